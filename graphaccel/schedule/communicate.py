@@ -1,0 +1,113 @@
+"""Adds the messages between stages to an action table.
+
+before::
+
+    F0.0 B0.0
+    F1.0 B1.0
+
+after ``with_communication(table, {(0, 1)}, {(1, 0)})``::
+
+    F0.0 SF0>1.0 RB1>0.0 B0.0 G0
+    RF0>1.0 F1.0 B1.0 SB1>0.0 G1
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TypeAlias
+
+from graphaccel.schedule.table import Action, Direction, Schedule, stage_ranks
+
+Edge: TypeAlias = tuple[int, int]  # (source stage, destination stage)
+Channel: TypeAlias = tuple[int, int, str]  # (source rank, destination rank, direction)
+
+
+def with_communication(
+    table: Schedule, forward_edges: frozenset[Edge], backward_edges: frozenset[Edge]
+) -> Schedule:
+    """``table`` with one message per (edge, microbatch, direction) and closing reductions.
+
+    ``forward_edges`` and ``backward_edges`` are (source stage, destination stage) pairs; a forward
+    edge goes to a later stage, a backward edge to an earlier one, any number of stages away. Edges
+    between two stages of one rank carry no message. A send follows the action that produces its
+    value; a receive precedes the action that consumes it. Each rank's list ends with one ``reduce``
+    per local stage, in the order in which the stages finish their last backward.
+
+    Messages that share a channel (source rank, destination rank, direction) are received in the
+    order in which they are sent, which is what NCCL needs, as it knows no tags: where an edge that
+    skips stages would be received late, its receive is pulled forward to just before the next one
+    that was sent after it. That can not add waiting: what was sent earlier arrives earlier.
+    One communicator per channel is therefore enough, and one per *unordered* pair is not: with two
+    ranks and interleaving, activations flow both ways between them.
+
+    Raises ``ValueError`` when an edge names an unknown stage or points the wrong way, or when the
+    table already holds messages or reductions.
+    """
+    ranks = stage_ranks(table)
+    _check_edges(ranks, forward_edges, 1)
+    _check_edges(ranks, backward_edges, -1)
+    edges: dict[str, frozenset[Edge]] = {"forward": forward_edges, "backward": backward_edges}
+    outgoing: dict[tuple[str, int], list[int]] = defaultdict(list)
+    incoming: dict[tuple[str, int], list[int]] = defaultdict(list)
+    for direction, pairs in edges.items():
+        for source, destination in sorted(pairs):
+            if ranks[source] != ranks[destination]:
+                outgoing[direction, source].append(destination)
+                incoming[direction, destination].append(source)
+
+    sends: dict[Channel, list[tuple[Edge, int]]] = defaultdict(list)
+    for rank, actions in enumerate(table):
+        for action in actions:
+            for peer in outgoing[action.kind, action.stage]:
+                channel = (rank, ranks[peer], action.kind)
+                sends[channel].append(((action.stage, peer), action.microbatch))
+    position = {
+        (channel, message): index
+        for channel, messages in sends.items()
+        for index, message in enumerate(messages)
+    }
+
+    received: dict[Channel, int] = defaultdict(int)  # how many of a channel's messages are in
+    lists: list[tuple[Action, ...]] = []
+    for rank, actions in enumerate(table):
+        result: list[Action] = []
+        for action in actions:
+            direction = _direction(action)
+            for peer in incoming[direction, action.stage]:
+                channel = (ranks[peer], rank, direction)
+                message = ((peer, action.stage), action.microbatch)
+                if (channel, message) not in position:
+                    raise ValueError(f"{action} needs stage {peer}, which never computes it")
+                last = position[channel, message]
+                for (source, destination), microbatch in sends[channel][
+                    received[channel] : last + 1
+                ]:
+                    result.append(Action("receive", destination, microbatch, source, direction))
+                received[channel] = max(received[channel], last + 1)
+            result.append(action)
+            for peer in outgoing[direction, action.stage]:
+                result.append(Action("send", action.stage, action.microbatch, peer, direction))
+        lists.append((*result, *_reductions(actions)))
+    return tuple(lists)
+
+
+def _direction(action: Action) -> Direction:
+    """Which way the values of a computing action flow; raises ``ValueError`` for any other."""
+    if action.kind == "forward" or action.kind == "backward":
+        return action.kind
+    raise ValueError(f"the table already holds {action}; give one with forwards and backwards only")
+
+
+def _reductions(actions: tuple[Action, ...]) -> list[Action]:
+    """One ``reduce`` per stage of ``actions``, ordered by the stage's last action."""
+    last = {action.stage: index for index, action in enumerate(actions)}
+    return [Action("reduce", stage, -1) for stage in sorted(last, key=last.__getitem__)]
+
+
+def _check_edges(ranks: dict[int, int], edges: frozenset[Edge], sign: int) -> None:
+    for source, destination in sorted(edges):
+        if source not in ranks or destination not in ranks:
+            raise ValueError(f"edge {source} -> {destination} names a stage that no rank computes")
+        if (destination - source) * sign <= 0:
+            way, where = ("forward", "later") if sign > 0 else ("backward", "earlier")
+            raise ValueError(f"{way} edge {source} -> {destination} does not go to a {where} stage")
