@@ -1,8 +1,8 @@
 """Ten small models, one per family, that every multi-device plan is compared on.
 
-Random weights from a fixed seed, training mode, dropout 0, batch 8. Where the loss is over tokens the
-rows hold different numbers of ignored labels (-100), so that averaging the means of microbatches
-or ranks gives a wrong answer. Four blocks or more, so that a pipeline of 4 is possible.
+Random weights from a fixed seed, training mode, dropout 0, batch 8. Where the loss is over tokens,
+the rows hold different numbers of ignored labels (-100), so that averaging the means of
+microbatches or ranks gives a wrong answer. Four blocks or more: a pipeline of 4 is possible.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ PADDING = 0
 class Entry:
     """One model of the zoo.
 
-    `build()` makes the model and its batch anew, the same bits every time; `loss_fn(output, batch)` is
-    None where the model computes its own loss. `mixes_rows`: the loss of the batch is not a sum over
-    rows (batch statistics), so a split of the batch changes the mathematics. `upcasts`: the
-    model casts to float32 inside, so float64 needs `lift_loss_cast`.
+    `build()` makes the model and its batch anew, the same bits every time; `loss_fn(output, batch)`
+    is None where the model computes its own loss. `mixes_rows`: the loss is not a sum over rows
+    (batch statistics), so a split of the batch changes the mathematics. `upcasts`: the model casts
+    to float32 inside, so float64 results are only good to 1e-7 without `lift_loss_cast`.
     """
 
     name: str
@@ -54,7 +54,7 @@ def call(model: nn.Module, batch: Batch) -> Any:
 
 
 def loss_of(output: Any, batch: Batch, loss_fn: LossFn | None = None) -> Tensor:
-    """The scalar loss: `loss_fn(output, batch)`, else `output` itself if a tensor, else `output.loss`."""
+    """The scalar loss: `loss_fn(output, batch)`, `output` itself if a tensor, or `output.loss`."""
     if loss_fn is not None:
         return loss_fn(output, batch)
     return output if isinstance(output, Tensor) else output.loss
@@ -225,6 +225,12 @@ def _resnet() -> tuple[nn.Module, Batch, None]:
 
 
 def _wav2vec2() -> tuple[nn.Module, Batch, None]:
+    """Sequence classification: `torch.export` refuses the losses of the CTC and pretraining heads.
+
+    Both branch on a tensor's value (is a label larger than the vocabulary; does a negative sample
+    equal its positive). `masked_spec_embed` requires a gradient and never gets one, in eager too:
+    it is the zoo's unused parameter.
+    """
     config = transformers.Wav2Vec2Config(
         vocab_size=32, hidden_size=32, num_hidden_layers=4, num_attention_heads=4,
         intermediate_size=64, conv_dim=(16, 16), conv_stride=(4, 4), conv_kernel=(8, 4),
