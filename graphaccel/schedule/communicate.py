@@ -14,6 +14,7 @@ after ``with_communication(table, {(0, 1)}, {(1, 0)})``::
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection
 from typing import TypeAlias
 
 from graphaccel.schedule.table import Action, Direction, Schedule, stage_ranks
@@ -44,8 +45,7 @@ def with_communication(
     table already holds messages or reductions.
     """
     ranks = stage_ranks(table)
-    _check_edges(ranks, forward_edges, 1)
-    _check_edges(ranks, backward_edges, -1)
+    check_edges(ranks, forward_edges, backward_edges)
     edges: dict[str, frozenset[Edge]] = {"forward": forward_edges, "backward": backward_edges}
     outgoing: dict[tuple[str, int], list[int]] = defaultdict(list)
     incoming: dict[tuple[str, int], list[int]] = defaultdict(list)
@@ -91,6 +91,22 @@ def with_communication(
     return tuple(lists)
 
 
+def check_edges(
+    stages: Collection[int], forward_edges: frozenset[Edge], backward_edges: frozenset[Edge]
+) -> None:
+    """Raise ``ValueError`` for an edge that names an unknown stage or points the wrong way."""
+    for way, where, sign, edges in (
+        ("forward", "a later", 1, forward_edges),
+        ("backward", "an earlier", -1, backward_edges),
+    ):
+        for source, destination in sorted(edges):
+            edge = f"{way} edge {source} -> {destination}"
+            if source not in stages or destination not in stages:
+                raise ValueError(f"{edge} names a stage that no rank computes")
+            if (destination - source) * sign <= 0:
+                raise ValueError(f"{edge} does not go to {where} stage")
+
+
 def _direction(action: Action) -> Direction:
     """Which way the values of a computing action flow; raises ``ValueError`` for any other."""
     if action.kind == "forward" or action.kind == "backward":
@@ -102,12 +118,3 @@ def _reductions(actions: tuple[Action, ...]) -> list[Action]:
     """One ``reduce`` per stage of ``actions``, ordered by the stage's last action."""
     last = {action.stage: index for index, action in enumerate(actions)}
     return [Action("reduce", stage, -1) for stage in sorted(last, key=last.__getitem__)]
-
-
-def _check_edges(ranks: dict[int, int], edges: frozenset[Edge], sign: int) -> None:
-    for source, destination in sorted(edges):
-        if source not in ranks or destination not in ranks:
-            raise ValueError(f"edge {source} -> {destination} names a stage that no rank computes")
-        if (destination - source) * sign <= 0:
-            way, where = ("forward", "later") if sign > 0 else ("backward", "earlier")
-            raise ValueError(f"{way} edge {source} -> {destination} does not go to a {where} stage")

@@ -26,8 +26,8 @@ SCHEDULE_NAMES: tuple[str, ...] = ("gpipe", "1f1b", "interleaved")
 class Action:
     """One thing a rank does.
 
-    ``stage`` is the stage on this rank; ``peer`` is the *stage* (not the rank) at the other end of a
-    send or receive, -1 otherwise; ``direction`` says whether a message carries activations
+    ``stage`` is the stage on this rank; ``peer`` is the *stage* (not the rank) at the other end of
+    a send or receive, -1 otherwise; ``direction`` says whether a message carries activations
     ("forward") or their gradients ("backward"). ``reduce`` sums the gradients of a stage over its
     replicas once all microbatches are done, so its ``microbatch`` is -1.
 
