@@ -100,7 +100,7 @@ class Pool:
         """`function(*args)` on every rank of a fresh gloo group; the results in order of rank.
 
         `function` must be importable by name; arguments and results travel pickled, tensors by
-        value. `timeout_s` is for this job only. Raises WorkerError if any rank raised, died or hung.
+        value; `timeout_s` is for this job only. Raises WorkerError if a rank raised, died or hung.
         """
         if not 1 <= world_size <= MOST_WORKERS:
             raise ValueError(f"world_size must be 1 to {MOST_WORKERS}, not {world_size}")
