@@ -1,0 +1,604 @@
+"""Every error graphaccel raises on purpose: one class per code, with readable fields and a text.
+
+The text names the user's own source line where one is known, says why, and every `help:` line can
+be pasted. The fields stay on the exception, so that notebooks and CI need not parse the text.
+The long form of each code is the page `docs/errors/<code>.md`, printed by `graphaccel explain`.
+
+All fields are keyword arguments. Sizes are bytes, unless a field says otherwise. Nothing here
+imports torch, and every error survives pickling (it may travel between processes).
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import ClassVar
+
+
+@dataclass(frozen=True)
+class Location:
+    """A place in the user's source.
+
+    text: the source line; read from `file` when None and the file can be read.
+    start, end: columns of the offending part in `text`, from 0, end excluded; the whole line
+    without its indentation when None or outside of it.
+    """
+
+    file: str
+    line: int
+    text: str | None = None
+    start: int | None = None
+    end: int | None = None
+
+    def __str__(self) -> str:
+        inside = os.path.relpath(self.file) if os.path.isabs(self.file) else self.file
+        return f"{self.file if inside.startswith('..') else inside}:{self.line}"
+
+    def lines(self, note: str) -> list[str]:
+        """The arrow line, then the source line underlined with `note` behind the carets."""
+        text = linecache.getline(self.file, self.line) if self.text is None else self.text
+        text = text.rstrip().expandtabs(4)
+        head = [f"  --> {self}"]
+        if not text.strip():
+            return [*head, f"   {note}"] if note else head
+        start = len(text) - len(text.lstrip())
+        end = len(text)
+        if self.start is not None and self.end is not None and self.start < self.end <= end:
+            start, end = self.start, self.end
+        number = f"{self.line:>5} | "
+        carets = " " * start + "^" * (end - start)
+        return [*head, number + text, f"{' ' * 5} | {carets} {note}".rstrip()]
+
+
+@dataclass(frozen=True)
+class Message:
+    """The parts of an error's text, in the order in which they are printed."""
+
+    sentence: str
+    location: Location | None = None
+    note: str = ""
+    details: tuple[str, ...] = ()
+    why: str = ""
+    help: tuple[str, ...] = ()
+    others: tuple[Location, ...] = ()
+
+    def render(self, code: str) -> str:
+        """The whole text, without a newline at its end."""
+        lines = [f"error[{code}]: {self.sentence}"]
+        if self.location is not None:
+            lines += self.location.lines(self.note)
+        lines += [f"  {line}" for line in self.details]
+        if self.why:
+            lines.append(f"  why:  {self.why}")
+        lines += [f"  help: {line}" for line in self.help]
+        if self.others:
+            plural = "place" if len(self.others) == 1 else "places"
+            places = ", ".join(map(str, self.others))
+            lines.append(f"  {len(self.others)} more {plural} like this: {places}")
+        lines.append(f"  explain: graphaccel explain {code}")
+        return "\n".join(lines)
+
+
+def format_bytes(count: int) -> str:
+    """`count` bytes to one decimal in GiB, or in MiB or KiB where that would read 0.0."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size / 10:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} B"
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> tuple[str, ...]:
+    """Rows as lines with aligned columns."""
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    return tuple(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
+
+
+def _named(module: str) -> str:
+    return f"`{module}`" if module else "the model"
+
+
+def _listed(values: Sequence[object]) -> str:
+    return ", ".join(map(str, values)) or "none"
+
+
+def _sizes(parts: Mapping[str, int]) -> str:
+    return " · ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
+
+
+class GraphAccelError(Exception):
+    """Base of all errors. `str(error)` is the full text; `error.code` its code.
+
+    A subclass is a dataclass: its fields are the keyword arguments, `message()` makes the text.
+    """
+
+    code: ClassVar[str] = "GA000"
+
+    def __post_init__(self) -> None:
+        super().__init__(self.message().render(self.code))
+
+    def message(self) -> Message:
+        """The parts of the text; each subclass says its own."""
+        return Message(sentence=str(self.args[0]) if self.args else "")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
+        return _rebuild, (type(self), values)
+
+
+def _rebuild(cls: type[GraphAccelError], values: dict[str, object]) -> GraphAccelError:
+    return cls(**values)
+
+
+# --- 1xx: capture ---------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class TensorBranch(GraphAccelError):
+    """The model branches on the value of a tensor."""
+
+    code = "GA101"
+    module: str
+    location: Location | None = None
+    others: tuple[Location, ...] = ()
+
+    def message(self) -> Message:
+        return Message(
+            f"cannot capture {_named(self.module)}: it branches on the value of a tensor",
+            self.location,
+            note="this becomes a Python value, so the graph would depend on the data",
+            why="graphaccel needs one graph for every batch",
+            help=("make it branch-free:  x = torch.where(condition, a, b)",),
+            others=self.others,
+        )
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class CaptureRefused(GraphAccelError):
+    """torch.export found something else that has no graph."""
+
+    code = "GA102"
+    module: str
+    location: Location | None = None
+    reason: str
+
+    def message(self) -> Message:
+        return Message(
+            f"cannot capture {_named(self.module)}: this has no graph",
+            self.location,
+            why=self.reason,
+            help=("to see torch's own report:  GRAPHACCEL_TRACEBACK=full python train.py",),
+        )
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class NoLoss(GraphAccelError):
+    """Something that needs the loss in the graph was asked for. asked: e.g. "pipeline=2"."""
+
+    code = "GA103"
+    asked: str
+
+    def message(self) -> Message:
+        return Message(
+            f"{self.asked} needs the loss in the graph, and the model returns none",
+            why="backward of one microbatch runs between the forwards of others, "
+            "before the script could compute a loss",
+            help=(
+                "return the loss from the model: a scalar, or an output with a field `loss`",
+                "or pass a function of the model's output and the batch:  "
+                "graphaccel.optimize(model, optimizer, loss_fn=loss_fn)",
+            ),
+        )
+
+
+# --- 2xx: plan ------------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class InfeasiblePlan(GraphAccelError):
+    """No plan fits the memory.
+
+    memory, peak: bytes per device. stage: where the closest plan's peak is. closest: that plan in
+    words. breakdown: bytes per category at the peak. relaxations: (change, its effect), each of
+    which alone makes it fit. useless: changes that were tried and do not help.
+    """
+
+    code = "GA201"
+    devices: int
+    memory: int
+    peak: int
+    stage: int
+    closest: str
+    breakdown: dict[str, int]
+    relaxations: tuple[tuple[str, str], ...] = ()
+    useless: tuple[str, ...] = ()
+
+    def message(self) -> Message:
+        over = format_bytes(self.peak - self.memory)
+        details = [f"closest: {self.closest}", f"         {_sizes(self.breakdown)}"]
+        if self.relaxations:
+            details.append("any one of these makes it fit:")
+            details += [f"  {line}" for line in _columns(self.relaxations)]
+        else:
+            details.append("no single change that was tried makes it fit")
+        if self.useless:
+            details.append(f"would not help: {', '.join(self.useless)}")
+        return Message(
+            f"no plan fits {self.devices} x {format_bytes(self.memory)}; the closest needs "
+            f"{format_bytes(self.peak)} ({over} over, on stage {self.stage})",
+            details=tuple(details),
+        )
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class BadPin(GraphAccelError):
+    """A pinned decision has a value that can not be. allowed: values that can."""
+
+    code = "GA202"
+    pin: str
+    value: object
+    reason: str
+    allowed: tuple[str, ...] = ()
+
+    def message(self) -> Message:
+        choices = tuple(f"{self.pin}={value}" for value in self.allowed)
+        return Message(
+            f"{self.pin}={self.value!r} can not be planned",
+            why=self.reason,
+            help=(f"use one of:  {'  '.join(choices)}",)
+            if choices
+            else (f"leave {self.pin} out and it will be chosen for you",),
+        )
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class TooManyStages(GraphAccelError):
+    """More pipeline stages were asked for than the graph can be cut into."""
+
+    code = "GA203"
+    asked: int
+    possible: int
+    location: Location | None = None
+
+    def message(self) -> Message:
+        return Message(
+            f"the graph can not be cut into {self.asked} stages; {self.possible} is the most",
+            self.location,
+            note="the longest part that can not be cut",
+            why="every stage needs at least one parameter and one op of its own",
+            help=(f"use at most:  pipeline={self.possible}",),
+        )
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class PlanMismatch(GraphAccelError):
+    """A saved plan belongs to another model or cluster. differences: (what, in the plan, here)."""
+
+    code = "GA204"
+    path: str
+    differences: tuple[tuple[str, str, str], ...]
+
+    def message(self) -> Message:
+        return Message(
+            f"plan `{self.path}` was made for something else",
+            details=_columns((("", "plan", "here"), *self.differences)),
+            why="its predictions and its stage cuts would not hold",
+            help=(f"make a new one:  graphaccel plan FILE --devices N --json {self.path}",),
+        )
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class TooManyDevices(GraphAccelError):
+    """More devices were asked for than exist. where: what was counted, e.g. "CUDA devices"."""
+
+    code = "GA205"
+    asked: int
+    available: int
+    where: str
+
+    def message(self) -> Message:
+        return Message(
+            f"{self.asked} devices asked for, {self.available} available ({self.where})",
+            help=(
+                f"use what is here:  devices={self.available}",
+                "to plan for machines you do not have:  "
+                f"graphaccel plan FILE --devices {self.asked} --device h100-80gb",
+            ),
+        )
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class BatchNotDivisible(GraphAccelError):
+    """The batch can not be cut into equal microbatches. allowed: microbatch counts that can."""
+
+    code = "GA206"
+    batch: int
+    microbatches: int
+    data: int
+    allowed: tuple[int, ...]
+
+    def message(self) -> Message:
+        parts = self.microbatches * self.data
+        return Message(
+            f"a batch of {self.batch} can not be cut into {parts} equal parts "
+            f"({self.microbatches} microbatches x data {self.data})",
+            why="microbatches of different sizes would change the loss",
+            help=(f"with data={self.data} use microbatches= one of:  {_listed(self.allowed)}",)
+            if self.allowed
+            else (f"use a batch that is a multiple of {parts}",),
+        )
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class SplitRefused(GraphAccelError):
+    """An op does not give the same result when the batch is split. axis: "microbatch" or "data"."""
+
+    code = "GA207"
+    axis: str
+    op: str
+    module: str
+    location: Location | None = None
+    reason: str
+
+    def message(self) -> Message:
+        pin = "microbatches" if self.axis.startswith("micro") else "data"
+        return Message(
+            f"the batch can not be split over the {self.axis} axis: {self.op} in "
+            f"{_named(self.module)} needs the whole batch",
+            self.location,
+            why=self.reason,
+            help=(f"keep the batch whole on this axis:  {pin}=1",),
+        )
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class Unsupported(GraphAccelError):
+    """No plan can hold this. what: e.g. "dtype torch.complex64 of parameter w"."""
+
+    code = "GA208"
+    what: str
+    reason: str
+    help_line: str = ""
+
+    def message(self) -> Message:
+        help_lines = (self.help_line,) if self.help_line else ()
+        return Message(f"{self.what} is not supported", why=self.reason, help=help_lines)
+
+
+# --- 3xx: rules -----------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class MissingRule(GraphAccelError):
+    """Ops without a sharding rule. ops: (op, shape, module, location, uses), most costly first."""
+
+    code = "GA301"
+    ops: tuple[tuple[str, str, str, str, int], ...]
+
+    def message(self) -> Message:
+        rows = [(*row, f"{uses} {'use' if uses == 1 else 'uses'}") for *row, uses in self.ops]
+        count = f"{len(rows)} op has" if len(rows) == 1 else f"{len(rows)} ops have"
+        return Message(
+            f"{count} no sharding rule",
+            details=_columns(rows) if rows else (),
+            why="without a rule it is not known whether the batch may be split there",
+            help=("keep the batch whole:  data=1, microbatches=1",),
+        )
+
+
+# --- 4xx: the training script ---------------------------------------------------------------------
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class HookNotKept(GraphAccelError):
+    """A hook would never be called. kind: e.g. "forward hook"."""
+
+    code = "GA401"
+    module: str
+    kind: str
+    location: Location | None = None
+
+    def message(self) -> Message:
+        return Message(
+            f"the {self.kind} on {_named(self.module)} can not be kept",
+            self.location,
+            why="the step runs as one graph, in which modules are not called any more",
+            help=(
+                "remove it before optimize():  handle.remove()",
+                "or return what it reads from the model's forward",
+            ),
+        )
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class RetainGraph(GraphAccelError):
+    """backward() was called twice, or with retain_graph=True or create_graph=True."""
+
+    code = "GA402"
+
+    def message(self) -> Message:
+        return Message(
+            "the loss can be differentiated only once, to first order",
+            why="forward and backward ran together when the model was called; "
+            "nothing is kept for a second backward",
+            help=(
+                "add losses before backward:  (loss_a + loss_b).backward()",
+                "or call the model again for the second backward",
+            ),
+        )
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class NeedsLauncher(GraphAccelError):
+    """Several devices were asked for where the program can not be restarted. command: what to type."""
+
+    code = "GA403"
+    devices: int
+    command: str
+
+    def message(self) -> Message:
+        return Message(
+            f"devices={self.devices} needs {self.devices} processes, and this one can not be "
+            "restarted (notebook, interactive or piped Python)",
+            why="every device is driven by a process of its own that runs the same script",
+            help=(f"save the script to a file and start it so:  {self.command}",),
+        )
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class BatchesDiffer(GraphAccelError):
+    """Ranks were given different batches. ranks: those that differ from rank 0."""
+
+    code = "GA404"
+    step: int
+    ranks: tuple[int, ...]
+
+    def message(self) -> Message:
+        return Message(
+            f"at step {self.step} the batch of rank {_listed(self.ranks)} differs from rank 0's",
+            why="every rank is given the global batch and takes its own part of it",
+            help=(
+                "seed the shuffling alike on every rank:  torch.manual_seed(0)",
+                "and remove the DistributedSampler:  DataLoader(dataset, batch_size=..., "
+                "shuffle=True)",
+            ),
+        )
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class OutputDropped(GraphAccelError):
+    """An output of the model that the plan does not compute on this rank was read."""
+
+    code = "GA405"
+    name: str
+
+    def message(self) -> Message:
+        return Message(
+            f"output `{self.name}` does not exist on this rank during training",
+            why="with several stages only the loss is sent to every rank",
+            help=(
+                "compute it under torch.no_grad(), after model.eval()",
+                "or make it part of the loss",
+            ),
+        )
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class BatchChanged(GraphAccelError):
+    """A batch does not look like the one that was captured. what: e.g. "dtype of input_ids"."""
+
+    code = "GA406"
+    what: str
+    expected: str
+    got: str
+
+    def message(self) -> Message:
+        return Message(
+            f"{self.what} changed: captured with {self.expected}, now {self.got}",
+            why="the graph and the plan hold for batches like the captured one only",
+            help=(
+                "leave the last, smaller batch out:  DataLoader(dataset, drop_last=True)",
+                "or capture with such a batch:  "
+                "graphaccel.optimize(model, optimizer, example_batch=batch)",
+            ),
+        )
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class GraphMisuse(GraphAccelError):
+    """The optimized model was used in a way its graph does not allow. what: a whole sentence."""
+
+    code = "GA407"
+    what: str
+    help_line: str = ""
+
+    def message(self) -> Message:
+        return Message(self.what, help=(self.help_line,) if self.help_line else ())
+
+
+# --- 5xx: while running ---------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class RankLost(GraphAccelError):
+    """Another rank stopped answering. lost: in words, e.g. "rank 2 (stage 1)"."""
+
+    code = "GA501"
+    rank: int
+    stage: int | None
+    lost: str
+    last_action: str
+    waiting_for: str
+    cause: str
+
+    def message(self) -> Message:
+        me = f"rank {self.rank}" + ("" if self.stage is None else f" (stage {self.stage})")
+        return Message(
+            f"{me} lost {self.lost}",
+            details=_columns(
+                (
+                    ("last action done:", self.last_action),
+                    ("waiting for:", self.waiting_for),
+                    ("reported:", self.cause),
+                )
+            ),
+            why="a process died, or did not answer within the timeout",
+            help=("the first error in the log of the lost rank is the cause; read that one first",),
+        )
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class DeviceOutOfMemory(GraphAccelError):
+    """A device ran out of memory. predicted, actual: bytes per category; owner: of the largest."""
+
+    code = "GA502"
+    stage: int
+    action: str
+    predicted: dict[str, int]
+    actual: dict[str, int]
+    owner: str
+
+    def message(self) -> Message:
+        def cell(parts: dict[str, int], name: str) -> str:
+            return format_bytes(parts[name]) if name in parts else "-"
+
+        names = list(dict.fromkeys((*self.predicted, *self.actual)))
+        rows = [(name, cell(self.predicted, name), cell(self.actual, name)) for name in names]
+        return Message(
+            f"stage {self.stage} ran out of memory during {self.action}",
+            details=(
+                *_columns((("", "predicted", "actual"), *rows)),
+                f"largest live tensors belong to: {self.owner}",
+            ),
+            help=(
+                "plan for less than the device has:  memory=int(0.9 * bytes_of_one_device)",
+                "or pin what saves most:  recompute='all'",
+            ),
+        )
+
+
+# --- 6xx: catalogue -------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class UnknownDevice(GraphAccelError):
+    """A device name that is not in the catalogue. closest: names that are."""
+
+    code = "GA601"
+    name: str
+    closest: tuple[str, ...] = ()
+
+    def message(self) -> Message:
+        return Message(
+            f"no device named `{self.name}` in the catalogue",
+            help=tuple(f"did you mean:  --device {name}" for name in self.closest),
+        )
+
+
+def error_classes() -> dict[str, type[GraphAccelError]]:
+    """Every code and its class, in the order of the codes."""
+    return dict(sorted((cls.code, cls) for cls in GraphAccelError.__subclasses__()))
