@@ -10,92 +10,11 @@ imports torch, and every error survives pickling (it may travel between processe
 
 from __future__ import annotations
 
-import linecache
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
-
-@dataclass(frozen=True)
-class Location:
-    """A place in the user's source.
-
-    text: the source line; read from `file` when None and the file can be read.
-    start, end: columns of the offending part in `text`, from 0, end excluded; the whole line
-    without its indentation when None or outside of it.
-    """
-
-    file: str
-    line: int
-    text: str | None = None
-    start: int | None = None
-    end: int | None = None
-
-    def __str__(self) -> str:
-        inside = os.path.relpath(self.file) if os.path.isabs(self.file) else self.file
-        return f"{self.file if inside.startswith('..') else inside}:{self.line}"
-
-    def lines(self, note: str) -> list[str]:
-        """The arrow line, then the source line underlined with `note` behind the carets."""
-        text = linecache.getline(self.file, self.line) if self.text is None else self.text
-        text = text.rstrip().expandtabs(4)
-        head = [f"  --> {self}"]
-        if not text.strip():
-            return [*head, f"   {note}"] if note else head
-        start = len(text) - len(text.lstrip())
-        end = len(text)
-        if self.start is not None and self.end is not None and self.start < self.end <= end:
-            start, end = self.start, self.end
-        number = f"{self.line:>5} | "
-        carets = " " * start + "^" * (end - start)
-        return [*head, number + text, f"{' ' * 5} | {carets} {note}".rstrip()]
-
-
-@dataclass(frozen=True)
-class Message:
-    """The parts of an error's text, in the order in which they are printed."""
-
-    sentence: str
-    location: Location | None = None
-    note: str = ""
-    details: tuple[str, ...] = ()
-    why: str = ""
-    help: tuple[str, ...] = ()
-    others: tuple[Location, ...] = ()
-
-    def render(self, code: str) -> str:
-        """The whole text, without a newline at its end."""
-        lines = [f"error[{code}]: {self.sentence}"]
-        if self.location is not None:
-            lines += self.location.lines(self.note)
-        lines += [f"  {line}" for line in self.details]
-        if self.why:
-            lines.append(f"  why:  {self.why}")
-        lines += [f"  help: {line}" for line in self.help]
-        if self.others:
-            plural = "place" if len(self.others) == 1 else "places"
-            places = ", ".join(map(str, self.others))
-            lines.append(f"  {len(self.others)} more {plural} like this: {places}")
-        lines.append(f"  explain: graphaccel explain {code}")
-        return "\n".join(lines)
-
-
-def format_bytes(count: int) -> str:
-    """`count` bytes to one decimal in GiB, or in MiB or KiB where that would read 0.0."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= size / 10:
-            return f"{count / size:.1f} {unit}"
-    return f"{count} B"
-
-
-def _columns(rows: Sequence[Sequence[str]]) -> tuple[str, ...]:
-    """Rows as lines with aligned columns."""
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    return tuple(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )
+from graphaccel.messages import Location, Message, columns, format_bytes
 
 
 def _named(module: str) -> str:
@@ -110,6 +29,7 @@ def _sizes(parts: Mapping[str, int]) -> str:
     return " · ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
 
 
+@dataclass(eq=False, repr=False)
 class GraphAccelError(Exception):
     """Base of all errors. `str(error)` is the full text; `error.code` its code.
 
@@ -123,10 +43,10 @@ class GraphAccelError(Exception):
 
     def message(self) -> Message:
         """The parts of the text; each subclass says its own."""
-        return Message(sentence=str(self.args[0]) if self.args else "")
+        return Message("graphaccel failed")
 
     def __reduce__(self) -> tuple[object, ...]:
-        values = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
         return _rebuild, (type(self), values)
 
 
@@ -222,7 +142,7 @@ class InfeasiblePlan(GraphAccelError):
         details = [f"closest: {self.closest}", f"         {_sizes(self.breakdown)}"]
         if self.relaxations:
             details.append("any one of these makes it fit:")
-            details += [f"  {line}" for line in _columns(self.relaxations)]
+            details += [f"  {line}" for line in columns(self.relaxations)]
         else:
             details.append("no single change that was tried makes it fit")
         if self.useless:
@@ -285,7 +205,7 @@ class PlanMismatch(GraphAccelError):
     def message(self) -> Message:
         return Message(
             f"plan `{self.path}` was made for something else",
-            details=_columns((("", "plan", "here"), *self.differences)),
+            details=columns((("", "plan", "here"), *self.differences)),
             why="its predictions and its stage cuts would not hold",
             help=(f"make a new one:  graphaccel plan FILE --devices N --json {self.path}",),
         )
@@ -384,7 +304,7 @@ class MissingRule(GraphAccelError):
         count = f"{len(rows)} op has" if len(rows) == 1 else f"{len(rows)} ops have"
         return Message(
             f"{count} no sharding rule",
-            details=_columns(rows) if rows else (),
+            details=columns(rows) if rows else (),
             why="without a rule it is not known whether the batch may be split there",
             help=("keep the batch whole:  data=1, microbatches=1",),
         )
@@ -434,7 +354,7 @@ class RetainGraph(GraphAccelError):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class NeedsLauncher(GraphAccelError):
-    """Several devices were asked for where the program can not be restarted. command: what to type."""
+    """Several devices were asked for where the program can not be restarted."""
 
     code = "GA403"
     devices: int
@@ -539,7 +459,7 @@ class RankLost(GraphAccelError):
         me = f"rank {self.rank}" + ("" if self.stage is None else f" (stage {self.stage})")
         return Message(
             f"{me} lost {self.lost}",
-            details=_columns(
+            details=columns(
                 (
                     ("last action done:", self.last_action),
                     ("waiting for:", self.waiting_for),
@@ -571,7 +491,7 @@ class DeviceOutOfMemory(GraphAccelError):
         return Message(
             f"stage {self.stage} ran out of memory during {self.action}",
             details=(
-                *_columns((("", "predicted", "actual"), *rows)),
+                *columns((("", "predicted", "actual"), *rows)),
                 f"largest live tensors belong to: {self.owner}",
             ),
             help=(
