@@ -1,0 +1,274 @@
+"""What a plan may run on: devices, how they are linked, and a catalogue of known ones.
+
+Figures are rates a program reaches, not the datasheet's, except ``peak_flops``, which a cost model
+multiplies by an efficiency of its own. Datasheet numbers and the factors applied to them:
+
+* Peaks, memory bandwidth, NVLink: NVIDIA V100 datasheet (Jan 2020), A100 datasheet (June 2021),
+  H100 datasheet (SXM5, Tensor Core figures without sparsity), H200 datasheet (Nov 2023), HGX B200
+  (Blackwell datasheet, 2024), Ada GPU architecture whitepaper (RTX 4090, FP32 accumulation).
+* A copy reaches 0.9 of the memory bandwidth (3.0 of 3.35 TB/s on H100, 4.3 of 4.8 on H200).
+* NVLink per link and direction as NCCL counts on it (``src/graph/topo.h``): 20 GB/s (V100, A100),
+  20.6 (H100, H200), 40.1 (B200), of 25, 25, 26.5 and 50. Latencies per hop are those of its ring
+  with the LL128 protocol (``src/graph/tuning.cc``): 1.9 us NVLink, 2.5 us PCIe, 4.0 us network.
+* Networks as in NVIDIA's own DGX of that generation, shared evenly by eight devices; 0.95 reached.
+* Memory is what the CUDA runtime reports, e.g. in PyTorch's "total capacity of 79.11 GiB": a little
+  under the number in the name. ``b200-192gb`` carries 192 GB, of which 180 GB are enabled.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from graphaccel.errors import UnknownDevice
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator, or one CPU process.
+
+    ``memory`` in bytes; ``peak_flops`` in FLOP/s by PyTorch dtype name without ``torch.`` (a dtype
+    that is missing has no fast path there; "float32" is without TF32, which has its own entry
+    "tfloat32"); ``memory_bandwidth`` in bytes/s that a copy reaches, reads and writes counted;
+    ``launch_seconds`` is the least time an operation takes.
+    """
+
+    name: str
+    memory: int
+    peak_flops: Mapping[str, float] = field(hash=False)
+    memory_bandwidth: float
+    launch_seconds: float
+
+
+@dataclass(frozen=True)
+class Link:
+    """One level of the network: ``size`` devices that reach one another at this speed.
+
+    ``bandwidth`` in bytes/s each device sends while it receives as much; ``latency_seconds`` per
+    hop.
+    """
+
+    name: str
+    latency_seconds: float
+    bandwidth: float
+    size: int
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """``count`` equal devices; ``links`` from the innermost level outwards, the last holds all.
+
+    ``context_bytes`` per device are lost to the runtime (CUDA context, NCCL, cuBLAS workspaces);
+    ``fragmentation`` is what the allocator reserves beyond the tensors, as a share of them.
+    Raises ``ValueError`` when the levels do not grow or the last does not hold all devices.
+    """
+
+    device: Device
+    count: int
+    links: tuple[Link, ...]
+    context_bytes: int
+    fragmentation: float
+
+    def __post_init__(self) -> None:
+        sizes = [link.size for link in self.links]
+        if self.count < 1:
+            raise ValueError(f"a cluster needs at least one device, not {self.count}")
+        if not sizes or sizes != sorted(set(sizes)):
+            raise ValueError(f"link levels must grow outwards, not {sizes}")
+        if sizes[-1] < self.count:
+            raise ValueError(f"the last link level holds {sizes[-1]} of {self.count} devices")
+
+    @property
+    def tensor_budget(self) -> int:
+        """Bytes of tensors that fit one device once context and fragmentation are taken off."""
+        return max(0, int((self.device.memory - self.context_bytes) / (1 + self.fragmentation)))
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain dicts, lists, strings and numbers; ``from_json`` reads them back."""
+        return {
+            "device": {**asdict(self.device), "peak_flops": dict(self.device.peak_flops)},
+            "count": self.count,
+            "links": [asdict(link) for link in self.links],
+            "context_bytes": self.context_bytes,
+            "fragmentation": self.fragmentation,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Cluster:
+        """The inverse of ``to_json``. Raises ``ValueError`` for missing or unknown fields."""
+        try:
+            fields = dict(data)
+            fields["device"] = Device(**fields["device"])
+            fields["links"] = tuple(Link(**link) for link in fields["links"])
+            return cls(**fields)
+        except (KeyError, TypeError) as problem:
+            raise ValueError(f"this is no cluster description: {problem}") from problem
+
+
+def cluster(device: str, count: int, memory: int | None = None) -> Cluster:
+    """``count`` devices called ``device`` (one of ``device_names()``, any case), wired as usual.
+
+    ``memory`` in bytes per device overrides the catalogue's. "cpu" is this host: its cores and
+    memory shared evenly by ``count`` processes.
+    Raises ``graphaccel.errors.UnknownDevice`` and ``ValueError`` for a count below one.
+    """
+    name = device.lower()
+    if count < 1:
+        raise ValueError(f"a cluster needs at least one device, not {count}")
+    if name not in _CATALOGUE:
+        closest = difflib.get_close_matches(name, device_names(), n=3, cutoff=0.4)
+        raise UnknownDevice(name=device, closest=tuple(closest))
+    result = _CATALOGUE[name](count)
+    if memory is not None:
+        result = replace(result, device=replace(result.device, memory=memory))
+    return result
+
+
+def device_names() -> tuple[str, ...]:
+    """The catalogue's names."""
+    return tuple(_CATALOGUE)
+
+
+_UNITS = {"b": 1} | {
+    f"{prefix}{suffix}": base**power
+    for power, prefix in enumerate("kmgt", start=1)
+    for suffix, base in (("b", 1000), ("ib", 1024))
+}
+
+
+def parse_bytes(text: str) -> int:
+    """ "80GiB", "1.5 GB", "512MiB" or a plain number of bytes -> bytes.
+
+    GB is 10**9 and GiB is 2**30; case does not matter. Raises ``ValueError`` otherwise, for a bare
+    "80G" too, which could mean either.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
+    if match is None or (match[2] or "b") not in _UNITS:
+        raise ValueError(f"{text!r} is no amount of memory; write it like 80GiB, 512MiB or 24GB")
+    return int(float(match[1]) * _UNITS[match[2] or "b"])
+
+
+# Beyond the tensors, reserved / allocated was 1.028 to 1.093 with a 90th percentile of 1.071 over
+# published CUDA training runs (SimuMax, 43 rows on B200).
+_CUDA_FRAGMENTATION = 0.07
+_CUDA_CONTEXT_BYTES = 3 * GIB // 2
+_CUDA_LAUNCH_SECONDS = 7e-6
+_COPY_REACHED = 0.9
+_NETWORK_REACHED = 0.95
+
+
+def _cuda(
+    name: str,
+    memory_gib: float,
+    teraflops: Mapping[str, float],
+    memory_terabytes: float,
+    inner: Link,
+    network: str,
+    network_gigabits: float,
+) -> Callable[[int], Cluster]:
+    """A catalogue entry: nodes of ``inner.size`` devices, ``network_gigabits`` for each device."""
+    device = Device(
+        name,
+        int(memory_gib * GIB),
+        {dtype: value * 1e12 for dtype, value in teraflops.items()},
+        memory_terabytes * 1e12 * _COPY_REACHED,
+        _CUDA_LAUNCH_SECONDS,
+    )
+    bandwidth = network_gigabits / 8 * 1e9 * _NETWORK_REACHED
+
+    def make(count: int) -> Cluster:
+        outer = (Link(network, 4.0e-6, bandwidth, count),) if count > inner.size else ()
+        return Cluster(device, count, (inner, *outer), _CUDA_CONTEXT_BYTES, _CUDA_FRAGMENTATION)
+
+    return make
+
+
+# Per core: a matrix product of 1024 x 1024 reached 72 (float32), 50 (float64), 474 (bfloat16, with
+# AVX-512 BF16) and 1 to 3 (float16) GFLOP/s on a 2025 server core, a copy 37 GB/s. Older cores
+# reach half, and bfloat16 is no faster than float32 where it is emulated; these are meant to hold
+# there too.
+_CORE_GIGAFLOPS = {"float64": 20.0, "float32": 40.0, "bfloat16": 20.0, "float16": 1.0}
+_CORE_BANDWIDTH = 10e9
+_HOST_BANDWIDTH = 200e9
+_CPU_CONTEXT_BYTES = 512 * 2**20  # the interpreter, torch's libraries and gloo's buffers
+
+
+def _cpu(count: int) -> Cluster:
+    cores = os.cpu_count() or 1
+    share = cores / count  # of a core if below one: processes then take turns
+    device = Device(
+        "cpu",
+        _host_memory() // count,
+        {dtype: value * 1e9 * share for dtype, value in _CORE_GIGAFLOPS.items()},
+        min(_CORE_BANDWIDTH * cores, _HOST_BANDWIDTH) / count,
+        5e-6,
+    )
+    # gloo over loopback with two processes: 0.8 ms for a small all_reduce, 21 ms for 32 MiB.
+    # More processes than cores wait for one another's turn at every hop.
+    turns = max(1.0, 1 / share)
+    loopback = Link("gloo over loopback", 3e-4 * turns, 1.5e9 / turns, count)
+    return Cluster(device, count, (loopback,), _CPU_CONTEXT_BYTES, 0.05)
+
+
+def _host_memory() -> int:
+    """Bytes of memory of this host, or of the container it is in where that has less."""
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    allowed = limit.read_text().strip() if limit.exists() else "max"
+    return physical if allowed == "max" else min(physical, int(allowed))
+
+
+def _nvlink(generation: int, links: int, gigabytes_per_link: float) -> Link:
+    return Link(f"NVLink {generation}", 1.9e-6, links * gigabytes_per_link * 1e9, 8)
+
+
+_A100 = {"float64": 9.7, "float32": 19.5, "tfloat32": 156, "bfloat16": 312, "float16": 312}
+_H100 = {"float64": 34, "float32": 67, "tfloat32": 494.7, "bfloat16": 989.4, "float16": 989.4}
+_B200 = {"float64": 37, "float32": 75, "tfloat32": 1100, "bfloat16": 2250, "float16": 2250}
+_ADA = {"float64": 1.29, "float32": 82.6, "tfloat32": 82.6, "bfloat16": 165.2, "float16": 165.2}
+
+# GeForce cards have no peer-to-peer copies: NCCL stages through host memory, both ways over one
+# PCIe 4.0 x16 slot (32 GB/s each way on paper).
+_PCIE_STAGED = Link("PCIe 4.0 through host memory", 2.5e-6, 10e9, 8)
+
+_CATALOGUE: Mapping[str, Callable[[int], Cluster]] = {
+    "cpu": _cpu,
+    "v100-32gb": _cuda(
+        "v100-32gb",
+        31.73,
+        {"float64": 7.8, "float32": 15.7, "float16": 125},
+        0.9,
+        _nvlink(2, 6, 20.0),
+        "InfiniBand EDR, 4 ports per node",
+        50,
+    ),
+    "a100-40gb": _cuda(
+        "a100-40gb", 39.38, _A100, 1.555, _nvlink(3, 12, 20.0), "InfiniBand HDR", 200
+    ),
+    "a100-80gb": _cuda(
+        "a100-80gb", 79.15, _A100, 2.039, _nvlink(3, 12, 20.0), "InfiniBand HDR", 200
+    ),
+    "h100-80gb": _cuda("h100-80gb", 79.1, _H100, 3.35, _nvlink(4, 18, 20.6), "InfiniBand NDR", 400),
+    "h200-141gb": _cuda(
+        "h200-141gb", 139.72, _H100, 4.8, _nvlink(4, 18, 20.6), "InfiniBand NDR", 400
+    ),
+    "b200-192gb": _cuda(
+        "b200-192gb", 178.35, _B200, 7.7, _nvlink(5, 18, 40.1), "InfiniBand NDR", 400
+    ),
+    "rtx4090-24gb": _cuda(
+        "rtx4090-24gb",
+        23.64,
+        _ADA,
+        1.008,
+        _PCIE_STAGED,
+        "InfiniBand EDR, 1 port per node",
+        12.5,
+    ),
+}

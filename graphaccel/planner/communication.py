@@ -1,0 +1,142 @@
+"""How long collectives and messages take: latency plus bandwidth over the levels of links.
+
+A group is ``group_size`` devices ``stride`` apart, aligned to the levels: device 0, stride, 2 *
+stride, ... A level that holds ``size`` devices holds ``size // stride`` members of it, so the group
+falls into nested subgroups; ``f`` is how many of the subgroups one level below meet on a level and
+``c`` how many members each of those has. With S bytes, latency a and bandwidth B of a level:
+
+* Bandwidth. A ring takes S * (n - 1) / n bytes past every device, once for reduce_scatter and
+  all_gather, twice for all_reduce. Where it leaves a subgroup, the c members share them, each
+  having a port of its own: ``passes * S * (n - 1) / n / c / B``. Bytes travel in chunks, so the
+  levels work at the same time and the slowest decides.
+* Latency of a ring: one hop for each of its n - 1 steps and passes, slow hops only where it
+  leaves a subgroup. It grows with n.
+* Latency of a tree (all_reduce only): c - 1 hops along a chain on the innermost level, log2(f)
+  above it, up and down. Its bandwidth is 0.92 of the ring's, and the factor (n - 1) / n is lost.
+
+The faster of ring and tree is taken, as NCCL does; the tree wins where many nodes exchange little.
+gloo has the ring only. Every operation starts with one launch.
+
+Sources: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in
+MPICH", IJHPCA 2005 (alpha-beta costs of ring and pairwise exchange); NCCL ``src/graph/tuning.cc``
+(steps inside and between nodes, choice by predicted time, the factor 0.92); Sanders, Speck, Träff,
+"Two-tree algorithms for full bandwidth broadcast, reduction and scan", 2009 (two trees together use
+both directions of every port). In-switch reduction (NVLS, SHARP) is not counted on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from graphaccel.planner.cluster import Cluster, Link
+
+_TREE_BANDWIDTH = 0.92
+
+
+@dataclass(frozen=True)
+class _Level:
+    """``factor`` subgroups of ``inside`` members each meet over ``link``; ``ring_hops`` of a ring
+    around the whole group go over it."""
+
+    link: Link
+    factor: int
+    inside: int
+    ring_hops: int
+
+
+def all_reduce_seconds(cluster: Cluster, size: float, group_size: int, stride: int = 1) -> float:
+    """Seconds to sum ``size`` bytes over the group, result everywhere.
+
+    Raises ``ValueError``, like all functions here, for a group the cluster does not hold.
+    """
+    levels = _levels(cluster, group_size, stride)
+    if not levels or size <= 0:
+        return 0.0
+    ring = _ring_seconds(levels, size, passes=2)
+    if cluster.device.name == "cpu":
+        return cluster.device.launch_seconds + ring
+    hops = 0.0
+    for level in levels:
+        steps = level.factor - 1 if level.link is cluster.links[0] else _log2(level.factor)
+        hops += steps * level.link.latency_seconds
+    slowest = max(size / level.inside / level.link.bandwidth for level in levels)
+    tree = 2 * hops + 2 * slowest / _TREE_BANDWIDTH
+    return cluster.device.launch_seconds + min(ring, tree)
+
+
+def reduce_scatter_seconds(
+    cluster: Cluster, size: float, group_size: int, stride: int = 1
+) -> float:
+    """Seconds to sum ``size`` bytes over the group, each member keeping its share."""
+    levels = _levels(cluster, group_size, stride)
+    if not levels or size <= 0:
+        return 0.0
+    return cluster.device.launch_seconds + _ring_seconds(levels, size, passes=1)
+
+
+def all_gather_seconds(cluster: Cluster, size: float, group_size: int, stride: int = 1) -> float:
+    """Seconds until every member has all ``size`` bytes, of which each brings its share."""
+    return reduce_scatter_seconds(cluster, size, group_size, stride)
+
+
+def all_to_all_seconds(cluster: Cluster, size: float, group_size: int, stride: int = 1) -> float:
+    """Seconds to exchange ``size`` bytes per member, an equal part for every member.
+
+    Pairwise exchange: n - 1 messages each, to as many members as each level reaches; levels work at
+    the same time.
+    """
+    levels = _levels(cluster, group_size, stride)
+    if not levels or size <= 0:
+        return 0.0
+    latency = bandwidth = 0.0
+    for level in levels:
+        partners = min(level.inside * level.factor, group_size) - level.inside
+        latency += partners * level.link.latency_seconds
+        bandwidth = max(bandwidth, size * partners / group_size / level.link.bandwidth)
+    return cluster.device.launch_seconds + latency + bandwidth
+
+
+def send_seconds(cluster: Cluster, size: float, source: int, destination: int) -> float:
+    """Seconds for a message of ``size`` bytes between two devices, by their numbers.
+
+    The link is that of the innermost level that holds both.
+    """
+    for device in (source, destination):
+        if not 0 <= device < cluster.count:
+            raise ValueError(f"device {device} is not among the {cluster.count} of the cluster")
+    if source == destination or size <= 0:
+        return 0.0
+    link = next(link for link in cluster.links if source // link.size == destination // link.size)
+    return cluster.device.launch_seconds + link.latency_seconds + size / link.bandwidth
+
+
+def _ring_seconds(levels: list[_Level], size: float, passes: int) -> float:
+    latency = sum(level.ring_hops * level.link.latency_seconds for level in levels)
+    group_size = 1 + sum(level.ring_hops for level in levels)
+    passing = size * (group_size - 1) / group_size
+    slowest = max(passing / level.inside / level.link.bandwidth for level in levels)
+    return passes * (latency + slowest)
+
+
+def _levels(cluster: Cluster, group_size: int, stride: int) -> list[_Level]:
+    """The levels on which members of the group meet, innermost first; none for a single member."""
+    if group_size < 1 or stride < 1 or (group_size - 1) * stride >= cluster.count:
+        raise ValueError(
+            f"a group of {group_size} devices {stride} apart does not fit {cluster.count} devices"
+        )
+    levels: list[_Level] = []
+    inside = 1
+    for link in cluster.links:
+        members = group_size
+        if link is not cluster.links[-1]:
+            members = min(group_size, max(1, link.size // stride))
+        if members > inside:
+            below, above = -(-group_size // inside), -(-group_size // members)
+            levels.append(_Level(link, -(-members // inside), inside, below - above))
+            inside = members
+    return levels
+
+
+def _log2(count: int) -> int:
+    """Levels of a binary tree over ``count`` subgroups."""
+    return (count - 1).bit_length()
