@@ -5,6 +5,8 @@ Shapes: B batch, T tokens, H heads, D hidden width, V vocabulary. It knows nothi
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -49,6 +51,7 @@ class GPT(nn.Module):
         width: int = 32,
         heads: int = 4,
         layers: int = 4,
+        deviation: float = 0.02,
     ) -> None:
         super().__init__()
         self.token = nn.Embedding(vocabulary, width)
@@ -57,7 +60,7 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.token.weight
-        self.apply(_initialise)
+        self.apply(partial(_initialise, deviation))
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)
@@ -70,9 +73,9 @@ class GPT(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
 
 
-def _initialise(module: nn.Module) -> None:
-    """GPT-2's initialisation: normal with deviation 0.02, so that the first loss is near log V."""
+def _initialise(deviation: float, module: nn.Module) -> None:
+    """GPT-2's initialisation: normal weights, biases 0."""
     if isinstance(module, (nn.Linear, nn.Embedding)):
-        nn.init.normal_(module.weight, std=0.02)
+        nn.init.normal_(module.weight, std=deviation)
     if isinstance(module, nn.Linear) and module.bias is not None:
         nn.init.zeros_(module.bias)
