@@ -84,7 +84,7 @@ def svg(curves: Curves, title: str, width: int = 720, height: int = 400) -> str:
         stroke = f'stroke="{colour}" stroke-width="{3 - min(i, 2)}"{dash}'
         parts.append(f'<polyline points="{points}" fill="none" {stroke}/>')
         y = top + 12 + 18 * i
-        x = width - right - 230
+        x = width - right - 250
         parts.append(f'<path d="M{x} {y}h28" {stroke}/>')
         parts.append(f'<text x="{x + 36}" y="{y + 4}">{escape(name)}</text>')
     return "\n".join([*parts, "</svg>\n"])

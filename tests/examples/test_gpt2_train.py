@@ -1,0 +1,111 @@
+"""examples/gpt2/train.py and demo.py."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from .conftest import EXAMPLES
+
+SMALL = (
+    "--layers=2 --width=32 --heads=2 --sequence=32 --batch=8 --steps=12 --warmup=2 "
+    "--vocabulary=300 --corpus-bytes=300000 --evaluate-every=6 --evaluate-batches=2 --log-every=4"
+).split()
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return f"--cache={tmp_path_factory.mktemp('text')}"
+
+
+@pytest.mark.parametrize("kind", ["plain", "hf"])
+def test_it_learns_without_graphaccel_and_writes_its_curve(
+    run_here, cache: str, tmp_path: Path, kind: str
+) -> None:
+    curve = tmp_path / "curves" / "one.json"
+    out = run_here("gpt2/train.py", *SMALL, cache, "--eager", f"--model={kind}", f"--curve={curve}")
+    result = json.loads(curve.read_text())
+    assert (result["model"], result["eager"], len(result["losses"])) == (kind, True, 12)
+    assert result["losses"][0] == pytest.approx(math.log(300), rel=0.05)
+    assert result["losses"][-1] < result["losses"][0] - 0.1
+    assert [step for step, _ in result["validation"]] == [0, 6, 12]
+    assert result["validation"][-1][1] < result["validation"][0][1] - 0.1
+    progress = (
+        r"^step +4/12  loss \d\.\d{4}  [\d,]+ tokens/s  step \d+\.\d{3} s  peak \d+ MiB resident$"
+    )
+    assert re.search(progress, out, re.MULTILINE), out
+
+
+def test_the_same_seed_gives_the_same_curve(run_here, cache: str, tmp_path: Path) -> None:
+    curves = []
+    for seed in (0, 0, 1):
+        curve = tmp_path / "curve.json"
+        run_here("gpt2/train.py", *SMALL, cache, "--eager", f"--seed={seed}", f"--curve={curve}")
+        curves.append(json.loads(curve.read_text())["losses"])
+    assert curves[0] == curves[1] != curves[2]
+
+
+def test_the_learning_rate_rises_and_falls(gpt2) -> None:
+    cosine = gpt2("train").cosine
+    assert [cosine(step, 4, 10) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
+    assert cosine(4, 4, 10) == 1.0
+    assert cosine(7, 4, 10) == pytest.approx(0.55)
+    assert cosine(10, 4, 10) == pytest.approx(0.1)
+    assert cosine(0, 0, 10) == 1.0
+
+
+def test_weights_decay_but_biases_and_norms_do_not(gpt2) -> None:
+    train = gpt2("train")
+    args = train.arguments([*SMALL, "--eager"])
+    model, _ = train.build_model(args, 300)
+    decayed, others = train.build_optimizer(model, args).param_groups
+    assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
+    assert {p.dim() for p in decayed["params"]} == {2}
+    assert {p.dim() for p in others["params"]} == {1}
+    assert len(decayed["params"]) + len(others["params"]) == len(list(model.parameters()))
+
+
+def test_eager_is_one_device(gpt2, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        gpt2("train").arguments(["--eager", "--devices=2"])
+    assert stopped.value.code == 2
+    expected = "--eager is plain PyTorch on one device; leave out --devices"
+    assert expected in capsys.readouterr().err
+
+
+def test_the_demo_plans_the_model_that_it_trains(gpt2) -> None:
+    demo, train = gpt2("demo"), gpt2("train")
+    planned, batch = demo.job()
+    args = train.arguments(demo.settings(steps=8))
+    trained, loss_of = train.build_model(args, args.vocabulary)
+    shapes = [(name, p.shape) for name, p in trained.named_parameters()]
+    assert shapes == [(name, p.shape) for name, p in planned.named_parameters()]
+    assert batch[0].shape == (args.batch, args.sequence)
+    with torch.no_grad():
+        loss = loss_of(planned, *batch)
+    assert loss.shape == ()
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("kind", ["plain", "hf"])
+def test_two_processes_have_the_curve_of_one(
+    run_here, run_apart, cache: str, tmp_path: Path, kind: str
+) -> None:
+    one, two = tmp_path / "one.json", tmp_path / "two.json"
+    same = [*SMALL, cache, f"--model={kind}"]
+    run_here("gpt2/train.py", *same, "--eager", f"--curve={one}")
+    script = str(EXAMPLES / "gpt2" / "train.py")
+    out = run_apart(script, *same, "--devices=2", "--pipeline=2", "--report", f"--curve={two}")
+    expected, got = json.loads(one.read_text()), json.loads(two.read_text())
+    assert got["losses"] == pytest.approx(expected["losses"], abs=1e-4)
+    for (step, loss), (_, reference) in zip(got["validation"], expected["validation"], strict=True):
+        assert loss == pytest.approx(reference, abs=1e-4), step
+    assert got["predicted_step_seconds"] > 0
+    assert got["predicted_peak_bytes"] > 0
+    assert len(re.findall(r"^step +12/12 ", out, re.MULTILINE)) == 1  # of rank 0 only
+    assert "pipeline 2" in out
