@@ -11,7 +11,7 @@ falls into nested subgroups; ``f`` is how many of the subgroups one level below 
   levels work at the same time and the slowest decides.
 * Latency of a ring: one hop for each of its n - 1 steps and passes, slow hops only where it
   leaves a subgroup. It grows with n.
-* Latency of a tree (all_reduce only): c - 1 hops along a chain on the innermost level, log2(f)
+* Latency of a tree (all_reduce only): f - 1 hops along a chain on the innermost level, log2(f)
   above it, up and down. Its bandwidth is 0.92 of the ring's, and the factor (n - 1) / n is lost.
 
 The faster of ring and tree is taken, as NCCL does; the tree wins where many nodes exchange little.

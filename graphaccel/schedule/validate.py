@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
 
 from graphaccel.schedule.communicate import Channel, Edge, check_edges
-from graphaccel.schedule.table import Action, Schedule
+from graphaccel.schedule.table import Action, Schedule, stage_ranks
 
 
 def validate(
@@ -33,7 +35,11 @@ def validate(
     microbatches = _check_compute(schedule, stage_rank, places)
     _check_reductions(schedule, stage_rank, places)
     expected: Counter[Action] = Counter()
-    for direction, edges in (("forward", forward_edges), ("backward", backward_edges)):
+    ways: dict[Literal["forward", "backward"], frozenset[Edge]] = {
+        "forward": forward_edges,
+        "backward": backward_edges,
+    }
+    for direction, edges in ways.items():
         for source, destination in sorted(edges):
             for microbatch in range(microbatches):
                 producer = Action(direction, source, microbatch)
@@ -115,17 +121,52 @@ def fifo_consistent(schedule: Schedule) -> bool:
     return sends == receives
 
 
+@dataclass(frozen=True)
+class Moment:
+    """What a rank holds while it computes.
+
+    ``held`` has an entry for each local stage: how many microbatches have finished their forward
+    and not their backward. It leaves out a microbatch whose forward is running and counts one whose
+    backward is.
+    """
+
+    kind: Literal["forward", "backward"]
+    stage: int
+    held: Mapping[int, int]
+
+
+def occupancy(schedule: Schedule) -> tuple[tuple[Moment, ...], ...]:
+    """Per rank, every distinct ``Moment`` in order of first appearance.
+
+    The peak memory of a rank is the greatest, over its moments, of what the held microbatches keep
+    plus what the running forward or backward needs. For several stages per rank that is less than
+    the sum of each stage's ``in_flight``, as they do not peak together.
+    """
+    ranks: list[tuple[Moment, ...]] = []
+    local: list[list[int]] = [[] for _ in schedule]
+    for stage, rank in stage_ranks(schedule).items():
+        local[rank].append(stage)
+    for rank, actions in enumerate(schedule):
+        held = dict.fromkeys(local[rank], 0)
+        seen: dict[tuple[str, int, tuple[int, ...]], Moment] = {}
+        for action in actions:
+            kind = action.kind
+            if kind == "forward" or kind == "backward":
+                key = (kind, action.stage, tuple(held.values()))
+                if key not in seen:
+                    seen[key] = Moment(kind, action.stage, dict(held))
+                held[action.stage] += 1 if kind == "forward" else -1
+        ranks.append(tuple(seen.values()))
+    return tuple(ranks)
+
+
 def in_flight(schedule: Schedule) -> dict[int, int]:
     """Stage -> the most microbatches it holds at once (forward done, backward not yet)."""
-    live: Counter[int] = Counter()
-    most: Counter[int] = Counter()
-    for actions in schedule:
-        for action in actions:
-            if action.kind == "forward":
-                live[action.stage] += 1
-                most[action.stage] = max(most[action.stage], live[action.stage])
-            elif action.kind == "backward":
-                live[action.stage] -= 1
+    most: dict[int, int] = {}
+    for moments in occupancy(schedule):
+        for moment in moments:
+            for stage, count in moment.held.items():
+                most[stage] = max(most.get(stage, 0), count)
     return dict(sorted(most.items()))
 
 

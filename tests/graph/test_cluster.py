@@ -1,0 +1,199 @@
+"""The catalogue of devices, and communication times against formulae worked by hand."""
+
+import json
+import os
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graphaccel.errors import UnknownDevice
+from graphaccel.planner.cluster import (
+    GIB,
+    Cluster,
+    Device,
+    Link,
+    cluster,
+    device_names,
+    parse_bytes,
+)
+from graphaccel.planner.communication import (
+    all_gather_seconds,
+    all_reduce_seconds,
+    all_to_all_seconds,
+    reduce_scatter_seconds,
+    send_seconds,
+)
+
+# Two nodes and more of four devices: 10 bytes/s at 1 s a hop inside, 2 bytes/s at 3 s outside.
+DEVICE = Device("toy", 1000, {"float32": 1.0}, 1.0, 0.5)
+INNER, OUTER = Link("inner", 1.0, 10.0, 4), Link("outer", 3.0, 2.0, 64)
+TOY = Cluster(DEVICE, 64, (INNER, OUTER), context_bytes=0, fragmentation=0.0)
+
+
+@pytest.mark.parametrize("name", device_names())
+@pytest.mark.parametrize("count", [1, 8, 64])
+def test_catalogue_entries_are_sane_and_survive_json(name, count):
+    entry = cluster(name, count)
+    assert Cluster.from_json(json.loads(json.dumps(entry.to_json()))) == entry
+    assert len({entry, cluster(name, count)}) == 1
+    assert entry.count == count
+    assert entry.links[-1].size >= count
+    assert list(entry.links) == sorted(entry.links, key=lambda link: -link.bandwidth)
+    device = entry.device
+    assert device.name == name
+    assert {"float32", "float64", "float16"} <= set(device.peak_flops)
+    assert all(rate > 0 for rate in device.peak_flops.values())
+    assert entry.tensor_budget < device.memory
+
+
+@pytest.mark.parametrize("name", [name for name in device_names() if name != "cpu"])
+def test_memory_is_close_below_the_names(name):
+    claimed = int(name.split("-")[1].removesuffix("gb"))
+    assert 0.92 * claimed * 1e9 < cluster(name, 1).device.memory < claimed * GIB
+
+
+def test_only_one_node_needs_no_network():
+    assert [link.name for link in cluster("h100-80gb", 8).links] == ["NVLink 4"]
+    assert [link.name for link in cluster("H100-80GB", 9).links] == ["NVLink 4", "InfiniBand NDR"]
+
+
+def test_v100_has_no_bfloat16():
+    assert "bfloat16" not in cluster("v100-32gb", 1).device.peak_flops
+
+
+def test_cpu_processes_share_the_host():
+    one, four = cluster("cpu", 1).device, cluster("cpu", 4).device
+    assert four.memory == one.memory // 4
+    assert four.peak_flops["float32"] == pytest.approx(one.peak_flops["float32"] / 4)
+    assert four.memory_bandwidth == pytest.approx(one.memory_bandwidth / 4)
+    assert one.memory <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def test_memory_can_be_set_and_the_budget_leaves_room():
+    entry = cluster("a100-80gb", 2, memory=10 * GIB)
+    assert entry.device.memory == 10 * GIB
+    assert entry.tensor_budget == int((10 * GIB - entry.context_bytes) / (1 + entry.fragmentation))
+    assert cluster("a100-80gb", 2, memory=1).tensor_budget == 0
+
+
+def test_an_unknown_device_names_the_closest():
+    with pytest.raises(UnknownDevice) as caught:
+        cluster("h100", 8)
+    assert caught.value.name == "h100"
+    assert caught.value.closest[0] == "h100-80gb"
+
+
+@pytest.mark.parametrize(
+    ("links", "count", "message"),
+    [
+        ((INNER,), 5, "the last link level holds 4 of 5 devices"),
+        ((OUTER, INNER), 4, "link levels must grow outwards"),
+        ((), 1, "link levels must grow outwards"),
+        ((INNER,), 0, "at least one device, not 0"),
+    ],
+)
+def test_impossible_clusters_are_refused(links, count, message):
+    with pytest.raises(ValueError, match=message):
+        Cluster(DEVICE, count, links, 0, 0.0)
+
+
+@pytest.mark.parametrize("change", [{"links": [{"speed": 1}]}, {"device": {}}, {"colour": "red"}])
+def test_other_json_is_refused(change):
+    with pytest.raises(ValueError, match="this is no cluster description"):
+        Cluster.from_json(TOY.to_json() | change)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("80GiB", 80 * 2**30),
+        ("80gib", 80 * 2**30),
+        ("24 GB", 24 * 10**9),
+        ("1.5MiB", 3 * 2**19),
+        ("512KB", 512_000),
+        ("2TiB", 2**41),
+        ("4096", 4096),
+        ("7B", 7),
+    ],
+)
+def test_amounts_of_memory(text, size):
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["80G", "GiB", "-1GiB", "", "80GiBs", "1e9"])
+def test_other_amounts_are_refused(text):
+    with pytest.raises(ValueError, match="is no amount of memory"):
+        parse_bytes(text)
+
+
+def test_ring_inside_a_node():
+    # 3 hops of 1 s; 3/4 of 400 bytes at 10 bytes/s; one launch.
+    assert reduce_scatter_seconds(TOY, 400, 4) == pytest.approx(0.5 + 3 * 1 + 300 / 10)
+    assert all_gather_seconds(TOY, 400, 4) == reduce_scatter_seconds(TOY, 400, 4)
+    assert all_reduce_seconds(TOY, 400, 4) == pytest.approx(0.5 + 2 * (3 * 1 + 300 / 10))
+
+
+def test_ring_over_nodes_shares_their_ports():
+    # 16 devices on 4 nodes: 12 hops inside, 3 outside; four ports per node at 2 bytes/s each.
+    seconds = 0.5 + 12 * 1 + 3 * 3 + 1600 * 15 / 16 / 4 / 2
+    assert reduce_scatter_seconds(TOY, 1600, 16) == pytest.approx(seconds)
+
+
+def test_ring_over_one_device_per_node():
+    seconds = 0.5 + 3 * 3 + 400 * 3 / 4 / 2
+    assert reduce_scatter_seconds(TOY, 400, 4, stride=4) == pytest.approx(seconds)
+    # Two devices apart: two members per node of four.
+    seconds = 0.5 + 2 * 1 + 1 * 3 + 400 * 3 / 4 / 2 / 2
+    assert reduce_scatter_seconds(TOY, 400, 4, stride=2) == pytest.approx(seconds)
+
+
+def test_tree_wins_for_small_messages_over_many_nodes():
+    # 64 devices on 16 nodes: 3 hops inside, log2(16) outside, up and down.
+    tree = 0.5 + 2 * (3 * 1 + 4 * 3) + 2 * max(8 / 10, 8 / 4 / 2) / 0.92
+    ring = 0.5 + 2 * (48 * 1 + 15 * 3 + 8 * 63 / 64 / 4 / 2)
+    assert all_reduce_seconds(TOY, 8, 64) == pytest.approx(tree)
+    assert tree < ring
+    large = 0.5 + 2 * (48 * 1 + 15 * 3 + 1e6 * 63 / 64 / 4 / 2)
+    assert all_reduce_seconds(TOY, 1e6, 64) == pytest.approx(large)
+
+
+def test_gloo_has_the_ring_only():
+    link = Link("loopback", 1.0, 10.0, 16)
+    host = Cluster(Device("cpu", 1000, {}, 1.0, 0.0), 16, (link,), 0, 0.0)
+    assert all_reduce_seconds(host, 1, 16) == pytest.approx(2 * (15 + 15 / 16 / 10))
+
+
+def test_all_to_all_splits_its_bytes_over_the_levels():
+    # 3 partners inside, 12 outside, 1/16 of 1600 bytes for each.
+    assert all_to_all_seconds(TOY, 1600, 16) == pytest.approx(0.5 + 3 * 1 + 12 * 3 + 1200 / 2)
+    assert all_to_all_seconds(TOY, 400, 4) == pytest.approx(0.5 + 3 * 1 + 300 / 10)
+
+
+def test_a_message_takes_the_innermost_common_level():
+    assert send_seconds(TOY, 100, 0, 3) == pytest.approx(0.5 + 1 + 10)
+    assert send_seconds(TOY, 100, 3, 4) == pytest.approx(0.5 + 3 + 50)
+    assert send_seconds(TOY, 100, 5, 5) == 0
+    with pytest.raises(ValueError, match="device 64 is not among the 64"):
+        send_seconds(TOY, 100, 0, 64)
+
+
+@pytest.mark.parametrize(("size", "stride"), [(65, 1), (17, 4), (0, 1), (2, 0)])
+def test_groups_that_do_not_fit_are_refused(size, stride):
+    with pytest.raises(ValueError, match="does not fit 64 devices"):
+        all_reduce_seconds(TOY, 1, size, stride)
+
+
+@given(
+    name=st.sampled_from(device_names()),
+    size=st.integers(0, 10**10),
+    more=st.integers(0, 10**10),
+    group=st.integers(1, 64),
+    stride=st.sampled_from([1, 2, 8]),
+)
+def test_times_grow_with_bytes_and_a_lone_device_waits_for_nobody(name, size, more, group, stride):
+    entry = cluster(name, 64 * 8)
+    for seconds in (all_reduce_seconds, reduce_scatter_seconds, all_to_all_seconds):
+        took = seconds(entry, size, group, stride)
+        assert took == 0 if group == 1 or size == 0 else took > 0
+        assert seconds(entry, size + more, group, stride) >= took
