@@ -158,6 +158,11 @@ def test_tree_wins_for_small_messages_over_many_nodes():
     assert all_reduce_seconds(TOY, 1e6, 64) == pytest.approx(large)
 
 
+def test_tree_over_one_device_per_node_has_no_chain():
+    tree = 0.5 + 2 * 4 * 3 + 2 * 8 / 2 / 0.92
+    assert all_reduce_seconds(TOY, 8, 16, stride=4) == pytest.approx(tree)
+
+
 def test_gloo_has_the_ring_only():
     link = Link("loopback", 1.0, 10.0, 16)
     host = Cluster(Device("cpu", 1000, {}, 1.0, 0.0), 16, (link,), 0, 0.0)
