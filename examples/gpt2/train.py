@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from data import TextData, prepare
@@ -94,12 +95,13 @@ def build_model(args: argparse.Namespace, vocabulary: int) -> tuple[nn.Module, L
         embd_pdrop=args.dropout,
         attn_pdrop=args.dropout,
         use_cache=False,
-        loss_type="ForCausalLM",
         bos_token_id=None,
         eos_token_id=None,
     )
+    gpt2 = GPT2LMHeadModel(config)
+    gpt2.loss_type = "ForCausalLM"  # transformers picks it anyway, with a warning
     # It shifts labels by itself: the targets are the inputs, and the last one of a row is not used.
-    return GPT2LMHeadModel(config), lambda model, x, y: model(input_ids=x, labels=x).loss
+    return gpt2, lambda model, x, y: model(input_ids=x, labels=x).loss
 
 
 def build_optimizer(model: nn.Module, args: argparse.Namespace) -> torch.optim.AdamW:
@@ -135,28 +137,25 @@ def evaluate(
     return statistics.fmean(losses)
 
 
-def step_time(seconds: float, model: nn.Module, args: argparse.Namespace) -> str:
-    """`step 0.210 s (predicted 0.198)`."""
+def step_time(seconds: float, handle: Any) -> str:
+    """`step 0.210 s (predicted 0.198)`; `handle` is `model.graphaccel`, or None without it."""
     text = f"step {seconds:.3f} s"
-    return (
-        text if args.eager else f"{text} (predicted {model.graphaccel.predicted_step_seconds:.3f})"
-    )
+    return f"{text} (predicted {handle.predicted_step_seconds:.3f})" if handle else text
 
 
-def peak_memory(model: nn.Module, args: argparse.Namespace) -> str:
+def peak_memory(handle: Any) -> str:
     """Peak of this process: bytes in tensors where they are counted, else all resident memory."""
-    if args.eager or model.graphaccel.measured_peak_bytes is None:
-        if torch.cuda.is_available():
-            text = f"peak {torch.cuda.max_memory_allocated() / MIB:.1f} MiB allocated"
-        else:
-            unit = 1 if sys.platform == "darwin" else 1024  # elsewhere ru_maxrss is in KiB
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-            text = f"peak {peak / MIB:.0f} MiB resident"
+    if handle and handle.measured_peak_bytes is not None:
+        text = f"peak {handle.measured_peak_bytes / MIB:.1f} MiB in tensors"
+    elif torch.cuda.is_available():
+        text = f"peak {torch.cuda.max_memory_allocated() / MIB:.1f} MiB allocated"
     else:
-        text = f"peak {model.graphaccel.measured_peak_bytes / MIB:.1f} MiB in tensors"
-    if args.eager:
-        return text
-    return f"{text} (predicted {model.graphaccel.predicted_peak_bytes / MIB:.1f} in tensors)"
+        unit = 1 if sys.platform == "darwin" else 1024  # elsewhere ru_maxrss is in KiB
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        text = f"peak {peak / MIB:.0f} MiB resident"
+    if handle:
+        text += f" (predicted {handle.predicted_peak_bytes / MIB:.1f} in tensors)"
+    return text
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -168,9 +167,11 @@ def main(argv: list[str] | None = None) -> None:
     model, loss_of = build_model(args, data.vocabulary)
     model.to(device)
     optimizer = build_optimizer(model, args)
+    handle = None  # what graphaccel says of the plan that runs
     if not args.eager:
         pins = {pin: getattr(args, pin) for pin in PINS if getattr(args, pin) is not None}
         model, optimizer = graphaccel.optimize(model, optimizer, devices=args.devices, **pins)
+        handle = model.graphaccel
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: cosine(step, args.warmup, args.steps)
     )
@@ -194,26 +195,26 @@ def main(argv: list[str] | None = None) -> None:
         optimizer.zero_grad(set_to_none=True)
         losses.append(loss.item())  # waits for the device, so that the time is the step's
         seconds.append(time.perf_counter() - started)
-        if step == 0 and args.report and not args.eager:
-            print(model.graphaccel.report(), flush=True)
+        if step == 0 and args.report and handle:
+            print(handle.report(), flush=True)
         if (step + 1) % args.log_every == 0 or step + 1 == args.steps:
             recent = statistics.median(seconds[1:][-args.log_every :] or seconds)
             print(
                 f"step {step + 1:5d}/{args.steps}  loss {losses[-1]:.4f}  "
-                f"{tokens / recent:,.0f} tokens/s  {step_time(recent, model, args)}  "
-                f"{peak_memory(model, args)}",
+                f"{tokens / recent:,.0f} tokens/s  {step_time(recent, handle)}  "
+                f"{peak_memory(handle)}",
                 flush=True,
             )
     if args.evaluate_every:
         validation.append((args.steps, evaluate(model, loss_of, data, args, device)))
         print(f"step {args.steps:5d}  validation {validation[-1][1]:.4f}", flush=True)
     if args.curve and os.environ.get("RANK", "0") == "0":
-        write_curve(args, model, losses, validation, seconds)
+        write_curve(args, handle, losses, validation, seconds)
 
 
 def write_curve(
     args: argparse.Namespace,
-    model: nn.Module,
+    handle: Any,
     losses: list[float],
     validation: list[tuple[int, float]],
     seconds: list[float],
@@ -231,10 +232,10 @@ def write_curve(
         "step_seconds": median,
         "tokens_per_second": args.batch * args.sequence / median,
     }
-    if not args.eager:
-        result["predicted_step_seconds"] = model.graphaccel.predicted_step_seconds
-        result["predicted_peak_bytes"] = model.graphaccel.predicted_peak_bytes
-        result["measured_peak_bytes"] = model.graphaccel.measured_peak_bytes
+    if handle:
+        result["predicted_step_seconds"] = handle.predicted_step_seconds
+        result["predicted_peak_bytes"] = handle.predicted_peak_bytes
+        result["measured_peak_bytes"] = handle.measured_peak_bytes
     args.curve.parent.mkdir(parents=True, exist_ok=True)
     args.curve.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -6,6 +6,7 @@ import json
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -68,6 +69,19 @@ def test_weights_decay_but_biases_and_norms_do_not(gpt2) -> None:
     assert {p.dim() for p in decayed["params"]} == {2}
     assert {p.dim() for p in others["params"]} == {1}
     assert len(decayed["params"]) + len(others["params"]) == len(list(model.parameters()))
+
+
+def test_predictions_stand_beside_what_was_measured(gpt2) -> None:
+    train = gpt2("train")
+    counted = SimpleNamespace(
+        predicted_step_seconds=0.25, predicted_peak_bytes=3 << 20, measured_peak_bytes=5 << 19
+    )
+    assert train.step_time(0.5, counted) == "step 0.500 s (predicted 0.250)"
+    assert train.step_time(0.5, None) == "step 0.500 s"
+    assert train.peak_memory(counted) == "peak 2.5 MiB in tensors (predicted 3.0 in tensors)"
+    counted.measured_peak_bytes = None
+    text = r"peak [\d.]+ MiB (resident|allocated) \(predicted 3\.0 in tensors\)"
+    assert re.fullmatch(text, train.peak_memory(counted))
 
 
 def test_eager_is_one_device(gpt2, capsys: pytest.CaptureFixture[str]) -> None:
