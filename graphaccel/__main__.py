@@ -1,0 +1,7 @@
+"""`python -m graphaccel` is `graphaccel`."""
+
+import sys
+
+from graphaccel.cli import main
+
+sys.exit(main())

@@ -1,0 +1,178 @@
+"""One process in, N processes out: hands the script to torchrun, which starts and watches the ranks.
+
+`ensure_launched` restarts a plainly started script (`python train.py`) once; `graphaccel run` goes
+straight to `launch`. Both end in torch's own launcher, run inside this process so that a failing
+rank becomes one line and an exit code instead of the launcher's traceback.
+"""
+
+from __future__ import annotations
+
+import builtins
+import multiprocessing
+import os
+import shlex
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+
+from graphaccel.errors import GraphAccelError, GraphMisuse, NeedsLauncher, TooManyDevices
+
+PROCESSES_PER_CORE = 4
+"""CPU ranks share cores; beyond this, gloo's timeouts come before progress does."""
+
+_STARTED = "GRAPHACCEL_LAUNCHED"
+_ALL_OUTPUT = "GRAPHACCEL_ALL_OUTPUT"
+
+
+def ensure_launched(devices: int) -> None:
+    """Returns in a process that is one of `devices` ranks, or does not return at all.
+
+    Without a launcher (no WORLD_SIZE) and with `devices` > 1 the whole program is restarted under
+    torch's launcher: what the script did before this call is done again, by every rank.
+
+    Raises:
+        TooManyDevices: more devices than this machine has (GA205).
+        NeedsLauncher: this program can not be restarted: notebook, REPL, stdin (GA403).
+        GraphMisuse: a launcher has started another number of processes (GA407).
+    """
+    if devices <= 1:
+        return
+    world = os.environ.get("WORLD_SIZE")
+    if world is not None:
+        if int(world) != devices:
+            raise GraphMisuse(
+                what=f"devices={devices}, but the launcher started {world} processes",
+                help_line=f"leave devices out, or start {devices}:  {_command(devices)}",
+            )
+        check_devices(int(os.environ.get("LOCAL_WORLD_SIZE", world)))
+        return
+    if not _restartable():
+        raise NeedsLauncher(devices=devices, command=_command(devices))
+    if "torch" in sys.modules:  # otherwise each rank checks: not worth 6 s of imports before exec
+        check_devices(devices)
+    arguments = ["-m", "graphaccel.runtime.launch", str(devices), sys.executable]
+    print(
+        f"graphaccel: restarting this script as {devices} processes (as {_command(devices)} does)",
+        file=sys.stderr,
+    )
+    sys.stdout.flush()
+    sys.stderr.flush()
+    environment = {**os.environ, _STARTED: "1"}
+    os.execve(sys.executable, [sys.executable, *arguments, *sys.orig_argv[1:]], environment)
+
+
+def run_script(
+    devices: int, argv: Sequence[str], torchrun_flags: Sequence[str] = (), all_output: bool = False
+) -> int:
+    """Runs `python *argv` as `devices` processes on this machine and waits.
+
+    argv: a script and its arguments, or ("-m", module, arguments...).
+    torchrun_flags: further flags of torch's launcher, e.g. ("--nnodes=2", "--node-rank=0", ...);
+        without any, the job is this machine alone.
+    all_output: show every rank's standard output, not only the first's.
+    Returns the exit code: 0, or that of the first rank that failed (128 + signal when killed).
+
+    Raises:
+        TooManyDevices: more devices than this machine has (GA205).
+    """
+    return launch(devices, [sys.executable, "-u", *argv], torchrun_flags, all_output)
+
+
+def launch(
+    devices: int,
+    command: Sequence[str],
+    torchrun_flags: Sequence[str] = (),
+    all_output: bool = False,
+) -> int:
+    """`run_script` for any command line; `command` starts with the program."""
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    check_devices(devices)
+    # Iteration over sets decides batch order in some scripts: every rank must do it alike.
+    os.environ.setdefault("PYTHONHASHSEED", "0")
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // devices)))
+    logs = tempfile.mkdtemp(prefix="graphaccel_")
+    flags = [*(torchrun_flags or ["--standalone"]), f"--nproc-per-node={devices}"]
+    flags += [f"--log-dir={logs}", "--no-python"]
+    hidden = devices > 1 and not all_output and os.environ.get(_ALL_OUTPUT) != "1"
+    if hidden:
+        flags.append("--redirects=" + ",".join(f"{rank}:1" for rank in range(1, devices)))
+    keep = False
+    try:
+        run.main([*flags, *command])
+        return 0
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        code = failure.exitcode
+        how = f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
+        print(f"graphaccel: rank {rank} ended first, with {how}", file=sys.stderr)
+        keep = hidden and _any_output(logs)
+        if keep:
+            print(f"graphaccel: what the other ranks printed is in {logs}", file=sys.stderr)
+        return code if code > 0 else 128 - code
+    except SignalException as error:
+        return 128 + int(error.sigval)
+    finally:
+        if not keep:
+            shutil.rmtree(logs)
+
+
+def available_devices() -> tuple[int, str]:
+    """How many ranks this machine can hold, and what was counted. Imports torch."""
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.device_count(), "CUDA devices; CUDA_VISIBLE_DEVICES= uses the CPU"
+    cores = _cores()
+    counted = f"no CUDA device; {PROCESSES_PER_CORE} processes for each of {cores} CPU cores"
+    return cores * PROCESSES_PER_CORE, counted
+
+
+def check_devices(devices: int) -> None:
+    """Raises TooManyDevices (GA205) when this machine can not hold that many ranks."""
+    available, where = available_devices()
+    if devices > available:
+        raise TooManyDevices(asked=devices, available=available, where=where)
+
+
+def _cores() -> int:
+    """CPU cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _any_output(logs: str) -> bool:
+    files = [os.path.join(folder, name) for folder, _, names in os.walk(logs) for name in names]
+    return any(name.endswith("stdout.log") and os.path.getsize(name) for name in files)
+
+
+def _restartable() -> bool:
+    """Whether `sys.orig_argv` starts this very program again."""
+    interactive = hasattr(sys, "ps1") or sys.flags.interactive or hasattr(builtins, "get_ipython")
+    piped = sys.argv[0] in ("", "-")
+    child = multiprocessing.parent_process() is not None
+    return not (interactive or piped or child or _STARTED in os.environ)
+
+
+def _command(devices: int) -> str:
+    """The command line that starts this program under the launcher, as typed in a shell."""
+    notebook = hasattr(builtins, "get_ipython")
+    script = sys.argv[0] if sys.argv[0].endswith(".py") and not notebook else "train.py"
+    return f"graphaccel run --devices {devices} {shlex.quote(script)}"
+
+
+def _main() -> int:
+    try:
+        return launch(int(sys.argv[1]), sys.argv[2:])
+    except GraphAccelError as error:
+        print(error, file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(_main())
