@@ -68,10 +68,15 @@ def run(title: str, command: list[str]) -> None:
     print(f"=== {time.perf_counter() - started:.0f} s", flush=True)
 
 
-def train(title: str, curve: Path, arguments: list[str]) -> dict[str, list[float]]:
-    """One run of train.py and what it wrote to `curve`."""
-    run(title, [sys.executable, str(HERE / "train.py"), *arguments, "--curve", str(curve)])
-    return json.loads(curve.read_text())
+def train(title: str, processes: int, arguments: list[str]) -> list[float]:
+    """The loss of every step of one run of train.py; SystemExit if not on `processes` of them."""
+    with tempfile.TemporaryDirectory() as folder:
+        curve = Path(folder, "curve.json")
+        run(title, [sys.executable, str(HERE / "train.py"), *arguments, "--curve", str(curve)])
+        result = json.loads(curve.read_text())
+    if result["processes"] != processes:
+        raise SystemExit(f"demo: `{title}` ran on {result['processes']} processes")
+    return result["losses"]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -83,16 +88,14 @@ def main(argv: list[str] | None = None) -> int:
 
     plan = [sys.executable, "-m", "graphaccel", "plan", f"{HERE / 'demo.py'}:job"]
     run("the plan, before anything runs", [*plan, "--devices", "4", *PINS])
-    with tempfile.TemporaryDirectory() as folder:
-        title = "4 processes: data 2 x pipeline 2"
-        many = train(title, Path(folder, "many.json"), [*common, "--devices", "4", *PINS])
-        one = train("1 process: plain PyTorch", Path(folder, "one.json"), [*common, "--eager"])
+    many = train("4 processes: data 2 x pipeline 2", 4, [*common, "--devices", "4", *PINS])
+    one = train("1 process: plain PyTorch", 1, [*common, "--eager"])
 
-    curves = {"4 processes, data 2 x pipeline 2": many["losses"], "1 process": one["losses"]}
+    curves = {"4 processes, data 2 x pipeline 2": many, "1 process": one}
     print("\n=== training loss, nats per token\n")
     print(side_by_side(curves))
     args.svg.write_text(svg(curves, "GPT-2 on Python's standard library: training loss"))
-    step, difference = largest_difference(many["losses"], one["losses"])
+    step, difference = largest_difference(many, one)
     same = difference <= TOLERANCE
     verdict = "within" if same else "NOT within"
     print(f"\nlargest difference {difference:.2e} (step {step}), {verdict} {TOLERANCE:g}")

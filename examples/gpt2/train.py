@@ -227,6 +227,7 @@ def write_curve(
     result: dict[str, object] = {
         "model": args.model,
         "eager": args.eager,
+        "processes": int(os.environ.get("WORLD_SIZE", "1")),
         "losses": losses,
         "validation": validation,
         "step_seconds": median,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -105,6 +107,48 @@ def test_the_demo_plans_the_model_that_it_trains(gpt2) -> None:
     assert loss.shape == ()
 
 
+def stand_in(processes: int, many: list[float], one: list[float]) -> Callable[..., None]:
+    """In place of demo.run: writes the curves that the two runs of train.py would."""
+
+    def run(title: str, command: list[str]) -> None:
+        if "--curve" in command:
+            eager = "--eager" in command
+            curve = {"processes": 1 if eager else processes, "losses": one if eager else many}
+            Path(command[command.index("--curve") + 1]).write_text(json.dumps(curve))
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("many", "code", "verdict"),
+    [
+        ([3.0, 2.0005], 0, "largest difference 5.00e-04 (step 1), within 0.001"),
+        ([3.002, 2.0], 1, "largest difference 2.00e-03 (step 0), NOT within 0.001"),
+        ([3.0, math.nan], 1, "largest difference nan (step 1), NOT within 0.001"),
+    ],
+)
+def test_the_demo_fails_where_the_curves_differ(
+    gpt2, monkeypatch, capsys, tmp_path: Path, many: list[float], code: int, verdict: str
+) -> None:
+    demo, plot = gpt2("demo"), tmp_path / "loss.svg"
+    monkeypatch.setattr(demo, "run", stand_in(4, many, [3.0, 2.0]))
+    assert demo.main(["--steps=2", f"--svg={plot}"]) == code
+    assert verdict in capsys.readouterr().out
+    assert plot.read_text().startswith("<svg ")
+
+
+def test_the_demo_fails_where_it_did_not_run_on_four_processes(gpt2, monkeypatch) -> None:
+    demo = gpt2("demo")
+    monkeypatch.setattr(demo, "run", stand_in(1, [3.0, 2.0], [3.0, 2.0]))
+    with pytest.raises(SystemExit, match="pipeline 2` ran on 1 processes"):
+        demo.main(["--steps=2"])
+
+
+def test_the_demo_stops_with_the_exit_code_of_what_failed(gpt2) -> None:
+    with pytest.raises(SystemExit, match="demo: `this` failed with exit code 3"):
+        gpt2("demo").run("this", [sys.executable, "-c", "raise SystemExit(3)"])
+
+
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("kind", ["plain", "hf"])
 def test_two_processes_have_the_curve_of_one(
@@ -119,6 +163,7 @@ def test_two_processes_have_the_curve_of_one(
     assert got["losses"] == pytest.approx(expected["losses"], abs=1e-4)
     for (step, loss), (_, reference) in zip(got["validation"], expected["validation"], strict=True):
         assert loss == pytest.approx(reference, abs=1e-4), step
+    assert (expected["processes"], got["processes"]) == (1, 2)
     assert got["predicted_step_seconds"] > 0
     assert got["predicted_peak_bytes"] > 0
     assert len(re.findall(r"^step +12/12 ", out, re.MULTILINE)) == 1  # of rank 0 only
