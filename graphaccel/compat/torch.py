@@ -8,11 +8,33 @@ from __future__ import annotations
 
 # Sees every operator that runs, also inside backward: measuring tensor bytes (runtime/meter.py).
 
+from typing import Any
+
+from torch import fx
+
 # Raised by export where the user's code branches on the value of a tensor (capture/export.py).
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode as DataDependentError
+
+# Tensors with shapes and no data: tracing and propagation.
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 # Trees with key paths; torch.utils.pytree of later versions has them publicly.
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+
+
+def schema(node: fx.Node) -> list[Any]:
+    """The declared arguments (name, type, default_value, kwarg_only) of a call to an ATen op."""
+    return list(node.target._schema.arguments)
+
+
+def fake_mode_of(nodes: list[fx.Node]) -> Any:
+    """The fake-tensor mode that the values of `nodes` belong to."""
+    for node in nodes:
+        if isinstance(node.meta.get("val"), FakeTensor):
+            return node.meta["val"].fake_mode
+    return FakeTensorMode()
+
 
 __all__ = ["DataDependentError", "TorchDispatchMode", "is_traceable_wrapper_subclass"]

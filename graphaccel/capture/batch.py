@@ -1,0 +1,108 @@
+"""The example batch: flattening it, and finding which of its tensor dims carry the batch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from graphaccel.compat.torch import pytree
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A call `model(*args, **kwargs)`, flattened.
+
+    leaves: every leaf in pytree order, tensors and plain values alike.
+    names: one readable name a leaf (`input_ids`, `args[0]`, `pixels['left']`).
+    spec: how to put the leaves together again.
+    """
+
+    leaves: tuple[Any, ...]
+    names: tuple[str, ...]
+    spec: Any = field(repr=False)
+
+    @property
+    def tensors(self) -> dict[int, torch.Tensor]:
+        """Position among the leaves → tensor."""
+        return {i: leaf for i, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)}
+
+    def rebuild(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The (args, kwargs) that `leaves`, in the order of `self.leaves`, stand for."""
+        return pytree.tree_unflatten(list(leaves), self.spec)
+
+    def signature(self) -> tuple[Any, ...]:
+        """What a captured graph depends on: structure, dtypes, shapes and plain values."""
+        described = tuple(
+            (str(leaf.dtype), tuple(leaf.shape), str(leaf.device.type))
+            if isinstance(leaf, torch.Tensor)
+            else repr(leaf)
+            for leaf in self.leaves
+        )
+        return (str(self.spec), described)
+
+
+def flatten_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Batch:
+    """Flatten one call of the model."""
+    paths, spec = pytree.tree_flatten_with_path((tuple(args), dict(kwargs)))
+    return Batch(
+        leaves=tuple(leaf for _, leaf in paths),
+        names=tuple(_name(path) for path, _ in paths),
+        spec=spec,
+    )
+
+
+def as_call(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """An example batch as (args, kwargs): mappings are keywords, sequences positions, else one arg."""
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    if isinstance(example, (tuple, list)):
+        return tuple(example), {}
+    return (example,), {}
+
+
+def batch_leaves(batch: Batch) -> tuple[int, dict[int, int]]:
+    """The batch size, and for every leaf that carries the batch the dim it lies on.
+
+    The batch is the commonest leading size among the tensors (ties: the first tensor's). Scalars and
+    tensors with another leading size carry no batch. Whether the guess is right is proved later:
+    the placement rules refuse a graph that mixes examples.
+    """
+    leading = [t.shape[0] for t in batch.tensors.values() if t.dim() > 0]
+    if not leading:
+        return 1, {}
+    counts = Counter(leading)
+    size = max(leading, key=lambda n: (counts[n], -leading.index(n)))
+    dims = {i: 0 for i, t in batch.tensors.items() if t.dim() > 0 and t.shape[0] == size}
+    return size, dims
+
+
+def sequence_leaves(batch: Batch, batch_dims: Mapping[int, int]) -> tuple[int, dict[int, int]]:
+    """Likewise the sequence length: dim 1 of the integer tensors, when all of them agree on it."""
+    sizes = {
+        i: batch.leaves[i].shape[1]
+        for i in batch_dims
+        if batch.leaves[i].dim() == 2 and not batch.leaves[i].is_floating_point()
+    }
+    if not sizes or len(set(sizes.values())) != 1:
+        return 0, {}
+    return next(iter(sizes.values())), dict.fromkeys(sizes, 1)
+
+
+def resized(batch: Batch, dims: Mapping[int, int], size: int) -> Batch:
+    """The same call with `size` along each of `dims` (values repeated or cut: only shapes matter)."""
+    leaves = list(batch.leaves)
+    for i, dim in dims.items():
+        index = torch.arange(size, device=leaves[i].device) % leaves[i].shape[dim]
+        leaves[i] = leaves[i].index_select(dim, index)
+    return Batch(tuple(leaves), batch.names, batch.spec)
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    """`((args), {kwargs})[0][1]` reads `args[1]`; `[1]['labels'][0]` reads `labels[0]`."""
+    outer, inner, *rest = path
+    head = f"args[{inner.idx}]" if outer.idx == 0 else str(inner.key)
+    return head + "".join(str(key) for key in rest)

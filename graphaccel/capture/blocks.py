@@ -1,0 +1,53 @@
+"""Repeated blocks: the identical layers of a model, found by hashing their sub-graphs.
+
+A block is what one numbered entry of a container computes (`transformer.h.3`); blocks whose nodes are
+the same but for the parameters they read are of one type.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from dataclasses import dataclass
+
+from torch import fx
+
+from graphaccel.ir.text import target_text
+
+
+@dataclass(frozen=True)
+class Block:
+    """name: module path of the numbered entry. kind: equal for identical blocks. nodes: how many in the joint graph."""
+
+    name: str
+    kind: str
+    nodes: int
+
+
+def block_of(module: str) -> str:
+    """The block that a module path belongs to: up to its first numbered component, "" if it has none."""
+    parts = module.split(".")
+    for i, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[: i + 1])
+    return ""
+
+
+def find_blocks(graph: fx.GraphModule) -> tuple[Block, ...]:
+    """The blocks of a joint graph in the order they first compute something."""
+    members: dict[str, list[fx.Node]] = defaultdict(list)
+    for node in graph.graph.nodes:
+        name = block_of(node.meta.get("module", ""))
+        if name:
+            members[name].append(node)
+    return tuple(Block(name, _digest(nodes), len(nodes)) for name, nodes in members.items())
+
+
+def _digest(nodes: list[fx.Node]) -> str:
+    """A hash of ops, sizes and wiring inside the block; what comes from outside counts by type only."""
+    number = {node: i for i, node in enumerate(nodes)}
+    text = []
+    for node in nodes:
+        inputs = [str(number.get(n, f"out:{n.meta.get('dims')}")) for n in node.all_input_nodes]
+        text.append(f"{target_text(node.target)} {node.meta.get('dims')} {' '.join(inputs)}")
+    return hashlib.sha256("\n".join(text).encode()).hexdigest()[:12]

@@ -1,0 +1,197 @@
+"""One spelling per computation, so that fusion patterns and placement rules match.
+
+before                                               after
+  %y: f32[8,4] = aten.native_dropout(%x, 0.0, True)    (uses %x)
+  %l: f32[] = aten.mean(%x)                            %s: f32[] = aten.sum(%x)
+                                                       %l: f32[] = aten.div(%s, 32)
+  %l: f32[] = aten.cross_entropy_loss(%x, %t)          %n: f32[] = aten.cross_entropy_loss(%x, %t, reduction=sum)
+                                                       %m: b8[8] = aten.ne(%t, -100)
+                                                       %c: i64[] = aten.sum(%m)
+                                                       %l: f32[] = aten.div(%n, %c)
+
+Averages become a sum over a count. A sum over part of the batch is a partial sum, while an average of
+part of the batch is simply wrong when the parts hold different numbers of ignored labels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphaccel.compat.torch import schema
+
+aten = torch.ops.aten
+SUM = 2  # at::Reduction::Sum
+MEAN = 1
+
+
+def canonicalise(graph: fx.GraphModule) -> None:
+    """Rewrite `graph`, a functional forward graph with `meta["val"]` on every node, in place."""
+    for node in list(graph.graph.nodes):
+        if node.op != "call_function":
+            continue
+        if node.target in _REMOVED:
+            _replace(node, node.args[0])
+        elif node.target in (aten.view.default, aten._unsafe_view.default):
+            # A view is legal or not by the strides that kernels happen to give; a reshape always is.
+            node.target = aten.reshape.default
+        elif node.target in _CHECKS and not node.users:
+            graph.graph.erase_node(node)
+        elif (rewrite := _REWRITES.get(node.target)) is not None:
+            rewrite(node)
+    graph.graph.eliminate_dead_code()
+    graph.graph.lint()
+    graph.recompile()
+
+
+def _replace(node: fx.Node, value: Any) -> None:
+    node.replace_all_uses_with(value)
+    node.graph.erase_node(node)
+
+
+def _emit(before: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """A new node just before `before`, with its provenance and a fake value."""
+    graph = before.graph
+    with graph.inserting_before(before):
+        new = graph.call_function(target, args, kwargs)
+    for key in ("nn_module_stack", "stack_trace"):
+        if key in before.meta:
+            new.meta[key] = before.meta[key]
+    new.meta["made_by"] = "canonicalise"
+    values = fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
+    new.meta["val"] = target(*values[0], **values[1])
+    return new
+
+
+def _mean(node: fx.Node) -> None:
+    source = node.args[0]
+    dims = node.args[1] if len(node.args) > 1 else None
+    keep = node.args[2] if len(node.args) > 2 else node.kwargs.get("keepdim", False)
+    dtype = node.kwargs.get("dtype")
+    shape = source.meta["val"].shape
+    wanted = sorted(d % len(shape) for d in dims) if dims else list(range(len(shape)))
+    if 0 not in wanted:
+        return  # an average within each example
+    count = 1
+    for dim in wanted:
+        count *= shape[dim]
+    if dims:
+        total = _emit(node, aten.sum.dim_IntList, source, wanted, keep, dtype=dtype)
+    else:
+        total = _emit(node, aten.sum.default, source, dtype=dtype)
+    _replace(node, _emit(node, aten.div.Tensor, total, count))
+
+
+def _pool(node: fx.Node) -> None:
+    """Adaptive pooling to one cell is an average over the spatial dims."""
+    source, size = node.args[0], node.args[1]
+    if any(n != 1 for n in size):
+        return
+    dims = list(range(-len(size), 0))
+    _replace(node, _emit(node, aten.mean.dim, source, dims, True))
+
+
+def _arguments(node: fx.Node) -> dict[str, Any]:
+    """The node's arguments by schema name, defaults filled in."""
+    given = dict(zip((a.name for a in schema(node)), node.args, strict=False)) | dict(node.kwargs)
+    return {a.name: given.get(a.name, a.default_value) for a in schema(node)}
+
+
+def _with_sum(node: fx.Node, arguments: dict[str, Any]) -> fx.Node:
+    """The same loss, summed instead of averaged."""
+    return _emit(node, node.target, *(arguments | {"reduction": SUM}).values())
+
+
+def _labelled_loss(node: fx.Node) -> None:
+    """cross_entropy_loss and nll_loss: the mean is a sum over the labels that count."""
+    a = _arguments(node)
+    if a["reduction"] != MEAN:
+        return
+    scores, target = a["self"], a["target"]
+    total = _with_sum(node, a)
+    if target.meta["val"].is_floating_point():  # class probabilities: mean over positions
+        shape = scores.meta["val"].shape
+        _replace(node, _emit(node, aten.div.Tensor, total, scores.meta["val"].numel() // shape[1]))
+        return
+    counted = _emit(node, aten.ne.Scalar, target, a["ignore_index"])
+    if a["weight"] is None:
+        count = _emit(node, aten.sum.default, counted)
+    else:
+        safe = _emit(node, aten.where.ScalarOther, counted, target, 0)
+        flat = _emit(node, aten.reshape.default, safe, [-1])
+        weights = _emit(node, aten.index_select.default, a["weight"], 0, flat)
+        kept = _emit(node, aten.mul.Tensor, weights, _emit(node, aten.reshape.default, counted, [-1]))
+        count = _emit(node, aten.sum.default, kept)
+    _replace(node, _emit(node, aten.div.Tensor, total, count))
+
+
+def _elementwise_loss(node: fx.Node) -> None:
+    """mse_loss and its like: the mean is a sum over a number of elements."""
+    a = _arguments(node)
+    if a["reduction"] != MEAN:
+        return
+    shape = torch.broadcast_shapes(
+        *(a[key].meta["val"].shape for key in ("self", "target", "weight") if isinstance(a.get(key), fx.Node))
+    )
+    total = _with_sum(node, a)
+    _replace(node, _emit(node, aten.div.Tensor, total, torch.Size(shape).numel()))
+
+
+def _dropout(node: fx.Node) -> None:
+    """Dropout of nothing, or outside training, is its input."""
+    source, p, train = node.args
+    if p != 0.0 and train is not False:
+        return
+    for user in list(node.users):
+        if user.args[1] == 0:
+            _replace(user, source)
+        elif user.users:
+            return  # somebody reads the mask
+        else:
+            node.graph.erase_node(user)
+    node.graph.erase_node(node)
+
+
+def _concatenate(node: fx.Node) -> None:
+    """Legacy empty tensors of shape (0,) in a concatenation (caches start like that) are dropped."""
+    tensors = [t for t in node.args[0] if tuple(t.meta["val"].shape) != (0,)]
+    if len(tensors) == 1:
+        _replace(node, tensors[0])
+    elif len(tensors) < len(node.args[0]):
+        node.args = (tensors, *node.args[1:])
+
+
+_REMOVED = {
+    aten.detach_.default,
+    aten.alias.default,
+    aten.lift_fresh_copy.default,
+    aten.lift_fresh.default,
+}
+_CHECKS = {
+    aten._assert_tensor_metadata.default,
+    aten._assert_async.msg,
+    aten.sym_constrain_range_for_size.default,
+}
+_REWRITES: dict[Any, Callable[[fx.Node], None]] = {
+    aten.mean.default: _mean,
+    aten.mean.dim: _mean,
+    aten.cross_entropy_loss.default: _labelled_loss,
+    aten.nll_loss_nd.default: _labelled_loss,
+    aten.nll_loss.default: _labelled_loss,
+    aten.nll_loss2d.default: _labelled_loss,
+    aten.mse_loss.default: _elementwise_loss,
+    aten.l1_loss.default: _elementwise_loss,
+    aten.smooth_l1_loss.default: _elementwise_loss,
+    aten.huber_loss.default: _elementwise_loss,
+    aten.binary_cross_entropy.default: _elementwise_loss,
+    aten.binary_cross_entropy_with_logits.default: _elementwise_loss,
+    aten.kl_div.default: _elementwise_loss,
+    aten.native_dropout.default: _dropout,
+    aten.adaptive_avg_pool1d.default: _pool,
+    aten.adaptive_avg_pool2d.default: _pool,
+    aten.adaptive_avg_pool3d.default: _pool,
+    aten.cat.default: _concatenate,
+}

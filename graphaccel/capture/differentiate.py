@@ -1,0 +1,203 @@
+"""Differentiate a forward graph to one joint graph of loss and gradients.
+
+Every node of the result says where it comes from:
+  meta["phase"]   "forward" or "backward"
+  meta["origin"]  name of the forward-graph node it computes, or computes the derivative of
+  meta["module"]  module path, as the user would write it (`transformer.h.0.mlp`)
+  meta["location"] (file, line) in the user's code, where known
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx import traceback as fx_traceback
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from graphaccel.capture.export import ForwardGraph, GraphInput, GraphOutput
+from graphaccel.compat.torch import fake_mode_of
+
+aten = torch.ops.aten
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+_NO_OPS = {aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default}
+
+
+def differentiate(
+    forward: ForwardGraph, trainable: frozenset[str]
+) -> tuple[fx.GraphModule, tuple[GraphOutput, ...]]:
+    """The joint graph: placeholders as in `forward`, then tangents if there is no loss.
+
+    trainable: names of the parameters that require a gradient.
+    Without a loss in the graph every floating-point output is differentiated against a tangent input.
+    Outputs: those of `forward`, then the gradient of each trainable parameter that the loss reaches.
+    """
+    placeholders = [n for n in forward.graph.graph.nodes if n.op == "placeholder"]
+    for node in forward.graph.graph.nodes:
+        node.meta["custom"] = {"origin": node.name, "phase": "forward"}
+    wanted = [
+        i
+        for i, spec in enumerate(forward.inputs)
+        if spec.kind == "parameter" and spec.name in trainable
+    ]
+    reached: list[int] = []
+    heads = [i for i, o in enumerate(forward.outputs) if o.kind == "loss"]
+    tangents_for = [] if heads else _differentiable_outputs(forward)
+    mode = fake_mode_of(placeholders)
+
+    def step(*values: torch.Tensor) -> list[torch.Tensor]:
+        values, tangents = values[: len(placeholders)], values[len(placeholders) :]
+        origins = _Origins()
+        outputs = _Recorder(forward.graph, origins).run(*values)
+        roots = [outputs[i] for i in (heads or tangents_for)]
+        keep = [(o, t) for o, t in zip(roots, tangents or [None] * len(roots), strict=True) if o.requires_grad]
+        _backward_marker(forward.graph.graph.output_node().args[0][heads[0] if heads else 0])(())
+        gradients = torch.autograd.grad(
+            [o for o, _ in keep],
+            [values[i] for i in wanted],
+            [t for _, t in keep] if tangents else None,
+            allow_unused=True,
+        )
+        fx_traceback.current_meta.clear()
+        reached[:] = [i for i, g in zip(wanted, gradients, strict=True) if g is not None]
+        return [*outputs, *(g for g in gradients if g is not None)]
+
+    with mode, torch.enable_grad(), fx_traceback.preserve_node_meta():
+        values = [_fresh(n.meta["val"], i in wanted) for i, n in enumerate(placeholders)]
+        output = forward.graph.graph.output_node().args[0]
+        values += [torch.empty_like(output[i].meta["val"]) for i in tangents_for]
+        with torch.autograd.set_multithreading_enabled(False):
+            joint = make_fx(step)(*values)
+    _name_placeholders(joint, forward.inputs + tangent_inputs(forward))
+    _tidy(joint)
+    _annotate(joint, forward)
+    outputs = forward.outputs + tuple(
+        GraphOutput("gradient", forward.inputs[i].name) for i in reached
+    )
+    return joint, outputs
+
+
+def tangent_inputs(forward: ForwardGraph) -> tuple[GraphInput, ...]:
+    """The inputs that `differentiate` adds when there is no loss: one a differentiable output."""
+    if any(o.kind == "loss" for o in forward.outputs):
+        return ()
+    leaves = [forward.outputs[i].leaf for i in _differentiable_outputs(forward)]
+    return tuple(GraphInput("tangent", f"output {leaf}", leaf) for leaf in leaves)
+
+
+def _differentiable_outputs(forward: ForwardGraph) -> list[int]:
+    values = forward.graph.graph.output_node().args[0]
+    return [
+        i
+        for i, (spec, node) in enumerate(zip(forward.outputs, values, strict=True))
+        if spec.kind == "output" and node.meta["val"].is_floating_point()
+    ]
+
+
+def _fresh(value: Any, requires_grad: bool) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.detach().requires_grad_(requires_grad)
+
+
+class _Origins:
+    """Marks autograd nodes with the forward node that made them, while they are being made."""
+
+    def __init__(self) -> None:
+        self._seen: set[Any] = set()
+
+    def mark(self, node: fx.Node, result: Any) -> None:
+        tensors = [t for t in _tensors(result) if t.grad_fn is not None]
+        stack = [t.grad_fn for t in tensors]
+        while stack:
+            step = stack.pop()
+            if step is None or step in self._seen:
+                continue
+            self._seen.add(step)
+            if step.name() != "torch::autograd::AccumulateGrad":
+                step.register_prehook(_backward_marker(node))
+                stack += [previous for previous, _ in step.next_functions]
+
+
+def _backward_marker(node: fx.Node):
+    custom = {"origin": node.name, "phase": "backward"}
+
+    def mark(_gradients: Sequence[torch.Tensor]) -> None:
+        fx_traceback.current_meta.clear()
+        fx_traceback.current_meta["custom"] = custom
+
+    return mark
+
+
+class _Recorder(fx.Interpreter):
+    """Runs the forward graph, leaving on every autograd node the name of its forward node."""
+
+    def __init__(self, graph: fx.GraphModule, origins: _Origins) -> None:
+        super().__init__(graph)
+        self._origins = origins
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        if n.op == "call_function":
+            self._origins.mark(n, result)
+        return result
+
+
+def _tensors(result: Any) -> list[torch.Tensor]:
+    if isinstance(result, torch.Tensor):
+        return [result]
+    if isinstance(result, (tuple, list)):
+        return [t for r in result for t in _tensors(r)]
+    return []
+
+
+def _name_placeholders(joint: fx.GraphModule, inputs: Sequence[GraphInput]) -> None:
+    """Placeholders are called after what they hold: `p_transformer_wte_weight`, `x_input_ids`."""
+    letter = {"parameter": "p", "buffer": "u", "constant": "k", "batch": "x", "tangent": "g"}
+    placeholders = [n for n in joint.graph.nodes if n.op == "placeholder"]
+    for node, spec in zip(placeholders, inputs, strict=True):
+        node.name = node.target = f"{letter[spec.kind]}_{re.sub(r'[^0-9A-Za-z]+', '_', spec.name)}"
+
+
+def _tidy(joint: fx.GraphModule) -> None:
+    for node in list(joint.graph.nodes):
+        if node.op == "call_function" and node.target in _NO_OPS:
+            node.replace_all_uses_with(node.args[0])
+            joint.graph.erase_node(node)
+    joint.graph.eliminate_dead_code()
+    joint.graph.lint()
+    joint.recompile()
+
+
+def _annotate(joint: fx.GraphModule, forward: ForwardGraph) -> None:
+    """Phase, origin, module path and source line on every node, from the marks left while tracing."""
+    modules = {n.name: module_path(n) for n in forward.graph.graph.nodes}
+    locations = {n.name: source_line(n) for n in forward.graph.graph.nodes}
+    backward = False
+    for node in joint.graph.nodes:
+        mark = node.meta.get("custom") or {}
+        backward = backward or mark.get("phase") == "backward"
+        if node.op == "placeholder":
+            node.meta["phase"] = "input"
+            continue
+        node.meta["phase"] = "backward" if backward else "forward"
+        origin = mark.get("origin", "")
+        node.meta["origin"] = origin
+        node.meta["module"] = modules.get(origin, "")
+        node.meta["location"] = locations.get(origin)
+
+
+def module_path(node: fx.Node) -> str:
+    """The path of the innermost module a node was made in, as in `model.named_modules()`."""
+    stack = node.meta.get("nn_module_stack") or {}
+    paths = [entry[0] for entry in stack.values()]
+    return re.sub(r"@\d+$", "", paths[-1]).removeprefix("model").removeprefix(".") if paths else ""
+
+
+def source_line(node: fx.Node) -> tuple[str, int] | None:
+    """(file, line) of the user's code that made a node."""
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    return (frames[-1][0], int(frames[-1][1])) if frames else None

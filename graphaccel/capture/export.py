@@ -1,0 +1,268 @@
+"""Export the forward pass *with its loss* to a functional ATen graph.
+
+`torch.export` (non-strict) is the public route: it keeps the module path and the source line of every
+node and gives inputs, parameters, buffers and outputs by name. No weights are read: real, fake and
+meta parameters capture alike.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import traceback
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from graphaccel.capture.batch import Batch
+from graphaccel.compat.torch import DataDependentError, pytree
+from graphaccel.errors import CaptureRefused, Location, TensorBranch
+
+
+@dataclass(frozen=True)
+class GraphInput:
+    """One placeholder of a captured graph.
+
+    kind: "parameter", "buffer", "constant" or "batch".
+    name: the parameter's or buffer's name in the model; the batch leaf's readable name.
+    leaf: position among the batch's leaves (batch inputs only).
+    """
+
+    kind: str
+    name: str
+    leaf: int = -1
+
+
+@dataclass(frozen=True)
+class GraphOutput:
+    """One output of a captured graph.
+
+    kind: "loss", "gradient" (of parameter `name`), "buffer" (new value of buffer `name`),
+    "output" (leaf number `leaf` of what the model returned).
+    """
+
+    kind: str
+    name: str = ""
+    leaf: int = -1
+
+
+@dataclass(frozen=True)
+class Returned:
+    """What the model returned: its structure, and for each leaf what it was.
+
+    leaves: the position of the loss is `loss_leaf`; a tensor leaf has its value as graph output;
+    any other leaf (a cache object, a number, None) is kept as it was at capture.
+    """
+
+    spec: Any = field(repr=False)
+    loss_leaf: int | None
+    tensor_leaves: tuple[int, ...]
+    plain: Mapping[int, Any] = field(repr=False)
+    num_leaves: int
+
+
+@dataclass(frozen=True)
+class ForwardGraph:
+    """The forward pass as one functional graph: placeholders in the order of `inputs`."""
+
+    graph: fx.GraphModule
+    inputs: tuple[GraphInput, ...]
+    outputs: tuple[GraphOutput, ...]
+    constants: Mapping[str, torch.Tensor]
+    returned: Returned
+
+
+class _WithLoss(nn.Module):
+    """The user's model, returning its loss first, then every other tensor it returns."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[..., torch.Tensor] | None,
+        note: Callable[[Returned], None],
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self._loss_fn = loss_fn
+        self._note = note  # a call: export undoes what forward writes to attributes
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+        if self._loss_fn is None:
+            output = self.model(*args, **kwargs)
+        else:
+            args, kwargs, targets = split_targets(self._loss_fn, args, kwargs)
+            output = self._loss_fn(self.model(*args, **kwargs), *targets)
+        leaves, spec = _flatten_output(output)
+        loss = find_loss(output)
+        position = None if loss is None else next(i for i, x in enumerate(leaves) if x is loss)
+        tensors = tuple(
+            i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and i != position
+        )
+        plain = {
+            i: x
+            for i, x in enumerate(leaves)
+            if not isinstance(x, torch.Tensor) and isinstance(x, (int, float, str, bool, type(None)))
+        }
+        self._note(Returned(spec, position, tensors, plain, len(leaves)))
+        if position is None:
+            return tuple(leaves[i] for i in tensors)
+        # Only the loss is differentiated: an undetached output would want a gradient of its own.
+        return (loss, *(leaves[i].detach() for i in tensors))
+
+
+def split_targets(
+    loss_fn: Callable[..., torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
+    """Which part of the batch is the model's and which is the loss function's.
+
+    `loss_fn(output, target, ...)`: each parameter after the first is taken from the batch by keyword,
+    else from the end of the positional arguments.
+    """
+    wanted = [
+        p.name
+        for p in inspect.signature(loss_fn).parameters.values()
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty
+    ][1:]
+    if "target" not in wanted and not wanted:
+        return args, kwargs, ()
+    kwargs = dict(kwargs)
+    if all(name in kwargs for name in wanted):
+        return args, kwargs, tuple(kwargs.pop(name) for name in wanted)
+    count = len(wanted)
+    return args[: len(args) - count], kwargs, tuple(args[len(args) - count :])
+
+
+def find_loss(output: Any) -> torch.Tensor | None:
+    """The loss in what a model returned: `.loss`, `["loss"]`, or a returned differentiable scalar."""
+
+    def scalar(value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_floating_point()
+
+    named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if scalar(named):
+        return named
+    if scalar(output):
+        return output
+    if isinstance(output, (tuple, list)):
+        scalars = [x for x in output if scalar(x) and x.requires_grad]
+        if len(scalars) == 1:
+            return scalars[0]
+    return None
+
+
+def export_forward(
+    model: nn.Module, batch: Batch, loss_fn: Callable[..., torch.Tensor] | None
+) -> ForwardGraph:
+    """Export `model` on `batch` in its present mode (training or evaluation).
+
+    Raises:
+        TensorBranch: the model branches on the value of a tensor (GA101).
+        CaptureRefused: anything else that has no graph (GA102), with the user's own line.
+    """
+    notes: list[Returned] = []
+    wrapper = _WithLoss(model, loss_fn, notes.append)
+    wrapper.training = model.training
+    args, kwargs = batch.rebuild(batch.leaves)
+    with _state_restored(model), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            program = torch.export.export(wrapper, args, kwargs, strict=False)
+            program = program.run_decompositions({})
+        except Exception as error:  # every failure of export becomes one of ours, cause kept
+            raise _explained(error, model) from error
+    return _unpack(program, batch, notes[-1])
+
+
+def _unpack(program: Any, batch: Batch, returned: Returned) -> ForwardGraph:
+    signature = program.graph_signature
+    parameters = signature.inputs_to_parameters
+    buffers = signature.inputs_to_buffers
+    constants = signature.inputs_to_lifted_tensor_constants
+    leaves = iter(range(len(batch.leaves)))
+    inputs: list[GraphInput] = []
+    graph = fx.GraphModule(program.graph_module, program.graph_module.graph)
+    for node in list(graph.graph.nodes):
+        if node.op != "placeholder":
+            continue
+        if node.name in parameters:
+            inputs.append(GraphInput("parameter", _own(parameters[node.name])))
+        elif node.name in buffers:
+            inputs.append(GraphInput("buffer", _own(buffers[node.name])))
+        elif node.name in constants:
+            inputs.append(GraphInput("constant", constants[node.name]))
+        else:
+            leaf = next(leaves)
+            inputs.append(GraphInput("batch", batch.names[leaf], leaf))
+    mutated = signature.buffers_to_mutate
+    outputs: list[GraphOutput] = []
+    tensor_leaves = iter(returned.tensor_leaves)
+    loss_due = returned.loss_leaf is not None
+    for name in (spec.arg.name for spec in signature.output_specs):
+        if name in mutated and len(outputs) < len(mutated):
+            outputs.append(GraphOutput("buffer", _own(mutated[name])))
+        elif loss_due:
+            outputs.append(GraphOutput("loss", leaf=returned.loss_leaf or 0))
+            loss_due = False
+        else:
+            outputs.append(GraphOutput("output", leaf=next(tensor_leaves)))
+    values = {n: program.constants[n] for n in constants.values()}
+    return ForwardGraph(graph, tuple(inputs), tuple(outputs), values, returned)
+
+
+def _own(name: str) -> str:
+    """The name in the user's model of what the wrapper calls `model.<name>`."""
+    return name.removeprefix("model.")
+
+
+def _flatten_output(output: Any) -> tuple[list[Any], Any]:
+    return pytree.tree_flatten(output)
+
+
+@contextmanager
+def _state_restored(model: nn.Module):
+    """Export runs the user's Python: leave the model's own attributes as they were."""
+    modes = {module: module.training for module in model.modules()}
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+def _explained(error: Exception, model: nn.Module) -> Exception:
+    frame = _user_frame(error)
+    location = None if frame is None else Location(frame.filename, frame.lineno or 0, frame.line)
+    where = _module_of(error, model)
+    if isinstance(error, DataDependentError):
+        return TensorBranch(module=where, location=location, others=())
+    reason = next((line.strip() for line in str(error).splitlines() if line.strip()), repr(error))
+    return CaptureRefused(module=where, location=location, reason=re.sub(r"\s+", " ", reason)[:300])
+
+
+def _user_frame(error: BaseException) -> traceback.FrameSummary | None:
+    """The innermost frame outside torch and graphaccel."""
+    frames = traceback.extract_tb(error.__traceback__)
+    inside = (f"{torch.__path__[0]}/", "/graphaccel/capture/")
+    own = [f for f in frames if not any(part in f.filename for part in inside)]
+    own = [f for f in own if "/site-packages/" not in f.filename] or own
+    own = [f for f in own if "/graphaccel/" not in f.filename]
+    return own[-1] if own else None
+
+
+def _module_of(error: BaseException, model: nn.Module) -> str:
+    """`Class.forward` of the innermost module of the user's that was running."""
+    name = f"{type(model).__name__}.forward"
+    step = error.__traceback__
+    known = {type(module) for module in model.modules()}
+    while step is not None:
+        frame = step.tb_frame
+        owner = frame.f_locals.get("self")
+        if type(owner) in known and not type(owner).__module__.startswith("torch."):
+            name = f"{type(owner).__name__}.{frame.f_code.co_name}"
+        step = step.tb_next
+    return name

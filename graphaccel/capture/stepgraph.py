@@ -1,0 +1,163 @@
+"""`StepGraph`: a whole training step as one graph, and `capture`, which makes it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import sympy
+import torch
+from torch import fx, nn
+
+from graphaccel.capture.batch import Batch, batch_leaves, resized, sequence_leaves
+from graphaccel.capture.blocks import Block, find_blocks
+from graphaccel.capture.canonical import canonicalise
+from graphaccel.capture.differentiate import differentiate, tangent_inputs
+from graphaccel.capture.export import ForwardGraph, GraphInput, GraphOutput, export_forward
+from graphaccel.capture.symbols import BATCH, SEQUENCE, attach_sizes, same_structure
+from graphaccel.compat.torch import fake_mode_of
+from graphaccel.ir.text import graph_text
+
+
+@dataclass(frozen=True)
+class StepGraph:
+    """Loss and gradients of one training step, as one functional graph.
+
+    graph: joint graph; placeholders in the order of `inputs`, results in the order of `outputs`.
+      Every node carries meta "phase", "origin", "module", "location", "dims" and "sizes"
+      (`capture.differentiate`, `capture.symbols`).
+    forward: the canonical forward graph it was derived from (fusions match here).
+    sizes: size of each symbol in this capture: {b: 8, s: 128}; a symbol that is missing is fixed.
+    tied: name of every parameter that shares its storage → the name that stands for it.
+    training: whether the model was in training mode.
+    """
+
+    graph: fx.GraphModule = field(repr=False)
+    inputs: tuple[GraphInput, ...] = field(repr=False)
+    outputs: tuple[GraphOutput, ...] = field(repr=False)
+    forward: ForwardGraph = field(repr=False)
+    others: tuple[tuple[sympy.Symbol, int, ForwardGraph], ...] = field(repr=False)
+    batch_dims: Mapping[int, int] = field(repr=False)
+    sizes: Mapping[sympy.Symbol, int]
+    blocks: tuple[Block, ...] = field(repr=False)
+    tied: Mapping[str, str] = field(repr=False)
+    trainable: frozenset[str] = field(repr=False)
+    training: bool = True
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether the loss is part of the graph."""
+        return any(o.kind == "loss" for o in self.outputs)
+
+    @property
+    def batch_size(self) -> int:
+        """Examples in the captured batch."""
+        return self.sizes.get(BATCH, 1)
+
+    def text(self) -> str:
+        """The graph as short text, one line a node, the same in every process."""
+        return graph_text(self.graph.graph, notes=True)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of the graph: equal for the same model and batch shapes on any machine."""
+        return hashlib.sha256(graph_text(self.graph.graph).encode()).hexdigest()[:16]
+
+
+def capture(
+    model: nn.Module,
+    batch: Batch,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    *,
+    symbolic: bool = True,
+) -> StepGraph:
+    """Capture one training step of `model` on `batch`; no weight is read and none is changed.
+
+    loss_fn: `loss_fn(output, target)` when the model does not compute its own loss.
+    symbolic: also capture other batch and sequence sizes, so that sizes are known as expressions.
+
+    Raises: TensorBranch (GA101), CaptureRefused (GA102).
+    """
+    trainable = frozenset(n for n, p in model.named_parameters(remove_duplicate=False) if p.requires_grad)
+    size, dims = batch_leaves(batch)
+    if size == 1 and symbolic and dims:  # a size of one is special to export: capture at two
+        batch, size = resized(batch, dims, 2), 2
+    forward = _forward(model, batch, loss_fn)
+    base = {BATCH: size} if dims else {}
+    others: list[tuple[sympy.Symbol, int, ForwardGraph]] = []
+    if symbolic and dims:
+        length, sequence = sequence_leaves(batch, dims)
+        wanted = [(BATCH, size + 2, dims)]
+        if length >= 4:
+            base[SEQUENCE] = length
+            wanted.append((SEQUENCE, length // 2, sequence))
+        for symbol, other, where in wanted:
+            variant = _variant(model, batch, loss_fn, where, other)
+            if variant is not None and same_structure(forward.graph, variant.graph):
+                others.append((symbol, other, variant))
+            else:
+                base.pop(symbol)
+    return assemble(forward, tuple(others), base, dims, _tied(model), trainable, model.training)
+
+
+def assemble(
+    forward: ForwardGraph,
+    others: tuple[tuple[sympy.Symbol, int, ForwardGraph], ...],
+    sizes: Mapping[sympy.Symbol, int],
+    batch_dims: Mapping[int, int],
+    tied: Mapping[str, str],
+    trainable: frozenset[str],
+    training: bool,
+) -> StepGraph:
+    """Differentiate a forward graph (as captured, or rewritten) and find sizes and blocks."""
+    joint, outputs = differentiate(forward, trainable)
+    points = [(symbol, size, differentiate(other, trainable)[0]) for symbol, size, other in others]
+    kept = [(s, n, g) for s, n, g in points if same_structure(joint, g)]
+    known = {s: n for s, n in sizes.items() if s in {s for s, _, _ in kept}}
+    attach_sizes(joint, known, kept)
+    return StepGraph(
+        graph=joint,
+        inputs=forward.inputs + tangent_inputs(forward),
+        outputs=outputs,
+        forward=forward,
+        others=others,
+        batch_dims=batch_dims,
+        sizes=known,
+        blocks=find_blocks(joint),
+        tied=tied,
+        trainable=trainable,
+        training=training,
+    )
+
+
+def _forward(model: nn.Module, batch: Batch, loss_fn: Callable[..., torch.Tensor] | None) -> ForwardGraph:
+    forward = export_forward(model, batch, loss_fn)
+    with fake_mode_of([n for n in forward.graph.graph.nodes if n.op == "placeholder"]):
+        canonicalise(forward.graph)
+    return forward
+
+
+def _variant(
+    model: nn.Module,
+    batch: Batch,
+    loss_fn: Callable[..., torch.Tensor] | None,
+    dims: Mapping[int, int],
+    size: int,
+) -> ForwardGraph | None:
+    """The same capture at another size, or None where the model does not allow that size."""
+    try:
+        return _forward(model, resized(batch, dims, size), loss_fn)
+    except Exception:  # any refusal means the same: this size is fixed
+        return None
+
+
+def _tied(model: nn.Module) -> dict[str, str]:
+    first: dict[int, str] = {}
+    tied = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        stands = first.setdefault(id(parameter), name)
+        if stands != name:
+            tied[name] = stands
+    return tied

@@ -1,0 +1,138 @@
+"""Sizes as expressions: the same model captured at other batch (and sequence) sizes, compared node by node.
+
+Export could keep the batch symbolic itself; comparing two static captures was preferred because it treats
+every model alike (many specialise: windows folded into the batch, caches, masks), leaves no symbolic
+integers in the graph that runs, and costs one more capture of about the same time. Every dim and every
+integer argument of the zoo is affine in the batch, and affine or quadratic in the sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+BATCH = sympy.Symbol("b", positive=True, integer=True)
+SEQUENCE = sympy.Symbol("s", positive=True, integer=True)
+
+
+def same_structure(left: fx.GraphModule, right: fx.GraphModule) -> bool:
+    """Whether two graphs are the same but for numbers: same ops, wired the same way."""
+    a, b = list(left.graph.nodes), list(right.graph.nodes)
+    if len(a) != len(b):
+        return False
+    number = {node: i for i, node in enumerate(a)} | {node: i for i, node in enumerate(b)}
+
+    def wiring(node: fx.Node) -> list[int]:
+        return [number[n] for n in node.all_input_nodes]
+
+    return all(
+        x.op == y.op and str(x.target) == str(y.target) and wiring(x) == wiring(y)
+        if x.op != "placeholder"
+        else y.op == "placeholder"
+        for x, y in zip(a, b, strict=True)
+    )
+
+
+def attach_sizes(
+    graph: fx.GraphModule,
+    base: Mapping[sympy.Symbol, int],
+    others: Sequence[tuple[sympy.Symbol, int, fx.GraphModule]],
+) -> None:
+    """Leave on every node of `graph` its sizes as expressions.
+
+    others: captures that differ from `base` in one symbol: (symbol, its size there, graph).
+    meta["dims"]: a tuple of int | sympy.Expr per tensor output (a tuple of those for several outputs).
+    meta["sizes"]: {position: expression} for each integer of the arguments, in the order of
+    `fx.map_aggregate` over (args, kwargs), that is not constant.
+    """
+    rows = [list(g.graph.nodes) for _, _, g in others]
+    for index, node in enumerate(graph.graph.nodes):
+        twins = [row[index] for row in rows]
+        points = [(symbol, size) for symbol, size, _ in others]
+        if "val" in node.meta:
+            node.meta["dims"] = _dims(node.meta["val"], [t.meta["val"] for t in twins], base, points)
+        own = integers(node)
+        theirs = [integers(t) for t in twins]
+        node.meta["sizes"] = {
+            i: fitted
+            for i, value in enumerate(own)
+            if not isinstance(fitted := fit(value, [t[i] for t in theirs], base, points), (int, float))
+        }
+
+
+def _dims(value: Any, others: list[Any], base: Mapping, points: list) -> Any:
+    if isinstance(value, torch.Tensor):
+        return tuple(
+            fit(int(n), [int(o.shape[d]) for o in others], base, points)
+            for d, n in enumerate(value.shape)
+        )
+    if isinstance(value, (tuple, list)):
+        return tuple(_dims(v, [o[i] for o in others], base, points) for i, v in enumerate(value))
+    return ()
+
+
+def integers(node: fx.Node) -> list[int | float]:
+    """Every number among the arguments, in order (booleans excluded)."""
+    found: list[int | float] = []
+
+    def collect(value: Any) -> Any:
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            found.append(value)
+        return value
+
+    fx.node.map_aggregate((node.args, dict(node.kwargs)), collect)
+    return found
+
+
+def with_integers(node: fx.Node, values: Mapping[int, int | float]) -> tuple[tuple, dict]:
+    """The node's (args, kwargs) with the numbers at some positions of `integers` replaced."""
+    position = -1
+
+    def substitute(value: Any) -> Any:
+        nonlocal position
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            position += 1
+            return values.get(position, value)
+        return value
+
+    return fx.node.map_aggregate((node.args, dict(node.kwargs)), substitute)
+
+
+def fit(
+    value: int | float,
+    others: Sequence[int | float],
+    base: Mapping[sympy.Symbol, int],
+    points: Sequence[tuple[sympy.Symbol, int]],
+) -> Any:
+    """The expression through `value` at `base` and `others` at the points that differ in one symbol.
+
+    Affine in each symbol; proportional to its square where only that passes through both points. The
+    dependences on different symbols multiply (`b*s` tokens), as sizes of reshaped tensors do.
+    """
+    if all(o == value for o in others) or value == 0:
+        return value
+    expression: Any = sympy.Rational(Fraction(value)) if isinstance(value, float) else sympy.Integer(value)
+    for (symbol, size), other in zip(points, others, strict=True):
+        if other == value:
+            continue
+        start = base[symbol]
+        ratio = sympy.Rational(Fraction(other) / Fraction(value))
+        if ratio == sympy.Rational(size, start) ** 2:
+            expression *= (symbol / start) ** 2
+        else:
+            slope = (ratio - 1) / (size - start)
+            expression *= sympy.expand(1 + slope * (symbol - start))
+    return sympy.factor(expression)
+
+
+def evaluate(expression: Any, sizes: Mapping[sympy.Symbol, int]) -> int | float:
+    """The number an expression stands for at given sizes."""
+    if isinstance(expression, (int, float)):
+        return expression
+    result = expression.subs(sizes)
+    return int(result) if result.is_integer else float(result)
