@@ -1,4 +1,4 @@
-"""One process in, N processes out: hands the script to torchrun, which starts and watches the ranks.
+"""One process in, N processes out: hands the script to torchrun, which starts and watches ranks.
 
 `ensure_launched` restarts a plainly started script (`python train.py`) once; `graphaccel run` goes
 straight to `launch`. Both end in torch's own launcher, run inside this process so that a failing

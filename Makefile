@@ -1,0 +1,28 @@
+# make demo   set up .venv, then the main job: plan, train on 4 processes, compare with one
+# make test   set up .venv, then all checks and tests
+#
+# Both need Python 3.10 or newer, pip and make, and download nothing but packages.
+
+BASE := $(shell python3.11 -c 'import sys; print(sys.executable)' 2>/dev/null || command -v python3)
+BIN := .venv/bin
+
+# Tests start several processes on few cores: one thread each is both faster and repeatable.
+test: export OMP_NUM_THREADS = 1
+test: export PYTHONHASHSEED = 0
+
+.PHONY: demo test
+.DEFAULT_GOAL := test
+
+demo: .venv/stamp-examples
+	$(BIN)/python examples/gpt2/demo.py
+
+test: .venv/stamp-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest
+
+.venv/stamp-%: pyproject.toml
+	test -x $(BIN)/python || $(BASE) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$*]'
+	touch $@
