@@ -495,8 +495,9 @@ class DeviceOutOfMemory(GraphAccelError):
                 f"largest live tensors belong to: {self.owner}",
             ),
             help=(
-                "plan for less than the device has:  memory=int(0.9 * bytes_of_one_device)",
-                "or pin what saves most:  recompute='all'",
+                "pin what saves most:  graphaccel.optimize(model, optimizer, recompute='all')",
+                "or plan for less than the device has:  "
+                "graphaccel plan FILE --devices N --memory SIZE --json plan.json",
             ),
         )
 

@@ -1,0 +1,203 @@
+"""Arguments, exit codes and start-up time of the command line."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from graphaccel import cli, errors
+
+ROOT = Path(__file__).parents[2]
+
+
+def _fails(error: errors.GraphAccelError):
+    def command(_: argparse.Namespace) -> int:
+        raise error
+
+    return command
+
+
+@pytest.fixture
+def model_file(tmp_path: Path) -> Path:
+    path = tmp_path / "model.py"
+    path.write_text("")
+    return path
+
+
+def _infeasible() -> errors.InfeasiblePlan:
+    return errors.InfeasiblePlan(
+        devices=2, memory=2**30, peak=2**31, stage=0, closest="data 2", breakdown={"param": 2**31}
+    )
+
+
+def test_help_is_fast_and_does_not_import_torch() -> None:
+    check = (
+        "import sys; from graphaccel.cli import build_parser; text = build_parser().format_help();"
+        "heavy = {'torch', 'numpy', 'sympy', 'networkx', 'onnx'} & set(sys.modules);"
+        "assert not heavy, heavy; assert 'plan' in text and 'doctor' in text"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    times = []
+    for _ in range(5):  # the fastest: other processes may be using the cores
+        start = time.perf_counter()
+        subprocess.run([sys.executable, "-c", check], check=True, env=environment)
+        times.append(time.perf_counter() - start)
+    assert min(times) < 0.3
+
+
+def test_no_command_is_a_bad_argument(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        cli.main([])
+    assert exit_.value.code == 2
+    assert "the following arguments are required: COMMAND" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--devices", "0"], "'0' is not a whole number above 0"),
+        (["--devices", "two"], "'two' is not a whole number above 0"),
+        (["--devices", "2", "--memory", "80 stones"], "'80 stones' is not a size"),
+        (["--devices", "2", "--precision", "fp8"], "invalid choice: 'fp8'"),
+        ([], "the following arguments are required: --devices"),
+    ],
+)
+def test_bad_arguments_of_plan(
+    arguments: list[str], message: str, model_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["plan", str(model_file), *arguments])
+    assert exit_.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_plan_of_a_missing_file(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["plan", "nowhere.py:job", "--devices", "2"])
+    assert exit_.value.code == 2
+    assert "there is no file 'nowhere.py'" in capsys.readouterr().err
+
+
+def test_plan_arguments(model_file: Path) -> None:
+    text = f"plan {model_file}:job --devices 8 --device h100-80gb --memory 1.5GiB --batch 64"
+    pins = "--json p.json --data 2 --pipeline 4 --interleave 2 --microbatches 8"
+    choices = "--recompute some --precision bf16"
+    arguments = vars(cli.build_parser().parse_args(f"{text} {pins} {choices}".split()))
+    del arguments["run_command"]
+    assert arguments == {
+        "target": (model_file, "job"),
+        "devices": 8,
+        "device": "h100-80gb",
+        "memory": 3 * 2**29,
+        "batch": 64,
+        "json": Path("p.json"),
+        "data": 2,
+        "pipeline": 4,
+        "interleave": 2,
+        "microbatches": 8,
+        "recompute": "some",
+        "precision": "bf16",
+    }
+
+
+def test_plan_without_function_and_pins(model_file: Path) -> None:
+    arguments = cli.build_parser().parse_args(["plan", str(model_file), "--devices", "2"])
+    assert arguments.target == (model_file, None)
+    assert {arguments.data, arguments.memory, arguments.device, arguments.json} == {None}
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("80GiB", 80 * 2**30), ("80GB", 80 * 10**9), ("500 MiB", 500 * 2**20), ("1024", 1024)],
+)
+def test_parse_bytes(text: str, size: int) -> None:
+    assert cli.parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "nanGiB", "infGiB", "1XiB", "0"])
+def test_parse_bytes_refuses(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="is not a size"):
+        cli.parse_bytes(text)
+
+
+@pytest.mark.parametrize(("error", "code"), [(_infeasible(), 3), (errors.RetainGraph(), 1)])
+def test_errors_are_printed_without_traceback(
+    error: errors.GraphAccelError,
+    code: int,
+    model_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delenv("GRAPHACCEL_TRACEBACK", raising=False)
+    monkeypatch.setattr(cli, "_plan", _fails(error))
+    assert cli.main(["plan", str(model_file), "--devices", "2"]) == code
+    captured = capsys.readouterr()
+    assert captured.err == f"{error}\n"
+    assert captured.out == ""
+
+
+def test_full_traceback_on_request(model_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRAPHACCEL_TRACEBACK", "full")
+    monkeypatch.setattr(cli, "_plan", _fails(errors.RetainGraph()))
+    with pytest.raises(errors.RetainGraph):
+        cli.main(["plan", str(model_file), "--devices", "2"])
+
+
+def test_run_passes_the_script_its_own_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    from graphaccel.runtime import launch
+
+    calls = []
+    monkeypatch.setattr(launch, "run_script", lambda *arguments: calls.append(arguments) or 5)
+    assert cli.main("run --devices 2 train.py --devices 3 -m x".split()) == 5
+    assert cli.main("run --devices 2 --all-output -m pkg.train --epochs 3".split()) == 5
+    assert calls == [
+        (2, ["train.py", "--devices", "3", "-m", "x"], [], False),
+        (2, ["-m", "pkg.train", "--epochs", "3"], [], True),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "flags"),
+    [
+        ("", []),
+        (
+            "--nnodes 2 --node-rank 0 --rdzv-endpoint a:29500",
+            "--nnodes=2 --node-rank=0 --rdzv-endpoint=a:29500 --rdzv-backend=static "
+            "--rdzv-id=graphaccel",
+        ),
+        (
+            "--nnodes 2 --rdzv-endpoint a:29500 --rdzv-id job7",
+            "--nnodes=2 --rdzv-endpoint=a:29500 --rdzv-id=job7 --rdzv-backend=c10d",
+        ),
+    ],
+)
+def test_torchrun_flags(text: str, flags: str) -> None:
+    arguments = cli.build_parser().parse_args(["run", "--devices", "2", *text.split(), "t.py"])
+    assert cli.torchrun_flags(arguments) == (flags.split() if flags else [])
+
+
+@pytest.mark.parametrize("code", list(errors.error_classes()))
+def test_explain_prints_the_page(code: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain", code.lower()]) == 0
+    page = (ROOT / "docs" / "errors" / f"{code}.md").read_text(encoding="utf-8")
+    assert capsys.readouterr().out == page
+
+
+def test_explain_unknown_code(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["explain", "GA999"])
+    assert exit_.value.code == 2
+    assert "there is no error 'GA999'; there are GA101, GA102" in capsys.readouterr().err
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["--version"])
+    assert exit_.value.code == 0
+    assert capsys.readouterr().out == "graphaccel 0.1.0\n"

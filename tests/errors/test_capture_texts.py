@@ -1,0 +1,55 @@
+"""The full text of every error about capture."""
+
+from __future__ import annotations
+
+import pytest
+
+from graphaccel import errors
+
+CASES = [
+    (
+        errors.TensorBranch(
+            module="Router.forward",
+            location=errors.Location("model.py", 57, "        if gate.max() > 0.9:", 11, 27),
+            others=(errors.Location("model.py", 91), errors.Location("data.py", 20)),
+        ),
+        """\
+error[GA101]: cannot capture `Router.forward`: it branches on the value of a tensor
+  --> model.py:57
+   57 |         if gate.max() > 0.9:
+      |            ^^^^^^^^^^^^^^^^ this becomes a Python value, so the graph would depend on the data
+  why:  graphaccel needs one graph for every batch
+  help: make it branch-free:  x = torch.where(condition, a, b)
+  2 more places like this: model.py:91, data.py:20
+  explain: graphaccel explain GA101""",
+    ),
+    (
+        errors.CaptureRefused(
+            module="encoder.noise",
+            location=errors.Location("model.py", 12, "x = draw(3)"),
+            reason="draw() returned a NumPy array",
+        ),
+        """\
+error[GA102]: cannot capture `encoder.noise`: this has no graph
+  --> model.py:12
+   12 | x = draw(3)
+      | ^^^^^^^^^^^
+  why:  draw() returned a NumPy array
+  help: to see torch's own report:  GRAPHACCEL_TRACEBACK=full python train.py
+  explain: graphaccel explain GA102""",
+    ),
+    (
+        errors.NoLoss(asked="pipeline=2"),
+        """\
+error[GA103]: pipeline=2 needs the loss in the graph, and the model returns none
+  why:  backward of one microbatch runs between the forwards of others, before the script could compute a loss
+  help: return the loss from the model: a scalar, or an output with a field `loss`
+  help: or pass a function of the model's output and the batch:  graphaccel.optimize(model, optimizer, loss_fn=loss_fn)
+  explain: graphaccel explain GA103""",
+    ),
+]
+
+
+@pytest.mark.parametrize(("error", "text"), CASES, ids=lambda value: getattr(value, "code", ""))
+def test_text(error: errors.GraphAccelError, text: str) -> None:
+    assert str(error) == text

@@ -1,0 +1,138 @@
+"""The full text of every error about plans and rules."""
+
+from __future__ import annotations
+
+import pytest
+
+from graphaccel import errors
+
+GIB = 2**30
+MIB = 2**20
+
+CASES = [
+    (
+        errors.InfeasiblePlan(
+            devices=8,
+            memory=24 * GIB,
+            peak=26 * GIB + 320 * MIB,
+            stage=0,
+            closest="data 1 x pipeline 8, 32 microbatches of 1, recompute all",
+            breakdown={"param": 1600 * MIB, "activ": 8 * GIB, "other": 50 * MIB},
+            relaxations=(("12 devices", "peak 22.1 GiB"), ("precision=bf16", "peak 19.0 GiB")),
+            useless=("more microbatches (already 1 row each)", "more recomputation (already all)"),
+        ),
+        """\
+error[GA201]: no plan fits 8 x 24.0 GiB; the closest needs 26.3 GiB (2.3 GiB over, on stage 0)
+  closest: data 1 x pipeline 8, 32 microbatches of 1, recompute all
+           param 1.6 GiB · activ 8.0 GiB · other 50.0 MiB
+  any one of these makes it fit:
+    12 devices      peak 22.1 GiB
+    precision=bf16  peak 19.0 GiB
+  would not help: more microbatches (already 1 row each), more recomputation (already all)
+  explain: graphaccel explain GA201""",
+    ),
+    (
+        errors.BadPin(
+            pin="data", value=3, reason="3 does not divide 8 devices", allowed=("1", "2", "4", "8")
+        ),
+        """\
+error[GA202]: data=3 can not be planned
+  why:  3 does not divide 8 devices
+  help: use one of:  data=1  data=2  data=4  data=8
+  explain: graphaccel explain GA202""",
+    ),
+    (
+        errors.TooManyStages(
+            asked=8, possible=3, location=errors.Location("model.py", 30, "    x = self.blocks(x)")
+        ),
+        """\
+error[GA203]: the graph can not be cut into 8 stages; 3 is the most
+  --> model.py:30
+   30 |     x = self.blocks(x)
+      |     ^^^^^^^^^^^^^^^^^^ the longest part that can not be cut
+  why:  every stage needs at least one parameter and one op of its own
+  help: use at most:  pipeline=3
+  explain: graphaccel explain GA203""",
+    ),
+    (
+        errors.PlanMismatch(
+            path="plan.json",
+            differences=(("batch", "64", "32"), ("devices", "8 x h100-80gb", "4 x cpu")),
+        ),
+        """\
+error[GA204]: plan `plan.json` was made for something else
+           plan           here
+  batch    64             32
+  devices  8 x h100-80gb  4 x cpu
+  why:  its predictions and its stage cuts would not hold
+  help: make a new one:  graphaccel plan FILE --devices N --json plan.json
+  explain: graphaccel explain GA204""",
+    ),
+    (
+        errors.TooManyDevices(
+            asked=16, available=8, where="CUDA devices; CUDA_VISIBLE_DEVICES= uses the CPU"
+        ),
+        """\
+error[GA205]: 16 devices asked for, 8 available (CUDA devices; CUDA_VISIBLE_DEVICES= uses the CPU)
+  help: use what is here:  devices=8
+  help: to plan for machines you do not have:  graphaccel plan FILE --devices 16 --device h100-80gb
+  explain: graphaccel explain GA205""",
+    ),
+    (
+        errors.BatchNotDivisible(batch=12, microbatches=4, data=2, allowed=(1, 2, 3, 6)),
+        """\
+error[GA206]: a batch of 12 can not be cut into 8 equal parts (4 microbatches x data 2)
+  why:  microbatches of different sizes would change the loss
+  help: with data=2 use microbatches= one of:  1, 2, 3, 6
+  explain: graphaccel explain GA206""",
+    ),
+    (
+        errors.SplitRefused(
+            axis="microbatch",
+            op="aten.batch_norm",
+            module="layer1.0.bn1",
+            location=errors.Location("resnet.py", 93, "        out = self.bn1(out)", 14, 27),
+            reason="it normalises by the mean of all rows",
+        ),
+        """\
+error[GA207]: the batch can not be split over the microbatch axis: aten.batch_norm in `layer1.0.bn1` needs the whole batch
+  --> resnet.py:93
+   93 |         out = self.bn1(out)
+      |               ^^^^^^^^^^^^^
+  why:  it normalises by the mean of all rows
+  help: keep the batch whole on this axis:  microbatches=1
+  explain: graphaccel explain GA207""",
+    ),
+    (
+        errors.Unsupported(
+            what="dtype torch.complex64 of parameter w",
+            reason="gradients of complex numbers are not sent",
+            help_line="convert it:  model.float()",
+        ),
+        """\
+error[GA208]: dtype torch.complex64 of parameter w is not supported
+  why:  gradients of complex numbers are not sent
+  help: convert it:  model.float()
+  explain: graphaccel explain GA208""",
+    ),
+    (
+        errors.MissingRule(
+            ops=(
+                ("mylib.scan", "bf16[64,512]", "layers.0.ssm", "mamba.py:140", 32),
+                ("aten.im2col", "f32[64,3,8,8]", "patch", "vit.py:31", 1),
+            )
+        ),
+        """\
+error[GA301]: 2 ops have no sharding rule
+  mylib.scan   bf16[64,512]   layers.0.ssm  mamba.py:140  32 uses
+  aten.im2col  f32[64,3,8,8]  patch         vit.py:31     1 use
+  why:  without a rule it is not known whether the batch may be split there
+  help: keep the batch whole:  data=1, microbatches=1
+  explain: graphaccel explain GA301""",
+    ),
+]
+
+
+@pytest.mark.parametrize(("error", "text"), CASES, ids=lambda value: getattr(value, "code", ""))
+def test_text(error: errors.GraphAccelError, text: str) -> None:
+    assert str(error) == text

@@ -1,0 +1,133 @@
+"""The full text of every error about running, and the device catalogue."""
+
+from __future__ import annotations
+
+import pytest
+
+from graphaccel import errors
+
+GIB = 2**30
+MIB = 2**20
+
+CASES = [
+    (
+        errors.HookNotKept(
+            module="layers.3",
+            kind="forward hook",
+            location=errors.Location("train.py", 40, "model.layers[3].register_forward_hook(show)"),
+        ),
+        """\
+error[GA401]: the forward hook on `layers.3` can not be kept
+  --> train.py:40
+   40 | model.layers[3].register_forward_hook(show)
+      | ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^
+  why:  the step runs as one graph, in which modules are not called any more
+  help: remove it before optimize():  handle.remove()
+  help: or return what it reads from the model's forward
+  explain: graphaccel explain GA401""",
+    ),
+    (
+        errors.RetainGraph(),
+        """\
+error[GA402]: the loss can be differentiated only once, to first order
+  why:  forward and backward ran together when the model was called; nothing is kept for a second backward
+  help: add losses before backward:  (loss_a + loss_b).backward()
+  help: or call the model again for the second backward
+  explain: graphaccel explain GA402""",
+    ),
+    (
+        errors.NeedsLauncher(devices=8, command="graphaccel run --devices 8 train.py"),
+        """\
+error[GA403]: devices=8 needs 8 processes, and this one can not be restarted (notebook, interactive or piped Python)
+  why:  every device is driven by a process of its own that runs the same script
+  help: save the script to a file and start it so:  graphaccel run --devices 8 train.py
+  explain: graphaccel explain GA403""",
+    ),
+    (
+        errors.BatchesDiffer(step=3, ranks=(1, 3)),
+        """\
+error[GA404]: at step 3 the batch of rank 1, 3 differs from rank 0's
+  why:  every rank is given the global batch and takes its own part of it
+  help: seed the shuffling alike on every rank:  torch.manual_seed(0)
+  help: and remove the DistributedSampler:  DataLoader(dataset, batch_size=..., shuffle=True)
+  explain: graphaccel explain GA404""",
+    ),
+    (
+        errors.OutputDropped(name="logits"),
+        """\
+error[GA405]: output `logits` does not exist on this rank during training
+  why:  with several stages only the loss is sent to every rank
+  help: compute it under torch.no_grad(), after model.eval()
+  help: or make it part of the loss
+  explain: graphaccel explain GA405""",
+    ),
+    (
+        errors.BatchChanged(what="dtype of tokens", expected="torch.int64", got="torch.float32"),
+        """\
+error[GA406]: dtype of tokens changed: captured with torch.int64, now torch.float32
+  why:  the graph and the plan hold for batches like the captured one only
+  help: leave the last, smaller batch out:  DataLoader(dataset, drop_last=True)
+  help: or capture with such a batch:  graphaccel.optimize(model, optimizer, example_batch=batch)
+  explain: graphaccel explain GA406""",
+    ),
+    (
+        errors.GraphMisuse(
+            what="devices=8, but the launcher started 4 processes",
+            help_line="leave devices out, or start 8:  graphaccel run --devices 8 train.py",
+        ),
+        """\
+error[GA407]: devices=8, but the launcher started 4 processes
+  help: leave devices out, or start 8:  graphaccel run --devices 8 train.py
+  explain: graphaccel explain GA407""",
+    ),
+    (
+        errors.RankLost(
+            rank=0,
+            stage=0,
+            lost="rank 1 (stage 1)",
+            last_action="forward of microbatch 3",
+            waiting_for="gradients of microbatch 0",
+            cause="connection closed by peer",
+        ),
+        """\
+error[GA501]: rank 0 (stage 0) lost rank 1 (stage 1)
+  last action done:  forward of microbatch 3
+  waiting for:       gradients of microbatch 0
+  reported:          connection closed by peer
+  why:  a process died, or did not answer within the timeout
+  help: the first error in the log of the lost rank is the cause; read that one first
+  explain: graphaccel explain GA501""",
+    ),
+    (
+        errors.DeviceOutOfMemory(
+            stage=1,
+            action="backward of microbatch 2",
+            predicted={"activ": 31 * GIB, "other": 2 * GIB},
+            actual={"activ": 31 * GIB, "other": 9 * GIB, "temp": 5 * MIB},
+            owner="layers.14.mlp",
+        ),
+        """\
+error[GA502]: stage 1 ran out of memory during backward of microbatch 2
+         predicted  actual
+  activ  31.0 GiB   31.0 GiB
+  other  2.0 GiB    9.0 GiB
+  temp   -          5.0 MiB
+  largest live tensors belong to: layers.14.mlp
+  help: pin what saves most:  graphaccel.optimize(model, optimizer, recompute='all')
+  help: or plan for less than the device has:  graphaccel plan FILE --devices N --memory SIZE --json plan.json
+  explain: graphaccel explain GA502""",
+    ),
+    (
+        errors.UnknownDevice(name="h100", closest=("h100-80gb", "h200-141gb")),
+        """\
+error[GA601]: no device named `h100` in the catalogue
+  help: did you mean:  --device h100-80gb
+  help: did you mean:  --device h200-141gb
+  explain: graphaccel explain GA601""",
+    ),
+]
+
+
+@pytest.mark.parametrize(("error", "text"), CASES, ids=lambda value: getattr(value, "code", ""))
+def test_text(error: errors.GraphAccelError, text: str) -> None:
+    assert str(error) == text
