@@ -1,0 +1,133 @@
+"""Every command printed in a document exists, and understands what the document passes to it."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from graphaccel import cli
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "tests/README.md"]
+DOCUMENTS += sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("examples/*/README.md"))
+DOCUMENTS += sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/**/*.md"))
+
+
+def _blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def _commands() -> list[tuple[str, str]]:
+    """(document, command line) of every line in a block marked `sh`."""
+    return [
+        (document, line)
+        for document in DOCUMENTS
+        for block in _blocks((ROOT / document).read_text(encoding="utf-8"), "sh")
+        for line in block.splitlines()
+        if line.strip() and not line.lstrip().startswith("#")
+    ]
+
+
+COMMANDS = _commands()
+
+
+@functools.cache
+def _help(script: str) -> str:
+    """What `script --help` prints."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+    result = subprocess.run(
+        [sys.executable, script, "--help"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def _check_script(arguments: list[str]) -> None:
+    """A script of ours that knows every option it is given."""
+    script, *rest = arguments
+    assert (ROOT / script).is_file()
+    for option in (word.split("=")[0] for word in rest if word.startswith("-")):
+        assert re.search(rf"{option}\b", _help(script)), f"{script} has no {option}"
+
+
+def _check_pytest(arguments: list[str]) -> None:
+    for path in (word for word in arguments if word.startswith("tests")):
+        assert (ROOT / path).exists()
+
+
+def _check_graphaccel(arguments: list[str]) -> None:
+    parsed = cli.build_parser().parse_args(arguments)
+    if arguments[0] == "run":
+        _check_script([parsed.script, *parsed.arguments])
+    elif arguments[0] == "plan":
+        path, function = parsed.target
+        assert re.search(rf"^def {function}\(\)", path.read_text(), flags=re.MULTILINE)
+    else:
+        assert cli.main(arguments) == 0
+
+
+def _check(words: list[str]) -> None:
+    program, *arguments = words
+    program = program.removeprefix(".venv/bin/")
+    if program == "make":
+        subprocess.run(["make", "-n", *arguments], cwd=ROOT, check=True, capture_output=True)
+    elif program == "graphaccel":
+        _check_graphaccel(arguments)
+    elif program == "python" and arguments[:2] == ["-m", "pytest"]:
+        _check_pytest(arguments[2:])
+    elif program == "python":
+        _check_script(arguments)
+    elif program == "pip":
+        assert arguments in (["install", "."], ["install", "-e", "."])
+    elif program in ("ruff", "lint-imports"):
+        assert arguments in ([], ["format", "."], ["check", "."])
+    else:
+        assert os.access(ROOT / program, os.X_OK), f"no check for {program}: write one here"
+
+
+def test_there_are_commands_in_the_documents() -> None:
+    assert ("README.md", "make demo") in COMMANDS
+    assert ("README.md", "make test") in COMMANDS
+
+
+@pytest.mark.parametrize(("document", "command"), COMMANDS, ids=[c for _, c in COMMANDS])
+def test_command(document: str, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    _check(shlex.split(command))
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_links_lead_to_files(document: str) -> None:
+    text = (ROOT / document).read_text(encoding="utf-8")
+    links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]
+    missing = [link for link in links if not (ROOT / document).parent.joinpath(link).exists()]
+    assert missing == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_python_blocks_are_python(document: str) -> None:
+    for block in _blocks((ROOT / document).read_text(encoding="utf-8"), "python"):
+        source = re.sub(r"^>>> ", "", block, flags=re.MULTILINE)
+        ast.parse(source, document)
+
+
+def test_folders_of_the_map_exist_and_are_complete() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    table = text.split("## Folders")[1].split("## Who")[0]
+    named = set(re.findall(r"^\| `(\w+)/`", table, flags=re.MULTILINE)) | {"compat"}
+    package = ROOT / "graphaccel"
+    assert {path.parent.name for path in package.glob("*/__init__.py")} == named
