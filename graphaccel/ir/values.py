@@ -1,0 +1,65 @@
+"""Values of graph nodes without data: running a graph on fake tensors, and bytes of what they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphaccel.compat.torch import FakeTensor, FakeTensorMode, fake_mode_of
+
+
+class _Values(fx.Interpreter):
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        n.meta["val"] = result
+        return result
+
+
+def propagate(graph: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> None:
+    """Set `meta["val"]` on every node by running the graph on fake `inputs`, in place.
+
+    Shapes, dtypes, strides and shared storages then are what the real run will have.
+    """
+    nodes = list(graph.graph.nodes)
+    mode = next((i.fake_mode for i in inputs if isinstance(i, FakeTensor)), None) or FakeTensorMode()
+    with mode, torch.no_grad():
+        _Values(graph).run(*inputs)
+    assert all("val" in n.meta for n in nodes if n.op == "call_function")
+
+
+def fake_like(value: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """A contiguous fake tensor of another shape, in the mode `value` belongs to."""
+    if tuple(value.shape) == tuple(shape):
+        return value
+    with value.fake_mode:
+        return torch.empty(tuple(shape), dtype=value.dtype, device=value.device)
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """Every tensor in a node's value."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (tuple, list)):
+        return [t for v in value for t in tensors_of(v)]
+    return []
+
+
+def storages(values: Iterable[Any]) -> dict[int, int]:
+    """Distinct storages behind some values: identity → bytes."""
+    found = {}
+    for value in values:
+        for tensor in tensors_of(value):
+            storage = tensor.untyped_storage()
+            found[storage_key(tensor)] = storage.nbytes()
+    return found
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Equal for tensors that share memory, fake ones included."""
+    return tensor.untyped_storage()._cdata
+
+
+__all__ = ["fake_like", "fake_mode_of", "propagate", "storage_key", "storages", "tensors_of"]

@@ -1,0 +1,289 @@
+"""Split the batch over microbatches and the data axis, exactly.
+
+The graph of the whole batch becomes the graph of one part of it: sizes shrink, and every gradient and
+the loss become partial sums whose total over the parts is the loss and gradient of the whole batch, to
+rounding. Averaging the means of microbatches is not that, wherever they hold different numbers of
+ignored labels: the count the loss is divided by is a value of the whole batch. Such values depend on
+the batch alone and move to a prologue that runs once a step.
+
+before (batch 8, two microbatches)              after
+  %n: i64[] = aten.sum(%mask)                     %sum_1: i64[] = input   (from the prologue)
+  %l: f32[] = aten.div.Tensor(%total, %n)         %l: f32[] = aten.div.Tensor(%total, %sum_1)
+  %g: f32[128,32] = aten.mm(...)                  %g: f32[64,32] = aten.mm(...)
+
+Raises SplitRefused (GA207) where examples mix: batch statistics over microbatches, contrastive losses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphaccel.capture.stepgraph import StepGraph
+from graphaccel.capture.symbols import BATCH, evaluate, with_integers
+from graphaccel.compat.torch import schema
+from graphaccel.errors import Location, SplitRefused
+from graphaccel.ir.program import Prologue, Value
+from graphaccel.ir.values import fake_like, propagate
+from graphaccel.planner.plan import Plan
+from graphaccel.rules.notation import tensor_arguments
+from graphaccel.rules.propagate import PARTIAL, REPLICATED, BatchPlacement, place_batch
+
+aten = torch.ops.aten
+_COUNTING = {aten.arange.default, aten.arange.start, aten.arange.start_step}
+
+
+@dataclass(frozen=True)
+class LocalStep:
+    """The joint graph of one microbatch on one data rank.
+
+    graph: placeholders are those of the StepGraph, then one per prologue output.
+    prologue: None when nothing is hoisted. places: placement of each output over the batch.
+    """
+
+    graph: fx.GraphModule
+    prologue: Prologue | None
+    output_places: tuple[Any, ...]
+
+
+def exact_microbatch(step: StepGraph, plan: Plan) -> LocalStep:
+    """The step as each of `plan.data * plan.microbatches` equal parts of the batch sees it."""
+    parts = plan.data * plan.microbatches
+    output = step.graph.graph.output_node()
+    if parts == 1:
+        places = tuple(REPLICATED for _ in step.outputs)
+        return LocalStep(fx.GraphModule(step.graph, _copy(step.graph)), None, places)
+    placed = batch_placement(step)
+    _refuse_conflicts(step, plan, placed)
+    local = _Local(step, plan, placed).build()
+    prologue = _prologue(step, plan, placed)
+    return LocalStep(local, prologue, tuple(_place(placed, n) for n in output.args[0]))
+
+
+def batch_placement(step: StepGraph) -> BatchPlacement:
+    """Where the batch goes in a step (`rules.propagate`)."""
+    placeholders = [n for n in step.graph.graph.nodes if n.op == "placeholder"]
+    pairs = list(zip(placeholders, step.inputs, strict=True))
+    batch = {
+        n.name: step.batch_dims[s.leaf]
+        for n, s in pairs
+        if s.kind == "batch" and s.leaf in step.batch_dims
+    }
+    batch |= {n.name: 0 for n, s in pairs if s.kind == "tangent" and _carries_batch(n)}
+    learned = frozenset(n.name for n, s in pairs if s.kind in ("parameter", "buffer", "tangent"))
+    return place_batch(step.graph.graph, batch, BATCH, learned)
+
+
+def split_limits(step: StepGraph) -> tuple[str | None, str | None]:
+    """Why the batch can not be split over (microbatches, data ranks); None where it can."""
+    placed = batch_placement(step)
+    conflicts = [c for c in placed.conflicts if "batch_norm" not in str(c.node.target)]
+    data = _sentence(conflicts[0].node, conflicts[0].reason) if conflicts else None
+    first = placed.conflicts[0] if placed.conflicts else None
+    if first is not None:
+        return _sentence(first.node, first.reason), data
+    if placed.reduced:
+        return _sentence(placed.reduced[0], "its sum over the whole batch is needed at once"), data
+    return None, data
+
+
+def _sentence(node: fx.Node, reason: str) -> str:
+    where = node.meta.get("module") or "the model"
+    return f"{node.target} in {where}: {reason}"
+
+
+def _carries_batch(node: fx.Node) -> bool:
+    dims = node.meta["dims"]
+    return bool(dims) and BATCH in getattr(dims[0], "free_symbols", ())
+
+
+def _place(placed: BatchPlacement, node: Any) -> Any:
+    return placed.places.get(node, REPLICATED) if isinstance(node, fx.Node) else REPLICATED
+
+
+def _refuse_conflicts(step: StepGraph, plan: Plan, placed: BatchPlacement) -> None:
+    if placed.conflicts:
+        conflict = placed.conflicts[0]
+        axis = "microbatches" if plan.microbatches > 1 else "data"
+        raise _refused(conflict.node, conflict.reason, axis)
+    if placed.reduced and plan.microbatches > 1:
+        node = placed.reduced[0]
+        raise _refused(node, "it needs its sum over the whole batch at once", "microbatches")
+    if BATCH not in step.sizes:
+        output = step.graph.graph.output_node()
+        raise _refused(output, "the model fixes its batch size when it is captured", "data")
+
+
+def _refused(node: fx.Node, reason: str, axis: str) -> SplitRefused:
+    line = node.meta.get("location")
+    return SplitRefused(
+        axis=axis,
+        op=str(node.target),
+        module=node.meta.get("module", ""),
+        location=Location(*line) if line else None,
+        reason=reason,
+    )
+
+
+def _copy(graph: fx.GraphModule) -> fx.Graph:
+    new = fx.Graph()
+    output = new.graph_copy(graph.graph, {})
+    new.output(output)
+    return new
+
+
+class _Local:
+    """Copies the joint graph at the size of one part."""
+
+    def __init__(self, step: StepGraph, plan: Plan, placed: BatchPlacement) -> None:
+        self.step, self.plan, self.placed = step, plan, placed
+        self.parts = plan.data * plan.microbatches
+        size = plan.batch
+        rest = {s: n for s, n in step.sizes.items() if s != BATCH}
+        self.whole = {BATCH: size, **rest}
+        self.part = {BATCH: size // self.parts, **rest}
+        self.graph = fx.Graph()
+        self.map: dict[fx.Node, fx.Node] = {}
+
+    def build(self) -> fx.GraphModule:
+        nodes = list(self.step.graph.graph.nodes)
+        placeholders = [n for n in nodes if n.op == "placeholder"]
+        inputs = []
+        for node in placeholders:
+            self.map[node] = self._placeholder(node.name, node)
+            shape = [evaluate(d, self.part) for d in node.meta["dims"]]
+            inputs.append(fake_like(node.meta["val"], shape))
+        hoisted = {}
+        for node in self.placed.hoisted:
+            hoisted[node] = self._placeholder(f"whole_{node.name}", node)
+            shape = [evaluate(d, self.whole) for d in node.meta["dims"]]
+            inputs.append(fake_like(node.meta["val"], shape))
+        for node in nodes:
+            if node.op != "call_function":
+                continue
+            new = self._call(node)
+            self.map[node] = hoisted.get(node, new)
+            if node in self.placed.reduced:
+                self.map[node] = self._reduced(node, new)
+        outputs = self.graph.output(self._outputs())
+        outputs.meta["phase"] = "output"
+        module = fx.GraphModule(self.step.graph, self.graph)
+        module.graph.eliminate_dead_code()
+        module.recompile()
+        propagate(module, inputs)
+        return module
+
+    def _placeholder(self, name: str, like: fx.Node) -> fx.Node:
+        node = self.graph.placeholder(name)
+        node.meta = {k: v for k, v in like.meta.items() if k != "val"} | {"phase": "input"}
+        return node
+
+    def _call(self, node: fx.Node) -> fx.Node:
+        fixed = {
+            i: evaluate(expression, self.whole if self._is_number(node, i) else self.part)
+            for i, expression in node.meta["sizes"].items()
+        }
+        args, kwargs = with_integers(node, fixed)
+        shared = [i for n, i in self.placed.shared if n is node]
+        mapped = {n: self.map[n] for n in node.all_input_nodes}
+        for position in shared:
+            source = _nth_tensor(node, position)
+            mapped[source] = self._shared(node, self.map[source])
+        args, kwargs = fx.node.map_arg((args, kwargs), lambda n: mapped[n])
+        new = self.graph.call_function(node.target, args, kwargs)
+        new.name = node.name
+        new.meta = {k: v for k, v in node.meta.items() if k not in ("val", "sizes")}
+        return new
+
+    def _is_number(self, node: fx.Node, position: int) -> bool:
+        """Whether a number is a quantity (of the whole batch) rather than a size (of the part)."""
+        if node.target in _COUNTING or not hasattr(node.target, "_schema"):
+            return False
+        seen = 0
+        for argument, value in zip(schema(node), node.args, strict=False):
+            count = len(integers_in(value))
+            if seen <= position < seen + count:
+                return str(argument.type) in ("number", "Tensor", "float", "Optional[float]", "Optional[number]")
+            seen += count
+        return False
+
+    def _added(self, target: Any, args: tuple, like: fx.Node, reason: str) -> fx.Node:
+        new = self.graph.call_function(target, args)
+        new.meta = {k: v for k, v in like.meta.items() if k not in ("val", "sizes")}
+        new.meta["made_by"] = f"exact_microbatch: {reason}"
+        return new
+
+    def _shared(self, user: fx.Node, value: fx.Node) -> fx.Node:
+        return self._added(aten.div.Tensor, (value, self.parts), user, "an equal share of a whole")
+
+    def _reduced(self, node: fx.Node, new: fx.Node) -> fx.Node:
+        ops = torch.ops._c10d_functional
+        sent = self._added(ops.all_reduce.default, (new, "sum", "data"), node, "all-reduce over data")
+        return self._added(ops.wait_tensor.default, (sent,), node, "all-reduce over data")
+
+    def _outputs(self) -> list[Any]:
+        results = []
+        for node, spec in zip(
+            self.step.graph.graph.output_node().args[0], self.step.outputs, strict=True
+        ):
+            new = self.map.get(node, node)
+            if spec.kind == "gradient" and self.placed.places[node] != PARTIAL:
+                new = self._added(aten.div.Tensor, (new, self.parts), node, "an equal share")
+            results.append(new)
+        return results
+
+
+def integers_in(value: Any) -> list[int | float]:
+    """The numbers in one argument."""
+    found: list[int | float] = []
+
+    def collect(v: Any) -> Any:
+        if isinstance(v, (int, float)) and not isinstance(v, bool):
+            found.append(v)
+        return v
+
+    fx.node.map_aggregate(value, collect)
+    return found
+
+
+def _nth_tensor(node: fx.Node, position: int) -> fx.Node:
+    return tensor_arguments(node)[position]
+
+
+def _prologue(step: StepGraph, plan: Plan, placed: BatchPlacement) -> Prologue | None:
+    """The hoisted values, computed from the whole batch."""
+    if not placed.hoisted:
+        return None
+    whole = {**step.sizes, BATCH: plan.batch}
+    needed: set[fx.Node] = set()
+    stack = list(placed.hoisted)
+    while stack:
+        node = stack.pop()
+        if node not in needed:
+            needed.add(node)
+            stack += node.all_input_nodes
+    graph = fx.Graph()
+    made: dict[fx.Node, fx.Node] = {}
+    values: list[Value] = []
+    fakes = []
+    for node, spec in zip(
+        (n for n in step.graph.graph.nodes if n.op == "placeholder"), step.inputs, strict=True
+    ):
+        if node in needed:
+            made[node] = graph.placeholder(node.name)
+            values.append(Value(spec.kind, spec.name, leaf=spec.leaf))
+            fakes.append(fake_like(node.meta["val"], [evaluate(d, whole) for d in node.meta["dims"]]))
+    for node in step.graph.graph.nodes:
+        if node in needed and node.op == "call_function":
+            fixed = {i: evaluate(e, whole) for i, e in node.meta["sizes"].items()}
+            args, kwargs = with_integers(node, fixed)
+            args, kwargs = fx.node.map_arg((args, kwargs), lambda n: made[n])
+            made[node] = graph.call_function(node.target, args, kwargs)
+            made[node].meta = {k: v for k, v in node.meta.items() if k not in ("val", "sizes")}
+    graph.output([made[n] for n in placed.hoisted])
+    module = fx.GraphModule(step.graph, graph)
+    propagate(module, fakes)
+    return Prologue(module, tuple(values), tuple(f"whole_{n.name}" for n in placed.hoisted))

@@ -1,0 +1,142 @@
+"""Sharding rules in index notation, as in einsum: which tensor dims are the same index.
+
+    "m k, k n -> m n"      sharding m shards the output's first dim; sharding k makes it a partial sum
+    "... d -> ... d"       with whole={"d"}: d can not be sharded
+
+One rule speaks of one mesh axis (or of the virtual axis, time, that microbatches lie on). Partial sums
+pass through an op where it is linear: `linear` lists the groups of inputs in which it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+Indices = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Notation:
+    """The rule of one node, its indices spelled out.
+
+    inputs, outputs: an index name per tensor dim, for each tensor argument in order (lists flattened,
+      repetitions kept) and each tensor output. "1" is a dim that is broadcast, "" one that no other
+      tensor shares.
+    whole: indices that can not be sharded.
+    linear: groups of input positions; the output is linear in the inputs of a group taken together.
+    sums: whether a contracted index is summed (else sharding it is illegal).
+    unread: input positions whose value the op does not read (any placement will do).
+    """
+
+    inputs: tuple[Indices, ...]
+    outputs: tuple[Indices, ...]
+    whole: frozenset[str] = frozenset()
+    linear: tuple[frozenset[int], ...] = ()
+    sums: bool = True
+    unread: frozenset[int] = frozenset()
+
+
+def tensor_arguments(node: fx.Node) -> list[fx.Node]:
+    """The nodes among a call's arguments that hold tensors, in order, repetitions kept."""
+    found: list[fx.Node] = []
+
+    def collect(value: Any) -> Any:
+        if isinstance(value, fx.Node) and isinstance(value.meta.get("val"), torch.Tensor):
+            found.append(value)
+        return value
+
+    fx.node.map_aggregate((node.args, dict(node.kwargs)), collect)
+    return found
+
+
+def shape_of(node: fx.Node) -> tuple[int, ...]:
+    """The sizes of a node's tensor."""
+    return tuple(int(n) for n in node.meta["val"].shape)
+
+
+def output_shapes(node: fx.Node) -> list[tuple[int, ...]]:
+    """The sizes of each tensor a node gives (one for a plain tensor)."""
+    value = node.meta["val"]
+    values = [value] if isinstance(value, torch.Tensor) else list(value)
+    return [tuple(int(n) for n in v.shape) for v in values if isinstance(v, torch.Tensor)]
+
+
+def einsum(
+    text: str,
+    node: fx.Node,
+    *,
+    whole: Iterable[str] = (),
+    linear: Sequence[Iterable[int]] = (),
+    sums: bool = True,
+) -> Notation:
+    """A rule from its text. `...` stands for the leading dims of the widest input that has it."""
+    left, right = text.split("->")
+    inputs = [t.split() for t in left.split(",")]
+    outputs = [t.split() for t in right.split(",")]
+    shapes = [shape_of(n) for n in tensor_arguments(node)]
+    if len(inputs) != len(shapes):
+        raise ValueError(f"rule {text!r} names {len(inputs)} tensors, the call has {len(shapes)}")
+    widths = [len(s) - len(i) + 1 for s, i in zip(shapes, inputs, strict=True) if "..." in i]
+    width = max(widths, default=0)
+    dots = [f".{k}" for k in range(width)]
+
+    def spelled(names: list[str], rank: int) -> Indices:
+        if "..." not in names:
+            return tuple(names)
+        at = names.index("...")
+        count = rank - (len(names) - 1)
+        return (*names[:at], *dots[width - count :], *names[at + 1 :])
+
+    return Notation(
+        tuple(spelled(i, len(s)) for i, s in zip(inputs, shapes, strict=True)),
+        tuple(spelled(o, len(s)) for o, s in zip(outputs, output_shapes(node), strict=True)),
+        frozenset(whole),
+        tuple(frozenset(g) for g in linear),
+        sums,
+    )
+
+
+def broadcast(node: fx.Node, *, linear: Sequence[Iterable[int]] = ()) -> Notation:
+    """The rule of an elementwise op with broadcasting."""
+    (out,) = output_shapes(node)[:1]
+    names = tuple(f".{k}" for k in range(len(out)))
+
+    def aligned(shape: tuple[int, ...]) -> Indices:
+        tail = names[len(names) - len(shape) :]
+        return tuple("1" if n == 1 and out[-(len(shape) - i)] != 1 else tail[i] for i, n in enumerate(shape))
+
+    return Notation(
+        tuple(aligned(shape_of(n)) for n in tensor_arguments(node)),
+        tuple(names for _ in output_shapes(node)),
+        linear=tuple(frozenset(g) for g in linear),
+    )
+
+
+def regrouped(source: tuple[int, ...], target: tuple[int, ...]) -> tuple[Indices, Indices]:
+    """Indices of a reshape: the outermost dims of groups with equal products are the same index.
+
+    `[8,16,32] -> [128,32]` gives `(a, "", b)` and `(a, b)`: the leading 8 of 128 = 8 x 16 can be sharded.
+    """
+    left, right = [""] * len(source), [""] * len(target)
+    i = j = group = 0
+    while i < len(source) and j < len(target):
+        if source[i] == 1 and target[j] != 1:
+            i += 1
+            continue
+        if target[j] == 1 and source[i] != 1:
+            j += 1
+            continue
+        left[i] = right[j] = f"g{group}"
+        group += 1
+        m, n = source[i], target[j]
+        i, j = i + 1, j + 1
+        while m != n:
+            if m < n:
+                m, i = m * source[i], i + 1
+            else:
+                n, j = n * target[j], j + 1
+    return tuple(left), tuple(right)

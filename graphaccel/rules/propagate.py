@@ -1,0 +1,199 @@
+"""Where the batch goes: the placement of every value of a joint graph when the batch is split.
+
+Microbatches (a virtual axis, time) and the data axis split the same tensor dim, so one analysis serves
+both. A value is replicated (the same for every part of the batch), sharded on the dim that carries the
+batch, or a partial sum. Where an op needs the whole sum (the number of unignored labels as a divisor),
+the value is *converted*:
+  hoisted   it depends on the batch alone: computed once a step from the whole batch, exactly
+  reduced   it depends on parameters (batch statistics): needs an all-reduce over the data axis, and
+            can not be split over time at all
+A value that is the same for every part, where a partial sum is wanted, is *shared out* (divided by the
+number of parts).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphaccel.rules.notation import Notation, tensor_arguments
+from graphaccel.rules.table import rule_of
+
+REPLICATED = "replicated"
+PARTIAL = "partial"
+Placement = str | int  # an int: sharded on that tensor dim
+
+_RANDOM = torch.Tag.nondeterministic_seeded
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """A node at which examples of the batch mix, and why."""
+
+    node: fx.Node
+    reason: str
+
+
+@dataclass(frozen=True)
+class BatchPlacement:
+    """Result of `place_batch`.
+
+    places: placement per node (a tuple for several outputs).
+    hoisted, reduced: values converted from a partial sum to the whole sum.
+    shared: (user, position among its tensor arguments) where a replicated value is divided by the parts.
+    conflicts: where the batch can not be split at all.
+    """
+
+    places: Mapping[fx.Node, Any] = field(repr=False)
+    hoisted: tuple[fx.Node, ...]
+    reduced: tuple[fx.Node, ...]
+    shared: frozenset[tuple[fx.Node, int]]
+    conflicts: tuple[Conflict, ...]
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether a call draws random numbers (attention with dropout 0 does not, whatever its tag says)."""
+    if _RANDOM not in getattr(node.target, "tags", ()):
+        return False
+    return not ("attention" in str(node.target) and 0.0 in node.args and not any(
+        isinstance(a, float) and a > 0 for a in node.args
+    ))
+
+
+def place_batch(
+    graph: fx.Graph, batch_inputs: Mapping[str, int], symbol: Any, parameters: frozenset[str]
+) -> BatchPlacement:
+    """Propagate the split of the batch through a joint graph.
+
+    batch_inputs: placeholder name → dim that carries the batch. symbol: the batch's symbol in
+    `meta["dims"]`. parameters: placeholder names of parameters and buffers.
+    """
+    state = _State(symbol)
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            state.places[node] = batch_inputs.get(node.name, REPLICATED)
+            if node.name in parameters:
+                state.learned.add(node)
+        elif node.op == "call_function":
+            state.visit(node)
+    return BatchPlacement(
+        state.places,
+        tuple(state.hoisted),
+        tuple(state.reduced),
+        frozenset(state.shared),
+        tuple(state.conflicts),
+    )
+
+
+class _State:
+    """The walk: placements so far, and which values depend on more than the batch."""
+
+    def __init__(self, symbol: Any) -> None:
+        self.symbol = symbol
+        self.places: dict[fx.Node, Any] = {}
+        self.learned: set[fx.Node] = set()  # depends on a parameter, or on random numbers
+        self.hoisted: dict[fx.Node, None] = {}
+        self.reduced: dict[fx.Node, None] = {}
+        self.shared: set[tuple[fx.Node, int]] = set()
+        self.conflicts: list[Conflict] = []
+
+    def visit(self, node: fx.Node) -> None:
+        if is_random(node) or any(n in self.learned for n in node.all_input_nodes):
+            self.learned.add(node)
+        if node.target is operator.getitem:
+            source, index = node.args
+            place = self.places[source]
+            self.places[node] = place[index] if isinstance(place, tuple) else place
+            return
+        tensors = tensor_arguments(node)
+        places = [self._current(t) for t in tensors]
+        if all(p == REPLICATED for p in places):
+            self.places[node] = self._made(node)
+            return
+        notation = rule_of(node)
+        if notation is None:
+            self._refuse(node, f"{node.target} has no sharding rule")
+            return
+        self._apply(node, notation, tensors, places)
+
+    def _current(self, node: fx.Node) -> Placement:
+        return REPLICATED if node in self.hoisted or node in self.reduced else self.places[node]
+
+    def _made(self, node: fx.Node) -> Any:
+        """Values made of numbers or replicated values: sharded if the batch is among their dims."""
+
+        def place(dims: tuple) -> Placement:
+            for d, size in enumerate(dims):
+                if getattr(size, "free_symbols", None) and self.symbol in size.free_symbols:
+                    return d
+            return REPLICATED
+
+        dims = node.meta["dims"]
+        if isinstance(node.meta["val"], (tuple, list)):
+            return tuple(place(d) for d in dims)
+        return place(dims)
+
+    def _apply(self, node: fx.Node, rule: Notation, tensors: list[fx.Node], places: list) -> None:
+        places = [REPLICATED if i in rule.unread else p for i, p in enumerate(places)]
+        sharded = {rule.inputs[i][p] for i, p in enumerate(places) if isinstance(p, int)}
+        partial = {i for i, p in enumerate(places) if p == PARTIAL}
+        if any(index in ("", "1") or index in rule.whole for index in sharded):
+            self._refuse(node, "it mixes the examples of a batch")
+            return
+        if len(sharded) > 1:
+            self._refuse(node, "it combines different examples of a batch with each other")
+            return
+        group = frozenset() if sharded else self._linear_group(rule, partial)
+        for i in partial - group:
+            self._convert(tensors[i])
+        partial &= group
+        if partial:
+            for i in group - partial:
+                if not tensors[i].meta["val"].is_floating_point():
+                    self._refuse(node, "it adds a whole number to a partial sum")
+                    return
+                self.shared.add((node, i))
+            self._set(node, [PARTIAL for _ in rule.outputs])
+            return
+        if not sharded:
+            self.places[node] = self._made(node)
+            return
+        (index,) = sharded
+        outputs: list[Placement] = []
+        for names in rule.outputs:
+            if index in names:
+                outputs.append(names.index(index))
+            elif rule.sums:
+                outputs.append(PARTIAL)
+            else:
+                self._refuse(node, "it reduces over the examples of a batch, and not by a sum")
+                return
+        self._set(node, outputs)
+
+    @staticmethod
+    def _linear_group(rule: Notation, partial: set[int]) -> frozenset[int]:
+        return max(rule.linear, key=lambda g: len(g & partial), default=frozenset())
+
+    def _convert(self, node: fx.Node) -> None:
+        """The whole sum is needed: from the whole batch if that is all it depends on."""
+        (self.reduced if node in self.learned else self.hoisted)[node] = None
+
+    def _set(self, node: fx.Node, outputs: list[Placement]) -> None:
+        value = node.meta["val"]
+        if isinstance(value, torch.Tensor):
+            self.places[node] = outputs[0]
+            return
+        # outputs that are None (unwanted gradients) have no entry in a rule
+        remaining = iter(outputs)
+        self.places[node] = tuple(
+            next(remaining) if isinstance(v, torch.Tensor) else REPLICATED for v in value
+        )
+
+    def _refuse(self, node: fx.Node, reason: str) -> None:
+        self.conflicts.append(Conflict(node, reason))
+        self.places[node] = self._made(node)
