@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from datetime import timedelta
 
 import pytest
 import torch
@@ -33,6 +34,21 @@ def _die_on(rank: int) -> None:
 
 def _receive_what_nobody_sends() -> None:
     dist.recv(torch.zeros(1), src=1 - dist.get_rank())
+
+
+def _fail_to_join_another_group_on(rank: int) -> str:
+    if dist.get_rank() != rank:
+        return ""
+    dist.destroy_process_group()
+    with pytest.raises(RuntimeError, match="timeout") as caught:
+        dist.init_process_group(
+            "gloo",
+            store=dist.HashStore(),
+            rank=0,
+            world_size=2,
+            timeout=timedelta(seconds=0.1),
+        )
+    return str(caught.value)
 
 
 def _wait_forever_on(rank: int) -> None:
@@ -106,6 +122,14 @@ def test_a_hung_worker_is_named_with_its_stack_and_replaced() -> None:
         after = workers.run(2, _process_and_threads)
     finally:
         workers.close()
+    assert after[0] == before[0]
+    assert after[1] != before[1]
+
+
+def test_a_worker_whose_group_is_spoilt_is_replaced(pool: Pool) -> None:
+    before = pool.run(2, _process_and_threads)
+    assert "timeout" in pool.run(2, _fail_to_join_another_group_on, 1)[1]
+    after = pool.run(2, _process_and_threads)
     assert after[0] == before[0]
     assert after[1] != before[1]
 

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 MOST_WORKERS = 8
+START_LIMIT_S = 120.0
 PRELOADED = ("torch", "torch.distributed", "torch.export", "transformers")
 
 
@@ -137,18 +138,21 @@ class Pool:
         waiting = {self._workers[rank].pipe: rank for rank in range(world_size)}
         deadline = time.monotonic() + limit + self._grace_s
         while waiting:
-            ready = connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            remaining = max(0.0, deadline - time.monotonic())
+            ready = set(connection.wait(list(waiting), remaining))
             if not ready:
                 for rank in waiting.values():
-                    failures[rank] = self._end(rank, "hung", f"no answer within {limit:g} s")
+                    end = self._end(rank, "hung", f"no answer within {limit:g} s")
+                    failures.setdefault(rank, end)
                 break
-            for pipe in ready:
+            for pipe in [pipe for pipe in waiting if pipe in ready]:
                 rank = waiting[pipe]
                 try:
                     answer = pickle.loads(pipe.recv_bytes())
                 except (EOFError, ConnectionResetError):
                     del waiting[pipe]
-                    failures[rank] = self._end(rank, "died", "the process ended")
+                    end = self._end(rank, "died", "the process ended")
+                    failures.setdefault(rank, end)
                     answer = None
                 if isinstance(answer, Failure):
                     failures[rank] = answer
@@ -156,6 +160,8 @@ class Pool:
                     results[rank] = answer.value
                 elif isinstance(answer, _Idle):
                     del waiting[pipe]
+                    if answer.spoilt:
+                        self._replace(rank)
             if failures:  # the others can only wait for the failed one
                 deadline = min(deadline, time.monotonic() + self._grace_s)
         return results, failures
@@ -167,20 +173,28 @@ class Pool:
         process = self._context.Process(target=_serve, args=(theirs, str(log)), daemon=True)
         process.start()
         theirs.close()
+        # The first start imports torch: that time is no part of a job's limit.
+        if not ours.poll(START_LIMIT_S):
+            raise RuntimeError(f"a worker did not start within {START_LIMIT_S:g} s")
+        ours.recv_bytes()
         return _Worker(process, ours, log)
 
     def _end(self, rank: int, kind: str, message: str) -> Failure:
-        """End the worker of `rank`, put a new one in its place, and say what it was doing."""
+        """Replace the worker of `rank`, which died or must, and say what it was doing."""
         worker = self._workers[rank]
         if kind == "hung" and worker.process.pid is not None:
             os.kill(worker.process.pid, signal.SIGABRT)  # faulthandler writes the stacks to the log
+        self._replace(rank)
+        text = worker.log.read_text() if worker.log.exists() else ""
+        return Failure(kind, f"{message} (exit code {worker.process.exitcode})", text)
+
+    def _replace(self, rank: int) -> None:
+        worker = self._workers[rank]
         worker.process.join(self._grace_s)
         worker.process.kill()
         worker.process.join()
         worker.pipe.close()
         self._workers[rank] = self._start()
-        text = worker.log.read_text() if worker.log.exists() else ""
-        return Failure(kind, f"{message} (exit code {worker.process.exitcode})", text)
 
 
 @dataclass(frozen=True)
@@ -190,12 +204,18 @@ class _Result:
 
 @dataclass(frozen=True)
 class _Idle:
-    """The group of the last job is gone: the worker takes the next one."""
+    """The worker has started, or has left the group of the last job: it takes the next one.
+
+    Not if it is `spoilt`: then it ends.
+    """
+
+    spoilt: bool = False
 
 
 def _serve(pipe: connection.Connection, log: str) -> None:
     """The life of a worker: jobs from the pipe until it closes."""
     import torch
+    from torch import distributed as dist
 
     torch.set_num_threads(1)
     if sys.platform == "linux":
@@ -203,14 +223,23 @@ def _serve(pipe: connection.Connection, log: str) -> None:
     gc.freeze()  # what the imports left is never garbage; keeps the collection after each job short
     with open(log, "w") as stacks:
         faulthandler.enable(stacks, all_threads=True)
+        pipe.send_bytes(pickle.dumps(_Idle()))
         while True:
             try:
                 job: _Job = pickle.loads(pipe.recv_bytes())
             except EOFError:
                 return
             pipe.send_bytes(_answer(job))
-            _leave_group()
-            pipe.send_bytes(pickle.dumps(_Idle()))
+            idle = _Idle(spoilt=not dist.is_initialized())
+            if not idle.spoilt:
+                dist.destroy_process_group()
+                gc.collect()
+            pipe.send_bytes(pickle.dumps(idle))
+            if idle.spoilt:
+                # Joining a group failed, or the job left it. torch counts the groups it tried to
+                # make and puts the count in its keys, so this process may from now on look
+                # for its peers under another name than they for it.
+                return
 
 
 def _answer(job: _Job) -> bytes:
@@ -218,8 +247,9 @@ def _answer(job: _Job) -> bytes:
     try:
         _join_group(job)
         return pickle.dumps(_Result(job.function(*job.args)))
-    except BaseException as error:  # noqa: BLE001  SystemExit of a script under test is an answer too
-        return pickle.dumps(Failure(type(error).__name__, str(error), traceback.format_exc()))
+    except BaseException as error:  # SystemExit of a script under test is an answer too
+        text = "".join(traceback.format_exception(error))
+        return pickle.dumps(Failure(type(error).__name__, str(error), text))
 
 
 def _join_group(job: _Job) -> None:
@@ -240,11 +270,3 @@ def _join_group(job: _Job) -> None:
         world_size=job.world_size,
         timeout=timedelta(seconds=job.timeout_s),
     )
-
-
-def _leave_group() -> None:
-    from torch import distributed as dist
-
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    gc.collect()

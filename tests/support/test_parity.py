@@ -65,10 +65,10 @@ def test_one_wrong_number_on_one_rank_is_found(gpt: Reference, value: float) -> 
 
 def test_a_wrong_loss_on_one_rank_or_step_is_found(gpt: Reference) -> None:
     found = compare(gpt, [_result(gpt), _result(gpt, loss=gpt.loss * 1.001)])
-    with pytest.raises(AssertionError, match="loss off by 1.0e-03"):
+    with pytest.raises(AssertionError, match=r"loss off by 1\.0e-03"):
         found.check(loss=1e-10)
     curve = (gpt.loss, gpt.losses[1] * 1.001)
-    with pytest.raises(AssertionError, match="loss curve off by 1.0e-03"):
+    with pytest.raises(AssertionError, match=r"loss curve off by 1\.0e-03"):
         compare(gpt, [_result(gpt, losses=curve)]).check(loss=1e-10)
 
 
