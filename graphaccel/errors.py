@@ -109,7 +109,7 @@ class NoLoss(GraphAccelError):
             "before the script could compute a loss",
             help=(
                 "return the loss from the model: a scalar, or an output with a field `loss`",
-                "or pass a function of the model's output and the batch:  "
+                "or pass a function of the model's output and the targets:  "
                 "graphaccel.optimize(model, optimizer, loss_fn=loss_fn)",
             ),
         )

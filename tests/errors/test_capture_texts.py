@@ -44,7 +44,7 @@ error[GA102]: cannot capture `encoder.noise`: this has no graph
 error[GA103]: pipeline=2 needs the loss in the graph, and the model returns none
   why:  backward of one microbatch runs between the forwards of others, before the script could compute a loss
   help: return the loss from the model: a scalar, or an output with a field `loss`
-  help: or pass a function of the model's output and the batch:  graphaccel.optimize(model, optimizer, loss_fn=loss_fn)
+  help: or pass a function of the model's output and the targets:  graphaccel.optimize(model, optimizer, loss_fn=loss_fn)
   explain: graphaccel explain GA103""",
     ),
 ]
