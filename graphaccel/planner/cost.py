@@ -1,0 +1,191 @@
+"""What one node of a step costs: FLOPs, bytes, seconds.
+
+FLOPs are those of `torch.utils.flop_counter` (multiply and add count as two; only matrix products,
+convolutions and attention count). Bytes are the distinct tensors a node reads and writes; views are
+free. Sizes are the expressions that capture left in `meta["dims"]`, so that a count is an expression
+in `b` (batch) and `s` (sequence), or a number once sizes are given.
+
+Seconds follow the roofline model (Williams, Waterman, Patterson, CACM 2009) with a floor:
+
+    max(FLOPs / (peak x efficiency), bytes / bandwidth) + launch
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from operator import getitem
+from typing import Any, TypeAlias
+
+import sympy
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry
+
+from graphaccel.capture.symbols import evaluate
+from graphaccel.planner.cluster import Device
+
+Amount: TypeAlias = Any  # int | sympy.Expr
+Dims: TypeAlias = tuple[Amount, ...]
+aten = torch.ops.aten
+
+# Dense kernels reach about 0.7 of the datasheet's peak on large shapes (the figure autoparallel
+# uses as well), fused attention less. A product is computed in tiles; what a tile sticks out over
+# the edge is wasted, and a short inner dim does not fill the pipeline of loads.
+_DENSE_EFFICIENCY = 0.7
+_ATTENTION_EFFICIENCY = 0.5
+_TILE = 128
+_INNER = 64
+
+# Captured on a CPU, attention is this op; torch counts its CUDA twin only.
+_COUNTED_LIKE = {
+    aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        aten._scaled_dot_product_flash_attention_backward
+    ),
+}
+_VIEWS = {aten._unsafe_view.default, aten.reshape.default, getitem}
+# Reads of the first argument that touch only as much as the result holds.
+_GATHERS = {aten.embedding, aten.index_select, aten.index, aten.gather}
+
+
+class Sizes:
+    """Sizes of the symbols, and the numbers that expressions in them stand for."""
+
+    def __init__(self, sizes: Mapping[sympy.Symbol, int]) -> None:
+        self._sizes = dict(sizes)
+        self._known: dict[Any, int] = {}
+
+    def __call__(self, expression: Amount) -> int:
+        """The number an expression stands for, rounded up."""
+        if isinstance(expression, int):
+            return expression
+        if expression not in self._known:
+            self._known[expression] = math.ceil(evaluate(expression, self._sizes))
+        return self._known[expression]
+
+
+def _symbolic(expression: Amount) -> Amount:
+    return expression
+
+
+Resolve: TypeAlias = Callable[[Amount], Amount]
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a node only looks at its first argument's storage (or at one item of several)."""
+    if node.op != "call_function":
+        return False
+    return node.target in _VIEWS or bool(getattr(node.target, "is_view", False))
+
+
+def dims_of(node: fx.Node, resolve: Resolve = _symbolic) -> Any:
+    """Sizes of a node's result: a tuple, or a tuple of tuples for several results."""
+
+    def walk(dims: Any) -> Any:
+        return tuple(walk(d) for d in dims) if isinstance(dims, tuple) else resolve(dims)
+
+    return walk(node.meta.get("dims", ()))
+
+
+def node_flops(node: fx.Node, resolve: Resolve = _symbolic) -> Amount:
+    """FLOPs of a node: 0 for anything but products, convolutions and attention."""
+    if node.op != "call_function":
+        return 0
+    packet = getattr(node.target, "overloadpacket", None)
+    formula = flop_registry.get(_COUNTED_LIKE.get(packet, packet))
+    if formula is None:
+        return 0
+    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: dims_of(n, resolve))
+    return formula(*args, **kwargs, out_val=dims_of(node, resolve))
+
+
+def item_bytes(value: Any) -> int:
+    """Bytes of one element of a tensor, fake or not."""
+    return value.element_size() if isinstance(value, torch.Tensor) else 0
+
+
+def _tensors(value: Any, dims: Any) -> list[tuple[Any, Dims]]:
+    if isinstance(value, torch.Tensor):
+        return [(value, dims)]
+    if isinstance(value, (tuple, list)):
+        return [t for v, d in zip(value, dims, strict=False) for t in _tensors(v, d)]
+    return []
+
+
+def tensor_bytes(node: fx.Node, resolve: Resolve = _symbolic, narrow: bool = False) -> Amount:
+    """Bytes of all tensors of a node's result; `narrow`: 4-byte floats are kept in 2 bytes."""
+    total: Amount = 0
+    for value, dims in _tensors(node.meta.get("val"), dims_of(node, resolve)):
+        width = item_bytes(value)
+        if narrow and value.dtype == torch.float32:
+            width = 2
+        total = total + math.prod(dims) * width
+    return total
+
+
+def node_bytes(node: fx.Node, resolve: Resolve = _symbolic, narrow: bool = False) -> Amount:
+    """Bytes a node reads and writes. A repeated input counts once; a gather reads what it gives.
+
+    A broadcast view counts by what it is a view of, when sizes are numbers.
+    """
+    if node.op != "call_function" or is_view(node):
+        return 0
+    written = tensor_bytes(node, resolve, narrow)
+    total = written
+    gathers = getattr(node.target, "overloadpacket", None) in _GATHERS
+    for position, source in enumerate(dict.fromkeys(node.all_input_nodes)):
+        read = tensor_bytes(source, resolve, narrow)
+        if gathers and position == 0:
+            read = written
+        elif resolve is not _symbolic and source.target in (aten.expand.default,):
+            read = min(read, tensor_bytes(source.args[0], resolve, narrow))
+        total = total + read
+    return total
+
+
+def peak_flops(device: Device, dtype: str) -> float:
+    """FLOP/s at the given torch dtype name; a dtype without a fast path runs as float32."""
+    return device.peak_flops.get(dtype, device.peak_flops["float32"])
+
+
+def node_seconds(node: fx.Node, device: Device, sizes: Resolve, compute: str = "float32") -> float:
+    """Seconds of a node on `device`; `sizes` gives numbers for expressions (`Sizes`).
+
+    compute: dtype name in which float32 nodes are computed. The casts themselves are not counted.
+    """
+    if node.op != "call_function" or is_view(node):
+        return 0.0
+    narrow = compute in ("bfloat16", "float16")
+    seconds = node_bytes(node, sizes, narrow) / device.memory_bandwidth
+    flops = node_flops(node, sizes)
+    if flops:
+        dtype = str(_tensors(node.meta["val"], node.meta["dims"])[0][0].dtype).removeprefix(
+            "torch."
+        )
+        rate = peak_flops(device, compute if dtype == "float32" else dtype)
+        seconds = max(seconds, flops / (rate * _efficiency(node, device, sizes)))
+    return seconds + device.launch_seconds
+
+
+def _efficiency(node: fx.Node, device: Device, sizes: Resolve) -> float:
+    """Share of the peak that a dense node reaches. The CPU's peaks are rates already reached."""
+    if device.name == "cpu":
+        return 1.0
+    packet = node.target.overloadpacket
+    if packet in _COUNTED_LIKE or "scaled_dot_product" in str(packet):
+        return _ATTENTION_EFFICIENCY
+    if packet not in (aten.mm, aten.addmm, aten.bmm, aten.baddbmm):
+        return _DENSE_EFFICIENCY
+    left, right = [dims_of(n, sizes) for n in node.args[-2:]]
+    rows, inner, columns = left[-2], left[-1], right[-1]
+    filled = 1.0
+    for size in (rows, columns):
+        filled *= size / (math.ceil(size / _TILE) * _TILE)
+    # Below one tile the kernel picks a smaller one: never worse than an eighth of the peak.
+    return max(_DENSE_EFFICIENCY * filled * inner / (inner + _INNER), _DENSE_EFFICIENCY / 8)
+
+
+def step_flops(graph: fx.Graph) -> Amount:
+    """FLOPs of a whole graph, as an expression in the symbols of its sizes."""
+    return sympy.expand(sum((node_flops(node) for node in graph.nodes), sympy.Integer(0)))
