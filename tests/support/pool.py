@@ -270,3 +270,6 @@ def _join_group(job: _Job) -> None:
         world_size=job.world_size,
         timeout=timedelta(seconds=job.timeout_s),
     )
+    # Ranks finish connecting at different times. One whose job is short could else close its
+    # connections while another is still making them.
+    dist.barrier()
