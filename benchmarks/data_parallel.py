@@ -1,0 +1,63 @@
+"""Data parallelism on 2 processes: graphaccel against DistributedDataParallel.
+
+Each takes the same global batch; DistributedDataParallel's ranks run their half of it. No label is
+ignored, so its mean of means is the mean. The optimizer step is in both.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.common import (
+    OURS,
+    Settings,
+    Step,
+    make_batch,
+    make_model,
+    make_optimizer,
+    our_step,
+    run,
+    time_sides,
+)
+
+WORLD = 2
+
+
+def _theirs(settings: Settings) -> Step:
+    rank = dist.get_rank()
+    share = {key: value.chunk(WORLD)[rank] for key, value in make_batch(settings).items()}
+    model = DistributedDataParallel(make_model(settings))
+    optimizer = make_optimizer(model)
+
+    def step() -> float:
+        loss = model(**share)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        # The loss a user prints is that of the global batch: graphaccel's is.
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        return total.item() / WORLD
+
+    return step
+
+
+def _ours(settings: Settings) -> Step:
+    model, batch = make_model(settings), make_batch(settings)
+    return our_step(
+        model, batch, data=WORLD, pipeline=1, microbatches=1, recompute="none", precision="fp32"
+    )
+
+
+def worker(settings: Settings) -> dict[str, dict[str, Any]]:
+    """Both sides on this rank."""
+    sides = {OURS: partial(_ours, settings), "DistributedDataParallel": partial(_theirs, settings)}
+    return time_sides(settings, sides)
+
+
+if __name__ == "__main__":
+    run("data_parallel", WORLD, worker)
