@@ -2,8 +2,8 @@
 
 FLOPs are those of `torch.utils.flop_counter` (multiply and add count as two; only matrix products,
 convolutions and attention count). Bytes are the distinct tensors a node reads and writes; views are
-free. Sizes are the expressions that capture left in `meta["dims"]`, so that a count is an expression
-in `b` (batch) and `s` (sequence), or a number once sizes are given.
+free. Sizes are the expressions that capture left in `meta["dims"]`, so that a count is an
+expression in `b` (batch) and `s` (sequence), or a number once sizes are given.
 
 Seconds follow the roofline model (Williams, Waterman, Patterson, CACM 2009) with a floor:
 

@@ -1,8 +1,8 @@
 """A step seen by the planner: a line of positions, with seconds and bytes at each.
 
 A position is a node of the forward graph. Every joint node lies at the position of its origin, so a
-stage, which is a range of positions, owns a forward and a backward part. `Profile` holds what does not
-depend on sizes, `SizedProfile` the numbers for one microbatch size.
+stage, which is a range of positions, owns a forward and a backward part. `Profile` holds what does
+not depend on sizes, `SizedProfile` the numbers for one microbatch size.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from graphaccel.capture.symbols import BATCH
 from graphaccel.planner.cluster import Device
 from graphaccel.planner.cost import Sizes, dims_of, is_view, node_seconds
 
+_HELD = ("parameter", "buffer", "tangent")  # what one stage has and others do not
+
 
 @dataclass(eq=False)
 class Storage:
@@ -30,7 +32,8 @@ class Storage:
 
     made: position. forward, backward: joint-node indices of its uses in each phase, with positions.
     kind: "parameter", "buffer", "constant", "batch", "tangent" of an input, "value" otherwise.
-    common: depends on batch and constants only, so that every stage can compute it for itself.
+    common: made from batch and constants only, without random numbers, so that every stage that
+      needs it makes it for itself.
     """
 
     index: int
@@ -50,8 +53,13 @@ class Storage:
 
     @property
     def saved(self) -> bool:
-        """Made in forward and read again in backward."""
-        return self.kind == "value" and self.phase == "forward" and bool(self.backward)
+        """Made in forward and kept for backward; what is common is made again there instead."""
+        return self.owned and bool(self.backward)
+
+    @property
+    def owned(self) -> bool:
+        """Made in forward by one stage only."""
+        return self.kind == "value" and self.phase == "forward" and not self.common
 
 
 @dataclass(frozen=True)
@@ -109,13 +117,15 @@ class Profile:
         step = self.step
         specs = dict(zip(step.graph.graph.find_nodes(op="placeholder"), step.inputs, strict=True))
         outputs = step.graph.graph.output_node().args[0]
-        from_parameter: dict[fx.Node, bool] = {}
+        bound: set[fx.Node] = set()
         for index, node in enumerate(self.nodes):
             if node.op == "output":
                 break
             inputs = node.all_input_nodes
             kind = specs[node].kind if node in specs else "value"
-            from_parameter[node] = kind == "parameter" or any(from_parameter[n] for n in inputs)
+            random = _is_random(node)
+            if random or kind in _HELD or any(n in bound for n in inputs):
+                bound.add(node)
             for source in inputs:
                 if not is_view(node):
                     for storage in self.roots(source):
@@ -137,8 +147,8 @@ class Profile:
                     phase="forward" if self.node_forward[index] else "backward",
                     kind=kind,
                     name=specs[node].name if node in specs else node.name,
-                    common=not from_parameter[node],
-                    random=_is_random(node),
+                    common=node not in bound,
+                    random=random,
                     floating=value.is_floating_point(),
                 )
                 self.storages.append(storage)
@@ -183,7 +193,7 @@ class Profile:
             kept: list[tuple[int, int]] = []
             again: list[tuple[int, int]] = []
             for storage in self.storages:
-                if storage.kind != "value" or storage.phase != "forward":
+                if not storage.owned:
                     continue
                 own = self.block_at[storage.at]
                 entered = [p for _, p in storage.forward if self.block_at[p] in chosen]
@@ -205,9 +215,7 @@ class Profile:
         """Values a cut may separate from a use: (storage, positions of its uses, ascending)."""
         found = []
         for storage in self.storages:
-            if storage.kind != "value" or storage.phase != "forward" or storage.common:
-                continue
-            if self._of_parameters(storage.node):
+            if not storage.owned or self._of_parameters(storage.node):
                 continue
             positions = sorted({p for _, p in storage.forward})
             if positions and positions[-1] > storage.at:
@@ -271,7 +279,7 @@ class SizedProfile:
         for storage in self._profile.storages:
             if storage.kind != "value" or storage.saved:
                 continue
-            uses = storage.backward or storage.forward
+            uses = storage.forward if storage.common else storage.backward or storage.forward
             last = storage.made if storage.gradient or not uses else uses[-1][0]
             change[storage.made] += self.bytes[storage.index]
             change[last + 1] -= self.bytes[storage.index]

@@ -1,0 +1,340 @@
+"""Memory and time of a plan, predicted from the step's profile without running any pass.
+
+Memory follows the liveness of the joint graph, cut into stages; a stage in 1F1B waits for as many
+microbatches as the schedule keeps in flight. Time plays the schedule against each stage's seconds:
+
+    step = makespan of the schedule with its messages and what is left of the gradient all-reduces
+         + optimizer
+
+Devices are numbered data-innermost: pipeline rank r of data rank d is device r * data + d, since
+gradients are larger than activations and neighbours have the faster links (the order of
+Megatron-LM).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from graphaccel.planner.cluster import Cluster
+from graphaccel.planner.communication import all_reduce_seconds, send_seconds
+from graphaccel.planner.plan import Plan, Prediction, StageMemory
+from graphaccel.planner.profile import Profile, SizedProfile
+from graphaccel.planner.simulate import simulate
+from graphaccel.planner.stages import stage_positions
+from graphaccel.schedule.communicate import with_communication
+from graphaccel.schedule.table import build
+from graphaccel.schedule.validate import in_flight
+
+# Of the last backward, the share behind which an all-reduce can hide: the first gradients come
+# late.
+_OVERLAP = 0.8
+# A step of AdamW is about ten element-wise operations for each tensor; on a GPU they run on a
+# hundred tensors at once.
+_OPTIMIZER_OPS = 10
+_TENSORS_AT_ONCE = 100
+# Starting a stage's graph for one microbatch costs as much host time as starting some ops.
+_LAUNCHES_AN_ACTION = 10
+
+
+def device_number(plan: Plan, pipeline_rank: int, data_rank: int = 0) -> int:
+    """The device that pipeline rank `pipeline_rank` of replica `data_rank` runs on."""
+    return pipeline_rank * plan.data + data_rank
+
+
+@dataclass(frozen=True)
+class StageWork:
+    """One stage of a plan: positions [first, end), seconds a microbatch, bytes of its parameters.
+
+    held: bytes of parameters and buffers. gradient: bytes of gradients. tensors: trained tensors.
+    """
+
+    first: int
+    end: int
+    forward: float
+    backward: float
+    held: int
+    gradient: int
+    tensors: int
+
+
+def stage_works(
+    profile: Profile, sized: SizedProfile, plan: Plan, launch_seconds: float
+) -> tuple[StageWork, ...]:
+    """What each stage of `plan` holds and does. Raises ValueError for cuts that do not fit the
+    graph.
+    """
+    numbers = {name: i for i, name in enumerate(profile.block_names)}
+    again = np.isin(profile.block_at, [numbers[name] for name in plan.recompute])
+    backward = sized.backward + np.where(again, sized.forward, 0.0)
+    action = _LAUNCHES_AN_ACTION * launch_seconds
+    works = []
+    for stage, (first, end) in enumerate(stage_positions(profile, plan.cuts)):
+        held = gradient = tensors = 0
+        for parameter in profile.parameters:
+            here = any(first <= p < end for p in parameter.positions)
+            if here or (stage == 0 and not parameter.positions):
+                held += parameter.bytes
+                gradient += parameter.bytes if parameter.trainable else 0
+                tensors += parameter.trainable
+        works.append(
+            StageWork(
+                first,
+                end,
+                action + float(sized.forward[first:end].sum()),
+                action + float(backward[first:end].sum()),
+                held,
+                gradient,
+                tensors,
+            )
+        )
+    return tuple(works)
+
+
+def flight(plan: Plan) -> dict[int, int]:
+    """Stage → the most microbatches it holds at a time."""
+    if plan.schedule == "1f1b":
+        return {s: min(plan.microbatches, plan.stages - s) for s in range(plan.stages)}
+    if plan.schedule == "gpipe":
+        return dict.fromkeys(range(plan.stages), plan.microbatches)
+    return in_flight(build(plan.schedule, plan.pipeline, plan.interleave, plan.microbatches))
+
+
+def predict_memory(
+    profile: Profile, plan: Plan, cluster: Cluster, optimizer_bytes: int
+) -> tuple[StageMemory, ...]:
+    """Peak bytes of each pipeline rank, by category.
+
+    optimizer_bytes: bytes of optimizer state for each 4-byte trained parameter (8 for AdamW, 0 for
+    none).
+    """
+    sized = _sized(profile, plan, cluster)
+    works = stage_works(profile, sized, plan, cluster.device.launch_seconds)
+    numbers = {name: i for i, name in enumerate(profile.block_names)}
+    recomputed = [numbers[name] for name in plan.recompute]
+    saved, again = sized.saved(recomputed)
+    waiting = flight(plan)
+    whole_batch = sized.batch_bytes * plan.data * plan.microbatches
+    ranks = []
+    for rank in range(plan.pipeline):
+        own = range(rank, plan.stages, plan.pipeline)
+        peaks = {s: _stage_peak(profile, sized, works[s], saved, again, waiting[s]) for s in own}
+        total = {s: peaks[s].activation + peaks[s].temporary for s in own}
+        top = max(own, key=lambda s: (peaks[s].temporary, -s))
+        activation = sum(peaks[s].activation for s in own)
+        temporary = peaks[top].temporary + whole_batch
+        parameter = sum(works[s].held for s in own)
+        gradient = sum(works[s].gradient for s in own)
+        optimizer = gradient * optimizer_bytes // 4
+        if plan.precision.compute in ("bfloat16", "float16"):
+            temporary += gradient // 2  # the copy of the weights that is computed with
+        tensors = parameter + gradient + optimizer + activation + temporary
+        other = cluster.context_bytes + int(cluster.fragmentation * tensors)
+        where = max(own, key=lambda s: (total[s], -s))
+        ranks.append(
+            StageMemory(
+                rank, parameter, gradient, optimizer, activation, temporary, other,
+                tensors + other, peaks[where].at,
+            )
+        )  # fmt: skip
+    return tuple(ranks)
+
+
+@dataclass(frozen=True)
+class _Peak:
+    activation: int
+    temporary: int
+    at: str
+
+
+def _stage_peak(
+    profile: Profile,
+    sized: SizedProfile,
+    work: StageWork,
+    saved: np.ndarray,
+    again: np.ndarray,
+    waiting: int,
+) -> _Peak:
+    """Where a stage holds most, with `waiting` microbatches in flight."""
+    here = slice(work.first, work.end)
+    running = np.cumsum(saved[here])
+    before = (waiting - 1) * int(running[-1])
+    # What a block makes again is alive from the block's end down to where backward reads it.
+    remade = np.zeros(work.end - work.first, dtype=np.int64)
+    for block in {b for b in profile.block_at[here].tolist() if b >= 0}:
+        inside = profile.block_at[here] == block
+        remade[inside] = np.cumsum(again[here][inside])
+    backward = sized.passing_backward[here] + remade
+    choices = (("forward", sized.passing_forward[here]), ("backward", backward))
+    phase, passing = max(choices, key=lambda choice: int((running + choice[1]).max()))
+    top = int((running + passing).argmax())
+    module = profile.modules[work.first + top] or profile.names[work.first + top]
+    return _Peak(before + int(running[top]), int(passing[top]), f"{phase} of {module}")
+
+
+def message_bytes(
+    profile: Profile, sized: SizedProfile, plan: Plan
+) -> dict[tuple[int, int, str], int]:
+    """Bytes of each message: (source stage, destination stage, "forward" or "backward")."""
+    ends = np.array([end - 1 for _, end in stage_positions(profile, plan.cuts)])
+    found: dict[tuple[int, int, str], int] = defaultdict(int)
+    for storage, positions in profile.crossing:
+        source = int(np.searchsorted(ends, storage.at))
+        if positions[-1] <= ends[source]:
+            continue
+        for reader in sorted(set(np.searchsorted(ends, positions).tolist()) - {source}):
+            found[source, reader, "forward"] += int(sized.bytes[storage.index])
+            if storage.floating:
+                found[reader, source, "backward"] += int(sized.bytes[storage.index])
+    return dict(found)
+
+
+def predict_seconds(
+    profile: Profile, plan: Plan, cluster: Cluster, optimizer_bytes: int, *, simulated: bool = True
+) -> Prediction:
+    """Seconds of a step, and where they go on the rank that works most. No memory in it.
+
+    simulated: play the schedule; otherwise the closed form of 1F1B, m * t + (sum - t) / interleave
+    with t the busiest rank's seconds a microbatch, which is exact for even stages and free
+    messages.
+    """
+    sized = _sized(profile, plan, cluster)
+    works = stage_works(profile, sized, plan, cluster.device.launch_seconds)
+    edges = _edge_seconds(profile, sized, plan, cluster)
+    reduces = [_reduce_seconds(profile, work, plan, cluster, s) for s, work in enumerate(works)]
+    optimizer = max(
+        _optimizer_seconds([works[s] for s in range(rank, plan.stages, plan.pipeline)],
+                           cluster, optimizer_bytes)
+        for rank in range(plan.pipeline)
+    )  # fmt: skip
+    if simulated:
+        compute, bubble, communication = _played(plan, works, edges, reduces)
+    else:
+        compute, bubble, communication = _closed(plan, works, edges, reduces)
+    return Prediction(
+        seconds=compute + bubble + communication + optimizer,
+        compute=compute,
+        communication=communication,
+        bubble=bubble,
+        optimizer=optimizer,
+    )
+
+
+def _played(
+    plan: Plan,
+    works: Sequence[StageWork],
+    edges: Mapping[tuple[int, int, str], float],
+    reduces: Sequence[float],
+) -> tuple[float, float, float]:
+    """(compute, bubble, communication) seconds by simulation, with messages and without."""
+    table = build(plan.schedule, plan.pipeline, plan.interleave, plan.microbatches)
+    ahead = frozenset((a, b) for a, b, way in edges if way == "forward")
+    back = frozenset((a, b) for a, b, way in edges if way == "backward")
+    schedule = with_communication(table, ahead, back)
+    forward = [w.forward for w in works]
+    backward = [w.backward for w in works]
+    real = simulate(schedule, forward, backward, edges, reduces)
+    free = dict.fromkeys(edges, 0.0)
+    ideal = simulate(schedule, forward, backward, free, [0.0] * len(works))
+    compute = max(ideal.busy)
+    return compute, ideal.makespan - compute, max(real.makespan - ideal.makespan, 0.0)
+
+
+def _closed(
+    plan: Plan,
+    works: Sequence[StageWork],
+    edges: Mapping[tuple[int, int, str], float],
+    reduces: Sequence[float],
+) -> tuple[float, float, float]:
+    per_stage = [w.forward + w.backward for w in works]
+    ranks = range(plan.pipeline)
+    busiest = max(sum(per_stage[r :: plan.pipeline]) for r in ranks)
+    bubble = max(sum(per_stage) - busiest, 0.0) / plan.interleave
+    exposed = sum(edges.values()) + max(sum(reduces[r :: plan.pipeline]) for r in ranks)
+    return plan.microbatches * busiest, bubble, exposed
+
+
+def _sized(profile: Profile, plan: Plan, cluster: Cluster) -> SizedProfile:
+    return profile.sized(plan.microbatch_size, cluster.device, plan.precision.compute)
+
+
+def _edge_seconds(
+    profile: Profile, sized: SizedProfile, plan: Plan, cluster: Cluster
+) -> dict[tuple[int, int, str], float]:
+    """Seconds of each message that goes to another rank."""
+    seconds = {}
+    for (source, destination, way), size in message_bytes(profile, sized, plan).items():
+        a, b = source % plan.pipeline, destination % plan.pipeline
+        if a != b:
+            numbers = device_number(plan, a), device_number(plan, b)
+            seconds[source, destination, way] = send_seconds(cluster, size, *numbers)
+    return seconds
+
+
+def _reduce_seconds(
+    profile: Profile, work: StageWork, plan: Plan, cluster: Cluster, stage: int
+) -> float:
+    """Seconds of a stage's gradient all-reduce that no backward hides.
+
+    On a GPU it runs beside the last microbatch's backward, bucket by bucket; the last bucket comes
+    after it. On a CPU both want the same cores. A parameter that several stages use is summed over
+    them.
+    """
+    width = 2 if plan.precision.reduce in ("bfloat16", "float16") else 4
+    size = work.gradient * width / 4
+    total = _bucketed(cluster, size, plan)
+    exposed = total
+    if cluster.device.name != "cpu" and total:
+        last = _bucketed(cluster, min(size, plan.bucket_bytes), plan)
+        exposed = max(last, total - _OVERLAP * work.backward)
+    return exposed + _shared_seconds(profile, work, plan, cluster, stage)
+
+
+def _bucketed(cluster: Cluster, size: float, plan: Plan) -> float:
+    if plan.data == 1 or size <= 0:
+        return 0.0
+    buckets = max(1, math.ceil(size / plan.bucket_bytes))
+    return buckets * all_reduce_seconds(cluster, size / buckets, plan.data, stride=1)
+
+
+def _shared_seconds(
+    profile: Profile, work: StageWork, plan: Plan, cluster: Cluster, stage: int
+) -> float:
+    """Seconds to sum the gradients of parameters that other ranks' stages use too: there and
+    back.
+    """
+    if plan.pipeline == 1:
+        return 0.0
+    size = sum(
+        p.bytes
+        for p in profile.parameters
+        if p.trainable
+        and any(work.first <= at < work.end for at in p.positions)
+        and any(not work.first <= at < work.end for at in p.positions)
+    )
+    rank = stage % plan.pipeline
+    other = device_number(plan, rank - 1 if rank else 1)
+    return 2 * send_seconds(cluster, size, device_number(plan, rank), other)
+
+
+def _optimizer_seconds(works: Sequence[StageWork], cluster: Cluster, optimizer_bytes: int) -> float:
+    """Read parameter, gradient and state, write parameter and state, at memory bandwidth."""
+    gradient = sum(w.gradient for w in works)
+    tensors = sum(w.tensors for w in works)
+    traffic = gradient * (3 + 2 * optimizer_bytes / 4)
+    device = cluster.device
+    launches = tensors if device.name == "cpu" else math.ceil(tensors / _TENSORS_AT_ONCE)
+    return traffic / device.memory_bandwidth + launches * _OPTIMIZER_OPS * device.launch_seconds
+
+
+def predict(
+    profile: Profile, plan: Plan, cluster: Cluster, optimizer_bytes: int, *, simulated: bool = True
+) -> Plan:
+    """`plan` with its prediction: seconds and memory."""
+    seconds = predict_seconds(profile, plan, cluster, optimizer_bytes, simulated=simulated)
+    memory = predict_memory(profile, plan, cluster, optimizer_bytes)
+    return replace(plan, prediction=replace(seconds, memory=memory))

@@ -1,0 +1,208 @@
+"""Solve one candidate: its cuts, and the blocks it computes again, so that it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from graphaccel.errors import TooManyStages
+from graphaccel.planner.cluster import Cluster
+from graphaccel.planner.estimate import flight, predict, predict_memory
+from graphaccel.planner.pins import PRECISIONS, Limits, Pins
+from graphaccel.planner.plan import Plan
+from graphaccel.planner.profile import Profile, SizedProfile
+from graphaccel.planner.recompute import block_options, cheapest, every_second
+from graphaccel.planner.stages import StageLimit, choose_cuts, stage_positions
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is planned, for what. optimizer_bytes: for each trained number."""
+
+    profile: Profile
+    cluster: Cluster
+    optimizer_bytes: int
+    limits: Limits
+
+    def sized(self, plan: Plan) -> SizedProfile:
+        """The profile at the plan's microbatch size and precision."""
+        device = self.cluster.device
+        return self.profile.sized(plan.microbatch_size, device, plan.precision.compute)
+
+    def lower_bound(
+        self, pins: Pins, batch: int, pipeline: int, interleave: int, microbatches: int
+    ) -> float:
+        """Seconds no plan of this shape can beat: even stages, free messages, nothing
+        recomputed.
+        """
+        data = self.cluster.count // pipeline
+        compute = PRECISIONS[pins.precision or "fp32"].compute
+        sized = self.profile.sized(batch // (data * microbatches), self.cluster.device, compute)
+        work = float(sized.forward.sum() + sized.backward.sum())
+        even = work / pipeline
+        return microbatches * even + (work - even) / interleave
+
+
+def excess(plan: Plan, cluster: Cluster) -> int:
+    """Bytes by which the fullest rank of a predicted plan misses the device; below 0 it fits."""
+    assert plan.prediction is not None
+    return max(m.peak for m in plan.prediction.memory) - cluster.device.memory
+
+
+@dataclass
+class Tally:
+    """What became of the candidates, for the certificate."""
+
+    candidates: int = 0
+    infeasible: int = 0
+    pruned: int = 0
+    solved: int = 0
+    impossible: int = 0
+
+    def certificate(self, gap: str) -> str:
+        """One line."""
+        parts = [
+            f"{self.candidates} candidates: {self.infeasible} do not fit",
+            f"{self.pruned} pruned by bound",
+            f"{self.solved} solved",
+        ]
+        if self.impossible:
+            parts.append(f"{self.impossible} can not be cut")
+        return ", ".join(parts) + f"; {gap}"
+
+
+@dataclass
+class Outcome:
+    """Solved candidates: fitting, fastest first; the best of each mesh; the one that misses
+    least.
+    """
+
+    fitting: list[Plan] = field(default_factory=list)
+    by_mesh: dict[tuple[int, int], Plan] = field(default_factory=dict)
+    closest: Plan | None = None
+    tally: Tally = field(default_factory=Tally)
+    too_many: TooManyStages | None = None
+
+    def missed(self, plan: Plan, cluster: Cluster) -> None:
+        """Note a plan that does not fit."""
+        self.tally.infeasible += 1
+        if self.closest is None or excess(plan, cluster) < excess(self.closest, cluster):
+            self.closest = plan
+
+
+def with_cuts_and_blocks(
+    problem: Problem, plan: Plan, recompute: str | Sequence[str], cuts: tuple[str, ...] | None
+) -> Plan:
+    """`plan` with cuts, recomputed blocks and its prediction (time in closed form).
+
+    recompute: "none", "all", "some" (as much as memory asks for; every second block if it asks for
+    none) or names. Cuts are even in time; where that does not fit however much is recomputed, they
+    are chosen again under each stage's memory.
+
+    Raises: TooManyStages (GA203).
+    """
+    choices = [cuts] if cuts is not None else _cuts(problem, plan)
+    best: Plan | None = None
+    for choice in choices:
+        solved = _with_blocks(problem, replace(plan, cuts=choice), recompute)
+        if excess(solved, problem.cluster) <= 0:
+            return solved
+        if best is None or excess(solved, problem.cluster) < excess(best, problem.cluster):
+            best = solved
+    assert best is not None
+    return best
+
+
+def _cuts(problem: Problem, plan: Plan) -> list[tuple[str, ...]]:
+    """The cuts that are even in time, then those that are even in time among what fits."""
+    sized = problem.sized(plan)
+    link = problem.cluster.links[0]
+    seconds = 1 / link.bandwidth, link.latency_seconds + problem.cluster.device.launch_seconds
+    even = choose_cuts(problem.profile, sized, plan.stages, *seconds)
+    assert even is not None
+    if plan.stages == 1:
+        return [even]
+    lean = sized.saved(range(len(problem.profile.block_names)))[0]
+    waiting = flight(plan)
+    cluster = problem.cluster
+    limit = StageLimit(
+        per_parameter_byte=2 + problem.optimizer_bytes / 4,
+        in_flight=[waiting[s] for s in range(plan.stages)],
+        budget=[cluster.tensor_budget / plan.interleave] * plan.stages,
+    )
+    fitting = choose_cuts(problem.profile, sized, plan.stages, *seconds, saved=lean, limit=limit)
+    return [even] if fitting in (None, even) else [even, fitting]
+
+
+def _with_blocks(problem: Problem, plan: Plan, recompute: str | Sequence[str]) -> Plan:
+    """The plan with its recomputed blocks and its prediction."""
+    names = problem.profile.block_names
+    if recompute == "none":
+        chosen: tuple[str, ...] = ()
+    elif recompute == "all":
+        chosen = names
+    elif recompute == "some":
+        chosen = _needed(problem, plan) or every_second(names)
+    else:
+        chosen = tuple(recompute)
+    plan = replace(plan, recompute=chosen)
+    return predict(problem.profile, plan, problem.cluster, problem.optimizer_bytes, simulated=False)
+
+
+def _needed(problem: Problem, plan: Plan) -> tuple[str, ...]:
+    """The blocks with the fewest seconds that make every rank fit, or all of a rank's if none
+    do.
+    """
+    profile, cluster = problem.profile, problem.cluster
+    sized = problem.sized(plan)
+    options = block_options(profile, sized)
+    if not options:
+        return ()
+    waiting = flight(plan)
+    spans = stage_positions(profile, plan.cuts)
+    first = {b: int((profile.block_at == b).argmax()) for b in range(len(profile.block_names))}
+    stage_of = {
+        o.block: next(s for s, (a, b) in enumerate(spans) if a <= first[o.block] < b)
+        for o in options
+    }
+    chosen: set[str] = set()
+    needs = [0.0] * plan.pipeline
+    for _ in range(8):
+        memory = predict_memory(
+            profile,
+            replace(plan, recompute=tuple(n for n in profile.block_names if n in chosen)),
+            cluster,
+            problem.optimizer_bytes,
+        )
+        over = [m.tensors - cluster.tensor_budget for m in memory]
+        if max(over) <= 0:
+            break
+        for rank, missing in enumerate(over):
+            if missing <= 0:
+                continue
+            needs[rank] += missing
+            own = [o for o in options if stage_of[o.block] % plan.pipeline == rank]
+            savings = [o.saved_bytes * waiting[stage_of[o.block]] for o in own]
+            picked = cheapest(savings, [o.seconds for o in own], needs[rank])
+            mine = {o.name for o in own}
+            take = mine if picked is None else {own[i].name for i in picked}
+            chosen = (chosen - mine) | take
+    return tuple(name for name in profile.block_names if name in chosen)
+
+
+def scaled(problem: Problem, plan: Plan, exact: Plan) -> Problem:
+    """The problem with devices smaller by what the estimate was too low: exact over estimated
+    tensors.
+    """
+    assert plan.prediction is not None
+    assert exact.prediction is not None
+    ratio = max(
+        real.tensors / guessed.tensors
+        for real, guessed in zip(exact.prediction.memory, plan.prediction.memory, strict=True)
+    )
+    cluster = problem.cluster
+    memory = cluster.context_bytes + (cluster.device.memory - cluster.context_bytes) / max(
+        ratio, 1.01
+    )
+    device = replace(cluster.device, memory=int(memory))
+    return replace(problem, cluster=replace(cluster, device=device))
