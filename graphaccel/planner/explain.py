@@ -21,15 +21,21 @@ def fullest(plan: Plan) -> StageMemory:
     return max(plan.prediction.memory, key=lambda m: (m.peak, -m.rank))
 
 
+def seconds(plan: Plan) -> float:
+    """Predicted seconds of a step."""
+    assert plan.prediction is not None
+    return plan.prediction.seconds
+
+
 def alternatives(
     best: Plan, by_mesh: Mapping[tuple[int, int], Plan], cluster: Cluster
 ) -> tuple[Alternative, ...]:
     """The best plan of every other mesh, those that fit first, then the fastest."""
-    others = [p for key, p in by_mesh.items() if key != (best.data, best.pipeline)]
-    others.sort(key=lambda p: (excess(p, cluster) > 0, p.prediction.seconds, p.pipeline))  # type:
-    ignore[union-attr] return tuple(
-        Alternative(p.name, p.prediction.seconds, fullest(p).peak, _reason(p, best, cluster))  #
-        type: ignore[union-attr] for p in others
+    others = [plan for key, plan in by_mesh.items() if key != (best.data, best.pipeline)]
+    others.sort(key=lambda plan: (excess(plan, cluster) > 0, seconds(plan), plan.pipeline))
+    return tuple(
+        Alternative(plan.name, seconds(plan), fullest(plan).peak, _reason(plan, best, cluster))
+        for plan in others
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.errors import BadPin, BatchNotDivisible, NoLoss, SplitRefused
@@ -81,7 +82,8 @@ def read_pins(
     ):
         if name in given and given[name] not in known:
             raise BadPin(pin=name, value=given[name], reason="unknown", allowed=known)
-    found = Pins(**{**given, **_names(given, step)})  # type: ignore[arg-type]
+    typed: dict[str, Any] = {**given, **_names(given, step)}
+    found = Pins(**typed)
     found = _check_mesh(found, devices)
     _check_schedule(found)
     _check_loss(found, step)

@@ -21,7 +21,7 @@ from graphaccel.capture.symbols import BATCH
 from graphaccel.errors import BatchNotDivisible, SplitRefused, TooManyStages
 from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.estimate import predict_seconds
-from graphaccel.planner.explain import alternatives, infeasible
+from graphaccel.planner.explain import alternatives, infeasible, seconds
 from graphaccel.planner.pins import Limits, Pins, base_plan, divisors, read_pins
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.profile import Profile
@@ -133,7 +133,7 @@ def solve_all(problem: Problem, pins: Pins, batch: int) -> Outcome:
         else:
             settled.add(mesh)
             outcome.fitting.append(plan)
-            bisect.insort(best, _seconds(plan))
+            bisect.insort(best, seconds(plan))
         key = (plan.data, plan.pipeline)
         if _better(plan, known, problem.cluster):
             outcome.by_mesh[key] = plan
@@ -207,14 +207,9 @@ def _depth(shape: Shape) -> int:
     return ("none", "some", "all").index(shape.recompute) if isinstance(shape.recompute, str) else 0
 
 
-def _seconds(plan: Plan) -> float:
-    assert plan.prediction is not None
-    return plan.prediction.seconds
-
-
 def _rank(plan: Plan) -> tuple[float, int, int, int, int]:
     return (
-        _seconds(plan),
+        seconds(plan),
         plan.microbatches,
         plan.pipeline,
         plan.interleave,
