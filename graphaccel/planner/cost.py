@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 import sympy
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry
 
 from graphaccel.capture.symbols import evaluate
@@ -72,6 +73,16 @@ def _symbolic(expression: Amount) -> Amount:
 Resolve: TypeAlias = Callable[[Amount], Amount]
 
 
+def _packet(node: fx.Node) -> Any:
+    """The op without its overload: `aten.add` for `aten.add.Tensor`; None if there is none."""
+    return getattr(node.target, "overloadpacket", None)
+
+
+def first_input(node: fx.Node) -> fx.Node:
+    """The first node a node reads: what a view is a view of."""
+    return node.all_input_nodes[0]
+
+
 def is_view(node: fx.Node) -> bool:
     """Whether a node only looks at its first argument's storage (or at one item of several)."""
     if node.op != "call_function":
@@ -92,11 +103,11 @@ def node_flops(node: fx.Node, resolve: Resolve = _symbolic) -> Amount:
     """FLOPs of a node: 0 for anything but products, convolutions and attention."""
     if node.op != "call_function":
         return 0
-    packet = getattr(node.target, "overloadpacket", None)
+    packet = _packet(node)
     formula = flop_registry.get(_COUNTED_LIKE.get(packet, packet))
     if formula is None:
         return 0
-    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: dims_of(n, resolve))
+    args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda n: dims_of(n, resolve))
     return formula(*args, **kwargs, out_val=dims_of(node, resolve))
 
 
@@ -133,13 +144,13 @@ def node_bytes(node: fx.Node, resolve: Resolve = _symbolic, narrow: bool = False
         return 0
     written = tensor_bytes(node, resolve, narrow)
     total = written
-    gathers = getattr(node.target, "overloadpacket", None) in _GATHERS
+    gathers = _packet(node) in _GATHERS
     for position, source in enumerate(dict.fromkeys(node.all_input_nodes)):
         read = tensor_bytes(source, resolve, narrow)
         if gathers and position == 0:
             read = written
         elif resolve is not _symbolic and source.target in (aten.expand.default,):
-            read = min(read, tensor_bytes(source.args[0], resolve, narrow))
+            read = min(read, tensor_bytes(first_input(source), resolve, narrow))
         total = total + read
     return total
 
@@ -172,12 +183,12 @@ def _efficiency(node: fx.Node, device: Device, sizes: Resolve) -> float:
     """Share of the peak that a dense node reaches. The CPU's peaks are rates already reached."""
     if device.name == "cpu":
         return 1.0
-    packet = node.target.overloadpacket
+    packet = _packet(node)
     if packet in _COUNTED_LIKE or "scaled_dot_product" in str(packet):
         return _ATTENTION_EFFICIENCY
     if packet not in (aten.mm, aten.addmm, aten.bmm, aten.baddbmm):
         return _DENSE_EFFICIENCY
-    left, right = [dims_of(n, sizes) for n in node.args[-2:]]
+    left, right = [dims_of(n, sizes) for n in node.args[-2:] if isinstance(n, fx.Node)]
     rows, inner, columns = left[-2], left[-1], right[-1]
     filled = 1.0
     for size in (rows, columns):

@@ -23,11 +23,11 @@ import numpy as np
 from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.communication import all_reduce_seconds, send_seconds
 from graphaccel.planner.plan import Plan, Prediction, StageMemory
-from graphaccel.planner.profile import Profile, SizedProfile
-from graphaccel.planner.simulate import simulate
+from graphaccel.planner.profile import Parameter, Profile, SizedProfile
+from graphaccel.planner.simulate import Timeline, simulate
 from graphaccel.planner.stages import stage_positions
 from graphaccel.schedule.communicate import with_communication
-from graphaccel.schedule.table import build
+from graphaccel.schedule.table import Schedule, build
 from graphaccel.schedule.validate import in_flight
 
 # Of the last backward, the share behind which an all-reduce can hide: the first gradients come
@@ -73,26 +73,33 @@ def stage_works(
     backward = sized.backward + np.where(again, sized.forward, 0.0)
     action = _LAUNCHES_AN_ACTION * launch_seconds
     works = []
-    for stage, (first, end) in enumerate(stage_positions(profile, plan.cuts)):
-        held = gradient = tensors = 0
-        for parameter in profile.parameters:
-            here = any(first <= p < end for p in parameter.positions)
-            if here or (stage == 0 and not parameter.positions):
-                held += parameter.bytes
-                gradient += parameter.bytes if parameter.trainable else 0
-                tensors += parameter.trainable
+    for first, end in stage_positions(profile, plan.cuts):
+        held = held_parameters(profile, [(first, end)])
+        trained = [p for p in held if p.trainable]
         works.append(
             StageWork(
-                first,
-                end,
-                action + float(sized.forward[first:end].sum()),
-                action + float(backward[first:end].sum()),
-                held,
-                gradient,
-                tensors,
+                first=first,
+                end=end,
+                forward=action + float(sized.forward[first:end].sum()),
+                backward=action + float(backward[first:end].sum()),
+                held=sum(p.bytes for p in held),
+                gradient=sum(p.bytes for p in trained),
+                tensors=len(trained),
             )
         )
     return tuple(works)
+
+
+def held_parameters(profile: Profile, spans: Sequence[tuple[int, int]]) -> tuple[Parameter, ...]:
+    """Parameters and buffers that positions [first, end) of `spans` read; unused ones lie on stage
+    0.
+    """
+
+    def here(parameter: Parameter) -> bool:
+        places = parameter.positions or (0,)
+        return any(first <= p < end for p in places for first, end in spans)
+
+    return tuple(parameter for parameter in profile.parameters if here(parameter))
 
 
 def flight(plan: Plan) -> dict[int, int]:
@@ -125,10 +132,11 @@ def predict_memory(
         peaks = {s: _stage_peak(profile, sized, works[s], saved, again, waiting[s]) for s in own}
         total = {s: peaks[s].activation + peaks[s].temporary for s in own}
         top = max(own, key=lambda s: (peaks[s].temporary, -s))
-        activation = sum(peaks[s].activation for s in own)
-        temporary = peaks[top].temporary + whole_batch
-        parameter = sum(works[s].held for s in own)
-        gradient = sum(works[s].gradient for s in own)
+        activation = sum(peaks[s].activation for s in own) + whole_batch
+        temporary = peaks[top].temporary
+        held = held_parameters(profile, [(works[s].first, works[s].end) for s in own])
+        parameter = sum(p.bytes for p in held)
+        gradient = sum(p.bytes for p in held if p.trainable)
         optimizer = gradient * optimizer_bytes // 4
         if plan.precision.compute in ("bfloat16", "float16"):
             temporary += gradient // 2  # the copy of the weights that is computed with
@@ -231,17 +239,33 @@ def _played(
     reduces: Sequence[float],
 ) -> tuple[float, float, float]:
     """(compute, bubble, communication) seconds by simulation, with messages and without."""
+    _, real = _play(plan, works, edges, reduces)
+    _, ideal = _play(plan, works, dict.fromkeys(edges, 0.0), [0.0] * len(works))
+    compute = max(ideal.busy)
+    return compute, ideal.makespan - compute, max(real.makespan - ideal.makespan, 0.0)
+
+
+def _play(
+    plan: Plan,
+    works: Sequence[StageWork],
+    edges: Mapping[tuple[int, int, str], float],
+    reduces: Sequence[float],
+) -> tuple[Schedule, Timeline]:
     table = build(plan.schedule, plan.pipeline, plan.interleave, plan.microbatches)
     ahead = frozenset((a, b) for a, b, way in edges if way == "forward")
     back = frozenset((a, b) for a, b, way in edges if way == "backward")
     schedule = with_communication(table, ahead, back)
-    forward = [w.forward for w in works]
-    backward = [w.backward for w in works]
-    real = simulate(schedule, forward, backward, edges, reduces)
-    free = dict.fromkeys(edges, 0.0)
-    ideal = simulate(schedule, forward, backward, free, [0.0] * len(works))
-    compute = max(ideal.busy)
-    return compute, ideal.makespan - compute, max(real.makespan - ideal.makespan, 0.0)
+    forward, backward = [w.forward for w in works], [w.backward for w in works]
+    return schedule, simulate(schedule, forward, backward, edges, reduces)
+
+
+def timeline(profile: Profile, plan: Plan, cluster: Cluster) -> tuple[Schedule, Timeline]:
+    """The plan's schedule with its messages, and when each of its actions happens."""
+    sized = _sized(profile, plan, cluster)
+    works = stage_works(profile, sized, plan, cluster.device.launch_seconds)
+    edges = _edge_seconds(profile, sized, plan, cluster)
+    reduces = [_reduce_seconds(profile, work, plan, cluster, s) for s, work in enumerate(works)]
+    return _play(plan, works, edges, reduces)
 
 
 def _closed(

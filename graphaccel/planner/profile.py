@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import getitem
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from graphaccel.capture.blocks import block_of
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import BATCH
 from graphaccel.planner.cluster import Device
-from graphaccel.planner.cost import Sizes, dims_of, is_view, node_seconds
+from graphaccel.planner.cost import Sizes, dims_of, first_input, is_view, node_seconds
 
 _HELD = ("parameter", "buffer", "tangent")  # what one stage has and others do not
 
@@ -116,7 +116,7 @@ class Profile:
         """One storage per tensor made; uses of a view are uses of what it is a view of."""
         step = self.step
         specs = dict(zip(step.graph.graph.find_nodes(op="placeholder"), step.inputs, strict=True))
-        outputs = step.graph.graph.output_node().args[0]
+        outputs = cast(tuple[fx.Node, ...], step.graph.graph.output_node().args[0])
         bound: set[fx.Node] = set()
         for index, node in enumerate(self.nodes):
             if node.op == "output":
@@ -159,10 +159,11 @@ class Profile:
 
     def roots(self, node: fx.Node) -> list[Storage]:
         """The storages behind a node's result."""
-        if node.target is getitem and not is_view(node.args[0]):
-            return [self._roots[node.args[0], node.args[1]]]
         if is_view(node):
-            return self.roots(node.args[0])
+            source = first_input(node)
+            if node.target is getitem and not is_view(source):
+                return [self._roots[source, cast(int, node.args[1])]]
+            return self.roots(source)
         items = [-1, *range(len(node.meta["val"]))] if _several(node) else [-1]
         return [self._roots[node, item] for item in items if (node, item) in self._roots]
 
