@@ -1,0 +1,37 @@
+"""Captured zoo models and a made-up cluster for the planner's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+
+from graphaccel.capture.batch import as_call, flatten_call
+from graphaccel.capture.stepgraph import StepGraph, capture
+from graphaccel.planner.cluster import Cluster, Device, Link
+from tests.support.zoo import ZOO
+
+
+@cache
+def _captured(name: str) -> StepGraph:
+    model, batch, loss_fn = ZOO[name].build()
+    return capture(model, flatten_call(*as_call(batch)), loss_fn)
+
+
+@pytest.fixture(scope="session")
+def captured() -> Callable[[str], StepGraph]:
+    """`captured("gpt")`: the step of a zoo model, captured once a session."""
+    return _captured
+
+
+@pytest.fixture(scope="session")
+def made_up() -> Callable[..., Cluster]:
+    """`made_up(count, kib)`: a cluster of small round numbers, the same on every machine."""
+
+    def make(count: int, kib: int = 16 * 1024) -> Cluster:
+        device = Device("made-up", kib << 10, {"float32": 1e10, "bfloat16": 2e10}, 1e9, 1e-6)
+        links = (Link("inner", 2e-6, 1e9, 4), Link("outer", 1e-5, 1e8, 64))
+        return Cluster(device, count, links, context_bytes=0, fragmentation=0.05)
+
+    return make

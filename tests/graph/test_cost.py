@@ -1,0 +1,124 @@
+"""FLOPs, bytes and seconds of nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from graphaccel.capture.stepgraph import StepGraph
+from graphaccel.capture.symbols import BATCH
+from graphaccel.planner.cluster import Device
+from graphaccel.planner.cost import (
+    Sizes,
+    is_view,
+    node_bytes,
+    node_flops,
+    node_seconds,
+    step_flops,
+)
+from tests.support.zoo import ZOO, call, loss_of
+
+aten = torch.ops.aten
+Captured = Callable[[str], StepGraph]
+DEVICE = Device("test", 1 << 30, {"float32": 1e12, "bfloat16": 4e12}, 1e9, 1e-6)
+
+
+def attention(query: Any, key: Any, *_: Any, **__: Any) -> int:
+    """FLOPs of softmax(q k^T) v: two products."""
+    batch, heads, queries, width = query
+    return 2 * 2 * batch * heads * queries * key[2] * width
+
+
+def attention_backward(_gradient: Any, query: Any, key: Any, *_: Any, **__: Any) -> int:
+    """Five products: the scores again, and one for each of dv, d(scores), dq, dk."""
+    return attention(query, key) * 5 // 2
+
+
+# torch counts no FLOPs for its CPU attention.
+CPU_ATTENTION = {
+    aten._scaled_dot_product_flash_attention_for_cpu: attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward,
+}
+
+
+def eager_flops(name: str, rows: int | None = None) -> int:
+    """FLOPs torch counts while the model runs on the first `rows` rows of its batch."""
+    model, batch, loss_fn = ZOO[name].build()
+    if rows is not None:
+        batch = {key: value[:rows] for key, value in dict(batch).items()}
+    with FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION) as counter:
+        loss_of(call(model, batch), batch, loss_fn).backward()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("name", ["gpt", "gpt2", "t5", "vit", "resnet"])
+def test_flops_are_those_that_torch_counts(captured: Captured, name: str) -> None:
+    step = captured(name)
+    assert Sizes(step.sizes)(step_flops(step.graph.graph)) == eager_flops(name)
+
+
+def test_flops_hold_at_a_size_that_was_not_captured(captured: Captured) -> None:
+    step = captured("gpt2")
+    sizes = Sizes({**step.sizes, BATCH: 3})
+    assert sizes(step_flops(step.graph.graph)) == eager_flops("gpt2", rows=3)
+
+
+def test_attention_counts_like_its_two_products(captured: Captured) -> None:
+    step = captured("gpt")
+    forward = [n for n in step.graph.graph.nodes if n.meta.get("phase") == "forward"]
+    counted = sum(node_flops(n, Sizes(step.sizes)) for n in forward)
+    model, batch, _ = ZOO["gpt"].build()
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        call(model, batch)
+    assert counted == counter.get_total_flops()
+
+
+def node_of(step: StepGraph, target: Any) -> Any:
+    return next(n for n in step.graph.graph.nodes if n.target is target)
+
+
+def test_bytes_of_a_product(captured: Captured) -> None:
+    step = captured("gpt")
+    node = node_of(step, aten.addmm.default)  # [b*s, 32] x [32, 96] + [96]
+    b, s = sorted(step.sizes, key=str)
+    assert node_bytes(node) == 4 * (96 + b * s * 32 + 32 * 96 + b * s * 96)
+    assert node_bytes(node, Sizes({b: 2, s: 8})) == 4 * (96 + 16 * 32 + 32 * 96 + 16 * 96)
+
+
+def test_a_lookup_reads_only_the_rows_it_gives(captured: Captured) -> None:
+    step = captured("gpt")
+    node = node_of(step, aten.embedding.default)  # 8 x 16 rows of 32 floats, int64 indices
+    assert node_bytes(node, Sizes(step.sizes)) == 2 * 8 * 16 * 32 * 4 + 8 * 16 * 8
+
+
+def test_views_are_free(captured: Captured) -> None:
+    views = [n for n in captured("gpt").graph.graph.nodes if is_view(n)]
+    assert {str(n.target) for n in views} >= {"aten.view.default", "aten.t.default"}
+    assert all(node_seconds(n, DEVICE, Sizes({})) == 0.0 for n in views)
+    assert all(node_bytes(n) == 0 for n in views)
+
+
+def test_halving_the_batch_does_not_halve_the_floor(captured: Captured) -> None:
+    step = captured("gpt")
+    node = node_of(step, aten.gelu.default)
+    whole, half = (node_seconds(node, DEVICE, Sizes({**step.sizes, BATCH: n})) for n in (8, 4))
+    assert whole == pytest.approx(2 * 8 * 16 * 128 * 4 / 1e9 + 1e-6)
+    assert half == pytest.approx(8 * 16 * 128 * 4 / 1e9 + 1e-6)
+
+
+def test_lower_precision_halves_bytes_and_uses_its_peak(captured: Captured) -> None:
+    step = captured("gpt")
+    sizes = Sizes(step.sizes)
+    gelu = node_of(step, aten.gelu.default)
+    assert node_bytes(gelu, sizes, narrow=True) * 2 == node_bytes(gelu, sizes)
+    slow_memory = Device("test", 1, {"float32": 1.0, "bfloat16": 4.0}, 1e30, 0.0)
+    product = node_of(step, aten.addmm.default)
+    full = node_seconds(product, slow_memory, sizes)
+    assert node_seconds(product, slow_memory, sizes, "bfloat16") == pytest.approx(full / 4)
+    # No float16 entry: no fast path, so it runs as float32.
+    assert node_seconds(product, slow_memory, sizes, "float16") == pytest.approx(full)

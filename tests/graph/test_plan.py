@@ -1,0 +1,60 @@
+"""Plans on disk."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graphaccel.planner.plan import Alternative, Plan, Precision, Prediction, StageMemory
+
+names = st.text(max_size=20)
+counts = st.integers(1, 1 << 40)
+seconds = st.floats(0, 1e6, allow_nan=False)
+memories = st.builds(
+    StageMemory, counts, counts, counts, counts, counts, counts, counts, counts, names
+)
+predictions = st.builds(
+    Prediction, seconds, seconds, seconds, seconds, seconds, st.lists(memories).map(tuple)
+)
+plans = st.builds(
+    Plan,
+    devices=counts,
+    data=counts,
+    pipeline=counts,
+    interleave=counts,
+    microbatches=counts,
+    schedule=st.sampled_from(["1f1b", "gpipe", "interleaved"]),
+    cuts=st.lists(names).map(tuple),
+    recompute=st.lists(names).map(tuple),
+    precision=st.builds(Precision, names, names, names, st.booleans()),
+    bucket_bytes=counts,
+    outputs=st.sampled_from(["loss", "all"]),
+    batch=counts,
+    pinned=st.lists(names).map(tuple),
+    graph=names,
+    cluster=names,
+    prediction=st.none() | predictions,
+    alternatives=st.lists(st.builds(Alternative, names, seconds, counts, names)).map(tuple),
+    notes=st.lists(names).map(tuple),
+    certificate=names,
+)
+
+
+@given(plans)
+def test_json_gives_the_plan_back(plan: Plan) -> None:
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_another_schema_is_refused() -> None:
+    data = json.loads(Plan(devices=1).to_json())
+    with pytest.raises(ValueError, match="schema 99"):
+        Plan.from_json(json.dumps({**data, "schema": 99}))
+
+
+def test_an_unknown_field_is_refused() -> None:
+    data = json.loads(Plan(devices=1).to_json())
+    with pytest.raises(ValueError, match="unknown fields in plan: tensor"):
+        Plan.from_json(json.dumps({**data, "tensor": 2}))
