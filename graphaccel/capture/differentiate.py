@@ -27,11 +27,12 @@ _NO_OPS = {aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default
 
 
 def differentiate(
-    forward: ForwardGraph, trainable: frozenset[str]
+    forward: ForwardGraph, trainable: frozenset[str], *, scaled: bool = False
 ) -> tuple[fx.GraphModule, tuple[GraphOutput, ...]]:
     """The joint graph: placeholders as in `forward`, then tangents if there is no loss.
 
-    trainable: names of the parameters that require a gradient.
+    trainable: names of the parameters that require a gradient. scaled: one more input, a float32 number
+    that the loss is multiplied by before it is differentiated.
     Without a loss in the graph every floating-point output is differentiated against a tangent input.
     Outputs: those of `forward`, then the gradient of each trainable parameter that the loss reaches.
     """
@@ -45,7 +46,7 @@ def differentiate(
     ]
     reached: list[int] = []
     heads = [i for i, o in enumerate(forward.outputs) if o.kind == "loss"]
-    tangents_for = [] if heads else _differentiable_outputs(forward)
+    tangents_for = [] if heads or not wanted else _differentiable_outputs(forward)
     mode = fake_mode_of(placeholders)
 
     def step(*values: torch.Tensor) -> list[torch.Tensor]:
@@ -54,11 +55,13 @@ def differentiate(
         outputs = _Recorder(forward.graph, origins).run(*values)
         roots = [outputs[i] for i in (heads or tangents_for)]
         keep = [(o, t) for o, t in zip(roots, tangents or [None] * len(roots), strict=True) if o.requires_grad]
+        if not wanted:
+            return outputs
         _backward_marker(forward.graph.graph.output_node().args[0][heads[0] if heads else 0])(())
         gradients = torch.autograd.grad(
             [o for o, _ in keep],
             [values[i] for i in wanted],
-            [t for _, t in keep] if tangents else None,
+            [t.to(o.dtype) for o, t in keep] if tangents else None,
             allow_unused=True,
         )
         fx_traceback.current_meta.clear()
@@ -69,9 +72,11 @@ def differentiate(
         values = [_fresh(n.meta["val"], i in wanted) for i, n in enumerate(placeholders)]
         output = forward.graph.graph.output_node().args[0]
         values += [torch.empty_like(output[i].meta["val"]) for i in tangents_for]
+        if scaled and heads and wanted:
+            values.append(torch.empty((), device=output[heads[0]].meta["val"].device))
         with torch.autograd.set_multithreading_enabled(False):
             joint = make_fx(step)(*values)
-    _name_placeholders(joint, forward.inputs + tangent_inputs(forward))
+    _name_placeholders(joint, forward.inputs + tangent_inputs(forward, trainable, scaled=scaled))
     _tidy(joint)
     _annotate(joint, forward)
     outputs = forward.outputs + tuple(
@@ -80,10 +85,15 @@ def differentiate(
     return joint, outputs
 
 
-def tangent_inputs(forward: ForwardGraph) -> tuple[GraphInput, ...]:
-    """The inputs that `differentiate` adds when there is no loss: one a differentiable output."""
-    if any(o.kind == "loss" for o in forward.outputs):
+def tangent_inputs(
+    forward: ForwardGraph, trainable: frozenset[str], *, scaled: bool = False
+) -> tuple[GraphInput, ...]:
+    """The inputs that `differentiate` adds: the loss scale, or one a differentiable output if there is
+    no loss."""
+    if not any(i.kind == "parameter" and i.name in trainable for i in forward.inputs):
         return ()
+    if any(o.kind == "loss" for o in forward.outputs):
+        return (GraphInput("scale", "loss"),) if scaled else ()
     leaves = [forward.outputs[i].leaf for i in _differentiable_outputs(forward)]
     return tuple(GraphInput("tangent", f"output {leaf}", leaf) for leaf in leaves)
 
@@ -156,7 +166,7 @@ def _tensors(result: Any) -> list[torch.Tensor]:
 
 def _name_placeholders(joint: fx.GraphModule, inputs: Sequence[GraphInput]) -> None:
     """Placeholders are called after what they hold: `p_transformer_wte_weight`, `x_input_ids`."""
-    letter = {"parameter": "p", "buffer": "u", "constant": "k", "batch": "x", "tangent": "g"}
+    letter = {"parameter": "p", "buffer": "u", "constant": "k", "batch": "x", "tangent": "g", "scale": "scale"}
     placeholders = [n for n in joint.graph.nodes if n.op == "placeholder"]
     for node, spec in zip(placeholders, inputs, strict=True):
         node.name = node.target = f"{letter[spec.kind]}_{re.sub(r'[^0-9A-Za-z]+', '_', spec.name)}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import sympy
@@ -55,6 +55,17 @@ class StepGraph:
     def batch_size(self) -> int:
         """Examples in the captured batch."""
         return self.sizes.get(BATCH, 1)
+
+    @cached_property
+    def positions(self) -> dict[str, int]:
+        """Forward-graph node name → its place; what a pass made stands where the node it replaced stood."""
+        places: dict[str, int] = {}
+        for i, node in enumerate(self.forward.graph.graph.nodes):
+            places[node.name] = i
+            stands = node.meta.get("stands_for")
+            if stands is not None:
+                places[stands] = max(i, places.get(stands, i))
+        return places
 
     def text(self) -> str:
         """The graph as short text, one line a node, the same in every process."""
@@ -110,16 +121,18 @@ def assemble(
     tied: Mapping[str, str],
     trainable: frozenset[str],
     training: bool,
+    *,
+    scaled: bool = False,
 ) -> StepGraph:
     """Differentiate a forward graph (as captured, or rewritten) and find sizes and blocks."""
-    joint, outputs = differentiate(forward, trainable)
-    points = [(symbol, size, differentiate(other, trainable)[0]) for symbol, size, other in others]
+    joint, outputs = differentiate(forward, trainable, scaled=scaled)
+    points = [(symbol, size, differentiate(other, trainable, scaled=scaled)[0]) for symbol, size, other in others]
     kept = [(s, n, g) for s, n, g in points if same_structure(joint, g)]
     known = {s: n for s, n in sizes.items() if s in {s for s, _, _ in kept}}
     attach_sizes(joint, known, kept)
     return StepGraph(
         graph=joint,
-        inputs=forward.inputs + tangent_inputs(forward),
+        inputs=forward.inputs + tangent_inputs(forward, trainable, scaled=scaled),
         outputs=outputs,
         forward=forward,
         others=others,
@@ -133,10 +146,29 @@ def assemble(
 
 
 def _forward(model: nn.Module, batch: Batch, loss_fn: Callable[..., torch.Tensor] | None) -> ForwardGraph:
+    tied = _tied(model)
     forward = export_forward(model, batch, loss_fn)
+    forward = _merged(forward, tied)
     with fake_mode_of([n for n in forward.graph.graph.nodes if n.op == "placeholder"]):
         canonicalise(forward.graph)
     return forward
+
+
+def _merged(forward: ForwardGraph, tied: Mapping[str, str]) -> ForwardGraph:
+    """Tied parameters under one name and one placeholder: their gradient is one gradient."""
+    first: dict[str, fx.Node] = {}
+    kept = []
+    placeholders = [n for n in forward.graph.graph.nodes if n.op == "placeholder"]
+    for node, spec in zip(placeholders, forward.inputs, strict=True):
+        name = tied.get(spec.name, spec.name)
+        if spec.kind == "parameter" and name in first:
+            node.replace_all_uses_with(first[name])
+            forward.graph.graph.erase_node(node)
+            continue
+        if spec.kind == "parameter":
+            first[name] = node
+        kept.append(replace(spec, name=name))
+    return replace(forward, inputs=tuple(kept))
 
 
 def _variant(

@@ -10,7 +10,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import fx
+
+# Meshes of owners, to present parameters as DTensors (runtime/state.py).
+from torch.distributed.device_mesh import DeviceMesh
+
+# Graphs as Python source: the calling convention of stage graphs (BoxedCode).
+from torch.fx.graph import CodeGen
 
 # Raised by export where the user's code branches on the value of a tensor (capture/export.py).
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode as DataDependentError
@@ -27,6 +34,26 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 def schema(node: fx.Node) -> list[Any]:
     """The declared arguments (name, type, default_value, kwarg_only) of a call to an ATen op."""
     return list(node.target._schema.arguments)
+
+
+class BoxedCode(CodeGen):
+    """Code of a graph that takes one list and empties it, so that inputs die after their last use."""
+
+    def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **_: Any) -> str:
+        """The head of the generated function: unpack the list, then empty it."""
+        names = [v.split(":")[0].split("=")[0].strip() for v in free_vars if v != "self"]
+        unpack = f"\n    {', '.join(names)}, = boxed" if names else ""
+        return f"def forward(self, boxed):{unpack}\n    boxed.clear()"
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Equal for tensors that share memory, fake ones included."""
+    return tensor.untyped_storage()._cdata
+
+
+def submesh(device: str, ranks: list[int], rank: int) -> DeviceMesh:
+    """A mesh of some ranks without process groups of its own; `rank` need not be one of them."""
+    return DeviceMesh(device, ranks, _init_backend=False, _rank=rank)
 
 
 def fake_mode_of(nodes: list[fx.Node]) -> Any:

@@ -6,6 +6,7 @@ is, so that neither the executor nor the memory model has to recognise anything 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -17,8 +18,8 @@ class Value:
 
     kind, of inputs:  "parameter" | "buffer" | "constant" (held for the whole run), "batch" (this
       microbatch's slice of a batch leaf), "prologue" (computed once a step), "received" (from another
-      stage's forward or backward), "saved" (by this stage's forward), "accumulator" (where a
-      gradient is added to, for the whole step), "tangent".
+      stage's forward or backward), "saved" (by this stage's forward), "accumulator" (what the gradient
+      of a parameter is added to), "bucket" (the flat tensor those lie in), "tangent".
     kind, of outputs: "loss", "output", "buffer", "sent", "saved", "gradient".
     name: parameter or buffer name, or the name of the value in the joint graph.
     peers: stages the value comes from or goes to ("received": one; "sent": one or more).
@@ -37,19 +38,24 @@ class Value:
 class StageProgram:
     """Forward and backward of one stage for one microbatch; placeholders carry fake `meta["val"]`.
 
-    parameters: names of the parameters this stage holds, in the order the model names them.
-    seconds: predicted (forward, backward) seconds a microbatch, filled in by the planner's cost model.
+    Both take one list of inputs, which they empty, so that nothing outlives its last use.
+    parameters, buffers: names of those this stage holds, in the order the model names them.
+    backwards: the backward graph for the (first, last) microbatch of a step: the first writes
+      gradients where the others add them, the last starts the all-reduces. Without accumulators there is
+      one microbatch and gradients are plain outputs.
+    buckets: names of the gradients in each flat bucket, in the order they become ready.
     """
 
     stage: int
     forward: fx.GraphModule = field(repr=False)
     forward_inputs: tuple[Value, ...] = field(repr=False)
     forward_outputs: tuple[Value, ...] = field(repr=False)
-    backward: fx.GraphModule | None = field(repr=False)
+    backwards: Mapping[tuple[bool, bool], fx.GraphModule] = field(repr=False)
     backward_inputs: tuple[Value, ...] = field(repr=False)
     backward_outputs: tuple[Value, ...] = field(repr=False)
     parameters: tuple[str, ...] = ()
     buffers: tuple[str, ...] = ()
+    buckets: tuple[tuple[str, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -66,12 +72,17 @@ class StepProgram:
     """A whole step after all passes: what the runtime runs and the memory model reads.
 
     stages: one program a stage, in order. Edges are (source stage, destination stage).
-    partial: names of parameters whose gradients are partial sums over the data axis.
+    loss_partial: whether the loss is a partial sum over microbatches and the data axis.
+    shared: parameters that several stages hold, with those stages: their gradients are summed.
+    output_places: leaf of the model's output → where the batch lies in it (`rules.propagate`).
+    random: whether some op draws random numbers.
     """
 
     stages: tuple[StageProgram, ...]
     prologue: Prologue | None
     forward_edges: frozenset[tuple[int, int]]
     backward_edges: frozenset[tuple[int, int]]
-    partial: frozenset[str]
     loss_partial: bool
+    shared: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    output_places: Mapping[int, str | int] = field(default_factory=dict)
+    random: bool = False

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphaccel.compat.torch import FakeTensor, FakeTensorMode, fake_mode_of
+from graphaccel.compat.torch import FakeTensor, FakeTensorMode, storage_key
 
 
 class _Values(fx.Interpreter):
@@ -57,9 +57,13 @@ def storages(values: Iterable[Any]) -> dict[int, int]:
     return found
 
 
-def storage_key(tensor: torch.Tensor) -> int:
-    """Equal for tensors that share memory, fake ones included."""
-    return tensor.untyped_storage()._cdata
-
-
-__all__ = ["fake_like", "fake_mode_of", "propagate", "storage_key", "storages", "tensors_of"]
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's elements fill a contiguous run of memory, in some order of its dims."""
+    expected = 1
+    for stride, size in sorted(
+        (st, n) for st, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1
+    ):
+        if stride != expected:
+            return False
+        expected = stride * size
+    return True

@@ -16,9 +16,11 @@ Raises SplitRefused (GA207) where examples mix: batch statistics over microbatch
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
@@ -49,17 +51,23 @@ class LocalStep:
     output_places: tuple[Any, ...]
 
 
-def exact_microbatch(step: StepGraph, plan: Plan) -> LocalStep:
-    """The step as each of `plan.data * plan.microbatches` equal parts of the batch sees it."""
+def exact_microbatch(
+    step: StepGraph, plan: Plan, sizes: Mapping[sympy.Symbol, int] | None = None
+) -> LocalStep:
+    """The step as each of `plan.data * plan.microbatches` equal parts of the batch sees it.
+
+    sizes: of the whole batch that will be passed, where they differ from those captured.
+    """
     parts = plan.data * plan.microbatches
     output = step.graph.graph.output_node()
+    whole = {**step.sizes, **({BATCH: plan.batch} if BATCH in step.sizes else {}), **(sizes or {})}
     if parts == 1:
-        places = tuple(REPLICATED for _ in step.outputs)
-        return LocalStep(fx.GraphModule(step.graph, _copy(step.graph)), None, places)
-    placed = batch_placement(step)
-    _refuse_conflicts(step, plan, placed)
-    local = _Local(step, plan, placed).build()
-    prologue = _prologue(step, plan, placed)
+        placed = BatchPlacement({}, (), (), frozenset(), ())
+    else:
+        placed = batch_placement(step)
+        _refuse_conflicts(step, plan, placed)
+    local = _Local(step, plan, placed, whole).build()
+    prologue = _prologue(step, whole, placed)
     return LocalStep(local, prologue, tuple(_place(placed, n) for n in output.args[0]))
 
 
@@ -128,23 +136,15 @@ def _refused(node: fx.Node, reason: str, axis: str) -> SplitRefused:
     )
 
 
-def _copy(graph: fx.GraphModule) -> fx.Graph:
-    new = fx.Graph()
-    output = new.graph_copy(graph.graph, {})
-    new.output(output)
-    return new
-
-
 class _Local:
     """Copies the joint graph at the size of one part."""
 
-    def __init__(self, step: StepGraph, plan: Plan, placed: BatchPlacement) -> None:
-        self.step, self.plan, self.placed = step, plan, placed
+    def __init__(
+        self, step: StepGraph, plan: Plan, placed: BatchPlacement, whole: Mapping[sympy.Symbol, int]
+    ) -> None:
+        self.step, self.placed, self.whole = step, placed, whole
         self.parts = plan.data * plan.microbatches
-        size = plan.batch
-        rest = {s: n for s, n in step.sizes.items() if s != BATCH}
-        self.whole = {BATCH: size, **rest}
-        self.part = {BATCH: size // self.parts, **rest}
+        self.part = {s: n // self.parts if s == BATCH else n for s, n in whole.items()}
         self.graph = fx.Graph()
         self.map: dict[fx.Node, fx.Node] = {}
 
@@ -230,7 +230,7 @@ class _Local:
             self.step.graph.graph.output_node().args[0], self.step.outputs, strict=True
         ):
             new = self.map.get(node, node)
-            if spec.kind == "gradient" and self.placed.places[node] != PARTIAL:
+            if spec.kind == "gradient" and self.parts > 1 and self.placed.places[node] != PARTIAL:
                 new = self._added(aten.div.Tensor, (new, self.parts), node, "an equal share")
             results.append(new)
         return results
@@ -253,11 +253,12 @@ def _nth_tensor(node: fx.Node, position: int) -> fx.Node:
     return tensor_arguments(node)[position]
 
 
-def _prologue(step: StepGraph, plan: Plan, placed: BatchPlacement) -> Prologue | None:
+def _prologue(
+    step: StepGraph, whole: Mapping[sympy.Symbol, int], placed: BatchPlacement
+) -> Prologue | None:
     """The hoisted values, computed from the whole batch."""
     if not placed.hoisted:
         return None
-    whole = {**step.sizes, BATCH: plan.batch}
     needed: set[fx.Node] = set()
     stack = list(placed.hoisted)
     while stack:

@@ -22,6 +22,7 @@ from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import BATCH
 from graphaccel.planner.cluster import Device
 from graphaccel.planner.cost import Sizes, dims_of, first_input, is_view, node_seconds
+from graphaccel.rules.propagate import is_random
 
 _HELD = ("parameter", "buffer", "tangent")  # what one stage has and others do not
 
@@ -123,7 +124,7 @@ class Profile:
                 break
             inputs = node.all_input_nodes
             kind = specs[node].kind if node in specs else "value"
-            random = _is_random(node)
+            random = is_random(node)
             if random or kind in _HELD or any(n in bound for n in inputs):
                 bound.add(node)
             for source in inputs:
@@ -306,11 +307,6 @@ class SizedProfile:
 
 def _several(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), (tuple, list))
-
-
-def _is_random(node: fx.Node) -> bool:
-    tags = getattr(node.target, "tags", ())
-    return torch.Tag.nondeterministic_seeded in tags
 
 
 def _bytes(storage: Storage, sizes: Sizes, narrow: bool) -> int:

@@ -73,14 +73,19 @@ def place_batch(
     batch_inputs: placeholder name → dim that carries the batch. symbol: the batch's symbol in
     `meta["dims"]`. parameters: placeholder names of parameters and buffers.
     """
-    state = _State(symbol)
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            state.places[node] = batch_inputs.get(node.name, REPLICATED)
-            if node.name in parameters:
-                state.learned.add(node)
-        elif node.op == "call_function":
-            state.visit(node)
+    converted: tuple[dict[fx.Node, None], dict[fx.Node, None]] = ({}, {})
+    while True:  # a conversion changes what earlier users of the value saw
+        state = _State(symbol, *converted)
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                state.places[node] = batch_inputs.get(node.name, REPLICATED)
+                if node.name in parameters:
+                    state.learned.add(node)
+            elif node.op == "call_function":
+                state.visit(node)
+        if (state.hoisted, state.reduced) == converted:
+            break
+        converted = (state.hoisted, state.reduced)
     return BatchPlacement(
         state.places,
         tuple(state.hoisted),
@@ -93,12 +98,14 @@ def place_batch(
 class _State:
     """The walk: placements so far, and which values depend on more than the batch."""
 
-    def __init__(self, symbol: Any) -> None:
+    def __init__(
+        self, symbol: Any, hoisted: Mapping[fx.Node, None], reduced: Mapping[fx.Node, None]
+    ) -> None:
         self.symbol = symbol
         self.places: dict[fx.Node, Any] = {}
         self.learned: set[fx.Node] = set()  # depends on a parameter, or on random numbers
-        self.hoisted: dict[fx.Node, None] = {}
-        self.reduced: dict[fx.Node, None] = {}
+        self.hoisted = dict(hoisted)
+        self.reduced = dict(reduced)
         self.shared: set[tuple[fx.Node, int]] = set()
         self.conflicts: list[Conflict] = []
 

@@ -1,0 +1,429 @@
+"""The public functions; `optimize` reads top to bottom as capture → planner → passes → runtime."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from graphaccel.capture.batch import Batch, flatten_call
+from graphaccel.capture.stepgraph import StepGraph
+from graphaccel.compat.torch import pytree
+from graphaccel.compiler import (
+    Compiler,
+    Model,
+    as_batch,
+    check_supported,
+    forward_schedule,
+    optimizer_bytes,
+    progress,
+    schedule_of,
+)
+from graphaccel.errors import BadPin, GraphMisuse, HookNotKept, InfeasiblePlan, Location
+from graphaccel.ir.program import StepProgram
+from graphaccel.planner.cluster import Cluster
+from graphaccel.planner.cluster import cluster as named_cluster
+from graphaccel.planner.pins import NAMES
+from graphaccel.planner.plan import Plan
+from graphaccel.report.text import plan_report
+from graphaccel.runtime.launch import check_devices, ensure_launched
+from graphaccel.runtime.loss_scale import LossScale
+from graphaccel.runtime.mesh import build_mesh
+from graphaccel.runtime.module import Dropped, HandOut, attach, original_class
+from graphaccel.runtime.session import CompiledStep, Session
+from graphaccel.runtime.state import full_state, sharded_state_dict, stage_meshes
+
+Optimizer = torch.optim.Optimizer
+LossFn = Callable[..., torch.Tensor]
+
+
+@overload
+def optimize(model: nn.Module, optimizer: None = None, **settings: Any) -> nn.Module: ...
+@overload
+def optimize(model: nn.Module, optimizer: Optimizer, **settings: Any) -> tuple[nn.Module, Optimizer]: ...
+def optimize(
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    devices: int | None = None,
+    loss_fn: LossFn | None = None,
+    example_batch: Any = None,
+    plan: str | Path | Plan | None = None,
+    cluster: Cluster | None = None,
+    timeout: float = 600.0,
+    **pins: Any,
+) -> Any:
+    """Run `model` under a plan chosen for `devices`; the same object comes back.
+
+    The batch a script passes is the global batch, and every rank passes the same one. In training,
+    `model(batch)` runs the whole planned step and `loss.backward()` hands out the gradients.
+
+    optimizer: returned as it is; its parameter groups, schedulers and hooks stay valid.
+    devices: the world size under a launcher; otherwise the script is restarted under one.
+    loss_fn: `loss_fn(output, target)` if the model does not compute its loss; the model is then called with
+      the target as its last argument (or under the parameter's name) and returns the loss.
+    example_batch: plan now; otherwise the first training batch is captured.
+    plan: run exactly this plan (an object, or a file saved by `graphaccel plan --json`).
+    cluster: what to plan for, where it is not the machine found here.
+    timeout: seconds after which a rank that does not answer is given up.
+    pins: data, pipeline, interleave, microbatches, recompute, precision, ...; the rest is planned.
+
+    Raises a subclass of GraphAccelError; the model and the optimizer are then as they were.
+    """
+    unknown = sorted(set(pins) - set(NAMES))
+    if unknown:
+        raise BadPin(pin=unknown[0], value=pins[unknown[0]], reason="no such decision", allowed=tuple(NAMES))
+    if original_class(model) is not type(model):
+        raise GraphMisuse(what="this model already runs under a plan", help_line="call optimize() once")
+    _refuse_hooks(model)
+    check_supported(model)
+    given = _load_plan(plan)
+    count = _devices(devices, given)
+    if _PlanOnly.wanted:
+        raise _PlanOnly(model, optimizer, loss_fn, example_batch)
+    ensure_launched(count)
+    device = _start(count, timeout)
+    where = cluster or _cluster_here(count, device)
+    compiler = Compiler(Model(model, loss_fn, optimizer_bytes(optimizer)), where, pins, given)
+    if isinstance(plan, (str, Path)):
+        compiler.path = str(plan)
+    if device.type != "cpu":
+        model.to(device)
+    _same_on_all_ranks(model, count)
+    handle = Handle(model, optimizer, compiler, count, device, timeout)
+    if example_batch is not None:
+        handle.prepare(as_batch(example_batch))
+    attach(model, handle, handle.run, handle.state_dict)
+    return model if optimizer is None else (model, optimizer)
+
+
+def plan(
+    model: nn.Module,
+    example_batch: Any,
+    *,
+    devices: int,
+    device: str = "cpu",
+    memory: int | None = None,
+    loss_fn: LossFn | None = None,
+    optimizer: Optimizer | None = None,
+    cluster: Cluster | None = None,
+    **pins: Any,
+) -> Plan:
+    """Choose a plan without running anything; devices need not exist.
+
+    device: a name from the catalogue (`graphaccel.planner.cluster.device_names()`). memory: bytes of one
+    device, where it differs. Raises InfeasiblePlan (GA201) with what would make it fit.
+    """
+    where = cluster or named_cluster(device, devices, memory)
+    compiler = Compiler(Model(model, loss_fn, optimizer_bytes(optimizer)), where, pins)
+    return compiler.choose(as_batch(example_batch))[1]
+
+
+def full_state_dict(model: nn.Module) -> dict[str, Any]:
+    """Every parameter and buffer in full, on the CPU, loadable into the plain model.
+
+    Collective: all ranks call it, and all get it.
+    """
+    handle = getattr(model, "graphaccel", None)
+    if not isinstance(handle, Handle):
+        return {k: v.detach().cpu().clone() for k, v in model.state_dict().items()}
+    return handle.full_state()
+
+
+class Handle:
+    """`model.graphaccel`: the plan, its predictions, and reports. None of it before the first batch,
+    unless an example batch was given."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        compiler: Compiler,
+        devices: int,
+        device: torch.device,
+        timeout: float,
+    ) -> None:
+        self._model, self._optimizer, self._compiler = model, optimizer, compiler
+        self._devices, self._device, self._timeout = devices, device, timeout
+        self._session: Session | None = None
+        self._step: StepGraph | None = None
+        self._steps: dict[Any, CompiledStep] = {}
+        self.plan: Plan | None = None
+        self.program: StepProgram | None = None
+        self.measured_peak_bytes: int | None = None
+
+    # ---- what people ask for
+
+    def report(self) -> str:
+        """The plan as text (`graphaccel plan` prints the same)."""
+        if self.plan is None or self._step is None:
+            return "no plan yet: it is made when the first training batch comes\n"
+        name = original_class(self._model).__name__
+        return plan_report(
+            self.plan, self._step, self._compiler.cluster, model_name=name, assumed=_assumed(self._optimizer)
+        )
+
+    @property
+    def predicted_step_seconds(self) -> float | None:
+        """Seconds a step is predicted to take."""
+        prediction = None if self.plan is None else self.plan.prediction
+        return None if prediction is None else prediction.seconds
+
+    @property
+    def predicted_peak_bytes(self) -> int | None:
+        """Predicted peak tensor bytes on this rank."""
+        if self.plan is None or self.plan.prediction is None or self._session is None:
+            return None
+        return self.plan.prediction.memory[self._session.mesh.pipeline_index].tensors
+
+    def graph_text(self) -> str:
+        """The captured step as text."""
+        return "" if self._step is None else self._step.text()
+
+    # ---- what the model's forward and state_dict do
+
+    def prepare(self, batch: Batch) -> None:
+        """Capture, plan, rewrite, and let go of what this rank does not hold."""
+        step, chosen, program = self._compiler.choose(batch)
+        self._agree(chosen)
+        mesh = build_mesh(
+            chosen, program.shared.values(), self._device, timedelta(seconds=self._timeout)
+        )
+        scale = LossScale() if chosen.precision.scaled else None
+        self._compiler.freeze()
+        session = Session(self._model, mesh, scale)
+        session.settle(program_homes(program), step.tied, self._optimizer)
+        self._meshes = stage_meshes(session)
+        if self._optimizer is not None and mesh.pipeline > 1:
+            self._optimizer.register_step_pre_hook(_without_remote_gradients)
+        self._session, self._step, self.plan, self.program = session, step, chosen, program
+        self._steps[("train", batch.signature())] = self._compiled(step, program, chosen.microbatches, chosen)
+        peak = chosen.prediction
+        progress("ready", chosen.name + (f", {1e3 * peak.seconds:.0f} ms predicted" if peak else ""), 0.0)
+
+    def run(
+        self, module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+    ) -> Any:
+        """`model(*args, **kwargs)`."""
+        if module is not self._model or self._compiler.capturing:
+            return forward(module, *args, **kwargs)
+        training = torch.is_grad_enabled() and self._model.training
+        if not training and (self.plan is None or self.plan.pipeline == 1) and self._compiler.model.loss_fn is None:
+            return forward(self._model, *args, **kwargs)  # every parameter is here
+        batch = flatten_call(args, kwargs)
+        if not training:
+            return self._evaluate(batch)
+        if self.plan is None:
+            self.prepare(batch)
+        compiled = self._training_step(batch)
+        assert self._session is not None
+        result = self._session.step(compiled, batch.leaves)
+        named = [
+            (n, p) for n, p in self._model.named_parameters() if p.requires_grad
+        ]
+        loss = HandOut.apply(result, tuple(n for n, _ in named), *(p for _, p in named))
+        return compiled.rebuild(loss, result.outputs)
+
+    def state_dict(self, plain: Any, prefix: str) -> Any:
+        """Completes `model.state_dict()` with what other ranks hold."""
+        if self._session is None or self._session.mesh.pipeline == 1:
+            return plain
+        return sharded_state_dict(self._session, self._meshes, plain, prefix)
+
+    def full_state(self) -> dict[str, Any]:
+        """`full_state_dict`."""
+        plain = original_class(self._model).state_dict(self._model)
+        if self._session is None:
+            return {k: v.detach().cpu().clone() for k, v in plain.items()}
+        return full_state(self._session, self._model, plain)
+
+    # ---- compiled steps
+
+    def _training_step(self, batch: Batch) -> CompiledStep:
+        key = ("train", batch.signature())
+        if key not in self._steps:
+            assert self.plan is not None and self._session is not None
+            step, program = self._compiler.compile(batch, self.plan, self._session.homes)
+            self._steps[key] = self._compiled(step, program, self.plan.microbatches, self.plan)
+        return self._steps[key]
+
+    def _evaluate(self, batch: Batch) -> Any:
+        if self.plan is None:
+            self.prepare(batch)
+        assert self.plan is not None and self._session is not None
+        if torch.is_grad_enabled() and not self._model.training:
+            raise GraphMisuse(
+                what="a forward in evaluation mode with gradients enabled, under a pipeline",
+                help_line="with torch.no_grad():",
+            )
+        key = (self._model.training, batch.signature())
+        if key not in self._steps:
+            step, program = self._compiler.compile_evaluation(
+                batch, self.plan, self._session.homes, self._model.training
+            )
+            self._steps[key] = self._compiled(step, program, 1, None)
+        compiled = self._steps[key]
+        with torch.no_grad():
+            result = self._session.evaluate(compiled, batch.leaves)
+        return compiled.rebuild(result.loss, result.outputs)
+
+    def _compiled(
+        self, step: StepGraph, program: StepProgram, microbatches: int, chosen: Plan | None
+    ) -> CompiledStep:
+        assert self.plan is not None or chosen is not None
+        used = chosen or self.plan
+        assert used is not None
+        schedule = schedule_of(used, program) if chosen is not None else forward_schedule(used, program)
+        return CompiledStep(program, schedule, microbatches, step.forward.constants, _rebuilder(step))
+
+    def _agree(self, chosen: Plan) -> None:
+        """All ranks must run the same plan: they compare it before anything depends on it."""
+        if self._devices == 1:
+            return
+        plans: list[Any] = [None] * self._devices
+        dist.all_gather_object(plans, chosen.to_json())
+        if len(set(plans)) > 1:
+            raise GraphMisuse(
+                what="the ranks chose different plans: their models, batches or versions differ",
+                help_line="seed every rank alike and give them the same example batch",
+            )
+
+
+def program_homes(program: StepProgram) -> dict[str, tuple[int, ...]]:
+    """Parameter or buffer name → the stages that hold it."""
+    homes: dict[str, tuple[int, ...]] = {}
+    for stage in program.stages:
+        for name in (*stage.parameters, *stage.buffers):
+            homes[name] = (*homes.get(name, ()), stage.stage)
+    return homes
+
+
+def _rebuilder(step: StepGraph) -> Callable[[torch.Tensor | None, Mapping[int, torch.Tensor]], Any]:
+    returned = step.forward.returned
+    spec = returned.spec
+
+    def rebuild(loss: torch.Tensor | None, outputs: Mapping[int, torch.Tensor]) -> Any:
+        leaves: list[Any] = []
+        for i in range(returned.num_leaves):
+            if i == returned.loss_leaf:
+                leaves.append(loss)
+            elif i in outputs:
+                leaves.append(outputs[i])
+            else:
+                leaves.append(returned.plain.get(i, Dropped(f"output {i}")))
+        return pytree.tree_unflatten(leaves, spec)
+
+    return rebuild
+
+
+def _without_remote_gradients(optimizer: Optimizer, *_: Any) -> None:
+    from graphaccel.runtime.remote import RemoteTensor
+
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if isinstance(parameter, RemoteTensor):
+                parameter.grad = None
+
+
+def _refuse_hooks(model: nn.Module) -> None:
+    """Hooks on inner modules would run once, at capture, and never again."""
+    kinds = {
+        "_forward_hooks": "forward hook",
+        "_forward_pre_hooks": "forward pre-hook",
+        "_backward_hooks": "backward hook",
+        "_backward_pre_hooks": "backward pre-hook",
+    }
+    for name, module in model.named_modules():
+        for attribute, kind in kinds.items():
+            for hook in getattr(module, attribute).values():
+                if name and not getattr(type(hook), "__module__", "").startswith("torch.nn.utils"):
+                    code = getattr(hook, "__code__", None)
+                    line = Location(code.co_filename, code.co_firstlineno) if code else None
+                    raise HookNotKept(module=name, kind=kind, location=line)
+
+
+def _load_plan(given: str | Path | Plan | None) -> Plan | None:
+    if given is None or isinstance(given, Plan):
+        return given
+    return Plan.from_json(Path(given).read_text())
+
+
+def _devices(asked: int | None, given: Plan | None) -> int:
+    import os
+
+    if asked is not None:
+        return asked
+    if "WORLD_SIZE" in os.environ:
+        return int(os.environ["WORLD_SIZE"])
+    return given.devices if given is not None else 1
+
+
+def _start(count: int, timeout: float) -> torch.device:
+    """Join the process group; the device this rank computes on."""
+    import os
+
+    if count > 1:
+        check_devices(int(os.environ.get("LOCAL_WORLD_SIZE", count)))
+    cuda = torch.cuda.is_available()
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cuda", local) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    if count > 1 and not dist.is_initialized():
+        dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=timeout))
+    return device
+
+
+def _cluster_here(count: int, device: torch.device) -> Cluster:
+    """The machine found here, from the catalogue by its name; its memory as the driver tells it."""
+    if device.type == "cpu":
+        return named_cluster("cpu", count)
+    properties = torch.cuda.get_device_properties(device)
+    name = properties.name.lower()
+    for known in ("h200-141gb", "h100-80gb", "b200-192gb", "a100-80gb", "v100-32gb", "rtx4090-24gb"):
+        if known.split("-")[0].replace("rtx", "") in name:
+            return named_cluster(known, count, properties.total_memory)
+    return named_cluster("a100-80gb", count, properties.total_memory)
+
+
+def _same_on_all_ranks(model: nn.Module, count: int) -> None:
+    """Rank 0's weights and random state everywhere: replicas and shuffles must not differ."""
+    if count == 1:
+        return
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            data = tensor.detach().contiguous()
+            dist.broadcast(data, 0)
+            if data.data_ptr() != tensor.data_ptr():
+                tensor.copy_(data)
+    states: list[Any] = [(torch.random.get_rng_state(), random.getstate(), np.random.get_state())]
+    dist.broadcast_object_list(states, 0)
+    torch.random.set_rng_state(states[0][0])
+    random.setstate(states[0][1])
+    np.random.set_state(states[0][2])
+
+
+def _assumed(optimizer: Optimizer | None) -> str:
+    return "no optimizer state" if optimizer is None else type(optimizer).__name__
+
+
+class _PlanOnly(BaseException):
+    """Raised by `optimize` while `graphaccel plan script.py` runs a script up to it."""
+
+    wanted = False
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer | None, loss_fn: LossFn | None, example_batch: Any
+    ) -> None:
+        super().__init__()
+        self.model, self.optimizer = model, optimizer
+        self.loss_fn, self.example_batch = loss_fn, example_batch

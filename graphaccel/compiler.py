@@ -1,0 +1,313 @@
+"""From a model and a batch to programs that run: capture → planner → passes, with what they share.
+
+`api.optimize` and `graphaccel plan` both go through here; the runtime is given the results and a way to
+ask for another one when a batch of another shape comes.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphaccel.capture.batch import Batch, as_call, batch_leaves, flatten_call, sequence_leaves
+from graphaccel.capture.stepgraph import StepGraph, capture
+from graphaccel.capture.symbols import BATCH, SEQUENCE
+from graphaccel.compat.torch import FakeTensorMode, pytree
+from graphaccel.errors import BatchNotDivisible, PlanMismatch, Unsupported
+from graphaccel.ir.program import StepProgram
+from graphaccel.passes.exact_microbatch import split_limits
+from graphaccel.passes.pipeline import build
+from graphaccel.planner.cluster import Cluster
+from graphaccel.planner.memory import Resident, rank_memory
+from graphaccel.planner.plan import Plan
+from graphaccel.planner.search import cluster_name, search
+from graphaccel.schedule.communicate import with_communication
+from graphaccel.schedule.table import Schedule
+from graphaccel.schedule.table import build as build_schedule
+
+log = logging.getLogger("graphaccel.planner")
+LossFn = Callable[..., torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is planned for: a module, its loss function, how many bytes of optimizer state each byte of
+    trained parameter has, and the bytes of its parameters and buffers by name."""
+
+    module: nn.Module = field(repr=False)
+    loss_fn: LossFn | None
+    optimizer_bytes: float
+
+    def resident(self, batch: Batch) -> Resident:
+        """Bytes that lie on a rank all the time."""
+        return Resident(
+            {n: _bytes(p) for n, p in self.module.named_parameters(remove_duplicate=False)},
+            {n: _bytes(b) for n, b in self.module.named_buffers(remove_duplicate=False)},
+            frozenset(
+                n for n, p in self.module.named_parameters(remove_duplicate=False) if p.requires_grad
+            ),
+            sum(_bytes(t) for t in batch.tensors.values()),
+            self.optimizer_bytes,
+        )
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def as_batch(example: Any) -> Batch:
+    """An example batch, as the call of the model it stands for."""
+    return flatten_call(*as_call(example))
+
+
+def check_supported(module: nn.Module) -> None:
+    """Raises Unsupported (GA208) for what no plan can hold: dtypes, mixed devices, meta weights."""
+    devices = set()
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.is_complex() or tensor.is_quantized:
+            raise Unsupported(
+                what=f"dtype {tensor.dtype} of {name}",
+                reason="gradients of such a tensor can not be summed over ranks",
+                help_line="keep it as two real tensors, or exclude its module",
+            )
+        if tensor.is_sparse or tensor.layout != torch.strided:
+            raise Unsupported(
+                what=f"layout {tensor.layout} of {name}",
+                reason="parameters must be dense",
+                help_line=f"{name} = {name}.to_dense()",
+            )
+        devices.add(tensor.device)
+    if len(devices) > 1:
+        found = ", ".join(sorted(map(str, devices)))
+        raise Unsupported(
+            what=f"a model that lies on several devices ({found})",
+            reason="the plan decides where parameters lie",
+            help_line="model.to('cpu') before graphaccel.optimize",
+        )
+
+
+def optimizer_bytes(optimizer: torch.optim.Optimizer | None) -> float:
+    """Bytes of state per byte of trained parameter: 2 for Adam's two moments, 1 for momentum."""
+    if optimizer is None:
+        return 0.0
+    name = type(optimizer).__name__.lower()
+    if "adam" in name or "lamb" in name:
+        return 2.0
+    momentum = any(group.get("momentum") for group in optimizer.param_groups)
+    return 0.0 if name == "sgd" and not momentum else 1.0
+
+
+def schedule_of(plan: Plan, program: StepProgram) -> Schedule:
+    """The plan's schedule with its messages."""
+    table = build_schedule(plan.schedule, plan.pipeline, plan.interleave, plan.microbatches)
+    return with_communication(table, program.forward_edges, program.backward_edges)
+
+
+def forward_schedule(plan: Plan, program: StepProgram) -> Schedule:
+    """Forwards only, one microbatch: an evaluation."""
+    table = build_schedule("gpipe" if plan.interleave == 1 else "interleaved", plan.pipeline, plan.interleave, 1)
+    ordered = tuple(
+        tuple(sorted((a for a in rank if a.kind == "forward"), key=lambda a: a.stage)) for rank in table
+    )
+    return with_communication(ordered, program.forward_edges, frozenset())
+
+
+class Compiler:
+    """Captures, plans and rewrites one model; remembers captures by the shape of the batch."""
+
+    def __init__(self, model: Model, cluster: Cluster, pins: Mapping[str, Any], plan: Plan | None = None) -> None:
+        self.model, self.cluster, self.pins, self.plan = model, cluster, dict(pins), plan
+        self.path = "plan"
+        self.capturing = False
+        self._captures: dict[Any, StepGraph] = {}
+        self._skeleton: nn.Module | None = None
+
+    def capture(self, batch: Batch, *, training: bool = True) -> tuple[StepGraph, dict]:
+        """The step for a batch, and the symbol sizes of that batch in it."""
+        for step in self._captures.values():
+            sizes = self._fitting(step, batch, training)
+            if sizes is not None:
+                return step, sizes
+        start = time.perf_counter()
+        module, made = (self.model.module, batch) if self._skeleton is None else self._faked(batch)
+        modes = {m: m.training for m in module.modules()}
+        if module.training != training:
+            module.train(training)
+        self.capturing = True
+        try:
+            with torch.enable_grad():
+                step = capture(module, made, self.model.loss_fn)
+        finally:
+            self.capturing = False
+            for m, mode in modes.items():
+                m.training = mode
+        self._captures[(batch.signature(), training)] = step
+        nodes = len(step.graph.graph.nodes)
+        progress("capture", f"{nodes:,} ops", time.perf_counter() - start)
+        return step, self._sizes(step, batch)
+
+    def choose(self, batch: Batch) -> tuple[StepGraph, Plan, StepProgram]:
+        """Capture and plan. The plan carries predictions made on the programs that will run.
+
+        Raises: InfeasiblePlan (GA201), BadPin (GA202), TooManyStages (GA203), PlanMismatch (GA204),
+        BatchNotDivisible (GA206), SplitRefused (GA207), NoLoss (GA103).
+        """
+        step, sizes = self.capture(batch)
+        if self.plan is not None:
+            self._check_plan(step, sizes)
+            plan, program = self.refine(step, self.plan, batch, sizes)
+            return step, plan, program
+        start = time.perf_counter()
+        built: dict[Plan, StepProgram] = {}
+
+        def refine(plan: Plan) -> Plan:
+            refined, program = self.refine(step, plan, batch, sizes)
+            built[refined.decided()] = program
+            return refined
+
+        time_limit, data_limit = split_limits(step)
+        plan = search(
+            step,
+            self.cluster,
+            pins=self.pins,
+            optimizer_bytes=int(4 * self.model.optimizer_bytes),
+            refine=refine,
+            microbatch_limit=time_limit,
+            data_limit=data_limit,
+            batch=sizes.get(BATCH, step.batch_size),
+        )
+        program = built.get(plan.decided(notes=()))
+        if program is None:
+            plan, program = self.refine(step, plan, batch, sizes)
+        self.plan = plan
+        progress("plan", plan.name, time.perf_counter() - start)
+        return step, plan, program
+
+    def refine(
+        self, step: StepGraph, plan: Plan, batch: Batch, sizes: Mapping
+    ) -> tuple[Plan, StepProgram]:
+        """Build the programs of a plan and predict their memory exactly."""
+        program = build(step, plan, sizes=sizes)
+        schedule = schedule_of(plan, program)
+        resident = self.model.resident(batch)
+        memory = []
+        for rank in range(plan.pipeline):
+            exact = rank_memory(program, schedule, rank, resident)
+            tensors = exact.peak
+            margin = self.cluster.context_bytes + int(self.cluster.fragmentation * tensors)
+            memory.append(replace(exact, other=margin, peak=tensors + margin))
+        prediction = plan.prediction
+        if prediction is not None:
+            prediction = replace(prediction, memory=tuple(memory))
+        return replace(plan, prediction=prediction), program
+
+    def compile(self, batch: Batch, plan: Plan, homes: Mapping[str, tuple[int, ...]]) -> tuple[StepGraph, StepProgram]:
+        """The training program for a batch of another shape under a plan that already runs."""
+        step, sizes = self.capture(batch)
+        size = sizes.get(BATCH, step.batch_size)
+        parts = plan.data * plan.microbatches
+        if size % parts:
+            raise BatchNotDivisible(
+                batch=size,
+                microbatches=plan.microbatches,
+                data=plan.data,
+                allowed=tuple(n for n in range(1, size + 1) if size % (n * plan.data) == 0),
+            )
+        same = step.fingerprint == plan.graph
+        return step, build(step, plan.decided(batch=size), sizes=sizes, homes=None if same else homes)
+
+    def compile_evaluation(
+        self, batch: Batch, plan: Plan, homes: Mapping[str, tuple[int, ...]], training: bool
+    ) -> tuple[StepGraph, StepProgram]:
+        """A forward-only program in the model's present mode; every data rank sees the whole batch."""
+        step, sizes = self.capture(batch, training=training)
+        size = sizes.get(BATCH, step.batch_size)
+        alone = plan.decided(data=1, microbatches=1, recompute=(), outputs="all", batch=size)
+        return step, build(step, alone, sizes=sizes, homes=homes, gradients=False)
+
+    def freeze(self) -> None:
+        """Keep a copy of the model without its data: later captures can not rely on all parameters."""
+        if self._skeleton is None:
+            self._skeleton = _skeleton(self.model.module)
+
+    def _faked(self, batch: Batch) -> tuple[nn.Module, Batch]:
+        assert self._skeleton is not None
+        mode = _mode_of(self._skeleton)
+        leaves = tuple(mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in batch.leaves)
+        return self._skeleton, Batch(leaves, batch.names, batch.spec)
+
+    def _sizes(self, step: StepGraph, batch: Batch) -> dict:
+        size, dims = batch_leaves(batch)
+        sizes = {BATCH: size} if BATCH in step.sizes else {}
+        if SEQUENCE in step.sizes:
+            sizes[SEQUENCE] = sequence_leaves(batch, dims)[0]
+        return sizes
+
+    def _fitting(self, step: StepGraph, batch: Batch, training: bool) -> dict | None:
+        """Symbol sizes with which a capture serves this batch, or None."""
+        if step.training != training:
+            return None
+        sizes = self._sizes(step, batch)
+        nodes = [n for n in step.graph.graph.nodes if n.op == "placeholder"]
+        for node, spec in zip(nodes, step.inputs, strict=True):
+            if spec.kind != "batch":
+                continue
+            leaf = batch.leaves[spec.leaf] if spec.leaf < len(batch.leaves) else None
+            if not isinstance(leaf, torch.Tensor) or batch.names[spec.leaf] != spec.name:
+                return None
+            if leaf.dtype != node.meta["val"].dtype or leaf.dim() != len(node.meta["dims"]):
+                return None
+            for size, expression in zip(leaf.shape, node.meta["dims"], strict=True):
+                wanted = expression if isinstance(expression, int) else expression.subs(sizes)
+                if int(wanted) != size:
+                    return None
+        used = {spec.leaf for spec in step.inputs if spec.kind == "batch"}
+        return sizes if used == set(range(len(batch.leaves))) else None
+
+    def _check_plan(self, step: StepGraph, sizes: Mapping) -> None:
+        assert self.plan is not None
+        here = {
+            "model": step.fingerprint,
+            "cluster": cluster_name(self.cluster),
+            "devices": str(self.cluster.count),
+            "global batch": str(sizes.get(BATCH, step.batch_size)),
+        }
+        said = {
+            "model": self.plan.graph,
+            "cluster": self.plan.cluster,
+            "devices": str(self.plan.devices),
+            "global batch": str(self.plan.batch),
+        }
+        different = tuple((k, said[k], here[k]) for k in here if said[k] != here[k])
+        if different:
+            raise PlanMismatch(path=self.path, differences=different)
+
+
+def _skeleton(module: nn.Module) -> nn.Module:
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    memo: dict[int, Any] = {}
+    for parameter in module.parameters():
+        memo[id(parameter)] = nn.Parameter(mode.from_tensor(parameter.detach()), parameter.requires_grad)
+    for buffer in module.buffers():
+        memo[id(buffer)] = mode.from_tensor(buffer.detach())
+    return copy.deepcopy(module, memo)
+
+
+def _mode_of(module: nn.Module) -> FakeTensorMode:
+    return next(iter(pytree.tree_leaves(list(module.parameters())))).fake_mode
+
+
+def progress(phase: str, what: str, seconds: float) -> None:
+    """`graphaccel: capture    4,812 ops   9.8 s` on stderr of the first rank: silence is read as a hang."""
+    log.info("%s: %s in %.2f s", phase, what, seconds)
+    if os.environ.get("RANK", "0") == "0" and os.environ.get("GRAPHACCEL_QUIET") != "1":
+        print(f"graphaccel: {phase:<10} {what:<60} {seconds:6.1f} s", file=sys.stderr)

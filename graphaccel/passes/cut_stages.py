@@ -1,0 +1,182 @@
+"""Cut the joint graph into pipeline stages, anywhere.
+
+A cut falls after a node of the forward graph, not between modules. The stage of a forward value is the
+stage of the forward-graph node it computes; a backward value lies where the values it is the derivative
+of lie, but never later than the gradients it is made from: gradients flow down the stages. Values that
+depend on no parameter (masks, positions, rotary tables) are computed again on every stage that reads
+them; everything else that crosses is sent once, from the stage that makes it to each that reads it,
+neighbour or not (an encoder's output to every decoder stage).
+
+The gradient of a parameter that several stages use is one partial gradient per stage: each adds up its
+own, and they are summed once a step.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from graphaccel.capture.export import GraphInput, GraphOutput
+from graphaccel.rules.propagate import is_random
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class StagedGraph:
+    """A joint graph and the stage of every node.
+
+    stage: node → stage. free: nodes that every stage makes for itself where it needs them.
+    gradients: parameter name → (stage, node) of each partial gradient.
+    homes: parameter or buffer name → the stages that hold it, in order.
+    """
+
+    graph: fx.GraphModule = field(repr=False)
+    stages: int
+    stage: dict[fx.Node, int] = field(repr=False)
+    free: frozenset[fx.Node] = field(repr=False)
+    gradients: dict[str, tuple[tuple[int, fx.Node], ...]] = field(repr=False)
+    homes: dict[str, tuple[int, ...]] = field(repr=False)
+
+
+def cut_stages(
+    graph: fx.GraphModule,
+    inputs: Sequence[GraphInput],
+    outputs: Sequence[GraphOutput],
+    positions: dict[str, int],
+    cuts: Sequence[str],
+    homes: dict[str, tuple[int, ...]] | None = None,
+) -> StagedGraph:
+    """Give every node its stage.
+
+    positions: forward-graph node name → its place in the forward graph. cuts: names after which a
+    stage ends. homes: where parameters already lie (evaluation graphs): then a node lies on the last
+    stage of what it reads, and `cuts` are not looked at.
+    """
+    ends = sorted(positions[name] for name in cuts)
+    count = len(ends) + 1
+    placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
+    kinds = {n: spec for n, spec in zip(placeholders, inputs, strict=False)}
+    free = _free_nodes(graph, kinds)
+    if homes is None:
+        stage = _by_position(graph, positions, ends, free)
+    else:
+        count = 1 + max((s for held in homes.values() for s in held), default=0)
+        stage = _by_parameters(graph, kinds, homes, free)
+    gradients = _gradients(graph, outputs, stage)
+    return StagedGraph(
+        graph, count, stage, free, gradients, homes or _homes(graph, kinds, stage, free, gradients)
+    )
+
+
+def _free_nodes(graph: fx.GraphModule, kinds: dict[fx.Node, GraphInput]) -> frozenset[fx.Node]:
+    """Values made from the batch, constants and prologue alone, without random numbers."""
+    bound: set[fx.Node] = {
+        n for n, spec in kinds.items() if spec.kind in ("parameter", "buffer", "tangent")
+    }
+    free = set()
+    for node in graph.graph.nodes:
+        if node.op != "call_function":
+            continue
+        if is_random(node) or "c10d" in str(node.target) or any(n in bound for n in node.all_input_nodes):
+            bound.add(node)
+        else:
+            free.add(node)
+    return frozenset(free)
+
+
+def _by_position(
+    graph: fx.GraphModule, positions: dict[str, int], ends: list[int], free: frozenset[fx.Node]
+) -> dict[fx.Node, int]:
+    last = len(ends)
+    stage: dict[fx.Node, int] = {}
+    for node in graph.graph.nodes:
+        if node.op != "call_function" or node in free:
+            continue
+        place = positions.get(node.meta.get("origin", ""))
+        own = last if place is None else sum(place > end for end in ends)
+        reads = [n for n in node.all_input_nodes if n in stage]
+        if node.meta["phase"] == "forward":
+            stage[node] = max([own, *(stage[n] for n in reads)])
+        else:
+            above = [stage[n] for n in reads if n.meta["phase"] == "backward"]
+            stage[node] = min([own, *above])
+    return stage
+
+
+def _by_parameters(
+    graph: fx.GraphModule,
+    kinds: dict[fx.Node, GraphInput],
+    homes: dict[str, tuple[int, ...]],
+    free: frozenset[fx.Node],
+) -> dict[fx.Node, int]:
+    """Forward only: a node lies where its parameters are, no earlier than its inputs."""
+    stage: dict[fx.Node, int] = {}
+    for node in graph.graph.nodes:
+        if node.op != "call_function" or node in free:
+            continue
+        reached = max((stage[n] for n in node.all_input_nodes if n in stage), default=0)
+        for source in node.all_input_nodes:
+            spec = kinds.get(source)
+            if spec is not None and spec.name in homes and spec.kind in ("parameter", "buffer"):
+                held = homes[spec.name]
+                reached = min((s for s in held if s >= reached), default=max(reached, held[-1]))
+        stage[node] = reached
+    return stage
+
+
+def _gradients(
+    graph: fx.GraphModule, outputs: Sequence[GraphOutput], stage: dict[fx.Node, int]
+) -> dict[str, tuple[tuple[int, fx.Node], ...]]:
+    found = {}
+    for node, spec in zip(graph.graph.output_node().args[0], outputs, strict=True):
+        if spec.kind == "gradient":
+            found[spec.name] = _unsummed(node, stage)
+    return found
+
+
+def _unsummed(node: fx.Node, stage: dict[fx.Node, int]) -> tuple[tuple[int, fx.Node], ...]:
+    """The terms of a gradient, one sum a stage: a sum over stages is taken apart."""
+    terms: dict[int, list[fx.Node]] = defaultdict(list)
+    stack = [node]
+    while stack:
+        current = stack.pop()
+        parts = [n for n in current.all_input_nodes if n in stage]
+        crosses = len({stage[p] for p in parts}) > 1
+        if current.target is aten.add.Tensor and not current.kwargs and crosses:
+            stack += parts
+        else:
+            terms[stage.get(current, 0)].append(current)
+    result = []
+    for where, nodes in sorted(terms.items()):
+        total = nodes[0]
+        for other in nodes[1:]:
+            with total.graph.inserting_after(max(total, other)):
+                added = total.graph.call_function(aten.add.Tensor, (total, other))
+            added.meta = {**total.meta, "made_by": "cut_stages"}
+            stage[added] = where
+            total = added
+        result.append((where, total))
+    return tuple(result)
+
+
+def _homes(
+    graph: fx.GraphModule,
+    kinds: dict[fx.Node, GraphInput],
+    stage: dict[fx.Node, int],
+    free: frozenset[fx.Node],
+    gradients: dict[str, tuple[tuple[int, fx.Node], ...]],
+) -> dict[str, tuple[int, ...]]:
+    held: dict[str, set[int]] = defaultdict(set)
+    for node, spec in kinds.items():
+        if spec.kind not in ("parameter", "buffer"):
+            continue
+        held[spec.name].update(stage[u] for u in node.users if u in stage)
+        held[spec.name].update(s for s, _ in gradients.get(spec.name, ()))
+        if not held[spec.name]:
+            held[spec.name].add(0)  # unused: somebody must keep it
+    return {name: tuple(sorted(stages)) for name, stages in held.items()}

@@ -1,0 +1,20 @@
+"""A step without its gradients: what an evaluation under `torch.no_grad()` runs.
+
+before                                    after
+  %l: f32[] = aten.div.Tensor(%n, %c)       %l: f32[] = aten.div.Tensor(%n, %c)
+  %g: f32[32,8] = aten.mm(%t, %x)           return (%l)
+  return (%l, %g)
+"""
+
+from __future__ import annotations
+
+from graphaccel.capture.stepgraph import StepGraph, assemble
+from graphaccel.planner.plan import Plan
+
+
+def drop_backward(step: StepGraph, plan: Plan) -> StepGraph:
+    """The forward alone."""
+    del plan
+    return assemble(
+        step.forward, step.others, step.sizes, step.batch_dims, step.tied, frozenset(), step.training
+    )

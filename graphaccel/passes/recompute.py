@@ -1,0 +1,89 @@
+"""Compute the activations of some blocks again in the backward pass instead of keeping them.
+
+before (block h.0 recomputed)                  after
+  %a: = aten.gelu(%x)            # forward       %a: = aten.gelu(%x)            # forward
+  %y: = aten.mm(%a, %w)                          %y: = aten.mm(%a, %w)
+  %d: = aten.mm(%g, %a)          # backward      %a_again: = aten.gelu(%x)      # backward
+                                                 %d: = aten.mm(%g, %a_again)
+
+Kept all the same: what other blocks read (the blocks' inputs), and what random ops give: a mask is
+drawn once. Each clone stands just before its first use, so one block's activations live at a time.
+Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016.
+"""
+
+from __future__ import annotations
+
+import operator
+
+from torch import fx
+
+from graphaccel.capture.blocks import block_of
+from graphaccel.planner.plan import Plan
+from graphaccel.rules.propagate import is_random
+
+
+def recompute(graph: fx.GraphModule, plan: Plan) -> fx.GraphModule:
+    """Rewrite a joint graph in place; values and gradients stay bitwise the same."""
+    chosen = set(plan.recompute)
+    if not chosen:
+        return graph
+    candidates = _candidates(graph, chosen)
+    clones: dict[fx.Node, fx.Node] = {}
+    for node in list(graph.graph.nodes):
+        if node.meta.get("phase") != "backward":
+            continue
+        for source in node.all_input_nodes:
+            if source in candidates:
+                node.replace_input_with(source, _clone(source, node, candidates, clones))
+    graph.graph.lint()
+    graph.recompile()
+    return graph
+
+
+def _candidates(graph: fx.GraphModule, chosen: set[str]) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    for node in graph.graph.nodes:
+        if node.op != "call_function" or node.meta.get("phase") != "forward":
+            continue
+        block = block_of(node.meta.get("module", ""))
+        if block not in chosen or _kept(node, block):
+            continue
+        if node.target is operator.getitem and node.args[0] not in found:
+            continue
+        found.add(node)
+    return found
+
+
+def _kept(node: fx.Node, block: str) -> bool:
+    """Random or communicating ops, and values that leave the block in the forward pass."""
+    if is_random(node) or "c10d" in str(node.target):
+        return True
+    return any(
+        user.op == "output"
+        or (user.meta.get("phase") == "forward" and block_of(user.meta.get("module", "")) != block)
+        for user in node.users
+    )
+
+
+def _clone(
+    node: fx.Node, before: fx.Node, candidates: set[fx.Node], clones: dict[fx.Node, fx.Node]
+) -> fx.Node:
+    """The clone of `node`, made before `before` with everything it needs (iterative: chains are long)."""
+    order: list[fx.Node] = []
+    stack = [(node, False)]
+    while stack:
+        current, ready = stack.pop()
+        if current not in candidates or current in clones:
+            continue
+        if ready:
+            if current not in order:
+                order.append(current)
+        else:
+            stack.append((current, True))
+            stack += [(n, False) for n in current.all_input_nodes]
+    for current in order:
+        with before.graph.inserting_before(before):
+            clone = before.graph.node_copy(current, lambda n: clones.get(n, n))
+        clone.meta = {**current.meta, "phase": "backward", "made_by": "recompute"}
+        clones[current] = clone
+    return clones[node]

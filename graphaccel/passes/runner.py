@@ -1,0 +1,79 @@
+"""Runs passes and does their chores: time, op-count difference, numbered dumps.
+
+`GRAPHACCEL_DUMP=dir` writes the joint graph after each pass that changed it: `03_recompute.txt`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from torch import fx
+
+from graphaccel.capture.stepgraph import StepGraph
+from graphaccel.ir.text import graph_text, target_text
+from graphaccel.planner.plan import Plan
+
+T = TypeVar("T")
+log = logging.getLogger("graphaccel.passes")
+
+
+class Runner:
+    """One run of the pipeline for one plan."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._number = 0
+        self._dump = os.environ.get("GRAPHACCEL_DUMP")
+
+    def step(self, name: str, run: Callable[[StepGraph, Plan], StepGraph], step: StepGraph) -> StepGraph:
+        """A pass from step to step (one that rewrites the forward graph and differentiates again)."""
+        result = self.call(name, lambda: run(step, self._plan))
+        if result is not step:
+            self._report(name, step.graph, result.graph)
+        return result
+
+    def graph(
+        self, name: str, run: Callable[[fx.GraphModule], fx.GraphModule], graph: fx.GraphModule
+    ) -> fx.GraphModule:
+        """A pass over the joint graph, in place."""
+        before = _count(graph)
+        result = self.call(name, lambda: run(graph))
+        if _count(result) != before:
+            self._write(name, result, _difference(before, _count(result)))
+        return result
+
+    def call(self, name: str, run: Callable[[], T]) -> T:
+        """Any pass, timed."""
+        start = time.perf_counter()
+        result = run()
+        self._number += 1
+        log.info("%02d %-24s %6.1f ms", self._number, name, 1e3 * (time.perf_counter() - start))
+        return result
+
+    def _report(self, name: str, before: fx.GraphModule, after: fx.GraphModule) -> None:
+        self._write(name, after, _difference(_count(before), _count(after)))
+
+    def _write(self, name: str, graph: fx.GraphModule, difference: str) -> None:
+        log.debug("%s: %s", name, difference)
+        if self._dump:
+            folder = Path(self._dump)
+            folder.mkdir(parents=True, exist_ok=True)
+            text = f"# {difference}\n" + graph_text(graph.graph, notes=True)
+            (folder / f"{self._number:02d}_{name}.txt").write_text(text)
+
+
+def _count(graph: fx.GraphModule) -> Counter[str]:
+    return Counter(target_text(n.target) for n in graph.graph.nodes if n.op == "call_function")
+
+
+def _difference(before: Counter[str], after: Counter[str]) -> str:
+    """`mm: 12 -> 8 (-4), add.Tensor: 3 -> 5 (+2)`"""
+    names = sorted(set(before) | set(after))
+    changed = [n for n in names if before[n] != after[n]]
+    return ", ".join(f"{n}: {before[n]} -> {after[n]} ({after[n] - before[n]:+d})" for n in changed)

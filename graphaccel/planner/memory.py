@@ -1,0 +1,277 @@
+"""Peak tensor bytes per pipeline rank: liveness over the very graphs and actions that will run.
+
+Storages, not tensors, are counted: views cost nothing. A storage lives from the node that makes it to its
+last use; what the executor holds besides (parameters, the batch, gradient buckets, activations saved for
+a backward, messages) lives as long as `schedule.walk` says. Because the same graphs run, the result
+equals the measured peak; allocator reserve and contexts are added by the caller as a stated margin.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphaccel.compat.torch import storage_key
+from graphaccel.ir.program import StageProgram, StepProgram, Value
+from graphaccel.ir.values import tensors_of
+from graphaccel.planner.plan import StageMemory
+from graphaccel.schedule.table import Action, Schedule
+from graphaccel.schedule.walk import walk
+
+_HELD = {"parameter", "buffer", "constant", "batch", "prologue", "accumulator", "bucket", "scale"}
+
+
+@dataclass(frozen=True)
+class Resident:
+    """Bytes that lie on a rank the whole time. parameters, buffers: by name. batch: the global batch.
+
+    optimizer_bytes: per byte of trainable parameter (2.0 for AdamW in the parameter's dtype).
+    """
+
+    parameters: Mapping[str, int]
+    buffers: Mapping[str, int]
+    trainable: frozenset[str]
+    batch: int
+    optimizer_bytes: float
+
+
+def rank_memory(
+    program: StepProgram, schedule: Schedule, rank: int, resident: Resident, other: int = 0
+) -> StageMemory:
+    """The peak of one pipeline rank. other: bytes added for context and allocator reserve."""
+    stages = {a.stage for a in schedule[rank]}
+    own = [p for p in program.stages if p.stage in stages]
+    names = {n for p in own for n in p.parameters}
+    parameters = sum(resident.parameters[n] for n in names)
+    trained = sum(resident.parameters[n] for n in names if n in resident.trainable)
+    buffers = sum(resident.buffers[n] for n in {n for p in own for n in p.buffers})
+    optimizer = int(trained * resident.optimizer_bytes)
+    run = _Run(program, own)
+    run.start(resident.batch)
+    for doing in walk(schedule[rank]):
+        run.do(doing.verb, doing.action)
+    fixed = parameters + buffers + optimizer
+    return StageMemory(
+        rank=rank,
+        parameter=parameters + buffers,
+        gradient=run.at_peak.get("gradient", 0),
+        optimizer=optimizer,
+        activation=run.at_peak.get("activation", 0),
+        temporary=run.at_peak.get("temporary", 0),
+        other=other,
+        peak=fixed + run.peak + other,
+        at=run.where,
+    )
+
+
+@dataclass
+class _Storage:
+    size: int
+    kind: str
+    holders: int = 0
+
+
+@dataclass
+class _Run:
+    """Counts bytes while walking through a rank's actions."""
+
+    program: StepProgram
+    own: list[StageProgram]
+    peak: int = 0
+    where: str = "start of the step"
+    at_peak: dict[str, int] = field(default_factory=dict)
+    live: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    saved: dict[tuple[int, int], dict[str, list[_Storage]]] = field(default_factory=dict)
+    inbox: dict[tuple[int, int, str], dict[str, list[_Storage]]] = field(default_factory=dict)
+    outbox: dict[str, list[_Storage]] = field(default_factory=dict)
+    sending: dict[tuple[int, int, int, str], list[_Storage]] = field(default_factory=dict)
+
+    def start(self, batch: int) -> None:
+        self.take(_Storage(batch, "activation"))
+        if self.program.prologue is not None:
+            graph = self.program.prologue.graph
+            inputs = {n: [] for n in graph.graph.nodes if n.op == "placeholder"}
+            self.graph(graph, inputs, "prologue", -1)
+        for stage in self.own:
+            graph = next(iter(stage.backwards.values()), None)
+            if graph is None or not stage.buckets:
+                continue
+            nodes = _placeholders(graph)
+            for node, value in zip(nodes, stage.backward_inputs, strict=True):
+                if value.kind == "accumulator":
+                    self.take(_Storage(_bytes(node.meta["val"]), "gradient"))
+
+    def take(self, storage: _Storage) -> None:
+        if storage.holders == 0:
+            self.live[storage.kind] += storage.size
+            total = sum(self.live.values())
+            if total > self.peak:
+                self.peak, self.at_peak, self.where = total, dict(self.live), self.here
+        storage.holders += 1
+
+    def drop(self, storage: _Storage) -> None:
+        storage.holders -= 1
+        if storage.holders == 0:
+            self.live[storage.kind] -= storage.size
+
+    here: str = "start of the step"
+
+    def do(self, verb: str, action: Action) -> None:
+        if verb == "post":
+            self.post(action)
+        elif verb == "run":
+            self.run(action)
+        elif verb == "release":
+            for storage in self.sending.pop(_key(action), []):
+                self.drop(storage)
+
+    def post(self, action: Action) -> None:
+        stage = self._stage(action.stage)
+        box = self.inbox.setdefault((action.stage, action.microbatch, action.direction), {})
+        for node, value in _received(stage, action.direction):
+            if value.peers == (action.peer,):
+                storage = _Storage(_bytes(node.meta["val"]), "activation")
+                self.take(storage)
+                box[value.name] = [storage]
+
+    def run(self, action: Action) -> None:
+        stage = self._stage(action.stage)
+        forward = action.kind == "forward"
+        graph = stage.forward if forward else self._backward(stage, action.microbatch)
+        values = stage.forward_inputs if forward else stage.backward_inputs
+        outputs = stage.forward_outputs if forward else stage.backward_outputs
+        box = self.inbox.pop((action.stage, action.microbatch, action.kind), {})
+        saved = {} if forward else self.saved.pop((action.stage, action.microbatch), {})
+        inputs: dict[fx.Node, list[_Storage]] = {}
+        for node, value in zip(_placeholders(graph), values, strict=True):
+            given = box if value.kind == "received" else saved
+            inputs[node] = [] if value.kind in _HELD else given[value.name]
+        results = self.graph(graph, inputs, f"{action.kind} of microbatch {action.microbatch}", action.stage)
+        self.deliver(action, outputs, results)
+
+    def deliver(self, action: Action, outputs: Sequence[Value], results: list[list[_Storage]]) -> None:
+        """Who holds what a graph returned; the caller's own hold on it is dropped."""
+        local = {p.stage for p in self.own}
+        for value, held in zip(outputs, results, strict=True):
+            if value.kind == "saved":
+                box = self.saved.setdefault((action.stage, action.microbatch), {})
+                box[value.name] = [*held]
+                self._hold(held)
+            elif value.kind == "sent":
+                for peer in value.peers:
+                    self._hold(held)
+                    if peer in local:
+                        box = self.inbox.setdefault((peer, action.microbatch, action.kind), {})
+                        box[value.name] = [*held]
+                    else:
+                        key = (action.stage, peer, action.microbatch, action.kind)
+                        self.sending.setdefault(key, []).extend(held)
+            elif value.kind in ("gradient", "output", "buffer"):
+                for storage in held:
+                    self._recount(storage, "gradient" if value.kind == "gradient" else "activation")
+                self._hold(held)
+        for held in results:
+            for storage in held:
+                self.drop(storage)
+
+    def _hold(self, held: Iterable[_Storage]) -> None:
+        for storage in held:
+            storage.holders += 1
+
+    def _recount(self, storage: _Storage, kind: str) -> None:
+        self.live[storage.kind] -= storage.size
+        self.live[kind] += storage.size
+        storage.kind = kind
+
+    def graph(
+        self, graph: fx.GraphModule, inputs: dict[fx.Node, list[_Storage]], name: str, stage: int
+    ) -> list[list[_Storage]]:
+        """Run a graph's liveness. Inputs in `inputs` are owned and die at their last use."""
+        nodes = list(graph.graph.nodes)
+        last = _last_uses(nodes)
+        known: dict[int, _Storage] = {}
+        for node, given in inputs.items():
+            for tensor, storage in zip(tensors_of(node.meta["val"]), given, strict=False):
+                known[storage_key(tensor)] = storage
+        holds: dict[fx.Node, list[_Storage]] = {n: list(given) for n, given in inputs.items()}
+        borrowed = {
+            storage_key(t) for n, given in inputs.items() if not given for t in tensors_of(n.meta["val"])
+        }
+        results: list[list[_Storage]] = []
+        for index, node in enumerate(nodes):
+            if node.op == "output":
+                for given in node.args[0]:
+                    held = holds.get(given, []) if isinstance(given, fx.Node) else []
+                    self._hold(held)
+                    results.append(held)
+            elif node.op == "call_function":
+                self.here = _place(node, name, stage)
+                mine = []
+                for tensor in tensors_of(node.meta["val"]):
+                    key = storage_key(tensor)
+                    if key in borrowed:
+                        continue
+                    storage = known.get(key)
+                    if storage is None or storage.holders == 0:
+                        storage = known[key] = _Storage(tensor.untyped_storage().nbytes(), "temporary")
+                    self.take(storage)
+                    mine.append(storage)
+                holds[node] = mine
+            for dead in last[index]:
+                for storage in holds.pop(dead, []):
+                    self.drop(storage)
+        for held in results:
+            for storage in held:
+                self._recount(storage, "activation") if storage.kind == "temporary" else None
+        return results
+
+    def _stage(self, number: int) -> StageProgram:
+        return next(p for p in self.own if p.stage == number)
+
+    def _backward(self, stage: StageProgram, microbatch: int) -> fx.GraphModule:
+        first = microbatch == 0
+        for (starts, _), graph in stage.backwards.items():
+            if starts == first:
+                return graph
+        return next(iter(stage.backwards.values()))
+
+
+def _key(action: Action) -> tuple[int, int, int, str]:
+    return (action.stage, action.peer, action.microbatch, action.direction)
+
+
+def _place(node: fx.Node, name: str, stage: int) -> str:
+    module = node.meta.get("module") or "outside any module"
+    return f"stage {stage}, {name}, {module}" if stage >= 0 else name
+
+
+def _placeholders(graph: fx.GraphModule) -> list[fx.Node]:
+    return [n for n in graph.graph.nodes if n.op == "placeholder"]
+
+
+def _received(stage: StageProgram, direction: str) -> list[tuple[fx.Node, Value]]:
+    graph = stage.forward if direction == "forward" else next(iter(stage.backwards.values()))
+    values = stage.forward_inputs if direction == "forward" else stage.backward_inputs
+    pairs = zip(_placeholders(graph), values, strict=True)
+    return [(n, v) for n, v in pairs if v.kind == "received"]
+
+
+def _bytes(value: Any) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors_of(value) if isinstance(t, torch.Tensor))
+
+
+def _last_uses(nodes: list[fx.Node]) -> list[list[fx.Node]]:
+    """For each position, the nodes whose last use it is (unused ones die where they are made)."""
+    last = {node: i for i, node in enumerate(nodes)}
+    for index, node in enumerate(nodes):
+        for source in node.all_input_nodes:
+            last[source] = index
+    dead: list[list[fx.Node]] = [[] for _ in nodes]
+    for node, index in last.items():
+        dead[index].append(node)
+    return dead

@@ -1,0 +1,408 @@
+"""Runs one step: a loop over this rank's list of actions.
+
+The executor knows nothing of models or plans. It slices the batch, calls stage graphs, keeps what they
+save for their backward, moves what they send, and hands back the loss and the gradients.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx
+
+from graphaccel.errors import RankLost
+from graphaccel.ir.program import StageProgram, StepProgram, Value
+from graphaccel.rules.propagate import PARTIAL
+from graphaccel.runtime.loss_scale import LossScale
+from graphaccel.runtime.mesh import Mesh
+from graphaccel.runtime.messages import Messages, sent_values
+from graphaccel.schedule.table import Action, Schedule
+from graphaccel.schedule.walk import walk
+
+
+@dataclass
+class StepResult:
+    """loss: scalar, the same on every rank. gradients: by parameter name, of this rank's stages.
+    outputs: by leaf of what the model returned, whole batch, on every rank."""
+
+    loss: torch.Tensor | None
+    gradients: dict[str, torch.Tensor]
+    outputs: dict[int, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a rank holds for the whole run, by name. constants: lifted tensors of the model's code."""
+
+    parameters: Mapping[str, torch.Tensor]
+    buffers: Mapping[str, torch.Tensor]
+    constants: Mapping[str, torch.Tensor]
+
+
+@dataclass
+class _Step:
+    """The state of one step on one rank."""
+
+    leaves: list[Any]
+    prologue: dict[str, torch.Tensor]
+    scale: torch.Tensor | None = None
+    accumulators: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
+    buckets: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    gradients: dict[str, list[torch.Tensor]] = field(default_factory=lambda: defaultdict(list))
+    saved: dict[tuple[int, int], dict[str, Any]] = field(default_factory=dict)
+    inbox: dict[tuple[int, int, str], dict[str, torch.Tensor]] = field(
+        default_factory=lambda: defaultdict(dict)
+    )
+    outbox: dict[tuple[int, int, int, str], dict[str, torch.Tensor]] = field(default_factory=dict)
+    losses: list[torch.Tensor] = field(default_factory=list)
+    outputs: dict[int, list[torch.Tensor]] = field(default_factory=lambda: defaultdict(list))
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    seed: int | None = None
+
+
+class Executor:
+    """One rank's part of one compiled step.
+
+    program: all stages (peers' too: their values' shapes are needed). schedule: with messages.
+    whole: every data rank runs the whole batch (evaluation).
+    """
+
+    def __init__(
+        self,
+        program: StepProgram,
+        schedule: Schedule,
+        mesh: Mesh,
+        held: Held,
+        microbatches: int,
+        *,
+        whole: bool = False,
+    ) -> None:
+        self._data, self._data_index = (1, 0) if whole else (mesh.data, mesh.data_index)
+        self._everyone = mesh.pipeline_group if whole else None
+        self._alone = mesh.pipeline == 1 if whole else mesh.world == 1
+        self._program, self._mesh, self._held = program, mesh, held
+        self._microbatches = microbatches
+        self._actions = schedule[mesh.pipeline_index]
+        self._doings = tuple(walk(self._actions))
+        self._stages = {p.stage: p for p in program.stages if p.stage % mesh.pipeline == mesh.pipeline_index}
+        self._messages = Messages(program, mesh, microbatches)
+        self._last_stage = len(program.stages) - 1
+        for stage in self._stages.values():
+            for graph in stage.backwards.values():
+                _bind_group(graph, mesh)
+            _bind_group(stage.forward, mesh)
+
+    def run(self, leaves: Sequence[Any], scale: LossScale | None = None) -> StepResult:
+        """One step on the leaves of the whole global batch.
+
+        scale: of the loss, for fp16; gradients come back without it, or not at all after an overflow.
+        Raises RankLost (GA501) when another rank does not answer.
+        """
+        state = self._begin(leaves)
+        if scale is not None:
+            state.scale = torch.tensor(scale.factor, device=self._mesh.device)
+        doing_now: Action | None = None
+        generator = torch.random.get_rng_state() if state.seed is not None else None
+        try:
+            for doing in self._doings:
+                doing_now = doing.action
+                if doing.verb == "post":
+                    self._messages.post(doing.action)
+                elif doing.verb == "wait":
+                    key = (doing.action.stage, doing.action.microbatch, doing.action.direction)
+                    state.inbox[key] |= self._messages.wait(doing.action)
+                elif doing.verb == "run":
+                    self._compute(doing.action, state)
+                elif doing.verb == "send":
+                    key = (doing.action.stage, doing.action.peer, doing.action.microbatch, doing.action.direction)
+                    self._messages.send(doing.action, state.outbox.pop(key))
+                elif doing.verb == "release":
+                    self._messages.release(doing.action)
+                else:
+                    self._reduce(doing.action, state)
+            result = self._finish(state)
+            return result if scale is None else self._unscaled(result, scale)
+        except RuntimeError as error:
+            if self._mesh.world > 1 and _is_connection(error):
+                raise self._lost(doing_now, error) from error
+            raise
+        finally:
+            if generator is not None:
+                torch.random.set_rng_state(generator)
+
+    def _begin(self, leaves: Sequence[Any]) -> _Step:
+        leaves = [
+            leaf.contiguous().to(self._mesh.device) if isinstance(leaf, torch.Tensor) else leaf
+            for leaf in leaves
+        ]
+        state = _Step(leaves, {})
+        prologue = self._program.prologue
+        if prologue is not None:
+            given = [self._whole(v, state) for v in prologue.inputs]
+            state.prologue = dict(zip(prologue.outputs, prologue.graph(given), strict=True))
+        for number, stage in self._stages.items():
+            if stage.buckets:
+                state.accumulators[number], state.buckets[number] = _make_buckets(stage, self._mesh)
+        if self._program.random and (self._mesh.world > 1 or self._microbatches > 1):
+            # One draw a step from the generator that all ranks share; the streams of the parts differ.
+            state.seed = int(torch.randint(2**62, ()).item())
+        return state
+
+    def _whole(self, value: Value, state: _Step) -> Any:
+        return state.leaves[value.leaf] if value.kind == "batch" else self._held.constants[value.name]
+
+    def _compute(self, action: Action, state: _Step) -> None:
+        stage = self._stages[action.stage]
+        forward = action.kind == "forward"
+        if state.seed is not None:
+            torch.manual_seed((state.seed + 7919 * self._part(action.microbatch) + action.stage) % 2**63)
+        if forward:
+            graph, values, results = stage.forward, stage.forward_inputs, stage.forward_outputs
+            saved: dict[str, Any] = {}
+        else:
+            last = action.microbatch == self._microbatches - 1
+            moment = (action.microbatch == 0, last)
+            graph = stage.backwards[moment]
+            values, results = stage.backward_inputs, stage.backward_outputs
+            saved = state.saved.pop((action.stage, action.microbatch), {})
+        box = state.inbox.pop((action.stage, action.microbatch, action.kind), {})
+        inputs = [self._input(v, action, state, saved, box) for v in values]
+        saved.clear()
+        box.clear()
+        outputs = graph(inputs)
+        self._deliver(action, results, outputs, state)
+
+    def _part(self, microbatch: int) -> int:
+        return self._data_index * self._microbatches + microbatch
+
+    def _input(
+        self, value: Value, action: Action, state: _Step, saved: dict[str, Any], box: dict[str, Any]
+    ) -> Any:
+        kind = value.kind
+        if kind == "parameter":
+            return self._held.parameters[value.name]
+        if kind == "saved":
+            return saved[value.name]
+        if kind == "received":
+            return box[value.name]
+        if kind == "batch":
+            return self._slice(value, action.microbatch, state)
+        if kind == "buffer":
+            return self._held.buffers[value.name]
+        if kind == "constant":
+            return self._held.constants[value.name]
+        if kind == "prologue":
+            return state.prologue[value.name]
+        if kind == "scale":
+            return state.scale
+        if kind == "accumulator":
+            return state.accumulators[action.stage][value.name]
+        return state.buckets[action.stage][int(value.name)]
+
+    def _slice(self, value: Value, microbatch: int, state: _Step) -> Any:
+        leaf = state.leaves[value.leaf]
+        parts = self._data * self._microbatches
+        if value.batch_dim < 0 or parts == 1:
+            return leaf
+        size = leaf.shape[value.batch_dim] // parts
+        return leaf.narrow(value.batch_dim, self._part(microbatch) * size, size)
+
+    def _deliver(self, action: Action, values: tuple[Value, ...], outputs: Sequence[Any], state: _Step) -> None:
+        key = (action.stage, action.microbatch)
+        peers: dict[int, None] = {}
+        for value, output in zip(values, outputs, strict=True):
+            if value.kind == "saved":
+                state.saved.setdefault(key, {})[value.name] = output
+            elif value.kind == "sent":
+                peers |= dict.fromkeys(value.peers)
+            elif value.kind == "gradient":
+                state.gradients[value.name].append(output)
+            elif value.kind == "loss":
+                state.losses.append(output)
+            elif value.kind == "output":
+                state.outputs[value.leaf].append(output)
+            elif value.kind == "buffer":
+                state.buffers[value.name] = output
+        for peer in peers:
+            tensors = sent_values(values, list(outputs), peer)
+            if peer in self._stages:
+                state.inbox[(peer, action.microbatch, action.kind)] |= tensors
+            else:
+                state.outbox[(action.stage, peer, action.microbatch, action.kind)] = tensors
+
+    def _reduce(self, action: Action, state: _Step) -> None:
+        """Wait for the all-reduces that the last backward started."""
+        if self._data > 1:
+            for bucket in state.buckets.get(action.stage, ()):
+                torch.ops._c10d_functional.wait_tensor(bucket)
+        for name, accumulated in state.accumulators.get(action.stage, {}).items():
+            state.gradients[name].append(accumulated)
+
+    def _finish(self, state: _Step) -> StepResult:
+        gradients = {}
+        for name, parts in state.gradients.items():
+            total = parts[0]
+            for other in parts[1:]:  # stages of one rank that share a parameter
+                total.add_(other)
+            gradients[name] = total
+        self._sum_shared(gradients)
+        for name, new in state.buffers.items():
+            self._held.buffers[name].copy_(new)
+        return StepResult(self._loss(state), gradients, self._gather_outputs(state))
+
+    def _unscaled(self, result: StepResult, scale: LossScale) -> StepResult:
+        """Gradients without the scale of the loss; none on any rank if one of them overflowed."""
+        finite = torch.ones((), device=self._mesh.device)
+        for gradient in result.gradients.values():
+            gradient.mul_(1.0 / scale.factor)
+            finite = finite * torch.isfinite(gradient).all()
+        if self._mesh.world > 1:
+            dist.all_reduce(finite, op=dist.ReduceOp.MIN)
+        good = bool(finite.item())
+        scale.update(good)
+        if not good:
+            result.gradients.clear()
+        return result
+
+    def _sum_shared(self, gradients: dict[str, torch.Tensor]) -> None:
+        """Parameters that stages of several ranks share: one sum of their gradients a step."""
+        for name, stages in sorted(self._program.shared.items()):
+            places = tuple(sorted({s % self._mesh.pipeline for s in stages}))
+            if len(places) > 1 and self._mesh.pipeline_index in places:
+                if name not in gradients:
+                    parameter = self._held.parameters[name]
+                    if not parameter.requires_grad:
+                        continue
+                    gradients[name] = torch.zeros_like(parameter)
+                gradients[name] = gradients[name].contiguous()
+                dist.all_reduce(gradients[name], group=self._mesh.shared_groups[places])
+
+    def _loss(self, state: _Step) -> torch.Tensor | None:
+        """The loss of the whole batch, on every rank: one sum over all of them."""
+        stage = self._program.stages[-1]
+        index = next((i for i, v in enumerate(stage.forward_outputs) if v.kind == "loss"), None)
+        if index is None:
+            return None
+        if state.losses:
+            partial = self._program.loss_partial
+            loss = torch.stack(state.losses).sum() if partial and len(state.losses) > 1 else state.losses[-1]
+            if not partial and self._data > 1:
+                loss = loss / self._data
+        else:
+            like = stage.forward.graph.output_node().args[0][index].meta["val"]
+            loss = torch.zeros((), dtype=like.dtype, device=self._mesh.device)
+        if not self._alone:
+            loss = loss.clone()
+            dist.all_reduce(loss, group=self._everyone)
+        return loss
+
+    def _gather_outputs(self, state: _Step) -> dict[int, torch.Tensor]:
+        """What the model returned besides the loss: parts joined, and brought to every rank."""
+        stages = {
+            v.leaf: p.stage for p in self._program.stages for v in p.forward_outputs if v.kind == "output"
+        }
+        gathered = {}
+        for leaf, stage in sorted(stages.items()):
+            place = self._program.output_places[leaf]
+            parts = state.outputs.get(leaf, [])
+            if parts and place == PARTIAL:
+                joined = torch.stack(parts).sum(0)
+            elif parts and isinstance(place, int) and len(parts) > 1:
+                joined = torch.cat(parts, place)
+            else:
+                joined = parts[-1] if parts else self._empty(stage, leaf, place)
+            if self._data > 1 and parts:
+                joined = self._over_data(joined, place)
+            elif self._data > 1 and isinstance(place, int):
+                shape = list(joined.shape)
+                shape[place] *= self._data
+                joined = joined.new_empty(shape)
+            if self._mesh.pipeline > 1:
+                joined = joined.contiguous()
+                dist.broadcast(joined, self._mesh.rank_of(stage), group=self._mesh.pipeline_group)
+            gathered[leaf] = joined
+        return gathered
+
+    def _empty(self, stage: int, leaf: int, place: Any) -> torch.Tensor:
+        program = self._program.stages[stage]
+        values = program.forward.graph.output_node().args[0]
+        like = next(
+            n.meta["val"]
+            for n, v in zip(values, program.forward_outputs, strict=True)
+            if v.kind == "output" and v.leaf == leaf
+        )
+        shape = list(like.shape)
+        if isinstance(place, int):
+            shape[place] *= self._microbatches
+        return torch.empty(shape, dtype=like.dtype, device=self._mesh.device)
+
+    def _over_data(self, tensor: torch.Tensor, place: Any) -> torch.Tensor:
+        tensor = tensor.contiguous()
+        if place == PARTIAL:
+            dist.all_reduce(tensor, group=self._mesh.data_group)
+            return tensor
+        if not isinstance(place, int):
+            return tensor
+        parts = [torch.empty_like(tensor) for _ in range(self._data)]
+        dist.all_gather(parts, tensor, group=self._mesh.data_group)
+        return torch.cat(parts, place)
+
+    def _lost(self, action: Action | None, error: RuntimeError) -> RankLost:
+        waiting, lost = "a collective", "unknown"
+        if action is not None and action.kind in ("send", "receive"):
+            lost = f"rank {self._mesh.rank_of(action.peer)}"
+            waiting = f"{action} with rank {self._mesh.rank_of(action.peer)}"
+        cause = str(error).strip().splitlines()[0]
+        stage = next(iter(self._stages), None)
+        return RankLost(
+            rank=self._mesh.rank,
+            stage=stage,
+            lost=lost,
+            last_action=str(action),
+            waiting_for=waiting,
+            cause=cause,
+        )
+
+
+def _is_connection(error: RuntimeError) -> bool:
+    text = str(error).lower()
+    signs = ("connection", "timed out", "timeout", "gloo", "nccl", "peer", "socket", "broken pipe")
+    return any(sign in text for sign in signs)
+
+
+def _bind_group(graph: fx.GraphModule, mesh: Mesh) -> None:
+    """Give the collectives of the data axis the name of this run's group."""
+    changed = False
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and node.args and node.args[-1] == "data":
+            node.args = (*node.args[:-1], mesh.data_group.group_name)
+            changed = True
+    if changed:
+        graph.recompile()
+
+
+def _make_buckets(
+    stage: StageProgram, mesh: Mesh
+) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
+    """Fresh flat buckets, and the accumulators as views of them. Their owner after the step is `.grad`."""
+    graph = next(iter(stage.backwards.values()))
+    nodes = [n for n in graph.graph.nodes if n.op == "placeholder"]
+    likes = {
+        v.name: n.meta["val"]
+        for n, v in zip(nodes, stage.backward_inputs, strict=True)
+        if v.kind == "accumulator"
+    }
+    accumulators, buckets = {}, []
+    for names in stage.buckets:
+        dtype = likes[names[0]].dtype
+        flat = torch.empty(sum(likes[n].numel() for n in names), dtype=dtype, device=mesh.device)
+        pieces = flat.split([likes[n].numel() for n in names])
+        for name, piece in zip(names, pieces, strict=True):
+            accumulators[name] = piece.view(likes[name].shape)
+        buckets.append(flat)
+    return accumulators, buckets

@@ -1,0 +1,119 @@
+"""The user's model, running under a plan: the same object, the same class interface.
+
+In training the whole step (forward and backward of every microbatch) runs inside `model(...)`; the stored
+gradients are handed out when the script calls `loss.backward()`, scaled by what reaches the loss, so that
+accumulation, loss weights and extra penalty terms keep working.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphaccel.errors import OutputDropped, RetainGraph
+from graphaccel.runtime.executor import StepResult
+from graphaccel.runtime.remote import RemoteTensor
+
+
+def attach(model: nn.Module, handle: Any, run: Callable[..., Any], state: Callable[..., Any]) -> None:
+    """Give a model's class the forward `run(module, original_forward, args, kwargs)`, in place.
+
+    handle becomes `model.graphaccel`; state(model, plain_state_dict) completes `state_dict()`.
+    """
+    original = type(model)
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return run(self, original.forward, args, kwargs)
+
+    def state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return state(original.state_dict(self, *args, **kwargs), kwargs.get("prefix", ""))
+
+    made = type(
+        original.__name__,
+        (original,),
+        {
+            "forward": forward,
+            "state_dict": state_dict,
+            "__module__": original.__module__,
+            "__qualname__": original.__qualname__,
+            "__doc__": original.__doc__,
+            "__signature__": getattr(original, "__signature__", None),
+            "_graphaccel_original": original,
+            "graphaccel": handle,
+        },
+    )
+    model.__class__ = made
+
+
+def original_class(model: nn.Module) -> type:
+    """The class a model had before `attach`."""
+    return getattr(type(model), "_graphaccel_original", type(model))
+
+
+class HandOut(torch.autograd.Function):
+    """Loss whose backward hands out gradients that were computed with it."""
+
+    @staticmethod
+    def forward(ctx: Any, result: StepResult, names: tuple[str, ...], *parameters: torch.Tensor) -> Any:
+        """The loss; `parameters` are those that may get a gradient, named `names`."""
+        ctx.result, ctx.names = result, names
+        ctx.parameters = parameters
+        assert result.loss is not None
+        return result.loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        """Each gradient, times what reached the loss."""
+        if ctx.result is None:
+            raise RetainGraph()
+        gradients = ctx.result.gradients
+        parameters = ctx.parameters
+        ctx.result = ctx.parameters = None
+        own = [g for g in gradients.values()]
+        if own and not (gradient.device.type == "cpu" and gradient.item() == 1.0):
+            scale = gradient.to(own[0].dtype)
+            for tensor in own:
+                tensor.mul_(scale)
+        handed = []
+        for name, parameter in zip(ctx.names, parameters, strict=True):
+            if isinstance(parameter, RemoteTensor):
+                handed.append(RemoteTensor(parameter, parameter.group))
+            else:
+                handed.append(gradients.pop(name, None))
+        return (None, None, *handed)
+
+
+class Dropped:
+    """Stands for an output that a training step under this plan does not keep."""
+
+    def __init__(self, name: str) -> None:
+        object.__setattr__(self, "_name", name)
+
+    def _raise(self) -> Any:
+        raise OutputDropped(name=object.__getattribute__(self, "_name"))
+
+    def __getattr__(self, _name: str) -> Any:
+        return self._raise()
+
+    def __getitem__(self, _key: Any) -> Any:
+        return self._raise()
+
+    def __iter__(self) -> Any:
+        return self._raise()
+
+    def __len__(self) -> int:
+        return self._raise()
+
+    def __bool__(self) -> bool:
+        return self._raise()
+
+    def __add__(self, _other: Any) -> Any:
+        return self._raise()
+
+    __radd__ = __sub__ = __mul__ = __rmul__ = __truediv__ = __matmul__ = __add__
+
+    def __repr__(self) -> str:
+        return f"<{object.__getattribute__(self, '_name')}: not kept in training by this plan>"

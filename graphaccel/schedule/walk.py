@@ -1,0 +1,95 @@
+"""How one rank goes through its list of actions: when buffers appear, and when they may go.
+
+The executor does what `walk` says, and the memory model counts what `walk` says, so that they can not
+disagree. The rules:
+  post      the buffers of the receives that stand before the next forward or backward are posted
+            before the present one runs: one action ahead, so that the message travels meanwhile
+  wait      before an action runs, for the messages it consumes
+  release   what a stage's forward sent is kept until that microbatch's backward (its gradient says
+            that it arrived); what a backward sent, until the stage's next backward has run
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from graphaccel.schedule.table import Action
+
+Verb: TypeAlias = Literal["post", "wait", "run", "send", "release", "reduce"]
+
+
+@dataclass(frozen=True, slots=True)
+class Doing:
+    """One thing to do: `action` is the receive to post or wait for, the forward or backward to run, the
+    send to issue, or the send whose tensors are released."""
+
+    verb: Verb
+    action: Action
+
+
+def walk(actions: Sequence[Action]) -> Iterator[Doing]:
+    """What a rank does, in order."""
+    computing = [i for i, a in enumerate(actions) if a.kind in ("forward", "backward")]
+    waiting: list[Action] = []
+    unreleased: list[Action] = []
+    last_backward: dict[int, int] = {}
+    previous = 0
+    if computing:
+        for action in actions[: computing[0]]:
+            yield from _posted(action, waiting)
+        previous = computing[0] + 1
+    for order, index in enumerate(computing):
+        action = actions[index]
+        until = computing[order + 1] if order + 1 < len(computing) else len(actions)
+        for later in actions[previous:until]:
+            yield from _posted(later, waiting)
+        previous = until + 1
+        for message in [w for w in waiting if _consumed(w, action)]:
+            yield Doing("wait", message)
+            waiting.remove(message)
+        if action.kind == "backward":
+            for sent in [s for s in unreleased if _acknowledged(s, action)]:
+                yield Doing("release", sent)
+                unreleased.remove(sent)
+        yield Doing("run", action)
+        if action.kind == "backward":
+            before = last_backward.get(action.stage)
+            for sent in [s for s in unreleased if _sent_by(s, action.stage, before)]:
+                yield Doing("release", sent)
+                unreleased.remove(sent)
+            last_backward[action.stage] = action.microbatch
+        for later in actions[index + 1 : until]:
+            if later.kind == "send":
+                yield Doing("send", later)
+                unreleased.append(later)
+            elif later.kind == "reduce":
+                yield Doing("reduce", later)
+    for sent in unreleased:
+        yield Doing("release", sent)
+
+
+def _posted(action: Action, waiting: list[Action]) -> Iterator[Doing]:
+    if action.kind == "receive":
+        waiting.append(action)
+        yield Doing("post", action)
+
+
+def _consumed(message: Action, action: Action) -> bool:
+    return (message.stage, message.microbatch, message.direction) == (
+        action.stage,
+        action.microbatch,
+        action.kind,
+    )
+
+
+def _acknowledged(sent: Action, action: Action) -> bool:
+    return sent.direction == "forward" and (sent.stage, sent.microbatch) == (
+        action.stage,
+        action.microbatch,
+    )
+
+
+def _sent_by(sent: Action, stage: int, microbatch: int | None) -> bool:
+    return sent.direction == "backward" and (sent.stage, sent.microbatch) == (stage, microbatch)
