@@ -1,0 +1,163 @@
+"""Predicted memory and time of plans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from graphaccel.capture.stepgraph import StepGraph
+from graphaccel.planner.cluster import Cluster
+from graphaccel.planner.communication import all_reduce_seconds, send_seconds
+from graphaccel.planner.estimate import (
+    device_number,
+    flight,
+    message_bytes,
+    predict,
+    predict_memory,
+    predict_seconds,
+)
+from graphaccel.planner.plan import Plan
+from graphaccel.planner.profile import Profile
+
+Captured = Callable[[str], StepGraph]
+MadeUp = Callable[..., Cluster]
+
+
+@pytest.fixture(scope="module")
+def gpt(captured: Captured) -> Profile:
+    return Profile(captured("gpt"))
+
+
+def plan(devices: int = 1, **decisions: object) -> Plan:
+    return Plan(devices=devices, batch=8).decided(**decisions)
+
+
+NUMBERS = 54_976  # of the zoo's gpt, tied embedding once
+
+
+def test_states_are_counted_once_for_each_number(gpt: Profile, made_up: MadeUp) -> None:
+    (memory,) = predict_memory(gpt, plan(), made_up(1), optimizer_bytes=8)
+    assert memory.parameter == memory.gradient == 4 * NUMBERS
+    assert memory.optimizer == 8 * NUMBERS
+    parts = (memory.activation, memory.temporary, memory.optimizer, 8 * NUMBERS)
+    assert memory.tensors == sum(parts)
+    assert memory.other == int(0.05 * memory.tensors)  # the made-up fragmentation, no context
+
+
+def test_a_tied_weight_lies_on_both_stages_that_use_it(gpt: Profile, made_up: MadeUp) -> None:
+    halves = plan(2, pipeline=2, cuts=("add_4",))
+    first, last = predict_memory(gpt, halves, made_up(2), optimizer_bytes=0)
+    tied = 96 * 32 * 4
+    assert first.parameter + last.parameter == 4 * NUMBERS + tied
+    assert first.optimizer == last.optimizer == 0
+
+
+def test_more_in_flight_waits_on_earlier_stages(gpt: Profile, made_up: MadeUp) -> None:
+    cuts = ("add_2", "add_4", "add_6")
+    four = plan(4, pipeline=4, cuts=cuts, microbatches=8)
+    assert flight(four) == {0: 4, 1: 3, 2: 2, 3: 1}
+    assert flight(replace(four, schedule="gpipe")) == dict.fromkeys(range(4), 8)
+    assert flight(replace(four, microbatches=2)) == {0: 2, 1: 2, 2: 2, 3: 1}
+    ranks = predict_memory(gpt, four, made_up(4), 8)
+    piped = predict_memory(gpt, replace(four, schedule="gpipe"), made_up(4), 8)
+    # Stages 1 and 2 hold the same block: they differ by what waits, one microbatch of it.
+    one = gpt.sized(1, made_up(4).device).saved()[0][gpt.block_at == 1].sum()
+    assert ranks[1].activation - ranks[2].activation == one
+    assert piped[1].activation - ranks[1].activation == 5 * one
+
+
+def test_recomputing_all_blocks_halves_what_waits(gpt: Profile, made_up: MadeUp) -> None:
+    keep, again = (
+        predict_memory(gpt, plan(recompute=names), made_up(1), 8)[0]
+        for names in ((), gpt.block_names)
+    )
+    assert again.activation < keep.activation / 2
+    assert again.peak < keep.peak
+    slower = predict_seconds(gpt, plan(recompute=gpt.block_names), made_up(1), 8).seconds
+    assert slower > predict_seconds(gpt, plan(), made_up(1), 8).seconds
+
+
+def test_a_smaller_microbatch_holds_less(gpt: Profile, made_up: MadeUp) -> None:
+    peaks = [predict_memory(gpt, plan(microbatches=m), made_up(1), 8)[0].peak for m in (1, 2, 4, 8)]
+    assert peaks == sorted(peaks, reverse=True)
+
+
+def test_terms_add_up_to_the_step(gpt: Profile, made_up: MadeUp) -> None:
+    for candidate in (
+        plan(),
+        plan(4, data=2, pipeline=2, cuts=("add_4",), microbatches=4),
+        plan(
+            2,
+            pipeline=2,
+            interleave=2,
+            cuts=("add_2", "add_4", "add_6"),
+            schedule="interleaved",
+            microbatches=2,
+        ),
+    ):
+        for simulated in (True, False):
+            p = predict_seconds(gpt, candidate, made_up(4), 8, simulated=simulated)
+            parts = p.compute + p.communication + p.bubble + p.optimizer
+            assert p.seconds == pytest.approx(parts)
+            assert min(p.compute, p.optimizer) > 0
+
+
+def test_simulation_and_closed_form_agree_on_one_device(gpt: Profile, made_up: MadeUp) -> None:
+    for microbatches in (1, 4):
+        one = plan(microbatches=microbatches)
+        exact = predict_seconds(gpt, one, made_up(1), 8, simulated=True)
+        closed = predict_seconds(gpt, one, made_up(1), 8, simulated=False)
+        assert exact.seconds == pytest.approx(closed.seconds)
+        assert exact.bubble == pytest.approx(0.0, abs=1e-12)
+
+
+def test_an_all_reduce_is_exposed_but_for_what_backward_hides(
+    gpt: Profile, made_up: MadeUp
+) -> None:
+    two = plan(2, data=2)
+    cluster = made_up(2)
+    whole = all_reduce_seconds(cluster, 4 * NUMBERS, 2)
+    # One bucket: it is sent once backward is done, nothing hides it.
+    assert predict_seconds(gpt, two, cluster, 8).communication == pytest.approx(whole)
+    many = predict_seconds(gpt, replace(two, bucket_bytes=32 << 10), cluster, 8)
+    assert 0 < many.communication < whole
+    on_cpu = replace(cluster, device=replace(cluster.device, name="cpu"))
+    assert predict_seconds(gpt, replace(two, bucket_bytes=32 << 10), on_cpu, 8).communication > (
+        many.communication
+    )
+
+
+def test_messages_of_an_encoder_decoder(captured: Captured, made_up: MadeUp) -> None:
+    profile = Profile(captured("t5"))
+    cuts = ("mul_14", "add_31")
+    three = plan(3, pipeline=3, cuts=cuts, microbatches=4)
+    sized = profile.sized(2, made_up(3).device)
+    sent = message_bytes(profile, sized, three)
+    encoded = 2 * 16 * 32 * 4
+    # The encoder's output goes from stage 0 to both decoder stages, each sends a gradient back.
+    assert sent[0, 2, "forward"] >= encoded
+    assert {(0, 1, "forward"), (0, 2, "forward"), (1, 2, "forward")} <= set(sent)
+    assert {(1, 0, "backward"), (2, 0, "backward"), (2, 1, "backward")} <= set(sent)
+
+
+def test_devices_are_numbered_data_innermost(made_up: MadeUp) -> None:
+    eight = plan(8, data=4, pipeline=2)
+    assert [device_number(eight, 0, d) for d in range(4)] == [0, 1, 2, 3]
+    assert device_number(eight, 1, 2) == 6
+    # The made-up cluster's inner links hold four devices: data inside, pipeline across.
+    assert send_seconds(made_up(8), 1000, 0, device_number(eight, 1)) > send_seconds(
+        made_up(8), 1000, 0, device_number(eight, 0, 3)
+    )
+
+
+def test_lower_precision_waits_with_half_the_bytes(gpt: Profile, made_up: MadeUp) -> None:
+    low = plan(precision=replace(plan().precision, compute="bfloat16"))
+    full = predict(gpt, plan(), made_up(1), 8).prediction
+    half = predict(gpt, low, made_up(1), 8).prediction
+    assert full is not None
+    assert half is not None
+    assert half.memory[0].activation < 0.6 * full.memory[0].activation
+    assert half.memory[0].parameter == full.memory[0].parameter
+    assert half.compute < full.compute
