@@ -109,7 +109,7 @@ def test_pins_are_kept(find: Search, pinned: dict[str, Any]) -> None:
 def test_precision_is_never_lowered_without_being_asked(find: Search) -> None:
     with pytest.raises(errors.InfeasiblePlan):
         find(1, 700)
-    assert find(1, 800, recompute="all").precision.compute == "float32"
+    assert find(1, 1100, recompute="all").precision.compute == "float32"
 
 
 def test_the_bound_prunes_nothing_that_wins(find: Search, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,9 +178,9 @@ def test_an_impossible_problem_names_the_ways_out(find: Search) -> None:
 
 
 def test_a_pin_that_is_to_blame_is_named(find: Search) -> None:
-    roomy = find(1)
+    lean = find(1, microbatches=1, recompute="all")
     with pytest.raises(errors.InfeasiblePlan) as caught:
-        find(1, peak(roomy) * 6 // 10 >> 10, recompute="none")
+        find(1, (peak(lean) >> 10) + 1, microbatches=1, recompute="none")
     assert "recompute not pinned" in dict(caught.value.relaxations)
 
 
@@ -262,7 +262,7 @@ def test_without_a_loss_there_is_no_pipeline(made_up: MadeUp) -> None:
 
 def test_refine_has_the_last_word(captured: Captured, made_up: MadeUp) -> None:
     """Real memory a third above the estimate: the plan chosen fits it all the same."""
-    cluster = made_up(1, 1300)
+    cluster = made_up(1, 1500)
     seen: list[Plan] = []
 
     def refine(plan: Plan) -> Plan:
@@ -279,7 +279,7 @@ def test_refine_has_the_last_word(captured: Captured, made_up: MadeUp) -> None:
     plan = search(step, cluster, pins={}, optimizer_bytes=8, refine=refine)
     assert peak(plan) <= cluster.device.memory
     assert peak(plan) > peak(guessed) * 2 // 3
-    assert seen[-1].decided() == plan.decided()
+    assert seen[-1].decided(notes=()) == plan.decided(notes=())
     assert len({p.decided() for p in seen}) == len(seen)  # nothing is built twice
     assert any("does not fit once built" in note for note in plan.notes)
 
