@@ -15,3 +15,8 @@ def pool() -> Iterator[Pool]:
     workers = Pool()
     yield workers
     workers.close()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--update-golden`: write what a golden test got as what it expects; look at the diff."""
+    parser.addoption("--update-golden", action="store_true", default=False)

@@ -125,21 +125,26 @@ def predict_memory(
     recomputed = [numbers[name] for name in plan.recompute]
     saved, again = sized.saved(recomputed)
     waiting = flight(plan)
+    accumulated = plan.microbatches > 1 or plan.data > 1
     whole_batch = sized.batch_bytes * plan.data * plan.microbatches
     ranks = []
     for rank in range(plan.pipeline):
         own = range(rank, plan.stages, plan.pipeline)
-        peaks = {s: _stage_peak(profile, sized, works[s], saved, again, waiting[s]) for s in own}
+        peaks = {
+            s: _stage_peak(profile, sized, works[s], saved, again, waiting[s], accumulated)
+            for s in own
+        }
         total = {s: peaks[s].activation + peaks[s].temporary for s in own}
         top = max(own, key=lambda s: (peaks[s].temporary, -s))
         activation = sum(peaks[s].activation for s in own) + whole_batch
         temporary = peaks[top].temporary
         held = held_parameters(profile, [(works[s].first, works[s].end) for s in own])
         parameter = sum(p.bytes for p in held)
-        gradient = sum(p.bytes for p in held if p.trainable)
-        optimizer = gradient * optimizer_bytes // 4
+        trained = sum(p.bytes for p in held if p.trainable)
+        gradient = trained if accumulated else sum(peaks[s].gradient for s in own)
+        optimizer = trained * optimizer_bytes // 4
         if plan.precision.compute in ("bfloat16", "float16"):
-            temporary += gradient // 2  # the copy of the weights that is computed with
+            temporary += trained // 2  # the copy of the weights that is computed with
         tensors = parameter + gradient + optimizer + activation + temporary
         other = cluster.context_bytes + int(cluster.fragmentation * tensors)
         where = max(own, key=lambda s: (total[s], -s))
@@ -156,6 +161,7 @@ def predict_memory(
 class _Peak:
     activation: int
     temporary: int
+    gradient: int
     at: str
 
 
@@ -166,8 +172,12 @@ def _stage_peak(
     saved: np.ndarray,
     again: np.ndarray,
     waiting: int,
+    accumulated: bool,
 ) -> _Peak:
-    """Where a stage holds most, with `waiting` microbatches in flight."""
+    """Where a stage holds most, with `waiting` microbatches in flight.
+
+    accumulated: gradients lie in buckets the whole step; otherwise they come as backward proceeds.
+    """
     here = slice(work.first, work.end)
     running = np.cumsum(saved[here])
     before = (waiting - 1) * int(running[-1])
@@ -177,11 +187,19 @@ def _stage_peak(
         inside = profile.block_at[here] == block
         remade[inside] = np.cumsum(again[here][inside])
     backward = sized.passing_backward[here] + remade
-    choices = (("forward", sized.passing_forward[here]), ("backward", backward))
-    phase, passing = max(choices, key=lambda choice: int((running + choice[1]).max()))
-    top = int((running + passing).argmax())
+    ready = np.zeros_like(remade)
+    if not accumulated:
+        made = sized.gradients[here]
+        ready = np.cumsum(made[::-1])[::-1] - made  # of later positions: backward did those first
+    choices = (
+        ("forward", sized.passing_forward[here], np.zeros_like(ready)),
+        ("backward", backward, ready),
+    )
+    phase, passing, early = max(choices, key=lambda c: int((running + c[1] + c[2]).max()))
+    top = int((running + passing + early).argmax())
     module = profile.modules[work.first + top] or profile.names[work.first + top]
-    return _Peak(before + int(running[top]), int(passing[top]), f"{phase} of {module}")
+    gradient = work.gradient if accumulated else int(early[top])
+    return _Peak(before + int(running[top]), int(passing[top]), gradient, f"{phase} of {module}")
 
 
 def message_bytes(

@@ -246,7 +246,8 @@ class Profile:
 class SizedProfile:
     """Seconds and bytes per position for one microbatch size, as arrays over the positions.
 
-    forward, backward: seconds. bytes: of each storage. passing_forward, passing_backward: the most
+    forward, backward: seconds. bytes: of each storage. gradients: bytes of parameters' gradients,
+    where they are made. passing_forward, passing_backward: the most
     bytes of values that live only within a phase, while the position computes.
     """
 
@@ -268,6 +269,10 @@ class SizedProfile:
         self.passing_backward = np.zeros(length, dtype=np.int64)
         np.maximum.at(self.passing_forward, place[ahead], live[ahead])
         np.maximum.at(self.passing_backward, place[~ahead], live[~ahead])
+        made = [s for s in profile.storages if s.gradient]
+        self.gradients = np.bincount(
+            [s.at for s in made], [self.bytes[s.index] for s in made], minlength=length
+        ).astype(np.int64)
         self.batch_bytes = sum(
             int(self.bytes[s.index]) for s in profile.storages if s.kind in ("batch", "tangent")
         )

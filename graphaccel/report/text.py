@@ -6,6 +6,7 @@ prints it, so that a report can be compared as text.
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 from collections.abc import Sequence
 
@@ -25,7 +26,7 @@ from graphaccel.planner.profile import Parameter, Profile
 from graphaccel.planner.stages import stage_positions
 from graphaccel.schedule.text import LEGEND, gantt
 
-_BAR = 40
+_BAR = 32
 _GANTT = 72
 _WIDTH = 110
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
@@ -92,8 +93,9 @@ def _count(parameters: Sequence[Parameter], step: StepGraph) -> int:
 
 
 def _decisions(plan: Plan, profile: Profile, cluster: Cluster) -> list[str]:
-    pinned = f"   (pinned: {', '.join(plan.pinned)})" if plan.pinned else ""
-    lines = [f"PLAN    {plan.name}{pinned}"]
+    lines = [f"PLAN    {plan.name}"]
+    if plan.pinned:
+        lines += _wrapped(f"pinned: {', '.join(plan.pinned)}")
     parts = _plural(plan.microbatches, "microbatch")
     lines.append(f"  batch {plan.batch} = data {plan.data} x {parts} of {plan.microbatch_size}")
     if plan.data > 1:
@@ -170,10 +172,9 @@ def _memory(plan: Plan, prediction: Prediction, cluster: Cluster) -> list[str]:
         rows.append((f"  {devices}", *(_in(n, size) for n in _parts(m)), _bar(m, total)))
     lines = _right(rows)
     top = max(memory, key=lambda m: (m.peak, -m.rank))
-    lines.append(
-        f"  peak at: rank {top.rank}, {top.at}      other = context "
-        f"{format_bytes(cluster.context_bytes)}, {cluster.fragmentation:.0%} fragmentation"
-    )
+    context = format_bytes(cluster.context_bytes)
+    lines.append(_clipped(f"  peak at: rank {top.rank}, {top.at}"))
+    lines.append(f"  other = context {context}, {cluster.fragmentation:.0%} fragmentation")
     free = total - top.peak
     verdict = "fits" if free >= 0 else "does not fit"
     lines.append(f"  {verdict}: {format_bytes(abs(free))} {'free' if free >= 0 else 'too much'}")
@@ -240,9 +241,8 @@ def _why(plan: Plan, prediction: Prediction, profile: Profile, cluster: Cluster)
     lines.append(f"  most of the time goes to {max(terms, key=lambda name: terms[name])}")
     if plan.recompute and prediction.memory:
         lines.append(_recompute_price(plan, prediction, profile, cluster))
-    lines += [f"  {note}" for note in plan.notes]
-    if plan.certificate:
-        lines.append(f"  {plan.certificate}")
+    for note in (*plan.notes, plan.certificate):
+        lines += _wrapped(note)
     return lines
 
 
@@ -256,8 +256,9 @@ def _recompute_price(plan: Plan, prediction: Prediction, profile: Profile, clust
         if name in chosen
     )
     share = again * plan.microbatches / plan.pipeline / prediction.seconds
-    m = prediction.memory[0]
-    state = round(4 * m.optimizer / m.gradient) if m.gradient else 0
+    spans = stage_positions(profile, plan.cuts)[:: plan.pipeline]  # of rank 0
+    trained = sum(p.bytes for p in held_parameters(profile, spans) if p.trainable)
+    state = round(4 * prediction.memory[0].optimizer / trained) if trained else 0
     kept = predict_memory(profile, plan.decided(recompute=()), cluster, state)
     blocks = _plural(len(plan.recompute), "block")
     enough = max(k.peak for k in kept)
@@ -303,6 +304,11 @@ def _right(rows: Sequence[Sequence[str]]) -> list[str]:
         cells = [cell.rjust(width) for cell, width in zip(numbers, widths[1:], strict=True)]
         lines.append("  ".join([first.ljust(widths[0]), *cells, last]).rstrip())
     return lines
+
+
+def _wrapped(line: str) -> list[str]:
+    """Indented, on as many lines as it needs."""
+    return textwrap.wrap(line, _WIDTH, initial_indent="  ", subsequent_indent="    ")
 
 
 def _clipped(line: str, width: int = _WIDTH) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -35,3 +36,19 @@ def made_up() -> Callable[..., Cluster]:
         return Cluster(device, count, links, context_bytes=0, fragmentation=0.05)
 
     return make
+
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """`golden(name, text)`: the text is that of tests/golden/name.txt."""
+
+    def check(name: str, text: str) -> None:
+        path = GOLDEN / f"{name}.txt"
+        if request.config.getoption("--update-golden"):
+            path.write_text(text)
+        assert text == path.read_text(), "if this is meant: pytest tests/graph --update-golden"
+
+    return check

@@ -38,12 +38,20 @@ NUMBERS = 54_976  # of the zoo's gpt, tied embedding once
 
 
 def test_states_are_counted_once_for_each_number(gpt: Profile, made_up: MadeUp) -> None:
-    (memory,) = predict_memory(gpt, plan(), made_up(1), optimizer_bytes=8)
+    (memory,) = predict_memory(gpt, plan(microbatches=2), made_up(1), optimizer_bytes=8)
     assert memory.parameter == memory.gradient == 4 * NUMBERS
     assert memory.optimizer == 8 * NUMBERS
     parts = (memory.activation, memory.temporary, memory.optimizer, 8 * NUMBERS)
     assert memory.tensors == sum(parts)
     assert memory.other == int(0.05 * memory.tensors)  # the made-up fragmentation, no context
+
+
+def test_one_microbatch_on_one_device_needs_no_accumulators(gpt: Profile, made_up: MadeUp) -> None:
+    (memory,) = predict_memory(gpt, plan(), made_up(1), optimizer_bytes=8)
+    # At the peak, in the loss, no gradient is there yet; the optimizer's state always is.
+    assert "cross_entropy" in memory.at
+    assert memory.gradient == 0
+    assert memory.optimizer == 8 * NUMBERS
 
 
 def test_a_tied_weight_lies_on_both_stages_that_use_it(gpt: Profile, made_up: MadeUp) -> None:
@@ -136,7 +144,8 @@ def test_messages_of_an_encoder_decoder(captured: Captured, made_up: MadeUp) -> 
     sized = profile.sized(2, made_up(3).device)
     sent = message_bytes(profile, sized, three)
     encoded = 2 * 16 * 32 * 4
-    # The encoder's output is made on stage 0; every decoder stage reads it and sends a gradient back.
+    # The encoder's output is made on stage 0; every decoder stage reads it and sends a gradient
+    # back.
     assert sent[0, 2, "forward"] >= encoded
     assert {(0, 1, "forward"), (0, 2, "forward"), (1, 2, "forward")} <= set(sent)
     assert {(1, 0, "backward"), (2, 0, "backward"), (2, 1, "backward")} <= set(sent)
