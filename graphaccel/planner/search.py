@@ -138,6 +138,8 @@ def solve_all(problem: Problem, pins: Pins, batch: int) -> Outcome:
         if _better(plan, known, problem.cluster):
             outcome.by_mesh[key] = plan
     if not outcome.fitting and outcome.closest is None and outcome.too_many is not None:
+        if problem.limits.data and pins.pipeline is None:  # the data axis is what is missing
+            raise _no_shape(problem, pins, batch)
         raise outcome.too_many
     outcome.fitting.sort(key=_rank)
     _simulate_best(problem, outcome)

@@ -247,6 +247,8 @@ def test_a_data_axis_that_is_not_allowed(find: Search) -> None:
     assert find(2, given=limit).pipeline == 2
     with pytest.raises(errors.SplitRefused):
         find(2, given=limit, pipeline=1)
+    with pytest.raises(errors.SplitRefused, match="rows are compared"):
+        find(16, given=limit)  # a pipeline of 16 is not possible either
 
 
 def test_without_a_loss_there_is_no_pipeline(made_up: MadeUp) -> None:
