@@ -199,7 +199,6 @@ class Handle:
             chosen, program.shared.values(), self._device, timedelta(seconds=self._timeout)
         )
         scale = LossScale() if chosen.precision.scaled else None
-        self._compiler.freeze()
         session = Session(self._model, mesh, scale)
         session.settle(program_homes(program), step.tied, self._optimizer)
         self._meshes = stage_meshes(session)

@@ -138,7 +138,7 @@ class Compiler:
             if sizes is not None:
                 return step, sizes
         start = time.perf_counter()
-        module, made = (self.model.module, batch) if self._skeleton is None else self._faked(batch)
+        module, made = self._faked(batch)
         modes = {m: m.training for m in module.modules()}
         if module.training != training:
             module.train(training)
@@ -234,15 +234,16 @@ class Compiler:
         alone = plan.decided(data=1, microbatches=1, recompute=(), outputs="all", batch=size)
         return step, build(step, alone, sizes=sizes, homes=homes, gradients=False)
 
-    def freeze(self) -> None:
-        """Keep a copy of the model without its data: later captures can not rely on all parameters."""
+    def _faked(self, batch: Batch) -> tuple[nn.Module, Batch]:
+        """The model and a batch without data: capture then leaves no trace on the user's own."""
         if self._skeleton is None:
             self._skeleton = _skeleton(self.model.module)
-
-    def _faked(self, batch: Batch) -> tuple[nn.Module, Batch]:
-        assert self._skeleton is not None
         mode = _mode_of(self._skeleton)
-        leaves = tuple(mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in batch.leaves)
+        with mode:
+            leaves = tuple(
+                torch.empty(x.shape, dtype=x.dtype, device=x.device) if isinstance(x, torch.Tensor) else x
+                for x in batch.leaves
+            )
         return self._skeleton, Batch(leaves, batch.names, batch.spec)
 
     def _sizes(self, step: StepGraph, batch: Batch) -> dict:

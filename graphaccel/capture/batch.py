@@ -101,6 +101,18 @@ def resized(batch: Batch, dims: Mapping[int, int], size: int) -> Batch:
     return Batch(tuple(leaves), batch.names, batch.spec)
 
 
+def without_aliases(batch: Batch) -> Batch:
+    """The same call with a tensor of its own for each leaf: export merges inputs that are one tensor
+    (`labels=input_ids`), and the graph would then take one for the other for ever."""
+    seen: set[int] = set()
+    leaves = []
+    for leaf in batch.leaves:
+        again = isinstance(leaf, torch.Tensor) and id(leaf) in seen
+        leaves.append(leaf.clone() if again else leaf)
+        seen.add(id(leaf))
+    return Batch(tuple(leaves), batch.names, batch.spec)
+
+
 def _name(path: tuple[Any, ...]) -> str:
     """`((args), {kwargs})[0][1]` reads `args[1]`; `[1]['labels'][0]` reads `labels[0]`."""
     outer, inner, *rest = path

@@ -11,7 +11,7 @@ import sympy
 import torch
 from torch import fx, nn
 
-from graphaccel.capture.batch import Batch, batch_leaves, resized, sequence_leaves
+from graphaccel.capture.batch import Batch, batch_leaves, resized, sequence_leaves, without_aliases
 from graphaccel.capture.blocks import Block, find_blocks
 from graphaccel.capture.canonical import canonicalise
 from graphaccel.capture.differentiate import differentiate, tangent_inputs
@@ -92,6 +92,7 @@ def capture(
     Raises: TensorBranch (GA101), CaptureRefused (GA102).
     """
     trainable = frozenset(n for n, p in model.named_parameters(remove_duplicate=False) if p.requires_grad)
+    batch = without_aliases(batch)
     size, dims = batch_leaves(batch)
     if size == 1 and symbolic and dims:  # a size of one is special to export: capture at two
         batch, size = resized(batch, dims, 2), 2

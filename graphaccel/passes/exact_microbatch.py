@@ -193,8 +193,7 @@ class _Local:
             source = _nth_tensor(node, position)
             mapped[source] = self._shared(node, self.map[source])
         args, kwargs = fx.node.map_arg((args, kwargs), lambda n: mapped[n])
-        new = self.graph.call_function(node.target, args, kwargs)
-        new.name = node.name
+        new = self.graph.create_node("call_function", node.target, args, kwargs, name=node.name)
         new.meta = {k: v for k, v in node.meta.items() if k not in ("val", "sizes")}
         return new
 

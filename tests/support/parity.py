@@ -119,7 +119,7 @@ def run_plan(
             "state": copies if rank == 0 else {},
         }
         others += [value.untyped_storage() for value in (*copies.values(), *grads.values())]
-        result["peak_predicted"] = model.graphaccel.predicted_peak
+        result["peak_predicted"] = model.graphaccel.predicted_peak_bytes
         result["peak_measured"] = _peak_of_a_step(model, batch, loss_fn, others)
     return result
 
