@@ -1,7 +1,7 @@
 """What the passes hand to the runtime: one program per pipeline stage.
 
-A program's forward and backward are FX graphs over flat lists. `Value` says what each input and output
-is, so that neither the executor nor the memory model has to recognise anything by structure.
+A program's forward and backward are FX graphs over flat lists. `Value` says what each input and
+output is, so that neither the executor nor the memory model has to recognise anything by structure.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ class Value:
     """One input or output of a stage's forward or backward graph.
 
     kind, of inputs:  "parameter" | "buffer" | "constant" (held for the whole run), "batch" (this
-      microbatch's slice of a batch leaf), "prologue" (computed once a step), "received" (from another
-      stage's forward or backward), "saved" (by this stage's forward), "accumulator" (what the gradient
-      of a parameter is added to), "bucket" (the flat tensor those lie in), "tangent".
+      microbatch's slice of a batch leaf), "prologue" (computed once a step), "received" (from
+      another stage's forward or backward), "saved" (by this stage's forward), "accumulator" (what
+      the gradient of a parameter is added to), "bucket" (the flat tensor those lie in), "tangent".
     kind, of outputs: "loss", "output", "buffer", "sent", "saved", "gradient".
     name: parameter or buffer name, or the name of the value in the joint graph.
     peers: stages the value comes from or goes to ("received": one; "sent": one or more).
@@ -41,8 +41,8 @@ class StageProgram:
     Both take one list of inputs, which they empty, so that nothing outlives its last use.
     parameters, buffers: names of those this stage holds, in the order the model names them.
     backwards: the backward graph for the (first, last) microbatch of a step: the first writes
-      gradients where the others add them, the last starts the all-reduces. Without accumulators there is
-      one microbatch and gradients are plain outputs.
+      gradients where the others add them, the last starts the all-reduces. Without accumulators
+      there is one microbatch and gradients are plain outputs.
     buckets: names of the gradients in each flat bucket, in the order they become ready.
     """
 
@@ -60,7 +60,7 @@ class StageProgram:
 
 @dataclass(frozen=True)
 class Prologue:
-    """Values of the whole global batch that every microbatch needs (a count of labels): once a step."""
+    """Values of the whole batch that every microbatch needs (a count of labels): once a step."""
 
     graph: fx.GraphModule = field(repr=False)
     inputs: tuple[Value, ...]

@@ -1,4 +1,4 @@
-"""Values of graph nodes without data: running a graph on fake tensors, and bytes of what they hold."""
+"""Values of graph nodes without data: running a graph on fake tensors, bytes of what they hold."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ def propagate(graph: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> None:
     Shapes, dtypes, strides and shared storages then are what the real run will have.
     """
     nodes = list(graph.graph.nodes)
-    mode = next((i.fake_mode for i in inputs if isinstance(i, FakeTensor)), None) or FakeTensorMode()
+    mode = (
+        next((i.fake_mode for i in inputs if isinstance(i, FakeTensor)), None) or FakeTensorMode()
+    )
     with mode, torch.no_grad():
         _Values(graph).run(*inputs)
     assert all("val" in n.meta for n in nodes if n.op == "call_function")

@@ -1,10 +1,10 @@
 """Sharding rules in index notation, as in einsum: which tensor dims are the same index.
 
-    "m k, k n -> m n"      sharding m shards the output's first dim; sharding k makes it a partial sum
-    "... d -> ... d"       with whole={"d"}: d can not be sharded
+    "m k, k n -> m n"    sharding m shards the output's first dim; sharding k makes it a partial sum
+    "... d -> ... d"     with whole={"d"}: d can not be sharded
 
-One rule speaks of one mesh axis (or of the virtual axis, time, that microbatches lie on). Partial sums
-pass through an op where it is linear: `linear` lists the groups of inputs in which it is.
+One rule speaks of one mesh axis (or of the virtual axis, time, that microbatches lie on). Partial
+sums pass through an op where it is linear: `linear` lists the groups of inputs in which it is.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ Indices = tuple[str, ...]
 class Notation:
     """The rule of one node, its indices spelled out.
 
-    inputs, outputs: an index name per tensor dim, for each tensor argument in order (lists flattened,
-      repetitions kept) and each tensor output. "1" is a dim that is broadcast, "" one that no other
-      tensor shares.
+    inputs, outputs: an index name per tensor dim, for each tensor argument in order (lists
+      flattened, repetitions kept) and each tensor output. "1" is a dim that is broadcast, "" one
+      that no other tensor shares.
     whole: indices that can not be sharded.
     linear: groups of input positions; the output is linear in the inputs of a group taken together.
     sums: whether a contracted index is summed (else sharding it is illegal).
@@ -107,7 +107,9 @@ def broadcast(node: fx.Node, *, linear: Sequence[Iterable[int]] = ()) -> Notatio
 
     def aligned(shape: tuple[int, ...]) -> Indices:
         tail = names[len(names) - len(shape) :]
-        return tuple("1" if n == 1 and out[-(len(shape) - i)] != 1 else tail[i] for i, n in enumerate(shape))
+        return tuple(
+            "1" if n == 1 and out[-(len(shape) - i)] != 1 else tail[i] for i, n in enumerate(shape)
+        )
 
     return Notation(
         tuple(aligned(shape_of(n)) for n in tensor_arguments(node)),
@@ -119,7 +121,8 @@ def broadcast(node: fx.Node, *, linear: Sequence[Iterable[int]] = ()) -> Notatio
 def regrouped(source: tuple[int, ...], target: tuple[int, ...]) -> tuple[Indices, Indices]:
     """Indices of a reshape: the outermost dims of groups with equal products are the same index.
 
-    `[8,16,32] -> [128,32]` gives `(a, "", b)` and `(a, b)`: the leading 8 of 128 = 8 x 16 can be sharded.
+    `[8,16,32] -> [128,32]` gives `(a, "", b)` and `(a, b)`: the leading 8 of 128 = 8 x 16 can be
+    sharded.
     """
     left, right = [""] * len(source), [""] * len(target)
     i = j = group = 0

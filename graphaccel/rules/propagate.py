@@ -1,14 +1,14 @@
 """Where the batch goes: the placement of every value of a joint graph when the batch is split.
 
-Microbatches (a virtual axis, time) and the data axis split the same tensor dim, so one analysis serves
-both. A value is replicated (the same for every part of the batch), sharded on the dim that carries the
-batch, or a partial sum. Where an op needs the whole sum (the number of unignored labels as a divisor),
-the value is *converted*:
+Microbatches (a virtual axis, time) and the data axis split the same tensor dim, so one analysis
+serves both. A value is replicated (the same for every part of the batch), sharded on the dim that
+carries the batch, or a partial sum. Where an op needs the whole sum (the number of unignored labels
+as a divisor), the value is *converted*:
   hoisted   it depends on the batch alone: computed once a step from the whole batch, exactly
   reduced   it depends on parameters (batch statistics): needs an all-reduce over the data axis, and
             can not be split over time at all
-A value that is the same for every part, where a partial sum is wanted, is *shared out* (divided by the
-number of parts).
+A value that is the same for every part, where a partial sum is wanted, is *shared out* (divided by
+the number of parts).
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class BatchPlacement:
 
     places: placement per node (a tuple for several outputs).
     hoisted, reduced: values converted from a partial sum to the whole sum.
-    shared: (user, position among its tensor arguments) where a replicated value is divided by the parts.
+    shared: (user, position among its tensor arguments) where a replicated value is divided by the
+    parts.
     conflicts: where the batch can not be split at all.
     """
 
@@ -57,12 +58,14 @@ class BatchPlacement:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether a call draws random numbers (attention with dropout 0 does not, whatever its tag says)."""
+    """Whether a call draws random numbers; attention without dropout does not, though tagged so."""
     if _RANDOM not in getattr(node.target, "tags", ()):
         return False
-    return not ("attention" in str(node.target) and 0.0 in node.args and not any(
-        isinstance(a, float) and a > 0 for a in node.args
-    ))
+    return not (
+        "attention" in str(node.target)
+        and 0.0 in node.args
+        and not any(isinstance(a, float) and a > 0 for a in node.args)
+    )
 
 
 def place_batch(

@@ -1,17 +1,21 @@
 """How one rank goes through its list of actions: when buffers appear, and when they may go.
 
-The executor does what `walk` says, and the memory model counts what `walk` says, so that they can not
-disagree. The rules:
+The executor does what `walk` says, and the memory model counts what `walk` says, so that they can
+not disagree. The rules:
   post      the buffers of the receives that stand before the next forward or backward are posted
             before the present one runs: one action ahead, so that the message travels meanwhile
   wait      before an action runs, for the messages it consumes
   release   what a stage's forward sent is kept until that microbatch's backward (its gradient says
-            that it arrived); what a backward sent, until the stage's next backward has run
+            that it arrived); what a backward sent to the stage below, until the next backward of
+            the sender has run. Further down it takes as many backwards as stages lie between:
+            waiting any earlier would stall the sender, and with interleaved stages for ever. Where
+            a rank holds stages between sender and receiver, it is the lowest of them whose
+            backwards count
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -22,8 +26,8 @@ Verb: TypeAlias = Literal["post", "wait", "run", "send", "release", "reduce"]
 
 @dataclass(frozen=True, slots=True)
 class Doing:
-    """One thing to do: `action` is the receive to post or wait for, the forward or backward to run, the
-    send to issue, or the send whose tensors are released."""
+    """One thing to do: `action` is the receive to post or wait for, the forward or backward to run,
+    the send to issue, or the send whose tensors are released."""
 
     verb: Verb
     action: Action
@@ -34,7 +38,8 @@ def walk(actions: Sequence[Action]) -> Iterator[Doing]:
     computing = [i for i, a in enumerate(actions) if a.kind in ("forward", "backward")]
     waiting: list[Action] = []
     unreleased: list[Action] = []
-    last_backward: dict[int, int] = {}
+    done: dict[int, list[int]] = {}  # microbatches whose backward has run, by stage
+    stages = sorted({a.stage for a in actions if a.kind == "backward"})
     previous = 0
     if computing:
         for action in actions[: computing[0]]:
@@ -55,11 +60,10 @@ def walk(actions: Sequence[Action]) -> Iterator[Doing]:
                 unreleased.remove(sent)
         yield Doing("run", action)
         if action.kind == "backward":
-            before = last_backward.get(action.stage)
-            for sent in [s for s in unreleased if _sent_by(s, action.stage, before)]:
+            done.setdefault(action.stage, []).append(action.microbatch)
+            for sent in [s for s in unreleased if _passed(s, stages, done)]:
                 yield Doing("release", sent)
                 unreleased.remove(sent)
-            last_backward[action.stage] = action.microbatch
         for later in actions[index + 1 : until]:
             if later.kind == "send":
                 yield Doing("send", later)
@@ -91,5 +95,10 @@ def _acknowledged(sent: Action, action: Action) -> bool:
     )
 
 
-def _sent_by(sent: Action, stage: int, microbatch: int | None) -> bool:
-    return sent.direction == "backward" and (sent.stage, sent.microbatch) == (stage, microbatch)
+def _passed(sent: Action, stages: Sequence[int], done: Mapping[int, Sequence[int]]) -> bool:
+    """Whether the receiver of a backward's message has had the time to take it."""
+    if sent.direction != "backward":
+        return False
+    above = next(local for local in stages if local > sent.peer)
+    past = done.get(above, ())
+    return sent.microbatch in past[: -(above - sent.peer)]
