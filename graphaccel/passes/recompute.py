@@ -35,6 +35,7 @@ def recompute(graph: fx.GraphModule, plan: Plan) -> fx.GraphModule:
         for source in node.all_input_nodes:
             if source in candidates:
                 node.replace_input_with(source, _clone(source, node, candidates, clones))
+    graph.graph.eliminate_dead_code()  # what only the backward read is no longer made in the forward
     graph.graph.lint()
     graph.recompile()
     return graph
