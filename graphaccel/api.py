@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
-import sys
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, overload
@@ -15,7 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from graphaccel.arguments import check_arguments, check_hooks, device_count, read_plan
 from graphaccel.capture.batch import Batch, flatten_call
+from graphaccel.capture.export import split_targets
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.compat.torch import pytree
 from graphaccel.compiler import (
@@ -28,11 +29,10 @@ from graphaccel.compiler import (
     progress,
     schedule_of,
 )
-from graphaccel.errors import BadPin, GraphMisuse, HookNotKept, InfeasiblePlan, Location
+from graphaccel.errors import BatchChanged, GraphMisuse
 from graphaccel.ir.program import StepProgram
 from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.cluster import cluster as named_cluster
-from graphaccel.planner.pins import NAMES
 from graphaccel.planner.plan import Plan
 from graphaccel.report.text import plan_report
 from graphaccel.runtime.launch import check_devices, ensure_launched
@@ -42,6 +42,9 @@ from graphaccel.runtime.module import Dropped, HandOut, attach, original_class
 from graphaccel.runtime.session import CompiledStep, Session
 from graphaccel.runtime.state import full_state, sharded_state_dict, stage_meshes
 
+PLAN_ONLY = "GRAPHACCEL_PLAN_ONLY"
+"""Set to 1 by `graphaccel plan script.py` around the script: optimize() raises PlanRequested."""
+
 Optimizer = torch.optim.Optimizer
 LossFn = Callable[..., torch.Tensor]
 
@@ -49,7 +52,9 @@ LossFn = Callable[..., torch.Tensor]
 @overload
 def optimize(model: nn.Module, optimizer: None = None, **settings: Any) -> nn.Module: ...
 @overload
-def optimize(model: nn.Module, optimizer: Optimizer, **settings: Any) -> tuple[nn.Module, Optimizer]: ...
+def optimize(
+    model: nn.Module, optimizer: Optimizer, **settings: Any
+) -> tuple[nn.Module, Optimizer]: ...
 def optimize(
     model: nn.Module,
     optimizer: Optimizer | None = None,
@@ -79,20 +84,16 @@ def optimize(
 
     Raises a subclass of GraphAccelError; the model and the optimizer are then as they were.
     """
-    unknown = sorted(set(pins) - set(NAMES))
-    if unknown:
-        raise BadPin(pin=unknown[0], value=pins[unknown[0]], reason="no such decision", allowed=tuple(NAMES))
-    if original_class(model) is not type(model):
-        raise GraphMisuse(what="this model already runs under a plan", help_line="call optimize() once")
-    _refuse_hooks(model)
-    check_supported(model)
-    given = _load_plan(plan)
-    count = _devices(devices, given)
-    if _PlanOnly.wanted:
-        raise _PlanOnly(model, optimizer, loss_fn, example_batch)
+    check_arguments(model, optimizer, pins)
+    planning = os.environ.get(PLAN_ONLY) == "1"
+    check_supported(model, weights=not planning)
+    if planning:
+        return _plan_only(PlanRequested(model, optimizer, loss_fn, pins, example_batch))
+    given = read_plan(plan, pins)
+    count = device_count(devices, given, cluster)
     ensure_launched(count)
     device = _start(count, timeout)
-    where = cluster or _cluster_here(count, device)
+    where = cluster or cluster_here(count, device)
     compiler = Compiler(Model(model, loss_fn, optimizer_bytes(optimizer)), where, pins, given)
     if isinstance(plan, (str, Path)):
         compiler.path = str(plan)
@@ -124,6 +125,7 @@ def plan(
     device, where it differs. Raises InfeasiblePlan (GA201) with what would make it fit.
     """
     where = cluster or named_cluster(device, devices, memory)
+    check_supported(model, weights=False)
     compiler = Compiler(Model(model, loss_fn, optimizer_bytes(optimizer)), where, pins)
     return compiler.choose(as_batch(example_batch))[1]
 
@@ -154,6 +156,8 @@ class Handle:
     ) -> None:
         self._model, self._optimizer, self._compiler = model, optimizer, compiler
         self._devices, self._device, self._timeout = devices, device, timeout
+        self._inner = tuple(model.named_modules())
+        self._dtypes: dict[str, torch.dtype] = {}
         self._session: Session | None = None
         self._step: StepGraph | None = None
         self._steps: dict[Any, CompiledStep] = {}
@@ -169,7 +173,11 @@ class Handle:
             return "no plan yet: it is made when the first training batch comes\n"
         name = original_class(self._model).__name__
         return plan_report(
-            self.plan, self._step, self._compiler.cluster, model_name=name, assumed=_assumed(self._optimizer)
+            self.plan,
+            self._step,
+            self._compiler.cluster,
+            model_name=name,
+            assumed=assumed_state(self._optimizer),
         )
 
     @property
@@ -205,9 +213,14 @@ class Handle:
         if self._optimizer is not None and mesh.pipeline > 1:
             self._optimizer.register_step_pre_hook(_without_remote_gradients)
         self._session, self._step, self.plan, self.program = session, step, chosen, program
-        self._steps[("train", batch.signature())] = self._compiled(step, program, chosen.microbatches, chosen)
+        self._steps[("train", batch.signature())] = self._compiled(
+            step, program, chosen.microbatches, chosen
+        )
+        self._dtypes = _dtypes(batch)
         peak = chosen.prediction
-        progress("ready", chosen.name + (f", {1e3 * peak.seconds:.0f} ms predicted" if peak else ""), 0.0)
+        progress(
+            "ready", chosen.name + (f", {1e3 * peak.seconds:.0f} ms predicted" if peak else ""), 0.0
+        )
 
     def run(
         self, module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
@@ -216,8 +229,10 @@ class Handle:
         if module is not self._model or self._compiler.capturing:
             return forward(module, *args, **kwargs)
         training = torch.is_grad_enabled() and self._model.training
-        if not training and (self.plan is None or self.plan.pipeline == 1) and self._compiler.model.loss_fn is None:
-            return forward(self._model, *args, **kwargs)  # every parameter is here
+        if not training and (self.plan is None or self.plan.pipeline == 1):
+            return self._plain(forward, args, kwargs)  # every parameter is here
+        if training:
+            check_hooks(self._inner)
         batch = flatten_call(args, kwargs)
         if not training:
             return self._evaluate(batch)
@@ -226,11 +241,17 @@ class Handle:
         compiled = self._training_step(batch)
         assert self._session is not None
         result = self._session.step(compiled, batch.leaves)
-        named = [
-            (n, p) for n, p in self._model.named_parameters() if p.requires_grad
-        ]
+        named = [(n, p) for n, p in self._model.named_parameters() if p.requires_grad]
         loss = HandOut.apply(result, tuple(n for n, _ in named), *(p for _, p in named))
         return compiled.rebuild(loss, result.outputs)
+
+    def _plain(self, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The user's own forward, with the loss function behind it if there is one."""
+        loss_fn = self._compiler.model.loss_fn
+        if loss_fn is None:
+            return forward(self._model, *args, **kwargs)
+        args, kwargs, targets = split_targets(loss_fn, args, kwargs)
+        return loss_fn(forward(self._model, *args, **kwargs), *targets)
 
     def state_dict(self, plain: Any, prefix: str) -> Any:
         """Completes `model.state_dict()` with what other ranks hold."""
@@ -251,13 +272,19 @@ class Handle:
         key = ("train", batch.signature())
         if key not in self._steps:
             assert self.plan is not None and self._session is not None
+            self._refuse_dtypes(batch)
             step, program = self._compiler.compile(batch, self.plan, self._session.homes)
             self._steps[key] = self._compiled(step, program, self.plan.microbatches, self.plan)
         return self._steps[key]
 
+    def _refuse_dtypes(self, batch: Batch) -> None:
+        """A batch of other sizes is captured anew; another dtype is a mistake."""
+        for name, dtype in _dtypes(batch).items():
+            expected = self._dtypes.get(name, dtype)
+            if dtype != expected:
+                raise BatchChanged(what=f"dtype of {name}", expected=str(expected), got=str(dtype))
+
     def _evaluate(self, batch: Batch) -> Any:
-        if self.plan is None:
-            self.prepare(batch)
         assert self.plan is not None and self._session is not None
         if torch.is_grad_enabled() and not self._model.training:
             raise GraphMisuse(
@@ -281,8 +308,12 @@ class Handle:
         assert self.plan is not None or chosen is not None
         used = chosen or self.plan
         assert used is not None
-        schedule = schedule_of(used, program) if chosen is not None else forward_schedule(used, program)
-        return CompiledStep(program, schedule, microbatches, step.forward.constants, _rebuilder(step))
+        schedule = (
+            schedule_of(used, program) if chosen is not None else forward_schedule(used, program)
+        )
+        return CompiledStep(
+            program, schedule, microbatches, step.forward.constants, _rebuilder(step)
+        )
 
     def _agree(self, chosen: Plan) -> None:
         """All ranks must run the same plan: they compare it before anything depends on it."""
@@ -306,9 +337,14 @@ def program_homes(program: StepProgram) -> dict[str, tuple[int, ...]]:
     return homes
 
 
+def _dtypes(batch: Batch) -> dict[str, torch.dtype]:
+    return {batch.names[i]: t.dtype for i, t in batch.tensors.items()}
+
+
 def _rebuilder(step: StepGraph) -> Callable[[torch.Tensor | None, Mapping[int, torch.Tensor]], Any]:
     returned = step.forward.returned
     spec = returned.spec
+    names = _output_names(pytree.tree_unflatten(list(range(returned.num_leaves)), spec))
 
     def rebuild(loss: torch.Tensor | None, outputs: Mapping[int, torch.Tensor]) -> Any:
         leaves: list[Any] = []
@@ -318,10 +354,19 @@ def _rebuilder(step: StepGraph) -> Callable[[torch.Tensor | None, Mapping[int, t
             elif i in outputs:
                 leaves.append(outputs[i])
             else:
-                leaves.append(returned.plain.get(i, Dropped(f"output {i}")))
+                leaves.append(returned.plain.get(i, Dropped(names.get(i, f"output {i}"))))
         return pytree.tree_unflatten(leaves, spec)
 
     return rebuild
+
+
+def _output_names(output: Any) -> dict[int, str]:
+    """Leaf number → how the script calls it; `output` has its leaves' numbers for leaves."""
+    if isinstance(output, Mapping):
+        return {i: f"{key}" for key, i in output.items() if isinstance(i, int)}
+    if isinstance(output, (tuple, list)):
+        return {i: f"output[{place}]" for place, i in enumerate(output) if isinstance(i, int)}
+    return {}
 
 
 def _without_remote_gradients(optimizer: Optimizer, *_: Any) -> None:
@@ -333,43 +378,8 @@ def _without_remote_gradients(optimizer: Optimizer, *_: Any) -> None:
                 parameter.grad = None
 
 
-def _refuse_hooks(model: nn.Module) -> None:
-    """Hooks on inner modules would run once, at capture, and never again."""
-    kinds = {
-        "_forward_hooks": "forward hook",
-        "_forward_pre_hooks": "forward pre-hook",
-        "_backward_hooks": "backward hook",
-        "_backward_pre_hooks": "backward pre-hook",
-    }
-    for name, module in model.named_modules():
-        for attribute, kind in kinds.items():
-            for hook in getattr(module, attribute).values():
-                if name and not getattr(type(hook), "__module__", "").startswith("torch.nn.utils"):
-                    code = getattr(hook, "__code__", None)
-                    line = Location(code.co_filename, code.co_firstlineno) if code else None
-                    raise HookNotKept(module=name, kind=kind, location=line)
-
-
-def _load_plan(given: str | Path | Plan | None) -> Plan | None:
-    if given is None or isinstance(given, Plan):
-        return given
-    return Plan.from_json(Path(given).read_text())
-
-
-def _devices(asked: int | None, given: Plan | None) -> int:
-    import os
-
-    if asked is not None:
-        return asked
-    if "WORLD_SIZE" in os.environ:
-        return int(os.environ["WORLD_SIZE"])
-    return given.devices if given is not None else 1
-
-
 def _start(count: int, timeout: float) -> torch.device:
     """Join the process group; the device this rank computes on."""
-    import os
-
     if count > 1:
         check_devices(int(os.environ.get("LOCAL_WORLD_SIZE", count)))
     cuda = torch.cuda.is_available()
@@ -382,13 +392,20 @@ def _start(count: int, timeout: float) -> torch.device:
     return device
 
 
-def _cluster_here(count: int, device: torch.device) -> Cluster:
+def cluster_here(count: int, device: torch.device) -> Cluster:
     """The machine found here, from the catalogue by its name; its memory as the driver tells it."""
     if device.type == "cpu":
         return named_cluster("cpu", count)
     properties = torch.cuda.get_device_properties(device)
     name = properties.name.lower()
-    for known in ("h200-141gb", "h100-80gb", "b200-192gb", "a100-80gb", "v100-32gb", "rtx4090-24gb"):
+    for known in (
+        "h200-141gb",
+        "h100-80gb",
+        "b200-192gb",
+        "a100-80gb",
+        "v100-32gb",
+        "rtx4090-24gb",
+    ):
         if known.split("-")[0].replace("rtx", "") in name:
             return named_cluster(known, count, properties.total_memory)
     return named_cluster("a100-80gb", count, properties.total_memory)
@@ -411,18 +428,46 @@ def _same_on_all_ranks(model: nn.Module, count: int) -> None:
     np.random.set_state(states[0][2])
 
 
-def _assumed(optimizer: Optimizer | None) -> str:
+def assumed_state(optimizer: Optimizer | None) -> str:
+    """What a report says about optimizer state."""
     return "no optimizer state" if optimizer is None else type(optimizer).__name__
 
 
-class _PlanOnly(BaseException):
-    """Raised by `optimize` while `graphaccel plan script.py` runs a script up to it."""
+class PlanRequested(BaseException):
+    """Ends a script that `graphaccel plan script.py` runs, with what it would have trained.
 
-    wanted = False
+    A BaseException: a script that catches Exception must not train after all.
+    example: the batch of `optimize`, or a flattened first call of the model.
+    """
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer | None, loss_fn: LossFn | None, example_batch: Any
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        loss_fn: LossFn | None,
+        pins: Mapping[str, Any],
+        example: Any,
     ) -> None:
-        super().__init__()
-        self.model, self.optimizer = model, optimizer
-        self.loss_fn, self.example_batch = loss_fn, example_batch
+        super().__init__("planning ends this script here")
+        self.model, self.optimizer, self.loss_fn = model, optimizer, loss_fn
+        self.pins, self.example = pins, example
+
+
+def _plan_only(request: PlanRequested) -> Any:
+    """Raise the request; without an example batch, from the first training batch."""
+    if request.example is not None:
+        raise request
+
+    def run(
+        module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+    ) -> Any:
+        if module.training and torch.is_grad_enabled():
+            request.example = flatten_call(args, kwargs)
+            raise request
+        if request.loss_fn is None:
+            return forward(module, *args, **kwargs)
+        args, kwargs, targets = split_targets(request.loss_fn, args, kwargs)
+        return request.loss_fn(forward(module, *args, **kwargs), *targets)
+
+    attach(request.model, None, run, lambda plain, _prefix: plain)
+    return request.model if request.optimizer is None else (request.model, request.optimizer)

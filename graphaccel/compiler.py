@@ -22,7 +22,7 @@ from graphaccel.capture.batch import Batch, as_call, batch_leaves, flatten_call,
 from graphaccel.capture.stepgraph import StepGraph, capture
 from graphaccel.capture.symbols import BATCH, SEQUENCE
 from graphaccel.compat.torch import FakeTensorMode, pytree
-from graphaccel.errors import BatchNotDivisible, PlanMismatch, Unsupported
+from graphaccel.errors import BatchNotDivisible, NoLoss, PlanMismatch, Unsupported
 from graphaccel.ir.program import StepProgram
 from graphaccel.passes.exact_microbatch import split_limits
 from graphaccel.passes.pipeline import build
@@ -53,7 +53,9 @@ class Model:
             {n: _bytes(p) for n, p in self.module.named_parameters(remove_duplicate=False)},
             {n: _bytes(b) for n, b in self.module.named_buffers(remove_duplicate=False)},
             frozenset(
-                n for n, p in self.module.named_parameters(remove_duplicate=False) if p.requires_grad
+                n
+                for n, p in self.module.named_parameters(remove_duplicate=False)
+                if p.requires_grad
             ),
             sum(_bytes(t) for t in batch.tensors.values()),
             self.optimizer_bytes,
@@ -69,8 +71,11 @@ def as_batch(example: Any) -> Batch:
     return flatten_call(*as_call(example))
 
 
-def check_supported(module: nn.Module) -> None:
-    """Raises Unsupported (GA208) for what no plan can hold: dtypes, mixed devices, meta weights."""
+def check_supported(module: nn.Module, *, weights: bool = True) -> None:
+    """Raises Unsupported (GA208) for what no plan can hold: dtypes, layouts, several devices.
+
+    weights: they will be needed, so that the meta device is refused too.
+    """
     devices = set()
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if tensor.is_complex() or tensor.is_quantized:
@@ -86,6 +91,12 @@ def check_supported(module: nn.Module) -> None:
                 help_line=f"{name} = {name}.to_dense()",
             )
         devices.add(tensor.device)
+    if weights and torch.device("meta") in devices:
+        raise Unsupported(
+            what="training a model on the meta device",
+            reason="it has no weights; planning needs none, training does",
+            help_line="model.to_empty(device='cpu'), then initialise it",
+        )
     if len(devices) > 1:
         found = ", ".join(sorted(map(str, devices)))
         raise Unsupported(
@@ -114,9 +125,12 @@ def schedule_of(plan: Plan, program: StepProgram) -> Schedule:
 
 def forward_schedule(plan: Plan, program: StepProgram) -> Schedule:
     """Forwards only, one microbatch: an evaluation."""
-    table = build_schedule("gpipe" if plan.interleave == 1 else "interleaved", plan.pipeline, plan.interleave, 1)
+    table = build_schedule(
+        "gpipe" if plan.interleave == 1 else "interleaved", plan.pipeline, plan.interleave, 1
+    )
     ordered = tuple(
-        tuple(sorted((a for a in rank if a.kind == "forward"), key=lambda a: a.stage)) for rank in table
+        tuple(sorted((a for a in rank if a.kind == "forward"), key=lambda a: a.stage))
+        for rank in table
     )
     return with_communication(ordered, program.forward_edges, frozenset())
 
@@ -124,7 +138,9 @@ def forward_schedule(plan: Plan, program: StepProgram) -> Schedule:
 class Compiler:
     """Captures, plans and rewrites one model; remembers captures by the shape of the batch."""
 
-    def __init__(self, model: Model, cluster: Cluster, pins: Mapping[str, Any], plan: Plan | None = None) -> None:
+    def __init__(
+        self, model: Model, cluster: Cluster, pins: Mapping[str, Any], plan: Plan | None = None
+    ) -> None:
         self.model, self.cluster, self.pins, self.plan = model, cluster, dict(pins), plan
         self.path = "plan"
         self.capturing = False
@@ -162,6 +178,15 @@ class Compiler:
         BatchNotDivisible (GA206), SplitRefused (GA207), NoLoss (GA103).
         """
         step, sizes = self.capture(batch)
+        if not step.has_loss:
+            piped = [
+                n
+                for n in ("pipeline", "interleave", "microbatches")
+                if (self.pins.get(n) or 1) != 1
+            ]
+            raise NoLoss(
+                asked=f"{piped[0]}={self.pins[piped[0]]!r}" if piped else "training under a plan"
+            )
         if self.plan is not None:
             self._check_plan(step, sizes)
             plan, program = self.refine(step, self.plan, batch, sizes)
@@ -210,7 +235,9 @@ class Compiler:
             prediction = replace(prediction, memory=tuple(memory))
         return replace(plan, prediction=prediction), program
 
-    def compile(self, batch: Batch, plan: Plan, homes: Mapping[str, tuple[int, ...]]) -> tuple[StepGraph, StepProgram]:
+    def compile(
+        self, batch: Batch, plan: Plan, homes: Mapping[str, tuple[int, ...]]
+    ) -> tuple[StepGraph, StepProgram]:
         """The training program for a batch of another shape under a plan that already runs."""
         step, sizes = self.capture(batch)
         size = sizes.get(BATCH, step.batch_size)
@@ -223,7 +250,9 @@ class Compiler:
                 allowed=tuple(n for n in range(1, size + 1) if size % (n * plan.data) == 0),
             )
         same = step.fingerprint == plan.graph
-        return step, build(step, plan.decided(batch=size), sizes=sizes, homes=None if same else homes)
+        return step, build(
+            step, plan.decided(batch=size), sizes=sizes, homes=None if same else homes
+        )
 
     def compile_evaluation(
         self, batch: Batch, plan: Plan, homes: Mapping[str, tuple[int, ...]], training: bool
@@ -241,7 +270,9 @@ class Compiler:
         mode = _mode_of(self._skeleton)
         with mode:
             leaves = tuple(
-                torch.empty(x.shape, dtype=x.dtype, device=x.device) if isinstance(x, torch.Tensor) else x
+                torch.empty(x.shape, dtype=x.dtype, device=_real(x.device))
+                if isinstance(x, torch.Tensor)
+                else x
                 for x in batch.leaves
             )
         return self._skeleton, Batch(leaves, batch.names, batch.spec)
@@ -294,13 +325,26 @@ class Compiler:
 
 
 def _skeleton(module: nn.Module) -> nn.Module:
+    """A copy without data. Meta tensors become fakes on the CPU: a graph on the meta device would
+    mix with what the model creates on the CPU in its forward."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
-        memo[id(parameter)] = nn.Parameter(mode.from_tensor(parameter.detach()), parameter.requires_grad)
+        memo[id(parameter)] = nn.Parameter(_fake(parameter.detach(), mode), parameter.requires_grad)
     for buffer in module.buffers():
-        memo[id(buffer)] = mode.from_tensor(buffer.detach())
+        memo[id(buffer)] = _fake(buffer.detach(), mode)
     return copy.deepcopy(module, memo)
+
+
+def _fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    if tensor.device.type != "meta":
+        return mode.from_tensor(tensor)
+    with mode:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+
+
+def _real(device: torch.device) -> torch.device:
+    return torch.device("cpu") if device.type == "meta" else device
 
 
 def _mode_of(module: nn.Module) -> FakeTensorMode:

@@ -8,20 +8,29 @@ meta parameters capture alike.
 from __future__ import annotations
 
 import inspect
+import io
+import linecache
+import logging
+import os
 import re
+import sys
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from graphaccel.capture.batch import Batch
-from graphaccel.compat.torch import DataDependentError, pytree
+from graphaccel.compat.torch import DataDependentError, is_known, pytree
 from graphaccel.errors import CaptureRefused, Location, TensorBranch
+
+_INSIDE = (f"{torch.__path__[0]}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}")
+"""Where the frames of torch and of graphaccel lie: they are not the user's."""
 
 
 @dataclass(frozen=True)
@@ -168,13 +177,14 @@ def export_forward(
     wrapper = _WithLoss(model, loss_fn, notes.append)
     wrapper.training = model.training
     args, kwargs = batch.rebuild(batch.leaves)
-    with _state_restored(model), warnings.catch_warnings():
+    with _state_restored(model), warnings.catch_warnings(), _quiet():
         warnings.simplefilter("ignore")
         try:
             program = torch.export.export(wrapper, args, kwargs, strict=False)
             program = program.run_decompositions({})
         except Exception as error:  # every failure of export becomes one of ours, cause kept
             raise _explained(error, model) from error
+    _refuse_unknown_shapes(program.graph_module.graph, model)
     return _unpack(program, batch, notes[-1])
 
 
@@ -234,9 +244,29 @@ def _state_restored(model: nn.Module):
             module.training = training
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Export logs its own account of a failure and prints the graph so far: our text replaces both."""
+    if os.environ.get("GRAPHACCEL_TRACEBACK") == "full":
+        yield
+        return
+    printed, threshold, graph = io.StringIO(), logging.root.manager.disable, None
+    logging.disable(max(threshold, logging.ERROR))
+    try:
+        with redirect_stderr(printed):
+            yield
+    except Exception as error:
+        graph = getattr(error.__cause__, "partial_fx_graph", None)
+        raise
+    finally:
+        logging.disable(threshold)
+        own = printed.getvalue()
+        sys.stderr.write(own if graph is None else own.replace(f"{graph}\n", ""))
+
+
 def _explained(error: Exception, model: nn.Module) -> Exception:
     frame = _user_frame(error)
-    location = None if frame is None else Location(frame.filename, frame.lineno or 0, frame.line)
+    location = None if frame is None else _location(frame)
     where = _module_of(error, model)
     if isinstance(error, DataDependentError):
         return TensorBranch(module=where, location=location, others=())
@@ -244,25 +274,56 @@ def _explained(error: Exception, model: nn.Module) -> Exception:
     return CaptureRefused(module=where, location=location, reason=re.sub(r"\s+", " ", reason)[:300])
 
 
+def _location(frame: traceback.FrameSummary) -> Location:
+    """The line as the user wrote it, with the columns of the expression where Python knows them."""
+    number = frame.lineno or 0
+    text = linecache.getline(frame.filename, number).rstrip("\n")
+    start, end = getattr(frame, "colno", None), getattr(frame, "end_colno", None)
+    several = getattr(frame, "end_lineno", number) != number
+    if start is None or end is None or several or "\t" in text:
+        return Location(frame.filename, number, text)
+    raw = text.encode()  # columns count bytes
+    return Location(
+        frame.filename, number, text, len(raw[:start].decode()), len(raw[:end].decode())
+    )
+
+
 def _user_frame(error: BaseException) -> traceback.FrameSummary | None:
-    """The innermost frame outside torch and graphaccel."""
+    """The innermost frame outside torch and graphaccel; the user's own before a library's."""
     frames = traceback.extract_tb(error.__traceback__)
-    inside = (f"{torch.__path__[0]}/", "/graphaccel/capture/")
-    own = [f for f in frames if not any(part in f.filename for part in inside)]
+    own = [f for f in frames if not f.filename.startswith(("<", *_INSIDE))]
     own = [f for f in own if "/site-packages/" not in f.filename] or own
-    own = [f for f in own if "/graphaccel/" not in f.filename]
     return own[-1] if own else None
 
 
 def _module_of(error: BaseException, model: nn.Module) -> str:
-    """`Class.forward` of the innermost module of the user's that was running."""
+    """`Class.method` of the innermost module of the user's that was running."""
     name = f"{type(model).__name__}.forward"
     step = error.__traceback__
     known = {type(module) for module in model.modules()}
     while step is not None:
-        frame = step.tb_frame
-        owner = frame.f_locals.get("self")
-        if type(owner) in known and not type(owner).__module__.startswith("torch."):
-            name = f"{type(owner).__name__}.{frame.f_code.co_name}"
+        code = step.tb_frame.f_code
+        owner = step.tb_frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        if type(owner) in known and not code.co_filename.startswith(("<", *_INSIDE)):
+            name = f"{type(owner).__name__}.{code.co_name}"
         step = step.tb_next
     return name
+
+
+def _refuse_unknown_shapes(graph: fx.Graph, model: nn.Module) -> None:
+    """Sizes that depend on the data (`x[x > 0]`) pass export, but nothing can be planned with them."""
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        shape = value.shape if isinstance(value, torch.Tensor) else ()
+        if all(isinstance(size, int) or is_known(size) for size in shape):
+            continue
+        frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+        own = [(f, int(n)) for f, n in frames if not f.startswith(_INSIDE)]
+        stack = list((node.meta.get("nn_module_stack") or {}).values())
+        kind = str(stack[-1][1]).rsplit(".", 1)[-1] if len(stack) > 1 else type(model).__name__
+        raise CaptureRefused(
+            module=f"{kind}.forward",
+            location=Location(*own[-1]) if own else None,
+            reason="the shape of its result depends on the values of a tensor; "
+            "torch.where and masked sums keep the shape",
+        )

@@ -56,6 +56,11 @@ def submesh(device: str, ranks: list[int], rank: int) -> DeviceMesh:
     return DeviceMesh(device, ranks, _init_backend=False, _rank=rank)
 
 
+def is_known(size: torch.SymInt) -> bool:
+    """Whether a size has a value: one that stems from the data of a tensor has none."""
+    return size.node.has_hint()
+
+
 def fake_mode_of(nodes: list[fx.Node]) -> Any:
     """The fake-tensor mode that the values of `nodes` belong to."""
     for node in nodes:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphaccel.compat.torch import pytree
 from graphaccel.errors import OutputDropped, RetainGraph
 from graphaccel.runtime.executor import StepResult
 from graphaccel.runtime.remote import RemoteTensor
@@ -67,7 +68,7 @@ class HandOut(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
         """Each gradient, times what reached the loss."""
-        if ctx.result is None:
+        if ctx.result is None or torch.is_grad_enabled():  # enabled here: create_graph=True
             raise RetainGraph()
         gradients = ctx.result.gradients
         parameters = ctx.parameters
@@ -91,6 +92,14 @@ class Dropped:
 
     def __init__(self, name: str) -> None:
         object.__setattr__(self, "_name", name)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Any function of torch that is given one."""
+        given = pytree.tree_leaves((args, kwargs or {}))
+        return next(leaf for leaf in given if isinstance(leaf, Dropped))._raise()
 
     def _raise(self) -> Any:
         raise OutputDropped(name=object.__getattribute__(self, "_name"))

@@ -1,0 +1,119 @@
+"""What `optimize` was given: checked before anything is started or changed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphaccel.errors import BadPin, GraphMisuse, HookNotKept, Location, Unsupported
+from graphaccel.planner.cluster import Cluster
+from graphaccel.planner.pins import NAMES
+from graphaccel.planner.plan import Plan
+from graphaccel.runtime.module import original_class
+
+_HOOKS = {
+    "_forward_hooks": "forward hook",
+    "_forward_pre_hooks": "forward pre-hook",
+    "_backward_hooks": "backward hook",
+    "_backward_pre_hooks": "backward pre-hook",
+}
+
+
+def check_arguments(model: Any, optimizer: Any, pins: Mapping[str, Any]) -> None:
+    """Raises BadPin (GA202), GraphMisuse (GA407), HookNotKept (GA401) or Unsupported (GA208)."""
+    unknown = sorted(set(pins) - set(NAMES))
+    if unknown:
+        raise BadPin(
+            pin=unknown[0],
+            value=pins[unknown[0]],
+            reason=f"no such decision; there are: {', '.join(NAMES)}",
+        )
+    if not isinstance(model, nn.Module):
+        raise GraphMisuse(what=f"optimize() takes a torch.nn.Module, not {type(model).__name__}")
+    if original_class(model) is not type(model):
+        raise GraphMisuse(
+            what="this model already runs under a plan", help_line="call optimize() once"
+        )
+    if next(model.parameters(), None) is None:
+        raise Unsupported(what="a model without parameters", reason="there is nothing to train")
+    if optimizer is not None:
+        _check_optimizer(model, optimizer)
+    check_hooks(model.named_modules())
+
+
+def _check_optimizer(model: nn.Module, optimizer: Any) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise GraphMisuse(
+            what=f"the optimizer is a torch.optim.Optimizer, not {type(optimizer).__name__}",
+            help_line="graphaccel.optimize(model, torch.optim.AdamW(model.parameters()))",
+        )
+    own = {id(p) for p in model.parameters()}
+    if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+        raise GraphMisuse(
+            what="the optimizer holds no parameter of this model",
+            help_line="make it from the model:  torch.optim.AdamW(model.parameters())",
+        )
+
+
+def check_hooks(modules: Iterable[tuple[str, nn.Module]]) -> None:
+    """Hooks on inner modules would run once, at capture, and never again: HookNotKept (GA401)."""
+    for name, module in modules:
+        for attribute, kind in _HOOKS.items():
+            for hook in getattr(module, attribute).values():
+                if name and not getattr(type(hook), "__module__", "").startswith("torch.nn.utils"):
+                    code = getattr(hook, "__code__", None)
+                    line = Location(code.co_filename, code.co_firstlineno) if code else None
+                    raise HookNotKept(module=name, kind=kind, location=line)
+
+
+def read_plan(given: str | Path | Plan | None, pins: Mapping[str, Any]) -> Plan | None:
+    """The plan to run exactly, from its file if need be.
+
+    Raises GraphMisuse (GA407) for a file that is no plan, BadPin (GA202) for pins besides a plan.
+    """
+    if given is None:
+        return None
+    if pins:
+        name = next(iter(pins))
+        raise BadPin(pin=name, value=pins[name], reason="the plan given as plan= decides it")
+    if isinstance(given, Plan):
+        return given
+    try:
+        return Plan.from_json(Path(given).read_text())
+    except OSError as error:
+        reason, cause = error.strerror or str(error), error
+    except KeyError as error:
+        reason, cause = f"it has no field {error}", error
+    except (AttributeError, TypeError) as error:
+        reason, cause = "it is no plan", error
+    except ValueError as error:
+        reason, cause = str(error), error
+    raise GraphMisuse(
+        what=f"plan `{given}` can not be read: {reason}",
+        help_line=f"make a new one:  graphaccel plan FILE --devices N --json {given}",
+    ) from cause
+
+
+def device_count(asked: int | None, given: Plan | None, cluster: Cluster | None) -> int:
+    """How many devices to run on. Raises BadPin (GA202) for a count that can not be."""
+    if asked is not None and (isinstance(asked, bool) or not isinstance(asked, int) or asked < 1):
+        raise BadPin(pin="devices", value=asked, reason="it is a count of at least 1")
+    if asked is not None:
+        count = asked
+    elif "WORLD_SIZE" in os.environ:
+        count = int(os.environ["WORLD_SIZE"])
+    else:
+        count = given.devices if given is not None else 1
+    if cluster is not None and cluster.count != count:
+        raise BadPin(
+            pin="devices",
+            value=count,
+            reason=f"the cluster given as cluster= has {cluster.count}",
+            allowed=(str(cluster.count),),
+        )
+    return count
