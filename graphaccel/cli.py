@@ -14,9 +14,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from graphaccel import __version__
-from graphaccel.errors import GraphAccelError, InfeasiblePlan, error_classes
+from graphaccel.errors import GraphAccelError, InfeasiblePlan, UnknownDevice, error_classes
 
 NOTHING_FITS = 3
+_EXIT_CODES = {UnknownDevice: 2, InfeasiblePlan: NOTHING_FITS}
 
 _UNITS = {"": 1, "b": 1}
 _UNITS |= {f"{letter}ib": 2 ** (10 * (i + 1)) for i, letter in enumerate("kmgt")}
@@ -36,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.get("GRAPHACCEL_TRACEBACK") == "full":
             raise
         print(error, file=sys.stderr)
-        return NOTHING_FITS if isinstance(error, InfeasiblePlan) else 1
+        return _EXIT_CODES.get(type(error), 1)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -67,11 +68,13 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "target",
         metavar="FILE[:FUNCTION]",
         type=_target,
-        help="FUNCTION() returns (model, example_batch[, loss_fn, optimizer]); without it FILE is "
-        "run up to its optimize() call",
+        help="FUNCTION() returns (model, example_batch[, loss_fn[, optimizer]]); without it FILE "
+        "is run up to its optimize() call, or up to the first training batch",
     )
     plan.add_argument("--devices", type=_positive, required=True, metavar="N")
-    plan.add_argument("--device", metavar="NAME", help="from the catalogue, e.g. h100-80gb")
+    plan.add_argument(
+        "--device", metavar="NAME", help="from the catalogue, e.g. h100-80gb; else what is here"
+    )
     plan.add_argument("--memory", type=parse_bytes, metavar="SIZE", help="of one device: 80GiB")
     plan.add_argument("--batch", type=_positive, metavar="N", help="global batch size")
     plan.add_argument("--json", type=Path, metavar="FILE", help="save the plan")
@@ -157,9 +160,9 @@ def _code(text: str) -> str:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from graphaccel import api
+    from graphaccel.plan_command import plan_command
 
-    return api.plan_command(arguments)
+    return plan_command(arguments)
 
 
 def _run(arguments: argparse.Namespace) -> int:

@@ -22,11 +22,12 @@ from typing import TYPE_CHECKING
 from plot import largest_difference, side_by_side, svg
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
 
 HERE = Path(__file__).resolve().parent
 TOLERANCE = 1e-3  # nats; rounding in float32 is some 1e-6 here
-PINS = ["--data", "2", "--pipeline", "2"]
+PINS = ["--data", "2", "--pipeline", "2", "--interleave", "1"]
 BATCH, SEQUENCE, VOCABULARY = 16, 128, 2048
 LAYERS, WIDTH, HEADS = 4, 160, 4
 
@@ -47,14 +48,17 @@ def settings(steps: int) -> list[str]:
     return [argument for name, value in sizes.items() for argument in (f"--{name}", str(value))]
 
 
-def job() -> tuple[torch.nn.Module, tuple[torch.Tensor, torch.Tensor]]:
-    """The demo's model and one batch, for `graphaccel plan examples/gpt2/demo.py:job`."""
+def job() -> tuple[nn.Module, tuple[Tensor, Tensor], None, Optimizer]:
+    """The demo's model, one batch, no loss function (the model computes its loss), its optimizer.
+
+    For `graphaccel plan examples/gpt2/demo.py:job`.
+    """
     import torch
     from model import GPT, GPTConfig
 
     model = GPT(GPTConfig(VOCABULARY, SEQUENCE, LAYERS, HEADS, WIDTH))
     tokens = torch.zeros(BATCH, SEQUENCE, dtype=torch.int64)
-    return model, (tokens, tokens.clone())
+    return model, (tokens, tokens.clone()), None, torch.optim.AdamW(model.parameters())
 
 
 def run(title: str, command: list[str]) -> None:

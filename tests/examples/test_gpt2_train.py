@@ -96,7 +96,9 @@ def test_eager_is_one_device(gpt2, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_demo_plans_the_model_that_it_trains(gpt2) -> None:
     demo, train = gpt2("demo"), gpt2("train")
-    planned, batch = demo.job()
+    planned, batch, loss_fn, optimizer = demo.job()
+    assert loss_fn is None
+    assert isinstance(optimizer, torch.optim.AdamW)
     args = train.arguments(demo.settings(steps=8))
     trained, loss_of = train.build_model(args, args.vocabulary)
     shapes = [(name, p.shape) for name, p in trained.named_parameters()]
@@ -158,7 +160,9 @@ def test_two_processes_have_the_curve_of_one(
     same = [*SMALL, cache, f"--model={kind}"]
     run_here("gpt2/train.py", *same, "--eager", f"--curve={one}")
     script = str(EXAMPLES / "gpt2" / "train.py")
-    out = run_apart(script, *same, "--devices=2", "--pipeline=2", "--report", f"--curve={two}")
+    out = run_apart(
+        script, *same, "--devices=2", "--pipeline=2", "--interleave=1", "--report", f"--curve={two}"
+    )
     expected, got = json.loads(one.read_text()), json.loads(two.read_text())
     assert got["losses"] == pytest.approx(expected["losses"], abs=1e-4)
     for (step, loss), (_, reference) in zip(got["validation"], expected["validation"], strict=True):
