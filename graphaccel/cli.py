@@ -19,10 +19,6 @@ from graphaccel.errors import GraphAccelError, InfeasiblePlan, UnknownDevice, er
 NOTHING_FITS = 3
 _EXIT_CODES = {UnknownDevice: 2, InfeasiblePlan: NOTHING_FITS}
 
-_UNITS = {"": 1, "b": 1}
-_UNITS |= {f"{letter}ib": 2 ** (10 * (i + 1)) for i, letter in enumerate("kmgt")}
-_UNITS |= {f"{letter}b": 10 ** (3 * (i + 1)) for i, letter in enumerate("kmgt")}
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code.
@@ -75,7 +71,7 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     plan.add_argument(
         "--device", metavar="NAME", help="from the catalogue, e.g. h100-80gb; else what is here"
     )
-    plan.add_argument("--memory", type=parse_bytes, metavar="SIZE", help="of one device: 80GiB")
+    plan.add_argument("--memory", type=_bytes, metavar="SIZE", help="of one device: 80GiB")
     plan.add_argument("--batch", type=_positive, metavar="N", help="global batch size")
     plan.add_argument("--json", type=Path, metavar="FILE", help="save the plan")
     pins = plan.add_argument_group("pins", "decide these; the rest is planned around them")
@@ -120,20 +116,15 @@ def torchrun_flags(arguments: argparse.Namespace) -> list[str]:
     return [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
 
 
-def parse_bytes(text: str) -> int:
-    """Bytes of "80GiB", "80GB" or a plain number.
+def _bytes(text: str) -> int:
+    from graphaccel.planner.cluster import parse_bytes
 
-    Raises:
-        argparse.ArgumentTypeError: no number, or a unit that is not known.
-    """
-    number = text.rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
-    unit = _UNITS.get(text[len(number) :].strip().lower())
     try:
-        size = int(float(number) * unit) if unit else 0
-    except (ValueError, OverflowError):
-        size = 0
-    if size <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write it like 80GiB or 500MiB")
+        size = parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    if size == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} holds nothing")
     return size
 
 

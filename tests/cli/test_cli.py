@@ -63,7 +63,8 @@ def test_no_command_is_a_bad_argument(capsys: pytest.CaptureFixture[str]) -> Non
     [
         (["--devices", "0"], "'0' is not a whole number above 0"),
         (["--devices", "two"], "'two' is not a whole number above 0"),
-        (["--devices", "2", "--memory", "80 stones"], "'80 stones' is not a size"),
+        (["--devices", "2", "--memory", "80 stones"], "'80 stones' is no amount of memory"),
+        (["--devices", "2", "--memory", "0GiB"], "'0GiB' holds nothing"),
         (["--devices", "2", "--precision", "fp8"], "invalid choice: 'fp8'"),
         ([], "the following arguments are required: --devices"),
     ],
@@ -110,20 +111,6 @@ def test_plan_without_function_and_pins(model_file: Path) -> None:
     arguments = cli.build_parser().parse_args(["plan", str(model_file), "--devices", "2"])
     assert arguments.target == (model_file, None)
     assert {arguments.data, arguments.memory, arguments.device, arguments.json} == {None}
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [("80GiB", 80 * 2**30), ("80GB", 80 * 10**9), ("500 MiB", 500 * 2**20), ("1024", 1024)],
-)
-def test_parse_bytes(text: str, size: int) -> None:
-    assert cli.parse_bytes(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "nanGiB", "infGiB", "1XiB", "0"])
-def test_parse_bytes_refuses(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match="is not a size"):
-        cli.parse_bytes(text)
 
 
 @pytest.mark.parametrize(("error", "code"), [(_infeasible(), 3), (errors.RetainGraph(), 1)])
