@@ -1,14 +1,14 @@
 """The passes in order, each with why it stands where it does.
 
-  lower_precision        on the forward graph: autograd then derives the casts of the backward
-  synchronise_batch_norm on the forward graph, before differentiation, for the same reason
-  drop_backward          evaluation: nothing to differentiate
-  (differentiate)        capture's, again, where one of these changed the forward graph
-  exact_microbatch       sizes shrink here: everything later sees one microbatch of one data rank
-  recompute              before the cut, so that a stage owns its clones
-  cut_stages             needs the final joint graph
-  split_phases           needs stages: what is saved is decided a stage at a time
-  accumulate_gradients   last: it brings in-place ops, after which nothing may be moved
+lower_precision        on the forward graph: autograd then derives the casts of the backward
+synchronise_batch_norm on the forward graph, before differentiation, for the same reason
+drop_backward          evaluation: nothing to differentiate
+(differentiate)        capture's, again, where one of these changed the forward graph
+exact_microbatch       sizes shrink here: everything later sees one microbatch of one data rank
+recompute              before the cut, so that a stage owns its clones
+cut_stages             needs the final joint graph
+split_phases           needs stages: what is saved is decided a stage at a time
+accumulate_gradients   last: it brings in-place ops, after which nothing may be moved
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ def build(
     if not gradients:
         step = run.step("drop_backward", drop_backward, step)
     local = run.call("exact_microbatch", lambda: exact_microbatch(step, plan, sizes))
+    run.dump("exact_microbatch", local.graph)
     graph = run.graph("recompute", lambda g: recompute(g, plan), local.graph)
     staged = run.call(
         "cut_stages",
@@ -70,6 +71,11 @@ def build(
     programs = run.call(
         "accumulate_gradients", lambda: tuple(accumulate_gradients(p, plan) for p in programs)
     )
+    for program in programs:
+        run.dump(f"stage_{program.stage}_forward", program.forward)
+        for (first, last), backward in program.backwards.items():
+            moment = "_first" * first + "_last" * last
+            run.dump(f"stage_{program.stage}_backward{moment}", backward)
     return _assembled(step, staged, programs, local.prologue, local.output_places)
 
 

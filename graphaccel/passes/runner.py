@@ -1,12 +1,16 @@
 """Runs passes and does their chores: time, op-count difference, numbered dumps.
 
-`GRAPHACCEL_DUMP=dir` writes the joint graph after each pass that changed it: `03_recompute.txt`.
+`GRAPHACCEL_DUMP=dir` writes the graph after each pass that changed it, `dir/PLAN/04_recompute.txt`,
+and the graphs of every stage, which are what runs. Each plan that is built has a folder: the search
+may build some that then do not fit, and an evaluation is a plan of its own. Only rank 0 writes; all
+ranks build the same.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -29,10 +33,13 @@ class Runner:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._number = 0
-        self._dump = os.environ.get("GRAPHACCEL_DUMP")
+        wanted = os.environ.get("GRAPHACCEL_DUMP") if os.environ.get("RANK", "0") == "0" else None
+        self._dump = Path(wanted) / re.sub(r"\W+", "-", plan.name) if wanted else None
 
-    def step(self, name: str, run: Callable[[StepGraph, Plan], StepGraph], step: StepGraph) -> StepGraph:
-        """A pass from step to step (one that rewrites the forward graph and differentiates again)."""
+    def step(
+        self, name: str, run: Callable[[StepGraph, Plan], StepGraph], step: StepGraph
+    ) -> StepGraph:
+        """A pass from step to step: one that rewrites the forward and differentiates again."""
         result = self.call(name, lambda: run(step, self._plan))
         if result is not step:
             self._report(name, step.graph, result.graph)
@@ -56,16 +63,19 @@ class Runner:
         log.info("%02d %-24s %6.1f ms", self._number, name, 1e3 * (time.perf_counter() - start))
         return result
 
+    def dump(self, name: str, graph: fx.GraphModule, notes: str = "") -> None:
+        """Write a graph to the plan's folder, if GRAPHACCEL_DUMP asks for it."""
+        if self._dump is not None:
+            self._dump.mkdir(parents=True, exist_ok=True)
+            head = f"# {notes}\n" if notes else ""
+            (self._dump / f"{name}.txt").write_text(head + graph_text(graph.graph, notes=True))
+
     def _report(self, name: str, before: fx.GraphModule, after: fx.GraphModule) -> None:
         self._write(name, after, _difference(_count(before), _count(after)))
 
     def _write(self, name: str, graph: fx.GraphModule, difference: str) -> None:
         log.debug("%s: %s", name, difference)
-        if self._dump:
-            folder = Path(self._dump)
-            folder.mkdir(parents=True, exist_ok=True)
-            text = f"# {difference}\n" + graph_text(graph.graph, notes=True)
-            (folder / f"{self._number:02d}_{name}.txt").write_text(text)
+        self.dump(f"{self._number:02d}_{name}", graph, difference)
 
 
 def _count(graph: fx.GraphModule) -> Counter[str]:

@@ -228,3 +228,19 @@ def test_exit_codes(
     captured = capsys.readouterr()
     assert message in captured.err
     assert captured.out == ""
+
+
+def test_the_graphs_of_a_plan_can_be_written_down(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GRAPHACCEL_DUMP", "graphs")
+    monkeypatch.delenv("RANK", raising=False)
+    pins = ("--pipeline", "2", "--interleave", "1", "--microbatches", "4")
+    assert plan("jobs.py:plain", "--devices", "2", "--device", "cpu", *pins) == 0
+    (made,) = Path("graphs").iterdir()
+    assert made.name == "data-1-x-pipeline-2-4-microbatches-of-2"
+    files = {file.name for file in made.iterdir()}
+    assert {"exact_microbatch.txt", "stage_0_forward.txt", "stage_1_forward.txt"} <= files
+    backwards = {"stage_0_backward.txt", "stage_0_backward_first.txt", "stage_1_backward_last.txt"}
+    assert backwards <= files
+    assert "f32[2,16]" in (made / "exact_microbatch.txt").read_text()
