@@ -241,7 +241,8 @@ class Handle:
         compiled = self._training_step(batch)
         assert self._session is not None
         result = self._session.step(compiled, batch.leaves)
-        named = [(n, p) for n, p in self._model.named_parameters() if p.requires_grad]
+        reached = compiled.reached
+        named = [(n, p) for n, p in self._model.named_parameters() if n in reached]
         loss = HandOut.apply(result, tuple(n for n, _ in named), *(p for _, p in named))
         return compiled.rebuild(loss, result.outputs)
 

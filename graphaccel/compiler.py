@@ -333,7 +333,10 @@ def _skeleton(module: nn.Module) -> nn.Module:
         memo[id(parameter)] = nn.Parameter(_fake(parameter.detach(), mode), parameter.requires_grad)
     for buffer in module.buffers():
         memo[id(buffer)] = _fake(buffer.detach(), mode)
-    return copy.deepcopy(module, memo)
+    made = copy.deepcopy(module, memo)
+    for hooks in (made._forward_hooks, made._forward_pre_hooks):
+        hooks.clear()  # they run when the script calls its own model
+    return made
 
 
 def _fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:

@@ -311,7 +311,7 @@ def _module_of(error: BaseException, model: nn.Module) -> str:
 
 
 def _refuse_unknown_shapes(graph: fx.Graph, model: nn.Module) -> None:
-    """Sizes that depend on the data (`x[x > 0]`) pass export, but nothing can be planned with them."""
+    """Sizes that depend on the data (`x[x > 0]`) pass export, but can not be planned with."""
     for node in graph.nodes:
         value = node.meta.get("val")
         shape = value.shape if isinstance(value, torch.Tensor) else ()

@@ -86,3 +86,13 @@ class StepProgram:
     shared: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     output_places: Mapping[int, str | int] = field(default_factory=dict)
     random: bool = False
+
+    @property
+    def reached(self) -> frozenset[str]:
+        """Parameters that get a gradient on some rank."""
+        return frozenset(
+            value.name
+            for stage in self.stages
+            for value in (*stage.backward_inputs, *stage.backward_outputs)
+            if value.kind in ("accumulator", "gradient")
+        )

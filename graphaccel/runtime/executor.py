@@ -28,11 +28,13 @@ from graphaccel.schedule.walk import walk
 @dataclass
 class StepResult:
     """loss: scalar, the same on every rank. gradients: by parameter name, of this rank's stages.
-    outputs: by leaf of what the model returned, whole batch, on every rank."""
+    outputs: by leaf of what the model returned, whole batch, on every rank. skipped: gradients of
+    some rank overflowed, and no rank has any."""
 
     loss: torch.Tensor | None
     gradients: dict[str, torch.Tensor]
     outputs: dict[int, torch.Tensor]
+    skipped: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,7 @@ class Executor:
         self._stages = {p.stage: p for p in program.stages if p.stage % mesh.pipeline == mesh.pipeline_index}
         self._messages = Messages(program, mesh, microbatches)
         self._last_stage = len(program.stages) - 1
+        self._reached = program.reached
         for stage in self._stages.values():
             for graph in stage.backwards.values():
                 _bind_group(graph, mesh)
@@ -267,6 +270,7 @@ class Executor:
         scale.update(good)
         if not good:
             result.gradients.clear()
+            result.skipped = True
         return result
 
     def _sum_shared(self, gradients: dict[str, torch.Tensor]) -> None:
@@ -275,10 +279,9 @@ class Executor:
             places = tuple(sorted({s % self._mesh.pipeline for s in stages}))
             if len(places) > 1 and self._mesh.pipeline_index in places:
                 if name not in gradients:
-                    parameter = self._held.parameters[name]
-                    if not parameter.requires_grad:
+                    if name not in self._reached:  # frozen: no rank has a gradient of it
                         continue
-                    gradients[name] = torch.zeros_like(parameter)
+                    gradients[name] = torch.zeros_like(self._held.parameters[name])
                 gradients[name] = gradients[name].contiguous()
                 dist.all_reduce(gradients[name], group=self._mesh.shared_groups[places])
 

@@ -70,10 +70,12 @@ class HandOut(torch.autograd.Function):
         """Each gradient, times what reached the loss."""
         if ctx.result is None or torch.is_grad_enabled():  # enabled here: create_graph=True
             raise RetainGraph()
-        gradients = ctx.result.gradients
+        gradients, skipped = ctx.result.gradients, ctx.result.skipped
         parameters = ctx.parameters
         ctx.result = ctx.parameters = None
-        own = [g for g in gradients.values()]
+        if skipped:  # on every rank alike, so that clipping stacks equally many norms everywhere
+            return (None, None, *(None for _ in parameters))
+        own = list(gradients.values())
         if own and not (gradient.device.type == "cpu" and gradient.item() == 1.0):
             scale = gradient.to(own[0].dtype)
             for tensor in own:
@@ -107,22 +109,13 @@ class Dropped:
     def __getattr__(self, _name: str) -> Any:
         return self._raise()
 
-    def __getitem__(self, _key: Any) -> Any:
+    def _operate(self, *_: Any) -> Any:
         return self._raise()
 
-    def __iter__(self) -> Any:
-        return self._raise()
-
-    def __len__(self) -> int:
-        return self._raise()
-
-    def __bool__(self) -> bool:
-        return self._raise()
-
-    def __add__(self, _other: Any) -> Any:
-        return self._raise()
-
-    __radd__ = __sub__ = __mul__ = __rmul__ = __truediv__ = __matmul__ = __add__
+    __getitem__ = __iter__ = __len__ = __bool__ = __float__ = __int__ = _operate
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _operate
+    __truediv__ = __rtruediv__ = __floordiv__ = __matmul__ = __rmatmul__ = __pow__ = _operate
+    __neg__ = __abs__ = __lt__ = __le__ = __gt__ = __ge__ = _operate
 
     def __repr__(self) -> str:
         return f"<{object.__getattribute__(self, '_name')}: not kept in training by this plan>"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -35,6 +36,11 @@ class CompiledStep:
     microbatches: int
     constants: Mapping[str, torch.Tensor] = field(repr=False)
     rebuild: Callable[[torch.Tensor | None, Mapping[int, torch.Tensor]], Any] = field(repr=False)
+
+    @cached_property
+    def reached(self) -> frozenset[str]:
+        """Parameters that get a gradient, on this rank or another."""
+        return self.program.reached
 
 
 class Session:

@@ -1,0 +1,158 @@
+"""Models that have no graph, through `optimize`: class, full text, and nothing half-changed."""
+
+# ruff: noqa: E501 (texts are asserted as they are printed)
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import graphaccel
+from graphaccel import errors
+from tests.support.small import WIDTH, Classifier, small_batch, used_optimizer
+from tests.support.untouched import refused
+
+EXPLAIN = "  help: to see torch's own report:  GRAPHACCEL_TRACEBACK=full python train.py"
+
+
+class Router(nn.Module):
+    """Branches on a value, once its layer has run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.layer(x).softmax(-1)
+        if gate.max() > 0.9:
+            return x
+        return gate
+
+
+class ToNumpy(Router):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * torch.from_numpy(x.detach().numpy())
+
+
+class Masked(Router):
+    def forward(self, x: Tensor) -> Tensor:
+        kept = x[x > 0]
+        return self.layer(x) + kept.sum()
+
+
+class Raises(Router):
+    def forward(self, x: Tensor) -> Tensor:
+        raise ValueError("  the rows\n are odd")
+
+
+def _line(model: type[nn.Module], offset: int) -> int:
+    return model.forward.__code__.co_firstlineno + offset
+
+
+def _check(inner: nn.Module, kind: type[errors.GraphAccelError], text: str) -> None:
+    model, batch = Classifier(inner), small_batch()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with refused(kind, text, model, optimizer):
+        graphaccel.optimize(model, optimizer, example_batch=batch)
+
+
+def test_a_branch_is_underlined_in_the_users_own_line(capfd: pytest.CaptureFixture[str]) -> None:
+    number = _line(Router, 2)
+    text = f"""\
+error[GA101]: cannot capture `Router.forward`: it branches on the value of a tensor
+  --> test_bad_input_capture.py:{number}
+{number:>5} |         if gate.max() > 0.9:
+      |            ^^^^^^^^^^^^^^^^ this becomes a Python value, so the graph would depend on the data
+  why:  graphaccel needs one graph for every batch
+  help: make it branch-free:  x = torch.where(condition, a, b)
+  explain: graphaccel explain GA101"""
+    _check(Router(), errors.TensorBranch, text)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_call_without_a_graph_is_underlined() -> None:
+    number = _line(ToNumpy, 1)
+    text = f"""\
+error[GA102]: cannot capture `ToNumpy.forward`: this has no graph
+  --> test_bad_input_capture.py:{number}
+{number:>5} |         return self.layer(x) * torch.from_numpy(x.detach().numpy())
+      |                                                 ^^^^^^^^^^^^^^^^^^
+  why:  .numpy() is not supported for tensor subclasses.
+{EXPLAIN}
+  explain: graphaccel explain GA102"""
+    _check(ToNumpy(), errors.CaptureRefused, text)
+
+
+def test_a_shape_that_depends_on_the_data_is_refused() -> None:
+    number = _line(Masked, 1)
+    text = f"""\
+error[GA102]: cannot capture `Masked.forward`: this has no graph
+  --> test_bad_input_capture.py:{number}
+{number:>5} |         kept = x[x > 0]
+      |         ^^^^^^^^^^^^^^^
+  why:  the shape of its result depends on the values of a tensor; torch.where and masked sums keep the shape
+{EXPLAIN}
+  explain: graphaccel explain GA102"""
+    _check(Masked(), errors.CaptureRefused, text)
+
+
+def test_what_the_users_code_raises_is_quoted() -> None:
+    number = _line(Raises, 1)
+    text = f"""\
+error[GA102]: cannot capture `Raises.forward`: this has no graph
+  --> test_bad_input_capture.py:{number}
+{number:>5} |         raise ValueError("  the rows\\n are odd")
+      |         ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^
+  why:  the rows
+{EXPLAIN}
+  explain: graphaccel explain GA102"""
+    _check(Raises(), errors.CaptureRefused, text)
+
+
+def test_the_cause_is_kept() -> None:
+    model = Classifier(Raises())
+    with pytest.raises(errors.CaptureRefused) as caught:
+        graphaccel.optimize(model, example_batch=small_batch())
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_a_refused_first_batch_leaves_the_optimizer_state() -> None:
+    model, batch = Classifier(), small_batch()
+    optimizer = used_optimizer(model, batch)
+    model.inner = Router()
+    optimizer.add_param_group({"params": list(model.inner.parameters())})
+    graphaccel.optimize(model, optimizer)
+    number = _line(Router, 2)
+    text = f"""\
+error[GA101]: cannot capture `Router.forward`: it branches on the value of a tensor
+  --> test_bad_input_capture.py:{number}
+{number:>5} |         if gate.max() > 0.9:
+      |            ^^^^^^^^^^^^^^^^ this becomes a Python value, so the graph would depend on the data
+  why:  graphaccel needs one graph for every batch
+  help: make it branch-free:  x = torch.where(condition, a, b)
+  explain: graphaccel explain GA101"""
+    with refused(errors.TensorBranch, text, model, optimizer):
+        model(*batch)
+    assert model.graphaccel.plan is None
+
+
+@pytest.mark.parametrize(
+    ("pins", "asked"),
+    [
+        ({}, "training under a plan"),
+        ({"microbatches": 2}, "microbatches=2"),
+        ({"pipeline": 2}, "pipeline=2"),
+    ],
+)
+def test_a_model_without_a_loss(pins: dict[str, int], asked: str) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    text = f"""\
+error[GA103]: {asked} needs the loss in the graph, and the model returns none
+  why:  backward of one microbatch runs between the forwards of others, before the script could compute a loss
+  help: return the loss from the model: a scalar, or an output with a field `loss`
+  help: or pass a function of the model's output and the targets:  graphaccel.optimize(model, optimizer, loss_fn=loss_fn)
+  explain: graphaccel explain GA103"""
+    with refused(errors.NoLoss, text, model, optimizer):
+        graphaccel.optimize(model, optimizer, example_batch=small_batch()[:1], **pins)

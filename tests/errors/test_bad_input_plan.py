@@ -1,0 +1,229 @@
+"""Pins, devices and plan files that can not be, through `optimize`: class, full text, no change."""
+
+# ruff: noqa: E501 (texts are asserted as they are printed)
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import graphaccel
+from graphaccel import errors
+from graphaccel.planner.cluster import cluster
+from tests.support.small import CLASSES, WIDTH, Classifier, small_batch
+from tests.support.untouched import refused
+
+UNCUT = """\
+error[GA206]: a batch of {rows} can not be cut into {parts} equal parts ({parts} microbatches x data 1)
+  why:  microbatches of different sizes would change the loss
+  help: with data=1 use microbatches= one of:  {allowed}
+  explain: graphaccel explain GA206"""
+
+
+class Normed(nn.Module):
+    """Batch statistics before the output layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.out = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.out(self.norm(x)), y)
+
+
+def _refuse(kind: type[errors.GraphAccelError], text: str, model: Any = None, **settings: Any) -> None:
+    model = model or Classifier()
+    optimizer = torch.optim.AdamW(model.parameters())
+    settings.setdefault("example_batch", small_batch())
+    with refused(kind, text, model, optimizer):
+        graphaccel.optimize(model, optimizer, **settings)
+
+
+def _bad_pin(said: str, why: str, advice: str) -> str:
+    return f"""\
+error[GA202]: {said} can not be planned
+  why:  {why}
+  help: {advice}
+  explain: graphaccel explain GA202"""
+
+
+@pytest.mark.parametrize(
+    ("settings", "said", "why", "advice"),
+    [
+        (
+            {"tensor": 2},
+            "tensor=2",
+            "no such decision; there are: data, pipeline, interleave, microbatches, bucket_bytes, "
+            "recompute, precision, schedule, cuts, outputs",
+            "leave tensor out and it will be chosen for you",
+        ),
+        (
+            {"precision": "fp8"},
+            "precision='fp8'",
+            "unknown",
+            "use one of:  precision=fp32  precision=bf16  precision=fp16",
+        ),
+        (
+            {"microbatches": 0},
+            "microbatches=0",
+            "it is a count of at least 1",
+            "leave microbatches out and it will be chosen for you",
+        ),
+        (
+            {"devices": "two"},
+            "devices='two'",
+            "it is a count of at least 1",
+            "leave devices out and it will be chosen for you",
+        ),
+        (
+            {"devices": 0},
+            "devices=0",
+            "it is a count of at least 1",
+            "leave devices out and it will be chosen for you",
+        ),
+        (
+            {"interleave": 2, "pipeline": 1},
+            "interleave=2",
+            "without a pipeline there is nothing to interleave",
+            "use one of:  interleave=1",
+        ),
+        (
+            {"interleave": 2, "schedule": "1f1b"},
+            "schedule='1f1b'",
+            "interleave=2 needs a schedule for several stages a rank",
+            "use one of:  schedule=interleaved",
+        ),
+        (
+            {"recompute": ["blocks.7"]},
+            "recompute=('blocks.7',)",
+            "blocks.7 is no block; blocks: none",
+            "use one of:  recompute=none  recompute=some  recompute=all",
+        ),
+        (
+            {"cuts": ["nowhere"]},
+            "cuts=('nowhere',)",
+            "no node is called nowhere",
+            "leave cuts out and it will be chosen for you",
+        ),
+        (
+            {"cluster": cluster("h100-80gb", 4)},
+            "devices=1",
+            "the cluster given as cluster= has 4",
+            "use one of:  devices=4",
+        ),
+    ],
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
+)
+def test_pins_that_can_not_be(settings: dict[str, Any], said: str, why: str, advice: str) -> None:
+    _refuse(errors.BadPin, _bad_pin(said, why, advice), **settings)
+
+
+def test_a_batch_that_can_not_be_cut() -> None:
+    text = UNCUT.format(rows=8, parts=3, allowed="1, 2, 4, 8")
+    _refuse(errors.BatchNotDivisible, text, microbatches=3)
+
+
+def test_a_later_batch_that_can_not_be_cut() -> None:
+    model = Classifier()
+    optimizer = torch.optim.AdamW(model.parameters())
+    graphaccel.optimize(model, optimizer, microbatches=4)
+    model(*small_batch()).backward()
+    optimizer.step()
+    text = UNCUT.format(rows=6, parts=4, allowed="1, 2, 3, 6")
+    with refused(errors.BatchNotDivisible, text, model, optimizer):
+        model(*small_batch(6))
+    model(*small_batch(4)).backward()  # and it goes on
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="counts CPU cores")
+def test_more_devices_than_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = 4 * len(os.sched_getaffinity(0))
+    text = f"""\
+error[GA205]: 9999 devices asked for, {here} available (no CUDA device; 4 processes for each of {here // 4} CPU cores)
+  help: use what is here:  devices={here}
+  help: to plan for machines you do not have:  graphaccel plan FILE --devices 9999 --device h100-80gb
+  explain: graphaccel explain GA205"""
+    monkeypatch.setenv("WORLD_SIZE", "9999")
+    _refuse(errors.TooManyDevices, text, devices=9999)
+
+
+def test_batch_norm_is_not_microbatched() -> None:
+    text = """\
+error[GA207]: the batch can not be split over the microbatch axis: the loss in the model needs the whole batch
+  why:  aten._native_batch_norm_legit_functional.default in norm: it mixes the examples of a batch
+  help: keep the batch whole on this axis:  microbatches=1
+  explain: graphaccel explain GA207"""
+    _refuse(errors.SplitRefused, text, Normed(), microbatches=2)
+
+
+def _plan_file(folder: Path) -> tuple[str, str]:
+    path = str(folder / "plan.json")
+    plan = graphaccel.plan(Classifier(), small_batch(), devices=1)
+    plan.save(path)
+    return path, plan.graph
+
+
+def _mismatch(path: str, rows: str) -> str:
+    return f"""\
+error[GA204]: plan `{path}` was made for something else
+{rows}
+  why:  its predictions and its stage cuts would not hold
+  help: make a new one:  graphaccel plan FILE --devices N --json {path}
+  explain: graphaccel explain GA204"""
+
+
+def test_a_plan_of_this_very_model_runs(tmp_path: Path) -> None:
+    path, _ = _plan_file(tmp_path)
+    model = graphaccel.optimize(Classifier(), plan=path, example_batch=small_batch())
+    model(*small_batch()).backward()
+
+
+def test_a_plan_of_another_model(tmp_path: Path) -> None:
+    path, made = _plan_file(tmp_path)
+    other = Classifier(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()))
+    here = graphaccel.plan(other, small_batch(), devices=1).graph
+    text = _mismatch(path, f"         plan              here\n  model  {made}  {here}")
+    _refuse(errors.PlanMismatch, text, other, plan=path)
+
+
+def test_a_plan_of_another_cluster(tmp_path: Path) -> None:
+    path = str(tmp_path / "plan.json")
+    graphaccel.plan(Classifier(), small_batch(), devices=1, device="h100-80gb").save(path)
+    text = _mismatch(path, "           plan           here\n  cluster  1 x h100-80gb  1 x cpu")
+    _refuse(errors.PlanMismatch, text, plan=path)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (None, "No such file or directory"),
+        ("{not json", "Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
+        ("[1, 2]", "it is no plan"),
+        ('{"schema": 7}', "plan schema 7; this version reads 1"),
+        ('{"schema": 1, "speed": 3}', "unknown fields in plan: speed"),
+        ('{"schema": 1}', "it has no field 'prediction'"),
+    ],
+)
+def test_a_file_that_is_no_plan(tmp_path: Path, content: str | None, reason: str) -> None:
+    path = tmp_path / "plan.json"
+    if content is not None:
+        path.write_text(content)
+    text = f"""\
+error[GA407]: plan `{path}` can not be read: {reason}
+  help: make a new one:  graphaccel plan FILE --devices N --json {path}
+  explain: graphaccel explain GA407"""
+    _refuse(errors.GraphMisuse, text, plan=str(path))
+
+
+def test_pins_beside_a_plan(tmp_path: Path) -> None:
+    path, _ = _plan_file(tmp_path)
+    why = "the plan given as plan= decides it"
+    text = _bad_pin("microbatches=2", why, "leave microbatches out and it will be chosen for you")
+    _refuse(errors.BadPin, text, plan=path, microbatches=2)

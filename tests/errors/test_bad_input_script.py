@@ -1,0 +1,244 @@
+"""Scripts that use an optimized model in a way its graph does not allow: class, full text, no change."""
+
+# ruff: noqa: E501 (texts are asserted as they are printed)
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import graphaccel
+from graphaccel import errors
+from tests.support.small import WIDTH, Classifier, WithLogits, small_batch, used_optimizer
+from tests.support.untouched import refused
+
+ONCE = """\
+error[GA402]: the loss can be differentiated only once, to first order
+  why:  forward and backward ran together when the model was called; nothing is kept for a second backward
+  help: add losses before backward:  (loss_a + loss_b).backward()
+  help: or call the model again for the second backward
+  explain: graphaccel explain GA402"""
+NO_LOGITS = """\
+error[GA405]: output `logits` does not exist on this rank during training
+  why:  with several stages only the loss is sent to every rank
+  help: compute it under torch.no_grad(), after model.eval()
+  help: or make it part of the loss
+  explain: graphaccel explain GA405"""
+
+
+def watch(*_: Any) -> None:
+    """A hook that does nothing."""
+
+
+def _hook_text(kind: str) -> str:
+    number = watch.__code__.co_firstlineno
+    return f"""\
+error[GA401]: the {kind} on `inner` can not be kept
+  --> test_bad_input_script.py:{number}
+{number:>5} | def watch(*_: Any) -> None:
+      | ^^^^^^^^^^^^^^^^^^^^^^^^^^^
+  why:  the step runs as one graph, in which modules are not called any more
+  help: remove it before optimize():  handle.remove()
+  help: or return what it reads from the model's forward
+  explain: graphaccel explain GA401"""
+
+
+@pytest.mark.parametrize(
+    ("register", "kind"),
+    [
+        ("register_forward_hook", "forward hook"),
+        ("register_forward_pre_hook", "forward pre-hook"),
+        ("register_full_backward_hook", "backward hook"),
+        ("register_full_backward_pre_hook", "backward pre-hook"),
+    ],
+)
+def test_hooks_on_submodules(register: str, kind: str) -> None:
+    model, batch = Classifier(), small_batch()
+    optimizer = used_optimizer(model, batch)
+    handle = getattr(model.inner, register)(watch)
+    with refused(errors.HookNotKept, _hook_text(kind), model, optimizer):
+        graphaccel.optimize(model, optimizer, example_batch=batch)
+    handle.remove()
+    graphaccel.optimize(model, optimizer, example_batch=batch)
+
+
+def test_a_hook_that_comes_later_is_not_lost_silently() -> None:
+    model, batch = Classifier(), small_batch()
+    optimizer = torch.optim.AdamW(model.parameters())
+    graphaccel.optimize(model, optimizer, example_batch=batch)
+    model.inner.register_forward_hook(watch)
+    with refused(errors.HookNotKept, _hook_text("forward hook"), model, optimizer):
+        model(*batch)
+
+
+def test_hooks_on_the_whole_model_and_on_parameters_stay() -> None:
+    model, batch = Classifier(), small_batch()
+    calls: list[str] = []
+    model.register_forward_pre_hook(lambda *_: calls.append("before"))
+    model.register_forward_hook(lambda *_: calls.append("after"))
+    model.out.weight.register_hook(lambda _: calls.append("gradient"))
+    graphaccel.optimize(model, example_batch=batch)
+    model(*batch).backward()
+    assert calls == ["before", "after", "gradient"]
+
+
+def test_backward_twice() -> None:
+    model, batch = Classifier(), small_batch()
+    optimizer = torch.optim.AdamW(model.parameters())
+    graphaccel.optimize(model, optimizer, example_batch=batch)
+    loss = model(*batch)
+    loss.backward(retain_graph=True)
+    with refused(errors.RetainGraph, ONCE, model, optimizer):
+        (0.1 * loss).backward()
+
+
+def test_a_gradient_of_gradients() -> None:
+    model, batch = Classifier(), small_batch()
+    optimizer = torch.optim.AdamW(model.parameters())
+    graphaccel.optimize(model, optimizer, example_batch=batch)
+    loss = model(*batch)
+    with refused(errors.RetainGraph, ONCE, model, optimizer):
+        torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda logits: logits.argmax(-1),
+        lambda logits: torch.argmax(logits, -1),
+        lambda logits: logits / 2,
+        lambda logits: logits[0],
+        lambda logits: len(logits),
+        lambda logits: 2 * logits,
+        lambda logits: -logits,
+        lambda logits: logits > 0,
+    ],
+)
+def test_an_output_that_is_not_kept(read: Callable[[Any], Any]) -> None:
+    model, batch = WithLogits(), small_batch()
+    optimizer = torch.optim.AdamW(model.parameters())
+    graphaccel.optimize(model, optimizer, example_batch=batch, microbatches=2)
+    output = model(*batch)
+    assert repr(output["logits"]) == "<logits: not kept in training by this plan>"
+    with refused(errors.OutputDropped, NO_LOGITS, model, optimizer):
+        read(output["logits"])
+    output["loss"].backward()
+
+
+def test_outputs_are_kept_when_asked_for() -> None:
+    plain, batch = WithLogits(), small_batch()
+    expected = plain(*batch)["logits"]
+    model = graphaccel.optimize(plain, example_batch=batch, microbatches=2, outputs="all")
+    torch.testing.assert_close(model(*batch)["logits"], expected.detach())
+
+
+def test_optimize_twice() -> None:
+    model, batch = Classifier(), small_batch()
+    optimizer = torch.optim.AdamW(model.parameters())
+    graphaccel.optimize(model, optimizer, example_batch=batch)
+    text = """\
+error[GA407]: this model already runs under a plan
+  help: call optimize() once
+  explain: graphaccel explain GA407"""
+    with refused(errors.GraphMisuse, text, model, optimizer):
+        graphaccel.optimize(model, optimizer, example_batch=batch)
+
+
+def test_another_dtype_later() -> None:
+    model, (x, y) = Classifier(), small_batch()
+    optimizer = torch.optim.AdamW(model.parameters())
+    graphaccel.optimize(model, optimizer)
+    model(x, y).backward()
+    text = """\
+error[GA406]: dtype of args[0] changed: captured with torch.float32, now torch.float64
+  why:  the graph and the plan hold for batches like the captured one only
+  help: leave the last, smaller batch out:  DataLoader(dataset, drop_last=True)
+  help: or capture with such a batch:  graphaccel.optimize(model, optimizer, example_batch=batch)
+  explain: graphaccel explain GA406"""
+    with refused(errors.BatchChanged, text, model, optimizer):
+        model(x.double(), y)
+
+
+def test_an_optimizer_of_another_model() -> None:
+    model, batch = Classifier(), small_batch()
+    optimizer = torch.optim.AdamW(Classifier().parameters())
+    text = """\
+error[GA407]: the optimizer holds no parameter of this model
+  help: make it from the model:  torch.optim.AdamW(model.parameters())
+  explain: graphaccel explain GA407"""
+    with refused(errors.GraphMisuse, text, model, optimizer):
+        graphaccel.optimize(model, optimizer, example_batch=batch)
+
+
+def test_what_is_no_model_and_what_is_no_optimizer() -> None:
+    model = Classifier()
+    with pytest.raises(errors.GraphMisuse, match=r"takes a torch\.nn\.Module, not function"):
+        graphaccel.optimize(watch)  # type: ignore[call-overload]
+    with pytest.raises(errors.GraphMisuse, match=r"is a torch\.optim\.Optimizer, not str"):
+        graphaccel.optimize(model, "adam")  # type: ignore[call-overload]
+    assert type(model) is Classifier
+
+
+def _complex() -> nn.Module:
+    return Classifier(nn.Linear(WIDTH, WIDTH, dtype=torch.complex64))
+
+
+def _meta() -> nn.Module:
+    with torch.device("meta"):
+        return Classifier()
+
+
+def _sparse() -> nn.Module:
+    model = Classifier()
+    model.inner.register_buffer("mask", torch.eye(WIDTH).to_sparse())
+    return model
+
+
+@pytest.mark.parametrize(
+    ("build", "what", "why", "advice"),
+    [
+        (
+            _complex,
+            "dtype torch.complex64 of inner.weight",
+            "gradients of such a tensor can not be summed over ranks",
+            "keep it as two real tensors, or exclude its module",
+        ),
+        (
+            _sparse,
+            "layout torch.sparse_coo of inner.mask",
+            "parameters must be dense",
+            "inner.mask = inner.mask.to_dense()",
+        ),
+        (
+            _meta,
+            "training a model on the meta device",
+            "it has no weights; planning needs none, training does",
+            "model.to_empty(device='cpu'), then initialise it",
+        ),
+    ],
+)
+def test_tensors_no_plan_can_hold(
+    build: Callable[[], nn.Module], what: str, why: str, advice: str
+) -> None:
+    text = f"""\
+error[GA208]: {what} is not supported
+  why:  {why}
+  help: {advice}
+  explain: graphaccel explain GA208"""
+    model = build()
+    with refused(errors.Unsupported, text, model):
+        graphaccel.optimize(model, example_batch=small_batch())
+
+
+def test_a_model_without_parameters() -> None:
+    text = """\
+error[GA208]: a model without parameters is not supported
+  why:  there is nothing to train
+  explain: graphaccel explain GA208"""
+    model = nn.Flatten()
+    with refused(errors.Unsupported, text, model):
+        graphaccel.optimize(model, example_batch=small_batch()[:1])

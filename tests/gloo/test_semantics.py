@@ -1,0 +1,330 @@
+"""The script's own habits under two-rank plans: clipping, schedulers, accumulation, checkpoints, modes.
+
+Every job runs the same training on one process in eager mode and under the plan, in float64.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import graphaccel
+from graphaccel.runtime.remote import RemoteTensor
+from tests.support.gpt import GPT
+from tests.support.pool import Pool
+from tests.support.small import Classifier, WithLogits, small_batch
+
+pytestmark = pytest.mark.multiprocess
+
+PLANS: tuple[dict[str, Any], ...] = (
+    {"data": 2},
+    {"pipeline": 2, "microbatches": 4},
+)
+IDS = ("data", "pipeline")
+PIPELINE = PLANS[1]
+
+
+def gpt(layers: int = 2) -> GPT:
+    """A tied GPT in float64 with weights large enough for gradients to differ."""
+    torch.manual_seed(7)
+    return GPT(layers=layers, deviation=0.15).double()
+
+
+def tokens(rows: int = 8, length: int = 16, seed: int = 3) -> dict[str, Tensor]:
+    """A batch for GPT; row i ignores its first i labels."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(1, 96, (rows, length), generator=generator)
+    labels = ids.clone()
+    for row in range(rows):
+        labels[row, : row % 4] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Weight decay on matrices only."""
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    rest = [p for p in model.parameters() if p.dim() <= 1]
+    return [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+
+
+def pair(
+    build: Callable[[], nn.Module], pins: Mapping[str, Any], lr: float = 1e-3
+) -> tuple[nn.Module, torch.optim.Optimizer, nn.Module, torch.optim.Optimizer]:
+    """(eager model, its AdamW, the same under a plan on two ranks, its AdamW)."""
+    plain = build()
+    planned = copy.deepcopy(plain)
+    plain_optimizer = torch.optim.AdamW(groups(plain), lr=lr)
+    planned_optimizer = torch.optim.AdamW(groups(planned), lr=lr)
+    graphaccel.optimize(planned, planned_optimizer, devices=2, **pins)
+    return plain, plain_optimizer, planned, planned_optimizer
+
+
+def furthest(true: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> float:
+    """Largest absolute difference of two dicts of tensors with the same names and dtypes."""
+    assert set(true) == set(got)
+    for name in true:
+        assert got[name].shape == true[name].shape, name
+        assert got[name].dtype == true[name].dtype, name
+    return max((got[name] - true[name]).abs().max().item() for name in true)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Those of this rank, by name."""
+    return {
+        name: p.grad.clone()
+        for name, p in model.named_parameters()
+        if not isinstance(p, RemoteTensor) and p.grad is not None
+    }
+
+
+def own_gradients(plain: nn.Module, planned: nn.Module) -> float:
+    """Largest difference of the gradients this rank holds; it holds some."""
+    got = gradients(planned)
+    assert got
+    true = gradients(plain)
+    return furthest({name: true[name] for name in got}, got)
+
+
+# --- optimizer steps ------------------------------------------------------------------------------
+
+
+def _clipped(pins: Mapping[str, Any]) -> tuple[float, float]:
+    plain, _, planned, _ = pair(gpt, pins)
+    norms = []
+    for model in (plain, planned):
+        model(**tokens()).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.05)))
+    assert norms[0] > 0.05
+    return abs(norms[0] - norms[1]), own_gradients(plain, planned)
+
+
+@pytest.mark.parametrize("pins", PLANS, ids=IDS)
+def test_clipping_sees_the_norm_of_all_parameters(pool: Pool, pins: dict[str, Any]) -> None:
+    for norm, grads in pool.run(2, _clipped, pins):
+        assert norm <= 1e-10
+        assert grads <= 1e-10
+
+
+def _scheduled(pins: Mapping[str, Any]) -> float:
+    plain, first, planned, second = pair(gpt, pins)
+    for model, optimizer in ((plain, first), (planned, second)):
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=20)
+        for step in range(20):
+            model(**tokens(seed=step)).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad(set_to_none=bool(step % 2))
+    return furthest(plain.state_dict(), graphaccel.full_state_dict(planned))
+
+
+@pytest.mark.parametrize("pins", PLANS, ids=IDS)
+def test_schedulers_and_parameter_groups(pool: Pool, pins: dict[str, Any]) -> None:
+    assert max(pool.run(2, _scheduled, pins)) <= 1e-9
+
+
+def _accumulated(pins: Mapping[str, Any]) -> float:
+    plain, _, planned, _ = pair(gpt, pins)
+    for model in (plain, planned):
+        for part in range(3):
+            (model(**tokens(seed=part)) / 3).backward()
+    return own_gradients(plain, planned)
+
+
+@pytest.mark.parametrize("pins", PLANS, ids=IDS)
+def test_gradients_accumulate_over_calls(pool: Pool, pins: dict[str, Any]) -> None:
+    assert max(pool.run(2, _accumulated, pins)) <= 1e-10
+
+
+def _penalised(pins: Mapping[str, Any]) -> float:
+    plain, _, planned, _ = pair(gpt, pins)
+    factor = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+    seen = []
+    for model in (plain, planned):
+        loss = 0.5 * model(**tokens()) + 0.1 * factor**2
+        loss.backward()
+        seen.append(loss.item())
+        assert factor.grad is not None
+        assert factor.grad.item() == pytest.approx(0.4)
+        factor.grad = None
+    return max(abs(seen[0] - seen[1]), own_gradients(plain, planned))
+
+
+@pytest.mark.parametrize("pins", PLANS, ids=IDS)
+def test_terms_added_outside_of_the_model(pool: Pool, pins: dict[str, Any]) -> None:
+    assert max(pool.run(2, _penalised, pins)) <= 1e-10
+
+
+# --- batches and modes ----------------------------------------------------------------------------
+
+
+def _resized(pins: Mapping[str, Any]) -> float:
+    plain, first, planned, second = pair(gpt, pins)
+    sizes = ((8, 16), (4, 16), (8, 10), (16, 7), (8, 16))
+    losses: list[list[float]] = []
+    for model, optimizer in ((plain, first), (planned, second)):
+        losses.append([])
+        for rows, length in sizes:
+            loss = model(**tokens(rows, length))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(loss.item())
+    return max(abs(a - b) for a, b in zip(*losses, strict=True))
+
+
+@pytest.mark.parametrize("pins", PLANS, ids=IDS)
+def test_batches_of_other_sizes(pool: Pool, pins: dict[str, Any]) -> None:
+    assert max(pool.run(2, _resized, pins)) <= 1e-9
+
+
+def _evaluated() -> float:
+    plain, first, planned, second = pair(lambda: WithLogits().double(), PIPELINE)
+    x, y = small_batch()
+    batch = (x.double(), y)
+    worst = 0.0
+    for training in (False, True):
+        for model, optimizer in ((plain, first), (planned, second)):
+            model.train()
+            model(*batch)["loss"].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            model.train(training)
+        with torch.no_grad():
+            true, got = plain(*batch), planned(*batch)
+        worst = max(worst, furthest(true, got))
+        assert planned.training is training
+    return worst
+
+
+def test_evaluation_under_a_pipeline(pool: Pool) -> None:
+    assert max(pool.run(2, _evaluated)) <= 1e-12
+
+
+def _without_labels() -> tuple[float, bool]:
+    plain, _, planned, _ = pair(gpt, PIPELINE)
+    planned(**tokens()).backward()
+    planned.eval()
+    ids = tokens(5, 9)["input_ids"]
+    with torch.inference_mode():
+        logits = planned(ids)
+    return (logits - plain(ids)).abs().max().item(), planned.training
+
+
+def test_inference_without_labels_under_a_pipeline(pool: Pool) -> None:
+    for error, training in pool.run(2, _without_labels):
+        assert error <= 1e-12
+        assert not training
+
+
+# --- state ----------------------------------------------------------------------------------------
+
+
+def _checkpoint() -> tuple[float, float, set[str]]:
+    plain, first, planned, second = pair(gpt, PIPELINE)
+    for model, optimizer in ((plain, first), (planned, second)):
+        for step in range(3):
+            model(**tokens(seed=step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    local, true = planned.state_dict(), plain.state_dict()
+    assert list(local) == list(true)
+    assert all(local[name].shape == true[name].shape for name in true)
+    full = graphaccel.full_state_dict(planned)
+    fresh = gpt()
+    fresh.load_state_dict(full)
+    first_error = furthest(true, fresh.state_dict())
+    planned.load_state_dict(gpt().state_dict())  # weights of another time, in full, on every rank
+    again = furthest(gpt().state_dict(), graphaccel.full_state_dict(planned))
+    return first_error, again, {type(value).__name__ for value in local.values()}
+
+
+def test_state_dicts(pool: Pool) -> None:
+    for error, again, kinds in pool.run(2, _checkpoint):
+        assert error <= 1e-9
+        assert again == 0.0
+        assert kinds == {"Tensor", "DTensor"}
+
+
+def _frozen(pins: Mapping[str, Any]) -> float:
+    def build() -> nn.Module:
+        model = gpt()
+        model.position.weight.requires_grad_(False)
+        model.blocks[0].requires_grad_(False)
+        model.unused = nn.Parameter(torch.ones(3, dtype=torch.float64))
+        return model
+
+    plain, first, planned, second = pair(build, pins)
+    for model, optimizer in ((plain, first), (planned, second)):
+        for step in range(3):
+            model(**tokens(seed=step)).backward()
+            assert model.unused.grad is None
+            assert model.position.weight.grad is None
+            optimizer.step()
+            optimizer.zero_grad()
+    return furthest(plain.state_dict(), graphaccel.full_state_dict(planned))
+
+
+@pytest.mark.parametrize("pins", PLANS, ids=IDS)
+def test_frozen_and_unreached_parameters(pool: Pool, pins: dict[str, Any]) -> None:
+    assert max(pool.run(2, _frozen, pins)) <= 1e-9
+
+
+# --- random numbers -------------------------------------------------------------------------------
+
+
+class Dropping(Classifier):
+    """Dropout between the two layers; returns the loss."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)))
+
+
+class Kept(nn.Module):
+    """Its loss counts the elements that dropout kept: `forward(x)`, x [B, 8] of ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        kept = self.dropout(x * self.scale)
+        return kept.mean(), kept
+
+
+def _masks() -> Tensor:
+    torch.manual_seed(11)
+    model = graphaccel.optimize(Kept(), devices=2, data=2, outputs="all")
+    return model(torch.ones(8, 64))[1].detach()
+
+
+def test_data_ranks_draw_different_masks(pool: Pool) -> None:
+    first, second = pool.run(2, _masks)
+    assert torch.equal(first, second)
+    halves = first.chunk(2)
+    assert not torch.equal(*halves)
+    assert 0.35 < (first > 0).double().mean() < 0.65
+
+
+def test_one_process_draws_as_eager_does() -> None:
+    batch = small_batch()
+    torch.manual_seed(5)
+    plain = Dropping()
+    planned = graphaccel.optimize(copy.deepcopy(plain), example_batch=batch, microbatches=1)
+    losses = []
+    for model in (plain, planned):
+        torch.manual_seed(9)
+        loss = model(*batch)
+        loss.backward()
+        losses.append(loss.item())
+    assert losses[0] == losses[1]
+    for (name, true), (_, got) in zip(
+        plain.named_parameters(), planned.named_parameters(), strict=True
+    ):
+        assert torch.equal(true.grad, got.grad), name
