@@ -38,6 +38,11 @@ def canonicalise(graph: fx.GraphModule) -> None:
         elif node.target in (aten.view.default, aten._unsafe_view.default):
             # A view is legal or not by the strides that kernels happen to give; a reshape always is.
             node.target = aten.reshape.default
+        elif node.target is aten.squeeze.default:
+            # Which dims have size one must not depend on how small the parts of a batch are.
+            node.target = aten.squeeze.dims
+            sizes = node.args[0].meta["val"].shape
+            node.args = (node.args[0], [d for d, n in enumerate(sizes) if n == 1])
         elif node.target in _CHECKS and not node.users:
             graph.graph.erase_node(node)
         elif (rewrite := _REWRITES.get(node.target)) is not None:

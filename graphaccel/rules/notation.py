@@ -9,12 +9,14 @@ sums pass through an op where it is linear: `linear` lists the groups of inputs 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
+
+from graphaccel.compat.torch import schema
 
 Indices = tuple[str, ...]
 
@@ -30,6 +32,7 @@ class Notation:
     linear: groups of input positions; the output is linear in the inputs of a group taken together.
     sums: whether a contracted index is summed (else sharding it is illegal).
     unread: input positions whose value the op does not read (any placement will do).
+    kept: output positions that do not depend on what is sharded: the same for every part.
     """
 
     inputs: tuple[Indices, ...]
@@ -38,6 +41,7 @@ class Notation:
     linear: tuple[frozenset[int], ...] = ()
     sums: bool = True
     unread: frozenset[int] = frozenset()
+    kept: frozenset[int] = frozenset()
 
 
 def tensor_arguments(node: fx.Node) -> list[fx.Node]:
@@ -51,6 +55,38 @@ def tensor_arguments(node: fx.Node) -> list[fx.Node]:
 
     fx.node.map_aggregate((node.args, dict(node.kwargs)), collect)
     return found
+
+
+Rule = Callable[[fx.Node], Notation]
+Rules = Mapping[Any, Rule]
+
+
+def arguments(node: fx.Node) -> dict[str, Any]:
+    """A call's arguments by the names of the op's schema, defaults filled in."""
+    known = schema(node)
+    given = dict(zip((a.name for a in known), node.args, strict=False)) | dict(node.kwargs)
+    return {a.name: given.get(a.name, a.default_value) for a in known}
+
+
+def index_names(count: int) -> Indices:
+    """Names for the dims of one tensor: `.0 .1 .2`."""
+    return tuple(f".{k}" for k in range(count))
+
+
+def named_dims(node: fx.Node) -> Indices:
+    """`index_names` of a call's first tensor argument."""
+    return index_names(len(shape_of(tensor_arguments(node)[0])))
+
+
+def text(rule: str, *, whole: str = "", linear: tuple[tuple[int, ...], ...] = ()) -> Rule:
+    """The rule written as `einsum` takes it."""
+    return lambda node: einsum(rule, node, whole=whole.split(), linear=linear)
+
+
+def same_dims(node: fx.Node) -> Notation:
+    """One tensor in, one out, dims as they are, linear."""
+    names = named_dims(node)
+    return Notation((names,), (names,), linear=(frozenset({0}),))
 
 
 def shape_of(node: fx.Node) -> tuple[int, ...]:
@@ -103,7 +139,7 @@ def einsum(
 def broadcast(node: fx.Node, *, linear: Sequence[Iterable[int]] = ()) -> Notation:
     """The rule of an elementwise op with broadcasting."""
     (out,) = output_shapes(node)[:1]
-    names = tuple(f".{k}" for k in range(len(out)))
+    names = index_names(len(out))
 
     def aligned(shape: tuple[int, ...]) -> Indices:
         tail = names[len(names) - len(shape) :]

@@ -175,8 +175,10 @@ class _State:
             return
         (index,) = sharded
         outputs: list[Placement] = []
-        for names in rule.outputs:
-            if index in names:
+        for position, names in enumerate(rule.outputs):
+            if position in rule.kept:
+                outputs.append(REPLICATED)
+            elif index in names:
                 outputs.append(names.index(index))
             elif rule.sums:
                 outputs.append(PARTIAL)

@@ -1,0 +1,53 @@
+"""Fused attention. Only the batch may be sharded: heads may be shared between queries."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+import torch
+from torch import fx
+
+from graphaccel.rules.notation import (
+    Indices,
+    Notation,
+    Rules,
+    output_shapes,
+    shape_of,
+    tensor_arguments,
+)
+
+aten = torch.ops.aten
+_WHOLE = frozenset("h k q s d e".split())
+_QUERY: Indices = ("b", "h", "q", "d")
+_KEY: Indices = ("b", "k", "s", "d")
+_VALUE: Indices = ("b", "k", "s", "e")
+_OUTPUT: Indices = ("b", "h", "q", "e")
+_LOGSUM: Indices = ("b", "h", "q")
+
+
+def _mask(tensor: fx.Node) -> Indices:
+    """A mask is broadcast against the scores."""
+    shape = shape_of(tensor)
+    full = ("b", "h", "q", "s")[4 - len(shape) :]
+    return tuple("1" if n == 1 else name for n, name in zip(shape, full, strict=True))
+
+
+def _attention(node: fx.Node) -> Notation:
+    """Of [b, h, s, d] tensors: the result, and the logarithm of the sum that softmax divides by."""
+    masks = [_mask(t) for t in tensor_arguments(node)[3:]]
+    outputs = (_OUTPUT, _LOGSUM)[: len(output_shapes(node))]
+    return Notation((_QUERY, _KEY, _VALUE, *masks), outputs, _WHOLE, sums=False)
+
+
+def _attention_backward(node: fx.Node) -> Notation:
+    masks = [_mask(t) for t in tensor_arguments(node)[6:]]
+    inputs = (_OUTPUT, _QUERY, _KEY, _VALUE, _OUTPUT, _LOGSUM, *masks)
+    return Notation(inputs, (_QUERY, _KEY, _VALUE), _WHOLE, (frozenset({0}),))
+
+
+RULES: Rules = MappingProxyType(
+    {
+        aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
+    }
+)

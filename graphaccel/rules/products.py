@@ -1,0 +1,75 @@
+"""Matrix products and convolutions."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+import torch
+from torch import fx
+
+from graphaccel.rules.notation import (
+    Indices,
+    Notation,
+    Rules,
+    arguments,
+    output_shapes,
+    shape_of,
+    tensor_arguments,
+    text,
+)
+
+aten = torch.ops.aten
+
+
+def _added_product(node: fx.Node) -> Notation:
+    """addmm, baddbmm: what is added is broadcast. The sum over k is whole: it is added to but
+    once."""
+    added, *_ = tensor_arguments(node)
+    (out,) = output_shapes(node)
+    names: Indices = ("b", "m", "n")[3 - len(out) :]
+    batch = names[:-2]
+    shape = shape_of(added)
+    tail, sizes = names[len(out) - len(shape) :], out[len(out) - len(shape) :]
+    bias = tuple(
+        "1" if n == 1 and size != 1 else i for n, size, i in zip(shape, sizes, tail, strict=True)
+    )
+    return Notation(
+        (bias, (*batch, "m", "k"), (*batch, "k", "n")),
+        (names,),
+        frozenset({"k"}),
+        (frozenset({0, 1}), frozenset({0, 2})),
+    )
+
+
+def _convolution(node: fx.Node) -> Notation:
+    """[n, c, ...] with [f, c/groups, ...]: only images are independent."""
+    tensors = tensor_arguments(node)
+    spatial = [""] * (len(shape_of(tensors[0])) - 2)
+    inputs: list[Indices] = [("n", "c", *spatial), ("", "", *spatial)]
+    inputs += [("f",)] * (len(tensors) - 2)
+    linear = (frozenset({0}), frozenset({1})) if len(inputs) == 2 else ()
+    return Notation(tuple(inputs), (("n", "f", *spatial),), frozenset({"c", "f"}), linear)
+
+
+def _convolution_backward(node: fx.Node) -> Notation:
+    tensors = tensor_arguments(node)
+    spatial = [""] * (len(shape_of(tensors[0])) - 2)
+    image, weight, bias = ("n", "c", *spatial), ("", "", *spatial), ("f",)
+    wanted = arguments(node)["output_mask"]
+    outputs = [names for names, on in zip((image, weight, bias), wanted, strict=True) if on]
+    inputs = (("n", "f", *spatial), image, weight)
+    return Notation(inputs, tuple(outputs), frozenset({"c", "f"}), (frozenset({0}),))
+
+
+RULES: Rules = MappingProxyType(
+    {
+        aten.mm.default: text("m k, k n -> m n", linear=((0,), (1,))),
+        aten.bmm.default: text("b m k, b k n -> b m n", linear=((0,), (1,))),
+        aten.mv.default: text("m k, k -> m", linear=((0,), (1,))),
+        aten.dot.default: text("k, k ->", linear=((0,), (1,))),
+        aten.addmm.default: _added_product,
+        aten.baddbmm.default: _added_product,
+        aten.convolution.default: _convolution,
+        aten.convolution_backward.default: _convolution_backward,
+    }
+)
