@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import random
+import sys
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -390,7 +392,16 @@ def _start(count: int, timeout: float) -> torch.device:
         torch.cuda.set_device(device)
     if count > 1 and not dist.is_initialized():
         dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=timeout))
+        atexit.register(_leave)
     return device
+
+
+def _leave() -> None:
+    """Leave the process group that was joined here: its threads must not outlive the interpreter,
+    which now and then ends in an abort. After an uncaught exception others may never answer, and
+    leaving could wait for them."""
+    if dist.is_initialized() and not hasattr(sys, "last_value"):
+        dist.destroy_process_group()
 
 
 def cluster_here(count: int, device: torch.device) -> Cluster:
