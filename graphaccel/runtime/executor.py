@@ -6,6 +6,7 @@ save for their backward, moves what they send, and hands back the loss and the g
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -85,7 +86,7 @@ class Executor:
         whole: bool = False,
     ) -> None:
         self._data, self._data_index = (1, 0) if whole else (mesh.data, mesh.data_index)
-        self._everyone = mesh.pipeline_group if whole else None
+        self._everyone = mesh.pipeline_group if whole else mesh.world_group
         self._alone = mesh.pipeline == 1 if whole else mesh.world == 1
         self._program, self._mesh, self._held = program, mesh, held
         self._microbatches = microbatches
@@ -110,10 +111,11 @@ class Executor:
         if scale is not None:
             state.scale = torch.tensor(scale.factor, device=self._mesh.device)
         doing_now: Action | None = None
+        done: Action | None = None
         generator = torch.random.get_rng_state() if state.seed is not None else None
         try:
             for doing in self._doings:
-                doing_now = doing.action
+                done, doing_now = doing_now, doing.action
                 if doing.verb == "post":
                     self._messages.post(doing.action)
                 elif doing.verb == "wait":
@@ -128,11 +130,12 @@ class Executor:
                     self._messages.release(doing.action)
                 else:
                     self._reduce(doing.action, state)
+            done, doing_now = doing_now, None
             result = self._finish(state)
             return result if scale is None else self._unscaled(result, scale)
         except RuntimeError as error:
-            if self._mesh.world > 1 and _is_connection(error):
-                raise self._lost(doing_now, error) from error
+            if self._mesh.world > 1 and is_connection(error):
+                raise self._lost(done, doing_now, error) from error
             raise
         finally:
             if generator is not None:
@@ -265,7 +268,7 @@ class Executor:
             gradient.mul_(1.0 / scale.factor)
             finite = finite * torch.isfinite(gradient).all()
         if self._mesh.world > 1:
-            dist.all_reduce(finite, op=dist.ReduceOp.MIN)
+            dist.all_reduce(finite, op=dist.ReduceOp.MIN, group=self._mesh.world_group)
         good = bool(finite.item())
         scale.update(good)
         if not good:
@@ -355,24 +358,39 @@ class Executor:
         dist.all_gather(parts, tensor, group=self._mesh.data_group)
         return torch.cat(parts, place)
 
-    def _lost(self, action: Action | None, error: RuntimeError) -> RankLost:
-        waiting, lost = "a collective", "unknown"
-        if action is not None and action.kind in ("send", "receive"):
-            lost = f"rank {self._mesh.rank_of(action.peer)}"
-            waiting = f"{action} with rank {self._mesh.rank_of(action.peer)}"
-        cause = str(error).strip().splitlines()[0]
-        stage = next(iter(self._stages), None)
+    def _lost(self, done: Action | None, doing: Action | None, error: RuntimeError) -> RankLost:
+        lost, waiting = "another rank", "the loss of all ranks"
+        if doing is not None and doing.kind in ("send", "receive"):
+            lost = f"rank {self._mesh.rank_of(doing.peer)} (stage {doing.peer})"
+        if doing is not None:
+            waiting = _words(doing)
         return RankLost(
             rank=self._mesh.rank,
-            stage=stage,
-            lost=lost,
-            last_action=str(action),
+            stage=next(iter(self._stages), None) if self._mesh.pipeline > 1 else None,
+            lost=self._mesh.other or lost,
+            last_action=_words(done) if done is not None else "the step before",
             waiting_for=waiting,
-            cause=cause,
+            cause=first_line(error),
         )
 
 
-def _is_connection(error: RuntimeError) -> bool:
+def _words(action: Action) -> str:
+    if action.kind in ("forward", "backward"):
+        return f"{action.kind} of microbatch {action.microbatch}, stage {action.stage}"
+    if action.kind == "reduce":
+        return f"sum of the gradients of stage {action.stage} over the data axis"
+    what = "values" if action.direction == "forward" else "gradients"
+    where = "from" if action.kind == "receive" else "to"
+    return f"{what} of microbatch {action.microbatch} {where} stage {action.peer}"
+
+
+def first_line(error: RuntimeError) -> str:
+    """What a backend says first, without the place in its own source."""
+    return re.sub(r"^\[[^\]]*\] ", "", str(error).strip().splitlines()[0])
+
+
+def is_connection(error: RuntimeError) -> bool:
+    """Whether a backend's error is about another rank, not about this one's computation."""
     text = str(error).lower()
     signs = ("connection", "timed out", "timeout", "gloo", "nccl", "peer", "socket", "broken pipe")
     return any(sign in text for sign in signs)

@@ -21,6 +21,7 @@ from graphaccel.planner.plan import Plan
 class Mesh:
     """This rank's place and the groups it needs. A group of one is None: nothing to say.
 
+    world_group: all ranks, with the timeout of `optimize` (the default group has the script's).
     data_group: ranks with the same stages. pipeline_group: ranks that hold one replica together.
     shared_groups: sorted pipeline coordinates → the group of those ranks within this replica.
     channels: (source rank, destination rank, direction) → group (NCCL knows no tags; gloo needs none).
@@ -31,6 +32,7 @@ class Mesh:
     pipeline: int
     data_index: int
     pipeline_index: int
+    world_group: Any = field(repr=False, default=None)
     data_group: Any = field(repr=False, default=None)
     pipeline_group: Any = field(repr=False, default=None)
     shared_groups: dict[tuple[int, ...], Any] = field(repr=False, default_factory=dict)
@@ -41,6 +43,14 @@ class Mesh:
     def world(self) -> int:
         """Number of ranks."""
         return self.data * self.pipeline
+
+    @property
+    def other(self) -> str:
+        """The other rank in words, where there is only one."""
+        if self.world != 2:
+            return ""
+        stage = f" (stage {1 - self.pipeline_index})" if self.pipeline == 2 else ""
+        return f"rank {1 - self.rank}{stage}"
 
     def rank_of(self, stage: int) -> int:
         """The rank that holds a stage of this rank's replica."""
@@ -57,7 +67,7 @@ def build_mesh(plan: Plan, shared: Iterable[tuple[int, ...]], device: torch.devi
     rank = dist.get_rank()
     data, pipeline = plan.data, plan.pipeline
     here = (rank % data, rank // data)
-    groups: dict[str, Any] = {}
+    groups: dict[str, Any] = {"world": _group(list(range(data * pipeline)), timeout)}
     for p in range(pipeline):
         group = _group([p * data + d for d in range(data)], timeout)
         if p == here[1]:
@@ -75,7 +85,16 @@ def build_mesh(plan: Plan, shared: Iterable[tuple[int, ...]], device: torch.devi
                 shared_groups[places] = group
     channels = _channels(data, pipeline, timeout) if dist.get_backend() == "nccl" else {}
     return Mesh(
-        rank, data, pipeline, *here, groups["data"], groups["pipeline"], shared_groups, channels, device
+        rank,
+        data,
+        pipeline,
+        *here,
+        groups["world"],
+        groups["data"],
+        groups["pipeline"],
+        shared_groups,
+        channels,
+        device,
     )
 
 

@@ -83,7 +83,8 @@ class Messages:
         return (edge * self._microbatches + microbatch) * 64 + number
 
     def _channel(self, source: int, destination: int, action: Action) -> Any:
-        return self._mesh.channels.get((source, destination, action.direction))
+        key = (source, destination, action.direction)
+        return self._mesh.channels.get(key, self._mesh.pipeline_group)
 
 
 def sent_values(values: tuple[Value, ...], outputs: list[Any], peer: int) -> dict[str, torch.Tensor]:

@@ -12,9 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from graphaccel.errors import BatchesDiffer
+from graphaccel.errors import BatchesDiffer, RankLost
 from graphaccel.ir.program import StepProgram
-from graphaccel.runtime.executor import Executor, Held, StepResult
+from graphaccel.runtime.executor import (
+    Executor,
+    Held,
+    StepResult,
+    first_line,
+    is_connection,
+)
 from graphaccel.runtime.loss_scale import LossScale
 from graphaccel.runtime.mesh import Mesh
 from graphaccel.runtime.remote import RemoteTensor
@@ -93,7 +99,19 @@ class Session:
     def step(self, compiled: CompiledStep, leaves: Sequence[Any]) -> StepResult:
         """Run one training or evaluation step on the leaves of the global batch."""
         if self.mesh.world > 1 and self.steps < _CHECKED_STEPS:
-            self._check_batches(leaves)
+            try:
+                self._check_batches(leaves)
+            except RuntimeError as error:
+                if not is_connection(error):
+                    raise
+                raise RankLost(
+                    rank=self.mesh.rank,
+                    stage=self.mesh.pipeline_index if self.mesh.pipeline > 1 else None,
+                    lost=self.mesh.other or "another rank",
+                    last_action="the step before",
+                    waiting_for="the batches of all ranks, which are compared",
+                    cause=first_line(error),
+                ) from error
         self.steps += 1
         executor = self._executors.get(id(compiled))
         if executor is None:
@@ -122,11 +140,10 @@ class Session:
         number = int.from_bytes(digest.digest(), "big")
         mine = torch.tensor([number], dtype=torch.int64, device=self.mesh.device)
         numbers = [torch.empty_like(mine) for _ in range(self.mesh.world)]
-        dist.all_gather(numbers, mine)
+        dist.all_gather(numbers, mine, group=self.mesh.world_group)
         values = [int(n) for n in numbers]
         if len(set(values)) > 1:
-            usual = max(set(values), key=values.count)
-            odd = tuple(r for r, v in enumerate(values) if v != usual)
+            odd = tuple(rank for rank, value in enumerate(values) if value != values[0])
             raise BatchesDiffer(step=self.steps, ranks=odd)
 
 

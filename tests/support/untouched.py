@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from graphaccel.errors import GraphAccelError
+from graphaccel.runtime.remote import RemoteTensor
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -28,7 +29,11 @@ def refused(
     """
     before, held = _picture(model, optimizer), dict(model.named_parameters())
     held |= dict(model.named_buffers())
-    values = {name: tensor.detach().clone() for name, tensor in held.items() if not tensor.is_meta}
+    values = {
+        name: tensor.detach().clone()
+        for name, tensor in held.items()
+        if not (tensor.is_meta or isinstance(tensor, RemoteTensor))
+    }
     state = None if optimizer is None else copy.deepcopy(optimizer.state_dict())
     with pytest.raises(GraphAccelError) as caught:
         yield

@@ -1,0 +1,285 @@
+"""What goes wrong between ranks: a rank that dies or hangs, other batches, modes, and too many stages."""
+
+# ruff: noqa: E501 (texts are asserted as they are printed)
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed as dist
+
+import graphaccel
+from graphaccel import errors
+from graphaccel.runtime.executor import Executor
+from graphaccel.schedule.table import Action
+from tests.support.pool import Failure, Pool, WorkerError
+from tests.support.small import Classifier, small_batch, used_optimizer
+from tests.support.untouched import refused
+
+pytestmark = pytest.mark.multiprocess
+
+PIPELINE = {"pipeline": 2, "microbatches": 4}
+TIMEOUT = 10.0
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _hang() -> None:
+    threading.Event().wait()
+
+
+def _train_until(fail: Callable[[], None], pins: dict[str, Any], at: int, timeout: float) -> None:
+    """Rank 1 fails before its computation number `at` (forwards and backwards of all steps)."""
+    compute, count = Executor._compute, 0
+
+    def counted(self: Executor, action: Action, state: Any) -> None:
+        nonlocal count
+        if count == at and dist.get_rank() == 1:
+            fail()
+        count += 1
+        compute(self, action, state)
+
+    model, batch = Classifier(), small_batch()
+    optimizer = torch.optim.AdamW(model.parameters())
+    graphaccel.optimize(model, optimizer, devices=2, timeout=timeout, **pins)
+    Executor._compute = counted  # type: ignore[method-assign]
+    try:
+        for _ in range(6):
+            model(*batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        Executor._compute = compute  # type: ignore[method-assign]
+
+
+def _failures(
+    pool: Pool, fail: Callable[[], None], pins: dict[str, Any], at: int, timeout: float
+) -> tuple[dict[int, Failure], float]:
+    start = time.monotonic()
+    with pytest.raises(WorkerError) as caught:
+        pool.run(2, _train_until, fail, pins, at, timeout, timeout_s=60.0)
+    return caught.value.failures, time.monotonic() - start
+
+
+def _lost(lost: str, message: str) -> None:
+    """The text of GA501 but for what the backend reported."""
+    lines = message.splitlines()
+    assert lines[0] == f"error[GA501]: {lost}"
+    assert [line.split(":")[0].strip() for line in lines[1:]] == [
+        "last action done",
+        "waiting for",
+        "reported",
+        "why",
+        "help",
+        "explain",
+    ]
+
+
+def _rows(message: str) -> tuple[str, str]:
+    done, waiting = message.splitlines()[1:3]
+    return done.partition(":")[2].strip(), waiting.partition(":")[2].strip()
+
+
+def test_a_rank_of_a_pipeline_dies_in_a_step(pool: Pool) -> None:
+    failures, seconds = _failures(pool, _die, PIPELINE, 8 * 4 + 3, TIMEOUT)
+    assert failures[1].kind == "died"
+    assert failures[0].kind == "RankLost"
+    _lost("rank 0 (stage 0) lost rank 1 (stage 1)", failures[0].message)
+    done, waiting = _rows(failures[0].message)
+    assert "microbatch" in done
+    assert "microbatch" in waiting
+    assert seconds < 40
+
+
+def test_a_data_rank_dies_in_a_step(pool: Pool) -> None:
+    failures, seconds = _failures(pool, _die, {"data": 2, "microbatches": 2}, 4 * 4 + 1, TIMEOUT)
+    assert failures[1].kind == "died"
+    assert failures[0].kind == "RankLost"
+    _lost("rank 0 lost rank 1", failures[0].message)
+    assert seconds < 40
+
+
+@pytest.mark.parametrize("pins", [PIPELINE, {"data": 2}], ids=["pipeline", "data"])
+def test_a_rank_that_does_not_answer_is_given_up(pool: Pool, pins: dict[str, Any]) -> None:
+    at = 8 * 4 + 3 if "pipeline" in pins else 4 * 2
+    failures, seconds = _failures(pool, _hang, pins, at, 3.0)
+    assert failures[1].kind == "hung"
+    assert failures[0].kind == "RankLost"
+    stages = (" (stage 0)", " (stage 1)") if "pipeline" in pins else ("", "")
+    _lost(f"rank 0{stages[0]} lost rank 1{stages[1]}", failures[0].message)
+    assert seconds < 40
+
+
+# --- refused alike on every rank ------------------------------------------------------------------
+
+
+def _other_batches() -> None:
+    model = Classifier()
+    optimizer = torch.optim.AdamW(model.parameters())
+    graphaccel.optimize(model, optimizer, devices=2, data=2, example_batch=small_batch())
+    text = """\
+error[GA404]: at step 0 the batch of rank 1 differs from rank 0's
+  why:  every rank is given the global batch and takes its own part of it
+  help: seed the shuffling alike on every rank:  torch.manual_seed(0)
+  help: and remove the DistributedSampler:  DataLoader(dataset, batch_size=..., shuffle=True)
+  explain: graphaccel explain GA404"""
+    with refused(errors.BatchesDiffer, text, model, optimizer):
+        model(*small_batch(seed=dist.get_rank()))
+    model(*small_batch()).backward()  # and it goes on
+
+
+def test_ranks_with_other_batches(pool: Pool) -> None:
+    pool.run(2, _other_batches)
+
+
+def _other_batch_sizes() -> None:
+    model = Classifier()
+    optimizer = torch.optim.AdamW(model.parameters())
+    graphaccel.optimize(model, optimizer, devices=2, data=2)
+    text = """\
+error[GA407]: the ranks chose different plans: their models, batches or versions differ
+  help: seed every rank alike and give them the same example batch
+  explain: graphaccel explain GA407"""
+    with refused(errors.GraphMisuse, text, model, optimizer):
+        model(*small_batch(8 + 4 * dist.get_rank()))
+
+
+def test_ranks_with_first_batches_of_other_sizes(pool: Pool) -> None:
+    pool.run(2, _other_batch_sizes)
+
+
+def _uncut(rows: int, pins: dict[str, Any], parts: str, allowed: str, first: int | None) -> None:
+    model = Classifier()
+    optimizer = torch.optim.AdamW(model.parameters())
+    text = f"""\
+error[GA206]: a batch of {rows} can not be cut into {parts}
+  why:  microbatches of different sizes would change the loss
+  help: {allowed}
+  explain: graphaccel explain GA206"""
+    if first is None:
+        with refused(errors.BatchNotDivisible, text, model, optimizer):
+            graphaccel.optimize(
+                model, optimizer, devices=2, example_batch=small_batch(rows), **pins
+            )
+        return
+    graphaccel.optimize(model, optimizer, devices=2, example_batch=small_batch(first), **pins)
+    with refused(errors.BatchNotDivisible, text, model, optimizer):
+        model(*small_batch(rows))
+
+
+@pytest.mark.parametrize(
+    ("rows", "pins", "parts", "allowed", "first"),
+    [
+        (
+            9,
+            {"data": 2},
+            "2 equal parts (1 microbatches x data 2)",
+            "use a batch that is a multiple of 2",
+            None,
+        ),
+        (
+            12,
+            {"data": 2, "microbatches": 4},
+            "8 equal parts (4 microbatches x data 2)",
+            "with data=2 use microbatches= one of:  1, 2, 3, 6",
+            None,
+        ),
+        (
+            10,
+            PIPELINE,
+            "4 equal parts (4 microbatches x data 1)",
+            "with data=1 use microbatches= one of:  1, 2, 5, 10",
+            8,
+        ),
+    ],
+)
+def test_a_batch_that_can_not_be_cut(pool: Pool, rows: int, pins: dict[str, Any], parts: str, allowed: str, first: int | None) -> None:
+    pool.run(2, _uncut, rows, pins, parts, allowed, first)
+
+
+def _too_many_stages() -> None:
+    model, batch = torch.nn.Linear(8, 1), (torch.ones(8, 8),)
+    optimizer = used_optimizer(model)
+    text = """\
+error[GA203]: the graph can not be cut into 2 stages; 1 is the most
+  why:  every stage needs at least one parameter and one op of its own
+  help: use at most:  pipeline=1
+  explain: graphaccel explain GA203"""
+    with refused(errors.TooManyStages, text, model, optimizer):
+        graphaccel.optimize(
+            model, optimizer, devices=2, pipeline=2, example_batch=batch, loss_fn=_mean
+        )
+
+
+def _mean(output: torch.Tensor) -> torch.Tensor:
+    return output.mean()
+
+
+def test_more_stages_than_the_graph_has(pool: Pool) -> None:
+    pool.run(2, _too_many_stages)
+
+
+def _contradiction() -> None:
+    model = Classifier()
+    optimizer = torch.optim.AdamW(model.parameters())
+    text = """\
+error[GA202]: data=2 can not be planned
+  why:  data 2 x pipeline 2 is 4, not 2 devices
+  help: use one of:  data=1
+  explain: graphaccel explain GA202"""
+    with refused(errors.BadPin, text, model, optimizer):
+        graphaccel.optimize(
+            model, optimizer, devices=2, data=2, pipeline=2, example_batch=small_batch()
+        )
+
+
+def test_contradictory_pins(pool: Pool) -> None:
+    pool.run(2, _contradiction)
+
+
+def _evaluation_with_gradients() -> None:
+    model, batch = Classifier(), small_batch()
+    optimizer = torch.optim.AdamW(model.parameters())
+    graphaccel.optimize(model, optimizer, devices=2, example_batch=batch, **PIPELINE)
+    model.eval()
+    text = """\
+error[GA407]: a forward in evaluation mode with gradients enabled, under a pipeline
+  help: with torch.no_grad():
+  explain: graphaccel explain GA407"""
+    with refused(errors.GraphMisuse, text, model, optimizer):
+        model(*batch)
+    with torch.no_grad():
+        assert model(*batch).item() > 0
+
+
+def test_evaluation_mode_with_gradients(pool: Pool) -> None:
+    pool.run(2, _evaluation_with_gradients)
+
+
+def _another_world() -> None:
+    model = Classifier()
+    optimizer = torch.optim.AdamW(model.parameters())
+    text = """\
+error[GA407]: devices=4, but the launcher started 2 processes
+  help: leave devices out, or start 4:  graphaccel run --devices 4 train.py
+  explain: graphaccel explain GA407"""
+    started_with, sys.argv = sys.argv, ["train.py"]
+    try:
+        with refused(errors.GraphMisuse, text, model, optimizer):
+            graphaccel.optimize(model, optimizer, devices=4)
+    finally:
+        sys.argv = started_with
+
+
+def test_devices_unlike_the_launchers(pool: Pool) -> None:
+    pool.run(2, _another_world)
