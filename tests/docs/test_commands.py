@@ -127,7 +127,28 @@ def test_python_blocks_are_python(document: str) -> None:
 
 def test_folders_of_the_map_exist_and_are_complete() -> None:
     text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
-    table = text.split("## Folders")[1].split("## Who")[0]
+    table = text.split("## Folders")[1].split("## What")[0]
     named = set(re.findall(r"^\| `(\w+)/`", table, flags=re.MULTILINE)) | {"compat"}
     package = ROOT / "graphaccel"
     assert {path.parent.name for path in package.glob("*/__init__.py")} == named
+
+
+def test_files_of_the_map_exist() -> None:
+    """Names such as `walk.py` in the part of a folder are files of that folder."""
+    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    parts = re.split(r"^\*\*(\w+)/\*\*", text.split("## What")[1].split("## Who")[0], flags=re.M)
+    missing = []
+    for folder, part in zip(parts[1::2], parts[2::2], strict=True):
+        files = re.findall(r"`(\w+\.py)`", part)
+        files += [f"{name}.py" for name in re.findall(r"^\| `(\w+)` \|", part, flags=re.M)]
+        missing += [f for f in files if not (ROOT / "graphaccel" / folder / f).is_file()]
+        assert files, folder
+    assert missing == []
+
+
+def test_the_map_lists_every_pass_in_order() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    named = re.findall(r"^\| `(\w+)` \|", text, flags=re.M)
+    source = (ROOT / "graphaccel" / "passes" / "pipeline.py").read_text(encoding="utf-8")
+    order = ast.get_docstring(ast.parse(source)) or ""
+    assert named == re.findall(r"^(\w+) +\w", order.split("\n\n")[1], flags=re.M)

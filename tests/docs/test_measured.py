@@ -1,0 +1,51 @@
+"""The table of measurements in README.md is that of the committed results."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def measured() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("measured", ROOT / "docs" / "measured.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_readme_shows_the_committed_results(measured: ModuleType) -> None:
+    readme = measured.README.read_text()
+    assert readme == measured.with_table(readme, measured.RESULTS), "run python docs/measured.py"
+
+
+def test_a_row_for_each_result(measured: ModuleType, tmp_path: Path) -> None:
+    result = {
+        "name": "single",
+        "command": "python -m benchmarks.single",
+        "ratio": 0.904,
+        "median_seconds": {"eager": 0.2211, "graphaccel": 0.2},
+        "machine": {"cores": 2, "architecture": "x86_64", "python": "3.11.7", "torch": "2.13.0"},
+    }
+    (tmp_path / "single.json").write_text(json.dumps(result))
+    before = f"above\n{measured.BEGIN}old\n{measured.END}below\n"
+    after = measured.with_table(before, tmp_path)
+    assert "| `python -m benchmarks.single` | 200 ms | eager: 221 ms | 0.90 |\n" in after
+    assert "Per step on 2 cores (x86_64), torch 2.13.0, Python 3.11.7" in after
+    assert "old" not in after
+    assert after.startswith("above\n")
+    assert after.endswith("below\n")
+    assert measured.with_table(after, tmp_path) == after
+
+
+def test_a_readme_without_marks_is_refused(measured: ModuleType, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has no lines"):
+        measured.with_table("no marks", tmp_path)
