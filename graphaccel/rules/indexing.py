@@ -42,6 +42,29 @@ def counts_rows(node: fx.Node, size: int) -> bool:
     return node.target in _COUNTS and shape_of(node) == (size,)
 
 
+def only_counts_rows(node: fx.Node) -> bool:
+    """Whether all that reads an `arange` takes it as the numbers of a tensor's own rows.
+
+    Such a part of it may count from zero, as each part's rows do.
+    """
+    reached, stack = {node}, [node]
+    while stack:
+        for user in stack.pop().users:
+            if user.target in _RESHAPES and user not in reached:
+                reached.add(user)
+                stack.append(user)
+            elif user.target not in (aten.index.Tensor, aten.index_put.default):
+                return False
+            elif not _look_up(user)[3] or _uses(user, reached) != 1:
+                return False
+    return True
+
+
+def _uses(node: fx.Node, nodes: set[fx.Node]) -> int:
+    """How many of a look-up's arguments are among `nodes`."""
+    return sum(n in nodes for n in tensor_arguments(node))
+
+
 def _is_zero(node: fx.Node) -> bool:
     filled = node.target in _FILLS and arguments(node)["fill_value"] == 0
     return node.target in _ZEROS or filled

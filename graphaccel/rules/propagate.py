@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphaccel.rules.factories import COUNTS, UNIFORM
+from graphaccel.rules.indexing import only_counts_rows
 from graphaccel.rules.notation import Notation, tensor_arguments
 from graphaccel.rules.table import rule_of
 
@@ -98,6 +100,13 @@ def place_batch(
     )
 
 
+def _divides(node: fx.Node) -> bool:
+    """Whether a part of what a call makes of replicated values is a smaller call."""
+    if node.target in COUNTS:
+        return only_counts_rows(node)
+    return node.target in UNIFORM or bool(node.all_input_nodes)
+
+
 class _State:
     """The walk: placements so far, and which values depend on more than the batch."""
 
@@ -135,13 +144,17 @@ class _State:
         return REPLICATED if node in self.hoisted or node in self.reduced else self.places[node]
 
     def _made(self, node: fx.Node) -> Any:
-        """Values made of numbers or replicated values: sharded if the batch is among their dims."""
+        """Values made of numbers or replicated values: sharded if the batch is among their dims.
+
+        A part of one must be the same op at a smaller size: not so for tensors whose elements
+        depend on where they stand, unless they number rows that are sharded too.
+        """
 
         def place(dims: tuple) -> Placement:
-            for d, size in enumerate(dims):
-                if getattr(size, "free_symbols", None) and self.symbol in size.free_symbols:
-                    return d
-            return REPLICATED
+            carry = [d for d, n in enumerate(dims) if self.symbol in getattr(n, "free_symbols", ())]
+            if len(carry) > 1 or (carry and not _divides(node)):
+                self.conflicts.append(Conflict(node, "it numbers the examples of a batch"))
+            return carry[0] if carry else REPLICATED
 
         dims = node.meta["dims"]
         if isinstance(node.meta["val"], (tuple, list)):
@@ -207,5 +220,5 @@ class _State:
         )
 
     def _refuse(self, node: fx.Node, reason: str) -> None:
-        self.conflicts.append(Conflict(node, reason))
         self.places[node] = self._made(node)
+        self.conflicts.append(Conflict(node, reason))

@@ -1,0 +1,169 @@
+"""Where the batch goes in whole models, and where it may not be split."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from graphaccel.capture.batch import flatten_call
+from graphaccel.capture.stepgraph import StepGraph, capture
+from graphaccel.passes.exact_microbatch import batch_placement, split_limits
+from graphaccel.rules.propagate import PARTIAL, REPLICATED, BatchPlacement
+from tests.support.zoo import ZOO
+
+
+class Model(nn.Module):
+    """Two layers, a buffer-free head, and a loss given by a function of (model, hidden, labels)."""
+
+    def __init__(self, loss: Callable[..., torch.Tensor], norm: nn.Module | None = None) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 5)
+        self.norm = norm or nn.Identity()
+        self.loss = loss
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self.loss(self, self.norm(self.first(x)), labels)
+
+
+def step_of(model: nn.Module) -> StepGraph:
+    torch.manual_seed(0)
+    return capture(model, flatten_call((torch.randn(8, 6), torch.randint(0, 5, (8,))), {}))
+
+
+def placed(loss: Callable[..., torch.Tensor], norm: nn.Module | None = None) -> BatchPlacement:
+    return batch_placement(step_of(Model(loss, norm)))
+
+
+def outputs(step: StepGraph) -> dict[str, object]:
+    """Placement of the loss and of each gradient."""
+    places = batch_placement(step).places
+    nodes = step.graph.graph.output_node().args[0]
+    return {s.name or s.kind: places[n] for n, s in zip(nodes, step.outputs, strict=True)}
+
+
+def classes(model: Model, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model.second(hidden), labels)
+
+
+def test_loss_and_gradients_are_partial_sums() -> None:
+    found = outputs(step_of(Model(classes)))
+    assert set(found.values()) == {PARTIAL}
+    assert len(found) == 5
+
+
+def test_the_count_of_labels_is_hoisted() -> None:
+    result = placed(classes)
+    assert [str(n.target) for n in result.hoisted] == ["aten.sum.default"]
+    assert not result.reduced
+    assert not result.conflicts
+
+
+def test_weighted_classes_hoist_the_sum_of_weights() -> None:
+    class Weighted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(6, 5)
+            self.register_buffer("weight", torch.arange(1.0, 6.0))
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return F.cross_entropy(self.head(x), labels, weight=self.weight)
+
+    result = batch_placement(step_of(Weighted()))
+    assert not result.conflicts
+    assert len(result.hoisted) + len(result.reduced) == 1
+
+
+@pytest.mark.parametrize("name", ["mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"])
+def test_losses_on_numbers_split(name: str) -> None:
+    def loss(model: Model, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return getattr(F, name)(model.second(hidden), F.one_hot(labels, 5).float())
+
+    step = step_of(Model(loss))
+    assert batch_placement(step).conflicts == ()
+    assert set(outputs(step).values()) == {PARTIAL}
+
+
+def test_a_term_on_weights_is_shared_out() -> None:
+    def loss(model: Model, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return classes(model, hidden, labels) + 0.1 * model.second.weight.square().sum()
+
+    result = placed(loss)
+    assert not result.conflicts
+    assert "aten.add.Tensor" in {str(node.target) for node, _ in result.shared}
+
+
+def test_batch_norm_splits_over_data_and_not_over_time() -> None:
+    step = step_of(Model(classes, nn.BatchNorm1d(8)))
+    time, data = split_limits(step)
+    assert time is not None
+    assert "batch_norm" in time
+    assert data is None
+
+
+def test_batch_norm_with_running_statistics_splits() -> None:
+    assert placed(classes, nn.BatchNorm1d(8).eval()).conflicts == ()
+
+
+@pytest.mark.parametrize("make", [lambda: nn.LayerNorm(8), lambda: nn.GroupNorm(2, 8)])
+def test_norms_within_an_example_split(make: Callable[[], nn.Module]) -> None:
+    assert placed(classes, make()).conflicts == ()
+
+
+def test_statistics_spelled_out_need_an_all_reduce() -> None:
+    class Centred(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x - x.mean(0)
+
+    result = placed(classes, Centred())
+    assert not result.conflicts
+    assert result.reduced
+    assert all(n.meta["phase"] in ("forward", "backward") for n in result.reduced)
+
+
+MIXING = {
+    "contrastive": lambda m, h, y: F.cross_entropy(h @ h.T, y.clamp(max=7)),
+    "roll": lambda m, h, y: (h - h.roll(1, 0)).square().sum(),
+    "flip": lambda m, h, y: (h * h.flip(0)).sum(),
+    "sort": lambda m, h, y: h.sort(0).values[0].sum(),
+    "softmax": lambda m, h, y: h.softmax(0).square().sum(),
+    "cumsum": lambda m, h, y: h.cumsum(0).square().sum(),
+    "maximum": lambda m, h, y: h.max(),
+    "halves": lambda m, h, y: (h[:4] * h[4:]).sum(),
+    "numbered": lambda m, h, y: (h * torch.arange(h.shape[0])[:, None]).sum(),
+    "diagonal": lambda m, h, y: h[(rows := torch.arange(h.shape[0])), rows].sum(),
+    "identity": lambda m, h, y: (h * torch.eye(h.shape[0])[:, :1]).sum(),
+}
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_what_mixes_examples_is_refused(name: str) -> None:
+    assert placed(MIXING[name]).conflicts
+
+
+def test_rows_found_by_their_number_split() -> None:
+    """`h[arange(b), labels]`: row r of the result needs row r of h."""
+
+    def loss(model: Model, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        scores = model.second(hidden)
+        return -scores[torch.arange(scores.shape[0]), labels].sum()
+
+    step = step_of(Model(loss))
+    assert batch_placement(step).conflicts == ()
+    assert set(outputs(step).values()) == {PARTIAL}
+
+
+def test_parameters_are_replicated() -> None:
+    step = step_of(Model(classes))
+    places = batch_placement(step).places
+    nodes = [n for n in step.graph.graph.nodes if n.op == "placeholder"]
+    for node, spec in zip(nodes, step.inputs, strict=True):
+        assert places[node] == (REPLICATED if spec.kind == "parameter" else 0)
+
+
+@pytest.mark.parametrize("name", [n for n, entry in ZOO.items() if not entry.mixes_rows])
+def test_the_zoo_splits(name: str, captured: Callable[[str], StepGraph]) -> None:
+    assert split_limits(captured(name)) == (None, None)
