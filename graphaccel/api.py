@@ -160,6 +160,7 @@ class Handle:
         self._devices, self._device, self._timeout = devices, device, timeout
         self._inner = tuple(model.named_modules())
         self._dtypes: dict[str, torch.dtype] = {}
+        self._modes: tuple[bool, ...] = ()
         self._session: Session | None = None
         self._step: StepGraph | None = None
         self._steps: dict[Any, CompiledStep] = {}
@@ -195,6 +196,12 @@ class Handle:
             return None
         return self.plan.prediction.memory[self._session.mesh.pipeline_index].tensors
 
+    @property
+    def loss_scale(self) -> float | None:
+        """What the loss is multiplied by inside an fp16 step; gradients come without it."""
+        scale = None if self._session is None else self._session.scale
+        return None if scale is None else scale.factor
+
     def graph_text(self) -> str:
         """The captured step as text."""
         return "" if self._step is None else self._step.text()
@@ -219,6 +226,7 @@ class Handle:
             step, program, chosen.microbatches, chosen
         )
         self._dtypes = _dtypes(batch)
+        self._modes = tuple(module.training for _, module in self._inner)
         peak = chosen.prediction
         progress(
             "ready", chosen.name + (f", {1e3 * peak.seconds:.0f} ms predicted" if peak else ""), 0.0
@@ -235,6 +243,7 @@ class Handle:
             return self._plain(forward, args, kwargs)  # every parameter is here
         if training:
             check_hooks(self._inner)
+            self._refuse_changes()
         batch = flatten_call(args, kwargs)
         if not training:
             return self._evaluate(batch)
@@ -275,17 +284,40 @@ class Handle:
         key = ("train", batch.signature())
         if key not in self._steps:
             assert self.plan is not None and self._session is not None
-            self._refuse_dtypes(batch)
+            self._refuse_other(batch)
             step, program = self._compiler.compile(batch, self.plan, self._session.homes)
             self._steps[key] = self._compiled(step, program, self.plan.microbatches, self.plan)
         return self._steps[key]
 
-    def _refuse_dtypes(self, batch: Batch) -> None:
-        """A batch of other sizes is captured anew; another dtype is a mistake."""
-        for name, dtype in _dtypes(batch).items():
-            expected = self._dtypes.get(name, dtype)
-            if dtype != expected:
-                raise BatchChanged(what=f"dtype of {name}", expected=str(expected), got=str(dtype))
+    def _refuse_changes(self) -> None:
+        """What was captured must still hold: otherwise the step would be wrong in silence."""
+        if self._step is None:
+            return
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad and name not in self._step.trainable:
+                raise GraphMisuse(
+        """What was captured must still hold: the step would be wrong in silence otherwise."""
+                    help_line="set requires_grad before optimize(), and learning rates later",
+                )
+        for (name, module), training in zip(self._inner, self._modes, strict=True):
+            if module.training != training:
+                said = "train" if training else "eval"
+                raise GraphMisuse(
+                    what=f"module `{name}` was in {said}() mode when the step was captured",
+                    help_line=f"model.get_submodule({name!r}).{said}()",
+                )
+
+    def _refuse_other(self, batch: Batch) -> None:
+        """A batch of other sizes is captured anew; other inputs or dtypes are a mistake."""
+        found = _dtypes(batch)
+        if set(found) != set(self._dtypes):
+            expected, got = ", ".join(self._dtypes), ", ".join(found)
+            raise BatchChanged(what="the inputs of the model", expected=expected, got=got)
+        for name, dtype in found.items():
+            if dtype != self._dtypes[name]:
+                raise BatchChanged(
+                    what=f"dtype of {name}", expected=str(self._dtypes[name]), got=str(dtype)
+                )
 
     def _evaluate(self, batch: Batch) -> Any:
         assert self.plan is not None and self._session is not None

@@ -39,6 +39,11 @@ def check_arguments(model: Any, optimizer: Any, pins: Mapping[str, Any]) -> None
         raise GraphMisuse(
             what="this model already runs under a plan", help_line="call optimize() once"
         )
+    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise GraphMisuse(
+            what=f"the model is wrapped in {type(model).__name__}, which a plan replaces",
+            help_line="graphaccel.optimize(model.module, optimizer)",
+        )
     if next(model.parameters(), None) is None:
         raise Unsupported(what="a model without parameters", reason="there is nothing to train")
     if optimizer is not None:

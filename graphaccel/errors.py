@@ -398,11 +398,11 @@ class OutputDropped(GraphAccelError):
 
     def message(self) -> Message:
         return Message(
-            f"output `{self.name}` does not exist on this rank during training",
-            why="with several stages only the loss is sent to every rank",
+            f"output `{self.name}` is not kept in training by this plan",
+            why="microbatches and stages would have to keep and send it; only the loss is",
             help=(
-                "compute it under torch.no_grad(), after model.eval()",
-                "or make it part of the loss",
+                "keep it:  graphaccel.optimize(model, optimizer, outputs='all')",
+                "or compute it under torch.no_grad()",
             ),
         )
 

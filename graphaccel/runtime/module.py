@@ -19,7 +19,9 @@ from graphaccel.runtime.executor import StepResult
 from graphaccel.runtime.remote import RemoteTensor
 
 
-def attach(model: nn.Module, handle: Any, run: Callable[..., Any], state: Callable[..., Any]) -> None:
+def attach(
+    model: nn.Module, handle: Any, run: Callable[..., Any], state: Callable[..., Any]
+) -> None:
     """Give a model's class the forward `run(module, original_forward, args, kwargs)`, in place.
 
     handle becomes `model.graphaccel`; state(model, plain_state_dict) completes `state_dict()`.
@@ -58,7 +60,9 @@ class HandOut(torch.autograd.Function):
     """Loss whose backward hands out gradients that were computed with it."""
 
     @staticmethod
-    def forward(ctx: Any, result: StepResult, names: tuple[str, ...], *parameters: torch.Tensor) -> Any:
+    def forward(
+        ctx: Any, result: StepResult, names: tuple[str, ...], *parameters: torch.Tensor
+    ) -> Any:
         """The loss; `parameters` are those that may get a gradient, named `names`."""
         ctx.result, ctx.names = result, names
         ctx.parameters = parameters

@@ -64,7 +64,13 @@ class RemoteTensor(torch.Tensor):
                 )
             return args[0]
         shapes = pytree.tree_map_only(torch.Tensor, lambda t: _meta(t), (args, kwargs))
-        result = func(*shapes[0], **{k: v for k, v in shapes[1].items() if k != "device"})
+        try:
+            result = func(*shapes[0], **{k: v for k, v in shapes[1].items() if k != "device"})
+        except NotImplementedError as error:  # ops whose result is not a tensor: equal, nonzero
+            raise GraphMisuse(
+                what=f"{func} needs the values of a tensor that lies on another pipeline rank",
+                help_line="graphaccel.full_state_dict(model) brings every parameter to this rank",
+            ) from error
         device = kwargs.get("device") or remote.device
         if isinstance(device, torch.device) and device.type == "meta":
             return result
@@ -96,7 +102,9 @@ def _stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         raise GraphMisuse(what="tensors of several pipeline ranks were stacked", help_line="")
     known = torch.stack(
         [
-            torch.zeros((), dtype=t.dtype, device=t.device) if isinstance(t, RemoteTensor) else t.detach()
+            torch.zeros((), dtype=t.dtype, device=t.device)
+            if isinstance(t, RemoteTensor)
+            else t.detach()
             for t in tensors
         ]
     )
@@ -107,16 +115,24 @@ def _stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _on_local(func: Any, args: tuple, kwargs: dict) -> Any:
     """A list op on those positions at which every list has a tensor of this rank."""
-    lists = [a for a in args if isinstance(a, (list, tuple)) and a and isinstance(a[0], torch.Tensor)]
+    lists = [
+        a for a in args if isinstance(a, (list, tuple)) and a and isinstance(a[0], torch.Tensor)
+    ]
     count = max(len(x) for x in lists)
-    here = [i for i in range(count) if not any(len(x) == count and isinstance(x[i], RemoteTensor) for x in lists)]
+    here = [
+        i
+        for i in range(count)
+        if not any(len(x) == count and isinstance(x[i], RemoteTensor) for x in lists)
+    ]
 
     def kept(value: Any) -> Any:
         if isinstance(value, (list, tuple)) and len(value) == count:
             return [value[i] for i in here]
         return value
 
-    results = func(*(kept(a) for a in args), **{k: kept(v) for k, v in kwargs.items()}) if here else []
+    results = (
+        func(*(kept(a) for a in args), **{k: kept(v) for k, v in kwargs.items()}) if here else []
+    )
     if not isinstance(results, (list, tuple)):
         return results
     found = dict(zip(here, results, strict=True))

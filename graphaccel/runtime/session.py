@@ -58,7 +58,9 @@ class Session:
         self.homes: dict[str, tuple[int, ...]] = {}
         self._executors: dict[int, Executor] = {}
 
-    def settle(self, homes: Mapping[str, tuple[int, ...]], tied: Mapping[str, str], optimizer: Any) -> None:
+    def settle(
+        self, homes: Mapping[str, tuple[int, ...]], tied: Mapping[str, str], optimizer: Any
+    ) -> None:
         """Let go of the parameters and buffers of other stages; they become RemoteTensors in place.
 
         Parameter objects keep their identity: optimizers, groups and schedulers go on working.
@@ -80,7 +82,9 @@ class Session:
     def holds(self, name: str) -> bool:
         """Whether a stage of this rank has the parameter or buffer."""
         stages = self.homes.get(name)
-        return stages is None or any(s % self.mesh.pipeline == self.mesh.pipeline_index for s in stages)
+        return stages is None or any(
+            s % self.mesh.pipeline == self.mesh.pipeline_index for s in stages
+        )
 
     def owner(self, name: str) -> int:
         """The pipeline coordinate to ask for a parameter or buffer."""
@@ -116,7 +120,11 @@ class Session:
         executor = self._executors.get(id(compiled))
         if executor is None:
             executor = Executor(
-                compiled.program, compiled.schedule, self.mesh, self.held(compiled.constants), compiled.microbatches
+                compiled.program,
+                compiled.schedule,
+                self.mesh,
+                self.held(compiled.constants),
+                compiled.microbatches,
             )
             self._executors[id(compiled)] = executor
         return executor.run(leaves, self.scale)
@@ -126,7 +134,12 @@ class Session:
         executor = self._executors.get(id(compiled))
         if executor is None:
             executor = Executor(
-                compiled.program, compiled.schedule, self.mesh, self.held(compiled.constants), 1, whole=True
+                compiled.program,
+                compiled.schedule,
+                self.mesh,
+                self.held(compiled.constants),
+                1,
+                whole=True,
             )
             self._executors[id(compiled)] = executor
         return executor.run(leaves)
@@ -148,6 +161,8 @@ class Session:
 
 
 def _make_remote(parameter: nn.Parameter, group: Any) -> None:
-    remote = nn.Parameter(RemoteTensor(parameter.detach(), group), requires_grad=parameter.requires_grad)
+    remote = nn.Parameter(
+        RemoteTensor(parameter.detach(), group), requires_grad=parameter.requires_grad
+    )
     remote.group = group
     torch.utils.swap_tensors(parameter, remote)

@@ -38,7 +38,9 @@ class Normed(nn.Module):
         return F.cross_entropy(self.out(self.norm(x)), y)
 
 
-def _refuse(kind: type[errors.GraphAccelError], text: str, model: Any = None, **settings: Any) -> None:
+def _refuse(
+    kind: type[errors.GraphAccelError], text: str, model: Any = None, **settings: Any
+) -> None:
     model = model or Classifier()
     optimizer = torch.optim.AdamW(model.parameters())
     settings.setdefault("example_batch", small_batch())
@@ -204,7 +206,10 @@ def test_a_plan_of_another_cluster(tmp_path: Path) -> None:
     ("content", "reason"),
     [
         (None, "No such file or directory"),
-        ("{not json", "Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
+        (
+            "{not json",
+            "Expecting property name enclosed in double quotes: line 1 column 2 (char 1)",
+        ),
         ("[1, 2]", "it is no plan"),
         ('{"schema": 7}', "plan schema 7; this version reads 1"),
         ('{"schema": 1, "speed": 3}', "unknown fields in plan: speed"),

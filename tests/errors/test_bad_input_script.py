@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import graphaccel
 from graphaccel import errors
@@ -23,11 +24,19 @@ error[GA402]: the loss can be differentiated only once, to first order
   help: or call the model again for the second backward
   explain: graphaccel explain GA402"""
 NO_LOGITS = """\
-error[GA405]: output `logits` does not exist on this rank during training
-  why:  with several stages only the loss is sent to every rank
-  help: compute it under torch.no_grad(), after model.eval()
-  help: or make it part of the loss
+error[GA405]: output `logits` is not kept in training by this plan
+  why:  microbatches and stages would have to keep and send it; only the loss is
+  help: keep it:  graphaccel.optimize(model, optimizer, outputs='all')
+  help: or compute it under torch.no_grad()
   explain: graphaccel explain GA405"""
+
+
+class Optional(Classifier):
+    """Without targets it returns logits."""
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        logits = self.out(self.inner(x))
+        return logits if y is None else nn.functional.cross_entropy(logits, y)
 
 
 def watch(*_: Any) -> None:
@@ -161,6 +170,65 @@ error[GA406]: dtype of args[0] changed: captured with torch.float32, now torch.f
   explain: graphaccel explain GA406"""
     with refused(errors.BatchChanged, text, model, optimizer):
         model(x.double(), y)
+
+
+def test_other_inputs_later() -> None:
+    model, (x, y) = Optional(), small_batch()
+    optimizer = torch.optim.AdamW(model.parameters())
+    graphaccel.optimize(model, optimizer)
+    model(x, y=y).backward()
+    text = """\
+error[GA406]: the inputs of the model changed: captured with args[0], y, now args[0]
+  why:  the graph and the plan hold for batches like the captured one only
+  help: leave the last, smaller batch out:  DataLoader(dataset, drop_last=True)
+  help: or capture with such a batch:  graphaccel.optimize(model, optimizer, example_batch=batch)
+  explain: graphaccel explain GA406"""
+    with refused(errors.BatchChanged, text, model, optimizer):
+        model(x)
+
+
+@pytest.mark.parametrize("wrapper", [nn.DataParallel, DistributedDataParallel])
+def test_wrappers_are_replaced_not_wrapped(wrapper: type[nn.Module]) -> None:
+    model = wrapper.__new__(wrapper)
+    nn.Module.__init__(model)
+    model.module = Classifier()
+    text = f"""\
+error[GA407]: the model is wrapped in {wrapper.__name__}, which a plan replaces
+  help: graphaccel.optimize(model.module, optimizer)
+  explain: graphaccel explain GA407"""
+    with refused(errors.GraphMisuse, text, model):
+        graphaccel.optimize(model)
+
+
+def test_a_parameter_that_is_unfrozen_later() -> None:
+    model, batch = Classifier(), small_batch()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model.inner.requires_grad_(False)
+    graphaccel.optimize(model, optimizer, example_batch=batch)
+    model(*batch).backward()
+    model.inner.requires_grad_(True)
+    text = """\
+error[GA407]: parameter `inner.weight` was frozen when the step was captured, and is no more
+  help: set requires_grad before optimize(), and learning rates later
+  explain: graphaccel explain GA407"""
+    with refused(errors.GraphMisuse, text, model, optimizer):
+        model(*batch)
+
+
+def test_a_submodule_whose_mode_changes_later() -> None:
+    model, batch = (
+        Classifier(nn.Sequential(nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH))),
+        small_batch(),
+    )
+    optimizer = torch.optim.AdamW(model.parameters())
+    graphaccel.optimize(model, optimizer, example_batch=batch)
+    model.inner.eval()
+    text = """\
+error[GA407]: module `inner` was in train() mode when the step was captured
+  help: model.get_submodule('inner').train()
+  explain: graphaccel explain GA407"""
+    with refused(errors.GraphMisuse, text, model, optimizer):
+        model(*batch)
 
 
 def test_an_optimizer_of_another_model() -> None:

@@ -55,10 +55,10 @@ error[GA404]: at step 3 the batch of rank 1, 3 differs from rank 0's
     (
         errors.OutputDropped(name="logits"),
         """\
-error[GA405]: output `logits` does not exist on this rank during training
-  why:  with several stages only the loss is sent to every rank
-  help: compute it under torch.no_grad(), after model.eval()
-  help: or make it part of the loss
+error[GA405]: output `logits` is not kept in training by this plan
+  why:  microbatches and stages would have to keep and send it; only the loss is
+  help: keep it:  graphaccel.optimize(model, optimizer, outputs='all')
+  help: or compute it under torch.no_grad()
   explain: graphaccel explain GA405""",
     ),
     (

@@ -203,7 +203,9 @@ error[GA206]: a batch of {rows} can not be cut into {parts}
         ),
     ],
 )
-def test_a_batch_that_can_not_be_cut(pool: Pool, rows: int, pins: dict[str, Any], parts: str, allowed: str, first: int | None) -> None:
+def test_a_batch_that_can_not_be_cut(
+    pool: Pool, rows: int, pins: dict[str, Any], parts: str, allowed: str, first: int | None
+) -> None:
     pool.run(2, _uncut, rows, pins, parts, allowed, first)
 
 
