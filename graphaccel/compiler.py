@@ -1,7 +1,7 @@
 """From a model and a batch to programs that run: capture → planner → passes, with what they share.
 
-`api.optimize` and `graphaccel plan` both go through here; the runtime is given the results and a way to
-ask for another one when a batch of another shape comes.
+`api.optimize` and `graphaccel plan` both go through here; the runtime is given the results and a
+way to ask for another one when a batch of another shape comes.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ LossFn = Callable[..., torch.Tensor]
 
 @dataclass(frozen=True)
 class Model:
-    """What is planned for: a module, its loss function, how many bytes of optimizer state each byte of
-    trained parameter has, and the bytes of its parameters and buffers by name."""
+    """What is planned for: a module, its loss function, how many bytes of optimizer state each byte
+    of trained parameter has, and the bytes of its parameters and buffers by name."""
 
     module: nn.Module = field(repr=False)
     loss_fn: LossFn | None
@@ -257,7 +257,8 @@ class Compiler:
     def compile_evaluation(
         self, batch: Batch, plan: Plan, homes: Mapping[str, tuple[int, ...]], training: bool
     ) -> tuple[StepGraph, StepProgram]:
-        """A forward-only program in the model's present mode; every data rank sees the whole batch."""
+        """A forward-only program in the model's present mode; every data rank sees the whole
+        batch."""
         step, sizes = self.capture(batch, training=training)
         size = sizes.get(BATCH, step.batch_size)
         alone = plan.decided(data=1, microbatches=1, recompute=(), outputs="all", batch=size)
@@ -355,7 +356,7 @@ def _mode_of(module: nn.Module) -> FakeTensorMode:
 
 
 def progress(phase: str, what: str, seconds: float) -> None:
-    """`graphaccel: capture    4,812 ops   9.8 s` on stderr of the first rank: silence is read as a hang."""
+    """`graphaccel: capture    4,812 ops   9.8 s` on stderr of rank 0: silence is read as a hang."""
     log.info("%s: %s in %.2f s", phase, what, seconds)
     if os.environ.get("RANK", "0") == "0" and os.environ.get("GRAPHACCEL_QUIET") != "1":
         print(f"graphaccel: {phase:<10} {what:<60} {seconds:6.1f} s", file=sys.stderr)

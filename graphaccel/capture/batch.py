@@ -56,7 +56,8 @@ def flatten_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Batch:
 
 
 def as_call(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """An example batch as (args, kwargs): mappings are keywords, sequences positions, else one arg."""
+    """An example batch as (args, kwargs): mappings are keywords, sequences positions, else one
+    arg."""
     if isinstance(example, Mapping):
         return (), dict(example)
     if isinstance(example, (tuple, list)):
@@ -67,9 +68,9 @@ def as_call(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def batch_leaves(batch: Batch) -> tuple[int, dict[int, int]]:
     """The batch size, and for every leaf that carries the batch the dim it lies on.
 
-    The batch is the commonest leading size among the tensors (ties: the first tensor's). Scalars and
-    tensors with another leading size carry no batch. Whether the guess is right is proved later:
-    the placement rules refuse a graph that mixes examples.
+    The batch is the commonest leading size among the tensors (ties: the first tensor's). Scalars
+    and tensors with another leading size carry no batch. Whether the guess is right is proved
+    later: the placement rules refuse a graph that mixes examples.
     """
     leading = [t.shape[0] for t in batch.tensors.values() if t.dim() > 0]
     if not leading:
@@ -93,7 +94,8 @@ def sequence_leaves(batch: Batch, batch_dims: Mapping[int, int]) -> tuple[int, d
 
 
 def resized(batch: Batch, dims: Mapping[int, int], size: int) -> Batch:
-    """The same call with `size` along each of `dims` (values repeated or cut: only shapes matter)."""
+    """The same call with `size` along each of `dims` (values repeated or cut: only shapes
+    matter)."""
     leaves = list(batch.leaves)
     for i, dim in dims.items():
         index = torch.arange(size, device=leaves[i].device) % leaves[i].shape[dim]
@@ -102,8 +104,8 @@ def resized(batch: Batch, dims: Mapping[int, int], size: int) -> Batch:
 
 
 def without_aliases(batch: Batch) -> Batch:
-    """The same call with a tensor of its own for each leaf: export merges inputs that are one tensor
-    (`labels=input_ids`), and the graph would then take one for the other for ever."""
+    """The same call with a tensor of its own for each leaf: export merges inputs that are one
+    tensor (`labels=input_ids`), and the graph would then take one for the other for ever."""
     seen: set[int] = set()
     leaves = []
     for leaf in batch.leaves:

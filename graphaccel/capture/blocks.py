@@ -1,7 +1,7 @@
 """Repeated blocks: the identical layers of a model, found by hashing their sub-graphs.
 
-A block is what one numbered entry of a container computes (`transformer.h.3`); blocks whose nodes are
-the same but for the parameters they read are of one type.
+A block is what one numbered entry of a container computes (`transformer.h.3`); blocks whose nodes
+are the same but for the parameters they read are of one type.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from graphaccel.ir.text import target_text
 
 @dataclass(frozen=True)
 class Block:
-    """name: module path of the numbered entry. kind: equal for identical blocks. nodes: how many in the joint graph."""
+    """name: module path of the numbered entry. kind: equal for identical blocks. nodes: how many in
+    the joint graph."""
 
     name: str
     kind: str
@@ -25,7 +26,8 @@ class Block:
 
 
 def block_of(module: str) -> str:
-    """The block that a module path belongs to: up to its first numbered component, "" if it has none."""
+    """The block that a module path belongs to: up to its first numbered component, "" if it has
+    none."""
     parts = module.split(".")
     for i, part in enumerate(parts):
         if part.isdigit():
@@ -44,7 +46,8 @@ def find_blocks(graph: fx.GraphModule) -> tuple[Block, ...]:
 
 
 def _digest(nodes: list[fx.Node]) -> str:
-    """A hash of ops, sizes and wiring inside the block; what comes from outside counts by type only."""
+    """A hash of ops, sizes and wiring inside the block; what comes from outside counts by type
+    only."""
     number = {node: i for i, node in enumerate(nodes)}
     text = []
     for node in nodes:

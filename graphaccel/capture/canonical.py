@@ -4,13 +4,13 @@ before                                               after
   %y: f32[8,4] = aten.native_dropout(%x, 0.0, True)    (uses %x)
   %l: f32[] = aten.mean(%x)                            %s: f32[] = aten.sum(%x)
                                                        %l: f32[] = aten.div(%s, 32)
-  %l: f32[] = aten.cross_entropy_loss(%x, %t)          %n: f32[] = aten.cross_entropy_loss(%x, %t, reduction=sum)
+  %l: f32[] = aten.cross_entropy_loss(%x, %t)          %n: f32[] = cross_entropy(%x, %t, "sum")
                                                        %m: b8[8] = aten.ne(%t, -100)
                                                        %c: i64[] = aten.sum(%m)
                                                        %l: f32[] = aten.div(%n, %c)
 
-Averages become a sum over a count. A sum over part of the batch is a partial sum, while an average of
-part of the batch is simply wrong when the parts hold different numbers of ignored labels.
+Averages become a sum over a count. A sum over part of the batch is a partial sum, while an average
+of part of the batch is simply wrong when the parts hold different numbers of ignored labels.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def canonicalise(graph: fx.GraphModule) -> None:
         if node.target in _REMOVED:
             _replace(node, node.args[0])
         elif node.target in (aten.view.default, aten._unsafe_view.default):
-            # A view is legal or not by the strides that kernels happen to give; a reshape always is.
+            # A view is legal or not by the strides that kernels happen to give; a reshape always
+            # is.
             node.target = aten.reshape.default
         elif node.target is aten.squeeze.default:
             # Which dims have size one must not depend on how small the parts of a batch are.
@@ -128,7 +129,9 @@ def _labelled_loss(node: fx.Node) -> None:
         safe = _emit(node, aten.where.ScalarOther, counted, target, 0)
         flat = _emit(node, aten.reshape.default, safe, [-1])
         weights = _emit(node, aten.index_select.default, a["weight"], 0, flat)
-        kept = _emit(node, aten.mul.Tensor, weights, _emit(node, aten.reshape.default, counted, [-1]))
+        kept = _emit(
+            node, aten.mul.Tensor, weights, _emit(node, aten.reshape.default, counted, [-1])
+        )
         count = _emit(node, aten.sum.default, kept)
     _replace(node, _emit(node, aten.div.Tensor, total, count))
 
@@ -139,7 +142,11 @@ def _elementwise_loss(node: fx.Node) -> None:
     if a["reduction"] != MEAN:
         return
     shape = torch.broadcast_shapes(
-        *(a[key].meta["val"].shape for key in ("self", "target", "weight") if isinstance(a.get(key), fx.Node))
+        *(
+            a[key].meta["val"].shape
+            for key in ("self", "target", "weight")
+            if isinstance(a.get(key), fx.Node)
+        )
     )
     total = _with_sum(node, a)
     _replace(node, _emit(node, aten.div.Tensor, total, torch.Size(shape).numel()))
@@ -161,7 +168,8 @@ def _dropout(node: fx.Node) -> None:
 
 
 def _concatenate(node: fx.Node) -> None:
-    """Legacy empty tensors of shape (0,) in a concatenation (caches start like that) are dropped."""
+    """Legacy empty tensors of shape (0,) in a concatenation (caches start like that) are
+    dropped."""
     tensors = [t for t in node.args[0] if tuple(t.meta["val"].shape) != (0,)]
     if len(tensors) == 1:
         _replace(node, tensors[0])

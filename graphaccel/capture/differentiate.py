@@ -31,10 +31,12 @@ def differentiate(
 ) -> tuple[fx.GraphModule, tuple[GraphOutput, ...]]:
     """The joint graph: placeholders as in `forward`, then tangents if there is no loss.
 
-    trainable: names of the parameters that require a gradient. scaled: one more input, a float32 number
-    that the loss is multiplied by before it is differentiated.
-    Without a loss in the graph every floating-point output is differentiated against a tangent input.
-    Outputs: those of `forward`, then the gradient of each trainable parameter that the loss reaches.
+    trainable: names of the parameters that require a gradient. scaled: one more input, a float32
+    number that the loss is multiplied by before it is differentiated.
+    Without a loss in the graph every floating-point output is differentiated against a tangent
+    input.
+    Outputs: those of `forward`, then the gradient of each trainable parameter that the loss
+    reaches.
     """
     placeholders = [n for n in forward.graph.graph.nodes if n.op == "placeholder"]
     for node in forward.graph.graph.nodes:
@@ -54,7 +56,11 @@ def differentiate(
         origins = _Origins()
         outputs = _Recorder(forward.graph, origins).run(*values)
         roots = [outputs[i] for i in (heads or tangents_for)]
-        keep = [(o, t) for o, t in zip(roots, tangents or [None] * len(roots), strict=True) if o.requires_grad]
+        keep = [
+            (o, t)
+            for o, t in zip(roots, tangents or [None] * len(roots), strict=True)
+            if o.requires_grad
+        ]
         if not wanted:
             return outputs
         _backward_marker(forward.graph.graph.output_node().args[0][heads[0] if heads else 0])(())
@@ -88,8 +94,8 @@ def differentiate(
 def tangent_inputs(
     forward: ForwardGraph, trainable: frozenset[str], *, scaled: bool = False
 ) -> tuple[GraphInput, ...]:
-    """The inputs that `differentiate` adds: the loss scale, or one a differentiable output if there is
-    no loss."""
+    """The inputs that `differentiate` adds: the loss scale, or one a differentiable output if there
+    is no loss."""
     if not any(i.kind == "parameter" and i.name in trainable for i in forward.inputs):
         return ()
     if any(o.kind == "loss" for o in forward.outputs):
@@ -166,7 +172,14 @@ def _tensors(result: Any) -> list[torch.Tensor]:
 
 def _name_placeholders(joint: fx.GraphModule, inputs: Sequence[GraphInput]) -> None:
     """Placeholders are called after what they hold: `p_transformer_wte_weight`, `x_input_ids`."""
-    letter = {"parameter": "p", "buffer": "u", "constant": "k", "batch": "x", "tangent": "g", "scale": "scale"}
+    letter = {
+        "parameter": "p",
+        "buffer": "u",
+        "constant": "k",
+        "batch": "x",
+        "tangent": "g",
+        "scale": "scale",
+    }
     placeholders = [n for n in joint.graph.nodes if n.op == "placeholder"]
     for node, spec in zip(placeholders, inputs, strict=True):
         node.name = node.target = f"{letter[spec.kind]}_{re.sub(r'[^0-9A-Za-z]+', '_', spec.name)}"
@@ -183,7 +196,8 @@ def _tidy(joint: fx.GraphModule) -> None:
 
 
 def _annotate(joint: fx.GraphModule, forward: ForwardGraph) -> None:
-    """Phase, origin, module path and source line on every node, from the marks left while tracing."""
+    """Phase, origin, module path and source line on every node, from the marks left while
+    tracing."""
     modules = {n.name: module_path(n) for n in forward.graph.graph.nodes}
     locations = {n.name: source_line(n) for n in forward.graph.graph.nodes}
     backward = False

@@ -1,8 +1,8 @@
 """Export the forward pass *with its loss* to a functional ATen graph.
 
-`torch.export` (non-strict) is the public route: it keeps the module path and the source line of every
-node and gives inputs, parameters, buffers and outputs by name. No weights are read: real, fake and
-meta parameters capture alike.
+`torch.export` (non-strict) is the public route: it keeps the module path and the source line of
+every node and gives inputs, parameters, buffers and outputs by name. No weights are read: real,
+fake and meta parameters capture alike.
 """
 
 from __future__ import annotations
@@ -115,7 +115,8 @@ class _WithLoss(nn.Module):
         plain = {
             i: x
             for i, x in enumerate(leaves)
-            if not isinstance(x, torch.Tensor) and isinstance(x, (int, float, str, bool, type(None)))
+            if not isinstance(x, torch.Tensor)
+            and isinstance(x, (int, float, str, bool, type(None)))
         }
         self._note(Returned(spec, position, tensors, plain, len(leaves)))
         if position is None:
@@ -129,8 +130,8 @@ def split_targets(
 ) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
     """Which part of the batch is the model's and which is the loss function's.
 
-    `loss_fn(output, target, ...)`: each parameter after the first is taken from the batch by keyword,
-    else from the end of the positional arguments.
+    `loss_fn(output, target, ...)`: each parameter after the first is taken from the batch by
+    keyword, else from the end of the positional arguments.
     """
     wanted = [
         p.name
@@ -147,7 +148,8 @@ def split_targets(
 
 
 def find_loss(output: Any) -> torch.Tensor | None:
-    """The loss in what a model returned: `.loss`, `["loss"]`, or a returned differentiable scalar."""
+    """The loss in what a model returned: `.loss`, `["loss"]`, or a returned differentiable
+    scalar."""
 
     def scalar(value: Any) -> bool:
         return isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_floating_point()
@@ -246,7 +248,8 @@ def _state_restored(model: nn.Module):
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Export logs its own account of a failure and prints the graph so far: our text replaces both."""
+    """Export logs its own account of a failure and prints the graph so far: our text replaces
+    both."""
     if os.environ.get("GRAPHACCEL_TRACEBACK") == "full":
         yield
         return

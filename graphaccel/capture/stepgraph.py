@@ -58,7 +58,8 @@ class StepGraph:
 
     @cached_property
     def positions(self) -> dict[str, int]:
-        """Forward-graph node name → its place; what a pass made stands where the node it replaced stood."""
+        """Forward-graph node name → its place; what a pass made stands where the node it replaced
+        stood."""
         places: dict[str, int] = {}
         for i, node in enumerate(self.forward.graph.graph.nodes):
             places[node.name] = i
@@ -91,7 +92,9 @@ def capture(
 
     Raises: TensorBranch (GA101), CaptureRefused (GA102).
     """
-    trainable = frozenset(n for n, p in model.named_parameters(remove_duplicate=False) if p.requires_grad)
+    trainable = frozenset(
+        n for n, p in model.named_parameters(remove_duplicate=False) if p.requires_grad
+    )
     batch = without_aliases(batch)
     size, dims = batch_leaves(batch)
     if size == 1 and symbolic and dims:  # a size of one is special to export: capture at two
@@ -127,7 +130,10 @@ def assemble(
 ) -> StepGraph:
     """Differentiate a forward graph (as captured, or rewritten) and find sizes and blocks."""
     joint, outputs = differentiate(forward, trainable, scaled=scaled)
-    points = [(symbol, size, differentiate(other, trainable, scaled=scaled)[0]) for symbol, size, other in others]
+    points = [
+        (symbol, size, differentiate(other, trainable, scaled=scaled)[0])
+        for symbol, size, other in others
+    ]
     kept = [(s, n, g) for s, n, g in points if same_structure(joint, g)]
     known = {s: n for s, n in sizes.items() if s in {s for s, _, _ in kept}}
     attach_sizes(joint, known, kept)
@@ -146,7 +152,9 @@ def assemble(
     )
 
 
-def _forward(model: nn.Module, batch: Batch, loss_fn: Callable[..., torch.Tensor] | None) -> ForwardGraph:
+def _forward(
+    model: nn.Module, batch: Batch, loss_fn: Callable[..., torch.Tensor] | None
+) -> ForwardGraph:
     tied = _tied(model)
     forward = export_forward(model, batch, loss_fn)
     forward = _merged(forward, tied)

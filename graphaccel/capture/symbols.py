@@ -1,9 +1,11 @@
-"""Sizes as expressions: the same model captured at other batch (and sequence) sizes, compared node by node.
+"""Sizes as expressions: the same model captured at other batch (and sequence) sizes, compared node
+by node.
 
-Export could keep the batch symbolic itself; comparing two static captures was preferred because it treats
-every model alike (many specialise: windows folded into the batch, caches, masks), leaves no symbolic
-integers in the graph that runs, and costs one more capture of about the same time. Every dim and every
-integer argument of the zoo is affine in the batch, and affine or quadratic in the sequence.
+Export could keep the batch symbolic itself; comparing two static captures was preferred because it
+treats every model alike (many specialise: windows folded into the batch, caches, masks), leaves no
+symbolic integers in the graph that runs, and costs one more capture of about the same time. Every
+dim and every integer argument of the zoo is affine in the batch, and affine or quadratic in the
+sequence.
 """
 
 from __future__ import annotations
@@ -46,8 +48,9 @@ def attach_sizes(
     """Leave on every node of `graph` its sizes as expressions.
 
     others: captures that differ from `base` in one symbol: (symbol, its size there, graph).
-    meta["dims"]: a tuple of int | sympy.Expr per tensor output (a tuple of those for several outputs).
-    meta["sizes"]: {position: expression} for each integer of the arguments, in the order of
+    meta["dims"]: a tuple of int | sympy.Expr per tensor output (a tuple of those for several
+    outputs). meta["sizes"]: {position: expression} for each integer of the arguments, in the order
+    of
     `fx.map_aggregate` over (args, kwargs), that is not constant.
     """
     rows = [list(g.graph.nodes) for _, _, g in others]
@@ -55,13 +58,17 @@ def attach_sizes(
         twins = [row[index] for row in rows]
         points = [(symbol, size) for symbol, size, _ in others]
         if "val" in node.meta:
-            node.meta["dims"] = _dims(node.meta["val"], [t.meta["val"] for t in twins], base, points)
+            node.meta["dims"] = _dims(
+                node.meta["val"], [t.meta["val"] for t in twins], base, points
+            )
         own = integers(node)
         theirs = [integers(t) for t in twins]
         node.meta["sizes"] = {
             i: fitted
             for i, value in enumerate(own)
-            if not isinstance(fitted := fit(value, [t[i] for t in theirs], base, points), (int, float))
+            if not isinstance(
+                fitted := fit(value, [t[i] for t in theirs], base, points), (int, float)
+            )
         }
 
 
@@ -109,14 +116,17 @@ def fit(
     base: Mapping[sympy.Symbol, int],
     points: Sequence[tuple[sympy.Symbol, int]],
 ) -> Any:
-    """The expression through `value` at `base` and `others` at the points that differ in one symbol.
+    """The expression through `value` at `base` and `others` at the points that differ in one
+    symbol.
 
-    Affine in each symbol; proportional to its square where only that passes through both points. The
-    dependences on different symbols multiply (`b*s` tokens), as sizes of reshaped tensors do.
+    Affine in each symbol; proportional to its square where only that passes through both points.
+    The dependences on different symbols multiply (`b*s` tokens), as sizes of reshaped tensors do.
     """
     if all(o == value for o in others) or value == 0:
         return value
-    expression: Any = sympy.Rational(Fraction(value)) if isinstance(value, float) else sympy.Integer(value)
+    expression: Any = (
+        sympy.Rational(Fraction(value)) if isinstance(value, float) else sympy.Integer(value)
+    )
     for (symbol, size), other in zip(points, others, strict=True):
         if other == value:
             continue

@@ -6,29 +6,28 @@ for, so that a new torch version is checked here and nowhere else.
 
 from __future__ import annotations
 
-# Sees every operator that runs, also inside backward: measuring tensor bytes (runtime/meter.py).
-
 from typing import Any
 
 import torch
 from torch import fx
 
+# Tensors with shapes and no data: tracing and propagation.
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
 # Meshes of owners, to present parameters as DTensors (runtime/state.py).
 from torch.distributed.device_mesh import DeviceMesh
-
-# Graphs as Python source: the calling convention of stage graphs (BoxedCode).
-from torch.fx.graph import CodeGen
 
 # Raised by export where the user's code branches on the value of a tensor (capture/export.py).
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode as DataDependentError
 
-# Tensors with shapes and no data: tracing and propagation.
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+# Graphs as Python source: the calling convention of stage graphs (BoxedCode).
+from torch.fx.graph import CodeGen
 
 # Trees with key paths; torch.utils.pytree of later versions has them publicly.
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
+# Sees every operator that runs, also inside backward: measuring tensor bytes (runtime/meter.py).
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 
 def schema(node: fx.Node) -> list[Any]:
@@ -37,7 +36,8 @@ def schema(node: fx.Node) -> list[Any]:
 
 
 class BoxedCode(CodeGen):
-    """Code of a graph that takes one list and empties it, so that inputs die after their last use."""
+    """Code of a graph that takes one list and empties it, so that inputs die after their last
+    use."""
 
     def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **_: Any) -> str:
         """The head of the generated function: unpack the list, then empty it."""
@@ -69,4 +69,4 @@ def fake_mode_of(nodes: list[fx.Node]) -> Any:
     return FakeTensorMode()
 
 
-__all__ = ["DataDependentError", "TorchDispatchMode", "is_traceable_wrapper_subclass"]
+__all__ = ["DataDependentError", "TorchDispatchMode", "is_traceable_wrapper_subclass", "pytree"]

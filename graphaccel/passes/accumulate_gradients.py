@@ -6,9 +6,9 @@ before                                          after (a microbatch in the middl
   return (%g)                                     ...
                                                   return ()
 
-The first microbatch copies instead of adding, so buckets need no zeroing. In the last one an all-reduce
-over the data axis starts as soon as a bucket is complete; the runtime waits for it at the very end.
-Gradients are handed out as views of the buckets: nothing is copied back.
+The first microbatch copies instead of adding, so buckets need no zeroing. In the last one an
+all-reduce over the data axis starts as soon as a bucket is complete; the runtime waits for it at
+the very end. Gradients are handed out as views of the buckets: nothing is copied back.
 Li et al., PyTorch Distributed, VLDB 2020, §3.2 (buckets in the order of the backward pass).
 """
 
@@ -26,7 +26,8 @@ aten = torch.ops.aten
 
 
 def accumulate_gradients(program: StageProgram, plan: Plan) -> StageProgram:
-    """The program with accumulators, or as it is where one microbatch on one data rank needs none."""
+    """The program with accumulators, or as it is where one microbatch on one data rank needs
+    none."""
     if plan.microbatches == 1 and plan.data == 1:
         return program
     if not any(v.kind == "gradient" for v in program.backward_outputs):
@@ -35,7 +36,9 @@ def accumulate_gradients(program: StageProgram, plan: Plan) -> StageProgram:
     buckets = _buckets(program, module, plan.bucket_bytes)
     last = plan.microbatches - 1
     moments = {(m == 0, m == last) for m in range(plan.microbatches)}
-    graphs = {moment: _accumulating(program, module, buckets, moment, plan.data) for moment in moments}
+    graphs = {
+        moment: _accumulating(program, module, buckets, moment, plan.data) for moment in moments
+    }
     names = [name for bucket in buckets for name in bucket]
     inputs = [Value("accumulator", name) for name in names]
     if plan.data > 1:
@@ -61,7 +64,9 @@ def _produced(program: StageProgram, module: fx.GraphModule) -> dict[str, fx.Nod
     return {name: node for _, name, node in sorted(pairs, key=lambda p: p[:2])}
 
 
-def _buckets(program: StageProgram, module: fx.GraphModule, size: int) -> tuple[tuple[str, ...], ...]:
+def _buckets(
+    program: StageProgram, module: fx.GraphModule, size: int
+) -> tuple[tuple[str, ...], ...]:
     buckets: list[list[str]] = []
     filled, kind = 0, None
     for name, node in _produced(program, module).items():
@@ -106,7 +111,11 @@ def _accumulating(
         newest = anchor
         for name in bucket:
             after = produced[name] if order[produced[name]] >= order[anchor] else anchor
-            with graph.inserting_after(after) if after.op != "placeholder" else graph.inserting_before(anchor):
+            with (
+                graph.inserting_after(after)
+                if after.op != "placeholder"
+                else graph.inserting_before(anchor)
+            ):
                 added = graph.call_function(target, (accumulators[name], produced[name]))
             added.meta = {**produced[name].meta, "made_by": "accumulate_gradients"}
             newest = added
@@ -115,7 +124,11 @@ def _accumulating(
                 sent = graph.call_function(
                     torch.ops._c10d_functional.all_reduce_.default, (flats[index], "sum", "data")
                 )
-            sent.meta = {"val": flats[index].meta["val"], "made_by": "accumulate_gradients", "phase": "backward"}
+            sent.meta = {
+                "val": flats[index].meta["val"],
+                "made_by": "accumulate_gradients",
+                "phase": "backward",
+            }
     kept = [
         n for n, v in zip(result, program.backward_outputs, strict=True) if v.kind != "gradient"
     ]

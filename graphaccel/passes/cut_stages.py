@@ -1,14 +1,14 @@
 """Cut the joint graph into pipeline stages, anywhere.
 
-A cut falls after a node of the forward graph, not between modules. The stage of a forward value is the
-stage of the forward-graph node it computes; a backward value lies where the values it is the derivative
-of lie, but never later than the gradients it is made from: gradients flow down the stages. Values that
-depend on no parameter (masks, positions, rotary tables) are computed again on every stage that reads
-them; everything else that crosses is sent once, from the stage that makes it to each that reads it,
-neighbour or not (an encoder's output to every decoder stage).
+A cut falls after a node of the forward graph, not between modules. The stage of a forward value is
+the stage of the forward-graph node it computes; a backward value lies where the values it is the
+derivative of lie, but never later than the gradients it is made from: gradients flow down the
+stages. Values that depend on no parameter (masks, positions, rotary tables) are computed again on
+every stage that reads them; everything else that crosses is sent once, from the stage that makes it
+to each that reads it, neighbour or not (an encoder's output to every decoder stage).
 
-The gradient of a parameter that several stages use is one partial gradient per stage: each adds up its
-own, and they are summed once a step.
+The gradient of a parameter that several stages use is one partial gradient per stage: each adds up
+its own, and they are summed once a step.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def cut_stages(
     """Give every node its stage.
 
     positions: forward-graph node name → its place in the forward graph. cuts: names after which a
-    stage ends. homes: where parameters already lie (evaluation graphs): then a node lies on the last
-    stage of what it reads, and `cuts` are not looked at.
+    stage ends. homes: where parameters already lie (evaluation graphs): then a node lies on the
+    last stage of what it reads, and `cuts` are not looked at.
     """
     ends = sorted(positions[name] for name in cuts)
     count = len(ends) + 1
@@ -82,7 +82,11 @@ def _free_nodes(graph: fx.GraphModule, kinds: dict[fx.Node, GraphInput]) -> froz
     for node in graph.graph.nodes:
         if node.op != "call_function":
             continue
-        if is_random(node) or "c10d" in str(node.target) or any(n in bound for n in node.all_input_nodes):
+        if (
+            is_random(node)
+            or "c10d" in str(node.target)
+            or any(n in bound for n in node.all_input_nodes)
+        ):
             bound.add(node)
         else:
             free.add(node)

@@ -16,5 +16,11 @@ def drop_backward(step: StepGraph, plan: Plan) -> StepGraph:
     """The forward alone."""
     del plan
     return assemble(
-        step.forward, step.others, step.sizes, step.batch_dims, step.tied, frozenset(), step.training
+        step.forward,
+        step.others,
+        step.sizes,
+        step.batch_dims,
+        step.tied,
+        frozenset(),
+        step.training,
     )

@@ -1,17 +1,18 @@
 """Split the batch over microbatches and the data axis, exactly.
 
-The graph of the whole batch becomes the graph of one part of it: sizes shrink, and every gradient and
-the loss become partial sums whose total over the parts is the loss and gradient of the whole batch, to
-rounding. Averaging the means of microbatches is not that, wherever they hold different numbers of
-ignored labels: the count the loss is divided by is a value of the whole batch. Such values depend on
-the batch alone and move to a prologue that runs once a step.
+The graph of the whole batch becomes the graph of one part of it: sizes shrink, and every gradient
+and the loss become partial sums whose total over the parts is the loss and gradient of the whole
+batch, to rounding. Averaging the means of microbatches is not that, wherever they hold different
+numbers of ignored labels: the count the loss is divided by is a value of the whole batch. Such
+values depend on the batch alone and move to a prologue that runs once a step.
 
 before (batch 8, two microbatches)              after
   %n: i64[] = aten.sum(%mask)                     %sum_1: i64[] = input   (from the prologue)
   %l: f32[] = aten.div.Tensor(%total, %n)         %l: f32[] = aten.div.Tensor(%total, %sum_1)
   %g: f32[128,32] = aten.mm(...)                  %g: f32[64,32] = aten.mm(...)
 
-Raises SplitRefused (GA207) where examples mix: batch statistics over microbatches, contrastive losses.
+Raises SplitRefused (GA207) where examples mix: batch statistics over microbatches, contrastive
+losses.
 """
 
 from __future__ import annotations
@@ -205,7 +206,13 @@ class _Local:
         for argument, value in zip(schema(node), node.args, strict=False):
             count = len(integers_in(value))
             if seen <= position < seen + count:
-                return str(argument.type) in ("number", "Tensor", "float", "Optional[float]", "Optional[number]")
+                return str(argument.type) in (
+                    "number",
+                    "Tensor",
+                    "float",
+                    "Optional[float]",
+                    "Optional[number]",
+                )
             seen += count
         return False
 
@@ -220,7 +227,9 @@ class _Local:
 
     def _reduced(self, node: fx.Node, new: fx.Node) -> fx.Node:
         ops = torch.ops._c10d_functional
-        sent = self._added(ops.all_reduce.default, (new, "sum", "data"), node, "all-reduce over data")
+        sent = self._added(
+            ops.all_reduce.default, (new, "sum", "data"), node, "all-reduce over data"
+        )
         return self._added(ops.wait_tensor.default, (sent,), node, "all-reduce over data")
 
     def _outputs(self) -> list[Any]:
@@ -275,7 +284,9 @@ def _prologue(
         if node in needed:
             made[node] = graph.placeholder(node.name)
             values.append(Value(spec.kind, spec.name, leaf=spec.leaf))
-            fakes.append(fake_like(node.meta["val"], [evaluate(d, whole) for d in node.meta["dims"]]))
+            fakes.append(
+                fake_like(node.meta["val"], [evaluate(d, whole) for d in node.meta["dims"]])
+            )
     for node in step.graph.graph.nodes:
         if node in needed and node.op == "call_function":
             fixed = {i: evaluate(e, whole) for i, e in node.meta["sizes"].items()}

@@ -1,13 +1,13 @@
 """Compute in bf16 or fp16, with parameters, gradients and optimizer state kept in float32.
 
-before                                            after
-  %y: f32[8,32] = aten.linear(%x, %w, %b)           %x_1: bf16[8,32] = aten._to_copy(%x, dtype=bf16)
-                                                    %w_1: bf16[32,32] = aten._to_copy(%w, dtype=bf16)
-                                                    %b_1: bf16[32] = aten._to_copy(%b, dtype=bf16)
-                                                    %y: bf16[8,32] = aten.linear(%x_1, %w_1, %b_1)
+before                                          after
+  %y: f32[8,32] = aten.linear(%x, %w, %b)         %x_1: bf16[8,32] = aten._to_copy(%x, dtype=bf16)
+                                                  %w_1: bf16[32,32] = aten._to_copy(%w, dtype=bf16)
+                                                  %b_1: bf16[32] = aten._to_copy(%b, dtype=bf16)
+                                                  %y: bf16[8,32] = aten.linear(%x_1, %w_1, %b_1)
 
-The lists are autocast's (PyTorch documentation, "Autocast Op Reference"): products in the low precision,
-reductions that need range in float32, everything else in the widest dtype of its inputs.
+The lists are autocast's (PyTorch documentation, "Autocast Op Reference"): products in the low
+precision, reductions that need range in float32, everything else in the widest dtype of its inputs.
 Micikevicius et al., Mixed Precision Training, 2018, §3.
 """
 
@@ -125,5 +125,7 @@ def _to(node: fx.Node, source: fx.Node, dtype: torch.dtype) -> fx.Node:
 
 
 def _update(node: fx.Node) -> None:
-    values: tuple[Any, Any] = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
+    values: tuple[Any, Any] = fx.node.map_arg(
+        (node.args, dict(node.kwargs)), lambda n: n.meta["val"]
+    )
     node.meta["val"] = node.target(*values[0], **values[1])

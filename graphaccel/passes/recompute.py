@@ -35,7 +35,7 @@ def recompute(graph: fx.GraphModule, plan: Plan) -> fx.GraphModule:
         for source in node.all_input_nodes:
             if source in candidates:
                 node.replace_input_with(source, _clone(source, node, candidates, clones))
-    graph.graph.eliminate_dead_code()  # what only the backward read is no longer made in the forward
+    graph.graph.eliminate_dead_code()  # what only the backward read
     graph.graph.lint()
     graph.recompile()
     return graph
@@ -69,7 +69,8 @@ def _kept(node: fx.Node, block: str) -> bool:
 def _clone(
     node: fx.Node, before: fx.Node, candidates: set[fx.Node], clones: dict[fx.Node, fx.Node]
 ) -> fx.Node:
-    """The clone of `node`, made before `before` with everything it needs (iterative: chains are long)."""
+    """The clone of `node`, made before `before` with everything it needs (iterative: chains are
+    long)."""
     order: list[fx.Node] = []
     stack = [(node, False)]
     while stack:

@@ -1,8 +1,8 @@
 """Split the joint graph of every stage into its forward and its backward.
 
-What the backward reads of the forward becomes an output "saved" of the one and an input of the other;
-parameters, batch leaves and prologue values are given to both instead. A later stage's forward value that
-an earlier stage's backward reads (rare) travels with the gradients.
+What the backward reads of the forward becomes an output "saved" of the one and an input of the
+other; parameters, batch leaves and prologue values are given to both instead. A later stage's
+forward value that an earlier stage's backward reads (rare) travels with the gradients.
 """
 
 from __future__ import annotations
@@ -43,17 +43,19 @@ def split_phases(
     kinds |= {n: Value("prologue", n.name) for n in placeholders[len(inputs) :]}
     wanted = _wanted(staged, outputs, keep_outputs)
     demands = _demands(staged, wanted)
-    return tuple(
-        _Stage(staged, s, kinds, wanted, demands).program() for s in range(staged.stages)
-    )
+    return tuple(_Stage(staged, s, kinds, wanted, demands).program() for s in range(staged.stages))
 
 
 @dataclass
 class _Wanted:
     """Graph outputs by the stage that makes them: (value, what it is)."""
 
-    forward: dict[int, list[tuple[fx.Node, Value]]] = field(default_factory=lambda: defaultdict(list))
-    backward: dict[int, list[tuple[fx.Node, Value]]] = field(default_factory=lambda: defaultdict(list))
+    forward: dict[int, list[tuple[fx.Node, Value]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+    backward: dict[int, list[tuple[fx.Node, Value]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
 
 
 def _wanted(staged: StagedGraph, outputs: Sequence[GraphOutput], keep: bool) -> _Wanted:
@@ -185,7 +187,8 @@ class _Stage:
 
 
 class _Builder:
-    """Copies some nodes of the joint graph, with the free nodes they need, into a graph of its own."""
+    """Copies some nodes of the joint graph, with the free nodes they need, into a graph of its
+    own."""
 
     def __init__(self, staged: StagedGraph, stage: int, phase: str) -> None:
         self.staged, self.stage, self.phase = staged, stage, phase

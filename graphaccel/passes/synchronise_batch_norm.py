@@ -1,9 +1,9 @@
 """Batch statistics of the whole batch when the data axis splits it.
 
 before                                            after
-  %o = _native_batch_norm_legit_functional(%x,…)    %t: f32[16] = aten.sum.dim_IntList(%x, [0, 2, 3])
+  %o = _native_batch_norm_legit_functional(%x,…)    %t: f32[16] = aten.sum.dim_IntList(%x, [0,2,3])
                                                     %m: f32[16] = aten.div.Tensor(%t, 8192)
-                                                    ... (variance about %m, affine, running statistics)
+                                                    ... (variance, affine, running statistics)
 
 Only sums over the batch are left, so that `exact_microbatch` turns them into partial sums with an
 all-reduce where the total is read, and autograd does the same for their gradients.

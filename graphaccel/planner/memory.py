@@ -1,9 +1,10 @@
 """Peak tensor bytes per pipeline rank: liveness over the very graphs and actions that will run.
 
-Storages, not tensors, are counted: views cost nothing. A storage lives from the node that makes it to its
-last use; what the executor holds besides (parameters, the batch, gradient buckets, activations saved for
-a backward, messages) lives as long as `schedule.walk` says. Because the same graphs run, the result
-equals the measured peak; allocator reserve and contexts are added by the caller as a stated margin.
+Storages, not tensors, are counted: views cost nothing. A storage lives from the node that makes it
+to its last use; what the executor holds besides (parameters, the batch, gradient buckets,
+activations saved for a backward, messages) lives as long as `schedule.walk` says. Because the same
+graphs run, the result equals the measured peak; allocator reserve and contexts are added by the
+caller as a stated margin.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ _HELD = {"parameter", "buffer", "constant", "batch", "prologue", "accumulator", 
 
 @dataclass(frozen=True)
 class Resident:
-    """Bytes that lie on a rank the whole time. parameters, buffers: by name. batch: the global batch.
+    """Bytes that lie on a rank the whole time. parameters, buffers: by name. batch: the global
+    batch.
 
     optimizer_bytes: per byte of trainable parameter (2.0 for AdamW in the parameter's dtype).
     """
@@ -151,10 +153,14 @@ class _Run:
         for node, value in zip(_placeholders(graph), values, strict=True):
             given = box if value.kind == "received" else saved
             inputs[node] = [] if value.kind in _HELD else given[value.name]
-        results = self.graph(graph, inputs, f"{action.kind} of microbatch {action.microbatch}", action.stage)
+        results = self.graph(
+            graph, inputs, f"{action.kind} of microbatch {action.microbatch}", action.stage
+        )
         self.deliver(action, outputs, results)
 
-    def deliver(self, action: Action, outputs: Sequence[Value], results: list[list[_Storage]]) -> None:
+    def deliver(
+        self, action: Action, outputs: Sequence[Value], results: list[list[_Storage]]
+    ) -> None:
         """Who holds what a graph returned; the caller's own hold on it is dropped."""
         local = {p.stage for p in self.own}
         for value, held in zip(outputs, results, strict=True):
@@ -200,7 +206,10 @@ class _Run:
                 known[storage_key(tensor)] = storage
         holds: dict[fx.Node, list[_Storage]] = {n: list(given) for n, given in inputs.items()}
         borrowed = {
-            storage_key(t) for n, given in inputs.items() if not given for t in tensors_of(n.meta["val"])
+            storage_key(t)
+            for n, given in inputs.items()
+            if not given
+            for t in tensors_of(n.meta["val"])
         }
         results: list[list[_Storage]] = []
         for index, node in enumerate(nodes):
@@ -218,7 +227,9 @@ class _Run:
                         continue
                     storage = known.get(key)
                     if storage is None or storage.holders == 0:
-                        storage = known[key] = _Storage(tensor.untyped_storage().nbytes(), "temporary")
+                        storage = known[key] = _Storage(
+                            tensor.untyped_storage().nbytes(), "temporary"
+                        )
                     self.take(storage)
                     mine.append(storage)
                 holds[node] = mine
@@ -262,7 +273,9 @@ def _received(stage: StageProgram, direction: str) -> list[tuple[fx.Node, Value]
 
 
 def _bytes(value: Any) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors_of(value) if isinstance(t, torch.Tensor))
+    return sum(
+        t.numel() * t.element_size() for t in tensors_of(value) if isinstance(t, torch.Tensor)
+    )
 
 
 def _last_uses(nodes: list[fx.Node]) -> list[list[fx.Node]]:

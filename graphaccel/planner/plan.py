@@ -22,7 +22,8 @@ class Precision:
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Predicted peak tensor bytes on one rank of a stage, by PyTorch's categories, and where the peak is."""
+    """Predicted peak tensor bytes on one rank of a stage, by PyTorch's categories, and where the
+    peak is."""
 
     rank: int
     parameter: int
@@ -66,8 +67,8 @@ class Alternative:
 class Plan:
     """The decisions, the predictions, and what they were made for.
 
-    Mesh axes: data x pipeline = devices. `interleave` stages lie on each pipeline rank; stage k is on
-    pipeline rank k % pipeline. cuts: names of the forward-graph nodes after which a stage ends.
+    Mesh axes: data x pipeline = devices. `interleave` stages lie on each pipeline rank; stage k is
+    on pipeline rank k % pipeline. cuts: names of the forward-graph nodes after which a stage ends.
     recompute: names of the blocks that are computed again in the backward pass.
     bucket_bytes: size at which a bucket of gradients is sent for all-reduce.
     outputs: "loss" or "all": what a training step hands out besides the loss.
@@ -137,8 +138,11 @@ class Plan:
             memory = tuple(StageMemory(**m) for m in prediction.pop("memory"))
             prediction = Prediction(**prediction, memory=memory)
         return Plan(
-            **{k: tuple(v) if isinstance(v, list) and k != "alternatives" else v
-               for k, v in data.items() if k not in ("precision", "alternatives")},
+            **{
+                k: tuple(v) if isinstance(v, list) and k != "alternatives" else v
+                for k, v in data.items()
+                if k not in ("precision", "alternatives")
+            },
             precision=Precision(**data["precision"]),
             alternatives=tuple(Alternative(**a) for a in data["alternatives"]),
             prediction=prediction,

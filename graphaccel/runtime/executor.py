@@ -1,7 +1,7 @@
 """Runs one step: a loop over this rank's list of actions.
 
-The executor knows nothing of models or plans. It slices the batch, calls stage graphs, keeps what they
-save for their backward, moves what they send, and hands back the loss and the gradients.
+The executor knows nothing of models or plans. It slices the batch, calls stage graphs, keeps what
+they save for their backward, moves what they send, and hands back the loss and the gradients.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Held:
-    """What a rank holds for the whole run, by name. constants: lifted tensors of the model's code."""
+    """What a rank holds for the whole run, by name. constants: lifted tensors of the model's
+    code."""
 
     parameters: Mapping[str, torch.Tensor]
     buffers: Mapping[str, torch.Tensor]
@@ -92,7 +93,9 @@ class Executor:
         self._microbatches = microbatches
         self._actions = schedule[mesh.pipeline_index]
         self._doings = tuple(walk(self._actions))
-        self._stages = {p.stage: p for p in program.stages if p.stage % mesh.pipeline == mesh.pipeline_index}
+        self._stages = {
+            p.stage: p for p in program.stages if p.stage % mesh.pipeline == mesh.pipeline_index
+        }
         self._messages = Messages(program, mesh, microbatches)
         self._last_stage = len(program.stages) - 1
         self._reached = program.reached
@@ -104,7 +107,8 @@ class Executor:
     def run(self, leaves: Sequence[Any], scale: LossScale | None = None) -> StepResult:
         """One step on the leaves of the whole global batch.
 
-        scale: of the loss, for fp16; gradients come back without it, or not at all after an overflow.
+        scale: of the loss, for fp16; gradients come back without it, or not at all after an
+        overflow.
         Raises RankLost (GA501) when another rank does not answer.
         """
         state = self._begin(leaves)
@@ -124,7 +128,12 @@ class Executor:
                 elif doing.verb == "run":
                     self._compute(doing.action, state)
                 elif doing.verb == "send":
-                    key = (doing.action.stage, doing.action.peer, doing.action.microbatch, doing.action.direction)
+                    key = (
+                        doing.action.stage,
+                        doing.action.peer,
+                        doing.action.microbatch,
+                        doing.action.direction,
+                    )
                     self._messages.send(doing.action, state.outbox.pop(key))
                 elif doing.verb == "release":
                     self._messages.release(doing.action)
@@ -155,18 +164,23 @@ class Executor:
             if stage.buckets:
                 state.accumulators[number], state.buckets[number] = _make_buckets(stage, self._mesh)
         if self._program.random and (self._mesh.world > 1 or self._microbatches > 1):
-            # One draw a step from the generator that all ranks share; the streams of the parts differ.
+            # One draw a step from the generator that all ranks share; the streams of the parts
+            # differ.
             state.seed = int(torch.randint(2**62, ()).item())
         return state
 
     def _whole(self, value: Value, state: _Step) -> Any:
-        return state.leaves[value.leaf] if value.kind == "batch" else self._held.constants[value.name]
+        return (
+            state.leaves[value.leaf] if value.kind == "batch" else self._held.constants[value.name]
+        )
 
     def _compute(self, action: Action, state: _Step) -> None:
         stage = self._stages[action.stage]
         forward = action.kind == "forward"
         if state.seed is not None:
-            torch.manual_seed((state.seed + 7919 * self._part(action.microbatch) + action.stage) % 2**63)
+            torch.manual_seed(
+                (state.seed + 7919 * self._part(action.microbatch) + action.stage) % 2**63
+            )
         if forward:
             graph, values, results = stage.forward, stage.forward_inputs, stage.forward_outputs
             saved: dict[str, Any] = {}
@@ -218,7 +232,9 @@ class Executor:
         size = leaf.shape[value.batch_dim] // parts
         return leaf.narrow(value.batch_dim, self._part(microbatch) * size, size)
 
-    def _deliver(self, action: Action, values: tuple[Value, ...], outputs: Sequence[Any], state: _Step) -> None:
+    def _deliver(
+        self, action: Action, values: tuple[Value, ...], outputs: Sequence[Any], state: _Step
+    ) -> None:
         key = (action.stage, action.microbatch)
         peers: dict[int, None] = {}
         for value, output in zip(values, outputs, strict=True):
@@ -296,7 +312,11 @@ class Executor:
             return None
         if state.losses:
             partial = self._program.loss_partial
-            loss = torch.stack(state.losses).sum() if partial and len(state.losses) > 1 else state.losses[-1]
+            loss = (
+                torch.stack(state.losses).sum()
+                if partial and len(state.losses) > 1
+                else state.losses[-1]
+            )
             if not partial and self._data > 1:
                 loss = loss / self._data
         else:
@@ -310,7 +330,10 @@ class Executor:
     def _gather_outputs(self, state: _Step) -> dict[int, torch.Tensor]:
         """What the model returned besides the loss: parts joined, and brought to every rank."""
         stages = {
-            v.leaf: p.stage for p in self._program.stages for v in p.forward_outputs if v.kind == "output"
+            v.leaf: p.stage
+            for p in self._program.stages
+            for v in p.forward_outputs
+            if v.kind == "output"
         }
         gathered = {}
         for leaf, stage in sorted(stages.items()):
@@ -410,7 +433,8 @@ def _bind_group(graph: fx.GraphModule, mesh: Mesh) -> None:
 def _make_buckets(
     stage: StageProgram, mesh: Mesh
 ) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
-    """Fresh flat buckets, and the accumulators as views of them. Their owner after the step is `.grad`."""
+    """Fresh flat buckets, and the accumulators as views of them. Their owner after the step is
+    `.grad`."""
     graph = next(iter(stage.backwards.values()))
     nodes = [n for n in graph.graph.nodes if n.op == "placeholder"]
     likes = {

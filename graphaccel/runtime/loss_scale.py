@@ -1,6 +1,7 @@
 """Dynamic loss scaling for fp16: gradients too small for fp16 survive, overflows skip the step.
 
-Micikevicius et al., Mixed Precision Training, 2018, §3.2; the constants are those of torch.amp.GradScaler.
+Micikevicius et al., Mixed Precision Training, 2018, §3.2; the constants are those of
+torch.amp.GradScaler.
 """
 
 from __future__ import annotations

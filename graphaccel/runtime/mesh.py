@@ -1,7 +1,7 @@
 """Process groups of a data x pipeline mesh: who talks to whom.
 
-Rank r has data coordinate r % data and pipeline coordinate r // data: neighbours on the data axis are
-neighbouring ranks. Stage k lies on pipeline coordinate k % pipeline.
+Rank r has data coordinate r % data and pipeline coordinate r // data: neighbours on the data axis
+are neighbouring ranks. Stage k lies on pipeline coordinate k % pipeline.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class Mesh:
     world_group: all ranks, with the timeout of `optimize` (the default group has the script's).
     data_group: ranks with the same stages. pipeline_group: ranks that hold one replica together.
     shared_groups: sorted pipeline coordinates → the group of those ranks within this replica.
-    channels: (source rank, destination rank, direction) → group (NCCL knows no tags; gloo needs none).
+    channels: (source rank, destination rank, direction) → group (NCCL knows no tags; gloo needs
+    none).
     """
 
     rank: int
@@ -37,7 +38,7 @@ class Mesh:
     pipeline_group: Any = field(repr=False, default=None)
     shared_groups: dict[tuple[int, ...], Any] = field(repr=False, default_factory=dict)
     channels: dict[tuple[int, int, str], Any] = field(repr=False, default_factory=dict)
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     @property
     def world(self) -> int:
@@ -57,7 +58,9 @@ class Mesh:
         return (stage % self.pipeline) * self.data + self.data_index
 
 
-def build_mesh(plan: Plan, shared: Iterable[tuple[int, ...]], device: torch.device, timeout: timedelta) -> Mesh:
+def build_mesh(
+    plan: Plan, shared: Iterable[tuple[int, ...]], device: torch.device, timeout: timedelta
+) -> Mesh:
     """Make the groups; every rank calls this with the same arguments.
 
     shared: sets of stages that hold the same parameter.

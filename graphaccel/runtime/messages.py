@@ -1,7 +1,8 @@
 """Tensors between stages: asynchronous sends and receives over torch.distributed.
 
-A message is every value that one stage's forward or backward of one microbatch sends to one other stage,
-each with a tag of its own. What is dense in memory travels as it lies, so that strides are kept.
+A message is every value that one stage's forward or backward of one microbatch sends to one other
+stage, each with a tag of its own. What is dense in memory travels as it lies, so that strides are
+kept.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ class Messages:
             flat = torch.empty(like.numel(), dtype=like.dtype, device=self._mesh.device)
             buffer = flat.as_strided(like.shape, like.stride())
             tag = self._tag(action.peer, action.stage, action.microbatch, action.direction, number)
-            work = dist.irecv(flat, source, group=self._channel(source, self._mesh.rank, action), tag=tag)
+            work = dist.irecv(
+                flat, source, group=self._channel(source, self._mesh.rank, action), tag=tag
+            )
             started.append((name, buffer, work))
         self._posted[_key(action)] = started
 
@@ -49,7 +52,7 @@ class Messages:
         """Start sending; the tensors are held until `release`."""
         destination = self._mesh.rank_of(action.peer)
         started = []
-        for number, (name, tensor) in enumerate(sorted(values.items())):
+        for number, (_, tensor) in enumerate(sorted(values.items())):
             flat = tensor if is_dense(tensor) else tensor.contiguous()
             flat = flat.as_strided((flat.numel(),), (1,))
             tag = self._tag(action.stage, action.peer, action.microbatch, action.direction, number)
@@ -77,7 +80,9 @@ class Messages:
         ]
         return sorted(pairs, key=lambda pair: pair[0])
 
-    def _tag(self, source: int, destination: int, microbatch: int, direction: str, number: int) -> int:
+    def _tag(
+        self, source: int, destination: int, microbatch: int, direction: str, number: int
+    ) -> int:
         stages = len(self._program.stages)
         edge = (source * stages + destination) * 2 + (direction == "backward")
         return (edge * self._microbatches + microbatch) * 64 + number
@@ -87,10 +92,14 @@ class Messages:
         return self._mesh.channels.get(key, self._mesh.pipeline_group)
 
 
-def sent_values(values: tuple[Value, ...], outputs: list[Any], peer: int) -> dict[str, torch.Tensor]:
+def sent_values(
+    values: tuple[Value, ...], outputs: list[Any], peer: int
+) -> dict[str, torch.Tensor]:
     """What a graph's outputs hold for one other stage."""
     return {
-        v.name: o for v, o in zip(values, outputs, strict=True) if v.kind == "sent" and peer in v.peers
+        v.name: o
+        for v, o in zip(values, outputs, strict=True)
+        if v.kind == "sent" and peer in v.peers
     }
 
 

@@ -30,9 +30,9 @@ def stage_meshes(session: Session) -> dict[int, DeviceMesh]:
 def sharded_state_dict(
     session: Session, meshes: Mapping[int, DeviceMesh], plain: MutableMapping[str, Any], prefix: str
 ) -> MutableMapping[str, Any]:
-    """A state dict with the original names: what this rank holds as plain tensors, the rest as DTensors
-    of full shape that lie on their owners' mesh and are empty here (torch.distributed.checkpoint reads
-    and writes them where they are)."""
+    """A state dict with the original names: what this rank holds as plain tensors, the rest as
+    DTensors of full shape that lie on their owners' mesh and are empty here
+    (torch.distributed.checkpoint reads and writes them where they are)."""
     for key, value in plain.items():
         if isinstance(value, RemoteTensor):
             owner = session.owner(key.removeprefix(prefix))
