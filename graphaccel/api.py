@@ -296,7 +296,8 @@ class Handle:
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad and name not in self._step.trainable:
                 raise GraphMisuse(
-        """What was captured must still hold: the step would be wrong in silence otherwise."""
+                    what=f"parameter `{name}` was frozen when the step was captured, and is not "
+                    "any more",
                     help_line="set requires_grad before optimize(), and learning rates later",
                 )
         for (name, module), training in zip(self._inner, self._modes, strict=True):

@@ -208,7 +208,7 @@ def test_a_parameter_that_is_unfrozen_later() -> None:
     model(*batch).backward()
     model.inner.requires_grad_(True)
     text = """\
-error[GA407]: parameter `inner.weight` was frozen when the step was captured, and is no more
+error[GA407]: parameter `inner.weight` was frozen when the step was captured, and is not any more
   help: set requires_grad before optimize(), and learning rates later
   explain: graphaccel explain GA407"""
     with refused(errors.GraphMisuse, text, model, optimizer):
