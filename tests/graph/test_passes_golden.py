@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from graphaccel.capture.batch import Batch, flatten_call
 from graphaccel.capture.stepgraph import StepGraph, capture
 from graphaccel.ir.text import graph_text
+from graphaccel.passes.accumulate_gradients import accumulate_gradients
 from graphaccel.passes.cut_stages import cut_stages
 from graphaccel.passes.exact_microbatch import exact_microbatch
 from graphaccel.passes.lower_precision import lower_precision
@@ -134,3 +135,31 @@ def test_two_stages(golden: Golden) -> None:
         for value, result in zip(stage.backward_outputs, out, strict=True):
             (gradients if value.kind == "gradient" else held)[value.name] = result
     close([*loss, *(gradients[n] for n, _ in model.named_parameters())], eager(model, batch))
+
+
+def test_gradients_accumulate_over_microbatches(golden: Golden) -> None:
+    model, batch = tiny()
+    step = capture(model, batch)
+    plan = Plan(1, microbatches=2, batch=8)
+    local = exact_microbatch(step, plan)
+    staged = cut_stages(local.graph, step.inputs, step.outputs, step.positions, ())
+    (stage,) = split_phases(staged, step.inputs, step.outputs, step.batch_dims, keep_outputs=False)
+    stage = accumulate_gradients(stage, plan)
+    golden("pass-accumulate", graph_text(stage.backwards[False, True].graph))
+    assert local.prologue is not None
+    whole = local.prologue.graph(*(batch.leaves[v.leaf] for v in local.prologue.inputs))
+    held = dict(zip(local.prologue.outputs, whole, strict=True))
+    parameters = dict(model.named_parameters())
+    sums = {n: torch.full_like(p, float("nan")) for n, p in parameters.items()}
+    for number in (0, 1):
+        part = replace(batch, leaves=tuple(x[4 * number :][:4] for x in batch.leaves))
+        given = held | dict(
+            zip([i.name for i in step.inputs], values(model, part, step), strict=True)
+        )
+        out = stage.forward(*(given[v.name] for v in stage.forward_inputs))
+        given |= {v.name: o for v, o in zip(stage.forward_outputs, out, strict=True)}
+        backward = stage.backwards[number == 0, number == 1]
+        backward(
+            *((sums if v.kind == "accumulator" else given)[v.name] for v in stage.backward_inputs)
+        )
+    close([sums[n] for n in parameters], eager(model, batch)[1:])

@@ -134,7 +134,9 @@ CASES: Mapping[Any, Case] = MappingProxyType(
         aten._weight_norm_interface.default: c.weight_norm_call,
         aten._weight_norm_interface_backward.default: c.weight_norm_backward_call,
         aten._scaled_dot_product_flash_attention_for_cpu.default: c.attention_call,
-        aten._scaled_dot_product_flash_attention_for_cpu_backward.default: c.attention_backward_call,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (
+            c.attention_backward_call
+        ),
         aten.nll_loss_forward.default: c.labelled_loss_call(),
         aten.nll_loss_backward.default: c.labelled_loss_backward_call(),
         aten.nll_loss2d_forward.default: c.labelled_loss_call(2, 2),
