@@ -76,7 +76,8 @@ def optimize(
 
     optimizer: returned as it is; its parameter groups, schedulers and hooks stay valid.
     devices: the world size under a launcher; otherwise the script is restarted under one.
-    loss_fn: `loss_fn(output, target)` if the model does not compute its loss; the model is then called with
+    loss_fn: `loss_fn(output, target)` if the model does not compute its loss; the model is then
+    called with
       the target as its last argument (or under the parameter's name) and returns the loss.
     example_batch: plan now; otherwise the first training batch is captured.
     plan: run exactly this plan (an object, or a file saved by `graphaccel plan --json`).
@@ -123,8 +124,8 @@ def plan(
 ) -> Plan:
     """Choose a plan without running anything; devices need not exist.
 
-    device: a name from the catalogue (`graphaccel.planner.cluster.device_names()`). memory: bytes of one
-    device, where it differs. Raises InfeasiblePlan (GA201) with what would make it fit.
+    device: a name from the catalogue (`graphaccel.planner.cluster.device_names()`). memory: bytes
+    of one device, where it differs. Raises InfeasiblePlan (GA201) with what would make it fit.
     """
     where = cluster or named_cluster(device, devices, memory)
     check_supported(model, weights=False)
@@ -144,8 +145,8 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
 
 
 class Handle:
-    """`model.graphaccel`: the plan, its predictions, and reports. None of it before the first batch,
-    unless an example batch was given."""
+    """`model.graphaccel`: the plan, its predictions, and reports. None of it before the first
+    batch, unless an example batch was given."""
 
     def __init__(
         self,
@@ -283,7 +284,8 @@ class Handle:
     def _training_step(self, batch: Batch) -> CompiledStep:
         key = ("train", batch.signature())
         if key not in self._steps:
-            assert self.plan is not None and self._session is not None
+            assert self.plan is not None
+            assert self._session is not None
             self._refuse_other(batch)
             step, program = self._compiler.compile(batch, self.plan, self._session.homes)
             self._steps[key] = self._compiled(step, program, self.plan.microbatches, self.plan)
@@ -321,7 +323,8 @@ class Handle:
                 )
 
     def _evaluate(self, batch: Batch) -> Any:
-        assert self.plan is not None and self._session is not None
+        assert self.plan is not None
+        assert self._session is not None
         if torch.is_grad_enabled() and not self._model.training:
             raise GraphMisuse(
                 what="a forward in evaluation mode with gradients enabled, under a pipeline",

@@ -1,8 +1,8 @@
 """The user's model, running under a plan: the same object, the same class interface.
 
-In training the whole step (forward and backward of every microbatch) runs inside `model(...)`; the stored
-gradients are handed out when the script calls `loss.backward()`, scaled by what reaches the loss, so that
-accumulation, loss weights and extra penalty terms keep working.
+In training the whole step (forward and backward of every microbatch) runs inside `model(...)`; the
+stored gradients are handed out when the script calls `loss.backward()`, scaled by what reaches the
+loss, so that accumulation, loss weights and extra penalty terms keep working.
 """
 
 from __future__ import annotations

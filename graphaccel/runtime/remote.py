@@ -1,10 +1,11 @@
 """Parameters and gradients that lie on another pipeline rank: full shape here, no storage.
 
-Optimizers, schedulers, gradient clipping and `parameters()` see every parameter of the model; those of
-other stages are `RemoteTensor`s. In-place arithmetic on one does nothing (its own rank does it), results
-are remote again, and reading a number from one is an error. The one number that training needs from all
-of them, the total norm, is right: `clip_grad_norm_` stacks the norms of all gradients, and stacking a
-remote norm fetches it (one small all-reduce within the pipeline; every rank calls it alike).
+Optimizers, schedulers, gradient clipping and `parameters()` see every parameter of the model; those
+of other stages are `RemoteTensor`s. In-place arithmetic on one does nothing (its own rank does it),
+results are remote again, and reading a number from one is an error. The one number that training
+needs from all of them, the total norm, is right: `clip_grad_norm_` stacks the norms of all
+gradients, and stacking a remote norm fetches it (one small all-reduce within the pipeline; every
+rank calls it alike).
 """
 
 from __future__ import annotations
@@ -95,8 +96,8 @@ def _flat(args: tuple, kwargs: dict) -> list[Any]:
 
 
 def _stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Numbers of all ranks, stacked: each is known where its tensor lies. They are norms: the largest
-    of (norm, 0, 0, ...) is the norm, however many ranks know it."""
+    """Numbers of all ranks, stacked: each is known where its tensor lies. They are norms: the
+    largest of (norm, 0, 0, ...) is the norm, however many ranks know it."""
     remote = next(t for t in tensors if isinstance(t, RemoteTensor))
     if remote.dim() != 0:
         raise GraphMisuse(what="tensors of several pipeline ranks were stacked", help_line="")

@@ -145,7 +145,8 @@ class Session:
         return executor.run(leaves)
 
     def _check_batches(self, leaves: Sequence[Any]) -> None:
-        """Every rank must be given the same global batch; found out in the first steps, not in the loss."""
+        """Every rank must be given the same global batch; found out in the first steps, not in the
+        loss."""
         digest = hashlib.blake2b(digest_size=7)
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):
