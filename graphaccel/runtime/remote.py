@@ -60,8 +60,9 @@ class RemoteTensor(torch.Tensor):
         if func.__name__.split(".")[0].endswith("_"):
             if not isinstance(args[0], RemoteTensor):
                 raise GraphMisuse(
-                    what=f"{func.__name__} writes a tensor of another pipeline rank into one of this rank",
-                    help_line="graphaccel.full_state_dict(model) brings every parameter to this rank",
+                    what=f"{func.__name__} writes a tensor of another pipeline rank into one of "
+                    "this rank",
+                    help_line="graphaccel.full_state_dict(model) brings every parameter here",
                 )
             return args[0]
         shapes = pytree.tree_map_only(torch.Tensor, lambda t: _meta(t), (args, kwargs))
