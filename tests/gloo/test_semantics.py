@@ -18,6 +18,7 @@ from graphaccel.runtime.remote import RemoteTensor
 from tests.support.gpt import GPT
 from tests.support.pool import Pool
 from tests.support.small import WithLogits, small_batch
+from tests.support.zoo import ZOO
 
 pytestmark = pytest.mark.multiprocess
 
@@ -181,6 +182,32 @@ def _resized(pins: Mapping[str, Any]) -> float:
 @pytest.mark.parametrize("pins", PLANS, ids=IDS)
 def test_batches_of_other_sizes(pool: Pool, pins: dict[str, Any]) -> None:
     assert max(pool.run(2, _resized, pins)) <= 1e-9
+
+
+def _gpt2(pins: Mapping[str, Any]) -> tuple[float, float, str, bool]:
+    batch = ZOO["gpt2"].build()[1]
+    plain, first, planned, second = pair(lambda: ZOO["gpt2"].build()[0].double(), pins)
+    for model, optimizer in ((plain, first), (planned, second)):
+        for rows, length in ((8, 16), (4, 16), (8, 10), (8, 16)):
+            model(**{key: value[:rows, :length] for key, value in batch.items()}).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    plain.eval()
+    planned.eval()
+    with torch.no_grad():
+        true, got = plain(**batch), planned(**batch)
+    states = furthest(plain.state_dict(), graphaccel.full_state_dict(planned))
+    logits = (true.logits - got.logits).abs().max().item()
+    return states, logits, type(got).__name__, torch.equal(true.loss, got.loss)
+
+
+@pytest.mark.parametrize("pins", PLANS, ids=IDS)
+def test_a_transformers_model_over_other_sizes(pool: Pool, pins: dict[str, Any]) -> None:
+    for states, logits, kind, same_loss in pool.run(2, _gpt2, pins):
+        assert states <= 1e-9
+        assert logits <= 1e-9
+        assert kind == "CausalLMOutputWithCrossAttentions"
+        assert same_loss
 
 
 def _evaluated() -> float:

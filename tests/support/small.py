@@ -13,8 +13,7 @@ CLASSES = 4
 
 
 class Classifier(nn.Module):
-    """`forward(x, y)`: x [B, 8] float, y [B] int64 → mean cross entropy; `inner` maps [B, 8] → [B,
-    8]."""
+    """`forward(x, y)`: x [B, 8] float, y [B] int64 → mean cross entropy; inner: [B, 8] → [B, 8]."""
 
     def __init__(self, inner: nn.Module | None = None) -> None:
         super().__init__()
