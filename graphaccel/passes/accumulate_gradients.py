@@ -98,7 +98,8 @@ def _accumulating(
     with graph.inserting_before(anchor):
         for name in names:
             accumulators[name] = graph.placeholder(f"acc_{produced[name].name}_{len(accumulators)}")
-            accumulators[name].meta = {"val": produced[name].meta["val"], "phase": "input"}
+            value = produced[name].meta["val"]
+            accumulators[name].meta = {"val": value.new_empty(value.shape), "phase": "input"}
         if data > 1:
             for index, bucket in enumerate(buckets):
                 value = produced[bucket[0]].meta["val"]

@@ -68,6 +68,7 @@ def cut_stages(
         count = 1 + max((s for held in homes.values() for s in held), default=0)
         stage = _by_parameters(graph, kinds, homes, free)
     gradients = _gradients(graph, outputs, stage)
+    _drop_sums(graph, outputs, gradients, stage)
     return StagedGraph(
         graph, count, stage, free, gradients, homes or _homes(graph, kinds, stage, free, gradients)
     )
@@ -141,6 +142,26 @@ def _gradients(
         if spec.kind == "gradient":
             found[spec.name] = _unsummed(node, stage)
     return found
+
+
+def _drop_sums(
+    graph: fx.GraphModule,
+    outputs: Sequence[GraphOutput],
+    gradients: dict[str, tuple[tuple[int, fx.Node], ...]],
+    stage: dict[fx.Node, int],
+) -> None:
+    """Sums that were taken apart go: nothing may be sent for their sake."""
+    result = graph.graph.output_node()
+    firsts = [
+        gradients[spec.name][0][1] if spec.kind == "gradient" else node
+        for node, spec in zip(result.args[0], outputs, strict=True)
+    ]
+    others = [node for terms in gradients.values() for _, node in terms[1:]]
+    result.args = ([*firsts, *others],)
+    graph.graph.eliminate_dead_code()
+    alive = set(graph.graph.nodes)
+    for node in [n for n in stage if n not in alive]:
+        del stage[node]
 
 
 def _unsummed(node: fx.Node, stage: dict[fx.Node, int]) -> tuple[tuple[int, fx.Node], ...]:

@@ -57,7 +57,7 @@ def build(
         step = run.step("drop_backward", drop_backward, step)
     local = run.call("exact_microbatch", lambda: exact_microbatch(step, plan, sizes))
     run.dump("exact_microbatch", local.graph)
-    graph = run.graph("recompute", lambda g: recompute(g, plan), local.graph)
+    graph = run.graph("recompute", lambda g: recompute(g, plan, step.positions), local.graph)
     staged = run.call(
         "cut_stages",
         lambda: cut_stages(graph, step.inputs, step.outputs, step.positions, plan.cuts, homes),

@@ -14,6 +14,7 @@ Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016.
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable, Mapping
 
 from torch import fx
 
@@ -22,12 +23,22 @@ from graphaccel.planner.plan import Plan
 from graphaccel.rules.propagate import is_random
 
 
-def recompute(graph: fx.GraphModule, plan: Plan) -> fx.GraphModule:
-    """Rewrite a joint graph in place; values and gradients stay bitwise the same."""
+def recompute(graph: fx.GraphModule, plan: Plan, positions: Mapping[str, int]) -> fx.GraphModule:
+    """Rewrite a joint graph in place; values and gradients stay bitwise the same.
+
+    positions: forward-graph node name → its place: what crosses a cut of the plan is kept, or a later
+    stage would have to ask an earlier one to compute again.
+    """
     chosen = set(plan.recompute)
     if not chosen:
         return graph
-    candidates = _candidates(graph, chosen)
+    ends = sorted(positions[name] for name in plan.cuts)
+
+    def stage(node: fx.Node) -> int:
+        place = positions.get(node.meta.get("origin", ""), 0)
+        return sum(place > end for end in ends)
+
+    candidates = _candidates(graph, chosen, stage)
     clones: dict[fx.Node, fx.Node] = {}
     for node in list(graph.graph.nodes):
         if node.meta.get("phase") != "backward":
@@ -41,13 +52,15 @@ def recompute(graph: fx.GraphModule, plan: Plan) -> fx.GraphModule:
     return graph
 
 
-def _candidates(graph: fx.GraphModule, chosen: set[str]) -> set[fx.Node]:
+def _candidates(
+    graph: fx.GraphModule, chosen: set[str], stage: Callable[[fx.Node], int]
+) -> set[fx.Node]:
     found: set[fx.Node] = set()
     for node in graph.graph.nodes:
         if node.op != "call_function" or node.meta.get("phase") != "forward":
             continue
         block = block_of(node.meta.get("module", ""))
-        if block not in chosen or _kept(node, block):
+        if block not in chosen or _kept(node, block, stage):
             continue
         if node.target is operator.getitem and node.args[0] not in found:
             continue
@@ -55,13 +68,14 @@ def _candidates(graph: fx.GraphModule, chosen: set[str]) -> set[fx.Node]:
     return found
 
 
-def _kept(node: fx.Node, block: str) -> bool:
-    """Random or communicating ops, and values that leave the block in the forward pass."""
+def _kept(node: fx.Node, block: str, stage: Callable[[fx.Node], int]) -> bool:
+    """Random or communicating ops, and values that leave the block or the stage in the forward pass."""
     if is_random(node) or "c10d" in str(node.target):
         return True
     return any(
         user.op == "output"
         or (user.meta.get("phase") == "forward" and block_of(user.meta.get("module", "")) != block)
+        or stage(user) != stage(node)
         for user in node.users
     )
 

@@ -61,7 +61,8 @@ class _Wanted:
 def _wanted(staged: StagedGraph, outputs: Sequence[GraphOutput], keep: bool) -> _Wanted:
     wanted = _Wanted()
     last = staged.stages - 1
-    for node, spec in zip(staged.graph.graph.output_node().args[0], outputs, strict=True):
+    results = staged.graph.graph.output_node().args[0]  # further partial gradients stand at its end
+    for node, spec in zip(results, outputs, strict=False):
         if spec.kind == "gradient" or (spec.kind == "output" and not keep):
             continue
         value = Value(spec.kind, spec.name, leaf=spec.leaf)

@@ -177,7 +177,7 @@ class _Run:
                     else:
                         key = (action.stage, peer, action.microbatch, action.kind)
                         self.sending.setdefault(key, []).extend(held)
-            elif value.kind in ("gradient", "output", "buffer"):
+            elif value.kind in ("gradient", "output", "buffer", "loss"):
                 for storage in held:
                     self._recount(storage, "gradient" if value.kind == "gradient" else "activation")
                 self._hold(held)

@@ -97,7 +97,6 @@ class Executor:
             p.stage: p for p in program.stages if p.stage % mesh.pipeline == mesh.pipeline_index
         }
         self._messages = Messages(program, mesh, microbatches)
-        self._last_stage = len(program.stages) - 1
         self._reached = program.reached
         for stage in self._stages.values():
             for graph in stage.backwards.values():
