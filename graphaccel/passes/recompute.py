@@ -26,8 +26,8 @@ from graphaccel.rules.propagate import is_random
 def recompute(graph: fx.GraphModule, plan: Plan, positions: Mapping[str, int]) -> fx.GraphModule:
     """Rewrite a joint graph in place; values and gradients stay bitwise the same.
 
-    positions: forward-graph node name → its place: what crosses a cut of the plan is kept, or a later
-    stage would have to ask an earlier one to compute again.
+    positions: forward-graph node name → its place: what crosses a cut of the plan is kept, or a
+    later stage would have to ask an earlier one to compute again.
     """
     chosen = set(plan.recompute)
     if not chosen:
@@ -69,7 +69,7 @@ def _candidates(
 
 
 def _kept(node: fx.Node, block: str, stage: Callable[[fx.Node], int]) -> bool:
-    """Random or communicating ops, and values that leave the block or the stage in the forward pass."""
+    """Random or communicating ops, and values that leave the block or the stage in the forward."""
     if is_random(node) or "c10d" in str(node.target):
         return True
     return any(

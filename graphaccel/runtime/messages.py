@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from graphaccel.ir.program import StepProgram, Value
-from graphaccel.ir.values import is_dense
 from graphaccel.runtime.mesh import Mesh
 from graphaccel.schedule.table import Action
 
@@ -52,9 +51,16 @@ class Messages:
         """Start sending; the tensors are held until `release`."""
         destination = self._mesh.rank_of(action.peer)
         started = []
-        for number, (_, tensor) in enumerate(sorted(values.items())):
-            flat = tensor if is_dense(tensor) else tensor.contiguous()
-            flat = flat.as_strided((flat.numel(),), (1,))
+        twin = Action("receive", action.peer, action.microbatch, action.stage, action.direction)
+        for number, (name, like) in enumerate(self._expected(twin)):
+            tensor = values[name]
+            if tensor.stride() != like.stride():
+                # A kernel may lay its result out otherwise than its fake said; the receiver was
+                # compiled for the fake's layout.
+                tensor = torch.empty_strided(
+                    like.shape, like.stride(), dtype=tensor.dtype, device=tensor.device
+                ).copy_(tensor)
+            flat = tensor.as_strided((tensor.numel(),), (1,))
             tag = self._tag(action.stage, action.peer, action.microbatch, action.direction, number)
             group = self._channel(self._mesh.rank, destination, action)
             started.append((dist.isend(flat, destination, group=group, tag=tag), flat))
