@@ -36,6 +36,17 @@ class RemoteTensor(torch.Tensor):
         made.group = group
         return made
 
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        """No tensors inside: nothing of it lies in this rank's memory."""
+        return [], (self.shape, self.dtype, self.device, self.group)
+
+    @staticmethod
+    def __tensor_unflatten__(_inner: Any, context: Any, *_sizes: Any) -> RemoteTensor:
+        shape, dtype, device, group = context
+        made = torch.Tensor._make_wrapper_subclass(RemoteTensor, shape, dtype=dtype, device=device)
+        made.group = group
+        return made
+
     def __repr__(self, **_: Any) -> str:
         return f"RemoteTensor({list(self.shape)}, {self.dtype})"
 
