@@ -37,7 +37,7 @@ def _reference(model: str, dtype: str, steps: int) -> Reference:
 
 
 def pins_for(model: str, plan: str, recompute: str) -> tuple[int, dict[str, Any]]:
-    """World size and pins; a model that mixes rows (BatchNorm) keeps its batch in one microbatch."""
+    """World size and pins; a model that mixes rows (BatchNorm) has one microbatch."""
     world, pins = PLANS[plan]
     pins = pins | {"recompute": recompute}
     if ZOO[model].mixes_rows:
