@@ -23,6 +23,7 @@ from graphaccel.ir.program import StageProgram, Value
 from graphaccel.planner.plan import Plan
 
 aten = torch.ops.aten
+_SMALLEST = 1 << 20  # bytes: below this a collective is all latency
 
 
 def accumulate_gradients(program: StageProgram, plan: Plan) -> StageProgram:
@@ -67,9 +68,14 @@ def _produced(program: StageProgram, module: fx.GraphModule) -> dict[str, fx.Nod
 def _buckets(
     program: StageProgram, module: fx.GraphModule, size: int
 ) -> tuple[tuple[str, ...], ...]:
+    """Buckets of at most `size` bytes, and of a quarter of all where that is less: the first must be
+    complete well before the backward is, or nothing overlaps."""
     buckets: list[list[str]] = []
     filled, kind = 0, None
-    for name, node in _produced(program, module).items():
+    produced = _produced(program, module)
+    total = sum(n.meta["val"].numel() * n.meta["val"].element_size() for n in produced.values())
+    size = min(size, max(_SMALLEST, total // 4))
+    for name, node in produced.items():
         value = node.meta["val"]
         count = value.numel() * value.element_size()
         if not buckets or value.dtype != kind or filled + count > size:
