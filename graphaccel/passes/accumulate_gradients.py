@@ -68,8 +68,8 @@ def _produced(program: StageProgram, module: fx.GraphModule) -> dict[str, fx.Nod
 def _buckets(
     program: StageProgram, module: fx.GraphModule, size: int
 ) -> tuple[tuple[str, ...], ...]:
-    """Buckets of at most `size` bytes, and of a quarter of all where that is less: the first must be
-    complete well before the backward is, or nothing overlaps."""
+    """Buckets of at most `size` bytes, and of a quarter of all where that is less: the first must
+    be complete well before the backward is, or nothing overlaps."""
     buckets: list[list[str]] = []
     filled, kind = 0, None
     produced = _produced(program, module)
