@@ -30,8 +30,11 @@ if "--restart" in sys.argv:
 dist.init_process_group("gloo")
 total = torch.ones(2) * (dist.get_rank() + 1)
 dist.all_reduce(total)
-print("rank", dist.get_rank(), "of", dist.get_world_size(), total.tolist(), sys.argv[1:])
-print("set", os.environ["PYTHONHASHSEED"], int(os.environ["OMP_NUM_THREADS"]) >= 1)
+# One write a rank: several ranks may share one pipe.
+set_up = ("set", os.environ["PYTHONHASHSEED"], int(os.environ["OMP_NUM_THREADS"]) >= 1)
+said = ("rank", dist.get_rank(), "of", dist.get_world_size(), total.tolist(), sys.argv[1:])
+text = " ".join(map(str, said)) + "\\n" + " ".join(map(str, set_up)) + "\\n"
+os.write(1, text.encode())
 dist.barrier()
 dist.destroy_process_group()
 if "--fail" in sys.argv and os.environ["RANK"] == "1":
