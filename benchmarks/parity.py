@@ -1,0 +1,72 @@
+"""Every zoo model under every plan and recomputation, against one device: errors and memory.
+
+    python -m benchmarks.parity [--models gpt,t5] [--recompute none,some,all]
+
+float64, one step. Prints a line a case and writes `benchmarks/results/parity.json`: the largest
+relative error of the loss and of any gradient, and predicted over measured peak tensor bytes of
+each rank.
+Cases of earlier runs that are not run again are kept. The exit code is 1 if a case misses its bar
+(1e-10, 1e-10, 2 %).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.gloo.test_parity import PLANS, RECOMPUTE, pins_for
+from tests.support.parity import Reference, compare, reference, run_plan
+from tests.support.pool import Pool
+from tests.support.zoo import ZOO
+
+RESULT = Path(__file__).parent / "results" / "parity.json"
+
+
+def main() -> int:
+    """Run the chosen cases; the number of misses decides the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--models", default=",".join(ZOO))
+    parser.add_argument("--plans", default=",".join(PLANS))
+    parser.add_argument("--recompute", default=",".join(RECOMPUTE))
+    chosen = parser.parse_args()
+    known: dict[str, Any] = json.loads(RESULT.read_text())["cases"] if RESULT.exists() else {}
+    pool = Pool(timeout_s=240)
+    misses = 0
+    try:
+        for model in chosen.models.split(","):
+            expected = reference(model, "float64", 1)
+            for plan in chosen.plans.split(","):
+                for recompute in chosen.recompute.split(","):
+                    case = _case(pool, expected, model, plan, recompute)
+                    misses += not case["within"]
+                    known[f"{model} {plan} {recompute}"] = case
+                    print(f"{model:9} {plan:22} {recompute:5} {case}", flush=True)
+                    _write(known)
+    finally:
+        pool.close()
+    return 1 if misses else 0
+
+
+def _case(pool: Pool, expected: Reference, model: str, plan: str, recompute: str) -> dict[str, Any]:
+    world, pins = pins_for(model, plan, recompute)
+    got = pool.run(world, run_plan, model, "float64", pins, 1)
+    result = compare(expected, got)
+    memory = [round(r["peak_predicted"] / r["peak_measured"], 4) for r in got]
+    loss, gradient = float(result.loss), float(result.worst_grad[1])
+    within = loss <= 1e-10 and gradient <= 1e-10 and all(abs(m - 1) <= 0.02 for m in memory)
+    return {"loss": loss, "gradient": gradient, "memory": memory, "within": within}
+
+
+def _write(cases: dict[str, Any]) -> None:
+    RESULT.parent.mkdir(exist_ok=True)
+    body = {"name": "parity", "command": "python -m benchmarks.parity", "cases": cases}
+    RESULT.write_text(json.dumps(body, indent=1, sort_keys=True) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
