@@ -38,7 +38,7 @@ def test_a_row_for_each_result(measured: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "single.json").write_text(json.dumps(result))
     before = f"above\n{measured.BEGIN}old\n{measured.END}below\n"
     after = measured.with_table(before, tmp_path)
-    assert "| `python -m benchmarks.single` | 200 ms | eager: 221 ms | 0.90 |\n" in after
+    assert "| `python -m benchmarks.single` | 200 ms | eager: 221 ms | 0.904 |\n" in after
     assert "Per step on 2 cores (x86_64), torch 2.13.0, Python 3.11.7" in after
     assert "old" not in after
     assert after.startswith("above\n")
