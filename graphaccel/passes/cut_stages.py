@@ -70,7 +70,7 @@ def cut_stages(
     gradients = _gradients(graph, outputs, stage)
     _drop_sums(graph, outputs, gradients, stage)
     return StagedGraph(
-        graph, count, stage, free, gradients, homes or _homes(graph, kinds, stage, free, gradients)
+        graph, count, stage, free, gradients, homes or _homes(kinds, stage, gradients)
     )
 
 
@@ -190,10 +190,8 @@ def _unsummed(node: fx.Node, stage: dict[fx.Node, int]) -> tuple[tuple[int, fx.N
 
 
 def _homes(
-    graph: fx.GraphModule,
     kinds: dict[fx.Node, GraphInput],
     stage: dict[fx.Node, int],
-    free: frozenset[fx.Node],
     gradients: dict[str, tuple[tuple[int, fx.Node], ...]],
 ) -> dict[str, tuple[int, ...]]:
     held: dict[str, set[int]] = defaultdict(set)

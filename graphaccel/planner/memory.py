@@ -90,7 +90,6 @@ class _Run:
     live: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     saved: dict[tuple[int, int], dict[str, list[_Storage]]] = field(default_factory=dict)
     inbox: dict[tuple[int, int, str], dict[str, list[_Storage]]] = field(default_factory=dict)
-    outbox: dict[str, list[_Storage]] = field(default_factory=dict)
     sending: dict[tuple[int, int, int, str], list[_Storage]] = field(default_factory=dict)
 
     def start(self, batch: int) -> None:
