@@ -1,0 +1,94 @@
+"""`graphaccel calibrate`: measure on this machine what a plan can only guess, and write it down."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from graphaccel.capture.batch import Batch
+from graphaccel.compiler import Compiler, Model, optimizer_bytes
+from graphaccel.errors import OrtMissing
+from graphaccel.ir.program import StageProgram
+from graphaccel.jobs import find_job
+from graphaccel.messages import columns
+from graphaccel.ort.kernels import Kernels, installed, missing_reason
+from graphaccel.ort.measure import RegionCost, calibration_name, measure
+from graphaccel.ort.session import Sessions
+from graphaccel.passes.choose_products import choose_products
+from graphaccel.passes.place_ort import Tools
+from graphaccel.plan_command import chosen_cluster, pins_of
+from graphaccel.planner.cluster_file import write_cluster
+
+
+def calibrate_command(args: argparse.Namespace) -> int:
+    """Measure the regions of `args.target` under its plan; write the cluster file `args.output`.
+
+    Keeps what the file at `args.cluster` already says. Returns 0. Raises OrtMissing (GA801) without
+    ONNX Runtime, and what planning raises.
+    """
+    kernels = installed()
+    if kernels is None:
+        raise OrtMissing(asked="calibrate --ort", reason=missing_reason())
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    job = find_job(*args.target)
+    where = chosen_cluster(args)
+    model = Model(job.model, job.loss_fn, optimizer_bytes(job.optimizer))
+    pins = {**job.pins, **pins_of(args), "ort": "auto"}
+    costs = region_costs(Compiler(model, where, pins), job.batch, kernels, _progress)
+    name = calibration_name(kernels.name, torch.get_num_threads())
+    known = {**where.ort.get(name, {}), **{c.key: (c.torch, c.ort) for c in costs}}
+    write_cluster(replace(where, ort={**where.ort, name: known}), args.output)
+    print(table(costs, name))
+    print(f"\nsaved {args.output}: use it with  graphaccel plan ... --cluster {args.output}")
+    return 0
+
+
+def region_costs(
+    compiler: Compiler,
+    batch: Batch,
+    kernels: Kernels,
+    progress: Callable[[int, int], None] = lambda done, of: None,
+) -> list[RegionCost]:
+    """Every distinct region of the plan that `compiler` chooses, measured in torch and in ONNX
+    Runtime; torch runs what the later passes make of it."""
+    found: list[Sequence[StageProgram]] = []
+    compiler.watch_regions(Tools(kernels, Sessions(), watch=found.append))
+    compiler.choose(batch)
+
+    def ours(graph: fx.GraphModule) -> fx.GraphModule:
+        return choose_products(StageProgram(0, graph, (), (), {}, (), ())).forward
+
+    return measure(found[-1], kernels, ours, progress)
+
+
+def table(costs: list[RegionCost], name: str) -> str:
+    """The costs as text, the greatest gain first."""
+    wins = [c for c in costs if c.wins]
+    rows = [("region", "phase", "ops", "torch", "onnxruntime", "ratio", "")]
+    for cost in sorted(costs, key=lambda c: c.ort - c.torch):
+        rows.append(
+            (
+                cost.module or "(model)",
+                cost.phase,
+                str(cost.ops),
+                f"{1e3 * cost.torch:.3f} ms",
+                f"{1e3 * cost.ort:.3f} ms",
+                f"{cost.torch / cost.ort:.2f}",
+                "faster" if cost.wins else "",
+            )
+        )
+    head = f"onnxruntime {name}: {len(wins)} of {len(costs)} regions are faster than torch"
+    return "\n".join([head, *columns(rows)])
+
+
+def _progress(done: int, of: int) -> None:
+    if sys.stderr.isatty() and os.environ.get("GRAPHACCEL_QUIET") != "1":
+        end = "\n" if done == of else ""
+        print(f"\rgraphaccel: measure    {done}/{of}", end=end, file=sys.stderr)

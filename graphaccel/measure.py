@@ -1,0 +1,204 @@
+"""`graphaccel plan --measure N`: run the plan on this machine, and say what it took.
+
+The plan is run as `optimize(model, plan=...)` runs it, one process for each device, on the example
+batch: its floating-point values are made random, other values (tokens, labels) are kept, since what
+they may be is not known. A model on the meta device is given random weights. Nothing is kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import graphaccel
+from graphaccel.api import cluster_here
+from graphaccel.capture.batch import Batch, batch_leaves, resized
+from graphaccel.capture.export import find_loss
+from graphaccel.errors import GraphMisuse
+from graphaccel.jobs import Job, find_job
+from graphaccel.planner.plan import Plan
+from graphaccel.report.facts import Measured
+from graphaccel.runtime.launch import check_devices
+from graphaccel.runtime.meter import PeakMeter
+
+_WARM = 2  # steps before the clock runs: the first makes optimizer state and opens connections
+
+
+def measure(target: tuple[Path, str | None], plan: Plan, batch: int | None, steps: int) -> Measured:
+    """Run `steps` steps of `plan` for the model of `target` on this machine.
+
+    batch: global batch size where it is not the example's.
+    Raises GraphMisuse (GA407) for a plan of other devices than there are here, and for a run that
+    fails (its own error is on stderr); TooManyDevices (GA205).
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    here = cluster_here(plan.devices, device).device.name
+    if plan.cluster != f"{plan.devices} x {here}":
+        raise GraphMisuse(
+            what=f"--measure runs on this machine, which is {here}, and the plan is for "
+            f"{plan.cluster}",
+            help_line=f"--device {here}, or leave --measure out",
+        )
+    check_devices(plan.devices)
+    with tempfile.TemporaryDirectory(prefix="graphaccel_") as folder:
+        saved, out = Path(folder, "plan.json"), Path(folder, "measured.json")
+        plan.save(saved)
+        file, function = target
+        job = [str(file), *(["--function", function] if function else [])]
+        sizes = ["--batch", str(batch)] if batch is not None else []
+        worker = [*job, *sizes, "--plan", str(saved), "--steps", str(steps), "--out", str(out)]
+        launcher = [sys.executable, "-m", "graphaccel.runtime.launch", str(plan.devices)]
+        code = subprocess.run(
+            [*launcher, sys.executable, "-u", "-m", "graphaccel.measure", *worker],
+            stdout=subprocess.DEVNULL,
+            env={**os.environ, "GRAPHACCEL_QUIET": "1"},
+            check=False,
+        ).returncode
+        if code:
+            raise GraphMisuse(what=f"the measured run ended with exit code {code}")
+        found = json.loads(out.read_text())
+    return Measured(
+        steps=steps,
+        seconds=statistics.median(found["seconds"]),
+        fastest=min(found["seconds"]),
+        slowest=max(found["seconds"]),
+        memory=tuple(found["memory"]),
+        where=_machine(plan.devices, device),
+    )
+
+
+def _machine(devices: int, device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"{devices} x {torch.cuda.get_device_name()}"
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{devices} process{'es' if devices > 1 else ''} on {cores} CPU cores"
+
+
+def materialise(job: Job) -> None:
+    """Give a model on the meta device random weights, in place; its optimizer keeps its groups."""
+    tensors = (*job.model.parameters(), *job.model.buffers())
+    if not any(t.is_meta for t in tensors):
+        return
+    before = {id(p): name for name, p in job.model.named_parameters()}
+    job.model.to_empty(device="cpu")
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for tensor in (*job.model.parameters(), *job.model.buffers()):
+            if tensor.is_floating_point():
+                tensor.normal_(0.0, 0.02, generator=generator)
+            else:
+                tensor.zero_()
+    if job.optimizer is not None:
+        now = dict(job.model.named_parameters())
+        for group in job.optimizer.param_groups:
+            group["params"] = [now[before[id(p)]] for p in group["params"]]
+
+
+def random_batch(batch: Batch) -> Batch:
+    """The batch with random floating-point values; others as they are, zeros where on meta."""
+    generator = torch.Generator().manual_seed(0)
+
+    def made(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if leaf.is_floating_point():
+            return torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype)
+        return torch.zeros(leaf.shape, dtype=leaf.dtype) if leaf.is_meta else leaf
+
+    return Batch(tuple(made(leaf) for leaf in batch.leaves), batch.names, batch.spec)
+
+
+def _work(args: argparse.Namespace) -> None:
+    """One rank's part; rank 0 writes the result."""
+    job = find_job(args.file, args.function)
+    materialise(job)
+    batch = job.batch
+    if args.batch is not None:
+        batch = resized(batch, batch_leaves(batch)[1], args.batch)
+    batch = random_batch(batch)
+    inputs, named = batch.rebuild(batch.leaves)
+    model, optimizer = job.model, job.optimizer
+    plan = Plan.from_json(args.plan.read_text())
+    graphaccel.optimize(model, optimizer, loss_fn=job.loss_fn, plan=plan)  # type: ignore[call-overload]
+    del job, batch  # what they hold is no part of a training step
+
+    def run() -> None:
+        if optimizer is not None:
+            optimizer.zero_grad()
+        loss = find_loss(model(*inputs, **named))
+        assert loss is not None  # the plan was made with it
+        loss.backward()
+
+    def step() -> None:
+        run()
+        if optimizer is not None:
+            optimizer.step()
+
+    for _ in range(_WARM):
+        step()
+    seconds = [_timed(step) for _ in range(args.steps)]
+    rank = int(os.environ.get("RANK", "0"))
+    mine = rank // (plan.devices // plan.pipeline), seconds, _peak(run)
+    everyone: list[Any] = [mine] * plan.devices
+    if plan.devices > 1:
+        dist.all_gather_object(everyone, mine)
+    if rank == 0:
+        slowest = [max(times) for times in zip(*(s for _, s, _ in everyone), strict=True)]
+        memory = [max(p for r, _, p in everyone if r == n) for n in range(plan.pipeline)]
+        args.out.write_text(json.dumps({"seconds": slowest, "memory": memory}))
+
+
+def _timed(step: Callable[[], None]) -> float:
+    if dist.is_initialized():
+        dist.barrier()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    step()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def _peak(run: Callable[[], None]) -> int:
+    """Peak bytes of tensors on this rank in one more forward and backward."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+        run()
+        return torch.cuda.max_memory_allocated()
+    gc.collect()
+    kinds = (torch.Tensor, nn.Parameter)
+    meter = PeakMeter(resident=(x for x in gc.get_objects() if type(x) in kinds))
+    with meter:  # nothing here may keep what the step lets go of
+        run()
+    return meter.peak
+
+
+def _main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m graphaccel.measure")
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--function")
+    parser.add_argument("--batch", type=int)
+    parser.add_argument("--plan", type=Path, required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    _work(parser.parse_args())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main())

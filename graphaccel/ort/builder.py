@@ -1,0 +1,302 @@
+"""Builds an ONNX graph value by value, with shapes and dtypes known at every step.
+
+Every node is checked against the kernels of the installed build when it is made, so that a region
+that can not run is declined while planning, with the op of the model that refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, TypeAlias
+
+import numpy as np
+import onnx
+import torch
+from onnx import TensorProto, helper, numpy_helper
+from torch import fx
+
+OPSET = 20
+IR_VERSION = 9
+MICROSOFT = "com.microsoft"
+
+ELEMENT: Mapping[torch.dtype, int] = {
+    torch.float32: TensorProto.FLOAT,
+    torch.float64: TensorProto.DOUBLE,
+    torch.float16: TensorProto.FLOAT16,
+    torch.bfloat16: TensorProto.BFLOAT16,
+    torch.int64: TensorProto.INT64,
+    torch.int32: TensorProto.INT32,
+    torch.int16: TensorProto.INT16,
+    torch.int8: TensorProto.INT8,
+    torch.uint8: TensorProto.UINT8,
+    torch.bool: TensorProto.BOOL,
+}
+
+
+class Declined(Exception):
+    """A node can not be part of a region. reason: a phrase that follows the op's name."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor in the ONNX graph."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+HasKernel: TypeAlias = Callable[[onnx.NodeProto, Sequence[Value], Sequence[Value]], bool]
+Arguments: TypeAlias = Mapping[str, Any]
+Translate: TypeAlias = Callable[["Builder", fx.Node, Arguments], Any]
+Translations: TypeAlias = Mapping[Any, Translate]
+
+
+class Builder:
+    """One ONNX graph in the making.
+
+    has_kernel: whether the installed build can run a node; None lets everything pass. training:
+    whether the gradient kernels of a training build may be used.
+    """
+
+    def __init__(self, has_kernel: HasKernel | None = None, *, training: bool = False) -> None:
+        self.nodes: list[onnx.NodeProto] = []
+        self.values: dict[str, Value] = {}
+        self.initializers: dict[str, onnx.TensorProto] = {}
+        self.training = training
+        self.scope = ""
+        self._has_kernel = has_kernel
+        self._constants: dict[Any, Value] = {}
+        self._transposes: dict[tuple[str, tuple[int, ...]], Value] = {}
+        self._transposed: dict[str, tuple[Value, tuple[int, ...]]] = {}
+
+    # ---- nodes
+
+    def op(
+        self,
+        kind: str,
+        *inputs: Value | None,
+        shape: Sequence[int] | None = None,
+        dtype: torch.dtype | None = None,
+        domain: str = "",
+        **attributes: Any,
+    ) -> Value:
+        """One node with one result; shape and dtype default to those of the first input."""
+        first = next(i for i in inputs if i is not None)
+        result = (
+            tuple(first.shape if shape is None else shape),
+            first.dtype if dtype is None else dtype,
+        )
+        return self.ops(kind, *inputs, results=[result], domain=domain, **attributes)[0]
+
+    def ops(
+        self,
+        kind: str,
+        *inputs: Value | None,
+        results: Sequence[tuple[Sequence[int], torch.dtype]],
+        domain: str = "",
+        **attributes: Any,
+    ) -> list[Value]:
+        """One node with several results, given as (shape, dtype). Raises Declined."""
+        made = [Value(f"v{len(self.values) + i}", d, tuple(s)) for i, (s, d) in enumerate(results)]
+        node = helper.make_node(
+            kind,
+            [i.name if i is not None else "" for i in inputs],
+            [m.name for m in made],
+            name=f"{len(self.nodes)}_{self.scope}",
+            domain=domain,
+            **{k: v for k, v in attributes.items() if v is not None},
+        )
+        given = [i for i in inputs if i is not None]
+        if self._has_kernel is not None and not self._has_kernel(node, given, made):
+            types = ", ".join(dict.fromkeys(str(i.dtype).removeprefix("torch.") for i in given))
+            raise Declined(f"ONNX Runtime has no {domain + '.' if domain else ''}{kind}({types})")
+        self.nodes.append(node)
+        self.values |= {m.name: m for m in made}
+        return made
+
+    def can(self, kind: str, *inputs: Value, domain: str = MICROSOFT, outputs: int = 1) -> bool:
+        """Whether the build has a training kernel `kind` for these inputs."""
+        if not self.training or self._has_kernel is None:
+            return False
+        made = [Value(f"probe{i}", inputs[0].dtype, inputs[0].shape) for i in range(outputs)]
+        names = [i.name for i in inputs]
+        node = helper.make_node(kind, names, [m.name for m in made], domain=domain)
+        return self._has_kernel(node, inputs, made)
+
+    def constant(self, value: Any, dtype: torch.dtype) -> Value:
+        """A scalar or a (nested) list as an initializer; equal ones are one."""
+        array = np.asarray(value)
+        key = (array.tobytes(), array.shape, str(array.dtype), dtype)
+        if key not in self._constants:
+            tensor = torch.from_numpy(np.array(array)).to(dtype)
+            made = Value(f"c{len(self._constants)}", dtype, tuple(tensor.shape))
+            self.initializers[made.name] = _tensor_proto(made.name, tensor)
+            self.values[made.name] = self._constants[key] = made
+        return self._constants[key]
+
+    def integers(self, values: Sequence[int]) -> Value:
+        """An int64 vector: shapes, axes, indices."""
+        return self.constant(np.asarray(list(values), dtype=np.int64), torch.int64)
+
+    # ---- shapes
+
+    def reshape(self, x: Value, shape: Sequence[int]) -> Value:
+        """The same elements in another shape."""
+        if tuple(shape) == x.shape:
+            return x
+        return self.op("Reshape", x, self.integers(shape), shape=shape)
+
+    def transpose(self, x: Value, order: Sequence[int]) -> Value:
+        """Dims in another order; two in a row become one, and none if they cancel."""
+        if x.name in self._transposed:
+            source, before = self._transposed[x.name]
+            return self.transpose(source, [before[i] for i in order])
+        if list(order) == list(range(len(order))):
+            return x
+        if (x.name, tuple(order)) in self._transposes:
+            return self._transposes[x.name, tuple(order)]
+        shape = [x.shape[i] for i in order]
+        made = self.op("Transpose", x, shape=shape, perm=list(order))
+        self._transposed[made.name] = (x, tuple(order))
+        self._transposes[x.name, tuple(order)] = made
+        return made
+
+    def untransposed(self, x: Value) -> tuple[Value, bool]:
+        """(the matrix `x` is the transpose of, True), or (x, False)."""
+        source, order = self._transposed.get(x.name, (x, ()))
+        return (source, True) if order == (1, 0) else (x, False)
+
+    def expand(self, x: Value, shape: Sequence[int]) -> Value:
+        """Broadcast to `shape`."""
+        if tuple(shape) == x.shape:
+            return x
+        return self.op("Expand", x, self.integers(shape), shape=shape)
+
+    def slice(self, x: Value, dim: int, start: int, stop: int, step: int = 1) -> Value:
+        """x[..., start:stop:step, ...]; bounds within the dim."""
+        if (start, stop, step) == (0, x.shape[dim], 1):
+            return x
+        shape = list(x.shape)
+        shape[dim] = max(0, -(-(stop - start) // step))
+        bounds = [self.integers([n]) for n in (start, stop, dim, step)]
+        return self.op("Slice", x, *bounds, shape=shape)
+
+    def concat(self, xs: Sequence[Value], dim: int) -> Value:
+        """Join along a dim."""
+        xs = [x for x in xs if x.shape[dim]]
+        if len(xs) == 1:
+            return xs[0]
+        shape = list(xs[0].shape)
+        shape[dim] = sum(x.shape[dim] for x in xs)
+        return self.op("Concat", *xs, shape=shape, axis=dim)
+
+    # ---- arithmetic
+
+    def cast(self, x: Value, dtype: torch.dtype) -> Value:
+        """Another dtype."""
+        return x if x.dtype == dtype else self.op("Cast", x, dtype=dtype, to=ELEMENT[dtype])
+
+    def binary(self, kind: str, x: Value, y: Value, dtype: torch.dtype | None = None) -> Value:
+        """An elementwise node on two broadcast inputs."""
+        shape = torch.broadcast_shapes(x.shape, y.shape)
+        return self.op(kind, x, y, shape=shape, dtype=dtype)
+
+    def where(self, condition: Value, x: Value, y: Value) -> Value:
+        """Elementwise choice, broadcast."""
+        shape = torch.broadcast_shapes(condition.shape, x.shape, y.shape)
+        if x.dtype == torch.bool:  # no kernel: say it in logic
+            keep = self.binary("And", condition, x)
+            other = self.binary("And", self.op("Not", condition), y)
+            return self.expand(self.binary("Or", keep, other), shape)
+        return self.op("Where", condition, x, y, shape=shape, dtype=x.dtype)
+
+    def reduce(self, kind: str, x: Value, dims: Sequence[int], keep: bool) -> Value:
+        """ReduceSum and its like over `dims` (none: nothing is reduced)."""
+        if not dims:
+            return x
+        dims = sorted(d % len(x.shape) for d in dims)
+        kept = [1 if i in dims else n for i, n in enumerate(x.shape)]
+        shape = kept if keep else [n for i, n in enumerate(x.shape) if i not in dims]
+        return self.op(kind, x, self.integers(dims), shape=shape, keepdims=int(keep))
+
+    def matmul(self, x: Value, y: Value) -> Value:
+        """Matrix product over the last two dims; a transposed matrix is read as it lies."""
+        shape = [*torch.broadcast_shapes(x.shape[:-2], y.shape[:-2]), x.shape[-2], y.shape[-1]]
+        if len(x.shape) == len(y.shape) == 2:
+            (left, turn), (right, other) = self.untransposed(x), self.untransposed(y)
+            if turn or other:
+                flags = {"transA": int(turn), "transB": int(other)}
+                return self.op("Gemm", left, right, shape=shape, **flags)
+        return self.op("MatMul", x, y, shape=shape)
+
+    def scalar(self, value: Any, like: Value) -> Value:
+        """A number in the dtype of `like`."""
+        return self.constant(value, like.dtype)
+
+    # ---- the whole
+
+    def name_outputs(self, values: Sequence[Value]) -> list[Value]:
+        """Call them o0, o1, ...; what is an input, or an output already, is copied."""
+        made = {name for node in self.nodes for name in node.output}
+        names: dict[str, str] = {}
+        results = []
+        for number, value in enumerate(values):
+            result = Value(f"o{number}", value.dtype, value.shape)
+            self.values[result.name] = result
+            results.append(result)
+            if value.name in made and value.name not in names:
+                names[value.name] = result.name
+            else:
+                source = names.get(value.name, value.name)
+                self.nodes.append(helper.make_node("Identity", [source], [result.name]))
+        for node in self.nodes:
+            for places in (node.input, node.output):
+                for i, name in enumerate(places):
+                    places[i] = names.get(name, name)
+        return results
+
+    def model(self, inputs: Sequence[Value], outputs: Sequence[Value]) -> onnx.ModelProto:
+        """The model, without nodes that nothing reads."""
+        needed = {o.name for o in outputs}
+        kept: list[onnx.NodeProto] = []
+        for node in reversed(self.nodes):
+            if needed & set(node.output):
+                kept.append(node)
+                needed |= set(node.input)
+        kept.reverse()
+        domains = {n.domain for n in kept} - {""}
+        graph = helper.make_graph(
+            kept,
+            "region",
+            [_info(i) for i in inputs],
+            [_info(o) for o in outputs],
+            [t for n, t in self.initializers.items() if n in needed],
+        )
+        imports = [helper.make_opsetid("", OPSET)]
+        imports += [helper.make_opsetid(d, 1) for d in sorted(domains)]
+        return helper.make_model(
+            graph, opset_imports=imports, ir_version=IR_VERSION, producer_name="graphaccel"
+        )
+
+
+def _info(value: Value) -> onnx.ValueInfoProto:
+    return helper.make_tensor_value_info(value.name, ELEMENT[value.dtype], list(value.shape))
+
+
+def _tensor_proto(name: str, tensor: torch.Tensor) -> onnx.TensorProto:
+    if tensor.dtype == torch.bfloat16:
+        raw = tensor.contiguous().view(torch.uint8).numpy().tobytes()
+        return helper.make_tensor(name, ELEMENT[tensor.dtype], list(tensor.shape), raw, raw=True)
+    return numpy_helper.from_array(tensor.numpy(), name)

@@ -1,0 +1,136 @@
+"""Time regions as torch runs them and as ONNX Runtime does, side by side, on this machine."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from graphaccel.ir.program import StageProgram
+from graphaccel.ort.choose import Chooser
+from graphaccel.ort.kernels import Kernels
+from graphaccel.ort.partition import fx_graph
+from graphaccel.ort.session import Region, Sessions
+from graphaccel.ort.translate import RegionModel
+
+# A region is only worth it when it is surely faster: the margin is what two runs of the same
+# region differ by.
+MARGIN = 0.95
+_LEAST_SECONDS = 0.02
+_ROUNDS = 7
+
+
+def calibration_name(build: str, threads: int) -> str:
+    """What measured costs hold for: `training 1.19.2, 2 threads`."""
+    return f"{build}, {threads} {'thread' if threads == 1 else 'threads'}"
+
+
+@dataclass(frozen=True)
+class RegionCost:
+    """One region measured. module, phase: where it was first met. ops: of the model. torch, ort:
+    median seconds of a run."""
+
+    key: str
+    module: str
+    phase: str
+    ops: int
+    torch: float
+    ort: float
+
+    @property
+    def wins(self) -> bool:
+        """Whether ONNX Runtime is surely faster."""
+        return self.ort < MARGIN * self.torch
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    module: str
+    phase: str
+    model: RegionModel
+    graph: fx.GraphModule
+    inputs: tuple[torch.Tensor, ...]
+
+
+def measure(
+    programs: Sequence[StageProgram],
+    kernels: Kernels,
+    ours: Callable[[fx.GraphModule], fx.GraphModule],
+    progress: Callable[[int, int], None] = lambda done, of: None,
+) -> list[RegionCost]:
+    """Every distinct region that "auto" could choose in these programs; programs without regions.
+
+    ours: what later passes make of a graph that stays with torch. Inputs are random; integers are
+    0, which every lookup allows.
+    """
+    found: dict[str, _Candidate] = {}
+    for program in programs:
+        for phase, graph in (
+            ("forward", program.forward),
+            *(("backward", g) for g in program.backwards.values()),
+        ):
+            for candidate in _candidates(graph.graph, phase, kernels, ours):
+                found.setdefault(candidate.model.key, candidate)
+    sessions = Sessions()
+    costs = []
+    for number, (key, candidate) in enumerate(found.items()):
+        region = Region(candidate.model, sessions, f"{candidate.module} ({candidate.phase})")
+        seconds = _side_by_side(candidate, region)
+        ops = len(candidate.model.ops)
+        costs.append(RegionCost(key, candidate.module, candidate.phase, ops, *seconds))
+        progress(number + 1, len(found))
+    return costs
+
+
+def _candidates(
+    graph: fx.Graph,
+    phase: str,
+    kernels: Kernels,
+    ours: Callable[[fx.GraphModule], fx.GraphModule],
+) -> list[_Candidate]:
+    chooser = Chooser(graph, kernels)
+    found = []
+    for part, model, (nodes, inputs, outputs) in chooser.candidates():
+        values = tuple(n.meta["val"] for n in inputs)
+        body = ours(fx_graph(nodes, inputs, outputs))
+        body.recompile()
+        found.append(_Candidate(part.label or "", phase, model, body, values))
+    return found
+
+
+def _real(fake: torch.Tensor) -> torch.Tensor:
+    made = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
+    return made.normal_() if fake.dtype.is_floating_point else made.zero_()
+
+
+def _side_by_side(candidate: _Candidate, region: Region) -> tuple[float, float]:
+    """Median seconds of a run: (torch, ONNX Runtime), rounds in turn."""
+    inputs = [_real(v) for v in candidate.inputs]
+    sides: tuple[Callable[[], object], ...] = (
+        lambda: candidate.graph(*inputs),
+        lambda: region(*inputs),
+    )
+    with torch.no_grad():
+        repeats = [_repeats(side) for side in sides]
+        times: list[list[float]] = [[], []]
+        for number in range(_ROUNDS):
+            for which in (0, 1) if number % 2 == 0 else (1, 0):
+                start = time.perf_counter()
+                for _ in range(repeats[which]):
+                    sides[which]()
+                times[which].append((time.perf_counter() - start) / repeats[which])
+    return statistics.median(times[0]), statistics.median(times[1])
+
+
+def _repeats(run: Callable[[], object]) -> int:
+    """How often to run so that a round takes long enough to be timed; warms up on the way."""
+    run()
+    run()
+    start = time.perf_counter()
+    run()
+    once = time.perf_counter() - start
+    return max(1, min(200, int(_LEAST_SECONDS / max(once, 1e-6))))

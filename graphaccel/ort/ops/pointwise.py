@@ -1,0 +1,333 @@
+"""Elementwise ops and their gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphaccel.ort.builder import MICROSOFT, Arguments, Builder, Declined, Translations, Value
+
+aten = torch.ops.aten
+
+
+def _dtype(node: fx.Node) -> torch.dtype:
+    return node.meta["val"].dtype
+
+
+def as_value(b: Builder, x: Any, dtype: torch.dtype) -> Value:
+    """A tensor or a Python number as a Value of that dtype."""
+    return b.cast(x, dtype) if isinstance(x, Value) else b.constant(x, dtype)
+
+
+def _shaped(b: Builder, node: fx.Node, x: Value) -> Value:
+    """A tensor of another rank than the result (both operands scalars) takes its shape."""
+    return b.expand(x, tuple(node.meta["val"].shape))
+
+
+def _unary(kind: str) -> Callable[..., Value]:
+    def translate(b: Builder, node: fx.Node, a: Arguments) -> Value:
+        return b.op(kind, b.cast(a["self"], _dtype(node)))
+
+    return translate
+
+
+def _binary(kind: str, logical: str | None = None) -> Callable[..., Value]:
+    """Arithmetic in the dtype of the result; `logical`: what it is on booleans."""
+
+    def translate(b: Builder, node: fx.Node, a: Arguments) -> Value:
+        dtype = _dtype(node)
+        other = as_value(b, a["other"], dtype)
+        alpha = a.get("alpha", 1)
+        if alpha != 1:
+            other = b.binary("Mul", other, b.scalar(alpha, other))
+        if dtype == torch.bool:
+            if logical is None:
+                raise Declined("it has no meaning on booleans")
+            return b.binary(logical, b.cast(a["self"], dtype), other)
+        if kind in ("Add", "Sub") and not isinstance(a["other"], Value) and a["other"] == 0:
+            return b.cast(a["self"], dtype)
+        return b.binary(kind, as_value(b, a["self"], dtype), other)
+
+    return translate
+
+
+def _division(b: Builder, node: fx.Node, a: Arguments) -> Value:
+    if a.get("rounding_mode") is not None:
+        raise Declined("it rounds")
+    dtype = _dtype(node)
+    return b.binary("Div", as_value(b, a["self"], dtype), as_value(b, a["other"], dtype))
+
+
+def _comparison(kind: str, negate: bool = False) -> Callable[..., Value]:
+    def translate(b: Builder, node: fx.Node, a: Arguments) -> Value:
+        x, y = a["self"], a["other"]
+        if isinstance(y, Value):
+            given = [torch.empty(v.shape, dtype=v.dtype, device="meta") for v in (x, y)]
+            dtype = torch.result_type(*given)
+        else:
+            dtype = torch.result_type(torch.empty(x.shape, dtype=x.dtype, device="meta"), y)
+        if dtype == torch.bool and kind != "Equal":
+            dtype = torch.int64
+        made = b.binary(kind, as_value(b, x, dtype), as_value(b, y, dtype), torch.bool)
+        return b.op("Not", made) if negate else made
+
+    return translate
+
+
+def _logical(kind: str) -> Callable[..., Value]:
+    def translate(b: Builder, node: fx.Node, a: Arguments) -> Value:
+        if _dtype(node) != torch.bool:
+            raise Declined("it works on bits")
+        pair = [as_value(b, a[k], torch.bool) for k in ("self", "other")]
+        return b.binary(kind, *pair)
+
+    return translate
+
+
+def _not(b: Builder, node: fx.Node, a: Arguments) -> Value:
+    if _dtype(node) != torch.bool:
+        raise Declined("it works on bits")
+    return b.op("Not", b.cast(a["self"], torch.bool))
+
+
+def _power(b: Builder, node: fx.Node, a: Arguments) -> Value:
+    dtype, exponent = _dtype(node), a["exponent"]
+    x = as_value(b, a["self"], dtype)
+    if isinstance(exponent, Value):
+        return b.binary("Pow", x, b.cast(exponent, dtype))
+    if exponent == 1:
+        return x
+    if exponent == 2:
+        return b.binary("Mul", x, x)
+    if exponent == 3:
+        return b.binary("Mul", b.binary("Mul", x, x), x)
+    if exponent == 0.5:
+        return b.op("Sqrt", x)
+    if exponent == -0.5:
+        return _inverse_root(b, x)
+    return b.binary("Pow", x, b.scalar(exponent, x))
+
+
+def _inverse_root(b: Builder, x: Value) -> Value:
+    root = b.op("Sqrt", x)
+    return b.binary("Div", b.scalar(1, x), root)
+
+
+def _rsqrt(b: Builder, node: fx.Node, a: Arguments) -> Value:
+    return _inverse_root(b, b.cast(a["self"], _dtype(node)))
+
+
+def _reversed_subtraction(b: Builder, node: fx.Node, a: Arguments) -> Value:
+    dtype = _dtype(node)
+    x, other = as_value(b, a["self"], dtype), as_value(b, a["other"], dtype)
+    if a.get("alpha", 1) != 1:
+        x = b.binary("Mul", x, b.scalar(a["alpha"], x))
+    return b.binary("Sub", other, x)
+
+
+def _extreme(kind: str) -> Callable[..., Value]:
+    def translate(b: Builder, node: fx.Node, a: Arguments) -> Value:
+        dtype = _dtype(node)
+        return b.binary(kind, b.cast(a["self"], dtype), b.cast(a["other"], dtype))
+
+    return translate
+
+
+def _clamp(b: Builder, node: fx.Node, a: Arguments) -> Value:
+    x = b.cast(a["self"], _dtype(node))
+    if a.get("min") is not None:
+        x = b.binary("Max", x, as_value(b, a["min"], x.dtype))
+    if a.get("max") is not None:
+        x = b.binary("Min", x, as_value(b, a["max"], x.dtype))
+    return x
+
+
+def _where(b: Builder, node: fx.Node, a: Arguments) -> Value:
+    dtype = _dtype(node)
+    x, y = as_value(b, a["self"], dtype), as_value(b, a["other"], dtype)
+    return b.where(b.cast(a["condition"], torch.bool), x, y)
+
+
+def _masked_fill(b: Builder, node: fx.Node, a: Arguments) -> Value:
+    dtype = _dtype(node)
+    return _shaped(b, node, b.where(a["mask"], as_value(b, a["value"], dtype), a["self"]))
+
+
+def _copy(b: Builder, node: fx.Node, a: Arguments) -> Value:
+    """A cast or a copy: the dtype may change, the values do not."""
+    x: Value = a["self"]
+    if x.dtype.is_floating_point and _dtype(node) == torch.bool:
+        return b.op("Not", b.binary("Equal", x, b.scalar(0, x), torch.bool))
+    return b.cast(x, _dtype(node))
+
+
+def _copy_from(b: Builder, node: fx.Node, a: Arguments) -> Value:
+    return _shaped(b, node, b.cast(a["src"], _dtype(node)))
+
+
+# ---- activations
+
+
+def gelu(b: Builder, x: Value, approximate: str) -> Value:
+    """Gaussian error linear unit (Hendrycks and Gimpel, 2016), exact or by tanh."""
+    return b.op("Gelu", x, approximate=approximate)
+
+
+def _gelu(b: Builder, node: fx.Node, a: Arguments) -> Value:
+    return gelu(b, a["self"], a["approximate"])
+
+
+def _gelu_backward(b: Builder, node: fx.Node, a: Arguments) -> Value:
+    grad, x = a["grad_output"], a["self"]
+    tanh = a["approximate"] == "tanh"
+    kernel = "FastGeluGrad" if tanh else "GeluGrad"
+    if x.dtype == torch.float32 and b.can(kernel, grad, x):  # its constants are float32
+        return b.op(kernel, grad, x, domain=MICROSOFT)
+    return b.binary("Mul", grad, _tanh_slope(b, x) if tanh else _normal_slope(b, x))
+
+
+def _normal_slope(b: Builder, x: Value) -> Value:
+    """d(x Φ(x))/dx = Φ(x) + x φ(x)."""
+    half = b.scalar(0.5, x)
+    error = b.op("Erf", b.binary("Mul", x, b.scalar(1 / math.sqrt(2), x)))
+    below = b.binary("Add", b.binary("Mul", error, half), half)
+    power = b.op("Exp", b.binary("Mul", b.binary("Mul", x, x), b.scalar(-0.5, x)))
+    density = b.binary("Mul", power, b.scalar(1 / math.sqrt(2 * math.pi), x))
+    return b.binary("Add", below, b.binary("Mul", x, density))
+
+
+def _tanh_slope(b: Builder, x: Value) -> Value:
+    """The same of 0.5 x (1 + tanh(k (x + 0.044715 x³))), k = √(2/π)."""
+    k, cubic = math.sqrt(2 / math.pi), 0.044715
+    square = b.binary("Mul", x, x)
+    inner = b.binary("Add", b.binary("Mul", square, b.scalar(k * cubic, x)), b.scalar(k, x))
+    tanh = b.op("Tanh", b.binary("Mul", x, inner))
+    slope = b.binary("Add", b.binary("Mul", square, b.scalar(3 * k * cubic, x)), b.scalar(k, x))
+    rest = b.binary("Sub", b.scalar(1, x), b.binary("Mul", tanh, tanh))
+    left = b.binary("Add", tanh, b.scalar(1, x))
+    right = b.binary("Mul", b.binary("Mul", x, rest), slope)
+    return b.binary("Mul", b.binary("Add", left, right), b.scalar(0.5, x))
+
+
+def _silu(b: Builder, node: fx.Node, a: Arguments) -> Value:
+    x = a["self"]
+    return b.binary("Mul", x, b.op("Sigmoid", x))
+
+
+def _silu_backward(b: Builder, node: fx.Node, a: Arguments) -> Value:
+    """d(x σ)/dx = σ (1 + x (1 - σ))."""
+    grad, x = a["grad_output"], a["self"]
+    sigmoid = b.op("Sigmoid", x)
+    one = b.scalar(1, x)
+    inner = b.binary("Add", one, b.binary("Mul", x, b.binary("Sub", one, sigmoid)))
+    return b.binary("Mul", grad, b.binary("Mul", sigmoid, inner))
+
+
+def _tanh_backward(b: Builder, node: fx.Node, a: Arguments) -> Value:
+    grad, y = a["grad_output"], a["output"]
+    return b.binary("Mul", grad, b.binary("Sub", b.scalar(1, y), b.binary("Mul", y, y)))
+
+
+def _sigmoid_backward(b: Builder, node: fx.Node, a: Arguments) -> Value:
+    grad, y = a["grad_output"], a["output"]
+    slope = b.binary("Mul", y, b.binary("Sub", b.scalar(1, y), y))
+    return b.binary("Mul", grad, slope)
+
+
+def _threshold_backward(b: Builder, node: fx.Node, a: Arguments) -> Value:
+    grad, x = a["grad_output"], a["self"]
+    above = b.binary("Greater", x, as_value(b, a["threshold"], x.dtype), torch.bool)
+    return b.where(above, grad, b.scalar(0, grad))
+
+
+def _dropout_backward(b: Builder, node: fx.Node, a: Arguments) -> Value:
+    """The mask that was drawn outside, times the scale."""
+    grad = a["grad_output"]
+    kept = b.cast(a["mask"], grad.dtype)
+    return b.binary("Mul", b.binary("Mul", grad, kept), b.scalar(a["scale"], grad))
+
+
+def _leaky(b: Builder, node: fx.Node, a: Arguments) -> Value:
+    return b.op("LeakyRelu", a["self"], alpha=float(a["negative_slope"]))
+
+
+def _leaky_backward(b: Builder, node: fx.Node, a: Arguments) -> Value:
+    grad, x = a["grad_output"], a["self"]
+    above = b.binary("Greater", x, b.scalar(0, x), torch.bool)
+    return b.where(above, grad, b.binary("Mul", grad, b.scalar(a["negative_slope"], grad)))
+
+
+_greater, _equal = _comparison("Greater"), _comparison("Equal")
+_less, _unequal = _comparison("Less"), _comparison("Equal", negate=True)
+_at_least, _at_most = _comparison("GreaterOrEqual"), _comparison("LessOrEqual")
+_add, _sub, _mul = _binary("Add", "Or"), _binary("Sub"), _binary("Mul", "And")
+
+OPS: Translations = {
+    aten.add.Tensor: _add,
+    aten.add.Scalar: _add,
+    aten.sub.Tensor: _sub,
+    aten.sub.Scalar: _sub,
+    aten.rsub.Scalar: _reversed_subtraction,
+    aten.mul.Tensor: _mul,
+    aten.mul.Scalar: _mul,
+    aten.div.Tensor: _division,
+    aten.div.Scalar: _division,
+    aten.pow.Tensor_Scalar: _power,
+    aten.pow.Tensor_Tensor: _power,
+    aten.rsqrt.default: _rsqrt,
+    aten.neg.default: _unary("Neg"),
+    aten.abs.default: _unary("Abs"),
+    aten.exp.default: _unary("Exp"),
+    aten.log.default: _unary("Log"),
+    aten.sqrt.default: _unary("Sqrt"),
+    aten.sin.default: _unary("Sin"),
+    aten.cos.default: _unary("Cos"),
+    aten.erf.default: _unary("Erf"),
+    aten.reciprocal.default: _unary("Reciprocal"),
+    aten.tanh.default: _unary("Tanh"),
+    aten.sigmoid.default: _unary("Sigmoid"),
+    aten.relu.default: _unary("Relu"),
+    aten.minimum.default: _extreme("Min"),
+    aten.maximum.default: _extreme("Max"),
+    aten.clamp.default: _clamp,
+    aten.clamp_min.default: _clamp,
+    aten.clamp_max.default: _clamp,
+    aten.where.self: _where,
+    aten.masked_fill.Scalar: _masked_fill,
+    aten.masked_fill.Tensor: _masked_fill,
+    aten.eq.Tensor: _equal,
+    aten.eq.Scalar: _equal,
+    aten.ne.Tensor: _unequal,
+    aten.ne.Scalar: _unequal,
+    aten.gt.Tensor: _greater,
+    aten.gt.Scalar: _greater,
+    aten.lt.Tensor: _less,
+    aten.lt.Scalar: _less,
+    aten.ge.Tensor: _at_least,
+    aten.ge.Scalar: _at_least,
+    aten.le.Tensor: _at_most,
+    aten.le.Scalar: _at_most,
+    aten.bitwise_and.Tensor: _logical("And"),
+    aten.bitwise_or.Tensor: _logical("Or"),
+    aten.logical_and.default: _logical("And"),
+    aten.logical_or.default: _logical("Or"),
+    aten.bitwise_not.default: _not,
+    aten.logical_not.default: _not,
+    aten._to_copy.default: _copy,
+    aten.clone.default: _copy,
+    aten.copy.default: _copy_from,
+    aten.gelu.default: _gelu,
+    aten.gelu_backward.default: _gelu_backward,
+    aten.silu.default: _silu,
+    aten.silu_backward.default: _silu_backward,
+    aten.tanh_backward.default: _tanh_backward,
+    aten.sigmoid_backward.default: _sigmoid_backward,
+    aten.threshold_backward.default: _threshold_backward,
+    aten.native_dropout_backward.default: _dropout_backward,
+    aten.leaky_relu.default: _leaky,
+    aten.leaky_relu_backward.default: _leaky_backward,
+}

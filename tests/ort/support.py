@@ -1,0 +1,81 @@
+"""One op as a region, run on real tensors."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import onnx
+import torch
+from torch import Tensor, fx
+
+from graphaccel.compat.torch import FakeTensorMode
+from graphaccel.ir.values import propagate
+from graphaccel.ort.kernels import Kernels
+from graphaccel.ort.session import Region, Sessions
+from graphaccel.ort.translate import refusal, translate
+
+
+def graph_of(target: Any, args: Any, kwargs: Any) -> tuple[fx.GraphModule, list[Tensor]]:
+    """The call as a graph that returns its results one by one, and the tensors it is given."""
+    graph = fx.Graph()
+    given: list[Tensor] = []
+
+    def placed(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        given.append(value)
+        return graph.placeholder(f"x{len(given)}")
+
+    args, kwargs = fx.node.map_aggregate((tuple(args), dict(kwargs)), placed)
+    call = graph.call_function(target, args, kwargs)
+    results = target(*_real(args, given), **_real(kwargs, given))
+    if isinstance(results, Tensor):
+        graph.output([call])
+    else:
+        graph.output(
+            [
+                graph.call_function(operator.getitem, (call, i))
+                for i, r in enumerate(results)
+                if r is not None
+            ]
+        )
+    module = fx.GraphModule({}, graph)
+    mode = FakeTensorMode()
+    propagate(module, [mode.from_tensor(t) for t in given])
+    return module, given
+
+
+def _real(value: Any, given: list[Tensor]) -> Any:
+    names = {f"x{i + 1}": t for i, t in enumerate(given)}
+    return fx.node.map_arg(value, lambda n: names[n.name])
+
+
+def why_not(module: fx.GraphModule, kernels: Kernels) -> str | None:
+    """The reason why some call of a graph can not be in a region."""
+    calls = [n for n in module.graph.nodes if n.op == "call_function"]
+    return next((r for r in (refusal(n, kernels) for n in calls) if r), None)
+
+
+def run(module: fx.GraphModule, given: list[Tensor], kernels: Kernels) -> list[Tensor]:
+    """All calls of a graph as one region; the model is checked on the way."""
+    graph = module.graph
+    inputs = {n: n.meta["val"] for n in graph.nodes if n.op == "placeholder"}
+    calls = [n for n in graph.nodes if n.op == "call_function"]
+    model = translate(calls, inputs, list(graph.output_node().args[0]), kernels)
+    onnx.checker.check_model(model.content)
+    return Region(model, Sessions(threads=1), "a test")(*given)
+
+
+def narrow(value: Any) -> Any:
+    """float64 tensors and dtypes as float32."""
+    if isinstance(value, Tensor) and value.dtype == torch.float64:
+        return value.float()
+    if value is torch.float64:
+        return torch.float32
+    if isinstance(value, (tuple, list)):
+        return type(value)(narrow(v) for v in value)
+    if isinstance(value, Mapping):
+        return {k: narrow(v) for k, v in value.items()}
+    return value

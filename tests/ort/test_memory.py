@@ -1,0 +1,82 @@
+"""What a region allocates, measured by the kernel, against the prediction."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+from graphaccel.compat.torch import FakeTensorMode
+from graphaccel.ir.values import propagate
+from graphaccel.ort.kernels import Kernels
+from graphaccel.ort.session import Region, Sessions
+from graphaccel.ort.translate import translate
+
+aten = torch.ops.aten
+_MMAP_THRESHOLD = -3
+_STATUS, _REFERENCES = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+def peak_of(run: Callable[[], Any]) -> int:
+    """Bytes of memory that a call uses at most beyond what was in use: the kernel's own high-water
+    mark, which is set back first. Large blocks are given back to the kernel at once."""
+    library = ctypes.CDLL(None)
+    assert library.mallopt(_MMAP_THRESHOLD, 1 << 20) == 1
+    library.malloc_trim(0)
+    _REFERENCES.write_text("5")
+    before = _status("VmRSS")
+    run()
+    return _status("VmHWM") - before
+
+
+def _status(name: str) -> int:
+    line = next(x for x in _STATUS.read_text().splitlines() if x.startswith(f"{name}:"))
+    return int(line.split()[1]) << 10
+
+
+def forward(graph: fx.Graph) -> list[fx.Node]:
+    """gelu(x w) w' + x: two wide values alive at once."""
+    x, w, v = (graph.placeholder(n) for n in "xwv")
+    wide = graph.call_function(aten.mm.default, (x, w))
+    active = graph.call_function(aten.gelu.default, (wide,))
+    narrow = graph.call_function(aten.mm.default, (active, v))
+    return [graph.call_function(aten.add.Tensor, (narrow, x))]
+
+
+def attention(graph: fx.Graph) -> list[fx.Node]:
+    """softmax(x xᵀ) x."""
+    x = graph.placeholder("x")
+    scores = graph.call_function(aten.mm.default, (x, graph.call_function(aten.t.default, (x,))))
+    weights = graph.call_function(aten._softmax.default, (scores, -1, False))
+    return [graph.call_function(aten.mm.default, (weights, x))]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("make", [forward, attention])
+def test_scratch(kernels: Kernels, make: Any) -> None:
+    graph = fx.Graph()
+    graph.output(make(graph))
+    module = fx.GraphModule({}, graph)
+    shapes = {"x": (2048, 512), "w": (512, 4096), "v": (4096, 512)}
+    nodes = [n for n in graph.nodes if n.op == "placeholder"]
+    tensors = [torch.randn(shapes[n.name]) for n in nodes]
+    mode = FakeTensorMode()
+    propagate(module, [mode.from_tensor(t) for t in tensors])
+    calls = [n for n in graph.nodes if n.op == "call_function"]
+    values = {n: n.meta["val"] for n in nodes}
+    model = translate(calls, values, list(graph.output_node().args[0]), kernels)
+    region = Region(model, Sessions(threads=1), "a test")
+    results: list[torch.Tensor] = []
+    region(*tensors)
+    peak = peak_of(lambda: results.extend(region(*tensors)))
+    given = sum(t.nbytes for t in tensors)
+    total = given + sum(r.nbytes for r in results) + model.scratch
+    measured = given + peak
+    assert model.scratch > 0
+    assert measured == pytest.approx(total, rel=0.03)

@@ -1,0 +1,42 @@
+"""Whole models, forward and backward, on ONNX Runtime."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.ort.models import MODELS, run_model
+from tests.support.parity import compare, reference, run_plan
+from tests.support.pool import Pool
+
+pytestmark = pytest.mark.multiprocess
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_float32(pool: Pool, name: str) -> None:
+    (found,) = pool.run(1, run_model, name, "float32")
+    assert found["loss"] <= 1e-5
+    assert found["gradient"] <= 1e-5
+    assert found["coverage"] >= 0.95
+    assert found["sessions"] == found["distinct"] < found["regions"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_float64(pool: Pool, name: str) -> None:
+    (found,) = pool.run(1, run_model, name, "float64")
+    assert found["loss"] <= 1e-10
+    assert found["gradient"] <= 1e-10
+    assert found["coverage"] >= 0.95
+    missing = {"aten.gelu", "aten.gelu_backward", "aten.convolution", "aten.convolution_backward"}
+    assert {op for op, _ in found["declined"]} <= missing
+
+
+@pytest.mark.parametrize(
+    "pins",
+    [{"pipeline": 2, "data": 1, "microbatches": 4}, {"data": 2, "microbatches": 2}, {"tensor": 2}],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_under_a_plan(pool: Pool, name: str, pins: dict[str, int]) -> None:
+    pins = {**pins, "ort": "all"}
+    got = pool.run(2, run_plan, name, "float64", pins, 2)
+    compare(reference(name, "float64", 2), got).check(1e-10, 1e-9)
