@@ -1,0 +1,167 @@
+"""Which fusions are found in which models, and the bytes that a training step moves with them.
+
+No timing: the graph is captured without weights, and bytes are what every kernel of the step reads
+and writes, each operand once (`planner.cost.node_bytes`). `floor`: the bytes of matrix products,
+convolutions, attention and embeddings, which no fusion of this kind removes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from benchmarks.common import RESULTS
+from graphaccel.capture.stepgraph import StepGraph
+from graphaccel.compiler import Compiler, Model, as_batch
+from graphaccel.kernels.register import fusion_of
+from graphaccel.kernels.registry import enabled
+from graphaccel.messages import columns
+from graphaccel.passes.fuse import find_sites, fuse
+from graphaccel.passes.lower_precision import lower_precision
+from graphaccel.planner.cluster import cluster
+from graphaccel.planner.cost import Sizes, node_bytes
+from graphaccel.planner.plan import Plan, Precision
+
+LAYERS, BATCH, TOKENS = 4, 4, 512
+_DENSE = ("mm", "addmm", "bmm", "linear", "matmul", "convolution", "attention", "embedding")
+
+
+def _gpt2(attention: str) -> nn.Module:
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            n_layer=LAYERS, use_cache=False, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+            attn_implementation=attention,
+        )
+    )  # fmt: skip
+
+
+def _bert(attention: str) -> nn.Module:
+    return transformers.BertForMaskedLM(
+        transformers.BertConfig(
+            num_hidden_layers=LAYERS, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+            attn_implementation=attention,
+        )
+    )  # fmt: skip
+
+
+def _llama(attention: str) -> nn.Module:
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=32000, hidden_size=2048, intermediate_size=5632, num_hidden_layers=LAYERS,
+            num_attention_heads=32, num_key_value_heads=4, use_cache=False,
+            attn_implementation=attention,
+        )
+    )  # fmt: skip
+
+
+def _t5(attention: str) -> nn.Module:
+    return transformers.T5ForConditionalGeneration(
+        transformers.T5Config(
+            d_model=768, d_ff=2048, num_layers=LAYERS // 2, num_heads=12, dropout_rate=0.0,
+            feed_forward_proj="gated-gelu", tie_word_embeddings=False, use_cache=False,
+            decoder_start_token_id=0,
+        )
+    )  # fmt: skip
+
+
+MODELS: dict[str, Callable[[str], nn.Module]] = {
+    "gpt2": _gpt2,
+    "bert": _bert,
+    "llama": _llama,
+    "t5": _t5,
+}
+
+
+def captured(name: str, attention: str = "sdpa", dtype: torch.dtype = torch.float32) -> StepGraph:
+    """The step of one model, from shapes alone."""
+    with torch.device("meta"):
+        model = MODELS[name](attention).train().to(dtype)
+    ids = torch.zeros(BATCH, TOKENS, dtype=torch.int64)
+    batch: dict[str, Tensor] = {"input_ids": ids, "labels": ids.clone()}
+    compiler = Compiler(Model(model, None, 2.0), cluster("h100-80gb", 1, None), {})
+    return compiler.capture(as_batch(batch))[0]
+
+
+def step_bytes(step: StepGraph, *, dense: bool = False) -> int:
+    """Bytes a step moves; `dense`: by products, attention and embeddings alone."""
+    sizes = Sizes(step.sizes)
+    return sum(
+        int(node_bytes(n, sizes))
+        for n in step.graph.graph.nodes
+        if n.op == "call_function"
+        and (not dense or any(d in str(n.target) for d in _DENSE))
+        and not (dense and fusion_of(n.target) is not None)
+    )
+
+
+def measured(name: str, attention: str, form: str) -> dict[str, Any]:
+    """Counts and bytes of one model in one form: "fp32", "bf16" (weights too) or "autocast"."""
+    step = captured(name, attention, torch.bfloat16 if form == "bf16" else torch.float32)
+    precision = Precision(compute="bfloat16") if form == "autocast" else Precision()
+    step = lower_precision(step, Plan(1, precision=precision))
+    plan = Plan(1, fusions=enabled("auto", "cuda"), precision=precision)
+    from graphaccel.kernels.registry import fusion_named
+
+    _, sites = find_sites(step, tuple(fusion_named(n) for n in plan.fusions))
+    fused = fuse(step, plan)
+    return {
+        "model": name,
+        "attention": attention,
+        "form": form,
+        "fusions": dict(sorted(Counter(s.fusion.name for s in sites).items())),
+        "bytes_before": step_bytes(step),
+        "bytes_after": step_bytes(fused),
+        "bytes_floor": step_bytes(step, dense=True),
+        "nodes_before": len(step.graph.graph.nodes),
+        "nodes_after": len(fused.graph.graph.nodes),
+    }
+
+
+def main() -> None:
+    """Print the table and save benchmarks/results/fusions.json."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.fusions", description=__doc__)
+    parser.add_argument("--model", choices=sorted(MODELS), help="one model; nothing is saved")
+    chosen = parser.parse_args().model
+    rows = []
+    for name in MODELS if chosen is None else (chosen,):
+        for attention, form in (
+            ("sdpa", "fp32"), ("eager", "fp32"), ("sdpa", "bf16"), ("sdpa", "autocast"),
+        ):  # fmt: skip
+            if name == "t5" and attention == "eager":
+                continue  # its attention is spelled one way only
+            rows.append(measured(name, attention, form))
+    head = ("model", "attention", "form", "MB before", "after", "floor", "ratio", "fusions")
+    print(
+        "\n".join(
+            columns(
+                (
+                    head,
+                    *(
+                        (
+                            r["model"], r["attention"], r["form"], f"{r['bytes_before'] / 1e6:.0f}",
+                            f"{r['bytes_after'] / 1e6:.0f}", f"{r['bytes_floor'] / 1e6:.0f}",
+                            f"{r['bytes_after'] / r['bytes_before']:.2f}",
+                            ", ".join(f"{n} {c}" for n, c in r["fusions"].items()),
+                        )
+                        for r in rows
+                    ),
+                )
+            )
+        )
+    )  # fmt: skip
+    if chosen is None:
+        result = {"command": "python -m benchmarks.fusions", "layers": LAYERS, "batch": BATCH,
+                  "tokens": TOKENS, "rows": rows}  # fmt: skip
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / "fusions.json").write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""Compile every Triton kernel for sm_80, sm_90 and sm_100 without a GPU, and hold it to limits.
+
+Registers and spills are what ptxas reports. A kernel fails when it spills, when its registers leave
+room for fewer than 16 of a multiprocessor's 64 warps, when its shared memory does not fit, or when
+its loads of aligned tensors are not 128 bits wide.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from benchmarks.common import RESULTS
+from graphaccel.kernels import rms_norm
+from graphaccel.kernels.jit import next_power_of_2, warps
+from graphaccel.messages import columns
+
+_REGISTERS = 65536  # of a multiprocessor, all three generations
+_FEWEST_WARPS = 16  # of 64: enough loads in flight for a kernel that waits for memory
+_SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # CUDA C++ programming guide, table 28
+_ALIGNED = [["tt.divisibility", 16]]
+TARGETS, WIDTHS = (80, 90, 100), (1024, 4096, 8192)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """types: of each argument in order ("*bf16", "i32", "fp32"); fixed: its constants."""
+
+    name: str
+    function: Any
+    types: tuple[str, ...]
+    fixed: Mapping[str, Any]
+    warps: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one compilation gave."""
+
+    kernel: str
+    target: int
+    width: int
+    warps: int
+    registers: int
+    spills: int
+    shared: int
+    blocks: int
+    wide_loads: int
+    narrow_loads: int
+    verdict: str
+
+
+def kernels(width: int) -> list[Kernel]:
+    """Every kernel, for rows of `width` bf16 elements."""
+    block = next_power_of_2(width)
+    forward = ("*bf16", "*bf16", "*bf16", "*bf16", "*bf16", "*fp32", "i32", "fp32")
+    backward = ("*bf16", "*bf16", "*bf16", "*bf16", "*fp32", "*bf16", "*fp32", "i32", "i32", "i32")
+    found = []
+    for adds in (False, True):
+        name = "add_rms_norm" if adds else "rms_norm"
+        both = {"ADDS": adds, "SCALES": True, "BLOCK": block}
+        found.append(
+            Kernel(f"{name} forward", rms_norm._forward_kernel, forward, both, warps(width))
+        )
+        found.append(
+            Kernel(
+                f"{name} backward", rms_norm._backward_kernel, backward,
+                {**both, "WEIGHS": True}, rms_norm.backward_warps(width),
+            )
+        )  # fmt: skip
+    return found
+
+
+def compiled(kernel: Kernel, target: int, width: int) -> Row:
+    """Compile one kernel for one target."""
+    names = kernel.function.arg_names
+    free = [n for n in names if n not in kernel.fixed]
+    signature = dict(zip(free, kernel.types, strict=True))
+    signature |= dict.fromkeys(kernel.fixed, "constexpr")
+    attributes = {
+        (names.index(n),): _ALIGNED
+        for n, t in zip(free, kernel.types, strict=True)
+        if t.startswith("*") or n == "d"
+    }
+    source = ASTSource(kernel.function, signature, dict(kernel.fixed), attributes)
+    options = {"num_warps": kernel.warps}
+    made = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
+    ptx = made.asm["ptx"]
+    registers, spills = _resources(ptx, target)
+    threads = 32 * kernel.warps
+    blocks = _REGISTERS // (registers * threads)
+    loads = re.findall(r"ld\.global(\S*)", ptx)
+    wide = sum("v4" in kind for kind in loads)
+    shared = made.metadata.shared
+    # A bf16 row spread over more threads than 8 elements each has narrower loads by need.
+    thin = width // threads < 8
+    reasons = [
+        text
+        for text, wrong in (
+            ("spills", spills > 0),
+            ("too few warps", blocks * kernel.warps < _FEWEST_WARPS),
+            ("shared memory", shared > _SHARED[target]),
+            ("narrow loads", wide == 0 and not thin),
+        )
+        if wrong
+    ]
+    verdict = "FAILS: " + ", ".join(reasons) if reasons else "ok"
+    return Row(
+        kernel.name, target, width, kernel.warps, registers, spills, shared, blocks, wide,
+        len(loads) - wide, verdict,
+    )  # fmt: skip
+
+
+def _resources(ptx: str, target: int) -> tuple[int, int]:
+    """Registers a thread and bytes spilled, as ptxas reports them."""
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    tool = tools / ("ptxas-blackwell" if target >= 100 else "ptxas")
+    architecture = re.search(r"\.target (\S+)", ptx)
+    assert architecture is not None
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "kernel.ptx"
+        file.write_text(ptx)
+        said = subprocess.run(
+            [str(tool), "-v", f"-arch={architecture[1].rstrip(',')}", str(file), "-o", "/dev/null"],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stderr
+    registers = max(int(n) for n in re.findall(r"Used (\d+) registers", said))
+    spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill", said))
+    return registers, spills
+
+
+def main() -> int:
+    """Print the table; without options save benchmarks/results/gate.json. 1 if a kernel fails."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gate", description=__doc__)
+    parser.add_argument("--widths", type=int, nargs="+", default=list(WIDTHS))
+    parser.add_argument("--targets", type=int, nargs="+", default=list(TARGETS), choices=TARGETS)
+    chosen = parser.parse_args()
+    rows = [
+        compiled(kernel, target, width)
+        for width in chosen.widths
+        for kernel in kernels(width)
+        for target in chosen.targets
+    ]
+    head = tuple(asdict(rows[0]))
+    print("\n".join(columns([head, *(tuple(str(v) for v in asdict(r).values()) for r in rows)])))
+    if (tuple(chosen.widths), tuple(chosen.targets)) == (WIDTHS, TARGETS):
+        found = {"command": "python -m benchmarks.gate", "triton": triton.__version__,
+                 "rows": [asdict(r) for r in rows]}  # fmt: skip
+        (RESULTS / "gate.json").write_text(json.dumps(found, indent=1) + "\n")
+    return 1 if any(r.verdict != "ok" for r in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Fused operations: each file holds everything about one, from its kernel to its sharding rule."""

@@ -1,0 +1,85 @@
+"""Example inputs of a fused op: for tracing its patterns, for registration, for checks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphaccel.compat.torch import FakeTensorMode
+from graphaccel.kernels.spec import Fusion, Scalar, T
+
+LEADING = (3, 5)  # the sizes that `...` stands for
+_SIZES = (6, 8, 10, 12, 14, 16, 18, 22)
+
+
+def sizes_of(fusion: Fusion, choice: int = 0) -> dict[str, int]:
+    """A size for each index: those the fusion names, else small even ones, all different."""
+    names = dict.fromkeys(
+        i for t in fusion.tensors.values() for i in t.indices if i != "..." and not i.isdigit()
+    )
+    free = iter(_SIZES)
+    return {
+        n: fusion.sizes[n][choice % len(fusion.sizes[n])] if n in fusion.sizes else next(free)
+        for n in names
+    }
+
+
+def shape(spec: T, sizes: Mapping[str, int], leading: tuple[int, ...] = LEADING) -> tuple[int, ...]:
+    """The shape of a tensor at some sizes."""
+    found: list[int] = []
+    for index in spec.indices:
+        if index == "...":
+            found += leading
+        else:
+            found.append(int(index) if index.isdigit() else sizes[index])
+    return tuple(found)
+
+
+def tensor(
+    spec: T,
+    dtype: torch.dtype,
+    sizes: Mapping[str, int],
+    leading: tuple[int, ...] = LEADING,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Normal numbers, or integers below the size of an index with some of them ignored (-100)."""
+    wanted = shape(spec, sizes, leading)
+    if spec.broadcast or spec.mask:
+        wanted = (1, *wanted[1:])
+    if spec.below:
+        found = torch.randint(0, sizes[spec.below], wanted, generator=generator)
+        if found.numel() > 2:
+            found.view(-1)[1::3] = -100
+        return found
+    return torch.randn(wanted, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def example(
+    fusion: Fusion,
+    dtype: torch.dtype,
+    sizes: Mapping[str, int] | None = None,
+    leading: tuple[int, ...] = LEADING,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Every input by name, optional ones included."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = sizes_of(fusion) if sizes is None else sizes
+    return {
+        name: spec.default
+        if isinstance(spec, Scalar)
+        else tensor(spec, dtype, sizes, leading, generator)
+        for name, spec in fusion.inputs.items()
+    }
+
+
+@contextmanager
+def fakes(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The same values without data, and the mode they belong to switched on."""
+    mode = FakeTensorMode()
+    given = {n: mode.from_tensor(v) if isinstance(v, Tensor) else v for n, v in values.items()}
+    with mode:
+        yield given

@@ -1,0 +1,84 @@
+"""Which fusions there are: those of this package, of installed packages, and of the user's script.
+
+Installed packages name a module (or a fusion in one) in the entry-point group `graphaccel.fusions`;
+importing it registers its fusions. A script registers its own by `@graphaccel.fusion`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Sequence
+from functools import cache
+from importlib.metadata import entry_points
+from pathlib import Path
+
+from graphaccel.errors import UnknownFusion
+from graphaccel.kernels.register import registered
+from graphaccel.kernels.spec import Fusion
+
+GROUP = "graphaccel.fusions"
+SHIPPED = (
+    "activations",
+    "cross_entropy",
+    "linear_cross_entropy",
+    "rms_norm",
+    "rotary",
+    "softmax",
+)
+"""Modules of this package that define fusions; within equal size, earlier ones are tried first."""
+
+
+@cache
+def _load() -> None:
+    """Import every module that registers fusions, once a process: ops are registered once too."""
+    for name in SHIPPED:
+        importlib.import_module(f"graphaccel.kernels.{name}")
+    for point in sorted(entry_points(group=GROUP), key=lambda p: p.name):
+        point.load()
+
+
+def fusions() -> tuple[Fusion, ...]:
+    """Every fusion known in this process, by name."""
+    _load()
+    return registered()
+
+
+def shipped() -> tuple[Fusion, ...]:
+    """The fusions of this package."""
+    own = {str(Path(__file__).parent / f"{name}.py") for name in SHIPPED}
+    return tuple(f for f in fusions() if f.location is not None and f.location.file in own)
+
+
+def fusion_named(name: str) -> Fusion:
+    """One fusion. Raises: UnknownFusion (GA703)."""
+    known = {f.name: f for f in fusions()}
+    if name not in known:
+        close = tuple(difflib.get_close_matches(name, known, n=2))
+        raise UnknownFusion(name=name, known=tuple(known), closest=close)
+    return known[name]
+
+
+def enabled(choice: str | Sequence[str] | None, device: str) -> tuple[str, ...]:
+    """Names of the fusions that may be placed.
+
+    choice: "auto" (or None), "off", or names; among names "auto" stands for its own, and "-NAME"
+    takes one away. device: a device type; on it "auto" places what is not slower there.
+
+    Raises: UnknownFusion (GA703).
+    """
+    given = ("auto",) if choice is None else (choice,) if isinstance(choice, str) else tuple(choice)
+    chosen: dict[str, None] = {}
+    for name in given:
+        if name == "auto":
+            chosen |= {f.name: None for f in fusions() if device in f.devices}
+        elif name.startswith("-"):
+            chosen.pop(fusion_named(name[1:]).name, None)
+        elif name != "off":
+            chosen[fusion_named(name).name] = None
+    return tuple(sorted(chosen))
+
+
+def without_tensor_axis(names: Sequence[str]) -> tuple[str, ...]:
+    """Those that a plan with a tensor axis may place."""
+    return tuple(n for n in names if fusion_named(n).tensor_parallel)

@@ -1,0 +1,115 @@
+"""Replace what fused ops compute by those ops, before the graph is differentiated.
+
+before                                                after
+  %p: f32[8,16,32] = aten.pow(%x, 2)                    %r: (f32[8,16,32], f32[8,16,1]) =
+  %m: f32[8,16,1] = aten.mean.dim(%p, [-1], True)            graphaccel.rms_norm(%x, %w, 1e-06)
+  %a: f32[8,16,1] = aten.add.Tensor(%m, 1e-06)          %z: f32[8,16,32] = getitem(%r, 0)
+  %s: f32[8,16,1] = aten.rsqrt(%a)
+  %y: f32[8,16,32] = aten.mul.Tensor(%x, %s)
+  %z: f32[8,16,32] = aten.mul.Tensor(%w, %y)
+
+A match is found by structure, then proved: the pattern is traced again at the very shapes and
+dtypes of the match, must then be equal to it node by node, and the op's fake must give the dtype,
+shape and stride of what it replaces. Patterns are functions in float32; their variants in 16 bits
+and under autocast are derived. `GRAPHACCEL_FUEL=n` places only the first n: halving it finds a
+wrong one. Matching before autograd needs one pattern a kernel, where joint patterns miss ordinary
+training code (frozen weights, gradients that are added in another order).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphaccel.capture.export import ForwardGraph
+from graphaccel.capture.patterns import simplify
+from graphaccel.capture.stepgraph import StepGraph, assemble
+from graphaccel.compat.torch import fake_mode_of
+from graphaccel.ir.values import propagate
+from graphaccel.kernels.registry import fusion_named
+from graphaccel.kernels.spec import Fusion
+from graphaccel.passes.fusion_sites import Finder, Site, at, emit, unchanged
+from graphaccel.planner.plan import Plan
+
+aten = torch.ops.aten
+
+
+def fuse(step: StepGraph, plan: Plan) -> StepGraph:
+    """The step with the plan's fusions placed and differentiated again; as it is without any."""
+    if not plan.fusions:
+        return step
+    chosen = tuple(fusion_named(name) for name in plan.fusions)
+    keep = plan.outputs == "all"
+    forward = _prepared(step.forward, keep)
+    others = [(symbol, size, _prepared(f, keep)) for symbol, size, f in step.others]
+    sites = Finder(forward, chosen, step.trainable).sites()
+    fuel = int(os.environ.get("GRAPHACCEL_FUEL", len(sites)))
+    sites = tuple(s for s in sites[:fuel] if all(_fits(s, f) for _, _, f in others))
+    if not sites:
+        return step  # differentiating again would be for nothing
+    nodes = list(forward.graph.graph.nodes)
+    for _, _, other in others:
+        twins = dict(zip(nodes, other.graph.graph.nodes, strict=True))
+        _place(other, [at(s, twins) for s in sites])
+    _place(forward, sites)
+    return assemble(
+        forward,
+        tuple(others),
+        step.sizes,
+        step.batch_dims,
+        step.tied,
+        step.trainable,
+        step.training,
+        scaled=plan.precision.scaled,
+    )
+
+
+def find_sites(
+    step: StepGraph, chosen: tuple[Fusion, ...], *, keep_outputs: bool = False
+) -> tuple[Finder, tuple[Site, ...]]:
+    """Where fusions would be placed, and with `Finder.near` how close the others came."""
+    forward = _prepared(step.forward, keep_outputs)
+    finder = Finder(forward, chosen, step.trainable)
+    return finder, finder.sites()
+
+
+def _fits(site: Site, other: ForwardGraph) -> bool:
+    """Whether the op gives what it replaces at the other captured size too."""
+    twins = dict(zip(site.outputs[0].graph.nodes, other.graph.graph.nodes, strict=True))
+    mode = fake_mode_of([n for n in twins.values() if n.op == "placeholder"])
+    return unchanged(at(site, twins), mode) is None
+
+
+def _prepared(forward: ForwardGraph, keep_outputs: bool) -> ForwardGraph:
+    """A copy without no-op copies and, unless wanted, without what the model returns besides its
+    loss: logits that nobody reads need not exist."""
+    graph = fx.Graph()
+    values = graph.graph_copy(forward.graph.graph, {})
+    outputs = forward.outputs
+    if not keep_outputs and any(o.kind == "loss" for o in outputs):
+        kept = [o.kind != "output" for o in outputs]
+        values = [v for v, k in zip(values, kept, strict=True) if k]
+        outputs = tuple(o for o, k in zip(outputs, kept, strict=True) if k)
+    graph.output(values)
+    module = fx.GraphModule(forward.graph, graph)
+    module.graph.eliminate_dead_code()
+    simplify(module)
+    return replace(forward, graph=module, outputs=outputs)
+
+
+def _place(forward: ForwardGraph, sites: Sequence[Site]) -> None:
+    module = forward.graph
+    with fake_mode_of([n for n in module.graph.nodes if n.op == "placeholder"]):
+        moved: dict[fx.Node, fx.Node] = {}
+        for site in sites:
+            moved |= emit(module.graph, site, moved)
+    module.graph.eliminate_dead_code()
+    module.graph.lint()
+    module.recompile()
+    values: list[Any] = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
+    propagate(module, values)

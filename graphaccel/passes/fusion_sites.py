@@ -1,0 +1,404 @@
+"""Where fused ops fit in a forward graph: matched, proved, and put in place."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from graphaccel.capture.differentiate import module_path
+from graphaccel.capture.export import ForwardGraph
+from graphaccel.capture.patterns import trace_pattern
+from graphaccel.compat.torch import fake_mode_of
+from graphaccel.ir.match import Near, Pattern, match_at
+from graphaccel.kernels.examples import example
+from graphaccel.kernels.register import op_of, parameters
+from graphaccel.kernels.spec import Function, Fusion, Scalar, T
+from graphaccel.passes.lower_precision import cast_graph
+
+_SENTINEL = 0.7310585786300049  # numbers of a pattern while it is traced to be matched: 0.73.. + i
+_LOW = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Site:
+    """One match. place: position of its last node in the graph, by which sites are ordered.
+    inputs: name → node, number or None. outputs: the nodes it replaces, in the fusion's order."""
+
+    fusion: Fusion
+    place: int
+    module: str
+    inputs: Mapping[str, Any] = field(repr=False)
+    outputs: tuple[fx.Node, ...] = field(repr=False)
+    inside: tuple[fx.Node, ...] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A pattern function as traced: in 32 bits, in 16, or in 16 under autocast."""
+
+    function: Function
+    low: torch.dtype | None
+    autocast: bool
+
+
+class Finder:
+    """Looks for fusions in one forward graph. near: fusion → the best match that failed."""
+
+    def __init__(
+        self, forward: ForwardGraph, chosen: tuple[Fusion, ...], trainable: frozenset[str]
+    ) -> None:
+        self.graph = forward.graph.graph
+        self.nodes = list(self.graph.nodes)
+        self.near: dict[str, Near] = {}
+        self._chosen = chosen
+        self._learned = _learned(forward, trainable)
+        self._mode = fake_mode_of([n for n in self.nodes if n.op == "placeholder"])
+        floats = {
+            v.dtype
+            for n in self.nodes
+            if isinstance(v := n.meta.get("val"), Tensor) and v.is_floating_point()
+        }
+        self._lows = tuple(d for d in _LOW if d in floats)
+        self._proofs: dict[Any, Pattern | None] = {}
+
+    def sites(self) -> tuple[Site, ...]:
+        """Matches that do not overlap, in graph order: larger patterns first."""
+        taken: set[fx.Node] = set()
+        found: list[Site] = []
+        for fusion, variant, pattern in self._patterns():
+            for place, node in enumerate(self.nodes):
+                if node in taken or node.target is not pattern.anchor.target:
+                    continue
+                result = self._at(fusion, variant, pattern, node, place, taken)
+                if isinstance(result, Site):
+                    taken |= set(result.inside)
+                    found.append(result)
+                else:
+                    self._note(fusion, result)
+        return tuple(sorted(found, key=lambda s: s.place))
+
+    def _note(self, fusion: Fusion, near: Near) -> None:
+        best = self.near.get(fusion.name)
+        if best is None or near.matched > best.matched:
+            self.near[fusion.name] = near
+
+    def _patterns(self) -> list[tuple[Fusion, Variant, Pattern]]:
+        """Everything to look for, the largest first."""
+        found = []
+        for fusion in self._chosen:
+            seen = set()
+            for function in fusion.patterns:
+                for low, autocast in self._dtypes():
+                    variant = Variant(function, low, autocast)
+                    pattern = generic(fusion, variant)
+                    if pattern is None or (text := _text(pattern)) in seen:
+                        continue
+                    seen.add(text)
+                    found.append((fusion, variant, pattern))
+        return sorted(found, key=lambda f: (-f[2].size, f[0].name))
+
+    def _dtypes(self) -> Iterator[tuple[torch.dtype | None, bool]]:
+        yield None, False
+        for low in self._lows:
+            yield low, False
+            yield low, True
+
+    def _at(
+        self,
+        fusion: Fusion,
+        variant: Variant,
+        pattern: Pattern,
+        node: fx.Node,
+        place: int,
+        taken: set[fx.Node],
+    ) -> Site | Near:
+        found = match_at(pattern, node)
+        if isinstance(found, Near):
+            return found
+
+        def near(reason: str) -> Near:
+            return Near(pattern.size, pattern.size, node.name, reason)
+
+        if taken & set(found.nodes.values()):
+            return near("another fusion took part of it")
+        inputs = {
+            name: found.inputs.get(name, None if isinstance(spec, T) else spec.default)
+            for name, spec in fusion.inputs.items()
+        }
+        reason = self._refused(fusion, variant, inputs, node)
+        if reason is not None:
+            return near(reason)
+        outputs = tuple(found.nodes[o] for o in pattern.outputs)
+        inside = tuple(n for n in found.nodes.values() if n not in found.free)
+        site = Site(fusion, place, module_path(node), inputs, outputs, inside)
+        if not _can_stand(inputs, outputs, set(inside)):
+            return near("its outputs are read before its inputs are all there")
+        reason = unchanged(site, self._mode)
+        return site if reason is None else near(reason)
+
+    def _refused(
+        self,
+        fusion: Fusion,
+        variant: Variant,
+        inputs: Mapping[str, Any],
+        node: fx.Node,
+    ) -> str | None:
+        """Why a match is not to be replaced, or None."""
+        values = {n: v.meta["val"] if isinstance(v, fx.Node) else v for n, v in inputs.items()}
+        for name, spec in fusion.tensors.items():
+            value = inputs[name]
+            if value is not None and not spec.differentiable and value in self._learned:
+                return f"`{name}` needs a gradient, and the op gives none"
+        reason = _sizes_agree(fusion, values)
+        if reason is None and fusion.legal is not None:
+            reason = fusion.legal(**values)
+        if reason is not None:
+            return reason
+        return self._proved(variant, values, node)
+
+    def _proved(self, variant: Variant, values: dict[str, Any], node: fx.Node) -> str | None:
+        """Trace the pattern at the shapes of the match: it must be the match, node by node."""
+        key = (
+            variant,
+            tuple(
+                (tuple(v.shape), v.stride(), v.dtype) if isinstance(v, Tensor) else v
+                for v in values.values()
+            ),
+        )
+        if key not in self._proofs:
+            self._proofs[key] = _traced(variant, values, exact=True)
+        exact = self._proofs[key]
+        if exact is None:
+            return "the pattern can not be traced at these shapes"
+        again = match_at(exact, node, sizes=True)
+        if isinstance(again, Near):
+            return f"not the same at these shapes: at {again.node}, {again.reason}"
+        for mine, theirs in again.nodes.items():
+            a, b = mine.meta["val"], theirs.meta["val"]
+            if isinstance(a, Tensor) and (a.dtype, a.shape) != (b.dtype, b.shape):
+                return (
+                    f"{theirs.name} is {b.dtype} {tuple(b.shape)}, not {a.dtype} {tuple(a.shape)}"
+                )
+        return None
+
+
+def at(site: Site, twins: Mapping[fx.Node, fx.Node]) -> Site:
+    """The same site in another graph of the same structure. twins: node → its counterpart."""
+    inputs = {n: twins[v] if isinstance(v, fx.Node) else v for n, v in site.inputs.items()}
+    outputs = tuple(twins[n] for n in site.outputs)
+    return replace(
+        site, inputs=inputs, outputs=outputs, inside=tuple(twins[n] for n in site.inside)
+    )
+
+
+def unchanged(site: Site, mode: Any) -> str | None:
+    """The op's fake must give dtype, shape and stride of what it replaces; why it does not."""
+    values = [v.meta["val"] if isinstance(v, fx.Node) else v for v in site.inputs.values()]
+    with mode:
+        made = (site.fusion.rewrite or op_of(site.fusion))(*values)
+    made = [made] if isinstance(made, Tensor) else list(made)
+    for name, new, old in zip(site.fusion.outputs, made, site.outputs, strict=False):
+        was = old.meta["val"]
+        for kind in ("dtype", "shape", "stride"):
+            x, y = (v.stride() if kind == "stride" else getattr(v, kind) for v in (was, new))
+            if x != y:
+                return f"it would change the {kind} of `{name}` from {x} to {y}"
+    return None
+
+
+def emit(graph: fx.Graph, site: Site, moved: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Put a fused op (or the calls of a rewrite) where its match is.
+
+    moved: what stands now for nodes that other sites replaced. Gives the same for this one.
+    """
+    inputs = {n: moved.get(v, v) if isinstance(v, fx.Node) else v for n, v in site.inputs.items()}
+    site = replace(site, inputs=inputs)
+    order = {n: i for i, n in enumerate(graph.nodes)}
+    needed = [v for v in site.inputs.values() if isinstance(v, fx.Node)]
+    inside = set(site.inside)
+    users = [u for o in site.outputs for u in o.users if u not in inside]
+    last_input = max((order[n] for n in needed), default=-1)
+    anchor = max(site.outputs, key=lambda n: order[n])
+    first_user = min((order[u] for u in users), default=len(order))
+    before = (
+        anchor
+        if order[anchor] < first_user
+        else next(n for n, i in order.items() if i > last_input and n.op != "placeholder")
+    )
+    covers = tuple(n.name for n in site.inside)
+    with graph.inserting_before(before):
+        made = _calls(graph, site)
+    for node in made.new:
+        for key in ("nn_module_stack", "stack_trace"):
+            if key in anchor.meta:
+                node.meta[key] = anchor.meta[key]
+        node.meta["made_by"] = f"fuse {site.fusion.name}"
+    for old, new in zip(site.outputs, made.outputs, strict=True):
+        old.replace_all_uses_with(new, delete_user_cb=lambda u: u not in inside)
+    stands = dict(zip(site.outputs, made.outputs, strict=True))
+    names = {new: old.name for old, new in stands.items()}
+    for node in sorted(inside, key=lambda n: -order[n]):
+        graph.erase_node(node)
+    for new, name in names.items():
+        new.name = name
+    made.new[0].meta["covers"] = covers
+    return stands
+
+
+@dataclass
+class _Made:
+    new: list[fx.Node]
+    outputs: list[fx.Node]
+
+
+def _calls(graph: fx.Graph, site: Site) -> _Made:
+    values = [v.meta["val"] if isinstance(v, fx.Node) else v for v in site.inputs.values()]
+    if site.fusion.rewrite is not None:
+        return _rewritten(graph, site)
+    op = op_of(site.fusion)
+    call = graph.call_function(op, tuple(site.inputs.values()))
+    call.meta["val"] = op(*values)
+    if isinstance(call.meta["val"], Tensor):
+        return _Made([call], [call])
+    items = []
+    for i in range(len(site.outputs)):
+        item = graph.call_function(operator.getitem, (call, i))
+        item.meta["val"] = call.meta["val"][i]
+        items.append(item)
+    return _Made([call, *items], items)
+
+
+def _rewritten(graph: fx.Graph, site: Site) -> _Made:
+    """The calls that a rewrite makes, traced at the shapes of the match."""
+    rewrite = site.fusion.rewrite
+    assert rewrite is not None
+    values = {n: v.meta["val"] if isinstance(v, fx.Node) else v for n, v in site.inputs.items()}
+    traced = trace_pattern(_partial(rewrite, values), values)
+    made: dict[fx.Node, fx.Node] = {}
+    for node in traced.graph.nodes:
+        if node.op == "placeholder":
+            made[node] = site.inputs[node.name]
+        elif node.op == "call_function":
+            made[node] = graph.node_copy(node, lambda n: made[n])
+            arguments = fx.node.map_arg(
+                (made[node].args, dict(made[node].kwargs)), lambda n: n.meta["val"]
+            )
+            made[node].meta = {"val": node.target(*arguments[0], **arguments[1])}
+    new = [m for n, m in made.items() if n.op == "call_function"]
+    return _Made(new, [made[o] for o in traced.outputs])
+
+
+def _partial(function: Function, values: Mapping[str, Any]) -> Function:
+    """The function of its tensors alone, by their names; what is missing or a number is fixed."""
+    import inspect
+
+    names = [n for n, v in values.items() if isinstance(v, Tensor)]
+    fixed = {n: v for n, v in values.items() if n not in names}
+
+    def call(**tensors: Tensor) -> Any:
+        return function(**fixed, **tensors)
+
+    call.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in names]
+    )
+    return call
+
+
+@cache
+def generic(fusion: Fusion, variant: Variant) -> Pattern | None:
+    """A pattern traced at example shapes, to match by structure; None where that dtype is not for
+    it."""
+    values = example(fusion, variant.low or torch.float32)
+    for i, (name, spec) in enumerate(fusion.inputs.items()):
+        if isinstance(spec, Scalar) and isinstance(spec.default, float):
+            values[name] = _SENTINEL + i
+    if variant.autocast:  # weights stay wide
+        values = {
+            n: v.float() if isinstance(v, Tensor) and v.is_floating_point() and v.dim() == 1 else v
+            for n, v in values.items()
+        }
+    return _traced(variant, values, exact=False)
+
+
+def _traced(variant: Variant, values: Mapping[str, Any], *, exact: bool) -> Pattern | None:
+    names = parameters(variant.function)
+    given = {n: values[n] for n in names}
+    try:
+        pattern = trace_pattern(variant.function, given)
+    except (RuntimeError, TypeError, ValueError, IndexError):
+        return None  # it does not take these shapes or dtypes
+    if variant.autocast:
+        assert variant.low is not None
+        cast_graph(pattern.graph, variant.low)
+    return Pattern(pattern.graph, {}) if exact else pattern
+
+
+def _text(pattern: Pattern) -> str:
+    return "\n".join(f"{n.name} {n.target} {n.args} {n.kwargs}" for n in pattern.graph.nodes)
+
+
+def _learned(forward: ForwardGraph, trainable: frozenset[str]) -> set[fx.Node]:
+    """Nodes through which a gradient flows."""
+    found: set[fx.Node] = set()
+    specs = iter(forward.inputs)
+    for node in forward.graph.graph.nodes:
+        if node.op == "placeholder":
+            spec = next(specs)
+            if spec.kind == "parameter" and spec.name in trainable:
+                found.add(node)
+        elif node.op == "call_function" and "detach" not in str(node.target):
+            value = node.meta.get("val")
+            whole = isinstance(value, Tensor) and not value.is_floating_point()
+            if not whole and any(n in found for n in node.all_input_nodes):
+                found.add(node)
+    return found
+
+
+def _sizes_agree(fusion: Fusion, values: Mapping[str, Any]) -> str | None:
+    """Equal index names must be equal sizes; a mask may be broadcast."""
+    sizes: dict[str, int] = {}
+    leading: tuple[int, ...] | None = None
+    for name, spec in fusion.tensors.items():
+        value = values[name]
+        if value is None:
+            continue
+        shape, indices = list(value.shape), list(spec.indices)
+        if "..." in indices:
+            at = indices.index("...")
+            count = len(shape) - len(indices) + 1
+            if count < 0:
+                return f"`{name}` has {len(shape)} dims, not {spec.dims}"
+            dots = tuple(shape[at : at + count])
+            shape[at : at + count], indices[at : at + 1] = [], []
+            if not (spec.mask or spec.broadcast):
+                if leading not in (None, dots):
+                    return f"`{name}` is broadcast: {dots} against {leading}"
+                leading = dots
+        wide = spec.mask or spec.broadcast
+        if wide and len(shape) < len(indices):
+            indices = indices[len(indices) - len(shape) :]
+        if len(shape) != len(indices):
+            return f"`{name}` has {len(value.shape)} dims, not {spec.dims}"
+        for index, size in zip(indices, shape, strict=True):
+            wanted = int(index) if index.isdigit() else sizes.setdefault(index, size)
+            if wanted != size and not (wide and size == 1):
+                return f"`{name}` has size {size} where {index} is {wanted}"
+    return None
+
+
+def _can_stand(
+    inputs: Mapping[str, Any], outputs: tuple[fx.Node, ...], inside: set[fx.Node]
+) -> bool:
+    """Whether there is a place after every input and before every reader of an output."""
+    if len(outputs) == 1:
+        return True
+    order = {n: i for i, n in enumerate(outputs[0].graph.nodes)}
+    last = max((order[v] for v in inputs.values() if isinstance(v, fx.Node)), default=-1)
+    users = [order[u] for o in outputs for u in o.users if u not in inside]
+    return last < min(users, default=len(order))

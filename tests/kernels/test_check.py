@@ -1,0 +1,153 @@
+"""`fusion check` catches every planted fault, and passes the op they were planted in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from graphaccel.errors import BadFusion
+from graphaccel.kernels.check import check_numbers
+from graphaccel.kernels.fusion import Scalar, T, fusion
+from graphaccel.kernels.spec import Fusion
+
+
+def softmax_parts() -> dict[str, Any]:
+    """A right scale + mask + softmax; each fault below replaces a part of it."""
+
+    def forward(x: Any, mask: Any, scale: float) -> Any:
+        return torch.softmax(x.float() * scale + mask.float(), -1).to(x.dtype).contiguous()
+
+    def backward(grad_y: Any, y: Any, scale: float) -> Any:
+        g, p = grad_y.float(), y.float()
+        return ((g - (g * p).sum(-1, keepdim=True)) * p * scale).to(y.dtype).contiguous()
+
+    return {
+        "inputs": {
+            "x": T("... q k"),
+            "mask": T("... q k", grad=False, mask=True),
+            "scale": Scalar(0.7),
+        },
+        "outputs": {"y": T("... q k")},
+        "whole": ("k",),
+        "devices": (),  # "auto" must not place it in the models of other tests
+        "pattern": lambda x, mask, scale: torch.softmax(x * scale + mask, -1),
+        "forward": forward,
+        "backward": backward,
+        "fake": lambda x, mask, scale: x.new_empty(x.shape),
+        "fake_backward": lambda grad_y, y, scale: y.new_empty(y.shape),
+    }
+
+
+def made(name: str, **parts: Any) -> Fusion:
+    return fusion(type(name, (), {**softmax_parts(), **parts}))
+
+
+def right(x: Any, mask: Any, scale: float) -> Any:
+    return softmax_parts()["forward"](x, mask, scale)
+
+
+def flat(x: Any, mask: Any, scale: float) -> Any:
+    """Reads memory as if it were contiguous."""
+    rows = torch.as_strided(x, x.shape, torch.empty(x.shape).stride()).float()
+    return torch.softmax(rows * scale + mask.float(), -1).to(x.dtype)
+
+
+def no_maximum(x: Any, mask: Any, scale: float) -> Any:
+    e = torch.exp(x.float() * scale + mask.float())
+    return (e / e.sum(-1, keepdim=True)).to(x.dtype)
+
+
+def first_mask_row(x: Any, mask: Any, scale: float) -> Any:
+    return right(x, mask[..., :1, :].expand(mask.shape), scale)
+
+
+def without_tail(x: Any, mask: Any, scale: float) -> Any:
+    y = right(x, mask, scale)
+    if y.shape[-1] % 2:
+        y[..., -1] = 0
+    return y
+
+
+def writes_input(x: Any, mask: Any, scale: float) -> Any:
+    y = right(x, mask, scale)
+    x.mul_(scale)
+    return y
+
+
+def restless(x: Any, mask: Any, scale: float) -> Any:
+    y = right(x, mask, scale)
+    return y + torch.rand_like(y) * torch.finfo(y.dtype).eps * 0.5
+
+
+GRADIENT = softmax_parts()["backward"]
+FAULTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "backward lacks the scale": lambda: {
+        "backward": lambda grad_y, y, scale: GRADIENT(grad_y, y, 1.0)
+    },
+    "mask dropped": lambda: {"forward": lambda x, mask, scale: right(x, mask * 0, scale)},
+    "mask broadcast wrongly": lambda: {"forward": first_mask_row},
+    "takes memory to be contiguous": lambda: {"forward": flat},
+    "no maximum subtracted": lambda: {"forward": no_maximum},
+    "another dtype": lambda: {
+        "forward": lambda x, mask, scale: right(x, mask, scale).float(),
+        "fake": lambda x, mask, scale: x.new_empty(x.shape, dtype=torch.float32),
+    },
+    "the fake's stride": lambda: {
+        "fake": lambda x, mask, scale: (
+            x.new_empty(x.shape).transpose(-1, -2).contiguous().transpose(-1, -2)
+        )
+    },
+    "the tail is skipped": lambda: {"forward": without_tail},
+    "a bias of a thousandth": lambda: {
+        "forward": lambda x, mask, scale: right(x, mask, scale) * 1.001
+    },
+    "other bits when repeated": lambda: {"forward": restless},
+    "NaN made zero": lambda: {
+        "forward": lambda x, mask, scale: right(x, mask, scale).nan_to_num(0.0)
+    },
+    "writes to its input": lambda: {"forward": writes_input},
+    "backward of another dim": lambda: {
+        "backward": lambda grad_y, y, scale: (
+            (grad_y - (grad_y * y).sum(-2, keepdim=True)) * y * scale
+        )
+    },
+    "gradient of zero": lambda: {
+        "backward": lambda grad_y, y, scale: torch.zeros_like(y).contiguous()
+    },
+    "half precision squared": lambda: {
+        "backward": lambda grad_y, y, scale: GRADIENT(grad_y.half(), y.half(), scale).to(y.dtype)
+    },
+}
+
+
+def test_the_right_one_passes() -> None:
+    count, faults = check_numbers(made("softmax_without_fault"))
+    assert count == 36
+    assert not faults, faults
+
+
+@pytest.mark.parametrize("fault", list(FAULTS))
+def test_every_planted_fault_is_caught(fault: str) -> None:
+    try:
+        planted = made("softmax_" + fault.replace(" ", "_").replace("'", ""), **FAULTS[fault]())
+    except BadFusion:
+        return  # refused when it is defined
+    _, faults = check_numbers(planted)
+    assert faults
+
+
+def test_a_missing_gradient_is_seen() -> None:
+    """The mask gets a gradient in eager, and the op declares that it gives none: a match is then
+    refused (test_fuse); an op that declares one and returns None is a fault."""
+    parts = softmax_parts()
+    parts["inputs"] = parts["inputs"] | {"mask": T("... q k", mask=True)}
+    parts["backward"] = lambda grad_y, y, scale: (GRADIENT(grad_y, y, scale), None)
+    parts["fake_backward"] = None
+    try:
+        planted = fusion(type("softmax_mask_gradient_missing", (), parts))
+    except BadFusion:
+        return
+    assert check_numbers(planted)[1]

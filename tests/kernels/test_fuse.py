@@ -1,0 +1,213 @@
+"""Fusions are found where they are, refused where they are not, and change no gradient."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from graphaccel.capture.batch import as_call, flatten_call
+from graphaccel.capture.stepgraph import StepGraph, capture
+from graphaccel.kernels.register import fusion_of, is_backward
+from graphaccel.kernels.registry import fusion_named, shipped
+from graphaccel.passes.fuse import find_sites, fuse
+from graphaccel.planner.plan import Plan
+
+NORMS = ("add_rms_norm", "rms_norm")
+
+
+def step_of(model: nn.Module, *batch: Any) -> StepGraph:
+    return capture(model, flatten_call(*as_call(batch)))
+
+
+def counted(step: StepGraph) -> Counter[str]:
+    """Fused forward ops in the joint graph."""
+    targets = [n.target for n in step.graph.graph.nodes if n.op == "call_function"]
+    return Counter(
+        f.name for t in targets if (f := fusion_of(t)) is not None and not is_backward(t)
+    )
+
+
+def fused(step: StepGraph, *names: str) -> StepGraph:
+    return fuse(step, Plan(1, fusions=names or tuple(f.name for f in shipped())))
+
+
+def gradients(step: StepGraph, model: nn.Module, batch: tuple[Any, ...]) -> list[Tensor]:
+    """What the joint graph gives for the model's own weights."""
+    held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    held |= step.forward.constants
+    values = [batch[i.leaf] if i.kind == "batch" else held[i.name].detach() for i in step.inputs]
+    return [v for v in step.graph(*values) if isinstance(v, Tensor)]
+
+
+def same(step: StepGraph, other: StepGraph, model: nn.Module, batch: tuple[Any, ...]) -> None:
+    for a, b in zip(gradients(step, model, batch), gradients(other, model, batch), strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-10, atol=1e-12)
+
+
+class Norm(nn.Module):
+    """One spelling of an RMS norm, and what is made of it."""
+
+    def __init__(self, spelling: str, width: int = 16) -> None:
+        super().__init__()
+        self.spelling = spelling
+        self.first = nn.Linear(width, width)
+        self.weight = nn.Parameter(torch.rand(width) + 0.5)
+
+    def norm(self, x: Tensor) -> Tensor:
+        spelled = {
+            "weight first": lambda: (
+                self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5))
+            ),
+            "weight last": lambda: (
+                (torch.rsqrt(1e-5 + x.pow(2).mean(-1, keepdim=True)) * x) * self.weight
+            ),
+            "positive dim": lambda: (
+                self.weight * (x * torch.rsqrt(x.pow(2).mean(2, keepdim=True) + 1e-5))
+            ),
+            "times itself": lambda: (
+                self.weight * (x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-5))
+            ),
+            "torch's": lambda: nn.functional.rms_norm(x, [16], self.weight, 1e-5),
+            "another dim": lambda: (
+                self.weight * (x * torch.rsqrt(x.pow(2).mean(1, keepdim=True) + 1e-5))
+            ),
+            "no root": lambda: self.weight * (x / (x.pow(2).mean(-1, keepdim=True) + 1e-5)),
+            "inner value read": lambda: self.inner(x),
+        }
+        return spelled[self.spelling]()
+
+    def inner(self, x: Tensor) -> Tensor:
+        factor = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
+        return self.weight * (x * factor) + factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.first(x)).square().sum()
+
+
+def batch(rows: int = 4) -> tuple[Tensor]:
+    return (torch.randn(rows, 6, 16, generator=torch.Generator().manual_seed(0)).double(),)
+
+
+@pytest.mark.parametrize(
+    "spelling", ["weight first", "weight last", "positive dim", "times itself", "torch's"]
+)
+def test_spellings_of_a_norm_are_found_and_equal(spelling: str) -> None:
+    model = Norm(spelling).double()
+    step = step_of(model, *batch())
+    rewritten = fused(step)
+    assert counted(rewritten) == {"rms_norm": 1}
+    assert rewritten.sizes == step.sizes, "sizes stay symbolic"
+    same(step, rewritten, model, batch())
+
+
+@pytest.mark.parametrize("spelling", ["another dim", "no root", "inner value read"])
+def test_what_is_no_norm_is_left_alone(spelling: str) -> None:
+    step = step_of(Norm(spelling).double(), *batch())
+    assert not counted(fused(step))
+
+
+def test_the_best_partial_match_says_where_it_stopped() -> None:
+    step = step_of(Norm("inner value read").double(), *batch())
+    finder, sites = find_sites(step, (fusion_named("rms_norm"),))
+    assert not sites
+    near = finder.near["rms_norm"]
+    assert (near.matched, near.size) == (6, 6)
+    assert "reads this value, which the fused op would not give" in near.reason
+
+
+class Residual(nn.Module):
+    """Two norms after sums; `frozen`: their weights get no gradient."""
+
+    def __init__(self, frozen: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Norm("weight first") for _ in range(2))
+        for layer in self.layers:
+            layer.weight.requires_grad_(not frozen)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer.first(layer.norm(x)) + x
+        return self.layers[0].norm(x).square().sum()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_sums_before_norms_are_taken_along(frozen: bool) -> None:
+    model = Residual(frozen).double()
+    step = step_of(model, *batch())
+    rewritten = fused(step)
+    assert counted(rewritten) == {"rms_norm": 1, "add_rms_norm": 2}
+    same(step, rewritten, model, batch())
+
+
+def test_fuel_places_the_first_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = step_of(Residual().double(), *batch())
+    monkeypatch.setenv("GRAPHACCEL_FUEL", "1")
+    assert counted(fused(step)) == {"rms_norm": 1}
+    monkeypatch.setenv("GRAPHACCEL_FUEL", "0")
+    assert not counted(fused(step))
+
+
+def test_fusing_twice_changes_nothing() -> None:
+    once = fused(step_of(Residual().double(), *batch()))
+    assert fused(once).text() == once.text()
+
+
+def test_off_is_off() -> None:
+    step = step_of(Residual().double(), *batch())
+    assert fuse(step, Plan(1)) is step
+
+
+@pytest.mark.parametrize("name", ["llama", "t5"])
+@pytest.mark.parametrize("low", [None, torch.bfloat16])
+def test_norms_of_transformers(name: str, low: torch.dtype | None) -> None:
+    from tests.support.zoo import ZOO
+
+    model, given, _ = ZOO[name].build()
+    if low is not None:
+        model = model.to(low)
+    step = capture(model, flatten_call(*as_call(given)))
+    found = counted(fused(step, *NORMS))
+    assert (
+        found
+        == {"llama": {"rms_norm": 1, "add_rms_norm": 8}, "t5": {"rms_norm": 2, "add_rms_norm": 15}}[
+            name
+        ]
+    )
+
+
+ZOO_COUNTS = {
+    "llama": {
+        "rotary": 8,
+        "add_rms_norm": 8,
+        "rms_norm": 1,
+        "swiglu": 4,
+        "linear_cross_entropy": 1,
+    },
+    "gpt2": {"linear_cross_entropy": 1},  # and four gelu_tanh, which become torch's gelu
+    "t5": {"add_rms_norm": 15, "rms_norm": 2, "linear_cross_entropy": 1},
+    "bert": {"cross_entropy": 1},
+}
+
+
+@pytest.mark.parametrize("name", list(ZOO_COUNTS))
+def test_every_fusion_a_reader_sees_is_found_and_equal(name: str) -> None:
+    from tests.support.parity import build
+    from tests.support.zoo import lift_loss_cast
+
+    with lift_loss_cast():
+        model, given, _ = build(name, "float64")
+        step = capture(model, flatten_call(*as_call(given)))
+    rewritten = fused(step)
+    assert counted(rewritten) == ZOO_COUNTS[name]
+    gelus = [n for n in rewritten.forward.graph.graph.nodes if "gelu" in str(n.target)]
+    assert len(gelus) == (4 if name in ("gpt2", "bert") else 0)
+    expected = gradients(step, model, tuple(given.values()))
+    got = gradients(rewritten, model, tuple(given.values()))
+    for spec, a in zip(step.outputs, expected, strict=True):
+        if spec.kind in ("gradient", "loss"):
+            b = got[rewritten.outputs.index(spec)]
+            torch.testing.assert_close(b, a, rtol=1e-9, atol=1e-12)

@@ -1,0 +1,148 @@
+"""Every shipped fusion passes its own checks; a new author's path works from nothing."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from graphaccel import cli
+from graphaccel.errors import BadFusion, KernelFailed, UnknownFusion
+from graphaccel.fusion_check import check_patterns, check_rule
+from graphaccel.kernels.check import check_numbers
+from graphaccel.kernels.fusion import T, fusion
+from graphaccel.kernels.registry import enabled, fusion_named, shipped
+
+ROOT = Path(__file__).parents[2]
+SHIPPED = [f.name for f in shipped()]
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_numbers(name: str) -> None:
+    count, faults = check_numbers(fusion_named(name))
+    assert count >= 27
+    assert not faults, faults
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_patterns(name: str) -> None:
+    chosen = fusion_named(name)
+    found, negatives, faults = check_patterns(chosen, (torch.float32,))
+    assert not faults, faults
+    assert (found, negatives) == (len(chosen.patterns), len(chosen.negatives))
+    assert negatives
+
+
+@pytest.mark.parametrize("name", [n for n in SHIPPED if fusion_named(n).rewrite is None])
+def test_sharding_rules(name: str) -> None:
+    indices, faults = check_rule(fusion_named(name))
+    assert indices
+    assert not faults, faults
+
+
+def test_an_author_starts_from_nothing(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+
+    def run(*arguments: str) -> str:
+        command = [sys.executable, "-m", "graphaccel", "fusion", *arguments]
+        result = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+        )
+        assert result.returncode == 0, result.stdout + result.stderr
+        return result.stdout
+
+    assert "wrote squared_relu.py" in run("new", "squared_relu")
+    lines = (tmp_path / "squared_relu.py").read_text().splitlines()
+    assert len(lines) < 60
+    found = run("check", "squared_relu.py")
+    assert re.match(
+        r"squared_relu: 27 calls .* 3 patterns found, 1 negatives .* 6 indices sharded: ok", found
+    )
+    assert "squared_relu forward" in run("bench", "squared_relu.py")
+
+
+def test_the_class_in_the_document_is_one(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "fusions.md").read_text()
+    code = next(b for b in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "class " in b)
+    file = tmp_path / "squared_relu_of_the_document.py"
+    code = code.replace("squared_relu", file.stem).replace(
+        "    inputs", "    devices = ()\n    inputs"
+    )
+    file.write_text(code)
+    assert cli.main(["fusion", "check", str(file)]) == 0
+
+
+def test_names_choose() -> None:
+    on_cpu = enabled(None, "cpu")
+    assert on_cpu == enabled("auto", "cpu")
+    assert "swiglu" not in on_cpu
+    assert set(on_cpu) < set(enabled("auto", "cuda"))
+    assert enabled("off", "cpu") == ()
+    assert enabled(("auto", "swiglu", "-rotary"), "cpu") == tuple(
+        sorted({*on_cpu, "swiglu"} - {"rotary"})
+    )
+    with pytest.raises(UnknownFusion, match="did you mean:  rms_norm"):
+        enabled("rmsnorm", "cpu")
+
+
+def test_what_is_refused_when_it_is_defined() -> None:
+    parts = {
+        "inputs": {"x": T("... d")},
+        "outputs": {"y": T("... d")},
+        "devices": (),  # "auto" must not place it in the models of other tests
+        "pattern": lambda x: x * 2,
+        "forward": lambda x: x * 2,
+    }
+
+    def refused(**changes: object) -> str:
+        with pytest.raises(BadFusion) as caught:
+            fusion(type("refused", (), {**parts, **changes}))
+        return caught.value.reason
+
+    assert "traced without data" in refused(pattern=lambda x: x if x.sum() > 0 else -x)
+    assert "change dtype" in refused(forward=lambda x: (x * 2).double())
+    assert "its fake says shape" in refused(fake=lambda x: x[..., :1].clone())
+    assert "has no pattern" in refused(pattern=None, patterns=())
+    assert "no part called forwards" in refused(forwards=1)
+    fusion(type("taken_name", (), parts))
+    with pytest.raises(BadFusion, match="registered already"):
+        fusion(type("taken_name", (), parts))
+
+
+def test_a_failing_kernel_is_named() -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        if x.shape[-1] == 99:
+            raise RuntimeError("out of registers")
+        return x * 2
+
+    parts = {
+        "inputs": {"x": T("... d")},
+        "outputs": {"y": T("... d")},
+        "devices": (),  # "auto" must not place it in the models of other tests
+        "pattern": lambda x: x * 2,
+        "forward": forward,
+    }
+    fusion(type("fails_at_99", (), parts))
+    with pytest.raises(KernelFailed) as caught:
+        torch.ops.graphaccel.fails_at_99(torch.ones(3, 99))
+    assert caught.value.arguments == ("3x99 float32",)
+    assert "out of registers" in caught.value.cause
+
+
+def test_explain_lists_what_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "job.py").write_text(
+        "from tests.support.zoo import ZOO\n"
+        "def make():\n    model, batch, _ = ZOO['gpt2'].build()\n    return model, batch\n"
+    )
+    assert cli.main(["explain", f"{tmp_path}/job.py:make"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = {line.split()[0]: line for line in lines[1:]}
+    assert "4" in rows["gelu_tanh"].split()
+    assert "transformer.h.*.mlp.act x 4" in rows["gelu_tanh"]
+    assert rows["linear_cross_entropy"].split()[:2] == ["linear_cross_entropy", "1"]
+    assert " of " in rows["geglu_tanh"]
