@@ -1,49 +1,71 @@
 """Add gradients up where they are produced, in flat buckets, and start each all-reduce early.
 
 before                                          after (a microbatch in the middle)
-  %g: f32[64,32] = aten.mm(%a, %b)                %g: f32[64,32] = aten.mm(%a, %b)
-  ...                                             %add_: = aten.add_(%acc_w, %g)
-  return (%g)                                     ...
-                                                  return ()
+  %g: f32[64,32] = aten.mm(%a, %b)                %addmm_: f32[64,32] = aten.addmm_(%acc_w, %a, %b)
+  %s: f32[32] = aten.sum(%c, [0])                 %s: f32[32] = aten.sum(%c, [0])
+  ...                                             %add_: f32[32] = aten.add_(%acc_b, %s)
+  return (%g, %s)                                 return ()
 
-The first microbatch copies instead of adding, so buckets need no zeroing. In the last one an
-all-reduce over the data axis starts as soon as a bucket is complete; the runtime waits for it at
+A product writes into its bucket itself: the first microbatch with `mm.out`, the later ones with
+`addmm_`, so that a weight's gradient is never held beside the bucket. Others are copied by the
+first microbatch and added by the later ones, so that buckets need no zeroing. Of a gradient that is
+a sum (tied weights) each term goes into the bucket as soon as it is there. In the last microbatch
+an all-reduce over the data axis starts as soon as a bucket is complete; the runtime waits for it at
 the very end. Gradients are handed out as views of the buckets: nothing is copied back.
 Li et al., PyTorch Distributed, VLDB 2020, §3.2 (buckets in the order of the backward pass).
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import fx
 
 from graphaccel.ir.program import StageProgram, Value
+from graphaccel.ir.values import operands, returned
 from graphaccel.planner.plan import Plan
 
 aten = torch.ops.aten
 _SMALLEST = 1 << 20  # bytes: below this a collective is all latency
+_RESHAPES = {
+    aten.view.default,
+    aten.reshape.default,
+    aten._unsafe_view.default,
+    aten.squeeze.dims,
+    aten.unsqueeze.default,
+}
+_TRANSPOSES = {aten.t.default, aten.transpose.int, aten.permute.default}
 
 
-def accumulate_gradients(program: StageProgram, plan: Plan) -> StageProgram:
-    """The program with accumulators, or as it is where one microbatch on one data rank needs
-    none."""
-    if plan.microbatches == 1 and plan.data == 1:
+def accumulate_gradients(
+    program: StageProgram, plan: Plan, partial: Mapping[str, tuple[str, ...]] | None = None
+) -> StageProgram:
+    """The program with accumulators, or as it is where one microbatch on one rank needs none.
+
+    partial: parameter → axes besides data over which its gradient is still a partial sum.
+    """
+    reduced = _Reduced(plan.data, partial or {})
+    if plan.microbatches == 1 and not any(
+        reduced.over(v.name) for v in program.backward_outputs if v.kind == "gradient"
+    ):
         return program
     if not any(v.kind == "gradient" for v in program.backward_outputs):
         return program
     module = program.backwards[(True, True)]
-    buckets = _buckets(program, module, plan.bucket_bytes)
+    gradients = _gradients(program, module)
+    buckets = _buckets(gradients, plan.bucket_bytes, reduced)
     last = plan.microbatches - 1
     moments = {(m == 0, m == last) for m in range(plan.microbatches)}
     graphs = {
-        moment: _accumulating(program, module, buckets, moment, plan.data) for moment in moments
+        moment: _Accumulating(program, module, gradients, buckets, reduced).build(*moment)
+        for moment in moments
     }
     names = [name for bucket in buckets for name in bucket]
     inputs = [Value("accumulator", name) for name in names]
-    if plan.data > 1:
-        inputs += [Value("bucket", str(i)) for i in range(len(buckets))]
+    inputs += [Value("bucket", str(i)) for i, b in enumerate(buckets) if reduced.over(b[0])]
     return replace(
         program,
         backwards=graphs,
@@ -53,93 +75,254 @@ def accumulate_gradients(program: StageProgram, plan: Plan) -> StageProgram:
     )
 
 
-def _produced(program: StageProgram, module: fx.GraphModule) -> dict[str, fx.Node]:
-    """Parameter name → gradient node, in the order the nodes stand."""
-    results = module.graph.output_node().args[0]
+@dataclass(frozen=True)
+class _Reduced:
+    """Over which axes each gradient is summed. data: ranks on the data axis."""
+
+    data: int
+    partial: Mapping[str, tuple[str, ...]]
+
+    def over(self, name: str) -> str:
+        """`data+tensor`; empty where the backward gives the whole sum."""
+        inner = self.partial.get(name, ())
+        return "+".join((*(("data",) if self.data > 1 else ()), *inner))
+
+
+@dataclass(frozen=True)
+class _Term:
+    """A summand of a gradient. views: from the summand back to the node whose value it shows, each
+    read by nothing else. product: that node, if it is a product that may write elsewhere."""
+
+    node: fx.Node
+    views: tuple[fx.Node, ...] = ()
+    product: fx.Node | None = None
+
+    @property
+    def made(self) -> fx.Node:
+        """The node that computes it."""
+        return self.product or self.node
+
+
+@dataclass(frozen=True)
+class _Gradient:
+    """A parameter's gradient. terms: in the order they are computed. ready: position of the
+    last. sums: the additions that the terms make superfluous, later ones first."""
+
+    name: str
+    node: fx.Node
+    terms: tuple[_Term, ...]
+    sums: tuple[fx.Node, ...]
+    ready: int
+
+    @property
+    def value(self) -> torch.Tensor:
+        """Fake."""
+        return self.node.meta["val"]
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self.value.numel() * self.value.element_size()
+
+
+def _gradients(program: StageProgram, module: fx.GraphModule) -> list[_Gradient]:
+    """The stage's gradients, in the order in which they are complete."""
+    output = module.graph.output_node()
+    made = returned(module)
     order = {node: i for i, node in enumerate(module.graph.nodes)}
-    pairs = [
-        (order[node], value.name, node)
-        for value, node in zip(program.backward_outputs, results, strict=True)
-        if value.kind == "gradient"
-    ]
-    return {name: node for _, name, node in sorted(pairs, key=lambda p: p[:2])}
+    found = []
+    for value, node in zip(program.backward_outputs, made, strict=True):
+        if value.kind != "gradient":
+            continue
+        sums: list[fx.Node] = []
+        alone = list(node.users) == [output] and list(made).count(node) == 1
+        summands = _summands(node, alone, sums)
+        terms = sorted((_term(*s) for s in summands), key=lambda term: order[term.made])
+        ready = order[terms[-1].made]
+        found.append(_Gradient(value.name, node, tuple(terms), tuple(sums), ready))
+    return sorted(found, key=lambda g: (g.ready, order[g.node], g.name))
+
+
+def _summands(node: fx.Node, alone: bool, sums: list[fx.Node]) -> list[tuple[fx.Node, bool]]:
+    """What is added up to `node`, each with whether nothing else reads it; additions to `sums`."""
+    plain = alone and node.target is aten.add.Tensor and not node.kwargs
+    added = operands(node)
+    if not plain or added[0] is added[1]:
+        return [(node, alone)]
+    kind = _kind(node)
+    if not all(isinstance(a, fx.Node) and _kind(a) == kind for a in added):
+        return [(node, alone)]
+    sums.append(node)
+    return [s for a in added for s in _summands(a, list(a.users) == [node], sums)]
+
+
+def _kind(node: fx.Node) -> tuple[Any, Any]:
+    return tuple(node.meta["val"].shape), node.meta["val"].dtype
+
+
+def _term(node: fx.Node, alone: bool) -> _Term:
+    views = []
+    source = node
+    while alone and (source.target in _RESHAPES or source.target in _TRANSPOSES):
+        views.append(source)
+        before = operands(source)[0]
+        alone = list(before.users) == [source]
+        source = before
+    if not alone or source.target is not aten.mm.default:
+        return _Term(node)
+    target = node.meta["val"].new_empty(node.meta["val"].shape)  # as the bucket lies: contiguous
+    try:
+        for view in views:
+            target = _undo(view, target)
+    except RuntimeError:  # no view of the bucket has the product's shape
+        return _Term(node)
+    return _Term(node, tuple(views), source)
+
+
+def _undo(view: fx.Node, target: Any, call: Any = None) -> Any:
+    """What to call on the result of a view to have its input back: a view of the target."""
+    call = call or (lambda op, *args: op(*args))
+    if view.target in _RESHAPES:
+        return call(aten.view.default, target, list(operands(view)[0].meta["val"].shape))
+    if view.target is aten.permute.default:
+        dims = [d % len(operands(view)[1]) for d in operands(view)[1]]
+        return call(aten.permute.default, target, [dims.index(d) for d in range(len(dims))])
+    return call(view.target, target, *view.args[1:])
 
 
 def _buckets(
-    program: StageProgram, module: fx.GraphModule, size: int
+    gradients: Sequence[_Gradient], size: int, reduced: _Reduced
 ) -> tuple[tuple[str, ...], ...]:
-    """Buckets of at most `size` bytes, and of a quarter of all where that is less: the first must
-    be complete well before the backward is, or nothing overlaps."""
+    """Buckets of at most `size` bytes, and of half of all where that is less: the first must be
+    complete well before the backward is, or nothing overlaps; each more has its latency."""
     buckets: list[list[str]] = []
-    filled, kind = 0, None
-    produced = _produced(program, module)
-    total = sum(n.meta["val"].numel() * n.meta["val"].element_size() for n in produced.values())
-    size = min(size, max(_SMALLEST, total // 4))
-    for name, node in produced.items():
-        value = node.meta["val"]
-        count = value.numel() * value.element_size()
-        if not buckets or value.dtype != kind or filled + count > size:
+    filled: list[int] = []
+    filling: dict[Any, int] = {}  # (dtype, axes) → the bucket that is being filled
+    size = min(size, max(_SMALLEST, sum(g.size for g in gradients) // 2))
+    for gradient in gradients:
+        kind = (gradient.value.dtype, reduced.over(gradient.name))
+        if kind not in filling or filled[filling[kind]] + gradient.size > size:
+            filling[kind] = len(buckets)
             buckets.append([])
-            filled, kind = 0, value.dtype
-        buckets[-1].append(name)
-        filled += count
+            filled.append(0)
+        buckets[filling[kind]].append(gradient.name)
+        filled[filling[kind]] += gradient.size
     return tuple(tuple(b) for b in buckets)
 
 
-def _accumulating(
-    program: StageProgram,
-    module: fx.GraphModule,
-    buckets: tuple[tuple[str, ...], ...],
-    moment: tuple[bool, bool],
-    data: int,
-) -> fx.GraphModule:
-    first, last = moment
-    graph = fx.Graph()
-    made: dict[fx.Node, fx.Node] = {}
-    result = graph.graph_copy(module.graph, made)
-    names = [name for bucket in buckets for name in bucket]
-    produced = {name: made[node] for name, node in _produced(program, module).items()}
-    anchor = next(n for n in graph.nodes if n.op != "placeholder")
-    accumulators, flats = {}, []
-    with graph.inserting_before(anchor):
-        for name in names:
-            accumulators[name] = graph.placeholder(f"acc_{produced[name].name}_{len(accumulators)}")
-            value = produced[name].meta["val"]
-            accumulators[name].meta = {"val": value.new_empty(value.shape), "phase": "input"}
-        if data > 1:
-            for index, bucket in enumerate(buckets):
-                value = produced[bucket[0]].meta["val"]
-                count = sum(produced[n].meta["val"].numel() for n in bucket)
-                flats.append(graph.placeholder(f"bucket_{index}"))
-                flats[-1].meta = {"val": value.new_empty(count), "phase": "input"}
-    target = aten.copy_.default if first else aten.add_.Tensor
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    for index, bucket in enumerate(buckets):
-        newest = anchor
-        for name in bucket:
-            after = produced[name] if order[produced[name]] >= order[anchor] else anchor
-            with (
-                graph.inserting_after(after)
-                if after.op != "placeholder"
-                else graph.inserting_before(anchor)
-            ):
-                added = graph.call_function(target, (accumulators[name], produced[name]))
-            added.meta = {**produced[name].meta, "made_by": "accumulate_gradients"}
-            newest = added
-        if last and data > 1:
-            with graph.inserting_after(newest):
-                sent = graph.call_function(
-                    torch.ops._c10d_functional.all_reduce_.default, (flats[index], "sum", "data")
-                )
-            sent.meta = {
-                "val": flats[index].meta["val"],
-                "made_by": "accumulate_gradients",
-                "phase": "backward",
-            }
-    kept = [
-        n for n, v in zip(result, program.backward_outputs, strict=True) if v.kind != "gradient"
-    ]
-    graph.output(kept)
-    new = fx.GraphModule(module, graph)
-    new.graph.lint()
-    return new
+class _Accumulating:
+    """Makes the backward graph of one moment of the step."""
+
+    def __init__(
+        self,
+        program: StageProgram,
+        module: fx.GraphModule,
+        gradients: Sequence[_Gradient],
+        buckets: tuple[tuple[str, ...], ...],
+        reduced: _Reduced,
+    ) -> None:
+        self.program, self.module, self.reduced = program, module, reduced
+        self.gradients = {g.name: g for g in gradients}
+        self.buckets = buckets
+        self.graph = fx.Graph()
+        self.made: dict[fx.Node, fx.Node] = {}
+
+    def build(self, first: bool, last: bool) -> fx.GraphModule:
+        """first: write gradients instead of adding them. last: all-reduce complete buckets."""
+        graph, made = self.graph, self.made
+        result: Any = graph.graph_copy(self.module.graph, made)
+        anchor = next(n for n in graph.nodes if n.op != "placeholder")
+        with graph.inserting_before(anchor):
+            accumulators, flats = self._inputs()
+        self.start = (*accumulators.values(), *flats.values())[-1]
+        written: dict[str, list[fx.Node]] = {}
+        for name, accumulator in accumulators.items():
+            gradient = self.gradients[name]
+            written[name] = [
+                self._write(accumulator, term, first and term is gradient.terms[0])
+                for term in gradient.terms
+            ]
+            for node in gradient.sums:
+                graph.erase_node(made[node])
+            for term in gradient.terms:
+                if term.product is not None:
+                    for node in (*term.views, term.product):
+                        graph.erase_node(made[node])
+        if last:
+            order = {node: i for i, node in enumerate(graph.nodes)}
+            for index, flat in flats.items():
+                bucket = self.buckets[index]
+                newest = max((n for name in bucket for n in written[name]), key=order.__getitem__)
+                self._reduce(flat, newest, self.reduced.over(bucket[0]))
+        outputs = self.program.backward_outputs
+        graph.output([n for n, v in zip(result, outputs, strict=True) if v.kind != "gradient"])
+        new = fx.GraphModule(self.module, graph)
+        new.graph.lint()
+        return new
+
+    def _inputs(self) -> tuple[dict[str, fx.Node], dict[int, fx.Node]]:
+        """Placeholders: accumulators by parameter name, and by number the buckets they lie in that
+        are summed over ranks."""
+        accumulators: dict[str, fx.Node] = {}
+        for name in (name for bucket in self.buckets for name in bucket):
+            gradient = self.gradients[name]
+            node = self.graph.placeholder(f"acc_{gradient.node.name}_{len(accumulators)}")
+            value = gradient.value
+            node.meta = {"val": value.new_empty(value.shape), "phase": "input"}
+            accumulators[name] = node
+        flats: dict[int, fx.Node] = {}
+        for index, bucket in enumerate(self.buckets):
+            if self.reduced.over(bucket[0]):
+                values = [self.gradients[name].value for name in bucket]
+                flats[index] = self.graph.placeholder(f"bucket_{index}")
+                count = sum(v.numel() for v in values)
+                flats[index].meta = {"val": values[0].new_empty(count), "phase": "input"}
+        return accumulators, flats
+
+    def _write(self, accumulator: fx.Node, term: _Term, first: bool) -> fx.Node:
+        """One summand into the accumulator, where it is computed."""
+        if term.product is not None:
+            product = self.made[term.product]
+            with self.graph.inserting_before(product):
+                target = self._target(accumulator, term)
+                if first:
+                    node = self.graph.call_function(aten.mm.out, product.args, {"out": target})
+                else:
+                    node = self.graph.call_function(aten.addmm_.default, (target, *product.args))
+            return self._marked(node, target, product)
+        value = self.made[term.node]
+        with self.graph.inserting_after(self.start if value.op == "placeholder" else value):
+            node = self.graph.call_function(
+                aten.copy_.default if first else aten.add_.Tensor, (accumulator, value)
+            )
+        return self._marked(node, accumulator, value)
+
+    def _target(self, accumulator: fx.Node, term: _Term) -> fx.Node:
+        """The accumulator, seen as the product sees it."""
+
+        def call(op: Any, source: fx.Node, *args: Any) -> fx.Node:
+            if op is aten.t.default and source.target is op:
+                before = operands(source)[0]
+                self.graph.erase_node(source)
+                return before
+            node = self.graph.call_function(op, (source, *args))
+            node.meta = {"val": op(source.meta["val"], *args), "phase": "backward"}
+            return node
+
+        target = accumulator
+        for view in term.views:
+            target = _undo(view, target, call)
+        return target
+
+    def _reduce(self, flat: fx.Node, after: fx.Node, axes: str) -> None:
+        with self.graph.inserting_after(after):
+            sent = self.graph.call_function(
+                torch.ops._c10d_functional.all_reduce_.default, (flat, "sum", axes)
+            )
+        self._marked(sent, flat, None)
+
+    def _marked(self, node: fx.Node, written: fx.Node, computed: fx.Node | None) -> fx.Node:
+        node.meta = {} if computed is None else dict(computed.meta)
+        node.meta |= {"val": written.meta["val"], "made_by": "accumulate_gradients"}
+        node.meta["phase"] = "backward"
+        return node

@@ -14,13 +14,14 @@ its own, and they are summed once a step.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import fx
 
 from graphaccel.capture.export import GraphInput, GraphOutput
+from graphaccel.ir.values import returned
 from graphaccel.rules.propagate import is_random
 
 aten = torch.ops.aten
@@ -40,7 +41,7 @@ class StagedGraph:
     stage: dict[fx.Node, int] = field(repr=False)
     free: frozenset[fx.Node] = field(repr=False)
     gradients: dict[str, tuple[tuple[int, fx.Node], ...]] = field(repr=False)
-    homes: dict[str, tuple[int, ...]] = field(repr=False)
+    homes: Mapping[str, tuple[int, ...]] = field(repr=False)
 
 
 def cut_stages(
@@ -49,7 +50,7 @@ def cut_stages(
     outputs: Sequence[GraphOutput],
     positions: dict[str, int],
     cuts: Sequence[str],
-    homes: dict[str, tuple[int, ...]] | None = None,
+    homes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> StagedGraph:
     """Give every node its stage.
 
@@ -116,7 +117,7 @@ def _by_position(
 def _by_parameters(
     graph: fx.GraphModule,
     kinds: dict[fx.Node, GraphInput],
-    homes: dict[str, tuple[int, ...]],
+    homes: Mapping[str, tuple[int, ...]],
     free: frozenset[fx.Node],
 ) -> dict[fx.Node, int]:
     """Forward only: a node lies where its parameters are, no earlier than its inputs."""
@@ -138,7 +139,7 @@ def _gradients(
     graph: fx.GraphModule, outputs: Sequence[GraphOutput], stage: dict[fx.Node, int]
 ) -> dict[str, tuple[tuple[int, fx.Node], ...]]:
     found = {}
-    for node, spec in zip(graph.graph.output_node().args[0], outputs, strict=True):
+    for node, spec in zip(returned(graph), outputs, strict=True):
         if spec.kind == "gradient":
             found[spec.name] = _unsummed(node, stage)
     return found
@@ -154,7 +155,7 @@ def _drop_sums(
     result = graph.graph.output_node()
     firsts = [
         gradients[spec.name][0][1] if spec.kind == "gradient" else node
-        for node, spec in zip(result.args[0], outputs, strict=True)
+        for node, spec in zip(returned(graph), outputs, strict=True)
     ]
     others = [node for terms in gradients.values() for _, node in terms[1:]]
     result.args = ([*firsts, *others],)

@@ -8,6 +8,9 @@ before                                    after
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from graphaccel.capture.export import ForwardGraph
 from graphaccel.capture.stepgraph import StepGraph, assemble
 from graphaccel.planner.plan import Plan
 
@@ -16,11 +19,16 @@ def drop_backward(step: StepGraph, plan: Plan) -> StepGraph:
     """The forward alone."""
     del plan
     return assemble(
-        step.forward,
-        step.others,
+        _untracked(step.forward),
+        tuple((symbol, size, _untracked(other)) for symbol, size, other in step.others),
         step.sizes,
         step.batch_dims,
         step.tied,
         frozenset(),
         step.training,
     )
+
+
+def _untracked(forward: ForwardGraph) -> ForwardGraph:
+    """No batch leaf wants a gradient."""
+    return replace(forward, inputs=tuple(replace(i, tracked=False) for i in forward.inputs))

@@ -18,22 +18,30 @@ losses.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
 import torch
 from torch import fx
+from torch.fx.node import map_aggregate, map_arg
 
+from graphaccel.capture.export import GraphOutput
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import BATCH, evaluate, with_integers
 from graphaccel.compat.torch import schema
 from graphaccel.errors import Location, SplitRefused
 from graphaccel.ir.program import Prologue, Value
-from graphaccel.ir.values import fake_like, propagate
+from graphaccel.ir.values import fake_like, propagate, returned
 from graphaccel.planner.plan import Plan
 from graphaccel.rules.notation import tensor_arguments
-from graphaccel.rules.propagate import PARTIAL, REPLICATED, BatchPlacement, place_batch
+from graphaccel.rules.propagate import (
+    PARTIAL,
+    REPLICATED,
+    BatchPlacement,
+    Conflict,
+    place_batch,
+)
 
 aten = torch.ops.aten
 _COUNTING = {aten.arange.default, aten.arange.start, aten.arange.start_step}
@@ -60,7 +68,6 @@ def exact_microbatch(
     sizes: of the whole batch that will be passed, where they differ from those captured.
     """
     parts = plan.data * plan.microbatches
-    output = step.graph.graph.output_node()
     whole = {**step.sizes, **({BATCH: plan.batch} if BATCH in step.sizes else {}), **(sizes or {})}
     if parts == 1:
         placed = BatchPlacement({}, (), (), frozenset(), ())
@@ -69,7 +76,7 @@ def exact_microbatch(
         _refuse_conflicts(step, plan, placed)
     local = _Local(step, plan, placed, whole).build()
     prologue = _prologue(step, whole, placed)
-    return LocalStep(local, prologue, tuple(_place(placed, n) for n in output.args[0]))
+    return LocalStep(local, prologue, tuple(_place(placed, n) for n in returned(step.graph)))
 
 
 def batch_placement(step: StepGraph) -> BatchPlacement:
@@ -81,9 +88,27 @@ def batch_placement(step: StepGraph) -> BatchPlacement:
         for n, s in pairs
         if s.kind == "batch" and s.leaf in step.batch_dims
     }
-    batch |= {n.name: 0 for n, s in pairs if s.kind == "tangent" and _carries_batch(n)}
+    results = dict(zip(step.outputs, step.graph.graph.output_node().args[0], strict=True))
+    tangents = {
+        n: results[GraphOutput("output", leaf=s.leaf)] for n, s in pairs if s.kind == "tangent"
+    }
+    batch |= {n.name: d for n in tangents if (d := _batch_dim(n)) is not None}
     learned = frozenset(n.name for n, s in pairs if s.kind in ("parameter", "buffer", "tangent"))
-    return place_batch(step.graph.graph, batch, BATCH, learned)
+    placed = place_batch(step.graph.graph, batch, BATCH, learned)
+    odd = [
+        Conflict(
+            node, f"output {spec.leaf} of the model does not lie in its dims as the batch does"
+        )
+        for n, spec in pairs
+        if (node := tangents.get(n)) is not None
+        and _mismatch(batch.get(n.name), _place(placed, node))
+    ]
+    odd += [
+        Conflict(node, f"buffer {spec.name} would hold a value of each example")
+        for spec, node in results.items()
+        if spec.kind == "buffer" and isinstance(_place(placed, node), int)
+    ]
+    return replace(placed, conflicts=(*placed.conflicts, *odd))
 
 
 def split_limits(step: StepGraph) -> tuple[str | None, str | None]:
@@ -94,9 +119,16 @@ def split_limits(step: StepGraph) -> tuple[str | None, str | None]:
     first = placed.conflicts[0] if placed.conflicts else None
     if first is not None:
         return _sentence(first.node, first.reason), data
-    if placed.reduced:
-        return _sentence(placed.reduced[0], "its sum over the whole batch is needed at once"), data
+    whole = (*placed.reduced, *_summed_buffers(step, placed))
+    if whole:
+        return _sentence(whole[0], "its sum over the whole batch is needed at once"), data
     return None, data
+
+
+def _summed_buffers(step: StepGraph, placed: BatchPlacement) -> tuple[fx.Node, ...]:
+    """New values of buffers that are sums over the batch (running statistics)."""
+    results = zip(step.outputs, step.graph.graph.output_node().args[0], strict=True)
+    return tuple(n for o, n in results if o.kind == "buffer" and _place(placed, n) == PARTIAL)
 
 
 def _sentence(node: fx.Node, reason: str) -> str:
@@ -104,13 +136,22 @@ def _sentence(node: fx.Node, reason: str) -> str:
     return f"{node.target} in {where}: {reason}"
 
 
-def _carries_batch(node: fx.Node) -> bool:
-    dims = node.meta["dims"]
-    return bool(dims) and BATCH in getattr(dims[0], "free_symbols", ())
+def _batch_dim(node: fx.Node) -> int | None:
+    """The dim that carries the batch: that of an output's tangent is that of the output."""
+    dims = enumerate(node.meta["dims"])
+    return next((d for d, n in dims if BATCH in getattr(n, "free_symbols", ())), None)
+
+
+def _mismatch(tangent: int | None, place: Any) -> bool:
+    """The gradient of a whole or of a partial sum is the same for every part of the batch."""
+    return tangent != (place if isinstance(place, int) else None)
 
 
 def _place(placed: BatchPlacement, node: Any) -> Any:
-    return placed.places.get(node, REPLICATED) if isinstance(node, fx.Node) else REPLICATED
+    """The placement of a result; what was converted to the whole sum is whole."""
+    if not isinstance(node, fx.Node) or node in placed.hoisted or node in placed.reduced:
+        return REPLICATED
+    return placed.places.get(node, REPLICATED)
 
 
 def _refuse_conflicts(step: StepGraph, plan: Plan, placed: BatchPlacement) -> None:
@@ -118,8 +159,9 @@ def _refuse_conflicts(step: StepGraph, plan: Plan, placed: BatchPlacement) -> No
         conflict = placed.conflicts[0]
         axis = "microbatches" if plan.microbatches > 1 else "data"
         raise _refused(conflict.node, conflict.reason, axis)
-    if placed.reduced and plan.microbatches > 1:
-        node = placed.reduced[0]
+    whole = (*placed.reduced, *_summed_buffers(step, placed))
+    if whole and plan.microbatches > 1:
+        node = whole[0]
         raise _refused(node, "it needs its sum over the whole batch at once", "microbatches")
     if BATCH not in step.sizes:
         output = step.graph.graph.output_node()
@@ -155,12 +197,12 @@ class _Local:
         inputs = []
         for node in placeholders:
             self.map[node] = self._placeholder(node.name, node)
-            shape = [evaluate(d, self.part) for d in node.meta["dims"]]
+            shape = [int(evaluate(d, self.part)) for d in node.meta["dims"]]
             inputs.append(fake_like(node.meta["val"], shape))
         hoisted = {}
         for node in self.placed.hoisted:
             hoisted[node] = self._placeholder(f"whole_{node.name}", node)
-            shape = [evaluate(d, self.whole) for d in node.meta["dims"]]
+            shape = [int(evaluate(d, self.whole)) for d in node.meta["dims"]]
             inputs.append(fake_like(node.meta["val"], shape))
         for node in nodes:
             if node.op != "call_function":
@@ -193,7 +235,7 @@ class _Local:
         for position in shared:
             source = _nth_tensor(node, position)
             mapped[source] = self._shared(node, self.map[source])
-        args, kwargs = fx.node.map_arg((args, kwargs), lambda n: mapped[n])
+        args, kwargs = _mapped((args, kwargs), mapped)
         new = self.graph.create_node("call_function", node.target, args, kwargs, name=node.name)
         new.meta = {k: v for k, v in node.meta.items() if k not in ("val", "sizes")}
         return new
@@ -233,15 +275,21 @@ class _Local:
         return self._added(ops.wait_tensor.default, (sent,), node, "all-reduce over data")
 
     def _outputs(self) -> list[Any]:
-        results = []
-        for node, spec in zip(
-            self.step.graph.graph.output_node().args[0], self.step.outputs, strict=True
-        ):
+        outputs = []
+        for node, spec in zip(returned(self.step.graph), self.step.outputs, strict=True):
             new = self.map.get(node, node)
-            if spec.kind == "gradient" and self.parts > 1 and self.placed.places[node] != PARTIAL:
+            if spec.kind == "buffer" and self.parts > 1 and _place(self.placed, node) == PARTIAL:
+                new = self._reduced(node, new)
+            if spec.kind == "gradient" and self.parts > 1 and _place(self.placed, node) != PARTIAL:
                 new = self._added(aten.div.Tensor, (new, self.parts), node, "an equal share")
-            results.append(new)
-        return results
+            outputs.append(new)
+        return outputs
+
+
+def _mapped(call: Any, nodes: Mapping[fx.Node, fx.Node]) -> tuple[Any, Any]:
+    """A call's (args, kwargs) with other nodes."""
+    replaced: Any = map_arg(call, lambda n: nodes[n])
+    return replaced
 
 
 def integers_in(value: Any) -> list[int | float]:
@@ -253,7 +301,7 @@ def integers_in(value: Any) -> list[int | float]:
             found.append(v)
         return v
 
-    fx.node.map_aggregate(value, collect)
+    map_aggregate(value, collect)
     return found
 
 
@@ -285,13 +333,13 @@ def _prologue(
             made[node] = graph.placeholder(node.name)
             values.append(Value(spec.kind, spec.name, leaf=spec.leaf))
             fakes.append(
-                fake_like(node.meta["val"], [evaluate(d, whole) for d in node.meta["dims"]])
+                fake_like(node.meta["val"], [int(evaluate(d, whole)) for d in node.meta["dims"]])
             )
     for node in step.graph.graph.nodes:
         if node in needed and node.op == "call_function":
             fixed = {i: evaluate(e, whole) for i, e in node.meta["sizes"].items()}
             args, kwargs = with_integers(node, fixed)
-            args, kwargs = fx.node.map_arg((args, kwargs), lambda n: made[n])
+            args, kwargs = _mapped((args, kwargs), made)
             made[node] = graph.call_function(node.target, args, kwargs)
             made[node].meta = {k: v for k, v in node.meta.items() if k not in ("val", "sizes")}
     graph.output([made[n] for n in placed.hoisted])

@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 
 from graphaccel.capture.export import ForwardGraph
-from graphaccel.capture.stepgraph import StepGraph, assemble
+from graphaccel.capture.stepgraph import StepGraph, rewritten
 from graphaccel.compat.torch import fake_mode_of
 from graphaccel.ir.values import propagate
 from graphaccel.planner.plan import Plan
@@ -69,17 +70,7 @@ def lower_precision(step: StepGraph, plan: Plan) -> StepGraph:
     if plan.precision.compute == "float32":
         return step
     low = getattr(torch, plan.precision.compute)
-    others = tuple((s, n, _cast(f, low)) for s, n, f in step.others)
-    return assemble(
-        _cast(step.forward, low),
-        others,
-        step.sizes,
-        step.batch_dims,
-        step.tied,
-        step.trainable,
-        step.training,
-        scaled=plan.precision.scaled,
-    )
+    return rewritten(step, lambda f: _cast(f, low), scaled=plan.precision.scaled)
 
 
 def _cast(forward: ForwardGraph, low: torch.dtype) -> ForwardGraph:
@@ -87,15 +78,24 @@ def _cast(forward: ForwardGraph, low: torch.dtype) -> ForwardGraph:
     output = graph.graph_copy(forward.graph.graph, {})
     graph.output(output)
     module = fx.GraphModule(forward.graph, graph)
+    cast_graph(graph, low)
+    if not any(o.kind == "loss" for o in forward.outputs):
+        with fake_mode_of([n for n in graph.nodes if n.op == "placeholder"]):
+            _restore_outputs(forward, graph.output_node())
+        graph.lint()
+    module.recompile()
+    propagate(module, [n.meta["val"] for n in graph.nodes if n.op == "placeholder"])
+    return replace(forward, graph=module)
+
+
+def cast_graph(graph: fx.Graph, low: torch.dtype) -> None:
+    """Put the casts in, in place; values of nodes are updated."""
     with fake_mode_of([n for n in graph.nodes if n.op == "placeholder"]):
         for node in list(graph.nodes):
             if node.op == "call_function":
                 _cast_inputs(node, low)
                 _update(node)
     graph.lint()
-    module.recompile()
-    propagate(module, [n.meta["val"] for n in graph.nodes if n.op == "placeholder"])
-    return replace(forward, graph=module)
 
 
 def _cast_inputs(node: fx.Node, low: torch.dtype) -> None:
@@ -115,6 +115,17 @@ def _cast_inputs(node: fx.Node, low: torch.dtype) -> None:
             node.replace_input_with(source, _to(node, source, wanted))
 
 
+def _restore_outputs(forward: ForwardGraph, output: fx.Node) -> None:
+    """A script that computes the loss itself gets outputs of the dtypes that the model gives, and
+    the gradients it hands in are in these."""
+    before = forward.graph.graph.output_node().args[0]
+    now = []
+    for node, old in zip(output.args[0], before, strict=True):
+        wanted = old.meta["val"].dtype
+        now.append(node if node.meta["val"].dtype == wanted else _to(output, node, wanted))
+    output.args = (now,)
+
+
 def _to(node: fx.Node, source: fx.Node, dtype: torch.dtype) -> fx.Node:
     with node.graph.inserting_before(node):
         new = node.graph.call_function(aten._to_copy.default, (source,), {"dtype": dtype})
@@ -125,7 +136,6 @@ def _to(node: fx.Node, source: fx.Node, dtype: torch.dtype) -> fx.Node:
 
 
 def _update(node: fx.Node) -> None:
-    values: tuple[Any, Any] = fx.node.map_arg(
-        (node.args, dict(node.kwargs)), lambda n: n.meta["val"]
-    )
-    node.meta["val"] = node.target(*values[0], **values[1])
+    values: Any = map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
+    target: Any = node.target
+    node.meta["val"] = target(*values[0], **values[1])

@@ -1,19 +1,33 @@
 """The passes in order, each with why it stands where it does.
 
 lower_precision        on the forward graph: autograd then derives the casts of the backward
+fuse                   after it, so that patterns see the casts that will run; before
+                       differentiation, so that one pattern a kernel is enough
 synchronise_batch_norm on the forward graph, before differentiation, for the same reason
 drop_backward          evaluation: nothing to differentiate
 (differentiate)        capture's, again, where one of these changed the forward graph
 exact_microbatch       sizes shrink here: everything later sees one microbatch of one data rank
+shard_axes             local shapes and collectives of the tensor, context and expert axes: on one
+                       microbatch of one data rank, and while the graph is still one
 recompute              before the cut, so that a stage owns its clones
+release_parameters     as recompute, for what is made of sharded parameters alone
 cut_stages             needs the final joint graph
 split_phases           needs stages: what is saved is decided a stage at a time
-accumulate_gradients   last: it brings in-place ops, after which nothing may be moved
+place_ort              after the split, so that no region spans two stages or the two phases;
+                       before the sums, which are in place
+choose_products        sizes and dtypes are final; before accumulation, which lets other products
+                       write into buckets
+gather_parameters      a phase at a time: it needs to know the first and the last use
+drop_tangents          where the loss is outside, and while training: for a loss that reads some of
+                       the outputs only, the stage with a backward of its own
+accumulate_gradients   late: it brings in-place ops, after which nothing may be moved
+reduce_shards          last, for the same reason: it makes the same moments of the step
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 
 import sympy
@@ -21,17 +35,26 @@ from torch import fx
 
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.compat.torch import BoxedCode
-from graphaccel.ir.program import Prologue, StageProgram, StepProgram
+from graphaccel.ir.program import Owned, Prologue, Sharded, StageProgram, StepProgram
 from graphaccel.passes.accumulate_gradients import accumulate_gradients
+from graphaccel.passes.choose_products import choose_products
 from graphaccel.passes.cut_stages import StagedGraph, cut_stages
 from graphaccel.passes.drop_backward import drop_backward
+from graphaccel.passes.drop_tangents import drop_tangents
 from graphaccel.passes.exact_microbatch import exact_microbatch
+from graphaccel.passes.fuse import fuse
+from graphaccel.passes.gather_parameters import gather_parameters
 from graphaccel.passes.lower_precision import lower_precision
+from graphaccel.passes.place_ort import Tools, place_ort, region_models
 from graphaccel.passes.recompute import recompute
+from graphaccel.passes.reduce_shards import reduce_shards
+from graphaccel.passes.release_parameters import release_parameters
 from graphaccel.passes.runner import Runner
+from graphaccel.passes.shard_axes import shard_axes
 from graphaccel.passes.split_phases import split_phases
 from graphaccel.passes.synchronise_batch_norm import synchronise_batch_norm
 from graphaccel.planner.plan import Plan
+from graphaccel.planner.zero import owned_shards
 from graphaccel.rules.propagate import PARTIAL, is_random
 
 
@@ -42,22 +65,40 @@ def build(
     sizes: Mapping[sympy.Symbol, int] | None = None,
     homes: Mapping[str, tuple[int, ...]] | None = None,
     gradients: bool = True,
+    resting: Mapping[str, tuple[Sharded, ...]] | None = None,
+    groups: tuple[tuple[str, ...], ...] | None = None,
+    ranks: int | None = None,
+    ort: Tools | None = None,
 ) -> StepProgram:
     """Rewrite a captured step as the plan says: one program a stage.
 
     sizes: symbol sizes of the batch that will be passed, where they differ from the capture's.
     homes: stages of parameters that already lie somewhere. gradients: False for a forward alone.
+    resting: how parameters rest already, where another program of theirs runs. groups: as those
+    that rest sharded over data lie. ranks: on the data axis, for an evaluation, whose plan has
+    none. ort: what placing ONNX Runtime regions needs, where the plan
+    has some.
 
-    Raises: SplitRefused (GA207), TooManyStages (GA203).
+    Raises: BadPin (GA202), SplitRefused (GA207), TooManyStages (GA203).
     """
     run = Runner(plan)
-    step = run.step("lower_precision", lower_precision, step)
+    step = run.step(
+        "lower_precision", functools.partial(_once, lower_precision, plan.precision), step
+    )
+    step = run.step("fuse", functools.partial(_once, fuse, (plan.fusions, plan.outputs)), step)
     step = run.step("synchronise_batch_norm", synchronise_batch_norm, step)
     if not gradients:
         step = run.step("drop_backward", drop_backward, step)
     local = run.call("exact_microbatch", lambda: exact_microbatch(step, plan, sizes))
     run.dump("exact_microbatch", local.graph)
-    graph = run.graph("recompute", lambda g: recompute(g, plan, step.positions), local.graph)
+    axes = run.call("shard_axes", lambda: shard_axes(local.graph, step, plan, resting))
+    run.dump("shard_axes", axes.graph)
+    graph = run.graph("recompute", lambda g: recompute(g, plan, step.positions), axes.graph)
+    owned, unsharded = owned_shards(step, plan, axes.resting, ranks)
+    inputs = zip(graph.graph.find_nodes(op="placeholder"), step.inputs, strict=False)
+    values = {s.name: n for n, s in inputs if s.kind == "parameter"}
+    whole = {n.name for s, n in values.items() if s in owned and owned[s].level == 3}
+    graph = run.graph("release_parameters", lambda g: release_parameters(g, whole), graph)
     staged = run.call(
         "cut_stages",
         lambda: cut_stages(graph, step.inputs, step.outputs, step.positions, plan.cuts, homes),
@@ -68,15 +109,81 @@ def build(
             staged, step.inputs, step.outputs, step.batch_dims, keep_outputs=plan.outputs == "all"
         ),
     )
-    programs = run.call(
-        "accumulate_gradients", lambda: tuple(accumulate_gradients(p, plan) for p in programs)
+    programs, report = run.call("place_ort", lambda: place_ort(programs, plan, ort))
+    programs = run.call("choose_products", lambda: tuple(choose_products(p) for p in programs))
+    bare = run.call(
+        "gather_parameters",
+        lambda: tuple(
+            gather_parameters(
+                _apart(p, owned),
+                plan,
+                owned,
+                ranks or plan.data,
+                {name: node.meta["val"] for name, node in values.items()},
+                shared=[n for n, at in staged.homes.items() if len(at) > 1],
+                groups=groups,
+                last=p.stage == staged.stages - 1,
+            )
+            for p in programs
+        ),
     )
+    programs = run.call(
+        "accumulate_gradients",
+        lambda: tuple(accumulate_gradients(p, plan, axes.partial) for p in bare),
+    )
+    programs = run.call(
+        "reduce_shards",
+        lambda: tuple(reduce_shards(p, plan, owned, axes.partial) for p in programs),
+    )
+    for name, content in region_models(programs).items():
+        run.write(f"{name}.onnx", content)
     for program in programs:
         run.dump(f"stage_{program.stage}_forward", program.forward)
         for (first, last), backward in program.backwards.items():
             moment = "_first" * first + "_last" * last
             run.dump(f"stage_{program.stage}_backward{moment}", backward)
-    return _assembled(step, staged, programs, local.prologue, local.output_places)
+    apart = gradients and not step.has_loss
+    program = _assembled(step, staged, programs, local.prologue, local.output_places)
+    rests = dict(axes.resting)
+    for name, own in owned.items():
+        if own.level == 3:
+            rests[name] = (*rests.get(name, ()), own.split)
+    return replace(
+        program,
+        resting=rests,
+        partial=axes.partial,
+        owned=owned,
+        unsharded=unsharded,
+        data=plan.data,
+        bare=bare[0] if apart else None,
+        ort=report,
+    )
+
+
+def _apart(program: StageProgram, owned: Mapping[str, Owned]) -> StageProgram:
+    """Gradients that are kept in shards are outputs of a kind of their own."""
+    outputs = tuple(
+        replace(v, kind="shard")
+        if v.kind == "gradient" and v.name in owned and owned[v.name].level > 1
+        else v
+        for v in program.backward_outputs
+    )
+    return replace(program, backward_outputs=outputs)
+
+
+def fused(step: StepGraph, plan: Plan) -> StepGraph:
+    """The step with the plan's fusions, in the precision it was captured in: what is planned on."""
+    return _once(fuse, (plan.fusions, plan.outputs), step, plan)
+
+
+def _once(
+    run: Callable[[StepGraph, Plan], StepGraph], asked: Hashable, step: StepGraph, plan: Plan
+) -> StepGraph:
+    """A pass that depends on the step and `asked` alone: its result is kept for other plans."""
+    key = (run.__name__, asked)
+    if key not in step.derived:
+        step.derived[key] = run(step, plan)
+    return step.derived[key]
 
 
 def _assembled(
@@ -104,7 +211,24 @@ def _assembled(
         {name: at for name, at in staged.homes.items() if len(at) > 1},
         {o.leaf: p for o, p in zip(step.outputs, places, strict=True) if o.kind == "output"},
         any(is_random(n) for n in staged.graph.graph.nodes if n.op == "call_function"),
+        input_places={
+            o.leaf: p
+            for o, p in zip(step.outputs, places, strict=True)
+            if o.kind == "input_gradient"
+        },
     )
+
+
+def backward_of(program: StepProgram, plan: Plan, used: frozenset[int]) -> StageProgram:
+    """The stage with the backward of a loss that reads the output leaves `used` alone.
+
+    Of a program whose loss is outside of the graph. Parameters and batch leaves that such a loss
+    does not reach have no gradient in it.
+    """
+    assert program.bare is not None
+    if used == frozenset(program.tangents):
+        return program.stages[0]
+    return _boxed(accumulate_gradients(drop_tangents(program.bare, used), plan, program.partial))
 
 
 def _boxed(program: StageProgram) -> StageProgram:

@@ -70,6 +70,12 @@ class Runner:
             head = f"# {notes}\n" if notes else ""
             (self._dump / f"{name}.txt").write_text(head + graph_text(graph.graph, notes=True))
 
+    def write(self, name: str, content: bytes) -> None:
+        """Write a file to the plan's folder, if GRAPHACCEL_DUMP asks for it."""
+        if self._dump is not None:
+            self._dump.mkdir(parents=True, exist_ok=True)
+            (self._dump / name).write_bytes(content)
+
     def _report(self, name: str, before: fx.GraphModule, after: fx.GraphModule) -> None:
         self._write(name, after, _difference(_count(before), _count(after)))
 

@@ -15,7 +15,7 @@ from torch import fx
 
 from graphaccel.capture.export import GraphInput, GraphOutput
 from graphaccel.ir.program import StageProgram, Value
-from graphaccel.ir.values import is_dense, propagate
+from graphaccel.ir.values import is_dense, propagate, returned
 from graphaccel.passes.cut_stages import StagedGraph
 
 
@@ -61,11 +61,14 @@ class _Wanted:
 def _wanted(staged: StagedGraph, outputs: Sequence[GraphOutput], keep: bool) -> _Wanted:
     wanted = _Wanted()
     last = staged.stages - 1
-    results = staged.graph.graph.output_node().args[0]  # further partial gradients stand at its end
-    for node, spec in zip(results, outputs, strict=False):
+    # further partial gradients stand at its end
+    for node, spec in zip(returned(staged.graph), outputs, strict=False):
         if spec.kind == "gradient" or (spec.kind == "output" and not keep):
             continue
         value = Value(spec.kind, spec.name, leaf=spec.leaf)
+        if spec.kind == "input_gradient":  # of a step without a loss, which is one stage
+            wanted.backward[last].append((node, value))
+            continue
         wanted.forward[staged.stage.get(node, last)].append((node, value))
     for name, terms in staged.gradients.items():
         for stage, node in terms:

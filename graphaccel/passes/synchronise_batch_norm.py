@@ -18,10 +18,12 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 
 from graphaccel.capture.export import ForwardGraph
-from graphaccel.capture.stepgraph import StepGraph, assemble
+from graphaccel.capture.stepgraph import StepGraph, rewritten
 from graphaccel.compat.torch import fake_mode_of
+from graphaccel.ir.values import operands
 from graphaccel.planner.plan import Plan
 
 aten = torch.ops.aten
@@ -32,17 +34,7 @@ def synchronise_batch_norm(step: StepGraph, plan: Plan) -> StepGraph:
     """The step with batch norm spelled out in sums, where more than one data rank needs it."""
     if plan.data == 1 or not any(n.target is _BATCH_NORM for n in step.forward.graph.graph.nodes):
         return step
-    others = tuple((s, n, _spelled(f)) for s, n, f in step.others)
-    return assemble(
-        _spelled(step.forward),
-        others,
-        step.sizes,
-        step.batch_dims,
-        step.tied,
-        step.trainable,
-        step.training,
-        scaled=plan.precision.scaled,
-    )
+    return rewritten(step, _spelled, scaled=plan.precision.scaled)
 
 
 def _spelled(forward: ForwardGraph) -> ForwardGraph:
@@ -61,7 +53,7 @@ def _spelled(forward: ForwardGraph) -> ForwardGraph:
 
 
 def _spell(node: fx.Node) -> None:
-    x, weight, bias, running_mean, running_var, training, momentum, epsilon = node.args
+    x, weight, bias, running_mean, running_var, training, momentum, epsilon = operands(node)
     if not training:
         return
     shape = tuple(x.meta["val"].shape)
@@ -89,8 +81,8 @@ def _spell(node: fx.Node) -> None:
         statistics.append(emit(aten.add.Tensor, kept, fresh))
     results = (result, mean, scale, *statistics)
     for user in list(node.users):
-        results[user.args[1]].meta["stands_for"] = user.name  # a cut may name it
-        user.replace_all_uses_with(results[user.args[1]])
+        results[operands(user)[1]].meta["stands_for"] = user.name  # a cut may name it
+        user.replace_all_uses_with(results[operands(user)[1]])
         node.graph.erase_node(user)
     node.graph.erase_node(node)
 
@@ -104,7 +96,8 @@ def _emitter(node: fx.Node) -> Callable[..., fx.Node]:
         new.meta = {k: node.meta[k] for k in ("nn_module_stack", "stack_trace") if k in node.meta}
         new.meta["made_by"] = "synchronise_batch_norm"
         new.meta["stands_for"] = node.meta.get("stands_for", node.name)
-        new.meta["val"] = target(*fx.node.map_arg(args, lambda n: n.meta["val"]))
+        values: Any = map_arg(args, lambda n: n.meta["val"])
+        new.meta["val"] = target(*values)
         return new
 
     return emit

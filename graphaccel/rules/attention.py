@@ -1,4 +1,4 @@
-"""Fused attention. Only the batch may be sharded: heads may be shared between queries."""
+"""Fused attention. Batch and heads are independent, unless several queries share a head of keys."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from graphaccel.rules.notation import (
 )
 
 aten = torch.ops.aten
-_WHOLE = frozenset("h k q s d e".split())
+_WHOLE = frozenset("q s d e".split())
 _QUERY: Indices = ("b", "h", "q", "d")
-_KEY: Indices = ("b", "k", "s", "d")
-_VALUE: Indices = ("b", "k", "s", "e")
+_KEY: Indices = ("b", "h", "s", "d")
+_VALUE: Indices = ("b", "h", "s", "e")
 _OUTPUT: Indices = ("b", "h", "q", "e")
 _LOGSUM: Indices = ("b", "h", "q")
 
@@ -32,17 +32,24 @@ def _mask(tensor: fx.Node) -> Indices:
     return tuple("1" if n == 1 else name for n, name in zip(shape, full, strict=True))
 
 
+def _whole(query: fx.Node, key: fx.Node) -> frozenset[str]:
+    return _WHOLE if shape_of(query)[1] == shape_of(key)[1] else _WHOLE | {"h"}
+
+
 def _attention(node: fx.Node) -> Notation:
     """Of [b, h, s, d] tensors: the result, and the logarithm of the sum that softmax divides by."""
-    masks = [_mask(t) for t in tensor_arguments(node)[3:]]
+    query, key, _, *rest = tensor_arguments(node)
+    masks = [_mask(t) for t in rest]
     outputs = (_OUTPUT, _LOGSUM)[: len(output_shapes(node))]
-    return Notation((_QUERY, _KEY, _VALUE, *masks), outputs, _WHOLE, sums=False)
+    inputs = (_QUERY, _KEY, _VALUE, *masks)
+    return Notation(inputs, outputs, _whole(query, key), sums=False)
 
 
 def _attention_backward(node: fx.Node) -> Notation:
-    masks = [_mask(t) for t in tensor_arguments(node)[6:]]
+    _, query, key, _, _, _, *rest = tensor_arguments(node)
+    masks = [_mask(t) for t in rest]
     inputs = (_OUTPUT, _QUERY, _KEY, _VALUE, _OUTPUT, _LOGSUM, *masks)
-    return Notation(inputs, (_QUERY, _KEY, _VALUE), _WHOLE, (frozenset({0}),))
+    return Notation(inputs, (_QUERY, _KEY, _VALUE), _whole(query, key), (frozenset({0}),))
 
 
 RULES: Rules = MappingProxyType(

@@ -1,4 +1,4 @@
-"""Pooling, upsampling and their gradients: images are independent."""
+"""Pooling, upsampling and their gradients: images and channels are independent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ aten = torch.ops.aten
 def _image(node: fx.Node) -> Notation:
     inputs = tuple(("n", "c", *[""] * (len(shape_of(t)) - 2)) for t in tensor_arguments(node))
     outputs = tuple(("n", "c", *[""] * (len(s) - 2)) for s in output_shapes(node))
-    return Notation(inputs, outputs, frozenset({"c"}), sums=False)
+    return Notation(inputs, outputs, sums=False)
 
 
 RULES: Rules = MappingProxyType(

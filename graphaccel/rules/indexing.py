@@ -70,6 +70,18 @@ def _is_zero(node: fx.Node) -> bool:
     return node.target in _ZEROS or filled
 
 
+def takes_rows(node: fx.Node) -> bool:
+    """Whether a look-up or its gradient has one index array, of rows that are not numbered."""
+    positions = arguments(node)["indices"]
+    if len(positions) != 1 or not isinstance(positions[0], fx.Node):
+        return False
+    source, *_ = tensor_arguments(node)
+    if node.target is aten.index_put.default:
+        if not arguments(node)["accumulate"] or not _is_zero(source):
+            return False
+    return not counts_rows(positions[0], shape_of(source)[0])
+
+
 def _look_up(node: fx.Node) -> tuple[list[Indices], Indices, frozenset[str], bool]:
     """What `x[i, j]` and its gradient have in common.
 
@@ -166,6 +178,13 @@ def _scatter_add(node: fx.Node) -> Notation:
     return Notation((names, names, names), (names,), frozenset(whole), (frozenset({0, 2}),))
 
 
+def _scatter(node: fx.Node) -> Notation:
+    """What is written over comes from `src`, the rest from `self`: linear in both together."""
+    names = named_dims(node)
+    whole = _unequal(node, names) | {names[arguments(node)["dim"] % len(names)]}
+    return Notation((names, names, names), (names,), frozenset(whole), (frozenset({0, 2}),))
+
+
 def _embedding(node: fx.Node) -> Notation:
     names = index_names(len(shape_of(tensor_arguments(node)[1])))
     return Notation((("v", "h"), names), ((*names, "h"),), frozenset({"v"}), (frozenset({0}),))
@@ -185,6 +204,7 @@ RULES: Rules = MappingProxyType(
         aten.index_select.default: _index_select,
         aten.gather.default: _gather,
         aten.scatter_add.default: _scatter_add,
+        aten.scatter.src: _scatter,
         aten.embedding.default: _embedding,
         aten.embedding_dense_backward.default: _embedding_backward,
     }

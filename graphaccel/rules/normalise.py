@@ -73,12 +73,12 @@ def _batch_norm(node: fx.Node) -> Notation:
     inputs = tuple(image if len(shape_of(t)) > 1 else ("c",) for t in tensor_arguments(node))
     outputs = tuple(image if len(s) > 1 else ("c",) for s in output_shapes(node))
     if "train" in given:
-        whole = frozenset({"n", "c"} if mixes else {"c"})
+        whole = frozenset({"n"} if mixes else set())
         return Notation(inputs, outputs, whole, _FIRST, sums=not mixes)
     if mixes:
-        return Notation(inputs, outputs, frozenset({"n", "c"}), sums=False)
+        return Notation(inputs, outputs, frozenset({"n"}), sums=False)
     # Running statistics are handed on as they are: the same for every part, so not a sum over them.
-    return Notation(inputs, (image, *outputs[1:]), frozenset({"c"}), kept=_statistics(node))
+    return Notation(inputs, (image, *outputs[1:]), kept=_statistics(node))
 
 
 def _statistics(node: fx.Node) -> frozenset[int]:

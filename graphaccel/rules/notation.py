@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_aggregate
 
 from graphaccel.compat.torch import schema
 
@@ -53,7 +54,7 @@ def tensor_arguments(node: fx.Node) -> list[fx.Node]:
             found.append(value)
         return value
 
-    fx.node.map_aggregate((node.args, dict(node.kwargs)), collect)
+    map_aggregate((node.args, dict(node.kwargs)), collect)
     return found
 
 

@@ -42,23 +42,37 @@ def _added_product(node: fx.Node) -> Notation:
 
 
 def _convolution(node: fx.Node) -> Notation:
-    """[n, c, ...] with [f, c/groups, ...]: only images are independent."""
+    """[n, c, ...] with [f, c/groups, ...]: a product over c, but where channels come in groups. A
+    bias is added but once, so c stays whole beside one."""
     tensors = tensor_arguments(node)
     spatial = [""] * (len(shape_of(tensors[0])) - 2)
-    inputs: list[Indices] = [("n", "c", *spatial), ("", "", *spatial)]
+    inputs: list[Indices] = [("n", "c", *spatial), _filter(node, spatial)]
     inputs += [("f",)] * (len(tensors) - 2)
     linear = (frozenset({0}), frozenset({1})) if len(inputs) == 2 else ()
-    return Notation(tuple(inputs), (("n", "f", *spatial),), frozenset({"c", "f"}), linear)
+    whole = _grouped(node) | (set() if len(inputs) == 2 else {"c"})
+    return Notation(tuple(inputs), (("n", "f", *spatial),), frozenset(whole), linear)
+
+
+def _grouped(node: fx.Node) -> set[str]:
+    return set() if arguments(node)["groups"] == 1 else {"c", "f"}
+
+
+def _filter(node: fx.Node, spatial: list[str]) -> Indices:
+    """Of a convolution's weight: [c, f, ...] where it is transposed."""
+    if arguments(node)["groups"] != 1:
+        return ("", "", *spatial)
+    return ("c", "f", *spatial) if arguments(node)["transposed"] else ("f", "c", *spatial)
 
 
 def _convolution_backward(node: fx.Node) -> Notation:
     tensors = tensor_arguments(node)
     spatial = [""] * (len(shape_of(tensors[0])) - 2)
-    image, weight, bias = ("n", "c", *spatial), ("", "", *spatial), ("f",)
+    image, weight, bias = ("n", "c", *spatial), _filter(node, spatial), ("f",)
     wanted = arguments(node)["output_mask"]
     outputs = [names for names, on in zip((image, weight, bias), wanted, strict=True) if on]
     inputs = (("n", "f", *spatial), image, weight)
-    return Notation(inputs, tuple(outputs), frozenset({"c", "f"}), (frozenset({0}),))
+    whole = _grouped(node) | ({"c"} if wanted[2] else set())  # the bias knows nothing of c
+    return Notation(inputs, tuple(outputs), frozenset(whole), (frozenset({0}),))
 
 
 RULES: Rules = MappingProxyType(

@@ -23,7 +23,7 @@ from torch import fx
 
 from graphaccel.rules.factories import COUNTS, UNIFORM
 from graphaccel.rules.indexing import only_counts_rows
-from graphaccel.rules.notation import Notation, tensor_arguments
+from graphaccel.rules.notation import Notation, arguments, tensor_arguments
 from graphaccel.rules.table import rule_of
 
 REPLICATED = "replicated"
@@ -63,11 +63,7 @@ def is_random(node: fx.Node) -> bool:
     """Whether a call draws random numbers; attention without dropout does not, though tagged so."""
     if _RANDOM not in getattr(node.target, "tags", ()):
         return False
-    return not (
-        "attention" in str(node.target)
-        and 0.0 in node.args
-        and not any(isinstance(a, float) and a > 0 for a in node.args)
-    )
+    return arguments(node).get("dropout_p") != 0.0
 
 
 def place_batch(
@@ -189,10 +185,10 @@ class _State:
         (index,) = sharded
         outputs: list[Placement] = []
         for position, names in enumerate(rule.outputs):
-            if position in rule.kept:
-                outputs.append(REPLICATED)
-            elif index in names:
+            if index in names:
                 outputs.append(names.index(index))
+            elif position in rule.kept:
+                outputs.append(REPLICATED)
             elif rule.sums:
                 outputs.append(PARTIAL)
             else:
@@ -220,5 +216,5 @@ class _State:
         )
 
     def _refuse(self, node: fx.Node, reason: str) -> None:
-        self.places[node] = self._made(node)
         self.conflicts.append(Conflict(node, reason))
+        self.places[node] = self._made(node)

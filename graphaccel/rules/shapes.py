@@ -84,6 +84,13 @@ def _slice(node: fx.Node) -> Notation:
     return Notation((names,), (names,), whole, _FIRST)
 
 
+def _narrow(node: fx.Node) -> Notation:
+    """The dim narrowed stays whole."""
+    names = named_dims(node)
+    whole = frozenset({names[int(node.args[1]) % len(names)]})
+    return Notation((names,), (names,), whole, _FIRST)
+
+
 def _parts(*, drops: bool) -> Rule:
     """select, split, unbind: the dim taken apart stays whole; `drops`: it is gone from the
     result."""
@@ -181,6 +188,7 @@ RULES: Rules = MappingProxyType(
         aten.expand.default: _expand,
         aten.repeat.default: _repeat,
         aten.slice.Tensor: _slice,
+        aten.narrow.default: _narrow,
         aten.select.int: _parts(drops=True),
         aten.split.Tensor: _parts(drops=False),
         aten.split_with_sizes.default: _parts(drops=False),

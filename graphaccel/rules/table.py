@@ -14,6 +14,7 @@ from torch import fx
 
 from graphaccel.rules import (
     attention,
+    collectives,
     factories,
     images,
     indexing,
@@ -24,7 +25,9 @@ from graphaccel.rules import (
     reductions,
     shapes,
 )
+from graphaccel.rules.fused import fused_rule
 from graphaccel.rules.notation import Notation, Rules, broadcast
+from graphaccel.rules.own import own_rule
 
 RULES: Rules = MappingProxyType(
     {
@@ -38,6 +41,7 @@ RULES: Rules = MappingProxyType(
         **losses.RULES,
         **images.RULES,
         **factories.RULES,
+        **collectives.RULES,
     }
 )
 
@@ -47,6 +51,10 @@ def rule_of(node: fx.Node) -> Notation | None:
     found = RULES.get(node.target)
     if found is not None:
         return found(node)
+    if (own := own_rule(node)) is not None:
+        return own
+    if (fused := fused_rule(node)) is not None:
+        return fused
     if torch.Tag.pointwise in getattr(node.target, "tags", ()):
         return broadcast(node)
     return None

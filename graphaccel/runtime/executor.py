@@ -17,10 +17,13 @@ import torch.distributed as dist
 from torch import fx
 
 from graphaccel.errors import RankLost
-from graphaccel.ir.program import StageProgram, StepProgram, Value
+from graphaccel.ir.program import StepProgram, Value
+from graphaccel.ir.values import returned
 from graphaccel.rules.propagate import PARTIAL
+from graphaccel.runtime.buckets import Buckets
+from graphaccel.runtime.layout import Layout
 from graphaccel.runtime.loss_scale import LossScale
-from graphaccel.runtime.mesh import Mesh
+from graphaccel.runtime.mesh import Mesh, axes_of
 from graphaccel.runtime.messages import Messages, sent_values
 from graphaccel.schedule.table import Action, Schedule
 from graphaccel.schedule.walk import walk
@@ -30,26 +33,30 @@ from graphaccel.schedule.walk import walk
 class StepResult:
     """loss: scalar, the same on every rank. gradients: by parameter name, of this rank's stages.
     outputs: by leaf of what the model returned, whole batch, on every rank. skipped: gradients of
-    some rank overflowed, and no rank has any."""
+    some rank overflowed, and no rank has any. layouts: of the gradients that are shards."""
 
     loss: torch.Tensor | None
     gradients: dict[str, torch.Tensor]
     outputs: dict[int, torch.Tensor]
     skipped: bool = False
+    layouts: Mapping[str, Layout] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Held:
-    """What a rank holds for the whole run, by name. constants: lifted tensors of the model's
-    code."""
+    """What a rank holds for the whole run, by name. parameters: as they lie here: shards of those
+    that rest sharded. constants: lifted tensors of the model's code. shards: flat buffers of groups
+    of parameters, by the first of each. gradients: how those that are kept in shards lie."""
 
     parameters: Mapping[str, torch.Tensor]
     buffers: Mapping[str, torch.Tensor]
     constants: Mapping[str, torch.Tensor]
+    shards: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    gradients: Mapping[str, Layout] = field(default_factory=dict)
 
 
 @dataclass
-class _Step:
+class StepState:
     """The state of one step on one rank."""
 
     leaves: list[Any]
@@ -59,13 +66,19 @@ class _Step:
     buckets: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     gradients: dict[str, list[torch.Tensor]] = field(default_factory=lambda: defaultdict(list))
     saved: dict[tuple[int, int], dict[str, Any]] = field(default_factory=dict)
+    carried: dict[tuple[int, str], torch.Tensor] = field(default_factory=dict)
     inbox: dict[tuple[int, int, str], dict[str, torch.Tensor]] = field(
         default_factory=lambda: defaultdict(dict)
     )
     outbox: dict[tuple[int, int, int, str], dict[str, torch.Tensor]] = field(default_factory=dict)
     losses: list[torch.Tensor] = field(default_factory=list)
+    loss: torch.Tensor | None = None
+    summing: Any = None
     outputs: dict[int, list[torch.Tensor]] = field(default_factory=lambda: defaultdict(list))
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    before: dict[str, torch.Tensor] = field(default_factory=dict)
+    tangents: dict[int, torch.Tensor] = field(default_factory=dict)
+    inputs: dict[int, torch.Tensor] = field(default_factory=dict)
     seed: int | None = None
 
 
@@ -73,6 +86,7 @@ class Executor:
     """One rank's part of one compiled step.
 
     program: all stages (peers' too: their values' shapes are needed). schedule: with messages.
+    buckets: those of the session, if all its executors are to use the same memory.
     whole: every data rank runs the whole batch (evaluation).
     """
 
@@ -84,15 +98,20 @@ class Executor:
         held: Held,
         microbatches: int,
         *,
+        buckets: Buckets | None = None,
         whole: bool = False,
     ) -> None:
+        self._buckets = buckets or Buckets()
         self._data, self._data_index = (1, 0) if whole else (mesh.data, mesh.data_index)
-        self._everyone = mesh.pipeline_group if whole else mesh.world_group
-        self._alone = mesh.pipeline == 1 if whole else mesh.world == 1
+        mesh.ensure(_axes_needed(program))
+        self._alone = mesh.pipeline == 1 and (whole or mesh.data == 1)
+        everyone = "pipeline" if whole else "pipeline+data"
+        self._everyone = None if self._alone else mesh.group(everyone)
         self._program, self._mesh, self._held = program, mesh, held
         self._microbatches = microbatches
         self._actions = schedule[mesh.pipeline_index]
         self._doings = tuple(walk(self._actions))
+        self._last_forward = [a for a in self._actions if a.kind == "forward"][-1:]
         self._stages = {
             p.stage: p for p in program.stages if p.stage % mesh.pipeline == mesh.pipeline_index
         }
@@ -100,9 +119,10 @@ class Executor:
         self._reached = program.reached
         for stage in self._stages.values():
             for graph in stage.backwards.values():
-                _bind_group(graph, mesh)
-            _bind_group(stage.forward, mesh)
+                bind(graph, mesh)
+            bind(stage.forward, mesh)
 
+    @torch.no_grad()
     def run(self, leaves: Sequence[Any], scale: LossScale | None = None) -> StepResult:
         """One step on the leaves of the whole global batch.
 
@@ -149,31 +169,36 @@ class Executor:
             if generator is not None:
                 torch.random.set_rng_state(generator)
 
-    def _begin(self, leaves: Sequence[Any]) -> _Step:
+    def _begin(self, leaves: Sequence[Any]) -> StepState:
         leaves = [
             leaf.contiguous().to(self._mesh.device) if isinstance(leaf, torch.Tensor) else leaf
             for leaf in leaves
         ]
-        state = _Step(leaves, {})
+        state = StepState(leaves, {})
         prologue = self._program.prologue
         if prologue is not None:
             given = [self._whole(v, state) for v in prologue.inputs]
             state.prologue = dict(zip(prologue.outputs, prologue.graph(given), strict=True))
-        for number, stage in self._stages.items():
-            if stage.buckets:
-                state.accumulators[number], state.buckets[number] = _make_buckets(stage, self._mesh)
+        self._make_room(state)
         if self._program.random and (self._mesh.world > 1 or self._microbatches > 1):
             # One draw a step from the generator that all ranks share; the streams of the parts
             # differ.
             state.seed = int(torch.randint(2**62, ()).item())
         return state
 
-    def _whole(self, value: Value, state: _Step) -> Any:
+    def _make_room(self, state: StepState) -> None:
+        """What gradients are added up in."""
+        for number, stage in self._stages.items():
+            if stage.buckets:
+                made = self._buckets.of(stage, self._mesh.device)
+                state.accumulators[number], state.buckets[number] = made
+
+    def _whole(self, value: Value, state: StepState) -> Any:
         return (
             state.leaves[value.leaf] if value.kind == "batch" else self._held.constants[value.name]
         )
 
-    def _compute(self, action: Action, state: _Step) -> None:
+    def _compute(self, action: Action, state: StepState) -> None:
         stage = self._stages[action.stage]
         forward = action.kind == "forward"
         if state.seed is not None:
@@ -195,16 +220,27 @@ class Executor:
         box.clear()
         outputs = graph(inputs)
         self._deliver(action, results, outputs, state)
+        if action in self._last_forward:
+            self._start_loss(state)
 
     def _part(self, microbatch: int) -> int:
         return self._data_index * self._microbatches + microbatch
 
     def _input(
-        self, value: Value, action: Action, state: _Step, saved: dict[str, Any], box: dict[str, Any]
+        self,
+        value: Value,
+        action: Action,
+        state: StepState,
+        saved: dict[str, Any],
+        box: dict[str, Any],
     ) -> Any:
         kind = value.kind
         if kind == "parameter":
             return self._held.parameters[value.name]
+        if kind == "shards":
+            return self._held.shards[value.name]
+        if kind == "carried":  # nothing in the first microbatch
+            return state.carried.pop((action.stage, value.name), None)
         if kind == "saved":
             return saved[value.name]
         if kind == "received":
@@ -212,18 +248,20 @@ class Executor:
         if kind == "batch":
             return self._slice(value, action.microbatch, state)
         if kind == "buffer":
-            return self._held.buffers[value.name]
+            return state.before.get(value.name, self._held.buffers[value.name])
         if kind == "constant":
             return self._held.constants[value.name]
         if kind == "prologue":
             return state.prologue[value.name]
         if kind == "scale":
             return state.scale
+        if kind == "tangent":
+            return state.tangents.pop(value.leaf)
         if kind == "accumulator":
             return state.accumulators[action.stage][value.name]
         return state.buckets[action.stage][int(value.name)]
 
-    def _slice(self, value: Value, microbatch: int, state: _Step) -> Any:
+    def _slice(self, value: Value, microbatch: int, state: StepState) -> Any:
         leaf = state.leaves[value.leaf]
         parts = self._data * self._microbatches
         if value.batch_dim < 0 or parts == 1:
@@ -232,7 +270,7 @@ class Executor:
         return leaf.narrow(value.batch_dim, self._part(microbatch) * size, size)
 
     def _deliver(
-        self, action: Action, values: tuple[Value, ...], outputs: Sequence[Any], state: _Step
+        self, action: Action, values: tuple[Value, ...], outputs: Sequence[Any], state: StepState
     ) -> None:
         key = (action.stage, action.microbatch)
         peers: dict[int, None] = {}
@@ -241,12 +279,16 @@ class Executor:
                 state.saved.setdefault(key, {})[value.name] = output
             elif value.kind == "sent":
                 peers |= dict.fromkeys(value.peers)
+            elif value.kind == "carried":
+                state.carried[action.stage, value.name] = output
             elif value.kind == "gradient":
                 state.gradients[value.name].append(output)
             elif value.kind == "loss":
                 state.losses.append(output)
             elif value.kind == "output":
                 state.outputs[value.leaf].append(output)
+            elif value.kind == "input_gradient":
+                state.inputs[value.leaf] = output
             elif value.kind == "buffer":
                 state.buffers[value.name] = output
         for peer in peers:
@@ -256,15 +298,20 @@ class Executor:
             else:
                 state.outbox[(action.stage, peer, action.microbatch, action.kind)] = tensors
 
-    def _reduce(self, action: Action, state: _Step) -> None:
+    def _reduce(self, action: Action, state: StepState) -> None:
         """Wait for the all-reduces that the last backward started."""
-        if self._data > 1:
-            for bucket in state.buckets.get(action.stage, ()):
-                torch.ops._c10d_functional.wait_tensor(bucket)
+        for bucket in state.buckets.get(action.stage, ()):
+            torch.ops._c10d_functional.wait_tensor(bucket)  # nothing to wait for: returns at once
         for name, accumulated in state.accumulators.get(action.stage, {}).items():
             state.gradients[name].append(accumulated)
+        for group in self._stages[action.stage].reduced:
+            flat = state.carried.pop((action.stage, group[0]))
+            shapes = [self._held.gradients[name].local_shape for name in group]
+            pieces = flat.split([shape.numel() for shape in shapes])
+            for name, shape, piece in zip(group, shapes, pieces, strict=True):
+                state.gradients[name].append(piece.view(shape))
 
-    def _finish(self, state: _Step) -> StepResult:
+    def _finish(self, state: StepState) -> StepResult:
         gradients = {}
         for name, parts in state.gradients.items():
             total = parts[0]
@@ -274,7 +321,12 @@ class Executor:
         self._sum_shared(gradients)
         for name, new in state.buffers.items():
             self._held.buffers[name].copy_(new)
-        return StepResult(self._loss(state), gradients, self._gather_outputs(state))
+        return StepResult(
+            self._loss(state),
+            gradients,
+            self._gather_outputs(state),
+            layouts=self._held.gradients,
+        )
 
     def _unscaled(self, result: StepResult, scale: LossScale) -> StepResult:
         """Gradients without the scale of the loss; none on any rank if one of them overflowed."""
@@ -299,16 +351,22 @@ class Executor:
                 if name not in gradients:
                     if name not in self._reached:  # frozen: no rank has a gradient of it
                         continue
-                    gradients[name] = torch.zeros_like(self._held.parameters[name])
+                    gradients[name] = self._zero_gradient(name)
                 gradients[name] = gradients[name].contiguous()
                 dist.all_reduce(gradients[name], group=self._mesh.shared_groups[places])
 
-    def _loss(self, state: _Step) -> torch.Tensor | None:
-        """The loss of the whole batch, on every rank: one sum over all of them."""
+    def _zero_gradient(self, name: str) -> torch.Tensor:
+        like = self._held.parameters[name]
+        layout = self._held.gradients.get(name)
+        return like.new_zeros(like.shape if layout is None else layout.local_shape)
+
+    def _start_loss(self, state: StepState) -> None:
+        """The loss of the whole batch, on every rank: one sum over all of them. It travels while
+        the backwards run."""
         stage = self._program.stages[-1]
         index = next((i for i, v in enumerate(stage.forward_outputs) if v.kind == "loss"), None)
         if index is None:
-            return None
+            return
         if state.losses:
             partial = self._program.loss_partial
             loss = (
@@ -319,14 +377,19 @@ class Executor:
             if not partial and self._data > 1:
                 loss = loss / self._data
         else:
-            like = stage.forward.graph.output_node().args[0][index].meta["val"]
+            like = returned(stage.forward)[index].meta["val"]
             loss = torch.zeros((), dtype=like.dtype, device=self._mesh.device)
         if not self._alone:
             loss = loss.clone()
-            dist.all_reduce(loss, group=self._everyone)
-        return loss
+            state.summing = dist.all_reduce(loss, group=self._everyone, async_op=True)
+        state.loss = loss
 
-    def _gather_outputs(self, state: _Step) -> dict[int, torch.Tensor]:
+    def _loss(self, state: StepState) -> torch.Tensor | None:
+        if state.summing is not None:
+            state.summing.wait()
+        return state.loss
+
+    def _gather_outputs(self, state: StepState) -> dict[int, torch.Tensor]:
         """What the model returned besides the loss: parts joined, and brought to every rank."""
         stages = {
             v.leaf: p.stage
@@ -358,7 +421,7 @@ class Executor:
 
     def _empty(self, stage: int, leaf: int, place: Any) -> torch.Tensor:
         program = self._program.stages[stage]
-        values = program.forward.graph.output_node().args[0]
+        values = returned(program.forward)
         like = next(
             n.meta["val"]
             for n, v in zip(values, program.forward_outputs, strict=True)
@@ -370,15 +433,7 @@ class Executor:
         return torch.empty(shape, dtype=like.dtype, device=self._mesh.device)
 
     def _over_data(self, tensor: torch.Tensor, place: Any) -> torch.Tensor:
-        tensor = tensor.contiguous()
-        if place == PARTIAL:
-            dist.all_reduce(tensor, group=self._mesh.data_group)
-            return tensor
-        if not isinstance(place, int):
-            return tensor
-        parts = [torch.empty_like(tensor) for _ in range(self._data)]
-        dist.all_gather(parts, tensor, group=self._mesh.data_group)
-        return torch.cat(parts, place)
+        return over_data(tensor, place, self._mesh)
 
     def _lost(self, done: Action | None, doing: Action | None, error: RuntimeError) -> RankLost:
         lost, waiting = "another rank", "the loss of all ranks"
@@ -394,6 +449,20 @@ class Executor:
             waiting_for=waiting,
             cause=first_line(error),
         )
+
+
+def over_data(tensor: torch.Tensor, place: Any, mesh: Mesh) -> torch.Tensor:
+    """A data rank's part, brought to every rank: joined, summed, or as it is."""
+    if place == PARTIAL:
+        whole = tensor.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(whole, group=mesh.data_group)
+        return whole
+    if not isinstance(place, int):
+        return tensor
+    part = tensor.movedim(place, 0).contiguous()
+    ops, group = torch.ops._c10d_functional, mesh.data_group.group_name
+    whole = ops.wait_tensor(ops.all_gather_into_tensor(part, mesh.data, group))
+    return whole.movedim(0, place)
 
 
 def _words(action: Action) -> str:
@@ -418,35 +487,31 @@ def is_connection(error: RuntimeError) -> bool:
     return any(sign in text for sign in signs)
 
 
-def _bind_group(graph: fx.GraphModule, mesh: Mesh) -> None:
-    """Give the collectives of the data axis the name of this run's group."""
+def _axes_needed(program: StepProgram) -> set[str]:
+    """The axes, or several joined by "+", that collectives of any stage go over."""
+    graphs = [g for p in program.stages for g in (p.forward, *p.backwards.values())]
+    nodes = [n for g in graphs for n in g.graph.nodes if n.op == "call_function" and n.args]
+    return {n.args[-1] for n in nodes if axes_of(n.args[-1])}
+
+
+def bind(graph: fx.GraphModule, mesh: Mesh) -> None:
+    """Make a graph this rank's: collectives get the names of groups, and arguments that depend on
+    the rank their values.
+
+    A collective's last argument is an axis. `meta["bind"]`: {position: (axis, multiplier)}: that
+    argument becomes this rank's coordinate on the axis, times the multiplier.
+    """
     changed = False
     for node in graph.graph.nodes:
-        if node.op == "call_function" and node.args and node.args[-1] == "data":
-            node.args = (*node.args[:-1], mesh.data_group.group_name)
+        if node.op != "call_function":
+            continue
+        args = list(node.args)
+        if args and axes_of(args[-1]):
+            args[-1] = mesh.group(args[-1]).group_name
+        for position, (axis, multiplier) in node.meta.get("bind", {}).items():
+            args[position] = mesh.coordinate(axis) * multiplier
+        if args != list(node.args):
+            node.args = tuple(args)
             changed = True
     if changed:
         graph.recompile()
-
-
-def _make_buckets(
-    stage: StageProgram, mesh: Mesh
-) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
-    """Fresh flat buckets, and the accumulators as views of them. Their owner after the step is
-    `.grad`."""
-    graph = next(iter(stage.backwards.values()))
-    nodes = [n for n in graph.graph.nodes if n.op == "placeholder"]
-    likes = {
-        v.name: n.meta["val"]
-        for n, v in zip(nodes, stage.backward_inputs, strict=True)
-        if v.kind == "accumulator"
-    }
-    accumulators, buckets = {}, []
-    for names in stage.buckets:
-        dtype = likes[names[0]].dtype
-        flat = torch.empty(sum(likes[n].numel() for n in names), dtype=dtype, device=mesh.device)
-        pieces = flat.split([likes[n].numel() for n in names])
-        for name, piece in zip(names, pieces, strict=True):
-            accumulators[name] = piece.view(likes[name].shape)
-        buckets.append(flat)
-    return accumulators, buckets

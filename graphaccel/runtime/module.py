@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 from graphaccel.compat.torch import pytree
-from graphaccel.errors import OutputDropped, RetainGraph
+from graphaccel.errors import GraphMisuse, OutputDropped, RetainGraph
 from graphaccel.runtime.executor import StepResult
 from graphaccel.runtime.remote import RemoteTensor
+from graphaccel.runtime.sharded import ShardTensor
 
 
 def attach(
@@ -75,6 +76,7 @@ class HandOut(torch.autograd.Function):
         if ctx.result is None or torch.is_grad_enabled():  # enabled here: create_graph=True
             raise RetainGraph()
         gradients, skipped = ctx.result.gradients, ctx.result.skipped
+        layouts = ctx.result.layouts
         parameters = ctx.parameters
         ctx.result = ctx.parameters = None
         if skipped:  # on every rank alike, so that clipping stacks equally many norms everywhere
@@ -88,9 +90,32 @@ class HandOut(torch.autograd.Function):
         for name, parameter in zip(ctx.names, parameters, strict=True):
             if isinstance(parameter, RemoteTensor):
                 handed.append(RemoteTensor(parameter, parameter.group))
-            else:
-                handed.append(gradients.pop(name, None))
+                continue
+            local = gradients.pop(name, None)
+            if local is not None and name in layouts:
+                local = ShardTensor(local, layouts[name])
+            handed.append(local)
         return (None, None, *handed)
+
+
+class Kept(torch.autograd.Function):
+    """An output beside the loss: a gradient that reaches it would be lost, and is refused."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, output: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+        """The output, which requires a gradient as in the user's model."""
+        ctx.name = name
+        return output.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> Any:  # type: ignore[override]
+        """Raises GraphMisuse (GA407)."""
+        raise GraphMisuse(
+            what=f"the script's loss depends on output `{ctx.name}`, and the step differentiates "
+            "what looks like the model's own loss only",
+            help_line="let the script compute the whole loss:  "
+            "graphaccel.optimize(model, optimizer, loss_fn='outside')",
+        )
 
 
 class Dropped:

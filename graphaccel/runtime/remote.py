@@ -16,8 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from graphaccel.compat.torch import pytree
+from graphaccel.compat.torch import pytree, without_storage
 from graphaccel.errors import GraphMisuse
+from graphaccel.runtime.sharded import PendingNorm, ShardTensor, resolve
 
 aten = torch.ops.aten
 
@@ -30,9 +31,7 @@ class RemoteTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, like: torch.Tensor, group: Any) -> RemoteTensor:
         """A stand-in for `like`."""
-        made = torch.Tensor._make_wrapper_subclass(
-            cls, like.shape, dtype=like.dtype, device=like.device, requires_grad=False
-        )
+        made = without_storage(cls, like.shape, like.dtype, like.device)
         made.group = group
         return made
 
@@ -43,7 +42,7 @@ class RemoteTensor(torch.Tensor):
     @staticmethod
     def __tensor_unflatten__(_inner: Any, context: Any, *_sizes: Any) -> RemoteTensor:
         shape, dtype, device, group = context
-        made = torch.Tensor._make_wrapper_subclass(RemoteTensor, shape, dtype=dtype, device=device)
+        made = without_storage(RemoteTensor, shape, dtype, device)
         made.group = group
         return made
 
@@ -56,6 +55,8 @@ class RemoteTensor(torch.Tensor):
     ) -> Any:
         """Ops with at least one remote tensor among their arguments."""
         kwargs = kwargs or {}
+        if any(issubclass(kind, (ShardTensor, PendingNorm)) for kind in types):
+            return _beside_shards(func, args, kwargs)
         if func is aten.stack.default:
             return _stack(args[0])
         if "_foreach_" in func.__name__ or "_fused_" in func.__name__:
@@ -90,15 +91,23 @@ class RemoteTensor(torch.Tensor):
         return pytree.tree_map_only(torch.Tensor, lambda t: _remote(t, remote), result)
 
 
+def _beside_shards(func: Any, args: tuple, kwargs: dict) -> Any:
+    """Lists that hold shards too, as gradient clipping makes them; other ops have one of both."""
+    if func is aten.stack.default:
+        return _stack(resolve(args[0]))
+    if "_foreach_" in func.__name__ or "_fused_" in func.__name__:
+        return _on_local(func, args, kwargs)
+    whole = pytree.tree_map_only(ShardTensor, lambda t: t.whole(), (args, kwargs))
+    return func(*whole[0], **whole[1])
+
+
 def _meta(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def _remote(shape: torch.Tensor, like: RemoteTensor) -> RemoteTensor:
     with torch.device(like.device):
-        made = torch.Tensor._make_wrapper_subclass(
-            RemoteTensor, shape.shape, dtype=shape.dtype, device=like.device
-        )
+        made = without_storage(RemoteTensor, shape.shape, shape.dtype, like.device)
     made.group = like.group
     return made
 

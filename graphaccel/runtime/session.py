@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from graphaccel.errors import BatchesDiffer, RankLost
-from graphaccel.ir.program import StepProgram
+from graphaccel.ir.program import Sharded, StageProgram, StepProgram
+from graphaccel.runtime.buckets import Buckets
 from graphaccel.runtime.executor import (
     Executor,
     Held,
@@ -21,9 +22,12 @@ from graphaccel.runtime.executor import (
     first_line,
     is_connection,
 )
+from graphaccel.runtime.layout import Layout
 from graphaccel.runtime.loss_scale import LossScale
-from graphaccel.runtime.mesh import Mesh
+from graphaccel.runtime.mesh import AXES, Mesh
+from graphaccel.runtime.outside import HandIn, OutsideExecutor
 from graphaccel.runtime.remote import RemoteTensor
+from graphaccel.runtime.sharded import ShardTensor, local_of
 from graphaccel.schedule.table import Schedule
 
 _CHECKED_STEPS = 3
@@ -34,7 +38,8 @@ class CompiledStep:
     """One step for one shape of batch.
 
     leaves: turns a call's (args, kwargs) into batch leaves. rebuild: turns the loss and the other
-    outputs into what the user's model returns.
+    outputs into what the user's model returns. backward: of a loss outside of the graph that reads
+    some of the output leaves; None where the loss is inside.
     """
 
     program: StepProgram
@@ -42,6 +47,7 @@ class CompiledStep:
     microbatches: int
     constants: Mapping[str, torch.Tensor] = field(repr=False)
     rebuild: Callable[[torch.Tensor | None, Mapping[int, torch.Tensor]], Any] = field(repr=False)
+    backward: Callable[[frozenset[int]], StageProgram] | None = field(default=None, repr=False)
 
     @cached_property
     def reached(self) -> frozenset[str]:
@@ -56,18 +62,34 @@ class Session:
         self.model, self.mesh, self.scale = model, mesh, scale
         self.steps = 0
         self.homes: dict[str, tuple[int, ...]] = {}
+        self.groups: tuple[tuple[str, ...], ...] = ()
+        self.splits: Mapping[str, tuple[Sharded, ...]] = {}
+        self.parameters: dict[str, Layout] = {}
+        self.gradients: dict[str, Layout] = {}
+        self.states: dict[str, Layout] = {}
+        self._shards: dict[str, torch.Tensor] = {}
         self._executors: dict[int, Executor] = {}
+        self._buckets = Buckets()
+        self._outside: dict[int, OutsideExecutor] = {}
 
     def settle(
-        self, homes: Mapping[str, tuple[int, ...]], tied: Mapping[str, str], optimizer: Any
+        self,
+        homes: Mapping[str, tuple[int, ...]],
+        tied: Mapping[str, str],
+        optimizer: Any,
+        program: StepProgram,
     ) -> None:
-        """Let go of the parameters and buffers of other stages; they become RemoteTensors in place.
+        """Let go of what this rank does not hold: parameters and buffers of other stages become
+        RemoteTensors in place, those that rest sharded become ShardTensors.
 
         Parameter objects keep their identity: optimizers, groups and schedulers go on working.
         """
         self.homes = dict(homes) | {name: homes[of] for name, of in tied.items() if of in homes}
-        if self.mesh.pipeline == 1:
-            return
+        if self.mesh.pipeline > 1:
+            self._leave_remote(optimizer)
+        self._shard(program, optimizer)
+
+    def _leave_remote(self, optimizer: Any) -> None:
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             if not self.holds(name) and not isinstance(parameter, RemoteTensor):
                 _make_remote(parameter, self.mesh.pipeline_group)
@@ -78,6 +100,41 @@ class Session:
                 full = f"{module_name}.{name}" if module_name else name
                 if full in self.homes and not self.holds(full):
                     setattr(module, name, RemoteTensor(buffer, self.mesh.pipeline_group))
+
+    def _shard(self, program: StepProgram, optimizer: Any) -> None:
+        """Parameters that rest sharded, into the flat buffers of their groups."""
+        own = dict(self.model.named_parameters(remove_duplicate=False))
+        self.groups, self.splits = program.groups, program.resting
+        held = {n: p for n, p in own.items() if self.holds(n)}
+        for name, parameter in held.items():
+            for splits, layouts in (
+                (program.resting.get(name, ()), self.parameters),
+                (program.gradient_splits(name), self.gradients),
+                (program.state_splits(name), self.states),
+            ):
+                if splits:
+                    layouts[name] = Layout(parameter.shape, splits, self.mesh)
+        self.mesh.ensure(sorted(_all_axes(program)))
+        shards: dict[str, torch.Tensor] = {}
+        with torch.no_grad():
+            for group in self.groups:
+                if group[0] in held:
+                    pieces = [self.parameters[n].own(held[n].detach()) for n in group]
+                    flat = torch.cat([piece.reshape(-1) for piece in pieces])
+                    self._shards[group[0]] = flat
+                    parts = flat.split([piece.numel() for piece in pieces])
+                    for name, part, piece in zip(group, parts, pieces, strict=True):
+                        shards[name] = part.view(piece.shape)
+            for name, layout in self.parameters.items():
+                if name not in shards:
+                    shards[name] = layout.own(held[name].detach()).clone()
+        done: set[int] = set()
+        for name, layout in self.states.items():
+            _shard_state(held[name], layout, optimizer)
+        for name, layout in self.parameters.items():
+            if id(held[name]) not in done:
+                done.add(id(held[name]))
+                _make_sharded(held[name], shards[name], layout)
 
     def holds(self, name: str) -> bool:
         """Whether a stage of this rank has the parameter or buffer."""
@@ -95,13 +152,57 @@ class Session:
         """What graphs read by name."""
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
         return Held(
-            {n: p.detach() for n, p in parameters.items() if self.holds(n)},
+            {n: local_of(p.detach()) for n, p in parameters.items() if self.holds(n)},
             {n: b for n, b in self.model.named_buffers(remove_duplicate=False) if self.holds(n)},
             {n: c.to(self.mesh.device) for n, c in constants.items()},
+            self._shards,
+            self.gradients,
         )
 
     def step(self, compiled: CompiledStep, leaves: Sequence[Any]) -> StepResult:
         """Run one training or evaluation step on the leaves of the global batch."""
+        self._start(leaves)
+        return self._executor(compiled, whole=False).run(leaves, self.scale)
+
+    def call(
+        self,
+        compiled: CompiledStep,
+        leaves: Sequence[Any],
+        tracked: frozenset[int],
+        parameters: Sequence[tuple[str, torch.Tensor]],
+    ) -> dict[int, torch.Tensor]:
+        """The forward of a step whose loss is outside of the graph: outputs by leaf, whole batch.
+
+        tracked: those that require a gradient. parameters: those that may get one, with names.
+        """
+        self._start(leaves)
+        executor = self._outside.get(id(compiled))
+        if executor is None:
+            assert compiled.backward is not None
+            held = self.held(compiled.constants)
+            executor = OutsideExecutor(
+                compiled.program, self.mesh, held, compiled.backward, self._buckets
+            )
+            self._outside[id(compiled)] = executor
+        with torch.no_grad():
+            made = executor.forward(leaves)
+        order = tuple(made.outputs)
+        wanting = [
+            i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.requires_grad
+        ]
+        outputs = HandIn.apply(
+            executor,
+            made,
+            tracked,
+            tuple(name for name, _ in parameters),
+            tuple(wanting),
+            *(p for _, p in parameters),
+            *(leaves[i] for i in wanting),
+        )
+        return dict(zip(order, outputs, strict=True))
+
+    def _start(self, leaves: Sequence[Any]) -> None:
+        """A step begins: the first ones compare the batches of all ranks."""
         if self.mesh.world > 1 and self.steps < _CHECKED_STEPS:
             try:
                 self._check_batches(leaves)
@@ -117,32 +218,24 @@ class Session:
                     cause=first_line(error),
                 ) from error
         self.steps += 1
-        executor = self._executors.get(id(compiled))
-        if executor is None:
-            executor = Executor(
-                compiled.program,
-                compiled.schedule,
-                self.mesh,
-                self.held(compiled.constants),
-                compiled.microbatches,
-            )
-            self._executors[id(compiled)] = executor
-        return executor.run(leaves, self.scale)
 
     def evaluate(self, compiled: CompiledStep, leaves: Sequence[Any]) -> StepResult:
         """A forward of the whole batch: every data rank runs it alike."""
+        return self._executor(compiled, whole=True).run(leaves)
+
+    def _executor(self, compiled: CompiledStep, *, whole: bool) -> Executor:
         executor = self._executors.get(id(compiled))
         if executor is None:
-            executor = Executor(
+            executor = self._executors[id(compiled)] = Executor(
                 compiled.program,
                 compiled.schedule,
                 self.mesh,
                 self.held(compiled.constants),
-                1,
-                whole=True,
+                1 if whole else compiled.microbatches,
+                buckets=self._buckets,
+                whole=whole,
             )
-            self._executors[id(compiled)] = executor
-        return executor.run(leaves)
+        return executor
 
     def _check_batches(self, leaves: Sequence[Any]) -> None:
         """Every rank must be given the same global batch; found out in the first steps, not in the
@@ -162,8 +255,33 @@ class Session:
 
 
 def _make_remote(parameter: nn.Parameter, group: Any) -> None:
-    remote = nn.Parameter(
+    remote: Any = nn.Parameter(
         RemoteTensor(parameter.detach(), group), requires_grad=parameter.requires_grad
     )
     remote.group = group
     torch.utils.swap_tensors(parameter, remote)
+
+
+def _make_sharded(parameter: nn.Parameter, local: torch.Tensor, layout: Layout) -> None:
+    sharded = nn.Parameter(ShardTensor(local, layout), requires_grad=parameter.requires_grad)
+    sharded.local, sharded.sharding = local, layout  # type: ignore[attr-defined]
+    if parameter.grad is not None:
+        sharded.grad = ShardTensor(layout.own(parameter.grad).clone(), layout)
+    torch.utils.swap_tensors(parameter, sharded)
+
+
+def _shard_state(parameter: nn.Parameter, layout: Layout, optimizer: Any) -> None:
+    """State of steps before the plan: this rank's part of it."""
+    state = {} if optimizer is None else optimizer.state.get(parameter, {})
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor) and value.shape == layout.shape and value.dim():
+            state[key] = layout.own(value).clone()
+
+
+def _all_axes(program: StepProgram) -> set[str]:
+    """The axes, joined by "+", over which something of any stage is sharded."""
+    names = {*program.resting, *program.owned}
+    splits = [f(n) for n in names for f in (program.gradient_splits, program.state_splits)]
+    splits += [program.resting.get(n, ()) for n in names]
+    sets = [{s.axis for s in found} for found in splits]
+    return {"+".join(axis for axis in AXES if axis in found) for found in sets if found}

@@ -1,4 +1,10 @@
-"""State dicts of a model whose parameters lie on several ranks."""
+"""State dicts of a model and an optimizer whose tensors lie on several ranks.
+
+What this rank holds in full is a plain tensor, a shard a DTensor of the same memory, and what other
+stages hold a DTensor that is empty here: torch.distributed.checkpoint reads and writes each where
+it is. A shard that no DTensor checkpoint can describe (fused weights, cut section by section) is a
+ShardTensor, which can say so itself.
+"""
 
 from __future__ import annotations
 
@@ -9,42 +15,93 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from graphaccel.compat.torch import submesh
+from graphaccel.compat.torch import StridedShard, submesh
+from graphaccel.runtime.layout import Layout
+from graphaccel.runtime.mesh import AXES
 from graphaccel.runtime.remote import RemoteTensor
 from graphaccel.runtime.session import Session
+from graphaccel.runtime.sharded import ShardTensor
+
+Optimizer = torch.optim.Optimizer
 
 
 def stage_meshes(session: Session) -> dict[int, DeviceMesh]:
-    """A device mesh of the ranks of each pipeline coordinate; all ranks call this together."""
+    """A device mesh of the ranks of each pipeline coordinate, its dims named after the axes; this
+    rank's has process groups. All ranks call this together."""
     mesh = session.mesh
-    if mesh.pipeline == 1:
+    if mesh.pipeline == 1 and not session.states and not session.parameters:
         return {}
-    return {
-        p: submesh(mesh.device.type, [p * mesh.data + d for d in range(mesh.data)], mesh.rank)
-        for p in range(mesh.pipeline)
-    }
+    inner = mesh.world // mesh.pipeline
+    axes = [axis for axis in AXES[1:] if mesh.sizes[axis] > 1]
+    mesh.ensure(axes)
+    shape = [mesh.sizes[axis] for axis in axes] or [1]
+    found = {}
+    for p in range(mesh.pipeline):
+        ranks = torch.arange(p * inner, (p + 1) * inner).view(shape)
+        if p == mesh.pipeline_index and axes:
+            groups = [mesh.group(axis) for axis in axes]
+            found[p] = DeviceMesh.from_group(
+                groups if len(groups) > 1 else groups[0],
+                mesh.device.type,
+                mesh=ranks if len(groups) > 1 else None,
+                mesh_dim_names=tuple(axes),
+            )
+        else:
+            found[p] = submesh(mesh.device.type, ranks, mesh.rank, tuple(axes))
+    return found
+
+
+def placements(layout: Layout, meshes: DeviceMesh) -> list[Any]:
+    """A layout as DTensor says it, for each dim of the mesh. DTensor splits over the outer axes
+    first: where an inner axis has cut the same dim before, the outer one takes a strided part."""
+    found: list[Any] = []
+    for axis in meshes.mesh_dim_names or ():
+        number = next((i for i, s in enumerate(layout.splits) if s.axis == axis), None)
+        if number is None:
+            found.append(Replicate())
+            continue
+        split = layout.splits[number]
+        sections = split.outer
+        for other in layout.splits[:number]:
+            if other.dim == split.dim and AXES.index(other.axis) > AXES.index(axis):
+                sections *= layout.mesh.size(other.axis)
+        found.append(StridedShard(split.dim, sections) if sections > 1 else Shard(split.dim))
+    return found or [Replicate()]
+
+
+def presented(local: torch.Tensor, layout: Layout, meshes: Mapping[int, DeviceMesh]) -> Any:
+    """A shard for a checkpoint: same memory."""
+    if not layout.simple:
+        return ShardTensor(local, layout)
+    return _dtensor(local, layout, meshes[layout.mesh.pipeline_index])
+
+
+def _dtensor(local: torch.Tensor, layout: Layout, meshes: DeviceMesh) -> DTensor:
+    return DTensor.from_local(
+        local,
+        meshes,
+        placements(layout, meshes),
+        run_check=False,
+        shape=layout.shape,
+        stride=torch.empty(layout.shape, device="meta").stride(),
+    )
 
 
 def sharded_state_dict(
     session: Session, meshes: Mapping[int, DeviceMesh], plain: MutableMapping[str, Any], prefix: str
 ) -> MutableMapping[str, Any]:
-    """A state dict with the original names: what this rank holds as plain tensors, the rest as
-    DTensors of full shape that lie on their owners' mesh and are empty here
-    (torch.distributed.checkpoint reads and writes them where they are)."""
+    """A model's state dict with the original names: what this rank holds as plain tensors, shards
+    and what lies on other ranks as DTensors of full shape."""
     for key, value in plain.items():
-        if isinstance(value, RemoteTensor):
-            owner = session.owner(key.removeprefix(prefix))
+        name = key.removeprefix(prefix)
+        if isinstance(value, ShardTensor):
+            plain[key] = presented(value.local, value.sharding, meshes)
+        elif isinstance(value, RemoteTensor):
+            layout = Layout(value.shape, session.splits.get(name, ()), session.mesh)
             local = torch.empty(0, dtype=value.dtype, device=value.device)
-            plain[key] = DTensor.from_local(
-                local,
-                meshes[owner],
-                [Replicate()],
-                run_check=False,
-                shape=value.shape,
-                stride=value.stride(),
-            )
+            plain[key] = _dtensor(local, layout, meshes[session.owner(name)])
     return plain
 
 
@@ -55,15 +112,78 @@ def full_state(session: Session, model: nn.Module, plain: Mapping[str, Any]) -> 
     for key, value in plain.items():
         if not isinstance(value, torch.Tensor):
             full[key] = value
-        elif mesh.pipeline == 1 or key not in session.homes:
-            full[key] = value.detach().cpu().clone()
-        else:
-            owner = session.owner(key)
-            remote = isinstance(value, RemoteTensor)
-            if remote:
-                data = torch.empty(value.shape, dtype=value.dtype, device=mesh.device)
-            else:
-                data = value.detach().contiguous()
-            dist.broadcast(data, owner * mesh.data + mesh.data_index, group=mesh.pipeline_group)
-            full[key] = data.cpu().clone()
+            continue
+        whole = value.whole() if isinstance(value, ShardTensor) else value.detach()
+        if mesh.pipeline > 1 and key in session.homes:
+            if isinstance(value, RemoteTensor):
+                whole = torch.empty(value.shape, dtype=value.dtype, device=mesh.device)
+            whole = whole.contiguous()
+            owner = mesh.rank_of(session.owner(key))
+            dist.broadcast(whole, owner, group=mesh.pipeline_group)
+        full[key] = whole.cpu().clone()
     return full
+
+
+class OptimizerState:
+    """Hooks that make an optimizer's state dict one of the whole model.
+
+    Saved: shards as DTensors. Loaded: DTensors, or full tensors (of the plain model's optimizer).
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        layouts: Mapping[int, Layout],
+        meshes: Mapping[int, DeviceMesh],
+    ) -> None:
+        self._layouts, self._meshes = layouts, meshes
+        optimizer.register_state_dict_post_hook(self._saved)
+        optimizer.register_load_state_dict_pre_hook(self._loaded)
+
+    def _saved(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        made = {}
+        layouts = self._by_key(optimizer, state)
+        for number, values in state["state"].items():
+            layout = layouts.get(number)
+            made[number] = {
+                key: presented(value, layout, self._meshes)
+                if layout is not None and _has_shape(value, layout.local_shape)
+                else value
+                for key, value in values.items()
+            }
+        return {**state, "state": made}
+
+    def _loaded(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        made = {}
+        layouts = self._by_key(optimizer, state)
+        for number, values in state["state"].items():
+            layout = layouts.get(number)
+            made[number] = {
+                key: value if layout is None else self._own(value, layout)
+                for key, value in values.items()
+            }
+        return {**state, "state": made}
+
+    def _own(self, value: Any, layout: Layout) -> Any:
+        """This rank's shard of a value that may be whole."""
+        if isinstance(value, ShardTensor):
+            return value.local if value.sharding == layout else layout.own(value.whole()).clone()
+        if isinstance(value, DTensor):
+            here = self._meshes[layout.mesh.pipeline_index]
+            if value.device_mesh == here and list(value.placements) == placements(layout, here):
+                return value.to_local()
+            value = value.full_tensor()
+        if _has_shape(value, layout.shape):
+            return layout.own(value).clone()
+        return value
+
+    def _by_key(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[Any, Layout]:
+        """What the state dict calls a parameter (a number, or its name) → how its state lies."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        keys = [key for group in state["param_groups"] for key in group["params"]]
+        pairs = zip(keys, parameters, strict=False)
+        return {key: self._layouts[id(p)] for key, p in pairs if id(p) in self._layouts}
+
+
+def _has_shape(value: Any, shape: torch.Size) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == shape

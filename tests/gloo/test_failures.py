@@ -235,11 +235,13 @@ def _contradiction() -> None:
     model = Classifier()
     optimizer = torch.optim.AdamW(model.parameters())
     text = """\
-error[GA202]: data=2 can not be planned
+error[GA210]: data=2 and pipeline=2 can not be kept together on 2 devices
+  data=2      with the others:  data=1
+  pipeline=2  with the others:  pipeline=1
   why:  data 2 x pipeline 2 is 4, not 2 devices
-  help: use one of:  data=1
-  explain: graphaccel explain GA202"""
-    with refused(errors.BadPin, text, model, optimizer):
+  help: leave one of them out, and it will be chosen for you:  data, pipeline
+  explain: graphaccel explain GA210"""
+    with refused(errors.ConflictingPins, text, model, optimizer):
         graphaccel.optimize(
             model, optimizer, devices=2, data=2, pipeline=2, example_batch=small_batch()
         )

@@ -54,14 +54,14 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def pair(
-    build: Callable[[], nn.Module], pins: Mapping[str, Any], lr: float = 1e-3
+    build: Callable[[], nn.Module], pins: Mapping[str, Any], lr: float = 1e-3, devices: int = 2
 ) -> tuple[nn.Module, torch.optim.Optimizer, nn.Module, torch.optim.Optimizer]:
-    """(eager model, its AdamW, the same under a plan on two ranks, its AdamW)."""
+    """(eager model, its AdamW, the same under a plan, its AdamW)."""
     plain = build()
     planned = copy.deepcopy(plain)
     plain_optimizer = torch.optim.AdamW(groups(plain), lr=lr)
     planned_optimizer = torch.optim.AdamW(groups(planned), lr=lr)
-    graphaccel.optimize(planned, planned_optimizer, devices=2, **pins)
+    graphaccel.optimize(planned, planned_optimizer, devices=devices, **pins)
     return plain, plain_optimizer, planned, planned_optimizer
 
 

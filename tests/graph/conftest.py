@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -10,7 +11,10 @@ import pytest
 
 from graphaccel.capture.batch import as_call, flatten_call
 from graphaccel.capture.stepgraph import StepGraph, capture
+from graphaccel.compiler import Compiler, Model, as_batch
 from graphaccel.planner.cluster import Cluster, Device, Link
+from graphaccel.planner.record import Record
+from graphaccel.report.facts import Facts, RankMemory, gather, points, run_spans
 from tests.support.zoo import ZOO
 
 
@@ -36,6 +40,31 @@ def made_up() -> Callable[..., Cluster]:
         return Cluster(device, count, links, context_bytes=0, fragmentation=0.05)
 
     return make
+
+
+REPORTS = {
+    "one device": (1, {"recompute": "all"}),
+    "pipeline": (4, {"data": 2, "pipeline": 2, "interleave": 1, "microbatches": 4}),
+    "interleaved": (2, {"pipeline": 2, "interleave": 2, "microbatches": 4}),
+}
+
+
+@pytest.fixture(scope="session", params=REPORTS)
+def facts(request: pytest.FixtureRequest, made_up: Callable[..., Cluster]) -> Facts:
+    """Everything a report can hold, of the zoo's gpt under each of REPORTS."""
+    count, pins = REPORTS[request.param]
+    where = made_up(count)
+    module, batch, loss_fn = ZOO["gpt"].build()
+    compiler, record = Compiler(Model(module, loss_fn, 2.0), where, pins), Record()
+    step, plan, program = compiler.choose(as_batch(batch), record)
+    assert record.outcome is not None
+    made = gather(plan, step, where, model_name="gpt", assumed="AdamW")
+    curves = compiler.curves(plan, program, as_batch(batch), run_spans(made))
+    return replace(
+        made,
+        memory=tuple(RankMemory(rank, samples) for rank, samples in enumerate(curves)),
+        candidates=points(record.outcome.seen, plan, where),
+    )
 
 
 GOLDEN = Path(__file__).parent.parent / "golden"

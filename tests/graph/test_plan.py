@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from graphaccel.ir.program import Sharded
 from graphaccel.planner.plan import Alternative, Plan, Precision, Prediction, StageMemory
 
 names = st.text(max_size=20)
@@ -24,6 +25,15 @@ plans = st.builds(
     devices=counts,
     data=counts,
     pipeline=counts,
+    tensor=counts,
+    context=counts,
+    expert=counts,
+    zero=st.integers(0, 3),
+    gather_again=st.booleans(),
+    accumulation=st.sampled_from(["whole", "shards"]),
+    placements=st.lists(
+        st.tuples(names, st.lists(st.builds(Sharded, names, counts, counts)).map(tuple))
+    ).map(tuple),
     interleave=counts,
     microbatches=counts,
     schedule=st.sampled_from(["1f1b", "gpipe", "interleaved"]),
@@ -56,5 +66,5 @@ def test_another_schema_is_refused() -> None:
 
 def test_an_unknown_field_is_refused() -> None:
     data = json.loads(Plan(devices=1).to_json())
-    with pytest.raises(ValueError, match="unknown fields in plan: tensor"):
-        Plan.from_json(json.dumps({**data, "tensor": 2}))
+    with pytest.raises(ValueError, match="unknown fields in plan: speed"):
+        Plan.from_json(json.dumps({**data, "speed": 2}))

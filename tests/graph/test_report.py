@@ -11,7 +11,9 @@ import pytest
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.search import search
-from graphaccel.report.text import fold, plan_report, seconds_text
+from graphaccel.report.facts import fold
+from graphaccel.report.format import seconds_text
+from graphaccel.report.text import plan_report
 
 Captured = Callable[[str], StepGraph]
 MadeUp = Callable[..., Cluster]

@@ -80,7 +80,7 @@ PINS = st.fixed_dictionaries(
         "outputs": st.sampled_from(["loss", "all"]),
     },
 )
-REFUSALS = (errors.BadPin, errors.BatchNotDivisible)
+REFUSALS = (errors.BadPin, errors.BatchNotDivisible, errors.ConflictingPins)
 
 
 @given(PINS)
@@ -188,8 +188,8 @@ def test_a_pin_that_is_to_blame_is_named(find: Search) -> None:
     ("pinned", "error"),
     [
         ({"data": 3}, errors.BadPin),
-        ({"data": 4, "pipeline": 4}, errors.BadPin),
-        ({"tensor": 2}, errors.BadPin),
+        ({"data": 4, "pipeline": 4}, errors.ConflictingPins),
+        ({"tensor": 3}, errors.BadPin),
         ({"pipeline": 0}, errors.BadPin),
         ({"pipeline": True}, errors.BadPin),
         ({"recompute": "most"}, errors.BadPin),
@@ -197,8 +197,8 @@ def test_a_pin_that_is_to_blame_is_named(find: Search) -> None:
         ({"recompute": 3}, errors.BadPin),
         ({"precision": "int8"}, errors.BadPin),
         ({"schedule": "zigzag"}, errors.BadPin),
-        ({"schedule": "gpipe", "interleave": 2}, errors.BadPin),
-        ({"cuts": ("add_4",), "pipeline": 4}, errors.BadPin),
+        ({"schedule": "gpipe", "interleave": 2}, errors.ConflictingPins),
+        ({"cuts": ("add_4",), "pipeline": 4}, errors.ConflictingPins),
         ({"cuts": ("add_4", "add_2"), "pipeline": 1}, errors.BadPin),
         ({"cuts": ("nowhere",)}, errors.BadPin),
         ({"microbatches": 3}, errors.BatchNotDivisible),
@@ -256,7 +256,14 @@ def test_without_a_loss_there_is_no_pipeline(made_up: MadeUp) -> None:
     step = capture(model, flatten_call((torch.randn(8, 16),), {}))
     plan = search(step, made_up(2), pins={}, optimizer_bytes=8)
     assert (plan.data, plan.pipeline, plan.microbatches) == (2, 1, 1)
-    assert "pipeline not considered: no loss in the graph; pass loss_fn=" in plan.notes
+    assert plan.outputs == "all"
+    assert plan.notes[0] == (
+        "the loss is outside of the graph: no pipeline cut and no microbatches were considered; "
+        "loss_fn= would allow them"
+    )
+    assert plan.notes[1].startswith("the outputs of the whole batch (0.1 KiB, and as much")
+    assert plan.prediction is not None
+    assert plan.prediction.communication > 0
     for pinned in ({"pipeline": 2}, {"microbatches": 2}):
         with pytest.raises(errors.NoLoss):
             search(step, made_up(2), pins=pinned, optimizer_bytes=8)

@@ -138,6 +138,12 @@ def slice_call(d: Draw) -> Arguments:
     return (d.real(*shape), d.dim(shape), *d.one((0, 2**63 - 1), (1, 2**63 - 1), (0, 1))), {}
 
 
+def narrow_call(d: Draw) -> Arguments:
+    shape = d.shape()
+    dim = d.dim(shape)
+    return (d.real(*shape), dim, 0, shape[dim]), {}
+
+
 def put_back_call(*rest: Any, dropped: bool) -> Case:
     def case(d: Draw) -> Arguments:
         out = d.shape(2)

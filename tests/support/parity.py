@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from graphaccel.runtime.meter import PeakMeter
-from tests.support.zoo import ZOO, Batch, LossFn, call, double, lift_loss_cast, loss_of
+from graphaccel.runtime.sharded import ShardTensor
+from tests.support.zoo import ALL, Batch, LossFn, call, double, lift_loss_cast, loss_of
 
 LEARNING_RATE = 1e-3
 # A gradient smaller than this part of the model's largest is rounding of a mathematical zero:
@@ -57,6 +58,7 @@ class Comparison:
     grads: Mapping[str, float]
     zero: Mapping[str, float]
     state: Mapping[str, float]
+    buffers: frozenset[str] = frozenset()
 
     @property
     def worst_grad(self) -> tuple[str, float]:
@@ -64,9 +66,11 @@ class Comparison:
         return max(self.grads.items(), key=lambda item: (math.isnan(item[1]), item[1]))
 
     def check(self, loss: float, grads: float | None = None) -> None:
-        """Assert that loss curve (and gradients) are within these relative errors."""
+        """Assert that loss curve, buffers (and gradients) are within these relative errors."""
         assert self.loss <= loss, f"loss off by {self.loss:.1e}"
         assert self.losses <= loss, f"loss curve off by {self.losses:.1e}"
+        wrong = {name: e for name in self.buffers if not (e := self.state[name]) <= loss}
+        assert not wrong, f"buffers off by {wrong}"
         if grads is not None:
             name, error = self.worst_grad
             assert error <= grads, f"gradient of {name} off by {error:.1e}"
@@ -109,7 +113,7 @@ def run_plan(
         )
         # Captures depend on the model and the batch alone: one serves all plans in this worker.
         compiler = model.graphaccel._compiler
-        compiler._captures = _captures(name, dtype, lift)
+        compiler.captures = _captures(name, dtype, lift)
         losses, grads = train(model, optimizer, batch, loss_fn, steps)
         state = graphaccel.full_state_dict(model)
         copies = {key: value.clone() for key, value in state.items()}
@@ -135,7 +139,7 @@ def _captures(name: str, dtype: str, lift: bool) -> dict[Any, Any]:
 
 def build(name: str, dtype: str) -> tuple[nn.Module, Batch, LossFn | None]:
     """The zoo model `name` and its batch in "float32" or "float64"."""
-    model, batch, loss_fn = ZOO[name].build()
+    model, batch, loss_fn = ALL[name].build()
     if dtype == "float64":
         return *double(model, batch), loss_fn
     if dtype != "float32":
@@ -189,6 +193,7 @@ def compare(expected: Reference, got: Sequence[Mapping[str, Any]]) -> Comparison
         grads=grads,
         zero=zero,
         state=_state_errors(expected.state, got[0]["state"]),
+        buffers=frozenset(expected.state) - frozenset(expected.first_name),
     )
 
 
@@ -213,10 +218,14 @@ def _first_names(model: nn.Module) -> dict[str, str]:
 def _grads(model: nn.Module) -> dict[str, Tensor]:
     """Copies of the gradients on this rank, by every name; parameters of other stages have none."""
     return {
-        name: parameter.grad.detach().clone()
+        name: _whole(parameter.grad.detach()).clone()
         for name, parameter in model.named_parameters(remove_duplicate=False)
         if type(parameter).__name__ != "RemoteTensor" and parameter.grad is not None
     }
+
+
+def _whole(value: Tensor) -> Tensor:
+    return value.whole() if isinstance(value, ShardTensor) else value
 
 
 def _size(value: Tensor) -> float:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from tests.support.casts import lift_loss_cast
 from tests.support.gpt import GPT
 
-__all__ = ["ZOO", "Entry", "call", "double", "lift_loss_cast", "loss_of"]
+__all__ = ["ALL", "EXPERTS", "ZOO", "Entry", "call", "double", "lift_loss_cast", "loss_of"]
 
 Batch = dict[str, Tensor] | tuple[Tensor, ...]
 LossFn = Callable[[Any, Batch], Tensor]
@@ -228,6 +228,18 @@ def _llama() -> tuple[nn.Module, Batch, None]:
     return _made(lambda: transformers.LlamaForCausalLM(config)), _causal_batch(), None
 
 
+def _mixtral() -> tuple[nn.Module, Batch, None]:
+    config = transformers.MixtralConfig(
+        initializer_range=DEVIATION,
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32,
+        num_local_experts=4, num_experts_per_tok=2, attention_dropout=0.0, use_cache=False,
+        tie_word_embeddings=False, pad_token_id=None, bos_token_id=1, eos_token_id=2,
+        experts_implementation="batched_mm",
+    )  # fmt: skip
+    return _made(lambda: transformers.MixtralForCausalLM(config)), _causal_batch(), None
+
+
 def _resnet() -> tuple[nn.Module, Batch, None]:
     config = transformers.ResNetConfig(
         embedding_size=8, hidden_sizes=[8, 16, 16, 32], depths=[1, 1, 1, 1], layer_type="basic",
@@ -281,3 +293,8 @@ _ENTRIES = (
 )
 
 ZOO: Mapping[str, Entry] = MappingProxyType({entry.name: entry for entry in _ENTRIES})
+# Of use where experts are sharded; every other plan treats it as it treats llama.
+EXPERTS: Mapping[str, Entry] = MappingProxyType(
+    {"mixtral": Entry("mixtral", _mixtral, "routed experts, all in one tensor", upcasts=True)}
+)
+ALL: Mapping[str, Entry] = MappingProxyType({**ZOO, **EXPERTS})

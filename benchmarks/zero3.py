@@ -1,0 +1,75 @@
+"""Sharded parameters on 2 processes: graphaccel with zero=3 against FSDP2 (`fully_shard`).
+
+Each block and the rest of the model is a group of FSDP2, as its documentation advises; each takes
+the same global batch, of which FSDP2's ranks run their half. The optimizer step is in both.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from benchmarks.common import (
+    OURS,
+    Settings,
+    Step,
+    make_batch,
+    make_model,
+    make_optimizer,
+    our_step,
+    run,
+    time_sides,
+)
+
+WORLD = 2
+
+
+def _theirs(settings: Settings) -> Step:
+    rank = dist.get_rank()
+    share = {key: value.chunk(WORLD)[rank] for key, value in make_batch(settings).items()}
+    model = make_model(settings)
+    mesh = init_device_mesh("cpu", (WORLD,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = make_optimizer(model)
+
+    def step() -> float:
+        loss = model(**share)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        # The loss a user prints is that of the global batch: graphaccel's is.
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        return total.item() / WORLD
+
+    return step
+
+
+def _ours(settings: Settings) -> Step:
+    model, batch = make_model(settings), make_batch(settings)
+    return our_step(
+        model,
+        batch,
+        data=WORLD,
+        zero=3,
+        pipeline=1,
+        microbatches=1,
+        recompute="none",
+        precision="fp32",
+    )
+
+
+def worker(settings: Settings) -> dict[str, dict[str, Any]]:
+    """Both sides on this rank."""
+    sides = {OURS: partial(_ours, settings), "fully_shard": partial(_theirs, settings)}
+    return time_sides(settings, sides)
+
+
+if __name__ == "__main__":
+    run("zero3", WORLD, worker)

@@ -1,0 +1,320 @@
+"""Parameters that rest sharded over the data axis are gathered ahead of use, a group at a time.
+
+before                                    after (two ranks; w [64, 32] rests as [32, 32])
+  %w: f32[64,32] = input                    %shards: f32[1024] = input
+  %y: = aten.mm(%x, %w)                     %all: f32[2048] = all_gather_into_tensor(%shards, 2)
+                                            ... what the group before computes ...
+                                            %here: f32[2048] = wait_tensor(%all)
+                                            %w: f32[64,32] = aten.view(%here, [64, 32])
+                                            %y: = aten.mm(%x, %w)
+
+A group is what one block of the model reads, in one flat buffer: one all-gather a block, and
+nothing to copy before it. It is issued where the block before starts to compute, waited for at its
+own first use, and what was gathered dies at its last use; the backward gathers again. Kept for the
+backward instead: everything where the plan does not gather again, and on the last stage what
+follows the last block, since its backward comes next. A parameter that several blocks read (tied
+weights) is a group of its own, gathered for each of them.
+Zhao et al., PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel, VLDB 2023, §3.3, 4.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphaccel.capture.blocks import block_of
+from graphaccel.ir.program import Owned, StageProgram, Value
+from graphaccel.planner.plan import Plan
+
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
+Group = tuple[str, ...]
+
+
+def gather_parameters(
+    program: StageProgram,
+    plan: Plan,
+    owned: Mapping[str, Owned],
+    ranks: int,
+    values: Mapping[str, torch.Tensor],
+    *,
+    shared: Collection[str] = (),
+    groups: Sequence[Group] | None = None,
+    last: bool = True,
+) -> StageProgram:
+    """The program reading flat shards ("shards") instead of the parameters that rest sharded.
+
+    ranks: on the data axis. values: fake parameters as the graph reads them, by name. shared:
+    parameters that other stages hold too. groups: those of the first program, where parameters lie
+    already. last: whether this is the last stage.
+    """
+    names = [n for n in program.parameters if n in owned and owned[n].level == 3]
+    if not names:
+        return program
+    if groups is None:
+        groups = _groups(program, names, shared, plan.bucket_bytes)
+    else:
+        groups = [g for g in groups if set(g) <= set(names)]
+    shards = {g: _Shards(g, owned, values, ranks) for g in groups}
+    forward = _Gathering(program.forward, program.forward_inputs, shards)
+    inputs = forward.rewrite()
+    program = replace(program, forward_inputs=inputs, groups=tuple(groups))
+    if not program.backward_outputs:
+        return program
+    read = {v.name for v in program.backward_inputs if v.kind == "parameter"}
+    kept = [
+        n for n in names
+        if n in read and n in forward.full
+        and (not plan.gather_again or (last and n in forward.final))
+    ]  # fmt: skip
+    program = _keep(program, {n: forward.full[n] for n in kept})
+    backward = _Gathering(program.backwards[True, True], program.backward_inputs, shards)
+    return replace(program, backward_inputs=backward.rewrite())
+
+
+def _keep(program: StageProgram, kept: Mapping[str, fx.Node]) -> StageProgram:
+    """The whole parameters go from the forward to the backward like any value that it saves."""
+    if not kept:
+        return program
+    output = program.forward.graph.output_node()
+    output.args = ([*output.args[0], *kept.values()],)
+    program.forward.recompile()
+    saved = {n: Value("saved", f"whole {n}") for n in kept}
+    return replace(
+        program,
+        forward_outputs=(*program.forward_outputs, *saved.values()),
+        backward_inputs=tuple(
+            saved.get(v.name, v) if v.kind == "parameter" else v for v in program.backward_inputs
+        ),
+    )
+
+
+def _groups(
+    program: StageProgram, names: Sequence[str], shared: Collection[str], size: int
+) -> list[Group]:
+    """Parameters by the block that reads them; outside blocks of at most `size` bytes; those that
+    several read alone; those that nothing reads last."""
+    nodes = _placeholders(program.forward, program.forward_inputs, names)
+    uses = _Uses(program.forward, nodes)
+    made: dict[Any, list[str]] = defaultdict(list)
+    filled: dict[Any, int] = defaultdict(int)
+    parts: dict[Any, int] = defaultdict(int)
+    for name in sorted(nodes, key=lambda n: uses.first(n)):
+        value = nodes[name].meta["val"]
+        segments = uses.segments(name)
+        if len(segments) > 1 or name in shared:
+            made["alone", name].append(name)
+            continue
+        (segment,) = segments
+        key = (segment, value.dtype)
+        count = value.numel() * value.element_size()
+        if not uses.block(segment) and filled[key] and filled[key] + count > size:
+            parts[key] += 1
+            filled[key] = 0
+        filled[key] += count
+        made[("block", *key, parts[key])].append(name)
+    for name in names:  # read by the backward alone, or by nothing
+        if name not in nodes:
+            made["alone", name].append(name)
+    return [tuple(group) for group in made.values()]
+
+
+@dataclass
+class _Uses:
+    """Where a graph reads parameters. nodes: their placeholders by name.
+
+    A segment is a run of nodes that read parameters within one block, or outside any.
+    """
+
+    graph: fx.GraphModule
+    nodes: Mapping[str, fx.Node]
+    position: dict[fx.Node, int] = field(default_factory=dict)
+    segment: dict[fx.Node, int] = field(default_factory=dict)
+    blocks: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        known = set(self.nodes.values())
+        for index, node in enumerate(self.graph.graph.nodes):
+            self.position[node] = index
+            if node.op != "placeholder" and any(n in known for n in node.all_input_nodes):
+                block = block_of(node.meta.get("module", ""))
+                if not self.blocks or self.blocks[-1] != block:
+                    self.blocks.append(block)
+                self.segment[node] = len(self.blocks) - 1
+
+    def users(self, name: str) -> list[fx.Node]:
+        """The nodes that read a parameter, in order."""
+        node = self.nodes.get(name)
+        users = [] if node is None else [u for u in node.users if u in self.segment]
+        return sorted(users, key=self.position.__getitem__)
+
+    def first(self, name: str) -> int:
+        """Position of the first of them; past the end for a parameter that none reads."""
+        users = self.users(name)
+        return self.position[users[0]] if users else len(self.position)
+
+    def segments(self, name: str) -> set[int]:
+        """The segments that read a parameter; one past the last for none."""
+        return {self.segment[u] for u in self.users(name)} or {len(self.blocks)}
+
+    def block(self, segment: int) -> str:
+        """The block a segment lies in; empty outside."""
+        return self.blocks[segment] if segment < len(self.blocks) else ""
+
+
+@dataclass(frozen=True)
+class _Shards:
+    """The flat buffer of a group: one shard after the other; gathered, one rank after the other."""
+
+    group: Group
+    owned: Mapping[str, Owned]
+    values: Mapping[str, torch.Tensor]
+    ranks: int
+
+    @property
+    def count(self) -> int:
+        """Numbers in one rank's buffer."""
+        return sum(self.values[n].numel() for n in self.group) // self.ranks
+
+    def offset(self, name: str) -> int:
+        """Where a parameter's shard starts."""
+        before = self.group[: self.group.index(name)]
+        return sum(self.values[n].numel() for n in before) // self.ranks
+
+
+@dataclass
+class _Region:
+    """A stretch of a graph for which a group is gathered: its uses, in order."""
+
+    shards: _Shards
+    users: list[tuple[fx.Node, str]]
+
+
+class _Gathering:
+    """Rewrites one graph in place.
+
+    full: parameter → the whole of it, as gathered last. final: parameters read by what follows the
+    last block.
+    """
+
+    def __init__(
+        self, module: fx.GraphModule, values: Sequence[Value], shards: Mapping[Group, _Shards]
+    ) -> None:
+        self.module, self.values, self.shards = module, values, shards
+        self.nodes = _placeholders(module, values, [n for group in shards for n in group])
+        self.uses = _Uses(module, self.nodes)
+        self.full: dict[str, fx.Node] = {}
+        self.final: set[str] = set()
+        blocks = self.uses.blocks
+        if blocks and not blocks[-1]:
+            read = [n for n in self.nodes if self.uses.users(n)]
+            self.final = {n for n in read if max(self.uses.segments(n)) == len(blocks) - 1}
+
+    def rewrite(self) -> tuple[Value, ...]:
+        """The graph's new inputs."""
+        graph = self.module.graph
+        body = next(n for n in graph.nodes if n.op != "placeholder")
+        regions = self._regions()
+        flats: dict[Group, fx.Node] = {}
+        for region in regions:
+            group = region.shards.group
+            if group not in flats:
+                like = region.shards.values[group[0]]
+                with graph.inserting_before(body):
+                    flats[group] = graph.placeholder(f"shards_{len(flats)}")
+                flats[group].meta = {"val": like.new_empty(region.shards.count), "phase": "input"}
+        before = body
+        issued = []
+        for region in regions:  # where the region before starts
+            issued.append(self._issue(region, flats[region.shards.group], before))
+            before = region.users[0][0]
+        for region, gathered in zip(regions, issued, strict=True):
+            self._unpack(region, gathered)
+        kept = [v for v in self.values if v.kind != "parameter" or v.name not in self.nodes]
+        for node in self.nodes.values():
+            graph.erase_node(node)
+        graph.lint()
+        self.module.recompile()
+        return (*kept, *(Value("shards", group[0]) for group in flats))
+
+    def _regions(self) -> list[_Region]:
+        """In the order in which they start."""
+        found = []
+        for group, shards in self.shards.items():
+            users = [(user, name) for name in group for user in self.uses.users(name)]
+            users.sort(key=lambda pair: self.uses.position[pair[0]])
+            if len(group) > 1:
+                found += [_Region(shards, users)] if users else []
+                continue
+            parts: dict[int, list[tuple[fx.Node, str]]] = defaultdict(list)
+            for user, name in users:  # perhaps tied: gathered for each segment that reads it
+                parts[self.uses.segment[user]].append((user, name))
+            found += [_Region(shards, part) for part in parts.values()]
+        return sorted(found, key=lambda region: self.uses.position[region.users[0][0]])
+
+    def _issue(self, region: _Region, flat: fx.Node, before: fx.Node) -> fx.Node:
+        ranks = region.shards.ranks
+        value = flat.meta["val"]
+        whole = value.new_empty(value.numel() * ranks)
+        args = (flat, ranks, "data")
+        return self._call(before, c10d.all_gather_into_tensor.default, args, whole)
+
+    def _unpack(self, region: _Region, issued: fx.Node) -> None:
+        """Each parameter is taken out just before its first use: no two copies of all of them."""
+        first = region.users[0][0]
+        whole = issued.meta["val"]
+        here = self._call(first, c10d.wait_tensor.default, (issued,), whole)
+        made: dict[str, fx.Node] = {}
+        for user, name in region.users:
+            if name not in made:
+                made[name] = self._take(user, here, name, region.shards)
+            user.replace_input_with(self.nodes[name], made[name])
+        self.full |= made
+
+    def _take(self, before: fx.Node, here: fx.Node, name: str, shards: _Shards) -> fx.Node:
+        """One whole parameter out of what was gathered; a view where it is the only one."""
+        shape, ranks = list(shards.values[name].shape), shards.ranks
+        dim = shards.owned[name].split.dim
+        count = shards.values[name].numel() // ranks
+
+        def call(target: Any, source: fx.Node, *args: Any, **kwargs: Any) -> fx.Node:
+            value = target(source.meta["val"], *args, **kwargs)
+            return self._call(before, target, (source, *args), value, kwargs)
+
+        node = here
+        if len(shards.group) > 1:
+            node = call(aten.view.default, node, [ranks, shards.count])
+            node = call(aten.narrow.default, node, 1, shards.offset(name), count)
+        if dim > 0:
+            local = [*shape[:dim], shape[dim] // ranks, *shape[dim + 1 :]]
+            node = call(aten.view.default, node, [ranks, *local])
+            order = [*range(1, dim + 1), 0, *range(dim + 1, len(shape) + 1)]
+            node = call(aten.permute.default, node, order)
+        if len(shards.group) > 1 or dim > 0:
+            node = call(aten.clone.default, node, memory_format=torch.contiguous_format)
+        return call(aten.view.default, node, shape)
+
+    def _call(
+        self, before: fx.Node, target: Any, args: tuple, value: Any, kwargs: Any = None
+    ) -> fx.Node:
+        with self.module.graph.inserting_before(before):
+            node = self.module.graph.call_function(target, args, kwargs or {})
+        node.meta = {k: before.meta[k] for k in ("phase", "module") if k in before.meta}
+        node.meta |= {"val": value, "made_by": "gather_parameters"}
+        return node
+
+
+def _placeholders(
+    module: fx.GraphModule, values: Sequence[Value], names: Collection[str]
+) -> dict[str, fx.Node]:
+    nodes = [n for n in module.graph.nodes if n.op == "placeholder"]
+    return {
+        v.name: n
+        for n, v in zip(nodes, values, strict=True)
+        if v.kind == "parameter" and v.name in names
+    }

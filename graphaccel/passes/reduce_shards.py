@@ -1,0 +1,292 @@
+"""Gradients that are kept in shards are summed over the data axis so that each rank gets its own.
+
+before                                    after (two ranks, one microbatch; w [64, 32])
+  %g: f32[64,32] = aten.mm(%a, %b)          %flat: f32[2048] = aten.empty
+  ...                                       %g: f32[64,32] = aten.mm(%a, %b)
+  return (%g)                               %copy_: = aten.copy_(%flat_w, %g)
+                                            %own: f32[1024] = reduce_scatter_tensor(%flat, 2)
+                                            ... until the next one is issued ...
+                                            %here: f32[1024] = wait_tensor(%own)
+                                            return (%here)
+
+Groups are those in which the parameters lie, or for parameters that rest whole buckets in the order
+in which gradients are ready. A gradient is written into its group's flat tensor where it is made,
+one rank's shard after the other; the reduce-scatter starts when the group is complete and is waited
+for when the next one starts. With several microbatches there are two ways (`Plan.accumulation`):
+"whole" adds them up in the flat tensor and reduces it once, "shards" reduces in every microbatch
+and adds up the shards, for 1/N of the memory and as many times the traffic.
+Rajbhandari et al., ZeRO, 2020, §5.2. Stands last: it brings in-place ops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphaccel.ir.program import Owned, StageProgram, Value
+from graphaccel.planner.plan import Plan
+
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
+_SMALLEST = 1 << 20  # bytes: below this a collective is all latency
+
+
+def reduce_shards(
+    program: StageProgram,
+    plan: Plan,
+    owned: Mapping[str, Owned],
+    partial: Mapping[str, tuple[str, ...]] | None = None,
+) -> StageProgram:
+    """The program whose outputs "shard" (whole gradients) have become "carried" (flat shards).
+
+    partial: parameter → axes besides data over which its gradient is still a partial sum: its
+    shard is summed over them in the last microbatch.
+    """
+    made = [v.name for v in program.backward_outputs if v.kind == "shard"]
+    if not made:
+        return program
+    base = next(iter(program.backwards.values()))
+    groups = _groups(program, base, plan, owned, made)
+    last = plan.microbatches - 1
+    moments = {(m == 0, m == last) for m in range(plan.microbatches)}
+    graphs = {
+        moment: _Reducing(
+            program.backwards.get(moment, base), program, groups, owned, plan, moment, partial or {}
+        ).build()
+        for moment in moments
+    }
+    carried = tuple(Value("carried", group[0]) for group in groups)
+    kept = tuple(v for v in program.backward_outputs if v.kind != "shard")
+    return replace(
+        program,
+        backwards=graphs,
+        backward_inputs=(*program.backward_inputs, *(carried if plan.microbatches > 1 else ())),
+        backward_outputs=(*kept, *carried),
+        reduced=groups,
+    )
+
+
+def _groups(
+    program: StageProgram,
+    module: fx.GraphModule,
+    plan: Plan,
+    owned: Mapping[str, Owned],
+    made: Sequence[str],
+) -> tuple[tuple[str, ...], ...]:
+    """Groups of parameters at rest, without what is frozen; then buckets of the others."""
+    results = _results(program, module)
+    found = [tuple(n for n in group if n in results) for group in program.groups]
+    order = {node: i for i, node in enumerate(module.graph.nodes)}
+    others = sorted((n for n in made if owned[n].level < 3), key=lambda n: order[results[n]])
+    sizes = {n: results[n].meta["val"].numel() * results[n].meta["val"].element_size()
+             for n in others}  # fmt: skip
+    limit = min(plan.bucket_bytes, max(_SMALLEST, sum(sizes.values()) // 4))
+    buckets: list[list[str]] = []
+    filled, kind = 0, None
+    for name in others:
+        dtype = results[name].meta["val"].dtype
+        if not buckets or dtype != kind or filled + sizes[name] > limit:
+            buckets.append([])
+            filled, kind = 0, dtype
+        buckets[-1].append(name)
+        filled += sizes[name]
+    return (*(group for group in found if group), *map(tuple, buckets))
+
+
+def _results(program: StageProgram, module: fx.GraphModule) -> dict[str, fx.Node]:
+    """Parameter → its whole gradient."""
+    results = module.graph.output_node().args[0]
+    pairs = zip(program.backward_outputs, results, strict=True)
+    return {v.name: node for v, node in pairs if v.kind == "shard"}
+
+
+class _Reducing:
+    """Makes the backward graph of one moment of the step."""
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        program: StageProgram,
+        groups: Sequence[tuple[str, ...]],
+        owned: Mapping[str, Owned],
+        plan: Plan,
+        moment: tuple[bool, bool],
+        partial: Mapping[str, tuple[str, ...]],
+    ) -> None:
+        self.partial = partial
+        self.module, self.program, self.groups, self.owned = module, program, groups, owned
+        self.ranks, self.first, self.last = plan.data, *moment
+        self.single = plan.microbatches == 1
+        self.whole = not self.single and plan.accumulation == "whole"
+        self.graph = fx.Graph()
+        self.sizes: dict[str, int] = {}
+
+    def build(self) -> fx.GraphModule:
+        """The graph."""
+        made: dict[fx.Node, fx.Node] = {}
+        results = list(self.graph.graph_copy(self.module.graph, made))
+        self.graph.output(results)
+        own = {n: made[node] for n, node in _results(self.program, self.module).items()}
+        self.sizes = {n: node.meta["val"].numel() // self.ranks for n, node in own.items()}
+        carried = self._inputs(own)
+        order = {node: i for i, node in enumerate(self.graph.nodes)}
+        ready = {g: max((own[n] for n in g), key=order.__getitem__) for g in self.groups}
+        outputs: dict[tuple[str, ...], fx.Node] = {}
+        pending: tuple[tuple[str, ...], fx.Node] | None = None
+        for group in sorted(self.groups, key=lambda g: order[ready[g]]):
+            flat, newest = self._write(group, own, carried.get(group))
+            if self.whole and not self.last:
+                outputs[group] = flat
+                continue
+            sent = self._issue(flat, newest)
+            if pending is not None:
+                outputs[pending[0]] = self._wait(*pending, carried, sent.next)
+            pending = (group, sent)
+        if pending is not None:
+            outputs[pending[0]] = self._wait(*pending, carried, self.graph.output_node())
+        kept = [
+            n for n, v in zip(results, self.program.backward_outputs, strict=True)
+            if v.kind != "shard"
+        ]  # fmt: skip
+        self.graph.output_node().args = ([*kept, *(outputs[g] for g in self.groups)],)
+        new = fx.GraphModule(self.module, self.graph)
+        new.graph.lint()
+        return new
+
+    def _inputs(self, own: Mapping[str, fx.Node]) -> dict[tuple[str, ...], fx.Node]:
+        """Placeholders of what the microbatch before left; the first finds nothing there."""
+        found: dict[tuple[str, ...], fx.Node] = {}
+        if self.single:
+            return found
+        body = next(n for n in self.graph.nodes if n.op != "placeholder")
+        for index, group in enumerate(self.groups):
+            value = own[group[0]].meta["val"]
+            count = self._count(group, own) * (self.ranks if self.whole else 1)
+            with self.graph.inserting_before(body):
+                node = self.graph.placeholder(f"carried_{index}")
+            node.meta = {"val": value.new_empty(count), "phase": "input"}
+            if not self.first:
+                found[group] = node
+        return found
+
+    def _count(self, group: tuple[str, ...], own: Mapping[str, fx.Node]) -> int:
+        return sum(own[n].meta["val"].numel() for n in group) // self.ranks
+
+    def _write(
+        self, group: tuple[str, ...], own: Mapping[str, fx.Node], carried: fx.Node | None
+    ) -> tuple[fx.Node, fx.Node]:
+        """Each gradient into its place: (the flat tensor, the last of the writes)."""
+        order = {node: i for i, node in enumerate(self.graph.nodes)}
+        start = min((own[n] for n in group), key=order.__getitem__)
+        count = self._count(group, own)
+        adding = self.whole and carried is not None
+        if adding:
+            assert carried is not None
+            flat = carried
+        else:
+            like = own[group[0]].meta["val"]
+            kwargs = {"dtype": like.dtype, "device": like.device}
+            value = like.new_empty(count * self.ranks)
+            flat = self._call(self._after(start), aten.empty.memory_format,
+                              ([count * self.ranks],), value, kwargs)  # fmt: skip
+        newest, offset = flat, 0
+        places = {}
+        for name in group:
+            places[name] = offset
+            offset += own[name].meta["val"].numel() // self.ranks
+        target = aten.add_.Tensor if adding else aten.copy_.default
+        order = {node: i for i, node in enumerate(self.graph.nodes)}
+        for name in sorted(group, key=lambda n: order[own[n]]):
+            at = self._after(max((own[name], flat), key=order.__getitem__))
+            newest = self._put(target, flat, own[name], places[name], count, name, at)
+        return flat, newest
+
+    def _put(
+        self, target: Any, flat: fx.Node, value: fx.Node, place: int, count: int, name: str,
+        at: fx.Node,
+    ) -> fx.Node:  # fmt: skip
+        """One gradient, seen as the shards of all ranks, into theirs in the flat tensor."""
+        shape, ranks = list(value.meta["val"].shape), self.ranks
+        dim = self.owned[name].split.dim
+        local = [*shape[:dim], shape[dim] // ranks, *shape[dim + 1 :]]
+
+        def call(op: Any, source: fx.Node, *args: Any) -> fx.Node:
+            return self._call(at, op, (source, *args), op(source.meta["val"], *args))
+
+        there = call(aten.view.default, flat, [ranks, count])
+        there = call(aten.narrow.default, there, 1, place, value.meta["val"].numel() // ranks)
+        there = call(aten.view.default, there, [ranks, *local])
+        if dim > 0:
+            order = [*range(1, dim + 1), 0, *range(dim + 1, len(shape) + 1)]
+            there = call(aten.permute.default, there, order)
+        parts = call(aten.view.default, value, [*shape[:dim], ranks, *local[dim:]])
+        return self._call(at, target, (there, parts), there.meta["val"])
+
+    def _issue(self, flat: fx.Node, newest: fx.Node) -> fx.Node:
+        value = flat.meta["val"]
+        own = value.new_empty(value.numel() // self.ranks)
+        args = (flat, "sum", self.ranks, "data")
+        return self._call(newest.next, c10d.reduce_scatter_tensor.default, args, own)
+
+    def _wait(
+        self,
+        group: tuple[str, ...],
+        sent: fx.Node,
+        carried: Mapping[tuple[str, ...], fx.Node],
+        before: fx.Node,
+    ) -> fx.Node:
+        """The sum, added to that of the microbatches before where it is not carried whole."""
+        value = sent.meta["val"]
+        here = self._call(before, c10d.wait_tensor.default, (sent,), value)
+        if not self.whole and group in carried:
+            so_far = carried[group]
+            here = self._call(before, aten.add_.Tensor, (so_far, here), so_far.meta["val"])
+        if self.last:
+            self._sum_over_others(group, here, before)
+        return here
+
+    def _sum_over_others(self, group: tuple[str, ...], here: fx.Node, before: fx.Node) -> None:
+        """Neighbours that are partial sums over the same other axes, in place, all of them sent
+        before the first is waited for."""
+        sizes = self.sizes
+        pieces: list[list[Any]] = []  # axes, start, length
+        offset = 0
+        for name in group:
+            axes = "+".join(self.partial.get(name, ()))
+            if pieces and pieces[-1][0] == axes:
+                pieces[-1][2] += sizes[name]
+            else:
+                pieces.append([axes, offset, sizes[name]])
+            offset += sizes[name]
+        sent = []
+        for axes, start, length in pieces:
+            if axes:
+                args = (here, 0, start, length)
+                value = aten.narrow.default(here.meta["val"], *args[1:])
+                piece = self._call(before, aten.narrow.default, args, value)
+                sent.append(
+                    self._call(before, c10d.all_reduce_.default, (piece, "sum", axes), value)
+                )
+        for node in sent:
+            self._call(before, c10d.wait_tensor.default, (node,), node.meta["val"])
+
+    def _after(self, node: fx.Node) -> fx.Node:
+        """The node before which to insert so as to stand behind `node`, and behind all inputs."""
+        after = node.next
+        while after.op == "placeholder":
+            after = after.next
+        return after
+
+    def _call(
+        self, before: fx.Node, target: Any, args: tuple, value: Any, kwargs: Any = None
+    ) -> fx.Node:
+        with self.graph.inserting_before(before):
+            node = self.graph.call_function(target, args, kwargs or {})
+        node.meta = {"val": value, "made_by": "reduce_shards", "phase": "backward"}
+        if "module" in before.meta:
+            node.meta["module"] = before.meta["module"]
+        return node

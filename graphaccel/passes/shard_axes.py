@@ -1,0 +1,105 @@
+"""Shard the graph over the mesh axes of a plan that split more than the batch, one after the other.
+
+Rules speak of one axis, so axes compose: each sees the graph that the one before it left, with
+local shapes and with collectives that are calls like any other. Tensor comes first, as its
+collectives are the most frequent and want the shapes of whole examples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from graphaccel.capture.stepgraph import StepGraph
+from graphaccel.errors import BadPin
+from graphaccel.ir.program import Sharded
+from graphaccel.passes.shard_axis import shard_axis
+from graphaccel.planner.placements import Rates, solve_placements
+from graphaccel.planner.plan import Plan
+from graphaccel.rules.propagate import REPLICATED
+from graphaccel.rules.rows import Placement, Shard
+
+AXES = ("tensor", "context", "expert")
+# Without a cluster: an accelerator with 1 TB/s of memory and links of a tenth of that.
+_REFERENCE = Rates(1e14, 1e12, 6.4e-10, 1e11, 6.4e-10)
+
+
+@dataclass(frozen=True)
+class LocalGraph:
+    """graph: of one rank. resting: parameter -> splits, in the order in which they are applied.
+    partial: parameter -> axes over which its gradient is a partial sum. guessed: names of calls
+    that were not placed exactly, by axis."""
+
+    graph: fx.GraphModule = field(repr=False)
+    resting: Mapping[str, tuple[Sharded, ...]]
+    partial: Mapping[str, tuple[str, ...]]
+    guessed: Mapping[str, tuple[str, ...]]
+
+
+def shard_axes(
+    graph: fx.GraphModule,
+    step: StepGraph,
+    plan: Plan,
+    resting: Mapping[str, tuple[Sharded, ...]] | None = None,
+) -> LocalGraph:
+    """The joint graph as each rank of the tensor, context and expert axes runs it.
+
+    resting: how parameters rest already (programs for other batches, evaluation).
+
+    Raises BadPin (GA202) for placements that the graph does not allow.
+    """
+    rests: dict[str, tuple[Sharded, ...]] = {}
+    partial: dict[str, tuple[str, ...]] = {}
+    guessed: dict[str, tuple[str, ...]] = {}
+    for axis in AXES:
+        ranks = getattr(plan, axis)
+        if ranks == 1:
+            continue
+        pins = _pins(step, plan, axis, resting)
+        rates = next((Rates(*v) for a, v in plan.rates if a == axis), _REFERENCE)
+        keep = plan.outputs == "all"
+        try:
+            placed = solve_placements(
+                graph.graph, step.inputs, step.outputs,
+                axis=axis, ranks=ranks, rates=rates, pins=pins,
+                sequence=plan.sequence, keep_outputs=keep,
+            )  # fmt: skip
+        except ValueError as error:
+            raise BadPin(
+                pin="pins", value=dict(plan.placements), reason=f"{error} on axis {axis}"
+            ) from error
+        made = shard_axis(
+            graph, step.inputs, step.outputs, placed, axis=axis, ranks=ranks, keep_outputs=keep
+        )
+        graph = made.graph
+        for name, shard in made.held.items():
+            rests[name] = (*rests.get(name, ()), Sharded(axis, shard.dim, shard.outer))
+        for name in sorted(made.partial):
+            partial[name] = (*partial.get(name, ()), axis)
+        if placed.guessed:
+            guessed[axis] = tuple(n.name for n in placed.guessed)
+    return LocalGraph(graph, rests, partial, guessed)
+
+
+def _pins(
+    step: StepGraph,
+    plan: Plan,
+    axis: str,
+    resting: Mapping[str, tuple[Sharded, ...]] | None,
+) -> dict[str, Placement]:
+    """Placements that are decided: by the user, or because parameters lie so already."""
+    if resting is not None:
+        names = [spec.name for spec in step.inputs if spec.kind == "parameter"]
+        splits = {name: resting.get(name, ()) for name in names}
+    else:
+        splits = dict(plan.placements)
+    found: dict[str, Placement] = {}
+    for name, parts in splits.items():
+        mine = [s for s in parts if s.axis == axis]
+        if mine:
+            found[name] = Shard(mine[0].dim, mine[0].outer)
+        elif resting is not None or not parts:
+            found[name] = REPLICATED
+    return found

@@ -1,0 +1,584 @@
+"""Where every tensor of a step lies on one mesh axis, at the least communication and work.
+
+Every call of the joint graph picks one of its rows (`rules.rows`), every parameter a resting
+place. What a call gives may be converted before another reads it, at the price of a collective; a
+value that several calls read may be kept in a second placement, converted once for all of them.
+The sum of work and conversions is minimised exactly by variable elimination (`planner.eliminate`).
+
+Nothing here knows of tensor, sequence, vocabulary or expert parallelism: they are what comes out,
+depending on which dims may lie on the axis (`seeds`).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry
+
+from graphaccel.capture.export import GraphInput, GraphOutput
+from graphaccel.capture.symbols import BATCH, SEQUENCE
+from graphaccel.planner.cluster import Cluster
+from graphaccel.planner.cost import counted_packet, peak_flops
+from graphaccel.planner.eliminate import Table, cheapest_assignment
+from graphaccel.planner.plan import Plan
+from graphaccel.rules import collectives, indexing
+from graphaccel.rules.factories import UNIFORM
+from graphaccel.rules.notation import output_shapes, shape_of, tensor_arguments
+from graphaccel.rules.propagate import PARTIAL, REPLICATED, is_random
+from graphaccel.rules.rows import Placement, Row, Shard, Shards, rows_of
+
+_HELD = ("parameter", "buffer")
+_STATE_PASSES = (
+    64  # what a byte of parameter at rest is worth, in passes over it (memory is scarce)
+)
+_LATE = 0.5  # of its price is what a gradient's sum costs in a bucket, behind other work
+_UNFINISHED = frozenset(collectives.RULES) - {torch.ops._c10d_functional.wait_tensor.default}
+_FRACTION = 8  # of a usual message: what a collective costs at least
+_ROUNDS = 12
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What decides between placements: FLOP/s, bytes/s of memory, seconds an op takes at least,
+    bytes/s and seconds of a hop on the links of the axis."""
+
+    flops: float
+    memory: float
+    launch: float
+    bandwidth: float
+    latency: float
+
+
+def axis_rates(cluster: Cluster, plan: Plan, axis: str) -> Rates:
+    """Rates of an axis of a plan's mesh on a cluster.
+
+    The launch of an op is left out, but for what breaks ties: where sharding pays it vanishes.
+    """
+    inner = {"tensor": 1, "context": plan.tensor, "expert": plan.context * plan.tensor}[axis]
+    span = inner * getattr(plan, axis)
+    link = next((x for x in cluster.links if x.size >= span), cluster.links[-1])
+    device = cluster.device
+    flops = peak_flops(device, plan.precision.compute)
+    tie = 64 / link.bandwidth
+    hop = link.latency_seconds + device.launch_seconds
+    return Rates(flops, device.memory_bandwidth, tie, link.bandwidth, hop)
+
+
+Value: TypeAlias = tuple[fx.Node, int]  # a call and which of its results
+
+
+@dataclass(frozen=True)
+class Placements:
+    """The solution.
+
+    rows: of every call that has a choice. held: of parameters and buffers, by placeholder.
+    versions: the second placement of values that are kept in two. seconds: its cost. guessed:
+    calls that were not solved exactly.
+    """
+
+    rows: Mapping[fx.Node, Row] = field(repr=False)
+    held: Mapping[fx.Node, Placement] = field(repr=False)
+    versions: Mapping[Value, Placement] = field(repr=False)
+    seconds: float
+    guessed: tuple[fx.Node, ...] = ()
+
+    def of(self, value: Value) -> Placement:
+        """Where a value lies as it is made."""
+        node, position = value
+        if node in self.held:
+            return self.held[node]
+        row = self.rows.get(node)
+        return REPLICATED if row is None else row.outputs[position]
+
+
+def solve_placements(
+    graph: fx.Graph,
+    inputs: Sequence[GraphInput],
+    outputs: Sequence[GraphOutput],
+    *,
+    axis: str,
+    ranks: int,
+    rates: Rates,
+    pins: Mapping[str, Placement],
+    sequence: bool = True,
+    keep_outputs: bool = False,
+) -> Placements:
+    """Place a joint graph of concrete sizes (`meta["val"]`) on an axis of `ranks`.
+
+    inputs, outputs: what the first placeholders and the results are. axis: "tensor" (features and,
+    if `sequence`, the sequence), "context" (the sequence) or "expert" (examples and experts).
+    pins: placements of parameters by name. keep_outputs: the model's outputs are wanted whole.
+
+    Raises ValueError for pins that no row allows.
+    """
+    problem = PlacementProblem(
+        graph, inputs, outputs, axis, ranks, rates, pins, sequence, keep_outputs
+    )
+    return problem.solve()
+
+
+class PlacementProblem:
+    """One graph on one axis: what may be sharded, what it costs, and the cheapest of it."""
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        inputs: Sequence[GraphInput],
+        outputs: Sequence[GraphOutput],
+        axis: str,
+        ranks: int,
+        rates: Rates,
+        pins: Mapping[str, Placement],
+        sequence: bool,
+        keep_outputs: bool,
+    ) -> None:
+        self.graph, self.axis, self.ranks, self.rates = graph, axis, ranks, rates
+        self.pins, self.sequence, self.keep_outputs = pins, sequence, keep_outputs
+        self.nodes = list(graph.nodes)
+        placeholders = [n for n in self.nodes if n.op == "placeholder"]
+        self.kinds = dict(zip(placeholders, inputs, strict=False))
+        self.outputs = list(zip(graph.output_node().args[0], outputs, strict=False))
+        mutated = frozenset(spec.name for spec in outputs if spec.kind == "buffer")
+        self.free = free_nodes(graph, self.kinds, mutated)
+        self.calls = [
+            n
+            for n in self.nodes
+            if n.op == "call_function" and n.target is not operator.getitem and n not in self.free
+        ]
+        self.held = [n for n, spec in self.kinds.items() if spec.kind in _HELD]
+        self.resting = set(self.held)  # and what only looks at them
+        for node in self.calls:
+            if _looks(node) and node.all_input_nodes[0] in self.resting:
+                self.resting.add(node)
+        self.shards: dict[Value, Shards] = {}
+        self.rows: dict[fx.Node, tuple[Row, ...]] = {}
+        self._known: dict[Any, tuple[Row, ...]] = {}
+        self._converted: dict[Any, float] = {}
+
+    # ---- what may be sharded
+
+    def solve(self) -> Placements:
+        """The cheapest placements. Raises ValueError where pins allow none."""
+        self._seed()
+        for _ in range(_ROUNDS):
+            before = sum(map(len, self.shards.values()))
+            for node in (*self.calls, *reversed(self.calls)):
+                self._spread(node)
+            if sum(map(len, self.shards.values())) == before:
+                break
+        for node in self.calls:
+            self.rows[node] = self._rows(node)
+        self.latency = self._latency()
+        return self._eliminated()
+
+    def _latency(self) -> float:
+        """Seconds of a hop, but no more than a fraction of a usual message takes.
+
+        Small models would not be sharded at all otherwise, though an axis was asked for.
+        """
+        sizes = [
+            _tensor((n, 0)).numel() * _tensor((n, 0)).element_size()
+            for n in self.calls
+            if counted_packet(n) in flop_registry
+        ]
+        usual = float(np.median(sizes)) if sizes else 0.0
+        return min(self.rates.latency, usual / _FRACTION / self.rates.bandwidth)
+
+    def _seed(self) -> None:
+        for node in self.held:
+            if not isinstance(node.meta["val"], torch.Tensor):
+                continue
+            shape = shape_of(node)
+            found = set()
+            if self.axis == "tensor" and self.kinds[node].kind == "parameter":
+                found = {Shard(d) for d in range(len(shape))}
+            if self.axis == "expert" and len(shape) == 3:
+                found = {Shard(0)}
+            pin = self.pins.get(self.kinds[node].name)
+            if isinstance(pin, Shard):
+                found.add(pin)
+            self.shards[(node, 0)] = frozenset(s for s in found if s.fits(shape, self.ranks))
+        wanted = {"context": SEQUENCE, "expert": BATCH}.get(self.axis)
+        if self.axis == "tensor" and self.sequence:
+            wanted = SEQUENCE
+        for node in self.calls:
+            dims = node.meta.get("dims", ())
+            several = isinstance(node.meta["val"], (tuple, list))
+            for k, shape in enumerate(output_shapes(node)):
+                sizes = dims[k] if several and k < len(dims) else dims
+                found = {
+                    Shard(d)
+                    for d, size in enumerate(sizes[: len(shape)] if not several or sizes else ())
+                    if wanted is not None and size == wanted
+                }
+                self.shards[(node, k)] = frozenset(s for s in found if s.fits(shape, self.ranks))
+
+    def _spread(self, node: fx.Node) -> None:
+        """What follows from the shards of a call's tensors for the others."""
+        arguments = tensor_arguments(node)
+        for row in self._rows(node):
+            for argument, placement in zip(arguments, row.inputs, strict=True):
+                source = source_of(argument)
+                if isinstance(placement, Shard) and source in self.shards:
+                    self.shards[source] |= {placement}
+            for k, placement in enumerate(row.outputs):
+                if isinstance(placement, Shard):
+                    self.shards[(node, k)] |= {placement}
+
+    def _rows(self, node: fx.Node) -> tuple[Row, ...]:
+        given = [self.shards.get(source_of(a), frozenset()) for a in tensor_arguments(node)]
+        made = [self.shards[(node, k)] for k in range(len(output_shapes(node)))]
+        key = (*_signature(node), tuple(given), tuple(made))
+        if key not in self._known:
+            rows = rows_of(node, self.ranks, given, made)
+            self._known[key] = tuple(r for r in rows if self._allowed(node, r))
+        return self._known[key]
+
+    def _allowed(self, node: fx.Node, row: Row) -> bool:
+        """Work on the tensor axis is never divided by examples: that is what the data axis does."""
+        if self.axis != "expert":
+            given = zip(map(source_of, tensor_arguments(node)), row.inputs, strict=True)
+            made = (((node, k), p) for k, p in enumerate(row.outputs))
+            if any(_splits_batch(v, p) for v, p in (*given, *made)):
+                return False
+        if row.lowering == "causal":
+            return self.axis == "context"
+        return True
+
+    # ---- the cost of it all
+
+    def _eliminated(self) -> Placements:
+        variables: dict[Any, int] = {}
+        choices: list[Sequence[Any]] = []
+        for node in self.held:
+            variables[node] = len(choices)
+            choices.append(self._resting(node))
+        for node in self.calls:
+            variables[node] = len(choices)
+            choices.append(self.rows[node])
+        users = self._users()
+        for value, uses in users.items():
+            if len(uses) > 1 and value[0] in variables and value[0] not in self.held:
+                variables[value] = len(choices)
+                choices.append((None, REPLICATED, *sorted(self.shards[value])))
+        tables = list(self._tables(variables, choices, users))
+        found = cheapest_assignment([len(c) for c in choices], tables)
+        chosen = {key: choices[i][found.values[i]] for key, i in variables.items()}
+        names = {i: key for key, i in variables.items()}
+        return Placements(
+            {n: chosen[n] for n in self.calls},
+            {n: chosen[n] for n in self.held},
+            {k: p for k, p in chosen.items() if isinstance(k, tuple) and p is not None},
+            found.cost,
+            tuple(n for i in found.guessed if isinstance(n := names[i], fx.Node)),
+        )
+
+    def _resting(self, node: fx.Node) -> tuple[Placement, ...]:
+        pin = self.pins.get(self.kinds[node].name)
+        if pin is not None:
+            return (pin,)
+        if self.kinds[node].kind == "buffer":
+            return (REPLICATED,)
+        if self.axis == "expert" and self._experts(node):
+            return (Shard(0),)  # that is what the axis was asked for
+        return (REPLICATED, *sorted(self.shards[(node, 0)]))
+
+    def _experts(self, node: fx.Node) -> bool:
+        """Whether a parameter holds experts, and every call that reads it can do with some."""
+        if len(shape_of(node)) != 3 or Shard(0) not in self.shards[(node, 0)]:
+            return False
+        uses = [
+            (user, at)
+            for user in node.users
+            for at, argument in enumerate(tensor_arguments(user))
+            if argument is node and user in self.rows
+        ]
+        return all(any(r.inputs[at] == Shard(0) for r in self.rows[user]) for user, at in uses)
+
+    def _users(self) -> dict[Value, list[tuple[fx.Node, int]]]:
+        """Value → (call, position) that reads it; an output reads at position -1."""
+        users: dict[Value, list[tuple[fx.Node, int]]] = {}
+        for node in self.calls:
+            for position, argument in enumerate(tensor_arguments(node)):
+                users.setdefault(source_of(argument), []).append((node, position))
+        result = self.graph.output_node()
+        for node, spec in self.outputs:
+            if isinstance(node, fx.Node) and self._wanted(spec):
+                users.setdefault(source_of(node), []).append((result, -1))
+        return users
+
+    def _wanted(self, spec: GraphOutput) -> bool:
+        return spec.kind != "output" or self.keep_outputs
+
+    def _tables(
+        self,
+        variables: Mapping[Any, int],
+        choices: Sequence[Sequence[Any]],
+        users: Mapping[Value, Sequence[tuple[fx.Node, int]]],
+    ) -> Iterator[Table]:
+        for node in self.held:
+            costs = [self._held_seconds(node, p) for p in choices[variables[node]]]
+            yield Table((variables[node],), np.array(costs))
+        for node in self.calls:
+            seconds = self._work(node)
+            costs = [self.row_seconds(node, row, seconds) for row in self.rows[node]]
+            yield Table((variables[node],), np.array(costs))
+        gradients = self._gradients(variables)
+        for value, uses in users.items():
+            node = value[0]
+            if node not in variables:  # the same on every rank: parts of it are free
+                for user, position in uses:
+                    if position >= 0:
+                        costs = self._conversions(value, (REPLICATED,), self._needs(user, position))
+                        yield Table((variables[user],), costs[0])
+                continue
+            own = choices[variables[node]]
+            made = own if node in self.held else tuple(row.outputs[value[1]] for row in own)
+            if value not in variables:
+                for user, position in uses:
+                    yield from self._pair(variables, value, made, user, position, gradients)
+                continue
+            kept = choices[variables[value]]
+            costs = np.array(
+                [[0.0 if k is None else self._conversion(value, p, k) for k in kept] for p in made]
+            )
+            yield Table((variables[node], variables[value]), costs)
+            for user, position in uses:
+                yield self._triple(variables, value, made, kept, user, position, gradients)
+
+    def _gradients(self, variables: Mapping[Any, int]) -> dict[Value, list[fx.Node]]:
+        """Value → the parameters it is the gradient of."""
+        by_name = {spec.name: n for n, spec in self.kinds.items() if spec.kind == "parameter"}
+        found: dict[Value, list[fx.Node]] = {}
+        for node, spec in self.outputs:
+            if spec.kind == "gradient":
+                found.setdefault(source_of(node), []).append(by_name[spec.name])
+        return found
+
+    def _pair(
+        self,
+        variables: Mapping[Any, int],
+        value: Value,
+        made: Sequence[Placement],
+        user: fx.Node,
+        position: int,
+        gradients: Mapping[Value, Sequence[fx.Node]],
+    ) -> Iterator[Table]:
+        node = value[0]
+        if position >= 0:
+            costs = self._conversions(value, made, self._needs(user, position))
+            if user is node:
+                costs = np.diagonal(costs)
+                yield Table((variables[node],), costs)
+            else:
+                yield Table((variables[node], variables[user]), costs)
+            return
+        for parameter in gradients.get(value, ()):
+            resting = self._resting(parameter)
+            costs = self._conversions(value, made, resting) * _LATE
+            yield Table((variables[node], variables[parameter]), costs)
+        if value not in gradients:
+            yield Table((variables[node],), self._conversions(value, made, (REPLICATED,))[:, 0])
+
+    def _triple(
+        self,
+        variables: Mapping[Any, int],
+        value: Value,
+        made: Sequence[Placement],
+        kept: Sequence[Placement | None],
+        user: fx.Node,
+        position: int,
+        gradients: Mapping[Value, Sequence[fx.Node]],
+    ) -> Table:
+        """A user takes the value as it is made or as it is kept, whichever is cheaper."""
+        if position >= 0:
+            needs, third = self._needs(user, position), variables[user]
+        elif value in gradients:
+            parameter = gradients[value][0]
+            needs, third = self._resting(parameter), variables[parameter]
+        else:
+            needs, third = (REPLICATED,), -1
+        direct = self._conversions(value, made, needs)
+        again = np.array(
+            [[inf if k is None else self._conversion(value, k, n) for n in needs] for k in kept]
+        )
+        if position < 0 and value in gradients:
+            direct = direct * _LATE
+        costs = np.minimum(direct[:, None, :], again[None, :, :])
+        if third < 0:
+            return Table((variables[value[0]], variables[value]), costs[:, :, 0])
+        return Table((variables[value[0]], variables[value], third), costs)
+
+    def _needs(self, user: fx.Node, position: int) -> tuple[Placement | None, ...]:
+        return tuple(row.inputs[position] for row in self.rows[user])
+
+    def _conversions(
+        self, value: Value, made: Sequence[Placement], needs: Sequence[Placement | None]
+    ) -> np.ndarray:
+        return np.array([[self._conversion(value, p, q) for q in needs] for p in made])
+
+    def _conversion(self, value: Value, source: Placement, target: Placement | None) -> float:
+        if target is None or source == target:
+            return 0.0
+        if value[0].target in _UNFINISHED:  # on its way: nothing but the wait may read it
+            return inf
+        tensor = _tensor(value)
+        size = tensor.numel() * tensor.element_size()
+        floating = tensor.is_floating_point()
+        key = (size, floating, source, target, value[0] in self.resting)
+        if key not in self._converted:
+            self._converted[key] = self.conversion_seconds(*key)
+        return self._converted[key]
+
+    def conversion_seconds(
+        self, size: int, floating: bool, source: Placement, target: Placement, held: bool
+    ) -> float:
+        """Seconds to convert a tensor of `size` bytes; infinite where there is no way.
+
+        held: it is a parameter, or a view of one.
+        """
+        n, r = self.ranks, self.rates
+        passing = size * (n - 1) / n / r.bandwidth
+        if source == REPLICATED:
+            if target == PARTIAL:
+                return 2 * size / r.memory + r.launch if floating else inf
+            return 0.0 if isinstance(target, Shard) and target == Shard(0) else r.launch / 4
+        if held or target == PARTIAL:  # a parameter is not gathered on this axis: it rests whole
+            return inf
+        if source == PARTIAL:
+            if not floating:
+                return inf
+            if target == REPLICATED:
+                return 2 * ((n - 1) * self.latency + passing) + r.launch
+            copies = 0.0 if target == Shard(0) else 2 * size / r.memory
+            return (n - 1) * self.latency + passing + copies + r.launch
+        if target == REPLICATED or source.dim == target.dim:
+            copies = 0.0 if source == Shard(0) else 2 * size / r.memory
+            return (n - 1) * self.latency + passing + copies + r.launch
+        return (n - 1) * self.latency + passing / n + 2 * size / n / r.memory + 2 * r.launch
+
+    def _held_seconds(self, node: fx.Node, placement: Placement) -> float:
+        """What it is worth to hold less: gradients and optimizer state shrink with it."""
+        if self.kinds[node].kind != "parameter":
+            return 0.0
+        value = node.meta["val"]
+        share = 1 if placement == REPLICATED else self.ranks
+        return _STATE_PASSES * value.numel() * value.element_size() / share / self.rates.memory
+
+    def row_seconds(self, node: fx.Node, row: Row, work: float) -> float:
+        """Seconds of a call that is `work` seconds when whole."""
+        share = self.ranks if row.divided else 1
+        seconds = work / share + (self.rates.launch if work else 0.0)
+        if row.gathered:
+            width = _tensor((node, 0)).element_size()
+            passing = row.gathered * width * (self.ranks - 1) / self.ranks / self.rates.bandwidth
+            seconds += 2 * (passing + (self.ranks - 1) * self.latency)
+        return seconds + self._kept_bytes(node, row) / self.rates.memory / 64
+
+    def _kept_bytes(self, node: fx.Node, row: Row) -> float:
+        """Bytes a rank writes: between equals, the smaller."""
+        total = 0.0
+        for k, placement in enumerate(row.outputs):
+            tensor = _tensor((node, k))
+            share = self.ranks if isinstance(placement, Shard) else 1
+            total += tensor.numel() * tensor.element_size() / share
+        return total
+
+    def _work(self, node: fx.Node) -> float:
+        if (
+            getattr(node.target, "is_view", False)
+            or node.target is torch.ops.aten._unsafe_view.default
+        ):
+            return 0.0
+        tensors = [a.meta["val"] for a in dict.fromkeys(tensor_arguments(node))]
+        tensors += [_tensor((node, k)) for k in range(len(output_shapes(node)))]
+        seconds = sum(t.numel() * t.element_size() for t in tensors) / self.rates.memory
+        formula = flop_registry.get(counted_packet(node))
+        if formula is not None:
+            args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), _shapes)
+            out = _shapes(node)
+            seconds = max(seconds, formula(*args, **kwargs, out_val=out) / self.rates.flops)
+        return seconds
+
+
+def free_nodes(
+    graph: fx.Graph, kinds: Mapping[fx.Node, GraphInput], mutated: frozenset[str]
+) -> set[fx.Node]:
+    """Calls that depend on the batch, constants and buffers that stay as they are alone: every rank
+    makes them for itself."""
+    bound = {n for n, spec in kinds.items() if spec.kind in ("parameter", "tangent")}
+    bound |= {n for n, spec in kinds.items() if spec.kind == "buffer" and spec.name in mutated}
+    free = set()
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        made = node.target in UNIFORM and node.meta["val"].is_floating_point()
+        if is_random(node) or made or any(n in bound for n in node.all_input_nodes):
+            bound.add(node)
+        else:
+            free.add(node)
+    return free
+
+
+def source_of(node: fx.Node) -> Value:
+    """The call a value comes from, and which of its results it is."""
+    if node.target is operator.getitem:
+        made = [k for k, t in enumerate(node.args[0].meta["val"]) if isinstance(t, torch.Tensor)]
+        return node.args[0], made.index(node.args[1])
+    return node, 0
+
+
+def _tensor(value: Value) -> torch.Tensor:
+    found = value[0].meta["val"]
+    if isinstance(found, torch.Tensor):
+        return found
+    return [t for t in found if isinstance(t, torch.Tensor)][value[1]]
+
+
+def _looks(node: fx.Node) -> bool:
+    """Whether a call gives its one argument's elements, seen or cast in another way."""
+    plain = node.target is torch.ops.aten._to_copy.default
+    return len(node.all_input_nodes) == 1 and (plain or getattr(node.target, "is_view", False))
+
+
+def _splits_batch(value: Value, placement: Placement | None) -> bool:
+    """Whether a shard takes some of the examples: of a dim with the batch in it, its outermost."""
+    if not isinstance(placement, Shard) or placement.outer > 1:
+        return False
+    node, position = value
+    dims = node.meta.get("dims", ())
+    if isinstance(node.meta["val"], (tuple, list)):
+        dims = dims[position] if position < len(dims) else ()
+    size = dims[placement.dim] if placement.dim < len(dims) else 0
+    return BATCH in getattr(size, "free_symbols", ())
+
+
+def _shapes(node: fx.Node) -> Any:
+    value = node.meta["val"]
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape)
+    return tuple(tuple(v.shape) if isinstance(v, torch.Tensor) else v for v in value)
+
+
+def _signature(node: fx.Node) -> tuple[Any, ...]:
+    """Equal for calls that have the same rows."""
+
+    def seen(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            found = value.meta["val"]
+            if isinstance(found, torch.Tensor):
+                return ("tensor", found.dtype, tuple(found.shape), value.target in UNIFORM)
+            return ("value",)
+        return value
+
+    args = fx.node.map_aggregate((node.args, dict(node.kwargs)), seen)
+    if node.target in indexing.RULES:  # what their indices count decides as well
+        return (node.name,)
+    return (str(node.target), repr(args), repr(node.meta.get("dims")))

@@ -1,0 +1,94 @@
+"""What ZeRO shards, and how: a dim of each parameter, over the data axis.
+
+Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, 2020, §5:
+with N data ranks, level 1 keeps 1/N of the optimizer state on each, level 2 of the gradients too,
+level 3 of the parameters too. A parameter is split on the first dim that N divides, so that a shard
+is a tensor in its own right, with a place in a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from graphaccel.capture.stepgraph import StepGraph
+from graphaccel.errors import BadPin
+from graphaccel.ir.program import Owned, Sharded
+from graphaccel.planner.plan import Plan
+
+
+def owned_shards(
+    step: StepGraph,
+    plan: Plan,
+    resting: Mapping[str, tuple[Sharded, ...]],
+    ranks: int | None = None,
+) -> tuple[dict[str, Owned], dict[str, str]]:
+    """(parameter → what is sharded of it, parameter → why it stays whole).
+
+    resting: splits over other axes, applied before. ranks: on the data axis, where the plan is one
+    of an evaluation, which has none.
+
+    Raises: BadPin (GA202) for a pinned dim that the axis does not divide.
+    """
+    ranks = plan.data if ranks is None else ranks
+    pinned = dict(plan.placements)
+    owned: dict[str, Owned] = {}
+    whole: dict[str, str] = {}
+    if ranks == 1 or not (plan.zero or pinned):
+        return owned, whole
+    nodes = step.graph.graph.find_nodes(op="placeholder")
+    for node, spec in zip(nodes, step.inputs, strict=True):
+        if spec.kind != "parameter":
+            continue
+        name, value = spec.name, node.meta["val"]
+        asked = [s for s in pinned.get(name, ()) if s.axis == "data"]
+        level = 3 if asked else 0 if pinned.get(name) == () else plan.zero
+        if level == 0 or (level < 3 and name not in step.trainable):
+            continue
+        splits = resting.get(name, ())
+        if asked:
+            _check(name, value.shape, splits, asked[0], plan, ranks)
+            owned[name] = Owned(level, asked[0])
+        elif not value.is_contiguous():
+            whole[name] = "it is not contiguous in memory"
+        else:
+            dim = data_dim(value.shape, splits, plan, ranks)
+            if dim is None:
+                whole[name] = f"no dim of {list(value.shape)} can be shared by {ranks}"
+            else:
+                owned[name] = Owned(level, Sharded("data", dim))
+    return owned, whole
+
+
+def data_dim(shape: Sequence[int], splits: Sequence[Sharded], plan: Plan, ranks: int) -> int | None:
+    """The first dim that `ranks` divides after `splits`; None if none does."""
+    local = local_shape(shape, splits, plan)
+    taken = {s.dim for s in splits if s.outer > 1}  # a contiguous split of it has no DTensor
+    return next(
+        (d for d, size in enumerate(local) if size and size % ranks == 0 and d not in taken), None
+    )
+
+
+def local_shape(shape: Sequence[int], splits: Sequence[Sharded], plan: Plan) -> tuple[int, ...]:
+    """The shape of one shard."""
+    local = list(shape)
+    for split in splits:
+        local[split.dim] //= getattr(plan, split.axis)
+    return tuple(local)
+
+
+def _check(
+    name: str,
+    shape: Sequence[int],
+    splits: Sequence[Sharded],
+    asked: Sharded,
+    plan: Plan,
+    ranks: int,
+) -> None:
+    local = local_shape(shape, splits, plan)
+    if local[asked.dim] % ranks or asked.dim in {s.dim for s in splits if s.outer > 1}:
+        raise BadPin(
+            pin="pins",
+            value={name: asked},
+            reason=f"dim {asked.dim} of {name} {list(shape)} can not be shared evenly by data "
+            f"{ranks}",
+        )

@@ -1,0 +1,539 @@
+"""Rows: the legal ways to run one call when its tensors are split over one mesh axis.
+
+A rule (`rules.notation`) says which dims are the same index; a row is one choice made under it: a
+placement for every tensor the call reads and gives. A call on one device is the row in which all
+are replicated; sharding an index gives a row, and so does letting partial sums through where the
+call is linear.
+
+Placements on one axis of n ranks:
+  REPLICATED     every rank has the whole tensor
+  Shard(d, o)    dim d is seen as [o, n, size / (o * n)] and rank r has [:, r, :]. outer is 1 but
+                 where dims were merged (a flattened [batch, sequence] sharded along the sequence)
+                 or lie side by side (queries, keys and values in one weight)
+  PARTIAL        the tensor is the sum of what the ranks have
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+import torch
+from torch import fx
+
+from graphaccel.rules.factories import COUNTS, UNIFORM
+from graphaccel.rules.indexing import takes_rows
+from graphaccel.rules.notation import (
+    Notation,
+    arguments,
+    output_shapes,
+    shape_of,
+    tensor_arguments,
+)
+from graphaccel.rules.propagate import PARTIAL, REPLICATED, is_random
+from graphaccel.rules.table import rule_of
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, order=True)
+class Shard:
+    """Dim `dim`, seen as [outer, n, rest], is split in its middle."""
+
+    dim: int
+    outer: int = 1
+
+    def fits(self, shape: Sequence[int], ranks: int) -> bool:
+        """Whether a tensor of `shape` can be split so over `ranks`, evenly."""
+        return self.dim < len(shape) and shape[self.dim] % (self.outer * ranks) == 0
+
+    def local(self, shape: Sequence[int], ranks: int) -> tuple[int, ...]:
+        """One rank's shape of a tensor of `shape`."""
+        return tuple(n // ranks if d == self.dim else n for d, n in enumerate(shape))
+
+
+Placement: TypeAlias = Shard | str
+
+
+@dataclass(frozen=True)
+class Row:
+    """One legal choice. inputs: by position among `tensor_arguments`; None: any will do (not read).
+
+    lowering: name of the rewrite that makes the local call right where smaller arguments are not
+    enough. gathered: values that it sums over the axis itself, in elements of its first output's
+    dtype. divided: whether each rank does 1/n of the work.
+    """
+
+    inputs: tuple[Placement | None, ...]
+    outputs: tuple[Placement, ...]
+    lowering: str = ""
+    gathered: int = 0
+    divided: bool = True
+
+
+Shards: TypeAlias = frozenset[Shard]
+Carry: TypeAlias = Callable[[fx.Node, int], Iterator[tuple[tuple[Shard, ...], tuple[Shard, ...]]]]
+
+
+def rows_of(
+    node: fx.Node, ranks: int, inputs: Sequence[Shards], outputs: Sequence[Shards]
+) -> tuple[Row, ...]:
+    """Every row of a call whose tensors may be sharded as `inputs` and `outputs` say.
+
+    The first is always that in which all are replicated. inputs: by position among the call's
+    tensor arguments; outputs: by tensor it gives. A shard of one tensor brings those of the others
+    that follow from it, whether they are listed or not.
+    """
+    count, results = len(inputs), len(outputs)
+    found: dict[Row, None] = {
+        Row((REPLICATED,) * count, (REPLICATED,) * results, divided=False): None
+    }
+    notation = rule_of(node)
+    if notation is None:
+        return tuple(found)
+    floating = _is_floating(node)
+    if node.target in _CARRY:
+        for sources, targets in _carried(node, ranks, inputs, outputs):
+            found[Row(sources, targets)] = None
+    elif node.target in UNIFORM | COUNTS:
+        for row in _made(node, ranks, outputs):
+            found[row] = None
+    else:
+        for index, outer in _indices(notation, inputs, outputs):
+            row = _sharded(node, notation, index, outer, ranks)
+            if row is not None:
+                found[row] = None
+    for row in _lowered(node, ranks, inputs, outputs):
+        found[row] = None
+    if floating:
+        for group in notation.linear:
+            found[
+                Row(
+                    tuple(PARTIAL if i in group else REPLICATED for i in range(count)),
+                    (PARTIAL,) * results,
+                    divided=False,
+                )
+            ] = None
+    return tuple(found)
+
+
+def _is_floating(node: fx.Node) -> bool:
+    tensors = tensor_arguments(node)
+    return bool(tensors) and all(
+        v.is_floating_point()
+        for v in (
+            node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else [node.meta["val"]]
+        )
+        if isinstance(v, torch.Tensor)
+    )
+
+
+# ---- by index notation
+
+
+def _indices(
+    notation: Notation, inputs: Sequence[Shards], outputs: Sequence[Shards]
+) -> list[tuple[str, int]]:
+    found: dict[tuple[str, int], None] = {}
+    for names, shards in (
+        *zip(notation.inputs, inputs, strict=True),
+        *zip(notation.outputs, outputs, strict=True),
+    ):
+        for shard in sorted(shards):
+            if shard.dim < len(names):
+                found[(names[shard.dim], shard.outer)] = None
+    return list(found)
+
+
+def _sharded(node: fx.Node, notation: Notation, index: str, outer: int, ranks: int) -> Row | None:
+    if index in ("", "1") or index in notation.whole:
+        return None
+    if is_random(node) and node.target is not aten.native_dropout.default:
+        return None
+    shapes = [shape_of(t) for t in tensor_arguments(node)]
+    results = output_shapes(node)
+    inputs: list[Placement | None] = []
+    outputs: list[Placement] = []
+    seen = False
+    for position, (names, shape) in enumerate(zip(notation.inputs, shapes, strict=True)):
+        dims = [d for d, name in enumerate(names) if name == index]
+        if position in notation.unread:
+            inputs.append(None)
+            continue
+        if not dims:
+            inputs.append(REPLICATED)
+            continue
+        shard = Shard(dims[0], outer)
+        if len(dims) > 1 or not shard.fits(shape, ranks):
+            return None
+        inputs.append(shard)
+        seen = True
+    for position, (names, shape) in enumerate(zip(notation.outputs, results, strict=True)):
+        dims = [d for d, name in enumerate(names) if name == index]
+        if dims:
+            shard = Shard(dims[0], outer)
+            if len(dims) > 1 or not shard.fits(shape, ranks):
+                return None
+            outputs.append(shard)
+        elif position in notation.kept:
+            outputs.append(REPLICATED)
+        elif notation.sums:
+            outputs.append(PARTIAL)
+        else:
+            return None
+    if not seen and node.target is not aten.expand.default:
+        return None
+    lowering = "dropout" if is_random(node) else ""
+    return Row(tuple(inputs), tuple(outputs), lowering)
+
+
+def _made(node: fx.Node, ranks: int, outputs: Sequence[Shards]) -> Iterator[Row]:
+    """Tensors made of a number: a part of one is a smaller one; `like` another, that one's part."""
+    if node.target in COUNTS or is_random(node):
+        return
+    tensors = tensor_arguments(node)
+    (shape,) = output_shapes(node)
+    for shard in sorted(outputs[0]):
+        if shard.fits(shape, ranks):
+            like = any("like" in str(node.target) for _ in tensors)
+            inputs: tuple[Placement | None, ...] = tuple(shard if like else None for _ in tensors)
+            yield Row(inputs, (shard,))
+
+
+# ---- ops that move elements: shards by where they end up
+
+
+def _carried(
+    node: fx.Node, ranks: int, inputs: Sequence[Shards], outputs: Sequence[Shards]
+) -> Iterator[tuple[tuple[Shard, ...], tuple[Shard, ...]]]:
+    forward, backward = _CARRY[node.target]
+    shapes = [shape_of(t) for t in tensor_arguments(node)]
+    results = output_shapes(node)
+    pairs = [p for s in sorted(set().union(*inputs)) if (p := forward(node, s, ranks))]
+    pairs += [p for s in sorted(set().union(*outputs)) if (p := backward(node, s, ranks))]
+    for source, target in dict.fromkeys(pairs):
+        if all(source.fits(s, ranks) for s in shapes) and all(
+            target.fits(r, ranks) for r in results
+        ):
+            yield (source,) * len(shapes), (target,) * len(results)
+
+
+def _regroup(
+    source: Sequence[int], target: Sequence[int], shard: Shard, ranks: int
+) -> Shard | None:
+    """Where a shard of a tensor of shape `source` lies once it is reshaped to `target`."""
+    group = next((g for g in _groups(source, target) if shard.dim in g[0]), None)
+    if group is None:
+        return None
+    left, right = group
+    before = prod(source[d] for d in left if d < shard.dim) * shard.outer
+    for dim in right:
+        ahead = prod(target[d] for d in right if d < dim)
+        if before % ahead == 0:
+            outer = before // ahead
+            if target[dim] % (outer * ranks) == 0:
+                return Shard(dim, outer)
+    return None
+
+
+def _groups(
+    source: Sequence[int], target: Sequence[int]
+) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Dims of both shapes in runs of equal products; dims of size one are in none."""
+    left = [d for d, n in enumerate(source) if n != 1]
+    right = [d for d, n in enumerate(target) if n != 1]
+    found = []
+    i = j = 0
+    while i < len(left) and j < len(right):
+        a, b, m, n = [left[i]], [right[j]], source[left[i]], target[right[j]]
+        while m != n:
+            if m < n:
+                i += 1
+                if i == len(left):
+                    return found
+                a.append(left[i])
+                m *= source[left[i]]
+            else:
+                j += 1
+                if j == len(right):
+                    return found
+                b.append(right[j])
+                n *= target[right[j]]
+        found.append((tuple(a), tuple(b)))
+        i, j = i + 1, j + 1
+    return found
+
+
+Pair: TypeAlias = tuple[Shard, Shard]
+
+
+def _reshape(node: fx.Node, shard: Shard, ranks: int) -> Pair | None:
+    (source,) = (shape_of(t) for t in tensor_arguments(node))
+    target = _regroup(source, output_shapes(node)[0], shard, ranks)
+    return None if target is None else (shard, target)
+
+
+def _reshape_back(node: fx.Node, shard: Shard, ranks: int) -> Pair | None:
+    (target,) = (shape_of(t) for t in tensor_arguments(node))
+    source = _regroup(output_shapes(node)[0], target, shard, ranks)
+    return None if source is None else (source, shard)
+
+
+def _section(whole: int, part: int, start: int) -> int | None:
+    """How many parts a dim holds of which one is taken, if it is cut evenly."""
+    if part == 0 or whole % part or start % part:
+        return None
+    return whole // part
+
+
+def _taken(node: fx.Node, source: Sequence[int], target: Sequence[int]) -> tuple[int, int | None]:
+    """The dim a slice is taken along, and how many such slices there are."""
+    given = arguments(node)
+    dim = int(given["dim"]) % len(source)
+    start = _start(given, source[dim])
+    even = given.get("step", 1) == 1
+    return dim, _section(source[dim], target[dim], start) if even else None
+
+
+def _start(given: Mapping[str, Any], size: int) -> int:
+    start = given.get("start") or 0
+    return max(0, start + size) if start < 0 else min(start, size)
+
+
+def _along(dim: int, parts: int | None, *, narrows: bool) -> Callable[[Shard], Pair | None]:
+    """Shards of what is cut into `parts` along a dim, and of a part. narrows: given the whole's."""
+
+    def carry(shard: Shard) -> Pair | None:
+        if shard.dim != dim:
+            return shard, shard
+        if parts is None:
+            return None
+        if narrows:
+            if shard.outer % parts:
+                return None
+            return shard, Shard(dim, shard.outer // parts)
+        return Shard(dim, shard.outer * parts), shard
+
+    return carry
+
+
+def _slice(node: fx.Node, shard: Shard, ranks: int) -> Pair | None:
+    source, target = shape_of(tensor_arguments(node)[0]), output_shapes(node)[0]
+    return _along(*_taken(node, source, target), narrows=True)(shard)
+
+
+def _slice_back(node: fx.Node, shard: Shard, ranks: int) -> Pair | None:
+    source, target = shape_of(tensor_arguments(node)[0]), output_shapes(node)[0]
+    return _along(*_taken(node, source, target), narrows=False)(shard)
+
+
+def _put(node: fx.Node, shard: Shard, ranks: int) -> Pair | None:
+    """slice_backward: the part comes in, the whole goes out."""
+    part, whole = shape_of(tensor_arguments(node)[0]), output_shapes(node)[0]
+    pair = _along(*_taken(node, whole, part), narrows=False)(shard)
+    return None if pair is None else (pair[1], pair[0])
+
+
+def _put_back(node: fx.Node, shard: Shard, ranks: int) -> Pair | None:
+    part, whole = shape_of(tensor_arguments(node)[0]), output_shapes(node)[0]
+    pair = _along(*_taken(node, whole, part), narrows=True)(shard)
+    return None if pair is None else (pair[1], pair[0])
+
+
+def _pieces(node: fx.Node) -> tuple[int, int | None]:
+    """The dim of a split and its number of pieces, None if they differ."""
+    results = output_shapes(node)
+    dim = int(arguments(node)["dim"]) % len(results[0])
+    return dim, len(results) if len({r[dim] for r in results}) == 1 else None
+
+
+def _split(node: fx.Node, shard: Shard, ranks: int) -> Pair | None:
+    return _along(*_pieces(node), narrows=True)(shard)
+
+
+def _split_back(node: fx.Node, shard: Shard, ranks: int) -> Pair | None:
+    return _along(*_pieces(node), narrows=False)(shard)
+
+
+def _joined(node: fx.Node) -> tuple[int, int | None]:
+    shapes = [shape_of(t) for t in tensor_arguments(node)]
+    dim = int(arguments(node)["dim"]) % len(output_shapes(node)[0])
+    same = len(set(shapes)) == 1
+    return dim, len(shapes) if same else None
+
+
+def _cat(node: fx.Node, shard: Shard, ranks: int) -> Pair | None:
+    pair = _along(*_joined(node), narrows=False)(shard)
+    return None if pair is None else (pair[1], pair[0])
+
+
+def _cat_back(node: fx.Node, shard: Shard, ranks: int) -> Pair | None:
+    pair = _along(*_joined(node), narrows=True)(shard)
+    return None if pair is None else (pair[1], pair[0])
+
+
+Follow: TypeAlias = Callable[[fx.Node, Shard, int], Pair | None]
+_RESHAPES: tuple[Follow, Follow] = (_reshape, _reshape_back)
+_CARRY: Mapping[Any, tuple[Follow, Follow]] = MappingProxyType(
+    {
+        aten.view.default: _RESHAPES,
+        aten._unsafe_view.default: _RESHAPES,
+        aten.reshape.default: _RESHAPES,
+        aten.unsqueeze.default: _RESHAPES,
+        aten.squeeze.dim: _RESHAPES,
+        aten.squeeze.dims: _RESHAPES,
+        aten.slice.Tensor: (_slice, _slice_back),
+        aten.slice_backward.default: (_put, _put_back),
+        aten.split.Tensor: (_split, _split_back),
+        aten.split_with_sizes.default: (_split, _split_back),
+        aten.cat.default: (_cat, _cat_back),
+    }
+)
+
+
+# ---- ops that need more than smaller arguments
+
+
+def _lowered(
+    node: fx.Node, ranks: int, inputs: Sequence[Shards], outputs: Sequence[Shards]
+) -> Iterator[Row]:
+    made = _LOWERED.get(node.target)
+    if made is not None:
+        yield from made(node, ranks, inputs, outputs)
+
+
+def _embedding(
+    node: fx.Node, ranks: int, inputs: Sequence[Shards], outputs: Sequence[Shards]
+) -> Iterator[Row]:
+    """Rows of the table are split: each rank looks up its own, the rest are zeros.
+
+    Shoeybi et al., Megatron-LM, 2019, §3 (vocabulary-parallel embedding).
+    """
+    table = shape_of(tensor_arguments(node)[0])
+    if Shard(0).fits(table, ranks):
+        yield Row((Shard(0), REPLICATED), (PARTIAL,), "embedding", divided=False)
+
+
+def _embedding_backward(
+    node: fx.Node, ranks: int, inputs: Sequence[Shards], outputs: Sequence[Shards]
+) -> Iterator[Row]:
+    if Shard(0).fits(output_shapes(node)[0], ranks):
+        if not arguments(node)["scale_grad_by_freq"]:
+            yield Row((REPLICATED, REPLICATED), (Shard(0),), "embedding_backward", divided=False)
+
+
+def _look_up(
+    node: fx.Node, ranks: int, inputs: Sequence[Shards], outputs: Sequence[Shards]
+) -> Iterator[Row]:
+    """Rows that are looked up (experts by the tokens that chose them) are split: each rank gives
+    its own, and zeros for the rest. Nothing depends on how many a rank has."""
+    tensors = tensor_arguments(node)
+    floating = tensors[0].meta["val"].is_floating_point()
+    if not floating or not takes_rows(node) or not Shard(0).fits(shape_of(tensors[0]), ranks):
+        return
+    if node.target is aten.index.Tensor:
+        yield Row((Shard(0), REPLICATED), (PARTIAL,), "look_up", divided=False)
+    else:
+        yield Row((None, REPLICATED, REPLICATED), (Shard(0),), "look_up_backward", divided=False)
+
+
+def _softmax_along(
+    node: fx.Node, ranks: int, inputs: Sequence[Shards], outputs: Sequence[Shards]
+) -> Iterator[Row]:
+    """The dim of a softmax is split: its maximum and its sum are taken over the axis."""
+    (shape,) = output_shapes(node)
+    dim = int(arguments(node)["dim"]) % len(shape)
+    sums = prod(shape) // shape[dim]
+    count = len(tensor_arguments(node))
+    for shard in sorted(s for s in inputs[0] | outputs[0] if s.dim == dim and s.fits(shape, ranks)):
+        twice = 1 if count == 2 else 2  # a backward needs only a sum
+        yield Row((shard,) * count, (shard,), "softmax", gathered=twice * sums)
+
+
+def _labelled(
+    node: fx.Node, ranks: int, inputs: Sequence[Shards], outputs: Sequence[Shards]
+) -> Iterator[Row]:
+    """nll_loss with its classes split: each rank takes the labels that fall to it."""
+    tensors = tensor_arguments(node)
+    if len(tensors) > 2 or arguments(node)["reduction"] == 1:  # weights of classes; a mean
+        return
+    scores = shape_of(tensors[0])
+    if len(scores) == 2 and Shard(1).fits(scores, ranks):
+        yield Row((Shard(1), REPLICATED), (PARTIAL, PARTIAL), "nll_loss", divided=True)
+
+
+def _labelled_backward(
+    node: fx.Node, ranks: int, inputs: Sequence[Shards], outputs: Sequence[Shards]
+) -> Iterator[Row]:
+    tensors = tensor_arguments(node)
+    if len(tensors) > 4 or arguments(node)["reduction"] == 1:
+        return
+    scores = shape_of(tensors[1])
+    if len(scores) == 2 and Shard(1).fits(scores, ranks):
+        # The total weight is not read without a mean.
+        yield Row((REPLICATED, Shard(1), REPLICATED, None), (Shard(1),), "nll_loss")
+
+
+def _added_product(
+    node: fx.Node, ranks: int, inputs: Sequence[Shards], outputs: Sequence[Shards]
+) -> Iterator[Row]:
+    """addmm over a split inner dim: what is added must be a share of it."""
+    left, right = (shape_of(t) for t in tensor_arguments(node)[1:])
+    last, first = len(left) - 1, len(right) - 2
+    outers = {s.outer for s in inputs[1] if s.dim == last}
+    outers |= {s.outer for s in inputs[2] if s.dim == first}
+    for outer in sorted(outers):
+        if Shard(last, outer).fits(left, ranks):
+            yield Row((PARTIAL, Shard(last, outer), Shard(first, outer)), (PARTIAL,))
+
+
+def _causal(
+    node: fx.Node, ranks: int, inputs: Sequence[Shards], outputs: Sequence[Shards]
+) -> Iterator[Row]:
+    """Attention with queries split along the sequence, keys and values whole (context parallelism
+    by all-gather: Grattafiori et al., The Llama 3 Herd of Models, 2024, §3.3.2)."""
+    tensors = tensor_arguments(node)
+    backward = "backward" in str(node.target)
+    query = tensors[1 if backward else 0]
+    shape = shape_of(query)
+    if not Shard(2).fits(shape, ranks):
+        return
+    known = [Shard(2) in s for s in inputs[:2]] + [Shard(2) in outputs[0]]
+    if not any(known):
+        return
+    given = arguments(node)
+    lowering = "causal" if given["is_causal"] else ""
+    masks = [
+        REPLICATED if shape_of(t)[-2] == 1 else Shard(len(shape_of(t)) - 2)
+        for t in tensors[6 if backward else 3 :]
+    ]
+    split, whole = Shard(2), REPLICATED
+    if backward:
+        # Each rank has the gradient of keys and values from its own queries: a partial sum.
+        inputs_row = (split, split, whole, whole, split, split, *masks)
+        yield Row(inputs_row, (split, PARTIAL, PARTIAL), lowering)
+    else:
+        yield Row((split, whole, whole, *masks), (split, split), lowering)
+
+
+Lowered: TypeAlias = Callable[[fx.Node, int, Sequence[Shards], Sequence[Shards]], Iterator[Row]]
+_LOWERED: Mapping[Any, Lowered] = MappingProxyType(
+    {
+        aten.embedding.default: _embedding,
+        aten.index.Tensor: _look_up,
+        aten.index_put.default: _look_up,
+        aten.embedding_dense_backward.default: _embedding_backward,
+        aten._softmax.default: _softmax_along,
+        aten._log_softmax.default: _softmax_along,
+        aten._softmax_backward_data.default: _softmax_along,
+        aten._log_softmax_backward_data.default: _softmax_along,
+        aten.nll_loss_forward.default: _labelled,
+        aten.nll_loss_backward.default: _labelled_backward,
+        aten.addmm.default: _added_product,
+        aten._scaled_dot_product_flash_attention_for_cpu.default: _causal,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _causal,
+    }
+)

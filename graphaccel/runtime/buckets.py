@@ -1,0 +1,53 @@
+"""The flat buckets that gradients are added up in, kept from step to step.
+
+Fresh memory costs a page fault for every few KiB, so a bucket is used again once nothing else shows
+its memory: after `zero_grad()`, with which the script lets go of the views that are its `.grad`s.
+A script that keeps its gradients (accumulation over several calls) gets another bucket meanwhile.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from graphaccel.compat.torch import storage_uses
+from graphaccel.ir.program import StageProgram
+
+
+class Buckets:
+    """One session's buckets: at most one kept for each stage and place in its list."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[int, int], tuple[torch.Tensor, int]] = {}
+
+    def of(
+        self, stage: StageProgram, device: torch.device
+    ) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
+        """A stage's accumulators by parameter name, views of its buckets, and the buckets. What is
+        in them is not defined."""
+        graph = next(iter(stage.backwards.values()))
+        nodes = [n for n in graph.graph.nodes if n.op == "placeholder"]
+        likes = {
+            v.name: n.meta["val"]
+            for n, v in zip(nodes, stage.backward_inputs, strict=True)
+            if v.kind == "accumulator"
+        }
+        accumulators, buckets = {}, []
+        for number, names in enumerate(stage.buckets):
+            sizes = [likes[n].numel() for n in names]
+            flat = self._flat((stage.stage, number), sum(sizes), likes[names[0]].dtype, device)
+            for name, piece in zip(names, flat.split(sizes), strict=True):
+                accumulators[name] = piece.view(likes[name].shape)
+            buckets.append(flat)
+        return accumulators, buckets
+
+    def _flat(
+        self, key: tuple[int, int], count: int, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        kept = self._kept.get(key)
+        if kept is not None:
+            flat, uses = kept
+            if flat.numel() == count and flat.dtype == dtype and storage_uses(flat) == uses:
+                return flat
+        flat = torch.empty(count, dtype=dtype, device=device)
+        self._kept[key] = (flat, storage_uses(flat))
+        return flat

@@ -1,0 +1,113 @@
+"""How a tensor is split over the ranks of a mesh: shards out of a whole, and a whole out of
+shards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import product
+from math import prod
+
+import torch
+import torch.distributed as dist
+
+from graphaccel.ir.program import Sharded
+from graphaccel.runtime.mesh import AXES, Mesh
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A tensor of `shape` (all of it) under `splits`, on the ranks of `mesh`."""
+
+    shape: torch.Size
+    splits: tuple[Sharded, ...]
+    mesh: Mesh = field(repr=False, compare=False)
+
+    @cached_property
+    def axes(self) -> str:
+        """The axes it is split over, from the outside in, joined by "+"."""
+        names = {split.axis for split in self.splits}
+        return "+".join(axis for axis in AXES if axis in names)
+
+    @cached_property
+    def local_shape(self) -> torch.Size:
+        """The shape of one shard."""
+        shape = list(self.shape)
+        for split in self.splits:
+            shape[split.dim] //= self.mesh.size(split.axis)
+        return torch.Size(shape)
+
+    @property
+    def simple(self) -> bool:
+        """Whether a shard is a contiguous piece in every dim."""
+        return all(split.outer == 1 for split in self.splits)
+
+    def own(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's shard; a view of `whole` for a simple layout."""
+        return self.at(whole, {s.axis: self.mesh.coordinate(s.axis) for s in self.splits})
+
+    def at(self, whole: torch.Tensor, place: dict[str, int]) -> torch.Tensor:
+        """The shard of the rank at these coordinates."""
+        for split in self.splits:
+            parts = self.mesh.size(split.axis)
+            size = whole.shape[split.dim] // parts // split.outer
+            if split.outer == 1:
+                whole = whole.narrow(split.dim, place[split.axis] * size, size)
+            else:
+                sections = whole.unflatten(split.dim, (split.outer, parts, size))
+                own = sections.select(split.dim + 1, place[split.axis])
+                whole = own.flatten(split.dim, split.dim + 1)
+        return whole
+
+    def pieces(self) -> list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
+        """This rank's shard as boxes that are contiguous in the whole: for each its offsets in the
+        whole, its offsets in the shard, and its sizes."""
+        runs: list[list[tuple[int, int, int]]] = []
+        for dim, size in enumerate(self.shape):
+            held = torch.arange(size)
+            own = tuple(replace(s, dim=0) for s in self.splits if s.dim == dim)
+            held = Layout(held.shape, own, self.mesh).own(held)
+            runs.append(_runs(held.tolist()))
+        return [
+            (tuple(r[0] for r in box), tuple(r[1] for r in box), tuple(r[2] for r in box))
+            for box in product(*runs)
+        ]
+
+    def gather(self, local: torch.Tensor) -> torch.Tensor:
+        """The whole on every rank. Collective over the ranks of `axes`."""
+        group = self.mesh.group(self.axes)
+        count = self.mesh.size(self.axes)
+        # gloo gathers neither booleans nor complex numbers: bytes are bytes
+        flat = local.contiguous().reshape(-1)
+        sent = flat.view(torch.uint8) if flat.dtype == torch.bool else flat
+        parts = sent.new_empty(count * sent.numel())
+        dist.all_gather_into_tensor(parts, sent, group=group)
+        shards = parts.view(flat.dtype).view(count, *local.shape)
+        return self.assemble(list(shards))
+
+    def assemble(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The whole out of the shards of all ranks of `axes`, in the order of their coordinate."""
+        names = self.axes.split("+")
+        whole = shards[0].new_empty(self.shape)
+        places = product(*(range(self.mesh.size(axis)) for axis in names))
+        numbers = None if self.simple else torch.arange(prod(self.shape)).view(self.shape)
+        for shard, place in zip(shards, places, strict=True):
+            at = dict(zip(names, place, strict=True))
+            if numbers is None:
+                self.at(whole, at).copy_(shard)
+            else:
+                where = self.at(numbers, at).reshape(-1).to(whole.device)
+                whole.view(-1)[where] = shard.reshape(-1)
+        return whole
+
+
+def _runs(numbers: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Runs of neighbours: (first number, its position, length)."""
+    found: list[tuple[int, int, int]] = []
+    for position, number in enumerate(numbers):
+        if found and number == found[-1][0] + found[-1][2]:
+            found[-1] = (*found[-1][:2], found[-1][2] + 1)
+        else:
+            found.append((number, position, 1))
+    return found

@@ -1,0 +1,261 @@
+"""Training where the script computes the loss from what the model returns.
+
+The forward runs when the model is called. What it returns is brought to every rank, so that the
+script's loss is that of the whole batch on each. When the loss is differentiated, each rank takes
+its own part of the gradients that reach the outputs, runs the backward, and hands out gradients
+summed over the data axis. A call keeps what its backward reads for as long as its outputs live.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from graphaccel.compat.torch import keeps_graph, version
+from graphaccel.errors import GraphMisuse, RetainGraph
+from graphaccel.ir.program import StageProgram, StepProgram
+from graphaccel.runtime.buckets import Buckets
+from graphaccel.runtime.executor import (
+    Executor,
+    Held,
+    StepState,
+    bind,
+    is_connection,
+    over_data,
+)
+from graphaccel.runtime.mesh import Mesh
+from graphaccel.schedule.table import Action
+
+_FORWARD, _BACKWARD, _REDUCE = (Action(k, 0, 0) for k in ("forward", "backward", "reduce"))
+Backward = Callable[[frozenset[int]], StageProgram]
+
+
+@dataclass
+class Call:
+    """One call of the model, and what its backward will read.
+
+    outputs: by leaf of what the model returned, whole batch; taken by whoever hands them out.
+    versions: how often each tensor that the backward reads had been written to, by what it is.
+    """
+
+    outputs: dict[int, torch.Tensor]
+    state: StepState | None
+    versions: Mapping[str, tuple[torch.Tensor, int]] = field(default_factory=dict, repr=False)
+
+
+class OutsideExecutor(Executor):
+    """One rank's part of a step whose loss is outside of the graph: one stage, one microbatch.
+
+    backward: gives the stage with the backward of a loss that reads some output leaves alone.
+    """
+
+    def __init__(
+        self,
+        program: StepProgram,
+        mesh: Mesh,
+        held: Held,
+        backward: Backward,
+        buckets: Buckets,
+    ) -> None:
+        super().__init__(program, ((),), mesh, held, 1, buckets=buckets)
+        self._backward_of = backward
+        self._variants: dict[frozenset[int], StageProgram] = {}
+        (self._stage,) = program.stages
+
+    def forward(self, leaves: Sequence[Any]) -> Call:
+        """Run the forward on the leaves of the whole batch, and write what it changes in buffers.
+
+        Raises RankLost (GA501) when another rank does not answer.
+        """
+        state = self._begin(leaves)
+        with self._running(state, _FORWARD):
+            self._compute(_FORWARD, state)
+            outputs = self._gathered(state)
+        self._write_buffers(state)
+        if not self._program.tangents:
+            return Call(outputs, None)
+        read = {v.leaf for v in self._stage.backward_inputs if v.kind == "batch"}
+        state.leaves = [leaf if i in read else None for i, leaf in enumerate(state.leaves)]
+        return Call(outputs, state, self._versions(state))
+
+    def backward(
+        self, call: Call, tangents: Mapping[int, torch.Tensor], *, keep: bool
+    ) -> tuple[dict[str, torch.Tensor], dict[int, torch.Tensor]]:
+        """Gradients by parameter name, and by batch leaf for those that require one.
+
+        tangents: of the output leaves that the loss reads, whole. keep: another backward of this
+        call may follow.
+        Raises RetainGraph (GA402) where none may, GraphMisuse (GA407) after writes in place.
+        """
+        if call.state is None:
+            raise RetainGraph(kind="freed")
+        _check_versions(call.versions)
+        state = replace(call.state, gradients=StepState([], {}).gradients, inputs={})
+        saved = state.saved.get((0, 0), {})
+        state.saved = {(0, 0): dict(saved)}
+        if not keep:
+            saved.clear()
+            call.state, call.versions = None, {}
+        stage = self._variant(frozenset(tangents))
+        state.accumulators, state.buckets = {}, {}
+        if stage.buckets:
+            state.accumulators[0], state.buckets[0] = self._buckets.of(stage, self._mesh.device)
+        state.tangents = self._parts(stage, tangents)
+        whole, self._stages = self._stages, {0: stage}
+        try:
+            with self._running(state, _BACKWARD):
+                self._compute(_BACKWARD, state)
+                self._reduce(_REDUCE, state)
+                inputs = self._input_gradients(state)
+        finally:
+            self._stages = whole
+        return {name: parts[0] for name, parts in state.gradients.items()}, inputs
+
+    def _make_room(self, state: StepState) -> None:
+        """Gradients have no place before a backward comes."""
+
+    def _variant(self, used: frozenset[int]) -> StageProgram:
+        if used not in self._variants:
+            made = self._backward_of(used)
+            for graph in made.backwards.values():
+                bind(graph, self._mesh)
+            self._variants[used] = made
+        return self._variants[used]
+
+    @contextmanager
+    def _running(self, state: StepState, action: Action) -> Iterator[None]:
+        """The generator stays where the draw of this call's seed left it; a lost rank is named."""
+        generator = torch.random.get_rng_state() if state.seed is not None else None
+        try:
+            yield
+        except RuntimeError as error:
+            if self._mesh.world > 1 and is_connection(error):
+                raise self._lost(None, action, error) from error
+            raise
+        finally:
+            if generator is not None:
+                torch.random.set_rng_state(generator)
+
+    def _gathered(self, state: StepState) -> dict[int, torch.Tensor]:
+        """Outputs of the whole batch; a rank's own part goes as soon as the whole is there."""
+        gathered = {}
+        for leaf in sorted(state.outputs):
+            (part,) = state.outputs.pop(leaf)
+            place = self._program.output_places[leaf]
+            gathered[leaf] = over_data(part, place, self._mesh) if self._mesh.data > 1 else part
+        return gathered
+
+    def _write_buffers(self, state: StepState) -> None:
+        """Buffers change once a call, before the script sees its outputs; the backward reads what
+        they were."""
+        read = {v.name for v in self._stage.backward_inputs if v.kind == "buffer"}
+        for name, new in state.buffers.items():
+            buffer = self._held.buffers[name]
+            if name in read:
+                state.before[name] = buffer.clone()
+            buffer.copy_(new)
+        state.buffers = {}
+
+    def _versions(self, state: StepState) -> dict[str, tuple[torch.Tensor, int]]:
+        found: dict[str, torch.Tensor] = {}
+        for value in self._stage.backward_inputs:
+            if value.kind == "parameter":
+                found[f"parameter `{value.name}`"] = self._held.parameters[value.name]
+            elif value.kind == "buffer" and value.name not in state.before:
+                found[f"buffer `{value.name}`"] = self._held.buffers[value.name]
+            elif value.kind == "batch" and isinstance(state.leaves[value.leaf], torch.Tensor):
+                found[f"input {value.name or value.leaf}"] = state.leaves[value.leaf]
+        for name, tensor in state.saved.get((0, 0), {}).items():
+            if isinstance(tensor, torch.Tensor):
+                found[f"the model's value {name}"] = tensor
+        return {name: (tensor, version(tensor)) for name, tensor in found.items()}
+
+    def _parts(
+        self, stage: StageProgram, tangents: Mapping[int, torch.Tensor]
+    ) -> dict[int, torch.Tensor]:
+        """This rank's part of each gradient, laid out as the graph expects it."""
+        nodes = [n for n in stage.backwards[(True, True)].graph.nodes if n.op == "placeholder"]
+        parts = {}
+        for node, value in zip(nodes, stage.backward_inputs, strict=True):
+            if value.kind != "tangent":
+                continue
+            part, like = tangents[value.leaf].detach(), node.meta["val"]
+            place = self._program.output_places[value.leaf]
+            if self._mesh.data > 1 and isinstance(place, int):
+                size = part.shape[place] // self._mesh.data
+                part = part.narrow(place, self._mesh.data_index * size, size)
+            if part.stride() != like.stride():
+                laid = torch.empty_strided(
+                    part.shape, like.stride(), dtype=part.dtype, device=part.device
+                )
+                part = laid.copy_(part)
+            parts[value.leaf] = part
+        return parts
+
+    def _input_gradients(self, state: StepState) -> dict[int, torch.Tensor]:
+        if self._mesh.data == 1:
+            return state.inputs
+        places = self._program.input_places
+        return {
+            leaf: over_data(part, places[leaf], self._mesh) for leaf, part in state.inputs.items()
+        }
+
+
+def _check_versions(versions: Mapping[str, tuple[torch.Tensor, int]]) -> None:
+    """What eager mode's autograd checks as well."""
+    for what, (tensor, before) in versions.items():
+        if version(tensor) != before:
+            raise GraphMisuse(
+                what=f"{what} was changed in place between the forward that read it and its "
+                "backward",
+                help_line="call loss.backward() before optimizer.step(), and make a copy of what "
+                "is changed:  x = x.clone()",
+            )
+
+
+class HandIn(torch.autograd.Function):
+    """The outputs of a call, whose backward runs the model's backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        executor: OutsideExecutor,
+        call: Call,
+        tracked: frozenset[int],
+        names: tuple[str, ...],
+        leaves: tuple[int, ...],
+        *inputs: torch.Tensor,
+    ) -> Any:
+        """The outputs in the order of their leaves.
+
+        tracked: output leaves that require a gradient. inputs: parameters that may get a gradient,
+        called `names`, then the batch leaves that require one.
+        """
+        ctx.executor, ctx.call, ctx.names, ctx.input_leaves = executor, call, names, leaves
+        ctx.output_leaves = tuple(call.outputs)
+        # New tensor objects: those of the call would keep the call alive, and it them.
+        outputs = tuple(call.outputs.pop(leaf).detach() for leaf in ctx.output_leaves)
+        ctx.mark_non_differentiable(
+            *(o for o, i in zip(outputs, ctx.output_leaves, strict=True) if i not in tracked)
+        )
+        ctx.set_materialize_grads(False)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:  # type: ignore[override]
+        """The gradients of the parameters and of the batch leaves."""
+        if torch.is_grad_enabled():  # enabled here: create_graph=True
+            raise RetainGraph(kind="create_graph")
+        tangents = {
+            leaf: gradient
+            for leaf, gradient in zip(ctx.output_leaves, gradients, strict=True)
+            if gradient is not None
+        }
+        found, inputs = ctx.executor.backward(ctx.call, tangents, keep=keeps_graph())
+        handed = [found.pop(name, None) for name in ctx.names]
+        handed += [inputs.pop(leaf, None) for leaf in ctx.input_leaves]
+        return (None, None, None, None, None, *handed)

@@ -1,0 +1,177 @@
+"""The user's own optimizer, working on shards.
+
+While `optimizer.step()` runs, each parameter whose optimizer state is sharded is replaced in the
+optimizer's groups by a twin: a plain tensor, this rank's shard of the parameter, with this rank's
+shard of the gradient. So the optimizer runs at its own speed, and its state has the shard's shape.
+Before and after, groups and state are keyed by the user's parameters. Parameters that rest whole
+(ZeRO-1 and 2) are gathered from their shards afterwards.
+
+Rajbhandari et al., ZeRO, 2020, §5.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from graphaccel.errors import GraphMisuse, NotElementwise
+from graphaccel.runtime.layout import Layout
+from graphaccel.runtime.sharded import ShardTensor
+
+Optimizer = torch.optim.Optimizer
+
+ELEMENTWISE = frozenset(
+    "SGD Adam AdamW Adamax NAdam RAdam RMSprop Rprop Adagrad Adadelta ASGD".split()
+)
+"""Optimizers of torch.optim that treat every number of a parameter by itself."""
+
+
+def is_elementwise(optimizer: Optimizer | None) -> bool:
+    """Whether an optimizer's step on a shard is known to be that shard of its step on the whole."""
+    kind = type(optimizer)
+    known = kind.__module__.startswith("torch.optim") and kind.__name__ in ELEMENTWISE
+    return optimizer is None or known or bool(getattr(optimizer, "graphaccel_elementwise", False))
+
+
+def check_elementwise(optimizer: Optimizer) -> None:
+    """Raises NotElementwise (GA211) for an optimizer that needs the whole."""
+    if not is_elementwise(optimizer):
+        raise NotElementwise(optimizer=type(optimizer).__name__, known=tuple(sorted(ELEMENTWISE)))
+
+
+class Twins:
+    """Hooks around one optimizer.
+
+    layouts: of optimizer state, by name of the parameter, then by its identity.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        parameters: Mapping[str, nn.Parameter],
+        layouts: Mapping[str, Layout],
+        bucket_bytes: int,
+    ) -> None:
+        self.layouts = {id(parameters[n]): layout for n, layout in layouts.items()}
+        self._bucket_bytes = bucket_bytes
+        self._twins: dict[int, nn.Parameter] = {}
+        self._swapped: list[tuple[nn.Parameter, nn.Parameter]] = []
+        optimizer.register_step_pre_hook(self._before)
+        optimizer.register_step_post_hook(self._after)
+
+    def _before(self, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
+        self._restore(optimizer)  # a step before may have raised
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0]: itself
+        if callable(closure):
+            raise GraphMisuse(
+                what="optimizer.step(closure) where optimizer state is sharded",
+                help_line="call the closure first, then optimizer.step()",
+            )
+        for group in optimizer.param_groups:
+            group["params"] = [self._twin_of(p, optimizer) for p in group["params"]]
+
+    def _twin_of(self, parameter: nn.Parameter, optimizer: Optimizer) -> nn.Parameter:
+        layout = self.layouts.get(id(parameter))
+        if layout is None:
+            return parameter
+        twin = self._twins.get(id(parameter))
+        local = _local(parameter, layout)
+        if twin is None or twin.data_ptr() != local.data_ptr():
+            twin = nn.Parameter(local, requires_grad=parameter.requires_grad)
+            self._twins[id(parameter)] = twin
+        gradient = parameter.grad
+        twin.grad = None if gradient is None else _local(gradient, layout)
+        if parameter in optimizer.state:
+            optimizer.state[twin] = optimizer.state.pop(parameter)
+        self._swapped.append((parameter, twin))
+        return twin
+
+    def _restore(self, optimizer: Optimizer) -> None:
+        """Groups and state as the user knows them."""
+        known = {id(twin): parameter for parameter, twin in self._swapped}
+        for group in optimizer.param_groups:
+            group["params"] = [known.get(id(p), p) for p in group["params"]]
+        for parameter, twin in self._swapped:
+            if twin in optimizer.state:
+                optimizer.state[parameter] = optimizer.state.pop(twin)
+        self._swapped = []
+
+    @torch.no_grad()
+    def _after(self, optimizer: Optimizer, *_: Any) -> None:
+        swapped = self._swapped
+        self._restore(optimizer)
+        stepped = []
+        for parameter, twin in swapped:
+            layout = self.layouts[id(parameter)]
+            local = _local(parameter, layout)
+            if twin.data_ptr() != local.data_ptr():  # the optimizer gave it another memory
+                local.copy_(twin.detach())
+            if twin.grad is not None and _rests_whole(parameter, layout):
+                stepped.append(parameter)
+            twin.grad = None
+        self._gather(stepped)
+
+    def _gather(self, parameters: Sequence[nn.Parameter]) -> None:
+        """The whole of what rests whole, from the shards of all ranks: in flat buckets, the next
+        one travelling while one is unpacked."""
+        flying: tuple[Any, torch.Tensor, list[nn.Parameter]] | None = None
+        for bucket in self._buckets(parameters):
+            mesh, axes = self.layouts[id(bucket[0])].mesh, "data"
+            pieces = [_local(p, self.layouts[id(p)]).reshape(-1) for p in bucket]
+            flat = torch.cat(pieces)
+            whole = flat.new_empty(mesh.size(axes) * flat.numel())
+            group = mesh.group(axes)
+            work = dist.all_gather_into_tensor(whole, flat, group=group, async_op=True)
+            if flying is not None:
+                self._unpack(*flying)
+            flying = (work, whole.view(mesh.size(axes), flat.numel()), bucket)
+        if flying is not None:
+            self._unpack(*flying)
+
+    def _unpack(self, work: Any, whole: torch.Tensor, bucket: list[nn.Parameter]) -> None:
+        work.wait()
+        offset = 0
+        for parameter in bucket:
+            layout = self.layouts[id(parameter)]
+            split = layout.splits[-1]
+            shape = layout.local_shape
+            count = shape.numel()
+            parts = whole[:, offset : offset + count].view(len(whole), *shape)
+            target = _held(parameter).unflatten(split.dim, (len(whole), shape[split.dim]))
+            target.copy_(parts.movedim(0, split.dim))
+            offset += count
+
+    def _buckets(self, parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+        buckets: list[list[nn.Parameter]] = []
+        filled, kind = 0, None
+        for parameter in parameters:
+            size = parameter.numel() * parameter.element_size()
+            if not buckets or parameter.dtype != kind or filled + size > self._bucket_bytes:
+                buckets.append([])
+                filled, kind = 0, parameter.dtype
+            buckets[-1].append(parameter)
+            filled += size
+        return buckets
+
+
+def _held(parameter: torch.Tensor) -> torch.Tensor:
+    """What of a parameter lies here: all of it, or the shard of other axes."""
+    return parameter.local if isinstance(parameter, ShardTensor) else parameter.detach()
+
+
+def _local(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """This rank's shard of a tensor that is whole, or split over some of the axes already."""
+    held = _held(tensor)
+    if held.shape == layout.local_shape and isinstance(tensor, ShardTensor):
+        return held
+    done = len(tensor.sharding.splits) if isinstance(tensor, ShardTensor) else 0
+    rest = Layout(held.shape, layout.splits[done:], layout.mesh)
+    return rest.own(held)
+
+
+def _rests_whole(parameter: torch.Tensor, layout: Layout) -> bool:
+    return _held(parameter).shape != layout.local_shape

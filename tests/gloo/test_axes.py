@@ -1,0 +1,137 @@
+"""Stages sharded over tensor, context and expert axes, on real processes, without an optimizer.
+
+The executor runs the programs on local parts of the parameters; loss and gradients, put together
+again from all ranks, are those of one device in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from graphaccel.api import cluster_here
+from graphaccel.compiler import Compiler, Model, as_batch, schedule_of
+from graphaccel.ir.program import Sharded
+from graphaccel.planner.plan import Plan
+from graphaccel.rules.rows import Shard
+from graphaccel.runtime.executor import Executor, Held
+from graphaccel.runtime.mesh import build_mesh, coordinates
+from tests.support.casts import lift_loss_cast
+from tests.support.lockstep import part_of, whole_of
+from tests.support.parity import Reference, build, reference
+from tests.support.pool import Pool
+
+PLANS: Mapping[str, tuple[int, dict[str, int]]] = {
+    "tensor2": (2, {"tensor": 2}),
+    "tensor4": (4, {"tensor": 4}),
+    "context2": (2, {"context": 2}),
+    "expert2": (2, {"expert": 2}),
+    "tensor2-data2": (4, {"tensor": 2, "data": 2}),
+    "tensor2-pipeline2": (4, {"tensor": 2, "pipeline": 2, "microbatches": 2}),
+    "expert2-data2": (4, {"expert": 2, "data": 2}),
+    "tensor2-context2": (4, {"tensor": 2, "context": 2}),
+    "tensor2-data2-pipeline2": (8, {"tensor": 2, "data": 2, "pipeline": 2, "microbatches": 2}),
+}
+MODELS = ("gpt", "gpt2", "bert", "t5", "llama", "vit", "swin", "resnet", "mixtral")
+QUICK = (
+    "tensor2", "context2", "tensor2-pipeline2", "tensor2-data2", "tensor2-context2", "expert2"
+)  # fmt: skip
+CASES = [(name, QUICK[(i + k) % 6]) for i, name in enumerate(MODELS) for k in (0, 3)]
+
+
+def _part(value: Tensor, splits: Sequence[Sharded], plan: Plan, at: Mapping[str, int]) -> Tensor:
+    for split in splits:
+        shard = Shard(split.dim, split.outer)
+        value = part_of(value, shard, getattr(plan, split.axis), at[split.axis])
+    return value
+
+
+def run_axes(name: str, pins: dict[str, Any], world: int) -> dict[str, Any]:
+    """One step of this rank: loss, gradients as this rank has them, and where they belong."""
+    defaults = {"data": 1, "pipeline": 1, "microbatches": 1, "interleave": 1, "recompute": "none"}
+    with lift_loss_cast():
+        model, batch, loss_fn = build(name, "float64")
+        leaves = as_batch(batch)
+        cluster = cluster_here(world, torch.device("cpu"))
+        compiler = Compiler(Model(model, loss_fn, 2.0), cluster, defaults | pins)
+        step, plan, program = compiler.choose(leaves)
+    mesh = build_mesh(plan, program.shared.values(), torch.device("cpu"), timedelta(seconds=60))
+    at = coordinates(mesh.sizes, dist.get_rank())
+    parameters = {
+        n: _part(p.detach(), program.resting.get(n, ()), plan, at)
+        for n, p in model.named_parameters(remove_duplicate=False)
+    }
+    held = Held(
+        parameters,
+        dict(model.named_buffers(remove_duplicate=False)),
+        step.forward.constants,
+    )
+    executor = Executor(program, schedule_of(plan, program), mesh, held, plan.microbatches)
+    result = executor.run(leaves.leaves)
+    assert result.loss is not None
+    return {
+        "loss": result.loss.item(),
+        "grads": result.gradients,
+        "at": at,
+        "resting": dict(program.resting),
+        "sizes": dict(mesh.sizes),
+    }
+
+
+def _whole(name: str, got: Sequence[dict[str, Any]]) -> list[Tensor]:
+    """A gradient from the ranks that have it, once for every replica."""
+    splits = got[0]["resting"].get(name, ())
+    have = [r for r in got if name in r["grads"]]
+
+    def joined(ranks: list[dict[str, Any]], left: Sequence[Sharded]) -> Tensor:
+        if not left:
+            return ranks[0]["grads"][name]
+        first, *rest = left
+        size = got[0]["sizes"][first.axis]
+        parts = [joined([r for r in ranks if r["at"][first.axis] == i], rest) for i in range(size)]
+        return whole_of(parts, Shard(first.dim, first.outer))
+
+    used = {s.axis for s in splits}
+    replicas: dict[tuple, list[dict[str, Any]]] = {}
+    for r in have:
+        key = tuple(v for axis, v in sorted(r["at"].items()) if axis not in used)
+        replicas.setdefault(key, []).append(r)
+    return [joined(ranks, splits) for ranks in replicas.values()]
+
+
+@cache
+def _reference(name: str) -> Reference:
+    return reference(name, "float64", 1)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(("name", "plan"), CASES)
+def test_one_step_is_that_of_one_device(pool: Pool, name: str, plan: str) -> None:
+    world, pins = PLANS[plan]
+    if name == "resnet" and "microbatches" in pins:
+        pins = {**pins, "microbatches": 1}
+    got = pool.run(world, run_axes, name, pins, world)
+    check(name, got)
+
+
+def check(name: str, got: Sequence[dict[str, Any]]) -> None:
+    """Loss and every gradient within 1e-10 of eager's, on every replica."""
+    expected = _reference(name)
+    for rank in got:
+        assert rank["loss"] == pytest.approx(expected.loss, rel=1e-10)
+    largest = max(float(g.abs().max()) for g in expected.grads.values())
+    names = {expected.first_name[n] for n in expected.grads}
+    for first in sorted(names):
+        true = expected.grads[first]
+        found = _whole(first, got)
+        assert found, f"no rank has the gradient of {first}"
+        for gradient in found:
+            error = float((gradient - true).abs().max())
+            assert error <= 1e-10 * max(float(true.abs().max()), 1e-4 * largest), (first, error)

@@ -1,0 +1,114 @@
+"""ZeRO on the data axis: the step of one device, with 1/N of state, gradients, parameters."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+import graphaccel
+from graphaccel.runtime.sharded import ShardTensor
+from tests.support.parity import Reference, compare, reference, run_plan
+from tests.support.pool import Pool
+from tests.support.zoo import ZOO
+
+pytestmark = pytest.mark.multiprocess
+
+PLANS: dict[str, tuple[int, dict[str, Any]]] = {
+    "zero1": (2, {"data": 2, "zero": 1, "microbatches": 1}),
+    "zero2": (2, {"data": 2, "zero": 2, "microbatches": 2}),
+    "zero2-shards": (2, {"data": 2, "zero": 2, "microbatches": 2, "accumulation": "shards"}),
+    "zero3": (2, {"data": 2, "zero": 3, "microbatches": 1}),
+    "zero3-whole": (2, {"data": 2, "zero": 3, "microbatches": 4}),
+    "zero3-shards": (2, {"data": 2, "zero": 3, "microbatches": 2, "accumulation": "shards"}),
+    "zero3-kept": (2, {"data": 2, "zero": 3, "microbatches": 1, "gather_again": False}),
+    "zero3-tensor2": (4, {"data": 2, "tensor": 2, "zero": 3, "microbatches": 1}),
+    "zero3-pipeline2": (
+        4,
+        {"data": 2, "zero": 3, "pipeline": 2, "interleave": 1, "microbatches": 2},
+    ),
+}
+# Every way on one model, the three levels on all others in turn; the rest by benchmarks.parity.
+CASES = [("gpt", plan) for plan in PLANS]
+CASES += [
+    (model, ("zero1", "zero2-shards", "zero3")[i % 3])
+    for i, model in enumerate(m for m in ZOO if m != "gpt")
+]
+
+
+@cache
+def _reference(model: str, dtype: str, steps: int) -> Reference:
+    return reference(model, dtype, steps)
+
+
+def pins_for(model: str, plan: str, recompute: str = "none") -> tuple[int, dict[str, Any]]:
+    """World size and pins; a model that mixes rows (BatchNorm) has one microbatch."""
+    world, pins = PLANS[plan]
+    pins = {"pipeline": 1, "recompute": recompute, **pins}
+    if ZOO[model].mixes_rows:
+        pins["microbatches"] = 1
+        pins.pop("accumulation", None)
+    return world, pins
+
+
+@pytest.mark.parametrize(("model", "plan"), CASES)
+def test_one_step_in_float64_is_that_of_one_device(pool: Pool, model: str, plan: str) -> None:
+    world, pins = pins_for(model, plan)
+    got = pool.run(world, run_plan, model, "float64", pins, 2)
+    compare(_reference(model, "float64", 2), got).check(1e-10, 1e-10)
+    for rank in got:
+        assert rank["peak_predicted"] == pytest.approx(rank["peak_measured"], rel=0.02)
+
+
+@pytest.mark.parametrize(("model", "plan"), [("gpt", "zero3"), ("llama", "zero1")])
+def test_twenty_float32_steps_keep_the_loss_of_one_device(
+    pool: Pool, model: str, plan: str
+) -> None:
+    world, pins = pins_for(model, plan)
+    got = pool.run(world, run_plan, model, "float32", pins, 20)
+    expected = _reference(model, "float32", 20)
+    for rank in got:
+        for step, (ours, theirs) in enumerate(zip(rank["losses"], expected.losses, strict=True)):
+            assert ours == pytest.approx(theirs, rel=1e-5), f"step {step}"
+
+
+def _bytes(world: int, zero: int) -> tuple[dict[str, int], dict[str, int], int]:
+    """Bytes on this rank, as measured and as predicted, and of all parameters."""
+    model, batch, _ = ZOO["gpt"].build()
+    whole = sum(p.numel() * 4 for p in model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters())
+    graphaccel.optimize(model, optimizer, devices=world, data=world, pipeline=1, zero=zero,
+                        microbatches=1, recompute="none")  # fmt: skip
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(**batch).backward()
+        optimizer.step()
+    state = [t for s in optimizer.state.values() for t in s.values() if t.dim()]
+    measured = {
+        "parameter": _stored(model.parameters()),
+        "gradient": _stored(p.grad for p in model.parameters()),
+        "optimizer": _stored(state),
+    }
+    (memory,) = model.graphaccel.plan.prediction.memory
+    predicted = {"parameter": memory.parameter, "optimizer": memory.optimizer}
+    return measured, predicted, whole
+
+
+def _stored(tensors: Any) -> int:
+    storages = {}
+    for tensor in tensors:
+        local = tensor.local if isinstance(tensor, ShardTensor) else tensor
+        storages[local.untyped_storage().data_ptr()] = local.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_a_rank_holds_its_share(pool: Pool, world: int, zero: int) -> None:
+    for measured, predicted, whole in pool.run(world, _bytes, world, zero):
+        assert measured["optimizer"] == predicted["optimizer"] == 2 * whole // world
+        assert measured["gradient"] == (whole // world if zero > 1 else whole)
+        assert measured["parameter"] == (whole // world if zero > 2 else whole)
+        assert predicted["parameter"] == measured["parameter"]

@@ -1,0 +1,62 @@
+"""Variable elimination against trying every assignment."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from graphaccel.planner import eliminate
+from graphaccel.planner.eliminate import Table, cheapest_assignment
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[list[int], list[Table]]:
+    counts = draw(st.lists(st.integers(1, 3), min_size=1, max_size=6))
+    tables = []
+    for _ in range(draw(st.integers(0, 8))):
+        size = draw(st.integers(1, min(3, len(counts))))
+        variables = tuple(draw(st.permutations(range(len(counts))))[:size])
+        shape = [counts[v] for v in variables]
+        costs = draw(
+            st.lists(
+                st.sampled_from([0.0, 1.0, 2.0, 5.0, float("inf")]),
+                min_size=int(np.prod(shape)),
+                max_size=int(np.prod(shape)),
+            )
+        )
+        tables.append(Table(variables, np.array(costs).reshape(shape)))
+    return counts, tables
+
+
+def cost(tables: list[Table], values: tuple[int, ...]) -> float:
+    return sum(float(t.costs[tuple(values[v] for v in t.variables)]) for t in tables)
+
+
+@given(problems())
+@settings(max_examples=200, deadline=None)
+def test_equals_brute_force(problem: tuple[list[int], list[Table]]) -> None:
+    counts, tables = problem
+    best = min(cost(tables, v) for v in itertools.product(*(range(c) for c in counts)))
+    if best == float("inf"):
+        with pytest.raises(ValueError, match="no assignment"):
+            cheapest_assignment(counts, tables)
+        return
+    found = cheapest_assignment(counts, tables)
+    assert found.cost == best
+    assert cost(tables, tuple(found.values[i] for i in range(len(counts)))) == best
+    assert not found.guessed
+
+
+def test_says_what_it_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clique too large for its tables: still an assignment, and its cost is not called exact."""
+    monkeypatch.setattr(eliminate, "LARGEST", 8)
+    rng = np.random.default_rng(0)
+    pairs = itertools.combinations(range(5), 2)
+    tables = [Table(pair, rng.random((3, 3))) for pair in pairs]
+    found = cheapest_assignment([3] * 5, tables)
+    assert found.guessed
+    assert found.cost == cost(tables, tuple(found.values[i] for i in range(5)))

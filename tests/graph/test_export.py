@@ -1,0 +1,192 @@
+"""Plans as configurations of other systems: what they say, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from graphaccel.errors import CannotExport
+from graphaccel.planner.cluster import cluster
+from graphaccel.planner.plan import Plan, Precision
+from graphaccel.report.export import TARGETS, export
+from graphaccel.report.facts import Facts, ModelFacts, StageFacts
+
+BF16 = Precision(compute="bfloat16")
+BLOCKS = 8
+
+
+def facts(*layers: int, whole: bool = True, **decided: Any) -> Facts:
+    """A model of eight blocks, 64 examples of 128 tokens, `layers` blocks on each stage."""
+    layers = layers or (BLOCKS,)
+    settings = {"data": 1, "batch": 64, **decided}
+    plan = Plan(devices=1, **settings)
+    plan = replace(plan, devices=plan.data * plan.pipeline * plan.replica)
+    again, stages = list(plan.recompute), []
+    for number, count in enumerate(layers):
+        own = [f"h.{i}" in again for i in range(sum(layers[:number]), sum(layers[: number + 1]))]
+        ordered = own == sorted(own, reverse=True)
+        stages.append(
+            StageFacts(
+                number, number % plan.pipeline, 1, 1, "", 1.0, 2.0,
+                blocks=count, whole_blocks=whole, recomputed=sum(own), recomputed_first=ordered,
+            )
+        )  # fmt: skip
+    model = ModelFacts("GPT", 10, 1, plan.batch, 128, 1, 1, BLOCKS, 1)
+    return Facts(model, cluster("h100-80gb", plan.devices), "", plan, tuple(stages), ())
+
+
+def configured(text: str) -> dict[str, Any]:
+    """What torchtitan's function sets, by running it."""
+    config = SimpleNamespace(parallelism=SimpleNamespace(), training=SimpleNamespace())
+    scope: dict[str, Any] = {"FullAC": SimpleNamespace(Config=lambda: "full")}
+    exec(re.sub(r"^from .*$", "", text, flags=re.M), scope)
+    made = scope["as_planned"](config)
+    return {
+        **vars(made.parallelism), **vars(made.training), "ac": made.activation_checkpoint
+    }  # fmt: skip
+
+
+def test_torchtitan_fsdp() -> None:
+    said = configured(
+        export(facts(data=8, zero=3, precision=BF16, recompute=_blocks(8)), "torchtitan")
+    )
+    assert said["data_parallel_shard_degree"] == 8
+    assert said["data_parallel_replicate_degree"] == 1
+    assert said["fsdp_reshard_after_forward"] == "always"
+    assert said["num_tokens_per_microbatch_per_dp_rank"] == 8 * 128
+    assert said["num_tokens_per_train_step"] == 64 * 128
+    assert said["mixed_precision_param"] == "bfloat16"
+    assert said["ac"] == "full"
+    assert "num_pp_microbatches" not in said
+
+
+def test_torchtitan_pipeline() -> None:
+    settings = {"data": 2, "pipeline": 4, "microbatches": 8, "tensor": 2}
+    said = configured(export(facts(1, 3, 3, 1, **settings), "torchtitan"))
+    assert said["pipeline_parallel_degree"] == 4
+    assert said["pipeline_parallel_schedule"] == "1F1B"
+    assert said["num_pp_microbatches"] == 8
+    assert said["tensor_parallel_degree"] == 2
+    assert said["pipeline_parallel_layers_per_stage"] == 3
+    assert said["pipeline_parallel_first_stage_less_layers"] == 2
+    assert said["pipeline_parallel_last_stage_less_layers"] == 2
+    assert said["data_parallel_replicate_degree"] == 2
+    assert said["ac"] is None
+
+
+def test_megatron() -> None:
+    made = facts(
+        3, 5, data=2, pipeline=2, tensor=4, microbatches=8, precision=BF16, zero=1,
+        recompute=("h.0", "h.3"),
+    )  # fmt: skip
+    text = export(made, "megatron")
+    flags = [line for line in text.splitlines() if not line.startswith("#")]
+    assert flags == [
+        "--tensor-model-parallel-size 4",
+        "--pipeline-model-parallel-size 2",
+        "--context-parallel-size 1",
+        "--expert-model-parallel-size 1",
+        "--micro-batch-size 4",
+        "--global-batch-size 64",
+        '--pipeline-model-parallel-layout "Et*3|t*5L"',
+        "--bf16",
+        "--accumulate-allreduce-grads-in-fp32",
+        "--overlap-grad-reduce",
+        f"--ddp-bucket-size {(25 << 20) // 4}",
+        "--use-distributed-optimizer",
+        "--recompute-granularity full",
+        "--recompute-method block",
+        "--recompute-num-layers 1",
+    ]
+
+
+def test_megatron_fsdp() -> None:
+    text = export(facts(data=8, zero=3, recompute=_blocks(8)), "megatron")
+    assert "--use-megatron-fsdp\n--data-parallel-sharding-strategy optim_grads_params\n" in text
+    assert "--recompute-method uniform" in text
+    assert "--bf16" not in text
+
+
+def test_deepspeed() -> None:
+    made = facts(
+        data=4, tensor=2, microbatches=2, zero=2, precision=Precision("float16", scaled=True)
+    )
+    assert json.loads(export(made, "deepspeed")) == {
+        "train_batch_size": 64,
+        "train_micro_batch_size_per_gpu": 8,
+        "gradient_accumulation_steps": 2,
+        "zero_optimization": {
+            "stage": 2,
+            "overlap_comm": True,
+            "reduce_bucket_size": (25 << 20) // 4,
+        },
+        "tensor_parallel": {"autotp_size": 2},
+        "fp16": {"enabled": True, "loss_scale": 0},
+        "communication_data_type": "fp32",
+    }
+
+
+def test_accelerate() -> None:
+    text = export(facts(data=4, tensor=2, microbatches=4, zero=3, precision=BF16), "accelerate")
+    rows = dict(re.findall(r"^\s*(\w+): (.+)$", text, flags=re.M))
+    assert rows["distributed_type"] == "FSDP"
+    assert rows["mixed_precision"] == "'bf16'"
+    assert rows["num_processes"] == "8"
+    assert rows["fsdp_reshard_after_forward"] == "true"
+    assert rows["parallelism_config_dp_shard_size"] == "4"
+    assert rows["parallelism_config_tp_size"] == "2"
+    assert "# in the script: Accelerator(gradient_accumulation_steps=4)\n" in text
+    assert "distributed_type: MULTI_GPU" in export(facts(data=4), "accelerate")
+
+
+@pytest.mark.parametrize(
+    ("target", "made", "reason"),
+    [
+        ("deepspeed", facts(4, 4, pipeline=2), "pipeline 2: "),
+        ("deepspeed", facts(data=2, recompute=("h.0",)), "recomputation: "),
+        ("deepspeed", facts(expert=2), "expert 2: "),
+        ("deepspeed", facts(data=2, zero=3, gather_again=False), "gather_again=False: "),
+        ("accelerate", facts(4, 4, pipeline=2), "pipeline 2: "),
+        ("accelerate", facts(data=2, zero=1), "zero 1: "),
+        ("accelerate", facts(data=2, tensor=2), "tensor or context without zero: "),
+        ("accelerate", facts(data=2, zero=3, recompute=("h.0",)), "recomputation of some blocks"),
+        ("torchtitan", facts(data=2, zero=1), "zero 1: "),
+        ("torchtitan", facts(data=2, recompute=("h.0",)), "recomputing some of the blocks: "),
+        ("torchtitan", facts(2, 3, 1, 2, pipeline=4, microbatches=4), "2, 3, 1, 2 layers on the"),
+        ("torchtitan", facts(4, 4, pipeline=2), "1 microbatches for 2 stages: "),
+        ("torchtitan", facts(precision=Precision("float16")), "compute in float16: "),
+        ("megatron", facts(4, 4, pipeline=2, schedule="gpipe"), "schedule gpipe: "),
+        ("megatron", facts(4, 4, pipeline=2, recompute=("h.1",)), "which blocks are recomputed: "),
+        (
+            "megatron",
+            facts(2, 2, 2, 2, pipeline=2, interleave=2, schedule="interleaved"),
+            "1 microbatches: ",
+        ),
+        ("megatron", facts(data=2, outputs="all"), 'outputs="all": '),
+        ("megatron", facts(4, 4, pipeline=2, whole=False), "cuts inside a block: "),
+        ("torchtitan", facts(placements=(("w", ()),)), "how single parameters rest (w): "),
+    ],
+)
+def test_what_a_target_can_not_say_is_refused(target: str, made: Facts, reason: str) -> None:
+    with pytest.raises(CannotExport) as caught:
+        export(made, target)
+    assert caught.value.target == target
+    (said,) = caught.value.reasons
+    assert said.startswith(reason)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_plain_data_parallelism_is_understood_by_all(target: str) -> None:
+    text = export(facts(data=8), target)
+    assert text.endswith("\n")
+    if target != "deepspeed":
+        assert "data 8 x pipeline 1: 8 x h100-80gb, batch 64" in text
+
+
+def _blocks(count: int) -> tuple[str, ...]:
+    return tuple(f"h.{i}" for i in range(count))

@@ -1,0 +1,134 @@
+"""Which rank stands where on a mesh, and which arguments of a graph depend on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import fx
+
+from graphaccel.capture.stepgraph import StepGraph
+from graphaccel.errors import BadPin
+from graphaccel.planner.cluster import Cluster
+from graphaccel.planner.pins import Limits, read_pins
+from graphaccel.planner.search import search
+from graphaccel.runtime.executor import bind
+from graphaccel.runtime.mesh import AXES, Mesh, axes_of, coordinates
+
+sizes = st.fixed_dictionaries({axis: st.integers(1, 3) for axis in AXES})
+
+
+@given(sizes, st.data())
+def test_tensor_is_the_innermost_axis(size: dict[str, int], data: st.DataObject) -> None:
+    rank = data.draw(st.integers(0, prod(size.values()) - 1))
+    p, d, e, c, t = (coordinates(size, rank)[axis] for axis in AXES)
+    inner = (((p * size["data"] + d) * size["expert"] + e) * size["context"] + c) * size["tensor"]
+    assert rank == inner + t
+
+
+@given(sizes, st.data())
+def test_ranks_of_a_group_differ_on_its_axes_only(
+    size: dict[str, int], data: st.DataObject
+) -> None:
+    rank = data.draw(st.integers(0, prod(size.values()) - 1))
+    chosen = data.draw(st.lists(st.sampled_from(AXES), min_size=1, unique=True))
+    name = "+".join(axis for axis in AXES if axis in chosen)
+    mesh = Mesh(rank, size)
+    ranks = mesh.ranks(name)
+    assert len(ranks) == len(set(ranks)) == mesh.size(name)
+    assert ranks[mesh.coordinate(name)] == rank
+    for other in ranks:
+        there = coordinates(size, other)
+        assert all(there[a] == coordinates(size, rank)[a] for a in AXES if a not in chosen)
+
+
+@given(sizes, st.data())
+def test_stages_of_a_replica_lie_at_the_same_other_coordinates(
+    size: dict[str, int], data: st.DataObject
+) -> None:
+    rank = data.draw(st.integers(0, prod(size.values()) - 1))
+    mesh = Mesh(rank, size)
+    assert [mesh.rank_of(s) for s in range(mesh.pipeline)] == mesh.ranks("pipeline")
+    assert mesh.rank_of(mesh.pipeline_index) == rank
+
+
+def test_names_of_axes() -> None:
+    assert axes_of("data+tensor") == ("data", "tensor")
+    assert axes_of("sum") == axes_of("data+sum") == axes_of(3) == axes_of("") == ()
+
+
+@pytest.mark.parametrize(
+    ("pins", "name"),
+    [
+        ({"tensor": 2}, "data 2 x tensor 2 x pipeline 1"),
+        ({"tensor": 2, "pipeline": 2, "interleave": 1}, "data 1 x tensor 2 x pipeline 2"),
+        ({"data": 1, "context": 4}, "data 1 x context 4 x pipeline 1"),
+        ({"expert": 2, "zero": 3}, "data 2 x expert 2 x pipeline 1 · zero 3"),
+    ],
+)
+def test_pinned_axes_leave_the_rest_to_the_search(
+    captured: Callable[[str], StepGraph],
+    made_up: Callable[..., Cluster],
+    pins: dict[str, Any],
+    name: str,
+) -> None:
+    wanted = {"microbatches": 1, "recompute": "none", "pipeline": 1} | pins
+    plan = search(captured("gpt"), made_up(4, 1 << 20), pins=wanted, optimizer_bytes=8)
+    assert plan.name == name
+    assert prod(plan.mesh.values()) == 4
+
+
+@pytest.mark.parametrize(
+    ("pins", "text"),
+    [
+        (
+            {"data": 2, "tensor": 4},
+            "data=2 can not be planned\n  why:  data 2 x tensor 4 is 8, not 4 devices\n"
+            "  help: use one of:  data=1",
+        ),
+        (
+            {"data": 1, "tensor": 2, "pipeline": 1},
+            "data=1 can not be planned\n  why:  data 1 x tensor 2 x pipeline 1 is 2, not 4 "
+            "devices\n  help: use one of:  data=2",
+        ),
+        (
+            {"tensor": 4, "context": 2},
+            "tensor=4 can not be planned\n  why:  context 2 x tensor 4 is 8, not 4 devices\n"
+            "  help: leave tensor out and it will be chosen for you",
+        ),
+        (
+            {"tensor": 3},
+            "tensor=3 can not be planned\n  why:  4 devices can not be shared evenly by 3\n"
+            "  help: use one of:  tensor=1  tensor=2  tensor=4",
+        ),
+        (
+            {"zero": 1, "pipeline": 2, "tensor": 2},
+            "zero=1 can not be planned\n  why:  with data=1 there is no axis to shard over\n"
+            "  help: use one of:  zero=0",
+        ),
+    ],
+)
+def test_a_mesh_that_does_not_match_the_devices(
+    captured: Callable[[str], StepGraph], pins: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(BadPin) as caught:
+        read_pins(pins, captured("gpt"), 4, 8, Limits())
+    assert str(caught.value) == f"error[GA202]: {text}\n  explain: graphaccel explain GA202"
+
+
+def test_a_graph_is_bound_to_the_rank_it_runs_on() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    own = graph.call_function(torch.ops.aten.narrow.default, (x, 0, 0, 3))
+    own.meta["bind"] = {2: ("data+tensor", 3)}
+    graph.output(own)
+    module = fx.GraphModule({}, graph)
+    size = {"pipeline": 1, "data": 2, "expert": 1, "context": 1, "tensor": 2}
+    for rank in (3, 1):  # the same graph again
+        bind(module, Mesh(rank, size))
+        assert module(torch.arange(12)).tolist() == [3 * rank, 3 * rank + 1, 3 * rank + 2]

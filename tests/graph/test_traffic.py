@@ -1,0 +1,110 @@
+"""What tensor parallelism says between ranks, at sizes that matter: no more than is known to do.
+
+Megatron-LM (Shoeybi et al., 2019, §3): two all-reduces forward and two backward a transformer
+block. With sequence parallelism (Korthikanti et al., 2022, §4.2.2): as many all-gathers and as many
+reduce-scatters instead, of the same bytes. Nobody told the solver; it finds them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+
+import pytest
+import torch
+import transformers
+from torch import fx
+
+from graphaccel.capture.stepgraph import StepGraph
+from graphaccel.compiler import Compiler, Model, as_batch
+from graphaccel.passes.exact_microbatch import exact_microbatch
+from graphaccel.passes.shard_axis import shard_axis
+from graphaccel.planner.cluster import cluster
+from graphaccel.planner.placements import axis_rates, solve_placements
+from graphaccel.planner.plan import Plan
+
+BATCH, TOKENS, WIDTH = 4, 512, 1024
+RESIDUAL = BATCH * TOKENS * WIDTH  # numbers in the residual stream
+MACHINE = cluster("h100-80gb", 8)
+
+
+@cache
+def captured(kind: str) -> StepGraph:
+    """Two layers on the meta device."""
+    with torch.device("meta"):
+        if kind == "llama":
+            model = transformers.LlamaForCausalLM(
+                transformers.LlamaConfig(
+                    hidden_size=WIDTH, intermediate_size=2816, num_hidden_layers=2,
+                    num_attention_heads=16, num_key_value_heads=8, vocab_size=8192, use_cache=False,
+                )
+            )  # fmt: skip
+        else:
+            model = transformers.GPT2LMHeadModel(
+                transformers.GPT2Config(
+                    n_embd=WIDTH, n_layer=2, n_head=16, vocab_size=8192, use_cache=False,
+                    resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+                    bos_token_id=1, eos_token_id=2,
+                )
+            )  # fmt: skip
+    ids = torch.zeros(BATCH, TOKENS, dtype=torch.long)
+    compiler = Compiler(Model(model.train(), None, 2.0), MACHINE, {})
+    return compiler.capture(as_batch({"input_ids": ids, "labels": ids}))[0]
+
+
+def traffic(kind: str, ranks: int, sequence: bool, block: str) -> Counter[tuple[str, str, int]]:
+    """(phase, collective, numbers of the whole tensor) in one block → how often."""
+    step = captured(kind)
+    graph = exact_microbatch(step, Plan(devices=1, batch=BATCH)).graph
+    rates = axis_rates(MACHINE, Plan(devices=8, tensor=ranks), "tensor")
+    placed = solve_placements(
+        graph.graph, step.inputs, step.outputs,
+        axis="tensor", ranks=ranks, rates=rates, pins={}, sequence=sequence,
+    )  # fmt: skip
+    assert not placed.guessed
+    made = shard_axis(graph, step.inputs, step.outputs, placed, axis="tensor", ranks=ranks)
+    found: Counter[tuple[str, str, int]] = Counter()
+    for node in made.graph.graph.nodes:
+        name = str(node.target)
+        if "c10d" in name and "wait" not in name and node.meta["module"].startswith(block):
+            found[(node.meta["phase"], name.split(".")[1], _numbers(node, ranks))] += 1
+    return found
+
+
+def _numbers(node: fx.Node, ranks: int) -> int:
+    """Of the larger of what goes in and what comes out."""
+    return max(node.meta["val"].numel(), node.args[0].meta["val"].numel())
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_two_all_reduces_each_way(ranks: int) -> None:
+    assert traffic("gpt2", ranks, False, "transformer.h.1.") == {
+        ("forward", "all_reduce", RESIDUAL): 2,
+        ("backward", "all_reduce", RESIDUAL): 2,
+    }
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_sequence_parallel(kind: str) -> None:
+    block = {"llama": "model.layers.1.", "gpt2": "transformer.h.1."}[kind]
+    found = traffic(kind, 4, True, block)
+    both = {"forward": 0, "backward": 0}
+    for (phase, name, numbers), count in found.items():
+        assert numbers == RESIDUAL
+        both[phase] += count * (2 if name == "all_reduce" else 1)
+    # An all-reduce is a reduce-scatter and an all-gather: four of these each way.
+    assert both == {"forward": 4, "backward": 4}
+
+
+def test_logits_are_never_whole() -> None:
+    """The head and the cross-entropy are split over the vocabulary."""
+    step = captured("llama")
+    graph = exact_microbatch(step, Plan(devices=1, batch=BATCH)).graph
+    rates = axis_rates(MACHINE, Plan(devices=8, tensor=4), "tensor")
+    placed = solve_placements(
+        graph.graph, step.inputs, step.outputs, axis="tensor", ranks=4, rates=rates, pins={}
+    )
+    made = shard_axis(graph, step.inputs, step.outputs, placed, axis="tensor", ranks=4)
+    values = [n.meta["val"] for n in made.graph.graph.nodes if "val" in n.meta]
+    largest = max(v.numel() for v in values if isinstance(v, torch.Tensor))
+    assert largest <= BATCH * TOKENS * 8192 // 4

@@ -1,0 +1,160 @@
+"""Why not, what would help, how sure: every figure is that of another search."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from graphaccel.capture.stepgraph import StepGraph
+from graphaccel.planner.cluster import Cluster
+from graphaccel.planner.estimate import predict_seconds
+from graphaccel.planner.plan import Plan
+from graphaccel.planner.record import Record
+from graphaccel.planner.search import search
+from graphaccel.planner.whatif import Explanation, explain, why_not
+from graphaccel.report.explanation import answer_text, explanation_lines
+
+Captured = Callable[[str], StepGraph]
+MadeUp = Callable[..., Cluster]
+Golden = Callable[[str, str], None]
+
+
+def run(step: StepGraph, where: Cluster, **pins: Any) -> tuple[Plan, Record]:
+    record = Record()
+    return search(step, where, pins=pins, optimizer_bytes=8, record=record), record
+
+
+def seconds(plan: Plan) -> float:
+    assert plan.prediction is not None
+    return plan.prediction.seconds
+
+
+@pytest.fixture(scope="module")
+def explained(captured: Captured, made_up: MadeUp) -> tuple[Plan, Record, Explanation]:
+    """The zoo's gpt on four devices with room for little."""
+    plan, record = run(captured("gpt"), made_up(4, 1000))
+    return plan, record, explain(record, plan)
+
+
+def test_each_other_value_is_the_best_plan_with_it(
+    captured: Captured, made_up: MadeUp, explained: tuple[Plan, Record, Explanation]
+) -> None:
+    plan, _, why = explained
+    assert {d.name for d in why.decisions} >= {"data", "pipeline", "microbatches", "recompute"}
+    for decision in why.decisions:
+        assert decision.value not in {c.value for c in decision.others}
+        for choice in decision.others:
+            if choice.seconds is None:
+                assert "not fit" in choice.reason or "can not be" in choice.reason
+                continue
+            value = int(choice.value) if choice.value.isdecimal() else choice.value
+            again, _ = run(captured("gpt"), made_up(4, 1000), **{decision.name: value})
+            assert seconds(again) == choice.seconds
+            if decision.name != "precision":
+                assert choice.seconds >= seconds(plan)
+
+
+def test_prices_are_those_of_the_changed_cluster(
+    captured: Captured, made_up: MadeUp, explained: tuple[Plan, Record, Explanation]
+) -> None:
+    plan, _, why = explained
+    prices = {price.change: price for price in why.prices}
+    assert {"+100.0 KiB per device", "2x FLOP/s", "2x inner bandwidth", "8 devices"} <= set(prices)
+    assert "2x outer bandwidth" not in prices  # four devices never use it
+    more, _ = run(captured("gpt"), made_up(4, 1100))
+    assert prices["+100.0 KiB per device"].seconds == seconds(more)
+    assert prices["+100.0 KiB per device"].gain == pytest.approx(1 - seconds(more) / seconds(plan))
+    wider, _ = run(captured("gpt"), made_up(8, 1000))
+    assert prices["8 devices"].seconds == seconds(wider)
+    helping = [
+        p.gain for p in why.prices if p.change.startswith(("+", "2x")) and p.gain is not None
+    ]
+    assert min(helping) >= -1e-12  # more of anything never makes the best plan slower
+
+
+def test_regret_is_measured_against_the_best_plan_of_the_other_calibration(
+    captured: Captured, made_up: MadeUp, explained: tuple[Plan, Record, Explanation]
+) -> None:
+    plan, record, why = explained
+    assert {s.factor for s in why.shifts} == {0.9, 1.1}
+    assert record.problem is not None
+    for shift in why.shifts:
+        assert shift.regret >= 0
+        if shift.rate != "FLOP/s":
+            continue
+        where = made_up(4, 1000)
+        flops = {k: v * shift.factor for k, v in where.device.peak_flops.items()}
+        other = replace(where, device=replace(where.device, peak_flops=flops))
+        best, _ = run(captured("gpt"), other)
+        mine = predict_seconds(record.problem.profile, plan, other, 8).seconds
+        assert shift.regret == pytest.approx(max(0.0, mine / seconds(best) - 1))
+
+
+def test_explanation_text(golden: Golden, explained: tuple[Plan, Record, Explanation]) -> None:
+    plan, _, why = explained
+    lines = explanation_lines(why, plan)
+    assert max(map(len, lines)) <= 110
+    golden("explain-gpt", "\n".join(lines) + "\n")
+
+
+def test_why_not_text(
+    golden: Golden, made_up: MadeUp, explained: tuple[Plan, Record, Explanation]
+) -> None:
+    plan, record, _ = explained
+    asked: list[dict[str, Any]] = [
+        {"pipeline": 1},
+        {"pipeline": 4, "microbatches": 2},
+        {"data": 4, "microbatches": 1, "recompute": "none"},
+        {"data": 3},
+        {"microbatches": 16},
+    ]
+    answers = [why_not(record, plan, pins) for pins in asked]
+    text = "\n".join(answer_text(a, plan, made_up(4, 1000)) for a in answers)
+    assert max(map(len, text.splitlines())) <= 110
+    golden("why-not-gpt", text)
+
+
+def test_an_unknown_pin_is_answered_too(explained: tuple[Plan, Record, Explanation]) -> None:
+    plan, record, _ = explained
+    answer = why_not(record, plan, {"warp": 9})
+    assert answer.verdict == "can not be"
+    assert answer.reason.startswith("warp=9 can not be planned: known pins: data, ")
+
+
+def test_what_was_chosen_is_said_to_be(explained: tuple[Plan, Record, Explanation]) -> None:
+    plan, record, _ = explained
+    answer = why_not(record, plan, {"data": plan.data, "microbatches": plan.microbatches})
+    assert answer.verdict == "chosen"
+    assert answer.seconds == seconds(plan)
+
+
+def test_pins_stay_and_can_be_let_go(captured: Captured, made_up: MadeUp) -> None:
+    plan, record = run(captured("gpt"), made_up(4), data=1)
+    assert explain(record, plan).decisions[0].pinned
+    asked = why_not(record, plan, {"recompute": "none"})
+    assert asked.name.startswith("data 1 x pipeline 4")
+    freed = why_not(record, plan, {"data": None})
+    best, _ = run(captured("gpt"), made_up(4))
+    assert freed.seconds == seconds(best)
+
+
+def test_a_built_plan_has_the_last_word_on_memory(captured: Captured, made_up: MadeUp) -> None:
+    where, built = made_up(1), []
+
+    def refine(plan: Plan) -> Plan:
+        built.append(plan)
+        assert plan.prediction is not None
+        memory = tuple(replace(m, peak=3 * m.peak) for m in plan.prediction.memory)
+        return replace(plan, prediction=replace(plan.prediction, memory=memory))
+
+    record = Record()
+    plan = search(captured("gpt"), where, pins={}, optimizer_bytes=8, refine=refine, record=record)
+    answer = why_not(record, plan, {"recompute": "all"})
+    assert built[-1].recompute
+    assert answer.peak is not None
+    assert answer.peak % 3 == 0
+    with pytest.raises(ValueError, match="of no search"):
+        explain(Record(), plan)
