@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from graphaccel.errors import UnknownDevice
+from graphaccel.errors import BadCluster, UnknownDevice
 
 GIB = 2**30
 
@@ -67,6 +67,8 @@ class Cluster:
 
     ``context_bytes`` per device are lost to the runtime (CUDA context, NCCL, cuBLAS workspaces);
     ``fragmentation`` is what the allocator reserves beyond the tensors, as a share of them.
+    ``ort``: by build of ONNX Runtime and threads ("training 1.19.2, 2 threads"), region key →
+    seconds measured here (torch, ONNX Runtime).
     Raises ``ValueError`` when the levels do not grow or the last does not hold all devices.
     """
 
@@ -75,6 +77,7 @@ class Cluster:
     links: tuple[Link, ...]
     context_bytes: int
     fragmentation: float
+    ort: Mapping[str, Mapping[str, tuple[float, float]]] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         sizes = [link.size for link in self.links]
@@ -98,6 +101,7 @@ class Cluster:
             "links": [asdict(link) for link in self.links],
             "context_bytes": self.context_bytes,
             "fragmentation": self.fragmentation,
+            **({"ort": {k: dict(v) for k, v in self.ort.items()}} if self.ort else {}),
         }
 
     @classmethod
@@ -107,6 +111,10 @@ class Cluster:
             fields = dict(data)
             fields["device"] = Device(**fields["device"])
             fields["links"] = tuple(Link(**link) for link in fields["links"])
+            fields["ort"] = {
+                build: {key: (float(a), float(b)) for key, (a, b) in costs.items()}
+                for build, costs in fields.get("ort", {}).items()
+            }
             return cls(**fields)
         except (KeyError, TypeError) as problem:
             raise ValueError(f"this is no cluster description: {problem}") from problem
@@ -117,14 +125,18 @@ def cluster(device: str, count: int, memory: int | None = None) -> Cluster:
 
     ``memory`` in bytes per device overrides the catalogue's. "cpu" is this host: its cores and
     memory shared evenly by ``count`` processes.
-    Raises ``graphaccel.errors.UnknownDevice`` and ``ValueError`` for a count below one.
+    Raises ``graphaccel.errors.UnknownDevice`` (GA601), and ``BadCluster`` (GA602) for a count below
+    one or a memory that holds nothing.
     """
     name = device.lower()
-    if count < 1:
-        raise ValueError(f"a cluster needs at least one device, not {count}")
+    problems = [] if count > 0 else [f"a cluster needs at least one device, not {count}"]
+    if memory is not None and memory <= 0:
+        problems.append(f"a memory of {memory} bytes holds nothing")
+    if problems:
+        raise BadCluster(where=f"{count} x {device}", problems=tuple(problems))
     if name not in _CATALOGUE:
         closest = difflib.get_close_matches(name, device_names(), n=3, cutoff=0.4)
-        raise UnknownDevice(name=device, closest=tuple(closest))
+        raise UnknownDevice(name=device, closest=tuple(closest), known=device_names())
     result = _CATALOGUE[name](count)
     if memory is not None:
         result = replace(result, device=replace(result.device, memory=memory))

@@ -78,6 +78,12 @@ def _packet(node: fx.Node) -> Any:
     return getattr(node.target, "overloadpacket", None)
 
 
+def counted_packet(node: fx.Node) -> Any:
+    """The op under which `torch.utils.flop_counter` counts a call."""
+    packet = _packet(node)
+    return _COUNTED_LIKE.get(packet, packet)
+
+
 def first_input(node: fx.Node) -> fx.Node:
     """The first node a node reads: what a view is a view of."""
     return node.all_input_nodes[0]
@@ -103,8 +109,7 @@ def node_flops(node: fx.Node, resolve: Resolve = _symbolic) -> Amount:
     """FLOPs of a node: 0 for anything but products, convolutions and attention."""
     if node.op != "call_function":
         return 0
-    packet = _packet(node)
-    formula = flop_registry.get(_COUNTED_LIKE.get(packet, packet))
+    formula = flop_registry.get(counted_packet(node))
     if formula is None:
         return 0
     args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda n: dims_of(n, resolve))

@@ -6,9 +6,8 @@ microbatches as the schedule keeps in flight. Time plays the schedule against ea
     step = makespan of the schedule with its messages and what is left of the gradient all-reduces
          + optimizer
 
-Devices are numbered data-innermost: pipeline rank r of data rank d is device r * data + d, since
-gradients are larger than activations and neighbours have the faster links (the order of
-Megatron-LM).
+Devices are numbered pipeline, data, expert, context, tensor from the outside in: what says most
+has the nearest neighbours (the order of Megatron-LM).
 """
 
 from __future__ import annotations
@@ -21,7 +20,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from graphaccel.planner.cluster import Cluster
-from graphaccel.planner.communication import all_reduce_seconds, send_seconds
+from graphaccel.planner.communication import (
+    all_gather_seconds,
+    all_reduce_seconds,
+    reduce_scatter_seconds,
+    send_seconds,
+)
+from graphaccel.planner.outside import gather_seconds, output_bytes
 from graphaccel.planner.plan import Plan, Prediction, StageMemory
 from graphaccel.planner.profile import Parameter, Profile, SizedProfile
 from graphaccel.planner.simulate import Timeline, simulate
@@ -43,7 +48,7 @@ _LAUNCHES_AN_ACTION = 10
 
 def device_number(plan: Plan, pipeline_rank: int, data_rank: int = 0) -> int:
     """The device that pipeline rank `pipeline_rank` of replica `data_rank` runs on."""
-    return pipeline_rank * plan.data + data_rank
+    return (pipeline_rank * plan.data + data_rank) * plan.replica
 
 
 @dataclass(frozen=True)
@@ -127,6 +132,7 @@ def predict_memory(
     waiting = flight(plan)
     accumulated = plan.microbatches > 1 or plan.data > 1
     whole_batch = sized.batch_bytes * plan.data * plan.microbatches
+    whole_batch += output_bytes(profile.step, plan.batch)
     ranks = []
     for rank in range(plan.pipeline):
         own = range(rank, plan.stages, plan.pipeline)
@@ -143,6 +149,11 @@ def predict_memory(
         trained = sum(p.bytes for p in held if p.trainable)
         gradient = trained if accumulated else sum(peaks[s].gradient for s in own)
         optimizer = trained * optimizer_bytes // 4
+        if plan.zero:
+            group = max(parameter_groups(profile, held).values(), default=0)
+            parameter, gradient, optimizer, temporary = _sharded_bytes(
+                plan, parameter, gradient, optimizer, temporary, group
+            )
         if plan.precision.compute in ("bfloat16", "float16"):
             temporary += trained // 2  # the copy of the weights that is computed with
         tensors = parameter + gradient + optimizer + activation + temporary
@@ -155,6 +166,38 @@ def predict_memory(
             )
         )  # fmt: skip
     return tuple(ranks)
+
+
+def parameter_groups(profile: Profile, held: Sequence[Parameter]) -> dict[str, int]:
+    """Bytes of parameters by the block that reads them, and outside blocks by name: what ZeRO
+    gathers and reduces at once."""
+    groups: dict[str, int] = defaultdict(int)
+    for parameter in held:
+        blocks = {int(profile.block_at[p]) for p in parameter.positions}
+        one = blocks.pop() if len(blocks) == 1 else -1
+        groups[profile.block_names[one] if one >= 0 else parameter.name] += parameter.bytes
+    return groups
+
+
+def _sharded_bytes(
+    plan: Plan, parameter: int, gradient: int, optimizer: int, temporary: int, group: int
+) -> tuple[int, int, int, int]:
+    """The four under ZeRO. group: the largest group of parameters.
+
+    In flight at a time are one group's gradients and their sum (level 2 up), and one group that is
+    used, taken out of what was gathered one by one, beside the next one that travels (level 3).
+    """
+    ranks = plan.data
+    optimizer //= ranks
+    if plan.zero >= 2:
+        once = plan.microbatches == 1 or plan.accumulation == "shards"
+        gradient = gradient // ranks if once else gradient
+        temporary += 2 * group if once else group // ranks
+    if plan.zero == 3:
+        kept = parameter if not plan.gather_again else 2 * group
+        parameter = parameter // ranks
+        temporary += kept
+    return parameter, gradient, optimizer, temporary
 
 
 @dataclass(frozen=True)
@@ -234,13 +277,14 @@ def predict_seconds(
     reduces = [_reduce_seconds(profile, work, plan, cluster, s) for s, work in enumerate(works)]
     optimizer = max(
         _optimizer_seconds([works[s] for s in range(rank, plan.stages, plan.pipeline)],
-                           cluster, optimizer_bytes)
+                           cluster, optimizer_bytes, plan.data if plan.zero else 1)
         for rank in range(plan.pipeline)
     )  # fmt: skip
     if simulated:
         compute, bubble, communication = _played(plan, works, edges, reduces)
     else:
         compute, bubble, communication = _closed(plan, works, edges, reduces)
+    communication += gather_seconds(profile.step, plan, cluster)
     return Prediction(
         seconds=compute + bubble + communication + optimizer,
         compute=compute,
@@ -333,14 +377,45 @@ def _reduce_seconds(
     if cluster.device.name != "cpu" and total:
         last = _bucketed(cluster, min(size, plan.bucket_bytes), plan)
         exposed = max(last, total - _OVERLAP * work.backward)
+    if plan.zero >= 2 and plan.accumulation == "shards":
+        exposed *= plan.microbatches
+    exposed += _gather_seconds(profile, work, plan, cluster)
     return exposed + _shared_seconds(profile, work, plan, cluster, stage)
+
+
+def _gather_seconds(profile: Profile, work: StageWork, plan: Plan, cluster: Cluster) -> float:
+    """Seconds of a step's all-gathers of parameters that no computation hides.
+
+    Levels 1 and 2 gather what the optimizer changed, once, after it. Level 3 gathers each group
+    ahead of use in every forward, and again in every backward where the plan says so.
+    """
+    if not plan.zero or plan.data == 1:
+        return 0.0
+    sizes = list(parameter_groups(profile, held_parameters(profile, [(work.first, work.end)])
+                                  ).values())  # fmt: skip
+    if plan.zero < 3:
+        return _gathers(cluster, [work.gradient], plan)
+    once = _gathers(cluster, sizes, plan)
+    first = _gathers(cluster, [max(sizes, default=0)], plan)
+    exposed = 0.0
+    for seconds in (work.forward, work.backward) if plan.gather_again else (work.forward,):
+        hidden = 0.0 if cluster.device.name == "cpu" else _OVERLAP * seconds
+        exposed += max(first, once - hidden)
+    return plan.microbatches * exposed
+
+
+def _gathers(cluster: Cluster, sizes: Sequence[int], plan: Plan) -> float:
+    return sum(all_gather_seconds(cluster, size, plan.data, plan.replica) for size in sizes)
 
 
 def _bucketed(cluster: Cluster, size: float, plan: Plan) -> float:
     if plan.data == 1 or size <= 0:
         return 0.0
     buckets = max(1, math.ceil(size / plan.bucket_bytes))
-    return buckets * all_reduce_seconds(cluster, size / buckets, plan.data, stride=1)
+    if plan.zero >= 2:  # a reduce-scatter
+        seconds = reduce_scatter_seconds(cluster, size / buckets, plan.data, stride=plan.replica)
+        return buckets * seconds
+    return buckets * all_reduce_seconds(cluster, size / buckets, plan.data, stride=plan.replica)
 
 
 def _shared_seconds(
@@ -363,9 +438,13 @@ def _shared_seconds(
     return 2 * send_seconds(cluster, size, device_number(plan, rank), other)
 
 
-def _optimizer_seconds(works: Sequence[StageWork], cluster: Cluster, optimizer_bytes: int) -> float:
-    """Read parameter, gradient and state, write parameter and state, at memory bandwidth."""
-    gradient = sum(w.gradient for w in works)
+def _optimizer_seconds(
+    works: Sequence[StageWork], cluster: Cluster, optimizer_bytes: int, shards: int = 1
+) -> float:
+    """Read parameter, gradient and state, write parameter and state, at memory bandwidth.
+
+    shards: ranks that share the work (ZeRO)."""
+    gradient = sum(w.gradient for w in works) / shards
     tensors = sum(w.tensors for w in works)
     traffic = gradient * (3 + 2 * optimizer_bytes / 4)
     device = cluster.device

@@ -12,6 +12,11 @@ from graphaccel.planner.pins import Pins
 from graphaccel.planner.plan import Alternative, Plan, StageMemory
 from graphaccel.planner.solve import Outcome, Problem, excess
 
+TERMS: Mapping[str, str] = {"communication": "exposed communication"}
+"""How terms of a prediction are called where their own name does not say enough."""
+
+_NO_BYTES = frozenset({"precision", "outputs", "bucket_bytes"})  # pins that are not let go of
+
 SolveAll = Callable[[Problem, Pins, int], Outcome]
 
 
@@ -34,12 +39,12 @@ def alternatives(
     others = [plan for key, plan in by_mesh.items() if key != (best.data, best.pipeline)]
     others.sort(key=lambda plan: (excess(plan, cluster) > 0, seconds(plan), plan.pipeline))
     return tuple(
-        Alternative(plan.name, seconds(plan), fullest(plan).peak, _reason(plan, best, cluster))
+        Alternative(plan.name, seconds(plan), fullest(plan).peak, lost_because(plan, best, cluster))
         for plan in others
     )
 
 
-def _reason(plan: Plan, best: Plan, cluster: Cluster) -> str:
+def lost_because(plan: Plan, best: Plan, cluster: Cluster) -> str:
     """Why `plan` lost: memory, or the term of its time that grew most."""
     missing = excess(plan, cluster)
     if missing > 0:
@@ -50,14 +55,12 @@ def _reason(plan: Plan, best: Plan, cluster: Cluster) -> str:
     slower = (mine.seconds / theirs.seconds - 1) * 100
     if slower <= 0:  # as fast on paper; the exact memory decided
         return "does not fit once built"
-    terms = {
-        "compute": mine.compute - theirs.compute,
-        "exposed communication": mine.communication - theirs.communication,
-        "bubble": mine.bubble - theirs.bubble,
-        "optimizer": mine.optimizer - theirs.optimizer,
-    }
-    term = max(terms, key=lambda name: terms[name])
-    return f"{slower:.0f}% slower: {term} +{terms[term] * 1e3:.3g} ms"
+    grown = {name: mine.terms[name] - theirs.terms[name] for name in mine.terms}
+    term = max(grown, key=lambda name: grown[name])
+    more = grown[term]
+    text = f"{more:.3g} s" if more >= 1 else f"{more * 1e3:.3g} ms"
+    how = f"{slower:.0f}% slower" if slower < 900 else f"{slower / 100 + 1:.0f} times as long"
+    return f"{how}: {TERMS.get(term, term)} +{text}"
 
 
 def infeasible(
@@ -103,7 +106,9 @@ def _relaxations(
     works: list[tuple[str, str]] = []
     useless: list[str] = []
 
-    def attempt(change: str, other: Problem, wanted: Pins, remark: str = "") -> bool:
+    def attempt(
+        change: str, other: Problem, wanted: Pins, remark: str = "", batch: int = batch
+    ) -> bool:
         try:
             found = solve_all(other, wanted, batch)
         except GraphAccelError:  # this change can not be planned at all
@@ -117,15 +122,20 @@ def _relaxations(
         works.append((change, f"{effect}{remark}"))
         return True
 
-    for name in ("recompute", "microbatches", "pipeline", "data", "interleave", "schedule", "cuts"):
-        if getattr(pins, name) is not None:
+    for name in pins.names:
+        if name not in _NO_BYTES:
             attempt(f"{name} not pinned", problem, replace(pins, **{name: None}))
-    if pins.data is not None and pins.pipeline is not None:
-        attempt("data and pipeline not pinned", problem, replace(pins, data=None, pipeline=None))
+    axes = [axis for axis in closest.mesh if getattr(pins, axis) is not None]
+    if len(axes) > 1:
+        free = replace(pins, **dict.fromkeys(axes))
+        attempt(f"{' and '.join(axes)} not pinned", problem, free)
     if pins.precision is None:
         low = replace(pins, precision="bf16")
         attempt("precision=bf16", problem, low, "; changes numerics")
-    free = replace(pins, data=None, pipeline=None)
+    for size in (batch // 2, batch // 4, batch // 8):
+        if size and attempt(f"batch {size}", problem, pins, batch=size):
+            break
+    free = replace(pins, **dict.fromkeys(axes))
     for factor in (2, 4, 8):
         wider = replace(problem, cluster=wider_cluster(problem.cluster, factor))
         if attempt(f"{wider.cluster.count} devices", wider, free):

@@ -21,23 +21,33 @@ from graphaccel.compat.torch import storage_key
 from graphaccel.ir.program import StageProgram, StepProgram, Value
 from graphaccel.ir.values import tensors_of
 from graphaccel.planner.plan import StageMemory
+from graphaccel.rules.propagate import PARTIAL
 from graphaccel.schedule.table import Action, Schedule
 from graphaccel.schedule.walk import walk
 
-_HELD = {"parameter", "buffer", "constant", "batch", "prologue", "accumulator", "bucket", "scale"}
+_HELD = {
+    "parameter", "buffer", "constant", "batch", "prologue", "accumulator", "bucket", "scale",
+    "shards", "tangent",
+}  # fmt: skip
+_SENDING = {  # what they send is held until what they give is waited for
+    torch.ops._c10d_functional.all_gather_into_tensor.default,
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,
+    torch.ops._c10d_functional.all_to_all_single.default,
+}
 
 
 @dataclass(frozen=True)
 class Resident:
-    """Bytes that lie on a rank the whole time. parameters, buffers: by name. batch: the global
-    batch.
+    """Bytes that lie on a rank the whole time. parameters, buffers: by name, as they rest. batch:
+    the global batch.
 
-    optimizer_bytes: per byte of trainable parameter (2.0 for AdamW in the parameter's dtype).
+    states: trained parameter → bytes of that part of it whose optimizer state lies here.
+    optimizer_bytes: per byte of `states` (2.0 for AdamW in the parameter's dtype).
     """
 
     parameters: Mapping[str, int]
     buffers: Mapping[str, int]
-    trainable: frozenset[str]
+    states: Mapping[str, int]
     batch: int
     optimizer_bytes: float
 
@@ -50,10 +60,10 @@ def rank_memory(
     own = [p for p in program.stages if p.stage in stages]
     names = {n for p in own for n in p.parameters}
     parameters = sum(resident.parameters[n] for n in names)
-    trained = sum(resident.parameters[n] for n in names if n in resident.trainable)
+    trained = sum(resident.states.get(n, 0) for n in names)
     buffers = sum(resident.buffers[n] for n in {n for p in own for n in p.buffers})
     optimizer = int(trained * resident.optimizer_bytes)
-    run = _Run(program, own)
+    run = _Run(program, own, max((a.microbatch for a in schedule[rank]), default=0))
     run.start(resident.batch)
     for doing in walk(schedule[rank]):
         run.do(doing.verb, doing.action)
@@ -71,6 +81,70 @@ def rank_memory(
     )
 
 
+@dataclass(frozen=True)
+class Sample:
+    """What lies on a rank at one time of a step: bytes by category, and what is being computed."""
+
+    seconds: float
+    live: Mapping[str, int]
+    at: str
+
+    @property
+    def total(self) -> int:
+        """Bytes of all categories."""
+        return sum(self.live.values())
+
+
+def rank_curve(
+    program: StepProgram,
+    schedule: Schedule,
+    rank: int,
+    resident: Resident,
+    spans: Mapping[tuple[str, int, int], tuple[float, float]],
+    other: int = 0,
+    most: int = 600,
+) -> tuple[Sample, ...]:
+    """The bytes on one pipeline rank in the course of a step; their maximum is `rank_memory`'s.
+
+    spans: (start, end) in seconds of each forward and backward, by (kind, stage, microbatch); the
+    nodes of one lie evenly in it. most: about how many samples are kept; of every stretch that
+    is left out, the fullest is.
+    """
+    whole = rank_memory(program, schedule, rank, resident, other)
+    own = [p for p in program.stages if p.stage in {a.stage for a in schedule[rank]}]
+    last = max((a.microbatch for a in schedule[rank]), default=0)
+    run = _Run(program, own, last, watched=True)
+    run.start(resident.batch)
+    fixed = {"parameter": whole.parameter, "optimizer": whole.optimizer, "other": other}
+    samples: list[Sample] = []
+
+    def snapshot(when: float, live: Mapping[str, int], at: str) -> Sample:
+        kinds = {kind: live.get(kind, 0) for kind in ("gradient", "activation", "temporary")}
+        return Sample(when, {**fixed, **kinds}, at)
+
+    samples.append(snapshot(0.0, run.live, "start of the step"))
+    doings = list(walk(schedule[rank]))
+    pieces = max(1, min(16, most // max(1, sum(d.verb == "run" for d in doings))))
+    for doing in doings:
+        action = doing.action
+        if doing.verb != "run":
+            run.do(doing.verb, action)
+            continue
+        start, end = spans[action.kind, action.stage, action.microbatch]
+        samples.append(snapshot(start, run.live, f"before {action.kind} {action.microbatch}"))
+        run.seen.clear()
+        run.do(doing.verb, action)
+        step = (end - start) / max(1, len(run.seen))
+        size = max(1, -(-len(run.seen) // pieces))
+        for first in range(0, len(run.seen), size):
+            chunk = run.seen[first : first + size]
+            top = max(range(len(chunk)), key=lambda i: sum(chunk[i][0].values()))
+            live, at = chunk[top]
+            samples.append(snapshot(start + (first + top + 0.5) * step, live, at))
+        samples.append(snapshot(end, run.live, f"end of {action.kind} {action.microbatch}"))
+    return tuple(samples)
+
+
 @dataclass
 class _Storage:
     size: int
@@ -84,6 +158,7 @@ class _Run:
 
     program: StepProgram
     own: list[StageProgram]
+    last: int = 0
     peak: int = 0
     where: str = "start of the step"
     at_peak: dict[str, int] = field(default_factory=dict)
@@ -91,6 +166,10 @@ class _Run:
     saved: dict[tuple[int, int], dict[str, list[_Storage]]] = field(default_factory=dict)
     inbox: dict[tuple[int, int, str], dict[str, list[_Storage]]] = field(default_factory=dict)
     sending: dict[tuple[int, int, int, str], list[_Storage]] = field(default_factory=dict)
+    watched: bool = False
+    seen: list[tuple[dict[str, int], str]] = field(default_factory=list)
+    outputs: dict[int, list[_Storage]] = field(default_factory=dict)
+    carried: dict[tuple[int, str], list[_Storage]] = field(default_factory=dict)
 
     def start(self, batch: int) -> None:
         self.take(_Storage(batch, "activation"))
@@ -126,10 +205,42 @@ class _Run:
         if verb == "post":
             self.post(action)
         elif verb == "run":
+            outside = bool(self.program.tangents)
+            if outside and action.kind == "backward":
+                self.handed_in(self._stage(action.stage))
             self.run(action)
+            if outside and action.kind == "forward":
+                self.handed_out()
         elif verb == "release":
             for storage in self.sending.pop(_key(action), []):
                 self.drop(storage)
+
+    def handed_out(self) -> None:
+        """A loss outside of the graph is that of the whole batch: outputs are brought to every
+        rank, and live as long as the script's loss."""
+        self.here = "outputs of the whole batch"
+        for leaf, local in self.outputs.items():
+            place = self.program.output_places[leaf]
+            if self.program.data > 1 and (isinstance(place, int) or place == PARTIAL):
+                size = sum(storage.size for storage in local)
+                self.take(_Storage(size * self._parts(place), "activation"))
+                for storage in local:
+                    self.drop(storage)
+
+    def handed_in(self, stage: StageProgram) -> None:
+        """The gradients of the outputs that the loss reads, whole. What the script's own
+        loss keeps and makes is not known and not counted."""
+        self.here = "gradients of the outputs"
+        graph = next(iter(stage.backwards.values()))
+        for node, value in zip(_placeholders(graph), stage.backward_inputs, strict=True):
+            if value.kind == "tangent":
+                place, size = self.program.output_places[value.leaf], _bytes(node.meta["val"])
+                self.take(_Storage(size * self._parts(place), "activation"))
+                if self._parts(place) > 1 and place != 0:  # its part is no run of memory
+                    self.take(_Storage(size, "activation"))
+
+    def _parts(self, place: str | int) -> int:
+        return self.program.data if isinstance(place, int) else 1
 
     def post(self, action: Action) -> None:
         stage = self._stage(action.stage)
@@ -151,7 +262,10 @@ class _Run:
         inputs: dict[fx.Node, list[_Storage]] = {}
         for node, value in zip(_placeholders(graph), values, strict=True):
             given = box if value.kind == "received" else saved
-            inputs[node] = [] if value.kind in _HELD else given[value.name]
+            if value.kind == "carried":
+                inputs[node] = self.carried.pop((action.stage, value.name), [])
+            else:
+                inputs[node] = [] if value.kind in _HELD else given[value.name]
         results = self.graph(
             graph, inputs, f"{action.kind} of microbatch {action.microbatch}", action.stage
         )
@@ -176,10 +290,17 @@ class _Run:
                     else:
                         key = (action.stage, peer, action.microbatch, action.kind)
                         self.sending.setdefault(key, []).extend(held)
-            elif value.kind in ("gradient", "output", "buffer", "loss"):
+            elif value.kind == "carried":
+                for storage in held:
+                    self._recount(storage, "gradient")
+                self.carried[action.stage, value.name] = [*held]
+                self._hold(held)
+            elif value.kind in ("gradient", "input_gradient", "output", "buffer", "loss"):
                 for storage in held:
                     self._recount(storage, "gradient" if value.kind == "gradient" else "activation")
                 self._hold(held)
+                if value.kind == "output":
+                    self.outputs[value.leaf] = [*held]
         for held in results:
             for storage in held:
                 self.drop(storage)
@@ -232,6 +353,11 @@ class _Run:
                     self.take(storage)
                     mine.append(storage)
                 holds[node] = mine
+                scratch = _Storage(node.meta.get("scratch", 0), "temporary")
+                self.take(scratch)
+                self.drop(scratch)
+                if self.watched:
+                    self.seen.append((dict(self.live), self.here))
             for dead in last[index]:
                 for storage in holds.pop(dead, []):
                     self.drop(storage)
@@ -244,11 +370,8 @@ class _Run:
         return next(p for p in self.own if p.stage == number)
 
     def _backward(self, stage: StageProgram, microbatch: int) -> fx.GraphModule:
-        first = microbatch == 0
-        for (starts, _), graph in stage.backwards.items():
-            if starts == first:
-                return graph
-        return next(iter(stage.backwards.values()))
+        moment = (microbatch == 0, microbatch == self.last)
+        return stage.backwards.get(moment) or next(iter(stage.backwards.values()))
 
 
 def _key(action: Action) -> tuple[int, int, int, str]:
@@ -283,6 +406,9 @@ def _last_uses(nodes: list[fx.Node]) -> list[list[fx.Node]]:
     for index, node in enumerate(nodes):
         for source in node.all_input_nodes:
             last[source] = index
+            if node.target is torch.ops._c10d_functional.wait_tensor.default:
+                if source.target in _SENDING:
+                    last |= dict.fromkeys(source.all_input_nodes, index)
     dead: list[list[fx.Node]] = [[] for _ in nodes]
     for node, index in last.items():
         dead[index].append(node)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.errors import BadPin, BatchNotDivisible, NoLoss, SplitRefused
+from graphaccel.ir.program import Sharded
 from graphaccel.planner.plan import Plan, Precision
 from graphaccel.schedule.table import SCHEDULE_NAMES
 
@@ -18,14 +21,24 @@ PRECISIONS: Mapping[str, Precision] = {
 }
 RECOMPUTE = ("none", "some", "all")
 OUTPUTS = ("loss", "all")
-_COUNTS = ("data", "pipeline", "interleave", "microbatches", "bucket_bytes")
-NAMES = (*_COUNTS, "recompute", "precision", "schedule", "cuts", "outputs")
+ACCUMULATIONS = ("whole", "shards")
+ORT = ("off", "auto", "all")
+FALLBACK = ("error", "fx")
+AXES = ("pipeline", "data", "expert", "context", "tensor")
+_COUNTS = (
+    "data", "pipeline", "tensor", "context", "expert", "interleave", "microbatches", "bucket_bytes"
+)  # fmt: skip
+NAMES = (
+    *_COUNTS, "recompute", "precision", "schedule", "cuts", "outputs",
+    "zero", "gather_again", "accumulation", "sequence", "pins", "fusions",
+    "ort", "fallback",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Pins:
     """Decisions of the user; None where there is none. recompute: one of `RECOMPUTE` or block
-    names.
+    names. pins: how single parameters rest, by name. fusions: read by `kernels.registry.enabled`.
     """
 
     data: int | None = None
@@ -38,6 +51,22 @@ class Pins:
     cuts: tuple[str, ...] | None = None
     bucket_bytes: int | None = None
     outputs: str | None = None
+    tensor: int | None = None
+    context: int | None = None
+    expert: int | None = None
+    zero: int | None = None
+    gather_again: bool | None = None
+    accumulation: str | None = None
+    sequence: bool | None = None
+    pins: tuple[tuple[str, tuple[Sharded, ...]], ...] | None = None
+    fusions: str | tuple[str, ...] | None = None
+    ort: str | tuple[str, ...] | None = None
+    fallback: str | None = None
+
+    @property
+    def replica(self) -> int:
+        """Devices that hold one stage of one replica together."""
+        return (self.expert or 1) * (self.context or 1) * (self.tensor or 1)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -51,6 +80,20 @@ class Limits:
 
     microbatches: str | None = None
     data: str | None = None
+
+
+def shard(dim: int, axis: str) -> Sharded:
+    """A tensor rests with its dim `dim` split evenly over mesh axis `axis`.
+
+    For `pins={"head.weight": graphaccel.shard(0, "tensor")}`; axis is "data", "tensor", "context"
+    or "expert". A tuple of several is applied in its order.
+    """
+    return Sharded(axis, dim)
+
+
+def replicate() -> tuple[Sharded, ...]:
+    """A tensor rests whole on every device of its stage (see `shard`)."""
+    return ()
 
 
 def divisors(number: int) -> tuple[int, ...]:
@@ -79,14 +122,19 @@ def read_pins(
         ("precision", tuple(PRECISIONS)),
         ("schedule", SCHEDULE_NAMES),
         ("outputs", OUTPUTS),
+        ("fallback", FALLBACK),
+        ("accumulation", ACCUMULATIONS),
     ):
         if name in given and given[name] not in known:
             raise BadPin(pin=name, value=given[name], reason="unknown", allowed=known)
     typed: dict[str, Any] = {**given, **_names(given, step)}
+    if "pins" in given:
+        typed["pins"] = _placements(given["pins"], step)
     found = Pins(**typed)
-    found = _check_mesh(found, devices)
-    _check_schedule(found)
     _check_loss(found, step)
+    found = _check_mesh(found, devices)
+    _check_zero(found, devices)
+    _check_schedule(found)
     _check_batch(found, batch, limits)
     return found
 
@@ -109,8 +157,10 @@ def _names(given: Mapping[str, object], step: StepGraph) -> dict[str, object]:
                     allowed=RECOMPUTE,
                 )
         found["recompute"] = tuple(name for name in blocks if name in chosen)
+    if "ort" in given:
+        found["ort"] = _ort(given["ort"], step)
     if "cuts" in given:
-        order = {n.name: i for i, n in enumerate(step.forward.graph.graph.nodes)}
+        order = step.positions
         cuts = _strings("cuts", given["cuts"])
         for name in cuts:
             if name not in order:
@@ -122,6 +172,20 @@ def _names(given: Mapping[str, object], step: StepGraph) -> dict[str, object]:
     return found
 
 
+def _ort(value: object, step: StepGraph) -> str | tuple[str, ...]:
+    """One of `ORT`, or paths of modules that compute something."""
+    if isinstance(value, str):
+        if value not in ORT:
+            raise BadPin(pin="ort", value=value, reason="unknown", allowed=ORT)
+        return value
+    paths = _strings("ort", value)
+    modules = {n.meta.get("module", "") for n in step.graph.graph.nodes}
+    for path in paths:
+        if not any(m == path or m.startswith(f"{path}.") for m in modules):
+            raise BadPin(pin="ort", value=paths, reason=f"no op belongs to {path}", allowed=ORT)
+    return paths
+
+
 def _strings(pin: str, value: object) -> tuple[str, ...]:
     if isinstance(value, Sequence) and not isinstance(value, str):
         if all(isinstance(item, str) for item in value):
@@ -129,25 +193,90 @@ def _strings(pin: str, value: object) -> tuple[str, ...]:
     raise BadPin(pin=pin, value=value, reason="it is a list of names")
 
 
+def _placements(value: object, step: StepGraph) -> tuple[tuple[str, tuple[Sharded, ...]], ...]:
+    """`{"head.weight": shard(0, "tensor")}`, checked against the parameters."""
+    if not isinstance(value, Mapping):
+        raise BadPin(pin="pins", value=value, reason="it maps parameters' names to placements")
+    nodes = step.graph.graph.find_nodes(op="placeholder")
+    shapes = {
+        s.name: tuple(n.meta["val"].shape)
+        for n, s in zip(nodes, step.inputs, strict=True)
+        if s.kind == "parameter"
+    }
+    found: dict[str, tuple[Sharded, ...]] = {}
+    for name, said in value.items():
+        splits = (said,) if isinstance(said, Sharded) else said
+        if name not in shapes:
+            close = difflib.get_close_matches(str(name), shapes, 1)
+            reason = f"no parameter is called {name}"
+            reason += f"; there is {close[0]}" if close else ""
+            raise BadPin(pin="pins", value={name: said}, reason=reason)
+        if not isinstance(splits, tuple) or not all(isinstance(s, Sharded) for s in splits):
+            reason = f"{name} rests under shard(dim, axis), a tuple of them, or replicate()"
+            raise BadPin(pin="pins", value={name: said}, reason=reason)
+        for split in splits:
+            if split.axis not in AXES or split.axis == "pipeline":
+                reason = "a tensor can be sharded over data, expert, context or tensor, not "
+                raise BadPin(pin="pins", value={name: said}, reason=reason + repr(split.axis))
+            if not 0 <= split.dim < len(shapes[name]):
+                reason = f"{name} is {list(shapes[name])}: it has no dim {split.dim}"
+                raise BadPin(pin="pins", value={name: said}, reason=reason)
+        found[str(name)] = splits
+    return tuple(sorted(found.items()))
+
+
+def _check_zero(pins: Pins, devices: int) -> None:
+    zero = pins.zero
+    if zero is not None and (isinstance(zero, bool) or zero not in (0, 1, 2, 3)):
+        raise BadPin(
+            pin="zero", value=zero, reason="it is a level of ZeRO", allowed=("0", "1", "2", "3")
+        )
+    again = pins.gather_again
+    if again is not None and not isinstance(again, bool):
+        raise BadPin(
+            pin="gather_again", value=again, reason="it is a choice", allowed=("True", "False")
+        )
+    data = pins.data or devices // (pins.replica * (pins.pipeline or 1))
+    if zero and data == 1:
+        reason = "with data=1 there is no axis to shard over"
+        raise BadPin(pin="zero", value=zero, reason=reason, allowed=("0",))
+    if pins.accumulation == "shards" and zero is not None and zero < 2:
+        reason = f"with zero={zero} every device keeps whole gradients"
+        raise BadPin(pin="accumulation", value=pins.accumulation, reason=reason, allowed=("whole",))
+    for name, splits in pins.pins or ():
+        for split in splits:
+            size = data if split.axis == "data" else getattr(pins, split.axis) or 1
+            if size == 1:
+                reason = f"{name} is to be sharded over {split.axis}, which has one device"
+                raise BadPin(pin="pins", value={name: split}, reason=reason)
+
+
 def _check_mesh(pins: Pins, devices: int) -> Pins:
-    """data x pipeline = devices; what follows from the other is filled in by the search."""
-    for name in ("data", "pipeline"):
+    """The axes' product = devices; what follows from the others is filled in by the search."""
+    for name in AXES:
         value = getattr(pins, name)
         if value is not None and devices % value:
             allowed = tuple(str(n) for n in divisors(devices))
             reason = f"{devices} devices can not be shared evenly by {value}"
             raise BadPin(pin=name, value=value, reason=reason, allowed=allowed)
-    if pins.data and pins.pipeline and pins.data * pins.pipeline != devices:
+    said = {axis: getattr(pins, axis) or 1 for axis in ("data", "expert", "context", "tensor")}
+    said = {axis: size for axis, size in said.items() if size > 1 or axis == "data"}
+    said["pipeline"] = pins.pipeline or 1
+    product = prod(said.values())
+    whole = pins.data and pins.pipeline
+    if (whole and product != devices) or devices % product:
+        rest = product // said["data"]
+        name = "data" if pins.data else next(a for a in reversed(AXES) if said.get(a, 1) > 1)
+        text = " x ".join(f"{a} {n}" for a, n in said.items() if getattr(pins, a) is not None)
         raise BadPin(
-            pin="data",
-            value=pins.data,
-            reason=f"data {pins.data} x pipeline {pins.pipeline} is "
-            f"{pins.data * pins.pipeline}, not {devices} devices",
-            allowed=(str(devices // pins.pipeline),),
+            pin=name,
+            value=said[name],
+            reason=f"{text} is {product}, not {devices} devices",
+            allowed=(str(devices // rest),) if name == "data" and devices % rest == 0 else (),
         )
     if pins.cuts is not None:
         stages = len(pins.cuts) + 1
-        ranks = pins.pipeline or (devices // pins.data if pins.data else None)
+        ranks = pins.pipeline or (devices // (pins.data * pins.replica) if pins.data else None)
         if pins.interleave and ranks and ranks * pins.interleave != stages:
             reason = f"{stages - 1} cuts make {stages} stages, not {ranks * pins.interleave}"
             raise BadPin(pin="cuts", value=pins.cuts, reason=reason)
@@ -183,6 +312,26 @@ def _check_loss(pins: Pins, step: StepGraph) -> None:
             raise NoLoss(asked=f"{name}={getattr(pins, name)}")
     if pins.cuts:
         raise NoLoss(asked=f"cuts={pins.cuts}")
+    if pins.precision == "fp16":
+        raise BadPin(
+            pin="precision",
+            value="fp16",
+            reason="fp16 scales the loss before it is differentiated, and skips steps "
+            "that overflow; the loss is outside of the graph, and loss_fn= puts it inside",
+            allowed=("bf16", "fp32"),
+        )
+    if pins.outputs == "loss":
+        raise NoLoss(asked="outputs='loss'")
+    for name in ("tensor", "context", "expert", "zero"):
+        whole = 0 if name == "zero" else 1
+        if (getattr(pins, name) or whole) > whole:
+            raise BadPin(
+                pin=name,
+                value=getattr(pins, name),
+                reason="with a loss outside of the graph only the batch is split; loss_fn= puts "
+                "it inside",
+                allowed=(str(whole),),
+            )
 
 
 def _check_batch(pins: Pins, batch: int, limits: Limits) -> None:
@@ -196,13 +345,23 @@ def _check_batch(pins: Pins, batch: int, limits: Limits) -> None:
         raise BatchNotDivisible(batch=batch, microbatches=microbatches, data=data, allowed=allowed)
 
 
-def base_plan(pins: Pins, devices: int, batch: int, graph: str, cluster: str) -> Plan:
+def base_plan(pins: Pins, devices: int, batch: int, graph: str, cluster: str, outputs: str) -> Plan:
     """The plan on which the search builds: what was pinned and does not depend on the mesh."""
     return Plan(
         devices=devices,
         precision=PRECISIONS[pins.precision or "fp32"],
         bucket_bytes=pins.bucket_bytes or Plan.bucket_bytes,
-        outputs=pins.outputs or "loss",
+        outputs=outputs,
+        tensor=pins.tensor or 1,
+        context=pins.context or 1,
+        expert=pins.expert or 1,
+        zero=pins.zero or 0,
+        gather_again=pins.gather_again is not False,
+        accumulation=pins.accumulation or "whole",
+        placements=pins.pins or (),
+        sequence=pins.sequence is not False,
+        ort="auto" if pins.ort is None else pins.ort,
+        fallback=pins.fallback or "error",
         batch=batch,
         pinned=pins.names,
         graph=graph,

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from graphaccel.ir.program import OrtDeclined, OrtRegion, OrtReport, Sharded
+
 SCHEMA = 1
 
 
@@ -40,10 +42,19 @@ class StageMemory:
         """Bytes in tensors: the peak without context and allocator reserve."""
         return self.peak - self.other
 
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes at the peak by PyTorch's category; their sum is the peak."""
+        return {
+            f.name: getattr(self, f.name)
+            for f in fields(self)
+            if f.name not in ("rank", "peak", "at")
+        }
+
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds per step and where they go; memory per pipeline rank."""
+    """Seconds per step and where they go; memory per pipeline rank; what ONNX Runtime runs."""
 
     seconds: float
     compute: float
@@ -51,6 +62,21 @@ class Prediction:
     bubble: float
     optimizer: float
     memory: tuple[StageMemory, ...] = ()
+    ort: OrtReport | None = None
+
+    @property
+    def terms(self) -> dict[str, float]:
+        """Seconds by what they go to; their sum is the step."""
+        return {
+            f.name: getattr(self, f.name)
+            for f in fields(self)
+            if f.name not in ("seconds", "memory", "ort")
+        }
+
+
+_NO_DECISION = frozenset(
+    "devices batch pinned graph cluster prediction alternatives notes certificate schema".split()
+)  # of Plan: what it was made for, and what was found out about it
 
 
 @dataclass(frozen=True)
@@ -67,10 +93,22 @@ class Alternative:
 class Plan:
     """The decisions, the predictions, and what they were made for.
 
-    Mesh axes: data x pipeline = devices. `interleave` stages lie on each pipeline rank; stage k is
-    on pipeline rank k % pipeline. cuts: names of the forward-graph nodes after which a stage ends.
+    Mesh axes: pipeline x data x expert x context x tensor = devices, the last one innermost.
+    `interleave` stages lie on each pipeline rank; stage k is on pipeline rank k % pipeline.
+    cuts: names of the forward-graph nodes after which a stage ends.
     recompute: names of the blocks that are computed again in the backward pass.
     bucket_bytes: size at which a bucket of gradients is sent for all-reduce.
+    zero: what is sharded over the data axis: 1 optimizer state, 2 and gradients, 3 and parameters.
+    gather_again: zero 3 lets go of parameters after the forward and gathers them again.
+    accumulation: "whole": gradients are reduced in the last microbatch; "shards": in every one, so
+    that only this rank's shard is kept (zero 2 and 3).
+    placements: parameter name → how it rests, where the user said so.
+    sequence: activations between tensor-parallel regions may be sharded along the sequence.
+    rates: axis → what decided between placements on it (`planner.placements.Rates`).
+    fusions: names of the fused ops that are placed where their patterns are found.
+    ort: what ONNX Runtime runs: "off", "all" (whatever it can), "auto" (what was measured to be
+      faster), or module paths. fallback: "error", or "fx": torch runs a region that ONNX Runtime
+      fails to build or run.
     outputs: "loss" or "all": what a training step hands out besides the loss.
     pinned: decisions the user made. graph, cluster: fingerprints of what was planned for.
     """
@@ -78,6 +116,9 @@ class Plan:
     devices: int
     data: int = 1
     pipeline: int = 1
+    tensor: int = 1
+    context: int = 1
+    expert: int = 1
     interleave: int = 1
     microbatches: int = 1
     schedule: str = "1f1b"
@@ -85,7 +126,16 @@ class Plan:
     recompute: tuple[str, ...] = ()
     precision: Precision = field(default_factory=Precision)
     bucket_bytes: int = 25 << 20
+    fusions: tuple[str, ...] = ()
+    ort: str | tuple[str, ...] = "auto"
+    fallback: str = "error"
     outputs: str = "loss"
+    zero: int = 0
+    gather_again: bool = True
+    accumulation: str = "whole"
+    placements: tuple[tuple[str, tuple[Sharded, ...]], ...] = ()
+    sequence: bool = True
+    rates: tuple[tuple[str, tuple[float, ...]], ...] = ()
     batch: int = 1
     pinned: tuple[str, ...] = ()
     graph: str = ""
@@ -102,11 +152,30 @@ class Plan:
         return self.pipeline * self.interleave
 
     @property
+    def mesh(self) -> dict[str, int]:
+        """Axis → devices on it; the product is `devices`."""
+        inner = {axis: getattr(self, axis) for axis in ("expert", "context", "tensor")}
+        inner = {axis: size for axis, size in inner.items() if size > 1}
+        return {"data": self.data, **inner, "pipeline": self.pipeline}
+
+    @property
+    def replica(self) -> int:
+        """Devices that hold one stage of one replica together: expert x context x tensor."""
+        return self.expert * self.context * self.tensor
+
+    @property
+    def decisions(self) -> dict[str, Any]:
+        """Everything that was decided, by field name."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _NO_DECISION}
+
+    @property
     def name(self) -> str:
         """`data 2 x pipeline 2 · 8 microbatches · recompute 4 blocks`."""
-        parts = [f"data {self.data} x pipeline {self.pipeline}"]
+        parts = [" x ".join(f"{axis} {size}" for axis, size in self.mesh.items())]
         if self.interleave > 1:
             parts[0] += f" x interleave {self.interleave}"
+        if self.zero:
+            parts.append(f"zero {self.zero}")
         if self.microbatches > 1:
             parts.append(f"{self.microbatches} microbatches of {self.microbatch_size}")
         if self.recompute:
@@ -136,13 +205,20 @@ class Plan:
         prediction = data.pop("prediction")
         if prediction is not None:
             memory = tuple(StageMemory(**m) for m in prediction.pop("memory"))
-            prediction = Prediction(**prediction, memory=memory)
+            ort = _ort_report(prediction.pop("ort", None))
+            prediction = Prediction(**prediction, memory=memory, ort=ort)
+        plain: dict[str, Any] = {
+            k: tuple(v) if isinstance(v, list) else v
+            for k, v in data.items()
+            if k not in ("precision", "alternatives", "placements", "rates")
+        }
         return Plan(
-            **{
-                k: tuple(v) if isinstance(v, list) and k != "alternatives" else v
-                for k, v in data.items()
-                if k not in ("precision", "alternatives")
-            },
+            **plain,
+            placements=tuple(
+                (name, tuple(Sharded(**s) for s in splits))
+                for name, splits in data.get("placements", ())
+            ),
+            rates=tuple((axis, tuple(values)) for axis, values in data.get("rates", ())),
             precision=Precision(**data["precision"]),
             alternatives=tuple(Alternative(**a) for a in data["alternatives"]),
             prediction=prediction,
@@ -155,3 +231,11 @@ class Plan:
     def decided(self, **changes: Any) -> Plan:
         """The same plan with some decisions changed and the predictions dropped."""
         return replace(self, prediction=None, alternatives=(), certificate="", **changes)
+
+
+def _ort_report(data: dict[str, Any] | None) -> OrtReport | None:
+    if data is None:
+        return None
+    regions = tuple(OrtRegion(**r) for r in data.pop("regions"))
+    declined = tuple(OrtDeclined(**d) for d in data.pop("declined"))
+    return OrtReport(**data, regions=regions, declined=declined)

@@ -8,7 +8,7 @@ not depend on sizes, `SizedProfile` the numbers for one microbatch size.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import getitem
 from typing import Any, cast
@@ -102,7 +102,7 @@ class Profile:
 
     def sized(self, microbatch: int, device: Device, compute: str = "float32") -> SizedProfile:
         """Numbers for `microbatch` examples computed in dtype `compute` on `device`."""
-        key = (microbatch, device.name, device.memory_bandwidth, compute)
+        key = (microbatch, replace(device, memory=0), compute)  # memory changes no number here
         if key not in self._sized:
             self._sized[key] = SizedProfile(self, microbatch, device, compute)
         return self._sized[key]

@@ -35,10 +35,11 @@ class Problem:
         """Seconds no plan of this shape can beat: even stages, free messages, nothing
         recomputed.
         """
-        data = self.cluster.count // pipeline
+        data = self.cluster.count // (pipeline * pins.replica)
         compute = PRECISIONS[pins.precision or "fp32"].compute
         sized = self.profile.sized(batch // (data * microbatches), self.cluster.device, compute)
         work = float(sized.forward.sum() + sized.backward.sum())
+        work /= pins.replica
         even = work / pipeline
         return microbatches * even + (work - even) / interleave
 
@@ -74,10 +75,11 @@ class Tally:
 @dataclass
 class Outcome:
     """Solved candidates: fitting, fastest first; the best of each mesh; the one that misses
-    least.
+    least; all of them, in the order in which they were solved.
     """
 
     fitting: list[Plan] = field(default_factory=list)
+    seen: list[Plan] = field(default_factory=list)
     by_mesh: dict[tuple[int, int], Plan] = field(default_factory=dict)
     closest: Plan | None = None
     tally: Tally = field(default_factory=Tally)

@@ -6,30 +6,32 @@ prints it, so that a report can be compared as text.
 
 from __future__ import annotations
 
-import textwrap
-from collections import Counter
 from collections.abc import Sequence
 
-from graphaccel.capture.blocks import block_of
 from graphaccel.capture.stepgraph import StepGraph
-from graphaccel.capture.symbols import SEQUENCE
 from graphaccel.messages import columns, format_bytes
 from graphaccel.planner.cluster import Cluster
-from graphaccel.planner.estimate import (
-    held_parameters,
-    message_bytes,
-    predict_memory,
-    timeline,
+from graphaccel.planner.plan import Plan, StageMemory
+from graphaccel.report.explanation import explanation_lines
+from graphaccel.report.facts import Event, Facts, fold, gather
+from graphaccel.report.format import (
+    CATEGORIES,
+    WIDTH,
+    clipped,
+    in_unit,
+    plural,
+    right_aligned,
+    seconds_text,
+    term_name,
+    unit_of,
+    wrapped,
 )
-from graphaccel.planner.plan import Plan, Prediction, StageMemory
-from graphaccel.planner.profile import Parameter, Profile
-from graphaccel.planner.stages import stage_positions
+from graphaccel.report.ort import ort_lines
+from graphaccel.schedule.table import Action, Schedule
 from graphaccel.schedule.text import LEGEND, gantt
 
 _BAR = 32
 _GANTT = 72
-_WIDTH = 110
-_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 
 
 def plan_report(
@@ -40,140 +42,91 @@ def plan_report(
     plan: with a prediction. assumed: what was taken for granted, e.g. "AdamW; memory not probed".
     Raises: ValueError for a plan without a prediction.
     """
-    prediction = plan.prediction
-    if prediction is None:
-        raise ValueError("this plan was not predicted yet")
-    profile = Profile(step)
-    sections = [
-        _head(plan, step, cluster, profile, model_name, assumed),
-        _decisions(plan, profile, cluster),
-        _memory(plan, prediction, cluster),
-        _time(plan, prediction, profile, cluster),
-        _why(plan, prediction, profile, cluster),
-    ]
+    return facts_text(gather(plan, step, cluster, model_name=model_name, assumed=assumed))
+
+
+def facts_text(facts: Facts) -> str:
+    """The report of `facts` as text, with a newline at its end."""
+    sections = [_head(facts), _decisions(facts), _memory(facts), _time(facts), _why(facts)]
+    if facts.explanation is not None:
+        sections.append(explanation_lines(facts.explanation, facts.plan))
     return "\n\n".join("\n".join(lines) for lines in sections) + "\n"
 
 
-def _head(
-    plan: Plan,
-    step: StepGraph,
-    cluster: Cluster,
-    profile: Profile,
-    model_name: str,
-    assumed: str,
-) -> list[str]:
-    numbers = _count(profile.parameters, step)
-    tokens = f" x {step.sizes[SEQUENCE]} tokens" if SEQUENCE in step.sizes else ""
-    ops = Counter(n.meta.get("phase") for n in step.graph.graph.nodes if n.op == "call_function")
-    kinds = len({block.kind for block in step.blocks})
-    blocks = f", {len(step.blocks)} blocks of {_plural(kinds, 'kind')}" if step.blocks else ""
+def _head(facts: Facts) -> list[str]:
+    model, cluster = facts.model, facts.cluster
+    tokens = f" x {model.tokens} tokens" if model.tokens is not None else ""
+    kinds = plural(model.block_kinds, "kind")
+    blocks = f", {model.blocks} blocks of {kinds}" if model.blocks else ""
     link = ", ".join(f"{x.name} {x.bandwidth / 1e9:.3g} GB/s" for x in cluster.links)
-    memory = format_bytes(cluster.device.memory)
     lines = [
-        f"model   {model_name}   {numbers:,} parameters in {_tensors(profile.parameters)}, "
-        f"batch {plan.batch}{tokens}",
-        f"cluster {plan.devices} x {cluster.device.name}, {memory} each"
-        + (f", {link}" if cluster.count > 1 else ""),
-        f"capture {sum(ops.values()):,} ops (forward {ops['forward']:,}, "
-        f"backward {ops['backward']:,}){blocks}",
+        f"model   {model.name}   {model.parameters:,} parameters in "
+        f"{plural(model.tensors, 'tensor')}, batch {model.batch}{tokens}",
+        f"cluster {facts.plan.devices} x {cluster.device.name}, "
+        f"{format_bytes(cluster.device.memory)} each" + (f", {link}" if cluster.count > 1 else ""),
+        f"capture {model.forward_ops + model.backward_ops:,} ops (forward {model.forward_ops:,}, "
+        f"backward {model.backward_ops:,}){blocks}",
     ]
-    return [*lines, f"assumed {assumed}"] if assumed else lines
+    return [*lines, f"assumed {facts.assumed}"] if facts.assumed else lines
 
 
-def _count(parameters: Sequence[Parameter], step: StepGraph) -> int:
-    """Trained and frozen numbers, shared ones once."""
-    known = {p.name for p in parameters}
-    sizes = {}
-    nodes = step.graph.graph.find_nodes(op="placeholder")
-    for node, spec in zip(nodes, step.inputs, strict=True):
-        name = step.tied.get(spec.name, spec.name)
-        if spec.kind == "parameter" and name in known:
-            sizes[name] = node.meta["val"].numel()
-    return sum(sizes.values())
-
-
-def _decisions(plan: Plan, profile: Profile, cluster: Cluster) -> list[str]:
+def _decisions(facts: Facts) -> list[str]:
+    plan = facts.plan
     lines = [f"PLAN    {plan.name}"]
     if plan.pinned:
-        lines += _wrapped(f"pinned: {', '.join(plan.pinned)}")
-    parts = _plural(plan.microbatches, "microbatch")
+        lines += wrapped(f"pinned: {', '.join(plan.pinned)}")
+    parts = plural(plan.microbatches, "microbatch")
     lines.append(f"  batch {plan.batch} = data {plan.data} x {parts} of {plan.microbatch_size}")
     if plan.data > 1:
         lines.append(
             f"  gradients summed over data {plan.data} in buckets of "
             f"{format_bytes(plan.bucket_bytes)}"
         )
-    if plan.stages > 1:
+    several = plan.stages > 1
+    if several:
         lines.append(f"  schedule {plan.schedule}, {plan.stages} stages")
-    spans = stage_positions(profile, plan.cuts)
-    rows = []
-    for stage, span in enumerate(spans):
-        held = held_parameters(profile, [span])
-        size = sum(p.bytes for p in held)
-        rows.append(
-            (
-                f"  stage {stage}" if plan.stages > 1 else "  all",
-                f"rank {stage % plan.pipeline}" if plan.stages > 1 else "every device",
-                _tensors(held),
-                format_bytes(size),
-                fold([p.name for p in held]),
-            )
+    rows = [
+        (
+            f"  stage {s.stage}" if several else "  all",
+            f"rank {s.rank}" if several else "every device",
+            plural(s.tensors, "tensor"),
+            format_bytes(s.bytes),
+            s.holds,
         )
-    lines += [_clipped(line) for line in columns(rows)]
-    sized = profile.sized(plan.microbatch_size, cluster.device, plan.precision.compute)
-    sent = message_bytes(profile, sized, plan)
-    for stage, name in enumerate(plan.cuts):
-        module = profile.modules[profile.position[name]] or "the model's own code"
-        crossing = sum(
-            size for (a, b, way), size in sent.items() if way == "forward" and a <= stage < b
-        )
-        lines.append(
-            f"  cut {stage}|{stage + 1} after {name} ({module}), "
-            f"{format_bytes(crossing)} per microbatch each way"
-        )
+        for s in facts.stages
+    ]
+    lines += [clipped(line) for line in columns(rows)]
+    lines += [
+        f"  cut {s.stage}|{s.stage + 1} after {s.cut} ({s.cut_module}), "
+        f"{format_bytes(s.crossing)} per microbatch each way"
+        for s in facts.stages
+        if s.cut
+    ]
     if plan.recompute:
-        lines.append(_clipped(f"  recompute {fold(plan.recompute, parameters=False)}"))
-    return lines
+        lines.append(clipped(f"  recompute {fold(plan.recompute, parameters=False)}"))
+    return lines + [clipped(line) for line in ort_lines(plan)]
 
 
-def fold(names: Sequence[str], *, parameters: bool = True) -> str:
-    """Names in short: parameters by block or module, consecutive blocks as `h.0-3`."""
-    groups: dict[str, None] = {}
-    for name in names:
-        module = name.rpartition(".")[0] or name
-        groups[block_of(name) or (module if parameters else name)] = None
-    folded: list[str] = []
-    last: tuple[str, int] | None = None
-    for group in groups:
-        stem, _, number = group.rpartition(".")
-        if number.isdigit():
-            if last == (stem, int(number) - 1):
-                start = folded[-1].removeprefix(f"{stem}.").split("-")[0]
-                folded[-1] = f"{stem}.{start}-{number}"
-            else:
-                folded.append(group)
-            last = (stem, int(number))
-        else:
-            folded.append(group)
-            last = None
-    return ", ".join(folded)
-
-
-def _memory(plan: Plan, prediction: Prediction, cluster: Cluster) -> list[str]:
-    memory = prediction.memory
+def _memory(facts: Facts) -> list[str]:
+    memory, cluster = facts.prediction.memory, facts.cluster
     if not memory:
         return ["MEMORY  not predicted"]
-    unit, size = _unit(max(m.tensors for m in memory))
+    unit, size = unit_of(max(m.tensors for m in memory))
     total = cluster.device.memory
-    names = ("param", "grad", "optstate", "activ", "temp", "other", "peak")
-    rows: list[tuple[str, ...]] = [(f"MEMORY  {unit} per device", *names, f"of {_in(total, size)}")]
+    names = [CATEGORIES.get(name, (name,))[0] for name in memory[0].parts]
+    measured = dict(enumerate(facts.measured.memory)) if facts.measured else {}
+    extra = ("measured",) if measured else ()
+    rows = [(f"MEMORY  {unit} per device", *names, "peak", *extra, f"of {in_unit(total, size)}")]
+    copies = facts.plan.devices // len(memory)
     for m in memory:
-        devices = f"rank {m.rank} ({_plural(plan.data, 'device')})"
-        rows.append((f"  {devices}", *(_in(n, size) for n in _parts(m)), _bar(m, total)))
-    lines = _right(rows)
+        cells = [in_unit(n, size) for n in (*m.parts.values(), m.peak)]
+        if measured:
+            cells.append(in_unit(measured[m.rank] + m.other, size))
+        rows.append((f"  rank {m.rank} ({plural(copies, 'device')})", *cells, _bar(m, total)))
+    lines = right_aligned(rows)
     top = max(memory, key=lambda m: (m.peak, -m.rank))
     context = format_bytes(cluster.context_bytes)
-    lines.append(_clipped(f"  peak at: rank {top.rank}, {top.at}"))
+    lines.append(clipped(f"  peak at: rank {top.rank}, {top.at}"))
     lines.append(f"  other = context {context}, {cluster.fragmentation:.0%} fragmentation")
     free = total - top.peak
     verdict = "fits" if free >= 0 else "does not fit"
@@ -181,37 +134,56 @@ def _memory(plan: Plan, prediction: Prediction, cluster: Cluster) -> list[str]:
     return lines
 
 
-def _parts(m: StageMemory) -> tuple[int, ...]:
-    return (m.parameter, m.gradient, m.optimizer, m.activation, m.temporary, m.other, m.peak)
-
-
 def _bar(m: StageMemory, total: int) -> str:
     """`[PPGGOOOOAAAAT······]`: the device's memory, one letter per category."""
     bar, used = "", 0
-    for letter, size in zip("PGOATX", _parts(m)[:-1], strict=True):
+    for name, size in m.parts.items():
         used += size
+        letter = CATEGORIES[name][1] if name in CATEGORIES else name[0].upper()
         bar += letter * (round(min(used, total) / total * _BAR) - len(bar))
     return f"[{bar.ljust(_BAR, '·')}]"
 
 
-def _time(plan: Plan, prediction: Prediction, profile: Profile, cluster: Cluster) -> list[str]:
-    p = prediction
-    share = p.bubble / p.seconds if p.seconds else 0.0
+def _time(facts: Facts) -> list[str]:
+    p = facts.prediction
+    terms = []
+    for name, value in p.terms.items():
+        share = f" ({value / p.seconds if p.seconds else 0:.1%})" if name == "bubble" else ""
+        terms.append(f"{term_name(name)} {seconds_text(value)}{share}")
     lines = [
         f"TIME    {seconds_text(p.seconds)} per step (predicted from a roofline, not measured)",
-        f"  compute {seconds_text(p.compute)} · exposed communication "
-        f"{seconds_text(p.communication)} · bubble {seconds_text(p.bubble)} ({share:.1%}) · "
-        f"optimizer {seconds_text(p.optimizer)}",
+        f"  {' · '.join(terms)}",
     ]
-    if plan.pipeline > 1:
-        schedule, played = timeline(profile, plan, cluster)
-        lines += [f"  {row}" for row in gantt(schedule, played.spans, _GANTT).splitlines()]
+    measured = facts.measured
+    if measured is not None:
+        lines[0] = (
+            f"TIME    predicted {seconds_text(p.seconds)} per step / measured "
+            f"{seconds_text(measured.seconds)}, {measured.seconds / p.seconds - 1:+.0%}"
+        )
+        lines.append(
+            f"  measured: median of {measured.steps} steps ({seconds_text(measured.fastest)} to "
+            f"{seconds_text(measured.slowest)}) on {measured.where}"
+        )
+    if len(facts.stages) > 1:
+        schedule, spans = _as_schedule(facts.events)
+        lines += [f"  {row}" for row in gantt(schedule, spans, _GANTT).splitlines()]
         lines.append(f"  {LEGEND}")
     return lines
 
 
-def _why(plan: Plan, prediction: Prediction, profile: Profile, cluster: Cluster) -> list[str]:
-    lines = ["WHY"]
+def _as_schedule(events: Sequence[Event]) -> tuple[Schedule, list[list[tuple[float, float]]]]:
+    """The events of the schedule, by rank, as its table and its times."""
+    ranks = sorted({e.rank for e in events})
+    own = [[e for e in events if e.rank == rank and e.kind != "optimizer"] for rank in ranks]
+    table = tuple(
+        tuple(Action(e.kind, e.stage, e.microbatch, e.peer, e.direction) for e in row)  # type: ignore[arg-type]
+        for row in own
+    )
+    return table, [[(e.start, e.end) for e in row] for row in own]
+
+
+def _why(facts: Facts) -> list[str]:
+    plan, lines = facts.plan, ["WHY"]
     if plan.alternatives:
         rows: list[tuple[str, ...]] = [
             (
@@ -223,7 +195,7 @@ def _why(plan: Plan, prediction: Prediction, profile: Profile, cluster: Cluster)
             )
             for i, other in enumerate(plan.alternatives[:4])
         ]
-        if any(len(line) > _WIDTH for line in columns(rows)):  # names are long: reasons below them
+        if any(len(line) > WIDTH for line in columns(rows)):  # names are long: reasons below them
             rows = [
                 part
                 for head, *row, why in rows
@@ -232,84 +204,27 @@ def _why(plan: Plan, prediction: Prediction, profile: Profile, cluster: Cluster)
         lines += columns(rows)
     else:
         lines.append("  no other way to use these devices was possible or allowed")
-    terms = {
-        "compute": prediction.compute,
-        "communication": prediction.communication,
-        "the pipeline's bubble": prediction.bubble,
-        "the optimizer": prediction.optimizer,
-    }
-    lines.append(f"  most of the time goes to {max(terms, key=lambda name: terms[name])}")
-    if plan.recompute and prediction.memory:
-        lines.append(_recompute_price(plan, prediction, profile, cluster))
+    terms = facts.prediction.terms
+    lines.append(f"  most of the time goes to {_owner(max(terms, key=lambda name: terms[name]))}")
+    if facts.recompute is not None:
+        lines.append(_recompute_price(facts))
     for note in (*plan.notes, plan.certificate):
-        lines += _wrapped(note)
+        lines += wrapped(note)
     return lines
 
 
-def _recompute_price(plan: Plan, prediction: Prediction, profile: Profile, cluster: Cluster) -> str:
-    """What recomputation costs, and the memory from which it would not be needed."""
-    sized = profile.sized(plan.microbatch_size, cluster.device, plan.precision.compute)
-    chosen = set(plan.recompute)
-    again = sum(
-        seconds
-        for name, seconds in zip(profile.block_names, sized.block_seconds(), strict=True)
-        if name in chosen
+def _owner(term: str) -> str:
+    return {"bubble": "the pipeline's bubble", "optimizer": "the optimizer"}.get(
+        term, term.replace("_", " ")
     )
-    share = again * plan.microbatches / plan.pipeline / prediction.seconds
-    spans = stage_positions(profile, plan.cuts)[:: plan.pipeline]  # of rank 0
-    trained = sum(p.bytes for p in held_parameters(profile, spans) if p.trainable)
-    state = round(4 * prediction.memory[0].optimizer / trained) if trained else 0
-    kept = predict_memory(profile, plan.decided(recompute=()), cluster, state)
-    blocks = _plural(len(plan.recompute), "block")
-    enough = max(k.peak for k in kept)
-    price = f"  recomputing {blocks} costs about {share:.0%} of the step"
-    if enough <= cluster.device.memory:
-        return f"{price}; memory does not need it"
-    return f"{price}; from {format_bytes(enough)} per device it would not be needed"
 
 
-def seconds_text(seconds: float) -> str:
-    """Three digits and a unit: `412 ms`, `1.25 s`, `31.0 us`."""
-    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if seconds >= scale or unit == "us":
-            value = seconds / scale
-            digits = 0 if value >= 99.95 else 1 if value >= 9.995 else 2
-            return f"{value:.{digits}f} {unit}"
-    raise AssertionError("the last unit always matches")
-
-
-def _unit(size: int) -> tuple[str, int]:
-    return next((name, unit) for name, unit in _UNITS if size >= unit / 10 or unit == 1)
-
-
-def _in(size: int, unit: int) -> str:
-    return f"{size / unit:,.1f}"
-
-
-def _plural(count: int, name: str) -> str:
-    if count == 1:
-        return f"1 {name}"
-    return f"{count:,} {name}{'es' if name.endswith('ch') else 's'}"
-
-
-def _tensors(parameters: Sequence[Parameter]) -> str:
-    return _plural(len(parameters), "tensor")
-
-
-def _right(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows with the first column left-aligned, numbers right-aligned, the last column as it is."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
-    lines = []
-    for first, *numbers, last in rows:
-        cells = [cell.rjust(width) for cell, width in zip(numbers, widths[1:], strict=True)]
-        lines.append("  ".join([first.ljust(widths[0]), *cells, last]).rstrip())
-    return lines
-
-
-def _wrapped(line: str) -> list[str]:
-    """Indented, on as many lines as it needs."""
-    return textwrap.wrap(line, _WIDTH, initial_indent="  ", subsequent_indent="    ")
-
-
-def _clipped(line: str, width: int = _WIDTH) -> str:
-    return line if len(line) <= width else f"{line[: width - 1]}…"
+def _recompute_price(facts: Facts) -> str:
+    price = facts.recompute
+    assert price is not None
+    text = (
+        f"  recomputing {plural(price.blocks, 'block')} costs about {price.share:.0%} of the step"
+    )
+    if price.enough <= facts.cluster.device.memory:
+        return f"{text}; memory does not need it"
+    return f"{text}; from {format_bytes(price.enough)} per device it would not be needed"

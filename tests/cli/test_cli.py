@@ -66,7 +66,10 @@ def test_no_command_is_a_bad_argument(capsys: pytest.CaptureFixture[str]) -> Non
         (["--devices", "2", "--memory", "80 stones"], "'80 stones' is no amount of memory"),
         (["--devices", "2", "--memory", "0GiB"], "'0GiB' holds nothing"),
         (["--devices", "2", "--precision", "fp8"], "invalid choice: 'fp8'"),
-        ([], "the following arguments are required: --devices"),
+        ([], "FILE[:FUNCTION] and --devices N are needed, or --compare FILE FILE"),
+        (["--devices", "2", "--cluster", "c.json", "--device", "cpu"], "leave --device and"),
+        (["--devices", "2", "--why-not", "tensor"], "'tensor' is not like pipeline=4"),
+        (["--devices", "2", "--compare", "a.json"], "expected 2 arguments"),
     ],
 )
 def test_bad_arguments_of_plan(
@@ -88,9 +91,13 @@ def test_plan_of_a_missing_file(capsys: pytest.CaptureFixture[str]) -> None:
 def test_plan_arguments(model_file: Path) -> None:
     text = f"plan {model_file}:job --devices 8 --device h100-80gb --memory 1.5GiB --batch 64"
     pins = "--json p.json --data 2 --pipeline 4 --interleave 2 --microbatches 8"
-    choices = "--recompute some --precision bf16"
-    arguments = vars(cli.build_parser().parse_args(f"{text} {pins} {choices}".split()))
-    del arguments["run_command"]
+    choices = "--recompute some --precision bf16 --html r.html --trace t.json --save-cluster c.json"
+    shown = (
+        "--format json --measure 3 --explain --why-not pipeline=4,recompute=none --why-not data=-1"
+    )
+    line = f"{text} {pins} {choices} {shown}"
+    arguments = vars(cli.build_parser().parse_args(line.split()))
+    del arguments["run_command"], arguments["usage_error"]
     assert arguments == {
         "target": (model_file, "job"),
         "devices": 8,
@@ -104,6 +111,17 @@ def test_plan_arguments(model_file: Path) -> None:
         "microbatches": 8,
         "recompute": "some",
         "precision": "bf16",
+        "html": Path("r.html"),
+        "trace": Path("t.json"),
+        "format": "json",
+        "explain": True,
+        "why_not": [{"pipeline": 4, "recompute": "none"}, {"data": -1}],
+        "compare": None,
+        "export": None,
+        "measure": 3,
+        "cluster": None,
+        "ort": None,
+        "save_cluster": Path("c.json"),
     }
 
 

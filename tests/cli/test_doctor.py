@@ -49,12 +49,12 @@ def test_supported_torch(version: str) -> None:
     assert _of({**COMPLETE, "torch": version})["torch"] == Finding("torch", version)
 
 
-def test_plain_onnxruntime_can_not_train() -> None:
+def test_plain_onnxruntime_has_no_training_kernels() -> None:
     versions = {k: v for k, v in COMPLETE.items() if not k.startswith("onnxruntime")}
     assert _of(versions)["onnxruntime"].state == "missing"
     finding = _of({**versions, "onnxruntime": "1.22.0"})["onnxruntime"]
     assert finding.state == "1.22.0 (onnxruntime)"
-    assert finding.cost.startswith("without training: ")
+    assert finding.cost.startswith("without training kernels: ")
     assert not finding.fatal
 
 

@@ -52,6 +52,10 @@ def apart():
     return nn.Linear(16, 16), example, loss_fn
 
 
+def outside():
+    return nn.Linear(16, 16), torch.zeros(8, 16)
+
+
 def wrong():
     return Model()
 """
@@ -125,6 +129,14 @@ def test_a_loss_function_beside_the_model(folder: Path) -> None:
     made = Plan.from_json(saved.read_text())
     assert (made.devices, made.data, made.microbatches, made.batch) == (2, 2, 4, 8)
     assert made.pinned == ("data", "microbatches")
+
+
+def test_a_loss_outside_of_the_model(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan("jobs.py:outside", "--devices", "2") == 0
+    report = " ".join(capsys.readouterr().out.split())
+    assert "data 2 x pipeline 1" in report
+    assert "the loss is outside of the graph: no pipeline cut and no microbatches" in report
+    assert "the outputs of the whole batch (0.5 KiB, and as much for their gradients)" in report
 
 
 def test_a_saved_plan_runs_and_is_that_of_the_interface(

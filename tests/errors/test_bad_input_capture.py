@@ -140,7 +140,7 @@ error[GA101]: cannot capture `Router.forward`: it branches on the value of a ten
 @pytest.mark.parametrize(
     ("pins", "asked"),
     [
-        ({}, "training under a plan"),
+        ({"outputs": "loss"}, "outputs='loss'"),
         ({"microbatches": 2}, "microbatches=2"),
         ({"pipeline": 2}, "pipeline=2"),
     ],

@@ -60,11 +60,66 @@ error[GA202]: {said} can not be planned
     ("settings", "said", "why", "advice"),
     [
         (
+            {"tensors": 2},
+            "tensors=2",
+            "no such decision; there are: data, pipeline, tensor, context, expert, interleave, "
+            "microbatches, bucket_bytes, recompute, precision, schedule, cuts, outputs, zero, "
+            "gather_again, accumulation, sequence, pins, fusions, ort, fallback",
+            "leave tensors out and it will be chosen for you",
+        ),
+        (
             {"tensor": 2},
             "tensor=2",
-            "no such decision; there are: data, pipeline, interleave, microbatches, bucket_bytes, "
-            "recompute, precision, schedule, cuts, outputs",
-            "leave tensor out and it will be chosen for you",
+            "1 devices can not be shared evenly by 2",
+            "use one of:  tensor=1",
+        ),
+        (
+            {"zero": 4},
+            "zero=4",
+            "it is a level of ZeRO",
+            "use one of:  zero=0  zero=1  zero=2  zero=3",
+        ),
+        (
+            {"zero": 3},
+            "zero=3",
+            "with data=1 there is no axis to shard over",
+            "use one of:  zero=0",
+        ),
+        (
+            {"gather_again": 1},
+            "gather_again=1",
+            "it is a choice",
+            "use one of:  gather_again=True  gather_again=False",
+        ),
+        (
+            {"pins": {"outs.weight": graphaccel.shard(0, "data")}},
+            "pins={'outs.weight': Sharded(axis='data', dim=0, outer=1)}",
+            "no parameter is called outs.weight; there is out.weight",
+            "leave pins out and it will be chosen for you",
+        ),
+        (
+            {"pins": {"out.weight": graphaccel.shard(2, "data")}},
+            "pins={'out.weight': Sharded(axis='data', dim=2, outer=1)}",
+            "out.weight is [4, 8]: it has no dim 2",
+            "leave pins out and it will be chosen for you",
+        ),
+        (
+            {"pins": {"out.weight": graphaccel.shard(0, "pipeline")}},
+            "pins={'out.weight': Sharded(axis='pipeline', dim=0, outer=1)}",
+            "a tensor can be sharded over data, expert, context or tensor, not 'pipeline'",
+            "leave pins out and it will be chosen for you",
+        ),
+        (
+            {"pins": {"out.weight": graphaccel.shard(0, "tensor")}},
+            "pins={'out.weight': Sharded(axis='tensor', dim=0, outer=1)}",
+            "out.weight is to be sharded over tensor, which has one device",
+            "leave pins out and it will be chosen for you",
+        ),
+        (
+            {"pins": "out.weight"},
+            "pins='out.weight'",
+            "it maps parameters' names to placements",
+            "leave pins out and it will be chosen for you",
         ),
         (
             {"precision": "fp8"},
@@ -91,18 +146,6 @@ error[GA202]: {said} can not be planned
             "leave devices out and it will be chosen for you",
         ),
         (
-            {"interleave": 2, "pipeline": 1},
-            "interleave=2",
-            "without a pipeline there is nothing to interleave",
-            "use one of:  interleave=1",
-        ),
-        (
-            {"interleave": 2, "schedule": "1f1b"},
-            "schedule='1f1b'",
-            "interleave=2 needs a schedule for several stages a rank",
-            "use one of:  schedule=interleaved",
-        ),
-        (
             {"recompute": ["blocks.7"]},
             "recompute=('blocks.7',)",
             "blocks.7 is no block; blocks: none",
@@ -125,6 +168,44 @@ error[GA202]: {said} can not be planned
 )
 def test_pins_that_can_not_be(settings: dict[str, Any], said: str, why: str, advice: str) -> None:
     _refuse(errors.BadPin, _bad_pin(said, why, advice), **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said", "rows", "why"),
+    [
+        (
+            {"accumulation": "shards", "zero": 0},
+            "accumulation='shards' and zero=0",
+            "accumulation='shards'  with the others:  accumulation='whole'\n"
+            "  zero=0                 leave it out",
+            "with zero=0 every device keeps whole gradients",
+        ),
+        (
+            {"interleave": 2, "pipeline": 1},
+            "interleave=2 and pipeline=1",
+            "interleave=2  with the others:  interleave=1\n  pipeline=1    leave it out",
+            "without a pipeline there is nothing to interleave",
+        ),
+        (
+            {"interleave": 2, "schedule": "1f1b"},
+            "interleave=2 and schedule='1f1b'",
+            "interleave=2     with the others:  interleave=1\n"
+            "  schedule='1f1b'  with the others:  schedule='interleaved'",
+            "interleave=2 needs a schedule for several stages a rank",
+        ),
+    ],
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
+)
+def test_pins_that_contradict_each_other(
+    settings: dict[str, Any], said: str, rows: str, why: str
+) -> None:
+    text = f"""\
+error[GA210]: {said} can not be kept together on 1 device
+  {rows}
+  why:  {why}
+  help: leave one of them out, and it will be chosen for you:  {", ".join(settings)}
+  explain: graphaccel explain GA210"""
+    _refuse(errors.ConflictingPins, text, **settings)
 
 
 def test_a_batch_that_can_not_be_cut() -> None:

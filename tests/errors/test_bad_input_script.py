@@ -28,6 +28,7 @@ error[GA405]: output `logits` is not kept in training by this plan
   why:  microbatches and stages would have to keep and send it; only the loss is
   help: keep it:  graphaccel.optimize(model, optimizer, outputs='all')
   help: or compute it under torch.no_grad()
+  help: or, if the script computes its loss from it:  graphaccel.optimize(model, optimizer, loss_fn='outside')
   explain: graphaccel explain GA405"""
 
 

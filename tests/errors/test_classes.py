@@ -13,10 +13,15 @@ import pytest
 
 from graphaccel import errors
 from graphaccel.errors import Location
-from tests.errors import test_capture_texts, test_plan_texts, test_run_texts
+from tests.errors import test_capture_texts, test_ort_texts, test_plan_texts, test_run_texts
 
 ROOT = Path(__file__).parents[2]
-CASES = [*test_capture_texts.CASES, *test_plan_texts.CASES, *test_run_texts.CASES]
+CASES = [
+    *test_capture_texts.CASES,
+    *test_plan_texts.CASES,
+    *test_run_texts.CASES,
+    *test_ort_texts.CASES,
+]
 ERRORS = [error for error, _ in CASES]
 CODES = list(errors.error_classes())
 

@@ -116,6 +116,45 @@ error[GA208]: dtype torch.complex64 of parameter w is not supported
   explain: graphaccel explain GA208""",
     ),
     (
+        errors.CannotExport(
+            target="deepspeed",
+            plan="data 2 x pipeline 2",
+            reasons=("pipeline 2: it has none", "recomputation: it is not set there"),
+        ),
+        """\
+error[GA209]: deepspeed can not run this plan: data 2 x pipeline 2
+  pipeline 2: it has none
+  recomputation: it is not set there
+  why:  what is left out of a configuration would be decided otherwise there
+  help: pin what it can say, e.g.:  graphaccel plan FILE --devices N --pipeline 1
+  explain: graphaccel explain GA209""",
+    ),
+    (
+        errors.ConflictingPins(
+            pins={"data": 2, "schedule": "gpipe"},
+            devices=8,
+            reason="it is so",
+            instead={"data": (1, 4), "schedule": ()},
+        ),
+        """\
+error[GA210]: data=2 and schedule='gpipe' can not be kept together on 8 devices
+  data=2            with the others:  data=1  data=4
+  schedule='gpipe'  leave it out
+  why:  it is so
+  help: leave one of them out, and it will be chosen for you:  data, schedule
+  explain: graphaccel explain GA210""",
+    ),
+    (
+        errors.NotElementwise(optimizer="LBFGS", known=("Adam", "SGD")),
+        """\
+error[GA211]: LBFGS is not known to work on shards of parameters
+  why:  the plan shards parameters or optimizer state, and a step on a shard must be that shard of the step on the whole
+  help: these do:  Adam, SGD
+  help: if it treats every number by itself:  LBFGS.graphaccel_elementwise = True
+  help: or keep parameters and optimizer state whole:  zero=0, tensor=1
+  explain: graphaccel explain GA211""",
+    ),
+    (
         errors.MissingRule(
             ops=(
                 ("mylib.scan", "bf16[64,512]", "layers.0.ssm", "mamba.py:140", 32),
@@ -129,6 +168,18 @@ error[GA301]: 2 ops have no sharding rule
   why:  without a rule it is not known whether the batch may be split there
   help: keep the batch whole:  data=1, microbatches=1
   explain: graphaccel explain GA301""",
+    ),
+    (
+        errors.RuleWrong(
+            op="mylib.scan.default",
+            rule="n d -> n d",
+            reason="sharding `d` changes result 0",
+        ),
+        """\
+error[GA302]: the sharding rule of mylib.scan.default does not hold: 'n d -> n d'
+  why:  run whole and by shards on the example, sharding `d` changes result 0
+  help: name dims that can not be split:  whole='d'
+  explain: graphaccel explain GA302""",
     ),
 ]
 

@@ -59,6 +59,7 @@ error[GA405]: output `logits` is not kept in training by this plan
   why:  microbatches and stages would have to keep and send it; only the loss is
   help: keep it:  graphaccel.optimize(model, optimizer, outputs='all')
   help: or compute it under torch.no_grad()
+  help: or, if the script computes its loss from it:  graphaccel.optimize(model, optimizer, loss_fn='outside')
   explain: graphaccel explain GA405""",
     ),
     (
@@ -124,6 +125,55 @@ error[GA601]: no device named `h100` in the catalogue
   help: did you mean:  --device h100-80gb
   help: did you mean:  --device h200-141gb
   explain: graphaccel explain GA601""",
+    ),
+    (
+        errors.BadCluster(where="c.json", problems=("links is missing", "count is 0: above 0")),
+        """\
+error[GA602]: c.json describes no cluster
+  links is missing
+  count is 0: above 0
+  why:  times and memory are predicted from these figures
+  help: start from a known device:  graphaccel plan FILE --devices N --device h100-80gb --save-cluster cluster.json
+  explain: graphaccel explain GA602""",
+    ),
+    (
+        errors.BadFusion(
+            name="halved",
+            reason="it would change dtype torch.bfloat16 to torch.float32 (output `y`)",
+            location=errors.Location("halved.py", 4, "class halved:"),
+        ),
+        """\
+error[GA701]: the fusion `halved` is refused: it would change dtype torch.bfloat16 to torch.float32 (output `y`)
+  --> halved.py:4
+    4 | class halved:
+      | ^^^^^^^^^^^^^
+  help: a fusion that works, to start from:  graphaccel fusion new NAME
+  explain: graphaccel explain GA701""",
+    ),
+    (
+        errors.KernelFailed(
+            name="halved",
+            op="halved_backward",
+            arguments=("8x128 bfloat16", "1e-06"),
+            cause="OutOfResources: out of resource: shared memory",
+        ),
+        """\
+error[GA702]: the fused op `halved_backward` failed
+  called with: 8x128 bfloat16, 1e-06
+  OutOfResources: out of resource: shared memory
+  help: without this fusion:  graphaccel.optimize(model, optimizer, fusions=("auto", "-halved"))
+  help: its checks on this machine:  graphaccel fusion check halved
+  explain: graphaccel explain GA702""",
+    ),
+    (
+        errors.UnknownFusion(
+            name="rmsnorm", known=("add_rms_norm", "rms_norm"), closest=("rms_norm",)
+        ),
+        """\
+error[GA703]: no fusion named `rmsnorm`
+  there are: add_rms_norm, rms_norm
+  help: did you mean:  rms_norm
+  explain: graphaccel explain GA703""",
     ),
 ]
 

@@ -1,0 +1,124 @@
+"""Clusters as JSON files, for machines that are not in the catalogue.
+
+The file is what `Cluster.to_json` gives. Everything that is wrong with it is collected and said at
+once, with the place in the file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from graphaccel.errors import BadCluster
+from graphaccel.planner.cluster import Cluster, Device, Link
+
+_MAY_BE_ZERO = {"latency_seconds", "launch_seconds", "context_bytes", "fragmentation"}
+_WHOLE = {"memory", "size", "count", "context_bytes"}
+
+
+def read_cluster(file: Path, devices: int | None = None) -> Cluster:
+    """The cluster that a file describes, of `devices` where that is given.
+
+    Raises BadCluster (GA602) with everything that is wrong with it.
+    """
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BadCluster(where=str(file), problems=(error.strerror or str(error),)) from error
+    except ValueError as error:
+        raise BadCluster(where=str(file), problems=(f"it is no JSON: {error}",)) from error
+    problems = tuple(_problems(data, devices))
+    if problems:
+        raise BadCluster(where=str(file), problems=problems)
+    found = Cluster.from_json(data)
+    return found if devices is None else replace(found, count=devices)
+
+
+def write_cluster(cluster: Cluster, file: Path) -> None:
+    """What `read_cluster` reads."""
+    file.write_text(json.dumps(cluster.to_json(), indent=1) + "\n", encoding="utf-8")
+
+
+def _problems(data: Any, devices: int | None) -> Iterator[str]:
+    if not isinstance(data, Mapping):
+        yield "it is to be an object with device, count, links, context_bytes and fragmentation"
+        return
+    found = list(_of_fields(data, Cluster, ""))
+    device, links = data.get("device"), data.get("links")
+    if "device" in data:
+        found += _of_device(device)
+    if "links" in data:
+        found += _of_links(links)
+    yield from found
+    if not found:
+        count = data["count"] if devices is None else devices
+        last = links[-1]
+        if last["size"] < count:
+            yield (
+                f"links[{len(links) - 1}].size is {last['size']}, and {count} devices are asked "
+                "for: the last level reaches all of them"
+            )
+
+
+def _of_device(device: Any) -> Iterator[str]:
+    if not isinstance(device, Mapping):
+        yield "device is to be an object"
+        return
+    yield from _of_fields(device, Device, "device.")
+    rates = device.get("peak_flops", {"float32": 1})
+    if not isinstance(rates, Mapping) or "float32" not in rates:
+        yield "device.peak_flops is to be an object of FLOP/s by dtype, with float32"
+        return
+    for dtype, rate in rates.items():
+        yield from _of_number(rate, "rate", f"device.peak_flops.{dtype}")
+
+
+def _of_links(links: Any) -> Iterator[str]:
+    if not isinstance(links, list) or not links:
+        yield "links is to be a list of at least one level, from the innermost outwards"
+        return
+    sizes: list[tuple[int, float]] = []
+    for place, link in enumerate(links):
+        if not isinstance(link, Mapping):
+            yield f"links[{place}] is to be an object"
+            continue
+        yield from _of_fields(link, Link, f"links[{place}].")
+        if isinstance(link.get("size"), int):
+            sizes.append((place, link["size"]))
+    for (_, inner), (place, outer) in pairwise(sizes):
+        if outer <= inner:
+            yield (
+                f"links[{place}].size is {outer}, and the level inside it has {inner}: levels grow "
+                "outwards"
+            )
+
+
+def _of_fields(data: Mapping[str, Any], kind: type, where: str) -> Iterator[str]:
+    names = [f.name for f in fields(kind)]
+    for name in names:
+        if name == "ort":
+            continue  # what `graphaccel calibrate --ort` measured, or not there
+        if name not in data:
+            yield f"{where}{name} is missing"
+        elif name == "name":
+            if not isinstance(data[name], str) or not data[name]:
+                yield f"{where}name is to be a text"
+        elif name not in ("device", "links", "peak_flops"):
+            yield from _of_number(data[name], name, f"{where}{name}")
+    for name in data:
+        if name not in names:
+            yield f"{where}{name} is unknown; there are {', '.join(names)}"
+
+
+def _of_number(value: Any, name: str, where: str) -> Iterator[str]:
+    right = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not right or not math.isfinite(value) or (name in _WHOLE and not isinstance(value, int)):
+        yield f"{where} is {value!r}: it is a {'whole ' if name in _WHOLE else ''}number"
+    elif value < 0 or (value == 0 and name not in _MAY_BE_ZERO):
+        least = "at least 0" if name in _MAY_BE_ZERO else "above 0"
+        yield f"{where} is {value:g}: it is {least}"

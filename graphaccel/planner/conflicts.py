@@ -1,0 +1,86 @@
+"""Pins that contradict one another: the fewest of them that do, and what each could be instead.
+
+A set of pins conflicts when no plan at all can have them, whatever its memory. Dropping one pin
+after another, and keeping it dropped while the rest still conflicts, leaves a set of which every
+part is needed: a minimal (irreducible) conflicting set, found with as many checks as there are pins
+(deletion filter: Chinneck and Dravnieks, "Locating minimal infeasible constraint sets in linear
+programs", ORSA Journal on Computing 3, 1991).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from graphaccel.capture.stepgraph import StepGraph
+from graphaccel.errors import BadPin, ConflictingPins, GraphAccelError
+from graphaccel.planner.pins import ACCUMULATIONS, AXES, Limits, Pins, divisors, read_pins
+from graphaccel.schedule.table import SCHEDULE_NAMES
+
+Check = Callable[[Mapping[str, object]], GraphAccelError | None]
+
+
+def agreeing_pins(
+    pins: Mapping[str, object], step: StepGraph, devices: int, batch: int, limits: Limits
+) -> Pins:
+    """`read_pins`; where several pins can not be together, the error names the fewest that can not.
+
+    Raises: as `read_pins`, and ConflictingPins (GA210).
+    """
+    given = {name: value for name, value in pins.items() if value is not None}
+
+    def check(some: Mapping[str, object]) -> GraphAccelError | None:
+        try:
+            read_pins(some, step, devices, batch, limits)
+        except BadPin as error:
+            return error
+        return None
+
+    try:
+        return read_pins(given, step, devices, batch, limits)
+    except BadPin as error:
+        names = conflict(given, check)
+        if len(names) < 2:
+            raise
+        core = {name: given[name] for name in names}
+        problem = check(core)
+        assert isinstance(problem, BadPin)
+        found = {name: tuple(_instead(core, name, devices, batch, check)) for name in names}
+        raise ConflictingPins(
+            pins=core, devices=devices, reason=problem.reason, instead=found
+        ) from error
+
+
+def conflict(pins: Mapping[str, object], check: Check) -> tuple[str, ...]:
+    """The names of a minimal part of `pins` that `check` still refuses.
+
+    check: an error for a set of pins that can not be. `pins` themselves are refused.
+    """
+    kept = dict(pins)
+    for name in pins:
+        rest = {other: value for other, value in kept.items() if other != name}
+        if check(rest) is not None:
+            kept = rest
+    return tuple(kept)
+
+
+def _instead(
+    core: Mapping[str, object], name: str, devices: int, batch: int, check: Check
+) -> Iterator[object]:
+    """The values of one pin with which the others could stay."""
+    for value in _values(name, devices, batch):
+        if value != core[name] and check({**core, name: value}) is None:
+            yield value
+
+
+def _values(name: str, devices: int, batch: int) -> tuple[object, ...]:
+    if name in AXES:
+        return divisors(devices)
+    known: Mapping[str, tuple[object, ...]] = {
+        "microbatches": divisors(batch),
+        "interleave": (1, 2, 4),
+        "schedule": SCHEDULE_NAMES,
+        "zero": (0, 1, 2, 3),
+        "gather_again": (True, False),
+        "accumulation": ACCUMULATIONS,
+    }
+    return known.get(name, ())

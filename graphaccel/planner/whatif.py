@@ -1,0 +1,354 @@
+"""What another decision, another machine or another calibration would change: found by re-solving.
+
+Everything here solves the same problem again with one thing changed, by the same search and the
+same model of time and memory, so that its numbers can be compared with the plan's:
+
+* `why_not`: the best plan under further pins, and what it loses against the chosen one.
+* `explain`: for each decision the best plan with each other value (all that is not pinned is
+  planned anew around it); shadow prices, the finite differences of the step's time by what the
+  cluster has; stability, the chosen plan's regret when each rate of the calibration is 10 % off.
+
+Memory is that of the search: the estimate, corrected by what the estimate was wrong by where a
+program was built. Plans that did not fit once built are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+
+from graphaccel.errors import GraphAccelError
+from graphaccel.messages import format_bytes
+from graphaccel.planner.cluster import Cluster
+from graphaccel.planner.conflicts import agreeing_pins
+from graphaccel.planner.estimate import predict_seconds
+from graphaccel.planner.explain import fullest, lost_because, seconds, wider_cluster
+from graphaccel.planner.pins import NAMES, PRECISIONS, Pins
+from graphaccel.planner.plan import Plan
+from graphaccel.planner.record import Record
+from graphaccel.planner.search import Shape, shapes, solve_all
+from graphaccel.planner.solve import Problem, excess
+from graphaccel.schedule.table import SCHEDULE_NAMES
+
+_GIB = 2**30
+_OFF = 0.1  # how far each rate of the calibration is moved
+_NEAR = 4  # values of a decision that are tried on either side of the chosen one
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One value of a decision and the best plan that has it.
+
+    name: of that plan, "" where there is none. seconds, peak: its prediction. reason: why it lost.
+    """
+
+    value: str
+    name: str
+    seconds: float | None
+    peak: int | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class Decision:
+    """One decision: what was chosen, and the other values, best first."""
+
+    name: str
+    value: str
+    pinned: bool
+    others: tuple[Choice, ...]
+
+
+@dataclass(frozen=True)
+class Price:
+    """What one change of the problem is worth. seconds: of the best plan then, name: that plan,
+    "" and None where nothing fits. gain: the share of the time it saves; negative where it costs.
+    """
+
+    change: str
+    seconds: float | None
+    name: str
+    gain: float | None
+
+
+@dataclass(frozen=True)
+class Shift:
+    """One rate of the calibration moved. regret: by which share the chosen plan is then slower than
+    the best, `best`."""
+
+    rate: str
+    factor: float
+    regret: float
+    best: str
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Why the plan is what it is."""
+
+    decisions: tuple[Decision, ...]
+    prices: tuple[Price, ...]
+    shifts: tuple[Shift, ...]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Why not: the best plan under the asked pins against the chosen one.
+
+    verdict: "chosen", "slower", "does not fit" or "can not be". terms: seconds by what they go to,
+    theirs: of the chosen plan. breakdown: bytes at the peak on `rank`. reason: in one sentence.
+    """
+
+    asked: str
+    verdict: str
+    reason: str
+    name: str = ""
+    seconds: float | None = None
+    terms: Mapping[str, float] | None = None
+    theirs: Mapping[str, float] | None = None
+    peak: int | None = None
+    rank: int = 0
+    breakdown: Mapping[str, int] | None = None
+
+
+def why_not(record: Record, plan: Plan, asked: Mapping[str, object]) -> Answer:
+    """The best plan with `asked` pinned besides what is pinned already, built to count its memory.
+
+    asked: a value of None lets go of a pin. Raises ValueError for a record without a problem.
+    """
+    problem = _problem(record)
+    said = ", ".join(f"{name}={value}" for name, value in asked.items())
+    try:
+        pins = _pins(record, problem, {**record.given, **asked})
+        outcome = solve_all(problem, pins, record.batch)
+        best = _first(outcome.fitting, record)
+        if best is not None and record.refine is not None and not _same(best, plan):
+            best = record.refine(best)
+    except GraphAccelError as error:
+        message = error.message()
+        reason = f"{message.sentence}: {message.why}" if message.why else message.sentence
+        return Answer(said, "can not be", reason)
+    fits = best is not None and excess(best, _cluster(record)) <= 0
+    found = best or outcome.closest
+    assert found is not None
+    assert found.prediction is not None
+    assert plan.prediction is not None
+    top = fullest(found)
+    if fits and _same(found, plan):
+        verdict, reason = "chosen", "it is the plan that was chosen"
+    else:
+        verdict = "slower" if fits else "does not fit"
+        reason = lost_because(found, plan, _cluster(record) if best else problem.cluster)
+    return Answer(
+        said,
+        verdict,
+        reason,
+        found.name,
+        found.prediction.seconds,
+        found.prediction.terms,
+        plan.prediction.terms,
+        top.peak,
+        top.rank,
+        top.parts,
+    )
+
+
+def explain(record: Record, plan: Plan) -> Explanation:
+    """Decision by decision, price by price. Raises ValueError for a record without a problem."""
+    problem = _problem(record)
+    return Explanation(
+        decisions=tuple(_decisions(record, problem, plan)),
+        prices=tuple(_prices(record, problem, plan)),
+        shifts=tuple(_shifts(record, problem, plan)),
+    )
+
+
+def value_of(plan: Plan, name: str, blocks: tuple[str, ...]) -> str:
+    """A decision of `plan` as the pin of that name says it."""
+    if name == "recompute":
+        if not plan.recompute:
+            return "none"
+        return "all" if set(plan.recompute) == set(blocks) else "some"
+    if name == "precision":
+        return next(n for n, p in PRECISIONS.items() if p == plan.precision)
+    return str(getattr(plan, name))
+
+
+def _decisions(record: Record, problem: Problem, plan: Plan) -> Iterator[Decision]:
+    blocks = problem.profile.block_names
+    for name in NAMES:
+        values = _values(record, problem, plan, name)
+        pinned = name in record.pins.names
+        if not hasattr(plan, name) or not (values or pinned):
+            continue
+        chosen = value_of(plan, name, blocks)
+        others = [v for v in values if str(v) != chosen]
+        if others and all(isinstance(v, int) for v in others):
+            number = int(chosen)
+            below = sorted((v for v in others if v < number), reverse=True)[:_NEAR]
+            others = [*below, *sorted(v for v in others if v > number)[:_NEAR]]
+        if not others and not pinned:
+            continue
+        tried = [_choice(record, problem, plan, name, value) for value in others]
+        tried.sort(key=lambda c: (c.seconds is None, c.seconds or 0.0))
+        yield Decision(name, chosen, pinned, tuple(tried))
+
+
+def _values(record: Record, problem: Problem, plan: Plan, name: str) -> list:
+    """The values of a decision that can be planned with everything else free or as pinned."""
+    if name in {f.name for f in fields(Shape)}:
+        free = replace(record.pins, **{name: None})
+        found = {getattr(s, name) for s in shapes(problem, _loose(free, name), record.batch)}
+        return sorted(found, key=lambda v: (str(type(v)), v))
+    if name == "precision":
+        rates = problem.cluster.device.peak_flops
+        return [n for n, p in PRECISIONS.items() if p.compute in rates]
+    if name == "schedule" and plan.pipeline > 1:
+        return list(SCHEDULE_NAMES)
+    return []
+
+
+def _loose(pins: Pins, name: str) -> Pins:
+    """Without the pins that name the graph's own places: they hold for one value only."""
+    return replace(pins, cuts=None) if name != "cuts" else pins
+
+
+def _choice(record: Record, problem: Problem, plan: Plan, name: str, value: object) -> Choice:
+    """The best plan with `value`; what else follows from the chosen mesh is planned anew."""
+    wanted = _loose(replace(record.pins, **{name: value}), name)
+    try:
+        outcome = solve_all(problem, wanted, record.batch)
+    except GraphAccelError as error:
+        return Choice(str(value), "", None, None, error.message().sentence)
+    best = _first(outcome.fitting, record)
+    found = best or outcome.closest
+    if found is None:
+        return Choice(str(value), "", None, None, "no plan")
+    peak = fullest(found).peak
+    reason = lost_because(found, plan, problem.cluster)
+    if best is None:
+        return Choice(str(value), found.name, None, peak, reason)
+    gain = 1 - seconds(best) / seconds(plan)
+    if gain >= 0:
+        reason = f"{gain:.0%} faster" if gain >= 0.005 else "as fast"
+        if name in record.pins.names:
+            reason += ", but pinned otherwise"
+        elif name == "precision":
+            reason += ", but changes numerics: only when pinned"
+        elif gain < 0.005:
+            reason += ": ties go to the simpler plan"
+    return Choice(str(value), best.name, seconds(best), peak, reason)
+
+
+def _prices(record: Record, problem: Problem, plan: Plan) -> Iterator[Price]:
+    cluster = problem.cluster
+    step = 8 * _GIB if cluster.device.memory >= 16 * _GIB else cluster.device.memory // 10
+    for sign, extra in (("+", step), ("−", -step)):
+        changed = _device(cluster, memory=cluster.device.memory + extra)
+        yield _price(record, problem, plan, f"{sign}{format_bytes(step)} per device", changed)
+    for name, factor, changed in _rates(cluster, 2.0):
+        yield _price(record, problem, plan, f"{factor:g}x {name}", changed)
+    free = replace(record.pins, **{axis: None for axis in plan.mesh}, cuts=None)
+    wider = wider_cluster(cluster, 2)
+    yield _price(record, problem, plan, f"{wider.count} devices", wider, free)
+    double = 2 * record.batch
+    yield _price(record, problem, plan, f"batch {double}, for each example", cluster, batch=double)
+
+
+def _price(
+    record: Record,
+    problem: Problem,
+    plan: Plan,
+    change: str,
+    cluster: Cluster,
+    pins: Pins | None = None,
+    batch: int | None = None,
+) -> Price:
+    batch = record.batch if batch is None else batch
+    try:
+        outcome = solve_all(
+            replace(problem, cluster=cluster), record.pins if pins is None else pins, batch
+        )
+    except GraphAccelError:
+        return Price(change, None, "", None)
+    best = _first(outcome.fitting, record)
+    if best is None:
+        return Price(change, None, "", None)
+    each = seconds(best) * record.batch / batch
+    return Price(change, seconds(best), best.name, 1 - each / seconds(plan))
+
+
+def _shifts(record: Record, problem: Problem, plan: Plan) -> Iterator[Shift]:
+    """The regret of the plan with each rate 10 % lower and higher."""
+    for factor in (1 - _OFF, 1 + _OFF):
+        for name, _, changed in _rates(problem.cluster, factor):
+            other = replace(problem, cluster=changed)
+            mine = predict_seconds(problem.profile, plan, changed, problem.optimizer_bytes).seconds
+            best = _first(solve_all(other, record.pins, record.batch).fitting, record)
+            if best is None:
+                continue
+            regret = max(0.0, mine / seconds(best) - 1)
+            yield Shift(name, factor, regret, plan.name if regret == 0 else best.name)
+
+
+def _rates(cluster: Cluster, factor: float) -> Iterator[tuple[str, float, Cluster]]:
+    """(name, factor, cluster) with one rate multiplied by `factor`, one after another."""
+    device = cluster.device
+    flops = {dtype: rate * factor for dtype, rate in device.peak_flops.items()}
+    yield "FLOP/s", factor, _device(cluster, peak_flops=flops)
+    yield (
+        "memory bandwidth",
+        factor,
+        _device(cluster, memory_bandwidth=device.memory_bandwidth * factor),
+    )
+    yield (
+        "launches per second",
+        factor,
+        _device(cluster, launch_seconds=device.launch_seconds / factor),
+    )
+    if cluster.count == 1:
+        return
+    inner = 1
+    for place, link in enumerate(cluster.links):
+        if inner >= cluster.count:
+            break
+        inner = link.size
+        for what, changed in (
+            ("bandwidth", replace(link, bandwidth=link.bandwidth * factor)),
+            ("messages per second", replace(link, latency_seconds=link.latency_seconds / factor)),
+        ):
+            links = (*cluster.links[:place], changed, *cluster.links[place + 1 :])
+            yield f"{link.name} {what}", factor, replace(cluster, links=links)
+
+
+def _device(cluster: Cluster, **changes: object) -> Cluster:
+    return replace(cluster, device=replace(cluster.device, **changes))  # type: ignore[arg-type]
+
+
+def _problem(record: Record) -> Problem:
+    if record.problem is None:
+        raise ValueError("this record is of no search")
+    return record.corrected or record.problem
+
+
+def _cluster(record: Record) -> Cluster:
+    """The devices as they are, for plans whose programs were built."""
+    assert record.problem is not None
+    built = record.refine is not None
+    return record.problem.cluster if built else _problem(record).cluster
+
+
+def _pins(record: Record, problem: Problem, given: Mapping[str, object]) -> Pins:
+    step, count = problem.profile.step, problem.cluster.count
+    return agreeing_pins(given, step, count, record.batch, problem.limits)
+
+
+def _first(fitting: list[Plan], record: Record) -> Plan | None:
+    """The best that did not turn out too big once built."""
+    refused = record.refused
+    return next((plan for plan in fitting if plan.decided(notes=()) not in refused), None)
+
+
+def _same(plan: Plan, other: Plan) -> bool:
+    blank = {"notes": (), "pinned": ()}
+    return plan.decided(**blank) == other.decided(**blank)

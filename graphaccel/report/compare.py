@@ -1,0 +1,101 @@
+"""Two plans side by side: decisions that differ, memory and time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from graphaccel.messages import format_bytes
+from graphaccel.planner.plan import Plan
+from graphaccel.report.facts import fold
+from graphaccel.report.format import CATEGORIES, clipped, right_aligned, seconds_text, term_name
+
+_SIZES = {"bucket_bytes"}
+_LONGEST = 34
+
+
+def comparison(a: Plan, b: Plan, *, names: tuple[str, str]) -> str:
+    """What the two have different, with a newline at its end. names: what they are called."""
+    sections = [
+        [f"A  {names[0]}: {a.name}", f"B  {names[1]}: {b.name}"],
+        _made_for(a, b),
+        _decisions(a, b),
+        _memory(a, b),
+        _time(a, b),
+    ]
+    lines = ("\n".join(clipped(line) for line in section) for section in sections if section)
+    return "\n\n".join(lines) + "\n"
+
+
+def _made_for(a: Plan, b: Plan) -> list[str]:
+    """What the plans were made for, where it is not the same: then their times can not be
+    compared."""
+    both = (
+        ("model", a.graph, b.graph),
+        ("cluster", a.cluster, b.cluster),
+        ("devices", a.devices, b.devices),
+        ("global batch", a.batch, b.batch),
+    )
+    rows = [(f"  {name}", str(x), str(y), "") for name, x, y in both if x != y]
+    if not rows:
+        return []
+    return ["MADE FOR something else", *right_aligned([("", "A", "B", ""), *rows])]
+
+
+def _decisions(a: Plan, b: Plan) -> list[str]:
+    left, right = a.decisions, b.decisions
+    rows = [
+        (f"  {name}", said(name, left.get(name)), said(name, right.get(name)), "")
+        for name in dict.fromkeys((*left, *right))
+        if left.get(name) != right.get(name)
+    ]
+    if not rows:
+        return ["DECISIONS  all the same"]
+    return ["DECISIONS that differ", *right_aligned([("", "A", "B", ""), *rows])]
+
+
+def said(name: str, value: Any) -> str:
+    """A decision's value in short."""
+    if name in _SIZES and isinstance(value, int):
+        return format_bytes(value)
+    if isinstance(value, tuple):
+        folded = (
+            fold(value, parameters=False) if name == "recompute" else ", ".join(map(str, value))
+        )
+        return (
+            folded if 0 < len(folded) <= _LONGEST else f"{len(value)} places" if value else "none"
+        )
+    if hasattr(value, "compute"):
+        scaled = ", scaled" if value.scaled else ""
+        return f"{value.compute}{scaled}"
+    return str(value)
+
+
+def _memory(a: Plan, b: Plan) -> list[str]:
+    if a.prediction is None or b.prediction is None:
+        return []
+    tops = [max(p.prediction.memory, key=lambda m: m.peak, default=None) for p in (a, b)]  # type: ignore[union-attr]
+    if tops[0] is None or tops[1] is None:
+        return []
+    rows: list[Sequence[str]] = [("MEMORY  fullest rank", "A", "B", "B - A")]
+    left, right = ({**top.parts, "peak": top.peak} for top in tops)
+    for name in dict.fromkeys((*left, *right)):
+        x, y = left.get(name, 0), right.get(name, 0)
+        more = f"{'+' if y >= x else '−'}{format_bytes(abs(y - x))}"
+        label = CATEGORIES.get(name, (name,))[0]
+        rows.append((f"  {label}", format_bytes(x), format_bytes(y), more))
+    return right_aligned(rows)
+
+
+def _time(a: Plan, b: Plan) -> list[str]:
+    if a.prediction is None or b.prediction is None:
+        return []
+    rows: list[Sequence[str]] = [("TIME    per step", "A", "B", "B - A")]
+    left = {**a.prediction.terms, "step": a.prediction.seconds}
+    right = {**b.prediction.terms, "step": b.prediction.seconds}
+    for name in dict.fromkeys((*left, *right)):
+        x, y = left.get(name, 0.0), right.get(name, 0.0)
+        share = f" ({y / x - 1:+.1%})" if name == "step" and x else ""
+        more = f"{'+' if y >= x else '−'}{seconds_text(abs(y - x))}{share}"
+        rows.append((f"  {term_name(name)}", seconds_text(x), seconds_text(y), more))
+    return right_aligned(rows)

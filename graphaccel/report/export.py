@@ -1,0 +1,287 @@
+"""A plan as the configuration of another system, so that it is useful without our runtime.
+
+Each target gets what it can say; a decision it can not say is refused, never dropped. Option names
+are those of the public sources of August 2026: torchtitan b5bcd76 (`config/configs.py`),
+Megatron-LM d98e8a6 (`training/arguments.py`, `model_parallel_config.py`), DeepSpeed edaa722
+(`runtime/config.py`, `runtime/zero/config.py`), Accelerate 16cb6eb (`commands/config/cluster.py`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from graphaccel.errors import CannotExport
+from graphaccel.planner.plan import Plan
+from graphaccel.report.facts import Facts
+
+_FP32 = 4
+
+
+def export(facts: Facts, target: str) -> str:
+    """The configuration text for `target`, one of `TARGETS`, with a newline at its end.
+
+    Raises CannotExport (GA209) with every decision that the target can not say.
+    """
+    refused: list[str] = []
+    text = TARGETS[target](facts, refused)
+    if refused:
+        raise CannotExport(target=target, plan=facts.plan.name, reasons=tuple(refused))
+    return text
+
+
+def _about(facts: Facts) -> str:
+    plan = facts.plan
+    return f"{plan.name}: {plan.devices} x {facts.cluster.device.name}, batch {plan.batch}"
+
+
+def _common(facts: Facts, refused: list[str], target: str) -> None:
+    """What no target can say."""
+    plan = facts.plan
+    if plan.placements:
+        names = ", ".join(name for name, _ in plan.placements)
+        refused.append(f"how single parameters rest ({names}): {target} decides that for a module")
+    if plan.outputs != "loss":
+        refused.append(f'outputs="{plan.outputs}": {target} computes the loss only')
+    if len(facts.stages) > 1 and not all(stage.whole_blocks for stage in facts.stages):
+        refused.append(f"cuts inside a block: stages of {target} are whole layers")
+
+
+def _layers(facts: Facts) -> list[int]:
+    return [stage.blocks for stage in facts.stages]
+
+
+def _recomputes_all(facts: Facts) -> bool:
+    return bool(facts.plan.recompute) and len(facts.plan.recompute) == facts.model.blocks
+
+
+def _only_1f1b(plan: Plan, refused: list[str], target: str) -> None:
+    known = "interleaved" if plan.interleave > 1 else "1f1b"
+    if plan.pipeline > 1 and plan.schedule != known:
+        refused.append(f"schedule {plan.schedule}: {target} has 1f1b, plain and interleaved")
+
+
+def _torchtitan(facts: Facts, refused: list[str]) -> str:
+    """A function over torchtitan's `Trainer.Config`: its flags are frozen and to be removed."""
+    plan = facts.plan
+    _common(facts, refused, "torchtitan")
+    if facts.model.tokens is None:
+        refused.append("a model without a sequence: torchtitan counts a batch in tokens")
+    if plan.precision.compute not in ("float32", "bfloat16"):
+        refused.append(f"compute in {plan.precision.compute}: it is float32 or bfloat16 there")
+    if plan.zero == 1:
+        refused.append("zero 1: its FSDP shards gradients as well")
+    if plan.recompute and not _recomputes_all(facts):
+        refused.append("recomputing some of the blocks: FullAC takes all of them")
+    schedules = {"1f1b": "1F1B", "interleaved": "Interleaved1F1B", "gpipe": "GPipe"}
+    if plan.pipeline > 1 and plan.schedule not in schedules:
+        refused.append(f"schedule {plan.schedule}: torch.distributed.pipelining has none like it")
+    if plan.pipeline > 1 and plan.microbatches < plan.stages:
+        refused.append(
+            f"{plan.microbatches} microbatches for {plan.stages} stages: it takes at least as many"
+        )
+    sharded = plan.zero >= 2
+    tokens = plan.microbatch_size * (facts.model.tokens or 0)
+    again = "always" if plan.zero == 3 and plan.gather_again else "never"
+    rows: list[tuple[str, Any]] = [
+        ("parallelism.data_parallel_replicate_degree", 1 if sharded else plan.data),
+        ("parallelism.data_parallel_shard_degree", plan.data if sharded else 1),
+        ("parallelism.tensor_parallel_degree", plan.tensor),
+        ("parallelism.context_parallel_degree", plan.context),
+        ("parallelism.expert_parallel_degree", plan.expert),
+        ("parallelism.pipeline_parallel_degree", plan.pipeline),
+        ("training.num_tokens_per_microbatch_per_dp_rank", tokens),
+        ("training.num_tokens_per_train_step", plan.batch * (facts.model.tokens or 0)),
+        ("training.max_context_length", facts.model.tokens),
+        ("training.mixed_precision_param", plan.precision.compute),
+    ]
+    if sharded:
+        rows.append(("parallelism.fsdp_reshard_after_forward", again))
+    if plan.pipeline > 1:
+        rows += [
+            ("parallelism.pipeline_parallel_schedule", schedules.get(plan.schedule)),
+            ("parallelism.num_pp_microbatches", plan.microbatches),
+            *_titan_stages(_layers(facts), refused),
+        ]
+    lines = [f"    config.{name} = {value!r}" for name, value in rows]
+    policy = "FullAC.Config()" if plan.recompute else "None"
+    head = ["# " + _about(facts), f"# torchtitan: NGPU={plan.devices}, and a configuration made of"]
+    head += ["# your own by this function (torchtitan/config/README.md).", ""]
+    if plan.recompute:
+        head = ["from torchtitan.distributed.activation_checkpoint import FullAC", "", *head]
+    lines.append(f"    config.activation_checkpoint = {policy}")
+    return "\n".join([*head, "def as_planned(config):", *lines, "    return config"]) + "\n"
+
+
+def _titan_stages(layers: Sequence[int], refused: list[str]) -> list[tuple[str, Any]]:
+    """Layers of a stage: all the same, but fewer on the first and the last."""
+    most = max(layers)
+    if any(count != most for count in layers[1:-1]):
+        refused.append(f"{', '.join(map(str, layers))} layers on the stages: only the first and "
+                       "the last may differ")  # fmt: skip
+    return [
+        ("parallelism.pipeline_parallel_layers_per_stage", most),
+        ("parallelism.pipeline_parallel_first_stage_less_layers", most - layers[0]),
+        ("parallelism.pipeline_parallel_last_stage_less_layers", most - layers[-1]),
+    ]
+
+
+def _megatron(facts: Facts, refused: list[str]) -> str:
+    """Flags of Megatron-LM's training scripts."""
+    plan = facts.plan
+    _common(facts, refused, "Megatron-LM")
+    _only_1f1b(plan, refused, "Megatron-LM")
+    if plan.interleave > 1 and plan.microbatches % plan.pipeline:
+        refused.append(f"{plan.microbatches} microbatches: its interleaved schedule takes a "
+                       f"multiple of pipeline {plan.pipeline}")  # fmt: skip
+    flags: list[tuple[str, Any]] = [
+        ("tensor-model-parallel-size", plan.tensor),
+        ("pipeline-model-parallel-size", plan.pipeline),
+        ("context-parallel-size", plan.context),
+        ("expert-model-parallel-size", plan.expert),
+        ("micro-batch-size", plan.microbatch_size),
+        ("global-batch-size", plan.batch),
+    ]
+    if plan.pipeline > 1:
+        flags.append(("pipeline-model-parallel-layout", _layout(_layers(facts))))
+    dtypes: Mapping[str, list[str]] = {"float32": [], "bfloat16": ["bf16"], "float16": ["fp16"]}
+    flags += [(name, None) for name in dtypes[plan.precision.compute]]
+    if plan.precision.reduce == "float32" and plan.precision.compute != "float32":
+        flags.append(("accumulate-allreduce-grads-in-fp32", None))
+    if plan.data > 1:
+        flags.append(("overlap-grad-reduce", None))
+        if plan.zero <= 1:
+            flags.append(("ddp-bucket-size", plan.bucket_bytes // _FP32))
+    if plan.zero == 1:
+        flags.append(("use-distributed-optimizer", None))
+    elif plan.zero > 1:
+        kept = {2: "optim_grads", 3: "optim_grads_params"}[plan.zero]
+        flags += [("use-megatron-fsdp", None), ("data-parallel-sharding-strategy", kept)]
+        if plan.zero == 3 and not plan.gather_again:
+            refused.append("gather_again=False: its FSDP gathers again for the backward")
+    if plan.recompute:
+        flags += _megatron_recompute(facts, refused)
+    lines = [f"--{name}" if value is None else f"--{name} {_shell(value)}" for name, value in flags]
+    return "\n".join([f"# {_about(facts)}", *lines]) + "\n"
+
+
+def _layout(layers: Sequence[int]) -> str:
+    """`Et*2|t*3|t*3L`: embedding, layers, loss, stages apart by `|`."""
+    stages = [f"t*{count}" if count > 1 else "t" * count for count in layers]
+    return f"E{'|'.join(stages)}L"
+
+
+def _megatron_recompute(facts: Facts, refused: list[str]) -> list[tuple[str, Any]]:
+    """All layers, or the first ones of every rank's stages."""
+    if _recomputes_all(facts):
+        return [
+            ("recompute-granularity", "full"),
+            ("recompute-method", "uniform"),
+            ("recompute-num-layers", 1),
+        ]
+    counts = {stage.recomputed for stage in facts.stages}
+    if len(counts) > 1 or not all(stage.recomputed_first for stage in facts.stages):
+        refused.append("which blocks are recomputed: it is the same number of first layers on "
+                       "every stage, or all")  # fmt: skip
+    return [
+        ("recompute-granularity", "full"),
+        ("recompute-method", "block"),
+        ("recompute-num-layers", max(counts)),
+    ]
+
+
+def _shell(value: Any) -> str:
+    text = str(value)
+    return f'"{text}"' if "|" in text or "*" in text else text
+
+
+def _deepspeed(facts: Facts, refused: list[str]) -> str:
+    """The JSON of `deepspeed.initialize`."""
+    plan = facts.plan
+    _common(facts, refused, "DeepSpeed")
+    if plan.pipeline > 1:
+        refused.append(f"pipeline {plan.pipeline}: its pipelines need the model rewritten as a "
+                       "PipelineModule")  # fmt: skip
+    for axis in ("context", "expert"):
+        if getattr(plan, axis) > 1:
+            refused.append(f"{axis} {getattr(plan, axis)}: it is set up in the model's code")
+    if plan.recompute:
+        refused.append("recomputation: it is called in the model's code, not set in this file")
+    if plan.zero == 3 and not plan.gather_again:
+        refused.append("gather_again=False: its ZeRO-3 gathers again for the backward")
+    content: dict[str, Any] = {
+        "train_batch_size": plan.batch,
+        "train_micro_batch_size_per_gpu": plan.microbatch_size,
+        "gradient_accumulation_steps": plan.microbatches,
+        "zero_optimization": {
+            "stage": plan.zero,
+            "overlap_comm": True,
+            "reduce_bucket_size": plan.bucket_bytes // _FP32,
+        },
+    }
+    if plan.tensor > 1:
+        content["tensor_parallel"] = {"autotp_size": plan.tensor}
+    if plan.precision.compute == "bfloat16":
+        content["bf16"] = {"enabled": True}
+    if plan.precision.compute == "float16":
+        content["fp16"] = {"enabled": True, "loss_scale": 0 if plan.precision.scaled else 1}
+    if plan.precision.compute != "float32":
+        content["communication_data_type"] = {"float32": "fp32", "bfloat16": "bf16"}.get(
+            plan.precision.reduce, "fp16"
+        )
+    return json.dumps(content, indent=2) + "\n"
+
+
+def _accelerate(facts: Facts, refused: list[str]) -> str:
+    """The YAML of `accelerate launch --config_file`: FSDP2 where something is sharded."""
+    plan = facts.plan
+    _common(facts, refused, "Accelerate")
+    if plan.pipeline > 1:
+        refused.append(f"pipeline {plan.pipeline}: its FSDP configuration has no pipeline")
+    if plan.expert > 1:
+        refused.append(f"expert {plan.expert}: its FSDP configuration has no expert axis")
+    if plan.zero == 1:
+        refused.append("zero 1: its FSDP shards gradients as well")
+    if plan.zero == 0 and (plan.tensor > 1 or plan.context > 1):
+        refused.append("tensor or context without zero: it composes them with FSDP only")
+    if plan.recompute and not (_recomputes_all(facts) and plan.zero):
+        refused.append("recomputation of some blocks, or without FSDP: it has all blocks of FSDP")
+    mixed = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}[plan.precision.compute]
+    lines = [f"# {_about(facts)}"]
+    if plan.microbatches > 1:
+        lines.append(
+            f"# in the script: Accelerator(gradient_accumulation_steps={plan.microbatches})"
+        )
+    lines.append(f"# and batches of {plan.microbatch_size} from each process's DataLoader")
+    lines += [
+        "compute_environment: LOCAL_MACHINE",
+        f"distributed_type: {'FSDP' if plan.zero else 'MULTI_GPU' if plan.devices > 1 else 'NO'}",
+        f"mixed_precision: '{mixed}'",
+        f"num_processes: {plan.devices}",
+    ]
+    if plan.zero:
+        again = str(plan.zero == 3 and plan.gather_again).lower()
+        lines += [
+            "fsdp_config:",
+            "  fsdp_version: 2",
+            f"  fsdp_reshard_after_forward: {again}",
+            "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP",
+            f"  fsdp_activation_checkpointing: {str(bool(plan.recompute)).lower()}",
+            "  fsdp_offload_params: false",
+            "  fsdp_state_dict_type: SHARDED_STATE_DICT",
+            "parallelism_config:",
+            "  parallelism_config_dp_replicate_size: 1",
+            f"  parallelism_config_dp_shard_size: {plan.data}",
+            f"  parallelism_config_tp_size: {plan.tensor}",
+            f"  parallelism_config_cp_size: {plan.context}",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+TARGETS: Mapping[str, Callable[[Facts, list[str]], str]] = {
+    "torchtitan": _torchtitan,
+    "megatron": _megatron,
+    "deepspeed": _deepspeed,
+    "accelerate": _accelerate,
+}

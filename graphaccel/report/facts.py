@@ -1,0 +1,361 @@
+"""`Facts`: all that a report says about a plan, as plain data; text, HTML, JSON and trace read it.
+
+Nothing here knows which axes a mesh has, which decisions there are or what a step's time and memory
+consist of: they are taken from the plan as they come.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from graphaccel.capture.blocks import block_of
+from graphaccel.capture.stepgraph import StepGraph
+from graphaccel.capture.symbols import SEQUENCE
+from graphaccel.planner.cluster import Cluster
+from graphaccel.planner.estimate import (
+    held_parameters,
+    message_bytes,
+    predict_memory,
+    stage_works,
+    timeline,
+)
+from graphaccel.planner.memory import Sample
+from graphaccel.planner.plan import Plan, Prediction
+from graphaccel.planner.profile import Profile, SizedProfile
+from graphaccel.planner.stages import stage_positions
+from graphaccel.planner.whatif import Explanation
+from graphaccel.report.plain import from_plain, to_plain
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What was captured. parameters: numbers, trained and frozen, shared ones once. tensors: how
+    many hold them and the buffers. tokens: length of a sequence, None where there is none."""
+
+    name: str
+    parameters: int
+    tensors: int
+    batch: int
+    tokens: int | None
+    forward_ops: int
+    backward_ops: int
+    blocks: int
+    block_kinds: int
+
+
+@dataclass(frozen=True)
+class StageFacts:
+    """One stage. holds: its parameters, folded; bytes: theirs. forward, backward: seconds a
+    microbatch. cut: the node after which it ends, in `cut_module`; crossing: bytes a microbatch
+    sends over that cut, one way. blocks: how many begin in it; whole_blocks: none of them goes on
+    elsewhere. recomputed: how many of them are computed again; recomputed_first: they come first.
+    """
+
+    stage: int
+    rank: int
+    tensors: int
+    bytes: int
+    holds: str
+    forward: float
+    backward: float
+    cut: str = ""
+    cut_module: str = ""
+    crossing: int = 0
+    blocks: int = 0
+    whole_blocks: bool = True
+    recomputed: int = 0
+    recomputed_first: bool = True
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something a pipeline rank does, from `start` to `end` seconds. kind: forward, backward, send,
+    receive (the time the rank waits), reduce, optimizer. microbatch and peer: -1 where none."""
+
+    rank: int
+    kind: str
+    stage: int
+    microbatch: int
+    peer: int
+    direction: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes on a pipeline rank in the course of a step."""
+
+    rank: int
+    samples: tuple[Sample, ...]
+
+
+@dataclass(frozen=True)
+class Point:
+    """A candidate: seconds of a step and the fullest rank's peak in bytes. front: no other takes
+    less of both. chosen: it is the plan."""
+
+    name: str
+    seconds: float
+    peak: int
+    fits: bool
+    front: bool
+    chosen: bool
+
+
+@dataclass(frozen=True)
+class RecomputePrice:
+    """What recomputation costs of the step, and the bytes a device needs to do without it."""
+
+    blocks: int
+    share: float
+    enough: int
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A run of the plan: median seconds of `steps` steps, and peak tensor bytes of each pipeline
+    rank (none where they could not be measured). where: the machine, in words."""
+
+    steps: int
+    seconds: float
+    fastest: float
+    slowest: float
+    memory: tuple[int, ...]
+    where: str
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The whole report as data."""
+
+    model: ModelFacts
+    cluster: Cluster
+    assumed: str
+    plan: Plan
+    stages: tuple[StageFacts, ...]
+    events: tuple[Event, ...]
+    recompute: RecomputePrice | None = None
+    memory: tuple[RankMemory, ...] = ()
+    candidates: tuple[Point, ...] = ()
+    explanation: Explanation | None = None
+    measured: Measured | None = None
+    schema: int = SCHEMA
+
+    @property
+    def prediction(self) -> Prediction:
+        """The plan's. Raises ValueError for a plan without one."""
+        if self.plan.prediction is None:
+            raise ValueError("this plan was not predicted yet")
+        return self.plan.prediction
+
+    def to_json(self) -> str:
+        """Stable JSON: sorted keys, bytes as integers, seconds as floats."""
+        return json.dumps(to_plain(self), indent=1, sort_keys=True, allow_nan=False) + "\n"
+
+    @staticmethod
+    def from_json(text: str) -> Facts:
+        """Read a report back. Raises ValueError for another schema or unknown fields."""
+        data = json.loads(text)
+        if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+            found = data.get("schema") if isinstance(data, dict) else None
+            raise ValueError(f"report schema {found!r}; this version reads {SCHEMA}")
+        return from_plain(Facts, data)
+
+
+def gather(
+    plan: Plan,
+    step: StepGraph,
+    cluster: Cluster,
+    *,
+    model_name: str,
+    assumed: str,
+    profile: Profile | None = None,
+) -> Facts:
+    """What the plan itself says. Raises ValueError for a plan without a prediction."""
+    if plan.prediction is None:
+        raise ValueError("this plan was not predicted yet")
+    profile = Profile(step) if profile is None else profile
+    sized = profile.sized(plan.microbatch_size, cluster.device, plan.precision.compute)
+    return Facts(
+        model=_model(step, profile, model_name, plan.batch),
+        cluster=cluster,
+        assumed=assumed,
+        plan=plan,
+        stages=_stages(plan, profile, sized, cluster),
+        events=_events(plan, plan.prediction, profile, cluster),
+        recompute=_recompute_price(plan, plan.prediction, profile, sized, cluster),
+    )
+
+
+def run_spans(facts: Facts) -> dict[tuple[str, int, int], tuple[float, float]]:
+    """(start, end) of each forward and backward, by (kind, stage, microbatch)."""
+    return {
+        (e.kind, e.stage, e.microbatch): (e.start, e.end)
+        for e in facts.events
+        if e.kind in ("forward", "backward")
+    }
+
+
+def points(plans: Sequence[Plan], chosen: Plan, cluster: Cluster) -> tuple[Point, ...]:
+    """Every candidate, by ascending seconds; the chosen plan is among them. Of two predictions of
+    the same candidate the later one counts."""
+    rows = {plan.decided(): (_seconds(plan), _peak(plan), plan.name) for plan in plans}
+    rows[chosen.decided(notes=())] = (_seconds(chosen), _peak(chosen), chosen.name)
+    best = chosen.decided(notes=())
+    found, lowest = [], None
+    for key, (seconds, peak, name) in sorted(rows.items(), key=lambda row: row[1]):
+        front = lowest is None or peak < lowest
+        lowest = peak if front else lowest
+        fits = peak <= cluster.device.memory
+        found.append(Point(name, seconds, peak, fits, front, key == best))
+    return tuple(found)
+
+
+def _seconds(plan: Plan) -> float:
+    assert plan.prediction is not None
+    return plan.prediction.seconds
+
+
+def _peak(plan: Plan) -> int:
+    assert plan.prediction is not None
+    return max(m.peak for m in plan.prediction.memory)
+
+
+def _model(step: StepGraph, profile: Profile, name: str, batch: int) -> ModelFacts:
+    ops = Counter(n.meta.get("phase") for n in step.graph.graph.nodes if n.op == "call_function")
+    return ModelFacts(
+        name=name,
+        parameters=_count(profile, step),
+        tensors=len(profile.parameters),
+        batch=batch,
+        tokens=step.sizes.get(SEQUENCE),
+        forward_ops=sum(n for phase, n in ops.items() if phase != "backward"),
+        backward_ops=ops["backward"],
+        blocks=len(step.blocks),
+        block_kinds=len({block.kind for block in step.blocks}),
+    )
+
+
+def _count(profile: Profile, step: StepGraph) -> int:
+    """Trained and frozen numbers, shared ones once."""
+    known = {p.name for p in profile.parameters}
+    sizes = {}
+    nodes = step.graph.graph.find_nodes(op="placeholder")
+    for node, spec in zip(nodes, step.inputs, strict=True):
+        name = step.tied.get(spec.name, spec.name)
+        if spec.kind == "parameter" and name in known:
+            sizes[name] = node.meta["val"].numel()
+    return sum(sizes.values())
+
+
+def _stages(
+    plan: Plan, profile: Profile, sized: SizedProfile, cluster: Cluster
+) -> tuple[StageFacts, ...]:
+    works = stage_works(profile, sized, plan, cluster.device.launch_seconds)
+    chosen = set(plan.recompute)
+    spans = stage_positions(profile, plan.cuts)
+    inside = [_blocks(profile, span) for span in spans]
+    sent = message_bytes(profile, sized, plan)
+    found = []
+    for stage, (span, work) in enumerate(zip(spans, works, strict=True)):
+        elsewhere = {b for other in (*inside[:stage], *inside[stage + 1 :]) for b in other}
+        own = [b for b in inside[stage] if not any(b in before for before in inside[:stage])]
+        again = [profile.block_names[b] in chosen for b in own]
+        held = held_parameters(profile, [span])
+        cut = plan.cuts[stage] if stage < len(plan.cuts) else ""
+        module = profile.modules[profile.position[cut]] if cut else ""
+        found.append(
+            StageFacts(
+                stage=stage,
+                rank=stage % plan.pipeline,
+                tensors=len(held),
+                bytes=sum(p.bytes for p in held),
+                holds=fold([p.name for p in held]),
+                forward=work.forward,
+                backward=work.backward,
+                cut=cut,
+                cut_module=(module or "the model's own code") if cut else "",
+                crossing=sum(
+                    size
+                    for (a, b, way), size in sent.items()
+                    if way == "forward" and a <= stage < b
+                ),
+                blocks=len(own),
+                whole_blocks=not elsewhere & set(inside[stage]),
+                recomputed=sum(again),
+                recomputed_first=again == sorted(again, reverse=True),
+            )
+        )
+    return tuple(found)
+
+
+def _blocks(profile: Profile, span: tuple[int, int]) -> list[int]:
+    """The blocks that positions [first, end) belong to, in their order."""
+    first, end = span
+    return list(dict.fromkeys(b for b in profile.block_at[first:end].tolist() if b >= 0))
+
+
+def _events(
+    plan: Plan, prediction: Prediction, profile: Profile, cluster: Cluster
+) -> tuple[Event, ...]:
+    schedule, played = timeline(profile, plan, cluster)
+    found = [
+        Event(rank, a.kind, a.stage, a.microbatch, a.peer, a.direction, start, end)
+        for rank, (actions, spans) in enumerate(zip(schedule, played.spans, strict=True))
+        for a, (start, end) in zip(actions, spans, strict=True)
+    ]
+    if prediction.optimizer:
+        start = max(played.makespan, prediction.seconds - prediction.optimizer)
+        for rank in range(len(schedule)):
+            end = start + prediction.optimizer
+            found.append(Event(rank, "optimizer", rank, -1, -1, "", start, end))
+    return tuple(found)
+
+
+def _recompute_price(
+    plan: Plan, prediction: Prediction, profile: Profile, sized: SizedProfile, cluster: Cluster
+) -> RecomputePrice | None:
+    """What recomputation costs, and the memory from which it would not be needed."""
+    if not plan.recompute or not prediction.memory:
+        return None
+    chosen = set(plan.recompute)
+    again = sum(
+        seconds
+        for name, seconds in zip(profile.block_names, sized.block_seconds(), strict=True)
+        if name in chosen
+    )
+    share = float(again) * plan.microbatches / plan.pipeline / prediction.seconds
+    spans = stage_positions(profile, plan.cuts)[:: plan.pipeline]  # of rank 0
+    trained = sum(p.bytes for p in held_parameters(profile, spans) if p.trainable)
+    state = round(4 * prediction.memory[0].optimizer / trained) if trained else 0
+    kept = predict_memory(profile, plan.decided(recompute=()), cluster, state)
+    return RecomputePrice(len(plan.recompute), share, max(k.peak for k in kept))
+
+
+def fold(names: Sequence[str], *, parameters: bool = True) -> str:
+    """Names in short: parameters by block or module, consecutive blocks as `h.0-3`."""
+    groups: dict[str, None] = {}
+    for name in names:
+        module = name.rpartition(".")[0] or name
+        groups[block_of(name) or (module if parameters else name)] = None
+    folded: list[str] = []
+    last: tuple[str, int] | None = None
+    for group in groups:
+        stem, _, number = group.rpartition(".")
+        if number.isdigit():
+            if last == (stem, int(number) - 1):
+                start = folded[-1].removeprefix(f"{stem}.").split("-")[0]
+                folded[-1] = f"{stem}.{start}-{number}"
+            else:
+                folded.append(group)
+            last = (stem, int(number))
+        else:
+            folded.append(group)
+            last = None
+    return ", ".join(folded)

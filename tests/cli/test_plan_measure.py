@@ -1,0 +1,82 @@
+"""`graphaccel plan --measure`: the plan is run here, and its memory is what was predicted."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from graphaccel import cli
+from graphaccel.compiler import as_batch
+from graphaccel.jobs import Job
+from graphaccel.measure import materialise, random_batch
+from graphaccel.report.facts import Facts
+from tests.cli.test_plan import JOBS, MODEL
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="plans for CPU processes")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "net.py").write_text(MODEL)
+    (tmp_path / "jobs.py").write_text(JOBS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.delitem(sys.modules, "net", raising=False)
+    return tmp_path
+
+
+@pytest.mark.multiprocess
+def test_measured_beside_predicted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = ("jobs.py:meta", "--devices", "2", "--device", "cpu", "--batch", "16")
+    pins = ("--pipeline", "2", "--interleave", "1", "--microbatches", "4")
+    shown = ("--measure", "3", "--format", "json")
+    assert cli.main(["plan", *job, *pins, *shown]) == 0
+    facts = Facts.from_json(capsys.readouterr().out)
+    measured = facts.measured
+    assert measured is not None
+    assert measured.steps == 3
+    assert 0 < measured.fastest <= measured.seconds <= measured.slowest
+    assert measured.where.startswith("2 processes on ")
+    assert len(measured.memory) == 2
+    for real, predicted in zip(measured.memory, facts.prediction.memory, strict=True):
+        assert real == pytest.approx(predicted.tensors, rel=0.02)
+
+
+def test_a_plan_for_other_devices_is_not_measured(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = ("jobs.py:plain", "--devices", "2", "--device", "h100-80gb")
+    assert cli.main(["plan", *job, "--measure", "1"]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert (
+        "error[GA407]: --measure runs on this machine, which is cpu, and the plan is for "
+        "2 x h100-80gb\n  help: --device cpu, or leave --measure out\n" in err
+    )
+
+
+def test_a_model_without_weights_gets_some() -> None:
+    with torch.device("meta"):
+        model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        example = as_batch((torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64)))
+    materialise(Job(model, example, None, optimizer))
+    assert not any(t.is_meta for t in (*model.parameters(), *model.buffers()))
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [*map(id, model.parameters())]
+    assert model[0].weight.std() > 0
+    values, labels = random_batch(example).leaves
+    assert values.std() > 0
+    assert labels.tolist() == [0, 0]
+
+
+def test_what_has_weights_and_labels_keeps_them() -> None:
+    model = torch.nn.Linear(3, 4)
+    before = model.weight.detach().clone()
+    labels = torch.tensor([3, 1])
+    example = as_batch((torch.zeros(2, 3), labels))
+    materialise(Job(model, example))
+    assert torch.equal(model.weight, before)
+    assert torch.equal(random_batch(example).leaves[1], labels)

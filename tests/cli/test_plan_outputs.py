@@ -1,0 +1,197 @@
+"""What `graphaccel plan` shows besides its report: JSON, trace, why not, two plans; and Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from graphaccel import cli, plan_command
+from graphaccel.planner.plan import Plan
+from graphaccel.planner.record import Record
+from graphaccel.report.facts import Facts
+from tests.cli.test_plan import JOBS, MODEL
+
+JOB = ("jobs.py:meta", "--devices", "2", "--device", "h100-80gb", "--batch", "16")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "net.py").write_text(MODEL)
+    (tmp_path / "jobs.py").write_text(JOBS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.delitem(sys.modules, "net", raising=False)
+    return tmp_path
+
+
+def plan(*arguments: str) -> int:
+    sys.modules.pop("net", None)
+    return cli.main(["plan", *arguments])
+
+
+def test_json_is_all_there_is_on_standard_output(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan(*JOB, "--format", "json", "--json", "p.json", "--trace", "t.json") == 0
+    out, err = capsys.readouterr()
+    facts = Facts.from_json(out)
+    assert json.loads(out)["schema"] == 1
+    assert facts.plan == Plan.from_json(Path("p.json").read_text())
+    assert facts.model.parameters == 4_198_400
+    assert sum(p.chosen for p in facts.candidates) == 1
+    assert len(facts.candidates) > 4
+    assert "saved p.json: run it with" in err
+    assert json.loads(Path("t.json").read_text())["otherData"]["times"] == "predicted"
+    assert facts.memory
+
+
+def test_why_not_and_explain(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("--why-not", "pipeline=2, microbatches=2", "--why-not", "data=5")
+    assert plan(*JOB, "--explain", *asked) == 0
+    out = capsys.readouterr().out
+    for line in (
+        "\nDECISIONS  ",
+        "\nWHAT WOULD HELP  ",
+        "\nSTABILITY  stays the best in ",
+        "\nWHY NOT  pipeline=2, microbatches=2\n",
+        "\nWHY NOT  data=5\n  can not be: data=5 can not be planned",
+    ):
+        assert line in out
+
+
+@pytest.mark.parametrize("asked", ["tensor", "=2", "a=1,", ""])
+def test_why_not_is_a_list_of_pins(capsys: pytest.CaptureFixture[str], asked: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        plan(*JOB, "--why-not", asked)
+    assert ended.value.code == 2
+
+
+def test_two_plans_are_compared(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(*JOB, "--json", "a.json") == 0
+    assert plan(*JOB, "--json", "b.json", "--pipeline", "2", "--precision", "bf16") == 0
+    capsys.readouterr()
+    assert plan("--compare", "a.json", "b.json") == 0
+    out = capsys.readouterr().out
+    a, b = (Plan.from_json(Path(name).read_text()) for name in ("a.json", "b.json"))
+    assert out.startswith(f"A  a.json: {a.name}\nB  b.json: {b.name}\n\nDECISIONS that differ")
+    rows = {line.split()[0]: line.split() for line in out.splitlines() if line.startswith("  ")}
+    assert rows["pipeline"][1:3] == ["1", "2"]
+    assert rows["precision"][1:3] == ["float32", "bfloat16"]
+    assert "MADE FOR" not in out
+    assert rows["step"][-1].endswith("%)")
+    assert plan("--compare", "a.json", "a.json") == 0
+    assert "DECISIONS  all the same" in capsys.readouterr().out
+
+
+def test_plans_for_something_else_are_said_to_be(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan(*JOB, "--json", "a.json") == 0
+    assert plan(*JOB[:-1], "8", "--json", "b.json") == 0
+    capsys.readouterr()
+    assert plan("--compare", "a.json", "b.json") == 0
+    assert "MADE FOR something else" in capsys.readouterr().out
+
+
+def test_a_file_to_compare_that_is_no_plan(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("a.json").write_text("{}")
+    assert plan("--compare", "a.json", "a.json") == 1
+    assert (
+        "error[GA407]: plan `a.json` can not be read: plan schema None" in capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("arguments", [(), ("jobs.py:meta",), ("--devices", "2")])
+def test_what_is_planned_must_be_said(
+    folder: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        plan(*arguments)
+    assert ended.value.code == 2
+    assert "--devices N are needed" in capsys.readouterr().err
+
+
+class Stops(plan_command.Progress):
+    """Ctrl-C as soon as there is a plan."""
+
+    def __call__(self, record: Record) -> None:
+        if record.incumbent() is not None:
+            raise KeyboardInterrupt
+
+
+def test_ctrl_c_shows_the_best_so_far_and_the_gap(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert plan(*JOB, "--format", "json") == 0
+    best = Facts.from_json(capsys.readouterr().out)
+    monkeypatch.setattr(plan_command, "Progress", Stops)
+    assert plan(*JOB, "--format", "json", "--json", "p.json") == 130
+    facts = Facts.from_json(capsys.readouterr().out)
+    assert ": none of the rest takes less than" in facts.plan.certificate
+    gap = float(facts.plan.certificate.rpartition("at most ")[2].rstrip("%")) / 100
+    assert facts.prediction.seconds >= best.prediction.seconds
+    assert best.prediction.seconds >= facts.prediction.seconds * (1 - gap) * 0.999
+    assert Path("p.json").exists()
+    assert not facts.memory
+
+
+def test_ctrl_c_before_there_is_a_plan(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(plan_command, "find_job", interrupted)
+    assert plan(*JOB) == 130
+    assert capsys.readouterr() == ("", "graphaccel: interrupted\n")
+
+
+def test_progress_is_one_line_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from graphaccel.planner.solve import Outcome
+
+    record = Record()
+    record.started(Outcome(), 1.0)
+    assert record.outcome is not None
+    record.outcome.tally.candidates = 2
+    progress = plan_command.Progress()
+    progress._last -= 1
+    record.tick(1.0)
+    progress(record)
+    assert capsys.readouterr().err == ""  # no terminal
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    progress(record)
+    assert "\r\x1b[Kgraphaccel: plan       1 of 2 candidates" in capsys.readouterr().err
+    record.tick(1.0)
+    progress(record)
+    assert capsys.readouterr().err == "\r\x1b[K"
+
+
+def test_a_page_and_nothing_else_is_written(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan(*JOB, "--html", "r.html") == 0
+    out = capsys.readouterr().out
+    assert "saved r.html: open it in a browser\n" in out
+    assert "DECISIONS" not in out
+    page = Path("r.html").read_text(encoding="utf-8")
+    for section in ("time", "schedule", "memory", "candidates", "decisions", "prices", "text"):
+        assert f'id="{section}"' in page
+
+
+def test_a_plan_for_another_system(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(*JOB, "--export", "deepspeed", "--data", "2", "--json", "p.json") == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["train_batch_size"] == 16
+    assert "saved p.json" in err
+    assert plan(*JOB, "--export", "accelerate", "--pipeline", "2") == 1
+    out, err = capsys.readouterr()
+    assert "error[GA209]: accelerate can not run this plan: data 1 x pipeline 2" in err
+    assert out == ""

@@ -1,0 +1,221 @@
+"""Devices, links and pins that can not be planned for: class, full text, nothing half done."""
+
+# ruff: noqa: E501 (texts are asserted as they are printed)
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import graphaccel
+from graphaccel import errors
+from graphaccel.planner.cluster import cluster
+from graphaccel.planner.cluster_file import read_cluster, write_cluster
+from graphaccel.planner.conflicts import conflict
+from tests.support.small import Classifier, small_batch
+
+HELP = """\
+  why:  times and memory are predicted from these figures
+  help: start from a known device:  graphaccel plan FILE --devices N --device h100-80gb --save-cluster cluster.json
+  explain: graphaccel explain GA602"""
+
+
+def test_a_saved_cluster_is_read_back(tmp_path: Path) -> None:
+    file = tmp_path / "c.json"
+    write_cluster(cluster("h100-80gb", 64), file)
+    assert read_cluster(file) == cluster("h100-80gb", 64)
+    assert read_cluster(file, 16).count == 16
+
+
+def _changed(path: str, value: Any) -> dict[str, Any]:
+    """The file of 16 x h100-80gb with one place changed; Ellipsis: left out."""
+    data = copy.deepcopy(cluster("h100-80gb", 16).to_json())
+    place: Any = data
+    *steps, last = [int(s) if s.isdecimal() else s for s in path.split(".")]
+    for step in steps:
+        place = place[step]
+    if value is ...:
+        del place[last]
+    else:
+        place[last] = value
+    return data
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "problem"),
+    [
+        ("links", ..., "links is missing"),
+        ("links", [], "links is to be a list of at least one level, from the innermost outwards"),
+        ("links.0.bandwidth", ..., "links[0].bandwidth is missing"),
+        ("links.0.bandwidth", 0, "links[0].bandwidth is 0: it is above 0"),
+        ("links.1.latency_seconds", -1e-6, "links[1].latency_seconds is -1e-06: it is at least 0"),
+        ("links.1.size", 8, "links[1].size is 8, and the level inside it has 8: levels grow outwards"),
+        ("links.1.size", 12, "links[1].size is 12, and 16 devices are asked for: the last level reaches all of them"),
+        ("links.0", "NVLink", "links[0] is to be an object"),
+        ("device.memory", -5, "device.memory is -5: it is above 0"),
+        ("device.memory", 1.5, "device.memory is 1.5: it is a whole number"),
+        ("device.peak_flops.float32", 0, "device.peak_flops.float32 is 0: it is above 0"),
+        ("device.peak_flops.float32", ..., "device.peak_flops is to be an object of FLOP/s by dtype, with float32"),
+        ("device.launch_seconds", "fast", "device.launch_seconds is 'fast': it is a number"),
+        ("device.colour", "green", "device.colour is unknown; there are name, memory, peak_flops, memory_bandwidth, launch_seconds"),
+        ("device.name", "", "device.name is to be a text"),
+        ("device", 3, "device is to be an object"),
+        ("count", 0, "count is 0: it is above 0"),
+        ("count", True, "count is True: it is a whole number"),
+        ("fragmentation", float("nan"), "fragmentation is nan: it is a number"),
+    ],
+)  # fmt: skip
+def test_a_cluster_file_that_can_not_be(
+    tmp_path: Path, path: str, value: Any, problem: str
+) -> None:
+    file = tmp_path / "c.json"
+    file.write_text(json.dumps(_changed(path, value)))
+    with pytest.raises(errors.BadCluster) as caught:
+        read_cluster(file)
+    assert str(caught.value) == f"error[GA602]: {file} describes no cluster\n  {problem}\n{HELP}"
+
+
+def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
+    data = _changed("device.memory", 0)
+    del data["context_bytes"]
+    data["links"][1]["size"] = 4
+    file = tmp_path / "c.json"
+    file.write_text(json.dumps(data))
+    with pytest.raises(errors.BadCluster) as caught:
+        read_cluster(file)
+    assert caught.value.problems == (
+        "context_bytes is missing",
+        "device.memory is 0: it is above 0",
+        "links[1].size is 4, and the level inside it has 8: levels grow outwards",
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (None, "No such file or directory"),
+        ("{", "it is no JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
+        ("3", "it is to be an object with device, count, links, context_bytes and fragmentation"),
+    ],
+)  # fmt: skip
+def test_a_file_that_is_no_cluster(tmp_path: Path, content: str | None, problem: str) -> None:
+    file = tmp_path / "c.json"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(errors.BadCluster) as caught:
+        read_cluster(file)
+    assert caught.value.problems == (problem,)
+
+
+def test_more_devices_than_the_file_links(tmp_path: Path) -> None:
+    file = tmp_path / "c.json"
+    write_cluster(cluster("h100-80gb", 16), file)
+    with pytest.raises(errors.BadCluster) as caught:
+        read_cluster(file, 32)
+    (problem,) = caught.value.problems
+    assert problem.startswith("links[1].size is 16, and 32 devices are asked for")
+
+
+@pytest.mark.parametrize(
+    ("devices", "memory", "problems"),
+    [
+        (0, None, ("a cluster needs at least one device, not 0",)),
+        (-2, None, ("a cluster needs at least one device, not -2",)),
+        (2, 0, ("a memory of 0 bytes holds nothing",)),
+        (2, -1, ("a memory of -1 bytes holds nothing",)),
+        (0, -1, ("a cluster needs at least one device, not 0", "a memory of -1 bytes holds nothing")),
+    ],
+)  # fmt: skip
+def test_devices_that_can_not_be(
+    devices: int, memory: int | None, problems: tuple[str, ...]
+) -> None:
+    with pytest.raises(errors.BadCluster) as caught:
+        graphaccel.plan(Classifier(), small_batch(), devices=devices, memory=memory)
+    assert caught.value.where == f"{devices} x cpu"
+    assert caught.value.problems == problems
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("H100", "  help: did you mean:  --device h100-80gb\n  help: did you mean:  --device v100-32gb\n  help: did you mean:  --device a100-80gb\n"),
+        ("?", "  help: there are:  cpu, v100-32gb, a100-40gb, a100-80gb, h100-80gb, h200-141gb, b200-192gb, rtx4090-24gb\n"),
+    ],
+)  # fmt: skip
+def test_an_unknown_device(name: str, advice: str) -> None:
+    with pytest.raises(errors.UnknownDevice) as caught:
+        graphaccel.plan(Classifier(), small_batch(), devices=1, device=name)
+    text = f"error[GA601]: no device named `{name}` in the catalogue\n{advice}"
+    assert str(caught.value) == f"{text}  explain: graphaccel explain GA601"
+
+
+@pytest.mark.parametrize(
+    ("pins", "said", "rows", "why", "names"),
+    [
+        (
+            {"data": 4, "microbatches": 2, "pipeline": 4, "recompute": "none"},
+            "data=4 and pipeline=4",
+            ("data=4      with the others:  data=2", "pipeline=4  with the others:  pipeline=2"),
+            "data 4 x pipeline 4 is 16, not 8 devices",
+            "data, pipeline",
+        ),
+        (
+            {"interleave": 2, "schedule": "gpipe", "pipeline": 2},
+            "interleave=2 and schedule='gpipe'",
+            (
+                "interleave=2      with the others:  interleave=1",
+                "schedule='gpipe'  with the others:  schedule='interleaved'",
+            ),
+            "interleave=2 needs a schedule for several stages a rank",
+            "interleave, schedule",
+        ),
+    ],
+)
+def test_pins_that_contradict_each_other(
+    pins: dict[str, Any], said: str, rows: tuple[str, ...], why: str, names: str
+) -> None:
+    with pytest.raises(errors.ConflictingPins) as caught:
+        graphaccel.plan(Classifier(), small_batch(), devices=8, **pins)
+    lines = "".join(f"  {row}\n" for row in rows)
+    assert str(caught.value) == (
+        f"error[GA210]: {said} can not be kept together on 8 devices\n{lines}  why:  {why}\n"
+        f"  help: leave one of them out, and it will be chosen for you:  {names}\n"
+        "  explain: graphaccel explain GA210"
+    )
+
+
+@given(
+    st.lists(st.frozensets(st.sampled_from("abcdef"), min_size=1, max_size=3), max_size=4),
+    st.frozensets(st.sampled_from("abcdef")),
+)
+def test_the_conflicting_set_is_minimal(bad: list[frozenset[str]], pinned: frozenset[str]) -> None:
+    """`bad`: sets of pins that can not be together; any superset of one can not be either."""
+
+    def check(pins: Any) -> errors.GraphAccelError | None:
+        return errors.GraphAccelError() if any(b <= set(pins) for b in bad) else None
+
+    pins = dict.fromkeys(sorted(pinned), 1)
+    if check(pins) is None:
+        return
+    found = conflict(pins, check)
+    assert check(dict.fromkeys(found)) is not None
+    for name in found:
+        assert check({other: 1 for other in found if other != name}) is None
+
+
+def test_a_batch_that_no_number_of_devices_divides() -> None:
+    with pytest.raises(errors.BatchNotDivisible) as caught:
+        graphaccel.plan(Classifier(), small_batch(7), devices=64)
+    assert str(caught.value) == (
+        "error[GA206]: a batch of 7 can not be shared by 64 devices\n"
+        "  why:  no data axis divides both, and the graph has too few stages for a pipeline of all devices\n"
+        "  help: use another number of devices:  2, 7, 14\n"
+        "  help: or another global batch:  32, 64\n"
+        "  explain: graphaccel explain GA206"
+    )
