@@ -35,7 +35,10 @@ Sides = Mapping[str, Step]
 
 @dataclass(frozen=True)
 class Settings:
-    """Model and timing of one benchmark; `only` names the one side to run, for profiling."""
+    """Model and timing of one benchmark; `only` names the one side to run, for profiling.
+
+    onednn: 0 takes oneDNN from both sides, so that their products are by the same library.
+    """
 
     layers: int = 6
     width: int = 256
@@ -47,6 +50,7 @@ class Settings:
     threads: int = 1
     rounds: int = 7
     steps: int = 3
+    onednn: int = 1
     only: str | None = None
 
 
@@ -101,6 +105,7 @@ def time_sides(
     from a barrier to the end of its last step, divided by the number of steps.
     """
     torch.set_num_threads(settings.threads)
+    torch.backends.mkldnn.set_flags(bool(settings.onednn))
     chosen = [name for name in makers if settings.only in (None, name)]
     if not chosen:
         raise ValueError(f"no side named {settings.only!r}; there are {', '.join(makers)}")
@@ -133,8 +138,8 @@ def run(
 ) -> None:
     """Read the settings from the command line, run `worker` on every rank, print and save.
 
-    Saves benchmarks/results/NAME.json, unless only one side was run. Raises AssertionError when
-    the two sides do not start with the same loss.
+    Saves benchmarks/results/NAME.json (NAME-blas.json with --onednn 0), unless only one side was
+    run. Raises AssertionError when the two sides do not start with the same loss.
     """
     settings = _parse(name, arguments)
     pool = Pool(timeout_s=RUN_LIMIT_S)
@@ -152,9 +157,12 @@ def run(
     assert abs(losses[0] - losses[1]) <= 1e-4 * abs(losses[0]), f"different losses: {losses}"
     ratio = medians[OURS] / medians[other]
     print(f"ratio {ratio:.3f}  ({OURS} / {other}, medians of {settings.rounds} rounds)")
+    command = f"python -m benchmarks.{name}"
+    if not settings.onednn:
+        name, command = f"{name}-blas", f"{command} --onednn 0"
     result = {
         "name": name,
-        "command": f"python -m benchmarks.{name}",
+        "command": command,
         "ratio": ratio,
         "median_seconds": medians,
         "sides": sides,

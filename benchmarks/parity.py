@@ -2,11 +2,12 @@
 
     python -m benchmarks.parity [--models gpt,t5] [--recompute none,some,all]
 
-float64, one step. Prints a line a case and writes `benchmarks/results/parity.json`: the largest
-relative error of the loss and of any gradient, and predicted over measured peak tensor bytes of
-each rank.
+One step in float64, and 20 optimizer steps in float32. Prints a line a case and writes
+`benchmarks/results/parity.json`: the largest relative error of the float64 loss and of any
+gradient, predicted over measured peak tensor bytes of each rank, and `curve`, the largest relative
+error of the float32 loss over the steps, on any rank.
 Cases of earlier runs that are not run again are kept. The exit code is 1 if a case misses its bar
-(1e-10, 1e-10, 2 %).
+(1e-10, 1e-10, 2 %, 1e-5).
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.gloo import test_zero as sharded
 from tests.gloo.test_parity import PLANS, RECOMPUTE, pins_for
 from tests.support.parity import Reference, compare, reference, run_plan
 from tests.support.pool import Pool
 from tests.support.zoo import ZOO
 
+STEPS = 20
 RESULT = Path(__file__).parent / "results" / "parity.json"
 
 
@@ -31,7 +34,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--models", default=",".join(ZOO))
-    parser.add_argument("--plans", default=",".join(PLANS))
+    parser.add_argument("--plans", default=",".join((*PLANS, *sharded.PLANS)))
     parser.add_argument("--recompute", default=",".join(RECOMPUTE))
     chosen = parser.parse_args()
     known: dict[str, Any] = json.loads(RESULT.read_text())["cases"] if RESULT.exists() else {}
@@ -39,7 +42,7 @@ def main() -> int:
     misses = 0
     try:
         for model in chosen.models.split(","):
-            expected = reference(model, "float64", 1)
+            expected = reference(model, "float64", 1), reference(model, "float32", STEPS)
             for plan in chosen.plans.split(","):
                 for recompute in chosen.recompute.split(","):
                     case = _case(pool, expected, model, plan, recompute)
@@ -52,14 +55,24 @@ def main() -> int:
     return 1 if misses else 0
 
 
-def _case(pool: Pool, expected: Reference, model: str, plan: str, recompute: str) -> dict[str, Any]:
-    world, pins = pins_for(model, plan, recompute)
+def _case(
+    pool: Pool, expected: tuple[Reference, Reference], model: str, plan: str, recompute: str
+) -> dict[str, Any]:
+    world, pins = (pins_for if plan in PLANS else sharded.pins_for)(model, plan, recompute)
     got = pool.run(world, run_plan, model, "float64", pins, 1)
-    result = compare(expected, got)
+    result = compare(expected[0], got)
     memory = [round(r["peak_predicted"] / r["peak_measured"], 4) for r in got]
     loss, gradient = float(result.loss), float(result.worst_grad[1])
-    within = loss <= 1e-10 and gradient <= 1e-10 and all(abs(m - 1) <= 0.02 for m in memory)
-    return {"loss": loss, "gradient": gradient, "memory": memory, "within": within}
+    curves = [r["losses"] for r in pool.run(world, run_plan, model, "float32", pins, STEPS)]
+    curve = max(
+        abs(ours - true) / abs(true)
+        for losses in curves
+        for ours, true in zip(losses, expected[1].losses, strict=True)
+    )
+    near = loss <= 1e-10 and gradient <= 1e-10 and curve <= 1e-5  # False of NaN
+    zero = all(error <= 1 for error in result.zero.values())
+    within = near and zero and all(abs(m - 1) <= 0.02 for m in memory)
+    return {"loss": loss, "gradient": gradient, "memory": memory, "curve": curve, "within": within}
 
 
 def _write(cases: dict[str, Any]) -> None:

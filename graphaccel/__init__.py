@@ -16,16 +16,33 @@ from graphaccel.errors import GraphAccelError
 
 if TYPE_CHECKING:
     from graphaccel.api import full_state_dict, optimize, plan
+    from graphaccel.kernels.fusion import Scalar, T, fusion
+    from graphaccel.planner.pins import replicate, shard
+    from graphaccel.rules.own import sharding_rule
 
 __version__ = "0.1.0"
 
-__all__ = ["GraphAccelError", "__version__", "errors", "full_state_dict", "optimize", "plan"]
+_PUBLIC = {
+    "Scalar": "graphaccel.kernels.fusion",
+    "T": "graphaccel.kernels.fusion",
+    "full_state_dict": "graphaccel.api",
+    "fusion": "graphaccel.kernels.fusion",
+    "optimize": "graphaccel.api",
+    "plan": "graphaccel.api",
+    "replicate": "graphaccel.planner.pins",
+    "shard": "graphaccel.planner.pins",
+    "sharding_rule": "graphaccel.rules.own",
+}
+__all__ = [
+    "GraphAccelError", "Scalar", "T", "__version__", "errors", "full_state_dict", "fusion",
+    "optimize", "plan", "replicate", "shard", "sharding_rule",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    """Public functions, imported from `graphaccel.api` (and with it torch) when first used."""
-    if name in ("full_state_dict", "optimize", "plan"):
-        return getattr(importlib.import_module("graphaccel.api"), name)
+    """Public functions, imported (and with them torch) when first used."""
+    if name in _PUBLIC:
+        return getattr(importlib.import_module(_PUBLIC[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

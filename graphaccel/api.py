@@ -6,7 +6,8 @@ import atexit
 import os
 import random
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, overload
@@ -18,7 +19,7 @@ from torch import nn
 
 from graphaccel.arguments import check_arguments, check_hooks, device_count, read_plan
 from graphaccel.capture.batch import Batch, flatten_call
-from graphaccel.capture.export import split_targets
+from graphaccel.capture.export import LossFn, split_targets
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.compat.torch import pytree
 from graphaccel.compiler import (
@@ -33,6 +34,7 @@ from graphaccel.compiler import (
 )
 from graphaccel.errors import BatchChanged, GraphMisuse
 from graphaccel.ir.program import StepProgram
+from graphaccel.passes.pipeline import backward_of
 from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.cluster import cluster as named_cluster
 from graphaccel.planner.plan import Plan
@@ -40,15 +42,20 @@ from graphaccel.report.text import plan_report
 from graphaccel.runtime.launch import check_devices, ensure_launched
 from graphaccel.runtime.loss_scale import LossScale
 from graphaccel.runtime.mesh import build_mesh
-from graphaccel.runtime.module import Dropped, HandOut, attach, original_class
+from graphaccel.runtime.module import Dropped, HandOut, Kept, attach, original_class
 from graphaccel.runtime.session import CompiledStep, Session
-from graphaccel.runtime.state import full_state, sharded_state_dict, stage_meshes
+from graphaccel.runtime.state import (
+    OptimizerState,
+    full_state,
+    sharded_state_dict,
+    stage_meshes,
+)
+from graphaccel.runtime.twins import Twins, check_elementwise, is_elementwise
 
 PLAN_ONLY = "GRAPHACCEL_PLAN_ONLY"
 """Set to 1 by `graphaccel plan script.py` around the script: optimize() raises PlanRequested."""
 
 Optimizer = torch.optim.Optimizer
-LossFn = Callable[..., torch.Tensor]
 
 
 @overload
@@ -77,8 +84,9 @@ def optimize(
     optimizer: returned as it is; its parameter groups, schedulers and hooks stay valid.
     devices: the world size under a launcher; otherwise the script is restarted under one.
     loss_fn: `loss_fn(output, target)` if the model does not compute its loss; the model is then
-    called with
-      the target as its last argument (or under the parameter's name) and returns the loss.
+      called with the target as its last argument (or under the parameter's name) and returns the
+      loss. Without it the script computes the loss from the outputs: no pipeline cut is possible
+      then. "outside" says so where the model returns something that looks like a loss.
     example_batch: plan now; otherwise the first training batch is captured.
     plan: run exactly this plan (an object, or a file saved by `graphaccel plan --json`).
     cluster: what to plan for, where it is not the machine found here.
@@ -87,7 +95,7 @@ def optimize(
 
     Raises a subclass of GraphAccelError; the model and the optimizer are then as they were.
     """
-    check_arguments(model, optimizer, pins)
+    check_arguments(model, optimizer, pins, loss_fn)
     planning = os.environ.get(PLAN_ONLY) == "1"
     check_supported(model, weights=not planning)
     if planning:
@@ -97,15 +105,16 @@ def optimize(
     ensure_launched(count)
     device = _start(count, timeout)
     where = cluster or cluster_here(count, device)
-    compiler = Compiler(Model(model, loss_fn, optimizer_bytes(optimizer)), where, pins, given)
+    what = Model(model, loss_fn, optimizer_bytes(optimizer), is_elementwise(optimizer))
+    compiler = Compiler(what, where, pins, given)
     if isinstance(plan, (str, Path)):
         compiler.path = str(plan)
-    if device.type != "cpu":
-        model.to(device)
-    _same_on_all_ranks(model, count)
     handle = Handle(model, optimizer, compiler, count, device, timeout)
-    if example_batch is not None:
-        handle.prepare(as_batch(example_batch))
+    with _moved(model, device):
+        if example_batch is None:
+            _same_on_all_ranks(model, count)
+        else:
+            handle.prepare(as_batch(example_batch), lambda: _same_on_all_ranks(model, count))
     attach(model, handle, handle.run, handle.state_dict)
     return model if optimizer is None else (model, optimizer)
 
@@ -209,19 +218,30 @@ class Handle:
 
     # ---- what the model's forward and state_dict do
 
-    def prepare(self, batch: Batch) -> None:
-        """Capture, plan, rewrite, and let go of what this rank does not hold."""
+    def prepare(self, batch: Batch, planned: Callable[[], None] = lambda: None) -> None:
+        """Capture, plan, rewrite, and let go of what this rank does not hold.
+
+        planned: called when nothing can be refused any more, before anything is changed.
+        """
         step, chosen, program = self._compiler.choose(batch)
         self._agree(chosen)
+        planned()
         mesh = build_mesh(
             chosen, program.shared.values(), self._device, timedelta(seconds=self._timeout)
         )
         scale = LossScale() if chosen.precision.scaled else None
         session = Session(self._model, mesh, scale)
-        session.settle(program_homes(program), step.tied, self._optimizer)
+        optimizer = self._optimizer
+        if optimizer is not None and (program.owned or program.resting):
+            check_elementwise(optimizer)
+        session.settle(program_homes(program), step.tied, optimizer, program)
         self._meshes = stage_meshes(session)
-        if self._optimizer is not None and mesh.pipeline > 1:
-            self._optimizer.register_step_pre_hook(_without_remote_gradients)
+        if optimizer is not None and mesh.pipeline > 1:
+            optimizer.register_step_pre_hook(_without_remote_gradients)
+        if optimizer is not None and session.states:
+            named = dict(self._model.named_parameters(remove_duplicate=False))
+            twins = Twins(optimizer, named, session.states, chosen.bucket_bytes)
+            OptimizerState(optimizer, twins.layouts, self._meshes)
         self._session, self._step, self.plan, self.program = session, step, chosen, program
         self._steps[("train", batch.signature())] = self._compiled(
             step, program, chosen.microbatches, chosen
@@ -240,8 +260,8 @@ class Handle:
         if module is not self._model or self._compiler.capturing:
             return forward(module, *args, **kwargs)
         training = torch.is_grad_enabled() and self._model.training
-        if not training and (self.plan is None or self.plan.pipeline == 1):
-            return self._plain(forward, args, kwargs)  # every parameter is here
+        if not training and self._has_all():
+            return self._plain(forward, args, kwargs)
         if training:
             check_hooks(self._inner)
             self._refuse_changes()
@@ -252,23 +272,33 @@ class Handle:
             self.prepare(batch)
         compiled = self._training_step(batch)
         assert self._session is not None
-        result = self._session.step(compiled, batch.leaves)
         reached = compiled.reached
         named = [(n, p) for n, p in self._model.named_parameters() if n in reached]
+        if compiled.backward is not None:
+            tracked = frozenset(compiled.program.tangents)
+            return compiled.rebuild(
+                None, self._session.call(compiled, batch.leaves, tracked, named)
+            )
+        result = self._session.step(compiled, batch.leaves)
         loss = HandOut.apply(result, tuple(n for n, _ in named), *(p for _, p in named))
         return compiled.rebuild(loss, result.outputs)
+
+    def _has_all(self) -> bool:
+        """Whether every parameter lies here in full."""
+        session = self._session
+        return session is None or (session.mesh.pipeline == 1 and not session.parameters)
 
     def _plain(self, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """The user's own forward, with the loss function behind it if there is one."""
         loss_fn = self._compiler.model.loss_fn
-        if loss_fn is None:
+        if not callable(loss_fn):
             return forward(self._model, *args, **kwargs)
         args, kwargs, targets = split_targets(loss_fn, args, kwargs)
         return loss_fn(forward(self._model, *args, **kwargs), *targets)
 
     def state_dict(self, plain: Any, prefix: str) -> Any:
         """Completes `model.state_dict()` with what other ranks hold."""
-        if self._session is None or self._session.mesh.pipeline == 1:
+        if self._session is None or self._has_all():
             return plain
         return sharded_state_dict(self._session, self._meshes, plain, prefix)
 
@@ -287,7 +317,9 @@ class Handle:
             assert self.plan is not None
             assert self._session is not None
             self._refuse_other(batch)
-            step, program = self._compiler.compile(batch, self.plan, self._session.homes)
+            step, program = self._compiler.compile(
+                batch, self.plan, self._session.homes, self._session.groups
+            )
             self._steps[key] = self._compiled(step, program, self.plan.microbatches, self.plan)
         return self._steps[key]
 
@@ -327,13 +359,18 @@ class Handle:
         assert self._session is not None
         if torch.is_grad_enabled() and not self._model.training:
             raise GraphMisuse(
-                what="a forward in evaluation mode with gradients enabled, under a pipeline",
+                what="a forward in evaluation mode with gradients enabled, under "
+                + ("a pipeline" if self.plan.pipeline > 1 else "sharded parameters"),
                 help_line="with torch.no_grad():",
             )
         key = (self._model.training, batch.signature())
         if key not in self._steps:
             step, program = self._compiler.compile_evaluation(
-                batch, self.plan, self._session.homes, self._model.training
+                batch,
+                self.plan,
+                self._session.homes,
+                self._model.training,
+                self._session.groups,
             )
             self._steps[key] = self._compiled(step, program, 1, None)
         compiled = self._steps[key]
@@ -350,8 +387,14 @@ class Handle:
         schedule = (
             schedule_of(used, program) if chosen is not None else forward_schedule(used, program)
         )
+        outside = program.bare is not None
         return CompiledStep(
-            program, schedule, microbatches, step.forward.constants, _rebuilder(step)
+            program,
+            schedule,
+            microbatches,
+            step.forward.constants,
+            _rebuilder(step),
+            (lambda outputs: backward_of(program, used, outputs)) if outside else None,
         )
 
     def _agree(self, chosen: Plan) -> None:
@@ -388,10 +431,12 @@ def _rebuilder(step: StepGraph) -> Callable[[torch.Tensor | None, Mapping[int, t
     def rebuild(loss: torch.Tensor | None, outputs: Mapping[int, torch.Tensor]) -> Any:
         leaves: list[Any] = []
         for i in range(returned.num_leaves):
-            if i == returned.loss_leaf:
+            if i == returned.loss_leaf and loss is not None:
                 leaves.append(loss)
             elif i in outputs:
-                leaves.append(outputs[i])
+                kept = loss is not None and loss.requires_grad and i in returned.tracked
+                name = names.get(i, f"output {i}")
+                leaves.append(Kept.apply(name, outputs[i], loss) if kept else outputs[i])
             else:
                 leaves.append(returned.plain.get(i, Dropped(names.get(i, f"output {i}"))))
         return pytree.tree_unflatten(leaves, spec)
@@ -459,6 +504,20 @@ def cluster_here(count: int, device: torch.device) -> Cluster:
     return named_cluster("a100-80gb", count, properties.total_memory)
 
 
+@contextmanager
+def _moved(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """The model on this rank's device, and back where it was if the block fails."""
+    before = next(model.parameters()).device
+    if device.type != "cpu":
+        model.to(device)
+    try:
+        yield
+    except BaseException:
+        if device.type != "cpu":
+            model.to(before)
+        raise
+
+
 def _same_on_all_ranks(model: nn.Module, count: int) -> None:
     """Rank 0's weights and random state everywhere: replicas and shuffles must not differ."""
     if count == 1:
@@ -512,7 +571,7 @@ def _plan_only(request: PlanRequested) -> Any:
         if module.training and torch.is_grad_enabled():
             request.example = flatten_call(args, kwargs)
             raise request
-        if request.loss_fn is None:
+        if not callable(request.loss_fn):
             return forward(module, *args, **kwargs)
         args, kwargs, targets = split_targets(request.loss_fn, args, kwargs)
         return request.loss_fn(forward(module, *args, **kwargs), *targets)

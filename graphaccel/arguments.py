@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphaccel.capture.export import OUTSIDE
 from graphaccel.errors import BadPin, GraphMisuse, HookNotKept, Location, Unsupported
 from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.pins import NAMES
@@ -24,7 +25,9 @@ _HOOKS = {
 }
 
 
-def check_arguments(model: Any, optimizer: Any, pins: Mapping[str, Any]) -> None:
+def check_arguments(
+    model: Any, optimizer: Any, pins: Mapping[str, Any], loss_fn: Any = None
+) -> None:
     """Raises BadPin (GA202), GraphMisuse (GA407), HookNotKept (GA401) or Unsupported (GA208)."""
     unknown = sorted(set(pins) - set(NAMES))
     if unknown:
@@ -32,6 +35,12 @@ def check_arguments(model: Any, optimizer: Any, pins: Mapping[str, Any]) -> None
             pin=unknown[0],
             value=pins[unknown[0]],
             reason=f"no such decision; there are: {', '.join(NAMES)}",
+        )
+    if loss_fn is not None and loss_fn != OUTSIDE and not callable(loss_fn):
+        raise GraphMisuse(
+            what=f"loss_fn is a function of the model's output and the targets, not {loss_fn!r}",
+            help_line='loss_fn=torch.nn.functional.cross_entropy, or "outside" if the script '
+            "computes the loss",
         )
     if not isinstance(model, nn.Module):
         raise GraphMisuse(what=f"optimize() takes a torch.nn.Module, not {type(model).__name__}")

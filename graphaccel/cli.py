@@ -1,6 +1,7 @@
-"""The command line: `graphaccel plan | run | doctor | explain`.
+"""The command line: `graphaccel plan | run | calibrate | doctor | explain | fusion`.
 
-Exit codes: 0 done (and for `plan`: it fits), 1 an error, 2 bad arguments, 3 no plan fits.
+Exit codes: 0 done (and for `plan`: it fits), 1 an error, 2 bad arguments, 3 no plan fits, 130 ended
+by Ctrl-C (`plan` then shows the best so far).
 `run` ends with the exit code of the script. Only the chosen command's modules are imported, so
 that `--help` answers without loading torch.
 """
@@ -14,10 +15,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from graphaccel import __version__
-from graphaccel.errors import GraphAccelError, InfeasiblePlan, UnknownDevice, error_classes
+from graphaccel.errors import (
+    BadCluster,
+    GraphAccelError,
+    InfeasiblePlan,
+    UnknownDevice,
+    error_classes,
+)
 
 NOTHING_FITS = 3
-_EXIT_CODES = {UnknownDevice: 2, InfeasiblePlan: NOTHING_FITS}
+INTERRUPTED = 130  # 128 + SIGINT
+_EXIT_CODES = {UnknownDevice: 2, BadCluster: 2, InfeasiblePlan: NOTHING_FITS}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,6 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     command: Callable[[argparse.Namespace], int] = arguments.run_command
     try:
         return command(arguments)
+    except KeyboardInterrupt:
+        print("graphaccel: interrupted", file=sys.stderr)
+        return INTERRUPTED
     except GraphAccelError as error:
         if os.environ.get("GRAPHACCEL_TRACEBACK") == "full":
             raise
@@ -46,11 +57,19 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_plan(commands)
     _add_run(commands)
+    _add_calibrate(commands)
     doctor = commands.add_parser("doctor", help="what is installed, what is missing, its cost")
     doctor.set_defaults(run_command=_doctor)
-    explain = commands.add_parser("explain", help="the long form of an error code")
-    explain.add_argument("code", metavar="CODE", type=_code, help="e.g. GA201")
+    explain = commands.add_parser(
+        "explain",
+        help="the long form of an error code; which fusions fit a model; or why a plan's ops run "
+        "where they run",
+    )
+    explain.add_argument(
+        "subject", metavar="CODE|FILE:FUNCTION|PLAN.json", type=_code_or_target, help="e.g. GA201"
+    )
     explain.set_defaults(run_command=_explain)
+    _add_fusion(commands)
     return parser
 
 
@@ -64,22 +83,88 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "target",
         metavar="FILE[:FUNCTION]",
         type=_target,
+        nargs="?",
         help="FUNCTION() returns (model, example_batch[, loss_fn[, optimizer]]); without it FILE "
         "is run up to its optimize() call, or up to the first training batch",
     )
-    plan.add_argument("--devices", type=_positive, required=True, metavar="N")
+    plan.add_argument("--devices", type=_positive, metavar="N", help="how many (needed)")
     plan.add_argument(
         "--device", metavar="NAME", help="from the catalogue, e.g. h100-80gb; else what is here"
     )
+    plan.add_argument("--cluster", type=Path, metavar="FILE", help="devices and links from a file")
     plan.add_argument("--memory", type=_bytes, metavar="SIZE", help="of one device: 80GiB")
     plan.add_argument("--batch", type=_positive, metavar="N", help="global batch size")
-    plan.add_argument("--json", type=Path, metavar="FILE", help="save the plan")
-    pins = plan.add_argument_group("pins", "decide these; the rest is planned around them")
+    out = plan.add_argument_group("what to show")
+    out.add_argument("--json", type=Path, metavar="FILE", help="save the plan")
+    out.add_argument(
+        "--save-cluster", type=Path, metavar="FILE", help="what was planned for, for --cluster"
+    )
+    out.add_argument("--html", type=Path, metavar="FILE", help="save the report as one page")
+    out.add_argument("--trace", type=Path, metavar="FILE", help="save the step for Perfetto")
+    out.add_argument("--format", choices=("text", "json"), default="text", help="of the report")
+    out.add_argument("--explain", action="store_true", help="decision by decision, what would help")
+    out.add_argument(
+        "--why-not",
+        type=_pairs,
+        action="append",
+        default=[],
+        metavar="PINS",
+        help='what that plan would be and why it lost: "pipeline=4,recompute=none"',
+    )
+    out.add_argument(
+        "--measure",
+        type=_positive,
+        metavar="STEPS",
+        help="run the plan here for some steps, and show what it took beside what was predicted",
+    )
+    out.add_argument(
+        "--export",
+        choices=("torchtitan", "megatron", "deepspeed", "accelerate"),
+        help="print the plan as the configuration of that system, and nothing else",
+    )
+    out.add_argument(
+        "--compare", nargs=2, type=Path, metavar="FILE", help="two saved plans instead of a model"
+    )
+    pins = _add_pins(plan)
+    pins.add_argument(
+        "--ort",
+        type=_ort,
+        metavar="WHAT",
+        help="what ONNX Runtime runs: off, auto (what was measured to be faster), all, or module "
+        "paths with commas between",
+    )
+    plan.set_defaults(run_command=_plan, usage_error=plan.error)
+
+
+def _add_pins(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    pins = parser.add_argument_group("pins", "decide these; the rest is planned around them")
     for name in ("data", "pipeline", "interleave", "microbatches"):
         pins.add_argument(f"--{name}", type=_positive, metavar="N")
     pins.add_argument("--recompute", choices=("none", "some", "all"))
     pins.add_argument("--precision", choices=("fp32", "bf16", "fp16"))
-    plan.set_defaults(run_command=_plan)
+    return pins
+
+
+def _add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    calibrate = commands.add_parser(
+        "calibrate",
+        help="measure what is faster on this machine, for later plans",
+        description="Measure a model's regions in torch and in ONNX Runtime, side by side.",
+    )
+    calibrate.add_argument("target", metavar="FILE[:FUNCTION]", type=_target, help="as for plan")
+    calibrate.add_argument(
+        "--ort",
+        dest="regions",
+        action="store_true",
+        required=True,
+        help="regions for ONNX Runtime",
+    )
+    calibrate.add_argument("--devices", type=_positive, default=1, metavar="N", help="of the plan")
+    calibrate.add_argument("--threads", type=_positive, metavar="N", help="of each process")
+    calibrate.add_argument("--cluster", type=Path, metavar="FILE", help="add to what is in it")
+    calibrate.add_argument("--output", type=Path, required=True, metavar="FILE")
+    _add_pins(calibrate)
+    calibrate.set_defaults(run_command=_calibrate, device=None, memory=None, batch=None, ort=None)
 
 
 def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -100,6 +185,23 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     run.add_argument("script", metavar="SCRIPT")
     run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="of the script")
     run.set_defaults(run_command=_run)
+
+
+def _add_fusion(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    fusion = commands.add_parser("fusion", help="list, write, check and time fused ops")
+    tasks = fusion.add_subparsers(required=True, metavar="TASK")
+    tasks.add_parser("list", help="every fusion that is registered").set_defaults(task="list")
+    new = tasks.add_parser("new", help="write a file with a working fusion to start from")
+    new.add_argument("name", metavar="NAME", help="a Python name; NAME.py is written here")
+    new.set_defaults(task="new")
+    check = tasks.add_parser("check", help="prove numbers, patterns and sharding; exit 1 if not")
+    check.add_argument("names", nargs="+", metavar="NAME|FILE.py", help="or `all`")
+    check.set_defaults(task="check")
+    bench = tasks.add_parser("bench", help="time fusions against eager and against a copy")
+    bench.add_argument("names", nargs="+", metavar="NAME|FILE.py", help="or `all`")
+    bench.add_argument("--json", type=Path, metavar="FILE", help="save the figures")
+    bench.set_defaults(task="bench")
+    fusion.set_defaults(run_command=_fusion)
 
 
 def torchrun_flags(arguments: argparse.Namespace) -> list[str]:
@@ -134,6 +236,11 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _ort(text: str) -> str | tuple[str, ...]:
+    """off, auto or all; otherwise module paths."""
+    return text if text in ("off", "auto", "all") else tuple(text.split(","))
+
+
 def _target(text: str) -> tuple[Path, str | None]:
     """("model.py", "make_job") of "model.py:make_job"; the function is None without a colon."""
     file, colon, function = text.rpartition(":")
@@ -143,7 +250,25 @@ def _target(text: str) -> tuple[Path, str | None]:
     return path, name
 
 
+def _pairs(text: str) -> dict[str, int | str]:
+    """{"pipeline": 4, "recompute": "none"} of "pipeline=4,recompute=none"."""
+    found: dict[str, int | str] = {}
+    for part in text.split(","):
+        name, equals, value = (piece.strip() for piece in part.partition("="))
+        if not (name and equals and value):
+            raise argparse.ArgumentTypeError(f"{part!r} is not like pipeline=4")
+        found[name] = int(value) if value.lstrip("-").isdecimal() else value
+    return found
+
+
+def _code_or_target(text: str) -> str | tuple[Path, str | None]:
+    """An error code, or a file (and function) that makes a model."""
+    return _target(text) if ".py" in text else _code(text)
+
+
 def _code(text: str) -> str:
+    if text.endswith(".json") and Path(text).is_file():
+        return text
     if text.upper() not in error_classes():
         known = ", ".join(error_classes())
         raise argparse.ArgumentTypeError(f"there is no error {text!r}; there are {known}")
@@ -151,9 +276,19 @@ def _code(text: str) -> str:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
+    if arguments.compare is None and (arguments.target is None or arguments.devices is None):
+        arguments.usage_error("FILE[:FUNCTION] and --devices N are needed, or --compare FILE FILE")
+    if arguments.cluster is not None and (arguments.device or arguments.memory):
+        arguments.usage_error("--cluster FILE says which devices: leave --device and --memory out")
     from graphaccel.plan_command import plan_command
 
     return plan_command(arguments)
+
+
+def _calibrate(arguments: argparse.Namespace) -> int:
+    from graphaccel.calibrate_command import calibrate_command
+
+    return calibrate_command(arguments)
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -170,10 +305,25 @@ def _doctor(_: argparse.Namespace) -> int:
     return doctor.run()
 
 
+def _fusion(arguments: argparse.Namespace) -> int:
+    from graphaccel import fusion_command
+
+    return fusion_command.run(arguments)
+
+
 def _explain(arguments: argparse.Namespace) -> int:
+    if not isinstance(arguments.subject, str):
+        from graphaccel import fusion_command
+
+        return fusion_command.explain(*arguments.subject)
+    if arguments.subject.endswith(".json"):
+        from graphaccel.report.ort import ort_report
+
+        print(ort_report(Path(arguments.subject)), end="")
+        return 0
     package = Path(__file__).parent
     folders = (package / "docs_errors", package.parent / "docs" / "errors")  # wheel, checkout
-    pages = [folder / f"{arguments.code}.md" for folder in folders]
+    pages = [folder / f"{arguments.subject}.md" for folder in folders]
     page = next(page for page in pages if page.is_file())
     print(page.read_text(encoding="utf-8").rstrip())
     return 0

@@ -11,52 +11,75 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass, field, replace
+from math import prod
 from typing import Any
 
 import torch
 from torch import nn
 
 from graphaccel.capture.batch import Batch, as_call, batch_leaves, flatten_call, sequence_leaves
+from graphaccel.capture.export import LossFn
 from graphaccel.capture.stepgraph import StepGraph, capture
 from graphaccel.capture.symbols import BATCH, SEQUENCE
 from graphaccel.compat.torch import FakeTensorMode, pytree
-from graphaccel.errors import BatchNotDivisible, NoLoss, PlanMismatch, Unsupported
-from graphaccel.ir.program import StepProgram
+from graphaccel.errors import (
+    BatchNotDivisible,
+    NoLoss,
+    OrtMismatch,
+    OrtMissing,
+    PlanMismatch,
+    Unsupported,
+)
+from graphaccel.ir.program import Sharded, StepProgram
+from graphaccel.kernels.registry import enabled, without_tensor_axis
+from graphaccel.ort.kernels import Kernels, installed, missing_reason
+from graphaccel.ort.measure import MARGIN, calibration_name
+from graphaccel.ort.session import Sessions
 from graphaccel.passes.exact_microbatch import split_limits
-from graphaccel.passes.pipeline import build
+from graphaccel.passes.pipeline import build, fused
+from graphaccel.passes.place_ort import Tools
+from graphaccel.passes.shard_axes import AXES
 from graphaccel.planner.cluster import Cluster
-from graphaccel.planner.memory import Resident, rank_memory
+from graphaccel.planner.memory import Resident, Sample, rank_curve, rank_memory
+from graphaccel.planner.placements import axis_rates
 from graphaccel.planner.plan import Plan
+from graphaccel.planner.record import Record
 from graphaccel.planner.search import cluster_name, search
 from graphaccel.schedule.communicate import with_communication
 from graphaccel.schedule.table import Schedule
 from graphaccel.schedule.table import build as build_schedule
 
 log = logging.getLogger("graphaccel.planner")
-LossFn = Callable[..., torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Model:
     """What is planned for: a module, its loss function, how many bytes of optimizer state each byte
-    of trained parameter has, and the bytes of its parameters and buffers by name."""
+    of trained parameter has, and the bytes of its parameters and buffers by name. shardable: its
+    optimizer can work on shards."""
 
     module: nn.Module = field(repr=False)
     loss_fn: LossFn | None
     optimizer_bytes: float
+    shardable: bool = True
 
-    def resident(self, batch: Batch) -> Resident:
+    def resident(self, batch: Batch, plan: Plan, program: StepProgram) -> Resident:
         """Bytes that lie on a rank all the time."""
+        parameters = dict(self.module.named_parameters(remove_duplicate=False))
+
+        def share(name: str, splits: tuple[Sharded, ...]) -> int:
+            return _bytes(parameters[name]) // prod(getattr(plan, s.axis) for s in splits)
+
         return Resident(
-            {n: _bytes(p) for n, p in self.module.named_parameters(remove_duplicate=False)},
+            {n: share(n, program.resting.get(n, ())) for n in parameters},
             {n: _bytes(b) for n, b in self.module.named_buffers(remove_duplicate=False)},
-            frozenset(
-                n
-                for n, p in self.module.named_parameters(remove_duplicate=False)
+            {
+                n: share(n, program.state_splits(n))
+                for n, p in parameters.items()
                 if p.requires_grad
-            ),
+            },
             sum(_bytes(t) for t in batch.tensors.values()),
             self.optimizer_bytes,
         )
@@ -136,7 +159,11 @@ def forward_schedule(plan: Plan, program: StepProgram) -> Schedule:
 
 
 class Compiler:
-    """Captures, plans and rewrites one model; remembers captures by the shape of the batch."""
+    """Captures, plans and rewrites one model; remembers captures by the shape of the batch.
+
+    captures: (signature of the batch, training) → step. They depend on the model and the batch
+    alone, so compilers of equal models may share them.
+    """
 
     def __init__(
         self, model: Model, cluster: Cluster, pins: Mapping[str, Any], plan: Plan | None = None
@@ -144,12 +171,14 @@ class Compiler:
         self.model, self.cluster, self.pins, self.plan = model, cluster, dict(pins), plan
         self.path = "plan"
         self.capturing = False
-        self._captures: dict[Any, StepGraph] = {}
+        self.resting: Mapping[str, tuple[Sharded, ...]] | None = None
+        self.captures: dict[Any, StepGraph] = {}
         self._skeleton: nn.Module | None = None
+        self._tools: Tools | None = None
 
     def capture(self, batch: Batch, *, training: bool = True) -> tuple[StepGraph, dict]:
         """The step for a batch, and the symbol sizes of that batch in it."""
-        for step in self._captures.values():
+        for step in self.captures.values():
             sizes = self._fitting(step, batch, training)
             if sizes is not None:
                 return step, sizes
@@ -166,42 +195,47 @@ class Compiler:
             self.capturing = False
             for m, mode in modes.items():
                 m.training = mode
-        self._captures[(batch.signature(), training)] = step
+        if step.has_loss and training:
+            _refuse_tracked(step)
+        self.captures[(batch.signature(), training)] = step
         nodes = len(step.graph.graph.nodes)
         progress("capture", f"{nodes:,} ops", time.perf_counter() - start)
         return step, self._sizes(step, batch)
 
-    def choose(self, batch: Batch) -> tuple[StepGraph, Plan, StepProgram]:
+    def choose(
+        self, batch: Batch, record: Record | None = None
+    ) -> tuple[StepGraph, Plan, StepProgram]:
         """Capture and plan. The plan carries predictions made on the programs that will run.
+
+        record: told how the search goes.
 
         Raises: InfeasiblePlan (GA201), BadPin (GA202), TooManyStages (GA203), PlanMismatch (GA204),
         BatchNotDivisible (GA206), SplitRefused (GA207), NoLoss (GA103).
         """
         step, sizes = self.capture(batch)
-        if not step.has_loss:
-            piped = [
-                n
-                for n in ("pipeline", "interleave", "microbatches")
-                if (self.pins.get(n) or 1) != 1
-            ]
-            raise NoLoss(
-                asked=f"{piped[0]}={self.pins[piped[0]]!r}" if piped else "training under a plan"
-            )
         if self.plan is not None:
             self._check_plan(step, sizes)
             plan, program = self.refine(step, self.plan, batch, sizes)
+            self.resting = program.resting
             return step, plan, program
         start = time.perf_counter()
         built: dict[Plan, StepProgram] = {}
 
+        # Off unless asked for: what they bring has not been measured yet (docs/fusions.md).
+        names = enabled(self.pins.get("fusions") or "off", _device_type(self.cluster))
+        base = Plan(1, fusions=names, outputs=self.pins.get("outputs") or "loss")
+        planned = fused(step, base)
+
         def refine(plan: Plan) -> Plan:
+            placed = without_tensor_axis(names) if plan.tensor > 1 else names
+            plan = replace(plan, fusions=placed, graph=step.fingerprint)
             refined, program = self.refine(step, plan, batch, sizes)
             built[refined.decided()] = program
             return refined
 
-        time_limit, data_limit = split_limits(step)
+        time_limit, data_limit = split_limits(planned)
         plan = search(
-            step,
+            planned,
             self.cluster,
             pins=self.pins,
             optimizer_bytes=int(4 * self.model.optimizer_bytes),
@@ -209,11 +243,14 @@ class Compiler:
             microbatch_limit=time_limit,
             data_limit=data_limit,
             batch=sizes.get(BATCH, step.batch_size),
+            record=record,
+            shardable=self.model.shardable,
         )
         program = built.get(plan.decided(notes=()))
         if program is None:
             plan, program = self.refine(step, plan, batch, sizes)
-        self.plan = plan
+        plan = replace(plan, notes=(*plan.notes, *_kept_whole(program)))
+        self.plan, self.resting = plan, program.resting
         progress("plan", plan.name, time.perf_counter() - start)
         return step, plan, program
 
@@ -221,9 +258,11 @@ class Compiler:
         self, step: StepGraph, plan: Plan, batch: Batch, sizes: Mapping
     ) -> tuple[Plan, StepProgram]:
         """Build the programs of a plan and predict their memory exactly."""
-        program = build(step, plan, sizes=sizes)
+        if not plan.rates:
+            plan = replace(plan, rates=self._rates(plan))
+        program = build(step, plan, sizes=sizes, ort=self._ort(plan))
         schedule = schedule_of(plan, program)
-        resident = self.model.resident(batch)
+        resident = self.model.resident(batch, plan, program)
         memory = []
         for rank in range(plan.pipeline):
             exact = rank_memory(program, schedule, rank, resident)
@@ -232,11 +271,35 @@ class Compiler:
             memory.append(replace(exact, other=margin, peak=tensors + margin))
         prediction = plan.prediction
         if prediction is not None:
-            prediction = replace(prediction, memory=tuple(memory))
+            prediction = replace(prediction, memory=tuple(memory), ort=program.ort)
         return replace(plan, prediction=prediction), program
 
+    def curves(
+        self,
+        plan: Plan,
+        program: StepProgram,
+        batch: Batch,
+        spans: Mapping[tuple[str, int, int], tuple[float, float]],
+    ) -> tuple[tuple[Sample, ...], ...]:
+        """Bytes on each pipeline rank in the course of a step (`planner.memory.rank_curve`)."""
+        schedule = schedule_of(plan, program)
+        resident = self.model.resident(batch, plan, program)
+        assert plan.prediction is not None
+        return tuple(
+            rank_curve(program, schedule, m.rank, resident, spans, m.other)
+            for m in plan.prediction.memory
+        )
+
+    def _rates(self, plan: Plan) -> tuple[tuple[str, tuple[float, ...]], ...]:
+        axes = [axis for axis in AXES if getattr(plan, axis) > 1]
+        return tuple((axis, astuple(axis_rates(self.cluster, plan, axis))) for axis in axes)
+
     def compile(
-        self, batch: Batch, plan: Plan, homes: Mapping[str, tuple[int, ...]]
+        self,
+        batch: Batch,
+        plan: Plan,
+        homes: Mapping[str, tuple[int, ...]],
+        groups: tuple[tuple[str, ...], ...],
     ) -> tuple[StepGraph, StepProgram]:
         """The training program for a batch of another shape under a plan that already runs."""
         step, sizes = self.capture(batch)
@@ -249,20 +312,85 @@ class Compiler:
                 data=plan.data,
                 allowed=tuple(n for n in range(1, size + 1) if size % (n * plan.data) == 0),
             )
+        _check_loss(step, plan)
+        outputs = plan.outputs if step.has_loss else "all"
         same = step.fingerprint == plan.graph
         return step, build(
-            step, plan.decided(batch=size), sizes=sizes, homes=None if same else homes
+            step,
+            plan.decided(batch=size, outputs=outputs),
+            sizes=sizes,
+            homes=None if same else homes,
+            resting=self.resting,
+            groups=groups,
+            ort=self._ort(plan),
         )
 
     def compile_evaluation(
-        self, batch: Batch, plan: Plan, homes: Mapping[str, tuple[int, ...]], training: bool
+        self,
+        batch: Batch,
+        plan: Plan,
+        homes: Mapping[str, tuple[int, ...]],
+        training: bool,
+        groups: tuple[tuple[str, ...], ...] = (),
     ) -> tuple[StepGraph, StepProgram]:
         """A forward-only program in the model's present mode; every data rank sees the whole
         batch."""
         step, sizes = self.capture(batch, training=training)
         size = sizes.get(BATCH, step.batch_size)
         alone = plan.decided(data=1, microbatches=1, recompute=(), outputs="all", batch=size)
-        return step, build(step, alone, sizes=sizes, homes=homes, gradients=False)
+        return step, build(
+            step,
+            alone,
+            sizes=sizes,
+            homes=homes,
+            gradients=False,
+            resting=self.resting,
+            groups=groups,
+            ranks=plan.data,
+            ort=self._ort(alone),
+        )
+
+    def _ort(self, plan: Plan) -> Tools | None:
+        """What placing ONNX Runtime regions needs; sessions are shared by all programs.
+
+        Raises OrtMissing (GA801), OrtMismatch (GA802).
+        """
+        if plan.ort == "off":
+            return None
+        if self._tools is None:
+            auto = plan.ort == "auto"
+            if auto and not self.cluster.ort and not self._chosen_regions():
+                return None  # nothing was measured, so nothing wins: ONNX Runtime is not loaded
+            kernels = installed()
+            if kernels is None:
+                if auto and not self._chosen_regions():
+                    return None
+                raise OrtMissing(asked=f"ort={plan.ort!r}", reason=missing_reason())
+            self._tools = Tools(kernels, Sessions(), self._wins(kernels))
+        self._check_build(plan, self._tools.kernels.name)
+        return self._tools
+
+    def watch_regions(self, tools: Tools) -> None:
+        """Place nothing, and show `tools.watch` the programs in which regions would be placed."""
+        self._tools = tools
+
+    def _wins(self, kernels: Kernels) -> frozenset[str]:
+        """Regions of the plan that was given, which is run as it is; else those that were measured
+        to be faster, with this build and as many threads."""
+        costs = self.cluster.ort.get(calibration_name(kernels.name, torch.get_num_threads()), {})
+        faster = {k for k, (ours, theirs) in costs.items() if theirs < MARGIN * ours}
+        return frozenset(self._chosen_regions() or faster)
+
+    def _chosen_regions(self) -> set[str]:
+        if self.plan is None or self.plan.prediction is None or self.plan.prediction.ort is None:
+            return set()
+        return {region.key for region in self.plan.prediction.ort.regions}
+
+    def _check_build(self, plan: Plan, here: str) -> None:
+        """A plan that was given is run with the kind of build it was made for."""
+        said = plan.prediction.ort if plan.prediction is not None else None
+        if said is not None and said.build.split()[0] != here.split()[0]:
+            raise OrtMismatch(planned=said.build, installed=here)
 
     def _faked(self, batch: Batch) -> tuple[nn.Module, Batch]:
         """The model and a batch without data: capture then leaves no trace on the user's own."""
@@ -271,7 +399,9 @@ class Compiler:
         mode = _mode_of(self._skeleton)
         with mode:
             leaves = tuple(
-                torch.empty(x.shape, dtype=x.dtype, device=_real(x.device))
+                torch.empty(
+                    x.shape, dtype=x.dtype, device=_real(x.device), requires_grad=x.requires_grad
+                )
                 if isinstance(x, torch.Tensor)
                 else x
                 for x in batch.leaves
@@ -299,6 +429,8 @@ class Compiler:
                 return None
             if leaf.dtype != node.meta["val"].dtype or leaf.dim() != len(node.meta["dims"]):
                 return None
+            if training and leaf.requires_grad != spec.tracked:
+                return None
             for size, expression in zip(leaf.shape, node.meta["dims"], strict=True):
                 wanted = expression if isinstance(expression, int) else expression.subs(sizes)
                 if int(wanted) != size:
@@ -323,6 +455,38 @@ class Compiler:
         different = tuple((k, said[k], here[k]) for k in here if said[k] != here[k])
         if different:
             raise PlanMismatch(path=self.path, differences=different)
+        _check_loss(step, self.plan)
+
+
+def _check_loss(step: StepGraph, plan: Plan) -> None:
+    """Raises NoLoss (GA103) for a plan that needs the loss in the graph."""
+    for name in ("pipeline", "interleave", "microbatches"):
+        if not step.has_loss and getattr(plan, name) > 1:
+            raise NoLoss(asked=f"{name}={getattr(plan, name)}")
+
+
+def _refuse_tracked(step: StepGraph) -> None:
+    """A gradient of the batch would be lost in silence. Raises Unsupported (GA208)."""
+    for spec in step.inputs:
+        if spec.tracked:
+            raise Unsupported(
+                what=f"a gradient of the input `{spec.name}` where the loss is part of the graph",
+                reason="gradients are computed when the model is called, those of parameters only",
+                help_line="let the script compute the loss:  "
+                "graphaccel.optimize(model, optimizer, loss_fn='outside')",
+            )
+
+
+def _kept_whole(program: StepProgram) -> tuple[str, ...]:
+    """Parameters that ZeRO leaves whole, by reason."""
+    reasons: dict[str, list[str]] = {}
+    for name, reason in program.unsharded.items():
+        reasons.setdefault(reason, []).append(name)
+    return tuple(f"kept whole: {', '.join(names)}: {why}" for why, names in reasons.items())
+
+
+def _device_type(cluster: Cluster) -> str:
+    return "cpu" if cluster.device.name == "cpu" else "cuda"
 
 
 def _skeleton(module: nn.Module) -> nn.Module:

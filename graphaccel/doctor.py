@@ -83,7 +83,8 @@ def _onnxruntime(version_of: Callable[[str], str | None]) -> Finding:
     hint = "no part of a training step runs in ONNX Runtime: pip install 'graphaccel[ort]'"
     for name in ("onnxruntime-gpu", "onnxruntime"):
         if version := version_of(name):
-            return Finding("onnxruntime", f"{version} ({name})", f"without training: {hint}")
+            cost = "without training kernels: gradients are made of standard operators"
+            return Finding("onnxruntime", f"{version} ({name})", cost)
     return Finding("onnxruntime", "missing", hint)
 
 

@@ -233,16 +233,29 @@ class TooManyDevices(GraphAccelError):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class BatchNotDivisible(GraphAccelError):
-    """The batch can not be cut into equal microbatches. allowed: microbatch counts that can."""
+    """The batch can not be cut into equal microbatches. allowed: microbatch counts that can.
+    devices, batches: numbers of devices, and batches, near those asked that would do."""
 
     code = "GA206"
     batch: int
     microbatches: int
     data: int
     allowed: tuple[int, ...]
+    devices: tuple[int, ...] = ()
+    batches: tuple[int, ...] = ()
 
     def message(self) -> Message:
         parts = self.microbatches * self.data
+        if self.devices or self.batches:
+            return Message(
+                f"a batch of {self.batch} can not be shared by {self.data} devices",
+                why="no data axis divides both, and the graph has too few stages for a pipeline "
+                "of all devices",
+                help=(
+                    f"use another number of devices:  {_listed(self.devices)}",
+                    f"or another global batch:  {_listed(self.batches)}",
+                ),
+            )
         return Message(
             f"a batch of {self.batch} can not be cut into {parts} equal parts "
             f"({self.microbatches} microbatches x data {self.data})",
@@ -289,6 +302,74 @@ class Unsupported(GraphAccelError):
         return Message(f"{self.what} is not supported", why=self.reason, help=help_lines)
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
+class CannotExport(GraphAccelError):
+    """Another system can not say what a plan decides. reasons: each decision, and why not."""
+
+    code = "GA209"
+    target: str
+    plan: str
+    reasons: tuple[str, ...]
+
+    def message(self) -> Message:
+        return Message(
+            f"{self.target} can not run this plan: {self.plan}",
+            details=self.reasons,
+            why="what is left out of a configuration would be decided otherwise there",
+            help=("pin what it can say, e.g.:  graphaccel plan FILE --devices N --pipeline 1",),
+        )
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class ConflictingPins(GraphAccelError):
+    """Pinned decisions that no plan can have together, though each could be kept without the rest.
+
+    pins: the fewest that conflict. instead: for each, the values with which the others could stay.
+    """
+
+    code = "GA210"
+    pins: dict[str, object]
+    devices: int
+    reason: str
+    instead: dict[str, tuple[object, ...]]
+
+    def message(self) -> Message:
+        said = [f"{name}={value!r}" for name, value in self.pins.items()]
+        rows = []
+        for name, text in zip(self.pins, said, strict=True):
+            values = "  ".join(f"{name}={value!r}" for value in self.instead.get(name, ()))
+            rows.append((text, f"with the others:  {values}" if values else "leave it out"))
+        return Message(
+            f"{', '.join(said[:-1])} and {said[-1]} can not be kept together on "
+            f"{self.devices} device{'s' if self.devices > 1 else ''}",
+            details=columns(rows),
+            why=self.reason,
+            help=(f"leave one of them out, and it will be chosen for you:  {_listed(self.pins)}",),
+        )
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class NotElementwise(GraphAccelError):
+    """An optimizer can not work on shards. known: names of those that can."""
+
+    code = "GA211"
+    optimizer: str
+    known: tuple[str, ...]
+
+    def message(self) -> Message:
+        return Message(
+            f"{self.optimizer} is not known to work on shards of parameters",
+            why="the plan shards parameters or optimizer state, and a step on a shard must be that "
+            "shard of the step on the whole",
+            help=(
+                f"these do:  {', '.join(self.known)}",
+                "if it treats every number by itself:  "
+                f"{self.optimizer}.graphaccel_elementwise = True",
+                "or keep parameters and optimizer state whole:  zero=0, tensor=1",
+            ),
+        )
+
+
 # --- 3xx: rules -----------------------------------------------------------------------------------
 
 
@@ -307,6 +388,23 @@ class MissingRule(GraphAccelError):
             details=columns(rows) if rows else (),
             why="without a rule it is not known whether the batch may be split there",
             help=("keep the batch whole:  data=1, microbatches=1",),
+        )
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class RuleWrong(GraphAccelError):
+    """A user's sharding rule does not hold where it was run."""
+
+    code = "GA302"
+    op: str
+    rule: str
+    reason: str
+
+    def message(self) -> Message:
+        return Message(
+            f"the sharding rule of {self.op} does not hold: {self.rule!r}",
+            why=f"run whole and by shards on the example, {self.reason}",
+            help=("name dims that can not be split:  whole='d'",),
         )
 
 
@@ -336,11 +434,34 @@ class HookNotKept(GraphAccelError):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class RetainGraph(GraphAccelError):
-    """backward() was called twice, or with retain_graph=True or create_graph=True."""
+    """backward() was called twice, or with retain_graph=True or create_graph=True.
+
+    kind: "together" where the loss is part of the graph; where it is outside, "create_graph", or
+    "freed" for a second backward without retain_graph=True in the first.
+    """
 
     code = "GA402"
+    kind: str = "together"
 
     def message(self) -> Message:
+        if self.kind == "create_graph":
+            return Message(
+                "the model's outputs can be differentiated to first order only",
+                why="its backward is a graph made before, which has no derivative of its own",
+                help=(
+                    "leave create_graph=True out",
+                    "or compute the term that needs it with a model that runs under no plan",
+                ),
+            )
+        if self.kind == "freed":
+            return Message(
+                "the outputs of one call of the model were differentiated twice",
+                why="what its backward reads was freed by the first",
+                help=(
+                    "keep it:  loss.backward(retain_graph=True)",
+                    "or add losses before backward:  (loss_a + loss_b).backward()",
+                ),
+            )
         return Message(
             "the loss can be differentiated only once, to first order",
             why="forward and backward ran together when the model was called; "
@@ -403,6 +524,8 @@ class OutputDropped(GraphAccelError):
             help=(
                 "keep it:  graphaccel.optimize(model, optimizer, outputs='all')",
                 "or compute it under torch.no_grad()",
+                "or, if the script computes its loss from it:  "
+                "graphaccel.optimize(model, optimizer, loss_fn='outside')",
             ),
         )
 
@@ -507,16 +630,166 @@ class DeviceOutOfMemory(GraphAccelError):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class UnknownDevice(GraphAccelError):
-    """A device name that is not in the catalogue. closest: names that are."""
+    """A device name that is not in the catalogue. closest: names that are; known: all of them."""
 
     code = "GA601"
     name: str
     closest: tuple[str, ...] = ()
+    known: tuple[str, ...] = ()
 
     def message(self) -> Message:
         return Message(
             f"no device named `{self.name}` in the catalogue",
-            help=tuple(f"did you mean:  --device {name}" for name in self.closest),
+            help=tuple(f"did you mean:  --device {name}" for name in self.closest)
+            or ((f"there are:  {_listed(self.known)}",) if self.known else ()),
+        )
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class BadCluster(GraphAccelError):
+    """A description of devices and links that can not be. where: a file or an argument."""
+
+    code = "GA602"
+    where: str
+    problems: tuple[str, ...]
+
+    def message(self) -> Message:
+        return Message(
+            f"{self.where} describes no cluster",
+            details=self.problems,
+            why="times and memory are predicted from these figures",
+            help=("start from a known device:  graphaccel plan FILE --devices N --device h100-80gb "
+                  "--save-cluster cluster.json",),
+        )  # fmt: skip
+
+
+# --- 7xx: fusions ---------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class BadFusion(GraphAccelError):
+    """A fusion that can not be registered."""
+
+    code = "GA701"
+    name: str
+    reason: str
+    location: Location | None = None
+
+    def message(self) -> Message:
+        return Message(
+            f"the fusion `{self.name}` is refused: {self.reason}",
+            self.location,
+            help=("a fusion that works, to start from:  graphaccel fusion new NAME",),
+        )
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class KernelFailed(GraphAccelError):
+    """A fused op raised while it ran. arguments: shape and dtype of each, or its value."""
+
+    code = "GA702"
+    name: str
+    op: str
+    arguments: tuple[str, ...]
+    cause: str
+    location: Location | None = None
+
+    def message(self) -> Message:
+        return Message(
+            f"the fused op `{self.op}` failed",
+            self.location,
+            details=(f"called with: {', '.join(self.arguments)}", self.cause),
+            help=(
+                f"without this fusion:  graphaccel.optimize(model, optimizer, "
+                f'fusions=("auto", "-{self.name}"))',
+                f"its checks on this machine:  graphaccel fusion check {self.name}",
+            ),
+        )
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class UnknownFusion(GraphAccelError):
+    """A fusion's name that is not registered. closest: names that are."""
+
+    code = "GA703"
+    name: str
+    known: tuple[str, ...] = ()
+    closest: tuple[str, ...] = ()
+
+    def message(self) -> Message:
+        return Message(
+            f"no fusion named `{self.name}`",
+            details=(f"there are: {_listed(self.known)}",),
+            help=tuple(f"did you mean:  {name}" for name in self.closest),
+        )
+
+
+# --- 8xx: ONNX Runtime ----------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class OrtMissing(GraphAccelError):
+    """Regions for ONNX Runtime were asked for and it can not be used. asked: e.g. "ort='all'"."""
+
+    code = "GA801"
+    asked: str
+    reason: str
+
+    def message(self) -> Message:
+        return Message(
+            f"{self.asked} needs ONNX Runtime, which can not be used here",
+            why=self.reason,
+            help=(
+                "install it:  pip install 'graphaccel[ort]'",
+                "or do without:  ort='off'",
+            ),
+        )
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class OrtMismatch(GraphAccelError):
+    """A plan was made for another build of ONNX Runtime. planned, installed: "training 1.19.2"."""
+
+    code = "GA802"
+    planned: str
+    installed: str
+
+    def message(self) -> Message:
+        return Message(
+            f"the plan was made for ONNX Runtime {self.planned}, and {self.installed} is installed",
+            why="builds have different kernels, so regions and predicted memory would differ",
+            help=(
+                "plan again here:  graphaccel plan FILE --devices N --json plan.json",
+                "or install the build of the plan:  pip install 'graphaccel[ort]'"
+                if self.planned.startswith("training")
+                else "or install the build of the plan:  pip install onnxruntime",
+            ),
+        )
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class OrtFailed(GraphAccelError):
+    """A session could not be built or did not run. region: module path and phase. op: the op of
+    the model that failed, "" where the error does not say. path: where the ONNX model is."""
+
+    code = "GA803"
+    region: str
+    action: str
+    op: str
+    path: str
+    cause: str
+
+    def message(self) -> Message:
+        return Message(
+            f"ONNX Runtime failed to {self.action} the region {self.region}"
+            + (f" at {self.op}" if self.op else ""),
+            details=columns((("model:", self.path), ("reported:", self.cause))),
+            why="the region passed every check when it was placed",
+            help=(
+                "let torch run such regions:  graphaccel.optimize(model, optimizer, fallback='fx')",
+                "or run without ONNX Runtime:  ort='off'",
+                "to look at the model:  netron " + self.path,
+            ),
         )
 
 

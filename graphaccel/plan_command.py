@@ -1,155 +1,190 @@
-"""`graphaccel plan`: find the model, plan it, print the report. Nothing is trained."""
+"""`graphaccel plan`: find the model, plan it, and show the plan in every form asked for."""
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
-import runpy
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
-from graphaccel.api import PLAN_ONLY, LossFn, PlanRequested, assumed_state, cluster_here
-from graphaccel.capture.batch import Batch, batch_leaves, resized
-from graphaccel.compiler import Compiler, Model, as_batch, check_supported, optimizer_bytes
-from graphaccel.errors import GraphMisuse
+from graphaccel.api import assumed_state, cluster_here
+from graphaccel.arguments import read_plan
+from graphaccel.capture.batch import batch_leaves, resized
+from graphaccel.compiler import Compiler, Model, check_supported, optimizer_bytes
+from graphaccel.ir.program import StepProgram
+from graphaccel.jobs import Job, find_job
+from graphaccel.measure import measure
+from graphaccel.planner import whatif
 from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.cluster import cluster as named_cluster
-from graphaccel.report.text import plan_report
-from graphaccel.runtime.module import original_class
+from graphaccel.planner.cluster_file import read_cluster, write_cluster
+from graphaccel.planner.plan import Plan
+from graphaccel.planner.record import Record
+from graphaccel.planner.search import solve_all
+from graphaccel.report.compare import comparison
+from graphaccel.report.explanation import answer_text
+from graphaccel.report.export import export
+from graphaccel.report.facts import Facts, RankMemory, gather, points, run_spans
+from graphaccel.report.format import seconds_text
+from graphaccel.report.html import html_page
+from graphaccel.report.text import facts_text
+from graphaccel.report.trace import trace_json
 
-PINS = ("data", "pipeline", "interleave", "microbatches", "recompute", "precision")
-
-
-@dataclass(frozen=True)
-class Job:
-    """What is planned for. pins: those of the script; the command line's come before them."""
-
-    model: nn.Module
-    batch: Batch
-    loss_fn: LossFn | None = None
-    optimizer: torch.optim.Optimizer | None = None
-    pins: Mapping[str, Any] = field(default_factory=dict)
+PINS = ("data", "pipeline", "interleave", "microbatches", "recompute", "precision", "ort")
+INTERRUPTED = 130  # 128 + SIGINT
+_DRAWN = 4000  # candidates that a picture is given; beyond, only those the search solved
 
 
 def plan_command(args: argparse.Namespace) -> int:
     """Plan `args.target` and print the report; `args` are those of `cli.build_parser()`.
 
-    Returns 0. Raises GraphAccelError where there is no plan, and what the user's file raises.
+    Returns 0, or 130 where Ctrl-C ended the search and the best plan so far is shown.
+    Raises GraphAccelError where there is no plan, KeyboardInterrupt where there is none yet, and
+    what the user's file raises.
     """
-    file, function = args.target
-    job = job_of_script(file) if function is None else job_of_function(file, function)
+    if args.compare:
+        a, b = args.compare
+        print(comparison(_read(a), _read(b), names=(str(a), str(b))), end="")
+        return 0
+    job = find_job(*args.target)
     check_supported(job.model, weights=False)
-    batch = job.batch
     if args.batch is not None:
-        batch = resized(batch, batch_leaves(batch)[1], args.batch)
-    given = {name: getattr(args, name) for name in PINS if getattr(args, name) is not None}
-    where = _cluster(args.device, args.devices, args.memory)
+        job = replace(job, batch=resized(job.batch, batch_leaves(job.batch)[1], args.batch))
+    given = pins_of(args)
+    where = chosen_cluster(args)
     model = Model(job.model, job.loss_fn, optimizer_bytes(job.optimizer))
-    step, plan, _ = Compiler(model, where, {**job.pins, **given}).choose(batch)
-    name = type(job.model).__name__
-    report = plan_report(plan, step, where, model_name=name, assumed=assumed_state(job.optimizer))
-    print(report, end="")
+    compiler = Compiler(model, where, {**job.pins, **given})
+    record = Record(watch=Progress())
+    program: StepProgram | None = None
+    try:
+        _, plan, program = compiler.choose(job.batch, record)
+    except KeyboardInterrupt:
+        incumbent = record.incumbent()
+        if incumbent is None:
+            raise
+        plan = incumbent
+    facts = _facts(args, job, compiler, record, plan, program)
+    _show(args, facts, record)
+    return 0 if program is not None else INTERRUPTED
+
+
+def _facts(
+    args: argparse.Namespace,
+    job: Job,
+    compiler: Compiler,
+    record: Record,
+    plan: Plan,
+    program: StepProgram | None,
+) -> Facts:
+    """All that the asked outputs need to know. program: None where the search was interrupted."""
+    assert record.problem is not None
+    assert record.outcome is not None
+    profile = record.problem.profile
+    facts = gather(
+        plan,
+        profile.step,
+        compiler.cluster,
+        model_name=type(job.model).__name__,
+        assumed=assumed_state(job.optimizer),
+        profile=profile,
+    )
+    drawn = args.html is not None or args.format == "json"
+    if program is not None and (drawn or args.trace is not None):
+        curves = compiler.curves(plan, program, job.batch, run_spans(facts))
+        rows = (RankMemory(rank, samples) for rank, samples in enumerate(curves))
+        facts = replace(facts, memory=tuple(rows))
+    if drawn:
+        found = record.outcome
+        if program is not None and found.tally.candidates <= _DRAWN:
+            found = solve_all(record.problem, record.pins, record.batch, prune=False)
+        plans = (*found.seen, *found.fitting)  # the latter with the times of their schedules
+        facts = replace(facts, candidates=points(plans, plan, compiler.cluster))
+    if program is not None and (args.explain or args.html is not None):
+        facts = replace(facts, explanation=whatif.explain(record, plan))
+    if program is not None and args.measure is not None:
+        ran = measure(args.target, plan, args.batch, args.measure)
+        facts = replace(facts, measured=ran)
+    return facts
+
+
+def _show(args: argparse.Namespace, facts: Facts, record: Record) -> None:
+    """Print what is printed and write what is written, with a line for each file."""
+    if args.export is not None:
+        print(export(facts, args.export), end="")
+    elif args.format == "json":
+        print(facts.to_json(), end="")
+    else:
+        print(facts_text(facts if args.explain else replace(facts, explanation=None)), end="")
+    for asked in args.why_not:
+        answer = whatif.why_not(record, facts.plan, asked)
+        print(f"\n{answer_text(answer, facts.plan, facts.cluster)}", end="")
+    written = []
     if args.json is not None:
-        plan.save(args.json)
-        print(f'\nsaved {args.json}: run it with  graphaccel.optimize(model, plan="{args.json}")')
-    return 0
+        facts.plan.save(args.json)
+        run = f'graphaccel.optimize(model, plan="{args.json}")'
+        written.append(f"{args.json}: run it with  {run}")
+    if args.save_cluster is not None:
+        write_cluster(facts.cluster, args.save_cluster)
+        written.append(f"{args.save_cluster}: plan for it with  --cluster {args.save_cluster}")
+    if args.html is not None:
+        args.html.write_text(html_page(facts), encoding="utf-8")
+        written.append(f"{args.html}: open it in a browser")
+    if args.trace is not None:
+        args.trace.write_text(trace_json(facts), encoding="utf-8")
+        written.append(f"{args.trace}: open it at  https://ui.perfetto.dev")
+    data = args.format == "json" or args.export is not None
+    out = sys.stderr if data else sys.stdout
+    for place, line in enumerate(written):
+        blank = "\n" if place == 0 and not data else ""
+        print(f"{blank}saved {line}", file=out)
 
 
-def job_of_function(file: Path, name: str) -> Job:
-    """What the function `name` of `file` returns: (model, example_batch[, loss_fn[, optimizer]]).
-
-    Raises GraphMisuse (GA407) where there is no such function, or it returns something else.
-    """
-    form = "return model, example_batch, loss_fn, optimizer  # the last two may be left out"
-    module_name = f"graphaccel plan {file.stem}"  # no import statement can mean this name
-    spec = importlib.util.spec_from_file_location(module_name, file)
-    if spec is None or spec.loader is None:
-        raise GraphMisuse(what=f"{file} is not a Python file", help_line="name it model.py")
-    module = importlib.util.module_from_spec(spec)
-    with _first_on_path(file.resolve().parent):
-        sys.modules[module_name] = module  # dataclasses look their module up there
-        try:
-            spec.loader.exec_module(module)
-            function = getattr(module, name, None)
-            if not callable(function):
-                raise GraphMisuse(
-                    what=f"{file} has no function `{name}`", help_line=f"def {name}(): {form}"
-                )
-            made = function()
-        finally:
-            del sys.modules[module_name]
-    if not isinstance(made, tuple) or not 2 <= len(made) <= 4 or not isinstance(made[0], nn.Module):
-        raise GraphMisuse(
-            what=f"{file}:{name} returned {_described(made)}, not a model and its example batch",
-            help_line=form,
-        )
-    model, example, loss_fn, optimizer = (*made, None, None)[:4]
-    return Job(model, as_batch(example), loss_fn, optimizer)
+def _read(file: Path) -> Plan:
+    plan = read_plan(file, {})
+    assert plan is not None
+    return plan
 
 
-def job_of_script(file: Path) -> Job:
-    """What a training script passes to `optimize()`; runs the script until that is known.
-
-    Raises GraphMisuse (GA407) for a script that ends before it trains under `optimize()`.
-    """
-    print(f"graphaccel: running {file} up to its first training batch", file=sys.stderr)
-    request = None
-    with _first_on_path(file.resolve().parent), _as_script(file):
-        try:
-            runpy.run_path(str(file), run_name="__main__")
-        except PlanRequested as found:
-            request = found
-    if request is None:
-        raise GraphMisuse(
-            what=f"{file} ended without training a model under graphaccel.optimize()",
-            help_line="model, optimizer = graphaccel.optimize(model, optimizer)",
-        )
-    model, example = request.model, request.example
-    model.__class__ = original_class(model)
-    batch = example if isinstance(example, Batch) else as_batch(example)
-    return Job(model, batch, request.loss_fn, request.optimizer, request.pins)
+def pins_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The decisions on the command line."""
+    return {name: getattr(args, name) for name in PINS if getattr(args, name) is not None}
 
 
-def _cluster(device: str | None, devices: int, memory: int | None) -> Cluster:
-    if device is None and memory is None:
-        return cluster_here(devices, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    return named_cluster(device or "cpu", devices, memory)
+def chosen_cluster(args: argparse.Namespace) -> Cluster:
+    """The cluster of a file, the devices that were named, or what is here."""
+    if args.cluster is not None:
+        return read_cluster(args.cluster, args.devices)
+    if args.device is None and args.memory is None:
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+        return cluster_here(args.devices, torch.device(kind))
+    return named_cluster(args.device or "cpu", args.devices, args.memory)
 
 
-def _described(made: Any) -> str:
-    if isinstance(made, tuple):
-        return f"({', '.join(type(x).__name__ for x in made)})"
-    return f"a {type(made).__name__}"
+class Progress:
+    """One line on a terminal that is written over: candidates, the best so far, seconds."""
 
+    def __init__(self) -> None:
+        self._start = self._last = time.perf_counter()
 
-@contextmanager
-def _first_on_path(folder: Path) -> Iterator[None]:
-    """As `python file.py` has it, so that the file finds the modules beside it."""
-    sys.path.insert(0, str(folder))
-    try:
-        yield
-    finally:
-        sys.path.remove(str(folder))
-
-
-@contextmanager
-def _as_script(file: Path) -> Iterator[None]:
-    """`sys.argv` of a script without arguments, and `optimize` asked to plan only."""
-    argv, before = sys.argv, os.environ.get(PLAN_ONLY)
-    sys.argv, os.environ[PLAN_ONLY] = [str(file)], "1"
-    try:
-        yield
-    finally:
-        sys.argv = argv
-        if before is None:
-            del os.environ[PLAN_ONLY]
-        else:
-            os.environ[PLAN_ONLY] = before
+    def __call__(self, record: Record) -> None:
+        assert record.outcome is not None
+        now = time.perf_counter()
+        quiet = os.environ.get("GRAPHACCEL_QUIET") == "1"
+        if quiet or not sys.stderr.isatty():
+            return
+        total = record.outcome.tally.candidates
+        if record.done == total:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+        elif now - self._last >= 0.1:
+            self._last = now
+            best = record.incumbent()
+            said = f"{record.done:,} of {total:,} candidates"
+            if best is not None and best.prediction is not None:
+                said += f", best {seconds_text(best.prediction.seconds)}"
+            line = f"\r\x1b[Kgraphaccel: {'plan':<10} {said:<60} {now - self._start:6.1f} s"
+            print(line, end="", file=sys.stderr, flush=True)

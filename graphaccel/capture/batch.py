@@ -37,7 +37,7 @@ class Batch:
     def signature(self) -> tuple[Any, ...]:
         """What a captured graph depends on: structure, dtypes, shapes and plain values."""
         described = tuple(
-            (str(leaf.dtype), tuple(leaf.shape), str(leaf.device.type))
+            (str(leaf.dtype), tuple(leaf.shape), str(leaf.device.type), leaf.requires_grad)
             if isinstance(leaf, torch.Tensor)
             else repr(leaf)
             for leaf in self.leaves
@@ -99,7 +99,8 @@ def resized(batch: Batch, dims: Mapping[int, int], size: int) -> Batch:
     leaves = list(batch.leaves)
     for i, dim in dims.items():
         index = torch.arange(size, device=leaves[i].device) % leaves[i].shape[dim]
-        leaves[i] = leaves[i].index_select(dim, index)
+        chosen = leaves[i].detach().index_select(dim, index)
+        leaves[i] = chosen.requires_grad_(leaves[i].requires_grad)
     return Batch(tuple(leaves), batch.names, batch.spec)
 
 
@@ -110,9 +111,13 @@ def without_aliases(batch: Batch) -> Batch:
     leaves = []
     for leaf in batch.leaves:
         again = isinstance(leaf, torch.Tensor) and id(leaf) in seen
-        leaves.append(leaf.clone() if again else leaf)
+        leaves.append(_copy(leaf) if again else leaf)
         seen.add(id(leaf))
     return Batch(tuple(leaves), batch.names, batch.spec)
+
+
+def _copy(leaf: torch.Tensor) -> torch.Tensor:
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad)
 
 
 def _name(path: tuple[Any, ...]) -> str:

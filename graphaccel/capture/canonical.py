@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 
 from graphaccel.compat.torch import schema
 
@@ -67,15 +68,16 @@ def _emit(before: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         if key in before.meta:
             new.meta[key] = before.meta[key]
     new.meta["made_by"] = "canonicalise"
-    values = fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
+    values: Any = map_arg((args, kwargs), lambda n: n.meta["val"])
     new.meta["val"] = target(*values[0], **values[1])
     return new
 
 
 def _mean(node: fx.Node) -> None:
-    source = node.args[0]
-    dims = node.args[1] if len(node.args) > 1 else None
-    keep = node.args[2] if len(node.args) > 2 else node.kwargs.get("keepdim", False)
+    args: tuple[Any, ...] = node.args
+    source = args[0]
+    dims = args[1] if len(args) > 1 else None
+    keep = args[2] if len(args) > 2 else node.kwargs.get("keepdim", False)
     dtype = node.kwargs.get("dtype")
     shape = source.meta["val"].shape
     wanted = sorted(d % len(shape) for d in dims) if dims else list(range(len(shape)))
@@ -93,7 +95,8 @@ def _mean(node: fx.Node) -> None:
 
 def _pool(node: fx.Node) -> None:
     """Adaptive pooling to one cell is an average over the spatial dims."""
-    source, size = node.args[0], node.args[1]
+    args: tuple[Any, ...] = node.args
+    source, size = args[:2]
     if any(n != 1 for n in size):
         return
     dims = list(range(-len(size), 0))
@@ -170,10 +173,11 @@ def _dropout(node: fx.Node) -> None:
 def _concatenate(node: fx.Node) -> None:
     """Legacy empty tensors of shape (0,) in a concatenation (caches start like that) are
     dropped."""
-    tensors = [t for t in node.args[0] if tuple(t.meta["val"].shape) != (0,)]
+    given: Any = node.args[0]
+    tensors = [t for t in given if tuple(t.meta["val"].shape) != (0,)]
     if len(tensors) == 1:
         _replace(node, tensors[0])
-    elif len(tensors) < len(node.args[0]):
+    elif len(tensors) < len(given):
         node.args = (tensors, *node.args[1:])
 
 

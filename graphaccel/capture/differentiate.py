@@ -20,6 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphaccel.capture.export import ForwardGraph, GraphInput, GraphOutput
 from graphaccel.compat.torch import fake_mode_of
+from graphaccel.ir.values import returned
 
 aten = torch.ops.aten
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
@@ -34,18 +35,14 @@ def differentiate(
     trainable: names of the parameters that require a gradient. scaled: one more input, a float32
     number that the loss is multiplied by before it is differentiated.
     Without a loss in the graph every floating-point output is differentiated against a tangent
-    input.
-    Outputs: those of `forward`, then the gradient of each trainable parameter that the loss
-    reaches.
+    input, if it requires a gradient.
+    Outputs: those of `forward`, then the gradient of each trainable parameter, and of each batch
+    leaf that requires one, that the loss reaches.
     """
     placeholders = [n for n in forward.graph.graph.nodes if n.op == "placeholder"]
     for node in forward.graph.graph.nodes:
         node.meta["custom"] = {"origin": node.name, "phase": "forward"}
-    wanted = [
-        i
-        for i, spec in enumerate(forward.inputs)
-        if spec.kind == "parameter" and spec.name in trainable
-    ]
+    wanted = [i for i, spec in enumerate(forward.inputs) if _wanted(spec, trainable)]
     reached: list[int] = []
     heads = [i for i, o in enumerate(forward.outputs) if o.kind == "loss"]
     tangents_for = [] if heads or not wanted else _differentiable_outputs(forward)
@@ -61,13 +58,13 @@ def differentiate(
             for o, t in zip(roots, tangents or [None] * len(roots), strict=True)
             if o.requires_grad
         ]
-        if not wanted:
+        if not wanted or not keep:
             return outputs
-        _backward_marker(forward.graph.graph.output_node().args[0][heads[0] if heads else 0])(())
+        _backward_marker(returned(forward.graph)[heads[0] if heads else 0])(())
         gradients = torch.autograd.grad(
             [o for o, _ in keep],
             [values[i] for i in wanted],
-            [t.to(o.dtype) for o, t in keep] if tangents else None,
+            [t.to(o.dtype) for o, t in keep if t is not None] if tangents else None,
             allow_unused=True,
         )
         fx_traceback.current_meta.clear()
@@ -76,7 +73,7 @@ def differentiate(
 
     with mode, torch.enable_grad(), fx_traceback.preserve_node_meta():
         values = [_fresh(n.meta["val"], i in wanted) for i, n in enumerate(placeholders)]
-        output = forward.graph.graph.output_node().args[0]
+        output = returned(forward.graph)
         values += [torch.empty_like(output[i].meta["val"]) for i in tangents_for]
         if scaled and heads and wanted:
             values.append(torch.empty((), device=output[heads[0]].meta["val"].device))
@@ -85,10 +82,17 @@ def differentiate(
     _name_placeholders(joint, forward.inputs + tangent_inputs(forward, trainable, scaled=scaled))
     _tidy(joint)
     _annotate(joint, forward)
-    outputs = forward.outputs + tuple(
-        GraphOutput("gradient", forward.inputs[i].name) for i in reached
-    )
-    return joint, outputs
+    return joint, forward.outputs + tuple(_gradient(forward.inputs[i]) for i in reached)
+
+
+def _wanted(spec: GraphInput, trainable: frozenset[str]) -> bool:
+    return spec.tracked or (spec.kind == "parameter" and spec.name in trainable)
+
+
+def _gradient(spec: GraphInput) -> GraphOutput:
+    if spec.kind == "batch":
+        return GraphOutput("input_gradient", spec.name, spec.leaf)
+    return GraphOutput("gradient", spec.name)
 
 
 def tangent_inputs(
@@ -96,7 +100,7 @@ def tangent_inputs(
 ) -> tuple[GraphInput, ...]:
     """The inputs that `differentiate` adds: the loss scale, or one a differentiable output if there
     is no loss."""
-    if not any(i.kind == "parameter" and i.name in trainable for i in forward.inputs):
+    if not any(_wanted(i, trainable) for i in forward.inputs):
         return ()
     if any(o.kind == "loss" for o in forward.outputs):
         return (GraphInput("scale", "loss"),) if scaled else ()
@@ -105,11 +109,13 @@ def tangent_inputs(
 
 
 def _differentiable_outputs(forward: ForwardGraph) -> list[int]:
-    values = forward.graph.graph.output_node().args[0]
+    values = returned(forward.graph)
     return [
         i
         for i, (spec, node) in enumerate(zip(forward.outputs, values, strict=True))
-        if spec.kind == "output" and node.meta["val"].is_floating_point()
+        if spec.kind == "output"
+        and spec.leaf in forward.returned.tracked
+        and node.meta["val"].is_floating_point()
     ]
 
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import fx, nn
@@ -28,6 +28,11 @@ from torch import fx, nn
 from graphaccel.capture.batch import Batch
 from graphaccel.compat.torch import DataDependentError, is_known, pytree
 from graphaccel.errors import CaptureRefused, Location, TensorBranch
+
+OUTSIDE = "outside"
+"""In the place of a loss function: the script computes the loss, whatever the model returns."""
+
+LossFn: TypeAlias = Callable[..., torch.Tensor] | Literal["outside"] | None
 
 _INSIDE = (f"{torch.__path__[0]}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}")
 """Where the frames of torch and of graphaccel lie: they are not the user's."""
@@ -37,22 +42,24 @@ _INSIDE = (f"{torch.__path__[0]}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}
 class GraphInput:
     """One placeholder of a captured graph.
 
-    kind: "parameter", "buffer", "constant" or "batch".
+    kind: "parameter", "buffer", "constant" or "batch"; of joint graphs also "tangent" and "scale".
     name: the parameter's or buffer's name in the model; the batch leaf's readable name.
-    leaf: position among the batch's leaves (batch inputs only).
+    leaf: position among the batch's leaves (of a tangent: among the output's).
+    tracked: a batch leaf that requires a gradient.
     """
 
     kind: str
     name: str
     leaf: int = -1
+    tracked: bool = False
 
 
 @dataclass(frozen=True)
 class GraphOutput:
     """One output of a captured graph.
 
-    kind: "loss", "gradient" (of parameter `name`), "buffer" (new value of buffer `name`),
-    "output" (leaf number `leaf` of what the model returned).
+    kind: "loss", "gradient" (of parameter `name`), "input_gradient" (of batch leaf `leaf`),
+    "buffer" (new value of buffer `name`), "output" (leaf number `leaf` of what the model returned).
     """
 
     kind: str
@@ -66,6 +73,7 @@ class Returned:
 
     leaves: the position of the loss is `loss_leaf`; a tensor leaf has its value as graph output;
     any other leaf (a cache object, a number, None) is kept as it was at capture.
+    tracked: leaves besides the loss that require a gradient in the model.
     """
 
     spec: Any = field(repr=False)
@@ -73,6 +81,7 @@ class Returned:
     tensor_leaves: tuple[int, ...]
     plain: Mapping[int, Any] = field(repr=False)
     num_leaves: int
+    tracked: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -92,7 +101,7 @@ class _WithLoss(nn.Module):
     def __init__(
         self,
         model: nn.Module,
-        loss_fn: Callable[..., torch.Tensor] | None,
+        loss_fn: LossFn,
         note: Callable[[Returned], None],
     ) -> None:
         super().__init__()
@@ -100,14 +109,14 @@ class _WithLoss(nn.Module):
         self._loss_fn = loss_fn
         self._note = note  # a call: export undoes what forward writes to attributes
 
-    def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
-        if self._loss_fn is None:
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        if not callable(self._loss_fn):
             output = self.model(*args, **kwargs)
         else:
             args, kwargs, targets = split_targets(self._loss_fn, args, kwargs)
             output = self._loss_fn(self.model(*args, **kwargs), *targets)
         leaves, spec = _flatten_output(output)
-        loss = find_loss(output)
+        loss = None if self._loss_fn == OUTSIDE else find_loss(output)
         position = None if loss is None else next(i for i, x in enumerate(leaves) if x is loss)
         tensors = tuple(
             i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and i != position
@@ -118,7 +127,8 @@ class _WithLoss(nn.Module):
             if not isinstance(x, torch.Tensor)
             and isinstance(x, (int, float, str, bool, type(None)))
         }
-        self._note(Returned(spec, position, tensors, plain, len(leaves)))
+        tracked = frozenset(i for i in tensors if leaves[i].requires_grad)
+        self._note(Returned(spec, position, tensors, plain, len(leaves), tracked))
         if position is None:
             return tuple(leaves[i] for i in tensors)
         # Only the loss is differentiated: an undetached output would want a gradient of its own.
@@ -154,10 +164,12 @@ def find_loss(output: Any) -> torch.Tensor | None:
     def scalar(value: Any) -> bool:
         return isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_floating_point()
 
-    named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    named: Any = (
+        output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    )
     if scalar(named):
         return named
-    if scalar(output):
+    if isinstance(output, torch.Tensor) and scalar(output):
         return output
     if isinstance(output, (tuple, list)):
         scalars = [x for x in output if scalar(x) and x.requires_grad]
@@ -166,9 +178,7 @@ def find_loss(output: Any) -> torch.Tensor | None:
     return None
 
 
-def export_forward(
-    model: nn.Module, batch: Batch, loss_fn: Callable[..., torch.Tensor] | None
-) -> ForwardGraph:
+def export_forward(model: nn.Module, batch: Batch, loss_fn: LossFn) -> ForwardGraph:
     """Export `model` on `batch` in its present mode (training or evaluation).
 
     Raises:
@@ -209,7 +219,8 @@ def _unpack(program: Any, batch: Batch, returned: Returned) -> ForwardGraph:
             inputs.append(GraphInput("constant", constants[node.name]))
         else:
             leaf = next(leaves)
-            inputs.append(GraphInput("batch", batch.names[leaf], leaf))
+            tracked = batch.leaves[leaf].requires_grad
+            inputs.append(GraphInput("batch", batch.names[leaf], leaf, tracked))
     mutated = signature.buffers_to_mutate
     outputs: list[GraphOutput] = []
     tensor_leaves = iter(returned.tensor_leaves)

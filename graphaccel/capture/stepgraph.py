@@ -8,14 +8,19 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import sympy
-import torch
 from torch import fx, nn
 
 from graphaccel.capture.batch import Batch, batch_leaves, resized, sequence_leaves, without_aliases
 from graphaccel.capture.blocks import Block, find_blocks
 from graphaccel.capture.canonical import canonicalise
 from graphaccel.capture.differentiate import differentiate, tangent_inputs
-from graphaccel.capture.export import ForwardGraph, GraphInput, GraphOutput, export_forward
+from graphaccel.capture.export import (
+    ForwardGraph,
+    GraphInput,
+    GraphOutput,
+    LossFn,
+    export_forward,
+)
 from graphaccel.capture.symbols import BATCH, SEQUENCE, attach_sizes, same_structure
 from graphaccel.compat.torch import fake_mode_of
 from graphaccel.ir.text import graph_text
@@ -32,6 +37,8 @@ class StepGraph:
     sizes: size of each symbol in this capture: {b: 8, s: 128}; a symbol that is missing is fixed.
     tied: name of every parameter that shares its storage → the name that stands for it.
     training: whether the model was in training mode.
+    derived: steps that passes made of this one, by the pass and what it was asked for, so that
+      plans that ask the same share them.
     """
 
     graph: fx.GraphModule = field(repr=False)
@@ -45,6 +52,7 @@ class StepGraph:
     tied: Mapping[str, str] = field(repr=False)
     trainable: frozenset[str] = field(repr=False)
     training: bool = True
+    derived: dict[object, StepGraph] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def has_loss(self) -> bool:
@@ -66,6 +74,8 @@ class StepGraph:
             stands = node.meta.get("stands_for")
             if stands is not None:
                 places[stands] = max(i, places.get(stands, i))
+            for name in node.meta.get("covers", ()):
+                places.setdefault(name, i)
         return places
 
     def text(self) -> str:
@@ -81,13 +91,14 @@ class StepGraph:
 def capture(
     model: nn.Module,
     batch: Batch,
-    loss_fn: Callable[..., torch.Tensor] | None = None,
+    loss_fn: LossFn = None,
     *,
     symbolic: bool = True,
 ) -> StepGraph:
     """Capture one training step of `model` on `batch`; no weight is read and none is changed.
 
-    loss_fn: `loss_fn(output, target)` when the model does not compute its own loss.
+    loss_fn: `loss_fn(output, target)` when the model does not compute its own loss; "outside" when
+      the script does, even where the model returns something that looks like a loss.
     symbolic: also capture other batch and sequence sizes, so that sizes are known as expressions.
 
     Raises: TensorBranch (GA101), CaptureRefused (GA102).
@@ -152,9 +163,23 @@ def assemble(
     )
 
 
-def _forward(
-    model: nn.Module, batch: Batch, loss_fn: Callable[..., torch.Tensor] | None
-) -> ForwardGraph:
+def rewritten(
+    step: StepGraph, rewrite: Callable[[ForwardGraph], ForwardGraph], *, scaled: bool
+) -> StepGraph:
+    """The step with each of its forward graphs rewritten, and differentiated again."""
+    return assemble(
+        rewrite(step.forward),
+        tuple((symbol, size, rewrite(other)) for symbol, size, other in step.others),
+        step.sizes,
+        step.batch_dims,
+        step.tied,
+        step.trainable,
+        step.training,
+        scaled=scaled,
+    )
+
+
+def _forward(model: nn.Module, batch: Batch, loss_fn: LossFn) -> ForwardGraph:
     tied = _tied(model)
     forward = export_forward(model, batch, loss_fn)
     forward = _merged(forward, tied)
@@ -183,7 +208,7 @@ def _merged(forward: ForwardGraph, tied: Mapping[str, str]) -> ForwardGraph:
 def _variant(
     model: nn.Module,
     batch: Batch,
-    loss_fn: Callable[..., torch.Tensor] | None,
+    loss_fn: LossFn,
     dims: Mapping[int, int],
     size: int,
 ) -> ForwardGraph | None:

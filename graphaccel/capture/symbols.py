@@ -17,6 +17,7 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
+from torch.fx.node import map_aggregate
 
 BATCH = sympy.Symbol("b", positive=True, integer=True)
 SEQUENCE = sympy.Symbol("s", positive=True, integer=True)
@@ -92,7 +93,7 @@ def integers(node: fx.Node) -> list[int | float]:
             found.append(value)
         return value
 
-    fx.node.map_aggregate((node.args, dict(node.kwargs)), collect)
+    map_aggregate((node.args, dict(node.kwargs)), collect)
     return found
 
 
@@ -107,7 +108,8 @@ def with_integers(node: fx.Node, values: Mapping[int, int | float]) -> tuple[tup
             return values.get(position, value)
         return value
 
-    return fx.node.map_aggregate((node.args, dict(node.kwargs)), substitute)
+    replaced: Any = map_aggregate((node.args, dict(node.kwargs)), substitute)
+    return replaced
 
 
 def fit(

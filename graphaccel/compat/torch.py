@@ -17,6 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 # Meshes of owners, to present parameters as DTensors (runtime/state.py).
 from torch.distributed.device_mesh import DeviceMesh
 
+# A dim cut section by section: as DTensor says what runtime/layout.py calls `outer`.
+from torch.distributed.tensor.placement_types import _StridedShard
+
 # Raised by export where the user's code branches on the value of a tensor (capture/export.py).
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode as DataDependentError
 
@@ -32,7 +35,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 def schema(node: fx.Node) -> list[Any]:
     """The declared arguments (name, type, default_value, kwarg_only) of a call to an ATen op."""
-    return list(node.target._schema.arguments)
+    target: Any = node.target
+    return list(target._schema.arguments)
 
 
 class BoxedCode(CodeGen):
@@ -51,9 +55,62 @@ def storage_key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def submesh(device: str, ranks: list[int], rank: int) -> DeviceMesh:
+def storage_uses(tensor: torch.Tensor) -> int:
+    """How many tensors and handles share a tensor's memory: to know when a buffer is free again."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+def without_storage(
+    cls: type, shape: Any, dtype: torch.dtype, device: torch.device, requires_grad: bool = False
+) -> Any:
+    """A tensor of a subclass that has shape, dtype and device but no memory (runtime/remote.py)."""
+    return torch.Tensor._make_wrapper_subclass(
+        cls, shape, dtype=dtype, device=device, requires_grad=requires_grad
+    )
+
+
+def blas_lags() -> bool:
+    """Whether float32 products by MKL run far below this CPU's speed while oneDNN's do not: MKL
+    takes its AVX-512 code on Intel's processors only."""
+    if not (torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()):
+        return False
+    if not torch.backends.mkldnn.enabled or "AVX512" not in torch.backends.cpu.get_cpu_capability():
+        return False
+    try:
+        with open("/proc/cpuinfo") as file:
+            return "GenuineIntel" not in file.read(4096)
+    except OSError:
+        return False
+
+
+def onednn_linear() -> Any:
+    """`(x [m, k], w [n, k], bias [n] or None, "none", [], "")` → x wᵀ + bias by oneDNN."""
+    return torch.ops.mkldnn._linear_pointwise.default
+
+
+def version(tensor: torch.Tensor) -> int:
+    """How often a tensor's memory was written to in place; views of it count with it."""
+    return tensor._version
+
+
+def keeps_graph() -> bool:
+    """Whether the backward that runs now was asked to keep what it read (retain_graph=True)."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def submesh(device: str, ranks: torch.Tensor, rank: int, names: tuple[str, ...] = ()) -> DeviceMesh:
     """A mesh of some ranks without process groups of its own; `rank` need not be one of them."""
-    return DeviceMesh(device, ranks, _init_backend=False, _rank=rank)
+    named = names or None
+    return DeviceMesh(device, ranks, mesh_dim_names=named, _init_backend=False, _rank=rank)
+
+
+# For tensor subclasses whose functions are those of plain tensors (runtime/sharded.py).
+no_torch_function = torch._C._disabled_torch_function_impl
+
+
+def StridedShard(dim: int, sections: int) -> Any:
+    """Placement: `dim` seen as [sections, ...], each of them sharded."""
+    return _StridedShard(dim, split_factor=sections)
 
 
 def is_known(size: torch.SymInt) -> bool:

@@ -13,14 +13,39 @@ from torch import fx
 
 
 @dataclass(frozen=True)
+class Sharded:
+    """One split of a tensor over a mesh axis: dim `dim` is cut into as many equal parts as the axis
+    has devices. outer: the dim is seen as [outer, size / outer], and every one of the `outer`
+    sections is cut (fused query, key and value weights: outer 3); DTensor calls it
+    _StridedShard(split_factor=outer)."""
+
+    axis: str
+    dim: int
+    outer: int = 1
+
+
+@dataclass(frozen=True)
+class Owned:
+    """What ZeRO shards of one parameter, and how. level: 1 its optimizer state, 2 and its gradient,
+    3 and the parameter itself, which is gathered where it is used."""
+
+    level: int
+    split: Sharded
+
+
+@dataclass(frozen=True)
 class Value:
     """One input or output of a stage's forward or backward graph.
 
     kind, of inputs:  "parameter" | "buffer" | "constant" (held for the whole run), "batch" (this
       microbatch's slice of a batch leaf), "prologue" (computed once a step), "received" (from
       another stage's forward or backward), "saved" (by this stage's forward), "accumulator" (what
-      the gradient of a parameter is added to), "bucket" (the flat tensor those lie in), "tangent".
-    kind, of outputs: "loss", "output", "buffer", "sent", "saved", "gradient".
+      the gradient of a parameter is added to), "bucket" (the flat tensor those lie in), "tangent"
+      (the gradient of output leaf `leaf`), "scale", "shards" (the flat shards of a group of
+      parameters, held like a parameter; named after the first of them), "carried".
+    kind, of outputs: "loss", "output", "buffer", "sent", "saved", "gradient", "input_gradient" (of
+      batch leaf `leaf`), "carried" (the flat gradients of a group, that the next microbatch's
+      backward takes back; the last one's are the reduced shards).
     name: parameter or buffer name, or the name of the value in the joint graph.
     peers: stages the value comes from or goes to ("received": one; "sent": one or more).
     leaf: position among the batch's or the output's leaves.
@@ -35,6 +60,41 @@ class Value:
 
 
 @dataclass(frozen=True)
+class OrtRegion:
+    """What ONNX Runtime runs in one call. module: path that its ops share. key: hash of its model.
+    ops: how many nodes of the graph it replaces."""
+
+    stage: int
+    phase: str
+    module: str
+    key: str
+    ops: int
+
+
+@dataclass(frozen=True)
+class OrtDeclined:
+    """Nodes that were asked for and stayed outside: how many alike, and the first one's place."""
+
+    op: str
+    reason: str
+    module: str
+    location: str
+    count: int
+
+
+@dataclass(frozen=True)
+class OrtReport:
+    """Where ONNX Runtime is used. build: "training 1.19.2". nodes: of all graphs, without views,
+    which cost nothing; placed: how many of them lie in regions."""
+
+    build: str
+    regions: tuple[OrtRegion, ...] = ()
+    declined: tuple[OrtDeclined, ...] = ()
+    nodes: int = 0
+    placed: int = 0
+
+
+@dataclass(frozen=True)
 class StageProgram:
     """Forward and backward of one stage for one microbatch; placeholders carry fake `meta["val"]`.
 
@@ -44,6 +104,8 @@ class StageProgram:
       gradients where the others add them, the last starts the all-reduces. Without accumulators
       there is one microbatch and gradients are plain outputs.
     buckets: names of the gradients in each flat bucket, in the order they become ready.
+    groups: parameters that rest sharded over the data axis, by the flat buffer they lie in.
+    reduced: those whose gradients are reduce-scattered, by the flat buffer, in its order.
     """
 
     stage: int
@@ -56,6 +118,8 @@ class StageProgram:
     parameters: tuple[str, ...] = ()
     buffers: tuple[str, ...] = ()
     buckets: tuple[tuple[str, ...], ...] = ()
+    groups: tuple[tuple[str, ...], ...] = ()
+    reduced: tuple[tuple[str, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -75,7 +139,18 @@ class StepProgram:
     loss_partial: whether the loss is a partial sum over microbatches and the data axis.
     shared: parameters that several stages hold, with those stages: their gradients are summed.
     output_places: leaf of the model's output → where the batch lies in it (`rules.propagate`).
+    input_places: leaf of the batch → where the batch lies in its gradient, where it wants one.
     random: whether some op draws random numbers.
+    resting: parameter → the splits under which it, its gradient and its optimizer state rest, in
+      the order in which they are applied (tensor axis first, then data); whole if it has none.
+    partial: parameter → axes besides data over which its gradient is a partial sum when the
+      backward gives it: `accumulate_gradients` reduces over them too.
+    data: ranks that share the batch.
+    bare: the stage without accumulators, where the loss is outside of the graph: which of its
+      outputs a loss reads is known when it is differentiated (`passes.drop_tangents`).
+    owned: parameter → what ZeRO shards of it. unsharded: parameter → why it stays whole all the
+      same.
+    ort: what ONNX Runtime runs of it.
     """
 
     stages: tuple[StageProgram, ...]
@@ -86,6 +161,34 @@ class StepProgram:
     shared: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     output_places: Mapping[int, str | int] = field(default_factory=dict)
     random: bool = False
+    resting: Mapping[str, tuple[Sharded, ...]] = field(default_factory=dict)
+    partial: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    input_places: Mapping[int, str | int] = field(default_factory=dict)
+    data: int = 1
+    bare: StageProgram | None = field(default=None, repr=False)
+    owned: Mapping[str, Owned] = field(default_factory=dict)
+    unsharded: Mapping[str, str] = field(default_factory=dict)
+    ort: OrtReport | None = None
+
+    @property
+    def tangents(self) -> tuple[int, ...]:
+        """Output leaves that a loss outside of the graph can be differentiated by."""
+        return tuple(v.leaf for p in self.stages for v in p.backward_inputs if v.kind == "tangent")
+
+    @property
+    def groups(self) -> tuple[tuple[str, ...], ...]:
+        """The groups of parameters that rest sharded over data, of all stages, each once."""
+        return tuple(dict.fromkeys(g for stage in self.stages for g in stage.groups))
+
+    def gradient_splits(self, name: str) -> tuple[Sharded, ...]:
+        """The splits under which a parameter's gradient is handed out."""
+        splits, owned = self.resting.get(name, ()), self.owned.get(name)
+        return (*splits, owned.split) if owned is not None and owned.level == 2 else splits
+
+    def state_splits(self, name: str) -> tuple[Sharded, ...]:
+        """The splits under which its optimizer state rests."""
+        splits, owned = self.resting.get(name, ()), self.owned.get(name)
+        return (*splits, owned.split) if owned is not None and owned.level < 3 else splits
 
     @property
     def reached(self) -> frozenset[str]:
@@ -95,4 +198,4 @@ class StepProgram:
             for stage in self.stages
             for value in (*stage.backward_inputs, *stage.backward_outputs)
             if value.kind in ("accumulator", "gradient")
-        )
+        ) | {n for stage in self.stages for group in stage.reduced for n in group}

@@ -56,7 +56,8 @@ def target_text(target: Any) -> str:
 
 def _line(node: fx.Node, notes: bool) -> str:
     if node.op == "output":
-        return f"return ({', '.join(_argument(a) for a in node.args[0])})"
+        returned: Any = node.args[0]
+        return f"return ({', '.join(_argument(a) for a in returned)})"
     kind = f": {type_text(node.meta['val'])}" if "val" in node.meta else ""
     if node.op in ("placeholder", "get_attr"):
         return f"%{node.name}{kind} = {'input' if node.op == 'placeholder' else 'constant'}"

@@ -14,6 +14,8 @@ from graphaccel.compat.torch import FakeTensor, FakeTensorMode, storage_key
 class _Values(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
+        if n.target is torch.ops._c10d_functional.wait_tensor.default:
+            result = self.env[n.args[0]]  # it gives back what it waited for; its fake is a copy
         n.meta["val"] = result
         return result
 
@@ -32,12 +34,23 @@ def propagate(graph: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> None:
     assert all("val" in n.meta for n in nodes if n.op == "call_function")
 
 
-def fake_like(value: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+def fake_like(value: Any, shape: Sequence[int]) -> torch.Tensor:
     """A contiguous fake tensor of another shape, in the mode `value` belongs to."""
     if tuple(value.shape) == tuple(shape):
         return value
     with value.fake_mode:
         return torch.empty(tuple(shape), dtype=value.dtype, device=value.device)
+
+
+def operands(node: fx.Node) -> tuple[Any, ...]:
+    """A call's positional arguments, without the union of types that FX gives them."""
+    return node.args
+
+
+def returned(graph: fx.GraphModule) -> Sequence[Any]:
+    """The nodes that a graph returns as a list."""
+    nodes: Any = graph.graph.output_node().args[0]
+    return nodes
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:

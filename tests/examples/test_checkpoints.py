@@ -18,14 +18,18 @@ def losses(out: str) -> list[float]:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("sharded", [[], ["--sharded"]], ids=["one file", "sharded"])
+@pytest.mark.parametrize(
+    ("sharded", "then"),
+    [([], []), (["--sharded"], ["--pipeline=1", "--zero=3"])],
+    ids=["one file", "sharded, under another plan"],
+)
 def test_it_resumes_where_it_stopped(
-    run_here, run_apart, tmp_path: Path, sharded: list[str]
+    run_here, run_apart, tmp_path: Path, sharded: list[str], then: list[str]
 ) -> None:
     one = ("--devices=1", "--pipeline=1", f"--folder={tmp_path / 'one'}")
     expected = losses(run_here(SCRIPT, *one, "--steps=6"))
     two = (str(EXAMPLES / SCRIPT), f"--folder={tmp_path / 'two'}", "--steps=3", *sharded)
-    got = losses(run_apart(*two)) + losses(run_apart(*two, "--resume"))
+    got = losses(run_apart(*two)) + losses(run_apart(*two, *then, "--resume"))
     assert len(expected) == 6
     assert got == pytest.approx(expected, abs=1e-5)
     if not sharded:
