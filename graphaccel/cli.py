@@ -68,6 +68,8 @@ def build_parser() -> argparse.ArgumentParser:
     explain.add_argument(
         "subject", metavar="CODE|FILE:FUNCTION|PLAN.json", type=_code_or_target, help="e.g. GA201"
     )
+    explain.add_argument("--rules", action="store_true", help="the sharding rule of every op")
+    explain.add_argument("--strict", action="store_true", help="with --rules: GA301 if one lacks")
     explain.set_defaults(run_command=_explain)
     _add_fusion(commands)
     return parser
@@ -313,6 +315,10 @@ def _fusion(arguments: argparse.Namespace) -> int:
 
 def _explain(arguments: argparse.Namespace) -> int:
     if not isinstance(arguments.subject, str):
+        if arguments.rules:
+            from graphaccel.rules_command import rules_command
+
+            return rules_command(*arguments.subject, strict=arguments.strict)
         from graphaccel import fusion_command
 
         return fusion_command.explain(*arguments.subject)

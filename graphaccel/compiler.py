@@ -47,6 +47,8 @@ from graphaccel.planner.placements import axis_rates
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.record import Record
 from graphaccel.planner.search import cluster_name, search
+from graphaccel.report.rules import missing, missing_note, priced_rules
+from graphaccel.rules.propagate import NO_RULE
 from graphaccel.schedule.communicate import with_communication
 from graphaccel.schedule.table import Schedule
 from graphaccel.schedule.table import build as build_schedule
@@ -234,6 +236,7 @@ class Compiler:
             return refined
 
         time_limit, data_limit = split_limits(planned)
+        self._refuse_missing(planned, time_limit, data_limit)
         plan = search(
             planned,
             self.cluster,
@@ -249,10 +252,25 @@ class Compiler:
         program = built.get(plan.decided(notes=()))
         if program is None:
             plan, program = self.refine(step, plan, batch, sizes)
-        plan = replace(plan, notes=(*plan.notes, *_kept_whole(program)))
+        notes = (*plan.notes, *_kept_whole(program), *self._without_rules(planned, plan))
+        plan = replace(plan, notes=notes)
         self.plan, self.resting = plan, program.resting
         progress("plan", plan.name, time.perf_counter() - start)
         return step, plan, program
+
+    def _refuse_missing(self, step: StepGraph, *limits: str | None) -> None:
+        """Raises MissingRule (GA301) where a pin splits the batch at an op without a rule."""
+        asked = any((self.pins.get(name) or 1) > 1 for name in ("data", "microbatches"))
+        if asked and any(limit and NO_RULE in limit for limit in limits):
+            error = missing(priced_rules(step, self.cluster.device))
+            if error is not None:
+                raise error
+
+    def _without_rules(self, step: StepGraph, plan: Plan) -> tuple[str, ...]:
+        """What ops without a rule cost where work is split over more than the batch."""
+        if all(getattr(plan, axis) == 1 for axis in AXES):
+            return ()
+        return missing_note(priced_rules(step, self.cluster.device))
 
     def refine(
         self, step: StepGraph, plan: Plan, batch: Batch, sizes: Mapping

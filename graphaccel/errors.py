@@ -387,8 +387,16 @@ class MissingRule(GraphAccelError):
             f"{count} no sharding rule",
             details=columns(rows) if rows else (),
             why="without a rule it is not known whether the batch may be split there",
-            help=("keep the batch whole:  data=1, microbatches=1",),
+            help=(*self._form(), "keep the batch whole:  data=1, microbatches=1"),
         )
+
+    def _form(self) -> tuple[str, ...]:
+        """Where to begin, with the most costly one."""
+        if not self.ops:
+            return ()
+        space, _, name = self.ops[0][0].partition(".")
+        rule = f'"{space}::{name.split(".")[0]}", "... d -> ... d", whole="d", example=(x,)'
+        return (f"say how it may be split:  graphaccel.sharding_rule({rule})",)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

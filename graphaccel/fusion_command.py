@@ -27,6 +27,7 @@ from graphaccel.kernels.registry import fusion_named, fusions
 from graphaccel.kernels.spec import Fusion
 from graphaccel.messages import columns
 from graphaccel.passes.fuse import find_sites
+from graphaccel.report.format import folded
 
 _ELEMENTS = 1 << 22  # of the largest input when timed
 _TEMPLATE = Path(__file__).parent / "kernels" / "template.py.txt"
@@ -59,7 +60,7 @@ def explain(file: Path, function: str | None) -> int:
     for fusion in everything:
         found = places[fusion.name]
         if found:
-            rows.append((fusion.name, str(len(found)), _folded(found)))
+            rows.append((fusion.name, str(len(found)), folded(found)))
         elif (near := finder.near.get(fusion.name)) is not None:
             inside = names.get(near.node) or "the model"
             said = (
@@ -70,14 +71,6 @@ def explain(file: Path, function: str | None) -> int:
             rows.append((fusion.name, "-", "its last op does not occur"))
     print("\n".join(columns(rows)))
     return 0
-
-
-def _folded(modules: Sequence[str]) -> str:
-    """`layers.*.mlp x 4, norm`: numbers folded, so that repeated layers are one entry."""
-    counts: dict[str, int] = defaultdict(int)
-    for module in modules:
-        counts[".".join("*" if p.isdigit() else p for p in module.split("."))] += 1
-    return ", ".join(f"{m} x {n}" if n > 1 else m for m, n in counts.items())
 
 
 def _chosen(name: str) -> list[Fusion]:

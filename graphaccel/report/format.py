@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections import Counter
 from collections.abc import Sequence
 
 from graphaccel.planner.explain import TERMS
@@ -66,3 +67,9 @@ def wrapped(line: str) -> list[str]:
 
 def clipped(line: str, width: int = WIDTH) -> str:
     return line if len(line) <= width else f"{line[: width - 1]}…"
+
+
+def folded(modules: Sequence[str]) -> str:
+    """`layers.*.mlp x 4, norm`: numbers folded, so that repeated layers are one entry."""
+    counts = Counter(".".join("*" if p.isdigit() else p for p in m.split(".")) for m in modules)
+    return ", ".join(f"{m} x {n}" if n > 1 else m for m, n in counts.items())

@@ -45,6 +45,39 @@ class Notation:
     kept: frozenset[int] = frozenset()
 
 
+def written(rule: Notation) -> str:
+    """A rule as text: `m k, k n -> m n`; dims without a name of their own are a, b, c, ...
+
+    Behind it, where they are not empty: the names that stay whole, and what is not summed over.
+    """
+    free = (c for c in "abcdefghijlnopqrstuvwxyz" if not _occurs(rule, c))
+    known: dict[str, str] = {"": "_", "1": "1"}
+
+    def name(index: str) -> str:
+        if index not in known:
+            known[index] = index if index[0].isalpha() else next(free)
+        return known[index]
+
+    sides = [
+        ", ".join(" ".join(map(name, names)) or "()" for names in tensors)
+        for tensors in (rule.inputs, rule.outputs)
+    ]
+    text = " -> ".join(sides)
+    inputs = [i for names in rule.inputs for i in names]
+    whole = [known[i] for i in dict.fromkeys(inputs) if i in rule.whole]
+    if whole:
+        text += f"   whole: {' '.join(whole)}"
+    kept = {i for names in rule.outputs for i in names} | rule.whole | {"", "1"}
+    lost = [known[i] for i in dict.fromkeys(inputs) if i not in kept]
+    if lost and not rule.sums:
+        text += f"   not summed: {' '.join(lost)}"
+    return text
+
+
+def _occurs(rule: Notation, name: str) -> bool:
+    return any(name in names for names in (*rule.inputs, *rule.outputs))
+
+
 def tensor_arguments(node: fx.Node) -> list[fx.Node]:
     """The nodes among a call's arguments that hold tensors, in order, repetitions kept."""
     found: list[fx.Node] = []

@@ -28,6 +28,8 @@ from graphaccel.rules.table import rule_of
 
 REPLICATED = "replicated"
 PARTIAL = "partial"
+NO_RULE = "has no sharding rule"
+"""How the reason of a conflict ends where the op is in no table."""
 Placement = str | int  # an int: sharded on that tensor dim
 
 _RANDOM = torch.Tag.nondeterministic_seeded
@@ -132,7 +134,7 @@ class _State:
             return
         notation = rule_of(node)
         if notation is None:
-            self._refuse(node, f"{node.target} has no sharding rule")
+            self._refuse(node, f"{node.target} {NO_RULE}")
             return
         self._apply(node, notation, tensors, places)
 

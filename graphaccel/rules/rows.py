@@ -397,6 +397,11 @@ _CARRY: Mapping[Any, tuple[Follow, Follow]] = MappingProxyType(
 # ---- ops that need more than smaller arguments
 
 
+def has_lowering(node: fx.Node) -> bool:
+    """Whether a call may be split in more ways than its rule says, by a rewrite of its own."""
+    return node.target in _LOWERED
+
+
 def _lowered(
     node: fx.Node, ranks: int, inputs: Sequence[Shards], outputs: Sequence[Shards]
 ) -> Iterator[Row]:

@@ -166,6 +166,7 @@ error[GA301]: 2 ops have no sharding rule
   mylib.scan   bf16[64,512]   layers.0.ssm  mamba.py:140  32 uses
   aten.im2col  f32[64,3,8,8]  patch         vit.py:31     1 use
   why:  without a rule it is not known whether the batch may be split there
+  help: say how it may be split:  graphaccel.sharding_rule("mylib::scan", "... d -> ... d", whole="d", example=(x,))
   help: keep the batch whole:  data=1, microbatches=1
   explain: graphaccel explain GA301""",
     ),

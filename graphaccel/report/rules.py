@@ -1,0 +1,143 @@
+"""The sharding rule of every op of a captured step, and what the ops without one cost.
+
+    priced_rules(step, device) -> RuleRow, ...  -> rules_text(rows, ...)
+
+An op without a rule runs whole on every device of an axis, so its whole time stays; and where the
+batch is split it is refused (GA301), as it could mix examples.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from graphaccel.capture.stepgraph import StepGraph
+from graphaccel.errors import MissingRule
+from graphaccel.ir.text import target_text, type_text
+from graphaccel.messages import Location, columns
+from graphaccel.planner.cluster import Device
+from graphaccel.planner.cost import Sizes, node_bytes, node_flops, node_seconds
+from graphaccel.report.format import folded, in_unit, plural, seconds_text, unit_of
+from graphaccel.rules.notation import written
+from graphaccel.rules.rows import has_lowering
+from graphaccel.rules.table import rule_of
+
+
+@dataclass(frozen=True)
+class RuleRow:
+    """Calls of one op under one rule (None: there is none), added up.
+
+    op: `aten.mm`. shape: what the most costly of them gives, as text. modules: their paths, numbers
+    folded. location: "file:line" of the user's code, "" where unknown. uses: how many. flops,
+    bytes, seconds: of all of them in one step on one device. share: of the step's seconds.
+    """
+
+    op: str
+    rule: str | None
+    shape: str
+    modules: str
+    location: str
+    uses: int
+    flops: int
+    bytes: int
+    seconds: float
+    share: float
+
+
+def priced_rules(step: StepGraph, device: Device) -> tuple[RuleRow, ...]:
+    """Every op of forward and backward at the captured sizes, the most costly first."""
+    sizes = Sizes(step.sizes)
+    calls: dict[tuple[str, str | None], list[tuple[float, fx.Node]]] = {}
+    total = 0.0
+    for node in step.graph.graph.nodes:
+        if node.op != "call_function" or node.target is operator.getitem:
+            continue
+        rule = rule_of(node)
+        seconds = node_seconds(node, device, sizes)
+        total += seconds
+        text = None if rule is None else written(rule)
+        if rule is not None and has_lowering(node):
+            text = f"{text}   (what is whole or missing: by a rewrite)"
+        key = target_text(node.target), text
+        calls.setdefault(key, []).append((seconds, node))
+    rows = []
+    for (op, rule), found in calls.items():
+        first = max(found, key=lambda pair: pair[0])[1]
+        place = first.meta.get("location")
+        seconds = sum(s for s, _ in found)
+        rows.append(
+            RuleRow(
+                op,
+                rule,
+                type_text(first.meta["val"]),
+                folded([n.meta.get("module") or "the model" for _, n in found]),
+                str(Location(*place)) if place else "",
+                len(found),
+                sum(int(node_flops(n, sizes)) for _, n in found),
+                sum(int(node_bytes(n, sizes)) for _, n in found),
+                seconds,
+                seconds / total,
+            )
+        )
+    return tuple(sorted(rows, key=lambda r: (-r.seconds, r.op, r.rule or "")))
+
+
+def missing(rows: Sequence[RuleRow]) -> MissingRule | None:
+    """The error (GA301) that names the ops without a rule, or None if every op has one."""
+    without = [r for r in rows if r.rule is None]
+    if not without:
+        return None
+    return MissingRule(ops=tuple((r.op, r.shape, r.modules, r.location, r.uses) for r in without))
+
+
+def missing_note(rows: Sequence[RuleRow]) -> tuple[str, ...]:
+    """A line for a report: what the ops without a rule take, whole on every device."""
+    without = [r for r in rows if r.rule is None]
+    if not without:
+        return ()
+    share = 100 * sum(r.share for r in without)
+    names = ", ".join(r.op for r in without)
+    return (f"no sharding rule, whole on every device: {names} ({share:.1f} % of a step's ops)",)
+
+
+def rules_text(rows: Sequence[RuleRow], model: str, device: Device) -> str:
+    """The rows as text: those without a rule first, with how to add one."""
+    without = [r for r in rows if r.rule is None]
+    ops = len({r.op for r in rows})
+    lines = [
+        f"{plural(ops, 'op')} in a step of {model}, prices of one {device.name} device; "
+        + (f"{len(without)} without a sharding rule" if without else "every op has a sharding rule")
+    ]
+    if without:
+        head = ("op", "uses", "GFLOP", "bytes", "time", "of step", "shape", "module", "line")
+        cells = [(r.op, *_price(r), r.shape, r.modules, r.location or "-") for r in without]
+        lines += ["", "WITHOUT A RULE: whole on every device, and no split of the batch"]
+        lines += [f"  {line}" for line in columns([head, *cells])]
+        lines += ["", "say how the first may be split; it is proved by running it on the example:"]
+        lines += [f"  graphaccel.sharding_rule({_form(without[0])})"]
+    head = ("op", "uses", "GFLOP", "bytes", "time", "of step", "rule")
+    cells = [(r.op, *_price(r), r.rule) for r in rows if r.rule is not None]
+    lines += ["", "WITH A RULE: dims of one name are split together; a name that is missing on the"]
+    lines += ["right is summed over, _ is a dim that is not split, 1 one that is repeated"]
+    lines += [f"  {line}" for line in columns([head, *cells])]
+    return "\n".join(lines) + "\n"
+
+
+def _price(row: RuleRow) -> tuple[str, ...]:
+    unit, size = unit_of(row.bytes)
+    return (
+        str(row.uses),
+        f"{row.flops / 1e9:,.3g}",
+        f"{in_unit(row.bytes, size)} {unit}",
+        seconds_text(row.seconds),
+        f"{100 * row.share:.1f} %",
+    )
+
+
+def _form(row: RuleRow) -> str:
+    """Arguments to begin with: the user knows what the dims are."""
+    space, _, name = row.op.partition(".")
+    return f'"{space}::{name.split(".")[0]}", "... d -> ... d", whole="d", example=(x,)'
