@@ -1,4 +1,4 @@
-"""Tensor parallelism on 2 processes: graphaccel with tensor=2 against DTensor's `parallelize_module`.
+"""Tensor parallelism on 2 processes: graphaccel with tensor=2 against `parallelize_module`.
 
 Theirs is the layout of PyTorch's tutorial: query, key, value, up and head by columns, out and down
 by rows, the loss on sharded logits (`loss_parallel`). The model has query, key and value apart and

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,7 +11,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, overload
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -44,6 +42,7 @@ from graphaccel.runtime.loss_scale import LossScale
 from graphaccel.runtime.mesh import build_mesh
 from graphaccel.runtime.module import Dropped, HandOut, Kept, attach, original_class
 from graphaccel.runtime.session import CompiledStep, Session
+from graphaccel.runtime.share import depends_on, same_on_all_ranks, share_capture
 from graphaccel.runtime.state import (
     OptimizerState,
     full_state,
@@ -112,9 +111,9 @@ def optimize(
     handle = Handle(model, optimizer, compiler, count, device, timeout)
     with _moved(model, device):
         if example_batch is None:
-            _same_on_all_ranks(model, count)
+            same_on_all_ranks(model, count)
         else:
-            handle.prepare(as_batch(example_batch), lambda: _same_on_all_ranks(model, count))
+            handle.prepare(as_batch(example_batch), lambda: same_on_all_ranks(model, count))
     attach(model, handle, handle.run, handle.state_dict)
     return model if optimizer is None else (model, optimizer)
 
@@ -223,6 +222,7 @@ class Handle:
 
         planned: called when nothing can be refused any more, before anything is changed.
         """
+        self._share_capture(batch)
         step, chosen, program = self._compiler.choose(batch)
         self._agree(chosen)
         planned()
@@ -317,6 +317,7 @@ class Handle:
             assert self.plan is not None
             assert self._session is not None
             self._refuse_other(batch)
+            self._share_capture(batch)
             step, program = self._compiler.compile(
                 batch, self.plan, self._session.homes, self._session.groups
             )
@@ -395,6 +396,18 @@ class Handle:
             step.forward.constants,
             _rebuilder(step),
             (lambda outputs: backward_of(program, used, outputs)) if outside else None,
+        )
+
+    def _share_capture(self, batch: Batch) -> None:
+        """Capture on one rank for all."""
+        if self._devices == 1:
+            return
+        compiler = self._compiler
+        share_capture(
+            compiler.knows(batch),
+            depends_on(self._model, batch.signature(), compiler.model.loss_fn),
+            lambda: compiler.capture(batch)[0],
+            lambda step: compiler.keep(batch, step),
         )
 
     def _agree(self, chosen: Plan) -> None:
@@ -516,23 +529,6 @@ def _moved(model: nn.Module, device: torch.device) -> Iterator[None]:
         if device.type != "cpu":
             model.to(before)
         raise
-
-
-def _same_on_all_ranks(model: nn.Module, count: int) -> None:
-    """Rank 0's weights and random state everywhere: replicas and shuffles must not differ."""
-    if count == 1:
-        return
-    with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers()):
-            data = tensor.detach().contiguous()
-            dist.broadcast(data, 0)
-            if data.data_ptr() != tensor.data_ptr():
-                tensor.copy_(data)
-    states: list[Any] = [(torch.random.get_rng_state(), random.getstate(), np.random.get_state())]
-    dist.broadcast_object_list(states, 0)
-    torch.random.set_rng_state(states[0][0])
-    random.setstate(states[0][1])
-    np.random.set_state(states[0][2])
 
 
 def assumed_state(optimizer: Optimizer | None) -> str:

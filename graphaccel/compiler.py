@@ -204,6 +204,14 @@ class Compiler:
         progress("capture", f"{nodes:,} ops", time.perf_counter() - start)
         return step, self._sizes(step, batch)
 
+    def knows(self, batch: Batch) -> bool:
+        """Whether the training step of this batch is captured already."""
+        return any(self._fitting(step, batch, True) is not None for step in self.captures.values())
+
+    def keep(self, batch: Batch, step: StepGraph) -> None:
+        """Use another rank's capture of the training step of this batch."""
+        self.captures[(batch.signature(), True)] = step
+
     def choose(
         self, batch: Batch, record: Record | None = None
     ) -> tuple[StepGraph, Plan, StepProgram]:

@@ -6,6 +6,7 @@ for, so that a new torch version is checked here and nowhere else.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -124,6 +125,25 @@ def fake_mode_of(nodes: list[fx.Node]) -> Any:
         if isinstance(node.meta.get("val"), FakeTensor):
             return node.meta["val"].fake_mode
     return FakeTensorMode()
+
+
+def graph_bytes(value: Any) -> bytes:
+    """Anything that holds fx graphs, as bytes; fake tensors without data, others with theirs."""
+    from torch.fx._graph_pickler import GraphPickler, Options  # it loads Inductor: a second
+
+    options = Options(ops_filter=None)
+    if hasattr(options, "node_metadata_key_filter"):
+        options.node_metadata_key_filter = None  # module paths are read again by passes
+    return GraphPickler.dumps(value, options)
+
+
+def graph_from_bytes(data: bytes) -> Any:
+    """What `graph_bytes` was given; its fake tensors are of one new mode."""
+    from torch.fx._graph_pickler import GraphPickler
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch reads its own deprecated names
+        return GraphPickler.loads(data, FakeTensorMode())
 
 
 __all__ = ["DataDependentError", "TorchDispatchMode", "is_traceable_wrapper_subclass", "pytree"]

@@ -1,0 +1,106 @@
+"""What one rank gives to all: its weights and random state, and its capture.
+
+On a machine whose ranks share few cores, all of them capturing at once takes as many times longer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from graphaccel.capture.stepgraph import StepGraph
+from graphaccel.capture.transport import packed, unpacked
+from graphaccel.errors import GraphMisuse
+
+log = logging.getLogger("graphaccel.runtime")
+
+
+def same_on_all_ranks(model: nn.Module, count: int) -> None:
+    """Rank 0's weights and random state everywhere: replicas and shuffles must not differ.
+
+    Raises GraphMisuse (GA407) where the models have not the same parts; nothing is changed then.
+    """
+    if count == 1:
+        return
+    said: list[Any] = [None] * count
+    dist.all_gather_object(said, depends_on(model, None, None))
+    if len(set(said)) > 1:
+        other = next(rank for rank, digest in enumerate(said) if digest != said[0])
+        raise GraphMisuse(
+            what=f"the model of rank {other} is not that of rank 0: they differ in modules, "
+            "parameters, buffers or modes",
+            help_line="build the same model on every rank",
+        )
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            data = tensor.detach().contiguous()
+            dist.broadcast(data, 0)
+            if data.data_ptr() != tensor.data_ptr():
+                tensor.copy_(data)
+    states: list[Any] = [(torch.random.get_rng_state(), random.getstate(), np.random.get_state())]
+    dist.broadcast_object_list(states, 0)
+    torch.random.set_rng_state(states[0][0])
+    random.setstate(states[0][1])
+    np.random.set_state(states[0][2])
+
+
+def share_capture(
+    known: bool,
+    depends: str,
+    capture: Callable[[], StepGraph],
+    keep: Callable[[StepGraph], None],
+) -> None:
+    """Let one rank call `capture` and the others `keep` what it made; a collective.
+
+    known: this rank has the capture already. depends: digest of what it depends on. Nothing is
+    done where all ranks know it or where they differ in what it depends on. A rank for which
+    nothing is kept captures by itself: its error is then its own, and what can not be sent (an
+    output of a class that pickle can not find) costs time only.
+    """
+    said: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(said, (known, depends))
+    if all(has for has, _ in said) or len({digest for _, digest in said}) > 1:
+        return
+    source = next((rank for rank, (has, _) in enumerate(said) if has), 0)
+    data: list[bytes | None] = [None]
+    try:
+        if dist.get_rank() == source:
+            data[0] = _packed(capture())
+    finally:  # the others wait, whatever happens here
+        dist.broadcast_object_list(data, source)
+    if known or dist.get_rank() == source or data[0] is None:
+        return
+    step = unpacked(data[0])
+    if step is None:
+        log.info("the capture of rank %d did not survive the way; capturing here too", source)
+        return
+    keep(step)
+
+
+def depends_on(model: nn.Module, signature: object, loss: object) -> str:
+    """A digest of what a capture depends on, as far as two ranks' models can differ: their modules,
+    parameters and modes, and the batch's signature."""
+    parts: list[object] = [signature, getattr(loss, "__qualname__", loss)]
+    parts += [(name, type(m).__qualname__, m.training) for name, m in model.named_modules()]
+    for named in (model.named_parameters, model.named_buffers):
+        parts += [
+            (name, tuple(t.shape), str(t.dtype), t.requires_grad)
+            for name, t in named(remove_duplicate=False)
+        ]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def _packed(step: StepGraph) -> bytes | None:
+    try:
+        return packed(step)
+    except Exception as error:  # of the user's classes: pickle raises whatever they do
+        log.info("each rank captures by itself: the capture can not be sent: %s", error)
+        return None

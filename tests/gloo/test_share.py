@@ -1,0 +1,81 @@
+"""One rank captures for all; where it can not, each meets the reason itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import graphaccel
+from graphaccel import compiler
+from graphaccel.errors import GraphMisuse, TensorBranch
+from tests.support.gpt import GPT
+from tests.support.pool import Pool
+
+pytestmark = pytest.mark.multiprocess
+
+
+DIFFERENT = (
+    "the model of rank 1 is not that of rank 0: they differ in modules, parameters, buffers or "
+    "modes"
+)
+
+
+class _Net(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layer, self.kind = nn.Linear(4, 4), kind
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.layer(x)
+        if self.kind == "branch" and y.sum() > 0:
+            y = -y
+        return y.square().mean()
+
+
+def _made(kind: str) -> tuple[int, str]:
+    """How many captures this rank made for a step, and its error."""
+    count = 0
+    original = compiler.capture
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        count += 1
+        return original(*args, **kwargs)
+
+    compiler.capture = counting
+    error = ""
+    try:
+        torch.manual_seed(1)
+        if kind == "gpt":
+            model: nn.Module = GPT()
+            tokens = torch.zeros(4, 8, dtype=torch.int64)
+            batch: dict[str, torch.Tensor] = {"input_ids": tokens, "labels": tokens}
+        else:
+            model, batch = _Net(kind), {"x": torch.ones(4, 4)}
+        if kind == "differ" and torch.distributed.get_rank() == 1:
+            model.layer = nn.Linear(4, 4, bias=False)
+        model = graphaccel.optimize(model, devices=2, data=2)
+        model(**batch).backward()
+        model(**{k: v[:2] for k, v in batch.items()}).backward()
+    except TensorBranch:
+        error = "TensorBranch"
+    except GraphMisuse as caught:
+        error = caught.message().sentence
+    finally:
+        compiler.capture = original
+    return count, error
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("gpt", [(1, ""), (0, "")]),
+        ("branch", [(1, "TensorBranch"), (1, "TensorBranch")]),
+        ("differ", [(0, DIFFERENT), (0, DIFFERENT)]),
+    ],
+)
+def test_captures_made(pool: Pool, kind: str, expected: list[tuple[int, str]]) -> None:
+    assert pool.run(2, _made, kind) == expected
