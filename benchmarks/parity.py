@@ -1,6 +1,6 @@
 """Every zoo model under every plan and recomputation, against one device: errors and memory.
 
-    python -m benchmarks.parity [--models gpt,t5] [--recompute none,some,all]
+    python -m benchmarks.parity [--models gpt,t5] [--plans data2,zero3] [--recompute none,some,all]
 
 One step in float64, and 20 optimizer steps in float32. Prints a line a case and writes
 `benchmarks/results/parity.json`: the largest relative error of the float64 loss and of any
@@ -18,13 +18,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.gloo import test_zero as sharded
+from tests.gloo import test_axes as axes
+from tests.gloo import test_zero as zero
 from tests.gloo.test_parity import PLANS, RECOMPUTE, pins_for
 from tests.support.parity import Reference, compare, reference, run_plan
 from tests.support.pool import Pool
-from tests.support.zoo import ZOO
+from tests.support.zoo import ALL, ZOO
 
 STEPS = 20
+OTHERS = (*zero.PLANS, *axes.PLANS)
 RESULT = Path(__file__).parent / "results" / "parity.json"
 
 
@@ -33,8 +35,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--models", default=",".join(ZOO))
-    parser.add_argument("--plans", default=",".join((*PLANS, *sharded.PLANS)))
+    parser.add_argument("--models", default=",".join(ZOO), help=f"of {', '.join(ALL)}")
+    parser.add_argument("--plans", default=",".join(PLANS), help=f"also {', '.join(OTHERS)}")
     parser.add_argument("--recompute", default=",".join(RECOMPUTE))
     chosen = parser.parse_args()
     known: dict[str, Any] = json.loads(RESULT.read_text())["cases"] if RESULT.exists() else {}
@@ -58,7 +60,7 @@ def main() -> int:
 def _case(
     pool: Pool, expected: tuple[Reference, Reference], model: str, plan: str, recompute: str
 ) -> dict[str, Any]:
-    world, pins = (pins_for if plan in PLANS else sharded.pins_for)(model, plan, recompute)
+    world, pins = _pins(model, plan, recompute)
     got = pool.run(world, run_plan, model, "float64", pins, 1)
     result = compare(expected[0], got)
     memory = [round(r["peak_predicted"] / r["peak_measured"], 4) for r in got]
@@ -73,6 +75,13 @@ def _case(
     zero = all(error <= 1 for error in result.zero.values())
     within = near and zero and all(abs(m - 1) <= 0.02 for m in memory)
     return {"loss": loss, "gradient": gradient, "memory": memory, "curve": curve, "within": within}
+
+
+def _pins(model: str, plan: str, recompute: str) -> tuple[int, dict[str, Any]]:
+    for module in (zero, axes):
+        if plan in module.PLANS:
+            return module.pins_for(model, plan, recompute)
+    return pins_for(model, plan, recompute)
 
 
 def _write(cases: dict[str, Any]) -> None:

@@ -27,6 +27,7 @@ from tests.support.casts import lift_loss_cast
 from tests.support.lockstep import part_of, whole_of
 from tests.support.parity import Reference, build, reference
 from tests.support.pool import Pool
+from tests.support.zoo import ALL
 
 PLANS: Mapping[str, tuple[int, dict[str, int]]] = {
     "tensor2": (2, {"tensor": 2}),
@@ -46,6 +47,13 @@ QUICK = (
 CASES = [(name, QUICK[(i + k) % 6]) for i, name in enumerate(MODELS) for k in (0, 3)]
 
 
+def pins_for(model: str, plan: str, recompute: str = "none") -> tuple[int, dict[str, Any]]:
+    """World size and pins; a model that mixes rows (BatchNorm) has one microbatch."""
+    world, pins = PLANS[plan]
+    given = {"data": 1, "pipeline": 1, "microbatches": 1, "interleave": 1, "recompute": recompute}
+    return world, given | pins | ({"microbatches": 1} if ALL[model].mixes_rows else {})
+
+
 def _part(value: Tensor, splits: Sequence[Sharded], plan: Plan, at: Mapping[str, int]) -> Tensor:
     for split in splits:
         shard = Shard(split.dim, split.outer)
@@ -55,12 +63,11 @@ def _part(value: Tensor, splits: Sequence[Sharded], plan: Plan, at: Mapping[str,
 
 def run_axes(name: str, pins: dict[str, Any], world: int) -> dict[str, Any]:
     """One step of this rank: loss, gradients as this rank has them, and where they belong."""
-    defaults = {"data": 1, "pipeline": 1, "microbatches": 1, "interleave": 1, "recompute": "none"}
     with lift_loss_cast():
         model, batch, loss_fn = build(name, "float64")
         leaves = as_batch(batch)
         cluster = cluster_here(world, torch.device("cpu"))
-        compiler = Compiler(Model(model, loss_fn, 2.0), cluster, defaults | pins)
+        compiler = Compiler(Model(model, loss_fn, 2.0), cluster, pins)
         step, plan, program = compiler.choose(leaves)
     mesh = build_mesh(plan, program.shared.values(), torch.device("cpu"), timedelta(seconds=60))
     at = coordinates(mesh.sizes, dist.get_rank())
@@ -114,9 +121,7 @@ def _reference(name: str) -> Reference:
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(("name", "plan"), CASES)
 def test_one_step_is_that_of_one_device(pool: Pool, name: str, plan: str) -> None:
-    world, pins = PLANS[plan]
-    if name == "resnet" and "microbatches" in pins:
-        pins = {**pins, "microbatches": 1}
+    world, pins = pins_for(name, plan)
     got = pool.run(world, run_axes, name, pins, world)
     check(name, got)
 

@@ -12,7 +12,7 @@ import graphaccel
 from graphaccel.runtime.sharded import ShardTensor
 from tests.support.parity import Reference, compare, reference, run_plan
 from tests.support.pool import Pool
-from tests.support.zoo import ZOO
+from tests.support.zoo import ALL, ZOO
 
 pytestmark = pytest.mark.multiprocess
 
@@ -47,7 +47,7 @@ def pins_for(model: str, plan: str, recompute: str = "none") -> tuple[int, dict[
     """World size and pins; a model that mixes rows (BatchNorm) has one microbatch."""
     world, pins = PLANS[plan]
     pins = {"pipeline": 1, "recompute": recompute, **pins}
-    if ZOO[model].mixes_rows:
+    if ALL[model].mixes_rows:
         pins["microbatches"] = 1
         pins.pop("accumulation", None)
     return world, pins
