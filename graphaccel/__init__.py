@@ -19,12 +19,14 @@ if TYPE_CHECKING:
     from graphaccel.kernels.fusion import Scalar, T, fusion
     from graphaccel.planner.pins import replicate, shard
     from graphaccel.rules.own import sharding_rule
+    from graphaccel.runtime.deferred import deferred
 
 __version__ = "0.1.0"
 
 _PUBLIC = {
     "Scalar": "graphaccel.kernels.fusion",
     "T": "graphaccel.kernels.fusion",
+    "deferred": "graphaccel.runtime.deferred",
     "full_state_dict": "graphaccel.api",
     "fusion": "graphaccel.kernels.fusion",
     "optimize": "graphaccel.api",
@@ -34,8 +36,8 @@ _PUBLIC = {
     "sharding_rule": "graphaccel.rules.own",
 }
 __all__ = [
-    "GraphAccelError", "Scalar", "T", "__version__", "errors", "full_state_dict", "fusion",
-    "optimize", "plan", "replicate", "shard", "sharding_rule",
+    "GraphAccelError", "Scalar", "T", "__version__", "deferred", "errors", "full_state_dict",
+    "fusion", "optimize", "plan", "replicate", "shard", "sharding_rule",
 ]  # fmt: skip
 
 

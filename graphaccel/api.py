@@ -37,10 +37,12 @@ from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.cluster import cluster as named_cluster
 from graphaccel.planner.plan import Plan
 from graphaccel.report.text import plan_report
+from graphaccel.runtime.deferred import RECORD, initial_values
 from graphaccel.runtime.launch import check_devices, ensure_launched
 from graphaccel.runtime.loss_scale import LossScale
 from graphaccel.runtime.mesh import build_mesh
 from graphaccel.runtime.module import Dropped, HandOut, Kept, attach, original_class
+from graphaccel.runtime.record import Record
 from graphaccel.runtime.session import CompiledStep, Session
 from graphaccel.runtime.share import depends_on, same_on_all_ranks, share_capture
 from graphaccel.runtime.state import (
@@ -69,6 +71,7 @@ def optimize(
     *,
     devices: int | None = None,
     loss_fn: LossFn | None = None,
+    init_fn: Callable[[], nn.Module] | None = None,
     example_batch: Any = None,
     plan: str | Path | Plan | None = None,
     cluster: Cluster | None = None,
@@ -86,6 +89,9 @@ def optimize(
       called with the target as its last argument (or under the parameter's name) and returns the
       loss. Without it the script computes the loss from the outputs: no pipeline cut is possible
       then. "outside" says so where the model returns something that looks like a loss.
+    init_fn: builds the model anew, for one on the meta device: every rank then initialises what it
+      holds, with the values of one device (`deferred` says so beforehand; Hugging Face's models
+      need neither).
     example_batch: plan now; otherwise the first training batch is captured.
     plan: run exactly this plan (an object, or a file saved by `graphaccel plan --json`).
     cluster: what to plan for, where it is not the machine found here.
@@ -96,7 +102,7 @@ def optimize(
     """
     check_arguments(model, optimizer, pins, loss_fn)
     planning = os.environ.get(PLAN_ONLY) == "1"
-    check_supported(model, weights=not planning)
+    check_supported(model)
     if planning:
         return _plan_only(PlanRequested(model, optimizer, loss_fn, pins, example_batch))
     given = read_plan(plan, pins)
@@ -108,12 +114,15 @@ def optimize(
     compiler = Compiler(what, where, pins, given)
     if isinstance(plan, (str, Path)):
         compiler.path = str(plan)
-    handle = Handle(model, optimizer, compiler, count, device, timeout)
+    initial = initial_values(model, init_fn)
+    handle = Handle(model, optimizer, compiler, count, device, timeout, initial)
     with _moved(model, device):
         if example_batch is None:
-            same_on_all_ranks(model, count)
+            same_on_all_ranks(model, count, initial)
         else:
-            handle.prepare(as_batch(example_batch), lambda: same_on_all_ranks(model, count))
+            handle.prepare(
+                as_batch(example_batch), lambda: same_on_all_ranks(model, count, initial)
+            )
     attach(model, handle, handle.run, handle.state_dict)
     return model if optimizer is None else (model, optimizer)
 
@@ -136,7 +145,7 @@ def plan(
     of one device, where it differs. Raises InfeasiblePlan (GA201) with what would make it fit.
     """
     where = cluster or named_cluster(device, devices, memory)
-    check_supported(model, weights=False)
+    check_supported(model)
     compiler = Compiler(Model(model, loss_fn, optimizer_bytes(optimizer)), where, pins)
     return compiler.choose(as_batch(example_batch))[1]
 
@@ -164,7 +173,9 @@ class Handle:
         devices: int,
         device: torch.device,
         timeout: float,
+        initial: Record | None = None,
     ) -> None:
+        self._initial = initial
         self._model, self._optimizer, self._compiler = model, optimizer, compiler
         self._devices, self._device, self._timeout = devices, device, timeout
         self._inner = tuple(model.named_modules())
@@ -234,7 +245,9 @@ class Handle:
         optimizer = self._optimizer
         if optimizer is not None and (program.owned or program.resting):
             check_elementwise(optimizer)
-        session.settle(program_homes(program), step.tied, optimizer, program)
+        session.settle(program_homes(program), step.tied, optimizer, program, self._initial)
+        self._initial = None
+        vars(self._model).pop(RECORD, None)
         self._meshes = stage_meshes(session)
         if optimizer is not None and mesh.pipeline > 1:
             optimizer.register_step_pre_hook(_without_remote_gradients)
@@ -260,6 +273,12 @@ class Handle:
         if module is not self._model or self._compiler.capturing:
             return forward(module, *args, **kwargs)
         training = torch.is_grad_enabled() and self._model.training
+        if not training and self._initial is not None:
+            raise GraphMisuse(
+                what="the model is on the meta device until the first training batch, and was "
+                "evaluated before",
+                help_line="graphaccel.optimize(model, optimizer, example_batch=batch)",
+            )
         if not training and self._has_all():
             return self._plain(forward, args, kwargs)
         if training:
@@ -521,12 +540,13 @@ def cluster_here(count: int, device: torch.device) -> Cluster:
 def _moved(model: nn.Module, device: torch.device) -> Iterator[None]:
     """The model on this rank's device, and back where it was if the block fails."""
     before = next(model.parameters()).device
-    if device.type != "cpu":
+    moves = device.type != "cpu" and before.type != "meta"  # there is nothing to move on meta
+    if moves:
         model.to(device)
     try:
         yield
     except BaseException:
-        if device.type != "cpu":
+        if moves:
             model.to(before)
         raise
 

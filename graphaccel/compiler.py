@@ -96,11 +96,8 @@ def as_batch(example: Any) -> Batch:
     return flatten_call(*as_call(example))
 
 
-def check_supported(module: nn.Module, *, weights: bool = True) -> None:
-    """Raises Unsupported (GA208) for what no plan can hold: dtypes, layouts, several devices.
-
-    weights: they will be needed, so that the meta device is refused too.
-    """
+def check_supported(module: nn.Module) -> None:
+    """Raises Unsupported (GA208) for what no plan can hold: dtypes, layouts, several devices."""
     devices = set()
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if tensor.is_complex() or tensor.is_quantized:
@@ -116,12 +113,6 @@ def check_supported(module: nn.Module, *, weights: bool = True) -> None:
                 help_line=f"{name} = {name}.to_dense()",
             )
         devices.add(tensor.device)
-    if weights and torch.device("meta") in devices:
-        raise Unsupported(
-            what="training a model on the meta device",
-            reason="it has no weights; planning needs none, training does",
-            help_line="model.to_empty(device='cpu'), then initialise it",
-        )
     if len(devices) > 1:
         found = ", ".join(sorted(map(str, devices)))
         raise Unsupported(

@@ -370,6 +370,26 @@ class NotElementwise(GraphAccelError):
         )
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
+class CannotInitialise(GraphAccelError):
+    """It is not known how a model on the meta device is initialised. model: its class's name."""
+
+    code = "GA212"
+    model: str
+    reason: str
+
+    def message(self) -> Message:
+        return Message(
+            f"the initial weights of `{self.model}` are not known",
+            why=self.reason,
+            help=(
+                "say how it is built:  graphaccel.optimize(model, optimizer, "
+                f"init_fn=lambda: {self.model}(...))",
+                f"or build it so:  model = graphaccel.deferred(lambda: {self.model}(...))",
+            ),
+        )
+
+
 # --- 3xx: rules -----------------------------------------------------------------------------------
 
 

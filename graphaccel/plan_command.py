@@ -52,7 +52,7 @@ def plan_command(args: argparse.Namespace) -> int:
         print(comparison(_read(a), _read(b), names=(str(a), str(b))), end="")
         return 0
     job = find_job(*args.target)
-    check_supported(job.model, weights=False)
+    check_supported(job.model)
     if args.batch is not None:
         job = replace(job, batch=resized(job.batch, batch_leaves(job.batch)[1], args.batch))
     given = pins_of(args)

@@ -13,7 +13,12 @@ import torch
 from torch import fx
 
 # Tensors with shapes and no data: tracing and propagation.
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 
 # Meshes of owners, to present parameters as DTensors (runtime/state.py).
 from torch.distributed.device_mesh import DeviceMesh
@@ -30,8 +35,24 @@ from torch.fx.graph import CodeGen
 # Trees with key paths; torch.utils.pytree of later versions has them publicly.
 from torch.utils import _pytree as pytree
 
-# Sees every operator that runs, also inside backward: measuring tensor bytes (runtime/meter.py).
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+# Sees every operator that runs, also inside backward: measuring tensor bytes (runtime/meter.py);
+# and values computed for real while others are recorded (runtime/deferred.py).
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass,
+)
+from torch.utils._python_dispatch import (
+    _disable_current_modes as without_modes,
+)
+
+# What a fake tensor raises where its values are asked for (runtime/deferred.py).
+UnknownValue = (DataDependentOutputException, DynamicOutputShapeException)
+
+
+def forget(mode: FakeTensorMode) -> None:
+    """Drop a mode's weak references to its tensors: `module.to(dtype)` can not swap one that has
+    any."""
+    mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
 
 
 def schema(node: fx.Node) -> list[Any]:
@@ -146,4 +167,7 @@ def graph_from_bytes(data: bytes) -> Any:
         return GraphPickler.loads(data, FakeTensorMode())
 
 
-__all__ = ["DataDependentError", "TorchDispatchMode", "is_traceable_wrapper_subclass", "pytree"]
+__all__ = [
+    "DataDependentError", "TorchDispatchMode", "is_traceable_wrapper_subclass", "pytree",
+    "without_modes",
+]  # fmt: skip

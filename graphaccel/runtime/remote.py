@@ -29,9 +29,11 @@ class RemoteTensor(torch.Tensor):
     group: Any
 
     @staticmethod
-    def __new__(cls, like: torch.Tensor, group: Any) -> RemoteTensor:
-        """A stand-in for `like`."""
-        made = without_storage(cls, like.shape, like.dtype, like.device)
+    def __new__(
+        cls, like: torch.Tensor, group: Any, device: torch.device | None = None
+    ) -> RemoteTensor:
+        """A stand-in for `like`, on another device if that is said."""
+        made = without_storage(cls, like.shape, like.dtype, device or like.device)
         made.group = group
         return made
 

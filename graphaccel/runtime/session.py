@@ -26,6 +26,7 @@ from graphaccel.runtime.layout import Layout
 from graphaccel.runtime.loss_scale import LossScale
 from graphaccel.runtime.mesh import AXES, Mesh
 from graphaccel.runtime.outside import HandIn, OutsideExecutor
+from graphaccel.runtime.record import Record
 from graphaccel.runtime.remote import RemoteTensor
 from graphaccel.runtime.sharded import ShardTensor, local_of
 from graphaccel.schedule.table import Schedule
@@ -69,6 +70,7 @@ class Session:
         self.states: dict[str, Layout] = {}
         self._shards: dict[str, torch.Tensor] = {}
         self._executors: dict[int, Executor] = {}
+        self._initial: Record | None = None
         self._buckets = Buckets()
         self._outside: dict[int, OutsideExecutor] = {}
 
@@ -78,28 +80,65 @@ class Session:
         tied: Mapping[str, str],
         optimizer: Any,
         program: StepProgram,
+        initial: Record | None = None,
     ) -> None:
         """Let go of what this rank does not hold: parameters and buffers of other stages become
         RemoteTensors in place, those that rest sharded become ShardTensors.
 
+        initial: how a model on the meta device gets its values; each is computed where it will
+        lie, one tensor at a time.
+
         Parameter objects keep their identity: optimizers, groups and schedulers go on working.
         """
+        self._initial = initial
         self.homes = dict(homes) | {name: homes[of] for name, of in tied.items() if of in homes}
         if self.mesh.pipeline > 1:
             self._leave_remote(optimizer)
+        self._fill_buffers()
         self._shard(program, optimizer)
+        self._fill_parameters()
+        self._initial = None
 
     def _leave_remote(self, optimizer: Any) -> None:
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             if not self.holds(name) and not isinstance(parameter, RemoteTensor):
-                _make_remote(parameter, self.mesh.pipeline_group)
+                _make_remote(parameter, self.mesh)
                 if optimizer is not None:
                     optimizer.state.pop(parameter, None)
         for module_name, module in self.model.named_modules():
             for name, buffer in list(module.named_buffers(recurse=False)):
                 full = f"{module_name}.{name}" if module_name else name
                 if full in self.homes and not self.holds(full):
-                    setattr(module, name, RemoteTensor(buffer, self.mesh.pipeline_group))
+                    remote = RemoteTensor(buffer, self.mesh.pipeline_group, self.mesh.device)
+                    setattr(module, name, remote)
+
+    def _fill_buffers(self) -> None:
+        """Values of buffers of a model that was on the meta device."""
+        filled: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        for prefix, module in self.model.named_modules():
+            for name, buffer in list(module._buffers.items()):
+                if buffer is None or not buffer.is_meta:
+                    continue
+                if id(buffer) not in filled:
+                    full = f"{prefix}.{name}" if prefix else name
+                    filled[id(buffer)] = (buffer, self._value(full, buffer))
+                module._buffers[name] = filled[id(buffer)][1]
+
+    def _fill_parameters(self) -> None:
+        """Values of parameters that lie here whole, of a model that was on the meta device."""
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            if parameter.is_meta:
+                value = self._value(name, parameter)
+                made = nn.Parameter(value, requires_grad=parameter.requires_grad)
+                vars(made).update(vars(parameter))
+                torch.utils.swap_tensors(parameter, made)
+
+    def _value(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A parameter or buffer in full: as it is, or initialised now."""
+        if not tensor.is_meta:
+            return tensor.detach()
+        assert self._initial is not None
+        return self._initial.value(name).to(self.mesh.device)
 
     def _shard(self, program: StepProgram, optimizer: Any) -> None:
         """Parameters that rest sharded, into the flat buffers of their groups."""
@@ -119,15 +158,18 @@ class Session:
         with torch.no_grad():
             for group in self.groups:
                 if group[0] in held:
-                    pieces = [self.parameters[n].own(held[n].detach()) for n in group]
-                    flat = torch.cat([piece.reshape(-1) for piece in pieces])
+                    layouts = [self.parameters[n] for n in group]
+                    sizes = [layout.local_shape.numel() for layout in layouts]
+                    like = held[group[0]]
+                    flat = torch.empty(sum(sizes), dtype=like.dtype, device=self.mesh.device)
                     self._shards[group[0]] = flat
-                    parts = flat.split([piece.numel() for piece in pieces])
-                    for name, part, piece in zip(group, parts, pieces, strict=True):
-                        shards[name] = part.view(piece.shape)
+                    parts = flat.split(sizes)
+                    for name, part, layout in zip(group, parts, layouts, strict=True):
+                        shards[name] = part.view(layout.local_shape)
+                        shards[name].copy_(layout.own(self._value(name, held[name])))
             for name, layout in self.parameters.items():
                 if name not in shards:
-                    shards[name] = layout.own(held[name].detach()).clone()
+                    shards[name] = layout.own(self._value(name, held[name])).clone()
         done: set[int] = set()
         for name, layout in self.states.items():
             _shard_state(held[name], layout, optimizer)
@@ -254,9 +296,10 @@ class Session:
             raise BatchesDiffer(step=self.steps, ranks=odd)
 
 
-def _make_remote(parameter: nn.Parameter, group: Any) -> None:
+def _make_remote(parameter: nn.Parameter, mesh: Mesh) -> None:
+    group = mesh.pipeline_group
     remote: Any = nn.Parameter(
-        RemoteTensor(parameter.detach(), group), requires_grad=parameter.requires_grad
+        RemoteTensor(parameter.detach(), group, mesh.device), requires_grad=parameter.requires_grad
     )
     remote.group = group
     torch.utils.swap_tensors(parameter, remote)

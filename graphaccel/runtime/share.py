@@ -19,12 +19,16 @@ from torch import nn
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.transport import packed, unpacked
 from graphaccel.errors import GraphMisuse
+from graphaccel.runtime.deferred import share_record
+from graphaccel.runtime.record import Record
 
 log = logging.getLogger("graphaccel.runtime")
 
 
-def same_on_all_ranks(model: nn.Module, count: int) -> None:
+def same_on_all_ranks(model: nn.Module, count: int, initial: Record | None = None) -> None:
     """Rank 0's weights and random state everywhere: replicas and shuffles must not differ.
+
+    initial: how they will be made, of a model without weights: from rank 0's random states.
 
     Raises GraphMisuse (GA407) where the models have not the same parts; nothing is changed then.
     """
@@ -39,8 +43,11 @@ def same_on_all_ranks(model: nn.Module, count: int) -> None:
             "parameters, buffers or modes",
             help_line="build the same model on every rank",
         )
+    if initial is not None:
+        share_record(initial)
+    tensors = (*model.parameters(), *model.buffers()) if initial is None else ()
     with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers()):
+        for tensor in tensors:
             data = tensor.detach().contiguous()
             dist.broadcast(data, 0)
             if data.data_ptr() != tensor.data_ptr():

@@ -256,11 +256,6 @@ def _complex() -> nn.Module:
     return Classifier(nn.Linear(WIDTH, WIDTH, dtype=torch.complex64))
 
 
-def _meta() -> nn.Module:
-    with torch.device("meta"):
-        return Classifier()
-
-
 def _sparse() -> nn.Module:
     model = Classifier()
     model.inner.register_buffer("mask", torch.eye(WIDTH).to_sparse())
@@ -281,12 +276,6 @@ def _sparse() -> nn.Module:
             "layout torch.sparse_coo of inner.mask",
             "parameters must be dense",
             "inner.mask = inner.mask.to_dense()",
-        ),
-        (
-            _meta,
-            "training a model on the meta device",
-            "it has no weights; planning needs none, training does",
-            "model.to_empty(device='cpu'), then initialise it",
         ),
     ],
 )

@@ -155,6 +155,15 @@ error[GA211]: LBFGS is not known to work on shards of parameters
   explain: graphaccel explain GA211""",
     ),
     (
+        errors.CannotInitialise(model="GPT", reason="it was built elsewhere"),
+        """\
+error[GA212]: the initial weights of `GPT` are not known
+  why:  it was built elsewhere
+  help: say how it is built:  graphaccel.optimize(model, optimizer, init_fn=lambda: GPT(...))
+  help: or build it so:  model = graphaccel.deferred(lambda: GPT(...))
+  explain: graphaccel explain GA212""",
+    ),
+    (
         errors.MissingRule(
             ops=(
                 ("mylib.scan", "bf16[64,512]", "layers.0.ssm", "mamba.py:140", 32),

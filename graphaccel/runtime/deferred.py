@@ -1,0 +1,317 @@
+"""Models that are built without memory and initialised later, a tensor at a time.
+
+`record(build)` runs `build()` on tensors without memory and writes down every op on them, with the
+state of the random generator before each op that draws (`runtime.record`). Each rank then computes
+the values of what it holds, whatever the plan, and gets those of one device.
+
+While the ops are recorded the generator goes on as it would on one device: each draw is made once
+on a buffer that is thrown away. Time is that of initialising the model; memory that of its largest
+tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from graphaccel.compat.torch import (
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    UnknownValue,
+    forget,
+    pytree,
+    storage_key,
+    without_modes,
+)
+from graphaccel.errors import CannotInitialise, GraphMisuse
+from graphaccel.runtime.record import Call, Record, Ref, ref_of
+
+aten = torch.ops.aten
+# In place, and nothing of what was there before is read.
+_FILLS = frozenset(
+    {
+        "uniform_", "normal_", "random_", "exponential_", "geometric_", "cauchy_", "log_normal_",
+        "bernoulli_", "fill_", "zero_", "copy_",
+    }
+)  # fmt: skip
+_HELD = ("_parameters", "_buffers", "_modules")  # attributes of a module that are not plain
+_READS_VALUES = (aten._local_scalar_dense.default, aten.equal.default)
+
+
+RECORD = "_graphaccel_record"  # on a model, until it is initialised
+
+
+def deferred(build: Callable[[], nn.Module]) -> nn.Module:
+    """The model that `build()` makes, without memory: its parameters are on the meta device.
+
+        model = graphaccel.deferred(lambda: GPT(config))
+
+    `graphaccel.optimize` gives them their values where they will lie: bitwise those that `build()`
+    gives on one device with the same random state, which goes on as after `build()`.
+
+    Raises CannotInitialise (GA212) where `build` does what can not be recorded.
+    """
+    model, made = record(build)
+    vars(model)[RECORD] = made
+    return model
+
+
+def initial_values(model: nn.Module, build: Callable[[], nn.Module] | None = None) -> Record | None:
+    """How a model on the meta device is initialised; None for one that has its weights.
+
+    build: makes the model anew. Without it: what `deferred` has written down; and a Hugging Face
+    model is built anew from its config. Tensors that modules keep as plain attributes get values.
+
+    Raises CannotInitialise (GA212) where it is not known, GraphMisuse (GA407) for a `build` beside
+    weights.
+    """
+    name = type(model).__name__
+    if not any(p.is_meta for p in model.parameters()):
+        if build is not None:
+            raise GraphMisuse(
+                what=f"init_fn was given, but `{name}` has its weights already",
+                help_line="leave init_fn out, or build the model under torch.device('meta')",
+            )
+        return None
+    made = vars(model).get(RECORD)
+    if build is None and made is None:
+        build = _from_config(model)
+        if build is None:
+            raise CannotInitialise(
+                model=name,
+                reason="it was built on the meta device, which keeps no record of how parameters "
+                "are filled",
+            )
+    if build is not None:
+        twin, made = record(build, name)
+        _give_attributes(model, twin)
+    assert made is not None
+    _check_same(model, made)
+    return made
+
+
+def _from_config(model: nn.Module) -> Callable[[], nn.Module] | None:
+    """Hugging Face's models are made of their config alone."""
+    config = getattr(model, "config", None)
+    if config is None or not isinstance(config, getattr(model, "config_class", None) or ()):
+        return None
+    return lambda: type(model)(config)
+
+
+def _tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+
+
+def _check_same(model: nn.Module, made: Record) -> None:
+    """Every tensor of the model is one that was recorded, and as it was then."""
+    for name, tensor in _tensors(model):
+        ref = made.tensors.get(name)
+        said = None if ref is None else (ref.dtype, ref.shape)
+        if said != (tensor.dtype, tuple(tensor.shape)):
+            found = "nothing" if said is None else f"{list(said[1])} of {said[0]}"
+            raise CannotInitialise(
+                model=type(model).__name__,
+                reason=f"`{name}` is {list(tensor.shape)} of {tensor.dtype}, and {found} was built"
+                " under that name",
+            )
+
+
+def _give_attributes(model: nn.Module, twin: nn.Module) -> None:
+    """Tensors on the meta device that are neither parameters nor buffers, from the twin's."""
+    others = dict(twin.named_modules())
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if key not in _HELD and any(_is_meta(x) for x in pytree.tree_leaves(value)):
+                vars(module)[key] = vars(others[name])[key]
+
+
+def _is_meta(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_meta
+
+
+def record(build: Callable[[], nn.Module], name: str = "Model") -> tuple[nn.Module, Record]:
+    """Build a model without memory; parameters and buffers are on the meta device. name: its
+    class's, for errors.
+
+    Other tensors that modules keep as attributes get their values at once. Raises CannotInitialise
+    (GA212) where `build` does what can not be recorded.
+    """
+    made = Record()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    try:
+        with mode, _Recorder(made, mode):
+            model = build()
+    except (_NotRecorded, *UnknownValue) as error:
+        raise CannotInitialise(model=name, reason=f"it can not be recorded: {error}") from error
+    if not isinstance(model, nn.Module):
+        said = f"init_fn returned a {type(model).__name__}, not a torch.nn.Module"
+        raise CannotInitialise(model=name, reason=said)
+    _settle(model, made)
+    return model, made
+
+
+def share_record(made: Record) -> None:
+    """Rank 0's random states on all ranks. Collective.
+
+    Raises CannotInitialise (GA212) where the ranks built different models.
+    """
+    mine = made.digest()
+    sent: list[Any] = [mine, [s.numpy() for s in made.states()]]
+    dist.broadcast_object_list(sent, 0)
+    same: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(same, sent[0] == mine)
+    if not all(same):
+        ranks = ", ".join(str(i) for i, equal in enumerate(same) if not equal)
+        raise CannotInitialise(
+            model="Model", reason=f"rank {ranks} built another model than rank 0, or filled it so"
+        )
+    made.with_states(iter(torch.from_numpy(s) for s in sent[1]))
+
+
+class _NotRecorded(Exception):
+    """An op that can not be recorded."""
+
+
+def _settle(model: nn.Module, made: Record) -> None:
+    """Every parameter and buffer to the meta device, every other tensor of a module to values."""
+    held: dict[int, tuple[torch.Tensor, Ref, torch.Tensor]] = {}  # with the tensor: ids stay its
+    for name, tensor in _tensors(model):
+        if id(tensor) not in held:
+            fake = isinstance(tensor, FakeTensor)
+            ref = ref_of(tensor) if fake else made.constant(tensor)
+            held[id(tensor)] = (tensor, ref, _on_meta(tensor))
+        made.tensors[name] = held[id(tensor)][1]
+    for module in model.modules():
+        for own in (module._parameters, module._buffers):
+            for name, tensor in own.items():
+                if tensor is not None:
+                    own[name] = held[id(tensor)][2]  # type: ignore[assignment]
+        for name, value in vars(module).items():
+            if name not in _HELD:
+                if any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves(value)):
+                    vars(module)[name] = pytree.tree_map_only(
+                        FakeTensor, lambda t: made.value(ref_of(t)), value
+                    )
+
+
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    if not isinstance(tensor, nn.Parameter):
+        return empty
+    parameter = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+    own = {k: v for k, v in vars(tensor).items() if not isinstance(tensor, FakeTensor)}
+    vars(parameter).update(own)
+    return parameter
+
+
+class _Recorder(TorchDispatchMode):
+    """Tensors that are made have no memory, and the ops on them are written down.
+
+    Tensors with values from elsewhere (`torch.tensor`, numpy) keep them, as long as they are on
+    their own. What only looks at a tensor is known from the tensor.
+    """
+
+    def __init__(self, made: Record, mode: FakeTensorMode) -> None:
+        super().__init__()
+        self.made, self.mode = made, mode
+        self._alive: list[Any] = []  # storages: another one must not take their place
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type not in ("cpu", "meta"):
+            raise _NotRecorded(f"{func} makes a tensor on {device}; build the model on the CPU")
+        real = any(not isinstance(t, FakeTensor) for t in _written(func, args, kwargs))
+        if func in _READS_VALUES or real:
+            return self._for_real(func, args, kwargs)
+        refs = pytree.tree_map_only(torch.Tensor, self._argument, (args, kwargs))
+        state = None
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            state = self._draw(func, *refs)
+        result = func(*args, **kwargs)
+        forget(self.mode)
+        self._add(func, refs, result, state)
+        return result
+
+    def _for_real(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """Run with values: they are asked for."""
+
+        def real(tensor: torch.Tensor) -> torch.Tensor:
+            return self.made.value(ref_of(tensor)) if isinstance(tensor, FakeTensor) else tensor
+
+        with without_modes():
+            args, kwargs = pytree.tree_map_only(torch.Tensor, real, (args, kwargs))
+            return func(*args, **kwargs)
+
+    def _argument(self, tensor: torch.Tensor) -> Ref:
+        if isinstance(tensor, FakeTensor):
+            self._keep(tensor)
+            return ref_of(tensor)
+        return self.made.constant(tensor)
+
+    def _keep(self, tensor: torch.Tensor) -> None:
+        memory = storage_key(tensor)
+        if memory not in self.made.sizes:
+            self.made.sizes[memory] = tensor.untyped_storage().nbytes()
+            self._alive.append(tensor.untyped_storage())
+
+    def _add(self, func: Any, refs: Any, result: Any, state: torch.Tensor | None) -> None:
+        given = [r for r in pytree.tree_leaves(refs) if isinstance(r, Ref)]
+        written = frozenset(r.memory for r in _written(func, *refs))
+        known = frozenset(r.memory for r in given)
+        out = []
+        for tensor in pytree.tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self._keep(tensor)
+            out.append(ref_of(tensor) if isinstance(tensor, torch.Tensor) else None)
+        made = frozenset(r.memory for r in out if r is not None) - known
+        if not written and not made:
+            return  # a view
+        fills = set(made)
+        if func._schema.name.removeprefix("aten::") in _FILLS:
+            whole = given[0]
+            count = self.made.sizes[whole.memory] // whole.dtype.itemsize
+            others = [r.memory for r in given[1:]]
+            if torch.Size(whole.shape).numel() == count and whole.memory not in others:
+                fills.add(whole.memory)
+        reads = frozenset(r.memory for r in given) - fills
+        self.made.append(
+            Call(func, *refs, tuple(out), reads, written | made, frozenset(fills), state)
+        )
+
+    def _draw(self, func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
+        """Draw once for nothing, so that the next draw is that of one device; the state before."""
+        generator = kwargs.get("generator")
+        state = (generator or torch.default_generator).get_state()
+        fills = func._schema.name.removeprefix("aten::") in _FILLS
+
+        def real(ref: Ref) -> torch.Tensor:
+            if fills and ref is args[0]:
+                return ref.on(torch.UntypedStorage(self.made.sizes[ref.memory]))
+            return self.made.value(ref)
+
+        with without_modes():
+            real_args, real_kwargs = pytree.tree_map_only(Ref, real, (args, kwargs))
+            func(*real_args, **real_kwargs)
+        return state
+
+
+def _written(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments, tensors or what stands for them, that an op writes to."""
+    found: list[Any] = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            leaves = pytree.tree_leaves(value)
+            found += [x for x in leaves if isinstance(x, (Ref, torch.Tensor))]
+    return found

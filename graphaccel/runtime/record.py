@@ -1,0 +1,175 @@
+"""What was done to tensors without memory, and any of their values computed alone.
+
+    recorded                                      value(layers.1.weight)
+      0  %w0 = empty([64, 64])                      3  %w1 = empty([64, 64])
+      1  uniform_(%w0)           state 17f3..       5  normal_(%w1)            state 9c02..
+      3  %w1 = empty([64, 64])
+      4  uniform_(%w1)           state a7e0..     what 4 wrote was overwritten whole by 5
+      5  normal_(%w1)            state 9c02..
+
+Values are known by their memory (storage), so views, ties and `.data` need no care.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from graphaccel.compat.torch import pytree, storage_key, without_modes
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A tensor of the record: which memory it looks at, and how."""
+
+    memory: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def on(self, memory: torch.UntypedStorage) -> torch.Tensor:
+        """The tensor on real memory."""
+        empty = torch.empty(0, dtype=self.dtype, device="cpu")
+        return empty.set_(memory, self.offset, self.shape, self.stride)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One op. reads, writes: memories. fills: the one that it overwrites whole, if any. state: of
+    the generator before it, for an op that draws."""
+
+    op: Any
+    args: tuple[Any, ...] = field(repr=False)
+    kwargs: Mapping[str, Any] = field(repr=False)
+    out: tuple[Ref | None, ...]
+    reads: frozenset[int]
+    writes: frozenset[int]
+    fills: frozenset[int]
+    state: torch.Tensor | None = field(repr=False)
+
+
+class Record:
+    """What was done while a model was built."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self.sizes: dict[int, int] = {}  # bytes of each memory
+        self.tensors: dict[str, Ref] = {}  # parameters and buffers by name
+        self._writers: dict[int, list[int]] = {}
+        self._constants: dict[int, torch.Tensor] = {}
+
+    def __deepcopy__(self, _memo: Any) -> Record:
+        return self  # a copy of a model is built alike
+
+    def append(self, call: Call) -> None:
+        """One op more."""
+        for memory in call.writes:
+            self._writers.setdefault(memory, []).append(len(self.calls))
+        self.calls.append(call)
+
+    def value(self, wanted: str | Ref) -> torch.Tensor:
+        """A parameter or buffer by name, or any tensor of the record, on the CPU."""
+        ref = self.tensors[wanted] if isinstance(wanted, str) else wanted
+        memories: dict[int, torch.UntypedStorage] = {}
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            for number in self._needed(ref.memory):
+                self._replay(self.calls[number], memories)
+            return ref.on(self._memory(ref.memory, memories))
+
+    def _needed(self, memory: int) -> list[int]:
+        """Numbers of the calls that the last value of a memory depends on, in order."""
+        waiting = [-n for n in self._writers.get(memory, ())]
+        heapq.heapify(waiting)
+        wanted, chosen = {memory}, []
+        while waiting:
+            number = -heapq.heappop(waiting)
+            call = self.calls[number]
+            if (chosen and chosen[-1] == number) or not call.writes & wanted:
+                continue
+            chosen.append(number)
+            wanted -= call.fills
+            for source in call.reads - call.fills - wanted:
+                wanted.add(source)
+                for n in self._writers.get(source, ()):
+                    if n < number:
+                        heapq.heappush(waiting, -n)
+        return chosen[::-1]
+
+    def _replay(self, call: Call, memories: dict[int, torch.UntypedStorage]) -> None:
+        args, kwargs = pytree.tree_map_only(
+            Ref, lambda r: r.on(self._memory(r.memory, memories)), (call.args, dict(call.kwargs))
+        )
+        result = _drawn(call.op, args, kwargs, call.state)
+        for ref, made in zip(call.out, pytree.tree_leaves(result), strict=True):
+            if ref is not None and ref.memory in call.fills:
+                memories[ref.memory] = made.untyped_storage()
+
+    def _memory(
+        self, memory: int, memories: dict[int, torch.UntypedStorage]
+    ) -> torch.UntypedStorage:
+        if memory not in memories:
+            known = self._constants.get(memory)
+            memories[memory] = (
+                torch.UntypedStorage(self.sizes[memory])
+                if known is None
+                else known.untyped_storage()
+            )
+        return memories[memory]
+
+    def constant(self, tensor: torch.Tensor) -> Ref:
+        """A tensor with values of its own that an op reads, as it is now."""
+        with without_modes():
+            kept = tensor.detach().clone()
+        memory = storage_key(kept)
+        self._constants[memory] = kept
+        self.sizes[memory] = kept.untyped_storage().nbytes()
+        return ref_of(kept, memory)
+
+    def states(self) -> list[torch.Tensor]:
+        """States of the generator, of every call that draws."""
+        return [c.state for c in self.calls if c.state is not None]
+
+    def with_states(self, states: Iterator[torch.Tensor]) -> None:
+        """Draw from other states: those of another rank."""
+        self.calls = [c if c.state is None else replace(c, state=next(states)) for c in self.calls]
+
+    def digest(self) -> str:
+        """Equal on ranks that built the same model; memories are numbered as they appear."""
+        numbers: dict[int, int] = {}
+        text = hashlib.blake2b(digest_size=16)
+
+        def plain(ref: Ref) -> tuple[Any, ...]:
+            number = numbers.setdefault(ref.memory, len(numbers))
+            return (number, str(ref.dtype), ref.shape, ref.stride, ref.offset)
+
+        for call in self.calls:
+            kwargs = {k: v for k, v in call.kwargs.items() if k != "generator"}  # states are sent
+            said = pytree.tree_map_only(Ref, plain, (call.args, kwargs, call.out))
+            text.update(f"{call.op} {said}".encode())
+        return text.hexdigest()
+
+
+def _drawn(op: Any, args: tuple, kwargs: dict, state: torch.Tensor | None) -> Any:
+    """Run an op, drawing from `state`."""
+    if state is None:
+        return op(*args, **kwargs)
+    if kwargs.get("generator") is not None:
+        kwargs = {**kwargs, "generator": torch.Generator()}
+    (kwargs.get("generator") or torch.default_generator).set_state(state)
+    return op(*args, **kwargs)
+
+
+def ref_of(tensor: torch.Tensor, memory: int | None = None) -> Ref:
+    return Ref(
+        storage_key(tensor) if memory is None else memory,
+        tensor.dtype,
+        tuple(tensor.shape),
+        tuple(tensor.stride()),
+        tensor.storage_offset(),
+    )
