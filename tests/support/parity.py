@@ -86,8 +86,7 @@ def reference(name: str, dtype: str = "float64", steps: int = 1, lift: bool = Tr
     with _casts(dtype, lift):
         model, batch, loss_fn = build(name, dtype)
         names = _first_names(model)
-        optimizer = AdamW(model.parameters(), lr=LEARNING_RATE)
-        losses, grads = train(model, optimizer, batch, loss_fn, steps)
+        losses, grads = train(model, make_optimizer(model), batch, loss_fn, steps)
     state = {key: value.detach().clone() for key, value in model.state_dict().items()}
     return Reference(dtype, losses[0], grads, names, tuple(losses), state)
 
@@ -107,7 +106,7 @@ def run_plan(
         model, batch, loss_fn = build(name, dtype)
         model, optimizer = graphaccel.optimize(
             model,
-            AdamW(model.parameters(), lr=LEARNING_RATE),
+            make_optimizer(model),
             loss_fn=loss_fn,
             **pins,
         )
@@ -135,6 +134,16 @@ def run_plan(
 def _captures(name: str, dtype: str, lift: bool) -> dict[Any, Any]:
     """The captures of one zoo model that this worker has made so far."""
     return {}
+
+
+def make_optimizer(model: nn.Module) -> Optimizer:
+    """AdamW in two parameter groups: no weight decay on biases and norms, as is usual."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    return AdamW(groups, lr=LEARNING_RATE)
 
 
 def build(name: str, dtype: str) -> tuple[nn.Module, Batch, LossFn | None]:
