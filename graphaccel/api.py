@@ -201,6 +201,7 @@ class Handle:
             self._compiler.cluster,
             model_name=name,
             assumed=assumed_state(self._optimizer),
+            layouts=self._compiler.layouts(self._step),
         )
 
     @property

@@ -111,7 +111,7 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         action="append",
         default=[],
         metavar="PINS",
-        help='what that plan would be and why it lost: "pipeline=4,recompute=none"',
+        help='what that plan would be and why it lost: "tensor=4,recompute=none"',
     )
     out.add_argument(
         "--measure",
@@ -138,10 +138,38 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     plan.set_defaults(run_command=_plan, usage_error=plan.error)
 
 
+_COUNTS = {
+    "data": "parts of the batch",
+    "pipeline": "groups of devices that have a part of the layers each",
+    "tensor": "devices that share every matrix product",
+    "context": "devices that share every sequence",
+    "expert": "devices that share the experts of a mixture",
+    "interleave": "stages on each pipeline rank",
+    "microbatches": "parts of the batch, one after the other",
+}
+_CHOICES = {
+    "sequence": "tensor: shard activations along the sequence between products",
+    "gather-again": "zero 3: let go of parameters after the forward, gather them again",
+}
+
+
 def _add_pins(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     pins = parser.add_argument_group("pins", "decide these; the rest is planned around them")
-    for name in ("data", "pipeline", "interleave", "microbatches"):
-        pins.add_argument(f"--{name}", type=_positive, metavar="N")
+    for name, what in _COUNTS.items():
+        pins.add_argument(f"--{name}", type=_positive, metavar="N", help=what)
+    pins.add_argument(
+        "--zero",
+        type=int,
+        choices=(0, 1, 2, 3),
+        help="shard over data: 1 optimizer state, 2 and gradients, 3 and parameters",
+    )
+    for name, what in _CHOICES.items():
+        pins.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, help=what)
+    pins.add_argument(
+        "--accumulation",
+        choices=("whole", "shards"),
+        help="zero 2 and 3: reduce gradients in the last microbatch, or in each, for less memory",
+    )
     pins.add_argument("--recompute", choices=("none", "some", "all"))
     pins.add_argument("--precision", choices=("fp32", "bf16", "fp16"))
     return pins
@@ -252,6 +280,9 @@ def _target(text: str) -> tuple[Path, str | None]:
     return path, name
 
 
+_SAID = {"true": True, "false": False}
+
+
 def _pairs(text: str) -> dict[str, int | str]:
     """{"pipeline": 4, "recompute": "none"} of "pipeline=4,recompute=none"."""
     found: dict[str, int | str] = {}
@@ -259,7 +290,7 @@ def _pairs(text: str) -> dict[str, int | str]:
         name, equals, value = (piece.strip() for piece in part.partition("="))
         if not (name and equals and value):
             raise argparse.ArgumentTypeError(f"{part!r} is not like pipeline=4")
-        found[name] = int(value) if value.lstrip("-").isdecimal() else value
+        found[name] = int(value) if value.lstrip("-").isdecimal() else _SAID.get(value, value)
     return found
 
 

@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -38,13 +38,14 @@ from graphaccel.ort.kernels import Kernels, installed, missing_reason
 from graphaccel.ort.measure import MARGIN, calibration_name
 from graphaccel.ort.session import Sessions
 from graphaccel.passes.exact_microbatch import split_limits
+from graphaccel.passes.localise import localised
 from graphaccel.passes.pipeline import build, fused
 from graphaccel.passes.place_ort import Tools
-from graphaccel.passes.shard_axes import AXES
 from graphaccel.planner.cluster import Cluster
+from graphaccel.planner.layouts import Layouts, LocalGraph, rates_of
 from graphaccel.planner.memory import Resident, Sample, rank_curve, rank_memory
-from graphaccel.planner.placements import axis_rates
 from graphaccel.planner.plan import Plan
+from graphaccel.planner.profile import Profile
 from graphaccel.planner.record import Record
 from graphaccel.planner.search import cluster_name, search
 from graphaccel.report.rules import missing, missing_note, priced_rules
@@ -166,6 +167,7 @@ class Compiler:
         self.capturing = False
         self.resting: Mapping[str, tuple[Sharded, ...]] | None = None
         self.captures: dict[Any, StepGraph] = {}
+        self._layouts: dict[str, Layouts] = {}
         self._skeleton: nn.Module | None = None
         self._tools: Tools | None = None
 
@@ -222,14 +224,11 @@ class Compiler:
         start = time.perf_counter()
         built: dict[Plan, StepProgram] = {}
 
-        # Off unless asked for: what they bring has not been measured yet (docs/fusions.md).
-        names = enabled(self.pins.get("fusions") or "off", _device_type(self.cluster))
-        base = Plan(1, fusions=names, outputs=self.pins.get("outputs") or "loss")
-        planned = fused(step, base)
+        layouts = self.layouts(step, sizes)
+        planned = layouts.whole.step
 
         def refine(plan: Plan) -> Plan:
-            placed = without_tensor_axis(names) if plan.tensor > 1 else names
-            plan = replace(plan, fusions=placed, graph=step.fingerprint)
+            plan = replace(plan, fusions=self._fusions(plan), graph=step.fingerprint)
             refined, program = self.refine(step, plan, batch, sizes)
             built[refined.decided()] = program
             return refined
@@ -247,6 +246,7 @@ class Compiler:
             batch=sizes.get(BATCH, step.batch_size),
             record=record,
             shardable=self.model.shardable,
+            layouts=layouts,
         )
         program = built.get(plan.decided(notes=()))
         if program is None:
@@ -267,16 +267,36 @@ class Compiler:
 
     def _without_rules(self, step: StepGraph, plan: Plan) -> tuple[str, ...]:
         """What ops without a rule cost where work is split over more than the batch."""
-        if all(getattr(plan, axis) == 1 for axis in AXES):
+        if plan.replica == 1:
             return ()
         return missing_note(priced_rules(step, self.cluster.device))
+
+    def layouts(self, step: StepGraph, sizes: Mapping | None = None) -> Layouts:
+        """Profiles of a captured step, whole and as its shards run it. sizes: of the batch."""
+        if step.fingerprint not in self._layouts:
+
+            def local(plan: Plan) -> LocalGraph:
+                plan = replace(
+                    plan, fusions=self._fusions(plan), rates=rates_of(self.cluster, plan)
+                )
+                return localised(fused(step, plan), plan, sizes)
+
+            base = Plan(1, outputs=self.pins.get("outputs") or "loss")
+            whole = fused(step, replace(base, fusions=self._fusions(base)))
+            self._layouts[step.fingerprint] = Layouts(Profile(whole), local)
+        return self._layouts[step.fingerprint]
+
+    def _fusions(self, plan: Plan) -> tuple[str, ...]:
+        """Off unless asked for: what they bring has not been measured yet (docs/fusions.md)."""
+        names = enabled(self.pins.get("fusions") or "off", _device_type(self.cluster))
+        return without_tensor_axis(names) if plan.tensor > 1 else names
 
     def refine(
         self, step: StepGraph, plan: Plan, batch: Batch, sizes: Mapping
     ) -> tuple[Plan, StepProgram]:
         """Build the programs of a plan and predict their memory exactly."""
         if not plan.rates:
-            plan = replace(plan, rates=self._rates(plan))
+            plan = replace(plan, rates=rates_of(self.cluster, plan))
         program = build(step, plan, sizes=sizes, ort=self._ort(plan))
         schedule = schedule_of(plan, program)
         resident = self.model.resident(batch, plan, program)
@@ -306,10 +326,6 @@ class Compiler:
             rank_curve(program, schedule, m.rank, resident, spans, m.other)
             for m in plan.prediction.memory
         )
-
-    def _rates(self, plan: Plan) -> tuple[tuple[str, tuple[float, ...]], ...]:
-        axes = [axis for axis in AXES if getattr(plan, axis) > 1]
-        return tuple((axis, astuple(axis_rates(self.cluster, plan, axis))) for axis in axes)
 
     def compile(
         self,

@@ -35,7 +35,10 @@ from graphaccel.report.html import html_page
 from graphaccel.report.text import facts_text
 from graphaccel.report.trace import trace_json
 
-PINS = ("data", "pipeline", "interleave", "microbatches", "recompute", "precision", "ort")
+PINS = (
+    "data", "pipeline", "tensor", "context", "expert", "interleave", "microbatches", "zero",
+    "sequence", "gather_again", "accumulation", "recompute", "precision", "ort",
+)  # fmt: skip
 INTERRUPTED = 130  # 128 + SIGINT
 _DRAWN = 4000  # candidates that a picture is given; beyond, only those the search solved
 
@@ -84,14 +87,14 @@ def _facts(
     """All that the asked outputs need to know. program: None where the search was interrupted."""
     assert record.problem is not None
     assert record.outcome is not None
-    profile = record.problem.profile
+    layouts = record.problem.layouts
     facts = gather(
         plan,
-        profile.step,
+        layouts.whole.step,
         compiler.cluster,
         model_name=type(job.model).__name__,
         assumed=assumed_state(job.optimizer),
-        profile=profile,
+        layouts=layouts,
     )
     drawn = args.html is not None or args.format == "json"
     if program is not None and (drawn or args.trace is not None):

@@ -45,7 +45,12 @@ _COUNTED_LIKE = {
         aten._scaled_dot_product_flash_attention_backward
     ),
 }
-_VIEWS = {aten._unsafe_view.default, aten.reshape.default, getitem}
+_VIEWS = {
+    aten._unsafe_view.default,
+    aten.reshape.default,
+    torch.ops._c10d_functional.wait_tensor.default,  # it gives back what it waited for
+    getitem,
+}
 # Reads of the first argument that touch only as much as the result holds.
 _GATHERS = {aten.embedding, aten.index_select, aten.index, aten.gather}
 

@@ -1,13 +1,13 @@
 """Memory and time of a plan, predicted from the step's profile without running any pass.
 
-Memory follows the liveness of the joint graph, cut into stages; a stage in 1F1B waits for as many
-microbatches as the schedule keeps in flight. Time plays the schedule against each stage's seconds:
+Memory is that of `planner.footprint`. Time plays the schedule against each stage's seconds:
 
     step = makespan of the schedule with its messages and what is left of the gradient all-reduces
          + optimizer
 
 Devices are numbered pipeline, data, expert, context, tensor from the outside in: what says most
-has the nearest neighbours (the order of Megatron-LM).
+has the nearest neighbours (the order of Megatron-LM). Under the last three the profile is that of
+the graph of one of their devices (`planner.layouts`), in which their collectives stand as nodes.
 """
 
 from __future__ import annotations
@@ -15,25 +15,26 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.communication import (
     all_gather_seconds,
-    all_reduce_seconds,
     reduce_scatter_seconds,
     send_seconds,
 )
-from graphaccel.planner.outside import gather_seconds, output_bytes
-from graphaccel.planner.plan import Plan, Prediction, StageMemory
-from graphaccel.planner.profile import Parameter, Profile, SizedProfile
+from graphaccel.planner.footprint import parameter_groups, predict_memory
+from graphaccel.planner.outside import gather_seconds
+from graphaccel.planner.plan import Plan, Prediction
+from graphaccel.planner.profile import Profile, SizedProfile
 from graphaccel.planner.simulate import Timeline, simulate
 from graphaccel.planner.stages import stage_positions
+from graphaccel.planner.wires import wires_of
+from graphaccel.planner.works import StageWork, held_parameters, sized_for, stage_works
 from graphaccel.schedule.communicate import with_communication
 from graphaccel.schedule.table import Schedule, build
-from graphaccel.schedule.validate import in_flight
 
 # Of the last backward, the share behind which an all-reduce can hide: the first gradients come
 # late.
@@ -42,207 +43,11 @@ _OVERLAP = 0.8
 # hundred tensors at once.
 _OPTIMIZER_OPS = 10
 _TENSORS_AT_ONCE = 100
-# Starting a stage's graph for one microbatch costs as much host time as starting some ops.
-_LAUNCHES_AN_ACTION = 10
 
 
 def device_number(plan: Plan, pipeline_rank: int, data_rank: int = 0) -> int:
     """The device that pipeline rank `pipeline_rank` of replica `data_rank` runs on."""
     return (pipeline_rank * plan.data + data_rank) * plan.replica
-
-
-@dataclass(frozen=True)
-class StageWork:
-    """One stage of a plan: positions [first, end), seconds a microbatch, bytes of its parameters.
-
-    held: bytes of parameters and buffers. gradient: bytes of gradients. tensors: trained tensors.
-    """
-
-    first: int
-    end: int
-    forward: float
-    backward: float
-    held: int
-    gradient: int
-    tensors: int
-
-
-def stage_works(
-    profile: Profile, sized: SizedProfile, plan: Plan, launch_seconds: float
-) -> tuple[StageWork, ...]:
-    """What each stage of `plan` holds and does. Raises ValueError for cuts that do not fit the
-    graph.
-    """
-    numbers = {name: i for i, name in enumerate(profile.block_names)}
-    again = np.isin(profile.block_at, [numbers[name] for name in plan.recompute])
-    backward = sized.backward + np.where(again, sized.forward, 0.0)
-    action = _LAUNCHES_AN_ACTION * launch_seconds
-    works = []
-    for first, end in stage_positions(profile, plan.cuts):
-        held = held_parameters(profile, [(first, end)])
-        trained = [p for p in held if p.trainable]
-        works.append(
-            StageWork(
-                first=first,
-                end=end,
-                forward=action + float(sized.forward[first:end].sum()),
-                backward=action + float(backward[first:end].sum()),
-                held=sum(p.bytes for p in held),
-                gradient=sum(p.bytes for p in trained),
-                tensors=len(trained),
-            )
-        )
-    return tuple(works)
-
-
-def held_parameters(profile: Profile, spans: Sequence[tuple[int, int]]) -> tuple[Parameter, ...]:
-    """Parameters and buffers that positions [first, end) of `spans` read; unused ones lie on stage
-    0.
-    """
-
-    def here(parameter: Parameter) -> bool:
-        places = parameter.positions or (0,)
-        return any(first <= p < end for p in places for first, end in spans)
-
-    return tuple(parameter for parameter in profile.parameters if here(parameter))
-
-
-def flight(plan: Plan) -> dict[int, int]:
-    """Stage → the most microbatches it holds at a time."""
-    if plan.schedule == "1f1b":
-        return {s: min(plan.microbatches, plan.stages - s) for s in range(plan.stages)}
-    if plan.schedule == "gpipe":
-        return dict.fromkeys(range(plan.stages), plan.microbatches)
-    return in_flight(build(plan.schedule, plan.pipeline, plan.interleave, plan.microbatches))
-
-
-def predict_memory(
-    profile: Profile, plan: Plan, cluster: Cluster, optimizer_bytes: int
-) -> tuple[StageMemory, ...]:
-    """Peak bytes of each pipeline rank, by category.
-
-    optimizer_bytes: bytes of optimizer state for each 4-byte trained parameter (8 for AdamW, 0 for
-    none).
-    """
-    sized = _sized(profile, plan, cluster)
-    works = stage_works(profile, sized, plan, cluster.device.launch_seconds)
-    numbers = {name: i for i, name in enumerate(profile.block_names)}
-    recomputed = [numbers[name] for name in plan.recompute]
-    saved, again = sized.saved(recomputed)
-    waiting = flight(plan)
-    accumulated = plan.microbatches > 1 or plan.data > 1
-    whole_batch = sized.batch_bytes * plan.data * plan.microbatches
-    whole_batch += output_bytes(profile.step, plan.batch)
-    ranks = []
-    for rank in range(plan.pipeline):
-        own = range(rank, plan.stages, plan.pipeline)
-        peaks = {
-            s: _stage_peak(profile, sized, works[s], saved, again, waiting[s], accumulated)
-            for s in own
-        }
-        total = {s: peaks[s].activation + peaks[s].temporary for s in own}
-        top = max(own, key=lambda s: (peaks[s].temporary, -s))
-        activation = sum(peaks[s].activation for s in own) + whole_batch
-        temporary = peaks[top].temporary
-        held = held_parameters(profile, [(works[s].first, works[s].end) for s in own])
-        parameter = sum(p.bytes for p in held)
-        trained = sum(p.bytes for p in held if p.trainable)
-        gradient = trained if accumulated else sum(peaks[s].gradient for s in own)
-        optimizer = trained * optimizer_bytes // 4
-        if plan.zero:
-            group = max(parameter_groups(profile, held).values(), default=0)
-            parameter, gradient, optimizer, temporary = _sharded_bytes(
-                plan, parameter, gradient, optimizer, temporary, group
-            )
-        if plan.precision.compute in ("bfloat16", "float16"):
-            temporary += trained // 2  # the copy of the weights that is computed with
-        tensors = parameter + gradient + optimizer + activation + temporary
-        other = cluster.context_bytes + int(cluster.fragmentation * tensors)
-        where = max(own, key=lambda s: (total[s], -s))
-        ranks.append(
-            StageMemory(
-                rank, parameter, gradient, optimizer, activation, temporary, other,
-                tensors + other, peaks[where].at,
-            )
-        )  # fmt: skip
-    return tuple(ranks)
-
-
-def parameter_groups(profile: Profile, held: Sequence[Parameter]) -> dict[str, int]:
-    """Bytes of parameters by the block that reads them, and outside blocks by name: what ZeRO
-    gathers and reduces at once."""
-    groups: dict[str, int] = defaultdict(int)
-    for parameter in held:
-        blocks = {int(profile.block_at[p]) for p in parameter.positions}
-        one = blocks.pop() if len(blocks) == 1 else -1
-        groups[profile.block_names[one] if one >= 0 else parameter.name] += parameter.bytes
-    return groups
-
-
-def _sharded_bytes(
-    plan: Plan, parameter: int, gradient: int, optimizer: int, temporary: int, group: int
-) -> tuple[int, int, int, int]:
-    """The four under ZeRO. group: the largest group of parameters.
-
-    In flight at a time are one group's gradients and their sum (level 2 up), and one group that is
-    used, taken out of what was gathered one by one, beside the next one that travels (level 3).
-    """
-    ranks = plan.data
-    optimizer //= ranks
-    if plan.zero >= 2:
-        once = plan.microbatches == 1 or plan.accumulation == "shards"
-        gradient = gradient // ranks if once else gradient
-        temporary += 2 * group if once else group // ranks
-    if plan.zero == 3:
-        kept = parameter if not plan.gather_again else 2 * group
-        parameter = parameter // ranks
-        temporary += kept
-    return parameter, gradient, optimizer, temporary
-
-
-@dataclass(frozen=True)
-class _Peak:
-    activation: int
-    temporary: int
-    gradient: int
-    at: str
-
-
-def _stage_peak(
-    profile: Profile,
-    sized: SizedProfile,
-    work: StageWork,
-    saved: np.ndarray,
-    again: np.ndarray,
-    waiting: int,
-    accumulated: bool,
-) -> _Peak:
-    """Where a stage holds most, with `waiting` microbatches in flight.
-
-    accumulated: gradients lie in buckets the whole step; otherwise they come as backward proceeds.
-    """
-    here = slice(work.first, work.end)
-    running = np.cumsum(saved[here])
-    before = (waiting - 1) * int(running[-1])
-    # What a block makes again is alive from the block's end down to where backward reads it.
-    remade = np.zeros(work.end - work.first, dtype=np.int64)
-    for block in {b for b in profile.block_at[here].tolist() if b >= 0}:
-        inside = profile.block_at[here] == block
-        remade[inside] = np.cumsum(again[here][inside])
-    backward = sized.passing_backward[here] + remade
-    ready = np.zeros_like(remade)
-    if not accumulated:
-        made = sized.gradients[here]
-        ready = np.cumsum(made[::-1])[::-1] - made  # of later positions: backward did those first
-    choices = (
-        ("forward", sized.passing_forward[here], np.zeros_like(ready)),
-        ("backward", backward, ready),
-    )
-    phase, passing, early = max(choices, key=lambda c: int((running + c[1] + c[2]).max()))
-    top = int((running + passing + early).argmax())
-    module = profile.modules[work.first + top] or profile.names[work.first + top]
-    gradient = work.gradient if accumulated else int(early[top])
-    return _Peak(before + int(running[top]), int(passing[top]), gradient, f"{phase} of {module}")
 
 
 def message_bytes(
@@ -271,7 +76,7 @@ def predict_seconds(
     with t the busiest rank's seconds a microbatch, which is exact for even stages and free
     messages.
     """
-    sized = _sized(profile, plan, cluster)
+    sized = sized_for(profile, plan, cluster)
     works = stage_works(profile, sized, plan, cluster.device.launch_seconds)
     edges = _edge_seconds(profile, sized, plan, cluster)
     reduces = [_reduce_seconds(profile, work, plan, cluster, s) for s, work in enumerate(works)]
@@ -302,7 +107,8 @@ def _played(
 ) -> tuple[float, float, float]:
     """(compute, bubble, communication) seconds by simulation, with messages and without."""
     _, real = _play(plan, works, edges, reduces)
-    _, ideal = _play(plan, works, dict.fromkeys(edges, 0.0), [0.0] * len(works))
+    alone = [work.alone for work in works]
+    _, ideal = _play(plan, alone, dict.fromkeys(edges, 0.0), [0.0] * len(works))
     compute = max(ideal.busy)
     return compute, ideal.makespan - compute, max(real.makespan - ideal.makespan, 0.0)
 
@@ -323,7 +129,7 @@ def _play(
 
 def timeline(profile: Profile, plan: Plan, cluster: Cluster) -> tuple[Schedule, Timeline]:
     """The plan's schedule with its messages, and when each of its actions happens."""
-    sized = _sized(profile, plan, cluster)
+    sized = sized_for(profile, plan, cluster)
     works = stage_works(profile, sized, plan, cluster.device.launch_seconds)
     edges = _edge_seconds(profile, sized, plan, cluster)
     reduces = [_reduce_seconds(profile, work, plan, cluster, s) for s, work in enumerate(works)]
@@ -338,14 +144,13 @@ def _closed(
 ) -> tuple[float, float, float]:
     per_stage = [w.forward + w.backward for w in works]
     ranks = range(plan.pipeline)
-    busiest = max(sum(per_stage[r :: plan.pipeline]) for r in ranks)
+    top = max(ranks, key=lambda r: sum(per_stage[r :: plan.pipeline]))
+    busiest = sum(per_stage[top :: plan.pipeline])
+    sent = sum(w.sent_forward + w.sent_backward for w in works[top :: plan.pipeline])
     bubble = max(sum(per_stage) - busiest, 0.0) / plan.interleave
     exposed = sum(edges.values()) + max(sum(reduces[r :: plan.pipeline]) for r in ranks)
-    return plan.microbatches * busiest, bubble, exposed
-
-
-def _sized(profile: Profile, plan: Plan, cluster: Cluster) -> SizedProfile:
-    return profile.sized(plan.microbatch_size, cluster.device, plan.precision.compute)
+    exposed += plan.microbatches * sent
+    return plan.microbatches * (busiest - sent), bubble, exposed
 
 
 def _edge_seconds(
@@ -364,18 +169,20 @@ def _edge_seconds(
 def _reduce_seconds(
     profile: Profile, work: StageWork, plan: Plan, cluster: Cluster, stage: int
 ) -> float:
-    """Seconds of a stage's gradient all-reduce that no backward hides.
+    """Seconds of a stage's gradient all-reduces that no backward hides.
 
-    On a GPU it runs beside the last microbatch's backward, bucket by bucket; the last bucket comes
-    after it. On a CPU both want the same cores. A parameter that several stages use is summed over
-    them.
+    On a GPU they run beside the last microbatch's backward, bucket by bucket; the last bucket comes
+    after it. On a CPU both want the same cores. What is a partial sum over other axes too is summed
+    over all of them at once; a parameter that several stages use is summed over those.
     """
     width = 2 if plan.precision.reduce in ("bfloat16", "float16") else 4
-    size = work.gradient * width / 4
-    total = _bucketed(cluster, size, plan)
-    exposed = total
+    sizes = {axes: size * width / 4 for axes, size in work.summed.items()}
+    exposed = total = sum(_bucketed(cluster, size, axes, plan) for axes, size in sizes.items())
     if cluster.device.name != "cpu" and total:
-        last = _bucketed(cluster, min(size, plan.bucket_bytes), plan)
+        last = max(
+            _bucketed(cluster, min(size, plan.bucket_bytes), axes, plan)
+            for axes, size in sizes.items()
+        )
         exposed = max(last, total - _OVERLAP * work.backward)
     if plan.zero >= 2 and plan.accumulation == "shards":
         exposed *= plan.microbatches
@@ -408,14 +215,19 @@ def _gathers(cluster: Cluster, sizes: Sequence[int], plan: Plan) -> float:
     return sum(all_gather_seconds(cluster, size, plan.data, plan.replica) for size in sizes)
 
 
-def _bucketed(cluster: Cluster, size: float, plan: Plan) -> float:
-    if plan.data == 1 or size <= 0:
+def _bucketed(cluster: Cluster, size: float, axes: tuple[str, ...], plan: Plan) -> float:
+    """Seconds to sum `size` bytes of gradients over data and `axes`, in buckets.
+
+    ZeRO 2 and 3 scatter them over data; the shards are then summed over the other axes.
+    """
+    wires = wires_of(cluster, plan)
+    if size <= 0:
         return 0.0
     buckets = max(1, math.ceil(size / plan.bucket_bytes))
-    if plan.zero >= 2:  # a reduce-scatter
-        seconds = reduce_scatter_seconds(cluster, size / buckets, plan.data, stride=plan.replica)
-        return buckets * seconds
-    return buckets * all_reduce_seconds(cluster, size / buckets, plan.data, stride=plan.replica)
+    if plan.zero < 2 or plan.data == 1:
+        return buckets * wires.all_reduce(size / buckets, ("data", *axes))
+    seconds = reduce_scatter_seconds(cluster, size / buckets, plan.data, stride=plan.replica)
+    return buckets * (seconds + wires.all_reduce(size / buckets / plan.data, axes))
 
 
 def _shared_seconds(

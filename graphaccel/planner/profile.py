@@ -22,6 +22,7 @@ from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import BATCH
 from graphaccel.planner.cluster import Device
 from graphaccel.planner.cost import Sizes, dims_of, first_input, is_view, node_seconds
+from graphaccel.planner.wires import KINDS, Wires
 from graphaccel.rules.propagate import is_random
 
 _HELD = ("parameter", "buffer", "tangent")  # what one stage has and others do not
@@ -76,8 +77,12 @@ class Parameter:
 class Profile:
     """Positions, storages, parameters and blocks of a step; sized profiles are kept once made."""
 
-    def __init__(self, step: StepGraph) -> None:
+    def __init__(
+        self, step: StepGraph, partial: Mapping[str, tuple[str, ...]] | None = None
+    ) -> None:
+        """partial: parameter → axes besides data over which its gradient is a partial sum."""
         self.step = step
+        self.partial = dict(partial or {})
         order = list(step.forward.graph.graph.nodes)
         self.names = tuple(node.name for node in order)
         self.position = {name: i for i, name in enumerate(self.names)}
@@ -100,11 +105,21 @@ class Profile:
     def __len__(self) -> int:
         return len(self.names)
 
-    def sized(self, microbatch: int, device: Device, compute: str = "float32") -> SizedProfile:
-        """Numbers for `microbatch` examples computed in dtype `compute` on `device`."""
-        key = (microbatch, replace(device, memory=0), compute)  # memory changes no number here
+    def sized(
+        self,
+        microbatch: int,
+        device: Device,
+        compute: str = "float32",
+        wires: Wires | None = None,
+    ) -> SizedProfile:
+        """Numbers for `microbatch` examples computed in dtype `compute` on `device`.
+
+        wires: prices of the collectives in the graph, where it has some.
+        """
+        # memory changes no number here
+        key = (microbatch, replace(device, memory=0), compute, wires)
         if key not in self._sized:
-            self._sized[key] = SizedProfile(self, microbatch, device, compute)
+            self._sized[key] = SizedProfile(self, microbatch, device, compute, wires)
         return self._sized[key]
 
     def _place(self, node: fx.Node) -> int:
@@ -167,6 +182,11 @@ class Profile:
             return self.roots(source)
         items = [-1, *range(len(node.meta["val"]))] if _several(node) else [-1]
         return [self._roots[node, item] for item in items if (node, item) in self._roots]
+
+    @cached_property
+    def resting(self) -> frozenset[str]:
+        """Names of the parameters, buffers left out."""
+        return frozenset(s.name for s in self.step.inputs if s.kind == "parameter")
 
     def _find_parameters(self) -> tuple[Parameter, ...]:
         step = self.step
@@ -246,18 +266,35 @@ class Profile:
 class SizedProfile:
     """Seconds and bytes per position for one microbatch size, as arrays over the positions.
 
-    forward, backward: seconds. bytes: of each storage. gradients: bytes of parameters' gradients,
-    where they are made. passing_forward, passing_backward: the most
-    bytes of values that live only within a phase, while the position computes.
+    forward, backward: seconds; sent_forward, sent_backward: those of collectives among them.
+    launches: seconds of a microbatch that are spent on starting ops. bytes: of each storage.
+    gradients: bytes of parameters' gradients, where they are made. passing_forward,
+    passing_backward: the most bytes of values that live only within a phase, while the position
+    computes.
     """
 
-    def __init__(self, profile: Profile, microbatch: int, device: Device, compute: str) -> None:
+    def __init__(
+        self,
+        profile: Profile,
+        microbatch: int,
+        device: Device,
+        compute: str,
+        wires: Wires | None = None,
+    ) -> None:
         step, length = profile.step, len(profile)
         sizes: Mapping = {**step.sizes, **({BATCH: microbatch} if BATCH in step.sizes else {})}
         resolve = Sizes(sizes)
         narrow = compute in ("bfloat16", "float16")
-        seconds = np.array([node_seconds(n, device, resolve, compute) for n in profile.nodes])
+        sent = np.zeros(len(profile.nodes))
+        if wires is not None:
+            sent = np.array([wires.seconds(n, resolve, narrow) for n in profile.nodes])
+        priced = [0.0 if n.target in KINDS else node_seconds(n, device, resolve, compute)
+                  for n in profile.nodes]  # fmt: skip
+        self.launches = device.launch_seconds * sum(s > 0 for s in (*priced, *sent))
+        seconds = np.array(priced) + sent
         place, ahead = profile.node_position, profile.node_forward
+        self.sent_forward = np.bincount(place[ahead], sent[ahead], minlength=length)
+        self.sent_backward = np.bincount(place[~ahead], sent[~ahead], minlength=length)
         self.forward = np.bincount(place[ahead], seconds[ahead], minlength=length)
         self.backward = np.bincount(place[~ahead], seconds[~ahead], minlength=length)
         self.bytes = np.array(
@@ -290,7 +327,20 @@ class SizedProfile:
             last = storage.made if storage.gradient or not uses else uses[-1][0]
             change[storage.made] += self.bytes[storage.index]
             change[last + 1] -= self.bytes[storage.index]
-        return np.cumsum(change)[:-1]
+        return np.cumsum(change)[:-1] - self._let_go()
+
+    def _let_go(self) -> np.ndarray:
+        """Bytes of what was saved that a position's backward has read for the last time, at each
+        joint node: a loss computed by shards is many nodes at one position."""
+        profile, gone = self._profile, np.zeros(len(self._profile.nodes), dtype=np.int64)
+        places = profile.node_position
+        for storage in profile.storages:
+            if not storage.saved:
+                continue
+            last, at = storage.backward[-1]
+            if at == min(p for _, p in storage.backward):
+                gone[last + 1 :][places[last + 1 :] == at] += self.bytes[storage.index]
+        return gone
 
     def saved(self, recomputed: Iterable[int] = ()) -> tuple[np.ndarray, np.ndarray]:
         """Bytes per position that wait for backward, and that are made again for it."""

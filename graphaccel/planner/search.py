@@ -24,6 +24,7 @@ from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.conflicts import agreeing_pins
 from graphaccel.planner.estimate import predict_seconds
 from graphaccel.planner.explain import alternatives, infeasible, seconds
+from graphaccel.planner.layouts import Layouts
 from graphaccel.planner.outside import outside_notes
 from graphaccel.planner.pins import Limits, Pins, base_plan, divisors
 from graphaccel.planner.plan import Plan
@@ -62,6 +63,7 @@ def search(
     batch: int | None = None,
     record: Record | None = None,
     shardable: bool = True,
+    layouts: Layouts | None = None,
 ) -> Plan:
     """The fastest plan that fits, with its prediction, alternatives, notes and certificate.
 
@@ -71,7 +73,8 @@ def search(
     microbatch_limit, data_limit: why the batch can not be split on that axis. batch: examples in
     the global batch, where it is not the captured one. record: is told what is asked and how the
     search goes, so that it knows the best plan so far when Ctrl-C ends it. shardable: whether the
-    optimizer can work on shards: ZeRO is then considered where nothing fits without.
+    optimizer can work on shards: ZeRO is then considered where nothing fits without. layouts:
+    profiles of the step and of its shards; without it no axis shards the graph itself.
 
     Raises: InfeasiblePlan (GA201), BadPin (GA202), TooManyStages (GA203), BatchNotDivisible
     (GA206), SplitRefused (GA207), ConflictingPins (GA210), NoLoss (GA103).
@@ -82,7 +85,7 @@ def search(
         microbatch_limit, data_limit = microbatch_limit or reason, data_limit or reason
     limits = Limits(microbatch_limit, data_limit)
     decided = agreeing_pins(pins, step, cluster.count, batch, limits)
-    problem = Problem(Profile(step), cluster, optimizer_bytes, limits)
+    problem = Problem(layouts or Layouts(Profile(step)), cluster, optimizer_bytes, limits)
     record = Record() if record is None else record
     record.asked(problem, decided, batch, dict(pins), refine)
     given = decided.names
@@ -301,8 +304,9 @@ def _better(plan: Plan, known: Plan | None, cluster: Cluster) -> bool:
 def _simulate_best(problem: Problem, outcome: Outcome) -> None:
     """Rank the best again by playing their schedules."""
     for plan in outcome.fitting[:KEPT]:
+        profile = problem.layouts.of(plan)
         played = predict_seconds(
-            problem.profile, plan, problem.cluster, problem.optimizer_bytes, simulated=True
+            profile, plan, problem.cluster, problem.optimizer_bytes, simulated=True
         )
         assert plan.prediction is not None
         better = replace(plan, prediction=replace(played, memory=plan.prediction.memory))

@@ -7,27 +7,40 @@ from dataclasses import dataclass, field, replace
 
 from graphaccel.errors import TooManyStages
 from graphaccel.planner.cluster import Cluster
-from graphaccel.planner.estimate import flight, predict, predict_memory
+from graphaccel.planner.estimate import predict
+from graphaccel.planner.footprint import predict_memory
+from graphaccel.planner.layouts import Layouts
 from graphaccel.planner.pins import PRECISIONS, Limits, Pins
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.profile import Profile, SizedProfile
 from graphaccel.planner.recompute import block_options, cheapest, every_second
 from graphaccel.planner.stages import StageLimit, choose_cuts, stage_positions
+from graphaccel.planner.works import flight, sized_for
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What is planned, for what. optimizer_bytes: for each trained number."""
+    """What is planned, for what. layouts: profiles, of the whole graph and of its shards.
+    optimizer_bytes: for each trained number."""
 
-    profile: Profile
+    layouts: Layouts
     cluster: Cluster
     optimizer_bytes: int
     limits: Limits
 
+    @property
+    def profile(self) -> Profile:
+        """Of the whole graph."""
+        return self.layouts.whole
+
     def sized(self, plan: Plan) -> SizedProfile:
-        """The profile at the plan's microbatch size and precision."""
-        device = self.cluster.device
-        return self.profile.sized(plan.microbatch_size, device, plan.precision.compute)
+        """The plan's profile at its microbatch size and precision."""
+        return sized_for(self.layouts.of(plan), plan, self.cluster)
+
+    def predicted(self, plan: Plan, *, simulated: bool) -> Plan:
+        """`plan` with its prediction."""
+        profile = self.layouts.of(plan)
+        return predict(profile, plan, self.cluster, self.optimizer_bytes, simulated=simulated)
 
     def lower_bound(
         self, pins: Pins, batch: int, pipeline: int, interleave: int, microbatches: int
@@ -120,25 +133,35 @@ def _cuts(problem: Problem, plan: Plan) -> list[tuple[str, ...]]:
     sized = problem.sized(plan)
     link = problem.cluster.links[0]
     seconds = 1 / link.bandwidth, link.latency_seconds + problem.cluster.device.launch_seconds
-    even = choose_cuts(problem.profile, sized, plan.stages, *seconds)
+    profile = problem.layouts.of(plan)
+    even = choose_cuts(profile, sized, plan.stages, *seconds)
     assert even is not None
     if plan.stages == 1:
         return [even]
-    lean = sized.saved(range(len(problem.profile.block_names)))[0]
+    lean = sized.saved(range(len(profile.block_names)))[0]
     waiting = flight(plan)
     cluster = problem.cluster
     limit = StageLimit(
-        per_parameter_byte=2 + problem.optimizer_bytes / 4,
+        per_parameter_byte=resident_bytes(plan, problem.optimizer_bytes),
         in_flight=[waiting[s] for s in range(plan.stages)],
         budget=[cluster.tensor_budget / plan.interleave] * plan.stages,
     )
-    fitting = choose_cuts(problem.profile, sized, plan.stages, *seconds, saved=lean, limit=limit)
+    fitting = choose_cuts(profile, sized, plan.stages, *seconds, saved=lean, limit=limit)
     return [even] if fitting in (None, even) else [even, fitting]
+
+
+def resident_bytes(plan: Plan, optimizer_bytes: int) -> float:
+    """Bytes that lie on a device for each byte of trained parameter of its stage: parameter,
+    gradient and optimizer state, less what ZeRO keeps elsewhere."""
+    once = plan.microbatches == 1 or plan.accumulation == "shards"
+    parameter = 1 / plan.data if plan.zero == 3 else 1.0
+    gradient = 1 / plan.data if plan.zero >= 2 and once else 1.0
+    return parameter + gradient + optimizer_bytes / 4 / (plan.data if plan.zero else 1)
 
 
 def _with_blocks(problem: Problem, plan: Plan, recompute: str | Sequence[str]) -> Plan:
     """The plan with its recomputed blocks and its prediction."""
-    names = problem.profile.block_names
+    names = problem.layouts.of(plan).block_names
     if recompute == "none":
         chosen: tuple[str, ...] = ()
     elif recompute == "all":
@@ -148,14 +171,14 @@ def _with_blocks(problem: Problem, plan: Plan, recompute: str | Sequence[str]) -
     else:
         chosen = tuple(recompute)
     plan = replace(plan, recompute=chosen)
-    return predict(problem.profile, plan, problem.cluster, problem.optimizer_bytes, simulated=False)
+    return problem.predicted(plan, simulated=False)
 
 
 def _needed(problem: Problem, plan: Plan) -> tuple[str, ...]:
     """The blocks with the fewest seconds that make every rank fit, or all of a rank's if none
     do.
     """
-    profile, cluster = problem.profile, problem.cluster
+    profile, cluster = problem.layouts.of(plan), problem.cluster
     sized = problem.sized(plan)
     options = block_options(profile, sized)
     if not options:

@@ -21,7 +21,6 @@ from graphaccel.errors import GraphAccelError
 from graphaccel.messages import format_bytes
 from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.conflicts import agreeing_pins
-from graphaccel.planner.estimate import predict_seconds
 from graphaccel.planner.explain import fullest, lost_because, seconds, wider_cluster
 from graphaccel.planner.pins import NAMES, PRECISIONS, Pins
 from graphaccel.planner.plan import Plan
@@ -283,7 +282,7 @@ def _shifts(record: Record, problem: Problem, plan: Plan) -> Iterator[Shift]:
     for factor in (1 - _OFF, 1 + _OFF):
         for name, _, changed in _rates(problem.cluster, factor):
             other = replace(problem, cluster=changed)
-            mine = predict_seconds(problem.profile, plan, changed, problem.optimizer_bytes).seconds
+            mine = seconds(other.predicted(plan, simulated=True))
             best = _first(solve_all(other, record.pins, record.batch).fitting, record)
             if best is None:
                 continue

@@ -15,18 +15,15 @@ from graphaccel.capture.blocks import block_of
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import SEQUENCE
 from graphaccel.planner.cluster import Cluster
-from graphaccel.planner.estimate import (
-    held_parameters,
-    message_bytes,
-    predict_memory,
-    stage_works,
-    timeline,
-)
+from graphaccel.planner.estimate import message_bytes, timeline
+from graphaccel.planner.footprint import predict_memory
+from graphaccel.planner.layouts import Layouts
 from graphaccel.planner.memory import Sample
 from graphaccel.planner.plan import Plan, Prediction
 from graphaccel.planner.profile import Profile, SizedProfile
 from graphaccel.planner.stages import stage_positions
 from graphaccel.planner.whatif import Explanation
+from graphaccel.planner.works import held_parameters, sized_for, stage_works
 from graphaccel.report.plain import from_plain, to_plain
 
 SCHEMA = 1
@@ -175,15 +172,19 @@ def gather(
     *,
     model_name: str,
     assumed: str,
-    profile: Profile | None = None,
+    layouts: Layouts | None = None,
 ) -> Facts:
-    """What the plan itself says. Raises ValueError for a plan without a prediction."""
+    """What the plan itself says. layouts: profiles of the step and of its shards.
+
+    Raises ValueError for a plan without a prediction, or with axes that `layouts` knows nothing of.
+    """
     if plan.prediction is None:
         raise ValueError("this plan was not predicted yet")
-    profile = Profile(step) if profile is None else profile
-    sized = profile.sized(plan.microbatch_size, cluster.device, plan.precision.compute)
+    layouts = layouts or Layouts(Profile(step))
+    profile = layouts.of(plan)
+    sized = sized_for(profile, plan, cluster)
     return Facts(
-        model=_model(step, profile, model_name, plan.batch),
+        model=_model(step, layouts.whole, model_name, plan.batch),
         cluster=cluster,
         assumed=assumed,
         plan=plan,

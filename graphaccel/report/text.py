@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.messages import columns, format_bytes
 from graphaccel.planner.cluster import Cluster
+from graphaccel.planner.layouts import Layouts
 from graphaccel.planner.plan import Plan, StageMemory
 from graphaccel.report.explanation import explanation_lines
 from graphaccel.report.facts import Event, Facts, fold, gather
@@ -35,14 +36,22 @@ _GANTT = 72
 
 
 def plan_report(
-    plan: Plan, step: StepGraph, cluster: Cluster, *, model_name: str, assumed: str
+    plan: Plan,
+    step: StepGraph,
+    cluster: Cluster,
+    *,
+    model_name: str,
+    assumed: str,
+    layouts: Layouts | None = None,
 ) -> str:
     """The whole report, with a newline at its end.
 
     plan: with a prediction. assumed: what was taken for granted, e.g. "AdamW; memory not probed".
-    Raises: ValueError for a plan without a prediction.
+    layouts: profiles of the step and of its shards.
+    Raises: ValueError for a plan without a prediction, or with axes without a profile.
     """
-    return facts_text(gather(plan, step, cluster, model_name=model_name, assumed=assumed))
+    facts = gather(plan, step, cluster, model_name=model_name, assumed=assumed, layouts=layouts)
+    return facts_text(facts)
 
 
 def facts_text(facts: Facts) -> str:

@@ -91,10 +91,11 @@ def test_plan_of_a_missing_file(capsys: pytest.CaptureFixture[str]) -> None:
 def test_plan_arguments(model_file: Path) -> None:
     text = f"plan {model_file}:job --devices 8 --device h100-80gb --memory 1.5GiB --batch 64"
     pins = "--json p.json --data 2 --pipeline 4 --interleave 2 --microbatches 8"
+    pins += " --tensor 2 --context 2 --expert 2 --zero 3 --no-sequence --gather-again"
     choices = "--recompute some --precision bf16 --html r.html --trace t.json --save-cluster c.json"
-    shown = (
-        "--format json --measure 3 --explain --why-not pipeline=4,recompute=none --why-not data=-1"
-    )
+    choices += " --accumulation shards"
+    shown = "--format json --measure 3 --explain --why-not pipeline=4,recompute=none"
+    shown += " --why-not data=-1 --why-not sequence=false"
     line = f"{text} {pins} {choices} {shown}"
     arguments = vars(cli.build_parser().parse_args(line.split()))
     del arguments["run_command"], arguments["usage_error"]
@@ -109,13 +110,20 @@ def test_plan_arguments(model_file: Path) -> None:
         "pipeline": 4,
         "interleave": 2,
         "microbatches": 8,
+        "tensor": 2,
+        "context": 2,
+        "expert": 2,
+        "zero": 3,
+        "sequence": False,
+        "gather_again": True,
+        "accumulation": "shards",
         "recompute": "some",
         "precision": "bf16",
         "html": Path("r.html"),
         "trace": Path("t.json"),
         "format": "json",
         "explain": True,
-        "why_not": [{"pipeline": 4, "recompute": "none"}, {"data": -1}],
+        "why_not": [{"pipeline": 4, "recompute": "none"}, {"data": -1}, {"sequence": False}],
         "compare": None,
         "export": None,
         "measure": 3,

@@ -15,12 +15,12 @@ from graphaccel.compiler import Compiler, Model, as_batch
 from graphaccel.planner.cluster import Cluster, Device, Link
 from graphaccel.planner.record import Record
 from graphaccel.report.facts import Facts, RankMemory, gather, points, run_spans
-from tests.support.zoo import ZOO
+from tests.support.zoo import ALL, ZOO
 
 
 @cache
 def _captured(name: str) -> StepGraph:
-    model, batch, loss_fn = ZOO[name].build()
+    model, batch, loss_fn = ALL[name].build()
     return capture(model, flatten_call(*as_call(batch)), loss_fn)
 
 

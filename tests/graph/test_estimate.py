@@ -12,14 +12,14 @@ from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.communication import all_reduce_seconds, send_seconds
 from graphaccel.planner.estimate import (
     device_number,
-    flight,
     message_bytes,
     predict,
-    predict_memory,
     predict_seconds,
 )
+from graphaccel.planner.footprint import predict_memory
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.profile import Profile
+from graphaccel.planner.works import flight
 
 Captured = Callable[[str], StepGraph]
 MadeUp = Callable[..., Cluster]

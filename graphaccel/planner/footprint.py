@@ -1,0 +1,140 @@
+"""Memory of a plan, predicted from the profile of its graph without running any pass.
+
+It follows the liveness of the joint graph, cut into stages; a stage in 1F1B waits for as many
+microbatches as the schedule keeps in flight. What ZeRO gathers and reduces comes and goes with the
+positions that read it (`passes.gather_parameters`, `passes.reduce_shards`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from graphaccel.planner.cluster import Cluster
+from graphaccel.planner.motion import Motion, in_motion
+from graphaccel.planner.outside import output_bytes
+from graphaccel.planner.plan import Plan, StageMemory
+from graphaccel.planner.profile import Parameter, Profile, SizedProfile
+from graphaccel.planner.works import StageWork, flight, held_parameters, sized_for, stage_works
+
+
+def predict_memory(
+    profile: Profile, plan: Plan, cluster: Cluster, optimizer_bytes: int
+) -> tuple[StageMemory, ...]:
+    """Peak bytes of each pipeline rank, by category.
+
+    optimizer_bytes: bytes of optimizer state for each 4-byte trained parameter (8 for AdamW, 0 for
+    none).
+    """
+    sized = sized_for(profile, plan, cluster)
+    works = stage_works(profile, sized, plan, cluster.device.launch_seconds)
+    numbers = {name: i for i, name in enumerate(profile.block_names)}
+    recomputed = [numbers[name] for name in plan.recompute]
+    saved, again = sized.saved(recomputed)
+    waiting = flight(plan)
+    split = plan.microbatches > 1 or plan.data > 1
+    whole_batch = sized.batch_bytes * plan.data * plan.microbatches
+    whole_batch += output_bytes(profile.step, plan.batch)
+    ranks = []
+    for rank in range(plan.pipeline):
+        own = range(rank, plan.stages, plan.pipeline)
+        peaks = {
+            s: _stage_peak(
+                profile, sized, works[s], saved, again, waiting[s],
+                accumulated=split or bool(works[s].partial),
+                moving=in_motion(profile, plan, (works[s].first, works[s].end)),
+            )
+            for s in own
+        }  # fmt: skip
+        total = {s: peaks[s].activation + peaks[s].temporary for s in own}
+        top = max(own, key=lambda s: (peaks[s].temporary, -s))
+        activation = sum(peaks[s].activation for s in own) + whole_batch
+        temporary = peaks[top].temporary
+        held = held_parameters(profile, [(works[s].first, works[s].end) for s in own])
+        parameter = sum(p.bytes for p in held)
+        trained = sum(p.bytes for p in held if p.trainable)
+        gradient = trained if split else sum(peaks[s].gradient for s in own)
+        optimizer = trained * optimizer_bytes // 4 // (plan.data if plan.zero else 1)
+        if plan.zero >= 2 and plan.microbatches == 1:
+            gradient = sum(peaks[s].gradient for s in own)
+        elif plan.zero >= 2 and plan.accumulation == "shards":
+            gradient //= plan.data
+        if plan.zero == 3:
+            parameter //= plan.data
+        if plan.precision.compute in ("bfloat16", "float16"):
+            temporary += trained // 2  # the copy of the weights that is computed with
+        tensors = parameter + gradient + optimizer + activation + temporary
+        other = cluster.context_bytes + int(cluster.fragmentation * tensors)
+        where = max(own, key=lambda s: (total[s], -s))
+        ranks.append(
+            StageMemory(
+                rank, parameter, gradient, optimizer, activation, temporary, other,
+                tensors + other, peaks[where].at,
+            )
+        )  # fmt: skip
+    return tuple(ranks)
+
+
+def parameter_groups(profile: Profile, held: Sequence[Parameter]) -> dict[str, int]:
+    """Bytes of parameters by the block that reads them, and outside blocks by name: what ZeRO
+    gathers and reduces at once."""
+    groups: dict[str, int] = defaultdict(int)
+    for parameter in held:
+        blocks = {int(profile.block_at[p]) for p in parameter.positions}
+        one = blocks.pop() if len(blocks) == 1 else -1
+        groups[profile.block_names[one] if one >= 0 else parameter.name] += parameter.bytes
+    return groups
+
+
+@dataclass(frozen=True)
+class _Peak:
+    activation: int
+    temporary: int
+    gradient: int
+    at: str
+
+
+def _stage_peak(
+    profile: Profile,
+    sized: SizedProfile,
+    work: StageWork,
+    saved: np.ndarray,
+    again: np.ndarray,
+    waiting: int,
+    accumulated: bool,
+    moving: Motion | None,
+) -> _Peak:
+    """Where a stage holds most, with `waiting` microbatches in flight.
+
+    accumulated: gradients lie in buckets the whole step; otherwise they come as backward proceeds.
+    moving: what ZeRO gathers and reduces.
+    """
+    here = slice(work.first, work.end)
+    running = np.cumsum(saved[here])
+    before = (waiting - 1) * int(running[-1])
+    # What a block makes again is alive from the block's end down to where backward reads it.
+    remade = np.zeros(work.end - work.first, dtype=np.int64)
+    for block in {b for b in profile.block_at[here].tolist() if b >= 0}:
+        inside = profile.block_at[here] == block
+        remade[inside] = np.cumsum(again[here][inside])
+    backward = sized.passing_backward[here] + remade
+    ready = np.zeros_like(remade)
+    if not accumulated:
+        made = sized.gradients[here]
+        ready = np.cumsum(made[::-1])[::-1] - made  # of later positions: backward did those first
+    forward = sized.passing_forward[here]
+    if moving is not None:
+        forward, backward = forward + moving.forward, backward + moving.backward
+        ready = moving.ready
+    choices = (
+        ("forward", forward, np.zeros_like(ready)),
+        ("backward", backward, ready),
+    )
+    phase, passing, early = max(choices, key=lambda c: int((running + c[1] + c[2]).max()))
+    top = int((running + passing + early).argmax())
+    module = profile.modules[work.first + top] or profile.names[work.first + top]
+    gradient = int(early[top]) if moving or not accumulated else work.gradient
+    return _Peak(before + int(running[top]), int(passing[top]), gradient, f"{phase} of {module}")

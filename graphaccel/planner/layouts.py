@@ -1,0 +1,97 @@
+"""Profiles of the graph that one device runs, for each layout of the tensor, context and expert
+axes.
+
+Dividing the whole graph's numbers would be a guess: what is not divided, what is sent and what is
+gathered follows from where every tensor lies. So the graph is sharded as it will be when it runs,
+and measured like any other. Making it costs about as much as a rewrite of the step, so that each
+layout is made once, and only when a search comes to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import astuple, dataclass, field
+from typing import Any, TypeAlias
+
+from graphaccel.capture.stepgraph import StepGraph
+from graphaccel.capture.symbols import BATCH
+from graphaccel.planner.cluster import Cluster
+from graphaccel.planner.placements import axis_rates
+from graphaccel.planner.plan import Plan
+from graphaccel.planner.profile import Profile
+
+
+@dataclass(frozen=True)
+class LocalGraph:
+    """The step as each rank of a layout runs it.
+
+    step: its joint graph has local shapes and collectives; its sizes are in examples of a
+    microbatch, where they could be known as expressions. partial: parameter → axes over which its
+    gradient is a partial sum. guessed: axis → calls that were not placed exactly.
+    """
+
+    step: StepGraph = field(repr=False)
+    partial: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    guessed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+def rates_of(cluster: Cluster, plan: Plan) -> tuple[tuple[str, tuple[float, ...]], ...]:
+    """What decides between placements on each axis of the plan (`Plan.rates`)."""
+    axes = [axis for axis in ("tensor", "context", "expert") if getattr(plan, axis) > 1]
+    return tuple((axis, astuple(axis_rates(cluster, plan, axis))) for axis in axes)
+
+
+Localise: TypeAlias = Callable[[Plan], LocalGraph]
+
+
+class Layouts:
+    """Profiles by layout, made as they are asked for and kept."""
+
+    def __init__(self, whole: Profile, localise: Localise | None = None) -> None:
+        """localise: shards the graph as a plan lays its axes; None where nothing can."""
+        self.whole = whole
+        self._localise = localise
+        self._made: dict[Any, tuple[Profile, LocalGraph]] = {}
+        self._fixed: set[Any] = set()
+
+    @property
+    def offered(self) -> bool:
+        """Whether there are layouts besides the whole graph."""
+        return self._localise is not None
+
+    def known(self, plan: Plan) -> bool:
+        """Whether the profile of `plan` is there already."""
+        return plan.replica == 1 or self._key(plan) in self._made
+
+    def of(self, plan: Plan) -> Profile:
+        """The profile of the graph that a device of `plan` runs.
+
+        Raises what sharding raises: BadPin (GA202), MissingRule (GA302). ValueError where there is
+        nothing that could shard.
+        """
+        return self.whole if plan.replica == 1 else self._layout(plan)[0]
+
+    def guessed(self, plan: Plan) -> Mapping[str, tuple[str, ...]]:
+        """Axis → calls of the plan's layout that were not placed exactly."""
+        return {} if plan.replica == 1 else self._layout(plan)[1].guessed
+
+    def _layout(self, plan: Plan) -> tuple[Profile, LocalGraph]:
+        key = self._key(plan)
+        if key not in self._made:
+            if self._localise is None:
+                raise ValueError(f"nothing here can shard a graph for {plan.name}")
+            local = self._localise(plan)
+            if BATCH not in local.step.sizes:  # one profile for each size of a microbatch
+                self._fixed.add(_layout_of(plan))
+                key = self._key(plan)
+            self._made[key] = Profile(local.step, local.partial), local
+        return self._made[key]
+
+    def _key(self, plan: Plan) -> Any:
+        layout = _layout_of(plan)
+        return (layout, plan.microbatch_size) if layout in self._fixed else layout
+
+
+def _layout_of(plan: Plan) -> Any:
+    axes = (plan.tensor, plan.context, plan.expert)
+    return (*axes, plan.sequence, plan.placements, plan.precision.compute)

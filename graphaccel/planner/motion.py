@@ -1,0 +1,141 @@
+"""Bytes that ZeRO has in motion at each position of a stage: what it gathers and what it reduces.
+
+Parameters that rest sharded are gathered a group at a time, one group ahead of use, and taken out
+of it one by one; gradients that are kept in shards are collected in the flat tensor of their group,
+which is waited for when the next one is sent (`passes.gather_parameters`, `passes.reduce_shards`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from graphaccel.planner.plan import Plan
+from graphaccel.planner.profile import Parameter, Profile
+
+_SMALLEST = 1 << 20  # bytes: no bucket of gradients is smaller
+
+
+@dataclass
+class Motion:
+    """Bytes by position: gathered for the forward, gathered and collected in the backward, and
+    shards of gradients that are there already."""
+
+    forward: np.ndarray
+    backward: np.ndarray
+    ready: np.ndarray
+
+
+@dataclass
+class _Region:
+    """A stretch of positions that reads a group. bytes: of the group; taken: of its largest
+    parameter, where it has several; trained: of its gradients."""
+
+    first: int
+    last: int
+    bytes: int = 0
+    taken: int = 0
+    trained: int = 0
+    members: list[int] = field(default_factory=list)
+
+    def add(self, parameter: Parameter, positions: Sequence[int]) -> None:
+        self.first, self.last = min(self.first, *positions), max(self.last, *positions)
+        self.bytes += parameter.bytes
+        self.trained += parameter.bytes * parameter.trainable
+        self.members.append(parameter.bytes)
+        self.taken = max(self.members) if len(self.members) > 1 else 0
+
+
+def in_motion(profile: Profile, plan: Plan, span: tuple[int, int]) -> Motion | None:
+    """What moves while a stage of positions [first, end) computes; None where nothing does."""
+    if plan.zero < 2 or plan.data == 1:
+        return None
+    first, end = span
+    zeros = np.zeros((3, end - first), dtype=np.int64)
+    moving = Motion(*zeros)
+    inside = [(p, [at - first for at in p.positions if first <= at < end])
+              for p in profile.parameters if p.name in profile.resting]  # fmt: skip
+    used = [(p, places) for p, places in inside if places]
+    if plan.zero == 3:
+        regions = _blocks(profile, plan, first, used)
+        _gather(moving, plan, regions)
+    else:
+        regions = _buckets(plan, used)
+    if plan.microbatches == 1 or plan.accumulation == "shards":
+        _collect(moving, plan, regions)
+    else:  # the whole gradients lie there all the time; their shards are made one by one
+        moving.backward += max((r.trained for r in regions), default=0) // plan.data
+        moving.ready += sum(r.trained for r in regions)
+    return moving
+
+
+def _blocks(
+    profile: Profile, plan: Plan, start: int, used: Sequence[tuple[Parameter, list[int]]]
+) -> list[_Region]:
+    """A region for each block, and for each stretch between blocks; in the order of the graph.
+
+    A parameter that several of them read is gathered for each.
+    """
+    segment = np.cumsum(np.diff(profile.block_at, prepend=-2) != 0)
+    regions: dict[tuple[int, int, str], _Region] = {}
+    parts: dict[int, int] = defaultdict(int)
+    for parameter, places in used:
+        by_segment: dict[int, list[int]] = defaultdict(list)
+        for at in places:
+            block = int(profile.block_at[start + at])
+            by_segment[-1 - block if block >= 0 else int(segment[start + at])].append(at)
+        alone = parameter.name if len(by_segment) > 1 else ""
+        for number, positions in by_segment.items():
+            key = (number, parts[number], alone)
+            region = regions.get(key)
+            full = region is not None and region.bytes + parameter.bytes > plan.bucket_bytes
+            if region is None or (full and number > 0):
+                parts[number] += full
+                key = (number, parts[number], alone)
+                region = regions[key] = _Region(positions[0], positions[0])
+            region.add(parameter, positions)
+    return sorted(regions.values(), key=lambda r: (r.first, r.last))
+
+
+def _buckets(plan: Plan, used: Sequence[tuple[Parameter, list[int]]]) -> list[_Region]:
+    """Buckets of gradients, in the order of the graph: the backward fills the last one first."""
+    trained = [(p, places) for p, places in used if p.trainable]
+    limit = min(plan.bucket_bytes, max(_SMALLEST, sum(p.bytes for p, _ in trained) // 4))
+    regions: list[_Region] = []
+    for parameter, places in sorted(trained, key=lambda pair: -min(pair[1])):
+        if not regions or regions[-1].bytes + parameter.bytes > limit:
+            regions.append(_Region(places[0], places[0]))
+        regions[-1].add(parameter, [min(places)])
+    return regions[::-1]
+
+
+def _gather(moving: Motion, plan: Plan, regions: Sequence[_Region]) -> None:
+    """A region's group from where the region before it starts, up to its own end."""
+    for k, region in enumerate(regions):
+        ahead = regions[k - 1].first if k else 0
+        moving.forward[ahead : region.last + 1] += region.bytes
+        moving.forward[region.first : region.last + 1] += region.taken
+        if not plan.gather_again:
+            moving.forward[region.last + 1 :] += region.bytes
+            moving.backward[region.first :] += region.bytes
+    if plan.gather_again:
+        length = len(moving.backward)
+        for k, region in enumerate(regions):
+            behind = regions[k + 1].last + 1 if k + 1 < len(regions) else length
+            moving.backward[region.first : behind] += region.bytes
+            moving.backward[region.first : region.last + 1] += region.taken
+
+
+def _collect(moving: Motion, plan: Plan, regions: Sequence[_Region]) -> None:
+    """A group's gradients from the first of them until the next group is sent, then its shard."""
+    for k, region in enumerate(regions):
+        sent = regions[k - 1].first if k else 0
+        moving.backward[sent : region.last + 1] += region.trained
+        share = region.trained // plan.data
+        if plan.microbatches == 1:
+            moving.ready[: region.first + 1] += share
+        else:
+            moving.ready += share

@@ -1,0 +1,121 @@
+"""What each stage of a plan holds and does, from the profile of its graph."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from graphaccel.planner.cluster import Cluster
+from graphaccel.planner.plan import Plan
+from graphaccel.planner.profile import Parameter, Profile, SizedProfile
+from graphaccel.planner.stages import stage_positions
+from graphaccel.planner.wires import wires_of
+from graphaccel.schedule.table import build
+from graphaccel.schedule.validate import in_flight
+
+# Starting a stage's graph for one microbatch costs as much host time as starting some ops.
+_LAUNCHES_AN_ACTION = 10
+
+
+def sized_for(profile: Profile, plan: Plan, cluster: Cluster) -> SizedProfile:
+    """The profile at the plan's microbatch size and precision, on the plan's mesh."""
+    wires = wires_of(cluster, plan) if plan.replica > 1 else None
+    return profile.sized(plan.microbatch_size, cluster.device, plan.precision.compute, wires)
+
+
+@dataclass(frozen=True)
+class StageWork:
+    """One stage of a plan: positions [first, end), seconds a microbatch, bytes of its parameters.
+
+    sent_forward, sent_backward: seconds of collectives inside the two. held: bytes of parameters
+    and buffers. gradient: bytes of gradients; partial: of those among them that are partial sums,
+    by the axes besides data. tensors: trained tensors.
+    """
+
+    first: int
+    end: int
+    forward: float
+    backward: float
+    held: int
+    gradient: int
+    tensors: int
+    sent_forward: float = 0.0
+    sent_backward: float = 0.0
+    partial: tuple[tuple[tuple[str, ...], int], ...] = ()
+
+    @property
+    def summed(self) -> dict[tuple[str, ...], int]:
+        """Bytes of gradients by the axes besides data over which they are still to be summed."""
+        found = dict(self.partial)
+        return {(): self.gradient - sum(found.values()), **found}
+
+    @property
+    def alone(self) -> StageWork:
+        """The same with collectives that take no time."""
+        return replace(
+            self,
+            forward=self.forward - self.sent_forward,
+            backward=self.backward - self.sent_backward,
+            sent_forward=0.0,
+            sent_backward=0.0,
+        )
+
+
+def stage_works(
+    profile: Profile, sized: SizedProfile, plan: Plan, launch_seconds: float
+) -> tuple[StageWork, ...]:
+    """What each stage of `plan` holds and does. Raises ValueError for cuts that do not fit the
+    graph.
+    """
+    numbers = {name: i for i, name in enumerate(profile.block_names)}
+    again = np.isin(profile.block_at, [numbers[name] for name in plan.recompute])
+    backward = sized.backward + np.where(again, sized.forward, 0.0)
+    sent = sized.sent_backward + np.where(again, sized.sent_forward, 0.0)
+    action = _LAUNCHES_AN_ACTION * launch_seconds
+    works = []
+    for first, end in stage_positions(profile, plan.cuts):
+        held = held_parameters(profile, [(first, end)])
+        trained = [p for p in held if p.trainable]
+        partial: dict[tuple[str, ...], int] = defaultdict(int)
+        for parameter in trained:
+            if parameter.name in profile.partial:
+                partial[profile.partial[parameter.name]] += parameter.bytes
+        works.append(
+            StageWork(
+                first=first,
+                end=end,
+                forward=action + float(sized.forward[first:end].sum()),
+                backward=action + float(backward[first:end].sum()),
+                held=sum(p.bytes for p in held),
+                gradient=sum(p.bytes for p in trained),
+                tensors=len(trained),
+                sent_forward=float(sized.sent_forward[first:end].sum()),
+                sent_backward=float(sent[first:end].sum()),
+                partial=tuple(sorted(partial.items())),
+            )
+        )
+    return tuple(works)
+
+
+def held_parameters(profile: Profile, spans: Sequence[tuple[int, int]]) -> tuple[Parameter, ...]:
+    """Parameters and buffers that positions [first, end) of `spans` read; unused ones lie on stage
+    0.
+    """
+
+    def here(parameter: Parameter) -> bool:
+        places = parameter.positions or (0,)
+        return any(first <= p < end for p in places for first, end in spans)
+
+    return tuple(parameter for parameter in profile.parameters if here(parameter))
+
+
+def flight(plan: Plan) -> dict[int, int]:
+    """Stage → the most microbatches it holds at a time."""
+    if plan.schedule == "1f1b":
+        return {s: min(plan.microbatches, plan.stages - s) for s in range(plan.stages)}
+    if plan.schedule == "gpipe":
+        return dict.fromkeys(range(plan.stages), plan.microbatches)
+    return in_flight(build(plan.schedule, plan.pipeline, plan.interleave, plan.microbatches))

@@ -1,0 +1,109 @@
+"""The closed form of sharded plans against the programs that run: memory, and what is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from graphaccel.capture.stepgraph import StepGraph
+from graphaccel.capture.symbols import BATCH
+from graphaccel.compiler import Compiler, Model, as_batch
+from graphaccel.passes.exact_microbatch import exact_microbatch
+from graphaccel.passes.localise import localised
+from graphaccel.passes.shard_axes import shard_axes
+from graphaccel.planner.cluster import Cluster
+from graphaccel.planner.communication import all_reduce_seconds
+from graphaccel.planner.cost import Sizes, dims_of
+from graphaccel.planner.layouts import Layouts, Localise, rates_of
+from graphaccel.planner.pins import Limits
+from graphaccel.planner.plan import Plan
+from graphaccel.planner.profile import Profile
+from graphaccel.planner.solve import Problem, with_cuts_and_blocks
+from graphaccel.planner.wires import Wires
+from graphaccel.planner.works import stage_works
+from tests.support.zoo import ALL
+
+Captured = Callable[[str], StepGraph]
+MadeUp = Callable[..., Cluster]
+
+
+def localise(step: StepGraph, cluster: Cluster) -> Localise:
+    return lambda plan: localised(step, replace(plan, rates=rates_of(cluster, plan)))
+
+
+def problem_of(step: StepGraph, cluster: Cluster) -> Problem:
+    layouts = Layouts(Profile(step), localise(step, cluster))
+    return Problem(layouts, cluster, 8, Limits())
+
+
+@pytest.mark.parametrize(
+    ("name", "decided"),
+    [
+        ("gpt", {"tensor": 2}),
+        ("gpt", {"tensor": 2, "pipeline": 2, "microbatches": 4}),
+        ("gpt", {"context": 2, "microbatches": 2}),
+        ("gpt", {"data": 2, "zero": 1}),
+        ("gpt", {"data": 2, "zero": 2}),
+        ("gpt", {"data": 2, "zero": 3}),
+        ("gpt", {"data": 2, "zero": 3, "tensor": 2, "microbatches": 2}),
+        ("mixtral", {"expert": 2}),
+    ],
+)
+def test_memory_is_that_of_the_programs(
+    name: str, decided: dict[str, Any], captured: Captured, made_up: MadeUp
+) -> None:
+    plan = Plan(devices=1, batch=8).decided(**decided)
+    cluster = made_up(plan.data * plan.pipeline * plan.replica, 1 << 20)
+    step = captured(name)
+    plan = with_cuts_and_blocks(problem_of(step, cluster), plan, "none", None)
+    module, batch, loss_fn = ALL[name].build()
+    compiler = Compiler(Model(module, loss_fn, 2.0), cluster, {})
+    exact, _ = compiler.refine(step, plan, as_batch(batch), step.sizes)
+    assert plan.prediction is not None
+    assert exact.prediction is not None
+    for guess, real in zip(plan.prediction.memory, exact.prediction.memory, strict=True):
+        assert guess.tensors == pytest.approx(real.tensors, rel=0.04)
+
+
+def test_a_sharded_step_computes_half_and_sends(captured: Captured, made_up: MadeUp) -> None:
+    problem = problem_of(captured("gpt"), made_up(2))
+    one, two = Plan(1, batch=8), Plan(2, tensor=2, batch=8)
+    whole, half = (problem.predicted(p, simulated=False).prediction for p in (one, two))
+    assert whole is not None
+    assert half is not None
+    work = stage_works(problem.layouts.of(two), problem.sized(two), two, 1e-6)[0]
+    inside = work.sent_forward + work.sent_backward
+    sums = {axes: n for axes, n in work.summed.items() if axes}
+    assert list(sums) == [("tensor",)]  # biases and norms whose tokens are shared out
+    outside = all_reduce_seconds(problem.cluster, sums[("tensor",)], 2)
+    assert half.communication == pytest.approx(inside + outside)
+    assert 0.5 * whole.compute < half.compute < 0.75 * whole.compute
+    assert half.optimizer < 0.75 * whole.optimizer
+
+
+def test_sizes_are_those_of_any_microbatch(captured: Captured, made_up: MadeUp) -> None:
+    """The layout is sharded at two sizes, and read at others."""
+    step, cluster = captured("gpt"), made_up(2)
+    plan = Plan(2, tensor=2, batch=8)
+    plan = replace(plan, rates=rates_of(cluster, plan))
+    local = localised(step, plan).step
+    direct = shard_axes(exact_microbatch(step, plan).graph, step, plan).graph
+    for node, real in zip(local.graph.graph.nodes, direct.graph.nodes, strict=True):
+        if isinstance(real.meta.get("val"), torch.Tensor):
+            assert dims_of(node, Sizes({BATCH: 8})) == tuple(real.meta["val"].shape), node
+
+
+def test_axes_lie_on_the_links_they_reach(made_up: MadeUp) -> None:
+    wires = Wires(made_up(16), tensor=2, context=2, expert=1, data=4)
+    assert wires.group(["tensor"]) == (2, 1)
+    assert wires.group(["context"]) == (2, 2)
+    assert wires.group(["data"]) == (4, 4)
+    assert wires.group(["data", "tensor"]) == (8, 1)
+    assert wires.group(["expert"]) == (1, 1)
+    inner, outer = wires.all_reduce(1e6, ["tensor"]), wires.all_reduce(1e6, ["data"])
+    assert inner == all_reduce_seconds(made_up(16), 1e6, 2)
+    assert outer == all_reduce_seconds(made_up(16), 1e6, 4, stride=4) > inner
