@@ -96,6 +96,29 @@ def our_step(model: nn.Module, batch: dict[str, Tensor], **pins: Any) -> Step:
     return step
 
 
+def share_of(settings: Settings, world: int) -> dict[str, Tensor]:
+    """This rank's part of the global batch, for those that take parts."""
+    return {key: value.chunk(world)[dist.get_rank()] for key, value in make_batch(settings).items()}
+
+
+def data_step(model: nn.Module, optimizer: Optimizer, share: dict[str, Tensor]) -> Step:
+    """One training step of a data-parallel model on this rank's part of the batch.
+
+    The loss a user prints is that of the global batch: graphaccel's is, so this one is too.
+    """
+
+    def step() -> float:
+        loss = model(**share)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        return total.item() / dist.get_world_size()
+
+    return step
+
+
 def time_sides(
     settings: Settings, makers: Mapping[str, Callable[[], Step]]
 ) -> dict[str, dict[str, Any]]:

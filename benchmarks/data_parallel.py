@@ -9,18 +9,19 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.common import (
     OURS,
     Settings,
     Step,
+    data_step,
     make_batch,
     make_model,
     make_optimizer,
     our_step,
     run,
+    share_of,
     time_sides,
 )
 
@@ -28,22 +29,9 @@ WORLD = 2
 
 
 def _theirs(settings: Settings) -> Step:
-    rank = dist.get_rank()
-    share = {key: value.chunk(WORLD)[rank] for key, value in make_batch(settings).items()}
     model = DistributedDataParallel(make_model(settings))
     optimizer = make_optimizer(model)
-
-    def step() -> float:
-        loss = model(**share)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        # The loss a user prints is that of the global batch: graphaccel's is.
-        total = loss.detach().clone()
-        dist.all_reduce(total)
-        return total.item() / WORLD
-
-    return step
+    return data_step(model, optimizer, share_of(settings, WORLD))
 
 
 def _ours(settings: Settings) -> Step:

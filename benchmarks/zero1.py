@@ -10,7 +10,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from torch import distributed as dist
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
@@ -19,10 +18,12 @@ from benchmarks.common import (
     OURS,
     Settings,
     Step,
+    data_step,
     make_batch,
     make_model,
     our_step,
     run,
+    share_of,
     time_sides,
 )
 
@@ -30,22 +31,9 @@ WORLD = 2
 
 
 def _theirs(settings: Settings) -> Step:
-    rank = dist.get_rank()
-    share = {key: value.chunk(WORLD)[rank] for key, value in make_batch(settings).items()}
     model = DistributedDataParallel(make_model(settings))
     optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=1e-4)
-
-    def step() -> float:
-        loss = model(**share)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        # The loss a user prints is that of the global batch: graphaccel's is.
-        total = loss.detach().clone()
-        dist.all_reduce(total)
-        return total.item() / WORLD
-
-    return step
+    return data_step(model, optimizer, share_of(settings, WORLD))
 
 
 def _ours(settings: Settings) -> Step:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -17,11 +16,13 @@ from benchmarks.common import (
     OURS,
     Settings,
     Step,
+    data_step,
     make_batch,
     make_model,
     make_optimizer,
     our_step,
     run,
+    share_of,
     time_sides,
 )
 
@@ -29,26 +30,13 @@ WORLD = 2
 
 
 def _theirs(settings: Settings) -> Step:
-    rank = dist.get_rank()
-    share = {key: value.chunk(WORLD)[rank] for key, value in make_batch(settings).items()}
     model = make_model(settings)
     mesh = init_device_mesh("cpu", (WORLD,))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = make_optimizer(model)
-
-    def step() -> float:
-        loss = model(**share)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        # The loss a user prints is that of the global batch: graphaccel's is.
-        total = loss.detach().clone()
-        dist.all_reduce(total)
-        return total.item() / WORLD
-
-    return step
+    return data_step(model, optimizer, share_of(settings, WORLD))
 
 
 def _ours(settings: Settings) -> Step:
