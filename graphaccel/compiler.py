@@ -34,6 +34,7 @@ from graphaccel.errors import (
 )
 from graphaccel.ir.program import Sharded, StepProgram
 from graphaccel.kernels.registry import enabled, without_tensor_axis
+from graphaccel.messages import format_bytes
 from graphaccel.ort.kernels import Kernels, installed, missing_reason
 from graphaccel.ort.measure import MARGIN, calibration_name
 from graphaccel.ort.session import Sessions
@@ -48,6 +49,8 @@ from graphaccel.planner.plan import Plan
 from graphaccel.planner.profile import Profile
 from graphaccel.planner.record import Record
 from graphaccel.planner.search import cluster_name, search
+from graphaccel.planner.zero import local_shape
+from graphaccel.report.format import folded
 from graphaccel.report.rules import missing, missing_note, priced_rules
 from graphaccel.rules.propagate import NO_RULE
 from graphaccel.schedule.communicate import with_communication
@@ -73,7 +76,8 @@ class Model:
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
 
         def share(name: str, splits: tuple[Sharded, ...]) -> int:
-            return _bytes(parameters[name]) // prod(getattr(plan, s.axis) for s in splits)
+            parameter = parameters[name]
+            return prod(local_shape(parameter.shape, splits, plan)) * parameter.element_size()
 
         return Resident(
             {n: share(n, program.resting.get(n, ())) for n in parameters},
@@ -252,6 +256,7 @@ class Compiler:
         if program is None:
             plan, program = self.refine(step, plan, batch, sizes)
         notes = (*plan.notes, *_kept_whole(program), *self._without_rules(planned, plan))
+        notes += self._whole_over_tensor(program, plan)
         plan = replace(plan, notes=notes)
         self.plan, self.resting = plan, program.resting
         progress("plan", plan.name, time.perf_counter() - start)
@@ -290,6 +295,20 @@ class Compiler:
         """Off unless asked for: what they bring has not been measured yet (docs/fusions.md)."""
         names = enabled(self.pins.get("fusions") or "off", _device_type(self.cluster))
         return without_tensor_axis(names) if plan.tensor > 1 else names
+
+    def _whole_over_tensor(self, program: StepProgram, plan: Plan) -> tuple[str, ...]:
+        """Weights that the tensor axis was asked to split and does not, if they are a twentieth."""
+        if plan.tensor == 1:
+            return ()
+        weights = {n: p for n, p in self.model.module.named_parameters() if p.dim() > 1}
+        whole = [n for n in weights if n not in program.resting]
+        size = sum(_bytes(weights[n]) for n in whole)
+        if 20 * size < sum(map(_bytes, weights.values())):
+            return ()
+        return (
+            f"whole on each of the tensor axis, {format_bytes(size)}: {folded(whole)}: it does not "
+            "divide their heads or dims, or sending would cost more",
+        )
 
     def refine(
         self, step: StepGraph, plan: Plan, batch: Batch, sizes: Mapping

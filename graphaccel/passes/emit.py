@@ -81,12 +81,33 @@ class Emitter:
         if isinstance(source, Shard) and target == REPLICATED:
             return self._all_gather(node, source)
         if isinstance(source, Shard) and isinstance(target, Shard):
-            if source.dim == target.dim:  # other sections of the same dim
+            through = source.padding or target.padding  # an all-to-all needs equal parts
+            if source.dim == target.dim or through:  # other sections of the same dim
                 return self._narrow(self._all_gather(node, source), target)
             return self._all_to_all(node, source, target)
         raise ValueError(f"no conversion from {source} to {target}")
 
+    def _padded(self, node: fx.Node, shard: Shard) -> fx.Node:
+        """A whole tensor with zeros behind the dim that is cut unevenly."""
+        if not shard.padding:
+            return node
+        behind = node.meta["val"].dim() - 1 - shard.dim
+        widths = [0, 0] * behind + [0, shard.padding]
+        return self.call(aten.constant_pad_nd.default, node, widths, 0)
+
+    def masked(self, node: fx.Node, shard: Shard, value: float) -> fx.Node:
+        """A shard with `value` in its padding, which only the last rank has."""
+        tensor = node.meta["val"]
+        count = tensor.shape[shard.dim]
+        place = self.call_with(aten.arange.default, (count,), {"device": tensor.device})
+        place = self.call(aten.add.Tensor, place, 0, bind={1: count})
+        behind = self.call(aten.ge.Scalar, place, count * self.ranks - shard.padding)
+        for _ in range(tensor.dim() - 1 - shard.dim):
+            behind = self.call(aten.unsqueeze.default, behind, len(behind.meta["val"].shape))
+        return self.call(aten.masked_fill.Scalar, node, behind, value)
+
     def _narrow(self, node: fx.Node, shard: Shard) -> fx.Node:
+        node = self._padded(node, shard)
         shape = list(node.meta["val"].shape)
         size = shape[shard.dim] // (shard.outer * self.ranks)
         if shard.outer == 1:
@@ -108,8 +129,11 @@ class Emitter:
         sent = self.call(
             _funcol.all_gather_into_tensor.default, self.contiguous(node), self.ranks, self.axis
         )
-        whole = self.call(_funcol.wait_tensor.default, sent)
-        return self._unstacked(whole, shape, shard)
+        whole = self._unstacked(self.call(_funcol.wait_tensor.default, sent), shape, shard)
+        if not shard.padding:
+            return whole
+        size = whole.meta["val"].shape[shard.dim] - shard.padding
+        return self.contiguous(self.call(aten.narrow.default, whole, shard.dim, 0, size))
 
     def _unstacked(self, stacked: fx.Node, shape: list[int], shard: Shard) -> fx.Node:
         """The ranks' parts of `shape`, one after the other along dim 0, put in place."""
@@ -125,8 +149,9 @@ class Emitter:
 
     def _stacked(self, node: fx.Node, shard: Shard) -> tuple[fx.Node, list[int]]:
         """The parts of a whole tensor one after the other along dim 0, and the shape of one."""
-        shape = list(node.meta["val"].shape)
-        d, local = shard.dim, list(shard.local(shape, self.ranks))
+        local = list(shard.local(node.meta["val"].shape, self.ranks))
+        node = self._padded(node, shard)
+        d, shape = shard.dim, list(node.meta["val"].shape)
         if prod(shape[:d]) * shard.outer > 1:
             spread = self.call(aten.reshape.default, node, self._seen(shape, shard, self.ranks))
             order = [d + 1, *range(d + 1), *range(d + 2, len(shape) + 2)]

@@ -50,7 +50,7 @@ def _embedding_backward(emit: Emitter, node: fx.Node, tensors: list[fx.Node]) ->
     """Rows of other ranks go to one row too many, which is cut off."""
     gradient, ids = tensors
     count, padding = int(node.args[2]), int(node.args[3])
-    rows = count // emit.ranks
+    rows = -(-count // emit.ranks)  # rounded up: the last rank may have padding
     moved, own = _own_rows(emit, ids, rows)
     if padding >= 0:
         used = emit.call(aten.ne.Scalar, ids, padding)

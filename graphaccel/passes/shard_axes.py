@@ -19,7 +19,7 @@ from graphaccel.passes.shard_axis import shard_axis
 from graphaccel.planner.placements import Rates, solve_placements
 from graphaccel.planner.plan import Plan
 from graphaccel.rules.propagate import REPLICATED
-from graphaccel.rules.rows import Placement, Shard
+from graphaccel.rules.rows import Placement, shard_of
 
 AXES = ("tensor", "context", "expert")
 # Without a cluster: an accelerator with 1 TB/s of memory and links of a tenth of that.
@@ -57,7 +57,7 @@ def shard_axes(
         ranks = getattr(plan, axis)
         if ranks == 1:
             continue
-        pins = _pins(step, plan, axis, resting)
+        pins = _pins(step, graph.graph, plan, axis, resting)
         rates = next((Rates(*v) for a, v in plan.rates if a == axis), _REFERENCE)
         keep = plan.outputs == "all"
         try:
@@ -85,6 +85,7 @@ def shard_axes(
 
 def _pins(
     step: StepGraph,
+    graph: fx.Graph,
     plan: Plan,
     axis: str,
     resting: Mapping[str, tuple[Sharded, ...]] | None,
@@ -95,11 +96,14 @@ def _pins(
         splits = {name: resting.get(name, ()) for name in names}
     else:
         splits = dict(plan.placements)
+    placeholders = zip(graph.find_nodes(op="placeholder"), step.inputs, strict=False)
+    shapes = {spec.name: node.meta["val"].shape for node, spec in placeholders}
     found: dict[str, Placement] = {}
     for name, parts in splits.items():
         mine = [s for s in parts if s.axis == axis]
         if mine:
-            found[name] = Shard(mine[0].dim, mine[0].outer)
+            ranks = getattr(plan, axis)
+            found[name] = shard_of(mine[0].dim, mine[0].outer, shapes[name], ranks)
         elif resting is not None or not parts:
             found[name] = REPLICATED
     return found

@@ -26,6 +26,7 @@ from graphaccel.compat.torch import fake_mode_of
 from graphaccel.ir.values import fake_like
 from graphaccel.passes.emit import Emitter, set_value
 from graphaccel.passes.lowerings import items, lower
+from graphaccel.passes.padding import Padding
 from graphaccel.planner.placements import Placements, source_of
 from graphaccel.rules.notation import arguments, output_shapes, tensor_arguments
 from graphaccel.rules.propagate import PARTIAL, REPLICATED
@@ -85,6 +86,7 @@ class _Sharding:
         self.inputs = inputs
         self.graph = fx.Graph()
         self.emit = Emitter(self.graph, axis, ranks, "shard_axis")
+        self.padding = Padding(self.emit)
         self.made: dict[Any, dict[Placement, fx.Node]] = {}
         results = zip(module.graph.output_node().args[0], outputs, strict=True)
         # What the forward hands out is made in the forward, though a backward may ask first.
@@ -125,6 +127,7 @@ class _Sharding:
             held[spec.name] = place
             value = node.meta["val"]
             new.meta["val"] = fake_like(value, place.local(value.shape, self.ranks))
+            self.padding.add_zero(new)
         self.made[(node, 0)] = {place: new}
 
     def _call(self, node: fx.Node) -> None:
@@ -135,10 +138,12 @@ class _Sharding:
             row = Row((REPLICATED,) * len(tensors), (REPLICATED,) * len(output_shapes(node)))
         local = [self._given(t, need, node) for t, need in zip(tensors, row.inputs, strict=True)]
         self.emit.meta = node.meta
+        local = self.padding.before(node, row, local)
         if row.lowering:
             results = lower(row.lowering, self.emit, node, local)
         else:
             results = self._copied(node, row, local)
+        self.padding.after(node, row, local, results)
         for k, (result, place) in enumerate(zip(results, row.outputs, strict=True)):
             self.made[(node, k)] = {place: result}
 
@@ -176,6 +181,7 @@ class _Sharding:
                 if start not in known:
                     known[start] = self.emit.convert(known[made], made, start)
             known[need] = self.emit.convert(known[start], start, need)
+            self.padding.add_zero(known[need])
         return known[need]
 
     def _result(
@@ -194,7 +200,10 @@ class _Sharding:
                 return known[made]
         elif spec.kind == "output" and not self.keep_outputs:
             return known[made]
-        return self._given(node, need, node)
+        given = self._given(node, need, node)
+        if spec.kind == "gradient" and isinstance(need, Shard):
+            return self.padding.zero(given, need)  # or an optimizer would move what is not there
+        return given
 
 
 def _local_sizes(node: fx.Node, row: Row, args: tuple, ranks: int) -> tuple:

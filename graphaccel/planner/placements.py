@@ -32,7 +32,7 @@ from graphaccel.rules import collectives, indexing
 from graphaccel.rules.factories import UNIFORM
 from graphaccel.rules.notation import output_shapes, shape_of, tensor_arguments
 from graphaccel.rules.propagate import PARTIAL, REPLICATED, is_random
-from graphaccel.rules.rows import Placement, Row, Shard, Shards, rows_of
+from graphaccel.rules.rows import Placement, Row, Shard, Shards, rows_of, shard_of
 
 _HELD = ("parameter", "buffer")
 _STATE_PASSES = (
@@ -42,6 +42,7 @@ _LATE = 0.5  # of its price is what a gradient's sum costs in a bucket, behind o
 _UNFINISHED = frozenset(collectives.RULES) - {torch.ops._c10d_functional.wait_tensor.default}
 _FRACTION = 8  # of a usual message: what a collective costs at least
 _ROUNDS = 12
+_WIDE = 8  # positions a rank has at least of a dim that is padded
 
 
 @dataclass(frozen=True)
@@ -198,7 +199,7 @@ class PlacementProblem:
             shape = shape_of(node)
             found = set()
             if self.axis == "tensor" and self.kinds[node].kind == "parameter":
-                found = {Shard(d) for d in range(len(shape))}
+                found = {Shard(d) for d in range(len(shape))} | self._padded(shape)
             if self.axis == "expert" and len(shape) == 3:
                 found = {Shard(0)}
             pin = self.pins.get(self.kinds[node].name)
@@ -219,6 +220,13 @@ class PlacementProblem:
                     if wanted is not None and size == wanted
                 }
                 self.shards[(node, k)] = frozenset(s for s in found if s.fits(shape, self.ranks))
+
+    def _padded(self, shape: Sequence[int]) -> set[Shard]:
+        """Shards of dims that the ranks do not divide, where little of them is padding."""
+        if len(shape) > 2:
+            return set()
+        wide = (d for d, n in enumerate(shape) if n % self.ranks and n >= _WIDE * self.ranks)
+        return {shard_of(d, 1, shape, self.ranks) for d in wide}
 
     def _spread(self, node: fx.Node) -> None:
         """What follows from the shards of a call's tensors for the others."""
@@ -459,7 +467,8 @@ class PlacementProblem:
                 return 2 * ((n - 1) * self.latency + passing) + r.launch
             copies = 0.0 if target == Shard(0) else 2 * size / r.memory
             return (n - 1) * self.latency + passing + copies + r.launch
-        if target == REPLICATED or source.dim == target.dim:
+        whole = target == REPLICATED or source.dim == target.dim  # on the way, at least
+        if whole or source.padding or target.padding:
             copies = 0.0 if source == Shard(0) else 2 * size / r.memory
             return (n - 1) * self.latency + passing + copies + r.launch
         return (n - 1) * self.latency + passing / n + 2 * size / n / r.memory + 2 * r.launch

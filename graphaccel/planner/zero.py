@@ -62,7 +62,7 @@ def owned_shards(
 def data_dim(shape: Sequence[int], splits: Sequence[Sharded], plan: Plan, ranks: int) -> int | None:
     """The first dim that `ranks` divides after `splits`; None if none does."""
     local = local_shape(shape, splits, plan)
-    taken = {s.dim for s in splits if s.outer > 1}  # a contiguous split of it has no DTensor
+    taken = _taken(shape, splits, plan)
     return next(
         (d for d, size in enumerate(local) if size and size % ranks == 0 and d not in taken), None
     )
@@ -72,8 +72,15 @@ def local_shape(shape: Sequence[int], splits: Sequence[Sharded], plan: Plan) -> 
     """The shape of one shard."""
     local = list(shape)
     for split in splits:
-        local[split.dim] //= getattr(plan, split.axis)
+        local[split.dim] = -(-local[split.dim] // getattr(plan, split.axis))
     return tuple(local)
+
+
+def _taken(shape: Sequence[int], splits: Sequence[Sharded], plan: Plan) -> set[int]:
+    """Dims of which a contiguous split has no DTensor, after these splits: cut by sections, or with
+    padding."""
+    uneven = (s.dim for s in splits if shape[s.dim] % getattr(plan, s.axis))
+    return {s.dim for s in splits if s.outer > 1} | set(uneven)
 
 
 def _check(
@@ -85,7 +92,7 @@ def _check(
     ranks: int,
 ) -> None:
     local = local_shape(shape, splits, plan)
-    if local[asked.dim] % ranks or asked.dim in {s.dim for s in splits if s.outer > 1}:
+    if local[asked.dim] % ranks or asked.dim in _taken(shape, splits, plan):
         raise BadPin(
             pin="pins",
             value={name: asked},

@@ -41,18 +41,33 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, order=True)
 class Shard:
-    """Dim `dim`, seen as [outer, n, rest], is split in its middle."""
+    """Dim `dim`, seen as [outer, n, rest], is split in its middle.
+
+    padding: positions that the last rank has too many, where n does not divide the dim.
+    """
 
     dim: int
     outer: int = 1
+    padding: int = 0
 
     def fits(self, shape: Sequence[int], ranks: int) -> bool:
-        """Whether a tensor of `shape` can be split so over `ranks`, evenly."""
-        return self.dim < len(shape) and shape[self.dim] % (self.outer * ranks) == 0
+        """Whether a tensor of `shape` can be split so over `ranks`, with just this padding."""
+        if self.dim >= len(shape):
+            return False
+        if self.padding and (self.outer > 1 or self.padding >= ranks):
+            return False
+        return (shape[self.dim] + self.padding) % (self.outer * ranks) == 0
 
     def local(self, shape: Sequence[int], ranks: int) -> tuple[int, ...]:
         """One rank's shape of a tensor of `shape`."""
-        return tuple(n // ranks if d == self.dim else n for d, n in enumerate(shape))
+        return tuple(
+            (n + self.padding) // ranks if d == self.dim else n for d, n in enumerate(shape)
+        )
+
+
+def shard_of(dim: int, outer: int, shape: Sequence[int], ranks: int) -> Shard:
+    """The shard of a dim of `shape`, padded where `ranks` do not divide it."""
+    return Shard(dim, outer, -shape[dim] % ranks if outer == 1 else 0)
 
 
 Placement: TypeAlias = Shard | str
@@ -102,8 +117,10 @@ def rows_of(
         for row in _made(node, ranks, outputs):
             found[row] = None
     else:
-        for index, outer in _indices(notation, inputs, outputs):
-            row = _sharded(node, notation, index, outer, ranks)
+        for index, outer, padding in _indices(notation, inputs, outputs):
+            if padding and node.target not in _PADDED and not _is_pointwise(node):
+                continue
+            row = _sharded(node, notation, index, outer, padding, ranks)
             if row is not None:
                 found[row] = None
     for row in _lowered(node, ranks, inputs, outputs):
@@ -136,19 +153,41 @@ def _is_floating(node: fx.Node) -> bool:
 
 def _indices(
     notation: Notation, inputs: Sequence[Shards], outputs: Sequence[Shards]
-) -> list[tuple[str, int]]:
-    found: dict[tuple[str, int], None] = {}
+) -> list[tuple[str, int, int]]:
+    found: dict[tuple[str, int, int], None] = {}
     for names, shards in (
         *zip(notation.inputs, inputs, strict=True),
         *zip(notation.outputs, outputs, strict=True),
     ):
         for shard in sorted(shards):
             if shard.dim < len(names):
-                found[(names[shard.dim], shard.outer)] = None
+                found[(names[shard.dim], shard.outer, shard.padding)] = None
     return list(found)
 
 
-def _sharded(node: fx.Node, notation: Notation, index: str, outer: int, ranks: int) -> Row | None:
+# What gives the same at every position of a dim, or sums over it: a padded one may be split too.
+_PADDED = frozenset(
+    {
+        aten.mm.default,
+        aten.addmm.default,
+        aten.t.default,
+        aten.transpose.int,
+        aten.permute.default,
+        aten.clone.default,
+        aten._to_copy.default,
+        aten.sum.dim_IntList,
+        aten.expand.default,
+    }
+)
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    return torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
+def _sharded(
+    node: fx.Node, notation: Notation, index: str, outer: int, padding: int, ranks: int
+) -> Row | None:
     if index in ("", "1") or index in notation.whole:
         return None
     if is_random(node) and node.target is not aten.native_dropout.default:
@@ -166,7 +205,7 @@ def _sharded(node: fx.Node, notation: Notation, index: str, outer: int, ranks: i
         if not dims:
             inputs.append(REPLICATED)
             continue
-        shard = Shard(dims[0], outer)
+        shard = Shard(dims[0], outer, padding)
         if len(dims) > 1 or not shard.fits(shape, ranks):
             return None
         inputs.append(shard)
@@ -174,7 +213,7 @@ def _sharded(node: fx.Node, notation: Notation, index: str, outer: int, ranks: i
     for position, (names, shape) in enumerate(zip(notation.outputs, results, strict=True)):
         dims = [d for d, name in enumerate(names) if name == index]
         if dims:
-            shard = Shard(dims[0], outer)
+            shard = Shard(dims[0], outer, padding)
             if len(dims) > 1 or not shard.fits(shape, ranks):
                 return None
             outputs.append(shard)
@@ -229,6 +268,8 @@ def _regroup(
     if group is None:
         return None
     left, right = group
+    if shard.padding:
+        return Shard(right[0], 1, shard.padding) if len(left) == len(right) == 1 else None
     before = prod(source[d] for d in left if d < shard.dim) * shard.outer
     for dim in right:
         ahead = prod(target[d] for d in right if d < dim)
@@ -309,7 +350,7 @@ def _along(dim: int, parts: int | None, *, narrows: bool) -> Callable[[Shard], P
     def carry(shard: Shard) -> Pair | None:
         if shard.dim != dim:
             return shard, shard
-        if parts is None:
+        if parts is None or shard.padding:
             return None
         if narrows:
             if shard.outer % parts:
@@ -418,16 +459,22 @@ def _embedding(
     Shoeybi et al., Megatron-LM, 2019, §3 (vocabulary-parallel embedding).
     """
     table = shape_of(tensor_arguments(node)[0])
-    if Shard(0).fits(table, ranks):
-        yield Row((Shard(0), REPLICATED), (PARTIAL,), "embedding", divided=False)
+    for rows in _first_dims(inputs[0], table, ranks):
+        yield Row((rows, REPLICATED), (PARTIAL,), "embedding", divided=False)
 
 
 def _embedding_backward(
     node: fx.Node, ranks: int, inputs: Sequence[Shards], outputs: Sequence[Shards]
 ) -> Iterator[Row]:
-    if Shard(0).fits(output_shapes(node)[0], ranks):
+    for rows in _first_dims(outputs[0], output_shapes(node)[0], ranks):
         if not arguments(node)["scale_grad_by_freq"]:
-            yield Row((REPLICATED, REPLICATED), (Shard(0),), "embedding_backward", divided=False)
+            yield Row((REPLICATED, REPLICATED), (rows,), "embedding_backward", divided=False)
+
+
+def _first_dims(known: Shards, shape: Sequence[int], ranks: int) -> list[Shard]:
+    """Shards of dim 0: the even one always, a padded one where it was thought of."""
+    found = {s for s in known if s.dim == 0 and s.padding} | {Shard(0)}
+    return [s for s in sorted(found) if s.fits(shape, ranks)]
 
 
 def _look_up(
@@ -466,8 +513,15 @@ def _labelled(
     if len(tensors) > 2 or arguments(node)["reduction"] == 1:  # weights of classes; a mean
         return
     scores = shape_of(tensors[0])
-    if len(scores) == 2 and Shard(1).fits(scores, ranks):
-        yield Row((Shard(1), REPLICATED), (PARTIAL, PARTIAL), "nll_loss", divided=True)
+    for classes in _classes(inputs[0], scores, ranks):
+        yield Row((classes, REPLICATED), (PARTIAL, PARTIAL), "nll_loss", divided=True)
+
+
+def _classes(known: Shards, scores: Sequence[int], ranks: int) -> list[Shard]:
+    if len(scores) != 2:
+        return []
+    found = {s for s in known if s.dim == 1 and s.padding} | {Shard(1)}
+    return [s for s in sorted(found) if s.fits(scores, ranks)]
 
 
 def _labelled_backward(
@@ -476,10 +530,9 @@ def _labelled_backward(
     tensors = tensor_arguments(node)
     if len(tensors) > 4 or arguments(node)["reduction"] == 1:
         return
-    scores = shape_of(tensors[1])
-    if len(scores) == 2 and Shard(1).fits(scores, ranks):
+    for classes in _classes(inputs[1] | outputs[0], shape_of(tensors[1]), ranks):
         # The total weight is not read without a mean.
-        yield Row((REPLICATED, Shard(1), REPLICATED, None), (Shard(1),), "nll_loss")
+        yield Row((REPLICATED, classes, REPLICATED, None), (classes,), "nll_loss")
 
 
 def _added_product(
@@ -488,11 +541,12 @@ def _added_product(
     """addmm over a split inner dim: what is added must be a share of it."""
     left, right = (shape_of(t) for t in tensor_arguments(node)[1:])
     last, first = len(left) - 1, len(right) - 2
-    outers = {s.outer for s in inputs[1] if s.dim == last}
-    outers |= {s.outer for s in inputs[2] if s.dim == first}
-    for outer in sorted(outers):
-        if Shard(last, outer).fits(left, ranks):
-            yield Row((PARTIAL, Shard(last, outer), Shard(first, outer)), (PARTIAL,))
+    found = {(s.outer, s.padding) for s in inputs[1] if s.dim == last}
+    found |= {(s.outer, s.padding) for s in inputs[2] if s.dim == first}
+    for outer, padding in sorted(found):
+        split, other = Shard(last, outer, padding), Shard(first, outer, padding)
+        if split.fits(left, ranks):
+            yield Row((PARTIAL, split, other), (PARTIAL,))
 
 
 def _causal(

@@ -35,8 +35,39 @@ class Layout:
         """The shape of one shard."""
         shape = list(self.shape)
         for split in self.splits:
-            shape[split.dim] //= self.mesh.size(split.axis)
+            shape[split.dim] = -(-shape[split.dim] // self.mesh.size(split.axis))
         return torch.Size(shape)
+
+    @cached_property
+    def padded(self) -> bool:
+        """Whether the axes do not divide it: the last ranks then have zeros at the end of a dim."""
+        places = {s.axis: self.mesh.size(s.axis) - 1 for s in self.splits}
+        last = self.at(torch.empty(self.shape, device="meta"), places)
+        return last.shape != self.local_shape
+
+    def filled(self, part: torch.Tensor) -> torch.Tensor:
+        """What a rank has of the whole, with its padding."""
+        if part.shape == self.local_shape:
+            return part
+        made = part.new_zeros(self.local_shape)
+        made[_within(part.shape)] = part
+        return made
+
+    def clear(self, local: torch.Tensor) -> None:
+        """Zeros in the padding of this rank's shard."""
+        if self.padded:
+            real = self._here(torch.empty(self.shape, device="meta")).shape
+            for dim, size in enumerate(real):
+                local.narrow(dim, size, local.shape[dim] - size).zero_()
+
+    def real(self, local: torch.Tensor) -> torch.Tensor:
+        """A view of this rank's shard without its padding."""
+        if not self.padded:
+            return local
+        return local[_within(self._here(torch.empty(self.shape, device="meta")).shape)]
+
+    def _here(self, whole: torch.Tensor) -> torch.Tensor:
+        return self.at(whole, {s.axis: self.mesh.coordinate(s.axis) for s in self.splits})
 
     @property
     def simple(self) -> bool:
@@ -44,16 +75,18 @@ class Layout:
         return all(split.outer == 1 for split in self.splits)
 
     def own(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's shard; a view of `whole` for a simple layout."""
-        return self.at(whole, {s.axis: self.mesh.coordinate(s.axis) for s in self.splits})
+        """This rank's shard; a view of `whole` for a simple layout without padding."""
+        return self.filled(self._here(whole))
 
     def at(self, whole: torch.Tensor, place: dict[str, int]) -> torch.Tensor:
-        """The shard of the rank at these coordinates."""
+        """What the rank at these coordinates has of the whole, without padding."""
         for split in self.splits:
             parts = self.mesh.size(split.axis)
-            size = whole.shape[split.dim] // parts // split.outer
+            size = -(-whole.shape[split.dim] // parts) // split.outer
             if split.outer == 1:
-                whole = whole.narrow(split.dim, place[split.axis] * size, size)
+                start = min(place[split.axis] * size, whole.shape[split.dim])
+                size = min(size, whole.shape[split.dim] - start)
+                whole = whole.narrow(split.dim, start, size)
             else:
                 sections = whole.unflatten(split.dim, (split.outer, parts, size))
                 own = sections.select(split.dim + 1, place[split.axis])
@@ -67,7 +100,7 @@ class Layout:
         for dim, size in enumerate(self.shape):
             held = torch.arange(size)
             own = tuple(replace(s, dim=0) for s in self.splits if s.dim == dim)
-            held = Layout(held.shape, own, self.mesh).own(held)
+            held = Layout(held.shape, own, self.mesh)._here(held)
             runs.append(_runs(held.tolist()))
         return [
             (tuple(r[0] for r in box), tuple(r[1] for r in box), tuple(r[2] for r in box))
@@ -95,11 +128,18 @@ class Layout:
         for shard, place in zip(shards, places, strict=True):
             at = dict(zip(names, place, strict=True))
             if numbers is None:
-                self.at(whole, at).copy_(shard)
+                part = self.at(whole, at)
+                part.copy_(shard[_within(part.shape)])
             else:
-                where = self.at(numbers, at).reshape(-1).to(whole.device)
-                whole.view(-1)[where] = shard.reshape(-1)
+                where = self.at(numbers, at)
+                held = shard[_within(where.shape)].reshape(-1)
+                whole.view(-1)[where.reshape(-1).to(whole.device)] = held
         return whole
+
+
+def _within(shape: torch.Size) -> tuple[slice, ...]:
+    """The positions below `shape`."""
+    return tuple(slice(0, size) for size in shape)
 
 
 def _runs(numbers: Sequence[int]) -> list[tuple[int, int, int]]:

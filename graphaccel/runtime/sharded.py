@@ -246,6 +246,9 @@ def _each(func: Any, args: tuple, kwargs: dict) -> Any:
         ]
 
     results = func(*(own(a) for a in args), **{k: own(v) for k, v in kwargs.items()})
+    for i, layout in enumerate(layouts):
+        if layout is not None and isinstance(lists[0][i], ShardTensor):
+            layout.clear(lists[0][i].local)
     if not isinstance(results, (list, tuple)):
         return results
     return [
@@ -290,6 +293,7 @@ def _elementwise(func: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
     kwargs_.pop("memory_format", None)
     result = func(*args_, **kwargs_)
     if inplace:
+        args[0].sharding.clear(args[0].local)
         return args[0]
     return pytree.tree_map_only(torch.Tensor, lambda t: ShardTensor(t, layout), result)
 

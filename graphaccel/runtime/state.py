@@ -80,7 +80,7 @@ def presented(local: torch.Tensor, layout: Layout, meshes: Mapping[int, DeviceMe
 
 def _dtensor(local: torch.Tensor, layout: Layout, meshes: DeviceMesh) -> DTensor:
     return DTensor.from_local(
-        local,
+        layout.real(local) if local.dim() == len(layout.shape) else local,
         meshes,
         placements(layout, meshes),
         run_check=False,
@@ -171,7 +171,7 @@ class OptimizerState:
         if isinstance(value, DTensor):
             here = self._meshes[layout.mesh.pipeline_index]
             if value.device_mesh == here and list(value.placements) == placements(layout, here):
-                return value.to_local()
+                return layout.filled(value.to_local())
             value = value.full_tensor()
         if _has_shape(value, layout.shape):
             return layout.own(value).clone()

@@ -61,3 +61,24 @@ def test_boxes_say_where_a_shard_lies(
         made[here] = whole[there]
     assert torch.equal(made, own)
     assert len(layout.pieces()) == 1 or not layout.simple or len(layout.splits) > 1
+
+
+@given(st.integers(5, 40), st.sampled_from(["tensor", "data"]), st.integers(0, 1))
+def test_uneven_dims(size: int, axis: str, dim: int) -> None:
+    shape = torch.Size((size, 4) if dim == 0 else (4, size))
+    whole = torch.arange(1, shape.numel() + 1).view(shape)
+    layouts = [_layout(r, shape, (Sharded(axis, dim),)) for r in range(6)]
+    ranks = [r for r in range(6) if _stands_for(r, axis)]
+    shards = [layouts[r].own(whole).clone() for r in ranks]
+    assert {s.shape for s in shards} == {layouts[0].local_shape}
+    assert layouts[0].padded == (size % SIZES[axis] > 0)
+    padding = layouts[0].local_shape[dim] * SIZES[axis] - size
+    assert sum(int((s == 0).sum()) for s in shards) == 4 * padding
+    assert torch.equal(layouts[0].assemble(shards), whole)
+    for rank, shard in zip(ranks, shards, strict=True):
+        assert layouts[rank].real(shard).ne(0).all()
+        filled = torch.ones_like(shard)
+        layouts[rank].clear(filled)
+        assert torch.equal(filled == 0, shard == 0)
+        boxes = [sizes for _, _, sizes in layouts[rank].pieces()]
+        assert sum(torch.Size(s).numel() for s in boxes) == int((shard != 0).sum())

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, fx
+import transformers
+from torch import Tensor, fx, nn
 
 from graphaccel.capture.stepgraph import StepGraph, capture
 from graphaccel.compiler import as_batch
@@ -20,8 +21,9 @@ from graphaccel.passes.exact_microbatch import exact_microbatch
 from graphaccel.passes.shard_axis import ShardedGraph, shard_axis
 from graphaccel.planner.placements import PlacementProblem, Rates, solve_placements
 from graphaccel.planner.plan import Plan
-from graphaccel.rules.rows import Row
+from graphaccel.rules.rows import Row, shard_of
 from tests.support.casts import lift_loss_cast
+from tests.support.gpt import GPT
 from tests.support.lockstep import part_of, run_ranks, whole_of
 from tests.support.zoo import ALL, double
 
@@ -29,11 +31,58 @@ RATES = Rates(flops=1e13, memory=1e12, launch=1e-9, bandwidth=1e11, latency=1e-9
 MODELS = ("gpt", "gpt2", "bert", "t5", "llama", "vit", "swin", "resnet", "mixtral")
 
 
+def _uneven_gpt() -> tuple[nn.Module, Any, None]:
+    """A vocabulary that no axis divides, with a bias, in a scaled and soft-capped head."""
+    torch.manual_seed(0)
+    model = GPT(vocabulary=97, layers=1, deviation=0.15)
+    model.head.bias = nn.Parameter(torch.randn(97) * 0.1)
+    model.head.register_forward_hook(lambda _m, _a, out: 3.0 * torch.tanh(out / 3.0))
+    return model, ALL["gpt"].build()[1], None
+
+
+def _uneven_llama() -> tuple[nn.Module, Any, None]:
+    """An odd vocabulary and an odd inner width."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=101, hidden_size=32, intermediate_size=67, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=2, use_cache=False, initializer_range=0.15,
+        mlp_bias=True,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config), ALL["llama"].build()[1], None
+
+
+class Summed(nn.Module):
+    """An odd inner width that is summed over, after what is not zero at zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 37), nn.Linear(37, 16)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        inner = torch.sigmoid(self.up(x))
+        return (self.down(inner) * y).sum() + (inner.sum(-1) ** 2).sum()
+
+
+def _uneven_sum() -> tuple[nn.Module, Any, None]:
+    torch.manual_seed(0)
+    return Summed(), (torch.randn(8, 16), torch.randn(8, 16)), None
+
+
+UNEVEN = {"uneven gpt": _uneven_gpt, "uneven llama": _uneven_llama, "uneven sum": _uneven_sum}
+
+PINNED = {
+    "uneven sum": lambda ranks: {
+        "up.weight": shard_of(0, 1, (37, 16), ranks),
+        "down.weight": shard_of(1, 1, (16, 37), ranks),
+    }
+}
+
+
 @cache
 def captured(name: str) -> tuple[StepGraph, fx.GraphModule, list[Any]]:
     """A model's step on the whole batch, and the values of its placeholders."""
     with lift_loss_cast():
-        model, batch, loss_fn = ALL[name].build()
+        model, batch, loss_fn = UNEVEN[name]() if name in UNEVEN else ALL[name].build()
         model, batch = double(model, batch)
         leaves = as_batch(batch)
         step = capture(model, leaves, loss_fn)
@@ -126,3 +175,31 @@ def test_any_placement(name: str, axis: str, seed: int) -> None:
     problem.generator = np.random.default_rng(seed)
     made = shard_axis(graph, step.inputs, step.outputs, problem.solve(), axis=axis, ranks=2)
     check(name, made, axis, 2)
+
+
+@pytest.mark.parametrize(("name", "ranks"), [(name, n) for name in UNEVEN for n in (2, 4)])
+def test_uneven_dims_are_padded(name: str, ranks: int) -> None:
+    step, graph, _ = captured(name)
+    placed = solve_placements(
+        graph.graph, step.inputs, step.outputs,
+        axis="tensor", ranks=ranks, rates=RATES, pins=PINNED.get(name, lambda _: {})(ranks),
+    )  # fmt: skip
+    made = shard_axis(graph, step.inputs, step.outputs, placed, axis="tensor", ranks=ranks)
+    padded = {held: shard for held, shard in made.held.items() if shard.padding}
+    wanted = {
+        "uneven gpt": {"token.weight", "head.bias"},
+        "uneven llama": {"lm_head.weight"}
+        | {f"model.layers.0.mlp.{n}_proj.{w}" for n in ("gate", "up") for w in ("weight", "bias")},
+        "uneven sum": {"up.weight", "down.weight"},
+    }
+    assert set(padded) >= wanted[name]
+    check(name, made, "tensor", ranks)
+
+
+@pytest.mark.parametrize(("name", "seed"), [(name, seed) for name in UNEVEN for seed in (0, 1)])
+def test_any_uneven_placement(name: str, seed: int) -> None:
+    step, graph, _ = captured(name)
+    problem = _AtRandom(graph.graph, step.inputs, step.outputs, "tensor", 2, RATES, {}, True, False)
+    problem.generator = np.random.default_rng(seed)
+    made = shard_axis(graph, step.inputs, step.outputs, problem.solve(), axis="tensor", ranks=2)
+    check(name, made, "tensor", 2)

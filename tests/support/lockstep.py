@@ -112,6 +112,10 @@ def _collective(node: fx.Node, args: list[tuple]) -> list[Tensor]:
 
 def part_of(value: Tensor, shard: Shard, ranks: int, rank: int) -> Tensor:
     """What `rank` has of a whole tensor."""
+    if shard.padding:
+        behind = value.dim() - 1 - shard.dim
+        value = torch.nn.functional.pad(value, [0, 0] * behind + [0, shard.padding])
+        return value.chunk(ranks, shard.dim)[rank].contiguous()
     d, shape = shard.dim, list(value.shape)
     rest = shape[d] // (shard.outer * ranks)
     seen = value.reshape(*shape[:d], shard.outer, ranks, rest, *shape[d + 1 :])
@@ -119,8 +123,13 @@ def part_of(value: Tensor, shard: Shard, ranks: int, rank: int) -> Tensor:
 
 
 def whole_of(parts: Sequence[Tensor], shard: Shard) -> Tensor:
-    """The whole tensor, from what every rank has."""
+    """The whole tensor, from what every rank has; what is padding must be zero."""
     d, shape = shard.dim, list(parts[0].shape)
+    if shard.padding:
+        whole = torch.cat(list(parts), d)
+        size = whole.shape[d] - shard.padding
+        assert not whole.narrow(d, size, shard.padding).any(), "the padding is not zero"
+        return whole.narrow(d, 0, size)
     seen = [*shape[:d], shard.outer, 1, shape[d] // shard.outer, *shape[d + 1 :]]
     joined = torch.cat([p.reshape(seen) for p in parts], d + 1)
     return joined.reshape(*shape[:d], shape[d] * len(parts), *shape[d + 1 :])
