@@ -447,7 +447,7 @@ class Compiler:
     def _faked(self, batch: Batch) -> tuple[nn.Module, Batch]:
         """The model and a batch without data: capture then leaves no trace on the user's own."""
         if self._skeleton is None:
-            self._skeleton = _skeleton(self.model.module)
+            self._skeleton = without_data(self.model.module)
         mode = _mode_of(self._skeleton)
         with mode:
             leaves = tuple(
@@ -541,7 +541,7 @@ def _device_type(cluster: Cluster) -> str:
     return "cpu" if cluster.device.name == "cpu" else "cuda"
 
 
-def _skeleton(module: nn.Module) -> nn.Module:
+def without_data(module: nn.Module) -> nn.Module:
     """A copy without data. Meta tensors become fakes on the CPU: a graph on the meta device would
     mix with what the model creates on the CPU in its forward."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)

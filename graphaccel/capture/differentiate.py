@@ -20,7 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphaccel.capture.export import ForwardGraph, GraphInput, GraphOutput
 from graphaccel.compat.torch import fake_mode_of
-from graphaccel.ir.values import returned
+from graphaccel.ir.values import module_path, returned
 
 aten = torch.ops.aten
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
@@ -218,13 +218,6 @@ def _annotate(joint: fx.GraphModule, forward: ForwardGraph) -> None:
         node.meta["origin"] = origin
         node.meta["module"] = modules.get(origin, "")
         node.meta["location"] = locations.get(origin)
-
-
-def module_path(node: fx.Node) -> str:
-    """The path of the innermost module a node was made in, as in `model.named_modules()`."""
-    stack = node.meta.get("nn_module_stack") or {}
-    paths = [entry[0] for entry in stack.values()]
-    return re.sub(r"@\d+$", "", paths[-1]).removeprefix("model").removeprefix(".") if paths else ""
 
 
 def source_line(node: fx.Node) -> tuple[str, int] | None:

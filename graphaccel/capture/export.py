@@ -26,7 +26,7 @@ import torch
 from torch import fx, nn
 
 from graphaccel.capture.batch import Batch
-from graphaccel.compat.torch import DataDependentError, is_known, pytree
+from graphaccel.compat.torch import DataDependentError, graph_module, is_known, pytree
 from graphaccel.errors import CaptureRefused, Location, TensorBranch
 
 OUTSIDE = "outside"
@@ -135,6 +135,13 @@ class _WithLoss(nn.Module):
         return (loss, *(leaves[i].detach() for i in tensors))
 
 
+def with_loss(model: nn.Module, loss_fn: LossFn) -> nn.Module:
+    """The model, in its present mode, returning its loss first and then all other tensors."""
+    wrapper = _WithLoss(model, loss_fn, lambda _: None)
+    wrapper.training = model.training
+    return wrapper
+
+
 def split_targets(
     loss_fn: Callable[..., torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
@@ -207,7 +214,7 @@ def _unpack(program: Any, batch: Batch, returned: Returned) -> ForwardGraph:
     constants = signature.inputs_to_lifted_tensor_constants
     leaves = iter(range(len(batch.leaves)))
     inputs: list[GraphInput] = []
-    graph = fx.GraphModule(program.graph_module, program.graph_module.graph)
+    graph = graph_module(program.graph_module, program.graph_module.graph)
     for node in list(graph.graph.nodes):
         if node.op != "placeholder":
             continue

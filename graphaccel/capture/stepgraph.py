@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -21,9 +22,33 @@ from graphaccel.capture.export import (
     LossFn,
     export_forward,
 )
+from graphaccel.capture.replicate import (
+    repeated_blocks,
+    repeated_forward,
+    repeated_joint,
+    repeated_sizes,
+)
+from graphaccel.capture.runs import find_runs, prove_repeats, shortened
 from graphaccel.capture.symbols import BATCH, SEQUENCE, attach_sizes, same_structure
-from graphaccel.compat.torch import fake_mode_of
+from graphaccel.compat.torch import FakeTensor, fake_mode_of
+from graphaccel.errors import GraphAccelError
+from graphaccel.ir.repeat import KEPT, NotRepeated, Run
 from graphaccel.ir.text import graph_text
+
+log = logging.getLogger("graphaccel.capture")
+
+MANY = 8
+"""Identical layers from which on few are captured and repeated."""
+
+
+@dataclass(frozen=True)
+class Repeats:
+    """A step of many identical layers, as steps of few: short has `ir.repeat.KEPT` layers of each
+    run, and each of longer one more of one run. The names in them are those of the short models."""
+
+    runs: tuple[Run, ...]
+    short: StepGraph
+    longer: tuple[StepGraph, ...]
 
 
 @dataclass(frozen=True)
@@ -37,6 +62,8 @@ class StepGraph:
     sizes: size of each symbol in this capture: {b: 8, s: 128}; a symbol that is missing is fixed.
     tied: name of every parameter that shares its storage → the name that stands for it.
     training: whether the model was in training mode.
+    repeats: the captures of few layers that this one was made of, if it was (`others` is then
+      empty: `expanded` does for all what it did for them).
     derived: steps that passes made of this one, by the pass and what it was asked for, so that
       plans that ask the same share them.
     """
@@ -52,6 +79,7 @@ class StepGraph:
     tied: Mapping[str, str] = field(repr=False)
     trainable: frozenset[str] = field(repr=False)
     training: bool = True
+    repeats: Repeats | None = field(default=None, repr=False, compare=False)
     derived: dict[object, StepGraph] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -94,22 +122,38 @@ def capture(
     loss_fn: LossFn = None,
     *,
     symbolic: bool = True,
+    many: int | None = MANY,
 ) -> StepGraph:
     """Capture one training step of `model` on `batch`; no weight is read and none is changed.
 
     loss_fn: `loss_fn(output, target)` when the model does not compute its own loss; "outside" when
       the script does, even where the model returns something that looks like a loss.
     symbolic: also capture other batch and sequence sizes, so that sizes are known as expressions.
+    many: from so many identical layers on, few are captured and repeated, with the same result
+      (models without data only); None: never.
 
     Raises: TensorBranch (GA101), CaptureRefused (GA102).
     """
-    trainable = frozenset(
-        n for n, p in model.named_parameters(remove_duplicate=False) if p.requires_grad
-    )
     batch = without_aliases(batch)
     size, dims = batch_leaves(batch)
     if size == 1 and symbolic and dims:  # a size of one is special to export: capture at two
-        batch, size = resized(batch, dims, 2), 2
+        batch = resized(batch, dims, 2)
+    runs = find_runs(model, many) if many is not None and _is_fake(model) else ()
+    if runs:
+        try:
+            return _repeated(model, batch, loss_fn, symbolic, runs)
+        except (NotRepeated, GraphAccelError) as reason:  # errors are then those of the model
+            log.info("all layers are captured: %s", reason)
+    return _captured(model, batch, loss_fn, symbolic)
+
+
+def _is_fake(model: nn.Module) -> bool:
+    return any(isinstance(p, FakeTensor) for p in model.parameters())
+
+
+def _captured(model: nn.Module, batch: Batch, loss_fn: LossFn, symbolic: bool) -> StepGraph:
+    """Capture the model as it is."""
+    size, dims = batch_leaves(batch)
     forward = _forward(model, batch, loss_fn)
     base = {BATCH: size} if dims else {}
     others: list[tuple[sympy.Symbol, int, ForwardGraph]] = []
@@ -125,7 +169,52 @@ def capture(
                 others.append((symbol, other, variant))
             else:
                 base.pop(symbol)
+    trainable = _trainable(model)
     return assemble(forward, tuple(others), base, dims, _tied(model), trainable, model.training)
+
+
+def _repeated(
+    model: nn.Module, batch: Batch, loss_fn: LossFn, symbolic: bool, runs: tuple[Run, ...]
+) -> StepGraph:
+    """Capture the model with few layers of each run, prove that it repeats, and repeat it.
+
+    Raises NotRepeated, and what capturing raises.
+    """
+    prove_repeats(model, batch, loss_fn, runs, KEPT)
+    short = _captured(shortened(model, dict.fromkeys(runs, KEPT)), batch, loss_fn, symbolic)
+    longer = tuple(
+        _captured(
+            shortened(model, {r: KEPT + (r is run) for r in runs}), batch, loss_fn, symbolic=False
+        )
+        for run in runs
+    )
+    return expanded(Repeats(runs, short, longer), _tied(model), _trainable(model))
+
+
+def expanded(repeats: Repeats, tied: Mapping[str, str], trainable: frozenset[str]) -> StepGraph:
+    """The step of all layers: names, sizes and blocks are those that capturing all of them gives.
+
+    tied, trainable: of the whole model. Raises NotRepeated.
+    """
+    runs, short, longer = repeats.runs, repeats.short, repeats.longer
+    graph, inputs, outputs = repeated_joint(
+        runs,
+        (short.graph, short.inputs, short.outputs),
+        [(s.graph, s.inputs, s.outputs) for s in longer],
+    )
+    return replace(
+        short,
+        graph=graph,
+        inputs=inputs,
+        outputs=outputs,
+        forward=repeated_forward(runs, short.forward, [s.forward for s in longer]),
+        others=(),
+        blocks=repeated_blocks(runs, short.blocks),
+        tied=tied,
+        trainable=trainable,
+        repeats=repeats,
+        derived={},
+    )
 
 
 def assemble(
@@ -167,15 +256,52 @@ def rewritten(
     step: StepGraph, rewrite: Callable[[ForwardGraph], ForwardGraph], *, scaled: bool
 ) -> StepGraph:
     """The step with each of its forward graphs rewritten, and differentiated again."""
-    return assemble(
-        rewrite(step.forward),
-        tuple((symbol, size, rewrite(other)) for symbol, size, other in step.others),
-        step.sizes,
-        step.batch_dims,
-        step.tied,
-        step.trainable,
-        step.training,
-        scaled=scaled,
+    return of_few(
+        step,
+        lambda few: assemble(
+            rewrite(few.forward),
+            tuple((symbol, size, rewrite(other)) for symbol, size, other in few.others),
+            few.sizes,
+            few.batch_dims,
+            few.tied,
+            few.trainable,
+            few.training,
+            scaled=scaled,
+        ),
+    )
+
+
+def of_few(step: StepGraph, make: Callable[[StepGraph], StepGraph]) -> StepGraph:
+    """What `make` makes of a step; of a step that repeats, what it makes of few layers, repeated.
+
+    make: depends on what the graphs say alone; gives its argument back where it changes nothing.
+    """
+    few = step.repeats
+    if few is None:
+        return make(step)
+    short, longer = make(few.short), tuple(map(make, few.longer))
+    if short is few.short and all(a is b for a, b in zip(longer, few.longer, strict=True)):
+        return step
+    trainable = step.trainable if short.trainable else short.trainable
+    try:
+        return expanded(Repeats(few.runs, short, longer), step.tied, trainable)
+    except NotRepeated as reason:
+        log.info("all layers are rewritten: %s", reason)
+        return make(replace(step, others=_all_others(few), repeats=None))
+
+
+def _all_others(repeats: Repeats) -> tuple[tuple[sympy.Symbol, int, ForwardGraph], ...]:
+    """The captures at other sizes, of all layers."""
+    short = repeats.short
+    longer = [s.forward for s in repeats.longer]
+    graphs = [graph for _, _, graph in short.others]
+    made = repeated_sizes(repeats.runs, short.forward, longer, graphs)
+    return tuple((s, n, g) for (s, n, _), g in zip(short.others, made, strict=True))
+
+
+def _trainable(model: nn.Module) -> frozenset[str]:
+    return frozenset(
+        n for n, p in model.named_parameters(remove_duplicate=False) if p.requires_grad
     )
 
 

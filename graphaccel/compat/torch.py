@@ -7,6 +7,8 @@ for, so that a new torch version is checked here and nowhere else.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,6 +27,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 # A dim cut section by section: as DTensor says what runtime/layout.py calls `outer`.
 from torch.distributed.tensor.placement_types import _StridedShard
+
+# Graphs that are compiled when they are first called.
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 # Raised by export where the user's code branches on the value of a tensor (capture/export.py).
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode as DataDependentError
@@ -70,6 +75,23 @@ class BoxedCode(CodeGen):
         names = [v.split(":")[0].split("=")[0].strip() for v in free_vars if v != "self"]
         unpack = f"\n    {', '.join(names)}, = boxed" if names else ""
         return f"def forward(self, boxed):{unpack}\n    boxed.clear()"
+
+
+@contextmanager
+def exporting() -> Iterator[None]:
+    """Models that ask whether they are being exported (masks that depend on the batch) hear yes."""
+    flags = torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag
+    torch.compiler._is_compiling_flag = torch.compiler._is_exporting_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = flags
+
+
+def graph_module(root: Any, graph: fx.Graph) -> fx.GraphModule:
+    """A module of a graph whose Python code is made when it is first called: most graphs are
+    rewritten before that."""
+    return _LazyGraphModule(root, graph)
 
 
 def storage_key(tensor: torch.Tensor) -> int:

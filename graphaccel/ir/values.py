@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -82,3 +83,10 @@ def is_dense(tensor: torch.Tensor) -> bool:
             return False
         expected = stride * size
     return True
+
+
+def module_path(node: fx.Node) -> str:
+    """The path of the innermost module a node was made in, as in `model.named_modules()`."""
+    stack = node.meta.get("nn_module_stack") or {}
+    paths = [entry[0] for entry in stack.values()]
+    return re.sub(r"@\d+$", "", paths[-1]).removeprefix("model").removeprefix(".") if paths else ""

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphaccel.compat.torch import graph_module
 from graphaccel.ir.program import StageProgram, Value
 from graphaccel.ir.values import operands, returned
 from graphaccel.planner.plan import Plan
@@ -256,7 +257,7 @@ class _Accumulating:
                 self._reduce(flat, newest, self.reduced.over(bucket[0]))
         outputs = self.program.backward_outputs
         graph.output([n for n, v in zip(result, outputs, strict=True) if v.kind != "gradient"])
-        new = fx.GraphModule(self.module, graph)
+        new = graph_module(self.module, graph)
         new.graph.lint()
         return new
 

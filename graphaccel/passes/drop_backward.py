@@ -11,13 +11,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from graphaccel.capture.export import ForwardGraph
-from graphaccel.capture.stepgraph import StepGraph, assemble
+from graphaccel.capture.stepgraph import StepGraph, assemble, of_few
 from graphaccel.planner.plan import Plan
 
 
 def drop_backward(step: StepGraph, plan: Plan) -> StepGraph:
     """The forward alone."""
     del plan
+    return of_few(step, _dropped)
+
+
+def _dropped(step: StepGraph) -> StepGraph:
     return assemble(
         _untracked(step.forward),
         tuple((symbol, size, _untracked(other)) for symbol, size, other in step.others),

@@ -20,6 +20,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
+from graphaccel.compat.torch import graph_module
 from graphaccel.ir.program import StageProgram
 
 aten = torch.ops.aten
@@ -60,7 +61,7 @@ def drop_tangents(program: StageProgram, used: frozenset[int]) -> StageProgram:
     for node, _ in inputs:  # the forward saved it all the same
         if not node.users:
             graph.erase_node(node)
-    result = fx.GraphModule(module, graph)
+    result = graph_module(module, graph)
     return replace(
         program,
         backwards={(True, True): result},

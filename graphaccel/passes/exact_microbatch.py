@@ -29,7 +29,7 @@ from torch.fx.node import map_aggregate, map_arg
 from graphaccel.capture.export import GraphOutput
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import BATCH, evaluate, with_integers
-from graphaccel.compat.torch import schema
+from graphaccel.compat.torch import graph_module, schema
 from graphaccel.errors import Location, SplitRefused
 from graphaccel.ir.program import Prologue, Value
 from graphaccel.ir.values import fake_like, propagate, returned
@@ -213,7 +213,7 @@ class _Local:
                 self.map[node] = self._reduced(node, new)
         outputs = self.graph.output(self._outputs())
         outputs.meta["phase"] = "output"
-        module = fx.GraphModule(self.step.graph, self.graph)
+        module = graph_module(self.step.graph, self.graph)
         module.graph.eliminate_dead_code()
         module.recompile()
         propagate(module, inputs)
@@ -343,6 +343,6 @@ def _prologue(
             made[node] = graph.call_function(node.target, args, kwargs)
             made[node].meta = {k: v for k, v in node.meta.items() if k not in ("val", "sizes")}
     graph.output([made[n] for n in placed.hoisted])
-    module = fx.GraphModule(step.graph, graph)
+    module = graph_module(step.graph, graph)
     propagate(module, fakes)
     return Prologue(module, tuple(values), tuple(f"whole_{n.name}" for n in placed.hoisted))

@@ -28,8 +28,8 @@ from torch import fx
 
 from graphaccel.capture.export import ForwardGraph
 from graphaccel.capture.patterns import simplify
-from graphaccel.capture.stepgraph import StepGraph, assemble
-from graphaccel.compat.torch import fake_mode_of
+from graphaccel.capture.stepgraph import StepGraph, assemble, of_few
+from graphaccel.compat.torch import fake_mode_of, graph_module
 from graphaccel.ir.values import propagate
 from graphaccel.kernels.registry import fusion_named
 from graphaccel.kernels.spec import Fusion
@@ -43,6 +43,10 @@ def fuse(step: StepGraph, plan: Plan) -> StepGraph:
     """The step with the plan's fusions placed and differentiated again; as it is without any."""
     if not plan.fusions:
         return step
+    return of_few(step, lambda few: _fused(few, plan))
+
+
+def _fused(step: StepGraph, plan: Plan) -> StepGraph:
     chosen = tuple(fusion_named(name) for name in plan.fusions)
     keep = plan.outputs == "all"
     forward = _prepared(step.forward, keep)
@@ -96,7 +100,7 @@ def _prepared(forward: ForwardGraph, keep_outputs: bool) -> ForwardGraph:
         values = [v for v, k in zip(values, kept, strict=True) if k]
         outputs = tuple(o for o, k in zip(outputs, kept, strict=True) if k)
     graph.output(values)
-    module = fx.GraphModule(forward.graph, graph)
+    module = graph_module(forward.graph, graph)
     module.graph.eliminate_dead_code()
     simplify(module)
     return replace(forward, graph=module, outputs=outputs)

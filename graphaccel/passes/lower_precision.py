@@ -22,7 +22,7 @@ from torch.fx.node import map_arg
 
 from graphaccel.capture.export import ForwardGraph
 from graphaccel.capture.stepgraph import StepGraph, rewritten
-from graphaccel.compat.torch import fake_mode_of
+from graphaccel.compat.torch import fake_mode_of, graph_module
 from graphaccel.ir.values import propagate
 from graphaccel.planner.plan import Plan
 from graphaccel.rules.notation import tensor_arguments
@@ -77,7 +77,7 @@ def _cast(forward: ForwardGraph, low: torch.dtype) -> ForwardGraph:
     graph = fx.Graph()
     output = graph.graph_copy(forward.graph.graph, {})
     graph.output(output)
-    module = fx.GraphModule(forward.graph, graph)
+    module = graph_module(forward.graph, graph)
     cast_graph(graph, low)
     if not any(o.kind == "loss" for o in forward.outputs):
         with fake_mode_of([n for n in graph.nodes if n.op == "placeholder"]):

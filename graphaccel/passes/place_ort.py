@@ -21,7 +21,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from graphaccel.compat.torch import fake_mode_of
+from graphaccel.compat.torch import fake_mode_of, graph_module
 from graphaccel.ir.program import OrtDeclined, OrtRegion, OrtReport, StageProgram
 from graphaccel.ir.text import target_text
 from graphaccel.ir.values import propagate
@@ -169,7 +169,7 @@ class _Graph:
         output = self.module.graph.output_node()
         results = [self._outside(n) for n in output.args[0]]
         self.new.output(results).meta = dict(output.meta)
-        module = fx.GraphModule(self.module, self.new)
+        module = graph_module(self.module, self.new)
         module.graph.lint()
         return module
 

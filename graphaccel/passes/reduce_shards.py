@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphaccel.compat.torch import graph_module
 from graphaccel.ir.program import Owned, StageProgram, Value
 from graphaccel.planner.plan import Plan
 
@@ -153,7 +154,7 @@ class _Reducing:
             if v.kind != "shard"
         ]  # fmt: skip
         self.graph.output_node().args = ([*kept, *(outputs[g] for g in self.groups)],)
-        new = fx.GraphModule(self.module, self.graph)
+        new = graph_module(self.module, self.graph)
         new.graph.lint()
         return new
 

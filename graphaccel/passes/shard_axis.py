@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from graphaccel.capture.export import GraphInput, GraphOutput
-from graphaccel.compat.torch import fake_mode_of
+from graphaccel.compat.torch import fake_mode_of, graph_module
 from graphaccel.ir.values import fake_like
 from graphaccel.passes.emit import Emitter, set_value
 from graphaccel.passes.lowerings import items, lower
@@ -112,7 +112,7 @@ class _Sharding:
             )
         ]
         self.graph.output(results).meta["phase"] = "output"
-        made = fx.GraphModule(self.module, self.graph)
+        made = graph_module(self.module, self.graph)
         made.graph.eliminate_dead_code()
         made.graph.lint()
         made.recompile()

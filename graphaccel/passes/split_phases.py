@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from graphaccel.capture.export import GraphInput, GraphOutput
+from graphaccel.compat.torch import graph_module
 from graphaccel.ir.program import StageProgram, Value
 from graphaccel.ir.values import is_dense, propagate, returned
 from graphaccel.passes.cut_stages import StagedGraph
@@ -238,6 +239,6 @@ class _Builder:
             made[node] = graph.node_copy(node, lambda n: made[n])
         result = graph.output([made[n] for n in outputs])
         result.meta["phase"] = "output"
-        module = fx.GraphModule(self.staged.graph, graph)
+        module = graph_module(self.staged.graph, graph)
         propagate(module, values)
         return module

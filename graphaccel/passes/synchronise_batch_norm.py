@@ -22,7 +22,7 @@ from torch.fx.node import map_arg
 
 from graphaccel.capture.export import ForwardGraph
 from graphaccel.capture.stepgraph import StepGraph, rewritten
-from graphaccel.compat.torch import fake_mode_of
+from graphaccel.compat.torch import fake_mode_of, graph_module
 from graphaccel.ir.values import operands
 from graphaccel.planner.plan import Plan
 
@@ -41,7 +41,7 @@ def _spelled(forward: ForwardGraph) -> ForwardGraph:
     graph = fx.Graph()
     output = graph.graph_copy(forward.graph.graph, {})
     graph.output(output)
-    module = fx.GraphModule(forward.graph, graph)
+    module = graph_module(forward.graph, graph)
     mode = fake_mode_of([n for n in graph.nodes if n.op == "placeholder"])
     with mode:
         for node in list(graph.nodes):

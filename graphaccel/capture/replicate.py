@@ -1,0 +1,131 @@
+"""Captured graphs of many identical layers, from captures of few (`ir.repeat`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from graphaccel.capture.blocks import Block
+from graphaccel.capture.export import ForwardGraph, GraphInput, GraphOutput
+from graphaccel.compat.torch import FakeTensor, graph_module
+from graphaccel.ir.repeat import KEPT, Layered, NotRepeated, Pattern, Repeated, Run
+
+Joint = tuple[fx.GraphModule, tuple[GraphInput, ...], tuple[GraphOutput, ...]]
+
+
+def layered(
+    graph: fx.GraphModule, inputs: Sequence[GraphInput], outputs: Sequence[GraphOutput]
+) -> Layered:
+    """A captured graph with the names by which its inputs and results belong to layers."""
+    return Layered(
+        graph.graph,
+        tuple(spec.name.removeprefix(_prefix(spec)) for spec in inputs),
+        tuple(spec.name if spec.kind in ("gradient", "buffer") else "" for spec in outputs),
+        tuple((spec.kind, spec.leaf, spec.tracked) for spec in inputs),
+        tuple((spec.kind, spec.leaf) for spec in outputs),
+    )
+
+
+def _layered(forward: ForwardGraph) -> Layered:
+    """Likewise, with the values of constants: what depends on the layer differs."""
+    plain = layered(forward.graph, forward.inputs, forward.outputs)
+    kinds = tuple(
+        (kind, _value(forward.constants[spec.name]) if spec.kind == "constant" else None)
+        for kind, spec in zip(plain.input_kinds, forward.inputs, strict=True)
+    )
+    return replace(plain, input_kinds=kinds)
+
+
+def _value(constant: torch.Tensor) -> object:
+    if isinstance(constant, FakeTensor):
+        return None
+    return tuple(constant.flatten().tolist())
+
+
+def _prefix(spec: GraphInput) -> str:
+    """Constants are called after the module that made them, seen from around the model."""
+    return "model." if spec.kind == "constant" and spec.name.startswith("model.") else ""
+
+
+def repeated_forward(
+    runs: Sequence[Run], short: ForwardGraph, longer: Sequence[ForwardGraph]
+) -> ForwardGraph:
+    """The forward graph of all layers. Raises NotRepeated."""
+    for other in longer:
+        if other.returned != short.returned:
+            raise NotRepeated("what the model returns depends on the number of layers")
+    pattern = Pattern(runs, _layered(short), [_layered(f) for f in longer])
+    made = pattern.graph()
+    inputs = input_specs(made, short.inputs)
+    constants = {
+        spec.name: short.constants[short.inputs[i].name]
+        for (i, _), spec in zip(made.inputs, inputs, strict=True)
+        if spec.kind == "constant"
+    }
+    return replace(
+        short,
+        graph=graph_module(short.graph, made.graph),
+        inputs=inputs,
+        outputs=_outputs(made, short.outputs),
+        constants=constants,
+    )
+
+
+def repeated_sizes(
+    runs: Sequence[Run],
+    short: ForwardGraph,
+    longer: Sequence[ForwardGraph],
+    others: Sequence[ForwardGraph],
+) -> list[ForwardGraph]:
+    """The forward graphs of all layers at other sizes. others: of few layers.
+
+    Raises NotRepeated."""
+    pattern = Pattern(runs, _layered(short), [_layered(f) for f in longer])
+    found = []
+    for other in others:
+        made = pattern.graph(_layered(other))
+        inputs = input_specs(made, other.inputs)
+        graph = graph_module(other.graph, made.graph)
+        outputs = _outputs(made, other.outputs)
+        found.append(replace(other, graph=graph, inputs=inputs, outputs=outputs))
+    return found
+
+
+def repeated_joint(runs: Sequence[Run], short: Joint, longer: Sequence[Joint]) -> Joint:
+    """Graph, inputs and outputs of all layers. Raises NotRepeated."""
+    pattern = Pattern(runs, layered(*short), [layered(*each) for each in longer])
+    made = pattern.graph()
+    return (
+        graph_module(short[0], made.graph),
+        input_specs(made, short[1]),
+        _outputs(made, short[2]),
+    )
+
+
+def _outputs(made: Repeated, short: Sequence[GraphOutput]) -> tuple[GraphOutput, ...]:
+    return tuple(replace(short[i], name=name or short[i].name) for i, name in made.outputs)
+
+
+def input_specs(made: Repeated, short: Sequence[GraphInput]) -> tuple[GraphInput, ...]:
+    """What the placeholders of the repeated graph are."""
+    return tuple(
+        replace(short[i], name=_prefix(short[i]) + name)
+        for i, name in made.inputs
+        if i < len(short)
+    )
+
+
+def repeated_blocks(runs: Sequence[Run], short: Sequence[Block]) -> tuple[Block, ...]:
+    """The blocks of all layers, in the order they first compute something."""
+    found: list[Block] = []
+    for block in short:
+        run = next((r for r in runs if r.number(block.name) == 1), None)
+        for copy in range(1, 2 if run is None else run.count - KEPT + 2):
+            name = block.name
+            for each in runs:
+                name = each.renamed(name, KEPT, copy)
+            found.append(replace(block, name=name))
+    return tuple(found)

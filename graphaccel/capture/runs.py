@@ -1,0 +1,260 @@
+"""Runs of identical layers in a model, the model with fewer of them, and the proof that its forward
+does the same in each.
+
+The proof: the forward of the whole model runs once on tensors without data, and every operator it
+calls is written down with its numbers, shapes and where its tensors come from. Layers that read
+their number, a list of the configuration, or the count of layers, differ in it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphaccel.capture.batch import Batch
+from graphaccel.capture.export import LossFn, with_loss
+from graphaccel.compat.torch import FakeTensor, TorchDispatchMode, exporting
+from graphaccel.ir.repeat import NotRepeated, Run
+
+_PLAIN = (int, float, str, bool, type(None), tuple, torch.dtype, torch.Size)
+
+
+def find_runs(model: nn.Module, least: int) -> tuple[Run, ...]:
+    """Rows of `least` or more identical layers, outermost first found.
+
+    Identical: of one class, with parameters, buffers and plain attributes of the same names, types
+    and values, but for whole numbers that count the layers (`layer_idx`). Layers that share a
+    parameter with anything are none.
+    """
+    shared = _shared(model)
+    found: list[Run] = []
+    for path, module in model.named_modules():
+        if any(_inside(path, run) for run in found):
+            continue
+        children = list(module._modules.values())
+        if [*module._modules] != [str(i) for i in range(len(children))]:
+            continue
+        start = 0
+        for end in range(1, len(children) + 1):
+            if end < len(children) and _alike(children[end - 1], children[end]):
+                continue
+            run = Run(path, start, end - start)
+            if run.count >= least and not any(_inside(name, run) for name in shared):
+                found.append(run)
+            start = end
+    return tuple(found)
+
+
+def shortened(model: nn.Module, runs: Mapping[Run, int]) -> nn.Module:
+    """A copy of the model, on the same parameters, with as many layers of each run as asked."""
+    made = _shallow(model)
+    by_path: dict[str, list[Run]] = {}
+    for run in runs:
+        by_path.setdefault(run.path, []).append(run)
+    for path, own in by_path.items():
+        holder = made
+        for name in path.split(".") if path else ():
+            holder._modules[name] = _shallow(holder._modules[name])
+            holder = holder._modules[name]
+        gone = {i for r in own for i in range(r.first + runs[r], r.first + r.count)}
+        kept = [m for i, m in enumerate(holder._modules.values()) if i not in gone]
+        holder._modules = {str(i): m for i, m in enumerate(kept)}
+    return made
+
+
+def prove_repeats(
+    model: nn.Module, batch: Batch, loss_fn: LossFn, runs: Sequence[Run], kept: int
+) -> None:
+    """Raises NotRepeated unless each run of the model does in its forward what `kept` layers do,
+    the middle one again and again. model, batch: fake."""
+    short = shortened(model, dict.fromkeys(runs, kept))
+    few = [Run(r.path, r.first, kept) for r in runs]
+    whole = _segments(model, batch, loss_fn, runs)
+    part = _segments(short, batch, loss_fn, few)
+    if whole.keys() != part.keys():
+        raise NotRepeated("the runs are not all used")
+    for key, said in part.items():
+        if key[0] < 0:
+            same = whole[key] == said
+        else:
+            own = whole[key]
+            middle = own[1:-1]
+            same = len(said) == kept and (own[0], own[-1]) == (said[0], said[-1])
+            same = same and all(segment == said[1] for segment in (*middle, *said[1:-1]))
+        if not same:
+            raise NotRepeated("the layers of a run do not all compute the same")
+
+
+def _inside(name: str, run: Run) -> bool:
+    number = run.number(name)
+    return number is not None and 0 <= number < run.count
+
+
+def _shared(model: nn.Module) -> list[str]:
+    """Names of parameters and buffers that are the same tensor as another's."""
+    names: dict[int, list[str]] = {}
+    tensors = (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    )
+    for name, tensor in tensors:
+        names.setdefault(id(tensor), []).append(name)
+    return [n for own in names.values() if len(own) > 1 for n in own]
+
+
+def _alike(left: nn.Module | None, right: nn.Module | None) -> bool:
+    """Whether two neighbours are identical, but for their numbers."""
+    if left is None or right is None:
+        return left is right
+    if type(left) is not type(right) or left._modules.keys() != right._modules.keys():
+        return False
+    own, other = _attributes(left), _attributes(right)
+    if own.keys() != other.keys() or left._forward_hooks or right._forward_hooks:
+        return False
+    for name, value in own.items():
+        given = other[name]
+        counts = type(value) is int and type(given) is int and given == value + 1
+        if not counts and (type(value) is not type(given) or value != given):
+            return False
+    return all(_alike(m, right._modules[name]) for name, m in left._modules.items())
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    found = {k: v for k, v in vars(module).items() if isinstance(v, _PLAIN)}
+    tensors = {**module._parameters, **module._buffers}
+    found |= {f"tensor {k}": None if t is None else _described(t) for k, t in tensors.items()}
+    return found
+
+
+def _described(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return (tensor.dtype, tensor.shape, tensor.stride(), tensor.requires_grad, tensor.device)
+
+
+def _shallow(module: nn.Module) -> nn.Module:
+    made = copy.copy(module)
+    made._modules = dict(module._modules)
+    return made
+
+
+class _Watch(TorchDispatchMode):
+    """Writes down every operator: what it is, its numbers, and where its tensors were made.
+
+    A tensor made outside the present segment is named by its segment: "before the run", "the
+    segment before", and its place there.
+    """
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        super().__init__()
+        self.segments: dict[tuple[int, int], list[list[Any]]] = {}
+        self.here = (-1, 0)  # (run, layer); the stretches between the runs are (-1, 0), (-1, 1) ...
+        self.stretch = 0
+        self.runs = runs
+        self._made: dict[int, tuple[tuple[int, int], int]] = {}
+        self._alive: list[Any] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        line = [str(func), self._said(args), self._said(kwargs or {}), self._shapes(result)]
+        own = self.segments.setdefault(self.here, [])
+        own.append(line)
+        for tensor in _tensors(result):
+            self._made[id(tensor)] = (self.here, len(own))
+            self._alive.append(tensor)  # or another would get its id
+        return result
+
+    def _said(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return (self._origin(value), self._shapes(value))
+        if isinstance(value, (tuple, list)):
+            return [self._said(v) for v in value]
+        if isinstance(value, dict):
+            return [(k, self._said(v)) for k, v in value.items()]
+        return repr(value)
+
+    def _origin(self, tensor: torch.Tensor) -> Any:
+        made = self._made.get(id(tensor))
+        if made is None:
+            return "input"
+        (run, layer), place = made
+        if run < 0 or self.here[0] < 0:
+            last = run >= 0 and layer == self.runs[run].count - 1
+            return (run, "last" if last else layer, place)
+        if run == self.here[0]:
+            return (run, "back", self.here[1] - layer, place)
+        return (run, "last" if layer == self.runs[run].count - 1 else layer, place)
+
+    def _shapes(self, value: Any) -> Any:
+        return [(str(t.dtype), tuple(t.shape), t.stride()) for t in _tensors(value)]
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for v in value:
+            yield from _tensors(v)
+
+
+def _segments(
+    model: nn.Module, batch: Batch, loss_fn: LossFn, runs: Sequence[Run]
+) -> dict[tuple[int, int], list[Any]]:
+    """What the forward does before, between and after the runs: {(-1, stretch): [calls]}, and in
+    each run: {(run, 0): [calls of each layer]}.
+
+    What stands between two layers counts to the one before.
+
+    Raises NotRepeated where layers are not called one after the other, or the forward needs data.
+    """
+    fake = next(p for p in model.parameters() if isinstance(p, FakeTensor)).fake_mode
+    watch = _Watch(runs)
+    handles = []
+    for number, run in enumerate(runs):
+        layers = [*model.get_submodule(run.path)._modules.values()]
+        for layer in range(run.count):
+            module = layers[run.first + layer]
+            assert module is not None
+            handles.append(module.register_forward_pre_hook(_enter(watch, number, layer)))
+        handles.append(module.register_forward_hook(_leave(watch)))
+    args, kwargs = batch.rebuild(batch.leaves)
+    try:
+        with fake, exporting(), torch.enable_grad(), watch:
+            with_loss(model, loss_fn)(*args, **kwargs)
+    except NotRepeated:
+        raise
+    except Exception as error:
+        raise NotRepeated(f"its forward does not run without data: {error}") from error
+    finally:
+        for handle in handles:
+            handle.remove()
+    found: dict[tuple[int, int], list[Any]] = {}
+    for (run, layer), calls in watch.segments.items():
+        if run < 0:
+            found[run, layer] = calls
+        else:
+            found.setdefault((run, 0), []).append(calls)
+    return found
+
+
+def _enter(watch: _Watch, run: int, layer: int) -> Any:
+    def enter(_module: nn.Module, _args: Any) -> None:
+        expected = watch.here[0] < 0 if layer == 0 else watch.here == (run, layer - 1)
+        if not expected or (run, layer) in watch.segments:
+            raise NotRepeated("layers are not called one after the other, each once")
+        watch.here = (run, layer)
+        watch.segments[run, layer] = []
+
+    return enter
+
+
+def _leave(watch: _Watch) -> Any:
+    def leave(_module: nn.Module, _args: Any, _result: Any) -> None:
+        watch.stretch += 1
+        watch.here = (-1, watch.stretch)
+
+    return leave

@@ -1,0 +1,547 @@
+"""Graphs of many identical layers, made of the graphs of few.
+
+A run is a row of identical layers. Given a graph of the model with `KEPT` layers of each run, and
+for each run a graph with one more, `Pattern` finds in the former the nodes of the run's middle
+layer, and proves on the latter that one more layer is one more copy of them: same calls on the same
+shapes, every argument either within the copy, or the same for all copies, or of the copy before or
+after it. Names are checked to grow evenly. `Pattern.graph` then makes the graph of any number of
+layers.
+
+before (KEPT = 3 layers)                       after (4 layers)
+  %h: = layer(%x, %w0)      # layers.0           %h: = layer(%x, %w0)      # layers.0
+  %h_1: = layer(%h, %w1)    # layers.1           %h_1: = layer(%h, %w1)    # layers.1
+  %h_2: = layer(%h_1, %w2)  # layers.2           %h_2: = layer(%h_1, %w2)  # layers.2
+                                                 %h_3: = layer(%h_2, %w3)  # layers.3
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy as duplicate
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphaccel.ir.values import module_path
+
+KEPT = 3
+"""Layers of a run in the graph that is repeated: the first, the one that is copied, the last."""
+
+_NUMBER = re.compile(r"^(.*)_(\d+)$", re.DOTALL)
+_SAME = ("phase", "made_by", "bind")
+_NAMES = ("origin", "stands_for")
+_DROPPED = ("custom", "from_node", "seq_nr")  # of the trace; read while it is made only
+
+
+class NotRepeated(Exception):
+    """The layers do not repeat: said in the log, and the whole model is captured."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Identical layers: entries `first` to `first + count - 1` of the container at `path`."""
+
+    path: str
+    first: int
+    count: int
+
+    def number(self, name: str) -> int | None:
+        """Which entry of the container a module path or parameter name lies in, from the run's
+        first one on; None if in none."""
+        prefix = f"{self.path}." if self.path else ""
+        if not name.startswith(prefix):
+            return None
+        head = name[len(prefix) :].partition(".")[0]
+        return int(head) - self.first if head.isdigit() else None
+
+    def renamed(self, name: str, kept: int, copy: int) -> str:
+        """What a name among `kept` layers is called among `count`. copy: of the middle layer."""
+        number = self.number(name)
+        if number is None or number < 1:
+            return name
+        new = copy if number == 1 else number + self.count - kept
+        prefix = f"{self.path}." if self.path else ""
+        rest = name[len(prefix) :].partition(".")[1:]
+        return f"{prefix}{new + self.first}{''.join(rest)}"
+
+
+@dataclass(frozen=True)
+class Layered:
+    """A graph, and the names of what its first placeholders and its results are ("" for those that
+    belong to no layer); what else they are, which layers do not change."""
+
+    graph: fx.Graph
+    inputs: Sequence[str]
+    outputs: Sequence[str]
+    input_kinds: Sequence[object]
+    output_kinds: Sequence[object]
+
+
+@dataclass(eq=False)
+class _Item:
+    """A node, or one of the graph's results (node None). path: of its module or parameter.
+    middle: the run whose middle layer it is part of, -1 for none, and which copy."""
+
+    node: fx.Node | None
+    path: str
+    section: str
+    call: Any
+    refs: list[fx.Node]
+    kind: object = None
+    middle: int = -1
+    copy: int = 0
+
+
+@dataclass(frozen=True)
+class _Ref:
+    """What an argument is: item of the pattern; in a copied item, `near` of the copy `step` away
+    instead, where there is that copy. last: the last copy of an item outside of this one's run."""
+
+    item: int
+    near: int = -1
+    step: int = 0
+    last: bool = False
+
+
+@dataclass(frozen=True)
+class _Name:
+    """`base_number`; the number grows by `slopes` per layer of each run and by `step` per copy."""
+
+    base: str
+    number: int
+    slopes: tuple[int, ...] = ()
+    step: int = 0
+
+    def number_at(self, more: Sequence[int], copy: int) -> int:
+        number = self.number + sum(s * m for s, m in zip(self.slopes, more, strict=True))
+        return number + self.step * (copy - 1)
+
+    def at(self, more: Sequence[int], copy: int) -> str:
+        number = self.number_at(more, copy)
+        return f"{self.base}_{number}" if number else self.base
+
+
+@dataclass(frozen=True)
+class _Learned:
+    """What was found out about one item."""
+
+    refs: tuple[_Ref, ...]
+    names: Mapping[str, _Name]
+    covers: tuple[_Name, ...] = ()
+
+
+@dataclass
+class Repeated:
+    """The graph of all layers. inputs, outputs: for each placeholder and result, which one of the
+    short graph it is, and its name."""
+
+    graph: fx.Graph
+    inputs: list[tuple[int, str]] = field(default_factory=list)
+    outputs: list[tuple[int, str]] = field(default_factory=list)
+
+
+class Pattern:
+    """What repeats in a graph.
+
+    short: with `KEPT` layers of each run. longer: for each run, with one more of it.
+
+    Raises NotRepeated where more layers are not more copies of the middle one.
+    """
+
+    def __init__(self, runs: Sequence[Run], short: Layered, longer: Sequence[Layered]) -> None:
+        self.runs = tuple(runs)
+        self.items = _items(short, self.runs, (KEPT,) * len(self.runs))
+        self._output = short.graph.output_node().meta
+        self._at = {item.node: i for i, item in enumerate(self.items) if item.node is not None}
+        pairs = []
+        for run, graph in enumerate(longer):
+            kept = tuple(KEPT + (r == run) for r in range(len(self.runs)))
+            pairs.append(_paired(self.runs, run, self.items, _items(graph, self.runs, kept)))
+        self.descending = [descending for _, descending in pairs]
+        self._twins = [twins for twins, _ in pairs]
+        self._inverses = [_inverse(twins) for twins in self._twins]
+        self.learned = [self._learn(i) for i in range(len(self.items))]
+
+    # ---- what repeats
+
+    def _learn(self, index: int) -> _Learned:
+        item = self.items[index]
+        names = {}
+        for key, value in _names(item):
+            names[key] = self._name(index, value, lambda it, k=key: dict(_names(it)).get(k, ""))
+        covers = () if item.node is None else item.node.meta.get("covers", ())
+        covered = tuple(
+            self._name(index, name, lambda it, k=k: it.node.meta["covers"][k])
+            for k, name in enumerate(covers)
+        )
+        refs = tuple(self._ref(index, slot) for slot in range(len(item.refs)))
+        return _Learned(refs, names, covered)
+
+    def _name(self, index: int, value: str, read: Callable[[_Item], str]) -> _Name:
+        base, number = _split(value)
+        slopes, step = [], 0
+        for run, twins in zip(self.runs, self._twins, strict=True):
+            found = [_split(read(twin)) for twin in twins[index]]
+            if any(other != base for other, _ in found):
+                raise NotRepeated(f"{value} has another name with one more layer in {run}")
+            slopes.append(found[0][1] - number)
+            if len(found) > 1:
+                step = found[1][1] - found[0][1]
+        return _Name(base, number, tuple(slopes), step)
+
+    def _ref(self, index: int, slot: int) -> _Ref:
+        item = self.items[index]
+        target = self._at[item.refs[slot]]
+        near, step, last = -1, 0, False
+        for run, twins in enumerate(self._twins):
+            inverse = self._inverses[run]
+            first, *second = twins[index]
+            given = inverse.get(first.refs[slot])
+            middle = self.items[target].middle == run
+            if not second:  # this item is not of the run: its argument may be
+                if given is None or given[0] != target or (not middle and given[1]):
+                    raise self._unlike(item, run)
+                if middle:
+                    last = given[1] == 2
+                continue
+            after = inverse.get(second[0].refs[slot])
+            if given is None or after is None:
+                raise self._unlike(item, run)
+            if middle:
+                if given != (target, 1) or after != (target, 2):
+                    raise self._unlike(item, run)
+            elif given == after == (target, 0):
+                continue
+            elif given == (target, 0) and after[1] == 1:
+                near, step = after[0], -1
+            elif after == (target, 0) and given[1] == 2:
+                near, step = given[0], 1
+            else:
+                raise self._unlike(item, run)
+        return _Ref(target, near, step, last)
+
+    def _unlike(self, item: _Item, run: int) -> NotRepeated:
+        name = item.path if item.node is None else item.node.name
+        return NotRepeated(f"{name} reads something else with one more layer in {self.runs[run]}")
+
+    # ---- many layers
+
+    def graph(self, like: Layered | None = None) -> Repeated:
+        """The graph of as many layers as the runs have. Values (`meta["val"]`) are shared by all
+        copies of a node.
+
+        like: take calls and values from this graph, which is the short one at other sizes.
+        """
+        if like is not None:
+            twin = duplicate(self)
+            twin.items = _items(like, self.runs, (KEPT,) * len(self.runs))
+            return twin.graph()
+        made = Repeated(fx.Graph())
+        more = [run.count - KEPT for run in self.runs]
+        new: list[list[Any]] = [[] for _ in self.items]  # by copy, from 0
+        results: list[Any] = []
+        fills = [_filler(item.call) for item in self.items]
+        used: set[str] = set()
+        for run, indices in self._groups():
+            last = self.runs[run].count - 2 if run >= 0 else 1
+            for index in indices:
+                new[index] = [None] * last
+            order = range(1, last + 1)
+            down = run >= 0 and self.descending[run].get(indices[0], False)
+            for number in reversed(order) if down else order:
+                for index in indices:
+                    refs = [
+                        self._found(new, r, number, last, run) for r in self.learned[index].refs
+                    ]
+                    call = fills[index](refs)
+                    if self.items[index].node is None:
+                        results.append(call[0][0])
+                    node = self._made(made, index, run, number, call, more, used)
+                    new[index][number - 1] = node
+        made.graph.output(results).meta = dict(self._output)
+        return made
+
+    def _groups(self) -> Iterator[tuple[int, list[int]]]:
+        """Items in order: (run, those that are copied together)."""
+        where = [(item.middle, item.section) for item in self.items]
+        for (run, _), indices in groupby(range(len(where)), where.__getitem__):
+            yield run, list(indices)
+
+    def _found(self, new: list, ref: _Ref, copy: int, last: int, run: int) -> fx.Node:
+        if ref.step and 1 <= copy + ref.step <= last:
+            found = new[ref.near][copy + ref.step - 1]
+        elif self.items[ref.item].middle == run >= 0:
+            found = new[ref.item][copy - 1]
+        else:
+            found = new[ref.item][-1 if ref.last else 0]
+        if found is None:
+            raise NotRepeated("a layer reads what is made after it")
+        return found
+
+    def _made(
+        self,
+        made: Repeated,
+        index: int,
+        run: int,
+        copy: int,
+        call: tuple[tuple, dict],
+        more: Sequence[int],
+        used: set[str],
+    ) -> fx.Node | None:
+        item, learned = self.items[index], self.learned[index]
+        old = item.node
+        path = self.renamed(item.path, run, copy)
+        if old is None:
+            made.outputs.append((index - len(self._at), path))
+            return None
+        if old.op == "placeholder":
+            tail = learned.names.get("tail")
+            end = "" if tail is None else f"_{tail.number_at(more, copy)}"
+            name = _mangled(_head(old.name, item.path), _head(item.path), _head(path)) + end
+            path = _head(path) + end
+            made.inputs.append((index, path))
+        else:
+            name = learned.names["name"].at(more, copy)
+        if name in used:
+            raise NotRepeated(f"two nodes would be called {name}")
+        used.add(name)
+        node = made.graph.create_node(old.op, old.target, *call, name=name)
+        if old.op == "placeholder":
+            node.target = name
+        node.meta = {k: v for k, v in old.meta.items() if k not in _DROPPED}
+        if path != item.path and "module" in node.meta:
+            node.meta["module"] = path
+        for key in _NAMES:
+            if key in learned.names:
+                node.meta[key] = learned.names[key].at(more, copy)
+        if learned.covers:
+            node.meta["covers"] = tuple(n.at(more, copy) for n in learned.covers)
+        if path != item.path and "nn_module_stack" in node.meta:
+            node.meta["nn_module_stack"] = self._stack(node.meta["nn_module_stack"], run, copy)
+        return node
+
+    def _stack(self, stack: Mapping[str, tuple], run: int, copy: int) -> dict[str, tuple]:
+        def path(text: str) -> str:
+            inner = text.removeprefix("model.")
+            return text[: len(text) - len(inner)] + self.renamed(inner, run, copy)
+
+        return {
+            f"L__self__{path(entry[0])}" if path(entry[0]) != entry[0] else key:
+            (path(entry[0]), *entry[1:])
+            for key, entry in stack.items()
+        }  # fmt: skip
+
+    def renamed(self, name: str, run: int, copy: int) -> str:
+        """A module path or parameter name of the pattern among all layers."""
+        for number, each in enumerate(self.runs):
+            name = each.renamed(name, KEPT, copy if number == run else 1)
+        return name
+
+
+def _items(layered: Layered, runs: Sequence[Run], kept: Sequence[int]) -> list[_Item]:
+    """Nodes and results in order, with the copy of which middle layer they belong to.
+
+    Between two nodes of a layer everything belongs to it, and so does what follows up to the next.
+    """
+    items: list[_Item] = []
+    inputs = iter(zip(layered.inputs, layered.input_kinds, strict=True))
+    for node in layered.graph.nodes:
+        if node.op == "placeholder":
+            name, kind = next(inputs, ("", None))
+            items.append(_Item(node, name, "input", ((), {}), [], kind))
+        elif node.op != "output":
+            call, refs = _taken((node.args, node.kwargs))
+            section = node.meta.get("phase", "forward")
+            items.append(
+                _Item(node, node.meta.get("module") or module_path(node), section, call, refs)
+            )
+    results: Any = layered.graph.output_node().args[0]
+    specs = zip(layered.outputs, layered.output_kinds, strict=True)
+    for value, (name, kind) in zip(results, specs, strict=True):
+        call, refs = _taken(((value,), {}))
+        items.append(_Item(None, name, "result", call, refs, kind))
+    current, section = {}, ""
+    for item in items:
+        if item.section != section:
+            current, section = {}, item.section
+        for r, run in enumerate(runs):
+            number = run.number(item.path)
+            if number is not None:
+                current = {r: number}
+        for r, number in current.items():
+            if 1 <= number <= kept[r] - 2:
+                item.middle, item.copy = r, number
+    return items
+
+
+def _inverse(twins: Sequence[Sequence[_Item]]) -> dict[fx.Node, tuple[int, int]]:
+    """Node of the longer graph → (item, copy), copy 0 of what is not copied."""
+    return {
+        twin.node: (i, copy if len(own) > 1 else 0)
+        for i, own in enumerate(twins)
+        for copy, twin in enumerate(own, 1)
+        if twin.node is not None
+    }
+
+
+def _taken(value: Any) -> tuple[Any, list[fx.Node]]:
+    """A call's arguments with places for nodes, and the nodes in order."""
+    refs: list[fx.Node] = []
+
+    def take(v: Any) -> Any:
+        if isinstance(v, fx.Node):
+            refs.append(v)
+            return _Place(len(refs) - 1)
+        return v
+
+    return _mapped(value, take), refs
+
+
+@dataclass(frozen=True)
+class _Place:
+    at: int
+
+
+def _mapped(value: Any, leaf: Any) -> Any:
+    """Like fx.map_aggregate, in plain containers."""
+    if isinstance(value, slice):
+        return slice(*(_mapped(v, leaf) for v in (value.start, value.stop, value.step)))
+    if isinstance(value, tuple) and not hasattr(value, "_fields"):
+        return tuple(_mapped(v, leaf) for v in value)
+    if isinstance(value, list):
+        return [_mapped(v, leaf) for v in value]
+    if isinstance(value, dict):
+        return {k: _mapped(v, leaf) for k, v in value.items()}
+    return leaf(value)
+
+
+def _filler(call: Any) -> Any:
+    """refs → the call's (args, kwargs)."""
+    return lambda refs: _mapped(call, lambda v: refs[v.at] if isinstance(v, _Place) else v)
+
+
+def _paired(
+    runs: Sequence[Run], run: int, items: Sequence[_Item], longer: Sequence[_Item]
+) -> tuple[list[list[_Item]], dict[int, bool]]:
+    """For each item its twin in the graph of one more layer of `run`, or its two twins; and for
+    the items of the middle layer whether the copies stand in descending order."""
+    twins: list[list[_Item]] = [[] for _ in items]
+    descending: dict[int, bool] = {}
+    at = start = 0
+    while start < len(items):
+        end = start
+        if items[start].middle != run:
+            twins[start] = [_next(longer, at)]
+            at, end = at + 1, start + 1
+        else:
+            while end < len(items) and (items[end].middle, items[end].section) == (
+                run,
+                items[start].section,
+            ):
+                end += 1
+            size = end - start
+            halves = [longer[at : at + size], longer[at + size : at + 2 * size]]
+            if len(halves[1]) != size or sorted(h[0].copy for h in halves) != [1, 2]:
+                raise NotRepeated(f"another number of nodes with one more layer in {runs[run]}")
+            down = halves[0][0].copy == 2
+            for offset in range(size):
+                own = [half[offset] for half in halves]
+                twins[start + offset] = own[::-1] if down else own
+                descending[start + offset] = down
+            at += 2 * size
+        start = end
+    if at != len(longer):
+        raise NotRepeated(f"another number of nodes with one more layer in {runs[run]}")
+    for item, own in zip(items, twins, strict=True):
+        for copy, twin in enumerate(own, 1):
+            _check(runs, run, item, twin, copy if len(own) > 1 else 0)
+    return twins, descending
+
+
+def _next(items: Sequence[_Item], at: int) -> _Item:
+    if at >= len(items):
+        raise NotRepeated("fewer nodes with one more layer")
+    return items[at]
+
+
+def _check(runs: Sequence[Run], run: int, item: _Item, twin: _Item, copy: int) -> None:
+    """Raises NotRepeated unless `twin` is `item` but for what it reads and for its names."""
+
+    def unlike(what: str) -> NotRepeated:
+        name = item.path if item.node is None else f"{item.node.name} ({item.path})"
+        return NotRepeated(f"{what} of {name} changes with one more layer in {runs[run]}")
+
+    longer = Run(runs[run].path, runs[run].first, KEPT + 1)
+    own, other = item.path, twin.path
+    if item.section == "input":
+        own, other = _head(own), _head(other)
+    if longer.renamed(own, KEPT, copy or 1) != other:
+        raise unlike("the module")
+    if (twin.middle == run) != bool(copy) or (not copy and twin.middle != item.middle):
+        raise unlike("the layer")
+    if repr(item.call) != repr(twin.call) or (item.node is None) != (twin.node is None):
+        raise unlike("the call")
+    if item.kind != twin.kind:
+        raise unlike("the kind")
+    a, b = item.node, twin.node
+    if a is None or b is None:
+        return
+    if (a.op, "" if a.op == "placeholder" else a.target) != (
+        b.op,
+        "" if b.op == "placeholder" else b.target,
+    ):
+        raise unlike("the op")
+    if _types(a.meta.get("val")) != _types(b.meta.get("val")):
+        raise unlike("the shape")
+    if any(a.meta.get(k) != b.meta.get(k) for k in _SAME):
+        raise unlike("what is known")
+    if a.op == "placeholder":
+        if _mangled(_head(a.name, item.path), own, other) != _head(b.name, twin.path):
+            raise unlike("the name")
+
+
+def _types(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return (value.dtype, tuple(value.shape), value.stride(), value.device)
+    if isinstance(value, (tuple, list)):
+        return [_types(v) for v in value]
+    return value
+
+
+def _names(item: _Item) -> list[tuple[str, str]]:
+    """Names that grow with the number of layers: the node's own and those of nodes it knows of."""
+    if item.node is None:
+        return []
+    if item.node.op == "placeholder":
+        tail = _NUMBER.match(item.path)
+        return [("tail", f"tail_{tail[2]}")] if tail else []
+    named = [(k, item.node.meta[k]) for k in _NAMES if item.node.meta.get(k)]
+    return [("name", item.node.name), *named]
+
+
+def _split(name: str) -> tuple[str, int]:
+    found = _NUMBER.match(name)
+    return (found[1], int(found[2])) if found else (name, 0)
+
+
+def _head(name: str, path: str | None = None) -> str:
+    """A parameter's path without the number at its end, or the name of its placeholder, which ends
+    as `path` does."""
+    found = _NUMBER.match(name) if _NUMBER.match(name if path is None else path) else None
+    return found[1] if found else name
+
+
+def _mangled(name: str, old: str, new: str) -> str:
+    """A placeholder's name, which its parameter's name is part of, for another parameter."""
+    if old == new:
+        return name
+    before, after = (re.sub(r"[^0-9A-Za-z]+", "_", path) for path in (old, new))
+    if before not in name:
+        before, after = before.lower(), after.lower()
+    if before not in name:
+        raise NotRepeated(f"{name} is not called after {old}")
+    return name.replace(before, after)
