@@ -12,6 +12,7 @@ from torch import nn
 from graphaccel.capture import stepgraph
 from graphaccel.capture.batch import flatten_call
 from graphaccel.capture.stepgraph import StepGraph, capture
+from graphaccel.capture.transport import packed, unpacked
 from graphaccel.compiler import without_data
 from graphaccel.ir.text import graph_text
 from graphaccel.passes.drop_backward import drop_backward
@@ -174,6 +175,16 @@ def test_layers_that_differ_are_all_captured(odd: str) -> None:
     step = repeated(Deep(5, odd), batch)
     assert step.repeats is None
     assert_same(step, whole(Deep(5, odd), batch))
+
+
+def test_it_travels_to_other_ranks() -> None:
+    step = repeated(Deep(30), {"x": torch.ones(4, 4)})
+    data = packed(step)
+    other = unpacked(data)
+    assert other is not None
+    assert other.repeats is not None
+    assert_same(step, other)
+    assert len(data) < 1.2 * len(packed(repeated(Deep(6), {"x": torch.ones(4, 4)})))
 
 
 def test_a_row_with_another_layer_behind() -> None:
