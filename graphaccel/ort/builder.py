@@ -297,6 +297,6 @@ def _info(value: Value) -> onnx.ValueInfoProto:
 
 def _tensor_proto(name: str, tensor: torch.Tensor) -> onnx.TensorProto:
     if tensor.dtype == torch.bfloat16:
-        raw = tensor.contiguous().view(torch.uint8).numpy().tobytes()
+        raw = tensor.contiguous().view(torch.int16).numpy().tobytes()
         return helper.make_tensor(name, ELEMENT[tensor.dtype], list(tensor.shape), raw, raw=True)
     return numpy_helper.from_array(tensor.numpy(), name)

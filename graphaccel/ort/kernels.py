@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import onnx
+import torch
 from onnx import helper
 
 from graphaccel.ort.builder import ELEMENT, IR_VERSION, OPSET, Value
@@ -37,11 +38,23 @@ class Kernels:
         self, node: onnx.NodeProto, inputs: Sequence[Value], outputs: Sequence[Value]
     ) -> bool:
         """Whether a session with this node can be made."""
+        if _unsound(node) and any(i.dtype == torch.float16 for i in inputs):
+            return False
         types = (tuple(i.dtype for i in inputs), tuple(o.dtype for o in outputs))
         key = (node.domain, node.op_type, len(node.input), types)
         if key not in self.known:
             self.known[key] = _refusal(node, inputs, outputs)
         return not self.known[key]
+
+    def binds(self, dtype: torch.dtype) -> bool:
+        """Whether tensors of a dtype can be given to a session: before 1.20, no bfloat16."""
+        if dtype != torch.bfloat16:
+            return True
+        if dtype not in self.known:
+            x, y = Value("x", dtype, (1,)), Value("y", dtype, (1,))
+            node = helper.make_node("Identity", ["x"], ["y"])
+            self.known[dtype] = _refusal(node, [x], [y], bind=True)
+        return not self.known[dtype]
 
 
 def installed() -> Kernels | None:
@@ -69,8 +82,17 @@ def missing_reason() -> str:
     return "the package onnxruntime is not complete"
 
 
-def _refusal(node: onnx.NodeProto, inputs: Sequence[Value], outputs: Sequence[Value]) -> str:
-    """Why the build can not run a node, "" if it can."""
+def _unsound(node: onnx.NodeProto) -> bool:
+    """Sessions with these in float16 can be made, and then 1.19 writes past the end of the result
+    (Min, Max), or says while running that it can not add (the others)."""
+    adds = any(a.name == "reduction" and a.s != b"none" for a in node.attribute)
+    return node.op_type in ("Min", "Max") or adds
+
+
+def _refusal(
+    node: onnx.NodeProto, inputs: Sequence[Value], outputs: Sequence[Value], bind: bool = False
+) -> str:
+    """Why the build can not run a node, "" if it can. bind: and take its inputs where they lie."""
     runtime = importlib.import_module("onnxruntime")
     given = {i.name: i for i in inputs}
     graph = helper.make_graph(
@@ -89,7 +111,12 @@ def _refusal(node: onnx.NodeProto, inputs: Sequence[Value], outputs: Sequence[Va
     options.intra_op_num_threads = 1
     providers = runtime.get_available_providers()
     try:
-        runtime.InferenceSession(model.SerializeToString(), options, providers=providers)
+        session = runtime.InferenceSession(model.SerializeToString(), options, providers=providers)
+        for i in inputs if bind else ():
+            place = torch.empty(i.shape, dtype=i.dtype)
+            session.io_binding().bind_input(
+                i.name, "cpu", 0, ELEMENT[i.dtype], i.shape, place.data_ptr()
+            )
     except Exception as error:  # its exception classes are private and have no common base
         return str(error).strip().splitlines()[0] or type(error).__name__
     return ""

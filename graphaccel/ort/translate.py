@@ -95,6 +95,8 @@ def refusal(node: fx.Node, kernels: Kernels) -> str | None:
         for tensor in tensors_of(value):
             if tensor.dtype not in ELEMENT:
                 return f"ONNX has no {tensor.dtype}"
+            if not kernels.binds(tensor.dtype):
+                return f"ONNX Runtime {kernels.version} takes no {tensor.dtype}"
             if tensor.numel() == 0:
                 return "it has a tensor without elements"
     builder = Builder(kernels, training=kernels.build == TRAINING)

@@ -69,7 +69,13 @@ def _check_pytest(arguments: list[str]) -> None:
         assert (ROOT / path).exists()
 
 
-def _check_graphaccel(arguments: list[str]) -> None:
+def _elsewhere(arguments: list[str], folder: Path) -> list[str]:
+    """The arguments with files that the command writes in another folder."""
+    pairs = zip(["", *arguments], arguments, strict=False)
+    return [str(folder / word) if before == "--output" else word for before, word in pairs]
+
+
+def _check_graphaccel(arguments: list[str], folder: Path) -> None:
     parsed = cli.build_parser().parse_args(arguments)
     if arguments[0] == "run":
         _check_script([parsed.script, *parsed.arguments])
@@ -77,16 +83,16 @@ def _check_graphaccel(arguments: list[str]) -> None:
         path, function = parsed.target
         assert re.search(rf"^def {function}\(\)", path.read_text(), flags=re.MULTILINE)
     elif arguments[0] != "plan":
-        assert cli.main(arguments) == 0
+        assert cli.main(_elsewhere(arguments, folder)) == 0
 
 
-def _check(words: list[str]) -> None:
+def _check(words: list[str], folder: Path) -> None:
     program, *arguments = words
     program = program.removeprefix(".venv/bin/")
     if program == "make":
         subprocess.run(["make", "-n", *arguments], cwd=ROOT, check=True, capture_output=True)
     elif program == "graphaccel":
-        _check_graphaccel(arguments)
+        _check_graphaccel(arguments, folder)
     elif program == "python" and arguments[:2] == ["-m", "pytest"]:
         _check_pytest(arguments[2:])
     elif program == "python":
@@ -105,9 +111,16 @@ def test_there_are_commands_in_the_documents() -> None:
 
 
 @pytest.mark.parametrize(("document", "command"), COMMANDS, ids=[c for _, c in COMMANDS])
-def test_command(document: str, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command(
+    document: str, command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir(ROOT)
-    _check(shlex.split(command))
+    _check(shlex.split(command), tmp_path)
+
+
+def test_what_a_command_writes_goes_elsewhere() -> None:
+    words = ["calibrate", "f.py:job", "--output", "cluster.json"]
+    assert _elsewhere(words, Path("t")) == ["calibrate", "f.py:job", "--output", "t/cluster.json"]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

@@ -50,8 +50,13 @@ def _masked(model: Any, config: Any) -> Made:
 
 
 def _zoo(name: str) -> Made:
+    """A model of the zoo, with two layers where it has four: more show nothing else."""
     model, batch, _ = ZOO[name].build()
     assert isinstance(batch, dict)
+    for module in list(model.modules()):
+        for key, layers in module.named_children():
+            if isinstance(layers, nn.ModuleList) and len({type(m) for m in layers}) == 1:
+                setattr(module, key, layers[:2] if len(layers) > 3 else layers)
     return model, batch
 
 

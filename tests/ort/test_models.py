@@ -31,11 +31,15 @@ def test_float64(pool: Pool, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "pins",
-    [{"pipeline": 2, "data": 1, "microbatches": 4}, {"data": 2, "microbatches": 2}, {"tensor": 2}],
+    ("name", "pins"),
+    [
+        ("gpt2", {"pipeline": 2, "data": 1, "microbatches": 4}),
+        ("gpt2", {"tensor": 2}),
+        ("bert", {"data": 2, "microbatches": 2}),
+        ("bert", {"tensor": 2}),
+    ],
     ids=str,
 )
-@pytest.mark.parametrize("name", ["gpt2", "bert"])
 def test_under_a_plan(pool: Pool, name: str, pins: dict[str, int]) -> None:
     pins = {**pins, "ort": "all"}
     got = pool.run(2, run_plan, name, "float64", pins, 2)

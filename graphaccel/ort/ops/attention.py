@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 from torch import fx
 
@@ -18,22 +19,21 @@ aten = torch.ops.aten
 
 
 def _scores(b: Builder, a: Arguments) -> Value:
-    """q kᵀ scale + mask, [batch, heads, queries, keys]."""
+    """q kᵀ scale + mask, [batch, heads, queries, keys]; what is masked is the lowest number, so
+    that nothing is infinite."""
     q, k, mask = a["query"], a["key"], a["attn_mask"]
     if a["dropout_p"]:
         raise Declined("it draws random numbers")
     product = b.matmul(q, swap_last(b, k))
     scores = b.binary("Mul", product, b.scalar(_scale(a), product))
-    if a["is_causal"]:
+    lowest = torch.finfo(scores.dtype).min
+    if a["is_causal"]:  # adding is four times as fast as `Where`
         rows, columns = scores.shape[-2:]
-        below = torch.ones(rows, columns, dtype=torch.bool).tril()
-        low = b.scalar(-math.inf, scores)
-        scores = b.where(b.constant(below.numpy(), torch.bool), scores, low)
+        above = np.triu(np.full((rows, columns), lowest), 1)
+        scores = b.binary("Add", scores, b.constant(above, scores.dtype))
     if mask is None:
         return scores
-    if mask.dtype == torch.bool:
-        return b.where(mask, scores, b.scalar(-math.inf, scores))
-    return b.binary("Add", scores, mask)
+    return b.binary("Add", scores, b.binary("Max", mask, b.scalar(lowest, mask)))
 
 
 def _scale(a: Arguments) -> float:
@@ -41,18 +41,20 @@ def _scale(a: Arguments) -> float:
 
 
 def _attention(b: Builder, node: fx.Node, a: Arguments) -> list[Value]:
-    """Result and log Σ exp of each row's scores; a row without any key gives zeros."""
-    scores = _scores(b, a)
+    """Result and log Σ exp of each row's scores; a row without any key gives zeros, as torch's.
+
+    With m the largest score of a row and p its weight: log Σ exp = m - log p.
+    """
+    scores, mask = _scores(b, a), a["attn_mask"]
+    weights = b.op("Softmax", scores, axis=3)
     largest = b.reduce("ReduceMax", scores, [3], True)
-    empty = b.binary("Equal", largest, b.scalar(-math.inf, largest), torch.bool)
-    safe = b.where(empty, b.scalar(0, largest), largest)
-    power = b.op("Exp", b.binary("Sub", scores, safe))
-    total = b.reduce("ReduceSum", power, [3], True)
-    total = b.where(empty, b.scalar(1, total), total)
-    weights = b.binary("Div", power, total)
-    log = b.binary("Add", b.op("Log", total), safe)
-    log = b.where(empty, largest, log)
+    log = b.binary("Sub", largest, b.op("Log", b.reduce("ReduceMax", weights, [3], True)))
     result = b.matmul(weights, a["value"])
+    if mask is not None:
+        most = b.reduce("ReduceMax", mask, [len(mask.shape) - 1], True)
+        empty = b.binary("Equal", most, b.scalar(-math.inf, most), torch.bool)
+        some = b.cast(b.op("Not", empty), log.dtype)
+        log, result = b.binary("Mul", log, some), b.binary("Mul", result, some)
     return [result, b.reshape(log, scores.shape[:-1])]
 
 
@@ -60,8 +62,7 @@ def _attention_backward(b: Builder, node: fx.Node, a: Arguments) -> list[Value]:
     grad, out, v = a["grad_out"], a["out"], a["value"]
     scores = _scores(b, a)
     log = b.reshape(a["logsumexp"], [*scores.shape[:-1], 1])
-    empty = b.binary("Equal", log, b.scalar(-math.inf, log), torch.bool)
-    weights = b.op("Exp", b.binary("Sub", scores, b.where(empty, b.scalar(0, log), log)))
+    weights = b.op("Exp", b.binary("Sub", scores, log))
     grad_v = b.matmul(swap_last(b, weights), grad)
     delta = b.reduce("ReduceSum", b.binary("Mul", grad, out), [3], True)
     inner = b.binary("Sub", b.matmul(grad, swap_last(b, v)), delta)

@@ -28,8 +28,9 @@ def _statistics(
 def _layer_norm(b: Builder, node: fx.Node, a: Arguments) -> list[Value]:
     x, weight, bias = a["input"], a["weight"], a["bias"]
     count = len(a["normalized_shape"])
-    # The kernel keeps its statistics in float32, which is too little for a float64 backward.
-    if x.dtype == torch.float32 and weight is not None:
+    # The kernel keeps its statistics in float32, which is too little for a float64 backward; that
+    # of the training build is slower than standard operators.
+    if x.dtype == torch.float32 and weight is not None and not b.training:
         shapes = [tuple(v.shape) for v in node.meta["val"]]
         return b.ops(
             "LayerNormalization",
@@ -223,14 +224,11 @@ def _log_softmax(b: Builder, node: fx.Node, a: Arguments) -> Value:
 
 
 def _log_softmax_backward(b: Builder, node: fx.Node, a: Arguments) -> Value:
-    """dx = g - exp(y) Σ g."""
+    """dx = g - exp(y) Σ g; `LogSoftmaxGrad_13` is slower."""
     grad, y = a["grad_output"], a["output"]
     dim = a["dim"] % len(y.shape)
-    if b.can("LogSoftmaxGrad_13", grad, y):
-        dx = b.op("LogSoftmaxGrad_13", grad, y, domain=MICROSOFT, axis=dim)
-    else:
-        total = b.reduce("ReduceSum", grad, [dim], True)
-        dx = b.binary("Sub", grad, b.binary("Mul", b.op("Exp", y), total))
+    total = b.reduce("ReduceSum", grad, [dim], True)
+    dx = b.binary("Sub", grad, b.binary("Mul", b.op("Exp", y), total))
     return b.cast(dx, node.meta["val"].dtype)
 
 

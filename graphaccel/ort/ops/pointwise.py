@@ -182,35 +182,32 @@ def _gelu(b: Builder, node: fx.Node, a: Arguments) -> Value:
 
 
 def _gelu_backward(b: Builder, node: fx.Node, a: Arguments) -> Value:
+    """Of standard operators: `GeluGrad` and `FastGeluGrad` are slower than these."""
     grad, x = a["grad_output"], a["self"]
-    tanh = a["approximate"] == "tanh"
-    kernel = "FastGeluGrad" if tanh else "GeluGrad"
-    if x.dtype == torch.float32 and b.can(kernel, grad, x):  # its constants are float32
-        return b.op(kernel, grad, x, domain=MICROSOFT)
-    return b.binary("Mul", grad, _tanh_slope(b, x) if tanh else _normal_slope(b, x))
+    slope = _tanh_slope if a["approximate"] == "tanh" else _normal_slope
+    return b.binary("Mul", grad, slope(b, x))
 
 
 def _normal_slope(b: Builder, x: Value) -> Value:
-    """d(x Φ(x))/dx = Φ(x) + x φ(x)."""
-    half = b.scalar(0.5, x)
-    error = b.op("Erf", b.binary("Mul", x, b.scalar(1 / math.sqrt(2), x)))
-    below = b.binary("Add", b.binary("Mul", error, half), half)
-    power = b.op("Exp", b.binary("Mul", b.binary("Mul", x, x), b.scalar(-0.5, x)))
-    density = b.binary("Mul", power, b.scalar(1 / math.sqrt(2 * math.pi), x))
-    return b.binary("Add", below, b.binary("Mul", x, density))
+    """d(x Φ(x))/dx = Φ(x) + x φ(x); with u = x/√2: (1 + erf(u) + 2 u exp(-u²)/√π) / 2."""
+    u = b.binary("Mul", x, b.scalar(1 / math.sqrt(2), x))
+    power = b.binary("Sub", b.scalar(math.log(2 / math.sqrt(math.pi)), x), b.binary("Mul", u, u))
+    rest = b.binary("Add", b.op("Erf", u), b.binary("Mul", u, b.op("Exp", power)))
+    return b.binary("Mul", b.binary("Add", rest, b.scalar(1, x)), b.scalar(0.5, x))
 
 
 def _tanh_slope(b: Builder, x: Value) -> Value:
-    """The same of 0.5 x (1 + tanh(k (x + 0.044715 x³))), k = √(2/π)."""
+    """The same of x s, s = sigmoid(v), v = 2k (x + 0.044715 x³), k = √(2/π), which is
+    0.5 x (1 + tanh(v/2)): s (1 + (1 - s) x v'), and x v' = 3v - 4k x."""
     k, cubic = math.sqrt(2 / math.pi), 0.044715
     square = b.binary("Mul", x, x)
-    inner = b.binary("Add", b.binary("Mul", square, b.scalar(k * cubic, x)), b.scalar(k, x))
-    tanh = b.op("Tanh", b.binary("Mul", x, inner))
-    slope = b.binary("Add", b.binary("Mul", square, b.scalar(3 * k * cubic, x)), b.scalar(k, x))
-    rest = b.binary("Sub", b.scalar(1, x), b.binary("Mul", tanh, tanh))
-    left = b.binary("Add", tanh, b.scalar(1, x))
-    right = b.binary("Mul", b.binary("Mul", x, rest), slope)
-    return b.binary("Mul", b.binary("Add", left, right), b.scalar(0.5, x))
+    inner = b.binary("Mul", square, b.scalar(2 * k * cubic, x))
+    v = b.binary("Mul", x, b.binary("Add", inner, b.scalar(2 * k, x)))
+    s = b.op("Sigmoid", v)
+    triple = b.binary("Mul", v, b.scalar(3, x))
+    move = b.binary("Sub", triple, b.binary("Mul", x, b.scalar(4 * k, x)))
+    rest = b.binary("Mul", b.binary("Sub", b.scalar(1, x), s), move)
+    return b.binary("Mul", s, b.binary("Add", rest, b.scalar(1, x)))
 
 
 def _silu(b: Builder, node: fx.Node, a: Arguments) -> Value:
@@ -229,19 +226,24 @@ def _silu_backward(b: Builder, node: fx.Node, a: Arguments) -> Value:
 
 def _tanh_backward(b: Builder, node: fx.Node, a: Arguments) -> Value:
     grad, y = a["grad_output"], a["output"]
+    if b.can("TanhGrad", grad, y):
+        return b.op("TanhGrad", grad, y, domain=MICROSOFT)
     return b.binary("Mul", grad, b.binary("Sub", b.scalar(1, y), b.binary("Mul", y, y)))
 
 
 def _sigmoid_backward(b: Builder, node: fx.Node, a: Arguments) -> Value:
     grad, y = a["grad_output"], a["output"]
+    if b.can("SigmoidGrad", grad, y):
+        return b.op("SigmoidGrad", grad, y, domain=MICROSOFT)
     slope = b.binary("Mul", y, b.binary("Sub", b.scalar(1, y), y))
     return b.binary("Mul", grad, slope)
 
 
 def _threshold_backward(b: Builder, node: fx.Node, a: Arguments) -> Value:
+    """Times 0 or 1: `Where` and `ReluGrad` take a branch for each element, which is slow."""
     grad, x = a["grad_output"], a["self"]
     above = b.binary("Greater", x, as_value(b, a["threshold"], x.dtype), torch.bool)
-    return b.where(above, grad, b.scalar(0, grad))
+    return b.binary("Mul", grad, b.cast(above, grad.dtype))
 
 
 def _dropout_backward(b: Builder, node: fx.Node, a: Arguments) -> Value:
