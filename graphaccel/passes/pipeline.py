@@ -17,6 +17,8 @@ place_ort              after the split, so that no region spans two stages or th
                        before the sums, which are in place
 choose_products        sizes and dtypes are final; before accumulation, which lets other products
                        write into buckets
+overlap_collectives    moves calls, so before what writes in place; after the split, or work would
+                       move from one phase into the other
 gather_parameters      a phase at a time: it needs to know the first and the last use
 drop_tangents          where the loss is outside, and while training: for a loss that reads some of
                        the outputs only, the stage with a backward of its own
@@ -45,6 +47,7 @@ from graphaccel.passes.exact_microbatch import exact_microbatch
 from graphaccel.passes.fuse import fuse
 from graphaccel.passes.gather_parameters import gather_parameters
 from graphaccel.passes.lower_precision import lower_precision
+from graphaccel.passes.overlap_collectives import overlap_collectives
 from graphaccel.passes.place_ort import Tools, place_ort, region_models
 from graphaccel.passes.recompute import recompute
 from graphaccel.passes.reduce_shards import reduce_shards
@@ -111,6 +114,9 @@ def build(
     )
     programs, report = run.call("place_ort", lambda: place_ort(programs, plan, ort))
     programs = run.call("choose_products", lambda: tuple(choose_products(p) for p in programs))
+    programs = run.call(
+        "overlap_collectives", lambda: tuple(overlap_collectives(p) for p in programs)
+    )
     bare = run.call(
         "gather_parameters",
         lambda: tuple(
