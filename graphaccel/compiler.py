@@ -207,6 +207,8 @@ class Compiler:
 
     def keep(self, batch: Batch, step: StepGraph) -> None:
         """Use another rank's capture of the training step of this batch."""
+        if self._skeleton is None:  # now: later the model has shards and stand-ins
+            self._skeleton = without_data(self.model.module)
         self.captures[(batch.signature(), True)] = step
 
     def choose(
