@@ -1,8 +1,8 @@
-"""Write the table of measurements in README.md from benchmarks/results/*.json.
+"""Write the tables of measurements in README.md and docs/onnxruntime.md from benchmarks/results.
 
     python docs/measured.py
 
-The table stands between two marks; tests/docs fails while it is not that of the results.
+A table stands between two marks; tests/docs fails while it is not that of the results.
 """
 
 from __future__ import annotations
@@ -17,6 +17,14 @@ README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- measured: python docs/measured.py -->\n", "<!-- end -->\n"
 OURS = "graphaccel"
+ORT_PAGE = ROOT / "docs" / "onnxruntime.md"
+ORT_COLUMNS = {
+    "fx": "torch, same graph",
+    "inductor": "Inductor",
+    "ort": "training build",
+    "plain": "plain build",
+    "auto": '`ort="auto"`',
+}
 
 
 def table(results: list[dict[str, Any]]) -> str:
@@ -50,9 +58,62 @@ def with_table(readme: str, folder: Path) -> str:
     return f"{before}{begin}\n{table(results)}\n{end}{after}"
 
 
+def _machine(result: dict[str, Any]) -> str:
+    m, threads = result["machine"], result["threads"]
+    return (
+        f"{m['cores']} cores ({m['architecture']}), {threads} thread{'s' * (threads > 1)}, "
+        f"torch {m['torch']}, Python {m['python']}; ONNX Runtime {result['build']}"
+    )
+
+
+def ort_table(result: dict[str, Any]) -> str:
+    """Markdown: how many times as fast as eager each side is, a row for each region type and model.
+
+    result: `benchmarks/results/ort.json`; the plain build's ratios are to eager in its own process.
+    """
+    rows = ["| | " + " | ".join(ORT_COLUMNS.values()) + " |", "|---" * (len(ORT_COLUMNS) + 1) + "|"]
+    plain = set()
+    for name, row in result["rows"].items():
+        ratios = dict(row["faster_than_eager"])
+        if "plain" in row:
+            ratios["plain"] = row["plain"]["faster_than_eager"]["ort"]
+            plain.add(row["plain"]["build"])
+        cells = [f"{ratios[c]:.2f}" if c in ratios else "" for c in ORT_COLUMNS]
+        if "auto" in ratios:
+            cells[-1] += f" ({row['auto_regions']} regions)"
+        rows.append(f"| {name.replace('_', ' ')} | " + " | ".join(cells) + " |")
+    text = f"Times as fast as eager on {_machine(result)}"
+    text += "".join(f" and {build}" for build in sorted(plain)) + "; above 1 is faster."
+    return "\n".join([*rows, "", text, ""])
+
+
+def kernel_table(result: dict[str, Any]) -> str:
+    """Markdown: each training kernel beside standard operators and torch (`ort_kernels.json`)."""
+    rows = ["| kernel | torch | standard operators | kernel |", "|---|---|---|---|"]
+    for name, row in result["rows"].items():
+        times = row["median_seconds"]
+        cells = [f"{1e6 * times[c]:.0f} us" for c in ("torch", "standard", "kernel")]
+        rows.append(f"| `{name}` | " + " | ".join(cells) + " |")
+    return "\n".join([*rows, "", f"On {_machine(result)}.", ""])
+
+
+def with_ort_tables(page: str, folder: Path) -> str:
+    """The page with both tables. Raises ValueError without their marks."""
+    for name, write in (("ort", ort_table), ("ort_kernels", kernel_table)):
+        first, last = f"<!-- measured: {name} -->\n", f"<!-- end: {name} -->\n"
+        before, begin, rest = page.partition(first)
+        _, end, after = rest.partition(last)
+        if not begin or not end:
+            raise ValueError(f"the page has no lines {first!r} and {last!r}")
+        result = json.loads((folder / f"{name}.json").read_text())
+        page = f"{before}{begin}\n{write(result)}\n{end}{after}"
+    return page
+
+
 def main() -> None:
-    argparse.ArgumentParser(description="Update the measurements in README.md.").parse_args()
+    argparse.ArgumentParser(description="Update the tables of measurements.").parse_args()
     README.write_text(with_table(README.read_text(), RESULTS))
+    ORT_PAGE.write_text(with_ort_tables(ORT_PAGE.read_text(), RESULTS))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The table of measurements in README.md is that of the committed results."""
+"""The tables of measurements in the documents are those of the committed results."""
 
 from __future__ import annotations
 
@@ -49,3 +49,32 @@ def test_a_row_for_each_result(measured: ModuleType, tmp_path: Path) -> None:
 def test_a_readme_without_marks_is_refused(measured: ModuleType, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has no lines"):
         measured.with_table("no marks", tmp_path)
+
+
+def test_the_page_about_onnxruntime_shows_the_committed_results(measured: ModuleType) -> None:
+    page = measured.ORT_PAGE.read_text()
+    assert page == measured.with_ort_tables(page, measured.RESULTS), "run python docs/measured.py"
+
+
+def test_a_row_for_each_region(measured: ModuleType) -> None:
+    row = {
+        "faster_than_eager": {"fx": 1.5, "ort": 1.25, "auto": 1.6},
+        "auto_regions": 3,
+        "plain": {"build": "plain 1.31.1", "faster_than_eager": {"fx": 1.4, "ort": 1.1}},
+    }
+    machine = {"cores": 2, "architecture": "x86_64", "python": "3.11.7", "torch": "2.13.0"}
+    result = {
+        "rows": {"layer_norm": row},
+        "threads": 1,
+        "build": "training 1.19.2",
+        "machine": machine,
+    }
+    text = measured.ort_table(result)
+    assert "| layer norm | 1.50 |  | 1.25 | 1.10 | 1.60 (3 regions) |\n" in text
+    assert "ONNX Runtime training 1.19.2 and plain 1.31.1; above 1 is faster." in text
+    result["rows"] = {
+        "GeluGrad": {"median_seconds": {"torch": 5e-4, "standard": 2e-3, "kernel": 3e-3}}
+    }
+    assert "| `GeluGrad` | 500 us | 2000 us | 3000 us |\n" in measured.kernel_table(result)
+    with pytest.raises(ValueError, match="has no lines"):
+        measured.with_ort_tables("no marks", measured.RESULTS)

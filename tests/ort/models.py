@@ -111,3 +111,21 @@ def run_model(name: str, dtype: str) -> dict[str, Any]:
         "declined": [(d.op, d.reason) for d in report.declined],
         "sessions": len(model.graphaccel._compiler._tools.sessions),
     }
+
+
+def two_sizes() -> dict[str, Any]:
+    """A model on batches of 4, 2 and 4 rows: relative errors of the losses, and how many sessions
+    there are after each."""
+    import graphaccel
+
+    model, batch, _ = ZOO["gpt"].build()
+    batches = [{k: v[:n] for k, v in batch.items()} for n in (4, 2, 4)]
+    true = [model(**b).item() for b in batches]
+    model = graphaccel.optimize(model, devices=1, example_batch=batches[0], ort="all")
+    errors, sessions = [], []
+    for given, wanted in zip(batches, true, strict=True):
+        loss = model(**given)
+        loss.backward()
+        errors.append(abs(loss.item() - wanted) / abs(wanted))
+        sessions.append(len(model.graphaccel._compiler._tools.sessions))
+    return {"errors": errors, "sessions": sessions}

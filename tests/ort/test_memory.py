@@ -10,15 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx
+from torch import Tensor, fx, nn
 
+import graphaccel
 from graphaccel.compat.torch import FakeTensorMode
 from graphaccel.ir.values import propagate
 from graphaccel.ort.kernels import Kernels
 from graphaccel.ort.session import Region, Sessions
 from graphaccel.ort.translate import translate
+from tests.support.pool import Pool
 
 aten = torch.ops.aten
+ROWS, WIDTH = 2048, 512
 _MMAP_THRESHOLD = -3
 _STATUS, _REFERENCES = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
@@ -80,3 +83,51 @@ def test_scratch(kernels: Kernels, make: Any) -> None:
     measured = given + peak
     assert model.scratch > 0
     assert measured == pytest.approx(total, rel=0.03)
+
+
+class Block(nn.Module):
+    """A wide layer, its activation, and back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def step_peak() -> tuple[int, int]:
+    """(predicted, measured) peak of a step with ort="all": bytes of tensors, those inside ONNX
+    Runtime included. Measured: tensors that exist between steps, and what the kernel counts more
+    during a step."""
+    torch.set_num_threads(1)
+    x = torch.randn(ROWS, WIDTH)
+    model = graphaccel.optimize(Net(), devices=1, example_batch=(x,), ort="all")
+    (rank,) = model.graphaccel.plan.prediction.memory
+
+    def step() -> None:
+        model(x).backward()
+
+    for _ in range(2):
+        step()
+        model.zero_grad()
+    resting = x.nbytes + sum(p.nbytes for p in model.parameters())
+    return rank.peak - rank.other, resting + peak_of(step)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_peak_of_a_step(pool: Pool) -> None:
+    ((predicted, measured),) = pool.run(1, step_peak)
+    assert measured == pytest.approx(predicted, rel=0.03)
