@@ -252,7 +252,7 @@ class Compiler:
             batch=sizes.get(BATCH, step.batch_size),
             record=record,
             shardable=self.model.shardable,
-            layouts=layouts,
+            profiles=layouts,
         )
         program = built.get(plan.decided(notes=()))
         if program is None:

@@ -40,7 +40,7 @@ PINS = (
     "sequence", "gather_again", "accumulation", "recompute", "precision", "ort",
 )  # fmt: skip
 INTERRUPTED = 130  # 128 + SIGINT
-_DRAWN = 4000  # candidates that a picture is given; beyond, only those the search solved
+_DRAWN = 1500  # candidates that a picture is given; beyond, only those the search solved
 
 
 def plan_command(args: argparse.Namespace) -> int:
@@ -104,7 +104,7 @@ def _facts(
     if drawn:
         found = record.outcome
         if program is not None and found.tally.candidates <= _DRAWN:
-            found = solve_all(record.problem, record.pins, record.batch, prune=False)
+            found = solve_all(record.problem, record.pins, record.batch, prune=False, build=False)
         plans = (*found.seen, *found.fitting)  # the latter with the times of their schedules
         facts = replace(facts, candidates=points(plans, plan, compiler.cluster))
     if program is not None and (args.explain or args.html is not None):

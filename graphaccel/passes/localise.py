@@ -1,24 +1,30 @@
 """The graph of a plan's layout for the planner: sharded over its axes, sizes in examples.
 
-The graph of two numbers of examples is sharded, and every size written as what passes through both
-(`capture.symbols`). Where the two were sharded differently, sizes are those of the plan's own
-microbatch, as numbers.
+The graph of a few examples is sharded, once. A call that was copied has the sizes it had, as
+expressions, divided as its dims now are. Their number has a prime factor that no other size has,
+so that what was put in between tells as well which of its dims count examples.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import sympy
+import torch
 from torch import fx
 
 from graphaccel.capture.stepgraph import StepGraph
-from graphaccel.capture.symbols import BATCH, attach_sizes, same_structure
-from graphaccel.passes import shard_axes
+from graphaccel.capture.symbols import BATCH, evaluate
+from graphaccel.compat.torch import pytree
 from graphaccel.passes.exact_microbatch import exact_microbatch
+from graphaccel.passes.shard_axes import shard_axes
 from graphaccel.planner.layouts import LocalGraph
 from graphaccel.planner.plan import Plan
+
+_PRIMES = (13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
 
 
 def localised(
@@ -30,22 +36,57 @@ def localised(
 
     Raises BadPin (GA202) for placements that the graph does not allow.
     """
-
-    def sharded(examples: int) -> shard_axes.LocalGraph:
-        alone = replace(plan, data=1, microbatches=1, batch=examples)
-        at = {**(sizes or {}), **({BATCH: examples} if BATCH in step.sizes else {})}
-        return shard_axes.shard_axes(exact_microbatch(step, alone, at).graph, step, plan)
-
-    few = 2 * plan.expert  # examples lie on the expert axis, one at least for each rank
-    made = sharded(few if BATCH in step.sizes else step.batch_size)
-    known: dict[sympy.Symbol, int] = {}
-    others: list[tuple[sympy.Symbol, int, fx.GraphModule]] = []
-    if BATCH in step.sizes:
-        more = sharded(2 * few)
-        if same_structure(made.graph, more.graph):
-            known, others = {BATCH: few}, [(BATCH, 2 * few, more.graph)]
-        else:
-            made = sharded(plan.microbatch_size)
-    attach_sizes(made.graph, known, others)
+    even = BATCH in step.sizes and plan.microbatch_size % plan.expert == 0
+    prime = _prime(step, sizes or {}) if even else 1
+    few = prime * plan.expert if even else plan.microbatch_size  # examples lie on the expert axis
+    at = {**step.sizes, **(sizes or {}), **({BATCH: few} if BATCH in step.sizes else {})}
+    alone = replace(plan, data=1, microbatches=1, batch=few)
+    made = shard_axes(exact_microbatch(step, alone, at).graph, step, plan)
+    for node in made.graph.graph.nodes:
+        if "val" in node.meta:
+            node.meta["dims"] = _dims(node, node.meta["val"], node.meta.get("dims"), at, prime)
+    known = at if even else {s: n for s, n in at.items() if s != BATCH}
+    if not even:
+        for node in made.graph.graph.nodes:
+            node.meta["dims"] = _numbers(node.meta.get("dims", ()), at)
     local = replace(step, graph=made.graph, sizes=known, derived={})
     return LocalGraph(local, made.partial, made.guessed)
+
+
+def _prime(step: StepGraph, sizes: Mapping[sympy.Symbol, int]) -> int:
+    """A prime that divides no size of the graph for one example."""
+    one = {**step.sizes, **sizes, BATCH: 1}
+    found = {int(evaluate(d, one)) for node in step.graph.graph.nodes
+             for d in pytree.tree_leaves(node.meta.get("dims", ()))}  # fmt: skip
+    found = {n for n in found if n}
+    return next((p for p in _PRIMES if not any(n % p == 0 for n in found)), _PRIMES[-1])
+
+
+def _dims(node: fx.Node, value: Any, whole: Any, at: Mapping[sympy.Symbol, int], prime: int) -> Any:
+    """Local sizes as expressions. whole: those before sharding, None for a call put in between."""
+    if isinstance(value, (tuple, list)):
+        parts = whole if whole else [None] * len(value)
+        return tuple(_dims(node, v, d, at, prime) for v, d in zip(value, parts, strict=False))
+    if not isinstance(value, torch.Tensor):
+        return ()
+    shape = [int(n) for n in value.shape]
+    if node.target is operator.getitem:
+        whole = node.args[0].meta["dims"][node.args[1]]
+    if whole is not None and len(whole) == len(shape):
+        return tuple(_share(d, n, at) for d, n in zip(whole, shape, strict=True))
+    if prime > 1:
+        return tuple(n if n % prime else sympy.Rational(n, at[BATCH]) * BATCH for n in shape)
+    return tuple(shape)
+
+
+def _share(whole: Any, size: int, at: Mapping[sympy.Symbol, int]) -> Any:
+    if isinstance(whole, int):
+        return size
+    before = evaluate(whole, at)
+    return whole if before == size else whole * sympy.Rational(size, int(before))
+
+
+def _numbers(dims: Any, at: Mapping[sympy.Symbol, int]) -> Any:
+    if isinstance(dims, tuple):
+        return tuple(_numbers(d, at) for d in dims)
+    return int(evaluate(dims, at))

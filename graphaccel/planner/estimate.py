@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -262,6 +262,53 @@ def _optimizer_seconds(
     device = cluster.device
     launches = tensors if device.name == "cpu" else math.ceil(tensors / _TENSORS_AT_ONCE)
     return traffic / device.memory_bandwidth + launches * _OPTIMIZER_OPS * device.launch_seconds
+
+
+def least_moved(
+    profile: Profile, plan: Plan, cluster: Cluster, forward: float, backward: float, extra: int = 1
+) -> float:
+    """Seconds of gradients and parameters over the data axis that no cuts can hide.
+
+    forward, backward: seconds of a microbatch, all stages. extra: by how much more the graph will
+    be sharded than the profile's.
+    """
+    if plan.data == 1:
+        return 0.0
+    one = replace(plan, bucket_bytes=max(plan.bucket_bytes, profile.trained_bytes))
+    beside = 0.0 if cluster.device.name == "cpu" else _OVERLAP / plan.pipeline
+
+    def seconds(move: Callable[[float], float], size: float) -> float:
+        """Latencies are left out where stages may hold nothing that moves."""
+        return move(size) if plan.pipeline == 1 else max(0.0, move(size) - move(1))
+
+    def gather(size: float) -> float:
+        return all_gather_seconds(cluster, size, plan.data, plan.replica)
+
+    width = 2 if plan.precision.reduce in ("bfloat16", "float16") else 4
+    trained = profile.trained_bytes / extra / plan.pipeline
+    reduce = seconds(lambda size: _bucketed(cluster, size, (), one), trained * width / 4)
+    least = max(0.0, reduce - beside * backward)
+    if plan.zero >= 2 and plan.accumulation == "shards":
+        least *= plan.microbatches
+    if plan.zero in (1, 2):
+        return least + seconds(gather, trained)
+    if plan.zero == 3:
+        gathered = seconds(gather, trained)
+        for phase in (forward, backward) if plan.gather_again else (forward,):
+            least += plan.microbatches * max(0.0, gathered - beside * phase)
+    return least
+
+
+def least_optimizer(
+    profile: Profile, plan: Plan, cluster: Cluster, optimizer_bytes: int, extra: int = 1
+) -> float:
+    """Seconds of the optimizer where every stage has an equal part. extra: as in `least_moved`."""
+    device, shards = cluster.device, plan.data if plan.zero else 1
+    traffic = profile.trained_bytes / extra / shards * (3 + 2 * optimizer_bytes / 4)
+    tensors = sum(p.trainable for p in profile.parameters)
+    launches = tensors / (1 if device.name == "cpu" else _TENSORS_AT_ONCE)
+    seconds = traffic / device.memory_bandwidth + launches * _OPTIMIZER_OPS * device.launch_seconds
+    return seconds / plan.pipeline
 
 
 def predict(

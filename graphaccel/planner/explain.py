@@ -15,6 +15,7 @@ from graphaccel.planner.solve import Outcome, Problem, excess
 TERMS: Mapping[str, str] = {"communication": "exposed communication"}
 """How terms of a prediction are called where their own name does not say enough."""
 
+_ALTERNATIVES = 16  # meshes of which the best plan is kept beside the chosen one
 _NO_BYTES = frozenset({"precision", "outputs", "bucket_bytes"})  # pins that are not let go of
 
 SolveAll = Callable[[Problem, Pins, int], Outcome]
@@ -33,15 +34,20 @@ def seconds(plan: Plan) -> float:
 
 
 def alternatives(
-    best: Plan, by_mesh: Mapping[tuple[int, int], Plan], cluster: Cluster
+    best: Plan, by_mesh: Mapping[tuple[int, ...], Plan], cluster: Cluster
 ) -> tuple[Alternative, ...]:
-    """The best plan of every other mesh, those that fit first, then the fastest."""
-    others = [plan for key, plan in by_mesh.items() if key != (best.data, best.pipeline)]
+    """The best plan of other meshes, those that fit first, then the fastest."""
+    others = [plan for key, plan in by_mesh.items() if key != mesh_key(best)]
     others.sort(key=lambda plan: (excess(plan, cluster) > 0, seconds(plan), plan.pipeline))
     return tuple(
         Alternative(plan.name, seconds(plan), fullest(plan).peak, lost_because(plan, best, cluster))
-        for plan in others
+        for plan in others[:_ALTERNATIVES]
     )
+
+
+def mesh_key(plan: Plan) -> tuple[int, ...]:
+    """Equal for plans with the same mesh."""
+    return (plan.data, plan.pipeline, plan.tensor, plan.context, plan.expert)
 
 
 def lost_because(plan: Plan, best: Plan, cluster: Cluster) -> str:

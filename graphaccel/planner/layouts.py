@@ -94,4 +94,5 @@ class Layouts:
 
 def _layout_of(plan: Plan) -> Any:
     axes = (plan.tensor, plan.context, plan.expert)
-    return (*axes, plan.sequence, plan.placements, plan.precision.compute)
+    uneven = plan.microbatch_size if plan.microbatch_size % plan.expert else 0
+    return (*axes, uneven, plan.sequence, plan.placements, plan.precision.compute)

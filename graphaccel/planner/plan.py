@@ -175,7 +175,10 @@ class Plan:
         if self.interleave > 1:
             parts[0] += f" x interleave {self.interleave}"
         if self.zero:
-            parts.append(f"zero {self.zero}")
+            once = self.zero == 3 and not self.gather_again
+            parts.append(f"zero {self.zero}" + ", gathered once" * once)
+            if self.accumulation == "shards":
+                parts[-1] += ", reduced in each microbatch"
         if self.microbatches > 1:
             parts.append(f"{self.microbatches} microbatches of {self.microbatch_size}")
         if self.recompute:

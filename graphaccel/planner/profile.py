@@ -184,6 +184,11 @@ class Profile:
         return [self._roots[node, item] for item in items if (node, item) in self._roots]
 
     @cached_property
+    def trained_bytes(self) -> int:
+        """Bytes of trained parameters."""
+        return sum(p.bytes for p in self.parameters if p.trainable)
+
+    @cached_property
     def resting(self) -> frozenset[str]:
         """Names of the parameters, buffers left out."""
         return frozenset(s.name for s in self.step.inputs if s.kind == "parameter")
@@ -313,6 +318,11 @@ class SizedProfile:
         self.batch_bytes = sum(
             int(self.bytes[s.index]) for s in profile.storages if s.kind in ("batch", "tangent")
         )
+
+    @cached_property
+    def work(self) -> float:
+        """Seconds of a microbatch, forward and backward."""
+        return float(self.forward.sum() + self.backward.sum())
 
     def _passing(self) -> np.ndarray:
         """Bytes alive at each joint node, without inputs and what is saved for backward.

@@ -54,9 +54,9 @@ class Record:
         """The candidates are known, none is solved."""
         self.outcome, self.bound = outcome, bound
 
-    def tick(self, bound: float) -> None:
-        """One more candidate is dealt with; its bound was `bound`."""
-        self.done, self.bound = self.done + 1, bound
+    def tick(self, bound: float, done: int) -> None:
+        """`done` candidates are dealt with; none of the others can beat `bound`."""
+        self.done, self.bound = done, bound
         if self.watch is not None:
             self.watch(self)
 

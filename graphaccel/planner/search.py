@@ -1,11 +1,15 @@
 """Choose a plan: enumerate, bound, solve, simulate the best, prove the winner.
 
-Every candidate is a choice of data x pipeline x interleave x microbatches x recompute (precision
-only when pinned: it changes numerics). Solving one means choosing its cuts and the blocks to
-compute again, and predicting memory and time in closed form. A candidate whose lower bound (its
-work spread evenly, no messages) is above the 32nd best found so far is not solved. The 32 best are
-ranked again by playing their schedules; then `refine`, which builds the real programs, has the
-last word on memory.
+Every candidate is a choice of tensor x context x expert x data x pipeline x interleave x ZeRO x
+microbatches x recompute (precision only when pinned: it changes numerics). Solving one means
+choosing its cuts and the blocks to compute again, and predicting memory and time in closed form.
+
+First come the candidates that shard nothing that was not asked for. Of these, one is not solved
+when its lower bound (`planner.candidates`) is above the 32nd best found so far. Then the others,
+by ascending bound, until no bound is below the best time found, played on its schedule; the graph
+of a layout is made when its bound comes up. They count as 3 % slower than they are predicted: what
+was not asked for must be worth it. The 32 best are ranked again by playing their schedules; then
+`refine`, which builds the real programs, has the last word on memory.
 
 Deterministic: ties go to fewer microbatches, less pipeline, less interleaving, less recomputing.
 """
@@ -13,42 +17,39 @@ Deterministic: ties go to fewer microbatches, less pipeline, less interleaving, 
 from __future__ import annotations
 
 import bisect
+import heapq
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import astuple, replace
 
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import BATCH
-from graphaccel.errors import BatchNotDivisible, GraphAccelError, SplitRefused, TooManyStages
+from graphaccel.errors import BatchNotDivisible, SplitRefused, TooManyStages
+from graphaccel.planner.candidates import (
+    WORTH,
+    Bounds,
+    Layout,
+    Shape,
+    layouts,
+    plain,
+    shapes_of,
+)
 from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.conflicts import agreeing_pins
 from graphaccel.planner.estimate import predict_seconds
-from graphaccel.planner.explain import alternatives, infeasible, seconds
+from graphaccel.planner.explain import alternatives, infeasible, mesh_key, seconds
 from graphaccel.planner.layouts import Layouts
 from graphaccel.planner.outside import outside_notes
 from graphaccel.planner.pins import Limits, Pins, base_plan, divisors
-from graphaccel.planner.plan import Plan
+from graphaccel.planner.plan import Plan, Prediction
 from graphaccel.planner.profile import Profile
 from graphaccel.planner.record import Record
 from graphaccel.planner.solve import Outcome, Problem, excess, scaled, with_cuts_and_blocks
 
 KEPT = 32
-_INTERLEAVE = (1, 2, 4)
 _REFINED = 12  # programs built before giving up: each costs as much as a capture
 
 Refine = Callable[[Plan], Plan]
-
-
-@dataclass(frozen=True)
-class Shape:
-    """One candidate before it is solved. bound: seconds it can not beat."""
-
-    bound: float
-    microbatches: int
-    pipeline: int
-    interleave: int
-    recompute: str | tuple[str, ...]
-    data: int
 
 
 def search(
@@ -63,7 +64,7 @@ def search(
     batch: int | None = None,
     record: Record | None = None,
     shardable: bool = True,
-    layouts: Layouts | None = None,
+    profiles: Layouts | None = None,
 ) -> Plan:
     """The fastest plan that fits, with its prediction, alternatives, notes and certificate.
 
@@ -73,8 +74,8 @@ def search(
     microbatch_limit, data_limit: why the batch can not be split on that axis. batch: examples in
     the global batch, where it is not the captured one. record: is told what is asked and how the
     search goes, so that it knows the best plan so far when Ctrl-C ends it. shardable: whether the
-    optimizer can work on shards: ZeRO is then considered where nothing fits without. layouts:
-    profiles of the step and of its shards; without it no axis shards the graph itself.
+    optimizer can work on shards: ZeRO is then considered. profiles: of the step and of its shards;
+    without it no axis shards the graph itself.
 
     Raises: InfeasiblePlan (GA201), BadPin (GA202), TooManyStages (GA203), BatchNotDivisible
     (GA206), SplitRefused (GA207), ConflictingPins (GA210), NoLoss (GA103).
@@ -85,48 +86,36 @@ def search(
         microbatch_limit, data_limit = microbatch_limit or reason, data_limit or reason
     limits = Limits(microbatch_limit, data_limit)
     decided = agreeing_pins(pins, step, cluster.count, batch, limits)
-    problem = Problem(layouts or Layouts(Profile(step)), cluster, optimizer_bytes, limits)
+    problem = Problem(
+        profiles or Layouts(Profile(step)), cluster, optimizer_bytes, limits, shardable
+    )
     record = Record() if record is None else record
     record.asked(problem, decided, batch, dict(pins), refine)
-    given = decided.names
     outcome, corrected = solve_all(problem, decided, batch, record=record), problem
     best: Plan | None = None
     notes: tuple[str, ...] = ()
-    for wanted in _sharded_more(decided, cluster, shardable):
-        if wanted is not decided:  # nothing fits with less
-            try:
-                outcome = solve_all(problem, wanted, batch, record=record)
-            except GraphAccelError:  # no batch for a data axis
-                break
-            decided = wanted
-            record.pins = wanted
-        if outcome.fitting:
-            best, notes, corrected = _proved(
-                problem, decided, outcome, batch, refine, record.refused
-            )
-        if best is not None:
-            break
+    if outcome.fitting:
+        best, notes, corrected = _proved(problem, decided, outcome, batch, refine, record.refused)
     if best is None:
         raise infeasible(problem, decided, outcome, batch, solve_all, corrected)
     record.corrected = corrected
     return replace(
         best,
-        pinned=given,
+        pinned=decided.names,
         alternatives=alternatives(best, outcome.by_mesh, cluster),
         notes=(*outside_notes(step, best, cluster), *_notes(step, cluster, limits), *notes),
-        certificate=outcome.tally.certificate(
-            f"gap 0 within the cost model over the {min(KEPT, len(outcome.fitting))} best"
-        ),
+        certificate=outcome.tally.certificate(_gap(problem, best, outcome)),
     )
 
 
-def _sharded_more(pins: Pins, cluster: Cluster, shardable: bool) -> Iterator[Pins]:
-    """The pins, then the same with more and more sharded over the data axis."""
-    yield pins
-    whole = cluster.count // (pins.replica * (pins.pipeline or 1))
-    if shardable and pins.zero is None and pins.data != 1 and whole > 1:
-        for zero in (1, 2, 3):
-            yield replace(pins, zero=zero)
+def _gap(problem: Problem, best: Plan, outcome: Outcome) -> str:
+    """How far the plan may be from the best: placements that were guessed leave it open."""
+    proved = f"gap 0 within the cost model over the {min(KEPT, len(outcome.fitting))} best"
+    guessed = {axis: len(calls) for axis, calls in problem.layouts.guessed(best).items()}
+    if not guessed:
+        return proved
+    said = " and ".join(f"{n} calls on the {axis} axis" for axis, n in guessed.items())
+    return f"gap not proved: {said} placed without proof; but for these, {proved}"
 
 
 def solve_all(
@@ -136,186 +125,241 @@ def solve_all(
     *,
     record: Record | None = None,
     prune: bool = True,
+    build: bool = True,
 ) -> Outcome:
     """Solve every candidate that its bound does not rule out, or every one where not `prune`.
 
-    record: holds the outcome from the first candidate on, and is told after each.
+    record: holds the outcome from the first candidate on, and is told after each. build: make the
+    graphs of further layouts; otherwise only those that were made already are looked at.
 
     Raises: BatchNotDivisible (GA206), SplitRefused (GA207), TooManyStages (GA203) when no
     candidate is left for that reason.
     """
-    outcome = Outcome()
-    candidates = sorted(
-        shapes(problem, pins, batch),
-        key=lambda s: (s.bound, s.microbatches, s.pipeline, s.interleave, _depth(s), s.data),
-    )
-    outcome.tally.candidates = len(candidates)
-    if not candidates:
+    solving = _Solving(problem, pins, batch, prune, build)
+    outcome = solving.outcome
+    if not outcome.tally.candidates:
         raise _no_shape(problem, pins, batch)
-    base = base_plan(
-        pins,
-        problem.cluster.count,
-        batch,
-        problem.profile.step.fingerprint,
-        cluster_name(problem.cluster),
-        (pins.outputs or "loss") if problem.profile.step.has_loss else "all",
-    )
     if record is not None:
-        record.started(outcome, candidates[0].bound)
-    for bound in _solve_each(problem, pins, base, candidates, outcome, prune):
+        record.started(outcome, solving.least())
+    for done, bound in solving.run():
         if record is not None:
-            record.tick(bound)
+            record.tick(bound, done)
     if not outcome.fitting and outcome.closest is None and outcome.too_many is not None:
         if problem.limits.data and pins.pipeline is None:  # the data axis is what is missing
             raise _no_shape(problem, pins, batch)
         if not pins.names and math.gcd(batch, problem.cluster.count) == 1:
             raise _indivisible(problem.cluster.count, batch, outcome.too_many.possible)
         raise outcome.too_many
-    outcome.fitting.sort(key=_rank)
-    _simulate_best(problem, outcome)
+    outcome.fitting.sort(key=lambda plan: _rank(plan, pins))
+    solving.simulate_best()
     return outcome
 
 
-def _solve_each(
-    problem: Problem,
-    pins: Pins,
-    base: Plan,
-    candidates: Sequence[Shape],
-    outcome: Outcome,
-    prune: bool,
-) -> Iterator[float]:
-    """Solve the shapes one by one into `outcome`; yields the bound of each once it is done."""
-    best: list[float] = []
-    settled: set[tuple[int, int, int, int]] = set()
-    for shape in candidates:
-        mesh = (shape.data, shape.pipeline, shape.interleave, shape.microbatches)
-        known = outcome.by_mesh.get((shape.data, shape.pipeline))
-        full = len(best) >= KEPT and shape.bound > best[KEPT - 1]
-        # A deeper recompute of what already fits only costs time.
-        if prune and (mesh in settled or (full and known is not None)):
-            outcome.tally.pruned += 1
-            yield shape.bound
-            continue
-        plan = _solved(problem, pins, base, shape, outcome)
-        if plan is None:
+class _Solving:
+    """One pass over the candidates of a problem."""
+
+    def __init__(self, problem: Problem, pins: Pins, batch: int, prune: bool, build: bool) -> None:
+        self.problem, self.pins, self.batch, self.prune = problem, pins, batch, prune
+        self.outcome = Outcome()
+        step = problem.profile.step
+        self.base = base_plan(
+            pins,
+            problem.cluster.count,
+            batch,
+            step.fingerprint,
+            cluster_name(problem.cluster),
+            (pins.outputs or "loss") if step.has_loss else "all",
+        )
+        self.bounds = Bounds(problem, self.base)
+        self.settled: set[Shape] = set()
+        self.times: list[float] = []
+        self.limit = math.inf  # weighed seconds, played, of the best plan so far
+        self.late: list[tuple[float, Shape]] = []  # too big before anything is computed
+        offered = layouts(problem, pins, batch)
+        if not build:
+            offered = [x for x in offered if x == offered[0] or self.bounds.built(x)]
+        own = list(shapes_of(problem, pins, batch, offered[0]))
+        if own and not self.bounds.build(offered[0]):
+            problem.layouts.of(own[0].on(self.base, pins.schedule))  # raises why not
+        self.first = self._sorted(s for s in own if plain(pins, s))
+        self.more = [s for s in own if not plain(pins, s)]
+        self.others = {x: list(shapes_of(problem, pins, batch, x)) for x in offered[1:]}
+        self.outcome.tally.candidates = len(own) + sum(map(len, self.others.values()))
+
+    def _bound(self, shape: Shape) -> float:
+        return self.bounds.seconds(shape.on(self.base, self.pins.schedule))
+
+    def _sorted(self, shapes: Iterable[Shape]) -> list[tuple[float, Shape]]:
+        """With the bound of each; that of its microbatches and axes does for all recomputations."""
+        known: dict[Shape, float] = {}
+        found = []
+        for shape in shapes:
+            if shape.mesh not in known:
+                known[shape.mesh] = self._bound(shape)
+            found.append((known[shape.mesh], shape))
+        return sorted(found, key=lambda pair: (pair[0], pair[1].order))
+
+    def _of_layout(self, layout: Layout) -> float:
+        """Seconds that no candidate of a layout can beat."""
+        near = {replace(s, recompute="", zero=0, gather_again=True, accumulation="whole")
+                for s in self.others[layout]}  # fmt: skip
+        known = [self._bound(s) for s in near]
+        if any(s.zero for s in self.others[layout]):  # less to reduce, and less of an optimizer
+            known += [self._bound(s.mesh) for s in self.others[layout] if s.zero]
+        return min(known)
+
+    def least(self) -> float:
+        """Seconds that no candidate can beat."""
+        found = [bound for bound, _ in self.first[:1]]
+        found += [self._bound(s) for s in self.more]
+        found += [self._of_layout(x) for x, own in self.others.items() if own]
+        return min(found)
+
+    def run(self) -> Iterator[tuple[int, float]]:
+        """Solve them; yields how many are dealt with and what none of the others can beat."""
+        least, tally = self.least(), self.outcome.tally
+        done = 0
+        for bound, shape in self.first:
+            known = self.outcome.by_mesh.get(mesh_key(shape.on(self.base, self.pins.schedule)))
+            full = len(self.times) >= KEPT and bound > self.times[KEPT - 1]
+            # A deeper recompute of what already fits only costs time.
+            if self.prune and (shape.mesh in self.settled or (full and known is not None)):
+                tally.pruned += 1
+            else:
+                self._solve(bound, shape)
+            done += 1
+            yield done, least
+        for many, bound in self._others():
+            done += many
+            yield done, bound
+        if not self.outcome.fitting:  # which of them misses least, then
+            for bound, shape in self.late[:KEPT]:
+                tally.infeasible -= 1
+                self._solve(bound, shape, floor=False)
+        yield tally.candidates, math.inf
+
+    def _others(self) -> Iterator[tuple[int, float]]:
+        """Candidates that shard more than was asked for, by ascending bound."""
+        tally = self.outcome.tally
+        heap: list[tuple[float, tuple[object, ...], Layout | Shape]] = []
+        for bound, shape in self._sorted(self.more):
+            heapq.heappush(heap, (bound, shape.order, shape))
+        for layout, own in self.others.items():
+            if own:
+                heapq.heappush(heap, (self._of_layout(layout), astuple(layout), layout))
+        left = len(self.more) + sum(map(len, self.others.values()))
+        while heap:
+            bound, _, item = heapq.heappop(heap)
+            if self.prune and bound * WORTH > self.limit:
+                tally.pruned += left
+                return
+            if isinstance(item, Shape):
+                if self.prune and item.mesh in self.settled:
+                    tally.pruned += 1
+                else:
+                    self._solve(bound, item)
+                left -= 1
+                yield 1, bound
+            elif not self.bounds.built(item):
+                parent = item.parent
+                ahead = parent if self.bounds.nearest(item) != parent else item
+                if self.bounds.build(ahead) or (ahead != item and self.bounds.build(item)):
+                    heapq.heappush(heap, (self._of_layout(item), astuple(item), item))
+                else:
+                    tally.impossible += len(self.others[item])
+                    left -= len(self.others[item])
+                    yield len(self.others[item]), bound
+            else:
+                for tight, shape in self._sorted(self.others[item]):
+                    heapq.heappush(heap, (tight, shape.order, shape))
+
+    def _solve(self, bound: float, shape: Shape, *, floor: bool = True) -> None:
+        problem, pins, outcome = self.problem, self.pins, self.outcome
+        plan = shape.on(self.base, pins.schedule)
+        if floor and self.prune and self.bounds.too_big(plan):
+            self.late.append((bound, shape))
+            outcome.tally.infeasible += 1
+            outcome.tally.solved += 1
+            return
+        try:
+            plan = with_cuts_and_blocks(problem, plan, shape.recompute, pins.cuts)
+        except TooManyStages as error:
+            if outcome.too_many is None or error.asked < outcome.too_many.asked:
+                outcome.too_many = error
             outcome.tally.impossible += 1
-            yield shape.bound
-            continue
-        missing = excess(plan, problem.cluster)
-        outcome.tally.solved += 1
+            return
+        known = outcome.by_mesh.get(mesh_key(plan))
+        outcome.tally.solved += floor
         outcome.seen.append(plan)
-        if missing > 0:
+        if excess(plan, problem.cluster) > 0:
             outcome.missed(plan, problem.cluster)
         else:
-            settled.add(mesh)
+            self.settled.add(shape.mesh)
             outcome.fitting.append(plan)
-            bisect.insort(best, seconds(plan))
-        if _better(plan, known, problem.cluster):
-            outcome.by_mesh[plan.data, plan.pipeline] = plan
-        yield shape.bound
+            bisect.insort(self.times, weighed(plan, pins))
+            if weighed(plan, pins) < self.limit:
+                self.limit = min(self.limit, self._weigh(plan, self._played(plan).seconds))
+        if _better(plan, known, problem.cluster, pins):
+            outcome.by_mesh[mesh_key(plan)] = plan
+
+    def _weigh(self, plan: Plan, seconds: float) -> float:
+        return seconds if plain(self.pins, plan) else seconds * WORTH
+
+    def _played(self, plan: Plan) -> Prediction:
+        """The plan's times on its schedule."""
+        outcome, problem = self.outcome, self.problem
+        if plan not in outcome.played:
+            outcome.played[plan] = predict_seconds(
+                problem.layouts.of(plan), plan, problem.cluster, problem.optimizer_bytes
+            )
+        return outcome.played[plan]
+
+    def simulate_best(self) -> None:
+        """Rank the best again by playing their schedules."""
+        outcome = self.outcome
+        for place, plan in enumerate(outcome.fitting[:KEPT]):
+            assert plan.prediction is not None
+            memory = plan.prediction.memory
+            better = replace(plan, prediction=replace(self._played(plan), memory=memory))
+            outcome.fitting[place] = better
+            if outcome.by_mesh.get(mesh_key(plan)) == plan:
+                outcome.by_mesh[mesh_key(plan)] = better
+        outcome.fitting[:KEPT] = sorted(
+            outcome.fitting[:KEPT], key=lambda plan: _rank(plan, self.pins)
+        )
+        for plan in reversed(outcome.fitting[:KEPT]):
+            outcome.by_mesh[mesh_key(plan)] = plan
 
 
-def _solved(
-    problem: Problem, pins: Pins, base: Plan, shape: Shape, outcome: Outcome
-) -> Plan | None:
-    plan = replace(
-        base,
-        data=shape.data,
-        pipeline=shape.pipeline,
-        interleave=shape.interleave,
-        microbatches=shape.microbatches,
-        schedule=pins.schedule or ("interleaved" if shape.interleave > 1 else "1f1b"),
-    )
-    try:
-        return with_cuts_and_blocks(problem, plan, shape.recompute, pins.cuts)
-    except TooManyStages as error:
-        if outcome.too_many is None or error.asked < outcome.too_many.asked:
-            outcome.too_many = error
-        return None
+def weighed(plan: Plan, pins: Pins) -> float:
+    """Predicted seconds, a little more for what is sharded without being asked for."""
+    return seconds(plan) if plain(pins, plan) else seconds(plan) * WORTH
 
 
-def shapes(problem: Problem, pins: Pins, batch: int) -> Iterator[Shape]:
-    """Every candidate with its bound."""
-    step, cluster = problem.profile.step, problem.cluster
-    outer = cluster.count // pins.replica
-    for data in divisors(outer):
-        pipeline = outer // data
-        if pins.zero and data == 1:
-            continue
-        if pins.data not in (None, data) or pins.pipeline not in (None, pipeline):
-            continue
-        if batch % data or (pipeline > 1 and not step.has_loss):
-            continue
-        if problem.limits.data and data > 1:
-            continue
-        for interleave in _interleaves(pins, pipeline):
-            for microbatches in divisors(batch // data):
-                if pins.microbatches not in (None, microbatches):
-                    continue
-                if microbatches > 1 and (problem.limits.microbatches or not step.has_loss):
-                    continue
-                bound = problem.lower_bound(pins, batch, pipeline, interleave, microbatches)
-                for choice in _recomputes(problem, pins):
-                    yield Shape(bound, microbatches, pipeline, interleave, choice, data)
-
-
-def _interleaves(pins: Pins, pipeline: int) -> tuple[int, ...]:
-    if pins.cuts is not None:
-        stages = len(pins.cuts) + 1
-        fits = stages % pipeline == 0 and pins.interleave in (None, stages // pipeline)
-        return (stages // pipeline,) if fits else ()
-    if pins.interleave is not None:
-        return (pins.interleave,) if pipeline > 1 or pins.interleave == 1 else ()
-    if pipeline == 1 or pins.schedule in ("1f1b", "gpipe"):
-        return (1,)
-    return _INTERLEAVE
-
-
-def _recomputes(problem: Problem, pins: Pins) -> tuple[str | tuple[str, ...], ...]:
-    if pins.recompute is not None:
-        return (pins.recompute,)
-    return ("none", "some", "all") if problem.profile.block_names else ("none",)
-
-
-def _depth(shape: Shape) -> int:
-    return ("none", "some", "all").index(shape.recompute) if isinstance(shape.recompute, str) else 0
-
-
-def _rank(plan: Plan) -> tuple[float, int, int, int, int]:
+def _rank(plan: Plan, pins: Pins) -> tuple[object, ...]:
     return (
-        seconds(plan),
+        weighed(plan, pins),
         plan.microbatches,
         plan.pipeline,
         plan.interleave,
         len(plan.recompute),
+        plan.zero,
+        not plan.gather_again,
+        plan.accumulation,
+        plan.tensor,
+        plan.context,
+        plan.expert,
     )
 
 
-def _better(plan: Plan, known: Plan | None, cluster: Cluster) -> bool:
+def _better(plan: Plan, known: Plan | None, cluster: Cluster, pins: Pins) -> bool:
     """Whether `plan` stands for its mesh rather than `known`: it fits, or misses by less; then
     time.
     """
     if known is None:
         return True
     new, old = max(excess(plan, cluster), 0), max(excess(known, cluster), 0)
-    return (new, _rank(plan)) < (old, _rank(known))
-
-
-def _simulate_best(problem: Problem, outcome: Outcome) -> None:
-    """Rank the best again by playing their schedules."""
-    for plan in outcome.fitting[:KEPT]:
-        profile = problem.layouts.of(plan)
-        played = predict_seconds(
-            profile, plan, problem.cluster, problem.optimizer_bytes, simulated=True
-        )
-        assert plan.prediction is not None
-        better = replace(plan, prediction=replace(played, memory=plan.prediction.memory))
-        outcome.fitting[outcome.fitting.index(plan)] = better
-        if outcome.by_mesh.get((plan.data, plan.pipeline)) == plan:
-            outcome.by_mesh[plan.data, plan.pipeline] = better
-    outcome.fitting[:KEPT] = sorted(outcome.fitting[:KEPT], key=_rank)
-    for plan in reversed(outcome.fitting[:KEPT]):
-        outcome.by_mesh[plan.data, plan.pipeline] = plan
+    return (new, _rank(plan, pins)) < (old, _rank(known, pins))
 
 
 def _proved(

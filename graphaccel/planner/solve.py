@@ -10,8 +10,8 @@ from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.estimate import predict
 from graphaccel.planner.footprint import predict_memory
 from graphaccel.planner.layouts import Layouts
-from graphaccel.planner.pins import PRECISIONS, Limits, Pins
-from graphaccel.planner.plan import Plan
+from graphaccel.planner.pins import Limits
+from graphaccel.planner.plan import Plan, Prediction
 from graphaccel.planner.profile import Profile, SizedProfile
 from graphaccel.planner.recompute import block_options, cheapest, every_second
 from graphaccel.planner.stages import StageLimit, choose_cuts, stage_positions
@@ -21,12 +21,13 @@ from graphaccel.planner.works import flight, sized_for
 @dataclass(frozen=True)
 class Problem:
     """What is planned, for what. layouts: profiles, of the whole graph and of its shards.
-    optimizer_bytes: for each trained number."""
+    optimizer_bytes: for each trained number. shardable: the optimizer can work on shards."""
 
     layouts: Layouts
     cluster: Cluster
     optimizer_bytes: int
     limits: Limits
+    shardable: bool = True
 
     @property
     def profile(self) -> Profile:
@@ -41,20 +42,6 @@ class Problem:
         """`plan` with its prediction."""
         profile = self.layouts.of(plan)
         return predict(profile, plan, self.cluster, self.optimizer_bytes, simulated=simulated)
-
-    def lower_bound(
-        self, pins: Pins, batch: int, pipeline: int, interleave: int, microbatches: int
-    ) -> float:
-        """Seconds no plan of this shape can beat: even stages, free messages, nothing
-        recomputed.
-        """
-        data = self.cluster.count // (pipeline * pins.replica)
-        compute = PRECISIONS[pins.precision or "fp32"].compute
-        sized = self.profile.sized(batch // (data * microbatches), self.cluster.device, compute)
-        work = float(sized.forward.sum() + sized.backward.sum())
-        work /= pins.replica
-        even = work / pipeline
-        return microbatches * even + (work - even) / interleave
 
 
 def excess(plan: Plan, cluster: Cluster) -> int:
@@ -88,12 +75,14 @@ class Tally:
 @dataclass
 class Outcome:
     """Solved candidates: fitting, fastest first; the best of each mesh; the one that misses
-    least; all of them, in the order in which they were solved.
+    least; all of them, in the order in which they were solved; times of schedules that were
+    played.
     """
 
     fitting: list[Plan] = field(default_factory=list)
     seen: list[Plan] = field(default_factory=list)
-    by_mesh: dict[tuple[int, int], Plan] = field(default_factory=dict)
+    by_mesh: dict[tuple[int, ...], Plan] = field(default_factory=dict)
+    played: dict[Plan, Prediction] = field(default_factory=dict)
     closest: Plan | None = None
     tally: Tally = field(default_factory=Tally)
     too_many: TooManyStages | None = None
@@ -142,7 +131,7 @@ def _cuts(problem: Problem, plan: Plan) -> list[tuple[str, ...]]:
     waiting = flight(plan)
     cluster = problem.cluster
     limit = StageLimit(
-        per_parameter_byte=resident_bytes(plan, problem.optimizer_bytes),
+        per_parameter_byte=sum(resident_parts(plan, problem.optimizer_bytes)),
         in_flight=[waiting[s] for s in range(plan.stages)],
         budget=[cluster.tensor_budget / plan.interleave] * plan.stages,
     )
@@ -150,13 +139,13 @@ def _cuts(problem: Problem, plan: Plan) -> list[tuple[str, ...]]:
     return [even] if fitting in (None, even) else [even, fitting]
 
 
-def resident_bytes(plan: Plan, optimizer_bytes: int) -> float:
+def resident_parts(plan: Plan, optimizer_bytes: int) -> tuple[float, float, float]:
     """Bytes that lie on a device for each byte of trained parameter of its stage: parameter,
     gradient and optimizer state, less what ZeRO keeps elsewhere."""
     once = plan.microbatches == 1 or plan.accumulation == "shards"
     parameter = 1 / plan.data if plan.zero == 3 else 1.0
     gradient = 1 / plan.data if plan.zero >= 2 and once else 1.0
-    return parameter + gradient + optimizer_bytes / 4 / (plan.data if plan.zero else 1)
+    return parameter, gradient, optimizer_bytes / 4 / (plan.data if plan.zero else 1)
 
 
 def _with_blocks(problem: Problem, plan: Plan, recompute: str | Sequence[str]) -> Plan:

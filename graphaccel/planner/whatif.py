@@ -19,13 +19,14 @@ from dataclasses import dataclass, fields, replace
 
 from graphaccel.errors import GraphAccelError
 from graphaccel.messages import format_bytes
+from graphaccel.planner.candidates import WORTH, Shape, shapes
 from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.conflicts import agreeing_pins
 from graphaccel.planner.explain import fullest, lost_because, seconds, wider_cluster
 from graphaccel.planner.pins import NAMES, PRECISIONS, Pins
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.record import Record
-from graphaccel.planner.search import Shape, shapes, solve_all
+from graphaccel.planner.search import solve_all
 from graphaccel.planner.solve import Problem, excess
 from graphaccel.schedule.table import SCHEDULE_NAMES
 
@@ -182,7 +183,7 @@ def _decisions(record: Record, problem: Problem, plan: Plan) -> Iterator[Decisio
             continue
         chosen = value_of(plan, name, blocks)
         others = [v for v in values if str(v) != chosen]
-        if others and all(isinstance(v, int) for v in others):
+        if others and all(isinstance(v, int) and not isinstance(v, bool) for v in others):
             number = int(chosen)
             below = sorted((v for v in others if v < number), reverse=True)[:_NEAR]
             others = [*below, *sorted(v for v in others if v > number)[:_NEAR]]
@@ -195,6 +196,8 @@ def _decisions(record: Record, problem: Problem, plan: Plan) -> Iterator[Decisio
 
 def _values(record: Record, problem: Problem, plan: Plan, name: str) -> list:
     """The values of a decision that can be planned with everything else free or as pinned."""
+    if name in ("gather_again", "accumulation") and plan.zero < (3 if "gather" in name else 2):
+        return []  # nothing to decide
     if name in {f.name for f in fields(Shape)}:
         free = replace(record.pins, **{name: None})
         found = {getattr(s, name) for s in shapes(problem, _loose(free, name), record.batch)}
@@ -236,6 +239,8 @@ def _choice(record: Record, problem: Problem, plan: Plan, name: str, value: obje
             reason += ", but changes numerics: only when pinned"
         elif gain < 0.005:
             reason += ": ties go to the simpler plan"
+        elif gain < WORTH - 1:
+            reason += ", which is too little to be sure of and to shard more for"
     return Choice(str(value), best.name, seconds(best), peak, reason)
 
 

@@ -163,13 +163,13 @@ def test_progress_is_one_line_on_a_terminal(
     record.outcome.tally.candidates = 2
     progress = plan_command.Progress()
     progress._last -= 1
-    record.tick(1.0)
+    record.tick(1.0, 1)
     progress(record)
     assert capsys.readouterr().err == ""  # no terminal
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     progress(record)
     assert "\r\x1b[Kgraphaccel: plan       1 of 2 candidates" in capsys.readouterr().err
-    record.tick(1.0)
+    record.tick(1.0, 2)
     progress(record)
     assert capsys.readouterr().err == "\r\x1b[K"
 
@@ -187,7 +187,9 @@ def test_a_page_and_nothing_else_is_written(
 
 
 def test_a_plan_for_another_system(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan(*JOB, "--export", "deepspeed", "--data", "2", "--json", "p.json") == 0
+    assert (
+        plan(*JOB, "--export", "deepspeed", "--data", "2", "--zero", "0", "--json", "p.json") == 0
+    )
     out, err = capsys.readouterr()
     assert json.loads(out)["train_batch_size"] == 16
     assert "saved p.json" in err

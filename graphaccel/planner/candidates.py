@@ -1,0 +1,307 @@
+"""The candidates of a search: what is offered, and the seconds that each can not beat.
+
+An axis is offered in the sizes for which the model has something to share out: tensor by the heads
+of its attention and within the fastest links, context by the length of its sequences, expert by the
+experts it holds. A bound is the work of the graph that a device runs, spread evenly over the
+pipeline, with its collectives; the gradients, parameters and optimizer state that must move; no
+messages, nothing recomputed. While a layout's graph is not made yet, its bound is that of a graph
+it is made of (`parent`), all divided further but for what starting ops takes: an axis that comes
+later leaves the collectives of those before it where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass, replace
+from itertools import product
+from math import prod
+
+import torch
+
+from graphaccel.capture.stepgraph import StepGraph
+from graphaccel.capture.symbols import SEQUENCE
+from graphaccel.errors import BadPin
+from graphaccel.planner.cost import counted_packet
+from graphaccel.planner.estimate import least_moved, least_optimizer
+from graphaccel.planner.pins import Pins, divisors
+from graphaccel.planner.plan import Plan
+from graphaccel.planner.solve import Problem, resident_parts
+
+_INTERLEAVE = (1, 2, 4)
+WORTH = 1.03
+"""How much faster a plan must be to be worth axes or ZeRO that were not asked for: less than the
+model of time can tell apart."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the axes that shard the graph itself."""
+
+    tensor: int = 1
+    context: int = 1
+    expert: int = 1
+
+    @property
+    def replica(self) -> int:
+        """Devices that hold one stage of one replica together."""
+        return prod(astuple(self))
+
+    @property
+    def parent(self) -> Layout:
+        """The layout that this one is made of by one more axis: tensor is laid first."""
+        if self.expert > 1:
+            return replace(self, expert=1)
+        return Layout(self.tensor) if self.context > 1 else Layout()
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One candidate before it is solved."""
+
+    microbatches: int
+    pipeline: int
+    interleave: int
+    recompute: str | tuple[str, ...]
+    data: int
+    zero: int = 0
+    gather_again: bool = True
+    accumulation: str = "whole"
+    tensor: int = 1
+    context: int = 1
+    expert: int = 1
+
+    @property
+    def order(self) -> tuple[object, ...]:
+        """Between equals: fewer microbatches, less pipeline, less of everything."""
+        depth = ("none", "some", "all").index(self.recompute) if isinstance(
+            self.recompute, str) else 0  # fmt: skip
+        return (self.microbatches, self.pipeline, self.interleave, depth, self.data, self.zero,
+                not self.gather_again, self.accumulation, self.tensor, self.context,
+                self.expert)  # fmt: skip
+
+    @property
+    def mesh(self) -> Shape:
+        """What a deeper recomputation has in common with this."""
+        return replace(self, recompute="")
+
+    def on(self, base: Plan, schedule: str | None) -> Plan:
+        """`base` with these decisions; cuts and recomputation come later."""
+        own = {k: v for k, v in vars(self).items() if k != "recompute"}
+        chosen = schedule or ("interleaved" if self.interleave > 1 else "1f1b")
+        return replace(base, **own, schedule=chosen)
+
+
+def plain(pins: Pins, found: Shape | Plan) -> bool:
+    """Whether nothing is sharded that was not asked for."""
+    axes = ("tensor", "context", "expert")
+    asked = all(getattr(found, axis) == (getattr(pins, axis) or 1) for axis in axes)
+    return asked and found.zero == (pins.zero or 0)
+
+
+def base_layout(pins: Pins) -> Layout:
+    """What was asked for, and nothing else."""
+    return Layout(pins.tensor or 1, pins.context or 1, pins.expert or 1)
+
+
+def layouts(problem: Problem, pins: Pins, batch: int) -> list[Layout]:
+    """The layouts on offer, what was asked for first."""
+    base = base_layout(pins)
+    step, count = problem.profile.step, problem.cluster.count
+    if not problem.layouts.offered or not step.has_loss:
+        return [base]
+    choices = [
+        (getattr(pins, axis),) if getattr(pins, axis) is not None else sizes
+        for axis, sizes in (
+            ("tensor", tensor_sizes(problem)),
+            ("context", context_sizes(step, count)),
+            ("expert", tuple(n for n in expert_sizes(step, count) if batch % n == 0)),
+        )
+    ]
+    found = [Layout(*sizes) for sizes in product(*choices)]
+    return [base, *(x for x in found if x != base and count % x.replica == 0)]
+
+
+def tensor_sizes(problem: Problem) -> tuple[int, ...]:
+    """Divisors of the devices, no more than the fastest links hold, that share heads evenly."""
+    step, cluster = problem.profile.step, problem.cluster
+    heads, widths = set(), set()
+    for node in step.forward.graph.graph.nodes:
+        if "scaled_dot_product" in str(counted_packet(node)):
+            heads.add(int(node.args[0].meta["val"].shape[1]))
+    for value in _parameters(step).values():
+        widths |= set(value.shape) if value.ndim > 1 else set()
+    shared = heads or widths
+    return tuple(
+        n for n in divisors(cluster.count)
+        if n == 1 or (n <= cluster.links[0].size and any(size % n == 0 for size in shared))
+    )  # fmt: skip
+
+
+def context_sizes(step: StepGraph, count: int) -> tuple[int, ...]:
+    """Divisors of the devices that share a sequence evenly."""
+    length = step.sizes.get(SEQUENCE, 1)
+    return tuple(n for n in divisors(count) if length % n == 0)
+
+
+def expert_sizes(step: StepGraph, count: int) -> tuple[int, ...]:
+    """Divisors of the devices that share experts evenly: rows of a weight of three dims."""
+    aten = torch.ops.aten
+    experts = set()
+    for node, value in _parameters(step).items():
+        convolved = any(counted_packet(user) is aten.convolution for user in node.users)
+        if value.ndim == 3 and not convolved:
+            experts.add(int(value.shape[0]))
+    return tuple(n for n in divisors(count) if n == 1 or any(e % n == 0 for e in experts))
+
+
+def _parameters(step: StepGraph) -> dict[torch.fx.Node, torch.Tensor]:
+    nodes = step.graph.graph.find_nodes(op="placeholder")
+    pairs = zip(nodes, step.inputs, strict=True)
+    return {node: node.meta["val"] for node, spec in pairs if spec.kind == "parameter"}
+
+
+def shapes(problem: Problem, pins: Pins, batch: int) -> Iterator[Shape]:
+    """Every candidate of every layout on offer."""
+    for layout in layouts(problem, pins, batch):
+        yield from shapes_of(problem, pins, batch, layout)
+
+
+def shapes_of(problem: Problem, pins: Pins, batch: int, layout: Layout) -> Iterator[Shape]:
+    """Every candidate of one layout."""
+    step, cluster = problem.profile.step, problem.cluster
+    outer = cluster.count // layout.replica
+    asked = layout == base_layout(pins)
+    for data in divisors(outer):
+        pipeline = outer // data
+        if pins.zero and data == 1:
+            continue
+        if pins.data not in (None, data) or pins.pipeline not in (None, pipeline):
+            continue
+        if batch % data or (pipeline > 1 and not step.has_loss):
+            continue
+        if problem.limits.data and data > 1:
+            continue
+        for interleave in _interleaves(pins, pipeline):
+            for microbatches in divisors(batch // data):
+                if pins.microbatches not in (None, microbatches):
+                    continue
+                if microbatches > 1 and (problem.limits.microbatches or not step.has_loss):
+                    continue
+                if not asked and batch // (data * microbatches) % layout.expert:
+                    continue
+                for zero in _zeros(problem, pins, data, microbatches):
+                    for choice in _recomputes(problem, pins):
+                        yield Shape(
+                            microbatches, pipeline, interleave, choice, data, *zero,
+                            *astuple(layout),
+                        )  # fmt: skip
+
+
+def _interleaves(pins: Pins, pipeline: int) -> tuple[int, ...]:
+    if pins.cuts is not None:
+        stages = len(pins.cuts) + 1
+        fits = stages % pipeline == 0 and pins.interleave in (None, stages // pipeline)
+        return (stages // pipeline,) if fits else ()
+    if pins.interleave is not None:
+        return (pins.interleave,) if pipeline > 1 or pins.interleave == 1 else ()
+    if pipeline == 1 or pins.schedule in ("1f1b", "gpipe"):
+        return (1,)
+    return _INTERLEAVE
+
+
+def _recomputes(problem: Problem, pins: Pins) -> tuple[str | tuple[str, ...], ...]:
+    if pins.recompute is not None:
+        return (pins.recompute,)
+    return ("none", "some", "all") if problem.profile.block_names else ("none",)
+
+
+def _zeros(
+    problem: Problem, pins: Pins, data: int, microbatches: int
+) -> Iterator[tuple[int, bool, str]]:
+    """(zero, gather_again, accumulation), what was asked for or is usual first.
+
+    With a level that was asked for, parameters are gathered again unless said otherwise: whoever
+    asks for it wants the memory.
+    """
+    usual = pins.gather_again is not False, pins.accumulation or "whole"
+    yield (pins.zero or 0, *usual)
+    free = problem.shardable and problem.profile.step.has_loss and data > 1
+    for zero in (1, 2, 3) if pins.zero is None else (pins.zero,):
+        if not free and pins.zero is None:
+            return
+        agains = (True, False) if zero == 3 and pins.zero is None else (usual[0],)
+        kinds = ("whole", "shards") if zero > 1 and microbatches > 1 else (usual[1],)
+        for again in agains if pins.gather_again is None else (pins.gather_again,):
+            for kind in kinds if pins.accumulation is None else (pins.accumulation,):
+                if kind == "shards" and zero < 2:
+                    continue
+                if (zero, again, kind) != (pins.zero or 0, *usual):
+                    yield zero, again, kind
+
+
+class Bounds:
+    """Seconds and bytes that candidates of one problem can not do with less than."""
+
+    def __init__(self, problem: Problem, base: Plan) -> None:
+        self._problem, self._base = problem, base
+        self._refused: set[Layout] = set()
+        self._lean: dict[tuple[Layout, int], int] = {}
+
+    def build(self, layout: Layout) -> bool:
+        """Shard the graph so, if it is not yet; False where it can not be."""
+        if layout in self._refused:
+            return False
+        try:
+            self._problem.layouts.of(self._stands(layout))
+        except BadPin:
+            self._refused.add(layout)
+            return False
+        return True
+
+    def built(self, layout: Layout) -> bool:
+        """Whether the graph of a layout was made."""
+        return layout not in self._refused and self._problem.layouts.known(self._stands(layout))
+
+    def nearest(self, layout: Layout) -> Layout:
+        """The layout itself or, of those it is made of, the last whose graph was made."""
+        while not self.built(layout):
+            layout = layout.parent
+        return layout
+
+    def _stands(self, layout: Layout) -> Plan:
+        return replace(self._base, **vars(layout), data=1, microbatches=1)
+
+    def seconds(self, plan: Plan) -> float:
+        """Seconds no plan of these axes, microbatches and ZeRO can beat."""
+        layout = Layout(plan.tensor, plan.context, plan.expert)
+        known = self.nearest(layout)
+        near = replace(plan, **vars(known))
+        problem = self._problem
+        sized, extra = problem.sized(near), layout.replica // known.replica
+        work = sized.work
+        backward = float(sized.backward.sum())
+        if extra > 1:
+            work = sized.launches + max(work - sized.launches, 0.0) / extra
+        even = work / plan.pipeline
+        profile = problem.layouts.of(near)
+        moved = least_moved(profile, plan, problem.cluster, work - backward, backward, extra)
+        rest = max((work - even) / plan.interleave, moved)
+        late = least_optimizer(profile, plan, problem.cluster, problem.optimizer_bytes, extra)
+        return plan.microbatches * even + rest + late
+
+    def too_big(self, plan: Plan) -> bool:
+        """Whether what lies on the fullest device all the time, however much is computed again,
+        is too much already. The plan's graph was made."""
+        problem = self._problem
+        profile = problem.layouts.of(plan)
+        trained = profile.trained_bytes
+        split = plan.microbatches > 1 or plan.data > 1
+        parts = resident_parts(plan, problem.optimizer_bytes)
+        held = sum(p.bytes for p in profile.parameters) * parts[0] + trained * parts[2]
+        if split and (plan.zero < 2 or plan.microbatches > 1):
+            held += trained * parts[1]
+        key = Layout(plan.tensor, plan.context, plan.expert), plan.microbatch_size
+        if key not in self._lean:
+            everything = range(len(profile.block_names))
+            self._lean[key] = int(problem.sized(plan).saved(everything)[0].sum())
+        return (held + self._lean[key]) / plan.pipeline > problem.cluster.tensor_budget
