@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from graphaccel.capture.export import OUTSIDE
-from graphaccel.errors import BadPin, GraphMisuse, HookNotKept, Location, Unsupported
+from graphaccel.errors import BadPin, GraphMisuse, HookNotKept, Unsupported
+from graphaccel.messages import Location
 from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.pins import NAMES
 from graphaccel.planner.plan import Plan

@@ -27,7 +27,8 @@ from torch import fx, nn
 
 from graphaccel.capture.batch import Batch
 from graphaccel.compat.torch import DataDependentError, graph_module, is_known, pytree
-from graphaccel.errors import CaptureRefused, Location, TensorBranch
+from graphaccel.errors import CaptureRefused, TensorBranch
+from graphaccel.messages import Location
 
 OUTSIDE = "outside"
 """In the place of a loss function: the script computes the loss, whatever the model returns."""

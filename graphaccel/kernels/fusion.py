@@ -26,9 +26,10 @@ import inspect
 from collections.abc import Callable
 from pathlib import Path
 
-from graphaccel.errors import BadFusion, Location
+from graphaccel.errors import BadFusion
 from graphaccel.kernels.register import register
 from graphaccel.kernels.spec import Fusion, Scalar, T
+from graphaccel.messages import Location
 
 __all__ = ["Fusion", "Scalar", "T", "fusion"]
 

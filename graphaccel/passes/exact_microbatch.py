@@ -30,9 +30,10 @@ from graphaccel.capture.export import GraphOutput
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import BATCH, evaluate, with_integers
 from graphaccel.compat.torch import graph_module, schema
-from graphaccel.errors import Location, SplitRefused
+from graphaccel.errors import SplitRefused
 from graphaccel.ir.program import Prologue, Value
 from graphaccel.ir.values import fake_like, propagate, returned
+from graphaccel.messages import Location
 from graphaccel.planner.plan import Plan
 from graphaccel.rules.notation import tensor_arguments
 from graphaccel.rules.propagate import (

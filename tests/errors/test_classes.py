@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from graphaccel import errors
-from graphaccel.errors import Location
+from graphaccel.messages import Location, format_bytes
 from tests.errors import test_capture_texts, test_ort_texts, test_plan_texts, test_run_texts
 
 ROOT = Path(__file__).parents[2]
@@ -102,7 +102,7 @@ def test_path_below_the_working_directory_is_shortened(
     ],
 )
 def test_format_bytes(count: int, text: str) -> None:
-    assert errors.format_bytes(count) == text
+    assert format_bytes(count) == text
 
 
 def test_importing_the_package_and_its_errors_does_not_import_torch() -> None:

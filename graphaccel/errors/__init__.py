@@ -1,0 +1,86 @@
+"""Every error with its code, fields and text; the pages are in `docs/errors/`."""
+
+from __future__ import annotations
+
+from graphaccel.errors.base import GraphAccelError
+from graphaccel.errors.capture import CaptureRefused, MissingRule, NoLoss, RuleWrong, TensorBranch
+from graphaccel.errors.catalogue import BadCluster, UnknownDevice
+from graphaccel.errors.kernels import (
+    BadFusion,
+    KernelFailed,
+    OrtFailed,
+    OrtMismatch,
+    OrtMissing,
+    UnknownFusion,
+)
+from graphaccel.errors.plan import (
+    BadPin,
+    BatchNotDivisible,
+    CannotExport,
+    CannotInitialise,
+    ConflictingPins,
+    InfeasiblePlan,
+    NotElementwise,
+    PlanMismatch,
+    SplitRefused,
+    TooManyDevices,
+    TooManyStages,
+    Unsupported,
+)
+from graphaccel.errors.running import DeviceOutOfMemory, RankLost
+from graphaccel.errors.script import (
+    BatchChanged,
+    BatchesDiffer,
+    GraphMisuse,
+    HookNotKept,
+    NeedsLauncher,
+    OutputDropped,
+    RetainGraph,
+)
+from graphaccel.messages import Location
+
+
+def error_classes() -> dict[str, type[GraphAccelError]]:
+    """Every code and its class, in the order of the codes."""
+    return dict(sorted((cls.code, cls) for cls in GraphAccelError.__subclasses__()))
+
+
+__all__ = [
+    "BadCluster",
+    "BadFusion",
+    "BadPin",
+    "BatchChanged",
+    "BatchNotDivisible",
+    "BatchesDiffer",
+    "CannotExport",
+    "CannotInitialise",
+    "CaptureRefused",
+    "ConflictingPins",
+    "DeviceOutOfMemory",
+    "GraphAccelError",
+    "GraphMisuse",
+    "HookNotKept",
+    "InfeasiblePlan",
+    "KernelFailed",
+    "Location",
+    "MissingRule",
+    "NeedsLauncher",
+    "NoLoss",
+    "NotElementwise",
+    "OrtFailed",
+    "OrtMismatch",
+    "OrtMissing",
+    "OutputDropped",
+    "PlanMismatch",
+    "RankLost",
+    "RetainGraph",
+    "RuleWrong",
+    "SplitRefused",
+    "TensorBranch",
+    "TooManyDevices",
+    "TooManyStages",
+    "UnknownDevice",
+    "UnknownFusion",
+    "Unsupported",
+    "error_classes",
+]

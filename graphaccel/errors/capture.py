@@ -1,0 +1,109 @@
+"""Errors of capture (1xx) and of sharding rules (3xx)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from graphaccel.errors.base import GraphAccelError, named_module
+from graphaccel.messages import Location, Message, columns
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class TensorBranch(GraphAccelError):
+    """The model branches on the value of a tensor."""
+
+    code = "GA101"
+    module: str
+    location: Location | None = None
+    others: tuple[Location, ...] = ()
+
+    def message(self) -> Message:
+        return Message(
+            f"cannot capture {named_module(self.module)}: it branches on the value of a tensor",
+            self.location,
+            note="this becomes a Python value, so the graph would depend on the data",
+            why="graphaccel needs one graph for every batch",
+            help=("make it branch-free:  x = torch.where(condition, a, b)",),
+            others=self.others,
+        )
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class CaptureRefused(GraphAccelError):
+    """torch.export found something else that has no graph."""
+
+    code = "GA102"
+    module: str
+    location: Location | None = None
+    reason: str
+
+    def message(self) -> Message:
+        return Message(
+            f"cannot capture {named_module(self.module)}: this has no graph",
+            self.location,
+            why=self.reason,
+            help=("to see torch's own report:  GRAPHACCEL_TRACEBACK=full python train.py",),
+        )
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class NoLoss(GraphAccelError):
+    """Something that needs the loss in the graph was asked for. asked: e.g. "pipeline=2"."""
+
+    code = "GA103"
+    asked: str
+
+    def message(self) -> Message:
+        return Message(
+            f"{self.asked} needs the loss in the graph, and the model returns none",
+            why="backward of one microbatch runs between the forwards of others, "
+            "before the script could compute a loss",
+            help=(
+                "return the loss from the model: a scalar, or an output with a field `loss`",
+                "or pass a function of the model's output and the targets:  "
+                "graphaccel.optimize(model, optimizer, loss_fn=loss_fn)",
+            ),
+        )
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class MissingRule(GraphAccelError):
+    """Ops without a sharding rule. ops: (op, shape, module, location, uses), most costly first."""
+
+    code = "GA301"
+    ops: tuple[tuple[str, str, str, str, int], ...]
+
+    def message(self) -> Message:
+        rows = [(*row, f"{uses} {'use' if uses == 1 else 'uses'}") for *row, uses in self.ops]
+        count = f"{len(rows)} op has" if len(rows) == 1 else f"{len(rows)} ops have"
+        return Message(
+            f"{count} no sharding rule",
+            details=columns(rows) if rows else (),
+            why="without a rule it is not known whether the batch may be split there",
+            help=(*self._form(), "keep the batch whole:  data=1, microbatches=1"),
+        )
+
+    def _form(self) -> tuple[str, ...]:
+        """Where to begin, with the most costly one."""
+        if not self.ops:
+            return ()
+        space, _, name = self.ops[0][0].partition(".")
+        rule = f'"{space}::{name.split(".")[0]}", "... d -> ... d", whole="d", example=(x,)'
+        return (f"say how it may be split:  graphaccel.sharding_rule({rule})",)
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class RuleWrong(GraphAccelError):
+    """A user's sharding rule does not hold where it was run."""
+
+    code = "GA302"
+    op: str
+    rule: str
+    reason: str
+
+    def message(self) -> Message:
+        return Message(
+            f"the sharding rule of {self.op} does not hold: {self.rule!r}",
+            why=f"run whole and by shards on the example, {self.reason}",
+            help=("name dims that can not be split:  whole='d'",),
+        )

@@ -1,0 +1,280 @@
+"""Errors of planning (2xx)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from graphaccel.errors.base import GraphAccelError, listed, named_module, sized
+from graphaccel.messages import Location, Message, columns, format_bytes
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class InfeasiblePlan(GraphAccelError):
+    """No plan fits the memory.
+
+    memory, peak: bytes per device. stage: where the closest plan's peak is. closest: that plan in
+    words. breakdown: bytes per category at the peak. relaxations: (change, its effect), each of
+    which alone makes it fit. useless: changes that were tried and do not help.
+    """
+
+    code = "GA201"
+    devices: int
+    memory: int
+    peak: int
+    stage: int
+    closest: str
+    breakdown: dict[str, int]
+    relaxations: tuple[tuple[str, str], ...] = ()
+    useless: tuple[str, ...] = ()
+
+    def message(self) -> Message:
+        over = format_bytes(self.peak - self.memory)
+        details = [f"closest: {self.closest}", f"         {sized(self.breakdown)}"]
+        if self.relaxations:
+            details.append("any one of these makes it fit:")
+            details += [f"  {line}" for line in columns(self.relaxations)]
+        else:
+            details.append("no single change that was tried makes it fit")
+        if self.useless:
+            details.append(f"would not help: {', '.join(self.useless)}")
+        return Message(
+            f"no plan fits {self.devices} x {format_bytes(self.memory)}; the closest needs "
+            f"{format_bytes(self.peak)} ({over} over, on stage {self.stage})",
+            details=tuple(details),
+        )
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class BadPin(GraphAccelError):
+    """A pinned decision has a value that can not be. allowed: values that can."""
+
+    code = "GA202"
+    pin: str
+    value: object
+    reason: str
+    allowed: tuple[str, ...] = ()
+
+    def message(self) -> Message:
+        choices = tuple(f"{self.pin}={value}" for value in self.allowed)
+        return Message(
+            f"{self.pin}={self.value!r} can not be planned",
+            why=self.reason,
+            help=(f"use one of:  {'  '.join(choices)}",)
+            if choices
+            else (f"leave {self.pin} out and it will be chosen for you",),
+        )
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class TooManyStages(GraphAccelError):
+    """More pipeline stages were asked for than the graph can be cut into."""
+
+    code = "GA203"
+    asked: int
+    possible: int
+    location: Location | None = None
+
+    def message(self) -> Message:
+        return Message(
+            f"the graph can not be cut into {self.asked} stages; {self.possible} is the most",
+            self.location,
+            note="the longest part that can not be cut",
+            why="every stage needs at least one parameter and one op of its own",
+            help=(f"use at most:  pipeline={self.possible}",),
+        )
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class PlanMismatch(GraphAccelError):
+    """A saved plan belongs to another model or cluster. differences: (what, in the plan, here)."""
+
+    code = "GA204"
+    path: str
+    differences: tuple[tuple[str, str, str], ...]
+
+    def message(self) -> Message:
+        return Message(
+            f"plan `{self.path}` was made for something else",
+            details=columns((("", "plan", "here"), *self.differences)),
+            why="its predictions and its stage cuts would not hold",
+            help=(f"make a new one:  graphaccel plan FILE --devices N --json {self.path}",),
+        )
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class TooManyDevices(GraphAccelError):
+    """More devices were asked for than exist. where: what was counted, e.g. "CUDA devices"."""
+
+    code = "GA205"
+    asked: int
+    available: int
+    where: str
+
+    def message(self) -> Message:
+        return Message(
+            f"{self.asked} devices asked for, {self.available} available ({self.where})",
+            help=(
+                f"use what is here:  devices={self.available}",
+                "to plan for machines you do not have:  "
+                f"graphaccel plan FILE --devices {self.asked} --device h100-80gb",
+            ),
+        )
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class BatchNotDivisible(GraphAccelError):
+    """The batch can not be cut into equal microbatches. allowed: microbatch counts that can.
+    devices, batches: numbers of devices, and batches, near those asked that would do."""
+
+    code = "GA206"
+    batch: int
+    microbatches: int
+    data: int
+    allowed: tuple[int, ...]
+    devices: tuple[int, ...] = ()
+    batches: tuple[int, ...] = ()
+
+    def message(self) -> Message:
+        parts = self.microbatches * self.data
+        if self.devices or self.batches:
+            return Message(
+                f"a batch of {self.batch} can not be shared by {self.data} devices",
+                why="no data axis divides both, and the graph has too few stages for a pipeline "
+                "of all devices",
+                help=(
+                    f"use another number of devices:  {listed(self.devices)}",
+                    f"or another global batch:  {listed(self.batches)}",
+                ),
+            )
+        return Message(
+            f"a batch of {self.batch} can not be cut into {parts} equal parts "
+            f"({self.microbatches} microbatches x data {self.data})",
+            why="microbatches of different sizes would change the loss",
+            help=(f"with data={self.data} use microbatches= one of:  {listed(self.allowed)}",)
+            if self.allowed
+            else (f"use a batch that is a multiple of {parts}",),
+        )
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class SplitRefused(GraphAccelError):
+    """An op does not give the same result when the batch is split. axis: "microbatch" or "data"."""
+
+    code = "GA207"
+    axis: str
+    op: str
+    module: str
+    location: Location | None = None
+    reason: str
+
+    def message(self) -> Message:
+        pin = "microbatches" if self.axis.startswith("micro") else "data"
+        return Message(
+            f"the batch can not be split over the {self.axis} axis: {self.op} in "
+            f"{named_module(self.module)} needs the whole batch",
+            self.location,
+            why=self.reason,
+            help=(f"keep the batch whole on this axis:  {pin}=1",),
+        )
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class Unsupported(GraphAccelError):
+    """No plan can hold this. what: e.g. "dtype torch.complex64 of parameter w"."""
+
+    code = "GA208"
+    what: str
+    reason: str
+    help_line: str = ""
+
+    def message(self) -> Message:
+        help_lines = (self.help_line,) if self.help_line else ()
+        return Message(f"{self.what} is not supported", why=self.reason, help=help_lines)
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class CannotExport(GraphAccelError):
+    """Another system can not say what a plan decides. reasons: each decision, and why not."""
+
+    code = "GA209"
+    target: str
+    plan: str
+    reasons: tuple[str, ...]
+
+    def message(self) -> Message:
+        return Message(
+            f"{self.target} can not run this plan: {self.plan}",
+            details=self.reasons,
+            why="what is left out of a configuration would be decided otherwise there",
+            help=("pin what it can say, e.g.:  graphaccel plan FILE --devices N --pipeline 1",),
+        )
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class ConflictingPins(GraphAccelError):
+    """Pinned decisions that no plan can have together, though each could be kept without the rest.
+
+    pins: the fewest that conflict. instead: for each, the values with which the others could stay.
+    """
+
+    code = "GA210"
+    pins: dict[str, object]
+    devices: int
+    reason: str
+    instead: dict[str, tuple[object, ...]]
+
+    def message(self) -> Message:
+        said = [f"{name}={value!r}" for name, value in self.pins.items()]
+        rows = []
+        for name, text in zip(self.pins, said, strict=True):
+            values = "  ".join(f"{name}={value!r}" for value in self.instead.get(name, ()))
+            rows.append((text, f"with the others:  {values}" if values else "leave it out"))
+        return Message(
+            f"{', '.join(said[:-1])} and {said[-1]} can not be kept together on "
+            f"{self.devices} device{'s' if self.devices > 1 else ''}",
+            details=columns(rows),
+            why=self.reason,
+            help=(f"leave one of them out, and it will be chosen for you:  {listed(self.pins)}",),
+        )
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class NotElementwise(GraphAccelError):
+    """An optimizer can not work on shards. known: names of those that can."""
+
+    code = "GA211"
+    optimizer: str
+    known: tuple[str, ...]
+
+    def message(self) -> Message:
+        return Message(
+            f"{self.optimizer} is not known to work on shards of parameters",
+            why="the plan shards parameters or optimizer state, and a step on a shard must be that "
+            "shard of the step on the whole",
+            help=(
+                f"these do:  {', '.join(self.known)}",
+                "if it treats every number by itself:  "
+                f"{self.optimizer}.graphaccel_elementwise = True",
+                "or keep parameters and optimizer state whole:  zero=0, tensor=1",
+            ),
+        )
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class CannotInitialise(GraphAccelError):
+    """It is not known how a model on the meta device is initialised. model: its class's name."""
+
+    code = "GA212"
+    model: str
+    reason: str
+
+    def message(self) -> Message:
+        return Message(
+            f"the initial weights of `{self.model}` are not known",
+            why=self.reason,
+            help=(
+                "say how it is built:  graphaccel.optimize(model, optimizer, "
+                f"init_fn=lambda: {self.model}(...))",
+                f"or build it so:  model = graphaccel.deferred(lambda: {self.model}(...))",
+            ),
+        )

@@ -1,0 +1,67 @@
+"""Errors while running (5xx)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from graphaccel.errors.base import GraphAccelError
+from graphaccel.messages import Message, columns, format_bytes
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class RankLost(GraphAccelError):
+    """Another rank stopped answering. lost: in words, e.g. "rank 2 (stage 1)"."""
+
+    code = "GA501"
+    rank: int
+    stage: int | None
+    lost: str
+    last_action: str
+    waiting_for: str
+    cause: str
+
+    def message(self) -> Message:
+        me = f"rank {self.rank}" + ("" if self.stage is None else f" (stage {self.stage})")
+        return Message(
+            f"{me} lost {self.lost}",
+            details=columns(
+                (
+                    ("last action done:", self.last_action),
+                    ("waiting for:", self.waiting_for),
+                    ("reported:", self.cause),
+                )
+            ),
+            why="a process died, or did not answer within the timeout",
+            help=("the first error in the log of the lost rank is the cause; read that one first",),
+        )
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class DeviceOutOfMemory(GraphAccelError):
+    """A device ran out of memory. predicted, actual: bytes per category; owner: of the largest."""
+
+    code = "GA502"
+    stage: int
+    action: str
+    predicted: dict[str, int]
+    actual: dict[str, int]
+    owner: str
+
+    def message(self) -> Message:
+        def cell(parts: dict[str, int], name: str) -> str:
+            return format_bytes(parts[name]) if name in parts else "-"
+
+        names = list(dict.fromkeys((*self.predicted, *self.actual)))
+        rows = [(name, cell(self.predicted, name), cell(self.actual, name)) for name in names]
+        return Message(
+            f"stage {self.stage} ran out of memory during {self.action}",
+            details=(
+                *columns((("", "predicted", "actual"), *rows)),
+                f"largest live tensors belong to: {self.owner}",
+            ),
+            help=(
+                "pin what saves most:  graphaccel.optimize(model, optimizer, recompute='all')",
+                "or plan for less than the device has:  "
+                "graphaccel plan FILE --devices N --memory SIZE --json plan.json",
+            ),
+        )

@@ -1,0 +1,160 @@
+"""Errors about how a script uses the model (4xx)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from graphaccel.errors.base import GraphAccelError, listed, named_module
+from graphaccel.messages import Location, Message
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class HookNotKept(GraphAccelError):
+    """A hook would never be called. kind: e.g. "forward hook"."""
+
+    code = "GA401"
+    module: str
+    kind: str
+    location: Location | None = None
+
+    def message(self) -> Message:
+        return Message(
+            f"the {self.kind} on {named_module(self.module)} can not be kept",
+            self.location,
+            why="the step runs as one graph, in which modules are not called any more",
+            help=(
+                "remove it before optimize():  handle.remove()",
+                "or return what it reads from the model's forward",
+            ),
+        )
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class RetainGraph(GraphAccelError):
+    """backward() was called twice, or with retain_graph=True or create_graph=True.
+
+    kind: "together" where the loss is part of the graph; where it is outside, "create_graph", or
+    "freed" for a second backward without retain_graph=True in the first.
+    """
+
+    code = "GA402"
+    kind: str = "together"
+
+    def message(self) -> Message:
+        if self.kind == "create_graph":
+            return Message(
+                "the model's outputs can be differentiated to first order only",
+                why="its backward is a graph made before, which has no derivative of its own",
+                help=(
+                    "leave create_graph=True out",
+                    "or compute the term that needs it with a model that runs under no plan",
+                ),
+            )
+        if self.kind == "freed":
+            return Message(
+                "the outputs of one call of the model were differentiated twice",
+                why="what its backward reads was freed by the first",
+                help=(
+                    "keep it:  loss.backward(retain_graph=True)",
+                    "or add losses before backward:  (loss_a + loss_b).backward()",
+                ),
+            )
+        return Message(
+            "the loss can be differentiated only once, to first order",
+            why="forward and backward ran together when the model was called; "
+            "nothing is kept for a second backward",
+            help=(
+                "add losses before backward:  (loss_a + loss_b).backward()",
+                "or call the model again for the second backward",
+            ),
+        )
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class NeedsLauncher(GraphAccelError):
+    """Several devices were asked for where the program can not be restarted."""
+
+    code = "GA403"
+    devices: int
+    command: str
+
+    def message(self) -> Message:
+        return Message(
+            f"devices={self.devices} needs {self.devices} processes, and this one can not be "
+            "restarted (notebook, interactive or piped Python)",
+            why="every device is driven by a process of its own that runs the same script",
+            help=(f"save the script to a file and start it so:  {self.command}",),
+        )
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class BatchesDiffer(GraphAccelError):
+    """Ranks were given different batches. ranks: those that differ from rank 0."""
+
+    code = "GA404"
+    step: int
+    ranks: tuple[int, ...]
+
+    def message(self) -> Message:
+        return Message(
+            f"at step {self.step} the batch of rank {listed(self.ranks)} differs from rank 0's",
+            why="every rank is given the global batch and takes its own part of it",
+            help=(
+                "seed the shuffling alike on every rank:  torch.manual_seed(0)",
+                "and remove the DistributedSampler:  DataLoader(dataset, batch_size=..., "
+                "shuffle=True)",
+            ),
+        )
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class OutputDropped(GraphAccelError):
+    """An output of the model that the plan does not compute on this rank was read."""
+
+    code = "GA405"
+    name: str
+
+    def message(self) -> Message:
+        return Message(
+            f"output `{self.name}` is not kept in training by this plan",
+            why="microbatches and stages would have to keep and send it; only the loss is",
+            help=(
+                "keep it:  graphaccel.optimize(model, optimizer, outputs='all')",
+                "or compute it under torch.no_grad()",
+                "or, if the script computes its loss from it:  "
+                "graphaccel.optimize(model, optimizer, loss_fn='outside')",
+            ),
+        )
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class BatchChanged(GraphAccelError):
+    """A batch does not look like the one that was captured. what: e.g. "dtype of input_ids"."""
+
+    code = "GA406"
+    what: str
+    expected: str
+    got: str
+
+    def message(self) -> Message:
+        return Message(
+            f"{self.what} changed: captured with {self.expected}, now {self.got}",
+            why="the graph and the plan hold for batches like the captured one only",
+            help=(
+                "leave the last, smaller batch out:  DataLoader(dataset, drop_last=True)",
+                "or capture with such a batch:  "
+                "graphaccel.optimize(model, optimizer, example_batch=batch)",
+            ),
+        )
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class GraphMisuse(GraphAccelError):
+    """The optimized model was used in a way its graph does not allow. what: a whole sentence."""
+
+    code = "GA407"
+    what: str
+    help_line: str = ""
+
+    def message(self) -> Message:
+        return Message(self.what, help=(self.help_line,) if self.help_line else ())
