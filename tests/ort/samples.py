@@ -44,7 +44,16 @@ def _expanded(d: c.Draw) -> c.Arguments:
     return (d.real(4, 1, 2), d.one([4, 3, 2], [-1, 3, -1], [2, 4, 1, 2])), {}
 
 
+def _convolution_backward(d: c.Draw) -> c.Arguments:
+    n, groups, stride = d.size(), d.one(1, 1, 2), d.one(1, 2)
+    size = 5 if stride == 1 else 3
+    mask = d.one([True, True, True], [False, True, False], [True, True, False])
+    tensors = (d.real(n, 4, size, size), d.real(n, 4, 5, 5), d.real(4, 4 // groups, 3, 3))
+    return (*tensors, [4], [stride] * 2, [1, 1], [1, 1], False, [0, 0], groups, mask), {}
+
+
 MORE: Mapping[Any, Case] = {
+    aten.convolution_backward.default: _convolution_backward,
     aten.add.Scalar: c.unary_call(1.5),
     aten.sub.Scalar: c.unary_call(1.5),
     aten.rsub.Scalar: c.unary_call(1.5, 2),

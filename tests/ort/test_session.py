@@ -43,8 +43,10 @@ class Recorder:
 
     def __init__(self, binding: Any) -> None:
         self._binding = binding
-        self._iobinding = binding._iobinding
         self.pointers: dict[str, int] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._binding, name)
 
     def bind_input(self, name: str, *rest: Any) -> None:
         self.pointers[name] = rest[-1]
