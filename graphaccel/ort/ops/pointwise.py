@@ -174,8 +174,6 @@ def _copy_from(b: Builder, node: fx.Node, a: Arguments) -> Value:
 
 def gelu(b: Builder, x: Value, approximate: str) -> Value:
     """Gaussian error linear unit (Hendrycks and Gimpel, 2016), exact or by tanh."""
-    if approximate == "tanh" and x.dtype == torch.float32 and b.can("FastGelu", x):
-        return b.op("FastGelu", x, domain=MICROSOFT)
     return b.op("Gelu", x, approximate=approximate)
 
 
