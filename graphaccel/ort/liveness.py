@@ -13,7 +13,7 @@ _VIEWS = {"Reshape", "Identity"}
 # The result may take the place of an input of the same size that nothing else needs.
 _IN_PLACE = {
     "Add", "Sub", "Mul", "Div", "Neg", "Exp", "Log", "Sqrt", "Tanh", "Sigmoid", "Relu", "Softmax",
-    "Not", "And", "Or", "Erf", "Abs", "Cast", "Where", "ScatterND", "ScatterElements",
+    "Not", "And", "Or", "Abs", "Cast", "Where", "ScatterND", "ScatterElements",
 }  # fmt: skip
 
 

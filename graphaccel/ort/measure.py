@@ -19,7 +19,7 @@ from graphaccel.ort.translate import RegionModel
 
 # A region is only worth it when it is surely faster: the margin is what two runs of the same
 # region differ by.
-MARGIN = 0.95
+MARGIN = 0.9
 _LEAST_SECONDS = 0.02
 _ROUNDS = 7
 

@@ -71,6 +71,8 @@ def session_options(runtime: Any, threads: int) -> Any:
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     options.execution_mode = runtime.ExecutionMode.ORT_SEQUENTIAL
+    # In the order of the model, which is that of the graph: memory was counted in it.
+    options.execution_order = runtime.ExecutionOrder.PRIORITY_BASED
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.enable_cpu_mem_arena = False
     options.add_session_config_entry("session.use_env_allocators", "1")

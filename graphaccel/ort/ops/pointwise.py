@@ -192,7 +192,8 @@ def _normal_slope(b: Builder, x: Value) -> Value:
     """d(x Φ(x))/dx = Φ(x) + x φ(x); with u = x/√2: (1 + erf(u) + 2 u exp(-u²)/√π) / 2."""
     u = b.binary("Mul", x, b.scalar(1 / math.sqrt(2), x))
     power = b.binary("Sub", b.scalar(math.log(2 / math.sqrt(math.pi)), x), b.binary("Mul", u, u))
-    rest = b.binary("Add", b.op("Erf", u), b.binary("Mul", u, b.op("Exp", power)))
+    bell = b.binary("Mul", u, b.op("Exp", power))
+    rest = b.binary("Add", b.op("Erf", u), bell)  # erf last: it takes the place of u
     return b.binary("Mul", b.binary("Add", rest, b.scalar(1, x)), b.scalar(0.5, x))
 
 
