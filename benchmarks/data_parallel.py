@@ -37,7 +37,14 @@ def _theirs(settings: Settings) -> Step:
 def _ours(settings: Settings) -> Step:
     model, batch = make_model(settings), make_batch(settings)
     return our_step(
-        model, batch, data=WORLD, pipeline=1, microbatches=1, recompute="none", precision="fp32"
+        model,
+        batch,
+        data=WORLD,
+        zero=0,
+        pipeline=1,
+        microbatches=1,
+        recompute="none",
+        precision="fp32",
     )
 
 

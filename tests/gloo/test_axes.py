@@ -50,8 +50,10 @@ CASES = [(name, QUICK[(i + k) % 6]) for i, name in enumerate(MODELS) for k in (0
 def pins_for(model: str, plan: str, recompute: str = "none") -> tuple[int, dict[str, Any]]:
     """World size and pins; a model that mixes rows (BatchNorm) has one microbatch."""
     world, pins = PLANS[plan]
-    given = {"data": 1, "pipeline": 1, "microbatches": 1, "interleave": 1, "recompute": recompute}
-    return world, given | pins | ({"microbatches": 1} if ALL[model].mixes_rows else {})
+    given = {"data": 1, "pipeline": 1, "microbatches": 1, "interleave": 1, "zero": 0}
+    return world, given | {"recompute": recompute} | pins | (
+        {"microbatches": 1} if ALL[model].mixes_rows else {}
+    )
 
 
 def _part(value: Tensor, splits: Sequence[Sharded], plan: Plan, at: Mapping[str, int]) -> Tensor:

@@ -39,7 +39,7 @@ def _reference(model: str, dtype: str, steps: int) -> Reference:
 def pins_for(model: str, plan: str, recompute: str) -> tuple[int, dict[str, Any]]:
     """World size and pins; a model that mixes rows (BatchNorm) has one microbatch."""
     world, pins = PLANS[plan]
-    pins = pins | {"recompute": recompute}
+    pins = pins | {"recompute": recompute, "zero": 0}
     if ZOO[model].mixes_rows:
         pins["microbatches"] = 1
     return world, pins
