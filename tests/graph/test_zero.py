@@ -158,16 +158,22 @@ def test_more_is_sharded_where_nothing_fits_without(
     captured: Captured, made_up: Callable[..., Cluster]
 ) -> None:
     wanted = {"microbatches": 1, "recompute": "none", "pipeline": 1}
-    levels: list[int] = []
+    step = captured("gpt")
 
-    def shrink() -> None:
-        for kib in range(1600, 0, -100):
-            plan = search(captured("gpt"), made_up(4, kib), pins=wanted, optimizer_bytes=8)
-            assert plan.pinned == ("pipeline", "microbatches", "recompute")
-            levels.append(plan.zero)
+    def least(**pins: int) -> int:
+        """KiB of the smallest device on which a plan fits."""
+        kib = 1600
+        try:
+            while kib:
+                plan = search(step, made_up(4, kib), pins=wanted | pins, optimizer_bytes=8)
+                assert set(plan.pinned) == {*wanted, *pins}
+                kib -= 100
+        except InfeasiblePlan:
+            pass
+        return kib + 100
 
+    sizes = [least(zero=zero) for zero in (0, 1, 2, 3)]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] > sizes[-1] == least()
     with pytest.raises(InfeasiblePlan, match="zero 3"):
-        shrink()
-    assert levels[0] == 0
-    assert levels == sorted(levels)
-    assert levels[-1] > 0
+        search(step, made_up(4, sizes[-1] - 100), pins=wanted, optimizer_bytes=8)
