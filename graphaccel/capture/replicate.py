@@ -95,8 +95,10 @@ def repeated_sizes(
 
 
 def repeated_joint(runs: Sequence[Run], short: Joint, longer: Sequence[Joint]) -> Joint:
-    """Graph, inputs and outputs of all layers. Raises NotRepeated."""
+    """Graph, inputs and outputs of all layers; nodes of `longer` get their sizes as expressions,
+    which are those of `short`. Raises NotRepeated."""
     pattern = Pattern(runs, layered(*short), [layered(*each) for each in longer])
+    pattern.tell("dims", "sizes")
     made = pattern.graph()
     return (
         graph_module(short[0], made.graph),

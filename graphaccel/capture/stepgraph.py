@@ -212,7 +212,7 @@ def expanded(repeats: Repeats, tied: Mapping[str, str], trainable: frozenset[str
         blocks=repeated_blocks(runs, short.blocks),
         tied=tied,
         trainable=trainable,
-        repeats=repeats,
+        repeats=Repeats(runs, short, tuple(replace(s, sizes=short.sizes) for s in longer)),
         derived={},
     )
 

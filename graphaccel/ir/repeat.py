@@ -228,6 +228,15 @@ class Pattern:
         name = item.path if item.node is None else item.node.name
         return NotRepeated(f"{name} reads something else with one more layer in {self.runs[run]}")
 
+    def tell(self, *keys: str) -> None:
+        """Copy what the short graph knows of its nodes to those of the longer ones."""
+        for twins in self._twins:
+            for item, own in zip(self.items, twins, strict=True):
+                known = {} if item.node is None else item.node.meta
+                for twin in own:
+                    if twin.node is not None:
+                        twin.node.meta |= {key: known[key] for key in keys if key in known}
+
     # ---- many layers
 
     def graph(self, like: Layered | None = None) -> Repeated:

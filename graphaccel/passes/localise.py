@@ -7,6 +7,7 @@ so that what was put in between tells as well which of its dims count examples.
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,10 +20,15 @@ from torch import fx
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import BATCH, evaluate
 from graphaccel.compat.torch import pytree
+from graphaccel.errors import GraphAccelError
+from graphaccel.ir.repeat import NotRepeated
 from graphaccel.passes.exact_microbatch import exact_microbatch
+from graphaccel.passes.repeat_layers import repeat_layers
 from graphaccel.passes.shard_axes import shard_axes
 from graphaccel.planner.layouts import LocalGraph
 from graphaccel.planner.plan import Plan
+
+log = logging.getLogger("graphaccel.passes")
 
 _PRIMES = (13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
 
@@ -36,6 +42,28 @@ def localised(
 
     Raises BadPin (GA202) for placements that the graph does not allow.
     """
+    if step.repeats is not None and not plan.placements:
+        try:
+            return _repeated(step, plan, sizes)
+        except (NotRepeated, GraphAccelError) as reason:  # errors are then those of the model
+            log.info("all layers are sharded: %s", reason)
+    return _localised(step, plan, sizes)
+
+
+def _repeated(step: StepGraph, plan: Plan, sizes: Mapping[sympy.Symbol, int] | None) -> LocalGraph:
+    """Shard few layers, and repeat what comes out."""
+    few = step.repeats
+    assert few is not None
+    made = [_localised(each, plan, sizes) for each in (few.short, *few.longer)]
+    if any(each.guessed for each in made):
+        raise NotRepeated("some calls are not placed exactly")
+    short = made[0]
+    graph = repeat_layers(step, [each.step.graph for each in made])
+    local = replace(step, graph=graph.graph, sizes=short.step.sizes, derived={}, repeats=None)
+    return LocalGraph(local, graph.spread(short.partial), {})
+
+
+def _localised(step: StepGraph, plan: Plan, sizes: Mapping[sympy.Symbol, int] | None) -> LocalGraph:
     even = BATCH in step.sizes and plan.microbatch_size % plan.expert == 0
     prime = _prime(step, sizes or {}) if even else 1
     few = prime * plan.expert if even else plan.microbatch_size  # examples lie on the expert axis
@@ -49,7 +77,7 @@ def localised(
     if not even:
         for node in made.graph.graph.nodes:
             node.meta["dims"] = _numbers(node.meta.get("dims", ()), at)
-    local = replace(step, graph=made.graph, sizes=known, derived={})
+    local = replace(step, graph=made.graph, sizes=known, derived={}, repeats=None)
     return LocalGraph(local, made.partial, made.guessed)
 
 

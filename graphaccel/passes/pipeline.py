@@ -9,6 +9,8 @@ drop_backward          evaluation: nothing to differentiate
 exact_microbatch       sizes shrink here: everything later sees one microbatch of one data rank
 shard_axes             local shapes and collectives of the tensor, context and expert axes: on one
                        microbatch of one data rank, and while the graph is still one
+repeat_layers          what the two before it made of few layers becomes all of them; what follows
+                       decides for single layers
 recompute              before the cut, so that a stage owns its clones
 release_parameters     as recompute, for what is made of sharded parameters alone
 cut_stages             needs the final joint graph
@@ -29,6 +31,7 @@ reduce_shards          last, for the same reason: it makes the same moments of t
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 
@@ -37,13 +40,16 @@ from torch import fx
 
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.compat.torch import BoxedCode
+from graphaccel.errors import GraphAccelError
 from graphaccel.ir.program import Owned, Prologue, Sharded, StageProgram, StepProgram
+from graphaccel.ir.repeat import NotRepeated
+from graphaccel.ir.text import graph_text
 from graphaccel.passes.accumulate_gradients import accumulate_gradients
 from graphaccel.passes.choose_products import choose_products
 from graphaccel.passes.cut_stages import StagedGraph, cut_stages
 from graphaccel.passes.drop_backward import drop_backward
 from graphaccel.passes.drop_tangents import drop_tangents
-from graphaccel.passes.exact_microbatch import exact_microbatch
+from graphaccel.passes.exact_microbatch import LocalStep, exact_microbatch
 from graphaccel.passes.fuse import fuse
 from graphaccel.passes.gather_parameters import gather_parameters
 from graphaccel.passes.lower_precision import lower_precision
@@ -52,13 +58,16 @@ from graphaccel.passes.place_ort import Tools, place_ort, region_models
 from graphaccel.passes.recompute import recompute
 from graphaccel.passes.reduce_shards import reduce_shards
 from graphaccel.passes.release_parameters import release_parameters
+from graphaccel.passes.repeat_layers import repeat_layers
 from graphaccel.passes.runner import Runner
-from graphaccel.passes.shard_axes import shard_axes
+from graphaccel.passes.shard_axes import LocalGraph, shard_axes
 from graphaccel.passes.split_phases import split_phases
 from graphaccel.passes.synchronise_batch_norm import synchronise_batch_norm
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.zero import owned_shards
 from graphaccel.rules.propagate import PARTIAL, is_random
+
+log = logging.getLogger("graphaccel.passes")
 
 
 def build(
@@ -92,10 +101,7 @@ def build(
     step = run.step("synchronise_batch_norm", synchronise_batch_norm, step)
     if not gradients:
         step = run.step("drop_backward", drop_backward, step)
-    local = run.call("exact_microbatch", lambda: exact_microbatch(step, plan, sizes))
-    run.dump("exact_microbatch", local.graph)
-    axes = run.call("shard_axes", lambda: shard_axes(local.graph, step, plan, resting))
-    run.dump("shard_axes", axes.graph)
+    local, axes = _sharded(run, step, plan, sizes, resting)
     graph = run.graph("recompute", lambda g: recompute(g, plan, step.positions), axes.graph)
     owned, unsharded = owned_shards(step, plan, axes.resting, ranks)
     inputs = zip(graph.graph.find_nodes(op="placeholder"), step.inputs, strict=False)
@@ -163,6 +169,55 @@ def build(
         data=plan.data,
         bare=bare[0] if apart else None,
         ort=report,
+    )
+
+
+def _sharded(
+    run: Runner,
+    step: StepGraph,
+    plan: Plan,
+    sizes: Mapping[sympy.Symbol, int] | None,
+    resting: Mapping[str, tuple[Sharded, ...]] | None,
+) -> tuple[LocalStep, LocalGraph]:
+    """The step of one microbatch on one rank: of few layers, repeated, where it is made of such and
+    nothing is said of single layers."""
+    few = step.repeats
+    if few is not None and resting is None and not plan.placements:
+        try:
+            return _repeated(run, step, plan, sizes)
+        except (NotRepeated, GraphAccelError) as reason:  # errors are then those of the model
+            log.info("all layers are sharded: %s", reason)
+    local = run.call("exact_microbatch", lambda: exact_microbatch(step, plan, sizes))
+    run.dump("exact_microbatch", local.graph)
+    axes = run.call("shard_axes", lambda: shard_axes(local.graph, step, plan, resting))
+    run.dump("shard_axes", axes.graph)
+    return local, axes
+
+
+def _repeated(
+    run: Runner, step: StepGraph, plan: Plan, sizes: Mapping[sympy.Symbol, int] | None
+) -> tuple[LocalStep, LocalGraph]:
+    few = step.repeats
+    assert few is not None
+    steps = (few.short, *few.longer)
+    parts = run.call(
+        "exact_microbatch", lambda: [exact_microbatch(each, plan, sizes) for each in steps]
+    )
+    prologues = {"" if p.prologue is None else graph_text(p.prologue.graph.graph) for p in parts}
+    if len(prologues) > 1:
+        raise NotRepeated("what is computed once a step depends on the number of layers")
+    made = run.call(
+        "shard_axes",
+        lambda: [shard_axes(p.graph, each, plan) for p, each in zip(parts, steps, strict=True)],
+    )
+    if any(each.guessed for each in made):
+        raise NotRepeated("some calls are not placed exactly")
+    whole = run.call("repeat_layers", lambda: repeat_layers(step, [each.graph for each in made]))
+    run.dump("repeat_layers", whole.graph)
+    local, axes = parts[0], made[0]
+    return (
+        replace(local, output_places=tuple(local.output_places[i] for i in whole.outputs)),
+        LocalGraph(whole.graph, whole.spread(axes.resting), whole.spread(axes.partial), {}),
     )
 
 

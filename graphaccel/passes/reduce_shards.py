@@ -181,8 +181,7 @@ class _Reducing:
         self, group: tuple[str, ...], own: Mapping[str, fx.Node], carried: fx.Node | None
     ) -> tuple[fx.Node, fx.Node]:
         """Each gradient into its place: (the flat tensor, the last of the writes)."""
-        order = {node: i for i, node in enumerate(self.graph.nodes)}
-        start = min((own[n] for n in group), key=order.__getitem__)
+        start = min(own[n] for n in group)
         count = self._count(group, own)
         adding = self.whole and carried is not None
         if adding:
@@ -200,9 +199,8 @@ class _Reducing:
             places[name] = offset
             offset += own[name].meta["val"].numel() // self.ranks
         target = aten.add_.Tensor if adding else aten.copy_.default
-        order = {node: i for i, node in enumerate(self.graph.nodes)}
-        for name in sorted(group, key=lambda n: order[own[n]]):
-            at = self._after(max((own[name], flat), key=order.__getitem__))
+        for name in sorted(group, key=own.__getitem__):
+            at = self._after(max(own[name], flat))
             newest = self._put(target, flat, own[name], places[name], count, name, at)
         return flat, newest
 
