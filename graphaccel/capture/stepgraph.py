@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import sympy
 from torch import fx, nn
@@ -64,8 +65,8 @@ class StepGraph:
     training: whether the model was in training mode.
     repeats: the captures of few layers that this one was made of, if it was (`others` is then
       empty: `expanded` does for all what it did for them).
-    derived: steps that passes made of this one, by the pass and what it was asked for, so that
-      plans that ask the same share them.
+    derived: what passes made and found of this step, by the pass and what it was asked for, so
+      that plans that ask the same share it.
     """
 
     graph: fx.GraphModule = field(repr=False)
@@ -80,7 +81,7 @@ class StepGraph:
     trainable: frozenset[str] = field(repr=False)
     training: bool = True
     repeats: Repeats | None = field(default=None, repr=False, compare=False)
-    derived: dict[object, StepGraph] = field(default_factory=dict, repr=False, compare=False)
+    derived: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def has_loss(self) -> bool:
