@@ -266,6 +266,7 @@ def _peak() -> tuple[int, int]:
     model(x).sum().backward()
     model.zero_grad()
     model.graphaccel._session._buckets._kept.clear()  # those of this step are made, and counted
+    gc.collect()  # what earlier steps left must not go in the middle of this one
     with PeakMeter(resident=[x, *model.parameters()]) as meter:
         y = model(x)
         (y * weight).sum().backward()
