@@ -1,0 +1,201 @@
+"""Predictions against published training runs, without hardware.
+
+    python -m benchmarks.validation [--sources vTrain,sc21] [--least-devices 9] [--limit N]
+
+Every run of `benchmarks/validation/data/*.csv` that can be predicted (others are counted, with the
+reason) goes through the path of any user's model: built on the meta device, captured, laid out on
+the cluster of the catalogue with the published decisions pinned. Nothing was fitted on these rows,
+so every source is left out of the calibration.
+
+Prints and writes `benchmarks/results/validation.json`: error of the step time by source, by grid of
+runs of one model on one number of devices the rank correlation (Spearman) and the regret (how much
+slower than the best run is the one that is predicted to be best), error of the peak memory where it
+was published, and runs that are wrongly said not to fit. Runs of earlier calls that are not
+predicted again are kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.common import RESULTS
+from benchmarks.validation.predict import Predictor
+from benchmarks.validation.rows import FOLDER, Run, read
+from graphaccel.errors import GraphAccelError
+
+RESULT = RESULTS / "validation.json"
+_GRID = 5  # runs of one model on one number of devices that are ranked
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--sources", default="", help="parts of sources' names, by commas")
+    parser.add_argument("--least-devices", type=int, default=1, metavar="N")
+    parser.add_argument("--limit", type=int, metavar="N", help="at most so many runs")
+    parser.add_argument("--summary", action="store_true", help="of what is known; predict nothing")
+    args = parser.parse_args()
+    rows = [row for file in sorted(FOLDER.glob("*.csv")) for row in read(file)]
+    left_out = Counter(row for row in rows if isinstance(row, str))
+    wanted = args.sources.split(",")
+    runs = [
+        row
+        for row in rows
+        if isinstance(row, Run)
+        and row.devices >= args.least_devices
+        and any(part in row.source for part in wanted)
+    ]
+    runs.sort(key=lambda r: (str(r.shape), r.device, r.precision, r.devices, r.tensor, r.context))
+    known: dict[str, Any] = json.loads(RESULT.read_text())["runs"] if RESULT.exists() else {}
+    predictor = Predictor()
+    for run in [] if args.summary else runs[: args.limit]:
+        known[_key(run)] = found = _predicted(predictor, run)
+        _write(known, left_out, len(rows))
+        print(_line(found), flush=True)
+    _write(known, left_out, len(rows))
+    print(text(json.loads(RESULT.read_text())))
+
+
+def _predicted(predictor: Predictor, run: Run) -> dict[str, Any]:
+    said = {k: v for k, v in asdict(run).items() if k not in ("group",)}
+    try:
+        found = predictor.predict(run)
+    except GraphAccelError as error:
+        return {**said, "group": run.group, "refused": error.message().sentence}
+    assert found.plan.prediction is not None
+    parts = {
+        name: getattr(found.plan.prediction, name)
+        for name in ("compute", "communication", "bubble", "optimizer")
+    }
+    return {
+        **said,
+        "group": run.group,
+        "predicted_seconds": found.seconds,
+        "predicted_memory": found.memory,
+        "fits": found.fits,
+        "parts": parts,
+    }
+
+
+def _key(run: Run) -> str:
+    axes = (run.data, run.tensor, run.pipeline, run.context, run.interleave, run.microbatch)
+    shape = (run.layers, run.hidden, run.heads, run.sequence, run.batch, run.recompute, run.zero)
+    return " ".join(map(str, (run.source, run.name, run.device, *shape, *axes, run.seconds)))
+
+
+def _error(run: dict[str, Any]) -> float:
+    return run["predicted_seconds"] / run["seconds"] - 1
+
+
+def _line(run: dict[str, Any]) -> str:
+    axes = f"{run['data']} x {run['tensor']} x {run['pipeline']} x {run['context']}"
+    head = f"{run['name'][:24]:24} {run['devices']:6} {axes:18}"
+    if "refused" in run:
+        return f"{head} {run['refused']}"
+    times = f"{run['predicted_seconds']:9.3f} s for {run['seconds']:9.3f} s"
+    return f"{head} {times} {100 * _error(run):+7.1f} %{'' if run['fits'] else '  does not fit'}"
+
+
+def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Figures of the runs, all of them and by source; by grid the ranking."""
+    done = [run for run in runs if "refused" not in run]
+    by_source: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    grids: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for run in done:
+        by_source[run["source"]].append(run)
+        grids[run["group"]].append(run)
+    ranked = {name: grid for name, grid in grids.items() if len(grid) >= _GRID}
+    return {
+        "predicted": len(done),
+        "refused": len(runs) - len(done),
+        "said_not_to_fit": sum(not run["fits"] for run in done),
+        "sources": {name: _figures(found) for name, found in sorted(by_source.items())},
+        "mean_of_sources": statistics.mean(
+            _figures(found)["mean_absolute"] for found in by_source.values()
+        ),
+        "grids": {name: _ranking(grid) for name, grid in sorted(ranked.items())},
+    }
+
+
+def _figures(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    errors = [_error(run) for run in runs]
+    memory = [run["predicted_memory"] / run["memory"] - 1 for run in runs if run["memory"]]
+    figures = {
+        "runs": len(runs),
+        "mean_absolute": statistics.mean(map(abs, errors)),
+        "bias": statistics.mean(errors),
+        "worst": max(errors, key=abs),
+    }
+    if memory:
+        figures["memory_mean_absolute"] = statistics.mean(map(abs, memory))
+    return figures
+
+
+def _ranking(grid: Sequence[dict[str, Any]]) -> dict[str, float]:
+    predicted = [run["predicted_seconds"] for run in grid]
+    measured = [run["seconds"] for run in grid]
+    chosen = measured[predicted.index(min(predicted))]
+    return {
+        "runs": len(grid),
+        "spearman": _spearman(predicted, measured),
+        "regret": chosen / min(measured) - 1,
+    }
+
+
+def _spearman(one: Sequence[float], other: Sequence[float]) -> float:
+    """Correlation of the ranks; equal values are ranked in their order."""
+    ranks = [np.argsort(np.argsort(values)) for values in (one, other)]
+    return float(np.corrcoef(*ranks)[0, 1])
+
+
+def text(result: dict[str, Any]) -> str:
+    """The summary as lines."""
+    said = result["summary"]
+    lines = [
+        f"{said['predicted']} runs predicted, {said['refused']} refused, "
+        f"{said['said_not_to_fit']} said not to fit; {sum(result['left_out'].values())} of "
+        f"{result['rows']} rows left out"
+    ]
+    for name, f in said["sources"].items():
+        memory = f.get("memory_mean_absolute")
+        lines.append(
+            f"{f['runs']:5} runs  mean |error| {100 * f['mean_absolute']:5.1f} %  bias "
+            f"{100 * f['bias']:+6.1f} %  worst {100 * f['worst']:+7.1f} %"
+            + ("" if memory is None else f"  memory {100 * memory:5.1f} %")
+            + f"  {name}"
+        )
+    lines.append(f"mean over the sources: {100 * said['mean_of_sources']:.1f} %")
+    for name, grid in said["grids"].items():
+        lines.append(
+            f"{grid['runs']:5} runs  Spearman {grid['spearman']:5.2f}  regret "
+            f"{100 * grid['regret']:5.1f} %  {name}"
+        )
+    return "\n".join(lines)
+
+
+def _write(known: dict[str, Any], left_out: Counter[str], rows: int) -> None:
+    if not known:
+        return
+    body = {
+        "name": "validation",
+        "command": "python -m benchmarks.validation",
+        "rows": rows,
+        "left_out": dict(left_out.most_common()),
+        "summary": summary(list(known.values())),
+        "runs": known,
+    }
+    Path(RESULT).write_text(json.dumps(body, indent=1, sort_keys=True) + "\n")
+
+
+if __name__ == "__main__":
+    main()
