@@ -2,7 +2,7 @@
 
     python -m benchmarks.large            # a table; writes benchmarks/results/large.json
 
-Hidden size 4096, 8192 tokens, a batch of 64 on 64 devices, tensor 8 x data 8 x ZeRO 3, on the meta
+Hidden size 4096, 8192 tokens, a batch of 64 on 64 H200s, tensor 8 x data 8 x ZeRO 3, on the meta
 device. Each number of layers in a process of its own. Seconds by the clock, and of the processor,
 which other programs on the machine change less.
 """
@@ -38,7 +38,7 @@ def measured(layers: int) -> dict[str, float]:
         ids = torch.zeros(64, 8192, dtype=torch.long)
     batch = as_batch({"input_ids": ids, "labels": torch.zeros_like(ids)})
     pins = {"tensor": 8, "zero": 3, "data": 8}
-    compiler = Compiler(Model(model, None, 2.0), cluster("h100-80gb", 64), pins)
+    compiler = Compiler(Model(model, None, 2.0), cluster("h200-141gb", 64), pins)
     start, cpu = time.perf_counter(), time.process_time()
     step, _ = compiler.capture(batch)
     captured, captured_cpu = time.perf_counter(), time.process_time()
@@ -76,7 +76,7 @@ def main() -> None:
             f"{row['plan_and_rewrite_cpu_seconds']:7.1f} {row['peak_gb']:.2f}",
             flush=True,
         )
-    RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
+        RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":
