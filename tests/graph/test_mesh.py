@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -14,8 +15,12 @@ from torch import fx
 
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.errors import BadPin
+from graphaccel.passes.localise import localised
 from graphaccel.planner.cluster import Cluster
+from graphaccel.planner.layouts import Layouts, LocalGraph, rates_of
 from graphaccel.planner.pins import Limits, read_pins
+from graphaccel.planner.plan import Plan
+from graphaccel.planner.profile import Profile
 from graphaccel.planner.search import search
 from graphaccel.runtime.executor import bind
 from graphaccel.runtime.mesh import AXES, Mesh, axes_of, coordinates
@@ -77,8 +82,14 @@ def test_pinned_axes_leave_the_rest_to_the_search(
     pins: dict[str, Any],
     name: str,
 ) -> None:
-    wanted = {"microbatches": 1, "recompute": "none", "pipeline": 1} | pins
-    plan = search(captured("gpt"), made_up(4, 1 << 20), pins=wanted, optimizer_bytes=8)
+    wanted = {"microbatches": 1, "recompute": "none", "pipeline": 1, "zero": 0} | pins
+    step, cluster = captured("gpt"), made_up(4, 1 << 20)
+
+    def localise(plan: Plan) -> LocalGraph:
+        return localised(step, replace(plan, rates=rates_of(cluster, plan)))
+
+    profiles = Layouts(Profile(step), localise)
+    plan = search(step, cluster, pins=wanted, optimizer_bytes=8, profiles=profiles)
     assert plan.name == name
     assert prod(plan.mesh.values()) == 4
 
