@@ -19,10 +19,11 @@ from torch import Tensor, nn
 
 from benchmarks.common import RESULTS
 from graphaccel.capture.stepgraph import StepGraph
-from graphaccel.compiler import Compiler, Model, as_batch
+from graphaccel.compiler import Compiler
 from graphaccel.kernels.register import fusion_of
 from graphaccel.kernels.registry import enabled
 from graphaccel.messages import columns
+from graphaccel.model import Model, as_batch
 from graphaccel.passes.fuse import find_sites, fuse
 from graphaccel.passes.lower_precision import lower_precision
 from graphaccel.planner.cluster import cluster

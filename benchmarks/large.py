@@ -26,7 +26,8 @@ def measured(layers: int) -> dict[str, float]:
     import torch
     import transformers
 
-    from graphaccel.compiler import Compiler, Model, as_batch
+    from graphaccel.compiler import Compiler
+    from graphaccel.model import Model, as_batch
     from graphaccel.planner.cluster import cluster
 
     config = transformers.LlamaConfig(

@@ -32,7 +32,8 @@ from torch.nn import functional as F
 import graphaccel
 from benchmarks.common import RESULTS
 from graphaccel.calibrate_command import region_costs
-from graphaccel.compiler import Compiler, Model, as_batch
+from graphaccel.compiler import Compiler
+from graphaccel.model import Model, as_batch
 from graphaccel.ort.kernels import installed
 from graphaccel.ort.measure import calibration_name
 from graphaccel.planner.cluster import cluster

@@ -18,8 +18,8 @@ from torch import nn
 from graphaccel.api import PLAN_ONLY, PlanRequested
 from graphaccel.capture.batch import Batch
 from graphaccel.capture.export import LossFn
-from graphaccel.compiler import as_batch
 from graphaccel.errors import GraphMisuse
+from graphaccel.model import as_batch
 from graphaccel.runtime.module import original_class
 
 

@@ -12,13 +12,15 @@ from typing import Any
 
 import torch
 
-from graphaccel.api import assumed_state, cluster_here
+from graphaccel.api import cluster_here
 from graphaccel.arguments import read_plan
 from graphaccel.capture.batch import batch_leaves, resized
-from graphaccel.compiler import Compiler, Model, check_supported, optimizer_bytes
+from graphaccel.compiler import Compiler
+from graphaccel.handle import assumed_state
 from graphaccel.ir.program import StepProgram
 from graphaccel.jobs import Job, find_job
 from graphaccel.measure import measure
+from graphaccel.model import Model, check_supported, optimizer_bytes
 from graphaccel.planner import whatif
 from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.cluster import cluster as named_cluster

@@ -12,7 +12,8 @@ from benchmarks.validation.rows import Run
 from graphaccel.capture.batch import Batch
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import BATCH
-from graphaccel.compiler import Compiler, Model, as_batch
+from graphaccel.compiler import Compiler
+from graphaccel.model import Model, as_batch
 from graphaccel.planner.cluster import Cluster, cluster
 from graphaccel.planner.layouts import Layouts
 from graphaccel.planner.plan import Plan

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from graphaccel import cli
-from graphaccel.compiler import as_batch
 from graphaccel.jobs import Job
 from graphaccel.measure import materialise, random_batch
+from graphaccel.model import as_batch
 from graphaccel.report.facts import Facts
 from tests.cli.test_plan import JOBS, MODEL
 

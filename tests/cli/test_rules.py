@@ -11,9 +11,10 @@ from torch import Tensor
 
 from graphaccel import cli
 from graphaccel.capture.stepgraph import capture
-from graphaccel.compiler import Compiler, Model
+from graphaccel.compiler import Compiler
 from graphaccel.errors import MissingRule
 from graphaccel.jobs import job_of_function
+from graphaccel.model import Model
 from graphaccel.planner.cluster import cluster
 from graphaccel.report.rules import missing_note, priced_rules
 

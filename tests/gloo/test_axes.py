@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from graphaccel.api import cluster_here
-from graphaccel.compiler import Compiler, Model, as_batch, schedule_of
+from graphaccel.compiler import Compiler, schedule_of
 from graphaccel.ir.program import Sharded
+from graphaccel.model import Model, as_batch
 from graphaccel.planner.plan import Plan
 from graphaccel.rules.rows import Shard
 from graphaccel.runtime.executor import Executor, Held

@@ -11,7 +11,8 @@ import pytest
 
 from graphaccel.capture.batch import as_call, flatten_call
 from graphaccel.capture.stepgraph import StepGraph, capture
-from graphaccel.compiler import Compiler, Model, as_batch
+from graphaccel.compiler import Compiler
+from graphaccel.model import Model, as_batch
 from graphaccel.planner.cluster import Cluster, Device, Link
 from graphaccel.planner.record import Record
 from graphaccel.report.facts import Facts, RankMemory, gather, points, run_spans

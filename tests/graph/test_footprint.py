@@ -12,7 +12,8 @@ import torch
 
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import BATCH
-from graphaccel.compiler import Compiler, Model, as_batch
+from graphaccel.compiler import Compiler
+from graphaccel.model import Model, as_batch
 from graphaccel.passes.localise import localised
 from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.communication import all_reduce_seconds

@@ -9,8 +9,8 @@ import torch
 
 from graphaccel.capture.batch import flatten_call
 from graphaccel.capture.stepgraph import StepGraph, capture
-from graphaccel.compiler import without_data
 from graphaccel.ir.text import graph_text
+from graphaccel.model import without_data
 from graphaccel.passes import pipeline
 from graphaccel.passes.pipeline import build
 from graphaccel.planner.plan import Plan

@@ -13,8 +13,8 @@ from graphaccel.capture import stepgraph
 from graphaccel.capture.batch import flatten_call
 from graphaccel.capture.stepgraph import StepGraph, capture
 from graphaccel.capture.transport import packed, unpacked
-from graphaccel.compiler import without_data
 from graphaccel.ir.text import graph_text
+from graphaccel.model import without_data
 from graphaccel.passes.drop_backward import drop_backward
 from graphaccel.passes.fuse import fuse
 from graphaccel.passes.lower_precision import lower_precision

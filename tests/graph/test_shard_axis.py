@@ -16,7 +16,7 @@ import transformers
 from torch import Tensor, fx, nn
 
 from graphaccel.capture.stepgraph import StepGraph, capture
-from graphaccel.compiler import as_batch
+from graphaccel.model import as_batch
 from graphaccel.passes.exact_microbatch import exact_microbatch
 from graphaccel.passes.shard_axis import ShardedGraph, shard_axis
 from graphaccel.planner.placements import PlacementProblem, Rates, solve_placements

@@ -16,7 +16,8 @@ import transformers
 from torch import fx
 
 from graphaccel.capture.stepgraph import StepGraph
-from graphaccel.compiler import Compiler, Model, as_batch
+from graphaccel.compiler import Compiler
+from graphaccel.model import Model, as_batch
 from graphaccel.passes.exact_microbatch import exact_microbatch
 from graphaccel.passes.shard_axis import shard_axis
 from graphaccel.planner.cluster import cluster

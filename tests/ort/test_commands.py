@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from graphaccel import cli
-from graphaccel.compiler import Compiler, Model, as_batch
+from graphaccel.compiler import Compiler
 from graphaccel.errors import BadPin, OrtMismatch, OrtMissing
+from graphaccel.model import Model, as_batch
 from graphaccel.ort import kernels as kernels_module
 from graphaccel.ort.kernels import Kernels
 from graphaccel.ort.measure import calibration_name

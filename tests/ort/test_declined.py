@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from graphaccel import cli
-from graphaccel.compiler import Compiler, Model, as_batch
+from graphaccel.compiler import Compiler
+from graphaccel.model import Model, as_batch
 from graphaccel.ort.kernels import Kernels
 from graphaccel.planner.cluster import cluster
 

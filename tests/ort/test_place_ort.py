@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
 from graphaccel.compat.torch import FakeTensorMode
-from graphaccel.compiler import Compiler, Model, as_batch
+from graphaccel.compiler import Compiler
 from graphaccel.ir.program import StageProgram, StepProgram, Value
 from graphaccel.ir.text import graph_text
 from graphaccel.ir.values import propagate
+from graphaccel.model import Model, as_batch
 from graphaccel.ort.kernels import Kernels
 from graphaccel.ort.partition import Flow, partition
 from graphaccel.ort.session import Sessions

@@ -1,0 +1,378 @@
+"""`model.graphaccel`: what an optimized model is run by, and what it can be asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from graphaccel.arguments import check_hooks
+from graphaccel.capture.batch import Batch, flatten_call
+from graphaccel.capture.export import split_targets
+from graphaccel.capture.stepgraph import StepGraph
+from graphaccel.compat.torch import pytree
+from graphaccel.compiler import Compiler, forward_schedule, progress, schedule_of
+from graphaccel.errors import BatchChanged, GraphMisuse
+from graphaccel.ir.program import StepProgram
+from graphaccel.passes.pipeline import backward_of
+from graphaccel.planner.plan import Plan
+from graphaccel.report.text import plan_report
+from graphaccel.runtime.deferred import RECORD
+from graphaccel.runtime.loss_scale import LossScale
+from graphaccel.runtime.mesh import build_mesh
+from graphaccel.runtime.module import Dropped, HandOut, Kept, original_class
+from graphaccel.runtime.record import Record
+from graphaccel.runtime.session import CompiledStep, Session
+from graphaccel.runtime.share import depends_on, share_capture
+from graphaccel.runtime.state import (
+    OptimizerState,
+    full_state,
+    sharded_state_dict,
+    stage_meshes,
+)
+from graphaccel.runtime.twins import Twins, check_elementwise
+
+Optimizer = torch.optim.Optimizer
+
+
+class Handle:
+    """`model.graphaccel`: the plan, its predictions, and reports. None of it before the first
+    batch, unless an example batch was given."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        compiler: Compiler,
+        devices: int,
+        device: torch.device,
+        timeout: float,
+        initial: Record | None = None,
+    ) -> None:
+        self._initial = initial
+        self._model, self._optimizer, self._compiler = model, optimizer, compiler
+        self._devices, self._device, self._timeout = devices, device, timeout
+        self._inner = tuple(model.named_modules())
+        self._dtypes: dict[str, torch.dtype] = {}
+        self._modes: tuple[bool, ...] = ()
+        self._session: Session | None = None
+        self._step: StepGraph | None = None
+        self._steps: dict[Any, CompiledStep] = {}
+        self.plan: Plan | None = None
+        self.program: StepProgram | None = None
+        self.measured_peak_bytes: int | None = None
+
+    # ---- what people ask for
+
+    def report(self) -> str:
+        """The plan as text (`graphaccel plan` prints the same)."""
+        if self.plan is None or self._step is None:
+            return "no plan yet: it is made when the first training batch comes\n"
+        name = original_class(self._model).__name__
+        return plan_report(
+            self.plan,
+            self._step,
+            self._compiler.cluster,
+            model_name=name,
+            assumed=assumed_state(self._optimizer),
+            layouts=self._compiler.layouts(self._step),
+        )
+
+    @property
+    def predicted_step_seconds(self) -> float | None:
+        """Seconds a step is predicted to take."""
+        prediction = None if self.plan is None else self.plan.prediction
+        return None if prediction is None else prediction.seconds
+
+    @property
+    def predicted_peak_bytes(self) -> int | None:
+        """Predicted peak tensor bytes on this rank."""
+        if self.plan is None or self.plan.prediction is None or self._session is None:
+            return None
+        return self.plan.prediction.memory[self._session.mesh.pipeline_index].tensors
+
+    @property
+    def loss_scale(self) -> float | None:
+        """What the loss is multiplied by inside an fp16 step; gradients come without it."""
+        scale = None if self._session is None else self._session.scale
+        return None if scale is None else scale.factor
+
+    def graph_text(self) -> str:
+        """The captured step as text."""
+        return "" if self._step is None else self._step.text()
+
+    # ---- what the model's forward and state_dict do
+
+    def prepare(self, batch: Batch, planned: Callable[[], None] = lambda: None) -> None:
+        """Capture, plan, rewrite, and let go of what this rank does not hold.
+
+        planned: called when nothing can be refused any more, before anything is changed.
+        """
+        self._share_capture(batch)
+        step, chosen, program = self._compiler.choose(batch)
+        self._agree(chosen)
+        planned()
+        mesh = build_mesh(
+            chosen, program.shared.values(), self._device, timedelta(seconds=self._timeout)
+        )
+        scale = LossScale() if chosen.precision.scaled else None
+        session = Session(self._model, mesh, scale)
+        optimizer = self._optimizer
+        if optimizer is not None and (program.owned or program.resting):
+            check_elementwise(optimizer)
+        session.settle(program_homes(program), step.tied, optimizer, program, self._initial)
+        self._initial = None
+        vars(self._model).pop(RECORD, None)
+        self._meshes = stage_meshes(session)
+        if optimizer is not None and mesh.pipeline > 1:
+            optimizer.register_step_pre_hook(_without_remote_gradients)
+        if optimizer is not None and session.states:
+            named = dict(self._model.named_parameters(remove_duplicate=False))
+            twins = Twins(optimizer, named, session.states, chosen.bucket_bytes)
+            OptimizerState(optimizer, twins.layouts, self._meshes)
+        self._session, self._step, self.plan, self.program = session, step, chosen, program
+        self._steps[("train", batch.signature())] = self._compiled(
+            step, program, chosen.microbatches, chosen
+        )
+        self._dtypes = _dtypes(batch)
+        self._modes = tuple(module.training for _, module in self._inner)
+        peak = chosen.prediction
+        progress(
+            "ready", chosen.name + (f", {1e3 * peak.seconds:.0f} ms predicted" if peak else ""), 0.0
+        )
+
+    def run(
+        self, module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+    ) -> Any:
+        """`model(*args, **kwargs)`."""
+        if module is not self._model or self._compiler.capturing:
+            return forward(module, *args, **kwargs)
+        training = torch.is_grad_enabled() and self._model.training
+        if not training and self._initial is not None:
+            raise GraphMisuse(
+                what="the model is on the meta device until the first training batch, and was "
+                "evaluated before",
+                help_line="graphaccel.optimize(model, optimizer, example_batch=batch)",
+            )
+        if not training and self._has_all():
+            return self._plain(forward, args, kwargs)
+        if training:
+            check_hooks(self._inner)
+            self._refuse_changes()
+        batch = flatten_call(args, kwargs)
+        if not training:
+            return self._evaluate(batch)
+        if self.plan is None:
+            self.prepare(batch)
+        compiled = self._training_step(batch)
+        assert self._session is not None
+        reached = compiled.reached
+        named = [(n, p) for n, p in self._model.named_parameters() if n in reached]
+        if compiled.backward is not None:
+            tracked = frozenset(compiled.program.tangents)
+            return compiled.rebuild(
+                None, self._session.call(compiled, batch.leaves, tracked, named)
+            )
+        result = self._session.step(compiled, batch.leaves)
+        loss = HandOut.apply(result, tuple(n for n, _ in named), *(p for _, p in named))
+        return compiled.rebuild(loss, result.outputs)
+
+    def _has_all(self) -> bool:
+        """Whether every parameter lies here in full."""
+        session = self._session
+        return session is None or (session.mesh.pipeline == 1 and not session.parameters)
+
+    def _plain(self, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The user's own forward, with the loss function behind it if there is one."""
+        loss_fn = self._compiler.model.loss_fn
+        if not callable(loss_fn):
+            return forward(self._model, *args, **kwargs)
+        args, kwargs, targets = split_targets(loss_fn, args, kwargs)
+        return loss_fn(forward(self._model, *args, **kwargs), *targets)
+
+    def state_dict(self, plain: Any, prefix: str) -> Any:
+        """Completes `model.state_dict()` with what other ranks hold."""
+        if self._session is None or self._has_all():
+            return plain
+        return sharded_state_dict(self._session, self._meshes, plain, prefix)
+
+    def full_state(self) -> dict[str, Any]:
+        """`full_state_dict`."""
+        plain = original_class(self._model).state_dict(self._model)
+        if self._session is None:
+            return {k: v.detach().cpu().clone() for k, v in plain.items()}
+        return full_state(self._session, self._model, plain)
+
+    # ---- compiled steps
+
+    def _training_step(self, batch: Batch) -> CompiledStep:
+        key = ("train", batch.signature())
+        if key not in self._steps:
+            assert self.plan is not None
+            assert self._session is not None
+            self._refuse_other(batch)
+            self._share_capture(batch)
+            step, program = self._compiler.compile(
+                batch, self.plan, self._session.homes, self._session.groups
+            )
+            self._steps[key] = self._compiled(step, program, self.plan.microbatches, self.plan)
+        return self._steps[key]
+
+    def _refuse_changes(self) -> None:
+        """What was captured must still hold: otherwise the step would be wrong in silence."""
+        if self._step is None:
+            return
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad and name not in self._step.trainable:
+                raise GraphMisuse(
+                    what=f"parameter `{name}` was frozen when the step was captured, and is not "
+                    "any more",
+                    help_line="set requires_grad before optimize(), and learning rates later",
+                )
+        for (name, module), training in zip(self._inner, self._modes, strict=True):
+            if module.training != training:
+                said = "train" if training else "eval"
+                raise GraphMisuse(
+                    what=f"module `{name}` was in {said}() mode when the step was captured",
+                    help_line=f"model.get_submodule({name!r}).{said}()",
+                )
+
+    def _refuse_other(self, batch: Batch) -> None:
+        """A batch of other sizes is captured anew; other inputs or dtypes are a mistake."""
+        found = _dtypes(batch)
+        if set(found) != set(self._dtypes):
+            expected, got = ", ".join(self._dtypes), ", ".join(found)
+            raise BatchChanged(what="the inputs of the model", expected=expected, got=got)
+        for name, dtype in found.items():
+            if dtype != self._dtypes[name]:
+                raise BatchChanged(
+                    what=f"dtype of {name}", expected=str(self._dtypes[name]), got=str(dtype)
+                )
+
+    def _evaluate(self, batch: Batch) -> Any:
+        assert self.plan is not None
+        assert self._session is not None
+        if torch.is_grad_enabled() and not self._model.training:
+            raise GraphMisuse(
+                what="a forward in evaluation mode with gradients enabled, under "
+                + ("a pipeline" if self.plan.pipeline > 1 else "sharded parameters"),
+                help_line="with torch.no_grad():",
+            )
+        key = (self._model.training, batch.signature())
+        if key not in self._steps:
+            step, program = self._compiler.compile_evaluation(
+                batch,
+                self.plan,
+                self._session.homes,
+                self._model.training,
+                self._session.groups,
+            )
+            self._steps[key] = self._compiled(step, program, 1, None)
+        compiled = self._steps[key]
+        with torch.no_grad():
+            result = self._session.evaluate(compiled, batch.leaves)
+        return compiled.rebuild(result.loss, result.outputs)
+
+    def _compiled(
+        self, step: StepGraph, program: StepProgram, microbatches: int, chosen: Plan | None
+    ) -> CompiledStep:
+        assert self.plan is not None or chosen is not None
+        used = chosen or self.plan
+        assert used is not None
+        schedule = (
+            schedule_of(used, program) if chosen is not None else forward_schedule(used, program)
+        )
+        outside = program.bare is not None
+        return CompiledStep(
+            program,
+            schedule,
+            microbatches,
+            step.forward.constants,
+            _rebuilder(step),
+            (lambda outputs: backward_of(program, used, outputs)) if outside else None,
+        )
+
+    def _share_capture(self, batch: Batch) -> None:
+        """Capture on one rank for all."""
+        if self._devices == 1:
+            return
+        compiler = self._compiler
+        share_capture(
+            compiler.knows(batch),
+            depends_on(self._model, batch.signature(), compiler.model.loss_fn),
+            lambda: compiler.capture(batch)[0],
+            lambda step: compiler.keep(batch, step),
+        )
+
+    def _agree(self, chosen: Plan) -> None:
+        """All ranks must run the same plan: they compare it before anything depends on it."""
+        if self._devices == 1:
+            return
+        plans: list[Any] = [None] * self._devices
+        dist.all_gather_object(plans, chosen.to_json())
+        if len(set(plans)) > 1:
+            raise GraphMisuse(
+                what="the ranks chose different plans: their models, batches or versions differ",
+                help_line="seed every rank alike and give them the same example batch",
+            )
+
+
+def program_homes(program: StepProgram) -> dict[str, tuple[int, ...]]:
+    """Parameter or buffer name → the stages that hold it."""
+    homes: dict[str, tuple[int, ...]] = {}
+    for stage in program.stages:
+        for name in (*stage.parameters, *stage.buffers):
+            homes[name] = (*homes.get(name, ()), stage.stage)
+    return homes
+
+
+def _dtypes(batch: Batch) -> dict[str, torch.dtype]:
+    return {batch.names[i]: t.dtype for i, t in batch.tensors.items()}
+
+
+def _rebuilder(step: StepGraph) -> Callable[[torch.Tensor | None, Mapping[int, torch.Tensor]], Any]:
+    returned = step.forward.returned
+    spec = returned.spec
+    names = _output_names(pytree.tree_unflatten(list(range(returned.num_leaves)), spec))
+
+    def rebuild(loss: torch.Tensor | None, outputs: Mapping[int, torch.Tensor]) -> Any:
+        leaves: list[Any] = []
+        for i in range(returned.num_leaves):
+            if i == returned.loss_leaf and loss is not None:
+                leaves.append(loss)
+            elif i in outputs:
+                kept = loss is not None and loss.requires_grad and i in returned.tracked
+                name = names.get(i, f"output {i}")
+                leaves.append(Kept.apply(name, outputs[i], loss) if kept else outputs[i])
+            else:
+                leaves.append(returned.plain.get(i, Dropped(names.get(i, f"output {i}"))))
+        return pytree.tree_unflatten(leaves, spec)
+
+    return rebuild
+
+
+def _output_names(output: Any) -> dict[int, str]:
+    """Leaf number → how the script calls it; `output` has its leaves' numbers for leaves."""
+    if isinstance(output, Mapping):
+        return {i: f"{key}" for key, i in output.items() if isinstance(i, int)}
+    if isinstance(output, (tuple, list)):
+        return {i: f"output[{place}]" for place, i in enumerate(output) if isinstance(i, int)}
+    return {}
+
+
+def _without_remote_gradients(optimizer: Optimizer, *_: Any) -> None:
+    from graphaccel.runtime.remote import RemoteTensor
+
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if isinstance(parameter, RemoteTensor):
+                parameter.grad = None
+
+
+def assumed_state(optimizer: Optimizer | None) -> str:
+    """What a report says about optimizer state."""
+    return "no optimizer state" if optimizer is None else type(optimizer).__name__

@@ -1,0 +1,120 @@
+"""What is planned for: a model, its loss function and its optimizer's state, as bytes."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphaccel.capture.batch import Batch, as_call, flatten_call
+from graphaccel.capture.export import LossFn
+from graphaccel.compat.torch import FakeTensorMode
+from graphaccel.errors import Unsupported
+from graphaccel.ir.program import Sharded, StepProgram
+from graphaccel.planner.memory import Resident
+from graphaccel.planner.plan import Plan
+from graphaccel.planner.zero import local_shape
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is planned for: a module, its loss function, how many bytes of optimizer state each byte
+    of trained parameter has, and the bytes of its parameters and buffers by name. shardable: its
+    optimizer can work on shards."""
+
+    module: nn.Module = field(repr=False)
+    loss_fn: LossFn | None
+    optimizer_bytes: float
+    shardable: bool = True
+
+    def resident(self, batch: Batch, plan: Plan, program: StepProgram) -> Resident:
+        """Bytes that lie on a rank all the time."""
+        parameters = dict(self.module.named_parameters(remove_duplicate=False))
+
+        def share(name: str, splits: tuple[Sharded, ...]) -> int:
+            parameter = parameters[name]
+            return prod(local_shape(parameter.shape, splits, plan)) * parameter.element_size()
+
+        return Resident(
+            {n: share(n, program.resting.get(n, ())) for n in parameters},
+            {n: tensor_bytes(b) for n, b in self.module.named_buffers(remove_duplicate=False)},
+            {
+                n: share(n, program.state_splits(n))
+                for n, p in parameters.items()
+                if p.requires_grad
+            },
+            sum(tensor_bytes(t) for t in batch.tensors.values()),
+            self.optimizer_bytes,
+        )
+
+
+def tensor_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def as_batch(example: Any) -> Batch:
+    """An example batch, as the call of the model it stands for."""
+    return flatten_call(*as_call(example))
+
+
+def check_supported(module: nn.Module) -> None:
+    """Raises Unsupported (GA208) for what no plan can hold: dtypes, layouts, several devices."""
+    devices = set()
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.is_complex() or tensor.is_quantized:
+            raise Unsupported(
+                what=f"dtype {tensor.dtype} of {name}",
+                reason="gradients of such a tensor can not be summed over ranks",
+                help_line="keep it as two real tensors, or exclude its module",
+            )
+        if tensor.is_sparse or tensor.layout != torch.strided:
+            raise Unsupported(
+                what=f"layout {tensor.layout} of {name}",
+                reason="parameters must be dense",
+                help_line=f"{name} = {name}.to_dense()",
+            )
+        devices.add(tensor.device)
+    if len(devices) > 1:
+        found = ", ".join(sorted(map(str, devices)))
+        raise Unsupported(
+            what=f"a model that lies on several devices ({found})",
+            reason="the plan decides where parameters lie",
+            help_line="model.to('cpu') before graphaccel.optimize",
+        )
+
+
+def optimizer_bytes(optimizer: torch.optim.Optimizer | None) -> float:
+    """Bytes of state per byte of trained parameter: 2 for Adam's two moments, 1 for momentum."""
+    if optimizer is None:
+        return 0.0
+    name = type(optimizer).__name__.lower()
+    if "adam" in name or "lamb" in name:
+        return 2.0
+    momentum = any(group.get("momentum") for group in optimizer.param_groups)
+    return 0.0 if name == "sgd" and not momentum else 1.0
+
+
+def without_data(module: nn.Module) -> nn.Module:
+    """A copy without data. Meta tensors become fakes on the CPU: a graph on the meta device would
+    mix with what the model creates on the CPU in its forward."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    memo: dict[int, Any] = {}
+    for parameter in module.parameters():
+        memo[id(parameter)] = nn.Parameter(_fake(parameter.detach(), mode), parameter.requires_grad)
+    for buffer in module.buffers():
+        memo[id(buffer)] = _fake(buffer.detach(), mode)
+    made = copy.deepcopy(module, memo)
+    for hooks in (made._forward_hooks, made._forward_pre_hooks):
+        hooks.clear()  # they run when the script calls its own model
+    return made
+
+
+def _fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    if tensor.device.type != "meta":
+        return mode.from_tensor(tensor)
+    with mode:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
