@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import fx
@@ -79,7 +80,8 @@ def measure(
     costs = []
     for number, (key, candidate) in enumerate(found.items()):
         region = Region(candidate.model, sessions, f"{candidate.module} ({candidate.phase})")
-        seconds = _side_by_side(candidate, region)
+        inputs = [_real(v) for v in candidate.inputs]
+        seconds = side_by_side(partial(candidate.graph, *inputs), partial(region, *inputs))
         ops = len(candidate.model.ops)
         costs.append(RegionCost(key, candidate.module, candidate.phase, ops, *seconds))
         progress(number + 1, len(found))
@@ -102,28 +104,48 @@ def _candidates(
     return found
 
 
-def _real(fake: torch.Tensor) -> torch.Tensor:
-    made = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
-    return made.normal_() if fake.dtype.is_floating_point else made.zero_()
-
-
-def _side_by_side(candidate: _Candidate, region: Region) -> tuple[float, float]:
-    """Median seconds of a run: (torch, ONNX Runtime), rounds in turn."""
-    inputs = [_real(v) for v in candidate.inputs]
-    sides: tuple[Callable[[], object], ...] = (
-        lambda: candidate.graph(*inputs),
-        lambda: region(*inputs),
-    )
+def side_by_side(
+    first: Callable[[], object], second: Callable[[], object], rounds: int = _ROUNDS
+) -> tuple[float, float]:
+    """Median seconds of a run of each, rounds in turn."""
+    sides = (first, second)
     with torch.no_grad():
         repeats = [_repeats(side) for side in sides]
         times: list[list[float]] = [[], []]
-        for number in range(_ROUNDS):
+        for number in range(rounds):
             for which in (0, 1) if number % 2 == 0 else (1, 0):
                 start = time.perf_counter()
                 for _ in range(repeats[which]):
                     sides[which]()
                 times[which].append((time.perf_counter() - start) / repeats[which])
     return statistics.median(times[0]), statistics.median(times[1])
+
+
+def example_inputs(graph: fx.Graph) -> list[torch.Tensor]:
+    """A tensor for each input of a graph: random numbers, 0 for integers, lying as it will."""
+    return [_real(n.meta["val"]) for n in graph.nodes if n.op == "placeholder"]
+
+
+def in_step(
+    costs: Sequence[RegionCost], calls: Mapping[str, int], without: float, with_regions: float
+) -> list[RegionCost]:
+    """The costs as a whole step shows them: what a region costs its neighbours is added to it.
+
+    Alone a region is timed on warm memory of its own. In a step its results are fresh memory and
+    lie as ONNX Runtime wrote them, and what ran before it left the caches. What the step gains
+    less than the regions promise is divided among their calls.
+
+    calls: how often each region runs in a step. without, with_regions: seconds of the step.
+    """
+    promised = sum(calls.get(c.key, 0) * (c.torch - c.ort) for c in costs)
+    lost = promised - (without - with_regions)
+    each = max(0.0, lost) / max(1, sum(calls.values()))
+    return [replace(c, ort=c.ort + each) if c.key in calls else c for c in costs]
+
+
+def _real(fake: torch.Tensor) -> torch.Tensor:
+    made = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
+    return made.normal_() if fake.dtype.is_floating_point else made.zero_()
 
 
 def _repeats(run: Callable[[], object]) -> int:
