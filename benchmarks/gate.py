@@ -20,10 +20,11 @@ from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from benchmarks.common import RESULTS
-from graphaccel.kernels import rms_norm
+from graphaccel.kernels import row_norm
 from graphaccel.kernels.jit import next_power_of_2, warps
 from graphaccel.messages import columns
 
@@ -62,25 +63,37 @@ class Row:
     verdict: str
 
 
+def _row_kernels(name: str, width: int, **flags: bool) -> list[Kernel]:
+    """Forward and backward of one norm; flags: the kernels' constants, False where not given."""
+    block, centres = next_power_of_2(width), flags.get("CENTRES", False)
+    tensors = ("*bf16", "*i64", "*bf16", "*bf16", "*i8", "*bf16", "*bf16", "*bf16", "*bf16")
+    forward = (*tensors, "*fp32", "*fp32", "*i64", "i32", "i32", "i32", "fp32", "fp32")
+    names = ("CENTRES", "ADDS", "MORE", "DROPS", "GATHERS", "BIASES", "TOTALS")
+    fixed = {n: flags.get(n, False) for n in names} | {"SCALES": True, "BLOCK": block}
+    found = [Kernel(f"{name} forward", row_norm.forward_kernel, forward, fixed, warps(width))]
+    if width <= row_norm.widest(centres):
+        tensors = ("*bf16", "*bf16", "*bf16", "*i8", "*bf16", "*fp32", "*fp32", "*bf16", "*bf16")
+        backward = (*tensors, "*fp32", "*fp32", "i32", "i32", "i32", "fp32")
+        fixed = {n: flags.get(n, False) for n in ("CENTRES", "ADDS", "DROPS", "BIASES")}
+        fixed |= {"SCALES": True, "WEIGHS": True, "BLOCK": block}
+        many = row_norm.backward_warps(width)
+        found.append(Kernel(f"{name} backward", row_norm.backward_kernel, backward, fixed, many))
+    return found
+
+
 def kernels(width: int) -> list[Kernel]:
     """Every kernel, for rows of `width` bf16 elements."""
-    block = next_power_of_2(width)
-    forward = ("*bf16", "*bf16", "*bf16", "*bf16", "*bf16", "*fp32", "i32", "fp32")
-    backward = ("*bf16", "*bf16", "*bf16", "*bf16", "*fp32", "*bf16", "*fp32", "i32", "i32", "i32")
-    found = []
-    for adds in (False, True):
-        name = "add_rms_norm" if adds else "rms_norm"
-        both = {"ADDS": adds, "SCALES": True, "BLOCK": block}
-        found.append(
-            Kernel(f"{name} forward", rms_norm._forward_kernel, forward, both, warps(width))
-        )
-        found.append(
-            Kernel(
-                f"{name} backward", rms_norm._backward_kernel, backward,
-                {**both, "WEIGHS": True}, rms_norm.backward_warps(width),
-            )
-        )  # fmt: skip
-    return found
+    layer = {"CENTRES": True, "BIASES": True}
+    added = {"ADDS": True, "TOTALS": True}
+    return [
+        *_row_kernels("rms_norm", width),
+        *_row_kernels("add_rms_norm", width, **added),
+        *_row_kernels("dropout_add_rms_norm", width, DROPS=True, **added),
+        *_row_kernels("layer_norm", width, **layer),
+        *_row_kernels("add_layer_norm", width, **layer, **added),
+        *_row_kernels("dropout_add_layer_norm", width, DROPS=True, **layer, **added),
+        *_row_kernels("embedding_layer_norm", width, GATHERS=True, MORE=True, **layer, **added)[:1],
+    ]
 
 
 def compiled(kernel: Kernel, target: int, width: int) -> Row:
@@ -125,15 +138,14 @@ def compiled(kernel: Kernel, target: int, width: int) -> Row:
 
 def _resources(ptx: str, target: int) -> tuple[int, int]:
     """Registers a thread and bytes spilled, as ptxas reports them."""
-    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    tool = tools / ("ptxas-blackwell" if target >= 100 else "ptxas")
+    tool = get_ptxas(target).path  # the one that knows the PTX this Triton writes
     architecture = re.search(r"\.target (\S+)", ptx)
     assert architecture is not None
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "kernel.ptx"
         file.write_text(ptx)
         said = subprocess.run(
-            [str(tool), "-v", f"-arch={architecture[1].rstrip(',')}", str(file), "-o", "/dev/null"],
+            [tool, "-v", f"-arch={architecture[1].rstrip(',')}", str(file), "-o", "/dev/null"],
             capture_output=True,
             text=True,
             check=True,

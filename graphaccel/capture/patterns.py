@@ -53,7 +53,8 @@ def trace_pattern(function: Callable[..., Any], values: Mapping[str, Any]) -> Pa
     with mode:
         canonicalise(module)
     propagate(module, fakes)
-    return Pattern(module.graph, {v: n for n, v in numbers.items() if isinstance(v, float)})
+    bound = {v: n for n, v in numbers.items() if not isinstance(v, bool)}
+    return Pattern(module.graph, bound)
 
 
 def simplify(module: fx.GraphModule) -> None:

@@ -39,7 +39,9 @@ _DIMS = {"dim", "dims", "dim0", "dim1"}
 _NEW_DIM = {aten.unsqueeze.default, aten.stack.default}
 # Sizes are compared when the pattern has been traced again at the shapes it was found at.
 _SIZES = {"size", "shape", "start", "end", "split_size", "split_sizes", "normalized_shape"}
-_WHEREABOUTS = {"device", "pin_memory", "layout", "memory_format", "non_blocking"}
+_WHEREABOUTS = {
+    "device", "pin_memory", "layout", "memory_format", "non_blocking", "cudnn_enable",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -173,7 +175,7 @@ class _Search:
             yield from self._solve(rest, bound)
 
     def _number(self, value: Any) -> str | None:
-        if isinstance(value, float) and not isinstance(value, bool):
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
             return self.pattern.numbers.get(value)
         return None
 

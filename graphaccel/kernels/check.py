@@ -233,7 +233,9 @@ class _Run:
         for name in spared:
             fresh[name].requires_grad_(False)
         wanted = [n for n in wanted if n not in spared]
-        with torch.enable_grad():
+        with torch.enable_grad(), torch.random.fork_rng(devices=[], enabled=self.fusion.random):
+            if self.fusion.random:  # the same mask in every run
+                torch.manual_seed(7)
             made = tensors(call(fresh))[: len(self.fusion.outputs)]
         generator = torch.Generator().manual_seed(7)
         incoming = [
@@ -271,10 +273,10 @@ class _Run:
         wanted = shape(spec, sizes, case.leading)
         if spec.below:
             found = torch.randint(0, sizes[spec.below], wanted, generator=generator)
-            if found.numel() > 2:
+            if spec.ignored and found.numel() > 2:
                 found.view(-1)[1::3] = -100
             return found
-        if spec.mask or spec.broadcast:
+        if spec.mask or (spec.broadcast and case.choice == 0):
             wanted = (1, *wanted[1:])
         found = torch.randn(wanted, generator=generator, dtype=torch.float64)
         if case.values == "large":

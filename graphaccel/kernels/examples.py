@@ -52,7 +52,7 @@ def tensor(
         wanted = (1, *wanted[1:])
     if spec.below:
         found = torch.randint(0, sizes[spec.below], wanted, generator=generator)
-        if found.numel() > 2:
+        if spec.ignored and found.numel() > 2:
             found.view(-1)[1::3] = -100
         return found
     return torch.randn(wanted, generator=generator, dtype=torch.float64).to(dtype)

@@ -21,6 +21,9 @@ GROUP = "graphaccel.fusions"
 SHIPPED = (
     "activations",
     "cross_entropy",
+    "dropout_norm",
+    "embedding_norm",
+    "layer_norm",
     "linear_cross_entropy",
     "rms_norm",
     "rotary",

@@ -20,7 +20,8 @@ class T:
     dims: index names as in einsum; `...` stands for any leading dims, a number for a dim of that
       size. Equal names are equal sizes; the sharding rule is read off them.
     optional: it may be missing (None); of an output: its gradient may be. grad: it gets a gradient.
-    below: integers, at least 0 and below the size of this index (or -100: ignored).
+    below: integers, at least 0 and below the size of this index (or, where some may be ignored,
+      -100).
     dtype: of an output or saved tensor, where it is not that of the first input: a torch dtype
       name, the name of an input, or "wide" (float32 for 16-bit inputs, else as the first input).
     broadcast: dims of size one are broadcast, and leading ones may be missing.
@@ -31,6 +32,7 @@ class T:
     optional: bool = False
     grad: bool = True
     below: str = ""
+    ignored: bool = True
     dtype: str = ""
     broadcast: bool = False
     mask: bool = False
@@ -78,7 +80,8 @@ class Fusion:
     rewrite: instead of an op of its own, torch calls that replace the pattern.
     legal: reason why these inputs (fake tensors and numbers, by name) are not for this op, or None.
     whole: indices that can not be sharded. sums: whether an index that outputs lack is summed.
-    random: it draws random numbers.
+    random: it draws random numbers, none where its number `p` is 0.
+    gathered: inputs of which it reads only the rows that it gives; its backward, their shape alone.
     tensor_parallel: False keeps it out of plans with a tensor axis, which shards an index that this
       op needs whole.
     devices: device types on which `fusions="auto"` places it. sizes: sizes of indices in checks.
@@ -108,6 +111,7 @@ class Fusion:
     whole: tuple[str, ...] = ()
     sums: bool = True
     random: bool = False
+    gathered: tuple[str, ...] = ()
     tensor_parallel: bool = True
     devices: tuple[str, ...] = ("cpu", "cuda")
     sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)

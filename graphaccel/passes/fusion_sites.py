@@ -21,7 +21,9 @@ from graphaccel.kernels.register import op_of, parameters
 from graphaccel.kernels.spec import Function, Fusion, Scalar, T
 from graphaccel.passes.lower_precision import cast_graph
 
-_SENTINEL = 0.7310585786300049  # numbers of a pattern while it is traced to be matched: 0.73.. + i
+# Numbers of a pattern while it is traced to be matched: unlike any other, and probabilities where
+# they have to be.
+_SENTINEL, _WHOLE_SENTINEL = 0.7310585786300049, 73_105_857
 _LOW = (torch.bfloat16, torch.float16)
 
 
@@ -317,7 +319,9 @@ def generic(fusion: Fusion, variant: Variant) -> Pattern | None:
     values = example(fusion, variant.low or torch.float32)
     for i, (name, spec) in enumerate(fusion.inputs.items()):
         if isinstance(spec, Scalar) and isinstance(spec.default, float):
-            values[name] = _SENTINEL + i
+            values[name] = _SENTINEL + i / 64
+        elif isinstance(spec, Scalar) and not isinstance(spec.default, bool):
+            values[name] = _WHOLE_SENTINEL + i
     if variant.autocast:  # weights stay wide
         values = {
             n: v.float() if isinstance(v, Tensor) and v.is_floating_point() and v.dim() == 1 else v

@@ -24,6 +24,7 @@ from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry
 
 from graphaccel.capture.symbols import evaluate
+from graphaccel.kernels.register import fusion_of, is_backward
 from graphaccel.planner.cluster import Device
 
 Amount: TypeAlias = Any  # int | sympy.Expr
@@ -154,15 +155,28 @@ def node_bytes(node: fx.Node, resolve: Resolve = _symbolic, narrow: bool = False
         return 0
     written = tensor_bytes(node, resolve, narrow)
     total = written
-    gathers = _packet(node) in _GATHERS
-    for position, source in enumerate(dict.fromkeys(node.all_input_nodes)):
+    gathers = {node.args[0]: written} if _packet(node) in _GATHERS else _gathered(node, resolve)
+    for source in dict.fromkeys(node.all_input_nodes):
         read = tensor_bytes(source, resolve, narrow)
-        if gathers and position == 0:
-            read = written
+        if source in gathers:
+            read = gathers[source]
         elif resolve is not _symbolic and source.target in (aten.expand.default,):
             read = min(read, tensor_bytes(first_input(source), resolve, narrow))
         total = total + read
     return total
+
+
+def _gathered(node: fx.Node, resolve: Resolve) -> dict[Any, Amount]:
+    """What a fused op reads of inputs that it looks rows up in."""
+    fusion = fusion_of(node.target)
+    if fusion is None or not fusion.gathered:
+        return {}
+    if is_backward(node.target):
+        names, rows = fusion.read_back, 0
+    else:
+        value, dims = _tensors(node.meta["val"], dims_of(node, resolve))[0]
+        names, rows = tuple(fusion.inputs), math.prod(dims) * item_bytes(value)
+    return {a: rows for n, a in zip(names, node.args, strict=True) if n in fusion.gathered}
 
 
 def peak_flops(device: Device, dtype: str) -> float:

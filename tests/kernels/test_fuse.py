@@ -143,6 +143,33 @@ def test_sums_before_norms_are_taken_along(frozen: bool) -> None:
     same(step, rewritten, model, batch())
 
 
+class Dropped(nn.Module):
+    """Dropout, sum and norm, as in GPT-2 and T5; `norm`: which."""
+
+    def __init__(self, norm: str) -> None:
+        super().__init__()
+        self.inner, self.dropout = Norm("weight first"), nn.Dropout(0.25)
+        self.norm = nn.LayerNorm(16) if norm == "layer" else self.inner.norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.dropout(self.inner.first(x))
+        return self.norm(x).square().sum() + x.cos().sum()
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_dropout_is_taken_along_with_the_mask_of_eager(norm: str) -> None:
+    model = Dropped(norm).double()
+    step = step_of(model, *batch())
+    rewritten = fused(step)
+    assert counted(rewritten) == {f"dropout_add_{norm}_norm": 1}
+    found = []
+    for graph in (step, rewritten):
+        torch.manual_seed(3)
+        found.append(gradients(graph, model, batch()))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-10, atol=1e-12)
+
+
 def test_fuel_places_the_first_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     step = step_of(Residual().double(), *batch())
     monkeypatch.setenv("GRAPHACCEL_FUEL", "1")
@@ -187,9 +214,11 @@ ZOO_COUNTS = {
         "swiglu": 4,
         "linear_cross_entropy": 1,
     },
-    "gpt2": {"linear_cross_entropy": 1},  # and four gelu_tanh, which become torch's gelu
+    # and four gelu_tanh, which become torch's gelu
+    "gpt2": {"embedding_layer_norm": 1, "add_layer_norm": 8, "linear_cross_entropy": 1},
     "t5": {"add_rms_norm": 15, "rms_norm": 2, "linear_cross_entropy": 1},
-    "bert": {"cross_entropy": 1},
+    "bert": {"embedding_layer_norm": 1, "add_layer_norm": 8, "cross_entropy": 1},
+    "vit": {"add_layer_norm": 9, "cross_entropy": 1},
 }
 
 
@@ -204,7 +233,7 @@ def test_every_fusion_a_reader_sees_is_found_and_equal(name: str) -> None:
     rewritten = fused(step)
     assert counted(rewritten) == ZOO_COUNTS[name]
     gelus = [n for n in rewritten.forward.graph.graph.nodes if "gelu" in str(n.target)]
-    assert len(gelus) == (4 if name in ("gpt2", "bert") else 0)
+    assert len(gelus) == (4 if name in ("gpt2", "bert", "vit") else 0)
     expected = gradients(step, model, tuple(given.values()))
     got = gradients(rewritten, model, tuple(given.values()))
     for spec, a in zip(step.outputs, expected, strict=True):
