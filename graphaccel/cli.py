@@ -172,6 +172,19 @@ def _add_pins(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     )
     pins.add_argument("--recompute", choices=("none", "some", "all"))
     pins.add_argument("--precision", choices=("fp32", "bf16", "fp16"))
+    pins.add_argument(
+        "--vocab",
+        choices=("data", "tensor"),
+        help="where embedding and head rest: a shard on each data rank, or split by words",
+    )
+    pins.add_argument(
+        "--stage",
+        dest="stages",
+        type=_stage,
+        action="append",
+        metavar="MODULE=N",
+        help="the pipeline stage of a module; may be given again",
+    )
     return pins
 
 
@@ -269,6 +282,14 @@ def _positive(text: str) -> int:
 def _ort(text: str) -> str | tuple[str, ...]:
     """off, auto or all; otherwise module paths."""
     return text if text in ("off", "auto", "all") else tuple(text.split(","))
+
+
+def _stage(text: str) -> tuple[str, int]:
+    """("transformer.h.3", 1) of "transformer.h.3=1"."""
+    module, equals, stage = text.rpartition("=")
+    if not equals or not module or not stage.isdecimal():
+        raise argparse.ArgumentTypeError(f"a module and its stage, as in h.3=1, not {text!r}")
+    return module, int(stage)
 
 
 def _target(text: str) -> tuple[Path, str | None]:

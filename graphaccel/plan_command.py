@@ -39,7 +39,7 @@ from graphaccel.report.trace import trace_json
 
 PINS = (
     "data", "pipeline", "tensor", "context", "expert", "interleave", "microbatches", "zero",
-    "sequence", "gather_again", "accumulation", "recompute", "precision", "ort",
+    "sequence", "gather_again", "accumulation", "recompute", "precision", "vocab", "stages", "ort",
 )  # fmt: skip
 INTERRUPTED = 130  # 128 + SIGINT
 _DRAWN = 1500  # candidates that a picture is given; beyond, only those the search solved
@@ -157,7 +157,10 @@ def _read(file: Path) -> Plan:
 
 def pins_of(args: argparse.Namespace) -> dict[str, Any]:
     """The decisions on the command line."""
-    return {name: getattr(args, name) for name in PINS if getattr(args, name) is not None}
+    given = {name: getattr(args, name) for name in PINS if getattr(args, name) is not None}
+    if "stages" in given:
+        given["stages"] = dict(given["stages"])
+    return given
 
 
 def chosen_cluster(args: argparse.Namespace) -> Cluster:

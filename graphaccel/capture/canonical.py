@@ -8,6 +8,8 @@ before                                               after
                                                        %m: b8[8] = aten.ne(%t, -100)
                                                        %c: i64[] = aten.sum(%m)
                                                        %l: f32[] = aten.div(%n, %c)
+  %v: f32[6,4,2] = aten.index(%w, [%e])                %y: f32[6,4] = expert_product(%x, %w, %e)
+  %y: f32[6,4,1] = aten.bmm(%v, aten.unsqueeze(%x, -1))
 
 Averages become a sum over a count. A sum over part of the batch is a partial sum, while an average
 of part of the batch is simply wrong when the parts hold different numbers of ignored labels.
@@ -23,6 +25,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from graphaccel.compat.torch import schema
+from graphaccel.kernels.experts import PRODUCT
 
 aten = torch.ops.aten
 SUM = 2  # at::Reduction::Sum
@@ -181,6 +184,34 @@ def _concatenate(node: fx.Node) -> None:
         node.args = (tensors, *node.args[1:])
 
 
+def _chosen_product(node: fx.Node) -> None:
+    """A product with a weight that was looked up for every row (Hugging Face's `batched_mm`)."""
+    left, right = node.args
+    for weights, rows, transposed in ((left, right, True), (right, left, False)):
+        dim = 2 if transposed else 1
+        if not _one_each(weights) or rows.meta["val"].shape[dim] != 1:
+            continue
+        table, (experts,) = weights.args[0], weights.args[1]
+        count = table.meta["val"].shape[0]
+        made_so = rows.target is aten.unsqueeze.default and rows.args[1] % 3 == dim
+        flat = rows.args[0] if made_so else _emit(node, aten.squeeze.dim, rows, dim)
+        made = _emit(node, PRODUCT, flat, table, experts, 0, count, transposed)
+        for user in node.users:
+            if user.target is aten.squeeze.dim and user.args[1] % 3 == (2 if transposed else 1):
+                user.replace_all_uses_with(made)
+        node.replace_all_uses_with(_emit(node, aten.unsqueeze.default, made, dim))
+        return
+
+
+def _one_each(node: fx.Node) -> bool:
+    """Whether a tensor holds a matrix for every row, `w[experts]`."""
+    if node.target is not aten.index.Tensor:
+        return False
+    table, positions = node.args
+    single = len(positions) == 1 and isinstance(positions[0], fx.Node)
+    return single and table.meta["val"].dim() == 3 and positions[0].meta["val"].dim() == 1
+
+
 _REMOVED = {
     aten.detach_.default,
     aten.alias.default,
@@ -211,4 +242,5 @@ _REWRITES: dict[Any, Callable[[fx.Node], None]] = {
     aten.adaptive_avg_pool2d.default: _pool,
     aten.adaptive_avg_pool3d.default: _pool,
     aten.cat.default: _concatenate,
+    aten.bmm.default: _chosen_product,
 }

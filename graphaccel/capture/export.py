@@ -35,6 +35,8 @@ OUTSIDE = "outside"
 
 LossFn: TypeAlias = Callable[..., torch.Tensor] | Literal["outside"] | None
 
+_SAME_EXPERTS = {"eager", "grouped_mm"}
+
 _INSIDE = (f"{torch.__path__[0]}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}")
 """Where the frames of torch and of graphaccel lie: they are not the user's."""
 
@@ -197,7 +199,7 @@ def export_forward(model: nn.Module, batch: Batch, loss_fn: LossFn) -> ForwardGr
     wrapper = _WithLoss(model, loss_fn, notes.append)
     wrapper.training = model.training
     args, kwargs = batch.rebuild(batch.leaves)
-    with _state_restored(model), warnings.catch_warnings(), _quiet():
+    with _state_restored(model), _batched_experts(model), warnings.catch_warnings(), _quiet():
         warnings.simplefilter("ignore")
         try:
             program = torch.export.export(wrapper, args, kwargs, strict=False)
@@ -263,6 +265,23 @@ def _state_restored(model: nn.Module):
     finally:
         for module, training in modes.items():
             module.training = training
+
+
+@contextmanager
+def _batched_experts(model: nn.Module) -> Iterator[None]:
+    """Hugging Face's models have several ways to run the same experts: one loops over those that
+    were hit, which no graph can say, one sorts the whole batch. That with a shape of its own for
+    every row is the one that can be captured and split; what runs is `kernels.experts`."""
+    found = [m for m in model.modules() if hasattr(m, "set_experts_implementation")]
+    before = [m.get_experts_implementation() for m in found]
+    able = [(m, b) for m, b in zip(found, before, strict=True) if set(b.values()) & _SAME_EXPERTS]
+    try:
+        for module, _ in able:
+            module.set_experts_implementation("batched_mm")
+        yield
+    finally:
+        for module, said in able:
+            module.set_experts_implementation(said)
 
 
 @contextmanager

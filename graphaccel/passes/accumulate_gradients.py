@@ -323,7 +323,9 @@ class _Accumulating:
         self._marked(sent, flat, None)
 
     def _marked(self, node: fx.Node, written: fx.Node, computed: fx.Node | None) -> fx.Node:
-        node.meta = {} if computed is None else dict(computed.meta)
+        # A call of its own: what the runtime fills in by rank is not among its arguments.
+        found = {} if computed is None else computed.meta
+        node.meta = {key: value for key, value in found.items() if key != "bind"}
         node.meta |= {"val": written.meta["val"], "made_by": "accumulate_gradients"}
         node.meta["phase"] = "backward"
         return node

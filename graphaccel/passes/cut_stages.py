@@ -183,7 +183,8 @@ def _unsummed(node: fx.Node, stage: dict[fx.Node, int]) -> tuple[tuple[int, fx.N
         for other in nodes[1:]:
             with total.graph.inserting_after(max(total, other)):
                 added = total.graph.call_function(aten.add.Tensor, (total, other))
-            added.meta = {**total.meta, "made_by": "cut_stages"}
+            kept = {key: value for key, value in total.meta.items() if key != "bind"}
+            added.meta = {**kept, "made_by": "cut_stages"}
             stage[added] = where
             total = added
         result.append((where, total))

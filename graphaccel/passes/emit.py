@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from graphaccel.rules.propagate import PARTIAL, REPLICATED
-from graphaccel.rules.rows import Placement, Shard
+from graphaccel.rules.shard import Placement, Shard
 
 aten = torch.ops.aten
 _funcol = torch.ops._c10d_functional

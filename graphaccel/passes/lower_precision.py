@@ -24,6 +24,7 @@ from graphaccel.capture.export import ForwardGraph
 from graphaccel.capture.stepgraph import StepGraph, rewritten
 from graphaccel.compat.torch import fake_mode_of, graph_module
 from graphaccel.ir.values import propagate
+from graphaccel.kernels.experts import PRODUCT
 from graphaccel.planner.plan import Plan
 from graphaccel.rules.notation import tensor_arguments
 
@@ -40,6 +41,7 @@ _LOW = {
     aten.conv3d.default,
     aten.convolution.default,
     aten.scaled_dot_product_attention.default,
+    PRODUCT,
 }
 _WIDE = {
     aten.softmax.int,

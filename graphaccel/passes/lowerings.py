@@ -24,7 +24,7 @@ _IGNORED = -100
 Lowering: TypeAlias = Callable[[Emitter, fx.Node, list[fx.Node]], list[fx.Node]]
 
 
-def _own_rows(emit: Emitter, ids: fx.Node, rows: int) -> tuple[fx.Node, fx.Node]:
+def own_rows(emit: Emitter, ids: fx.Node, rows: int) -> tuple[fx.Node, fx.Node]:
     """Positions counted from this rank's first row, and which of them are this rank's."""
     moved = emit.call(aten.sub.Tensor, ids, 0, bind={1: rows})
     low = emit.call(aten.ge.Scalar, moved, 0)
@@ -39,7 +39,7 @@ def _replaced(emit: Emitter, own: fx.Node, kept: fx.Node, other: int) -> fx.Node
 
 def _embedding(emit: Emitter, node: fx.Node, tensors: list[fx.Node]) -> list[fx.Node]:
     table, ids = tensors
-    moved, own = _own_rows(emit, ids, table.meta["val"].shape[0])
+    moved, own = own_rows(emit, ids, table.meta["val"].shape[0])
     found = emit.call(aten.embedding.default, table, _replaced(emit, own, moved, 0))
     away = emit.call(aten.logical_not.default, own)
     away = emit.call(aten.unsqueeze.default, away, len(away.meta["val"].shape))
@@ -51,7 +51,7 @@ def _embedding_backward(emit: Emitter, node: fx.Node, tensors: list[fx.Node]) ->
     gradient, ids = tensors
     count, padding = int(node.args[2]), int(node.args[3])
     rows = -(-count // emit.ranks)  # rounded up: the last rank may have padding
-    moved, own = _own_rows(emit, ids, rows)
+    moved, own = own_rows(emit, ids, rows)
     if padding >= 0:
         used = emit.call(aten.ne.Scalar, ids, padding)
         own = emit.call(aten.logical_and.default, own, used)
@@ -62,7 +62,7 @@ def _embedding_backward(emit: Emitter, node: fx.Node, tensors: list[fx.Node]) ->
 
 def _look_up(emit: Emitter, node: fx.Node, tensors: list[fx.Node]) -> list[fx.Node]:
     table, ids = tensors
-    moved, own = _own_rows(emit, ids, table.meta["val"].shape[0])
+    moved, own = own_rows(emit, ids, table.meta["val"].shape[0])
     found = emit.call(aten.index.Tensor, table, [_replaced(emit, own, moved, 0)])
     away = emit.call(aten.logical_not.default, own)
     for _ in table.meta["val"].shape[1:]:
@@ -75,7 +75,7 @@ def _look_up_backward(emit: Emitter, node: fx.Node, tensors: list[fx.Node]) -> l
     _, ids, values = tensors
     whole = node.meta["val"].shape
     rows = whole[0] // emit.ranks
-    moved, own = _own_rows(emit, ids, rows)
+    moved, own = own_rows(emit, ids, rows)
     made = {"dtype": node.meta["val"].dtype, "device": node.meta["val"].device}
     zeros = emit.call_with(aten.zeros.default, ([rows + 1, *whole[1:]],), made)
     safe = _replaced(emit, own, moved, rows)
@@ -111,7 +111,7 @@ def _softmax(emit: Emitter, node: fx.Node, tensors: list[fx.Node]) -> list[fx.No
 
 def _own_labels(emit: Emitter, labels: fx.Node, ignored: int, classes: int) -> fx.Node:
     """Labels of this rank's classes, counted from its first; all others are ignored."""
-    moved, own = _own_rows(emit, labels, classes)
+    moved, own = own_rows(emit, labels, classes)
     used = emit.call(aten.ne.Scalar, labels, ignored)
     return _replaced(emit, emit.call(aten.logical_and.default, own, used), moved, _IGNORED)
 
@@ -151,6 +151,18 @@ def _causal(emit: Emitter, node: fx.Node, tensors: list[fx.Node]) -> list[fx.Nod
     return items(emit, made_node)
 
 
+def _expert_product(emit: Emitter, node: fx.Node, tensors: list[fx.Node]) -> list[fx.Node]:
+    """The rows of this rank's experts; zeros for the rest."""
+    held = tensors[1].meta["val"].shape[0]
+    return [emit.call(node.target, *tensors, 0, *node.args[4:], bind={3: held})]
+
+
+def _expert_gradient(emit: Emitter, node: fx.Node, tensors: list[fx.Node]) -> list[fx.Node]:
+    count = int(node.args[4])
+    held = count // emit.ranks
+    return [emit.call(node.target, *tensors, 0, count, held, bind={3: held})]
+
+
 def items(emit: Emitter, node: fx.Node) -> list[fx.Node]:
     """The tensors of a call that gives several."""
     values = node.meta["val"]
@@ -176,6 +188,8 @@ LOWERINGS: Mapping[str, Lowering] = MappingProxyType(
         "nll_loss": _nll_loss,
         "causal": _causal,
         "dropout": _dropout,
+        "expert_product": _expert_product,
+        "expert_gradient": _expert_gradient,
     }
 )
 

@@ -16,7 +16,7 @@ from torch import fx
 
 from graphaccel.passes.emit import Emitter
 from graphaccel.rules.propagate import PARTIAL
-from graphaccel.rules.rows import Row, Shard
+from graphaccel.rules.shard import Row, Shard
 
 aten = torch.ops.aten
 _MOVES = frozenset(

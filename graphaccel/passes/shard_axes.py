@@ -19,7 +19,7 @@ from graphaccel.passes.shard_axis import shard_axis
 from graphaccel.planner.placements import Rates, solve_placements
 from graphaccel.planner.plan import Plan
 from graphaccel.rules.propagate import REPLICATED
-from graphaccel.rules.rows import Placement, shard_of
+from graphaccel.rules.shard import Placement, shard_of
 
 AXES = ("tensor", "context", "expert")
 # Without a cluster: an accelerator with 1 TB/s of memory and links of a tenth of that.
@@ -67,9 +67,7 @@ def shard_axes(
                 sequence=plan.sequence, keep_outputs=keep,
             )  # fmt: skip
         except ValueError as error:
-            raise BadPin(
-                pin="pins", value=dict(plan.placements), reason=f"{error} on axis {axis}"
-            ) from error
+            raise BadPin(pin="pins", value=dict(plan.placements), reason=str(error)) from error
         made = shard_axis(
             graph, step.inputs, step.outputs, placed, axis=axis, ranks=ranks, keep_outputs=keep
         )
@@ -104,6 +102,6 @@ def _pins(
         if mine:
             ranks = getattr(plan, axis)
             found[name] = shard_of(mine[0].dim, mine[0].outer, shapes[name], ranks)
-        elif resting is not None or not parts:
+        else:  # a pin says all of it, but for what ZeRO does on the data axis
             found[name] = REPLICATED
     return found

@@ -24,13 +24,14 @@ from torch import fx
 from graphaccel.capture.export import GraphInput, GraphOutput
 from graphaccel.compat.torch import fake_mode_of, graph_module
 from graphaccel.ir.values import fake_like
+from graphaccel.passes.chosen_rows import ChosenRows
 from graphaccel.passes.emit import Emitter, set_value
 from graphaccel.passes.lowerings import items, lower
 from graphaccel.passes.padding import Padding
 from graphaccel.planner.placements import Placements, source_of
 from graphaccel.rules.notation import arguments, output_shapes, tensor_arguments
 from graphaccel.rules.propagate import PARTIAL, REPLICATED
-from graphaccel.rules.rows import Placement, Row, Shard
+from graphaccel.rules.shard import Placement, Row, Shard
 
 aten = torch.ops.aten
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
@@ -87,6 +88,8 @@ class _Sharding:
         self.graph = fx.Graph()
         self.emit = Emitter(self.graph, axis, ranks, "shard_axis")
         self.padding = Padding(self.emit)
+        self.chosen = ChosenRows(self.emit)
+        self.names = {node.name: node for node in module.graph.nodes}
         self.made: dict[Any, dict[Placement, fx.Node]] = {}
         results = zip(module.graph.output_node().args[0], outputs, strict=True)
         # What the forward hands out is made in the forward, though a backward may ask first.
@@ -139,11 +142,15 @@ class _Sharding:
         local = [self._given(t, need, node) for t, need in zip(tensors, row.inputs, strict=True)]
         self.emit.meta = node.meta
         local = self.padding.before(node, row, local)
+        if not row.lowering and PARTIAL in row.outputs:  # a sum: rows of other ranks must be zero
+            local = [self._share(t, p, node) for t, p in zip(local, row.inputs, strict=True)]
         if row.lowering:
             results = lower(row.lowering, self.emit, node, local)
         else:
             results = self._copied(node, row, local)
         self.padding.after(node, row, local, results)
+        if row.lowering == "expert_product":
+            self.chosen.add_zero(results[0])
         for k, (result, place) in enumerate(zip(results, row.outputs, strict=True)):
             self.made[(node, k)] = {place: result}
 
@@ -179,10 +186,28 @@ class _Sharding:
             if whole and need != REPLICATED:
                 start = REPLICATED  # kept whole as well: all else is cheap to make of that
                 if start not in known:
-                    known[start] = self.emit.convert(known[made], made, start)
-            known[need] = self.emit.convert(known[start], start, need)
+                    known[start] = self._converted(known[made], made, start, user)
+            known[need] = self._converted(known[start], start, need, user)
             self.padding.add_zero(known[need])
         return known[need]
+
+    def _converted(
+        self, node: fx.Node, source: Placement, target: Placement, user: fx.Node
+    ) -> fx.Node:
+        """A conversion; rows that are a rank's own by their expert are shares of a sum."""
+        if isinstance(source, Shard) and source.by:
+            node, source = self._share(node, source, user), PARTIAL
+        whole = isinstance(target, Shard) and target.by
+        return self.emit.convert(node, source, REPLICATED if whole else target)
+
+    def _share(self, node: fx.Node, place: Placement | None, user: fx.Node) -> fx.Node:
+        """A value with zeros in the rows whose expert another rank holds."""
+        if not isinstance(place, Shard) or not place.by:
+            return node
+        meta = self.emit.meta
+        experts = self._given(self.names[place.by], REPLICATED, user)
+        self.emit.meta = meta
+        return self.chosen.zero(node, place, experts)
 
     def _result(
         self, node: Any, spec: GraphOutput, held: Mapping[str, Shard], partial: set[str]

@@ -182,6 +182,8 @@ def shapes_of(problem: Problem, pins: Pins, batch: int, layout: Layout) -> Itera
         if problem.limits.data and data > 1:
             continue
         for interleave in _interleaves(pins, pipeline):
+            if pipeline * interleave <= max((s for _, s in pins.stages or ()), default=0) > 0:
+                continue
             for microbatches in divisors(batch // data):
                 if pins.microbatches not in (None, microbatches):
                     continue

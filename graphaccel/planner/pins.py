@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.errors import BadPin, BatchNotDivisible, NoLoss, SplitRefused
 from graphaccel.ir.program import Sharded
+from graphaccel.planner.module_pins import VOCAB, read_stages, vocabulary_placements
 from graphaccel.planner.plan import Plan, Precision
 from graphaccel.schedule.table import SCHEDULE_NAMES
 
@@ -31,14 +32,15 @@ _COUNTS = (
 NAMES = (
     *_COUNTS, "recompute", "precision", "schedule", "cuts", "outputs",
     "zero", "gather_again", "accumulation", "sequence", "pins", "fusions",
-    "ort", "fallback",
+    "vocab", "stages", "ort", "fallback",
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Pins:
     """Decisions of the user; None where there is none. recompute: one of `RECOMPUTE` or block
-    names. pins: how single parameters rest, by name. fusions: read by `kernels.registry.enabled`.
+    names. pins: how single parameters rest, by name, those of `vocab` among them. stages: path of
+    a module and its stage, in the order of the graph. fusions: read by `kernels.registry.enabled`.
     """
 
     data: int | None = None
@@ -59,6 +61,8 @@ class Pins:
     accumulation: str | None = None
     sequence: bool | None = None
     pins: tuple[tuple[str, tuple[Sharded, ...]], ...] | None = None
+    vocab: str | None = None
+    stages: tuple[tuple[str, int], ...] | None = None
     fusions: str | tuple[str, ...] | None = None
     ort: str | tuple[str, ...] | None = None
     fallback: str | None = None
@@ -124,17 +128,25 @@ def read_pins(
         ("outputs", OUTPUTS),
         ("fallback", FALLBACK),
         ("accumulation", ACCUMULATIONS),
+        ("vocab", VOCAB),
     ):
         if name in given and given[name] not in known:
             raise BadPin(pin=name, value=given[name], reason="unknown", allowed=known)
     typed: dict[str, Any] = {**given, **_names(given, step)}
     if "pins" in given:
         typed["pins"] = _placements(given["pins"], step)
+    if "stages" in given:
+        typed["stages"] = read_stages(given["stages"], step)
     found = Pins(**typed)
     _check_loss(found, step)
     found = _check_mesh(found, devices)
+    if found.vocab is not None:
+        placed = vocabulary_placements(found.vocab, step, _sizes(found, devices))
+        own = {**placed, **dict(found.pins or ())}
+        found = replace(found, pins=tuple(sorted(own.items())))
     _check_zero(found, devices)
     _check_schedule(found)
+    _check_stages(found)
     _check_batch(found, batch, limits)
     return found
 
@@ -236,7 +248,8 @@ def _check_zero(pins: Pins, devices: int) -> None:
         raise BadPin(
             pin="gather_again", value=again, reason="it is a choice", allowed=("True", "False")
         )
-    data = pins.data or devices // (pins.replica * (pins.pipeline or 1))
+    sizes = _sizes(pins, devices)
+    data = sizes["data"]
     if zero and data == 1:
         reason = "with data=1 there is no axis to shard over"
         raise BadPin(pin="zero", value=zero, reason=reason, allowed=("0",))
@@ -245,10 +258,16 @@ def _check_zero(pins: Pins, devices: int) -> None:
         raise BadPin(pin="accumulation", value=pins.accumulation, reason=reason, allowed=("whole",))
     for name, splits in pins.pins or ():
         for split in splits:
-            size = data if split.axis == "data" else getattr(pins, split.axis) or 1
-            if size == 1:
+            if sizes[split.axis] == 1:
                 reason = f"{name} is to be sharded over {split.axis}, which has one device"
                 raise BadPin(pin="pins", value={name: split}, reason=reason)
+
+
+def _sizes(pins: Pins, devices: int) -> dict[str, int]:
+    """The mesh axes' sizes; of data the largest there can be."""
+    data = pins.data or devices // (pins.replica * (pins.pipeline or 1))
+    inner = {axis: getattr(pins, axis) or 1 for axis in ("expert", "context", "tensor")}
+    return {"data": data, **inner}
 
 
 def _check_mesh(pins: Pins, devices: int) -> Pins:
@@ -286,6 +305,20 @@ def _check_mesh(pins: Pins, devices: int) -> Pins:
     return pins
 
 
+def _check_stages(pins: Pins) -> None:
+    """The stages that modules were given, against the cuts and the stages that there are."""
+    if not pins.stages:
+        return
+    last, said = max(stage for _, stage in pins.stages), dict(pins.stages)
+    if pins.cuts is not None:
+        raise BadPin(pin="stages", value=said, reason="cuts= says already where stages end")
+    count = (pins.pipeline or last + 1) * (pins.interleave or 1)
+    if last >= count:
+        path = next(path for path, stage in pins.stages if stage == last)
+        reason = f"{path} is to be on stage {last}, and there are {count}, from 0 on"
+        raise BadPin(pin="stages", value=said, reason=reason)
+
+
 def _check_schedule(pins: Pins) -> None:
     several = pins.interleave is not None and pins.interleave > 1
     if several and pins.schedule not in (None, "interleaved"):
@@ -310,6 +343,8 @@ def _check_loss(pins: Pins, step: StepGraph) -> None:
     for name in ("pipeline", "interleave", "microbatches"):
         if (getattr(pins, name) or 1) > 1:
             raise NoLoss(asked=f"{name}={getattr(pins, name)}")
+    if any(stage for _, stage in pins.stages or ()):
+        raise NoLoss(asked=f"stages={dict(pins.stages or ())}")
     if pins.cuts:
         raise NoLoss(asked=f"cuts={pins.cuts}")
     if pins.precision == "fp16":

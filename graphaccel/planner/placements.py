@@ -24,15 +24,20 @@ from torch.utils.flop_counter import flop_registry
 
 from graphaccel.capture.export import GraphInput, GraphOutput
 from graphaccel.capture.symbols import BATCH, SEQUENCE
+from graphaccel.kernels.experts import GRADIENT, PRODUCT
 from graphaccel.planner.cluster import Cluster
+from graphaccel.planner.conversions import Rates
+from graphaccel.planner.conversions import conversion_seconds as priced
 from graphaccel.planner.cost import counted_packet, peak_flops
 from graphaccel.planner.eliminate import Table, cheapest_assignment
 from graphaccel.planner.plan import Plan
+from graphaccel.planner.refusals import refusal
 from graphaccel.rules import collectives, indexing
 from graphaccel.rules.factories import UNIFORM
 from graphaccel.rules.notation import output_shapes, shape_of, tensor_arguments
-from graphaccel.rules.propagate import PARTIAL, REPLICATED, is_random
-from graphaccel.rules.rows import Placement, Row, Shard, Shards, rows_of, shard_of
+from graphaccel.rules.propagate import REPLICATED, is_random
+from graphaccel.rules.rows import rows_of
+from graphaccel.rules.shard import Placement, Row, Shard, Shards, shard_of
 
 _HELD = ("parameter", "buffer")
 _STATE_PASSES = (
@@ -43,18 +48,6 @@ _UNFINISHED = frozenset(collectives.RULES) - {torch.ops._c10d_functional.wait_te
 _FRACTION = 8  # of a usual message: what a collective costs at least
 _ROUNDS = 12
 _WIDE = 8  # positions a rank has at least of a dim that is padded
-
-
-@dataclass(frozen=True)
-class Rates:
-    """What decides between placements: FLOP/s, bytes/s of memory, seconds an op takes at least,
-    bytes/s and seconds of a hop on the links of the axis."""
-
-    flops: float
-    memory: float
-    launch: float
-    bandwidth: float
-    latency: float
 
 
 def axis_rates(cluster: Cluster, plan: Plan, axis: str) -> Rates:
@@ -177,7 +170,10 @@ class PlacementProblem:
         for node in self.calls:
             self.rows[node] = self._rows(node)
         self.latency = self._latency()
-        return self._eliminated()
+        try:
+            return self._eliminated()
+        except ValueError as error:
+            raise ValueError(refusal(self) or f"{error} on axis {self.axis}") from error
 
     def _latency(self) -> float:
         """Seconds of a hop, but no more than a fraction of a usual message takes.
@@ -235,7 +231,8 @@ class PlacementProblem:
             for argument, placement in zip(arguments, row.inputs, strict=True):
                 source = source_of(argument)
                 if isinstance(placement, Shard) and source in self.shards:
-                    self.shards[source] |= {placement}
+                    if not (placement.by and source[0] in self.resting):
+                        self.shards[source] |= {placement}
             for k, placement in enumerate(row.outputs):
                 if isinstance(placement, Shard):
                     self.shards[(node, k)] |= {placement}
@@ -275,7 +272,8 @@ class PlacementProblem:
         for value, uses in users.items():
             if len(uses) > 1 and value[0] in variables and value[0] not in self.held:
                 variables[value] = len(choices)
-                choices.append((None, REPLICATED, *sorted(self.shards[value])))
+                even = sorted(s for s in self.shards[value] if not s.by)  # else whole does as well
+                choices.append((None, REPLICATED, *even))
         tables = list(self._tables(variables, choices, users))
         found = cheapest_assignment([len(c) for c in choices], tables)
         chosen = {key: choices[i][found.values[i]] for key, i in variables.items()}
@@ -448,30 +446,8 @@ class PlacementProblem:
     def conversion_seconds(
         self, size: int, floating: bool, source: Placement, target: Placement, held: bool
     ) -> float:
-        """Seconds to convert a tensor of `size` bytes; infinite where there is no way.
-
-        held: it is a parameter, or a view of one.
-        """
-        n, r = self.ranks, self.rates
-        passing = size * (n - 1) / n / r.bandwidth
-        if source == REPLICATED:
-            if target == PARTIAL:
-                return 2 * size / r.memory + r.launch if floating else inf
-            return 0.0 if isinstance(target, Shard) and target == Shard(0) else r.launch / 4
-        if held or target == PARTIAL:  # a parameter is not gathered on this axis: it rests whole
-            return inf
-        if source == PARTIAL:
-            if not floating:
-                return inf
-            if target == REPLICATED:
-                return 2 * ((n - 1) * self.latency + passing) + r.launch
-            copies = 0.0 if target == Shard(0) else 2 * size / r.memory
-            return (n - 1) * self.latency + passing + copies + r.launch
-        whole = target == REPLICATED or source.dim == target.dim  # on the way, at least
-        if whole or source.padding or target.padding:
-            copies = 0.0 if source == Shard(0) else 2 * size / r.memory
-            return (n - 1) * self.latency + passing + copies + r.launch
-        return (n - 1) * self.latency + passing / n + 2 * size / n / r.memory + 2 * r.launch
+        """Seconds to convert a tensor of `size` bytes (`planner.conversions`)."""
+        return priced(size, floating, source, target, held, self.ranks, self.rates, self.latency)
 
     def _held_seconds(self, node: fx.Node, placement: Placement) -> float:
         """What it is worth to hold less: gradients and optimizer state shrink with it."""
@@ -496,7 +472,8 @@ class PlacementProblem:
         total = 0.0
         for k, placement in enumerate(row.outputs):
             tensor = _tensor((node, k))
-            share = self.ranks if isinstance(placement, Shard) else 1
+            smaller = isinstance(placement, Shard) and not placement.by
+            share = self.ranks if smaller else 1
             total += tensor.numel() * tensor.element_size() / share
         return total
 
@@ -588,6 +565,6 @@ def _signature(node: fx.Node) -> tuple[Any, ...]:
         return value
 
     args = fx.node.map_aggregate((node.args, dict(node.kwargs)), seen)
-    if node.target in indexing.RULES:  # what their indices count decides as well
-        return (node.name,)
+    if node.target in indexing.RULES or node.target in (PRODUCT, GRADIENT):
+        return (node.name,)  # what their indices count, or are, decides as well
     return (str(node.target), repr(args), repr(node.meta.get("dims")))

@@ -24,7 +24,7 @@ from dataclasses import astuple, replace
 
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import BATCH
-from graphaccel.errors import BatchNotDivisible, SplitRefused, TooManyStages
+from graphaccel.errors import BadPin, BatchNotDivisible, SplitRefused, TooManyStages
 from graphaccel.planner.candidates import (
     WORTH,
     Bounds,
@@ -87,8 +87,9 @@ def search(
     limits = Limits(microbatch_limit, data_limit)
     decided = agreeing_pins(pins, step, cluster.count, batch, limits)
     problem = Problem(
-        profiles or Layouts(Profile(step)), cluster, optimizer_bytes, limits, shardable
-    )
+        profiles or Layouts(Profile(step)), cluster, optimizer_bytes, limits, shardable,
+        decided.stages or (),
+    )  # fmt: skip
     record = Record() if record is None else record
     record.asked(problem, decided, batch, dict(pins), refine)
     outcome, corrected = solve_all(problem, decided, batch, record=record), problem
@@ -144,6 +145,8 @@ def solve_all(
     for done, bound in solving.run():
         if record is not None:
             record.tick(bound, done)
+    if not outcome.fitting and outcome.closest is None and outcome.refused is not None:
+        raise outcome.refused
     if not outcome.fitting and outcome.closest is None and outcome.too_many is not None:
         if problem.limits.data and pins.pipeline is None:  # the data axis is what is missing
             raise _no_shape(problem, pins, batch)
@@ -286,6 +289,10 @@ class _Solving:
         except TooManyStages as error:
             if outcome.too_many is None or error.asked < outcome.too_many.asked:
                 outcome.too_many = error
+            outcome.tally.impossible += 1
+            return
+        except BadPin as error:  # the stages that modules were given
+            outcome.refused = outcome.refused or error
             outcome.tally.impossible += 1
             return
         known = outcome.by_mesh.get(mesh_key(plan))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from graphaccel.errors import TooManyStages
+from graphaccel.errors import BadPin, TooManyStages
 from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.estimate import predict
 from graphaccel.planner.footprint import predict_memory
@@ -21,13 +21,15 @@ from graphaccel.planner.works import flight, sized_for
 @dataclass(frozen=True)
 class Problem:
     """What is planned, for what. layouts: profiles, of the whole graph and of its shards.
-    optimizer_bytes: for each trained number. shardable: the optimizer can work on shards."""
+    optimizer_bytes: for each trained number. shardable: the optimizer can work on shards. stages:
+    of modules, where they were said."""
 
     layouts: Layouts
     cluster: Cluster
     optimizer_bytes: int
     limits: Limits
     shardable: bool = True
+    stages: tuple[tuple[str, int], ...] = ()
 
     @property
     def profile(self) -> Profile:
@@ -76,7 +78,7 @@ class Tally:
 class Outcome:
     """Solved candidates: fitting, fastest first; the best of each mesh; the one that misses
     least; all of them, in the order in which they were solved; times of schedules that were
-    played.
+    played; why the first that could not be cut could not.
     """
 
     fitting: list[Plan] = field(default_factory=list)
@@ -86,6 +88,7 @@ class Outcome:
     closest: Plan | None = None
     tally: Tally = field(default_factory=Tally)
     too_many: TooManyStages | None = None
+    refused: BadPin | None = None
 
     def missed(self, plan: Plan, cluster: Cluster) -> None:
         """Note a plan that does not fit."""
@@ -103,7 +106,7 @@ def with_cuts_and_blocks(
     none) or names. Cuts are even in time; where that does not fit however much is recomputed, they
     are chosen again under each stage's memory.
 
-    Raises: TooManyStages (GA203).
+    Raises: TooManyStages (GA203), BadPin (GA202) where the stages of modules can not be.
     """
     choices = [cuts] if cuts is not None else _cuts(problem, plan)
     best: Plan | None = None
@@ -123,7 +126,7 @@ def _cuts(problem: Problem, plan: Plan) -> list[tuple[str, ...]]:
     link = problem.cluster.links[0]
     seconds = 1 / link.bandwidth, link.latency_seconds + problem.cluster.device.launch_seconds
     profile = problem.layouts.of(plan)
-    even = choose_cuts(profile, sized, plan.stages, *seconds)
+    even = choose_cuts(profile, sized, plan.stages, *seconds, pinned=problem.stages)
     assert even is not None
     if plan.stages == 1:
         return [even]
@@ -135,7 +138,9 @@ def _cuts(problem: Problem, plan: Plan) -> list[tuple[str, ...]]:
         in_flight=[waiting[s] for s in range(plan.stages)],
         budget=[cluster.tensor_budget / plan.interleave] * plan.stages,
     )
-    fitting = choose_cuts(profile, sized, plan.stages, *seconds, saved=lean, limit=limit)
+    fitting = choose_cuts(
+        profile, sized, plan.stages, *seconds, saved=lean, limit=limit, pinned=problem.stages
+    )
     return [even] if fitting in (None, even) else [even, fitting]
 
 

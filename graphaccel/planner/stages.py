@@ -18,7 +18,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from graphaccel.errors import TooManyStages
+from graphaccel.errors import BadPin, TooManyStages
+from graphaccel.planner.module_pins import is_inside
 from graphaccel.planner.profile import Profile, SizedProfile
 
 
@@ -137,13 +138,16 @@ def choose_cuts(
     *,
     saved: np.ndarray | None = None,
     limit: StageLimit | None = None,
+    pinned: Sequence[tuple[str, int]] = (),
 ) -> tuple[str, ...] | None:
     """Names of the forward nodes after which stages end; None when `limit` leaves no choice.
 
     A message of n bytes over a cut costs `message_seconds + n * seconds_per_byte` in each
-    direction. saved: bytes per position that wait for backward (needed with `limit`).
+    direction. saved: bytes per position that wait for backward (needed with `limit`). pinned: the
+    stage of modules, by path.
 
-    Raises: TooManyStages (GA203) when the graph has fewer cuts than `stages - 1`.
+    Raises: TooManyStages (GA203) when the graph has fewer cuts than `stages - 1`, BadPin (GA202)
+    when no cuts put the pinned modules on their stages.
     """
     if stages == 1:
         return ()
@@ -156,14 +160,37 @@ def choose_cuts(
         [0.0, *(message_seconds + n * seconds_per_byte for n in candidates.bytes), 0.0]
     )
     cost = np.maximum(work[None, :] - work[:, None], 0.0) + message[:, None] + message[None, :]
-    allowed = None
+    held = None
+    if pinned:
+        held = _with_pinned(profile, ends, stages, pinned)
+        if partition(cost, stages, held) is None:
+            reason = f"no {stages - 1} cuts make {stages} stages with these modules on theirs"
+            raise BadPin(pin="stages", value=dict(pinned), reason=reason)
+    allowed = held
     if limit is not None:
         assert saved is not None
         allowed = _fitting(profile, sized, saved, ends, stages, limit)
+        allowed = allowed if held is None else allowed & held
     splits = partition(cost, stages, allowed)
     if splits is None:
         return None
     return tuple(profile.names[ends[i]] for i in splits[1:-1])
+
+
+def _with_pinned(
+    profile: Profile, ends: np.ndarray, stages: int, pinned: Sequence[tuple[str, int]]
+) -> np.ndarray:
+    """[stage, i, j]: whether a segment may be the stage: it has nothing of another's modules."""
+    points = len(ends)
+    allowed = np.ones((stages, points, points), dtype=bool)
+    for path, stage in pinned:
+        inside = np.array([is_inside(module, path) for module in profile.modules])
+        before = np.concatenate([[0], np.cumsum(inside)])[ends + 1]
+        touched = before[None, :] > before[:, None]
+        for other in range(stages):
+            if other != stage:
+                allowed[other] &= ~touched
+    return allowed
 
 
 def _fitting(

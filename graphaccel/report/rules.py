@@ -21,8 +21,8 @@ from graphaccel.messages import Location, columns
 from graphaccel.planner.cluster import Device
 from graphaccel.planner.cost import Sizes, node_bytes, node_flops, node_seconds
 from graphaccel.report.format import folded, in_unit, plural, seconds_text, unit_of
+from graphaccel.rules.lowered import has_lowering
 from graphaccel.rules.notation import written
-from graphaccel.rules.rows import has_lowering
 from graphaccel.rules.table import rule_of
 
 

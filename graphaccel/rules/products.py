@@ -7,6 +7,7 @@ from types import MappingProxyType
 import torch
 from torch import fx
 
+from graphaccel.kernels.experts import GRADIENT, PRODUCT
 from graphaccel.rules.notation import (
     Indices,
     Notation,
@@ -75,6 +76,14 @@ def _convolution_backward(node: fx.Node) -> Notation:
     return Notation(inputs, tuple(outputs), frozenset(whole), (frozenset({0}),))
 
 
+def _chosen(node: fx.Node) -> Notation:
+    """Rows by the weights of their experts. Which experts a part holds is more than a smaller
+    argument (`rules.rows`)."""
+    weight: Indices = ("e", "n", "k") if arguments(node)["transposed"] else ("e", "k", "n")
+    linear = (frozenset({0}), frozenset({1}))
+    return Notation((("s", "k"), weight, ("s",)), (("s", "n"),), frozenset({"e"}), linear)
+
+
 RULES: Rules = MappingProxyType(
     {
         aten.mm.default: text("m k, k n -> m n", linear=((0,), (1,))),
@@ -85,5 +94,7 @@ RULES: Rules = MappingProxyType(
         aten.baddbmm.default: _added_product,
         aten.convolution.default: _convolution,
         aten.convolution_backward.default: _convolution_backward,
+        PRODUCT: _chosen,
+        GRADIENT: text("s k, s n, s -> e k n", linear=((0,), (1,))),
     }
 )

@@ -4,19 +4,12 @@ A rule (`rules.notation`) says which dims are the same index; a row is one choic
 placement for every tensor the call reads and gives. A call on one device is the row in which all
 are replicated; sharding an index gives a row, and so does letting partial sums through where the
 call is linear.
-
-Placements on one axis of n ranks:
-  REPLICATED     every rank has the whole tensor
-  Shard(d, o)    dim d is seen as [o, n, size / (o * n)] and rank r has [:, r, :]. outer is 1 but
-                 where dims were merged (a flattened [batch, sequence] sharded along the sequence)
-                 or lie side by side (queries, keys and values in one weight)
-  PARTIAL        the tensor is the sum of what the ranks have
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from math import prod
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -25,7 +18,7 @@ import torch
 from torch import fx
 
 from graphaccel.rules.factories import COUNTS, UNIFORM
-from graphaccel.rules.indexing import takes_rows
+from graphaccel.rules.lowered import lowered_rows
 from graphaccel.rules.notation import (
     Notation,
     arguments,
@@ -34,62 +27,11 @@ from graphaccel.rules.notation import (
     tensor_arguments,
 )
 from graphaccel.rules.propagate import PARTIAL, REPLICATED, is_random
+from graphaccel.rules.shard import Placement, Row, Shard, Shards
 from graphaccel.rules.table import rule_of
 
 aten = torch.ops.aten
 
-
-@dataclass(frozen=True, order=True)
-class Shard:
-    """Dim `dim`, seen as [outer, n, rest], is split in its middle.
-
-    padding: positions that the last rank has too many, where n does not divide the dim.
-    """
-
-    dim: int
-    outer: int = 1
-    padding: int = 0
-
-    def fits(self, shape: Sequence[int], ranks: int) -> bool:
-        """Whether a tensor of `shape` can be split so over `ranks`, with just this padding."""
-        if self.dim >= len(shape):
-            return False
-        if self.padding and (self.outer > 1 or self.padding >= ranks):
-            return False
-        return (shape[self.dim] + self.padding) % (self.outer * ranks) == 0
-
-    def local(self, shape: Sequence[int], ranks: int) -> tuple[int, ...]:
-        """One rank's shape of a tensor of `shape`."""
-        return tuple(
-            (n + self.padding) // ranks if d == self.dim else n for d, n in enumerate(shape)
-        )
-
-
-def shard_of(dim: int, outer: int, shape: Sequence[int], ranks: int) -> Shard:
-    """The shard of a dim of `shape`, padded where `ranks` do not divide it."""
-    return Shard(dim, outer, -shape[dim] % ranks if outer == 1 else 0)
-
-
-Placement: TypeAlias = Shard | str
-
-
-@dataclass(frozen=True)
-class Row:
-    """One legal choice. inputs: by position among `tensor_arguments`; None: any will do (not read).
-
-    lowering: name of the rewrite that makes the local call right where smaller arguments are not
-    enough. gathered: values that it sums over the axis itself, in elements of its first output's
-    dtype. divided: whether each rank does 1/n of the work.
-    """
-
-    inputs: tuple[Placement | None, ...]
-    outputs: tuple[Placement, ...]
-    lowering: str = ""
-    gathered: int = 0
-    divided: bool = True
-
-
-Shards: TypeAlias = frozenset[Shard]
 Carry: TypeAlias = Callable[[fx.Node, int], Iterator[tuple[tuple[Shard, ...], tuple[Shard, ...]]]]
 
 
@@ -117,13 +59,14 @@ def rows_of(
         for row in _made(node, ranks, outputs):
             found[row] = None
     else:
-        for index, outer, padding in _indices(notation, inputs, outputs):
-            if padding and node.target not in _PADDED and not _is_pointwise(node):
+        for index, like in _indices(notation, inputs, outputs):
+            loose = like.padding or like.by
+            if loose and node.target not in _PADDED and not _is_pointwise(node):
                 continue
-            row = _sharded(node, notation, index, outer, padding, ranks)
+            row = _sharded(node, notation, index, like, ranks)
             if row is not None:
                 found[row] = None
-    for row in _lowered(node, ranks, inputs, outputs):
+    for row in lowered_rows(node, ranks, inputs, outputs):
         found[row] = None
     if floating:
         for group in notation.linear:
@@ -153,15 +96,16 @@ def _is_floating(node: fx.Node) -> bool:
 
 def _indices(
     notation: Notation, inputs: Sequence[Shards], outputs: Sequence[Shards]
-) -> list[tuple[str, int, int]]:
-    found: dict[tuple[str, int, int], None] = {}
+) -> list[tuple[str, Shard]]:
+    """Which index may be split, and how: shards but for their dim."""
+    found: dict[tuple[str, Shard], None] = {}
     for names, shards in (
         *zip(notation.inputs, inputs, strict=True),
         *zip(notation.outputs, outputs, strict=True),
     ):
         for shard in sorted(shards):
             if shard.dim < len(names):
-                found[(names[shard.dim], shard.outer, shard.padding)] = None
+                found[(names[shard.dim], replace(shard, dim=0))] = None
     return list(found)
 
 
@@ -185,12 +129,10 @@ def _is_pointwise(node: fx.Node) -> bool:
     return torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
-def _sharded(
-    node: fx.Node, notation: Notation, index: str, outer: int, padding: int, ranks: int
-) -> Row | None:
+def _sharded(node: fx.Node, notation: Notation, index: str, like: Shard, ranks: int) -> Row | None:
     if index in ("", "1") or index in notation.whole:
         return None
-    if is_random(node) and node.target is not aten.native_dropout.default:
+    if is_random(node) and (like.by or node.target is not aten.native_dropout.default):
         return None
     shapes = [shape_of(t) for t in tensor_arguments(node)]
     results = output_shapes(node)
@@ -205,7 +147,7 @@ def _sharded(
         if not dims:
             inputs.append(REPLICATED)
             continue
-        shard = Shard(dims[0], outer, padding)
+        shard = replace(like, dim=dims[0])
         if len(dims) > 1 or not shard.fits(shape, ranks):
             return None
         inputs.append(shard)
@@ -213,7 +155,7 @@ def _sharded(
     for position, (names, shape) in enumerate(zip(notation.outputs, results, strict=True)):
         dims = [d for d, name in enumerate(names) if name == index]
         if dims:
-            shard = Shard(dims[0], outer, padding)
+            shard = replace(like, dim=dims[0])
             if len(dims) > 1 or not shard.fits(shape, ranks):
                 return None
             outputs.append(shard)
@@ -226,7 +168,7 @@ def _sharded(
     if not seen and node.target is not aten.expand.default:
         return None
     lowering = "dropout" if is_random(node) else ""
-    return Row(tuple(inputs), tuple(outputs), lowering)
+    return Row(tuple(inputs), tuple(outputs), lowering, divided=not like.by)
 
 
 def _made(node: fx.Node, ranks: int, outputs: Sequence[Shards]) -> Iterator[Row]:
@@ -268,8 +210,8 @@ def _regroup(
     if group is None:
         return None
     left, right = group
-    if shard.padding:
-        return Shard(right[0], 1, shard.padding) if len(left) == len(right) == 1 else None
+    if shard.padding or shard.by:
+        return replace(shard, dim=right[0]) if len(left) == len(right) == 1 else None
     before = prod(source[d] for d in left if d < shard.dim) * shard.outer
     for dim in right:
         ahead = prod(target[d] for d in right if d < dim)
@@ -350,7 +292,7 @@ def _along(dim: int, parts: int | None, *, narrows: bool) -> Callable[[Shard], P
     def carry(shard: Shard) -> Pair | None:
         if shard.dim != dim:
             return shard, shard
-        if parts is None or shard.padding:
+        if parts is None or shard.padding or shard.by:
             return None
         if narrows:
             if shard.outer % parts:
@@ -431,168 +373,5 @@ _CARRY: Mapping[Any, tuple[Follow, Follow]] = MappingProxyType(
         aten.split.Tensor: (_split, _split_back),
         aten.split_with_sizes.default: (_split, _split_back),
         aten.cat.default: (_cat, _cat_back),
-    }
-)
-
-
-# ---- ops that need more than smaller arguments
-
-
-def has_lowering(node: fx.Node) -> bool:
-    """Whether a call may be split in more ways than its rule says, by a rewrite of its own."""
-    return node.target in _LOWERED
-
-
-def _lowered(
-    node: fx.Node, ranks: int, inputs: Sequence[Shards], outputs: Sequence[Shards]
-) -> Iterator[Row]:
-    made = _LOWERED.get(node.target)
-    if made is not None:
-        yield from made(node, ranks, inputs, outputs)
-
-
-def _embedding(
-    node: fx.Node, ranks: int, inputs: Sequence[Shards], outputs: Sequence[Shards]
-) -> Iterator[Row]:
-    """Rows of the table are split: each rank looks up its own, the rest are zeros.
-
-    Shoeybi et al., Megatron-LM, 2019, §3 (vocabulary-parallel embedding).
-    """
-    table = shape_of(tensor_arguments(node)[0])
-    for rows in _first_dims(inputs[0], table, ranks):
-        yield Row((rows, REPLICATED), (PARTIAL,), "embedding", divided=False)
-
-
-def _embedding_backward(
-    node: fx.Node, ranks: int, inputs: Sequence[Shards], outputs: Sequence[Shards]
-) -> Iterator[Row]:
-    for rows in _first_dims(outputs[0], output_shapes(node)[0], ranks):
-        if not arguments(node)["scale_grad_by_freq"]:
-            yield Row((REPLICATED, REPLICATED), (rows,), "embedding_backward", divided=False)
-
-
-def _first_dims(known: Shards, shape: Sequence[int], ranks: int) -> list[Shard]:
-    """Shards of dim 0: the even one always, a padded one where it was thought of."""
-    found = {s for s in known if s.dim == 0 and s.padding} | {Shard(0)}
-    return [s for s in sorted(found) if s.fits(shape, ranks)]
-
-
-def _look_up(
-    node: fx.Node, ranks: int, inputs: Sequence[Shards], outputs: Sequence[Shards]
-) -> Iterator[Row]:
-    """Rows that are looked up (experts by the tokens that chose them) are split: each rank gives
-    its own, and zeros for the rest. Nothing depends on how many a rank has."""
-    tensors = tensor_arguments(node)
-    floating = tensors[0].meta["val"].is_floating_point()
-    if not floating or not takes_rows(node) or not Shard(0).fits(shape_of(tensors[0]), ranks):
-        return
-    if node.target is aten.index.Tensor:
-        yield Row((Shard(0), REPLICATED), (PARTIAL,), "look_up", divided=False)
-    else:
-        yield Row((None, REPLICATED, REPLICATED), (Shard(0),), "look_up_backward", divided=False)
-
-
-def _softmax_along(
-    node: fx.Node, ranks: int, inputs: Sequence[Shards], outputs: Sequence[Shards]
-) -> Iterator[Row]:
-    """The dim of a softmax is split: its maximum and its sum are taken over the axis."""
-    (shape,) = output_shapes(node)
-    dim = int(arguments(node)["dim"]) % len(shape)
-    sums = prod(shape) // shape[dim]
-    count = len(tensor_arguments(node))
-    for shard in sorted(s for s in inputs[0] | outputs[0] if s.dim == dim and s.fits(shape, ranks)):
-        twice = 1 if count == 2 else 2  # a backward needs only a sum
-        yield Row((shard,) * count, (shard,), "softmax", gathered=twice * sums)
-
-
-def _labelled(
-    node: fx.Node, ranks: int, inputs: Sequence[Shards], outputs: Sequence[Shards]
-) -> Iterator[Row]:
-    """nll_loss with its classes split: each rank takes the labels that fall to it."""
-    tensors = tensor_arguments(node)
-    if len(tensors) > 2 or arguments(node)["reduction"] == 1:  # weights of classes; a mean
-        return
-    scores = shape_of(tensors[0])
-    for classes in _classes(inputs[0], scores, ranks):
-        yield Row((classes, REPLICATED), (PARTIAL, PARTIAL), "nll_loss", divided=True)
-
-
-def _classes(known: Shards, scores: Sequence[int], ranks: int) -> list[Shard]:
-    if len(scores) != 2:
-        return []
-    found = {s for s in known if s.dim == 1 and s.padding} | {Shard(1)}
-    return [s for s in sorted(found) if s.fits(scores, ranks)]
-
-
-def _labelled_backward(
-    node: fx.Node, ranks: int, inputs: Sequence[Shards], outputs: Sequence[Shards]
-) -> Iterator[Row]:
-    tensors = tensor_arguments(node)
-    if len(tensors) > 4 or arguments(node)["reduction"] == 1:
-        return
-    for classes in _classes(inputs[1] | outputs[0], shape_of(tensors[1]), ranks):
-        # The total weight is not read without a mean.
-        yield Row((REPLICATED, classes, REPLICATED, None), (classes,), "nll_loss")
-
-
-def _added_product(
-    node: fx.Node, ranks: int, inputs: Sequence[Shards], outputs: Sequence[Shards]
-) -> Iterator[Row]:
-    """addmm over a split inner dim: what is added must be a share of it."""
-    left, right = (shape_of(t) for t in tensor_arguments(node)[1:])
-    last, first = len(left) - 1, len(right) - 2
-    found = {(s.outer, s.padding) for s in inputs[1] if s.dim == last}
-    found |= {(s.outer, s.padding) for s in inputs[2] if s.dim == first}
-    for outer, padding in sorted(found):
-        split, other = Shard(last, outer, padding), Shard(first, outer, padding)
-        if split.fits(left, ranks):
-            yield Row((PARTIAL, split, other), (PARTIAL,))
-
-
-def _causal(
-    node: fx.Node, ranks: int, inputs: Sequence[Shards], outputs: Sequence[Shards]
-) -> Iterator[Row]:
-    """Attention with queries split along the sequence, keys and values whole (context parallelism
-    by all-gather: Grattafiori et al., The Llama 3 Herd of Models, 2024, §3.3.2)."""
-    tensors = tensor_arguments(node)
-    backward = "backward" in str(node.target)
-    query = tensors[1 if backward else 0]
-    shape = shape_of(query)
-    if not Shard(2).fits(shape, ranks):
-        return
-    known = [Shard(2) in s for s in inputs[:2]] + [Shard(2) in outputs[0]]
-    if not any(known):
-        return
-    given = arguments(node)
-    lowering = "causal" if given["is_causal"] else ""
-    masks = [
-        REPLICATED if shape_of(t)[-2] == 1 else Shard(len(shape_of(t)) - 2)
-        for t in tensors[6 if backward else 3 :]
-    ]
-    split, whole = Shard(2), REPLICATED
-    if backward:
-        # Each rank has the gradient of keys and values from its own queries: a partial sum.
-        inputs_row = (split, split, whole, whole, split, split, *masks)
-        yield Row(inputs_row, (split, PARTIAL, PARTIAL), lowering)
-    else:
-        yield Row((split, whole, whole, *masks), (split, split), lowering)
-
-
-Lowered: TypeAlias = Callable[[fx.Node, int, Sequence[Shards], Sequence[Shards]], Iterator[Row]]
-_LOWERED: Mapping[Any, Lowered] = MappingProxyType(
-    {
-        aten.embedding.default: _embedding,
-        aten.index.Tensor: _look_up,
-        aten.index_put.default: _look_up,
-        aten.embedding_dense_backward.default: _embedding_backward,
-        aten._softmax.default: _softmax_along,
-        aten._log_softmax.default: _softmax_along,
-        aten._softmax_backward_data.default: _softmax_along,
-        aten._log_softmax_backward_data.default: _softmax_along,
-        aten.nll_loss_forward.default: _labelled,
-        aten.nll_loss_backward.default: _labelled_backward,
-        aten.addmm.default: _added_product,
-        aten._scaled_dot_product_flash_attention_for_cpu.default: _causal,
-        aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _causal,
     }
 )

@@ -69,6 +69,7 @@ def test_no_command_is_a_bad_argument(capsys: pytest.CaptureFixture[str]) -> Non
         ([], "FILE[:FUNCTION] and --devices N are needed, or --compare FILE FILE"),
         (["--devices", "2", "--cluster", "c.json", "--device", "cpu"], "leave --device and"),
         (["--devices", "2", "--why-not", "tensor"], "'tensor' is not like pipeline=4"),
+        (["--devices", "2", "--stage", "h.3"], "a module and its stage, as in h.3=1, not 'h.3'"),
         (["--devices", "2", "--compare", "a.json"], "expected 2 arguments"),
     ],
 )
@@ -93,7 +94,7 @@ def test_plan_arguments(model_file: Path) -> None:
     pins = "--json p.json --data 2 --pipeline 4 --interleave 2 --microbatches 8"
     pins += " --tensor 2 --context 2 --expert 2 --zero 3 --no-sequence --gather-again"
     choices = "--recompute some --precision bf16 --html r.html --trace t.json --save-cluster c.json"
-    choices += " --accumulation shards"
+    choices += " --accumulation shards --vocab data --stage h.3=1 --stage h.4=2"
     shown = "--format json --measure 3 --explain --why-not pipeline=4,recompute=none"
     shown += " --why-not data=-1 --why-not sequence=false"
     line = f"{text} {pins} {choices} {shown}"
@@ -117,6 +118,8 @@ def test_plan_arguments(model_file: Path) -> None:
         "sequence": False,
         "gather_again": True,
         "accumulation": "shards",
+        "vocab": "data",
+        "stages": [("h.3", 1), ("h.4", 2)],
         "recompute": "some",
         "precision": "bf16",
         "html": Path("r.html"),

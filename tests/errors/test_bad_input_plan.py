@@ -64,7 +64,7 @@ error[GA202]: {said} can not be planned
             "tensors=2",
             "no such decision; there are: data, pipeline, tensor, context, expert, interleave, "
             "microbatches, bucket_bytes, recompute, precision, schedule, cuts, outputs, zero, "
-            "gather_again, accumulation, sequence, pins, fusions, ort, fallback",
+            "gather_again, accumulation, sequence, pins, fusions, vocab, stages, ort, fallback",
             "leave tensors out and it will be chosen for you",
         ),
         (

@@ -21,7 +21,7 @@ from graphaccel.compiler import Compiler, schedule_of
 from graphaccel.ir.program import Sharded
 from graphaccel.model import Model, as_batch
 from graphaccel.planner.plan import Plan
-from graphaccel.rules.rows import Shard
+from graphaccel.rules.shard import Shard
 from graphaccel.runtime.executor import Executor, Held
 from graphaccel.runtime.mesh import build_mesh, coordinates
 from graphaccel.runtime.share import share_capture

@@ -7,10 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+import transformers
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
+from graphaccel.capture.stepgraph import capture
+from graphaccel.kernels.experts import GRADIENT, PRODUCT
+from graphaccel.model import as_batch
 from graphaccel.passes.shard_axis import shard_axis
+from graphaccel.planner.cost import node_flops
 from graphaccel.planner.placements import solve_placements
 from tests.graph import test_shard_axis
 from tests.graph.test_shard_axis import RATES, captured, check
@@ -69,13 +74,21 @@ def models(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(test_shard_axis.UNEVEN, name, build)
 
 
+def flops(node: fx.Node) -> float:
+    """Of a call of concrete sizes."""
+    node.meta["dims"] = tuple(node.meta["val"].shape)
+    for source in node.all_input_nodes:
+        source.meta["dims"] = tuple(source.meta["val"].shape)
+    return float(node_flops(node))
+
+
 def _parameters(step: Any) -> list[tuple[Any, Any]]:
     nodes = step.graph.graph.find_nodes(op="placeholder")
     return [(n, s) for n, s in zip(nodes, step.inputs, strict=True) if s.kind == "parameter"]
 
 
-def on_experts(name: str, ranks: int) -> Counter[tuple[str, str]]:
-    """(phase, collective) of a model on an expert axis, after comparing it with the whole."""
+def on_experts(name: str, ranks: int) -> tuple[fx.Graph, fx.Graph]:
+    """A model's whole graph and that of a rank of the expert axis, compared in float64."""
     step, graph, _ = captured(name)
     placed = solve_placements(
         graph.graph, step.inputs, step.outputs, axis="expert", ranks=ranks, rates=RATES, pins={}
@@ -85,21 +98,82 @@ def on_experts(name: str, ranks: int) -> Counter[tuple[str, str]]:
     three = {s.name for n, s in _parameters(step) if n.meta["val"].dim() == 3}
     assert three, "the experts of a layer lie in one parameter"
     assert all(made.held[n].dim == 0 for n in three), "each rank has its experts"
-    return Counter(
-        (n.meta["phase"], str(n.target).split(".")[1])
-        for n in made.graph.graph.nodes
+    return graph.graph, made.graph.graph
+
+
+def sent(graph: fx.Graph, module: str = "") -> list[fx.Node]:
+    """The collectives that a module sends tensors by."""
+    return [
+        n for n in graph.nodes
         if "c10d" in str(n.target) and "wait" not in str(n.target) and n.meta["val"].dim()
-    )
+        and module in n.meta["module"]
+    ]  # fmt: skip
 
 
 def test_tokens_travel_by_all_to_all() -> None:
     """To their experts and back, in both directions: no rank sees the tokens of another."""
-    assert on_experts("capacity", 4) == {
+    _, graph = on_experts("capacity", 4)
+    assert Counter((n.meta["phase"], str(n.target).split(".")[1]) for n in sent(graph)) == {
         ("forward", "all_to_all_single"): 2,
         ("backward", "all_to_all_single"): 2,
     }
 
 
-def test_experts_without_tokens() -> None:
-    """Nothing depends on how many a rank has: its collectives are the same, its gradients zero."""
-    assert on_experts("idle", 2)
+def test_experts_multiply_the_tokens_that_chose_them() -> None:
+    """As Hugging Face writes them, with one rank's experts receiving no token: collectives do not
+    depend on it, gradients are zero. Half of the work each where tokens are spread evenly."""
+    whole, graph = on_experts("idle", 2)
+    ops = {str(PRODUCT), str(GRADIENT)}
+    work = [sum(flops(n) for n in g.nodes if str(n.target) in ops) for g in (whole, graph)]
+    assert work[0] == 2 * work[1] > 0
+    tokens, width, choices = 8 * 16, 32, 2
+    layer = sent(graph, "layers.1.mlp")
+    floating = [n for n in layer if n.meta["val"].is_floating_point()]
+    kinds = Counter(
+        (n.meta["phase"], str(n.target).split(".")[1])
+        for n in floating
+        if n.meta["val"].shape[-1] == width
+    )
+    # Every token to all ranks, and a sum back; no more than the rows of the experts travel.
+    assert kinds == {
+        (phase, name): 1
+        for phase in ("forward", "backward")
+        for name in ("all_gather_into_tensor", "reduce_scatter_tensor")
+    }
+    largest = max(max(n.meta["val"].numel(), n.args[0].meta["val"].numel()) for n in floating)
+    assert largest <= tokens * choices * width
+
+
+@pytest.mark.parametrize("written", ["eager", "grouped_mm"])
+def test_other_ways_to_write_the_same_experts(written: str) -> None:
+    """The loop over experts that were hit, and the sorted batch, are captured as products too."""
+    config = transformers.MixtralConfig(
+        vocab_size=16, hidden_size=8, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, num_local_experts=4, num_experts_per_tok=2,
+        use_cache=False, pad_token_id=None, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.MixtralForCausalLM(config)
+    model.set_experts_implementation(written)
+    ids = torch.arange(12).reshape(2, 6)
+    batch = as_batch({"input_ids": ids, "labels": ids})
+    step = capture(model, batch, symbolic=False)
+    assert sum(n.target is PRODUCT for n in step.forward.graph.graph.nodes) == 2
+    assert model.config._experts_implementation == written
+    true = model(input_ids=ids, labels=ids).loss
+    true.backward()
+    named = dict(model.named_parameters())
+    buffers = dict(model.named_buffers())
+    values = [
+        named[s.name].detach() if s.kind == "parameter"
+        else buffers[s.name] if s.kind == "buffer"
+        else step.forward.constants[s.name] if s.kind == "constant"
+        else batch.leaves[s.leaf]
+        for s in step.inputs
+    ]  # fmt: skip
+    found = dict(zip(step.outputs, step.graph(*values), strict=True))
+    for spec, value in found.items():
+        if spec.kind == "loss":
+            assert value.item() == pytest.approx(true.item(), rel=1e-6)
+        elif spec.kind == "gradient":
+            torch.testing.assert_close(value, named[spec.name].grad, rtol=1e-4, atol=1e-6)

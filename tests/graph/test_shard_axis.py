@@ -21,7 +21,7 @@ from graphaccel.passes.exact_microbatch import exact_microbatch
 from graphaccel.passes.shard_axis import ShardedGraph, shard_axis
 from graphaccel.planner.placements import PlacementProblem, Rates, solve_placements
 from graphaccel.planner.plan import Plan
-from graphaccel.rules.rows import Row, shard_of
+from graphaccel.rules.shard import Row, shard_of
 from tests.support.casts import lift_loss_cast
 from tests.support.gpt import GPT
 from tests.support.lockstep import part_of, run_ranks, whole_of

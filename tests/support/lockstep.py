@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from graphaccel.rules.rows import Shard
+from graphaccel.rules.shard import Shard
 
 _ops = torch.ops._c10d_functional
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from graphaccel.kernels.experts import GRADIENT, PRODUCT
 from tests.support import calls as c
 from tests.support.calls import Case
 
@@ -48,6 +49,17 @@ CASES: Mapping[Any, Case] = MappingProxyType(
         aten.dot.default: c.product_call("k", "k"),
         aten.addmm.default: c.added_call(),
         aten.baddbmm.default: c.added_call(2),
+        PRODUCT: lambda d: (
+            (
+                d.real(6, 2),
+                *d.one(
+                    (d.real(4, 2, 8), d.whole(4, 6), 0, 4, False),
+                    (d.real(4, 8, 2), d.whole(4, 6), 0, 4, True),
+                ),
+            ),
+            {},
+        ),
+        GRADIENT: lambda d: ((d.real(6, 2), d.real(6, 4), d.whole(4, 6), 0, 4, 4), {}),
         aten.convolution.default: c.convolution_call,
         aten.convolution_backward.default: c.convolution_backward_call,
         aten.view.default: c.reshape_call,

@@ -1,0 +1,70 @@
+"""What it takes to have a tensor in another placement on one mesh axis."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+
+from graphaccel.rules.propagate import PARTIAL, REPLICATED
+from graphaccel.rules.shard import Placement, Shard
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What decides between placements: FLOP/s, bytes/s of memory, seconds an op takes at least,
+    bytes/s and seconds of a hop on the links of the axis."""
+
+    flops: float
+    memory: float
+    launch: float
+    bandwidth: float
+    latency: float
+
+
+def conversion_seconds(
+    size: int,
+    floating: bool,
+    source: Placement,
+    target: Placement,
+    held: bool,
+    ranks: int,
+    rates: Rates,
+    latency: float,
+) -> float:
+    """Seconds to convert a tensor of `size` bytes; infinite where there is no way.
+
+    held: it is a parameter, or a view of one.
+    """
+    n, r = ranks, rates
+    passing = size * (n - 1) / n / r.bandwidth
+    if isinstance(source, Shard) and source.by:  # zeros for the rest, then it is a sum
+        if not floating or (isinstance(target, Shard) and target.by):
+            return inf
+        zeros = 2 * size / r.memory + r.launch
+        if target == PARTIAL:
+            return zeros
+        return zeros + conversion_seconds(
+            size, floating, PARTIAL, target, held, ranks, rates, latency
+        )
+    if isinstance(target, Shard) and target.by:
+        if source == REPLICATED:
+            return 0.0
+        return conversion_seconds(size, floating, source, REPLICATED, held, ranks, rates, latency)
+    if source == REPLICATED:
+        if target == PARTIAL:
+            return 2 * size / r.memory + r.launch if floating else inf
+        return 0.0 if isinstance(target, Shard) and target == Shard(0) else r.launch / 4
+    if held or target == PARTIAL:  # a parameter is not gathered on this axis: it rests whole
+        return inf
+    if source == PARTIAL:
+        if not floating:
+            return inf
+        if target == REPLICATED:
+            return 2 * ((n - 1) * latency + passing) + r.launch
+        copies = 0.0 if target == Shard(0) else 2 * size / r.memory
+        return (n - 1) * latency + passing + copies + r.launch
+    whole = target == REPLICATED or source.dim == target.dim  # on the way, at least
+    if whole or source.padding or target.padding:
+        copies = 0.0 if source == Shard(0) else 2 * size / r.memory
+        return (n - 1) * latency + passing + copies + r.launch
+    return (n - 1) * latency + passing / n + 2 * size / n / r.memory + 2 * r.launch

@@ -1,0 +1,78 @@
+"""Where a tensor lies on one mesh axis, and the choice of placements for one call.
+
+Placements on one axis of n ranks:
+  REPLICATED     every rank has the whole tensor
+  Shard(d, o)    dim d is seen as [o, n, size / (o * n)] and rank r has [:, r, :]. outer is 1 but
+                 where dims were merged (a flattened [batch, sequence] sharded along the sequence)
+                 or lie side by side (queries, keys and values in one weight)
+  Shard(d, by)   which positions of dim d are a rank's own is known when the step runs: those whose
+                 expert it holds. Every rank has the whole tensor, in which nobody reads the rest
+  PARTIAL        the tensor is the sum of what the ranks have
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+
+@dataclass(frozen=True, order=True)
+class Shard:
+    """Dim `dim`, seen as [outer, n, rest], is split in its middle.
+
+    padding: positions that the last rank has too many, where n does not divide the dim.
+    by: name of the node that gives the expert of every position, where each rank has its experts'
+    positions; experts: how many there are.
+    """
+
+    dim: int
+    outer: int = 1
+    padding: int = 0
+    by: str = ""
+    experts: int = 0
+
+    def fits(self, shape: Sequence[int], ranks: int) -> bool:
+        """Whether a tensor of `shape` can be split so over `ranks`, with just this padding."""
+        if self.dim >= len(shape):
+            return False
+        if self.by:
+            return True
+        if self.padding and (self.outer > 1 or self.padding >= ranks):
+            return False
+        return (shape[self.dim] + self.padding) % (self.outer * ranks) == 0
+
+    def local(self, shape: Sequence[int], ranks: int) -> tuple[int, ...]:
+        """One rank's shape of a tensor of `shape`."""
+        if self.by:
+            return tuple(shape)
+        return tuple(
+            (n + self.padding) // ranks if d == self.dim else n for d, n in enumerate(shape)
+        )
+
+
+def shard_of(dim: int, outer: int, shape: Sequence[int], ranks: int) -> Shard:
+    """The shard of a dim of `shape`, padded where `ranks` do not divide it."""
+    return Shard(dim, outer, -shape[dim] % ranks if outer == 1 else 0)
+
+
+Placement: TypeAlias = Shard | str
+
+
+@dataclass(frozen=True)
+class Row:
+    """One legal choice. inputs: by position among `tensor_arguments`; None: any will do (not read).
+
+    lowering: name of the rewrite that makes the local call right where smaller arguments are not
+    enough. gathered: values that it sums over the axis itself, in elements of its first output's
+    dtype. divided: whether each rank does 1/n of the work.
+    """
+
+    inputs: tuple[Placement | None, ...]
+    outputs: tuple[Placement, ...]
+    lowering: str = ""
+    gathered: int = 0
+    divided: bool = True
+
+
+Shards: TypeAlias = frozenset[Shard]
