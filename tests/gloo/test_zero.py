@@ -10,7 +10,14 @@ import torch
 
 import graphaccel
 from graphaccel.runtime.sharded import ShardTensor
-from tests.support.parity import Reference, compare, reference, run_plan
+from tests.support.parity import (
+    Reference,
+    compare,
+    peak_of_a_step,
+    reference,
+    run_plan,
+    tensors_alive,
+)
 from tests.support.pool import Pool
 from tests.support.zoo import ALL, ZOO
 
@@ -76,6 +83,7 @@ def test_twenty_float32_steps_keep_the_loss_of_one_device(
 
 def _bytes(world: int, zero: int) -> tuple[dict[str, int], dict[str, int], int]:
     """Bytes on this rank, as measured and as predicted, and of all parameters."""
+    others = [tensor.untyped_storage() for tensor in tensors_alive()]
     model, batch, _ = ZOO["gpt"].build()
     whole = sum(p.numel() * 4 for p in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters())
@@ -91,8 +99,12 @@ def _bytes(world: int, zero: int) -> tuple[dict[str, int], dict[str, int], int]:
         "gradient": _stored(p.grad for p in model.parameters()),
         "optimizer": _stored(state),
     }
+    optimizer.zero_grad()
+    del state
+    measured["peak"] = peak_of_a_step(model, batch, None, others)
     (memory,) = model.graphaccel.plan.prediction.memory
     predicted = {"parameter": memory.parameter, "optimizer": memory.optimizer}
+    predicted["peak"] = model.graphaccel.predicted_peak_bytes
     return measured, predicted, whole
 
 
@@ -112,3 +124,4 @@ def test_a_rank_holds_its_share(pool: Pool, world: int, zero: int) -> None:
         assert measured["gradient"] == (whole // world if zero > 1 else whole)
         assert measured["parameter"] == (whole // world if zero > 2 else whole)
         assert predicted["parameter"] == measured["parameter"]
+        assert predicted["peak"] == pytest.approx(measured["peak"], rel=0.02)

@@ -50,6 +50,8 @@ def problem_of(step: StepGraph, cluster: Cluster) -> Problem:
         ("gpt", {"data": 2, "zero": 2}),
         ("gpt", {"data": 2, "zero": 3}),
         ("gpt", {"data": 2, "zero": 3, "tensor": 2, "microbatches": 2}),
+        ("mixtral", {"expert": 2}),
+        ("mixtral", {"context": 2}),
     ],
 )
 def test_memory_is_that_of_the_programs(

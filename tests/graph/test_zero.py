@@ -37,6 +37,17 @@ def _groups(graph: fx.GraphModule, target: Any) -> Counter[str]:
     return Counter(n.args[0].name for n in graph.graph.nodes if n.target is target)
 
 
+def _sent(graph: fx.GraphModule, target: Any) -> int:
+    """Numbers of the whole tensors that these collectives gather or scatter."""
+    found = [n for n in graph.graph.nodes if n.target is target]
+    return sum((n if target is GATHER else n.args[0]).meta["val"].numel() for n in found)
+
+
+def _parameters(step: StepGraph) -> list[tuple[fx.Node, Any]]:
+    nodes = step.graph.graph.find_nodes(op="placeholder")
+    return [(n, s) for n, s in zip(nodes, step.inputs, strict=True) if s.kind == "parameter"]
+
+
 def _count(graph: fx.GraphModule, target: Any) -> int:
     return sum(n.target is target for n in graph.graph.nodes)
 
@@ -56,6 +67,12 @@ def test_two_gathers_and_one_reduce_scatter_a_block(captured: Captured) -> None:
     assert set(_groups(backward, GATHER).values()) == {1}
     assert stage.reduced == stage.groups
     assert _count(backward, SCATTER) == len(stage.groups)
+    # Every parameter travels once in each of them, and the tied one for each of its uses.
+    sizes = {s.name: n.meta["val"].numel() for n, s in _parameters(captured("gpt"))}
+    inside = sum(n for name, n in sizes.items() if name.startswith("blocks."))
+    assert _sent(stage.forward, GATHER) == sum(sizes.values()) + sizes["token.weight"]
+    assert _sent(backward, GATHER) == inside
+    assert _sent(backward, SCATTER) == sum(sizes.values())
     for graph in (stage.forward, backward):
         assert _count(graph, WAIT) == _count(graph, GATHER) + _count(graph, SCATTER)
 

@@ -101,7 +101,7 @@ def run_plan(
     """
     import graphaccel
 
-    others = [tensor.untyped_storage() for tensor in _tensors_alive()]
+    others = [tensor.untyped_storage() for tensor in tensors_alive()]
     with _casts(dtype, lift):
         model, batch, loss_fn = build(name, dtype)
         model, optimizer = graphaccel.optimize(
@@ -126,7 +126,7 @@ def run_plan(
         }
         others += [value.untyped_storage() for value in (*copies.values(), *grads.values())]
         result["peak_predicted"] = model.graphaccel.predicted_peak_bytes
-        result["peak_measured"] = _peak_of_a_step(model, batch, loss_fn, others)
+        result["peak_measured"] = peak_of_a_step(model, batch, loss_fn, others)
     return result
 
 
@@ -259,14 +259,14 @@ def _larger(a: float, b: float) -> float:
     return math.nan if math.isnan(a) or math.isnan(b) else max(a, b)
 
 
-def _tensors_alive() -> list[Tensor]:
+def tensors_alive() -> list[Tensor]:
     """All tensors with memory of their own that Python knows of in this process."""
     gc.collect()
     tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
     return [tensor for tensor in tensors if type(tensor) in (Tensor, nn.Parameter)]
 
 
-def _peak_of_a_step(
+def peak_of_a_step(
     model: nn.Module, batch: Batch, loss_fn: LossFn | None, others: list[torch.UntypedStorage]
 ) -> int:
     """Peak bytes alive in one forward and backward on this rank, all that is alive before included.
@@ -276,7 +276,7 @@ def _peak_of_a_step(
     """
     ignored = {id(storage) for storage in others}
     with PeakMeter(
-        resident=[t for t in _tensors_alive() if id(t.untyped_storage()) not in ignored]
+        resident=[t for t in tensors_alive() if id(t.untyped_storage()) not in ignored]
     ) as meter:
         loss_of(call(model, batch), batch, loss_fn).backward()
     return meter.peak

@@ -138,8 +138,8 @@ def test_peak_of_a_step_counts_what_is_alive_but_not_the_tests_own() -> None:
     model, batch, loss_fn = ZOO["gpt"].build()
     optimizer = AdamW(model.parameters())
     parity.train(model, optimizer, batch, loss_fn, 1)
-    measure = partial(parity._peak_of_a_step, model, batch, loss_fn)
-    others = [t.untyped_storage() for t in parity._tensors_alive()]
+    measure = partial(parity.peak_of_a_step, model, batch, loss_fn)
+    others = [t.untyped_storage() for t in parity.tensors_alive()]
     assert isinstance(batch, dict)
     bare = measure(others)
     model.zero_grad()
