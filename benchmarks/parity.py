@@ -22,13 +22,13 @@ from typing import Any
 
 from tests.gloo import test_axes as axes
 from tests.gloo import test_zero as zero
-from tests.gloo.test_parity import PLANS, RECOMPUTE, pins_for
+from tests.gloo.test_parity import PLANS, RECOMPUTE, ZERO_BUBBLE, pins_for
 from tests.support.parity import Reference, compare, reference, run_plan
 from tests.support.pool import Pool
 from tests.support.zoo import ALL, ZOO
 
 STEPS = 20
-OTHERS = (*zero.PLANS, *axes.PLANS)
+OTHERS = (*zero.PLANS, *axes.PLANS, *ZERO_BUBBLE)
 RESULT = Path(__file__).parent / "results" / "parity.json"
 
 

@@ -104,6 +104,8 @@ class StageProgram:
       gradients where the others add them, the last starts the all-reduces. Without accumulators
       there is one microbatch and gradients are plain outputs.
     buckets: names of the gradients in each flat bucket, in the order they become ready.
+    weights: the part of the backward that gives gradients of parameters, where the schedule has it
+      apart (`passes.split_weights`), by the same moments; empty where it is part of the backward.
     groups: parameters that rest sharded over the data axis, by the flat buffer they lie in.
     reduced: those whose gradients are reduce-scattered, by the flat buffer, in its order.
     """
@@ -120,6 +122,36 @@ class StageProgram:
     buckets: tuple[tuple[str, ...], ...] = ()
     groups: tuple[tuple[str, ...], ...] = ()
     reduced: tuple[tuple[str, ...], ...] = ()
+    weights: Mapping[tuple[bool, bool], fx.GraphModule] = field(default_factory=dict, repr=False)
+    weight_inputs: tuple[Value, ...] = field(default=(), repr=False)
+    weight_outputs: tuple[Value, ...] = field(default=(), repr=False)
+
+    @property
+    def graphs(self) -> tuple[fx.GraphModule, ...]:
+        """All of its graphs, the forward first."""
+        return (self.forward, *self.backwards.values(), *self.weights.values())
+
+    def gradients(self) -> tuple[fx.GraphModule | None, tuple[Value, ...]]:
+        """A graph that makes gradients of parameters, and its inputs; None where there is none."""
+        graphs, values = self.backwards, self.backward_inputs
+        if self.weights:
+            graphs, values = self.weights, self.weight_inputs
+        return next(iter(graphs.values()), None), values
+
+    def phase(
+        self, kind: str, first: bool, last: bool
+    ) -> tuple[fx.GraphModule, tuple[Value, ...], tuple[Value, ...]]:
+        """(graph, inputs, outputs) of a "forward", "backward" or "weight" of a step's first, last
+        or any other microbatch."""
+        if kind == "forward":
+            return self.forward, self.forward_inputs, self.forward_outputs
+        graphs, inputs, outputs = (
+            (self.backwards, self.backward_inputs, self.backward_outputs)
+            if kind == "backward"
+            else (self.weights, self.weight_inputs, self.weight_outputs)
+        )
+        # A phase without gradients of parameters has one graph for all microbatches.
+        return graphs.get((first, last)) or next(iter(graphs.values())), inputs, outputs
 
 
 @dataclass(frozen=True)
@@ -196,6 +228,11 @@ class StepProgram:
         return frozenset(
             value.name
             for stage in self.stages
-            for value in (*stage.backward_inputs, *stage.backward_outputs)
+            for value in (
+                *stage.backward_inputs,
+                *stage.backward_outputs,
+                *stage.weight_inputs,
+                *stage.weight_outputs,
+            )
             if value.kind in ("accumulator", "gradient")
         ) | {n for stage in self.stages for group in stage.reduced for n in group}

@@ -15,6 +15,7 @@ recompute              before the cut, so that a stage owns its clones
 release_parameters     as recompute, for what is made of sharded parameters alone
 cut_stages             needs the final joint graph
 split_phases           needs stages: what is saved is decided a stage at a time
+split_weights          where the schedule has weights apart: what follows sees two backwards
 place_ort              after the split, so that no region spans two stages or the two phases;
                        before the sums, which are in place
 choose_products        sizes and dtypes are final; before accumulation, which lets other products
@@ -62,6 +63,7 @@ from graphaccel.passes.repeat_layers import repeat_layers
 from graphaccel.passes.runner import Runner
 from graphaccel.passes.shard_axes import LocalGraph, shard_axes
 from graphaccel.passes.split_phases import split_phases
+from graphaccel.passes.split_weights import split_weights, with_weights
 from graphaccel.passes.synchronise_batch_norm import synchronise_batch_norm
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.zero import owned_shards
@@ -118,8 +120,10 @@ def build(
             staged, step.inputs, step.outputs, step.batch_dims, keep_outputs=plan.outputs == "all"
         ),
     )
+    programs, weights = run.call("split_weights", lambda: split_weights(programs, plan))
     programs, report = run.call("place_ort", lambda: place_ort(programs, plan, ort))
     programs = run.call("choose_products", lambda: tuple(choose_products(p) for p in programs))
+    weights = tuple(choose_products(p) for p in weights)
     programs = run.call(
         "overlap_collectives", lambda: tuple(overlap_collectives(p) for p in programs)
     )
@@ -143,17 +147,21 @@ def build(
         "accumulate_gradients",
         lambda: tuple(accumulate_gradients(p, plan, axes.partial) for p in bare),
     )
+    weights = tuple(accumulate_gradients(p, plan, axes.partial) for p in weights)
     programs = run.call(
         "reduce_shards",
         lambda: tuple(reduce_shards(p, plan, owned, axes.partial) for p in programs),
     )
+    if weights:
+        programs = tuple(with_weights(p, w) for p, w in zip(programs, weights, strict=True))
     for name, content in region_models(programs).items():
         run.write(f"{name}.onnx", content)
     for program in programs:
         run.dump(f"stage_{program.stage}_forward", program.forward)
-        for (first, last), backward in program.backwards.items():
-            moment = "_first" * first + "_last" * last
-            run.dump(f"stage_{program.stage}_backward{moment}", backward)
+        for phase, graphs in (("backward", program.backwards), ("weight", program.weights)):
+            for (first, last), graph in graphs.items():
+                moment = "_first" * first + "_last" * last
+                run.dump(f"stage_{program.stage}_{phase}{moment}", graph)
     apart = gradients and not step.has_loss
     program = _assembled(step, staged, programs, local.prologue, local.output_places)
     rests = dict(axes.resting)
@@ -293,8 +301,9 @@ def backward_of(program: StepProgram, plan: Plan, used: frozenset[int]) -> Stage
 
 
 def _boxed(program: StageProgram) -> StageProgram:
-    graphs = {moment: _box(graph) for moment, graph in program.backwards.items()}
-    return replace(program, forward=_box(program.forward), backwards=graphs)
+    backwards = {moment: _box(graph) for moment, graph in program.backwards.items()}
+    weights = {moment: _box(graph) for moment, graph in program.weights.items()}
+    return replace(program, forward=_box(program.forward), backwards=backwards, weights=weights)
 
 
 def _box(module: fx.GraphModule) -> fx.GraphModule:

@@ -206,7 +206,7 @@ def _interleaves(pins: Pins, pipeline: int) -> tuple[int, ...]:
         return (stages // pipeline,) if fits else ()
     if pins.interleave is not None:
         return (pins.interleave,) if pipeline > 1 or pins.interleave == 1 else ()
-    if pipeline == 1 or pins.schedule in ("1f1b", "gpipe"):
+    if pipeline == 1 or pins.schedule in ("1f1b", "gpipe", "zero_bubble"):
         return (1,)
     return _INTERLEAVE
 
@@ -287,7 +287,10 @@ class Bounds:
         even = work / plan.pipeline
         profile = problem.layouts.of(near)
         moved = least_moved(profile, plan, problem.cluster, work - backward, backward, extra)
-        rest = max((work - even) / plan.interleave, moved)
+        idle = (work - even) / plan.interleave
+        if plan.schedule == "zero_bubble":
+            idle = max(0.0, idle - 2 * float(sized.weight.sum()))
+        rest = max(idle, moved)
         late = least_optimizer(profile, plan, problem.cluster, problem.optimizer_bytes, extra)
         return plan.microbatches * even + rest + late
 

@@ -74,7 +74,7 @@ def predict_seconds(
 
     simulated: play the schedule; otherwise the closed form of 1F1B, m * t + (sum - t) / interleave
     with t the busiest rank's seconds a microbatch, which is exact for even stages and free
-    messages.
+    messages; weights apart leave F + B - W of each other stage instead of F + B + W.
     """
     sized = sized_for(profile, plan, cluster)
     works = stage_works(profile, sized, plan, cluster.device.launch_seconds)
@@ -124,7 +124,10 @@ def _play(
     back = frozenset((a, b) for a, b, way in edges if way == "backward")
     schedule = with_communication(table, ahead, back)
     forward, backward = [w.forward for w in works], [w.backward for w in works]
-    return schedule, simulate(schedule, forward, backward, edges, reduces)
+    weight = [w.weight for w in works]
+    if plan.schedule == "zero_bubble":
+        backward = [b - w for b, w in zip(backward, weight, strict=True)]
+    return schedule, simulate(schedule, forward, backward, edges, reduces, weight)
 
 
 def timeline(profile: Profile, plan: Plan, cluster: Cluster) -> tuple[Schedule, Timeline]:
@@ -148,6 +151,9 @@ def _closed(
     busiest = sum(per_stage[top :: plan.pipeline])
     sent = sum(w.sent_forward + w.sent_backward for w in works[top :: plan.pipeline])
     bubble = max(sum(per_stage) - busiest, 0.0) / plan.interleave
+    if plan.schedule == "zero_bubble":
+        others = [w for i, w in enumerate(works) if i != top]
+        bubble = sum(max(0.0, w.forward + w.backward - 2 * w.weight) for w in others)
     exposed = sum(edges.values()) + max(sum(reduces[r :: plan.pipeline]) for r in ranks)
     exposed += plan.microbatches * sent
     return plan.microbatches * (busiest - sent), bubble, exposed

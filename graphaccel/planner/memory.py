@@ -178,11 +178,10 @@ class _Run:
             inputs = {n: [] for n in graph.graph.nodes if n.op == "placeholder"}
             self.graph(graph, inputs, "prologue", -1)
         for stage in self.own:
-            graph = next(iter(stage.backwards.values()), None)
+            graph, values = stage.gradients()
             if graph is None or not stage.buckets:
                 continue
-            nodes = _placeholders(graph)
-            for node, value in zip(nodes, stage.backward_inputs, strict=True):
+            for node, value in zip(_placeholders(graph), values, strict=True):
                 if value.kind == "accumulator":
                     self.take(_Storage(_bytes(node.meta["val"]), "gradient"))
 
@@ -253,12 +252,11 @@ class _Run:
 
     def run(self, action: Action) -> None:
         stage = self._stage(action.stage)
-        forward = action.kind == "forward"
-        graph = stage.forward if forward else self._backward(stage, action.microbatch)
-        values = stage.forward_inputs if forward else stage.backward_inputs
-        outputs = stage.forward_outputs if forward else stage.backward_outputs
+        first, last = action.microbatch == 0, action.microbatch == self.last
+        graph, values, outputs = stage.phase(action.kind, first, last)
         box = self.inbox.pop((action.stage, action.microbatch, action.kind), {})
-        saved = {} if forward else self.saved.pop((action.stage, action.microbatch), {})
+        key = (action.stage, action.microbatch)
+        saved = {} if action.kind == "forward" else self.saved.pop(key, {})
         inputs: dict[fx.Node, list[_Storage]] = {}
         for node, value in zip(_placeholders(graph), values, strict=True):
             given = box if value.kind == "received" else saved
@@ -368,10 +366,6 @@ class _Run:
 
     def _stage(self, number: int) -> StageProgram:
         return next(p for p in self.own if p.stage == number)
-
-    def _backward(self, stage: StageProgram, microbatch: int) -> fx.GraphModule:
-        moment = (microbatch == 0, microbatch == self.last)
-        return stage.backwards.get(moment) or next(iter(stage.backwards.values()))
 
 
 def _key(action: Action) -> tuple[int, int, int, str]:

@@ -328,12 +328,33 @@ def _check_schedule(pins: Pins) -> None:
             reason=f"interleave={pins.interleave} needs a schedule for several stages a rank",
             allowed=("interleaved",),
         )
+    if pins.schedule == "zero_bubble":
+        _check_weights_apart(pins)
     if several and pins.pipeline == 1:
         raise BadPin(
             pin="interleave",
             value=pins.interleave,
             reason="without a pipeline there is nothing to interleave",
             allowed=("1",),
+        )
+
+
+def _check_weights_apart(pins: Pins) -> None:
+    if (pins.zero or 0) > 1:
+        raise BadPin(
+            pin="zero",
+            value=pins.zero,
+            reason="schedule='zero_bubble' adds gradients up after the backward, and ZeRO 2 and 3 "
+            "reduce them inside it",
+            allowed=("0", "1"),
+        )
+    if pins.ort not in (None, "auto", "off"):
+        raise BadPin(
+            pin="ort",
+            value=pins.ort,
+            reason="schedule='zero_bubble' takes the weight gradients out of the backward, and a "
+            "region would hold both",
+            allowed=("auto", "off"),
         )
 
 

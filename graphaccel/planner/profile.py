@@ -184,6 +184,25 @@ class Profile:
         return [self._roots[node, item] for item in items if (node, item) in self._roots]
 
     @cached_property
+    def node_weight(self) -> np.ndarray:
+        """Whether a node makes the gradient of one parameter and nothing else: what a schedule that
+        has weights apart can do later (`passes.split_weights` decides by the cuts)."""
+        made = cast(tuple[fx.Node, ...], self.step.graph.graph.output_node().args[0])
+        reached: dict[fx.Node, set[str]] = {}
+        for node, spec in zip(made, self.step.outputs, strict=True):
+            reached.setdefault(node, set()).add(spec.name if spec.kind == "gradient" else "")
+        found = np.zeros(len(self.nodes), dtype=bool)
+        for index in range(len(self.nodes) - 1, -1, -1):
+            node = self.nodes[index]
+            own = reached.get(node, set())
+            found[index] = not self.node_forward[index] and len(own) == 1 and "" not in own
+            for source in node.all_input_nodes:
+                theirs = reached.setdefault(source, set())
+                if len(theirs) < 2:
+                    theirs |= own
+        return found
+
+    @cached_property
     def trained_bytes(self) -> int:
         """Bytes of trained parameters."""
         return sum(p.bytes for p in self.parameters if p.trainable)
@@ -271,7 +290,8 @@ class Profile:
 class SizedProfile:
     """Seconds and bytes per position for one microbatch size, as arrays over the positions.
 
-    forward, backward: seconds; sent_forward, sent_backward: those of collectives among them.
+    forward, backward: seconds; weight: those of the backward that give gradients of parameters
+    alone; sent_forward, sent_backward: those of collectives among them.
     launches: seconds of a microbatch that are spent on starting ops. bytes: of each storage.
     gradients: bytes of parameters' gradients, where they are made. passing_forward,
     passing_backward: the most bytes of values that live only within a phase, while the position
@@ -302,6 +322,8 @@ class SizedProfile:
         self.sent_backward = np.bincount(place[~ahead], sent[~ahead], minlength=length)
         self.forward = np.bincount(place[ahead], seconds[ahead], minlength=length)
         self.backward = np.bincount(place[~ahead], seconds[~ahead], minlength=length)
+        apart = profile.node_weight
+        self.weight = np.bincount(place[apart], seconds[apart], minlength=length)
         self.bytes = np.array(
             [_bytes(s, resolve, narrow) for s in profile.storages], dtype=np.int64
         )

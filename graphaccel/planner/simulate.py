@@ -20,7 +20,7 @@ class Timeline:
     """A simulated step; all times in seconds from its start.
 
     ``spans[rank][index]`` is the (start, end) of that rank's action; for a send it is the time on
-    the wire, for a receive the time the rank waits. ``busy`` is forward and backward time per rank,
+    the wire, for a receive the time the rank waits. ``busy`` is computing time per rank,
     ``reducing`` its gradient reductions, ``idle`` the rest up to the makespan: bubble and exposed
     messages together. The share of the messages is ``makespan`` minus that of a simulation with
     all edges at zero seconds.
@@ -45,11 +45,13 @@ def simulate(
     backward_seconds: Sequence[float],
     edge_seconds: Mapping[tuple[int, int, str], float],
     reduce_seconds: Sequence[float],
+    weight_seconds: Sequence[float] = (),
 ) -> Timeline:
     """Play ``schedule``, a table with its messages, against given durations.
 
-    The three sequences hold seconds per stage (per microbatch for forward and backward, per step
-    for reduce: what is not hidden behind the backward). ``edge_seconds`` holds seconds per message,
+    The sequences hold seconds per stage (per microbatch for forward, backward and weight, per step
+    for reduce: what is not hidden behind the backward). Where a table has weights apart,
+    ``backward_seconds`` are without them. ``edge_seconds`` holds seconds per message,
     by (source stage, destination stage, "forward" or "backward").
 
     Raises ``ValueError`` when the table deadlocks, and ``KeyError`` or ``IndexError`` when a
@@ -59,6 +61,7 @@ def simulate(
     per_stage = {
         "forward": forward_seconds,
         "backward": backward_seconds,
+        "weight": weight_seconds,
         "reduce": reduce_seconds,
     }
     clock = [0.0] * len(schedule)

@@ -29,7 +29,7 @@ from graphaccel.report.format import (
 )
 from graphaccel.report.ort import ort_lines
 from graphaccel.schedule.table import Action, Schedule
-from graphaccel.schedule.text import LEGEND, gantt
+from graphaccel.schedule.text import LEGEND, LEGEND_APART, gantt
 
 _BAR = 32
 _GANTT = 72
@@ -176,7 +176,8 @@ def _time(facts: Facts) -> list[str]:
     if len(facts.stages) > 1:
         schedule, spans = _as_schedule(facts.events)
         lines += [f"  {row}" for row in gantt(schedule, spans, _GANTT).splitlines()]
-        lines.append(f"  {LEGEND}")
+        apart = any(a.kind == "weight" for actions in schedule for a in actions)
+        lines.append(f"  {LEGEND_APART if apart else LEGEND}")
     return lines
 
 

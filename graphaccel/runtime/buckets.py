@@ -24,11 +24,12 @@ class Buckets:
     ) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
         """A stage's accumulators by parameter name, views of its buckets, and the buckets. What is
         in them is not defined."""
-        graph = next(iter(stage.backwards.values()))
+        graph, values = stage.gradients()
+        assert graph is not None
         nodes = [n for n in graph.graph.nodes if n.op == "placeholder"]
         likes = {
             v.name: n.meta["val"]
-            for n, v in zip(nodes, stage.backward_inputs, strict=True)
+            for n, v in zip(nodes, values, strict=True)
             if v.kind == "accumulator"
         }
         accumulators, buckets = {}, []

@@ -118,9 +118,8 @@ class Executor:
         self._messages = Messages(program, mesh, microbatches)
         self._reached = program.reached
         for stage in self._stages.values():
-            for graph in stage.backwards.values():
+            for graph in stage.graphs:
                 bind(graph, mesh)
-            bind(stage.forward, mesh)
 
     @torch.no_grad()
     def run(self, leaves: Sequence[Any], scale: LossScale | None = None) -> StepResult:
@@ -200,19 +199,14 @@ class Executor:
 
     def _compute(self, action: Action, state: StepState) -> None:
         stage = self._stages[action.stage]
-        forward = action.kind == "forward"
         if state.seed is not None:
             torch.manual_seed(
                 (state.seed + 7919 * self._part(action.microbatch) + action.stage) % 2**63
             )
-        if forward:
-            graph, values, results = stage.forward, stage.forward_inputs, stage.forward_outputs
-            saved: dict[str, Any] = {}
-        else:
-            last = action.microbatch == self._microbatches - 1
-            moment = (action.microbatch == 0, last)
-            graph = stage.backwards[moment]
-            values, results = stage.backward_inputs, stage.backward_outputs
+        first, last = action.microbatch == 0, action.microbatch == self._microbatches - 1
+        graph, values, results = stage.phase(action.kind, first, last)
+        saved: dict[str, Any] = {}
+        if action.kind != "forward":
             saved = state.saved.pop((action.stage, action.microbatch), {})
         box = state.inbox.pop((action.stage, action.microbatch, action.kind), {})
         inputs = [self._input(v, action, state, saved, box) for v in values]
@@ -466,6 +460,8 @@ def over_data(tensor: torch.Tensor, place: Any, mesh: Mesh) -> torch.Tensor:
 
 
 def _words(action: Action) -> str:
+    if action.kind == "weight":
+        return f"weight gradients of microbatch {action.microbatch}, stage {action.stage}"
     if action.kind in ("forward", "backward"):
         return f"{action.kind} of microbatch {action.microbatch}, stage {action.stage}"
     if action.kind == "reduce":
@@ -489,7 +485,7 @@ def is_connection(error: RuntimeError) -> bool:
 
 def _axes_needed(program: StepProgram) -> set[str]:
     """The axes, or several joined by "+", that collectives of any stage go over."""
-    graphs = [g for p in program.stages for g in (p.forward, *p.backwards.values())]
+    graphs = [g for p in program.stages for g in p.graphs]
     nodes = [n for g in graphs for n in g.graph.nodes if n.op == "call_function" and n.args]
     return {n.args[-1] for n in nodes if axes_of(n.args[-1])}
 

@@ -32,7 +32,7 @@ def with_communication(
     edge goes to a later stage, a backward edge to an earlier one, any number of stages away. Edges
     between two stages of one rank carry no message. A send follows the action that produces its
     value; a receive precedes the action that consumes it. Each rank's list ends with one ``reduce``
-    per local stage, in the order in which the stages finish their last backward.
+    per local stage, in the order in which the stages finish their last gradient.
 
     Messages that share a channel (source rank, destination rank, direction) are received in the
     order in which they are sent, which is what NCCL needs, as it knows no tags: where an edge that
@@ -58,7 +58,7 @@ def with_communication(
     sends: dict[Channel, list[tuple[Edge, int]]] = defaultdict(list)
     for rank, actions in enumerate(table):
         for action in actions:
-            for peer in outgoing[action.kind, action.stage]:
+            for peer in outgoing.get((action.kind, action.stage), ()):
                 channel = (rank, ranks[peer], action.kind)
                 sends[channel].append(((action.stage, peer), action.microbatch))
     position = {
@@ -72,6 +72,9 @@ def with_communication(
     for rank, actions in enumerate(table):
         result: list[Action] = []
         for action in actions:
+            if action.kind == "weight":  # it sends nothing, and nobody sends to it
+                result.append(action)
+                continue
             direction = _direction(action)
             for peer in incoming[direction, action.stage]:
                 channel = (ranks[peer], rank, direction)
@@ -111,7 +114,7 @@ def _direction(action: Action) -> Direction:
     """Which way the values of a computing action flow; raises ``ValueError`` for any other."""
     if action.kind == "forward" or action.kind == "backward":
         return action.kind
-    raise ValueError(f"the table already holds {action}; give one with forwards and backwards only")
+    raise ValueError(f"the table already holds {action}; give one that only computes")
 
 
 def _reductions(actions: tuple[Action, ...]) -> list[Action]:

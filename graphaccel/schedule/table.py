@@ -12,14 +12,16 @@ the gradients of a stage are summed in the same order whichever schedule was cho
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal, TypeAlias
 
-Kind: TypeAlias = Literal["forward", "backward", "send", "receive", "reduce"]
+Kind: TypeAlias = Literal["forward", "backward", "weight", "send", "receive", "reduce"]
 Direction: TypeAlias = Literal["forward", "backward", ""]
 
-SCHEDULE_NAMES: tuple[str, ...] = ("gpipe", "1f1b", "interleaved")
+SCHEDULE_NAMES: tuple[str, ...] = ("gpipe", "1f1b", "interleaved", "zero_bubble")
+COMPUTING: tuple[str, ...] = ("forward", "backward", "weight")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +33,12 @@ class Action:
     ("forward") or their gradients ("backward"). ``reduce`` sums the gradients of a stage over its
     replicas once all microbatches are done, so its ``microbatch`` is -1.
 
+    ``weight`` is the part of a backward that gives the gradients of parameters, where a schedule
+    has it apart; ``backward`` is then the part that other stages wait for.
+
     The text form names messages by source and destination stage:
-    ``F0.3`` ``B1.2`` ``SF0>1.3`` (stage 0 sends) ``RF0>1.3`` (stage 1 receives) ``RB1>0.2`` ``G0``.
+    ``F0.3`` ``B1.2`` ``W1.2`` ``SF0>1.3`` (stage 0 sends) ``RF0>1.3`` (stage 1 receives)
+    ``RB1>0.2`` ``G0``.
     """
 
     kind: Kind
@@ -46,6 +52,8 @@ class Action:
             return f"F{self.stage}.{self.microbatch}"
         if self.kind == "backward":
             return f"B{self.stage}.{self.microbatch}"
+        if self.kind == "weight":
+            return f"W{self.stage}.{self.microbatch}"
         if self.kind == "reduce":
             return f"G{self.stage}"
         source, destination = self.message
@@ -138,6 +146,29 @@ def interleaved(ranks: int, per_rank: int, microbatches: int) -> Schedule:
     return tuple(lists)
 
 
+def zero_bubble(stages: int, microbatches: int) -> Schedule:
+    """1F1B whose bubble is filled with the gradients of weights, which nobody waits for.
+
+    ZB-H1 of Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024 (arXiv:2401.10241), section
+    2.3: rank ``s`` runs the weight part of a microbatch ``s`` backwards after the backward itself,
+    and what is left at the end. The bubble is (p - 1)(F + B - W) instead of (p - 1)(F + B + W); no
+    rank holds more than the p microbatches that rank 0 holds under 1F1B.
+    Raises ``ValueError`` when a count is below one.
+    """
+    _check_counts(stages, 1, microbatches)
+    lists: list[tuple[Action, ...]] = []
+    for stage, actions in enumerate(one_f_one_b(stages, microbatches)):
+        result: list[Action] = []
+        for action in actions:
+            result.append(action)
+            late = action.microbatch - stage
+            if action.kind == "backward" and late >= 0:
+                result.append(Action("weight", stage, late))
+        left = range(max(0, microbatches - stage), microbatches)
+        lists.append((*result, *(Action("weight", stage, k) for k in left)))
+    return tuple(lists)
+
+
 def build(name: str, ranks: int, per_rank: int, microbatches: int) -> Schedule:
     """The schedule called ``name`` (one of ``SCHEDULE_NAMES``).
 
@@ -146,7 +177,11 @@ def build(name: str, ranks: int, per_rank: int, microbatches: int) -> Schedule:
     """
     if name == "interleaved":
         return interleaved(ranks, per_rank, microbatches)
-    simple: dict[str, Callable[[int, int], Schedule]] = {"gpipe": gpipe, "1f1b": one_f_one_b}
+    simple: dict[str, Callable[[int, int], Schedule]] = {
+        "gpipe": gpipe,
+        "1f1b": one_f_one_b,
+        "zero_bubble": zero_bubble,
+    }
     if name not in simple:
         raise ValueError(f"unknown schedule {name!r}; known: {', '.join(SCHEDULE_NAMES)}")
     if per_rank != 1:
@@ -162,7 +197,7 @@ def stage_ranks(schedule: Schedule) -> dict[int, int]:
     found: dict[int, int] = {}
     for rank, actions in enumerate(schedule):
         for action in actions:
-            if action.kind in ("forward", "backward"):
+            if action.kind in COMPUTING:
                 owner = found.setdefault(action.stage, rank)
                 if owner != rank:
                     raise ValueError(f"stage {action.stage} is on ranks {owner} and {rank}")
@@ -181,7 +216,8 @@ def parse_schedule(text: str) -> Schedule:
     )
 
 
-_COMPUTE = re.compile(r"([FB])(\d+)\.(\d+)")
+_COMPUTE = re.compile(r"([FBW])(\d+)\.(\d+)")
+_KINDS: Mapping[str, Kind] = MappingProxyType({"F": "forward", "B": "backward", "W": "weight"})
 _MESSAGE = re.compile(r"([SR])([FB])(\d+)>(\d+)\.(\d+)")
 _REDUCE = re.compile(r"G(\d+)")
 
@@ -190,7 +226,7 @@ def parse_action(text: str) -> Action:
     """The action whose text form is ``text``. Raises ``ValueError`` when it is none."""
     if match := _COMPUTE.fullmatch(text):
         letter, stage, microbatch = match.groups()
-        return Action("forward" if letter == "F" else "backward", int(stage), int(microbatch))
+        return Action(_KINDS[letter], int(stage), int(microbatch))
     if match := _REDUCE.fullmatch(text):
         return Action("reduce", int(match[1]), -1)
     if match := _MESSAGE.fullmatch(text):
@@ -199,7 +235,7 @@ def parse_action(text: str) -> Action:
         if match[1] == "S":
             return Action("send", source, microbatch, destination, direction)
         return Action("receive", destination, microbatch, source, direction)
-    raise ValueError(f"{text!r} is no action; expected forms: F0.3 B1.2 SF0>1.3 RB1>0.2 G0")
+    raise ValueError(f"{text!r} is no action; expected forms: F0.3 B1.2 W1.2 SF0>1.3 RB1>0.2 G0")
 
 
 def _alternate(forwards: list[Action], backwards: list[Action], warmup: int) -> tuple[Action, ...]:

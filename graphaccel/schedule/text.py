@@ -11,12 +11,16 @@ Four stages, eight microbatches, a backward twice as long as a forward::
 from __future__ import annotations
 
 from collections.abc import Sequence
-from string import ascii_lowercase, digits
+from string import ascii_lowercase, ascii_uppercase, digits
 
 from graphaccel.schedule.table import Action, Schedule, stage_ranks
 
 LEGEND = (
     "digits = forward, letters = backward of the same microbatch, + = reduce gradients, . = idle"
+)
+LEGEND_APART = (
+    "digits = forward, letters = backward of the same microbatch, capitals = gradients of its "
+    "weights, + = reduce gradients, . = idle"
 )
 
 
@@ -67,6 +71,8 @@ def _mark(action: Action) -> str:
         return digits[action.microbatch % len(digits)]
     if action.kind == "backward":
         return ascii_lowercase[action.microbatch % len(ascii_lowercase)]
+    if action.kind == "weight":
+        return ascii_uppercase[action.microbatch % len(ascii_uppercase)]
     return "+" if action.kind == "reduce" else ""
 
 

@@ -1,8 +1,9 @@
 """Proves a table right before any process runs it.
 
-What must hold: every stage runs every microbatch forward and backward exactly once, on its own
-rank; every value that crosses ranks is sent once and received once, after it exists and before it
-is used; nobody waits for ever; messages of one channel arrive in the order they were sent.
+What must hold: every stage runs every microbatch forward and backward exactly once (and its weight
+part, where the table has such), on its own rank; every value that crosses ranks is sent once and
+received once, after it exists and before it is used; nobody waits for ever; messages of one channel
+arrive in the order they were sent.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 from graphaccel.schedule.communicate import Channel, Edge, check_edges
-from graphaccel.schedule.table import Action, Schedule, stage_ranks
+from graphaccel.schedule.table import COMPUTING, Action, Schedule, stage_ranks
 
 
 def validate(
@@ -26,9 +28,10 @@ def validate(
 
     ``stage_rank`` says which rank each stage belongs to; the edges are (source stage, destination
     stage) pairs as given to ``with_communication``. The checks, in order: each (stage, microbatch)
-    once forward, then once backward, on the stage's rank; one closing reduction per stage; one send
-    and one receive for each edge between ranks and microbatch, and no others; values exist before
-    they are used; no deadlock when sends are buffered; sends and receives in the same order.
+    once forward, then once backward (then once weight), on the stage's rank; one closing reduction
+    per stage; one send and one receive for each edge between ranks and microbatch, and no others;
+    values exist before they are used; no deadlock when sends are buffered; sends and receives in
+    the same order.
     """
     check_edges(stage_rank, forward_edges, backward_edges)
     places = _places(schedule)
@@ -126,11 +129,11 @@ class Moment:
     """What a rank holds while it computes.
 
     ``held`` has an entry for each local stage: how many microbatches have finished their forward
-    and not their backward. It leaves out a microbatch whose forward is running and counts one whose
-    backward is.
+    and not their backward, or not their weight part where the table has such. It leaves out a
+    microbatch whose forward is running and counts one whose backward is.
     """
 
-    kind: Literal["forward", "backward"]
+    kind: Literal["forward", "backward", "weight"]
     stage: int
     held: Mapping[int, int]
 
@@ -147,21 +150,22 @@ def occupancy(schedule: Schedule) -> tuple[tuple[Moment, ...], ...]:
     for stage, rank in stage_ranks(schedule).items():
         local[rank].append(stage)
     for rank, actions in enumerate(schedule):
+        last = "weight" if any(a.kind == "weight" for a in actions) else "backward"
         held = dict.fromkeys(local[rank], 0)
         seen: dict[tuple[str, int, tuple[int, ...]], Moment] = {}
         for action in actions:
             kind = action.kind
-            if kind == "forward" or kind == "backward":
+            if kind == "forward" or kind == "backward" or kind == "weight":
                 key = (kind, action.stage, tuple(held.values()))
                 if key not in seen:
                     seen[key] = Moment(kind, action.stage, dict(held))
-                held[action.stage] += 1 if kind == "forward" else -1
+                held[action.stage] += (kind == "forward") - (kind == last)
         ranks.append(tuple(seen.values()))
     return tuple(ranks)
 
 
 def in_flight(schedule: Schedule) -> dict[int, int]:
-    """Stage -> the most microbatches it holds at once (forward done, backward not yet)."""
+    """Stage -> the most microbatches it holds at once (forward done, gradients not yet)."""
     most: dict[int, int] = {}
     for moments in occupancy(schedule):
         for moment in moments:
@@ -185,20 +189,23 @@ def _check_compute(
     schedule: Schedule, stage_rank: Mapping[int, int], places: Mapping[Action, tuple[int, int]]
 ) -> int:
     """Check forwards and backwards; the number of microbatches."""
-    computing = [a for actions in schedule for a in actions if a.kind in ("forward", "backward")]
+    computing = [a for actions in schedule for a in actions if a.kind in COMPUTING]
+    apart = any(a.kind == "weight" for a in computing)
     microbatches = 1 + max((action.microbatch for action in computing), default=-1)
     for action in computing:
         if action.stage not in stage_rank:
             raise ValueError(f"{action} belongs to no known stage")
     for stage, rank in stage_rank.items():
         for microbatch in range(microbatches):
-            pair = Action("forward", stage, microbatch), Action("backward", stage, microbatch)
-            for action in pair:
+            parts = [Action("forward", stage, microbatch), Action("backward", stage, microbatch)]
+            parts += [Action("weight", stage, microbatch)] if apart else []
+            for action in parts:
                 if action not in places:
                     raise ValueError(f"{action} is missing")
                 if places[action][0] != rank:
                     raise ValueError(f"{action} is on rank {places[action][0]}, not {rank}")
-            _check_before(places, *pair)
+            for first, second in pairwise(parts):
+                _check_before(places, first, second)
     return microbatches
 
 
@@ -214,7 +221,7 @@ def _check_reductions(
         if closing not in reductions:
             raise ValueError(f"{closing} is missing")
         for action in schedule[rank]:
-            if action.kind == "backward" and action.stage == stage:
+            if action.kind in ("backward", "weight") and action.stage == stage:
                 _check_before(places, action, closing)
 
 

@@ -2,7 +2,7 @@
 
 The executor does what `walk` says, and the memory model counts what `walk` says, so that they can
 not disagree. The rules:
-  post      the buffers of the receives that stand before the next forward or backward are posted
+  post      the buffers of the receives that stand before the next computing action are posted
             before the present one runs: one action ahead, so that the message travels meanwhile
   wait      before an action runs, for the messages it consumes
   release   what a stage's forward sent is kept until that microbatch's backward (its gradient says
@@ -19,15 +19,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from graphaccel.schedule.table import Action
+from graphaccel.schedule.table import COMPUTING, Action
 
 Verb: TypeAlias = Literal["post", "wait", "run", "send", "release", "reduce"]
 
 
 @dataclass(frozen=True, slots=True)
 class Doing:
-    """One thing to do: `action` is the receive to post or wait for, the forward or backward to run,
-    the send to issue, or the send whose tensors are released."""
+    """One thing to do: `action` is the receive to post or wait for, the forward, backward or weight
+    to run, the send to issue, or the send whose tensors are released."""
 
     verb: Verb
     action: Action
@@ -35,7 +35,7 @@ class Doing:
 
 def walk(actions: Sequence[Action]) -> Iterator[Doing]:
     """What a rank does, in order."""
-    computing = [i for i, a in enumerate(actions) if a.kind in ("forward", "backward")]
+    computing = [i for i, a in enumerate(actions) if a.kind in COMPUTING]
     waiting: list[Action] = []
     unreleased: list[Action] = []
     done: dict[int, list[int]] = {}  # microbatches whose backward has run, by stage

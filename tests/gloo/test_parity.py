@@ -23,11 +23,24 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "data2-pipeline2": (4, {"data": 2, "pipeline": 2, "interleave": 1, "microbatches": 2}),
     "pipeline2-interleave2": (2, {"pipeline": 2, "interleave": 2, "microbatches": 2}),
 }
+ZERO_BUBBLE: dict[str, tuple[int, dict[str, Any]]] = {
+    "pipeline2-zero_bubble": (2, {"pipeline": 2, "schedule": "zero_bubble", "microbatches": 4}),
+    "pipeline4-zero_bubble": (4, {"pipeline": 4, "schedule": "zero_bubble", "microbatches": 4}),
+    "data2-pipeline2-zero_bubble": (
+        4,
+        {"data": 2, "pipeline": 2, "schedule": "zero_bubble", "microbatches": 2},
+    ),
+}
 RECOMPUTE = ("none", "some", "all")
 CASES = [
     pytest.param(model, plan, RECOMPUTE[(i + j) % 3], id=f"{model}-{plan}-{RECOMPUTE[(i + j) % 3]}")
     for i, model in enumerate(ZOO)
     for j, plan in enumerate(PLANS)
+]
+APART = [
+    ("gpt", "pipeline2-zero_bubble", "none"),
+    ("t5", "pipeline4-zero_bubble", "some"),
+    ("vit", "data2-pipeline2-zero_bubble", "all"),
 ]
 
 
@@ -38,7 +51,7 @@ def _reference(model: str, dtype: str, steps: int) -> Reference:
 
 def pins_for(model: str, plan: str, recompute: str) -> tuple[int, dict[str, Any]]:
     """World size and pins; a model that mixes rows (BatchNorm) has one microbatch."""
-    world, pins = PLANS[plan]
+    world, pins = {**PLANS, **ZERO_BUBBLE}[plan]
     pins = pins | {"recompute": recompute, "zero": 0}
     if ZOO[model].mixes_rows:
         pins["microbatches"] = 1
@@ -46,7 +59,7 @@ def pins_for(model: str, plan: str, recompute: str) -> tuple[int, dict[str, Any]
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(("model", "plan", "recompute"), CASES)
+@pytest.mark.parametrize(("model", "plan", "recompute"), CASES + APART)
 def test_one_step_in_float64_is_that_of_one_device(
     pool: Pool, model: str, plan: str, recompute: str
 ) -> None:

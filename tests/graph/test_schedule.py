@@ -15,6 +15,7 @@ from graphaccel.schedule.table import (
     parse_action,
     parse_schedule,
     stage_ranks,
+    zero_bubble,
 )
 from graphaccel.schedule.validate import fifo_consistent, in_flight, occupancy, validate
 
@@ -22,7 +23,7 @@ from graphaccel.schedule.validate import fifo_consistent, in_flight, occupancy, 
 @st.composite
 def cases(draw):
     """(name, ranks, stages per rank, microbatches, forward edges, backward edges)."""
-    name = draw(st.sampled_from(["gpipe", "1f1b", "interleaved"]))
+    name = draw(st.sampled_from(["gpipe", "1f1b", "interleaved", "zero_bubble"]))
     ranks = draw(st.integers(1, 6))
     per_rank = draw(st.integers(1, 3)) if name == "interleaved" else 1
     microbatches = draw(st.integers(1, 16))
@@ -51,6 +52,8 @@ def test_in_flight_microbatches_stay_in_bounds(case):
     held = in_flight(build(name, ranks, per_rank, microbatches))
     if name == "gpipe":
         assert held == dict.fromkeys(range(ranks), microbatches)
+    elif name == "zero_bubble":
+        assert held == dict.fromkeys(range(ranks), min(ranks, microbatches))
     elif per_rank == 1:
         assert held == {stage: min(ranks - stage, microbatches) for stage in range(ranks)}
 
@@ -86,7 +89,7 @@ def test_gradients_are_summed_in_the_same_order_by_every_schedule(case):
     name, ranks, per_rank, microbatches, _, _ = case
     for actions in build(name, ranks, per_rank, microbatches):
         for stage in {action.stage for action in actions}:
-            for kind in ("forward", "backward"):
+            for kind in {action.kind for action in actions}:
                 order = [a.microbatch for a in actions if (a.stage, a.kind) == (stage, kind)]
                 assert order == list(range(microbatches))
 
@@ -100,6 +103,14 @@ def test_one_f_one_b_text():
         "F0.0 F0.1 F0.2 B0.0 B0.1 B0.2\n"
         "F1.0 F1.1 B1.0 F1.2 B1.1 B1.2\n"
         "F2.0 B2.0 F2.1 B2.1 F2.2 B2.2"
+    )
+
+
+def test_zero_bubble_text():
+    assert format_schedule(zero_bubble(3, 3)) == (
+        "F0.0 F0.1 F0.2 B0.0 W0.0 B0.1 W0.1 B0.2 W0.2\n"
+        "F1.0 F1.1 B1.0 F1.2 B1.1 W1.0 B1.2 W1.1 W1.2\n"
+        "F2.0 B2.0 F2.1 B2.1 F2.2 B2.2 W2.0 W2.1 W2.2"
     )
 
 

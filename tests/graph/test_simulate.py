@@ -17,14 +17,21 @@ def chain(stages):
     return forward, frozenset((b, a) for a, b in forward)
 
 
-def play(name, ranks, per_rank, microbatches, forward=1.0, backward=2.0, edge=0.0, reduce=0.0):
+def play(
+    name, ranks, per_rank, microbatches, forward=1.0, backward=2.0, edge=0.0, reduce=0.0, weight=0.0
+):
     """Simulate an even chain of stages; (schedule, timeline)."""
     stages = ranks * per_rank
     edges = chain(stages)
     schedule = with_communication(build(name, ranks, per_rank, microbatches), *edges)
     seconds = {(*e, "forward"): edge for e in edges[0]} | {(*e, "backward"): edge for e in edges[1]}
     return schedule, simulate(
-        schedule, [forward] * stages, [backward] * stages, seconds, [reduce] * stages
+        schedule,
+        [forward] * stages,
+        [backward] * stages,
+        seconds,
+        [reduce] * stages,
+        [weight] * stages,
     )
 
 
@@ -42,6 +49,16 @@ def test_bubble_of_interleaved_is_smaller_by_the_stages_per_rank(ranks, per_rank
     chunks = per_rank * groups * ranks
     assert timeline.makespan == 3 * (chunks + ranks - 1)
     assert timeline.bubble_fraction == pytest.approx((ranks - 1) / (chunks + ranks - 1))
+
+
+@given(ranks=st.integers(1, 8), extra=st.integers(0, 16), late=st.integers(1, 4))
+def test_weights_fill_the_bubble(ranks, extra, late):
+    """(p - 1)(F + B - W) is left of (p - 1)(F + B + W), the paper's table 2."""
+    microbatches, weight = ranks + extra, late / 4
+    _, timeline = play("zero_bubble", ranks, 1, microbatches, backward=1.0, weight=weight)
+    idle = (ranks - 1) * (2 - weight)
+    assert timeline.makespan == pytest.approx(microbatches * (2 + weight) + idle)
+    assert timeline.idle == pytest.approx((idle,) * ranks)
 
 
 def test_one_microbatch_passes_every_edge_twice():
