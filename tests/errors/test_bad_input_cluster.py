@@ -175,6 +175,30 @@ def test_an_unknown_device(name: str, advice: str) -> None:
             "interleave=2 needs a schedule for several stages a rank",
             "interleave, schedule",
         ),
+        (
+            {"ort": "all", "schedule": "zero_bubble", "pipeline": 2},
+            "ort='all' and schedule='zero_bubble'",
+            (
+                "ort='all'               leave it out",
+                "schedule='zero_bubble'  with the others:  schedule='gpipe'  schedule='1f1b'  "
+                "schedule='interleaved'",
+            ),
+            "schedule='zero_bubble' takes the weight gradients out of the backward, and a region "
+            "would hold both",
+            "ort, schedule",
+        ),
+        (
+            {"zero": 2, "schedule": "zero_bubble", "pipeline": 2},
+            "zero=2 and schedule='zero_bubble'",
+            (
+                "zero=2                  with the others:  zero=0  zero=1",
+                "schedule='zero_bubble'  with the others:  schedule='gpipe'  schedule='1f1b'  "
+                "schedule='interleaved'",
+            ),
+            "schedule='zero_bubble' adds gradients up after the backward, and ZeRO 2 and 3 reduce "
+            "them inside it",
+            "zero, schedule",
+        ),
     ],
 )
 def test_pins_that_contradict_each_other(

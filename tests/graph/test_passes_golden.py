@@ -18,6 +18,7 @@ from graphaccel.passes.exact_microbatch import exact_microbatch
 from graphaccel.passes.lower_precision import lower_precision
 from graphaccel.passes.recompute import recompute
 from graphaccel.passes.split_phases import split_phases
+from graphaccel.passes.split_weights import split_weights
 from graphaccel.planner.plan import Plan, Precision
 
 Golden = Callable[[str, str], None]
@@ -135,6 +136,41 @@ def test_two_stages(golden: Golden) -> None:
         for value, result in zip(stage.backward_outputs, out, strict=True):
             (gradients if value.kind == "gradient" else held)[value.name] = result
     close([*loss, *(gradients[n] for n, _ in model.named_parameters())], eager(model, batch))
+
+
+def test_weights_apart(golden: Golden) -> None:
+    model, batch = tiny()
+    step = capture(model, batch)
+    plan = Plan(1, batch=8, schedule="zero_bubble")
+    graph = exact_microbatch(step, plan).graph
+    cut = next(n.name for n in step.forward.graph.graph.nodes if "tanh" in n.name)
+    staged = cut_stages(graph, step.inputs, step.outputs, step.positions, (cut,))
+    stages = split_phases(staged, step.inputs, step.outputs, step.batch_dims, keep_outputs=False)
+    backwards, weights = split_weights(stages, plan)
+    golden(
+        "pass-split-weights",
+        "\n".join(
+            f"stage {s.stage} {name}\n{graph_text(s.backwards[True, True].graph)}"
+            for pair in zip(backwards, weights, strict=True)
+            for name, s in zip(("backward", "weight"), pair, strict=True)
+        ),
+    )
+    held = dict(zip([i.name for i in step.inputs], values(model, batch, step), strict=True))
+    saved: list[dict[str, torch.Tensor]] = []
+    for stage in stages:
+        out = stage.forward(*(held[v.name] for v in stage.forward_inputs))
+        made = {v.name: o for v, o in zip(stage.forward_outputs, out, strict=True)}
+        held |= {v.name: made[v.name] for v in stage.forward_outputs if v.kind == "sent"}
+        saved.append(made)
+    gradients: dict[str, torch.Tensor] = {}
+    for phases in (backwards, weights):  # no stage's backward waits for weights
+        for stage in reversed(phases):
+            given = held | saved[stage.stage]
+            out = stage.backwards[True, True](*(given[v.name] for v in stage.backward_inputs))
+            for value, result in zip(stage.backward_outputs, out, strict=True):
+                kinds = {"gradient": gradients, "saved": saved[stage.stage]}
+                kinds.get(value.kind, held)[value.name] = result
+    close([gradients[n] for n, _ in model.named_parameters()], eager(model, batch)[1:])
 
 
 def test_gradients_accumulate_over_microbatches(golden: Golden) -> None:

@@ -182,7 +182,10 @@ def test_a_table_with_messages_takes_no_more():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("zigzag", 2, 1, 4), "unknown schedule 'zigzag'; known: gpipe, 1f1b, interleaved, zero_bubble"),
+        (
+            ("zigzag", 2, 1, 4),
+            "unknown schedule 'zigzag'; known: gpipe, 1f1b, interleaved, zero_bubble",
+        ),
         (("1f1b", 2, 2, 4), "1f1b holds one stage per rank, not 2; use 'interleaved'"),
         (("gpipe", 0, 1, 4), "a schedule needs at least one of its ranks, not 0"),
         (("interleaved", 2, 0, 4), "a schedule needs at least one of its stages per rank, not 0"),
