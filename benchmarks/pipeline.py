@@ -99,7 +99,7 @@ def _ours(settings: Settings) -> Step:
         make_batch(settings),
         data=1,
         pipeline=WORLD,
-        interleave=1,
+        schedule="1f1b",
         microbatches=settings.microbatches,
         recompute="none",
         precision="fp32",

@@ -25,7 +25,6 @@ def _pipeline(settings: Settings, schedule: str) -> Step:
         make_batch(settings),
         data=1,
         pipeline=WORLD,
-        interleave=1,
         schedule=schedule,
         microbatches=settings.microbatches,
         recompute="none",

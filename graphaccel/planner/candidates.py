@@ -26,6 +26,7 @@ from graphaccel.planner.estimate import least_moved, least_optimizer
 from graphaccel.planner.pins import Pins, divisors
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.solve import Problem, resident_parts
+from graphaccel.schedule.table import SCHEDULE_NAMES
 
 _INTERLEAVE = (1, 2, 4)
 WORTH = 1.03
@@ -69,6 +70,7 @@ class Shape:
     tensor: int = 1
     context: int = 1
     expert: int = 1
+    schedule: str = "1f1b"
 
     @property
     def order(self) -> tuple[object, ...]:
@@ -77,18 +79,16 @@ class Shape:
             self.recompute, str) else 0  # fmt: skip
         return (self.microbatches, self.pipeline, self.interleave, depth, self.data, self.zero,
                 not self.gather_again, self.accumulation, self.tensor, self.context,
-                self.expert)  # fmt: skip
+                self.expert, SCHEDULE_NAMES.index(self.schedule))  # fmt: skip
 
     @property
     def mesh(self) -> Shape:
         """What a deeper recomputation has in common with this."""
         return replace(self, recompute="")
 
-    def on(self, base: Plan, schedule: str | None) -> Plan:
+    def on(self, base: Plan) -> Plan:
         """`base` with these decisions; cuts and recomputation come later."""
-        own = {k: v for k, v in vars(self).items() if k != "recompute"}
-        chosen = schedule or ("interleaved" if self.interleave > 1 else "1f1b")
-        return replace(base, **own, schedule=chosen)
+        return replace(base, **{k: v for k, v in vars(self).items() if k != "recompute"})
 
 
 def plain(pins: Pins, found: Shape | Plan) -> bool:
@@ -192,10 +192,12 @@ def shapes_of(problem: Problem, pins: Pins, batch: int, layout: Layout) -> Itera
                 if not asked and batch // (data * microbatches) % layout.expert:
                     continue
                 for zero in _zeros(problem, pins, data, microbatches):
-                    for choice in _recomputes(problem, pins):
+                    for choice, schedule in product(
+                        _recomputes(problem, pins), _schedules(pins, pipeline, interleave, zero[0])
+                    ):
                         yield Shape(
                             microbatches, pipeline, interleave, choice, data, *zero,
-                            *astuple(layout),
+                            *astuple(layout), schedule,
                         )  # fmt: skip
 
 
@@ -209,6 +211,15 @@ def _interleaves(pins: Pins, pipeline: int) -> tuple[int, ...]:
     if pipeline == 1 or pins.schedule in ("1f1b", "gpipe", "zero_bubble"):
         return (1,)
     return _INTERLEAVE
+
+
+def _schedules(pins: Pins, pipeline: int, interleave: int, zero: int) -> tuple[str, ...]:
+    if pins.schedule is not None:
+        return (pins.schedule,)
+    if interleave > 1:
+        return ("interleaved",)
+    apart = pipeline > 1 and zero < 2 and pins.ort in (None, "auto", "off")
+    return ("1f1b", "zero_bubble") if apart else ("1f1b",)
 
 
 def _recomputes(problem: Problem, pins: Pins) -> tuple[str | tuple[str, ...], ...]:

@@ -124,9 +124,9 @@ def _play(
     back = frozenset((a, b) for a, b, way in edges if way == "backward")
     schedule = with_communication(table, ahead, back)
     forward, backward = [w.forward for w in works], [w.backward for w in works]
-    weight = [w.weight for w in works]
+    weight = [w.weight + w.action for w in works]
     if plan.schedule == "zero_bubble":
-        backward = [b - w for b, w in zip(backward, weight, strict=True)]
+        backward = [w.backward - w.weight for w in works]
     return schedule, simulate(schedule, forward, backward, edges, reduces, weight)
 
 
@@ -189,7 +189,8 @@ def _reduce_seconds(
             _bucketed(cluster, min(size, plan.bucket_bytes), axes, plan)
             for axes, size in sizes.items()
         )
-        exposed = max(last, total - _OVERLAP * work.backward)
+        beside = work.weight if plan.schedule == "zero_bubble" else work.backward
+        exposed = max(last, total - _OVERLAP * beside)
     if plan.zero >= 2 and plan.accumulation == "shards":
         exposed *= plan.microbatches
     exposed += _gather_seconds(profile, work, plan, cluster)

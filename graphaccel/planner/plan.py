@@ -174,6 +174,8 @@ class Plan:
         parts = [" x ".join(f"{axis} {size}" for axis, size in self.mesh.items())]
         if self.interleave > 1:
             parts[0] += f" x interleave {self.interleave}"
+        if self.pipeline > 1 and self.schedule not in ("1f1b", "interleaved"):
+            parts[0] += f", {self.schedule.replace('_', ' ')}"
         if self.zero:
             once = self.zero == 3 and not self.gather_again
             parts.append(f"zero {self.zero}" + ", gathered once" * once)

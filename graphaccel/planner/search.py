@@ -1,7 +1,7 @@
 """Choose a plan: enumerate, bound, solve, simulate the best, prove the winner.
 
-Every candidate is a choice of tensor x context x expert x data x pipeline x interleave x ZeRO x
-microbatches x recompute (precision only when pinned: it changes numerics). Solving one means
+Every candidate is a choice of tensor x context x expert x data x pipeline x interleave x schedule x
+ZeRO x microbatches x recompute (precision only when pinned: it changes numerics). Solving one means
 choosing its cuts and the blocks to compute again, and predicting memory and time in closed form.
 
 First come the candidates that shard nothing that was not asked for. Of these, one is not solved
@@ -183,14 +183,14 @@ class _Solving:
             offered = [x for x in offered if x == offered[0] or self.bounds.built(x)]
         own = list(shapes_of(problem, pins, batch, offered[0]))
         if own and not self.bounds.build(offered[0]):
-            problem.layouts.of(own[0].on(self.base, pins.schedule))  # raises why not
+            problem.layouts.of(own[0].on(self.base))  # raises why not
         self.first = self._sorted(s for s in own if plain(pins, s))
         self.more = [s for s in own if not plain(pins, s)]
         self.others = {x: list(shapes_of(problem, pins, batch, x)) for x in offered[1:]}
         self.outcome.tally.candidates = len(own) + sum(map(len, self.others.values()))
 
     def _bound(self, shape: Shape) -> float:
-        return self.bounds.seconds(shape.on(self.base, self.pins.schedule))
+        return self.bounds.seconds(shape.on(self.base))
 
     def _sorted(self, shapes: Iterable[Shape]) -> list[tuple[float, Shape]]:
         """With the bound of each; that of its microbatches and axes does for all recomputations."""
@@ -223,7 +223,7 @@ class _Solving:
         least, tally = self.least(), self.outcome.tally
         done = 0
         for bound, shape in self.first:
-            known = self.outcome.by_mesh.get(mesh_key(shape.on(self.base, self.pins.schedule)))
+            known = self.outcome.by_mesh.get(mesh_key(shape.on(self.base)))
             full = len(self.times) >= KEPT and bound > self.times[KEPT - 1]
             # A deeper recompute of what already fits only costs time.
             if self.prune and (shape.mesh in self.settled or (full and known is not None)):
@@ -278,7 +278,7 @@ class _Solving:
 
     def _solve(self, bound: float, shape: Shape, *, floor: bool = True) -> None:
         problem, pins, outcome = self.problem, self.pins, self.outcome
-        plan = shape.on(self.base, pins.schedule)
+        plan = shape.on(self.base)
         if floor and self.prune and self.bounds.too_big(plan):
             self.late.append((bound, shape))
             outcome.tally.infeasible += 1

@@ -198,6 +198,8 @@ def _values(record: Record, problem: Problem, plan: Plan, name: str) -> list:
     """The values of a decision that can be planned with everything else free or as pinned."""
     if name in ("gather_again", "accumulation") and plan.zero < (3 if "gather" in name else 2):
         return []  # nothing to decide
+    if name == "schedule":
+        return list(SCHEDULE_NAMES) if plan.pipeline > 1 else []
     if name in {f.name for f in fields(Shape)}:
         free = replace(record.pins, **{name: None})
         found = {getattr(s, name) for s in shapes(problem, _loose(free, name), record.batch)}
@@ -205,8 +207,6 @@ def _values(record: Record, problem: Problem, plan: Plan, name: str) -> list:
     if name == "precision":
         rates = problem.cluster.device.peak_flops
         return [n for n, p in PRECISIONS.items() if p.compute in rates]
-    if name == "schedule" and plan.pipeline > 1:
-        return list(SCHEDULE_NAMES)
     return []
 
 

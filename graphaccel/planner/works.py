@@ -30,7 +30,8 @@ def sized_for(profile: Profile, plan: Plan, cluster: Cluster) -> SizedProfile:
 class StageWork:
     """One stage of a plan: positions [first, end), seconds a microbatch, bytes of its parameters.
 
-    weight: seconds of the backward that a schedule can have apart. sent_forward, sent_backward:
+    weight: seconds of the backward that a schedule can have apart. action: seconds that starting
+    one of them takes. sent_forward, sent_backward:
     seconds of collectives inside forward and backward. held: bytes of parameters
     and buffers. gradient: bytes of gradients; partial: of those among them that are partial sums,
     by the axes besides data. tensors: trained tensors.
@@ -47,6 +48,7 @@ class StageWork:
     sent_backward: float = 0.0
     partial: tuple[tuple[tuple[str, ...], int], ...] = ()
     weight: float = 0.0
+    action: float = 0.0
 
     @property
     def summed(self) -> dict[tuple[str, ...], int]:
@@ -98,6 +100,7 @@ def stage_works(
                 sent_backward=float(sent[first:end].sum()),
                 partial=tuple(sorted(partial.items())),
                 weight=float(sized.weight[first:end].sum()),
+                action=action,
             )
         )
     return tuple(works)

@@ -14,6 +14,7 @@ from graphaccel.report.facts import Event, Facts, Point, RankMemory, StageFacts
 from graphaccel.report.format import plural, seconds_text, term_name
 from graphaccel.report.scales import Scale, Tick, bytes_label, time_label
 from graphaccel.report.trace import event_name
+from graphaccel.schedule.table import COMPUTING
 
 WIDTH = 960
 _LEFT, _RIGHT = 76, 16
@@ -243,10 +244,10 @@ def _row_label(rank: int, stages: Sequence[StageFacts]) -> str:
 def _bar(event: Event, across: Scale, y: float, row: float) -> Bar:
     x, end = across(event.start), across(event.end)
     kind = event.kind
-    if kind in ("forward", "backward") and event.microbatch % 2:
+    if kind in COMPUTING and event.microbatch % 2:
         kind += " odd"
     width = max(round(end - x, 1), 0.4)
-    number = str(event.microbatch) if event.kind in ("forward", "backward") else ""
+    number = str(event.microbatch) if event.kind in COMPUTING else ""
     when = f"{seconds_text(event.start)} to {seconds_text(event.end)}"
     return Bar(
         kind,

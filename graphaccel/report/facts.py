@@ -25,6 +25,7 @@ from graphaccel.planner.stages import stage_positions
 from graphaccel.planner.whatif import Explanation
 from graphaccel.planner.works import held_parameters, sized_for, stage_works
 from graphaccel.report.plain import from_plain, to_plain
+from graphaccel.schedule.table import COMPUTING
 
 SCHEMA = 1
 
@@ -199,7 +200,7 @@ def run_spans(facts: Facts) -> dict[tuple[str, int, int], tuple[float, float]]:
     return {
         (e.kind, e.stage, e.microbatch): (e.start, e.end)
         for e in facts.events
-        if e.kind in ("forward", "backward")
+        if e.kind in COMPUTING
     }
 
 

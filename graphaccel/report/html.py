@@ -50,6 +50,7 @@ def html_page(facts: Facts) -> str:
         memory_note=memory_note,
         legend=[(kind, _NAMES.get(kind, kind)) for kind in CATEGORIES if kind in kinds],
         gantt=charts.gantt_chart(facts),
+        apart=any(event.kind == "weight" for event in facts.events),
         waterfall=charts.waterfall_chart(facts),
         pareto=charts.pareto_chart(facts),
         why=why,

@@ -12,10 +12,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from graphaccel.report.facts import Event, Facts
+from graphaccel.schedule.table import COMPUTING
 
 _COLOURS = {  # names that both viewers know
     "forward": "thread_state_running",
     "backward": "thread_state_runnable",
+    "weight": "thread_state_unknown",
     "receive": "thread_state_sleeping",
     "reduce": "thread_state_iowait",
     "optimizer": "startup",
@@ -98,7 +100,7 @@ def _slices(facts: Facts) -> Iterator[dict[str, Any]]:
 
 def event_name(event: Event) -> str:
     """What an event is, in a few words."""
-    if event.kind in ("forward", "backward"):
+    if event.kind in COMPUTING:
         return f"{event.kind} {event.microbatch}"
     if event.kind == "send":
         return f"send {event.direction} {event.microbatch} to stage {event.peer}"

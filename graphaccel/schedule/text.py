@@ -19,8 +19,8 @@ LEGEND = (
     "digits = forward, letters = backward of the same microbatch, + = reduce gradients, . = idle"
 )
 LEGEND_APART = (
-    "digits = forward, letters = backward of the same microbatch, capitals = gradients of its "
-    "weights, + = reduce gradients, . = idle"
+    "digits = forward, letters = backward, capitals = its weights' part, + = reduce gradients, "
+    ". = idle"
 )
 
 

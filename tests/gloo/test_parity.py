@@ -18,9 +18,9 @@ from tests.support.zoo import ZOO
 
 PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "data2": (2, {"data": 2}),
-    "pipeline2": (2, {"pipeline": 2, "interleave": 1, "microbatches": 4}),
-    "pipeline4": (4, {"pipeline": 4, "interleave": 1, "microbatches": 4}),
-    "data2-pipeline2": (4, {"data": 2, "pipeline": 2, "interleave": 1, "microbatches": 2}),
+    "pipeline2": (2, {"pipeline": 2, "schedule": "1f1b", "microbatches": 4}),
+    "pipeline4": (4, {"pipeline": 4, "schedule": "1f1b", "microbatches": 4}),
+    "data2-pipeline2": (4, {"data": 2, "pipeline": 2, "schedule": "1f1b", "microbatches": 2}),
     "pipeline2-interleave2": (2, {"pipeline": 2, "interleave": 2, "microbatches": 2}),
 }
 ZERO_BUBBLE: dict[str, tuple[int, dict[str, Any]]] = {

@@ -71,7 +71,10 @@ def test_names_of_axes() -> None:
     ("pins", "name"),
     [
         ({"tensor": 2}, "data 2 x tensor 2 x pipeline 1"),
-        ({"tensor": 2, "pipeline": 2, "interleave": 1}, "data 1 x tensor 2 x pipeline 2"),
+        (
+            {"tensor": 2, "pipeline": 2, "interleave": 1},
+            "data 1 x tensor 2 x pipeline 2, zero bubble",
+        ),
         ({"data": 1, "context": 4}, "data 1 x context 4 x pipeline 1"),
         ({"expert": 2, "zero": 3}, "data 2 x expert 2 x pipeline 1 · zero 3"),
     ],
