@@ -11,7 +11,8 @@ from torch import fx
 from graphaccel.capture.blocks import Block
 from graphaccel.capture.export import ForwardGraph, GraphInput, GraphOutput
 from graphaccel.compat.torch import FakeTensor, graph_module
-from graphaccel.ir.repeat import KEPT, Layered, NotRepeated, Pattern, Repeated, Run
+from graphaccel.ir.layers import Layered, NotRepeated, Run, copies
+from graphaccel.ir.repeat import Pattern, Repeated
 
 Joint = tuple[fx.GraphModule, tuple[GraphInput, ...], tuple[GraphOutput, ...]]
 
@@ -122,12 +123,4 @@ def input_specs(made: Repeated, short: Sequence[GraphInput]) -> tuple[GraphInput
 
 def repeated_blocks(runs: Sequence[Run], short: Sequence[Block]) -> tuple[Block, ...]:
     """The blocks of all layers, in the order they first compute something."""
-    found: list[Block] = []
-    for block in short:
-        run = next((r for r in runs if r.number(block.name) == 1), None)
-        for copy in range(1, 2 if run is None else run.count - KEPT + 2):
-            name = block.name
-            for each in runs:
-                name = each.renamed(name, KEPT, copy)
-            found.append(replace(block, name=name))
-    return tuple(found)
+    return tuple(replace(b, name=name) for b in short for name in copies(runs, b.name))

@@ -18,7 +18,7 @@ from torch import nn
 from graphaccel.capture.batch import Batch
 from graphaccel.capture.export import LossFn, with_loss
 from graphaccel.compat.torch import FakeTensor, TorchDispatchMode, exporting
-from graphaccel.ir.repeat import NotRepeated, Run
+from graphaccel.ir.layers import NotRepeated, Run
 
 _PLAIN = (int, float, str, bool, type(None), tuple, torch.dtype, torch.Size)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -33,7 +33,7 @@ from graphaccel.capture.runs import find_runs, prove_repeats, shortened
 from graphaccel.capture.symbols import BATCH, SEQUENCE, attach_sizes, same_structure
 from graphaccel.compat.torch import FakeTensor, fake_mode_of
 from graphaccel.errors import GraphAccelError
-from graphaccel.ir.repeat import KEPT, NotRepeated, Run
+from graphaccel.ir.layers import KEPT, NotRepeated, Run, copies
 from graphaccel.ir.text import graph_text
 
 log = logging.getLogger("graphaccel.capture")
@@ -216,6 +216,24 @@ def expanded(repeats: Repeats, tied: Mapping[str, str], trainable: frozenset[str
         repeats=Repeats(runs, short, tuple(replace(s, sizes=short.sizes) for s in longer)),
         derived={},
     )
+
+
+def of_layers(step: StepGraph, counts: Sequence[int]) -> StepGraph:
+    """The step with `counts` layers of each of its runs. Raises NotRepeated."""
+    few = step.repeats
+    assert few is not None
+    key = (of_layers.__name__, tuple(counts))
+    if key not in step.derived:
+        runs = tuple(replace(r, count=n) for r, n in zip(few.runs, counts, strict=True))
+        short = few.short
+        tied = {
+            name: stands
+            for pair in short.tied.items()
+            for name, stands in zip(*(copies(runs, n) for n in pair), strict=False)
+        }
+        trainable = frozenset(n for name in short.trainable for n in copies(runs, name))
+        step.derived[key] = expanded(replace(few, runs=runs), tied, trainable)
+    return step.derived[key]
 
 
 def assemble(

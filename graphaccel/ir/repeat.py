@@ -19,81 +19,29 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy as duplicate
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
 import torch
 from torch import fx
 
-from graphaccel.ir.values import module_path
+from graphaccel.ir.layers import (
+    KEPT,
+    NUMBER,
+    Item,
+    Layered,
+    NotRepeated,
+    Run,
+    filler,
+    head,
+    items_of,
+    split,
+)
 
-KEPT = 3
-"""Layers of a run in the graph that is repeated: the first, the one that is copied, the last."""
-
-_NUMBER = re.compile(r"^(.*)_(\d+)$", re.DOTALL)
 _SAME = ("phase", "made_by", "bind")
 _NAMES = ("origin", "stands_for")
 _DROPPED = ("custom", "from_node", "seq_nr")  # of the trace; read while it is made only
-
-
-class NotRepeated(Exception):
-    """The layers do not repeat: said in the log, and the whole model is captured."""
-
-
-@dataclass(frozen=True)
-class Run:
-    """Identical layers: entries `first` to `first + count - 1` of the container at `path`."""
-
-    path: str
-    first: int
-    count: int
-
-    def number(self, name: str) -> int | None:
-        """Which entry of the container a module path or parameter name lies in, from the run's
-        first one on; None if in none."""
-        prefix = f"{self.path}." if self.path else ""
-        if not name.startswith(prefix):
-            return None
-        head = name[len(prefix) :].partition(".")[0]
-        return int(head) - self.first if head.isdigit() else None
-
-    def renamed(self, name: str, kept: int, copy: int) -> str:
-        """What a name among `kept` layers is called among `count`. copy: of the middle layer."""
-        number = self.number(name)
-        if number is None or number < 1:
-            return name
-        new = copy if number == 1 else number + self.count - kept
-        prefix = f"{self.path}." if self.path else ""
-        rest = name[len(prefix) :].partition(".")[1:]
-        return f"{prefix}{new + self.first}{''.join(rest)}"
-
-
-@dataclass(frozen=True)
-class Layered:
-    """A graph, and the names of what its first placeholders and its results are ("" for those that
-    belong to no layer); what else they are, which layers do not change."""
-
-    graph: fx.Graph
-    inputs: Sequence[str]
-    outputs: Sequence[str]
-    input_kinds: Sequence[object]
-    output_kinds: Sequence[object]
-
-
-@dataclass(eq=False)
-class _Item:
-    """A node, or one of the graph's results (node None). path: of its module or parameter.
-    middle: the run whose middle layer it is part of, -1 for none, and which copy."""
-
-    node: fx.Node | None
-    path: str
-    section: str
-    call: Any
-    refs: list[fx.Node]
-    kind: object = None
-    middle: int = -1
-    copy: int = 0
 
 
 @dataclass(frozen=True)
@@ -109,12 +57,14 @@ class _Ref:
 
 @dataclass(frozen=True)
 class _Name:
-    """`base_number`; the number grows by `slopes` per layer of each run and by `step` per copy."""
+    """`base_number`; the number grows by `slopes` per layer of each run and by `step` per copy.
+    zero: the number 0 is written; it is left out otherwise."""
 
     base: str
     number: int
     slopes: tuple[int, ...] = ()
     step: int = 0
+    zero: bool = False
 
     def number_at(self, more: Sequence[int], copy: int) -> int:
         number = self.number + sum(s * m for s, m in zip(self.slopes, more, strict=True))
@@ -122,7 +72,23 @@ class _Name:
 
     def at(self, more: Sequence[int], copy: int) -> str:
         number = self.number_at(more, copy)
-        return f"{self.base}_{number}" if number else self.base
+        return f"{self.base}_{number}" if number or self.zero else self.base
+
+
+@dataclass(frozen=True)
+class _Path:
+    """A module path or parameter name: entry `entry.number_at` of the container of `run`, whose
+    entries are called after their number; `plain` as it is where it lies in none."""
+
+    plain: str
+    run: Run | None = None
+    entry: _Name = _Name("", 0)
+
+    def at(self, more: Sequence[int], copy: int) -> str:
+        """What it is called among all layers."""
+        if self.run is None:
+            return self.plain
+        return self.run.entry(self.plain, self.entry.number_at(more, copy))
 
 
 @dataclass(frozen=True)
@@ -131,36 +97,46 @@ class _Learned:
 
     refs: tuple[_Ref, ...]
     names: Mapping[str, _Name]
+    path: _Path
     covers: tuple[_Name, ...] = ()
 
 
 @dataclass
 class Repeated:
     """The graph of all layers. inputs, outputs: for each placeholder and result, which one of the
-    short graph it is, and its name."""
+    short graph it is, and its name. input_copies, output_copies: and which copy of that."""
 
     graph: fx.Graph
     inputs: list[tuple[int, str]] = field(default_factory=list)
     outputs: list[tuple[int, str]] = field(default_factory=list)
+    input_copies: list[int] = field(default_factory=list)
+    output_copies: list[int] = field(default_factory=list)
 
 
 class Pattern:
     """What repeats in a graph.
 
-    short: with `KEPT` layers of each run. longer: for each run, with one more of it.
+    short: with `kept` layers of each run. longer: for each run, with one more of it. The second
+    layer is copied.
 
-    Raises NotRepeated where more layers are not more copies of the middle one.
+    Raises NotRepeated where more layers are not more copies of it.
     """
 
-    def __init__(self, runs: Sequence[Run], short: Layered, longer: Sequence[Layered]) -> None:
-        self.runs = tuple(runs)
-        self.items = _items(short, self.runs, (KEPT,) * len(self.runs))
+    def __init__(
+        self,
+        runs: Sequence[Run],
+        short: Layered,
+        longer: Sequence[Layered],
+        kept: int = KEPT,
+    ) -> None:
+        self.runs, self.kept = tuple(runs), kept
+        self.items = items_of(short, self.runs, (1,) * len(self.runs))
         self._output = short.graph.output_node().meta
         self._at = {item.node: i for i, item in enumerate(self.items) if item.node is not None}
         pairs = []
         for run, graph in enumerate(longer):
-            kept = tuple(KEPT + (r == run) for r in range(len(self.runs)))
-            pairs.append(_paired(self.runs, run, self.items, _items(graph, self.runs, kept)))
+            copied = tuple(1 + (r == run) for r in range(len(self.runs)))
+            pairs.append(_paired(self.runs, run, self.items, items_of(graph, self.runs, copied)))
         self.descending = [descending for _, descending in pairs]
         self._twins = [twins for twins, _ in pairs]
         self._inverses = [_inverse(twins) for twins in self._twins]
@@ -179,15 +155,33 @@ class Pattern:
             for k, name in enumerate(covers)
         )
         refs = tuple(self._ref(index, slot) for slot in range(len(item.refs)))
-        return _Learned(refs, names, covered)
+        return _Learned(refs, names, self._path(index), covered)
 
-    def _name(self, index: int, value: str, read: Callable[[_Item], str]) -> _Name:
-        base, number = _split(value)
+    def _path(self, index: int) -> _Path:
+        item = self.items[index]
+        own = item.place
+        run = next((r for r in self.runs if (r.number(own) or 0) > 0), None)
+        for twin in (t for twins in self._twins for t in twins[index]):
+            other = twin.place
+            alike = own == other if run is None else run.entry(own, 0) == run.entry(other, 0)
+            if not alike or (run is not None and run.number(other) is None):
+                raise NotRepeated(f"the module of {own} changes with one more layer")
+        if run is None:
+            return _Path(own)
+        known = run
+        return _Path(own, run, self._number(index, lambda it: ("", known.number(it.place) or 0)))
+
+    def _name(self, index: int, value: str, read: Callable[[Item], str]) -> _Name:
+        found = self._number(index, lambda it: split(read(it)))
+        return replace(found, zero=value == f"{found.base}_0")
+
+    def _number(self, index: int, read: Callable[[Item], tuple[str, int]]) -> _Name:
+        base, number = read(self.items[index])
         slopes, step = [], 0
         for run, twins in zip(self.runs, self._twins, strict=True):
-            found = [_split(read(twin)) for twin in twins[index]]
+            found = [read(twin) for twin in twins[index]]
             if any(other != base for other, _ in found):
-                raise NotRepeated(f"{value} has another name with one more layer in {run}")
+                raise NotRepeated(f"{base} has another name with one more layer in {run}")
             slopes.append(found[0][1] - number)
             if len(found) > 1:
                 step = found[1][1] - found[0][1]
@@ -224,7 +218,7 @@ class Pattern:
                 raise self._unlike(item, run)
         return _Ref(target, near, step, last)
 
-    def _unlike(self, item: _Item, run: int) -> NotRepeated:
+    def _unlike(self, item: Item, run: int) -> NotRepeated:
         name = item.path if item.node is None else item.node.name
         return NotRepeated(f"{name} reads something else with one more layer in {self.runs[run]}")
 
@@ -247,16 +241,16 @@ class Pattern:
         """
         if like is not None:
             twin = duplicate(self)
-            twin.items = _items(like, self.runs, (KEPT,) * len(self.runs))
+            twin.items = items_of(like, self.runs, (1,) * len(self.runs))
             return twin.graph()
         made = Repeated(fx.Graph())
-        more = [run.count - KEPT for run in self.runs]
+        more = [run.count - self.kept for run in self.runs]
         new: list[list[Any]] = [[] for _ in self.items]  # by copy, from 0
         results: list[Any] = []
-        fills = [_filler(item.call) for item in self.items]
+        fills = [filler(item.call) for item in self.items]
         used: set[str] = set()
         for run, indices in self._groups():
-            last = self.runs[run].count - 2 if run >= 0 else 1
+            last = more[run] + 1 if run >= 0 else 1
             for index in indices:
                 new[index] = [None] * last
             order = range(1, last + 1)
@@ -303,18 +297,21 @@ class Pattern:
     ) -> fx.Node | None:
         item, learned = self.items[index], self.learned[index]
         old = item.node
-        path = self.renamed(item.path, run, copy)
+        path = learned.path.at(more, copy)
         if old is None:
             made.outputs.append((index - len(self._at), path))
+            made.output_copies.append(copy)
             return None
-        if old.op == "placeholder":
+        if item.named:
             tail = learned.names.get("tail")
             end = "" if tail is None else f"_{tail.number_at(more, copy)}"
-            name = _mangled(_head(old.name, item.path), _head(item.path), _head(path)) + end
-            path = _head(path) + end
-            made.inputs.append((index, path))
+            name = _mangled(head(old.name, item.path), item.place, path) + end
+            path += end
         else:
             name = learned.names["name"].at(more, copy)
+        if old.op == "placeholder":
+            made.inputs.append((index, path))
+            made.input_copies.append(copy)
         if name in used:
             raise NotRepeated(f"two nodes would be called {name}")
         used.add(name)
@@ -322,72 +319,41 @@ class Pattern:
         if old.op == "placeholder":
             node.target = name
         node.meta = {k: v for k, v in old.meta.items() if k not in _DROPPED}
-        if path != item.path and "module" in node.meta:
+        if path != item.place and "module" in node.meta:
             node.meta["module"] = path
         for key in _NAMES:
             if key in learned.names:
                 node.meta[key] = learned.names[key].at(more, copy)
         if learned.covers:
             node.meta["covers"] = tuple(n.at(more, copy) for n in learned.covers)
-        if path != item.path and "nn_module_stack" in node.meta:
-            node.meta["nn_module_stack"] = self._stack(node.meta["nn_module_stack"], run, copy)
+        if path != item.place and "nn_module_stack" in node.meta:
+            own = learned.path.run
+            assert own is not None
+            node.meta["nn_module_stack"] = _stack(
+                node.meta["nn_module_stack"], own, own.number(item.place), own.number(path) or 0
+            )
         return node
 
-    def _stack(self, stack: Mapping[str, tuple], run: int, copy: int) -> dict[str, tuple]:
-        def path(text: str) -> str:
-            inner = text.removeprefix("model.")
-            return text[: len(text) - len(inner)] + self.renamed(inner, run, copy)
 
-        return {
-            f"L__self__{path(entry[0])}" if path(entry[0]) != entry[0] else key:
-            (path(entry[0]), *entry[1:])
-            for key, entry in stack.items()
-        }  # fmt: skip
+def _stack(stack: Mapping[str, tuple], run: Run, number: int | None, new: int) -> dict[str, tuple]:
+    """The modules around a node, with entry `new` of the run's container instead of `number`."""
 
-    def renamed(self, name: str, run: int, copy: int) -> str:
-        """A module path or parameter name of the pattern among all layers."""
-        for number, each in enumerate(self.runs):
-            name = each.renamed(name, KEPT, copy if number == run else 1)
-        return name
+    def path(text: str) -> str:
+        inner = text.removeprefix("model.")
+        if run.number(inner) != number:
+            return text
+        return text[: len(text) - len(inner)] + run.entry(inner, new)
 
-
-def _items(layered: Layered, runs: Sequence[Run], kept: Sequence[int]) -> list[_Item]:
-    """Nodes and results in order, with the copy of which middle layer they belong to.
-
-    Between two nodes of a layer everything belongs to it, and so does what follows up to the next.
-    """
-    items: list[_Item] = []
-    inputs = iter(zip(layered.inputs, layered.input_kinds, strict=True))
-    for node in layered.graph.nodes:
-        if node.op == "placeholder":
-            name, kind = next(inputs, ("", None))
-            items.append(_Item(node, name, "input", ((), {}), [], kind))
-        elif node.op != "output":
-            call, refs = _taken((node.args, node.kwargs))
-            section = node.meta.get("phase", "forward")
-            items.append(
-                _Item(node, node.meta.get("module") or module_path(node), section, call, refs)
-            )
-    results: Any = layered.graph.output_node().args[0]
-    specs = zip(layered.outputs, layered.output_kinds, strict=True)
-    for value, (name, kind) in zip(results, specs, strict=True):
-        call, refs = _taken(((value,), {}))
-        items.append(_Item(None, name, "result", call, refs, kind))
-    current, section = {}, ""
-    for item in items:
-        if item.section != section:
-            current, section = {}, item.section
-        for r, run in enumerate(runs):
-            number = run.number(item.path)
-            if number is not None:
-                current = {r: number}
-        for r, number in current.items():
-            if 1 <= number <= kept[r] - 2:
-                item.middle, item.copy = r, number
-    return items
+    return {
+        f"L__self__{path(entry[0])}" if path(entry[0]) != entry[0] else key: (
+            path(entry[0]),
+            *entry[1:],
+        )
+        for key, entry in stack.items()
+    }
 
 
-def _inverse(twins: Sequence[Sequence[_Item]]) -> dict[fx.Node, tuple[int, int]]:
+def _inverse(twins: Sequence[Sequence[Item]]) -> dict[fx.Node, tuple[int, int]]:
     """Node of the longer graph → (item, copy), copy 0 of what is not copied."""
     return {
         twin.node: (i, copy if len(own) > 1 else 0)
@@ -397,48 +363,12 @@ def _inverse(twins: Sequence[Sequence[_Item]]) -> dict[fx.Node, tuple[int, int]]
     }
 
 
-def _taken(value: Any) -> tuple[Any, list[fx.Node]]:
-    """A call's arguments with places for nodes, and the nodes in order."""
-    refs: list[fx.Node] = []
-
-    def take(v: Any) -> Any:
-        if isinstance(v, fx.Node):
-            refs.append(v)
-            return _Place(len(refs) - 1)
-        return v
-
-    return _mapped(value, take), refs
-
-
-@dataclass(frozen=True)
-class _Place:
-    at: int
-
-
-def _mapped(value: Any, leaf: Any) -> Any:
-    """Like fx.map_aggregate, in plain containers."""
-    if isinstance(value, slice):
-        return slice(*(_mapped(v, leaf) for v in (value.start, value.stop, value.step)))
-    if isinstance(value, tuple) and not hasattr(value, "_fields"):
-        return tuple(_mapped(v, leaf) for v in value)
-    if isinstance(value, list):
-        return [_mapped(v, leaf) for v in value]
-    if isinstance(value, dict):
-        return {k: _mapped(v, leaf) for k, v in value.items()}
-    return leaf(value)
-
-
-def _filler(call: Any) -> Any:
-    """refs → the call's (args, kwargs)."""
-    return lambda refs: _mapped(call, lambda v: refs[v.at] if isinstance(v, _Place) else v)
-
-
 def _paired(
-    runs: Sequence[Run], run: int, items: Sequence[_Item], longer: Sequence[_Item]
-) -> tuple[list[list[_Item]], dict[int, bool]]:
+    runs: Sequence[Run], run: int, items: Sequence[Item], longer: Sequence[Item]
+) -> tuple[list[list[Item]], dict[int, bool]]:
     """For each item its twin in the graph of one more layer of `run`, or its two twins; and for
     the items of the middle layer whether the copies stand in descending order."""
-    twins: list[list[_Item]] = [[] for _ in items]
+    twins: list[list[Item]] = [[] for _ in items]
     descending: dict[int, bool] = {}
     at = start = 0
     while start < len(items):
@@ -471,25 +401,19 @@ def _paired(
     return twins, descending
 
 
-def _next(items: Sequence[_Item], at: int) -> _Item:
+def _next(items: Sequence[Item], at: int) -> Item:
     if at >= len(items):
         raise NotRepeated("fewer nodes with one more layer")
     return items[at]
 
 
-def _check(runs: Sequence[Run], run: int, item: _Item, twin: _Item, copy: int) -> None:
+def _check(runs: Sequence[Run], run: int, item: Item, twin: Item, copy: int) -> None:
     """Raises NotRepeated unless `twin` is `item` but for what it reads and for its names."""
 
     def unlike(what: str) -> NotRepeated:
         name = item.path if item.node is None else f"{item.node.name} ({item.path})"
         return NotRepeated(f"{what} of {name} changes with one more layer in {runs[run]}")
 
-    longer = Run(runs[run].path, runs[run].first, KEPT + 1)
-    own, other = item.path, twin.path
-    if item.section == "input":
-        own, other = _head(own), _head(other)
-    if longer.renamed(own, KEPT, copy or 1) != other:
-        raise unlike("the module")
     if (twin.middle == run) != bool(copy) or (not copy and twin.middle != item.middle):
         raise unlike("the layer")
     if repr(item.call) != repr(twin.call) or (item.node is None) != (twin.node is None):
@@ -508,8 +432,9 @@ def _check(runs: Sequence[Run], run: int, item: _Item, twin: _Item, copy: int) -
         raise unlike("the shape")
     if any(a.meta.get(k) != b.meta.get(k) for k in _SAME):
         raise unlike("what is known")
-    if a.op == "placeholder":
-        if _mangled(_head(a.name, item.path), own, other) != _head(b.name, twin.path):
+    if item.named:
+        named = _mangled(head(a.name, item.path), item.place, twin.place)
+        if named != head(b.name, twin.path):
             raise unlike("the name")
 
 
@@ -521,27 +446,15 @@ def _types(value: Any) -> Any:
     return value
 
 
-def _names(item: _Item) -> list[tuple[str, str]]:
+def _names(item: Item) -> list[tuple[str, str]]:
     """Names that grow with the number of layers: the node's own and those of nodes it knows of."""
     if item.node is None:
         return []
-    if item.node.op == "placeholder":
-        tail = _NUMBER.match(item.path)
+    if item.named:
+        tail = NUMBER.match(item.path)
         return [("tail", f"tail_{tail[2]}")] if tail else []
     named = [(k, item.node.meta[k]) for k in _NAMES if item.node.meta.get(k)]
     return [("name", item.node.name), *named]
-
-
-def _split(name: str) -> tuple[str, int]:
-    found = _NUMBER.match(name)
-    return (found[1], int(found[2])) if found else (name, 0)
-
-
-def _head(name: str, path: str | None = None) -> str:
-    """A parameter's path without the number at its end, or the name of its placeholder, which ends
-    as `path` does."""
-    found = _NUMBER.match(name) if _NUMBER.match(name if path is None else path) else None
-    return found[1] if found else name
 
 
 def _mangled(name: str, old: str, new: str) -> str:

@@ -73,6 +73,34 @@ def storages(values: Iterable[Any]) -> dict[int, int]:
     return found
 
 
+def shares(node: fx.Node) -> tuple[tuple[int, int] | None, ...]:
+    """For each tensor of a node's value, the (input, tensor of it) whose memory it shares, if any;
+    input -1 is the value itself.
+
+    Copies of a node have one value between them; `keep_shares` says of it what it was made from.
+    """
+    value, known = node.meta.get("shares", (None, ()))
+    if value is not None and value is node.meta["val"]:
+        return known
+    given = {
+        storage_key(tensor): (i, j)
+        for i, source in enumerate(node.all_input_nodes)
+        for j, tensor in enumerate(tensors_of(source.meta["val"]))
+    }
+    own = [storage_key(tensor) for tensor in tensors_of(node.meta["val"])]
+    return tuple(
+        given.get(key, (-1, own.index(key)) if own.index(key) < place else None)
+        for place, key in enumerate(own)
+    )
+
+
+def keep_shares(graph: fx.Graph) -> None:
+    """Note on each call whose memory its results share, for copies whose inputs are others'."""
+    for node in graph.nodes:
+        if node.op == "call_function":
+            node.meta["shares"] = (node.meta["val"], shares(node))
+
+
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether a tensor's elements fill a contiguous run of memory, in some order of its dims."""
     expected = 1

@@ -21,7 +21,7 @@ from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import BATCH, evaluate
 from graphaccel.compat.torch import pytree
 from graphaccel.errors import GraphAccelError
-from graphaccel.ir.repeat import NotRepeated
+from graphaccel.ir.layers import NotRepeated
 from graphaccel.passes.exact_microbatch import exact_microbatch
 from graphaccel.passes.repeat_layers import repeat_layers
 from graphaccel.passes.shard_axes import shard_axes

@@ -9,8 +9,8 @@ drop_backward          evaluation: nothing to differentiate
 exact_microbatch       sizes shrink here: everything later sees one microbatch of one data rank
 shard_axes             local shapes and collectives of the tensor, context and expert axes: on one
                        microbatch of one data rank, and while the graph is still one
-repeat_layers          what the two before it made of few layers becomes all of them; what follows
-                       decides for single layers
+repeat_layers          what the two before it made of few layers becomes all of them, where what
+                       follows tells layers apart: several stages, or some that are recomputed
 recompute              before the cut, so that a stage owns its clones
 release_parameters     as recompute, for what is made of sharded parameters alone
 cut_stages             needs the final joint graph
@@ -23,6 +23,8 @@ choose_products        sizes and dtypes are final; before accumulation, which le
 overlap_collectives    moves calls, so before what writes in place; after the split, or work would
                        move from one phase into the other
 gather_parameters      a phase at a time: it needs to know the first and the last use
+repeat_programs        instead of repeat_layers, where one stage treats all layers alike; before
+                       accumulate_gradients, whose buckets are as large as all layers tell
 drop_tangents          where the loss is outside, and while training: for a loss that reads some of
                        the outputs only, the stage with a backward of its own
 accumulate_gradients   late: it brings in-place ops, after which nothing may be moved
@@ -41,33 +43,18 @@ from torch import fx
 
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.compat.torch import BoxedCode
-from graphaccel.errors import GraphAccelError
-from graphaccel.ir.program import Owned, Prologue, Sharded, StageProgram, StepProgram
-from graphaccel.ir.repeat import NotRepeated
-from graphaccel.ir.text import graph_text
+from graphaccel.ir.program import Sharded, StageProgram, StepProgram
 from graphaccel.passes.accumulate_gradients import accumulate_gradients
-from graphaccel.passes.choose_products import choose_products
-from graphaccel.passes.cut_stages import StagedGraph, cut_stages
 from graphaccel.passes.drop_backward import drop_backward
 from graphaccel.passes.drop_tangents import drop_tangents
-from graphaccel.passes.exact_microbatch import LocalStep, exact_microbatch
 from graphaccel.passes.fuse import fuse
-from graphaccel.passes.gather_parameters import gather_parameters
 from graphaccel.passes.lower_precision import lower_precision
-from graphaccel.passes.overlap_collectives import overlap_collectives
-from graphaccel.passes.place_ort import Tools, place_ort, region_models
-from graphaccel.passes.recompute import recompute
-from graphaccel.passes.reduce_shards import reduce_shards
-from graphaccel.passes.release_parameters import release_parameters
-from graphaccel.passes.repeat_layers import repeat_layers
+from graphaccel.passes.place_ort import Tools, region_models
+from graphaccel.passes.rewrite import Lying, Rewritten, rewritten
 from graphaccel.passes.runner import Runner
-from graphaccel.passes.shard_axes import LocalGraph, shard_axes
-from graphaccel.passes.split_phases import split_phases
-from graphaccel.passes.split_weights import split_weights, with_weights
 from graphaccel.passes.synchronise_batch_norm import synchronise_batch_norm
 from graphaccel.planner.plan import Plan
-from graphaccel.planner.zero import owned_shards
-from graphaccel.rules.propagate import PARTIAL, is_random
+from graphaccel.rules.propagate import PARTIAL
 
 log = logging.getLogger("graphaccel.passes")
 
@@ -103,57 +90,8 @@ def build(
     step = run.step("synchronise_batch_norm", synchronise_batch_norm, step)
     if not gradients:
         step = run.step("drop_backward", drop_backward, step)
-    local, axes = _sharded(run, step, plan, sizes, resting)
-    graph = run.graph("recompute", lambda g: recompute(g, plan, step.positions), axes.graph)
-    owned, unsharded = owned_shards(step, plan, axes.resting, ranks)
-    inputs = zip(graph.graph.find_nodes(op="placeholder"), step.inputs, strict=False)
-    values = {s.name: n for n, s in inputs if s.kind == "parameter"}
-    whole = {n.name for s, n in values.items() if s in owned and owned[s].level == 3}
-    graph = run.graph("release_parameters", lambda g: release_parameters(g, whole), graph)
-    staged = run.call(
-        "cut_stages",
-        lambda: cut_stages(graph, step.inputs, step.outputs, step.positions, plan.cuts, homes),
-    )
-    programs = run.call(
-        "split_phases",
-        lambda: split_phases(
-            staged, step.inputs, step.outputs, step.batch_dims, keep_outputs=plan.outputs == "all"
-        ),
-    )
-    programs, weights = run.call("split_weights", lambda: split_weights(programs, plan))
-    programs, report = run.call("place_ort", lambda: place_ort(programs, plan, ort))
-    programs = run.call("choose_products", lambda: tuple(choose_products(p) for p in programs))
-    weights = tuple(choose_products(p) for p in weights)
-    programs = run.call(
-        "overlap_collectives", lambda: tuple(overlap_collectives(p) for p in programs)
-    )
-    bare = run.call(
-        "gather_parameters",
-        lambda: tuple(
-            gather_parameters(
-                _apart(p, owned),
-                plan,
-                owned,
-                ranks or plan.data,
-                {name: node.meta["val"] for name, node in values.items()},
-                shared=[n for n, at in staged.homes.items() if len(at) > 1],
-                groups=groups,
-                last=p.stage == staged.stages - 1,
-            )
-            for p in programs
-        ),
-    )
-    programs = run.call(
-        "accumulate_gradients",
-        lambda: tuple(accumulate_gradients(p, plan, axes.partial) for p in bare),
-    )
-    weights = tuple(accumulate_gradients(p, plan, axes.partial) for p in weights)
-    programs = run.call(
-        "reduce_shards",
-        lambda: tuple(reduce_shards(p, plan, owned, axes.partial) for p in programs),
-    )
-    if weights:
-        programs = tuple(with_weights(p, w) for p, w in zip(programs, weights, strict=True))
+    made = rewritten(run, step, plan, sizes, Lying(homes, resting, groups, ranks), ort)
+    programs = made.programs
     for name, content in region_models(programs).items():
         run.write(f"{name}.onnx", content)
     for program in programs:
@@ -163,81 +101,20 @@ def build(
                 moment = "_first" * first + "_last" * last
                 run.dump(f"stage_{program.stage}_{phase}{moment}", graph)
     apart = gradients and not step.has_loss
-    program = _assembled(step, staged, programs, local.prologue, local.output_places)
-    rests = dict(axes.resting)
-    for name, own in owned.items():
+    rests = dict(made.axes.resting)
+    for name, own in made.owned.items():
         if own.level == 3:
             rests[name] = (*rests.get(name, ()), own.split)
     return replace(
-        program,
+        _assembled(step, made),
         resting=rests,
-        partial=axes.partial,
-        owned=owned,
-        unsharded=unsharded,
+        partial=made.axes.partial,
+        owned=made.owned,
+        unsharded=made.unsharded,
         data=plan.data,
-        bare=bare[0] if apart else None,
-        ort=report,
+        bare=made.bare[0] if apart else None,
+        ort=made.ort,
     )
-
-
-def _sharded(
-    run: Runner,
-    step: StepGraph,
-    plan: Plan,
-    sizes: Mapping[sympy.Symbol, int] | None,
-    resting: Mapping[str, tuple[Sharded, ...]] | None,
-) -> tuple[LocalStep, LocalGraph]:
-    """The step of one microbatch on one rank: of few layers, repeated, where it is made of such and
-    nothing is said of single layers."""
-    few = step.repeats
-    if few is not None and resting is None and not plan.placements:
-        try:
-            return _repeated(run, step, plan, sizes)
-        except (NotRepeated, GraphAccelError) as reason:  # errors are then those of the model
-            log.info("all layers are sharded: %s", reason)
-    local = run.call("exact_microbatch", lambda: exact_microbatch(step, plan, sizes))
-    run.dump("exact_microbatch", local.graph)
-    axes = run.call("shard_axes", lambda: shard_axes(local.graph, step, plan, resting))
-    run.dump("shard_axes", axes.graph)
-    return local, axes
-
-
-def _repeated(
-    run: Runner, step: StepGraph, plan: Plan, sizes: Mapping[sympy.Symbol, int] | None
-) -> tuple[LocalStep, LocalGraph]:
-    few = step.repeats
-    assert few is not None
-    steps = (few.short, *few.longer)
-    parts = run.call(
-        "exact_microbatch", lambda: [exact_microbatch(each, plan, sizes) for each in steps]
-    )
-    prologues = {"" if p.prologue is None else graph_text(p.prologue.graph.graph) for p in parts}
-    if len(prologues) > 1:
-        raise NotRepeated("what is computed once a step depends on the number of layers")
-    made = run.call(
-        "shard_axes",
-        lambda: [shard_axes(p.graph, each, plan) for p, each in zip(parts, steps, strict=True)],
-    )
-    if any(each.guessed for each in made):
-        raise NotRepeated("some calls are not placed exactly")
-    whole = run.call("repeat_layers", lambda: repeat_layers(step, [each.graph for each in made]))
-    run.dump("repeat_layers", whole.graph)
-    local, axes = parts[0], made[0]
-    return (
-        replace(local, output_places=tuple(local.output_places[i] for i in whole.outputs)),
-        LocalGraph(whole.graph, whole.spread(axes.resting), whole.spread(axes.partial), {}),
-    )
-
-
-def _apart(program: StageProgram, owned: Mapping[str, Owned]) -> StageProgram:
-    """Gradients that are kept in shards are outputs of a kind of their own."""
-    outputs = tuple(
-        replace(v, kind="shard")
-        if v.kind == "gradient" and v.name in owned and owned[v.name].level > 1
-        else v
-        for v in program.backward_outputs
-    )
-    return replace(program, backward_outputs=outputs)
 
 
 def fused(step: StepGraph, plan: Plan) -> StepGraph:
@@ -255,36 +132,28 @@ def _once(
     return step.derived[key]
 
 
-def _assembled(
-    step: StepGraph,
-    staged: StagedGraph,
-    programs: tuple[StageProgram, ...],
-    prologue: Prologue | None,
-    places: tuple,
-) -> StepProgram:
+def _assembled(step: StepGraph, made: Rewritten) -> StepProgram:
     forward, backward = set(), set()
-    for program in programs:
+    for program in made.programs:
         for value in program.forward_inputs:
             if value.kind == "received":
                 forward.add((value.peers[0], program.stage))
         for value in program.backward_inputs:
             if value.kind == "received":
                 backward.add((value.peers[0], program.stage))
-    loss = [p == PARTIAL for o, p in zip(step.outputs, places, strict=True) if o.kind == "loss"]
+    prologue = made.local.prologue
+    places = list(zip(step.outputs, made.local.output_places, strict=True))
+    loss = [p == PARTIAL for o, p in places if o.kind == "loss"]
     return StepProgram(
-        tuple(_boxed(p) for p in programs),
+        tuple(_boxed(p) for p in made.programs),
         None if prologue is None else replace(prologue, graph=_box(prologue.graph)),
         frozenset(forward),
         frozenset(backward),
         bool(loss and loss[0]),
-        {name: at for name, at in staged.homes.items() if len(at) > 1},
-        {o.leaf: p for o, p in zip(step.outputs, places, strict=True) if o.kind == "output"},
-        any(is_random(n) for n in staged.graph.graph.nodes if n.op == "call_function"),
-        input_places={
-            o.leaf: p
-            for o, p in zip(step.outputs, places, strict=True)
-            if o.kind == "input_gradient"
-        },
+        made.shared,
+        {o.leaf: p for o, p in places if o.kind == "output"},
+        made.random,
+        input_places={o.leaf: p for o, p in places if o.kind == "input_gradient"},
     )
 
 

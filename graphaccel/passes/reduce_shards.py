@@ -47,19 +47,19 @@ def reduce_shards(
     partial: parameter → axes besides data over which its gradient is still a partial sum: its
     shard is summed over them in the last microbatch.
     """
-    made = [v.name for v in program.backward_outputs if v.kind == "shard"]
-    if not made:
+    names = [v.name for v in program.backward_outputs if v.kind == "shard"]
+    if not names:
         return program
     base = next(iter(program.backwards.values()))
-    groups = _groups(program, base, plan, owned, made)
+    groups = _groups(program, base, plan, owned, names)
     last = plan.microbatches - 1
     moments = {(m == 0, m == last) for m in range(plan.microbatches)}
-    graphs = {
-        moment: _Reducing(
-            program.backwards.get(moment, base), program, groups, owned, plan, moment, partial or {}
-        ).build()
-        for moment in moments
-    }
+    seen: dict[Any, Any] = {}
+    graphs = {}
+    for moment in moments:
+        before = program.backwards.get(moment, base)
+        made = _Reducing(before, program, groups, owned, plan, moment, partial or {}, seen)
+        graphs[moment] = made.build()
     carried = tuple(Value("carried", group[0]) for group in groups)
     kept = tuple(v for v in program.backward_outputs if v.kind != "shard")
     return replace(
@@ -105,6 +105,10 @@ def _results(program: StageProgram, module: fx.GraphModule) -> dict[str, fx.Node
     return {v.name: node for v, node in pairs if v.kind == "shard"}
 
 
+def _empty(like: Any, count: int) -> Any:
+    return like.new_empty(count)
+
+
 class _Reducing:
     """Makes the backward graph of one moment of the step."""
 
@@ -117,8 +121,10 @@ class _Reducing:
         plan: Plan,
         moment: tuple[bool, bool],
         partial: Mapping[str, tuple[str, ...]],
+        seen: dict[Any, Any],
     ) -> None:
-        self.partial = partial
+        """seen: values that were made already, by (op, value, arguments): layers are alike."""
+        self.partial, self.seen = partial, seen
         self.module, self.program, self.groups, self.owned = module, program, groups, owned
         self.ranks, self.first, self.last = plan.data, *moment
         self.single = plan.microbatches == 1
@@ -190,7 +196,7 @@ class _Reducing:
         else:
             like = own[group[0]].meta["val"]
             kwargs = {"dtype": like.dtype, "device": like.device}
-            value = like.new_empty(count * self.ranks)
+            value = self._value(_empty, like, count * self.ranks)
             flat = self._call(self._after(start), aten.empty.memory_format,
                               ([count * self.ranks],), value, kwargs)  # fmt: skip
         newest, offset = flat, 0
@@ -214,7 +220,7 @@ class _Reducing:
         local = [*shape[:dim], shape[dim] // ranks, *shape[dim + 1 :]]
 
         def call(op: Any, source: fx.Node, *args: Any) -> fx.Node:
-            return self._call(at, op, (source, *args), op(source.meta["val"], *args))
+            return self._call(at, op, (source, *args), self._value(op, source.meta["val"], *args))
 
         there = call(aten.view.default, flat, [ranks, count])
         there = call(aten.narrow.default, there, 1, place, value.meta["val"].numel() // ranks)
@@ -225,9 +231,16 @@ class _Reducing:
         parts = call(aten.view.default, value, [*shape[:dim], ranks, *local[dim:]])
         return self._call(at, target, (there, parts), there.meta["val"])
 
+    def _value(self, op: Any, value: Any, *args: Any) -> Any:
+        """op(value, *args), which layers that share values share."""
+        key = (op, id(value), repr(args))
+        if key not in self.seen:
+            self.seen[key] = (op(value, *args), value)  # with what it was made of: ids stay taken
+        return self.seen[key][0]
+
     def _issue(self, flat: fx.Node, newest: fx.Node) -> fx.Node:
         value = flat.meta["val"]
-        own = value.new_empty(value.numel() // self.ranks)
+        own = self._value(_empty, value, value.numel() // self.ranks)
         args = (flat, "sum", self.ranks, "data")
         return self._call(newest.next, c10d.reduce_scatter_tensor.default, args, own)
 
@@ -265,7 +278,7 @@ class _Reducing:
         for axes, start, length in pieces:
             if axes:
                 args = (here, 0, start, length)
-                value = aten.narrow.default(here.meta["val"], *args[1:])
+                value = self._value(aten.narrow.default, here.meta["val"], *args[1:])
                 piece = self._call(before, aten.narrow.default, args, value)
                 sent.append(
                     self._call(before, c10d.all_reduce_.default, (piece, "sum", axes), value)

@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphaccel.compat.torch import storage_key
 from graphaccel.ir.program import StageProgram, StepProgram, Value
-from graphaccel.ir.values import tensors_of
+from graphaccel.ir.values import shares, tensors_of
 from graphaccel.planner.plan import StageMemory
 from graphaccel.rules.propagate import PARTIAL
 from graphaccel.schedule.table import Action, Schedule
@@ -318,16 +317,10 @@ class _Run:
         """Run a graph's liveness. Inputs in `inputs` are owned and die at their last use."""
         nodes = list(graph.graph.nodes)
         last = _last_uses(nodes)
-        known: dict[int, _Storage] = {}
-        for node, given in inputs.items():
-            for tensor, storage in zip(tensors_of(node.meta["val"]), given, strict=False):
-                known[storage_key(tensor)] = storage
         holds: dict[fx.Node, list[_Storage]] = {n: list(given) for n, given in inputs.items()}
-        borrowed = {
-            storage_key(t)
-            for n, given in inputs.items()
-            if not given
-            for t in tensors_of(n.meta["val"])
+        # tensor by tensor; None: of what is held all the time
+        places: dict[fx.Node, Sequence[_Storage | None]] = {
+            n: given or [None] * len(tensors_of(n.meta["val"])) for n, given in inputs.items()
         }
         results: list[list[_Storage]] = []
         for index, node in enumerate(nodes):
@@ -338,18 +331,20 @@ class _Run:
                     results.append(held)
             elif node.op == "call_function":
                 self.here = _place(node, name, stage)
-                mine = []
-                for tensor in tensors_of(node.meta["val"]):
-                    key = storage_key(tensor)
-                    if key in borrowed:
-                        continue
-                    storage = known.get(key)
-                    if storage is None or storage.holders == 0:
-                        storage = known[key] = _Storage(
-                            tensor.untyped_storage().nbytes(), "temporary"
-                        )
-                    self.take(storage)
-                    mine.append(storage)
+                mine: list[_Storage] = []
+                here: list[_Storage | None] = []
+                inside = node.all_input_nodes
+                for tensor, origin in zip(tensors_of(node.meta["val"]), shares(node), strict=True):
+                    if origin is None:
+                        storage = _Storage(tensor.untyped_storage().nbytes(), "temporary")
+                    else:
+                        source = here if origin[0] < 0 else places[inside[origin[0]]]
+                        storage = source[origin[1]]
+                    here.append(storage)
+                    if storage is not None:
+                        self.take(storage)
+                        mine.append(storage)
+                places[node] = here
                 holds[node] = mine
                 scratch = _Storage(node.meta.get("scratch", 0), "temporary")
                 self.take(scratch)

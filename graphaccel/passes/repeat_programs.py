@@ -1,0 +1,163 @@
+"""Rewrite the programs of a few layers, and repeat them, where one stage holds all layers.
+
+before (of 4 layers, and of 5)                   after (126 layers)
+  %all: = all_gather(%shards_2)   # layers.1       %all: = all_gather(%shards_2)    # layers.1
+  %y: = aten.mm(%x, %w)           # layers.1       %y: = aten.mm(%x, %w)            # layers.1
+                                                   %all_1: = all_gather(%shards_3)  # layers.2
+                                                   %y_1: = aten.mm(%y, %w_1)        # layers.2
+                                                   ...
+
+As `repeat_layers`, but later: what the passes in between decide for a layer is decided once as
+well. The same proof holds for each graph of the program (`ir.repeat`). They are of one layer more,
+because a layer gathers and reduces for its neighbours: the one that is copied has none that differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+
+from torch import fx
+
+from graphaccel.capture.stepgraph import StepGraph
+from graphaccel.compat.torch import graph_module
+from graphaccel.ir.layers import Layered, NotRepeated, copies
+from graphaccel.ir.program import StageProgram, Value
+from graphaccel.ir.repeat import Pattern, Repeated
+from graphaccel.ir.values import keep_shares, returned
+
+_PLACED = ("parameter", "buffer", "constant")  # their placeholders are called after them
+_LAID = (*_PLACED, "shards", "carried", "gradient", "shard", "accumulator")  # so are these values
+_WHOLE = "whole "  # a gathered parameter that is kept for the backward
+
+LAYERS = 4
+"""Layers of a run in the shortest of the programs."""
+
+Saved = Mapping[tuple[str, int], str]
+
+
+def repeat_programs(step: StepGraph, programs: Sequence[StageProgram]) -> StageProgram:
+    """The program of all layers. programs: of `LAYERS` layers of each run in `step.repeats`; then,
+    for each run, of one more of it. Each of the only stage.
+
+    Copies of a node share its value. Raises NotRepeated where the passes did not do the same for
+    one more layer.
+    """
+    few = step.repeats
+    assert few is not None
+    short = programs[0]
+    if any(set(p.backwards) != set(short.backwards) for p in programs):
+        raise NotRepeated("the moments of a step depend on the number of layers")
+    forward = _repeated(step, [_forward(p) for p in programs])
+    results: Sequence[fx.Node] = forward.graph.output_node().args[0]  # type: ignore[assignment]
+    saved: dict[tuple[str, int], str] = {}
+    outputs = []
+    for (i, path), copy, node in zip(forward.outputs, forward.output_copies, results, strict=True):
+        value = short.forward_outputs[i]
+        if value.kind == "saved":
+            name = _WHOLE + path if value.name.startswith(_WHOLE) else node.name
+            saved[value.name, copy] = name
+        outputs.append(_value(value, path, copy, saved))
+    backwards = {
+        moment: _repeated(step, [_backward(p, moment) for p in programs])
+        for moment in short.backwards
+    }
+    first = next(iter(backwards.values()))
+    if any((b.inputs, b.outputs) != (first.inputs, first.outputs) for b in backwards.values()):
+        raise NotRepeated("the moments of a step have other inputs with more layers")
+    return replace(
+        short,
+        forward=graph_module(short.forward, forward.graph),
+        forward_inputs=_inputs(short.forward_inputs, forward, saved),
+        forward_outputs=tuple(outputs),
+        backwards={
+            moment: graph_module(short.backwards[moment], made.graph)
+            for moment, made in backwards.items()
+        },
+        backward_inputs=_inputs(short.backward_inputs, first, saved),
+        backward_outputs=tuple(
+            _value(short.backward_outputs[i], path, copy, saved)
+            for (i, path), copy in zip(first.outputs, first.output_copies, strict=True)
+        ),
+        parameters=tuple(s.name for s in step.inputs if s.kind == "parameter"),
+        buffers=tuple(s.name for s in step.inputs if s.kind == "buffer"),
+        groups=_groups(step, short.groups),
+        reduced=_groups(step, short.reduced),
+    )
+
+
+def _repeated(step: StepGraph, graphs: Sequence[Layered]) -> Repeated:
+    assert step.repeats is not None
+    keep_shares(graphs[0].graph)
+    return Pattern(step.repeats.runs, graphs[0], graphs[1:], LAYERS).graph()
+
+
+def _forward(program: StageProgram) -> Layered:
+    return _layered(program.forward, program.forward_inputs, program.forward_outputs)
+
+
+def _backward(program: StageProgram, moment: tuple[bool, bool]) -> Layered:
+    graph = program.backwards[moment]
+    return _layered(graph, program.backward_inputs, program.backward_outputs)
+
+
+def _layered(graph: fx.GraphModule, inputs: Sequence[Value], outputs: Sequence[Value]) -> Layered:
+    places = graph.graph.find_nodes(op="placeholder")
+    return Layered(
+        graph.graph,
+        tuple(_path(v, n) for v, n in zip(inputs, places, strict=True)),
+        tuple(_path(v, n) for v, n in zip(outputs, returned(graph), strict=True)),
+        tuple((v.kind, v.leaf, v.batch_dim, v.peers) for v in inputs),
+        tuple((v.kind, v.leaf, v.batch_dim, v.peers) for v in outputs),
+        tuple(v.kind not in _PLACED and not v.name.startswith(_WHOLE) for v in inputs),
+    )
+
+
+def _path(value: Value, node: fx.Node) -> str:
+    """The module or parameter that tells which layer a value belongs to."""
+    if value.kind in _LAID:
+        return value.name.removeprefix(_around(value))
+    if value.kind == "saved":
+        if value.name.startswith(_WHOLE):
+            return value.name.removeprefix(_WHOLE)
+        return node.meta.get("module", "")
+    return ""
+
+
+def _around(value: Value) -> str:
+    """Constants are called after the module that made them, seen from around the model."""
+    return "model." if value.kind == "constant" and value.name.startswith("model.") else ""
+
+
+def _inputs(short: Sequence[Value], made: Repeated, saved: Saved) -> tuple[Value, ...]:
+    return tuple(
+        _value(short[i], path, copy, saved)
+        for (i, path), copy in zip(made.inputs, made.input_copies, strict=True)
+    )
+
+
+def _value(value: Value, path: str, copy: int, saved: Saved) -> Value:
+    if value.kind in _LAID:
+        return replace(value, name=_around(value) + path)
+    if value.kind == "saved":
+        if (value.name, copy) not in saved:
+            raise NotRepeated(f"{value.name} is saved by another layer than reads it")
+        return replace(value, name=saved[value.name, copy])
+    return value
+
+
+def _groups(step: StepGraph, groups: Sequence[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
+    """Groups of parameters of few layers, of all of them, layer by layer."""
+    assert step.repeats is not None
+    runs = step.repeats.runs
+    found: list[tuple[str, ...]] = []
+    for _, row in groupby(
+        groups, lambda group: [len(copies(runs, name, LAYERS)) for name in group][:1]
+    ):
+        named = [[copies(runs, name, LAYERS) for name in group] for group in row]
+        if len({len(names) for group in named for names in group}) > 1:
+            raise NotRepeated("a group of parameters belongs to several layers")
+        for copy in range(len(named[0][0])):
+            found += [tuple(names[copy] for names in group) for group in named]
+    return tuple(found)

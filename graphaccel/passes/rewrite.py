@@ -1,0 +1,317 @@
+"""The middle of the pipeline: from a captured step to the programs of its stages.
+
+What is rewritten of few layers is repeated as late as it can be: programs where one stage holds all
+layers and treats them alike, otherwise the joint graph of one rank.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import sympy
+
+from graphaccel.capture.stepgraph import Repeats, StepGraph, of_layers
+from graphaccel.errors import GraphAccelError
+from graphaccel.ir.layers import NotRepeated, copies
+from graphaccel.ir.program import OrtReport, Owned, Sharded, StageProgram
+from graphaccel.ir.text import graph_text
+from graphaccel.passes.accumulate_gradients import accumulate_gradients
+from graphaccel.passes.choose_products import choose_products
+from graphaccel.passes.cut_stages import cut_stages
+from graphaccel.passes.exact_microbatch import LocalStep, exact_microbatch
+from graphaccel.passes.gather_parameters import gather_parameters
+from graphaccel.passes.overlap_collectives import overlap_collectives
+from graphaccel.passes.place_ort import Tools, place_ort
+from graphaccel.passes.recompute import recompute
+from graphaccel.passes.reduce_shards import reduce_shards
+from graphaccel.passes.release_parameters import release_parameters
+from graphaccel.passes.repeat_layers import repeat_layers
+from graphaccel.passes.repeat_programs import LAYERS, repeat_programs
+from graphaccel.passes.runner import Runner
+from graphaccel.passes.shard_axes import LocalGraph, shard_axes
+from graphaccel.passes.split_phases import split_phases
+from graphaccel.passes.split_weights import split_weights, with_weights
+from graphaccel.planner.plan import Plan
+from graphaccel.planner.zero import owned_shards
+from graphaccel.rules.propagate import is_random
+
+log = logging.getLogger("graphaccel.passes")
+T = TypeVar("T")
+Sizes = Mapping[sympy.Symbol, int]
+
+
+@dataclass(frozen=True)
+class Lying:
+    """Where parameters lie already (`pipeline.build`); None where the plan decides."""
+
+    homes: Mapping[str, tuple[int, ...]] | None = None
+    resting: Mapping[str, tuple[Sharded, ...]] | None = None
+    groups: tuple[tuple[str, ...], ...] | None = None
+    ranks: int | None = None
+
+    @property
+    def free(self) -> bool:
+        """Whether nothing lies anywhere yet."""
+        return self == Lying()
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """Programs of stages, with what else `ir.program.StepProgram` says. bare: without accumulators.
+    weights: gradients of weights, where they are apart. local: the step of one microbatch."""
+
+    programs: tuple[StageProgram, ...]
+    bare: tuple[StageProgram, ...]
+    weights: tuple[StageProgram, ...]
+    local: LocalStep
+    axes: LocalGraph
+    shared: Mapping[str, tuple[int, ...]]
+    random: bool
+    owned: Mapping[str, Owned]
+    unsharded: Mapping[str, str]
+    ort: OrtReport | None
+
+
+def rewritten(
+    run: Runner,
+    step: StepGraph,
+    plan: Plan,
+    sizes: Sizes | None,
+    lying: Lying,
+    ort: Tools | None,
+) -> Rewritten:
+    """Everything from `exact_microbatch` on."""
+    alike = step.repeats is not None and step.has_loss and not plan.placements
+    if alike and lying.free and ort is None and plan.stages == 1:
+        try:
+            return _of_few(run, step, plan, sizes)
+        except (NotRepeated, GraphAccelError) as reason:  # errors are then those of the model
+            log.info("programs of all layers are rewritten: %s", reason)
+    local, axes = _sharded(run, step, plan, sizes, lying.resting)
+    return _summed(run, plan, _bare(run, step, plan, local, axes, lying, ort))
+
+
+def _bare(
+    run: Runner,
+    step: StepGraph,
+    plan: Plan,
+    local: LocalStep,
+    axes: LocalGraph,
+    lying: Lying,
+    ort: Tools | None,
+) -> Rewritten:
+    """The programs before gradients are summed."""
+    graph = run.graph("recompute", lambda g: recompute(g, plan, step.positions), axes.graph)
+    owned, unsharded = owned_shards(step, plan, axes.resting, lying.ranks)
+    inputs = zip(graph.graph.find_nodes(op="placeholder"), step.inputs, strict=False)
+    values = {s.name: n for n, s in inputs if s.kind == "parameter"}
+    whole = {n.name for s, n in values.items() if s in owned and owned[s].level == 3}
+    graph = run.graph("release_parameters", lambda g: release_parameters(g, whole), graph)
+    staged = run.call(
+        "cut_stages",
+        lambda: cut_stages(
+            graph, step.inputs, step.outputs, step.positions, plan.cuts, lying.homes
+        ),
+    )
+    programs = run.call(
+        "split_phases",
+        lambda: split_phases(
+            staged, step.inputs, step.outputs, step.batch_dims, keep_outputs=plan.outputs == "all"
+        ),
+    )
+    programs, weights = run.call("split_weights", lambda: split_weights(programs, plan))
+    programs, report = run.call("place_ort", lambda: place_ort(programs, plan, ort))
+    programs = run.call("choose_products", lambda: tuple(choose_products(p) for p in programs))
+    weights = tuple(choose_products(p) for p in weights)
+    programs = run.call(
+        "overlap_collectives", lambda: tuple(overlap_collectives(p) for p in programs)
+    )
+    programs = run.call(
+        "gather_parameters",
+        lambda: tuple(
+            gather_parameters(
+                _apart(p, owned),
+                plan,
+                owned,
+                lying.ranks or plan.data,
+                {name: node.meta["val"] for name, node in values.items()},
+                shared=[n for n, at in staged.homes.items() if len(at) > 1],
+                groups=lying.groups,
+                last=p.stage == staged.stages - 1,
+            )
+            for p in programs
+        ),
+    )
+    return Rewritten(
+        programs,
+        programs,
+        weights,
+        local,
+        axes,
+        {name: at for name, at in staged.homes.items() if len(at) > 1},
+        any(is_random(n) for n in staged.graph.graph.nodes if n.op == "call_function"),
+        owned,
+        unsharded,
+        report,
+    )
+
+
+def _summed(run: Runner, plan: Plan, made: Rewritten) -> Rewritten:
+    """The programs that add gradients up, and sum them over ranks."""
+    partial = made.axes.partial
+    programs = run.call(
+        "accumulate_gradients",
+        lambda: tuple(accumulate_gradients(p, plan, partial) for p in made.bare),
+    )
+    programs = run.call(
+        "reduce_shards",
+        lambda: tuple(reduce_shards(p, plan, made.owned, partial) for p in programs),
+    )
+    if made.weights:
+        weights = (accumulate_gradients(p, plan, partial) for p in made.weights)
+        programs = tuple(with_weights(p, w) for p, w in zip(programs, weights, strict=True))
+    return replace(made, programs=programs)
+
+
+def _apart(program: StageProgram, owned: Mapping[str, Owned]) -> StageProgram:
+    """Gradients that are kept in shards are outputs of a kind of their own."""
+    outputs = tuple(
+        replace(v, kind="shard")
+        if v.kind == "gradient" and v.name in owned and owned[v.name].level > 1
+        else v
+        for v in program.backward_outputs
+    )
+    return replace(program, backward_outputs=outputs)
+
+
+def _of_few(run: Runner, step: StepGraph, plan: Plan, sizes: Sizes | None) -> Rewritten:
+    """The program of all layers, made of those of few. Raises NotRepeated."""
+    few = step.repeats
+    assert few is not None
+    rows = len(few.runs)
+    counts = [(LAYERS,) * rows]
+    counts += [tuple(LAYERS + (r == more) for r in range(rows)) for more in range(rows)]
+    steps = [of_layers(step, each) for each in counts]
+    plans = [replace(plan, recompute=_alike(step, each, plan)) for each in steps]
+    sharded = _few_sharded(run, step, plan, sizes)
+    made = []
+    for each, own in zip(steps, plans, strict=True):
+        local, axes = _repeated(run, each, *sharded)
+        made.append(_bare(run, each, own, local, axes, Lying(), None))
+    if any(each.weights for each in made):
+        raise NotRepeated("gradients of weights are apart")
+    programs = [each.programs[0] for each in made]
+    whole = (run.call("repeat_programs", lambda: repeat_programs(step, programs)),)
+    short, axes = made[0], made[0].axes
+    resting, partial = (_spread(few, k) for k in (axes.resting, axes.partial))
+    owned, unsharded = owned_shards(step, plan, resting)
+    found = replace(
+        short,
+        programs=whole,
+        bare=whole,
+        local=replace(short.local, output_places=_places(step, steps[0], short.local)),
+        axes=replace(axes, resting=resting, partial=partial),
+        owned=owned,
+        unsharded=unsharded,
+    )
+    return _summed(run, plan, found)
+
+
+def _alike(step: StepGraph, few: StepGraph, plan: Plan) -> tuple[str, ...]:
+    """The blocks of `few` layers that are computed again. Raises NotRepeated where the plan does
+    not treat a run's layers alike."""
+    chosen = set(plan.recompute)
+    if not chosen:
+        return ()
+    assert step.repeats is not None
+    assert few.repeats is not None
+    for run in step.repeats.runs:
+        row = {b.name for b in step.blocks if run.number(b.name) in range(run.count)}
+        if 0 < len(row & chosen) < len(row):
+            raise NotRepeated("some layers of a row are computed again, and some are not")
+    runs = [
+        (replace(run, count=whole.count), run.count)
+        for run, whole in zip(few.repeats.runs, step.repeats.runs, strict=True)
+    ]
+
+    def called(name: str) -> str:
+        for run, kept in runs:
+            name = run.renamed(name, kept, 1)
+        return name
+
+    return tuple(b.name for b in few.blocks if called(b.name) in chosen)
+
+
+def _spread(few: Repeats, known: Mapping[str, T]) -> dict[str, T]:
+    """What is known of the parameters of few layers, of all of them."""
+    return {full: value for name, value in known.items() for full in copies(few.runs, name, LAYERS)}
+
+
+def _places(step: StepGraph, few: StepGraph, local: LocalStep) -> tuple:
+    """Where the batch lies in each output of all layers. local: of few."""
+    assert step.repeats is not None
+    known = {
+        (spec.kind, spec.leaf, name): place
+        for spec, place in zip(few.outputs, local.output_places, strict=True)
+        for name in copies(step.repeats.runs, spec.name, LAYERS)
+    }
+    return tuple(known[spec.kind, spec.leaf, spec.name] for spec in step.outputs)
+
+
+def _sharded(
+    run: Runner,
+    step: StepGraph,
+    plan: Plan,
+    sizes: Sizes | None,
+    resting: Mapping[str, tuple[Sharded, ...]] | None,
+) -> tuple[LocalStep, LocalGraph]:
+    """The step of one microbatch on one rank: of few layers, repeated, where it is made of such and
+    nothing is said of single layers."""
+    few = step.repeats
+    if few is not None and resting is None and not plan.placements:
+        try:
+            return _repeated(run, step, *_few_sharded(run, step, plan, sizes))
+        except (NotRepeated, GraphAccelError) as reason:  # errors are then those of the model
+            log.info("all layers are sharded: %s", reason)
+    local = run.call("exact_microbatch", lambda: exact_microbatch(step, plan, sizes))
+    run.dump("exact_microbatch", local.graph)
+    axes = run.call("shard_axes", lambda: shard_axes(local.graph, step, plan, resting))
+    run.dump("shard_axes", axes.graph)
+    return local, axes
+
+
+def _few_sharded(
+    run: Runner, step: StepGraph, plan: Plan, sizes: Sizes | None
+) -> tuple[list[LocalStep], list[LocalGraph]]:
+    """The captures of few layers, of one microbatch and sharded. Raises NotRepeated."""
+    assert step.repeats is not None
+    steps = (step.repeats.short, *step.repeats.longer)
+    parts = run.call(
+        "exact_microbatch", lambda: [exact_microbatch(each, plan, sizes) for each in steps]
+    )
+    prologues = {"" if p.prologue is None else graph_text(p.prologue.graph.graph) for p in parts}
+    if len(prologues) > 1:
+        raise NotRepeated("what is computed once a step depends on the number of layers")
+    made = run.call(
+        "shard_axes",
+        lambda: [shard_axes(p.graph, each, plan) for p, each in zip(parts, steps, strict=True)],
+    )
+    if any(each.guessed for each in made):
+        raise NotRepeated("some calls are not placed exactly")
+    return parts, made
+
+
+def _repeated(
+    run: Runner, step: StepGraph, parts: Sequence[LocalStep], made: Sequence[LocalGraph]
+) -> tuple[LocalStep, LocalGraph]:
+    """All layers of the step, made of its sharded captures of few."""
+    whole = run.call("repeat_layers", lambda: repeat_layers(step, [each.graph for each in made]))
+    run.dump("repeat_layers", whole.graph)
+    local, axes = parts[0], made[0]
+    return (
+        replace(local, output_places=tuple(local.output_places[i] for i in whole.outputs)),
+        LocalGraph(whole.graph, whole.spread(axes.resting), whole.spread(axes.partial), {}),
+    )
