@@ -24,6 +24,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from benchmarks.common import RESULTS
+from graphaccel.kernels import multi_tensor_triton as steps
 from graphaccel.kernels import row_norm
 from graphaccel.kernels.jit import next_power_of_2, warps
 from graphaccel.messages import columns
@@ -44,6 +45,23 @@ class Kernel:
     types: tuple[str, ...]
     fixed: Mapping[str, Any]
     warps: int
+
+
+def _step_kernels() -> list[Kernel]:
+    """The optimizer's, in float32 with a bf16 copy; their width is that of a block."""
+    fixed: dict[str, Any] = {
+        n: triton.language.float32 for n in ("WEIGHT", "GRAD", "STATE", "WIDE")
+    }
+    fixed |= {n: True for n in ("ALIGNED", "SCALED", "SKIPS", "COPIES", "ZEROES")}
+    fixed |= {"COPY": triton.language.bfloat16, "CHUNK": steps.CHUNK, "SIZE": steps.BLOCK}
+    types = ("*i64", "*fp64", "*i32", "*fp32", "*fp32")
+    momentum = {"MOMENTUM": True, "NESTEROV": True}
+    some = {n: fixed[n] for n in ("GRAD", "ALIGNED", "CHUNK", "SIZE")}
+    return [
+        Kernel("adamw", steps.adam_kernel, types, {**fixed, "DECOUPLED": True}, steps.WARPS),
+        Kernel("sgd", steps.sgd_kernel, types, {**fixed, **momentum}, steps.WARPS),
+        Kernel("norm", steps.squares_kernel, ("*i64", "*i32", "*fp32"), some, steps.WARPS),
+    ]
 
 
 @dataclass(frozen=True)
@@ -167,6 +185,7 @@ def main() -> int:
         for kernel in kernels(width)
         for target in chosen.targets
     ]
+    rows += [compiled(k, target, steps.BLOCK) for k in _step_kernels() for target in chosen.targets]
     head = tuple(asdict(rows[0]))
     print("\n".join(columns([head, *(tuple(str(v) for v in asdict(r).values()) for r in rows)])))
     if (tuple(chosen.widths), tuple(chosen.targets)) == (WIDTHS, TARGETS):

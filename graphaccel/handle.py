@@ -25,6 +25,7 @@ from graphaccel.runtime.deferred import RECORD
 from graphaccel.runtime.loss_scale import LossScale
 from graphaccel.runtime.mesh import build_mesh
 from graphaccel.runtime.module import Dropped, HandOut, Kept, original_class
+from graphaccel.runtime.optimizer_step import OptimizerStep
 from graphaccel.runtime.record import Record
 from graphaccel.runtime.session import CompiledStep, Session
 from graphaccel.runtime.share import depends_on, share_capture
@@ -62,6 +63,7 @@ class Handle:
         self._session: Session | None = None
         self._step: StepGraph | None = None
         self._steps: dict[Any, CompiledStep] = {}
+        self._optimizing: OptimizerStep | None = None
         self.plan: Plan | None = None
         self.program: StepProgram | None = None
         self.measured_peak_bytes: int | None = None
@@ -101,6 +103,11 @@ class Handle:
         scale = None if self._session is None else self._session.scale
         return None if scale is None else scale.factor
 
+    @property
+    def left_to_torch(self) -> tuple[str, ...]:
+        """Why (parts of) the last optimizer step ran as torch has it; empty if it ran fused."""
+        return () if self._optimizing is None else self._optimizing.reasons
+
     def graph_text(self) -> str:
         """The captured step as text."""
         return "" if self._step is None else self._step.text()
@@ -128,12 +135,16 @@ class Handle:
         self._initial = None
         vars(self._model).pop(RECORD, None)
         self._meshes = stage_meshes(session)
+        if optimizer is not None and self._compiler.pins.get("fusions") != "off":
+            self._optimizing = OptimizerStep(optimizer)
         if optimizer is not None and mesh.pipeline > 1:
             optimizer.register_step_pre_hook(_without_remote_gradients)
         if optimizer is not None and session.states:
             named = dict(self._model.named_parameters(remove_duplicate=False))
             twins = Twins(optimizer, named, session.states, chosen.bucket_bytes)
             OptimizerState(optimizer, twins.layouts, self._meshes)
+        if self._optimizing is not None:
+            self._optimizing.start()
         self._session, self._step, self.plan, self.program = session, step, chosen, program
         self._steps[("train", batch.signature())] = self._compiled(
             step, program, chosen.microbatches, chosen

@@ -1,12 +1,14 @@
 """Run under TRITON_INTERPRET=1: errors of every kernel against its reference, as JSON."""
 
 import json
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from graphaccel.kernels import layer_norm as layer
 from graphaccel.kernels import rms_norm as rms
+from graphaccel.kernels.multi_tensor import AdamRule, Around, MultiTensor, SGDRule
 from graphaccel.kernels.row_norm import launch_backward, launch_forward
 
 EPS, P = 1e-5, 0.25
@@ -17,7 +19,8 @@ def note(name: str, got: Tensor | None, right: Tensor, unit: float) -> None:
     assert got is not None
     assert got.dtype == right.dtype, name
     error = (got.double() - right.double()).abs().max().item()
-    found[name] = (error, unit * right.abs().max().item())
+    rounding = torch.finfo(torch.float16).eps if right.dtype == torch.float16 else 0.0
+    found[name] = (error, max(unit, rounding) * right.abs().max().item())
 
 
 def norm(
@@ -76,4 +79,45 @@ for dtype, unit in ((torch.float32, 1e-5), (torch.float16, 4e-3)):
                 note(f"{name} dbias", got.dbias, dbias, unit)
             if made.mask is not None:
                 note(f"{name} dropped", got.dropped, (dx * made.mask / (1 - P)).to(dtype), unit)
+SHAPES = ((40_000,), (3,), (2049,))  # two chunks; less than a block; a block and one
+NUMBERS = {"adamw": True, "adam": False}
+
+
+def optimized(kind: str, kernels: bool, wide: torch.dtype, around: dict[str, Any]) -> list[Tensor]:
+    """Weights, states and gradients after two steps; the second may be left out."""
+    generator = torch.Generator().manual_seed(1)
+    params, copies = [], []
+    for s in SHAPES:
+        params.append(torch.randn(s, generator=generator).to(wide))
+        copies.append(torch.zeros(s, dtype=torch.float16))
+    states = [[torch.zeros_like(p) for p in params] for _ in range(2)]
+    steps = [torch.zeros(()) for _ in params]
+    many = MultiTensor(kernels=kernels)
+    for turn in range(2):
+        grads = [torch.randn(s, generator=generator).to(wide) for s in SHAPES]
+        if turn and "max_norm" in around:
+            grads[1][0] = float("nan")
+        given = Around(**around, copies=copies)
+        if kind in NUMBERS:
+            numbers = (0.9, 0.99, 1e-8)
+            own = NUMBERS[kind]
+            rules = [AdamRule(0.1 / (i + 1), *numbers, 0.1 * i, own) for i in range(3)]
+            many.adam(params, grads, *states, steps, rules, given)
+        else:
+            rules = [SGDRule(0.1, 0.9, 0.1, kind == "nesterov", 0.1 * i) for i in range(3)]
+            many.sgd(params, grads, states[0], [turn == 0] * 3, rules, given)
+    return [*params, *states[0], *states[1], *copies, *grads, torch.stack(steps)]
+
+
+for kind in ("adamw", "adam", "momentum", "nesterov"):
+    for form, wide, around in (
+        ("plain", torch.float32, {}),
+        ("plain", torch.float64, {}),
+        ("clipped", torch.float32, {"scale": torch.tensor(4.0), "max_norm": 1.0, "zero": True}),
+    ):
+        pairs = zip(
+            optimized(kind, True, wide, around), optimized(kind, False, wide, around), strict=True
+        )
+        for i, (got, right) in enumerate(pairs):
+            note(f"{kind} {form} {wide} {i}", got, right, 1e-11 if wide == torch.float64 else 1e-5)
 print(json.dumps(found))
