@@ -17,6 +17,16 @@ def pool() -> Iterator[Pool]:
     workers.close()
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """For `--dist loadgroup`: all tests of several ranks on one worker, as they share the pool; of
+    the others a file's stay together, as they share captures."""
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:
+            shared = "pool" in getattr(item, "fixturenames", ())
+            group = "pool" if shared else item.nodeid.partition("::")[0]
+            item.add_marker(pytest.mark.xdist_group(group))
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--update-golden`: write what a golden test got as what it expects; look at the diff."""
     parser.addoption("--update-golden", action="store_true", default=False)

@@ -2,7 +2,8 @@
 
 float64, one step: 1e-10 relative on the loss and every gradient. float32: 1e-5 on the loss over 20
 optimizer steps. Predicted peak tensor bytes within 2 % of measured on every rank of every one.
-`python -m benchmarks.parity` runs all combinations; here the recomputation goes round.
+`python -m benchmarks.parity` runs all combinations; here each model has two plans, each plan four
+models, and the recomputation goes round.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ CASES = [
     pytest.param(model, plan, RECOMPUTE[(i + j) % 3], id=f"{model}-{plan}-{RECOMPUTE[(i + j) % 3]}")
     for i, model in enumerate(ZOO)
     for j, plan in enumerate(PLANS)
+    if (j - i) % len(PLANS) in (0, 2)
 ]
 APART = [
     ("gpt", "pipeline2-zero_bubble", "none"),
@@ -71,7 +73,7 @@ def test_one_step_in_float64_is_that_of_one_device(
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("model", list(ZOO))
+@pytest.mark.parametrize("model", list(ZOO)[::2])
 def test_twenty_float32_steps_keep_the_loss_of_one_device(pool: Pool, model: str) -> None:
     plan = list(PLANS)[list(ZOO).index(model) % len(PLANS)]
     world, pins = pins_for(model, plan, "some")
