@@ -139,6 +139,11 @@ class PlacementProblem:
         placeholders = [n for n in self.nodes if n.op == "placeholder"]
         self.kinds = dict(zip(placeholders, inputs, strict=False))
         self.outputs = list(zip(graph.output_node().args[0], outputs, strict=False))
+        # Of one example a merged [batch x sequence] is split along the sequence, whatever its name.
+        self.examples = next(
+            (int(n.meta["val"].shape[d]) for n in placeholders
+             for d, size in enumerate(n.meta.get("dims", ())) if size == BATCH), 0
+        )  # fmt: skip
         mutated = frozenset(spec.name for spec in outputs if spec.kind == "buffer")
         self.free = free_nodes(graph, self.kinds, mutated)
         self.calls = [
@@ -248,13 +253,14 @@ class PlacementProblem:
 
     def _allowed(self, node: fx.Node, row: Row) -> bool:
         """Work on the tensor axis is never divided by examples: that is what the data axis does."""
-        if self.axis != "expert":
+        if self.axis != "expert" and self.examples != 1:
             given = zip(map(source_of, tensor_arguments(node)), row.inputs, strict=True)
             made = (((node, k), p) for k, p in enumerate(row.outputs))
             if any(_splits_batch(v, p) for v, p in (*given, *made)):
                 return False
-        if row.lowering == "causal":
-            return self.axis == "context"
+        if row.lowering == "causal":  # on the tensor axis where its heads can not be shared
+            heads = shape_of(tensor_arguments(node)[0])[1]
+            return self.axis == "context" or (self.sequence and heads % self.ranks > 0)
         return True
 
     # ---- the cost of it all

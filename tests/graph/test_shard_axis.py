@@ -6,6 +6,7 @@ give the same loss and gradients.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -153,6 +154,25 @@ def test_solved(name: str, axis: str, ranks: int) -> None:
     if axis == "expert" and name == "mixtral":
         assert sum("experts" in held for held in made.held) == 8, "experts of four layers"
     check(name, made, axis, ranks)
+
+
+def _three_heads() -> tuple[nn.Module, Any, None]:
+    torch.manual_seed(0)
+    return GPT(width=48, heads=3, layers=1, deviation=0.15), ALL["gpt"].build()[1], None
+
+
+def test_heads_that_do_not_divide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention is then split along its queries, as on the context axis, where work is dear."""
+    monkeypatch.setitem(UNEVEN, "three heads", _three_heads)
+    step, graph, _ = captured("three heads")
+    rates = replace(RATES, flops=1e6, bandwidth=1e14)
+    placed = solve_placements(
+        graph.graph, step.inputs, step.outputs, axis="tensor", ranks=2, rates=rates, pins={}
+    )
+    attention = [n for n in placed.rows if "attention" in str(n.target)]
+    assert [placed.rows[n].lowering for n in attention] == ["causal", "causal"]
+    made = shard_axis(graph, step.inputs, step.outputs, placed, axis="tensor", ranks=2)
+    check("three heads", made, "tensor", 2)
 
 
 class _AtRandom(PlacementProblem):

@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 from torch import fx
+from torch.utils.flop_counter import flop_registry
 
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.compiler import Compiler
@@ -21,6 +22,7 @@ from graphaccel.model import Model, as_batch
 from graphaccel.passes.exact_microbatch import exact_microbatch
 from graphaccel.passes.shard_axis import shard_axis
 from graphaccel.planner.cluster import cluster
+from graphaccel.planner.cost import counted_packet
 from graphaccel.planner.placements import axis_rates, solve_placements
 from graphaccel.planner.plan import Plan
 
@@ -95,6 +97,29 @@ def test_sequence_parallel(kind: str) -> None:
         both[phase] += count * (2 if name == "all_reduce" else 1)
     # An all-reduce is a reduce-scatter and an all-gather: four of these each way.
     assert both == {"forward": 4, "backward": 4}
+
+
+def test_one_example_is_split_along_its_sequence() -> None:
+    """Context parallelism of a single example, in which tokens are all that there is to split:
+    every product and attention on its share of queries; keys and values alone are gathered."""
+    step = captured("llama")
+    graph = exact_microbatch(step, Plan(devices=1, batch=1)).graph
+    rates = axis_rates(MACHINE, Plan(devices=8, context=4), "context")
+    placed = solve_placements(
+        graph.graph, step.inputs, step.outputs, axis="context", ranks=4, rates=rates, pins={}
+    )
+    heavy = [n for n in placed.rows if counted_packet(n) in flop_registry]
+    assert len(heavy) > 40
+    assert all(placed.rows[n].divided for n in heavy)
+    made = shard_axis(graph, step.inputs, step.outputs, placed, axis="context", ranks=4)
+    sent = [n for n in made.graph.graph.nodes
+            if "c10d" in str(n.target) and "wait" not in str(n.target)
+            and n.meta["module"].startswith("model.layers.1.")]  # fmt: skip
+    assert Counter((n.meta["phase"], str(n.target).split(".")[1]) for n in sent) == {
+        ("forward", "all_gather_into_tensor"): 2,
+        ("backward", "reduce_scatter_tensor"): 2,
+    }
+    assert {_numbers(n, 4) for n in sent} == {TOKENS * WIDTH // 2}  # half as many heads as queries
 
 
 def test_logits_are_never_whole() -> None:
