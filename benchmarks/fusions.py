@@ -21,7 +21,7 @@ from benchmarks.common import RESULTS
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.compiler import Compiler
 from graphaccel.kernels.register import fusion_of
-from graphaccel.kernels.registry import enabled
+from graphaccel.kernels.registry import enabled, fusion_named
 from graphaccel.messages import columns
 from graphaccel.model import Model, as_batch
 from graphaccel.passes.fuse import find_sites, fuse
@@ -34,25 +34,25 @@ LAYERS, BATCH, TOKENS = 4, 4, 512
 _DENSE = ("mm", "addmm", "bmm", "linear", "matmul", "convolution", "attention", "embedding")
 
 
-def _gpt2(attention: str) -> nn.Module:
+def _gpt2(attention: str, dropout: float) -> nn.Module:
     return transformers.GPT2LMHeadModel(
         transformers.GPT2Config(
-            n_layer=LAYERS, use_cache=False, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-            attn_implementation=attention,
+            n_layer=LAYERS, use_cache=False, resid_pdrop=dropout, embd_pdrop=dropout,
+            attn_pdrop=0.0, attn_implementation=attention,
         )
     )  # fmt: skip
 
 
-def _bert(attention: str) -> nn.Module:
+def _bert(attention: str, dropout: float) -> nn.Module:
     return transformers.BertForMaskedLM(
         transformers.BertConfig(
-            num_hidden_layers=LAYERS, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+            num_hidden_layers=LAYERS, hidden_dropout_prob=dropout, attention_probs_dropout_prob=0.0,
             attn_implementation=attention,
         )
     )  # fmt: skip
 
 
-def _llama(attention: str) -> nn.Module:
+def _llama(attention: str, dropout: float) -> nn.Module:
     return transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
             vocab_size=32000, hidden_size=2048, intermediate_size=5632, num_hidden_layers=LAYERS,
@@ -62,30 +62,52 @@ def _llama(attention: str) -> nn.Module:
     )  # fmt: skip
 
 
-def _t5(attention: str) -> nn.Module:
+def _t5(attention: str, dropout: float) -> nn.Module:
     return transformers.T5ForConditionalGeneration(
         transformers.T5Config(
-            d_model=768, d_ff=2048, num_layers=LAYERS // 2, num_heads=12, dropout_rate=0.0,
+            d_model=768, d_ff=2048, num_layers=LAYERS // 2, num_heads=12, dropout_rate=dropout,
             feed_forward_proj="gated-gelu", tie_word_embeddings=False, use_cache=False,
             decoder_start_token_id=0,
         )
     )  # fmt: skip
 
 
-MODELS: dict[str, Callable[[str], nn.Module]] = {
+def _vit(attention: str, dropout: float) -> nn.Module:
+    return transformers.ViTForImageClassification(
+        transformers.ViTConfig(
+            num_hidden_layers=LAYERS, hidden_dropout_prob=dropout, num_labels=1000,
+            attn_implementation=attention,
+        )
+    )  # fmt: skip
+
+
+MODELS: dict[str, Callable[[str, float], nn.Module]] = {
     "gpt2": _gpt2,
     "bert": _bert,
     "llama": _llama,
     "t5": _t5,
+    "vit": _vit,
 }
+FORMS = (
+    ("sdpa", "fp32"), ("eager", "fp32"), ("sdpa", "bf16"), ("sdpa", "autocast"),
+    ("sdpa", "bf16, dropout"),
+)  # fmt: skip
 
 
-def captured(name: str, attention: str = "sdpa", dtype: torch.dtype = torch.float32) -> StepGraph:
+def captured(
+    name: str,
+    attention: str = "sdpa",
+    dtype: torch.dtype = torch.float32,
+    dropout: float = 0.0,
+) -> StepGraph:
     """The step of one model, from shapes alone."""
     with torch.device("meta"):
-        model = MODELS[name](attention).train().to(dtype)
+        model = MODELS[name](attention, dropout).train().to(dtype)
     ids = torch.zeros(BATCH, TOKENS, dtype=torch.int64)
     batch: dict[str, Tensor] = {"input_ids": ids, "labels": ids.clone()}
+    if name == "vit":
+        pixels = torch.zeros(BATCH, 3, 224, 224, dtype=dtype)
+        batch = {"pixel_values": pixels, "labels": ids[:, 0].clone()}
     compiler = Compiler(Model(model, None, 2.0), cluster("h100-80gb", 1, None), {})
     return compiler.capture(as_batch(batch))[0]
 
@@ -103,13 +125,15 @@ def step_bytes(step: StepGraph, *, dense: bool = False) -> int:
 
 
 def measured(name: str, attention: str, form: str) -> dict[str, Any]:
-    """Counts and bytes of one model in one form: "fp32", "bf16" (weights too) or "autocast"."""
-    step = captured(name, attention, torch.bfloat16 if form == "bf16" else torch.float32)
+    """Counts and bytes of one model in one form: "fp32", "bf16" (weights too), "autocast", or with
+    a dropout of 0.1, for which the fusions that draw masks of their own are asked for."""
+    low, drops = form.startswith("bf16"), form.endswith("dropout")
+    kind = torch.bfloat16 if low else torch.float32
+    step = captured(name, attention, kind, 0.1 if drops else 0.0)
     precision = Precision(compute="bfloat16") if form == "autocast" else Precision()
     step = lower_precision(step, Plan(1, precision=precision))
-    plan = Plan(1, fusions=enabled("auto", "cuda"), precision=precision)
-    from graphaccel.kernels.registry import fusion_named
-
+    asked = ("auto", "dropout_add_layer_norm", "dropout_add_rms_norm") if drops else "auto"
+    plan = Plan(1, fusions=enabled(asked, "cuda"), precision=precision)
     _, sites = find_sites(step, tuple(fusion_named(n) for n in plan.fusions))
     fused = fuse(step, plan)
     return {
@@ -132,11 +156,11 @@ def main() -> None:
     chosen = parser.parse_args().model
     rows = []
     for name in MODELS if chosen is None else (chosen,):
-        for attention, form in (
-            ("sdpa", "fp32"), ("eager", "fp32"), ("sdpa", "bf16"), ("sdpa", "autocast"),
-        ):  # fmt: skip
+        for attention, form in FORMS:
             if name == "t5" and attention == "eager":
                 continue  # its attention is spelled one way only
+            if name == "llama" and form.endswith("dropout"):
+                continue  # it has none
             rows.append(measured(name, attention, form))
     head = ("model", "attention", "form", "MB before", "after", "floor", "ratio", "fusions")
     print(

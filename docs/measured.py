@@ -1,4 +1,4 @@
-"""Write the tables of measurements in README.md and docs/onnxruntime.md from benchmarks/results.
+"""Write the tables of measurements in README.md, docs/onnxruntime.md and docs/fusions.md.
 
     python docs/measured.py
 
@@ -18,6 +18,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- measured: python docs/measured.py -->\n", "<!-- end -->\n"
 OURS = "graphaccel"
 ORT_PAGE = ROOT / "docs" / "onnxruntime.md"
+FUSIONS_PAGE = ROOT / "docs" / "fusions.md"
 ORT_COLUMNS = {
     "fx": "torch, same graph",
     "inductor": "Inductor",
@@ -110,10 +111,36 @@ def with_ort_tables(page: str, folder: Path) -> str:
     return page
 
 
+def fusion_table(result: dict[str, Any]) -> str:
+    """Markdown: a model in a form a row: bytes of a step, and which fusions were found
+    (`benchmarks/results/fusions.json`)."""
+    rows = ["| model | form | MB | fused | floor | fusions |", "|---|---|---|---|---|---|"]
+    for row in result["rows"]:
+        form = row["form"] + (", attention spelled out" if row["attention"] == "eager" else "")
+        sizes = [f"{row[f'bytes_{n}'] / 1e6:.0f}" for n in ("before", "after", "floor")]
+        found = ", ".join(f"{n} {c}" for n, c in row["fusions"].items())
+        rows.append(f"| {row['model']} | {form} | " + " | ".join(sizes) + f" | {found} |")
+    shape = f"{result['layers']} layers, batch {result['batch']}, {result['tokens']} tokens"
+    text = f"{shape} (images of 224 x 224). Floor: products, attention and embeddings alone."
+    return "\n".join([*rows, "", text, ""])
+
+
+def with_fusion_table(page: str, folder: Path) -> str:
+    """The page with its table. Raises ValueError without the marks."""
+    first, last = "<!-- measured: fusions -->\n", "<!-- end: fusions -->\n"
+    before, begin, rest = page.partition(first)
+    _, end, after = rest.partition(last)
+    if not begin or not end:
+        raise ValueError(f"the page has no lines {first!r} and {last!r}")
+    result = json.loads((folder / "fusions.json").read_text())
+    return f"{before}{begin}\n{fusion_table(result)}\n{end}{after}"
+
+
 def main() -> None:
     argparse.ArgumentParser(description="Update the tables of measurements.").parse_args()
     README.write_text(with_table(README.read_text(), RESULTS))
     ORT_PAGE.write_text(with_ort_tables(ORT_PAGE.read_text(), RESULTS))
+    FUSIONS_PAGE.write_text(with_fusion_table(FUSIONS_PAGE.read_text(), RESULTS))
 
 
 if __name__ == "__main__":

@@ -55,6 +55,7 @@ def _forward(
     kept = (labels != IGNORED).nonzero().squeeze(1)
     every = len(kept) == len(labels)
     wide = _wide(x.dtype)
+    bias = None if bias is None else bias.to(x.dtype)  # under autocast it is still wide
     loss = torch.zeros((), dtype=wide, device=x.device)
     dx = torch.empty_like(rows) if every else torch.zeros_like(rows)
     dweight = torch.zeros(weight.shape, dtype=_wide(weight.dtype), device=weight.device)
@@ -163,5 +164,10 @@ class linear_cross_entropy:
         return 6 * x.numel() * len(weight)
 
     def workspace(x, weight, **_):
-        rows = min(chunk_rows(len(weight)), x.numel() // x.shape[-1])
-        return rows * len(weight) * _wide(x.dtype).itemsize
+        """Of one chunk the scores and what logsumexp makes of them; for 16 bits the gradient of the
+        weight in float32, and that of one chunk."""
+        rows, wide = min(chunk_rows(len(weight)), x.numel() // x.shape[-1]), _wide(x.dtype)
+        scores = 2 * rows * len(weight) * wide.itemsize
+        if wide == x.dtype:
+            return scores
+        return max(scores, weight.numel() * x.dtype.itemsize) + weight.numel() * wide.itemsize

@@ -19,6 +19,7 @@ from torch import fx
 
 from graphaccel.ir.program import StageProgram, StepProgram, Value
 from graphaccel.ir.values import shares, tensors_of
+from graphaccel.kernels.register import fusion_of, is_backward
 from graphaccel.planner.plan import StageMemory
 from graphaccel.rules.propagate import PARTIAL
 from graphaccel.schedule.table import Action, Schedule
@@ -346,7 +347,7 @@ class _Run:
                         mine.append(storage)
                 places[node] = here
                 holds[node] = mine
-                scratch = _Storage(node.meta.get("scratch", 0), "temporary")
+                scratch = _Storage(_scratch(node), "temporary")
                 self.take(scratch)
                 self.drop(scratch)
                 if self.watched:
@@ -361,6 +362,15 @@ class _Run:
 
     def _stage(self, number: int) -> StageProgram:
         return next(p for p in self.own if p.stage == number)
+
+
+def _scratch(node: fx.Node) -> int:
+    """Bytes that a call takes at its peak besides its results."""
+    fusion = fusion_of(node.target)
+    if fusion is None or fusion.workspace is None or is_backward(node.target):
+        return node.meta.get("scratch", 0)
+    values = [a.meta["val"] if isinstance(a, fx.Node) else a for a in node.args]
+    return int(fusion.workspace(**dict(zip(fusion.inputs, values, strict=True))))
 
 
 def _key(action: Action) -> tuple[int, int, int, str]:

@@ -56,6 +56,13 @@ def test_the_page_about_onnxruntime_shows_the_committed_results(measured: Module
     assert page == measured.with_ort_tables(page, measured.RESULTS), "run python docs/measured.py"
 
 
+def test_the_page_about_fusions_shows_the_committed_results(measured: ModuleType) -> None:
+    page = measured.FUSIONS_PAGE.read_text()
+    assert page == measured.with_fusion_table(page, measured.RESULTS), "run python docs/measured.py"
+    with pytest.raises(ValueError, match="has no lines"):
+        measured.with_fusion_table("no marks", measured.RESULTS)
+
+
 def test_a_row_for_each_region(measured: ModuleType) -> None:
     row = {
         "faster_than_eager": {"fx": 1.5, "ort": 1.25, "auto": 1.6},
