@@ -161,7 +161,7 @@ class linear_cross_entropy:
         return None
 
     def flops(x, weight, **_):
-        return 6 * x.numel() * len(weight)
+        return 6 * x.numel() * weight.shape[0]
 
     def workspace(x, weight, **_):
         """Of one chunk the scores and what logsumexp makes of them; for 16 bits the gradient of the

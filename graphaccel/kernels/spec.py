@@ -88,7 +88,8 @@ class Fusion:
     masked_rows: whether rows that are masked throughout are as in eager.
     large: the size of large values in checks.
     tolerance: how much larger than eager's its error against float64 may be.
-    flops, workspace: of the forward, from shapes by name: FLOPs; bytes of scratch at its peak.
+    flops, workspace: of the forward, from inputs by name: FLOPs, for which only `shape` and
+      `numel()` may be read; bytes of scratch at its peak.
     """
 
     name: str

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from operator import getitem
 from typing import Any, TypeAlias
 
@@ -111,10 +112,25 @@ def dims_of(node: fx.Node, resolve: Resolve = _symbolic) -> Any:
     return walk(node.meta.get("dims", ()))
 
 
+@dataclass(frozen=True)
+class _Sized:
+    """What a fused op's count of FLOPs sees of a tensor."""
+
+    shape: Dims
+
+    def numel(self) -> Amount:
+        """How many elements."""
+        return math.prod(self.shape)
+
+
 def node_flops(node: fx.Node, resolve: Resolve = _symbolic) -> Amount:
     """FLOPs of a node: 0 for anything but products, convolutions and attention."""
     if node.op != "call_function":
         return 0
+    fusion = fusion_of(node.target)
+    if fusion is not None and fusion.flops is not None and not is_backward(node.target):
+        given = (_Sized(dims_of(a, resolve)) if isinstance(a, fx.Node) else a for a in node.args)
+        return fusion.flops(**dict(zip(fusion.inputs, given, strict=True)))
     formula = flop_registry.get(counted_packet(node))
     if formula is None:
         return 0
@@ -195,9 +211,10 @@ def node_seconds(node: fx.Node, device: Device, sizes: Resolve, compute: str = "
     seconds = node_bytes(node, sizes, narrow) / device.memory_bandwidth
     flops = node_flops(node, sizes)
     if flops:
-        dtype = str(_tensors(node.meta["val"], node.meta["dims"])[0][0].dtype).removeprefix(
-            "torch."
-        )
+        # A fused op sums a loss in float32, and multiplies in the dtype of what it is given.
+        source = first_input(node) if fusion_of(node.target) is not None else node
+        value = _tensors(source.meta["val"], source.meta["dims"])[0][0]
+        dtype = str(value.dtype).removeprefix("torch.")
         rate = peak_flops(device, compute if dtype == "float32" else dtype)
         seconds = max(seconds, flops / (rate * _efficiency(node, device, sizes)))
     return seconds + device.launch_seconds

@@ -14,6 +14,7 @@ from graphaccel.capture.stepgraph import StepGraph, capture
 from graphaccel.kernels.register import fusion_of, is_backward
 from graphaccel.kernels.registry import fusion_named, shipped
 from graphaccel.passes.fuse import find_sites, fuse
+from graphaccel.planner.cost import step_flops
 from graphaccel.planner.plan import Plan
 
 NORMS = ("add_rms_norm", "rms_norm")
@@ -168,6 +169,25 @@ def test_dropout_is_taken_along_with_the_mask_of_eager(norm: str) -> None:
         found.append(gradients(graph, model, batch()))
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(b, a, rtol=1e-10, atol=1e-12)
+
+
+class Head(nn.Module):
+    """A head and its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(16, 16), nn.Linear(16, 64, bias=False)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        scores = self.head(self.first(x)).view(-1, 64)
+        return nn.functional.cross_entropy(scores, labels.view(-1))
+
+
+def test_the_fused_head_counts_as_many_flops() -> None:
+    step = step_of(Head(), torch.randn(4, 6, 16), torch.zeros(4, 6, dtype=torch.int64))
+    rewritten = fused(step, "linear_cross_entropy")
+    assert counted(rewritten) == {"linear_cross_entropy": 1}
+    assert step_flops(rewritten.graph.graph) == step_flops(step.graph.graph)
 
 
 def test_fuel_places_the_first_ones(monkeypatch: pytest.MonkeyPatch) -> None:
