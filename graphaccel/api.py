@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from graphaccel.arguments import check_arguments, device_count, read_plan
+from graphaccel.arguments import check_arguments, device_count, read_plan, with_command_line
 from graphaccel.capture.batch import flatten_call
 from graphaccel.capture.export import LossFn, split_targets
 from graphaccel.compiler import Compiler
@@ -74,9 +74,11 @@ def optimize(
     cluster: what to plan for, where it is not the machine found here.
     timeout: seconds after which a rank that does not answer is given up.
     pins: data, pipeline, interleave, microbatches, recompute, precision, ...; the rest is planned.
+      What the command line of `graphaccel run` says comes first.
 
     Raises a subclass of GraphAccelError; the model and the optimizer are then as they were.
     """
+    pins = with_command_line(pins)
     check_arguments(model, optimizer, pins, loss_fn)
     planning = os.environ.get(PLAN_ONLY) == "1"
     check_supported(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -24,6 +25,16 @@ _HOOKS = {
     "_backward_hooks": "backward hook",
     "_backward_pre_hooks": "backward pre-hook",
 }
+
+
+PINS = "GRAPHACCEL_PINS"
+"""Decisions on the command line of `graphaccel run`, as JSON."""
+
+
+def with_command_line(pins: Mapping[str, Any]) -> dict[str, Any]:
+    """The script's decisions, and those of `graphaccel run`, which come first."""
+    given = json.loads(os.environ.get(PINS, "{}"))
+    return {**pins, **{k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}}
 
 
 def check_arguments(

@@ -9,6 +9,7 @@ that `--help` answers without loading torch.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -127,14 +128,7 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     out.add_argument(
         "--compare", nargs=2, type=Path, metavar="FILE", help="two saved plans instead of a model"
     )
-    pins = _add_pins(plan)
-    pins.add_argument(
-        "--ort",
-        type=_ort,
-        metavar="WHAT",
-        help="what ONNX Runtime runs: off, auto (what was measured to be faster), all, or module "
-        "paths with commas between",
-    )
+    _add_ort(_add_pins(plan))
     plan.set_defaults(run_command=_plan, usage_error=plan.error)
 
 
@@ -188,6 +182,16 @@ def _add_pins(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     return pins
 
 
+def _add_ort(pins: argparse._ArgumentGroup) -> None:
+    pins.add_argument(
+        "--ort",
+        type=_ort,
+        metavar="WHAT",
+        help="what ONNX Runtime runs: off, auto (what was measured to be faster), all, or module "
+        "paths with commas between",
+    )
+
+
 def _add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     calibrate = commands.add_parser(
         "calibrate",
@@ -225,6 +229,7 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     nodes.add_argument("--rdzv-endpoint", metavar="HOST:PORT")
     nodes.add_argument("--rdzv-backend", metavar="NAME")
     nodes.add_argument("--rdzv-id", metavar="NAME")
+    _add_ort(_add_pins(run))
     run.add_argument("script", metavar="SCRIPT")
     run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="of the script")
     run.set_defaults(run_command=_run)
@@ -346,8 +351,13 @@ def _calibrate(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    from graphaccel.arguments import PINS
+    from graphaccel.plan_command import pins_of
     from graphaccel.runtime import launch
 
+    pins = pins_of(arguments)
+    if pins:
+        os.environ[PINS] = json.dumps(pins)  # read by optimize() in every process
     argv = [*(["-m"] if arguments.module else []), arguments.script, *arguments.arguments]
     flags = torchrun_flags(arguments)
     return launch.run_script(arguments.devices, argv, flags, arguments.all_output)

@@ -178,6 +178,36 @@ def test_run_passes_the_script_its_own_options(monkeypatch: pytest.MonkeyPatch) 
     ]
 
 
+def test_pins_of_run_come_before_those_of_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    from graphaccel.arguments import PINS, with_command_line
+    from graphaccel.runtime import launch
+
+    calls = []
+    monkeypatch.setattr(launch, "run_script", lambda *arguments: calls.append(arguments) or 0)
+    monkeypatch.setenv(PINS, "{}")
+    flags = "--zero 3 --data 2 --stage head=1 --no-sequence --ort a,b"
+    assert cli.main(f"run --devices 2 {flags} train.py --zero 1".split()) == 0
+    assert calls == [(2, ["train.py", "--zero", "1"], [], False)]
+    given = {"zero": 3, "data": 2, "stages": {"head": 1}, "sequence": False, "ort": ("a", "b")}
+    assert with_command_line({"zero": 1, "tensor": 2}) == {"tensor": 2, **given}
+
+
+def test_optimize_reads_pins_of_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    import graphaccel
+    from graphaccel.arguments import PINS
+
+    monkeypatch.setenv(PINS, '{"zero": 5}')
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(errors.BadPin, match="zero=5"):
+        graphaccel.plan(torch.nn.Linear(2, 2), torch.zeros(4, 2), devices=1, zero=5)
+    model, loss = torch.nn.Linear(2, 2), torch.nn.functional.mse_loss
+    batch = (torch.zeros(4, 2), torch.zeros(4, 2))
+    with pytest.raises(errors.BadPin, match="zero=5"):
+        graphaccel.optimize(model, devices=1, loss_fn=loss, example_batch=batch)
+
+
 @pytest.mark.parametrize(
     ("text", "flags"),
     [
