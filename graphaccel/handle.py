@@ -82,6 +82,7 @@ class Handle:
             model_name=name,
             assumed=assumed_state(self._optimizer),
             layouts=self._compiler.layouts(self._step),
+            program=self.program,
         )
 
     @property

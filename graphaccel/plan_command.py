@@ -97,6 +97,7 @@ def _facts(
         model_name=type(job.model).__name__,
         assumed=assumed_state(job.optimizer),
         layouts=layouts,
+        program=program,
     )
     drawn = args.html is not None or args.format == "json"
     if program is not None and (drawn or args.trace is not None):

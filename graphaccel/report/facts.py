@@ -7,13 +7,14 @@ consist of: they are taken from the plan as they come.
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from graphaccel.capture.blocks import block_of
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import SEQUENCE
+from graphaccel.ir.program import StepProgram
 from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.estimate import message_bytes, timeline
 from graphaccel.planner.footprint import predict_memory
@@ -22,8 +23,10 @@ from graphaccel.planner.memory import Sample
 from graphaccel.planner.plan import Plan, Prediction
 from graphaccel.planner.profile import Profile, SizedProfile
 from graphaccel.planner.stages import stage_positions
+from graphaccel.planner.traffic import Traffic, traffic
 from graphaccel.planner.whatif import Explanation
 from graphaccel.planner.works import held_parameters, sized_for, stage_works
+from graphaccel.report.format import folded
 from graphaccel.report.plain import from_plain, to_plain
 from graphaccel.schedule.table import COMPUTING
 
@@ -116,6 +119,20 @@ class RecomputePrice:
 
 
 @dataclass(frozen=True)
+class Resting:
+    """What lies in shards over one axis between steps. what: "parameters, gradients, optimizer
+    state", "optimizer state", ... tensors: how many parameters that are, of `of`. holds: which, by
+    the dim that is split, numbers folded."""
+
+    axis: str
+    size: int
+    what: str
+    tensors: int
+    of: int
+    holds: str
+
+
+@dataclass(frozen=True)
 class Measured:
     """A run of the plan: median seconds of `steps` steps, and peak tensor bytes of each pipeline
     rank (none where they could not be measured). where: the machine, in words."""
@@ -143,6 +160,8 @@ class Facts:
     candidates: tuple[Point, ...] = ()
     explanation: Explanation | None = None
     measured: Measured | None = None
+    traffic: tuple[Traffic, ...] = ()
+    resting: tuple[Resting, ...] = ()
     schema: int = SCHEMA
 
     @property
@@ -174,8 +193,10 @@ def gather(
     model_name: str,
     assumed: str,
     layouts: Layouts | None = None,
+    program: StepProgram | None = None,
 ) -> Facts:
-    """What the plan itself says. layouts: profiles of the step and of its shards.
+    """What the plan itself says. layouts: profiles of the step and of its shards. program: what was
+    built for the plan: without it nothing is said of what rests in shards.
 
     Raises ValueError for a plan without a prediction, or with axes that `layouts` knows nothing of.
     """
@@ -192,7 +213,39 @@ def gather(
         stages=_stages(plan, profile, sized, cluster),
         events=_events(plan, plan.prediction, profile, cluster),
         recompute=_recompute_price(plan, plan.prediction, profile, sized, cluster),
+        traffic=traffic(profile, plan, cluster),
+        resting=() if program is None else _resting(plan, program),
     )
+
+
+_LEVELS = {
+    1: "optimizer state",
+    2: "gradients and optimizer state",
+    3: "parameters, gradients and optimizer state",
+}
+
+
+def _resting(plan: Plan, program: StepProgram) -> tuple[Resting, ...]:
+    """What rests in shards, by axis and by what of a parameter does."""
+    names = {n for stage in program.stages for n in stage.parameters}
+    rows: dict[tuple[str, int], list[tuple[str, int]]] = defaultdict(list)
+    for name in sorted(names):
+        for split in program.resting.get(name, ()):
+            rows[split.axis, 3].append((name, split.dim))
+        owned = program.owned.get(name)
+        if owned is not None and owned.level < 3:
+            rows[owned.split.axis, owned.level].append((name, owned.split.dim))
+    found = []
+    for (axis, level), held in rows.items():
+        dims = sorted({dim for _, dim in held})
+        by_dim = (f"dim {d}: {folded([n for n, dim in held if dim == d])}" for d in dims)
+        found.append(
+            Resting(
+                axis, getattr(plan, axis), _LEVELS[level], len(held), len(names), "; ".join(by_dim)
+            )
+        )
+    order = ("tensor", "context", "expert", "data")
+    return tuple(sorted(found, key=lambda row: (order.index(row.axis), row.what)))
 
 
 def run_spans(facts: Facts) -> dict[tuple[str, int, int], tuple[float, float]]:

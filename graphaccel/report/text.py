@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from graphaccel.capture.stepgraph import StepGraph
+from graphaccel.ir.program import StepProgram
 from graphaccel.messages import columns, format_bytes
 from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.layouts import Layouts
@@ -43,14 +44,18 @@ def plan_report(
     model_name: str,
     assumed: str,
     layouts: Layouts | None = None,
+    program: StepProgram | None = None,
 ) -> str:
     """The whole report, with a newline at its end.
 
     plan: with a prediction. assumed: what was taken for granted, e.g. "AdamW; memory not probed".
-    layouts: profiles of the step and of its shards.
+    layouts: profiles of the step and of its shards. program: built for the plan.
     Raises: ValueError for a plan without a prediction, or with axes without a profile.
     """
-    facts = gather(plan, step, cluster, model_name=model_name, assumed=assumed, layouts=layouts)
+    facts = gather(
+        plan, step, cluster,
+        model_name=model_name, assumed=assumed, layouts=layouts, program=program,
+    )  # fmt: skip
     return facts_text(facts)
 
 
@@ -87,9 +92,11 @@ def _decisions(facts: Facts) -> list[str]:
     parts = plural(plan.microbatches, "microbatch")
     lines.append(f"  batch {plan.batch} = data {plan.data} x {parts} of {plan.microbatch_size}")
     if plan.data > 1:
-        lines.append(
-            f"  gradients summed over data {plan.data} in buckets of "
-            f"{format_bytes(plan.bucket_bytes)}"
+        lines.append(f"  {_summed(plan)}")
+    for row in facts.resting:
+        lines += wrapped(
+            f"over {row.axis} {row.size} rest the {row.what} of {row.tensors:,} of "
+            f"{plural(row.of, 'tensor')}: {row.holds}"
         )
     several = plan.stages > 1
     if several:
@@ -114,6 +121,18 @@ def _decisions(facts: Facts) -> list[str]:
     if plan.recompute:
         lines.append(clipped(f"  recompute {fold(plan.recompute, parameters=False)}"))
     return lines + [clipped(line) for line in ort_lines(plan)]
+
+
+def _summed(plan: Plan) -> str:
+    """How gradients are summed over data."""
+    buckets = f"in buckets of {format_bytes(plan.bucket_bytes)}"
+    if plan.zero < 2:
+        text = f"gradients summed over data {plan.data} {buckets}"
+        return f"{text}, parameters gathered after the optimizer" if plan.zero else text
+    groups = "a block at a time" if plan.zero == 3 else buckets
+    each = plan.microbatches > 1 and plan.accumulation == "shards"
+    often = ", in each microbatch" if each else ", once a step" * (plan.microbatches > 1)
+    return f"gradients reduce-scattered over data {plan.data} {groups}{often}"
 
 
 def _memory(facts: Facts) -> list[str]:
@@ -163,6 +182,18 @@ def _time(facts: Facts) -> list[str]:
         f"TIME    {seconds_text(p.seconds)} per step (predicted from a roofline, not measured)",
         f"  {' · '.join(terms)}",
     ]
+    if facts.traffic:
+        sent = [
+            (
+                f"    {t.axis}",
+                t.kind,
+                f"{t.calls:,} x",
+                format_bytes(t.bytes),
+                seconds_text(t.seconds),
+            )
+            for t in facts.traffic
+        ]
+        lines += ["  sent per step by a device, hidden or not:", *columns(sent)]
     measured = facts.measured
     if measured is not None:
         lines[0] = (

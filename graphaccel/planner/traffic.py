@@ -1,0 +1,133 @@
+"""What a device sends in a step, by mesh axis: bytes and seconds on the wire, hidden or not.
+
+The collectives of the tensor, context and expert axes are calls of the graph; what moves over data
+and over the pipeline follows from the plan (`planner.estimate`). All are those of the pipeline rank
+that sends most over the axis.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+
+import numpy as np
+
+from graphaccel.capture.symbols import BATCH
+from graphaccel.planner.cluster import Cluster
+from graphaccel.planner.communication import (
+    all_gather_seconds,
+    all_reduce_seconds,
+    reduce_scatter_seconds,
+    send_seconds,
+)
+from graphaccel.planner.cost import Sizes
+from graphaccel.planner.estimate import device_number, message_bytes
+from graphaccel.planner.footprint import parameter_groups
+from graphaccel.planner.plan import Plan
+from graphaccel.planner.profile import Profile, SizedProfile
+from graphaccel.planner.wires import KINDS, sent_bytes, wires_of
+from graphaccel.planner.works import StageWork, held_parameters, sized_for, stage_works
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """One kind of message over one axis (several: `data+tensor`), of a device and a step.
+
+    calls: how many. bytes: of the whole tensors they are about. seconds: on the wire.
+    """
+
+    axis: str
+    kind: str
+    calls: int
+    bytes: int
+    seconds: float
+
+
+def traffic(profile: Profile, plan: Plan, cluster: Cluster) -> tuple[Traffic, ...]:
+    """What a device sends in a step of `plan`, the innermost axis first."""
+    sized = sized_for(profile, plan, cluster)
+    works = stage_works(profile, sized, plan, cluster.device.launch_seconds)
+    wires = wires_of(cluster, plan)
+    narrow = plan.precision.compute in ("bfloat16", "float16")
+    step = profile.step
+    sizes = Sizes({**step.sizes, **({BATCH: plan.microbatch_size} if BATCH in step.sizes else {})})
+    found: dict[tuple[str, str], list[np.ndarray]] = defaultdict(list)
+    ends = np.array([work.end for work in works])
+    for node, place in zip(profile.nodes, profile.node_position, strict=True):
+        if node.target in KINDS:
+            row = np.zeros((plan.pipeline, 3))
+            rank = int(np.searchsorted(ends, place, side="right")) % plan.pipeline
+            one = 1, sent_bytes(node, sizes, narrow), wires.seconds(node, sizes, narrow)
+            row[rank] = np.array(one) * plan.microbatches
+            found[str(node.args[-1]), KINDS[node.target]].append(row)
+    for stage, work in enumerate(works):
+        for axis, kind, *row in _over_data(profile, work, plan, cluster):
+            rows = np.zeros((plan.pipeline, 3))
+            rows[stage % plan.pipeline] = row
+            found[axis, kind].append(rows)
+    for rank, row in _messages(profile, sized, plan, cluster):
+        rows = np.zeros((plan.pipeline, 3))
+        rows[rank] = row
+        found["pipeline", "send"].append(rows)
+    order = ("tensor", "context", "expert", "data", "pipeline")
+    summed = {key: np.sum(rows, axis=0) for key, rows in found.items()}
+    made = []
+    for (axis, kind), rows in summed.items():
+        calls, size, seconds = rows[int(rows[:, 1].argmax())]
+        made.append(Traffic(axis, kind, int(calls), int(size), float(seconds)))
+    return tuple(sorted(made, key=lambda t: (order.index(t.axis.split("+")[0]), t.axis, t.kind)))
+
+
+def _over_data(
+    profile: Profile, work: StageWork, plan: Plan, cluster: Cluster
+) -> list[tuple[str, str, int, float, float]]:
+    """Gradients and parameters of one stage: (axes, kind, calls, bytes, seconds)."""
+    wires, found = wires_of(cluster, plan), []
+    width = 2 if plan.precision.reduce in ("bfloat16", "float16") else 4
+    times = plan.microbatches if plan.zero >= 2 and plan.accumulation == "shards" else 1
+    for axes, held in work.summed.items():
+        size = held * width / 4
+        if size <= 0:
+            continue
+        calls = max(1, math.ceil(size / plan.bucket_bytes))
+        if plan.data > 1 and plan.zero == 3:  # a group of parameters at a time
+            calls = len(_groups(profile, work))
+        inner = axes
+        if plan.data > 1 and plan.zero >= 2:
+            one = reduce_scatter_seconds(cluster, size / calls, plan.data, plan.replica)
+            found.append(("data", "reduce-scatter", calls * times, size * times,
+                          calls * times * one))  # fmt: skip
+            size /= plan.data
+        elif plan.data > 1:
+            inner = ("data", *axes)
+        if wires.group(inner)[0] > 1:
+            one = all_reduce_seconds(cluster, size / calls, *wires.group(inner))
+            found.append(("+".join(inner), "all-reduce", calls, size, calls * one))
+    if plan.zero and plan.data > 1:
+        sizes = [work.gradient] if plan.zero < 3 else _groups(profile, work)
+        again = plan.microbatches * (2 if plan.gather_again else 1) if plan.zero == 3 else 1
+        seconds = sum(all_gather_seconds(cluster, n, plan.data, plan.replica) for n in sizes)
+        found.append(("data", "all-gather", len(sizes) * again, sum(sizes) * again,
+                      seconds * again))  # fmt: skip
+    return found
+
+
+def _groups(profile: Profile, work: StageWork) -> list[int]:
+    """Bytes of what ZeRO 3 gathers at once, of one stage."""
+    held = held_parameters(profile, [(work.first, work.end)])
+    return list(parameter_groups(profile, held).values())
+
+
+def _messages(
+    profile: Profile, sized: SizedProfile, plan: Plan, cluster: Cluster
+) -> list[tuple[int, tuple[int, int, float]]]:
+    """(pipeline rank, (calls, bytes, seconds)) of what goes from stage to stage."""
+    found = []
+    for (source, destination, _), size in message_bytes(profile, sized, plan).items():
+        a, b = source % plan.pipeline, destination % plan.pipeline
+        if a != b:
+            one = send_seconds(cluster, size, device_number(plan, a), device_number(plan, b))
+            times = plan.microbatches
+            found.append((a, (times, size * times, one * times)))
+    return found
