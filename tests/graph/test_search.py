@@ -106,7 +106,7 @@ def test_tensor_is_chosen_where_the_batch_can_not_be_split(
     assert (plan.data, plan.pipeline) == (1, 1)
     assert plan.replica == 2
     assert search(captured("gpt"), made_up(2), **asked).pipeline == 2
-    assert [a.name for a in plan.alternatives if a.name.endswith("pipeline 2")]
+    assert [a.name for a in plan.alternatives if "pipeline 2" in a.name]
 
 
 def test_a_guess_about_placements_is_a_gap(captured: Captured, made_up: MadeUp) -> None:
