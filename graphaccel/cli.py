@@ -9,7 +9,6 @@ that `--help` answers without loading torch.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -351,6 +350,8 @@ def _calibrate(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    import json
+
     from graphaccel.arguments import PINS
     from graphaccel.plan_command import pins_of
     from graphaccel.runtime import launch
