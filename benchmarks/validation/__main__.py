@@ -1,11 +1,12 @@
 """Predictions against published training runs, without hardware.
 
-    python -m benchmarks.validation [--sources vTrain,sc21] [--least-devices 9] [--limit N]
+    python -m benchmarks.validation [--sources vTrain,sc21] [--least-devices 9] [--limit N] [--fit]
 
 Every run of `benchmarks/validation/data/*.csv` that can be predicted (others are counted, with the
 reason) goes through the path of any user's model: built on the meta device, captured, laid out on
-the cluster of the catalogue with the published decisions pinned. Nothing was fitted on these rows,
-so every source is left out of the calibration.
+the cluster of the catalogue with the published decisions pinned, and with the kernels and the state
+that its system had (`rows.SYSTEMS`). `--fit` says which shares of a device's peak the runs support,
+and the error of each source with those that the others support (`fit`).
 
 Prints and writes `benchmarks/results/validation.json`: error of the step time by source, by grid of
 runs of one model on one number of devices the rank correlation (Spearman) and the regret (how much
@@ -28,7 +29,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import RESULTS
-from benchmarks.validation.predict import Predictor
+from benchmarks.validation.fit import Sample, fitted, sample
+from benchmarks.validation.predict import Predicted, Predictor
 from benchmarks.validation.rows import FOLDER, Run, read
 from graphaccel.errors import GraphAccelError
 
@@ -43,6 +45,7 @@ def main() -> None:
     parser.add_argument("--sources", default="", help="parts of sources' names, by commas")
     parser.add_argument("--least-devices", type=int, default=1, metavar="N")
     parser.add_argument("--limit", type=int, metavar="N", help="at most so many runs")
+    parser.add_argument("--fit", action="store_true", help="shares of the peaks, and left out")
     parser.add_argument("--summary", action="store_true", help="of what is known; predict nothing")
     args = parser.parse_args()
     rows = [row for file in sorted(FOLDER.glob("*.csv")) for row in read(file)]
@@ -55,36 +58,42 @@ def main() -> None:
         and row.devices >= args.least_devices
         and any(part in row.source for part in wanted)
     ]
-    runs.sort(key=lambda r: (str(r.shape), r.device, r.precision, r.devices, r.tensor, r.context))
+    runs.sort(key=lambda r: (str(r.shape), r.device, r.tensor, r.context, r.devices))
     known: dict[str, Any] = json.loads(RESULT.read_text())["runs"] if RESULT.exists() else {}
-    predictor = Predictor()
+    predictor = Predictor(max((run.devices for run in runs), default=1))
+    samples: list[Sample] = []
     for run in [] if args.summary else runs[: args.limit]:
-        known[_key(run)] = found = _predicted(predictor, run)
-        _write(known, left_out, len(rows))
+        found, predicted = _predicted(predictor, run)
+        known[_key(run)] = found
+        if args.fit and predicted is not None:
+            samples.append(sample(run, predicted))
         print(_line(found), flush=True)
     _write(known, left_out, len(rows))
     print(text(json.loads(RESULT.read_text())))
+    if samples:
+        print(fitted(samples))
 
 
-def _predicted(predictor: Predictor, run: Run) -> dict[str, Any]:
-    said = {k: v for k, v in asdict(run).items() if k not in ("group",)}
+def _predicted(predictor: Predictor, run: Run) -> tuple[dict[str, Any], Predicted | None]:
+    said = {k: v for k, v in asdict(run).items() if k not in ("group", "system")}
     try:
         found = predictor.predict(run)
     except GraphAccelError as error:
-        return {**said, "group": run.group, "refused": error.message().sentence}
+        return {**said, "group": run.group, "refused": error.message().sentence}, None
     assert found.plan.prediction is not None
     parts = {
         name: getattr(found.plan.prediction, name)
         for name in ("compute", "communication", "bubble", "optimizer")
     }
-    return {
+    result = {
         **said,
         "group": run.group,
         "predicted_seconds": found.seconds,
         "predicted_memory": found.memory,
-        "fits": found.fits,
+        "verdict": found.verdict,
         "parts": parts,
     }
+    return result, found
 
 
 def _key(run: Run) -> str:
@@ -103,7 +112,7 @@ def _line(run: dict[str, Any]) -> str:
     if "refused" in run:
         return f"{head} {run['refused']}"
     times = f"{run['predicted_seconds']:9.3f} s for {run['seconds']:9.3f} s"
-    return f"{head} {times} {100 * _error(run):+7.1f} %{'' if run['fits'] else '  does not fit'}"
+    return f"{head} {times} {100 * _error(run):+7.1f} %  {run['verdict']}"
 
 
 def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -118,7 +127,7 @@ def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {
         "predicted": len(done),
         "refused": len(runs) - len(done),
-        "said_not_to_fit": sum(not run["fits"] for run in done),
+        "verdicts": dict(Counter(run["verdict"] for run in done)),
         "sources": {name: _figures(found) for name, found in sorted(by_source.items())},
         "mean_of_sources": statistics.mean(
             _figures(found)["mean_absolute"] for found in by_source.values()
@@ -162,9 +171,9 @@ def text(result: dict[str, Any]) -> str:
     """The summary as lines."""
     said = result["summary"]
     lines = [
-        f"{said['predicted']} runs predicted, {said['refused']} refused, "
-        f"{said['said_not_to_fit']} said not to fit; {sum(result['left_out'].values())} of "
-        f"{result['rows']} rows left out"
+        f"{said['predicted']} runs predicted, {said['refused']} refused; "
+        f"{sum(result['left_out'].values())} of {result['rows']} rows left out",
+        "memory: " + ", ".join(f"{n} {verdict}" for verdict, n in said["verdicts"].items()),
     ]
     for name, f in said["sources"].items():
         memory = f.get("memory_mean_absolute")

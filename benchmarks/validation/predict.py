@@ -2,113 +2,248 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from benchmarks.validation.rows import Run
 from graphaccel.capture.batch import Batch
-from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import BATCH
 from graphaccel.compiler import Compiler
+from graphaccel.ir.program import Sharded
 from graphaccel.model import Model, as_batch
 from graphaccel.planner.cluster import Cluster, cluster
+from graphaccel.planner.cost import Sizes, node_work
+from graphaccel.planner.efficiency import Work
 from graphaccel.planner.layouts import Layouts
-from graphaccel.planner.plan import Plan
+from graphaccel.planner.plan import Plan, StageMemory
+from graphaccel.planner.profile import Profile
 from graphaccel.planner.search import search
 
-_ADAM = 2.0
+# Bytes of optimizer state for each 4 bytes of 16-bit weights: float32 weights and two moments.
+_STATE = 24
+_ENDLESS = 2**60
+# How Megatron-LM shards over the tensor axis (arXiv 1909.08053, section 3): names of parameters by
+# their end. A fused query, key and value weight is cut in three.
+_SHARDED = {
+    "embed_tokens.weight": Sharded("tensor", 0), "lm_head.weight": Sharded("tensor", 0),
+    "q_proj.weight": Sharded("tensor", 0), "k_proj.weight": Sharded("tensor", 0),
+    "v_proj.weight": Sharded("tensor", 0), "o_proj.weight": Sharded("tensor", 1),
+    "gate_proj.weight": Sharded("tensor", 0), "up_proj.weight": Sharded("tensor", 0),
+    "down_proj.weight": Sharded("tensor", 1),
+    "wte.weight": Sharded("tensor", 0), "c_proj.weight": Sharded("tensor", 0),
+    "c_attn.weight": Sharded("tensor", 1, 3), "c_attn.bias": Sharded("tensor", 0, 3),
+    "c_fc.weight": Sharded("tensor", 1), "c_fc.bias": Sharded("tensor", 0),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Predicted:
-    """seconds of a step; bytes at the peak of the fullest rank; whether that fits the device."""
+    """seconds of a step; bytes at the peak of the fullest rank, as the source counts them; what is
+    said of memory: "safe", "likely", "risky" or "impossible"; what it was predicted on."""
 
     seconds: float
     memory: int
-    fits: bool
+    verdict: str
     plan: Plan
+    where: Cluster = field(repr=False)
+    profile: Profile = field(repr=False)
+
+    def works(self) -> list[tuple[Work, int]]:
+        """What a microbatch asks of a device, all stages together, and how often."""
+        step = self.profile.step
+        sizes = Sizes({**step.sizes, BATCH: self.plan.microbatch_size})
+        kinds, first = self.profile.alike
+        numbers = [self.profile.block_names.index(name) for name in self.plan.recompute]
+        again = np.isin(self.profile.block_at, numbers)[self.profile.node_position]
+        again &= self.profile.node_forward
+        times = np.bincount(np.concatenate([kinds, kinds[again]]), minlength=len(first))
+        works = [(node_work(node, sizes), int(n)) for node, n in zip(first, times, strict=True)]
+        return [(work, n) for work, n in works if work.calls]
+
+
+class _Redrawn(Layouts):
+    """Of systems that draw random numbers again where they recompute; ours keeps them."""
+
+    def of(self, plan: Plan) -> Profile:
+        """The profile of the graph that a device of `plan` runs."""
+        profile = super().of(plan)
+        for storage in profile.storages:
+            storage.random = False
+        return profile
 
 
 class Predictor:
-    """Predicts runs; keeps the capture of each shape of model."""
+    """Predicts runs; keeps the capture and the layouts of each shape of model."""
 
-    def __init__(self) -> None:
-        self._shape: Any = None
-        self._kept: tuple[StepGraph, Layouts] | None = None
-        self._compiler: Compiler | None = None
+    def __init__(self, most: int) -> None:
+        """most: devices of the largest run; links are those of that many."""
+        self._most = most
+        self._layouts: dict[Any, Layouts] = {}
 
     def predict(self, run: Run) -> Predicted:
         """Raises what planning raises, but for memory: a run that really ran is never refused."""
-        where = cluster(run.device, run.devices)
-        endless = replace(where, device=replace(where.device, memory=2**60))
-        pins = {
-            "data": run.data,
-            "pipeline": run.pipeline,
-            "tensor": run.tensor,
-            "context": run.context,
-            "expert": 1,
-            "microbatches": run.microbatches,
-            "recompute": run.recompute,
-            "precision": run.precision,
-            "zero": run.zero if run.data > 1 else 0,
-            "sequence": run.sequence_parallel,
-        }
-        if run.pipeline > 1:
-            pins["interleave"] = run.interleave
-        if run.zero >= 2:
-            pins["accumulation"] = "shards"  # FSDP reduces after every microbatch
-        _, layouts = self._captured(run, endless)
+        where = _cluster(run, run.devices)
         plan = search(
-            layouts.whole.step,
-            endless,
-            pins=pins,
-            optimizer_bytes=int(4 * _ADAM),
+            self._captured(run).whole.step,
+            where,
+            pins=_pins(run, self._captured(run).whole),
+            optimizer_bytes=_STATE,
             batch=run.batch,
-            profiles=layouts,
+            profiles=self._captured(run),
         )
         assert plan.prediction is not None
-        peak = max(m.peak for m in plan.prediction.memory)
-        return Predicted(plan.prediction.seconds, peak, peak <= where.device.memory, plan)
+        profile = self._captured(run).of(plan)
+        kept = _kept(run, profile, plan, where)
+        fullest = max(_as_theirs(m, run, kept) for m in plan.prediction.memory)
+        real = cluster(run.device, run.devices)
+        said = int(fullest * (1 + real.fragmentation)) if run.system.reserved else fullest
+        verdict = real.verdict(fullest)
+        return Predicted(plan.prediction.seconds, said, verdict, plan, where, profile)
 
-    def _captured(self, run: Run, where: Cluster) -> tuple[StepGraph, Layouts]:
-        """The capture of the run's model, and its layouts on devices of this kind."""
-        shape = run.shape, run.device, run.precision, run.devices
-        if self._shape != shape:
+    def _captured(self, run: Run) -> Layouts:
+        """The layouts of the run's model on devices of this kind."""
+        if (known := self._layouts.get((run.shape, run.device))) is None:
             module, batch = _made(run)
-            compiler = Compiler(Model(module, None, _ADAM), where, {})
-            if self._compiler is not None and self._shape[0] == run.shape:
-                compiler.captures = self._compiler.captures
+            where = _cluster(run, self._most)
+            pins = {"fusions": run.system.fusions or "off"}
+            compiler = Compiler(Model(module, None, _STATE / 4), where, pins)
             step, sizes = compiler.capture(batch)
-            self._shape, self._compiler = shape, compiler
-            self._kept = step, compiler.layouts(step, {**sizes, BATCH: run.batch})
-        assert self._kept is not None
-        return self._kept
+            made = compiler.layouts(step, {**sizes, BATCH: 2})
+            known = _Redrawn(made.whole, made.localise)
+            self._layouts = {(run.shape, run.device): known}  # runs come sorted by these
+        return known
+
+
+def _cluster(run: Run, devices: int) -> Cluster:
+    """Of devices that hold everything and otherwise are as the run's system made use of them."""
+    where, system = cluster(run.device, devices), run.system
+    device = replace(
+        where.device,
+        memory=_ENDLESS,
+        launch_seconds=system.launch_seconds or where.device.launch_seconds,
+        product=where.device.product * (system.hopper if run.device.startswith("h100") else 1.0),
+    )
+    inner, *outer = where.links
+    inner = replace(
+        inner,
+        bandwidth=inner.bandwidth / system.exposed,
+        latency_seconds=inner.latency_seconds * system.exposed,
+    )
+    if system.network_gigabits:
+        outer = [replace(x, bandwidth=system.network_gigabits * 1e9 / 8 * 0.95) for x in outer]
+    return replace(where, device=device, links=(inner, *outer))
+
+
+def _pins(run: Run, profile: Profile) -> dict[str, object]:
+    pins: dict[str, object] = {
+        "data": run.data,
+        "pipeline": run.pipeline,
+        "tensor": run.tensor,
+        "context": run.context,
+        "expert": 1,
+        "microbatches": run.microbatches,
+        "recompute": run.recompute,
+        "zero": run.zero if run.data > 1 else 0,
+        "sequence": run.sequence_parallel,
+    }
+    if run.tensor > 1:
+        pins["pins"] = _megatron(profile)
+    if run.pipeline > 1:
+        pins["interleave"] = run.interleave
+        if (cuts := _cuts(run, profile)) is not None:
+            pins["cuts"] = cuts
+    if run.zero >= 2:
+        pins["accumulation"] = "shards"  # FSDP reduces after every microbatch
+    return pins
+
+
+def _megatron(profile: Profile) -> dict[str, Sharded]:
+    found = {}
+    for parameter in profile.parameters:
+        end = ".".join(parameter.name.split(".")[-2:])
+        if end in _SHARDED:
+            found[parameter.name] = _SHARDED[end]
+    return found
+
+
+def _cuts(run: Run, profile: Profile) -> tuple[str, ...] | None:
+    """Where stages of whole layers end: of equally many, or with one less in the first and the last
+    (Llama 3, arXiv 2407.21783, section 3.3.2); None where neither is possible."""
+    stages = run.pipeline * run.interleave
+    for fewer in (0, 1):
+        if (run.layers + 2 * fewer) % stages == 0:
+            each = (run.layers + 2 * fewer) // stages
+            ends = [each * (stage + 1) - fewer for stage in range(stages - 1)]
+            starts = [int((profile.block_at == b).argmax()) for b in range(run.layers)]
+            behind = profile.block_at[starts[-1] :] != run.layers - 1
+            starts.append(starts[-1] + int(behind.argmax()))
+            return tuple(profile.names[starts[end] - 1] for end in ends)
+    return None
+
+
+def _as_theirs(memory: StageMemory, run: Run, kept: float) -> int:
+    """Bytes of a rank's tensors. Gradients are as wide as those of the system; Megatron-LM shards
+    the optimizer over the context axis too. kept: share of what waits for the backward."""
+    wider = int(memory.gradient * (run.system.gradient_bytes / 2 - 1))
+    shared = memory.optimizer - memory.optimizer // run.context if run.zero else 0
+    return memory.tensors + wider - shared - int((1 - kept) * memory.activation)
+
+
+def _kept(run: Run, profile: Profile, plan: Plan, where: Cluster) -> float:
+    """The share that their system keeps of the values that ours saves for the backward.
+
+    Megatron-LM's sequence parallelism shards what the tensor axis has whole, and gathers again in
+    the backward what a product read (arXiv 2205.05198, section 4.2.2); we take it where it is
+    faster. Attention with grouped queries reads keys and values as they are; as we capture it on a
+    CPU, each is repeated for its queries.
+    """
+    sized = profile.sized(plan.microbatch_size, where.device)
+    numbers = [profile.block_names.index(name) for name in plan.recompute]
+    whole = theirs = 0.0
+    for place in profile.saved(numbers)[0].tolist():
+        storage, size = profile.storages[place], float(sized.bytes[place])
+        dims = storage.node.meta["dims"]
+        dims = dims[storage.item] if storage.item >= 0 else dims
+        whole += size
+        if run.sequence_parallel and dims and dims[-1] == run.hidden:
+            size /= run.tensor
+        elif len(dims) == 5 and dims[2] == run.heads // run.kv_heads:
+            size /= dims[2]
+        theirs += size
+    return theirs / whole if whole else 1.0
 
 
 def _made(run: Run) -> tuple[nn.Module, Batch]:
     import transformers
 
-    attention = "sdpa" if run.fused_attention else "eager"
-    if run.llama:
-        config: Any = transformers.LlamaConfig(
-            vocab_size=run.vocabulary, hidden_size=run.hidden, intermediate_size=run.ffn,
-            num_hidden_layers=run.layers, num_attention_heads=run.heads,
-            num_key_value_heads=run.kv_heads, max_position_embeddings=run.sequence,
-            use_cache=False, attn_implementation=attention,
-        )  # fmt: skip
-        kind: Any = transformers.LlamaForCausalLM
+    attention = "sdpa" if run.system.fused_attention else "eager"
+    common: dict[str, Any] = {
+        "vocab_size": run.vocabulary, "use_cache": False, "attn_implementation": attention,
+    }  # fmt: skip
+    if run.kind != "gpt":
+        common |= {
+            "hidden_size": run.hidden, "intermediate_size": run.ffn,
+            "num_hidden_layers": run.layers, "num_attention_heads": run.heads,
+            "num_key_value_heads": run.kv_heads, "max_position_embeddings": run.sequence,
+        }  # fmt: skip
+    if run.kind == "llama":
+        module: Any = transformers.LlamaForCausalLM, transformers.LlamaConfig(**common)
+    elif run.kind == "nemotron":
+        module = transformers.NemotronForCausalLM, transformers.NemotronConfig(**common)
     else:
         config = transformers.GPT2Config(
-            vocab_size=run.vocabulary, n_embd=run.hidden, n_inner=run.ffn, n_layer=run.layers,
-            n_head=run.heads, n_positions=run.sequence, use_cache=False, resid_pdrop=0.0,
-            embd_pdrop=0.0, attn_pdrop=0.0, attn_implementation=attention,
-            bos_token_id=0, eos_token_id=0, activation_function="gelu_pytorch_tanh",
+            n_embd=run.hidden, n_inner=run.ffn, n_layer=run.layers, n_head=run.heads,
+            n_positions=run.sequence, resid_pdrop=run.system.dropout,
+            embd_pdrop=run.system.dropout,
+            attn_pdrop=0.0 if run.system.fused_attention else run.system.dropout,
+            bos_token_id=0, eos_token_id=0, activation_function="gelu_pytorch_tanh", **common,
         )  # fmt: skip
-        kind = transformers.GPT2LMHeadModel
+        module = transformers.GPT2LMHeadModel, config
     with torch.device("meta"):
-        module = kind(config).train()
+        made = module[0](module[1]).train().to(getattr(torch, run.precision))
         tokens = torch.zeros(2, run.sequence, dtype=torch.int64)
-    return module, as_batch({"input_ids": tokens, "labels": tokens})
+    return made, as_batch({"input_ids": tokens, "labels": tokens})

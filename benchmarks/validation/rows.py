@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 FOLDER = Path(__file__).parent / "data"
@@ -19,16 +19,68 @@ DEVICES = {
     "B200": "b200-192gb",
     "B200-SXM": "b200-192gb",
 }
-PRECISIONS = {"fp16": "fp16", "bf16": "bf16", "amp_bf16": "bf16"}
-# Before fused attention was usual: these runs wrote the scores to memory.
-_UNFUSED = ("sc21", "2205.05198", "vTrain")
+PRECISIONS = {"fp16": "float16", "bf16": "bfloat16", "amp_bf16": "bfloat16"}
+# Python of an eager framework, for each operation: the least time of a layer in vTrain's one-node
+# grid, 3.3 ms, by the operations that its graph has here.
+_EAGER_LAUNCH = 50e-6
 _PADDED_VOCABULARY = 51200  # GPT-2's 50257 as Megatron-LM pads it
+_NEMOTRON_VOCABULARY = 256000  # "Nemotron-4 15B Technical Report", arXiv 2402.16819, section 2
+
+
+@dataclass(frozen=True)
+class System:
+    """What a source trained with, where that decides about time or memory.
+
+    Weights are kept in 16 bits, the optimizer has float32 weights and two moments besides: 12 bytes
+    a parameter. fused_attention: scores are never written to memory. fusions: kernels of
+    `graphaccel.kernels` that stand for those of the system. gradient_bytes: of each gradient that
+    is added up. launch_seconds: host time to start an operation, network_gigabits: between nodes
+    for each device; None: as in the catalogue. reserved: memory was read off the allocator, not off
+    the tensors. dropout: of a GPT; what is computed again draws the same numbers again. zero: where
+    a row does not say. exposed: share of the tensor axis's collectives behind which nothing is
+    computed. hopper: products on H100 beside those of CUDA 12.
+    """
+
+    fused_attention: bool = True
+    fusions: tuple[str, ...] = ()
+    gradient_bytes: int = 2
+    launch_seconds: float | None = None
+    reserved: bool = False
+    dropout: float = 0.0
+    zero: int = 0
+    exposed: float = 1.0
+    hopper: float = 1.0
+    network_gigabits: float | None = None
+
+
+_MEGATRON = System(fused_attention=False, fusions=("scale_mask_softmax",), dropout=0.1)
+_LLAMA = ("add_rms_norm", "cross_entropy", "rms_norm", "rotary", "swiglu")
+SYSTEMS = {
+    # Megatron-LM of 2021 and its default dropout; its own masked softmax, scores in memory (arXiv
+    # 2104.04473, section 4.2).
+    "sc21": _MEGATRON,
+    "2205.05198": _MEGATRON,
+    # Megatron-DeepSpeed, the same run by eager PyTorch; 800 Gb/s a node (VIA-Research/vTrain).
+    "vTrain": replace(_MEGATRON, launch_seconds=_EAGER_LAUNCH, network_gigabits=100),
+    # FSDP in 2023, CUDA 11: flash attention, fused loss; gradients in shards of the reduced dtype
+    # (DEFAULT: float32).
+    "llm-foundry": System(fusions=("cross_entropy",), gradient_bytes=4, hopper=0.8),
+    # Megatron-LM with Transformer Engine: float32 main gradients, fused kernels; its own loss is
+    # not fused unless asked for.
+    "SimuMax": System(fusions=tuple(f for f in _LLAMA if f != "cross_entropy"), gradient_bytes=4),
+    # NeMo: gradients in bfloat16; the tensor axis's collectives run in pieces beside products.
+    "dgxc": System(fusions=_LLAMA, zero=1, exposed=0.3),
+    "Megatron-Bridge": System(fusions=_LLAMA, zero=1, exposed=0.3),
+    "2407.21783": System(fusions=_LLAMA, gradient_bytes=4),
+    "torchtitan": System(fusions=_LLAMA, gradient_bytes=4, reserved=True),
+}
 
 
 @dataclass(frozen=True)
 class Run:
     """One published run that can be predicted. seconds: of a step, as measured. memory: bytes at
-    the peak as measured, or None. llama: SwiGLU, RMS norms, rotary embeddings, grouped queries."""
+    the peak as measured, or None. kind: "llama" (SwiGLU, RMS norms, rotary embeddings, grouped
+    queries), "nemotron" (squared ReLU in place of SwiGLU) or "gpt". precision: torch dtype name."""
 
     source: str
     group: str
@@ -40,8 +92,8 @@ class Run:
     ffn: int
     sequence: int
     vocabulary: int
-    llama: bool
-    fused_attention: bool
+    kind: str
+    system: System
     device: str
     devices: int
     data: int
@@ -68,7 +120,7 @@ class Run:
         """What the model and its batch depend on."""
         return (
             self.layers, self.hidden, self.heads, self.kv_heads, self.ffn, self.sequence,
-            self.vocabulary, self.llama, self.fused_attention,
+            self.vocabulary, self.kind, self.system, self.precision,
         )  # fmt: skip
 
 
@@ -106,7 +158,12 @@ def _run(row: dict[str, str]) -> Run | str:
     if number("global_batch") % (data * number("micro_batch")):
         return "the batch does not divide"
     zero = row["zero"].strip()
-    llama = "llama" in row["model"].lower()
+    name = row["model"].lower()
+    kind = next((k for k in ("llama", "nemotron") if k in name), "gpt")
+    usual = _NEMOTRON_VOCABULARY if kind == "nemotron" else _PADDED_VOCABULARY
+    system = next((s for part, s in SYSTEMS.items() if part in row["source"]), System())
+    if row["recompute"] == "selective":  # makes the scores again in backward, as fused attention
+        system = replace(system, fused_attention=True)
     kv_heads = number("kv_heads", number("heads"))
     return Run(
         source=row["source"],
@@ -121,11 +178,9 @@ def _run(row: dict[str, str]) -> Run | str:
         kv_heads=kv_heads,
         ffn=number("ffn_hidden", 4 * number("hidden")),
         sequence=number("seq"),
-        vocabulary=number("vocab", _PADDED_VOCABULARY),
-        llama=llama,
-        # Selective recomputation makes the scores again in backward, as fused attention does.
-        fused_attention=row["recompute"] == "selective"
-        or not any(s in row["source"] for s in _UNFUSED),
+        vocabulary=number("vocab", usual),
+        kind=kind,
+        system=system,
         device=DEVICES[row["gpu_type"]],
         devices=gpus,
         data=data,
@@ -137,7 +192,7 @@ def _run(row: dict[str, str]) -> Run | str:
         batch=number("global_batch"),
         recompute={"full": "all"}.get(row["recompute"], "none"),
         sequence_parallel=row["sequence_parallel"] == "1",
-        zero=3 if zero.startswith(("3", "FSDP")) else int(zero) if zero.isdigit() else 0,
+        zero=3 if zero.startswith(("3", "FSDP")) else int(zero) if zero.isdigit() else system.zero,
         precision=PRECISIONS[row["precision"]],
         seconds=seconds,
         memory=int(float(row["measured_mem_GB"]) * 2**30) if row["measured_mem_GB"] else None,

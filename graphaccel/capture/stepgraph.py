@@ -13,7 +13,7 @@ import sympy
 from torch import fx, nn
 
 from graphaccel.capture.batch import Batch, batch_leaves, resized, sequence_leaves, without_aliases
-from graphaccel.capture.blocks import Block, find_blocks
+from graphaccel.capture.blocks import Block, block_of, find_blocks
 from graphaccel.capture.canonical import canonicalise
 from graphaccel.capture.differentiate import differentiate, tangent_inputs
 from graphaccel.capture.export import (
@@ -106,6 +106,15 @@ class StepGraph:
             for name in node.meta.get("covers", ()):
                 places.setdefault(name, i)
         return places
+
+    def even(self, said: Mapping[str, Any]) -> bool:
+        """Whether what is said of parameters, by name, is the same in all blocks of a kind."""
+        told: dict[str, dict[str, Any]] = {block.name: {} for block in self.blocks}
+        for name, value in said.items():
+            if (block := block_of(name)) in told:
+                told[block][name.removeprefix(block)] = value
+        first = {block.kind: told[block.name] for block in self.blocks}
+        return all(told[block.name] == first[block.kind] for block in self.blocks)
 
     def text(self) -> str:
         """The graph as short text, one line a node, the same in every process."""

@@ -30,6 +30,7 @@ class cross_entropy:
     outputs = {"loss": T("", dtype="wide")}
     saved = {"peak": T("n", dtype="wide"), "logsum": T("n", dtype="wide")}
     whole = ("c",)
+    tensor_parallel = False  # a tensor axis shards the vocabulary: then no rank has whole logits
     devices = ("cuda",)  # torch's CPU kernels are as fast; asked for, it saves their memory
     patterns = (lambda scores, target: F.cross_entropy(scores.float(), target, reduction="sum"),)
     negatives = (

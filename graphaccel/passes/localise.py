@@ -42,7 +42,7 @@ def localised(
 
     Raises BadPin (GA202) for placements that the graph does not allow.
     """
-    if step.repeats is not None and not plan.placements:
+    if step.repeats is not None and step.even(dict(plan.placements)):
         try:
             return _repeated(step, plan, sizes)
         except (NotRepeated, GraphAccelError) as reason:  # errors are then those of the model

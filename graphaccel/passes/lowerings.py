@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from graphaccel.passes.emit import Emitter
+from graphaccel.passes.random_parts import DROPOUT_PART
 
 aten = torch.ops.aten
 _IGNORED = -100
@@ -172,9 +173,7 @@ def items(emit: Emitter, node: fx.Node) -> list[fx.Node]:
 
 def _dropout(emit: Emitter, node: fx.Node, tensors: list[fx.Node]) -> list[fx.Node]:
     """A mask of its own for each rank: `passes.random_parts`."""
-    made = emit.call(
-        torch.ops.graphaccel.dropout_part.default, tensors[0], float(node.args[1]), 0, bind={2: 1}
-    )
+    made = emit.call(DROPOUT_PART, tensors[0], float(node.args[1]), 0, bind={2: 1})
     return items(emit, made)
 
 

@@ -22,3 +22,6 @@ def dropout_part(x: torch.Tensor, p: float, coordinate: int) -> tuple[torch.Tens
 @dropout_part.register_fake
 def _(x: torch.Tensor, p: float, coordinate: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(x), torch.empty_like(x, dtype=torch.bool)
+
+
+DROPOUT_PART = torch.ops.graphaccel.dropout_part.default

@@ -271,7 +271,7 @@ def _sharded(
     """The step of one microbatch on one rank: of few layers, repeated, where it is made of such and
     nothing is said of single layers."""
     few = step.repeats
-    if few is not None and resting is None and not plan.placements:
+    if few is not None and resting is None and step.even(dict(plan.placements)):
         try:
             return _repeated(run, step, *_few_sharded(run, step, plan, sizes))
         except (NotRepeated, GraphAccelError) as reason:  # errors are then those of the model

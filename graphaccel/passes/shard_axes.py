@@ -98,6 +98,8 @@ def _pins(
     shapes = {spec.name: node.meta["val"].shape for node, spec in placeholders}
     found: dict[str, Placement] = {}
     for name, parts in splits.items():
+        if name not in shapes:
+            continue  # of a layer that stands for others here
         mine = [s for s in parts if s.axis == axis]
         if mine:
             ranks = getattr(plan, axis)

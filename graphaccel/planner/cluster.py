@@ -37,7 +37,10 @@ class Device:
     ``memory`` in bytes; ``peak_flops`` in FLOP/s by PyTorch dtype name without ``torch.`` (a dtype
     that is missing has no fast path there; "float32" is without TF32, which has its own entry
     "tfloat32"); ``memory_bandwidth`` in bytes/s that a copy reaches, reads and writes counted;
-    ``launch_seconds`` is the least time an operation takes.
+    ``launch_seconds`` is the time a process needs to start an operation. ``processors`` work side
+    by side (streaming multiprocessors; 0: not known). Of the peak, large matrix products reach the
+    share ``product``, fused attention ``attention`` and its backward ``attention_backward``, FLOPs
+    that a causal mask spares not counted.
     """
 
     name: str
@@ -45,6 +48,10 @@ class Device:
     peak_flops: Mapping[str, float] = field(hash=False)
     memory_bandwidth: float
     launch_seconds: float
+    processors: int = 0
+    product: float = 0.7
+    attention: float = 0.5
+    attention_backward: float = 0.4
 
 
 @dataclass(frozen=True)
@@ -92,6 +99,17 @@ class Cluster:
     def tensor_budget(self) -> int:
         """Bytes of tensors that fit one device once context and fragmentation are taken off."""
         return max(0, int((self.device.memory - self.context_bytes) / (1 + self.fragmentation)))
+
+    def verdict(self, tensors: float) -> str:
+        """What is to be expected of that many bytes of tensors on one device: "safe", "likely" (an
+        allocator that wastes little has room), "risky" (the tensors fit, but hardly more) or
+        "impossible"."""
+        free = self.device.memory - self.context_bytes
+        if tensors * (1 + self.fragmentation) <= free:
+            return "safe"
+        if tensors * (1 + self.fragmentation / 2) <= free:
+            return "likely"
+        return "risky" if tensors <= self.device.memory else "impossible"
 
     def to_json(self) -> dict[str, Any]:
         """Plain dicts, lists, strings and numbers; ``from_json`` reads them back."""
@@ -172,8 +190,26 @@ def parse_bytes(text: str) -> int:
 _CUDA_FRAGMENTATION = 0.07
 _CUDA_CONTEXT_BYTES = 3 * GIB // 2
 _CUDA_LAUNCH_SECONDS = 7e-6
-_COPY_REACHED = 0.9
 _NETWORK_REACHED = 0.95
+
+
+@dataclass(frozen=True)
+class _Kernels:
+    """Processors of a device, and the share of the datasheet that kernels reach on it: products and
+    attention of the peak, copies of the memory's bandwidth."""
+
+    processors: int
+    product: float
+    attention: float
+    attention_backward: float
+    copy: float = 0.9
+
+
+_OF_V100 = _Kernels(80, 0.7, 0.4, 0.3)
+_OF_A100 = _Kernels(108, 0.70, 0.8, 0.66, 0.8)
+_OF_H100 = _Kernels(132, 0.72, 0.6, 0.49)
+_OF_B200 = _Kernels(148, 0.46, 0.71, 0.6, 0.69)
+_OF_ADA = _Kernels(128, 0.8, 0.6, 0.5)
 
 
 def _cuda(
@@ -184,14 +220,19 @@ def _cuda(
     inner: Link,
     network: str,
     network_gigabits: float,
+    kernels: _Kernels,
 ) -> Callable[[int], Cluster]:
     """A catalogue entry: nodes of ``inner.size`` devices, ``network_gigabits`` for each device."""
     device = Device(
         name,
         int(memory_gib * GIB),
         {dtype: value * 1e12 for dtype, value in teraflops.items()},
-        memory_terabytes * 1e12 * _COPY_REACHED,
+        memory_terabytes * 1e12 * kernels.copy,
         _CUDA_LAUNCH_SECONDS,
+        kernels.processors,
+        kernels.product,
+        kernels.attention,
+        kernels.attention_backward,
     )
     bandwidth = network_gigabits / 8 * 1e9 * _NETWORK_REACHED
 
@@ -260,19 +301,22 @@ _CATALOGUE: Mapping[str, Callable[[int], Cluster]] = {
         _nvlink(2, 6, 20.0),
         "InfiniBand EDR, 4 ports per node",
         50,
+        _OF_V100,
     ),
     "a100-40gb": _cuda(
-        "a100-40gb", 39.38, _A100, 1.555, _nvlink(3, 12, 20.0), "InfiniBand HDR", 200
+        "a100-40gb", 39.38, _A100, 1.555, _nvlink(3, 12, 20.0), "InfiniBand HDR", 200, _OF_A100
     ),
     "a100-80gb": _cuda(
-        "a100-80gb", 79.15, _A100, 2.039, _nvlink(3, 12, 20.0), "InfiniBand HDR", 200
+        "a100-80gb", 79.15, _A100, 2.039, _nvlink(3, 12, 20.0), "InfiniBand HDR", 200, _OF_A100
     ),
-    "h100-80gb": _cuda("h100-80gb", 79.1, _H100, 3.35, _nvlink(4, 18, 20.6), "InfiniBand NDR", 400),
+    "h100-80gb": _cuda(
+        "h100-80gb", 79.1, _H100, 3.35, _nvlink(4, 18, 20.6), "InfiniBand NDR", 400, _OF_H100
+    ),
     "h200-141gb": _cuda(
-        "h200-141gb", 139.72, _H100, 4.8, _nvlink(4, 18, 20.6), "InfiniBand NDR", 400
+        "h200-141gb", 139.72, _H100, 4.8, _nvlink(4, 18, 20.6), "InfiniBand NDR", 400, _OF_H100
     ),
     "b200-192gb": _cuda(
-        "b200-192gb", 178.35, _B200, 7.7, _nvlink(5, 18, 40.1), "InfiniBand NDR", 400
+        "b200-192gb", 178.35, _B200, 7.7, _nvlink(5, 18, 40.1), "InfiniBand NDR", 400, _OF_B200
     ),
     "rtx4090-24gb": _cuda(
         "rtx4090-24gb",
@@ -282,5 +326,6 @@ _CATALOGUE: Mapping[str, Callable[[int], Cluster]] = {
         _PCIE_STAGED,
         "InfiniBand EDR, 1 port per node",
         12.5,
+        _OF_ADA,
     ),
 }

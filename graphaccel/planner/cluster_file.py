@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, replace
+from dataclasses import MISSING, fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,10 @@ from typing import Any
 from graphaccel.errors import BadCluster
 from graphaccel.planner.cluster import Cluster, Device, Link
 
-_MAY_BE_ZERO = {"latency_seconds", "launch_seconds", "context_bytes", "fragmentation"}
-_WHOLE = {"memory", "size", "count", "context_bytes"}
+_MAY_BE_ZERO = {
+    "latency_seconds", "launch_seconds", "context_bytes", "fragmentation", "processors",
+}  # fmt: skip
+_WHOLE = {"memory", "size", "count", "context_bytes", "processors"}
 
 
 def read_cluster(file: Path, devices: int | None = None) -> Cluster:
@@ -100,11 +102,13 @@ def _of_links(links: Any) -> Iterator[str]:
 
 def _of_fields(data: Mapping[str, Any], kind: type, where: str) -> Iterator[str]:
     names = [f.name for f in fields(kind)]
+    needed = {f.name for f in fields(kind) if f.default is MISSING}
     for name in names:
         if name == "ort":
             continue  # what `graphaccel calibrate --ort` measured, or not there
         if name not in data:
-            yield f"{where}{name} is missing"
+            if name in needed:
+                yield f"{where}{name} is missing"
         elif name == "name":
             if not isinstance(data[name], str) or not data[name]:
                 yield f"{where}name is to be a text"

@@ -1,13 +1,10 @@
 """What one node of a step costs: FLOPs, bytes, seconds.
 
 FLOPs are those of `torch.utils.flop_counter` (multiply and add count as two; only matrix products,
-convolutions and attention count). Bytes are the distinct tensors a node reads and writes; views are
-free. Sizes are the expressions that capture left in `meta["dims"]`, so that a count is an
-expression in `b` (batch) and `s` (sequence), or a number once sizes are given.
-
-Seconds follow the roofline model (Williams, Waterman, Patterson, CACM 2009) with a floor:
-
-    max(FLOPs / (peak x efficiency), bytes / bandwidth) + launch
+convolutions, attention and fused ops that say so count). Bytes are the distinct tensors a node
+reads and writes; views are free. Sizes are the expressions that capture left in `meta["dims"]`, so
+that a count is an expression in `b` (batch) and `s` (sequence), or a number once sizes are given.
+`planner.efficiency` makes seconds of them.
 """
 
 from __future__ import annotations
@@ -27,18 +24,11 @@ from torch.utils.flop_counter import flop_registry
 from graphaccel.capture.symbols import evaluate
 from graphaccel.kernels.register import fusion_of, is_backward
 from graphaccel.planner.cluster import Device
+from graphaccel.planner.efficiency import NOTHING, Work, seconds_of
 
 Amount: TypeAlias = Any  # int | sympy.Expr
 Dims: TypeAlias = tuple[Amount, ...]
 aten = torch.ops.aten
-
-# Dense kernels reach about 0.7 of the datasheet's peak on large shapes (the figure autoparallel
-# uses as well), fused attention less. A product is computed in tiles; what a tile sticks out over
-# the edge is wasted, and a short inner dim does not fill the pipeline of loads.
-_DENSE_EFFICIENCY = 0.7
-_ATTENTION_EFFICIENCY = 0.5
-_TILE = 128
-_INNER = 64
 
 # Captured on a CPU, attention is this op; torch counts its CUDA twin only.
 _COUNTED_LIKE = {
@@ -53,6 +43,7 @@ _VIEWS = {
     torch.ops._c10d_functional.wait_tensor.default,  # it gives back what it waited for
     getitem,
 }
+_PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm}
 # Reads of the first argument that touch only as much as the result holds.
 _GATHERS = {aten.embedding, aten.index_select, aten.index, aten.gather}
 
@@ -127,15 +118,37 @@ def node_flops(node: fx.Node, resolve: Resolve = _symbolic) -> Amount:
     """FLOPs of a node: 0 for anything but products, convolutions and attention."""
     if node.op != "call_function":
         return 0
-    fusion = fusion_of(node.target)
-    if fusion is not None and fusion.flops is not None and not is_backward(node.target):
-        given = (_Sized(dims_of(a, resolve)) if isinstance(a, fx.Node) else a for a in node.args)
-        return fusion.flops(**dict(zip(fusion.inputs, given, strict=True)))
     formula = flop_registry.get(counted_packet(node))
     if formula is None:
-        return 0
+        return _fused_flops(node, resolve)
     args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda n: dims_of(n, resolve))
     return formula(*args, **kwargs, out_val=dims_of(node, resolve))
+
+
+def _fused_flops(node: fx.Node, resolve: Resolve) -> Amount:
+    """FLOPs that a fused op says it does; its backward is taken to be counted in them."""
+    fusion = fusion_of(node.target)
+    if fusion is None or fusion.flops is None or is_backward(node.target):
+        return 0
+    given = [
+        _Shaped(dims_of(value, resolve)) if isinstance(value, fx.Node) else value
+        for value in node.args
+    ]
+    return fusion.flops(**dict(zip(fusion.inputs, given, strict=False)))
+
+
+class _Shaped:
+    """Sizes of a tensor, for formulas that ask a tensor for them."""
+
+    def __init__(self, dims: Dims) -> None:
+        self.shape = dims
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def numel(self) -> Amount:
+        """How many elements."""
+        return math.prod(self.shape)
 
 
 def item_bytes(value: Any) -> int:
@@ -195,47 +208,59 @@ def _gathered(node: fx.Node, resolve: Resolve) -> dict[Any, Amount]:
     return {a: rows for n, a in zip(names, node.args, strict=True) if n in fusion.gathered}
 
 
-def peak_flops(device: Device, dtype: str) -> float:
-    """FLOP/s at the given torch dtype name; a dtype without a fast path runs as float32."""
-    return device.peak_flops.get(dtype, device.peak_flops["float32"])
+def node_work(node: fx.Node, sizes: Resolve, narrow: bool = False) -> Work:
+    """What a node asks of a device; `sizes` gives numbers for expressions (`Sizes`).
+
+    narrow: float32 is kept in 2 bytes. Attention that is causal does half of what is counted.
+    """
+    if node.op != "call_function" or is_view(node):
+        return NOTHING
+    moved = int(node_bytes(node, sizes, narrow))
+    flops = int(node_flops(node, sizes))
+    if not flops:
+        return Work(bytes=moved)
+    dtype = str(_tensors(node.meta["val"], node.meta["dims"])[0][0].dtype).removeprefix("torch.")
+    packet = _packet(node)
+    if packet in _COUNTED_LIKE or "scaled_dot_product" in str(packet):
+        return _attention(node, sizes, flops, moved, dtype)
+    given = [dims_of(n, sizes) for n in node.args if isinstance(n, fx.Node)]
+    if packet in _PRODUCTS:
+        left, right = given[-2:]
+        rows, inner, columns = left[-2], left[-1], right[-1]
+        count = left[0] if len(left) == 3 else 1
+        return Work("product", flops, moved, dtype, rows, columns, inner, count)
+    if fusion_of(node.target) is not None and len(given) > 1 and len(given[1]) == 2:
+        columns, inner = given[1]
+        return Work("product", flops, moved, dtype, math.prod(given[0]) // inner, columns, inner)
+    return Work("dense", flops, moved, dtype)
+
+
+def _attention(node: fx.Node, sizes: Resolve, flops: int, moved: int, dtype: str) -> Work:
+    backward = "backward" in str(node.target)
+    first = 1 if backward else 0  # the backward's first argument is the gradient
+    query, key = (dims_of(n, sizes) for n in node.args[first : first + 2])
+    if _causal(node):
+        seen = min(1.0, (key[-2] + 1) / (2 * query[-2]) if query[-2] == key[-2] else 1.0)
+        flops = int(flops * seen)
+    kind = "attention backward" if backward else "attention"
+    heads = math.prod(query[:-2])
+    return Work(kind, flops, moved, dtype, query[-2], key[-2], query[-1], heads)
+
+
+def _causal(node: fx.Node) -> bool:
+    """Whether a call to attention says that later positions are not seen."""
+    names = [a.name for a in node.target._schema.arguments]
+    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    return given.get("is_causal") is True
 
 
 def node_seconds(node: fx.Node, device: Device, sizes: Resolve, compute: str = "float32") -> float:
-    """Seconds of a node on `device`; `sizes` gives numbers for expressions (`Sizes`).
+    """Seconds of a node on `device`, alone; `sizes` gives numbers for expressions (`Sizes`).
 
     compute: dtype name in which float32 nodes are computed. The casts themselves are not counted.
     """
-    if node.op != "call_function" or is_view(node):
-        return 0.0
-    narrow = compute in ("bfloat16", "float16")
-    seconds = node_bytes(node, sizes, narrow) / device.memory_bandwidth
-    flops = node_flops(node, sizes)
-    if flops:
-        # A fused op sums a loss in float32, and multiplies in the dtype of what it is given.
-        source = first_input(node) if fusion_of(node.target) is not None else node
-        value = _tensors(source.meta["val"], source.meta["dims"])[0][0]
-        dtype = str(value.dtype).removeprefix("torch.")
-        rate = peak_flops(device, compute if dtype == "float32" else dtype)
-        seconds = max(seconds, flops / (rate * _efficiency(node, device, sizes)))
-    return seconds + device.launch_seconds
-
-
-def _efficiency(node: fx.Node, device: Device, sizes: Resolve) -> float:
-    """Share of the peak that a dense node reaches. The CPU's peaks are rates already reached."""
-    if device.name == "cpu":
-        return 1.0
-    packet = _packet(node)
-    if packet in _COUNTED_LIKE or "scaled_dot_product" in str(packet):
-        return _ATTENTION_EFFICIENCY
-    if packet not in (aten.mm, aten.addmm, aten.bmm, aten.baddbmm):
-        return _DENSE_EFFICIENCY
-    left, right = [dims_of(n, sizes) for n in node.args[-2:] if isinstance(n, fx.Node)]
-    rows, inner, columns = left[-2], left[-1], right[-1]
-    filled = 1.0
-    for size in (rows, columns):
-        filled *= size / (math.ceil(size / _TILE) * _TILE)
-    # Below one tile the kernel picks a smaller one: never worse than an eighth of the peak.
-    return max(_DENSE_EFFICIENCY * filled * inner / (inner + _INNER), _DENSE_EFFICIENCY / 8)
+    work = node_work(node, sizes, compute in ("bfloat16", "float16"))
+    return seconds_of(work, device, compute) + work.calls * device.launch_seconds
 
 
 def step_flops(graph: fx.Graph) -> Amount:

@@ -18,7 +18,13 @@ from graphaccel.planner.motion import Motion, in_motion
 from graphaccel.planner.outside import output_bytes
 from graphaccel.planner.plan import Plan, StageMemory
 from graphaccel.planner.profile import Parameter, Profile, SizedProfile
-from graphaccel.planner.works import StageWork, flight, held_parameters, sized_for, stage_works
+from graphaccel.planner.works import (
+    StageWork,
+    held_parameters,
+    held_together,
+    sized_for,
+    stage_works,
+)
 
 
 def predict_memory(
@@ -34,7 +40,8 @@ def predict_memory(
     numbers = {name: i for i, name in enumerate(profile.block_names)}
     recomputed = [numbers[name] for name in plan.recompute]
     saved, again = sized.saved(recomputed)
-    waiting = flight(plan)
+    each = [int(saved[w.first : w.end].sum()) for w in works]
+    waiting = held_together(plan, each)
     split = plan.microbatches > 1 or plan.data > 1
     whole_batch = sized.batch_bytes * plan.data * plan.microbatches
     whole_batch += output_bytes(profile.step, plan.batch)
@@ -43,15 +50,16 @@ def predict_memory(
         own = range(rank, plan.stages, plan.pipeline)
         peaks = {
             s: _stage_peak(
-                profile, sized, works[s], saved, again, waiting[s],
+                profile, sized, works[s], saved, again, max(waiting.get(s, 0), 1),
                 accumulated=split or bool(works[s].partial),
                 moving=in_motion(profile, plan, (works[s].first, works[s].end)),
             )
             for s in own
         }  # fmt: skip
-        total = {s: peaks[s].activation + peaks[s].temporary for s in own}
-        top = max(own, key=lambda s: (peaks[s].temporary, -s))
-        activation = sum(peaks[s].activation for s in own) + whole_batch
+        waits = {s: waiting.get(s, 0) * each[s] for s in own}
+        beyond = {s: peaks[s].activation + peaks[s].temporary - waits[s] for s in own}
+        top = max(own, key=lambda s: (beyond[s], -s))  # computes; the others wait
+        activation = sum(waits.values()) - waits[top] + peaks[top].activation + whole_batch
         temporary = peaks[top].temporary
         held = held_parameters(profile, [(works[s].first, works[s].end) for s in own])
         parameter = sum(p.bytes for p in held)
@@ -68,11 +76,10 @@ def predict_memory(
             temporary += trained // 2  # the copy of the weights that is computed with
         tensors = parameter + gradient + optimizer + activation + temporary
         other = cluster.context_bytes + int(cluster.fragmentation * tensors)
-        where = max(own, key=lambda s: (total[s], -s))
         ranks.append(
             StageMemory(
                 rank, parameter, gradient, optimizer, activation, temporary, other,
-                tensors + other, peaks[where].at,
+                tensors + other, peaks[top].at,
             )
         )  # fmt: skip
     return tuple(ranks)

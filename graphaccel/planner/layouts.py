@@ -50,14 +50,14 @@ class Layouts:
     def __init__(self, whole: Profile, localise: Localise | None = None) -> None:
         """localise: shards the graph as a plan lays its axes; None where nothing can."""
         self.whole = whole
-        self._localise = localise
+        self.localise = localise
         self._made: dict[Any, tuple[Profile, LocalGraph]] = {}
         self._fixed: set[Any] = set()
 
     @property
     def offered(self) -> bool:
         """Whether there are layouts besides the whole graph."""
-        return self._localise is not None
+        return self.localise is not None
 
     def known(self, plan: Plan) -> bool:
         """Whether the profile of `plan` is there already."""
@@ -78,9 +78,9 @@ class Layouts:
     def _layout(self, plan: Plan) -> tuple[Profile, LocalGraph]:
         key = self._key(plan)
         if key not in self._made:
-            if self._localise is None:
+            if self.localise is None:
                 raise ValueError(f"nothing here can shard a graph for {plan.name}")
-            local = self._localise(plan)
+            local = self.localise(plan)
             if BATCH not in local.step.sizes:  # one profile for each size of a microbatch
                 self._fixed.add(_layout_of(plan))
                 key = self._key(plan)

@@ -28,7 +28,8 @@ from graphaccel.kernels.experts import GRADIENT, PRODUCT
 from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.conversions import Rates
 from graphaccel.planner.conversions import conversion_seconds as priced
-from graphaccel.planner.cost import counted_packet, peak_flops
+from graphaccel.planner.cost import counted_packet
+from graphaccel.planner.efficiency import peak_flops
 from graphaccel.planner.eliminate import Table, cheapest_assignment
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.refusals import refusal

@@ -21,7 +21,8 @@ from graphaccel.capture.blocks import block_of
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import BATCH
 from graphaccel.planner.cluster import Device
-from graphaccel.planner.cost import Sizes, dims_of, first_input, is_view, node_seconds
+from graphaccel.planner.cost import Sizes, dims_of, first_input, is_view, node_work
+from graphaccel.planner.efficiency import gap_seconds, seconds_of
 from graphaccel.planner.wires import KINDS, Wires
 from graphaccel.rules.propagate import is_random
 
@@ -203,6 +204,21 @@ class Profile:
         return found
 
     @cached_property
+    def alike(self) -> tuple[np.ndarray, list[fx.Node]]:
+        """For each node the number of its kind, and the first node of each kind: nodes of a kind
+        ask the same of a device at any size."""
+        numbers: dict[Any, int] = {}
+        first: list[fx.Node] = []
+        kinds = np.zeros(len(self.nodes), dtype=np.int64)
+        for place, node in enumerate(self.nodes):
+            key = _asked(node)
+            if key not in numbers:
+                numbers[key] = len(first)
+                first.append(node)
+            kinds[place] = numbers[key]
+        return kinds, first
+
+    @cached_property
     def trained_bytes(self) -> int:
         """Bytes of trained parameters."""
         return sum(p.bytes for p in self.parameters if p.trainable)
@@ -290,9 +306,11 @@ class Profile:
 class SizedProfile:
     """Seconds and bytes per position for one microbatch size, as arrays over the positions.
 
-    forward, backward: seconds; weight: those of the backward that give gradients of parameters
-    alone; sent_forward, sent_backward: those of collectives among them.
-    launches: seconds of a microbatch that are spent on starting ops. bytes: of each storage.
+    forward, backward: seconds of the device; weight: those of the backward that give gradients of
+    parameters alone; sent_forward, sent_backward: those of collectives
+    among them; host_forward, host_backward: seconds in which the process starts the ops, which goes
+    on beside the device. launches: seconds of the device that starting ops takes. bytes: of each
+    storage.
     gradients: bytes of parameters' gradients, where they are made. passing_forward,
     passing_backward: the most bytes of values that live only within a phase, while the position
     computes.
@@ -310,20 +328,28 @@ class SizedProfile:
         sizes: Mapping = {**step.sizes, **({BATCH: microbatch} if BATCH in step.sizes else {})}
         resolve = Sizes(sizes)
         narrow = compute in ("bfloat16", "float16")
-        sent = np.zeros(len(profile.nodes))
+        kind, first = profile.alike
+        works = [node_work(n, resolve, narrow) for n in first]
+        moves = np.array([n.target in KINDS for n in first])
+        sent = np.zeros(len(first))
         if wires is not None:
-            sent = np.array([wires.seconds(n, resolve, narrow) for n in profile.nodes])
-        priced = [0.0 if n.target in KINDS else node_seconds(n, device, resolve, compute)
-                  for n in profile.nodes]  # fmt: skip
-        self.launches = device.launch_seconds * sum(s > 0 for s in (*priced, *sent))
-        seconds = np.array(priced) + sent
+            sent = np.array([wires.seconds(n, resolve, narrow) for n in first])
+        calls = np.where(moves, sent > 0, [w.calls for w in works])
+        gap = gap_seconds(device)
+        alone = np.where(moves, 0.0, [seconds_of(w, device, compute) + gap * w.calls
+                                      for w in works])  # fmt: skip
+        sent, calls, seconds = sent[kind], calls[kind], (alone + sent)[kind]
+        self.launches = gap * float(calls.sum())
         place, ahead = profile.node_position, profile.node_forward
-        self.sent_forward = np.bincount(place[ahead], sent[ahead], minlength=length)
-        self.sent_backward = np.bincount(place[~ahead], sent[~ahead], minlength=length)
-        self.forward = np.bincount(place[ahead], seconds[ahead], minlength=length)
-        self.backward = np.bincount(place[~ahead], seconds[~ahead], minlength=length)
-        apart = profile.node_weight
-        self.weight = np.bincount(place[apart], seconds[apart], minlength=length)
+        starting = device.launch_seconds * calls
+
+        def summed(values: np.ndarray, here: np.ndarray) -> np.ndarray:
+            return np.bincount(place[here], values[here], minlength=length)
+
+        self.sent_forward, self.sent_backward = summed(sent, ahead), summed(sent, ~ahead)
+        self.forward, self.backward = summed(seconds, ahead), summed(seconds, ~ahead)
+        self.host_forward, self.host_backward = summed(starting, ahead), summed(starting, ~ahead)
+        self.weight = summed(seconds, profile.node_weight)
         self.bytes = np.array(
             [_bytes(s, resolve, narrow) for s in profile.storages], dtype=np.int64
         )
@@ -390,6 +416,30 @@ class SizedProfile:
         return np.bincount(
             block[inside], self.forward[inside], minlength=len(self._profile.block_names)
         )
+
+
+def _asked(node: fx.Node) -> Any:
+    """What a node's cost depends on: its call, with sizes and dtypes in place of values."""
+    if node.op != "call_function" or is_view(node):
+        return None
+    order = {n: i for i, n in enumerate(node.all_input_nodes)}
+
+    def told(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            within = first_input(value) if value.target is torch.ops.aten.expand.default else value
+            return order[value], *_sized(value), within.meta.get("dims")
+        if isinstance(value, (list, tuple)):
+            return tuple(told(v) for v in value)
+        return str(value)
+
+    given = (*node.args, *node.kwargs.values())
+    return node.target, tuple(told(v) for v in given), *_sized(node)
+
+
+def _sized(node: fx.Node) -> tuple[Any, str]:
+    value = node.meta.get("val")
+    values = value if isinstance(value, (tuple, list)) else [value]
+    return node.meta.get("dims"), " ".join(str(getattr(v, "dtype", "")) for v in values)
 
 
 def _several(node: fx.Node) -> bool:

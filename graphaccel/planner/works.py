@@ -14,7 +14,7 @@ from graphaccel.planner.profile import Parameter, Profile, SizedProfile
 from graphaccel.planner.stages import stage_positions
 from graphaccel.planner.wires import wires_of
 from graphaccel.schedule.table import build
-from graphaccel.schedule.validate import in_flight
+from graphaccel.schedule.validate import in_flight, occupancy
 
 # Starting a stage's graph for one microbatch costs as much host time as starting some ops.
 _LAUNCHES_AN_ACTION = 10
@@ -76,8 +76,13 @@ def stage_works(
     """
     numbers = {name: i for i, name in enumerate(profile.block_names)}
     again = np.isin(profile.block_at, [numbers[name] for name in plan.recompute])
-    backward = sized.backward + np.where(again, sized.forward, 0.0)
-    sent = sized.sent_backward + np.where(again, sized.sent_forward, 0.0)
+
+    def remade(own: np.ndarray, forward: np.ndarray) -> np.ndarray:
+        return own + np.where(again, forward, 0.0)
+
+    backward = remade(sized.backward, sized.forward)
+    sent = remade(sized.sent_backward, sized.sent_forward)
+    host = remade(sized.host_backward, sized.host_forward)
     action = _LAUNCHES_AN_ACTION * launch_seconds
     works = []
     for first, end in stage_positions(profile, plan.cuts):
@@ -87,23 +92,36 @@ def stage_works(
         for parameter in trained:
             if parameter.name in profile.partial:
                 partial[profile.partial[parameter.name]] += parameter.bytes
+        here = slice(first, end)
+        ahead = _phase(sized.forward, sized.sent_forward, sized.host_forward, here)
+        back = _phase(backward, sent, host, here)
         works.append(
             StageWork(
                 first=first,
                 end=end,
-                forward=action + float(sized.forward[first:end].sum()),
-                backward=action + float(backward[first:end].sum()),
+                forward=action + ahead[0],
+                backward=action + back[0],
                 held=sum(p.bytes for p in held),
                 gradient=sum(p.bytes for p in trained),
                 tensors=len(trained),
-                sent_forward=float(sized.sent_forward[first:end].sum()),
-                sent_backward=float(sent[first:end].sum()),
+                sent_forward=ahead[1],
+                sent_backward=back[1],
                 partial=tuple(sorted(partial.items())),
                 weight=float(sized.weight[first:end].sum()),
                 action=action,
             )
         )
     return tuple(works)
+
+
+def _phase(
+    device: np.ndarray, sent: np.ndarray, host: np.ndarray, here: slice
+) -> tuple[float, float]:
+    """(seconds, those that collectives add) of a stage's phase: device and process work side by
+    side, so that the slower decides."""
+    busy, waiting, starting = (float(values[here].sum()) for values in (device, sent, host))
+    whole = max(busy, starting)
+    return whole, whole - max(busy - waiting, starting)
 
 
 def held_parameters(profile: Profile, spans: Sequence[tuple[int, int]]) -> tuple[Parameter, ...]:
@@ -125,3 +143,20 @@ def flight(plan: Plan) -> dict[int, int]:
     if plan.schedule == "gpipe":
         return dict.fromkeys(range(plan.stages), plan.microbatches)
     return in_flight(build(plan.schedule, plan.pipeline, plan.interleave, plan.microbatches))
+
+
+def held_together(plan: Plan, bytes_of: Sequence[int]) -> dict[int, int]:
+    """Stage → microbatches it holds while its rank holds the most bytes of them. bytes_of: what a
+    stage saves of one microbatch.
+
+    The stages of a rank are full at different times.
+    """
+    if plan.interleave == 1:
+        return flight(plan)
+    found: dict[int, int] = {}
+    for moments in occupancy(
+        build(plan.schedule, plan.pipeline, plan.interleave, plan.microbatches)
+    ):
+        totals = [sum(n * bytes_of[s] for s, n in moment.held.items()) for moment in moments]
+        found |= moments[totals.index(max(totals))].held
+    return found

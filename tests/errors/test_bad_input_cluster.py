@@ -63,7 +63,7 @@ def _changed(path: str, value: Any) -> dict[str, Any]:
         ("device.peak_flops.float32", 0, "device.peak_flops.float32 is 0: it is above 0"),
         ("device.peak_flops.float32", ..., "device.peak_flops is to be an object of FLOP/s by dtype, with float32"),
         ("device.launch_seconds", "fast", "device.launch_seconds is 'fast': it is a number"),
-        ("device.colour", "green", "device.colour is unknown; there are name, memory, peak_flops, memory_bandwidth, launch_seconds"),
+        ("device.colour", "green", "device.colour is unknown; there are name, memory, peak_flops, memory_bandwidth, launch_seconds, processors, product, attention, attention_backward"),
         ("device.name", "", "device.name is to be a text"),
         ("device", 3, "device is to be an object"),
         ("count", 0, "count is 0: it is above 0"),
