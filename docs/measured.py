@@ -1,4 +1,4 @@
-"""Write the tables of measurements in README.md, docs/onnxruntime.md and docs/fusions.md.
+"""Write the tables of measurements in README.md and docs/ from benchmarks/results.
 
     python docs/measured.py
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ BEGIN, END = "<!-- measured: python docs/measured.py -->\n", "<!-- end -->\n"
 OURS = "graphaccel"
 ORT_PAGE = ROOT / "docs" / "onnxruntime.md"
 FUSIONS_PAGE = ROOT / "docs" / "fusions.md"
+PLANNING_PAGE = ROOT / "docs" / "planning.md"
 ORT_COLUMNS = {
     "fx": "torch, same graph",
     "inductor": "Inductor",
@@ -98,9 +100,39 @@ def kernel_table(result: dict[str, Any]) -> str:
     return "\n".join([*rows, "", f"On {_machine(result)}.", ""])
 
 
+def validation_table(result: dict[str, Any]) -> str:
+    """Markdown: how far predictions of published runs are off, a row a source."""
+    said = result["summary"]
+    rows = ["| source | runs | step time off by | bias | memory off by |", "|---|---|---|---|---|"]
+    for name, found in said["sources"].items():
+        memory = found.get("memory_mean_absolute")
+        told = "" if memory is None else f"{100 * memory:.1f} %"
+        rows.append(
+            f"| {name.split(' (')[0]} | {found['runs']} | {100 * found['mean_absolute']:.1f} % "
+            f"| {100 * found['bias']:+.1f} % | {told} |"
+        )
+    verdicts = said["verdicts"]
+    text = (
+        f"{said['predicted']} runs; off by {100 * said['mean_of_sources']:.1f} % on average over "
+        "the sources. That they fit is called "
+        + ", ".join(f"{kind} for {n}" for kind, n in sorted(verdicts.items(), key=lambda v: -v[1]))
+        + "."
+    )
+    return "\n".join([*rows, "", text, ""])
+
+
 def with_ort_tables(page: str, folder: Path) -> str:
     """The page with both tables. Raises ValueError without their marks."""
-    for name, write in (("ort", ort_table), ("ort_kernels", kernel_table)):
+    return _with(page, folder, {"ort": ort_table, "ort_kernels": kernel_table})
+
+
+def with_validation(page: str, folder: Path) -> str:
+    """The page with the table of published runs. Raises ValueError without its marks."""
+    return _with(page, folder, {"validation": validation_table})
+
+
+def _with(page: str, folder: Path, tables: dict[str, Callable[[dict[str, Any]], str]]) -> str:
+    for name, write in tables.items():
         first, last = f"<!-- measured: {name} -->\n", f"<!-- end: {name} -->\n"
         before, begin, rest = page.partition(first)
         _, end, after = rest.partition(last)
@@ -141,6 +173,7 @@ def main() -> None:
     README.write_text(with_table(README.read_text(), RESULTS))
     ORT_PAGE.write_text(with_ort_tables(ORT_PAGE.read_text(), RESULTS))
     FUSIONS_PAGE.write_text(with_fusion_table(FUSIONS_PAGE.read_text(), RESULTS))
+    PLANNING_PAGE.write_text(with_validation(PLANNING_PAGE.read_text(), RESULTS))
 
 
 if __name__ == "__main__":

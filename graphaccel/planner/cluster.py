@@ -51,7 +51,7 @@ class Device:
     processors: int = 0
     product: float = 0.7
     attention: float = 0.5
-    attention_backward: float = 0.4
+    attention_backward: float = 0.5
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,11 @@
 
 * A product [m, k] x [k, n] is computed in tiles, one on a processor at a time. What tiles stick out
   over the edge is wasted, and so are processors that find no tile in the last round; half of that,
-  since real kernels share out the last round. Products with few tiles split the inner dim. Each
-  tile fills its pipeline of loads once: k / (k + 128). The library picks the best of its tiles,
-  small ones being slower. Against 183 products measured on A100 (SimuMax, configs/system, Apache
-  2.0): 3.8 % mean error; against 514 on B200: 9.6 %.
+  since real kernels share out the last round. Each tile fills its pipeline of loads once:
+  k / (k + 128). The library picks the best of its tiles, small ones being slower. Against 183
+  products measured on A100 (SimuMax, configs/system, Apache 2.0): 4.1 % mean error, a third too
+  fast where one round is hardly filled; against 514 on B200: 10.3 %.
+  Where the processors are not known, tiles of 128 x 128 and k / (k + 64) stand for all of that.
 * Fused attention does one block of 128 queries on a processor; t of them leave processors idle,
   t / (t + r x processors), and a short sequence is mostly start and diagonal, s / (s + 1024). With
   r = 1.5 forward and 0.6 backward within a tenth of the same tables on A100 from 8 heads on.
@@ -35,7 +36,6 @@ _TILES = (
 )
 _SHARED = 0.5  # of the last round's idle processors, what is lost
 _INNER = 128
-_SPLITS = (1, 2, 4, 8)
 _GAP = 2e-6
 _QUERIES = 128
 _DIAGONAL = 1024
@@ -95,6 +95,8 @@ def efficiency(work: Work, device: Device) -> float:
         return 1.0
     if work.kind.startswith("attention"):
         best = device.attention if work.kind == "attention" else device.attention_backward
+        if not device.processors:
+            return best
         blocks = work.count * math.ceil(work.rows / _QUERIES)
         long = work.rows / (work.rows + _DIAGONAL)
         return best * long * blocks / (blocks + _ROUNDS[work.kind] * device.processors)
@@ -108,14 +110,15 @@ def efficiency(work: Work, device: Device) -> float:
 def _filled(rows: int, columns: int, inner: int, count: int, processors: int) -> float:
     """What the sizes of a product leave of the rate of a large one, 0..1."""
     best = 1 / 8  # where less is left, another kernel is picked
+    if not processors:
+        filled = rows / (math.ceil(rows / 128) * 128) * columns / (math.ceil(columns / 128) * 128)
+        return max(best, filled * inner / (inner + 64))
     for high, wide, share in _TILES:
         tiles = count * math.ceil(rows / high) * math.ceil(columns / wide)
         filled = share * count * rows * columns / (tiles * high * wide)
-        for split in _SPLITS:
-            part = inner / split
-            rounds = tiles * split / processors if processors else 1.0
-            busy = rounds / math.ceil(rounds)
-            if rounds > 1:
-                busy = 1 - _SHARED * (1 - busy)
-            best = max(best, filled * busy * part / (part + _INNER))
+        rounds = tiles / processors
+        busy = rounds / math.ceil(rounds)
+        if rounds > 1:
+            busy = 1 - _SHARED * (1 - busy)
+        best = max(best, filled * busy * inner / (inner + _INNER))
     return best

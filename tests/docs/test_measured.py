@@ -27,6 +27,11 @@ def test_the_readme_shows_the_committed_results(measured: ModuleType) -> None:
     assert readme == measured.with_table(readme, measured.RESULTS), "run python docs/measured.py"
 
 
+def test_the_planning_page_shows_the_committed_validation(measured: ModuleType) -> None:
+    page = measured.PLANNING_PAGE.read_text()
+    assert page == measured.with_validation(page, measured.RESULTS), "run python docs/measured.py"
+
+
 def test_a_row_for_each_result(measured: ModuleType, tmp_path: Path) -> None:
     result = {
         "name": "single",

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import BATCH
+from graphaccel.passes.fuse import fuse
 from graphaccel.planner.cluster import Device
 from graphaccel.planner.cost import (
     Sizes,
@@ -19,8 +20,11 @@ from graphaccel.planner.cost import (
     node_bytes,
     node_flops,
     node_seconds,
+    node_work,
     step_flops,
 )
+from graphaccel.planner.plan import Plan
+from graphaccel.planner.profile import Profile
 from tests.support.zoo import ZOO, call, loss_of
 
 aten = torch.ops.aten
@@ -122,3 +126,30 @@ def test_lower_precision_halves_bytes_and_uses_its_peak(captured: Captured) -> N
     assert node_seconds(product, slow_memory, sizes, "bfloat16") == pytest.approx(full / 4)
     # No float16 entry: no fast path, so it runs as float32.
     assert node_seconds(product, slow_memory, sizes, "float16") == pytest.approx(full)
+
+
+def test_causal_attention_does_half(captured: Captured) -> None:
+    step = captured("gpt")
+    node = next(n for n in step.graph.graph.nodes if "flash_attention" in str(n.target))
+    work = node_work(node, Sizes(step.sizes))
+    counted = node_flops(node, Sizes(step.sizes))
+    length = work.rows
+    assert work.kind == "attention"
+    assert work.flops == int(counted * (length + 1) / (2 * length))
+
+
+def test_a_fused_head_counts_its_products(captured: Captured) -> None:
+    step = fuse(captured("llama"), Plan(1, fusions=("linear_cross_entropy",)))
+    node = next(n for n in step.graph.graph.nodes if "linear_cross" in str(n.target))
+    work = node_work(node, Sizes(step.sizes))
+    assert work.kind == "product"
+    assert work.flops == 6 * work.rows * work.inner * work.columns
+
+
+def test_nodes_of_a_kind_ask_the_same(captured: Captured) -> None:
+    profile = Profile(captured("gpt"))
+    kinds, first = profile.alike
+    sizes = Sizes({**profile.step.sizes, BATCH: 3})
+    assert len(first) < len(profile.nodes) / 3
+    for kind, node in zip(kinds, profile.nodes, strict=True):
+        assert node_work(node, sizes) == node_work(first[kind], sizes)

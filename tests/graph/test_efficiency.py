@@ -1,0 +1,80 @@
+"""What kernels reach of a device's peak, against what was measured, and what follows from it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from graphaccel.planner.cluster import Device, cluster
+from graphaccel.planner.efficiency import Work, efficiency, gap_seconds, seconds_of
+from graphaccel.planner.plan import Plan
+from graphaccel.planner.works import flight, held_together
+
+A100 = replace(cluster("a100-80gb", 1).device, product=0.77)  # a kernel alone on the device
+
+
+def product(rows: int, columns: int, inner: int, count: int = 1) -> Work:
+    flops = 2 * count * rows * columns * inner
+    return Work("product", flops, 0, "bfloat16", rows, columns, inner, count)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "inner", "measured"),
+    [  # MooreThreads/SimuMax@4dcaae5 configs/system/a100_pcie.json
+        (4096, 128256, 8192, 0.745),
+        (4096, 8192, 28672, 0.746),
+        (4096, 4096, 14336, 0.758),
+        (8192, 14336, 4096, 0.705),
+        (4096, 4096, 4096, 0.693),
+        (3072, 4096, 4096, 0.647),
+        (1536, 4096, 4096, 0.656),
+    ],
+)
+def test_products_reach_what_was_measured(
+    rows: int, columns: int, inner: int, measured: float
+) -> None:
+    assert efficiency(product(rows, columns, inner), A100) == pytest.approx(measured, rel=0.15)
+
+
+def test_attention_reaches_what_was_measured() -> None:
+    """Of the same file, forward, 4096 tokens, heads of 128; FLOPs that a causal mask leaves."""
+    for heads, measured in ((64, 0.593), (32, 0.566), (16, 0.496), (8, 0.388)):
+        flops = 2 * heads * 4096**2 * 128
+        work = Work("attention", flops, 0, "bfloat16", 4096, 4096, 128, heads)
+        assert efficiency(work, A100) == pytest.approx(measured, rel=0.1)
+
+
+def test_what_does_not_fill_tiles_costs_as_much_as_what_does() -> None:
+    whole, odd = (seconds_of(product(2048, n, 4096), A100) for n in (4096, 4096 + 8))
+    assert odd > whole
+    assert efficiency(product(2048, 4096, 32), A100) < 0.3 * A100.product  # short inner dim
+    assert efficiency(product(64, 64, 64), A100) == A100.product / 8
+
+
+def test_many_small_products_fill_the_device_together() -> None:
+    one, many = (efficiency(product(256, 256, 4096, n), A100) for n in (1, 64))
+    assert many > 1.5 * one
+
+
+def test_a_cpu_reaches_its_rates_and_waits_for_each_call() -> None:
+    device = Device("cpu", 1, {"float32": 1e9}, 1e9, 5e-6)
+    assert seconds_of(product(100, 100, 100), device) == pytest.approx(2e-3)
+    assert gap_seconds(device) == 5e-6
+    assert gap_seconds(A100) < A100.launch_seconds
+
+
+def test_verdicts_on_memory() -> None:
+    where = cluster("a100-80gb", 1)
+    free = where.device.memory - where.context_bytes
+    said = [where.verdict(free * part) for part in (0.93, 0.96, 1.0, 1.1)]
+    assert said == ["safe", "likely", "risky", "impossible"]
+
+
+def test_stages_of_a_rank_are_not_full_at_once() -> None:
+    plan = Plan(4, pipeline=4, interleave=2, microbatches=8, schedule="interleaved", batch=8)
+    together, apart = held_together(plan, [1] * 8), flight(plan)
+    assert all(together[s] <= apart[s] for s in apart)
+    first = [s for s in apart if s % 4 == 0]
+    assert sum(together[s] for s in first) < sum(apart[s] for s in first)
+    assert sum(together[s] for s in first) == 11  # 2 (p - 1) + (v - 1) p + 1
