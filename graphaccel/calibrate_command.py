@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
+from graphaccel.calibration import measured
 from graphaccel.capture.batch import Batch
 from graphaccel.compat.torch import BoxedCode
 from graphaccel.compiler import Compiler
@@ -33,15 +34,19 @@ from graphaccel.ort.session import Sessions
 from graphaccel.passes.choose_products import choose_products
 from graphaccel.passes.place_ort import Tools, place_ort
 from graphaccel.plan_command import chosen_cluster, pins_of
+from graphaccel.planner.cluster import Cluster, OpTime
 from graphaccel.planner.cluster_file import write_cluster
 
 
 def calibrate_command(args: argparse.Namespace) -> int:
-    """Measure the regions of `args.target` under its plan; write the cluster file `args.output`.
+    """Measure the ops of `args.target`, or its regions under its plan; write the cluster file
+    `args.output`.
 
     Keeps what the file at `args.cluster` already says. Returns 0. Raises OrtMissing (GA801) without
     ONNX Runtime, and what planning raises.
     """
+    if not args.regions:
+        return _calibrate_ops(args)
     kernels = installed()
     if kernels is None:
         raise OrtMissing(asked="calibrate --ort", reason=missing_reason())
@@ -58,6 +63,42 @@ def calibrate_command(args: argparse.Namespace) -> int:
     print(table(costs, name))
     print(f"\nsaved {args.output}: use it with  graphaccel plan ... --cluster {args.output}")
     return 0
+
+
+def _calibrate_ops(args: argparse.Namespace) -> int:
+    cluster = measured(chosen_cluster(args), args.target, args.threads)
+    write_cluster(cluster, args.output)
+    print(op_table(cluster))
+    print(f"\nsaved {args.output}: use it with  graphaccel plan ... --cluster {args.output}")
+    return 0
+
+
+def op_table(cluster: Cluster) -> str:
+    """What was measured as text: each op, in how many sizes, and the best rate it reached."""
+    found: dict[str, list[OpTime]] = {}
+    for row in cluster.device.measured:
+        found.setdefault(row.op, []).append(row)
+    rows = [("op", "sizes", "shortest", "longest", "best rate")]
+    for op, times in sorted(found.items(), key=lambda item: -sum(t.seconds for t in item[1])):
+        best = max(times, key=lambda t: (t.flops or t.bytes) / t.seconds)
+        rate = (best.flops or best.bytes) / best.seconds / 1e9
+        rows.append(
+            (
+                op,
+                str(len(times)),
+                f"{1e6 * min(t.seconds for t in times):.0f} us",
+                f"{1e6 * max(t.seconds for t in times):.0f} us",
+                f"{rate:.1f} {'GFLOP/s' if best.flops else 'GB/s'}",
+            )
+        )
+    link = cluster.links[0]
+    said = [f"{cluster.count} x {cluster.device.name}, measured at the same time"]
+    if cluster.count > 1:
+        said += [
+            f"{link.name}: {1e6 * link.latency_seconds:.0f} us a hop, "
+            f"{link.bandwidth / 1e9:.2f} GB/s"
+        ]
+    return "\n".join([*said, "", *columns(rows)])
 
 
 def region_costs(

@@ -194,16 +194,16 @@ def _add_ort(pins: argparse._ArgumentGroup) -> None:
 def _add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     calibrate = commands.add_parser(
         "calibrate",
-        help="measure what is faster on this machine, for later plans",
-        description="Measure a model's regions in torch and in ONNX Runtime, side by side.",
+        help="measure this machine, for later plans",
+        description="Measure how long a model's ops take here, on N processes at once, and the "
+        "messages between them; or its regions in torch and in ONNX Runtime, side by side.",
     )
     calibrate.add_argument("target", metavar="FILE[:FUNCTION]", type=_target, help="as for plan")
     calibrate.add_argument(
         "--ort",
         dest="regions",
         action="store_true",
-        required=True,
-        help="regions for ONNX Runtime",
+        help="measure regions for ONNX Runtime instead",
     )
     calibrate.add_argument("--devices", type=_positive, default=1, metavar="N", help="of the plan")
     calibrate.add_argument("--threads", type=_positive, metavar="N", help="of each process")

@@ -299,6 +299,8 @@ class Bounds:
         profile = problem.layouts.of(near)
         moved = least_moved(profile, plan, problem.cluster, work - backward, backward, extra)
         idle = (work - even) / plan.interleave
+        if problem.cluster.device.crowd > 1:
+            idle = 0.0
         if plan.schedule == "zero_bubble":
             idle = max(0.0, idle - 2 * float(sized.weight.sum()))
         rest = max(idle, moved)

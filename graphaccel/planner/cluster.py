@@ -31,6 +31,22 @@ GIB = 2**30
 
 
 @dataclass(frozen=True)
+class OpTime:
+    """Seconds that one call took on a device. op: ATen name without overload, "product" or
+    "optimizer"; dtype: it computes in; the others as in `planner.efficiency.Work`."""
+
+    op: str
+    dtype: str = ""
+    flops: int = 0
+    bytes: int = 0
+    rows: int = 0
+    columns: int = 0
+    inner: int = 0
+    count: int = 1
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
 class Device:
     """One accelerator, or one CPU process.
 
@@ -40,7 +56,8 @@ class Device:
     ``launch_seconds`` is the time a process needs to start an operation. ``processors`` work side
     by side (streaming multiprocessors; 0: not known). Of the peak, large matrix products reach the
     share ``product``, fused attention ``attention`` and its backward ``attention_backward``, FLOPs
-    that a causal mask spares not counted.
+    that a causal mask spares not counted. ``measured``: what ops really took
+    (`graphaccel calibrate`), where it was measured with ``crowd`` processes on each core.
     """
 
     name: str
@@ -52,6 +69,8 @@ class Device:
     product: float = 0.7
     attention: float = 0.5
     attention_backward: float = 0.5
+    measured: tuple[OpTime, ...] = ()
+    crowd: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -127,7 +146,9 @@ class Cluster:
         """The inverse of ``to_json``. Raises ``ValueError`` for missing or unknown fields."""
         try:
             fields = dict(data)
-            fields["device"] = Device(**fields["device"])
+            device = dict(fields["device"])
+            device["measured"] = tuple(OpTime(**row) for row in device.get("measured", ()))
+            fields["device"] = Device(**device)
             fields["links"] = tuple(Link(**link) for link in fields["links"])
             fields["ort"] = {
                 build: {key: (float(a), float(b)) for key, (a, b) in costs.items()}

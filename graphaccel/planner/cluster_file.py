@@ -112,7 +112,7 @@ def _of_fields(data: Mapping[str, Any], kind: type, where: str) -> Iterator[str]
         elif name == "name":
             if not isinstance(data[name], str) or not data[name]:
                 yield f"{where}name is to be a text"
-        elif name not in ("device", "links", "peak_flops"):
+        elif name not in ("device", "links", "peak_flops", "measured"):
             yield from _of_number(data[name], name, f"{where}{name}")
     for name in data:
         if name not in names:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from operator import getitem
 from typing import Any, TypeAlias
 
@@ -22,6 +22,7 @@ from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry
 
 from graphaccel.capture.symbols import evaluate
+from graphaccel.compat.torch import onednn_linear
 from graphaccel.kernels.register import fusion_of, is_backward
 from graphaccel.planner.cluster import Device
 from graphaccel.planner.efficiency import NOTHING, Work, seconds_of
@@ -43,6 +44,8 @@ _VIEWS = {
     torch.ops._c10d_functional.wait_tensor.default,  # it gives back what it waited for
     getitem,
 }
+_SUMS = {aten.addmm_.default, aten.mm.out}
+OPTIMIZER = "optimizer"
 _PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm}
 # Reads of the first argument that touch only as much as the result holds.
 _GATHERS = {aten.embedding, aten.index_select, aten.index, aten.gather}
@@ -101,17 +104,6 @@ def dims_of(node: fx.Node, resolve: Resolve = _symbolic) -> Any:
         return tuple(walk(d) for d in dims) if isinstance(dims, tuple) else resolve(dims)
 
     return walk(node.meta.get("dims", ()))
-
-
-@dataclass(frozen=True)
-class _Sized:
-    """What a fused op's count of FLOPs sees of a tensor."""
-
-    shape: Dims
-
-    def numel(self) -> Amount:
-        """How many elements."""
-        return math.prod(self.shape)
 
 
 def node_flops(node: fx.Node, resolve: Resolve = _symbolic) -> Amount:
@@ -215,6 +207,39 @@ def node_work(node: fx.Node, sizes: Resolve, narrow: bool = False) -> Work:
     """
     if node.op != "call_function" or is_view(node):
         return NOTHING
+    return replace(_asked(node, sizes, narrow), op=str(_packet(node)))
+
+
+def program_work(node: fx.Node) -> Work | None:
+    """What a call in a stage's program does, whose values have sizes; None for views and what
+    moves nothing. Products that add to their result, or write it elsewhere, are products."""
+    if node.op != "call_function" or is_view(node):
+        return None
+    for n in (node, *node.all_input_nodes):
+        n.meta["dims"] = _shapes(n.meta.get("val"))
+    linear = node.target is onednn_linear()
+    if linear or node.target in _SUMS:
+        given: Any = node.args[:2] if linear else node.args[-2:]
+        left, right = (n.meta["dims"] for n in given)
+        columns, inner = right if linear else right[::-1]
+        rows = math.prod(left[:-1])
+        flops, moved = 2 * rows * columns * inner, int(node_bytes(node, _numbers))
+        dtype = str(given[0].meta["val"].dtype).removeprefix("torch.")
+        return Work("product", flops, moved, dtype, rows, columns, inner)
+    return node_work(node, _numbers)
+
+
+def _shapes(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return tuple(_shapes(v) for v in value)
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else ()
+
+
+def _numbers(amount: Amount) -> Amount:
+    return int(amount)
+
+
+def _asked(node: fx.Node, sizes: Resolve, narrow: bool) -> Work:
     moved = int(node_bytes(node, sizes, narrow))
     flops = int(node_flops(node, sizes))
     if not flops:

@@ -23,7 +23,7 @@ import math
 from dataclasses import dataclass
 from functools import cache
 
-from graphaccel.planner.cluster import Device
+from graphaccel.planner.cluster import Device, OpTime
 
 # Tiles of CUTLASS and cuBLAS, and what smaller ones reach of the largest.
 _TILES = (
@@ -46,10 +46,10 @@ _ROUNDS = {"attention": 1.5, "attention backward": 0.6}
 class Work:
     """What one node asks of a device.
 
-    kind: "product", "attention", "attention backward", "dense" (a convolution), or "" for what only
-    moves bytes. flops: those that are really done. dtype: torch dtype name it computes in. rows,
-    columns, inner, count: of a product, or of `count` of them; rows is the queries and count the
-    heads of attention. calls: kernels that are started.
+    op: ATen name without overload. kind: "product", "attention", "attention backward", "dense" (a
+    convolution), or "" for what only moves bytes. flops: those that are really done. dtype: torch
+    dtype name it computes in. rows, columns, inner, count: of a product, or of `count` of them;
+    rows is the queries and count the heads of attention. calls: kernels that are started.
     """
 
     kind: str = ""
@@ -61,6 +61,12 @@ class Work:
     inner: int = 0
     count: int = 1
     calls: int = 1
+    op: str = ""
+
+    @property
+    def name(self) -> str:
+        """What `OpTime` calls it."""
+        return "product" if self.kind == "product" else self.op
 
 
 NOTHING = Work(calls=0)
@@ -73,12 +79,47 @@ def peak_flops(device: Device, dtype: str) -> float:
 
 def seconds_of(work: Work, device: Device, compute: str = "float32") -> float:
     """Seconds on `device`, without what starting it costs. compute: dtype name of float32 work."""
+    dtype = compute if work.dtype == "float32" else work.dtype
+    known = measured_seconds(work, dtype, device)
+    if known is not None:
+        return max(0.0, known - work.calls * gap_seconds(device))
     seconds = work.bytes / device.memory_bandwidth
     if work.flops:
-        dtype = compute if work.dtype == "float32" else work.dtype
         rate = peak_flops(device, dtype) * efficiency(work, device)
         seconds = max(seconds, work.flops / rate)
     return seconds
+
+
+def measured_seconds(work: Work, dtype: str, device: Device) -> float | None:
+    """Seconds of a call on a device that was measured, from the call that is most like it: as much
+    longer as it does more. None where the op was not measured there."""
+    alike = _measured(device).get((work.name, dtype), ())
+    if not alike:
+        return None
+    shape = _shape(work)
+
+    def apart(other: OpTime) -> float:
+        pairs = zip(shape, _shape(other), strict=True)
+        return sum(abs(math.log((a + 1) / (b + 1))) for a, b in pairs)
+
+    near = min(alike, key=apart)
+    more = work.flops / near.flops if near.flops else work.bytes / max(near.bytes, 1)
+    floor = min(near.seconds, gap_seconds(device))
+    return floor + (near.seconds - floor) * more
+
+
+def _shape(work: Work | OpTime) -> tuple[int, ...]:
+    if work.flops and work.rows:
+        return work.rows, work.columns, work.inner, work.count
+    return (work.flops or work.bytes,)
+
+
+@cache
+def _measured(device: Device) -> dict[tuple[str, str], tuple[OpTime, ...]]:
+    found: dict[tuple[str, str], tuple[OpTime, ...]] = {}
+    for row in device.measured:
+        found[row.op, row.dtype] = (*found.get((row.op, row.dtype), ()), row)
+    return found
 
 
 def gap_seconds(device: Device) -> float:

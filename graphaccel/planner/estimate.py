@@ -25,6 +25,7 @@ from graphaccel.planner.communication import (
     reduce_scatter_seconds,
     send_seconds,
 )
+from graphaccel.planner.cost import OPTIMIZER
 from graphaccel.planner.footprint import parameter_groups, predict_memory
 from graphaccel.planner.outside import gather_seconds
 from graphaccel.planner.plan import Plan, Prediction
@@ -80,15 +81,19 @@ def predict_seconds(
     works = stage_works(profile, sized, plan, cluster.device.launch_seconds)
     edges = _edge_seconds(profile, sized, plan, cluster)
     reduces = [_reduce_seconds(profile, work, plan, cluster, s) for s, work in enumerate(works)]
+    crowd, ranks = cluster.device.crowd, range(plan.pipeline)
+    works = tuple(work.shorter(crowd) for work in works)
     optimizer = max(
         _optimizer_seconds([works[s] for s in range(rank, plan.stages, plan.pipeline)],
                            cluster, optimizer_bytes, plan.data if plan.zero else 1)
-        for rank in range(plan.pipeline)
+        for rank in ranks
     )  # fmt: skip
-    if simulated:
-        compute, bubble, communication = _played(plan, works, edges, reduces)
-    else:
-        compute, bubble, communication = _closed(plan, works, edges, reduces)
+    price = _played if simulated else _closed
+    compute, bubble, communication = price(plan, works, edges, reduces)
+    if crowd > 1:  # who waits leaves its core to others, until all cores are busy
+        busy = [sum(w.forward + w.backward for w in works[r :: plan.pipeline]) for r in ranks]
+        least = crowd * plan.microbatches * sum(busy) / len(busy)
+        compute, bubble = max(compute, least), max(0.0, compute + bubble - max(compute, least))
     communication += gather_seconds(profile.step, plan, cluster)
     return Prediction(
         seconds=compute + bubble + communication + optimizer,
@@ -264,6 +269,9 @@ def _optimizer_seconds(
 
     shards: ranks that share the work (ZeRO)."""
     gradient = sum(w.gradient for w in works) / shards
+    known = [row for row in cluster.device.measured if row.op == OPTIMIZER]
+    if known:
+        return known[0].seconds * gradient / max(1, known[0].bytes)
     tensors = sum(w.tensors for w in works)
     traffic = gradient * (3 + 2 * optimizer_bytes / 4)
     device = cluster.device
@@ -311,6 +319,10 @@ def least_optimizer(
 ) -> float:
     """Seconds of the optimizer where every stage has an equal part. extra: as in `least_moved`."""
     device, shards = cluster.device, plan.data if plan.zero else 1
+    known = [row for row in device.measured if row.op == OPTIMIZER]
+    if known:
+        share = profile.trained_bytes / extra / shards / plan.pipeline
+        return known[0].seconds * share / max(1, known[0].bytes)
     traffic = profile.trained_bytes / extra / shards * (3 + 2 * optimizer_bytes / 4)
     tensors = sum(p.trainable for p in profile.parameters)
     launches = tensors / (1 if device.name == "cpu" else _TENSORS_AT_ONCE)

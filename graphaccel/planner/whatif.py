@@ -20,7 +20,7 @@ from dataclasses import dataclass, fields, replace
 from graphaccel.errors import GraphAccelError
 from graphaccel.messages import format_bytes
 from graphaccel.planner.candidates import WORTH, Shape, shapes
-from graphaccel.planner.cluster import Cluster
+from graphaccel.planner.cluster import Cluster, OpTime
 from graphaccel.planner.conflicts import agreeing_pins
 from graphaccel.planner.explain import fullest, lost_because, seconds, wider_cluster
 from graphaccel.planner.pins import NAMES, PRECISIONS, Pins
@@ -299,12 +299,11 @@ def _rates(cluster: Cluster, factor: float) -> Iterator[tuple[str, float, Cluste
     """(name, factor, cluster) with one rate multiplied by `factor`, one after another."""
     device = cluster.device
     flops = {dtype: rate * factor for dtype, rate in device.peak_flops.items()}
-    yield "FLOP/s", factor, _device(cluster, peak_flops=flops)
-    yield (
-        "memory bandwidth",
-        factor,
-        _device(cluster, memory_bandwidth=device.memory_bandwidth * factor),
-    )
+    counted = tuple(_quicker(row, factor) if row.flops else row for row in device.measured)
+    moved = tuple(row if row.flops else _quicker(row, factor) for row in device.measured)
+    bandwidth = device.memory_bandwidth * factor
+    yield "FLOP/s", factor, _device(cluster, peak_flops=flops, measured=counted)
+    yield "memory bandwidth", factor, _device(cluster, memory_bandwidth=bandwidth, measured=moved)
     yield (
         "launches per second",
         factor,
@@ -323,6 +322,10 @@ def _rates(cluster: Cluster, factor: float) -> Iterator[tuple[str, float, Cluste
         ):
             links = (*cluster.links[:place], changed, *cluster.links[place + 1 :])
             yield f"{link.name} {what}", factor, replace(cluster, links=links)
+
+
+def _quicker(row: OpTime, factor: float) -> OpTime:
+    return replace(row, seconds=row.seconds / factor)
 
 
 def _device(cluster: Cluster, **changes: object) -> Cluster:

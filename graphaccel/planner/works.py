@@ -56,6 +56,11 @@ class StageWork:
         found = dict(self.partial)
         return {(): self.gradient - sum(found.values()), **found}
 
+    def shorter(self, factor: float) -> StageWork:
+        """The same in so much less time."""
+        names = ("forward", "backward", "weight", "action", "sent_forward", "sent_backward")
+        return replace(self, **{name: getattr(self, name) / factor for name in names})
+
     @property
     def alone(self) -> StageWork:
         """The same with collectives that take no time."""

@@ -1,0 +1,160 @@
+"""This machine calibrated, then plans predicted and run: how far apart the two are.
+
+    python -m benchmarks.predicted [--models gpt,bert,vit] [--steps 9]
+
+For each model and number of processes `graphaccel calibrate` measures the ops and the messages;
+then each plan is predicted from that alone and run. Prints and saves predicted and measured seconds
+of a step, the mean error, whether predictions order the plans of a model as the runs do (Spearman's
+rank correlation), and what the plan that `optimize()` takes by itself loses to the best of those
+that were run with the same number of processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from benchmarks.common import RESULTS, Settings, make_batch, make_model
+from graphaccel.calibration import measured
+from graphaccel.compiler import Compiler
+from graphaccel.jobs import find_job
+from graphaccel.measure import measure
+from graphaccel.model import Model, optimizer_bytes
+from graphaccel.planner.cluster import Cluster, cluster
+from graphaccel.planner.plan import Plan
+
+PLANS: tuple[tuple[int, Mapping[str, Any]], ...] = (
+    (1, {"microbatches": 1}),
+    (1, {"microbatches": 4, "recompute": "all"}),
+    (2, {"data": 2, "zero": 0}),
+    (2, {"pipeline": 2, "schedule": "1f1b", "microbatches": 4}),
+    (2, {"pipeline": 2, "schedule": "zero_bubble", "microbatches": 4}),
+    (4, {"data": 2, "pipeline": 2, "schedule": "1f1b", "microbatches": 4, "zero": 0}),
+)
+BATCH, TOKENS = 8, 128
+
+
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+
+def gpt() -> tuple[Any, ...]:
+    """Six blocks of width 256 and a tied head."""
+    model = make_model(Settings())
+    return model, make_batch(Settings()), None, _adamw(model)
+
+
+def bert() -> tuple[Any, ...]:
+    """Hugging Face's encoder, classification."""
+    import transformers
+
+    config = transformers.BertConfig(
+        vocab_size=4096, hidden_size=256, num_hidden_layers=4, num_attention_heads=4,
+        intermediate_size=1024, max_position_embeddings=TOKENS,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    batch = {"input_ids": torch.randint(4096, (BATCH, TOKENS)), "labels": torch.arange(BATCH) % 2}
+    model = transformers.BertForSequenceClassification(config)
+    return model, batch, None, _adamw(model)
+
+
+def vit() -> tuple[Any, ...]:
+    """Hugging Face's vision transformer on images of 64 x 64."""
+    import transformers
+
+    config = transformers.ViTConfig(
+        hidden_size=256, num_hidden_layers=6, num_attention_heads=4, intermediate_size=1024,
+        image_size=64, patch_size=8, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    images = torch.randn(BATCH, 3, 64, 64)
+    model = transformers.ViTForImageClassification(config)
+    return model, {"pixel_values": images, "labels": torch.arange(BATCH) % 2}, None, _adamw(model)
+
+
+MODELS = MappingProxyType({"gpt": gpt, "bert": bert, "vit": vit})
+
+
+def planned(target: tuple[Path, str], where: Cluster, pins: Mapping[str, Any]) -> Plan:
+    """The plan with these pins; none: the one that `optimize()` takes."""
+    job = find_job(*target)
+    model = Model(job.model, job.loss_fn, optimizer_bytes(job.optimizer))
+    return Compiler(model, where, {**job.pins, **pins}).choose(job.batch)[1]
+
+
+def pairs(name: str, steps: int) -> list[dict[str, Any]]:
+    """Predicted and measured seconds of each plan of a model; those without pins are its own."""
+    target = Path(__file__), name
+    rows = []
+    for count in sorted({count for count, _ in PLANS}):
+        where = measured(cluster("cpu", count), target)
+        own = [pins for n, pins in PLANS if n == count]
+        for pins in (*own, *([{}] if count > 1 else [])):
+            plan = planned(target, where, pins)
+            assert plan.prediction is not None
+            took = measure(target, plan, None, steps).seconds
+            row = {"model": name, "processes": count, "pins": dict(pins), "plan": plan.name}
+            row |= {"predicted": plan.prediction.seconds, "measured": took}
+            said = f"{1e3 * row['predicted']:8.1f} ms {1e3 * took:8.1f} ms"
+            error = row["predicted"] / took - 1
+            print(f"{name:6} {count} {plan.name:60} {said} {error:+.1%}", flush=True)
+            rows.append(row)
+    return rows
+
+
+def spearman(a: list[float], b: list[float]) -> float:
+    """Correlation of the ranks (no two are equal here)."""
+    ranks = [np.argsort(np.argsort(x)) for x in (a, b)]
+    return float(np.corrcoef(*ranks)[0, 1])
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Mean error, rank correlation of each model, and what each own choice loses."""
+    pinned = [r for r in rows if r["pins"]]
+    errors = [abs(r["predicted"] / r["measured"] - 1) for r in pinned]
+    order = {}
+    for name in dict.fromkeys(r["model"] for r in pinned):
+        mine = [r for r in pinned if r["model"] == name]
+        order[name] = spearman([r["predicted"] for r in mine], [r["measured"] for r in mine])
+    lost = {}
+    for own in (r for r in rows if not r["pins"]):
+        same = [r["measured"] for r in pinned
+                if (r["model"], r["processes"]) == (own["model"], own["processes"])]  # fmt: skip
+        lost[f"{own['model']} {own['processes']}"] = own["measured"] / min(same) - 1
+    return {"mean_error": sum(errors) / len(errors), "spearman": order, "own_choice_loses": lost}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.predicted")
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--steps", type=int, default=9)
+    args = parser.parse_args()
+    os.environ["GRAPHACCEL_QUIET"] = "1"
+    rows = [row for name in args.models.split(",") for row in pairs(name, args.steps)]
+    found = summary(rows)
+    print(json.dumps(found, indent=1))
+    machine = {
+        "cores": os.cpu_count(),
+        "architecture": platform.machine(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+    body = {"name": "predicted", "command": "python -m benchmarks.predicted", "machine": machine}
+    (RESULTS / "predicted.json").write_text(
+        json.dumps({**body, **found, "rows": rows}, indent=1) + "\n"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,237 @@
+"""Measure how long a model's ops take on this machine, and messages between its processes.
+
+Each of `devices` processes runs the model by itself, all at once, since they share cores and memory
+there as they will in training: whole steps, then every node of the stage's graphs in place. What
+the nodes take together is made equal to what the step takes without its optimizer. Then come
+all-reduces and messages of several sizes, for latency and bandwidth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import fx
+
+import graphaccel
+from graphaccel.capture.batch import batch_leaves
+from graphaccel.capture.export import find_loss
+from graphaccel.errors import GraphMisuse
+from graphaccel.ir.program import StageProgram
+from graphaccel.jobs import find_job
+from graphaccel.measure import materialise, random_batch
+from graphaccel.ort.measure import example_inputs
+from graphaccel.planner.cluster import Cluster, Link, OpTime
+from graphaccel.planner.cost import OPTIMIZER, program_work
+from graphaccel.planner.efficiency import Work
+from graphaccel.runtime.launch import check_devices
+
+_WARM, _STEPS, _RUNS = 2, 5, 5
+_MOST_SIZES = 4
+_MESSAGES = (1 << 12, 1 << 16, 1 << 20, 1 << 23)  # bytes
+
+
+def measured(
+    cluster: Cluster, target: tuple[Path, str | None], threads: int | None = None
+) -> Cluster:
+    """`cluster` with the rates that the model of `target` reaches on this machine.
+
+    Raises GraphMisuse (GA407) for a run that fails, its own error being on stderr; TooManyDevices
+    (GA205).
+    """
+    check_devices(cluster.count)
+    file, function = target
+    with tempfile.TemporaryDirectory(prefix="graphaccel_") as folder:
+        out = Path(folder, "calibration.json")
+        job = [str(file), *(["--function", function] if function else []), "--out", str(out)]
+        counts = ["--threads", str(threads)] if threads else []
+        launcher = [sys.executable, "-m", "graphaccel.runtime.launch", str(cluster.count)]
+        code = subprocess.run(
+            [*launcher, sys.executable, "-u", "-m", "graphaccel.calibration", *job, *counts],
+            stdout=subprocess.DEVNULL,
+            env={**os.environ, "GRAPHACCEL_QUIET": "1"},
+            check=False,
+        ).returncode
+        if code:
+            raise GraphMisuse(what=f"the calibrating run ended with exit code {code}")
+        found = json.loads(out.read_text())
+    ops = tuple(OpTime(**row) for row in found["ops"])
+    links = cluster.links
+    if found["latency"] is not None:
+        links = (Link(links[0].name, found["latency"], found["bandwidth"], cluster.count),)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    crowd = max(1.0, cluster.count * found["threads"] / (cores or 1))
+    device = replace(cluster.device, measured=ops, crowd=crowd)
+    return replace(cluster, device=device, links=links)
+
+
+def _work(args: argparse.Namespace) -> None:
+    """One process's part; rank 0 writes the mean of all."""
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world > 1:
+        dist.init_process_group("gloo")
+    times: dict[OpTime, list[float]] = defaultdict(list)
+    for microbatches in _counts(args):
+        for row, seconds in _of_plan(args, microbatches).items():
+            times[row].append(seconds)
+    mine = {row: statistics.fmean(each) for row, each in times.items()}
+    everyone: list[Any] = [mine] * world
+    if world > 1:
+        dist.all_gather_object(everyone, mine)
+    latency, bandwidth = _link(world) if world > 1 else (None, None)
+    if int(os.environ.get("RANK", "0")) == 0:
+        ops = [
+            asdict(replace(row, seconds=statistics.fmean(each[row] for each in everyone)))
+            for row in mine
+        ]
+        said = {"ops": ops, "latency": latency, "bandwidth": bandwidth}
+        args.out.write_text(json.dumps({**said, "threads": torch.get_num_threads()}))
+    if world > 1:
+        dist.destroy_process_group()
+
+
+def _counts(args: argparse.Namespace) -> list[int]:
+    """Counts of microbatches whose sizes plans will have: a few divisors of the batch."""
+    size, _ = batch_leaves(find_job(args.file, args.function).batch)
+    return [n for n in range(1, size + 1) if size % n == 0][:_MOST_SIZES]
+
+
+def _of_plan(args: argparse.Namespace, microbatches: int) -> dict[OpTime, float]:
+    """Seconds of each op of a step in so many microbatches, by what it is."""
+    job = find_job(args.file, args.function)
+    materialise(job)
+    batch = random_batch(job.batch)
+    inputs, named = batch.rebuild(batch.leaves)
+    model, optimizer = job.model, job.optimizer
+    graphaccel.optimize(  # type: ignore[call-overload]
+        model,
+        optimizer,
+        loss_fn=job.loss_fn,
+        devices=1,
+        microbatches=microbatches,
+        recompute="none",
+        ort="off",
+    )
+
+    def step() -> None:
+        loss = find_loss(model(*inputs, **named))
+        assert loss is not None  # the plan was made with it
+        loss.backward()
+        model.zero_grad()
+
+    whole = _median(step)
+    (program,) = model.graphaccel.program.stages  # type: ignore[union-attr]
+    alone, total = _nodes(program, microbatches)
+    found = {row: seconds * whole / total for row, seconds in alone.items()}
+    if optimizer is not None and microbatches == 1:
+        trained = [p for p in model.parameters() if p.requires_grad]
+        for parameter in trained:
+            parameter.grad = torch.zeros_like(parameter)
+        size = sum(p.numel() * p.element_size() for p in trained)
+        found[OpTime(OPTIMIZER, bytes=size)] = _median(optimizer.step)
+    return found
+
+
+def _nodes(program: StageProgram, microbatches: int) -> tuple[dict[OpTime, float], float]:
+    """(seconds of a call by what it does, seconds of all calls of a step)."""
+    often = [(program.forward, microbatches)]
+    for (first, last), graph in program.backwards.items():
+        often.append((graph, 1 if first or last else microbatches - 2))
+    times: dict[OpTime, list[float]] = defaultdict(list)
+    total = 0.0
+    for graph, runs in often:
+        seconds = _timed(graph)
+        total += runs * sum(seconds.values())
+        for node, each in seconds.items():
+            work = program_work(node)
+            if work is not None:
+                times[_row(work)].append(each)
+    return {row: statistics.fmean(each) for row, each in times.items()}, total
+
+
+def _row(work: Work) -> OpTime:
+    sizes = work.rows, work.columns, work.inner, work.count
+    return OpTime(work.name, work.dtype, work.flops, work.bytes, *sizes)
+
+
+class _Timed(fx.Interpreter):
+    """Runs a graph, and notes how long each call took."""
+
+    def __init__(self, graph: fx.GraphModule) -> None:
+        super().__init__(graph)
+        self.seconds: dict[fx.Node, list[float]] = defaultdict(list)
+
+    def run_node(self, n: fx.Node) -> Any:
+        """The node's result."""
+        start = time.perf_counter()
+        result = super().run_node(n)
+        if n.op == "call_function":
+            self.seconds[n].append(time.perf_counter() - start)
+        return result
+
+
+def _timed(graph: fx.GraphModule) -> dict[fx.Node, float]:
+    """Median seconds of each call of a graph, run in its order on inputs of its shapes."""
+    run = _Timed(graph)
+    with torch.no_grad():
+        for _ in range(_WARM + _RUNS):
+            run.run(*example_inputs(graph.graph))
+    return {node: statistics.median(each[_WARM:]) for node, each in run.seconds.items()}
+
+
+def _median(run: Callable[[], object]) -> float:
+    for _ in range(_WARM):
+        run()
+    times = []
+    for _ in range(_RUNS):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def _link(world: int) -> tuple[float, float]:
+    """(seconds of a hop, bytes/s) that all-reduces show: a ring makes 2 (n - 1) hops, on which
+    2 (n - 1) / n of the bytes pass every process. By the least relative error."""
+    hops = 2 * (world - 1)
+    rows, wanted = [], []
+    for size in _MESSAGES:
+        data = torch.zeros(size // 4)
+        dist.barrier()
+        seconds = torch.tensor(_median(lambda data=data: dist.all_reduce(data)))
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+        rows.append([hops / seconds.item(), hops / world * size / seconds.item()])
+        wanted.append(1.0)
+    (latency, each), *_ = np.linalg.lstsq(np.array(rows), np.array(wanted), rcond=None)
+    least = 1e-9
+    return max(float(latency), least), 1 / max(float(each), 1e-15)
+
+
+def _main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m graphaccel.calibration")
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--function")
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--out", type=Path, required=True)
+    _work(parser.parse_args())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main())
