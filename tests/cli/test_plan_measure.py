@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from graphaccel import cli
 from graphaccel.jobs import Job
 from graphaccel.measure import materialise, random_batch
 from graphaccel.model import as_batch
+from graphaccel.planner.cluster_file import read_cluster
 from graphaccel.report.facts import Facts
 from tests.cli.test_plan import JOBS, MODEL
 
@@ -43,6 +45,24 @@ def test_measured_beside_predicted(folder: Path, capsys: pytest.CaptureFixture[s
     assert len(measured.memory) == 2
     for real, predicted in zip(measured.memory, facts.prediction.memory, strict=True):
         assert real == pytest.approx(predicted.tensors, rel=0.02)
+
+
+@pytest.mark.multiprocess
+def test_calibrate_then_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = ("jobs.py:plain", "--devices", "2", "--threads", "1")
+    assert cli.main(["calibrate", *job, "--output", "cluster.json"]) == 0
+    assert "product" in capsys.readouterr().out
+    where = read_cluster(Path("cluster.json"))
+    assert "product" in {row.op for row in where.device.measured}
+    assert all(row.seconds > 0 for row in where.device.measured)
+    (link,) = where.links
+    assert 0 < link.latency_seconds < 1
+    assert 1e6 < link.bandwidth < 1e12
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    assert where.device.crowd == max(1.0, 2 / (cores or 1))
+    shown = ("--devices", "2", "--cluster", "cluster.json", "--format", "json")
+    assert cli.main(["plan", "jobs.py:plain", *shown]) == 0
+    assert Facts.from_json(capsys.readouterr().out).prediction.seconds > 0
 
 
 def test_a_plan_for_other_devices_is_not_measured(

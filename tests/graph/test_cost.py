@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import BATCH
 from graphaccel.passes.fuse import fuse
-from graphaccel.planner.cluster import Device
+from graphaccel.planner.cluster import Device, OpTime
 from graphaccel.planner.cost import (
     Sizes,
     is_view,
@@ -23,6 +24,7 @@ from graphaccel.planner.cost import (
     node_work,
     step_flops,
 )
+from graphaccel.planner.efficiency import Work, seconds_of
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.profile import Profile
 from tests.support.zoo import ZOO, call, loss_of
@@ -153,3 +155,17 @@ def test_nodes_of_a_kind_ask_the_same(captured: Captured) -> None:
     assert len(first) < len(profile.nodes) / 3
     for kind, node in zip(kinds, profile.nodes, strict=True):
         assert node_work(node, sizes) == node_work(first[kind], sizes)
+
+
+def test_what_was_measured_is_taken() -> None:
+    """The call most like it decides, as much longer as it does more; ops not met are a roofline."""
+    wide = OpTime("product", "float32", 200, 0, 10, 10, 1, 1, 4e-6)
+    tall = OpTime("product", "float32", 200, 0, 100, 1, 1, 1, 9e-6)
+    other = OpTime("aten.tanh", "float32", 0, 80, seconds=3e-6)
+    device = replace(DEVICE, measured=(wide, tall, other))
+    product = Work("product", 400, 0, rows=20, columns=10, inner=1)
+    assert seconds_of(product, device) == pytest.approx(1e-6 + 2 * 3e-6 - 1e-6)
+    tanh = Work(bytes=160, op="aten.tanh")
+    assert seconds_of(tanh, device) == pytest.approx(1e-6 + 2 * 2e-6 - 1e-6)
+    assert seconds_of(replace(tanh, op="aten.exp"), device) == seconds_of(tanh, DEVICE)
+    assert seconds_of(product, device, "bfloat16") == seconds_of(product, DEVICE, "bfloat16")
