@@ -179,7 +179,7 @@ def _time(facts: Facts) -> list[str]:
         share = f" ({value / p.seconds if p.seconds else 0:.1%})" if name == "bubble" else ""
         terms.append(f"{term_name(name)} {seconds_text(value)}{share}")
     lines = [
-        f"TIME    {seconds_text(p.seconds)} per step (predicted from a roofline, not measured)",
+        f"TIME    {seconds_text(p.seconds)} per step (predicted from {_basis(facts)})",
         f"  {' · '.join(terms)}",
     ]
     if facts.traffic:
@@ -210,6 +210,11 @@ def _time(facts: Facts) -> list[str]:
         apart = any(a.kind == "weight" for actions in schedule for a in actions)
         lines.append(f"  {LEGEND_APART if apart else LEGEND}")
     return lines
+
+
+def _basis(facts: Facts) -> str:
+    calls = len(facts.cluster.device.measured)
+    return f"{calls} calls measured on this kind" if calls else "a roofline, not measured"
 
 
 def _as_schedule(events: Sequence[Event]) -> tuple[Schedule, list[list[tuple[float, float]]]]:
