@@ -6,8 +6,9 @@ before (block h.0 recomputed)                  after
   %d: = aten.mm(%g, %a)          # backward      %a_again: = aten.gelu(%x)      # backward
                                                  %d: = aten.mm(%g, %a_again)
 
-Kept all the same: what other blocks read (the blocks' inputs), and what random ops give: a mask is
-drawn once. Each clone stands just before its first use, so one block's activations live at a time.
+Kept all the same: what other blocks read (the blocks' inputs), what random ops give (a mask is
+drawn once), and what collectives give, but for keys and values gathered along the context. Each
+clone stands just before its first use, so one block's activations live at a time.
 Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016.
 """
 
@@ -16,11 +17,15 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping
 
+import torch
 from torch import fx
 
 from graphaccel.capture.blocks import block_of
 from graphaccel.planner.plan import Plan
 from graphaccel.rules.propagate import is_random
+
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
+_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 
 
 def recompute(graph: fx.GraphModule, plan: Plan, positions: Mapping[str, int]) -> fx.GraphModule:
@@ -69,8 +74,9 @@ def _candidates(
 
 
 def _kept(node: fx.Node, block: str, stage: Callable[[fx.Node], int]) -> bool:
-    """Random or communicating ops, and values that leave the block or the stage in the forward."""
-    if is_random(node) or "c10d" in str(node.target):
+    """Random or communicating ops, but for gathers along the context, and values that leave the
+    block or the stage in the forward."""
+    if is_random(node) or ("c10d" in str(node.target) and not _gathers_context(node)):
         return True
     return any(
         user.op == "output"
@@ -78,6 +84,14 @@ def _kept(node: fx.Node, block: str, stage: Callable[[fx.Node], int]) -> bool:
         or stage(user) != stage(node)
         for user in node.users
     )
+
+
+def _gathers_context(node: fx.Node) -> bool:
+    """Whether a call gathers keys and values of a sequence that is split, or waits for them: kept,
+    they would be those of all devices, in every layer."""
+    if node.target is _WAIT:
+        node = node.args[0]
+    return node.target is _GATHER and node.args[-1] == "context"
 
 
 def _clone(

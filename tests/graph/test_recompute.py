@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import fx, nn
 
 from graphaccel.capture.batch import flatten_call
 from graphaccel.capture.stepgraph import StepGraph, capture
+from graphaccel.passes.pipeline import build
 from graphaccel.planner.cluster import Cluster
+from graphaccel.planner.plan import Plan
 from graphaccel.planner.profile import Profile
 from graphaccel.planner.recompute import block_options, cheapest, every_second
 
@@ -100,3 +103,25 @@ def test_every_second_block() -> None:
     assert every_second(("a", "b", "c", "d")) == ("b", "d")
     assert every_second(("a",)) == ("a",)
     assert every_second(()) == ()
+
+
+def test_keys_and_values_are_gathered_again(captured: Captured) -> None:
+    """What is gathered along the context is not kept in a block that is computed again."""
+    step = captured("llama")
+    rates = (("context", (1e6, 1e12, 1e-9, 1e14, 1e-12)),)  # work is dear, sending is cheap
+    plan = Plan(devices=2, context=2, batch=step.batch_size, rates=rates)
+    blocks = tuple(block.name for block in step.blocks)
+    kept, again = (build(step, replace(plan, recompute=r)).stages[0] for r in ((), blocks))
+
+    def gathers(graph: fx.GraphModule) -> int:
+        inside = (
+            n for n in graph.graph.nodes if n.meta.get("module", "").startswith("model.layers")
+        )
+        return sum("all_gather" in str(n.target) for n in inside)
+
+    assert gathers(kept.forward) == gathers(again.forward) >= 2 * len(blocks)
+    assert gathers(kept.backwards[True, True]) == 0
+    assert gathers(again.backwards[True, True]) == gathers(again.forward)
+    values = again.forward.graph.output_node().args[0]
+    saved = [n for n, v in zip(values, again.forward_outputs, strict=True) if v.kind == "saved"]
+    assert not any("c10d" in str(n.target) for n in saved if "layers" in n.meta.get("module", ""))
