@@ -136,7 +136,7 @@ class Handle:
         self._initial = None
         vars(self._model).pop(RECORD, None)
         self._meshes = stage_meshes(session)
-        if optimizer is not None and self._compiler.pins.get("fusions") != "off":
+        if optimizer is not None and self._compiler.pins.get("fusions") not in (None, "off"):
             self._optimizing = OptimizerStep(optimizer)
         if optimizer is not None and mesh.pipeline > 1:
             optimizer.register_step_pre_hook(_without_remote_gradients)
