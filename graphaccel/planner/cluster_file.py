@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from graphaccel.errors import BadCluster
-from graphaccel.planner.cluster import Cluster, Device, Link
+from graphaccel.planner.cluster import Cluster, Device, Link, OpTime
 
 _MAY_BE_ZERO = {
     "latency_seconds", "launch_seconds", "context_bytes", "fragmentation", "processors",
+    "flops", "bytes", "rows", "columns", "inner", "seconds",
 }  # fmt: skip
 _WHOLE = {"memory", "size", "count", "context_bytes", "processors"}
 
@@ -72,6 +73,15 @@ def _of_device(device: Any) -> Iterator[str]:
         yield "device is to be an object"
         return
     yield from _of_fields(device, Device, "device.")
+    calls = device.get("measured", [])
+    if not isinstance(calls, list):
+        yield "device.measured is to be a list"
+        calls = []
+    for place, call in enumerate(calls):
+        if isinstance(call, Mapping):
+            yield from _of_fields(call, OpTime, f"device.measured[{place}].")
+        else:
+            yield f"device.measured[{place}] is to be an object"
     rates = device.get("peak_flops", {"float32": 1})
     if not isinstance(rates, Mapping) or "float32" not in rates:
         yield "device.peak_flops is to be an object of FLOP/s by dtype, with float32"
@@ -109,9 +119,9 @@ def _of_fields(data: Mapping[str, Any], kind: type, where: str) -> Iterator[str]
         if name not in data:
             if name in needed:
                 yield f"{where}{name} is missing"
-        elif name == "name":
-            if not isinstance(data[name], str) or not data[name]:
-                yield f"{where}name is to be a text"
+        elif name in ("name", "op", "dtype"):
+            if not isinstance(data[name], str) or (not data[name] and name != "dtype"):
+                yield f"{where}{name} is to be a text"
         elif name not in ("device", "links", "peak_flops", "measured"):
             yield from _of_number(data[name], name, f"{where}{name}")
     for name in data:
