@@ -244,7 +244,10 @@ def _asked(node: fx.Node, sizes: Resolve, narrow: bool) -> Work:
     flops = int(node_flops(node, sizes))
     if not flops:
         return Work(bytes=moved)
-    dtype = str(_tensors(node.meta["val"], node.meta["dims"])[0][0].dtype).removeprefix("torch.")
+    # A fused op sums a loss in float32, and multiplies in the dtype of what it is given.
+    source = first_input(node) if fusion_of(node.target) is not None else node
+    value = _tensors(source.meta["val"], source.meta["dims"])[0][0]
+    dtype = str(value.dtype).removeprefix("torch.")
     packet = _packet(node)
     if packet in _COUNTED_LIKE or "scaled_dot_product" in str(packet):
         return _attention(node, sizes, flops, moved, dtype)
