@@ -34,20 +34,21 @@ class Mixed(nn.Module):
         return x.square().mean()
 
 
+# Lines are counted from that of `forward`.
 TEXT = textwrap.indent(
     """\
-4 x aten._to_copy: ONNX Runtime {} takes no torch.bfloat16 (test_declined.py:31)
-4 x aten.view_as_real: it has no ONNX translation (test_declined.py:30)
-3 x aten.mul.Tensor: ONNX has no torch.complex64 (test_declined.py:30)
-2 x aten.slice.Tensor: it has a tensor without elements (test_declined.py:32)
-aten._conj: it has no ONNX translation (test_declined.py:30)
-aten.cat: it has a tensor without elements (test_declined.py:32)
-aten.clone: ONNX has no torch.complex64 (test_declined.py:30)
-aten.complex: it has no ONNX translation (test_declined.py:30)
-aten.native_dropout: it draws random numbers (test_declined.py:28)
-aten.slice_backward: it has a tensor without elements (test_declined.py:32)
-aten.special_erfcx: it has no ONNX translation (test_declined.py:29)
-aten.view_as_complex: it has no ONNX translation (test_declined.py:30)
+4 x aten._to_copy: ONNX Runtime {} takes no torch.bfloat16 (test_declined.py:+5)
+4 x aten.view_as_real: it has no ONNX translation (test_declined.py:+4)
+3 x aten.mul.Tensor: ONNX has no torch.complex64 (test_declined.py:+4)
+2 x aten.slice.Tensor: it has a tensor without elements (test_declined.py:+6)
+aten._conj: it has no ONNX translation (test_declined.py:+4)
+aten.cat: it has a tensor without elements (test_declined.py:+6)
+aten.clone: ONNX has no torch.complex64 (test_declined.py:+4)
+aten.complex: it has no ONNX translation (test_declined.py:+4)
+aten.native_dropout: it draws random numbers (test_declined.py:+2)
+aten.slice_backward: it has a tensor without elements (test_declined.py:+6)
+aten.special_erfcx: it has no ONNX translation (test_declined.py:+3)
+aten.view_as_complex: it has no ONNX translation (test_declined.py:+4)
 """,
     "  ",
 )
