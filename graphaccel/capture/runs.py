@@ -18,7 +18,7 @@ from torch import nn
 from graphaccel.capture.batch import Batch
 from graphaccel.capture.export import LossFn, with_loss
 from graphaccel.compat.torch import FakeTensor, TorchDispatchMode, exporting
-from graphaccel.ir.layers import NotRepeated, Run
+from graphaccel.ir.layers import NotRepeated, Run, among
 
 _PLAIN = (int, float, str, bool, type(None), tuple, torch.dtype, torch.Size)
 
@@ -72,7 +72,7 @@ def prove_repeats(
     """Raises NotRepeated unless each run of the model does in its forward what `kept` layers do,
     the middle one again and again. model, batch: fake."""
     short = shortened(model, dict.fromkeys(runs, kept))
-    few = [Run(r.path, r.first, kept) for r in runs]
+    few = among(runs, (kept,) * len(runs))
     whole = _segments(model, batch, loss_fn, runs)
     part = _segments(short, batch, loss_fn, few)
     if whole.keys() != part.keys():

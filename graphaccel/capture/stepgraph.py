@@ -33,7 +33,7 @@ from graphaccel.capture.runs import find_runs, prove_repeats, shortened
 from graphaccel.capture.symbols import BATCH, SEQUENCE, attach_sizes, same_structure
 from graphaccel.compat.torch import FakeTensor, fake_mode_of
 from graphaccel.errors import GraphAccelError
-from graphaccel.ir.layers import KEPT, NotRepeated, Run, copies
+from graphaccel.ir.layers import KEPT, NotRepeated, Run, among, copies
 from graphaccel.ir.text import graph_text
 
 log = logging.getLogger("graphaccel.capture")
@@ -233,7 +233,7 @@ def of_layers(step: StepGraph, counts: Sequence[int]) -> StepGraph:
     assert few is not None
     key = (of_layers.__name__, tuple(counts))
     if key not in step.derived:
-        runs = tuple(replace(r, count=n) for r, n in zip(few.runs, counts, strict=True))
+        runs = among(few.runs, counts)
         short = few.short
         tied = {
             name: stands

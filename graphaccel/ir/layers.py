@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, zip_longest
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import fx
 
@@ -19,6 +19,9 @@ KEPT = 3
 """Layers of a run in the graph that is repeated: the first, the one that is copied, the last."""
 
 NUMBER = re.compile(r"^(.*)_(\d+)$", re.DOTALL)
+
+
+_Layer: TypeAlias = tuple[str, int]  # path of the container, entry
 
 
 class NotRepeated(Exception):
@@ -42,12 +45,9 @@ class Run:
         head = name[len(prefix) :].partition(".")[0]
         return int(head) - self.first if head.isdigit() else None
 
-    def renamed(self, name: str, kept: int, copy: int) -> str:
-        """What a name among `kept` layers is called among `count`. copy: of the middle layer."""
-        number = self.number(name)
-        if number is None or number < 1:
-            return name
-        return self.entry(name, copy if number == 1 else number + self.count - kept)
+    def layer(self, number: int) -> str:
+        """The path of one of its layers."""
+        return f"{self.path}.{number + self.first}" if self.path else str(number + self.first)
 
     def entry(self, name: str, number: int) -> str:
         """A name in the container, in another entry of it."""
@@ -56,16 +56,37 @@ class Run:
         return f"{prefix}{number + self.first}{''.join(rest)}"
 
 
-def copies(runs: Sequence[Run], name: str, kept: int = KEPT) -> list[str]:
-    """What a module path or parameter name of `kept` layers is called among all of them."""
-    own = next((r for r in runs if r.number(name) == 1), None)
-    found = []
-    for copy in range(1, 2 if own is None else own.count - kept + 2):
-        each = name
-        for run in runs:
-            each = run.renamed(each, kept, copy)
-        found.append(each)
-    return found
+def among(runs: Sequence[Run], counts: Sequence[int]) -> tuple[Run, ...]:
+    """The runs as they lie where each has as many layers as `counts` says: what stands behind one
+    in its container moves up."""
+    gone = [run.count - count for run, count in zip(runs, counts, strict=True)]
+    return tuple(
+        Run(
+            run.path,
+            run.first
+            - sum(
+                less
+                for other, less in zip(runs, gone, strict=True)
+                if other.path == run.path and other.first < run.first
+            ),
+            count,
+        )
+        for run, count in zip(runs, counts, strict=True)
+    )
+
+
+def copies(runs: Sequence[Run], name: str, kept: int | Sequence[int] = KEPT) -> list[str]:
+    """What a module path or parameter name is called among all layers. kept: layers of each run
+    where it is called `name`; names of a run's second layer are those of all that are copies."""
+    counts = (kept,) * len(runs) if isinstance(kept, int) else tuple(kept)
+    found = name
+    for run, few in zip(runs, among(runs, counts), strict=True):
+        number, more = few.number(name), run.count - few.count
+        if number == 1:
+            return [run.entry(name, copy) for copy in range(1, more + 2)]
+        if number is not None and number >= 0:  # the last such run is the nearest
+            found = run.entry(name, number + (more if number else 0))
+    return [found]
 
 
 @dataclass(frozen=True)
@@ -105,8 +126,8 @@ class Item:
 
 
 def items_of(layered: Layered, runs: Sequence[Run], copied: Sequence[int]) -> list[Item]:
-    """Nodes and results in order, with the copy of which middle layer they belong to. copied: how
-    many there are of each run.
+    """Nodes and results in order, with the copy of which middle layer they belong to. runs: as they
+    lie in this graph. copied: how many middle layers there are of each.
 
     Between two nodes of a layer everything belongs to it, and so does what follows up to the next.
     """
@@ -130,26 +151,27 @@ def items_of(layered: Layered, runs: Sequence[Run], copied: Sequence[int]) -> li
         items.append(Item(None, name, "result", call, refs, kind))
     for _, row in groupby(items, lambda item: item.section):
         for item, layer in _layers(list(row), runs):
-            if layer is not None and 1 <= layer[1] <= copied[layer[0]]:
-                item.middle, item.copy = layer
+            for number, run in enumerate(runs):
+                if layer is not None and run.path == layer[0]:
+                    copy = layer[1] - run.first
+                    if 1 <= copy <= copied[number]:
+                        item.middle, item.copy = number, copy
     return items
 
 
-def _neighbours(layer: tuple[int, int] | None) -> tuple[tuple[int, int], ...]:
+def _neighbours(layer: _Layer | None) -> tuple[_Layer, ...]:
     return () if layer is None else ((layer[0], layer[1] - 1), (layer[0], layer[1] + 1))
 
 
-def _layers(
-    items: Sequence[Item], runs: Sequence[Run]
-) -> Iterator[tuple[Item, tuple[int, int] | None]]:
-    """The items of a section, each with the (run, entry) it belongs to, None before the first.
+def _layers(items: Sequence[Item], runs: Sequence[Run]) -> Iterator[tuple[Item, _Layer | None]]:
+    """The items of a section, each with the layer it belongs to, None before the first.
 
     Calls of an entry that has been, within its neighbour, are that one's: a pass moved them there.
     """
-    own: list[tuple[int, int] | None] = []
+    own: list[_Layer | None] = []
     for item in items:
-        numbers = ((r, run.number(item.path)) for r, run in enumerate(runs))
-        found = [(r, number) for r, number in numbers if number is not None]
+        numbers = ((run, run.number(item.path)) for run in runs)
+        found = [(run.path, run.first + number) for run, number in numbers if number is not None]
         own.append(found[-1] if found else own[-1] if own else None)
     rows = [(layer, len(list(row))) for layer, row in groupby(own)]
     at, seen, before = 0, set(), None

@@ -33,6 +33,7 @@ from graphaccel.ir.layers import (
     Layered,
     NotRepeated,
     Run,
+    among,
     filler,
     head,
     items_of,
@@ -130,13 +131,15 @@ class Pattern:
         kept: int = KEPT,
     ) -> None:
         self.runs, self.kept = tuple(runs), kept
-        self.items = items_of(short, self.runs, (1,) * len(self.runs))
+        self.few = among(self.runs, (kept,) * len(self.runs))
+        self.items = items_of(short, self.few, (1,) * len(self.runs))
         self._output = short.graph.output_node().meta
         self._at = {item.node: i for i, item in enumerate(self.items) if item.node is not None}
         pairs = []
         for run, graph in enumerate(longer):
             copied = tuple(1 + (r == run) for r in range(len(self.runs)))
-            pairs.append(_paired(self.runs, run, self.items, items_of(graph, self.runs, copied)))
+            lying = among(self.runs, [kept - 1 + n for n in copied])
+            pairs.append(_paired(self.runs, run, self.items, items_of(graph, lying, copied)))
         self.descending = [descending for _, descending in pairs]
         self._twins = [twins for twins, _ in pairs]
         self._inverses = [_inverse(twins) for twins in self._twins]
@@ -160,7 +163,8 @@ class Pattern:
     def _path(self, index: int) -> _Path:
         item = self.items[index]
         own = item.place
-        run = next((r for r in self.runs if (r.number(own) or 0) > 0), None)
+        # The first run of the container lies at the same entry whatever the number of layers.
+        run = next((r for r in self.few if (r.number(own) or 0) > 0), None)
         for twin in (t for twins in self._twins for t in twins[index]):
             other = twin.place
             alike = own == other if run is None else run.entry(own, 0) == run.entry(other, 0)
@@ -219,7 +223,7 @@ class Pattern:
         return _Ref(target, near, step, last)
 
     def _unlike(self, item: Item, run: int) -> NotRepeated:
-        name = item.path if item.node is None else item.node.name
+        name = f"result {item.path}" if item.node is None else item.node.name
         return NotRepeated(f"{name} reads something else with one more layer in {self.runs[run]}")
 
     def tell(self, *keys: str) -> None:
@@ -241,7 +245,7 @@ class Pattern:
         """
         if like is not None:
             twin = duplicate(self)
-            twin.items = items_of(like, self.runs, (1,) * len(self.runs))
+            twin.items = items_of(like, self.few, (1,) * len(self.runs))
             return twin.graph()
         made = Repeated(fx.Graph())
         more = [run.count - self.kept for run in self.runs]

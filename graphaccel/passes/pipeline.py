@@ -29,6 +29,7 @@ drop_tangents          where the loss is outside, and while training: for a loss
                        the outputs only, the stage with a backward of its own
 accumulate_gradients   late: it brings in-place ops, after which nothing may be moved
 reduce_shards          last, for the same reason: it makes the same moments of the step
+repeat_stages          of equal stages one went through all of these, and the others are made of it
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
 """Rewrite the programs of a few layers, and repeat them, where one stage holds all layers.
 
+Layers that the plan treats alike stand in rows, each of which is repeated.
+
 before (of 4 layers, and of 5)                   after (126 layers)
   %all: = all_gather(%shards_2)   # layers.1       %all: = all_gather(%shards_2)    # layers.1
   %y: = aten.mm(%x, %w)           # layers.1       %y: = aten.mm(%x, %w)            # layers.1
@@ -14,15 +16,16 @@ because a layer gathers and reduces for its neighbours: the one that is copied h
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 
 from torch import fx
 
+from graphaccel.capture.blocks import block_of
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.compat.torch import graph_module
-from graphaccel.ir.layers import Layered, NotRepeated, copies
+from graphaccel.ir.layers import Layered, NotRepeated, Run, copies
 from graphaccel.ir.program import StageProgram, Value
 from graphaccel.ir.repeat import Pattern, Repeated
 from graphaccel.ir.values import keep_shares, returned
@@ -32,24 +35,37 @@ _LAID = (*_PLACED, "shards", "carried", "gradient", "shard", "accumulator")  # s
 _WHOLE = "whole "  # a gathered parameter that is kept for the backward
 
 LAYERS = 4
-"""Layers of a run in the shortest of the programs."""
+"""Layers of a row in the shortest of the programs."""
 
 Saved = Mapping[tuple[str, int], str]
 
 
-def repeat_programs(step: StepGraph, programs: Sequence[StageProgram]) -> StageProgram:
-    """The program of all layers. programs: of `LAYERS` layers of each run in `step.repeats`; then,
-    for each run, of one more of it. Each of the only stage.
+def rows_of(runs: Sequence[Run], chosen: Collection[str]) -> tuple[Run, ...]:
+    """Rows of more than `LAYERS` layers of which all are chosen, or none. chosen: blocks."""
+    rows = []
+    for run in runs:
+        start = 0
+        for _, row in groupby(range(run.count), lambda n, r=run: block_of(r.layer(n)) in chosen):
+            count = len(list(row))
+            if count > LAYERS:
+                rows.append(Run(run.path, run.first + start, count))
+            start += count
+    return tuple(rows)
+
+
+def repeat_programs(
+    step: StepGraph, rows: Sequence[Run], programs: Sequence[StageProgram]
+) -> StageProgram:
+    """The program of all layers. rows: layers that are alike. programs: of `LAYERS` layers of each
+    row; then, for each row, of one more of it. Each of the only stage.
 
     Copies of a node share its value. Raises NotRepeated where the passes did not do the same for
     one more layer.
     """
-    few = step.repeats
-    assert few is not None
     short = programs[0]
     if any(set(p.backwards) != set(short.backwards) for p in programs):
         raise NotRepeated("the moments of a step depend on the number of layers")
-    forward = _repeated(step, [_forward(p) for p in programs])
+    forward = _repeated(rows, [_forward(p) for p in programs])
     results: Sequence[fx.Node] = forward.graph.output_node().args[0]  # type: ignore[assignment]
     saved: dict[tuple[str, int], str] = {}
     outputs = []
@@ -60,7 +76,7 @@ def repeat_programs(step: StepGraph, programs: Sequence[StageProgram]) -> StageP
             saved[value.name, copy] = name
         outputs.append(_value(value, path, copy, saved))
     backwards = {
-        moment: _repeated(step, [_backward(p, moment) for p in programs])
+        moment: _repeated(rows, [_backward(p, moment) for p in programs])
         for moment in short.backwards
     }
     first = next(iter(backwards.values()))
@@ -82,15 +98,14 @@ def repeat_programs(step: StepGraph, programs: Sequence[StageProgram]) -> StageP
         ),
         parameters=tuple(s.name for s in step.inputs if s.kind == "parameter"),
         buffers=tuple(s.name for s in step.inputs if s.kind == "buffer"),
-        groups=_groups(step, short.groups),
-        reduced=_groups(step, short.reduced),
+        groups=_groups(rows, short.groups),
+        reduced=_groups(rows, short.reduced),
     )
 
 
-def _repeated(step: StepGraph, graphs: Sequence[Layered]) -> Repeated:
-    assert step.repeats is not None
+def _repeated(rows: Sequence[Run], graphs: Sequence[Layered]) -> Repeated:
     keep_shares(graphs[0].graph)
-    return Pattern(step.repeats.runs, graphs[0], graphs[1:], LAYERS).graph()
+    return Pattern(rows, graphs[0], graphs[1:], LAYERS).graph()
 
 
 def _forward(program: StageProgram) -> Layered:
@@ -147,15 +162,13 @@ def _value(value: Value, path: str, copy: int, saved: Saved) -> Value:
     return value
 
 
-def _groups(step: StepGraph, groups: Sequence[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
+def _groups(rows: Sequence[Run], groups: Sequence[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
     """Groups of parameters of few layers, of all of them, layer by layer."""
-    assert step.repeats is not None
-    runs = step.repeats.runs
     found: list[tuple[str, ...]] = []
     for _, row in groupby(
-        groups, lambda group: [len(copies(runs, name, LAYERS)) for name in group][:1]
+        groups, lambda group: [len(copies(rows, name, LAYERS)) for name in group][:1]
     ):
-        named = [[copies(runs, name, LAYERS) for name in group] for group in row]
+        named = [[copies(rows, name, LAYERS) for name in group] for group in row]
         if len({len(names) for group in named for names in group}) > 1:
             raise NotRepeated("a group of parameters belongs to several layers")
         for copy in range(len(named[0][0])):

@@ -1,35 +1,38 @@
 """The middle of the pipeline: from a captured step to the programs of its stages.
 
 What is rewritten of few layers is repeated as late as it can be: programs where one stage holds all
-layers and treats them alike, otherwise the joint graph of one rank.
+layers, row by row of those it treats alike, otherwise the joint graph of one rank.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import sympy
 
-from graphaccel.capture.stepgraph import Repeats, StepGraph, of_layers
+from graphaccel.capture.stepgraph import StepGraph, of_layers
 from graphaccel.errors import GraphAccelError
-from graphaccel.ir.layers import NotRepeated, copies
+from graphaccel.ir.layers import NotRepeated, Run, copies
 from graphaccel.ir.program import OrtReport, Owned, Sharded, StageProgram
 from graphaccel.ir.text import graph_text
 from graphaccel.passes.accumulate_gradients import accumulate_gradients
 from graphaccel.passes.choose_products import choose_products
 from graphaccel.passes.cut_stages import cut_stages
+from graphaccel.passes.equal_stages import Twin, equal_stages
 from graphaccel.passes.exact_microbatch import LocalStep, exact_microbatch
 from graphaccel.passes.gather_parameters import gather_parameters
+from graphaccel.passes.outline_stages import outline_stages
 from graphaccel.passes.overlap_collectives import overlap_collectives
 from graphaccel.passes.place_ort import Tools, place_ort
 from graphaccel.passes.recompute import recompute
 from graphaccel.passes.reduce_shards import reduce_shards
 from graphaccel.passes.release_parameters import release_parameters
 from graphaccel.passes.repeat_layers import repeat_layers
-from graphaccel.passes.repeat_programs import LAYERS, repeat_programs
+from graphaccel.passes.repeat_programs import LAYERS, repeat_programs, rows_of
+from graphaccel.passes.repeat_stages import repeat_stages
 from graphaccel.passes.runner import Runner
 from graphaccel.passes.shard_axes import LocalGraph, shard_axes
 from graphaccel.passes.split_phases import split_phases
@@ -61,7 +64,8 @@ class Lying:
 @dataclass(frozen=True)
 class Rewritten:
     """Programs of stages, with what else `ir.program.StepProgram` says. bare: without accumulators.
-    weights: gradients of weights, where they are apart. local: the step of one microbatch."""
+    weights: gradients of weights, where they are apart. local: the step of one microbatch.
+    twins: the stages that are not among them, because they are one of them with other names."""
 
     programs: tuple[StageProgram, ...]
     bare: tuple[StageProgram, ...]
@@ -73,6 +77,7 @@ class Rewritten:
     owned: Mapping[str, Owned]
     unsharded: Mapping[str, str]
     ort: OrtReport | None
+    twins: Mapping[int, Twin] = field(default_factory=dict)
 
 
 def rewritten(
@@ -91,7 +96,9 @@ def rewritten(
         except (NotRepeated, GraphAccelError) as reason:  # errors are then those of the model
             log.info("programs of all layers are rewritten: %s", reason)
     local, axes = _sharded(run, step, plan, sizes, lying.resting)
-    return _summed(run, plan, _bare(run, step, plan, local, axes, lying, ort))
+    made = _summed(run, plan, _bare(run, step, plan, local, axes, lying, ort))
+    programs = run.call("repeat_stages", lambda: repeat_stages(made.programs, made.twins))
+    return replace(made, programs=programs)
 
 
 def _bare(
@@ -116,12 +123,19 @@ def _bare(
             graph, step.inputs, step.outputs, step.positions, plan.cuts, lying.homes
         ),
     )
-    programs = run.call(
-        "split_phases",
-        lambda: split_phases(
-            staged, step.inputs, step.outputs, step.batch_dims, keep_outputs=plan.outputs == "all"
-        ),
-    )
+    shared = {name: at for name, at in staged.homes.items() if len(at) > 1}
+    outlines = outline_stages(staged, step, keep_outputs=plan.outputs == "all")
+    twins: Mapping[int, Twin] = {}
+    if lying.free and ort is None and staged.stages > 2:
+
+        def told(name: str) -> object:
+            known = [each.get(name) for each in (owned, axes.partial, axes.resting)]
+            value = values[name].meta["val"] if name in values else None
+            return (*known, name in shared, value is not None and (value.shape, value.dtype))
+
+        twins = run.call("equal_stages", lambda: equal_stages(outlines, told))
+    outlines = tuple(each for each in outlines if each.stage not in twins)
+    programs = run.call("split_phases", lambda: split_phases(staged, outlines))
     programs, weights = run.call("split_weights", lambda: split_weights(programs, plan))
     programs, report = run.call("place_ort", lambda: place_ort(programs, plan, ort))
     programs = run.call("choose_products", lambda: tuple(choose_products(p) for p in programs))
@@ -138,7 +152,7 @@ def _bare(
                 owned,
                 lying.ranks or plan.data,
                 {name: node.meta["val"] for name, node in values.items()},
-                shared=[n for n, at in staged.homes.items() if len(at) > 1],
+                shared=shared,
                 groups=lying.groups,
                 last=p.stage == staged.stages - 1,
             )
@@ -151,11 +165,12 @@ def _bare(
         weights,
         local,
         axes,
-        {name: at for name, at in staged.homes.items() if len(at) > 1},
+        shared,
         any(is_random(n) for n in staged.graph.graph.nodes if n.op == "call_function"),
         owned,
         unsharded,
         report,
+        twins,
     )
 
 
@@ -189,74 +204,81 @@ def _apart(program: StageProgram, owned: Mapping[str, Owned]) -> StageProgram:
 
 def _of_few(run: Runner, step: StepGraph, plan: Plan, sizes: Sizes | None) -> Rewritten:
     """The program of all layers, made of those of few. Raises NotRepeated."""
-    few = step.repeats
-    assert few is not None
-    rows = len(few.runs)
-    counts = [(LAYERS,) * rows]
-    counts += [tuple(LAYERS + (r == more) for r in range(rows)) for more in range(rows)]
-    steps = [of_layers(step, each) for each in counts]
-    plans = [replace(plan, recompute=_alike(step, each, plan)) for each in steps]
+    assert step.repeats is not None
+    rows = rows_of(step.repeats.runs, plan.recompute)
+    few = [LAYERS] * len(rows)
+    counts = [few, *([n + (r == more) for r, n in enumerate(few)] for more in range(len(rows)))]
+    steps = [_with_rows(step, rows, each) for each in counts]
+    if not rows or not _fewer(steps, step):
+        raise NotRepeated("the plan treats too few layers in a row alike")
     sharded = _few_sharded(run, step, plan, sizes)
     made = []
-    for each, own in zip(steps, plans, strict=True):
+    for each, count in zip(steps, counts, strict=True):
         local, axes = _repeated(run, each, *sharded)
+        chosen = (b.name for b in each.blocks if copies(rows, b.name, count)[0] in plan.recompute)
+        own = replace(plan, recompute=tuple(chosen))
         made.append(_bare(run, each, own, local, axes, Lying(), None))
     if any(each.weights for each in made):
         raise NotRepeated("gradients of weights are apart")
-    programs = [each.programs[0] for each in made]
-    whole = (run.call("repeat_programs", lambda: repeat_programs(step, programs)),)
-    short, axes = made[0], made[0].axes
-    resting, partial = (_spread(few, k) for k in (axes.resting, axes.partial))
+    short = made[0]
+    resting, partial = (_spread(rows, k) for k in (short.axes.resting, short.axes.partial))
     owned, unsharded = owned_shards(step, plan, resting)
     found = replace(
         short,
-        programs=whole,
-        bare=whole,
-        local=replace(short.local, output_places=_places(step, steps[0], short.local)),
-        axes=replace(axes, resting=resting, partial=partial),
+        local=replace(short.local, output_places=_places(step, steps[0], rows, short.local)),
+        axes=replace(short.axes, resting=resting, partial=partial),
         owned=owned,
         unsharded=unsharded,
     )
-    return _summed(run, plan, found)
+
+    def whole(programs: Sequence[StageProgram]) -> tuple[StageProgram]:
+        return (run.call("repeat_programs", lambda: repeat_programs(step, rows, programs)),)
+
+    if all(_layer_by_layer(each) for each in made):
+        try:
+            programs = whole([_summed(run, plan, each).programs[0] for each in made])
+            return replace(found, programs=programs, bare=programs)
+        except NotRepeated as reason:
+            log.info("gradients of all layers are summed: %s", reason)
+    programs = whole([each.programs[0] for each in made])
+    return _summed(run, plan, replace(found, programs=programs, bare=programs))
 
 
-def _alike(step: StepGraph, few: StepGraph, plan: Plan) -> tuple[str, ...]:
-    """The blocks of `few` layers that are computed again. Raises NotRepeated where the plan does
-    not treat a run's layers alike."""
-    chosen = set(plan.recompute)
-    if not chosen:
-        return ()
+def _fewer(steps: Sequence[StepGraph], step: StepGraph) -> bool:
+    """Whether several rows are fewer layers to rewrite than all of them."""
+    return len(steps) == 2 or sum(len(s.blocks) for s in steps) < len(step.blocks)
+
+
+def _with_rows(step: StepGraph, rows: Sequence[Run], counts: Sequence[int]) -> StepGraph:
+    """The step with `counts` layers in each of the rows. Raises NotRepeated."""
     assert step.repeats is not None
-    assert few.repeats is not None
-    for run in step.repeats.runs:
-        row = {b.name for b in step.blocks if run.number(b.name) in range(run.count)}
-        if 0 < len(row & chosen) < len(row):
-            raise NotRepeated("some layers of a row are computed again, and some are not")
-    runs = [
-        (replace(run, count=whole.count), run.count)
-        for run, whole in zip(few.repeats.runs, step.repeats.runs, strict=True)
-    ]
-
-    def called(name: str) -> str:
-        for run, kept in runs:
-            name = run.renamed(name, kept, 1)
-        return name
-
-    return tuple(b.name for b in few.blocks if called(b.name) in chosen)
+    gone = dict.fromkeys(step.repeats.runs, 0)
+    for row, count in zip(rows, counts, strict=True):
+        (run,) = (r for r in gone if r.path == row.path and 0 <= row.first - r.first < r.count)
+        gone[run] += row.count - count
+    return of_layers(step, [run.count - less for run, less in gone.items()])
 
 
-def _spread(few: Repeats, known: Mapping[str, T]) -> dict[str, T]:
+def _layer_by_layer(made: Rewritten) -> bool:
+    """Whether gradients are summed in the groups in which parameters rest, which layers have each
+    for itself; other buckets are as large as all layers tell."""
+    values = [v for p in made.programs for v in p.backward_outputs]
+    return not any(v.kind == "gradient" for v in values) and all(
+        made.owned[v.name].level == 3 for v in values if v.kind == "shard"
+    )
+
+
+def _spread(rows: Sequence[Run], known: Mapping[str, T]) -> dict[str, T]:
     """What is known of the parameters of few layers, of all of them."""
-    return {full: value for name, value in known.items() for full in copies(few.runs, name, LAYERS)}
+    return {full: value for name, value in known.items() for full in copies(rows, name, LAYERS)}
 
 
-def _places(step: StepGraph, few: StepGraph, local: LocalStep) -> tuple:
+def _places(step: StepGraph, few: StepGraph, rows: Sequence[Run], local: LocalStep) -> tuple:
     """Where the batch lies in each output of all layers. local: of few."""
-    assert step.repeats is not None
     known = {
         (spec.kind, spec.leaf, name): place
         for spec, place in zip(few.outputs, local.output_places, strict=True)
-        for name in copies(step.repeats.runs, spec.name, LAYERS)
+        for name in copies(rows, spec.name, LAYERS)
     }
     return tuple(known[spec.kind, spec.leaf, spec.name] for spec in step.outputs)
 

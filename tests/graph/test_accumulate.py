@@ -16,6 +16,7 @@ from graphaccel.ir.program import StageProgram
 from graphaccel.passes.accumulate_gradients import accumulate_gradients
 from graphaccel.passes.cut_stages import cut_stages
 from graphaccel.passes.exact_microbatch import exact_microbatch
+from graphaccel.passes.outline_stages import outline_stages
 from graphaccel.passes.split_phases import split_phases
 from graphaccel.planner.plan import Plan
 from tests.support.parity import build
@@ -31,7 +32,7 @@ def _program(step: StepGraph, data: int = 2, microbatches: int = 2) -> StageProg
     plan = Plan(data, data=data, microbatches=microbatches, batch=8, bucket_bytes=1 << 14)
     local = exact_microbatch(step, plan)
     staged = cut_stages(local.graph, step.inputs, step.outputs, step.positions, ())
-    (stage,) = split_phases(staged, step.inputs, step.outputs, step.batch_dims, keep_outputs=False)
+    (stage,) = split_phases(staged, outline_stages(staged, step))
     return accumulate_gradients(stage, plan)
 
 

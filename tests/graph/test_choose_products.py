@@ -16,6 +16,7 @@ from graphaccel.passes import choose_products as module
 from graphaccel.passes.choose_products import choose_products
 from graphaccel.passes.cut_stages import cut_stages
 from graphaccel.passes.exact_microbatch import exact_microbatch
+from graphaccel.passes.outline_stages import outline_stages
 from graphaccel.passes.split_phases import split_phases
 from graphaccel.planner.plan import Plan
 
@@ -42,7 +43,7 @@ def _program(model: nn.Module, x: torch.Tensor) -> StageProgram:
     step = capture(model, flatten_call((x,), {}))
     local = exact_microbatch(step, Plan(1, batch=ROWS))
     staged = cut_stages(local.graph, step.inputs, step.outputs, step.positions, ())
-    (stage,) = split_phases(staged, step.inputs, step.outputs, step.batch_dims, keep_outputs=False)
+    (stage,) = split_phases(staged, outline_stages(staged, step))
     return stage
 
 

@@ -16,6 +16,7 @@ from graphaccel.passes.accumulate_gradients import accumulate_gradients
 from graphaccel.passes.cut_stages import cut_stages
 from graphaccel.passes.exact_microbatch import exact_microbatch
 from graphaccel.passes.lower_precision import lower_precision
+from graphaccel.passes.outline_stages import outline_stages
 from graphaccel.passes.recompute import recompute
 from graphaccel.passes.split_phases import split_phases
 from graphaccel.passes.split_weights import split_weights
@@ -114,7 +115,7 @@ def test_two_stages(golden: Golden) -> None:
     graph = exact_microbatch(step, Plan(1, batch=8)).graph
     cut = next(n.name for n in step.forward.graph.graph.nodes if "tanh" in n.name)
     staged = cut_stages(graph, step.inputs, step.outputs, step.positions, (cut,))
-    stages = split_phases(staged, step.inputs, step.outputs, step.batch_dims, keep_outputs=False)
+    stages = split_phases(staged, outline_stages(staged, step))
     text = [
         f"stage {s.stage} {name}\n{graph_text(module.graph)}"
         for s in stages
@@ -145,7 +146,7 @@ def test_weights_apart(golden: Golden) -> None:
     graph = exact_microbatch(step, plan).graph
     cut = next(n.name for n in step.forward.graph.graph.nodes if "tanh" in n.name)
     staged = cut_stages(graph, step.inputs, step.outputs, step.positions, (cut,))
-    stages = split_phases(staged, step.inputs, step.outputs, step.batch_dims, keep_outputs=False)
+    stages = split_phases(staged, outline_stages(staged, step))
     backwards, weights = split_weights(stages, plan)
     golden(
         "pass-split-weights",
@@ -179,7 +180,7 @@ def test_gradients_accumulate_over_microbatches(golden: Golden) -> None:
     plan = Plan(1, microbatches=2, batch=8)
     local = exact_microbatch(step, plan)
     staged = cut_stages(local.graph, step.inputs, step.outputs, step.positions, ())
-    (stage,) = split_phases(staged, step.inputs, step.outputs, step.batch_dims, keep_outputs=False)
+    (stage,) = split_phases(staged, outline_stages(staged, step))
     stage = accumulate_gradients(stage, plan)
     golden("pass-accumulate", graph_text(stage.backwards[False, True].graph))
     assert local.prologue is not None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from graphaccel.capture.stepgraph import StepGraph, capture
 from graphaccel.compiler import schedule_of
 from graphaccel.ir.program import StageProgram, StepProgram
 from graphaccel.ir.text import graph_text
+from graphaccel.ir.values import module_path
 from graphaccel.model import without_data
 from graphaccel.passes import rewrite
 from graphaccel.passes.pipeline import build
@@ -20,11 +23,11 @@ from graphaccel.planner.plan import Plan, StageMemory
 from tests.support.gpt import GPT
 
 LAYERS = 6
+MORE = 12
 
 
-@pytest.fixture(scope="module")
-def deep() -> StepGraph:
-    fake = without_data(GPT(layers=LAYERS, width=64))
+def captured(layers: int) -> StepGraph:
+    fake = without_data(GPT(layers=layers, width=64))
     with next(fake.parameters()).fake_mode:
         ids = torch.empty(8, 8, dtype=torch.int64)
         batch = {"input_ids": ids, "labels": torch.empty_like(ids)}
@@ -33,8 +36,18 @@ def deep() -> StepGraph:
     return step
 
 
+@pytest.fixture(scope="module")
+def deep() -> StepGraph:
+    return captured(LAYERS)
+
+
+@pytest.fixture(scope="module")
+def deeper() -> StepGraph:
+    return captured(MORE)
+
+
 def texts(program: StepProgram) -> list[str]:
-    graphs = [g for stage in program.stages for g in (stage.forward, *stage.backwards.values())]
+    graphs = [g for stage in program.stages for g in stage.graphs]
     return [graph_text(g.graph, notes=True) for g in graphs]
 
 
@@ -42,17 +55,25 @@ def said(program: StepProgram) -> list[object]:
     """Everything that a program says besides its graphs."""
     values = [
         (s.forward_inputs, s.forward_outputs, s.backward_inputs, s.backward_outputs,
-         s.parameters, s.buffers, s.groups, s.reduced, s.buckets)
+         s.weight_inputs, s.weight_outputs, s.parameters, s.buffers, s.groups, s.reduced,
+         s.buckets)
         for s in program.stages
     ]  # fmt: skip
     names = "resting partial owned unsharded output_places random loss_partial shared".split()
     return [values, *(getattr(program, name) for name in names)]
 
 
-def memory(program: StepProgram, plan: Plan) -> StageMemory:
+def memory(program: StepProgram, plan: Plan) -> list[StageMemory]:
     names = [n for s in program.stages for n in s.parameters]
     held = dict.fromkeys(names, 64)
-    return rank_memory(program, schedule_of(plan, program), 0, Resident(held, {}, held, 100, 2.0))
+    resident = Resident(held, {}, held, 100, 2.0)
+    schedule = schedule_of(plan, program)
+    return [rank_memory(program, schedule, rank, resident) for rank in range(plan.pipeline)]
+
+
+def whole(step: StepGraph) -> StepGraph:
+    """The step as if all layers had been captured."""
+    return replace(step, repeats=None, derived={})
 
 
 ALL = tuple(f"blocks.{n}" for n in range(LAYERS))
@@ -90,8 +111,81 @@ def test_programs_are_those_of_all_layers(
     assert sharded == [3, 4]
     assert bool(repeated) == programs
     sharded.clear()
-    whole = build(replace(deep, repeats=None, derived={}), plan, sizes=deep.sizes)
+    full = build(whole(deep), plan, sizes=deep.sizes)
     assert sharded == [LAYERS]
-    assert texts(few) == texts(whole)
-    assert said(few) == said(whole)
-    assert memory(few, plan) == memory(whole, plan)
+    assert_same(few, full, plan)
+
+
+def assert_same(few: StepProgram, full: StepProgram, plan: Plan) -> None:
+    assert texts(few) == texts(full)
+    assert said(few) == said(full)
+    assert memory(few, plan) == memory(full, plan)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(4, data=2, tensor=2, zero=3, microbatches=3, batch=12, sequence=False,
+             accumulation="shards", recompute=tuple(f"blocks.{n}" for n in range(6))),
+        Plan(2, data=2, microbatches=2, batch=8,
+             recompute=("blocks.0", *(f"blocks.{n}" for n in range(6, 11)))),
+    ],
+    ids=lambda plan: plan.name,
+)  # fmt: skip
+def test_rows_of_layers_that_are_treated_alike(
+    plan: Plan, deeper: StepGraph, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first plan's gradients are summed a layer at a time, before they are repeated; the
+    second's in buckets of all layers."""
+    rewritten: list[int] = []
+    real = rewrite.recompute
+
+    def counting(graph, plan, positions):  # type: ignore[no-untyped-def]
+        rewritten.append(len(plan.recompute))
+        return real(graph, plan, positions)
+
+    monkeypatch.setattr(rewrite, "recompute", counting)
+    monkeypatch.setattr(rewrite, "_fewer", lambda *_: True)
+    few = build(deeper, plan, sizes=deeper.sizes)
+    assert len(rewritten) == 3
+    assert_same(few, build(whole(deeper), plan, sizes=deeper.sizes), plan)
+
+
+def ends(step: StepGraph, layers: Sequence[int]) -> tuple[str, ...]:
+    """The last nodes of some layers."""
+    last = {}
+    for node in step.forward.graph.graph.nodes:
+        last[node.meta.get("module") or module_path(node)] = node.name
+    return tuple(last[f"blocks.{n}"] for n in layers)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"data": 2, "zero": 3, "recompute": tuple(f"blocks.{n}" for n in (2, 4, 6, 9))},
+        {"tensor": 2, "sequence": False, "schedule": "zero_bubble"},
+        {"data": 2, "interleave": 2, "schedule": "interleaved"},
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_equal_stages_are_rewritten_once(
+    options: dict[str, Any], deeper: StepGraph, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices = 6 * options.get("data", 1) * options.get("tensor", 1) // options.get("interleave", 1)
+    plan = Plan(
+        devices, pipeline=6 // options.get("interleave", 1), microbatches=6, batch=24,
+        cuts=ends(deeper, range(1, 11, 2)), **options,
+    )  # fmt: skip
+    kinds: list[int] = []
+    real = rewrite.split_phases
+
+    def counting(staged, outlines):  # type: ignore[no-untyped-def]
+        kinds.append(len(outlines))
+        return real(staged, outlines)
+
+    monkeypatch.setattr(rewrite, "split_phases", counting)
+    few = build(deeper, plan, sizes=deeper.sizes)
+    monkeypatch.setattr(rewrite, "equal_stages", lambda *_: {})
+    full = build(deeper, plan, sizes=deeper.sizes)
+    assert kinds == [4 if plan.recompute else 3, 6]
+    assert_same(few, full, plan)

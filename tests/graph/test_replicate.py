@@ -102,6 +102,9 @@ class Deep(nn.Module):
             self.layers[3].up = self.layers[2].up
         if odd == "attribute":
             self.layers[2].up.extra = True
+        if odd == "halves":
+            for layer in self.layers[layers // 2 :]:
+                layer.up = nn.Linear(4, 8, bias=False)
         if odd == "wider":
             self.layers[layers - 1].up = nn.Linear(4, 8, bias=False)
 
@@ -187,8 +190,10 @@ def test_it_travels_to_other_ranks() -> None:
     assert len(data) < 1.2 * len(packed(repeated(Deep(6), {"x": torch.ones(4, 4)})))
 
 
-def test_a_row_with_another_layer_behind() -> None:
+@pytest.mark.parametrize(("odd", "runs"), [("wider", [(0, 9)]), ("halves", [(0, 5), (5, 5)])])
+def test_a_row_with_other_layers_behind(odd: str, runs: list[tuple[int, int]]) -> None:
     batch = {"x": torch.ones(4, 4)}
-    step = repeated(Deep(7, "wider"), batch)
+    step = repeated(Deep(10, odd), batch)
     assert step.repeats is not None
-    assert_same(step, whole(Deep(7, "wider"), batch))
+    assert [(r.first, r.count) for r in step.repeats.runs] == runs
+    assert_same(step, whole(Deep(10, odd), batch))
