@@ -164,7 +164,7 @@ def run(
     Saves benchmarks/results/NAME.json (NAME-blas.json with --onednn 0), unless only one side was
     run. Raises AssertionError when the two sides do not start with the same loss.
     """
-    settings = _parse(name, arguments)
+    settings = parse(name, arguments)
     pool = Pool(timeout_s=RUN_LIMIT_S)
     try:
         sides = pool.run(world_size, worker, settings)[0]
@@ -202,7 +202,7 @@ def run(
     (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
 
 
-def _parse(name: str, arguments: Sequence[str] | None) -> Settings:
+def parse(name: str, arguments: Sequence[str] | None) -> Settings:
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}")
     for field, default in asdict(Settings()).items():
         kind = str if default is None else int

@@ -53,13 +53,15 @@ class _Loss(nn.Module):
         return self.model(input_ids=input_ids, labels=labels).loss
 
 
-def _eager(make: Callable[[Settings], Any], settings: Settings) -> Step:
+def eager(make: Callable[[Settings], Any], settings: Settings, compiled: bool = False) -> Step:
+    """A step of the model as it is, or by `torch.compile`."""
     model, batch = make(settings)
     model = _Loss(model)
     optimizer = make_optimizer(model)
+    call: Any = torch.compile(model) if compiled else model
 
     def step() -> float:
-        loss = model(**batch)
+        loss = call(**batch)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -68,15 +70,14 @@ def _eager(make: Callable[[Settings], Any], settings: Settings) -> Step:
     return step
 
 
-def _ours(make: Callable[[Settings], Any], settings: Settings) -> Step:
+def ours(make: Callable[[Settings], Any], settings: Settings, **pins: Any) -> Step:
+    """A step by graphaccel, with fusions unless `pins` say otherwise."""
     model, batch = make(settings)
-    return our_step(
-        _Loss(model), batch, data=1, pipeline=1, microbatches=1, recompute="none",
-        precision="fp32", fusions="auto",
-    )  # fmt: skip
+    plan = {"data": 1, "pipeline": 1, "microbatches": 1, "recompute": "none", "precision": "fp32"}
+    return our_step(_Loss(model), batch, **{**plan, "fusions": "auto", **pins})
 
 
 def sides(make: Callable[[Settings], Any], settings: Settings) -> dict[str, dict[str, Any]]:
     """Both sides on the one rank."""
-    makers = {OURS: partial(_ours, make, settings), "eager": partial(_eager, make, settings)}
+    makers = {OURS: partial(ours, make, settings), "eager": partial(eager, make, settings)}
     return time_sides(settings, makers)

@@ -166,6 +166,9 @@ def _add_pins(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     pins.add_argument("--recompute", choices=("none", "some", "all"))
     pins.add_argument("--precision", choices=("fp32", "bf16", "fp16"))
     pins.add_argument(
+        "--compile", choices=("off", "inductor"), help="let Inductor compile the graphs of stages"
+    )
+    pins.add_argument(
         "--vocab",
         choices=("data", "tensor"),
         help="where embedding and head rest: a shard on each data rank, or split by words",

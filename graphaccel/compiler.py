@@ -50,6 +50,7 @@ from graphaccel.planner.search import cluster_name, search
 from graphaccel.report.format import folded
 from graphaccel.report.rules import missing, missing_note, priced_rules
 from graphaccel.rules.propagate import NO_RULE
+from graphaccel.runtime.pieces import notes as compile_notes
 from graphaccel.schedule.communicate import with_communication
 from graphaccel.schedule.table import Schedule
 from graphaccel.schedule.table import build as build_schedule
@@ -178,6 +179,7 @@ class Compiler:
             plan, program = self.refine(step, plan, batch, sizes)
         notes = (*plan.notes, *_kept_whole(program), *self._without_rules(planned, plan))
         notes += self._whole_over_tensor(program, plan)
+        notes += compile_notes(program) if plan.compile != "off" else ()
         plan = replace(plan, notes=notes)
         self.plan, self.resting = plan, program.resting
         progress("plan", plan.name, time.perf_counter() - start)

@@ -22,6 +22,7 @@ from graphaccel.passes.pipeline import backward_of
 from graphaccel.planner.plan import Plan
 from graphaccel.report.text import plan_report
 from graphaccel.runtime.deferred import RECORD
+from graphaccel.runtime.inductor import StageCompiler, check_compiler
 from graphaccel.runtime.loss_scale import LossScale
 from graphaccel.runtime.mesh import build_mesh
 from graphaccel.runtime.module import Dropped, HandOut, Kept, original_class
@@ -123,6 +124,7 @@ class Handle:
         self._share_capture(batch)
         step, chosen, program = self._compiler.choose(batch)
         self._agree(chosen)
+        check_compiler(chosen.compile, self._device)
         planned()
         mesh = build_mesh(
             chosen, program.shared.values(), self._device, timedelta(seconds=self._timeout)
@@ -306,6 +308,7 @@ class Handle:
             step.forward.constants,
             _rebuilder(step),
             (lambda outputs: backward_of(program, used, outputs)) if outside else None,
+            StageCompiler(progress) if used.compile != "off" else None,
         )
 
     def _share_capture(self, batch: Batch) -> None:

@@ -6,8 +6,9 @@ for, so that a new torch version is checked here and nowhere else.
 
 from __future__ import annotations
 
+import inspect
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,6 +34,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 
 # Raised by export where the user's code branches on the value of a tensor (capture/export.py).
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode as DataDependentError
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 # Graphs as Python source: the calling convention of stage graphs (BoxedCode).
 from torch.fx.graph import CodeGen
@@ -64,6 +66,71 @@ def schema(node: fx.Node) -> list[Any]:
     """The declared arguments (name, type, default_value, kwarg_only) of a call to an ATen op."""
     target: Any = node.target
     return list(target._schema.arguments)
+
+
+def written_arguments(node: fx.Node) -> list[fx.Node]:
+    """The nodes whose memory a call writes to."""
+    declared = getattr(getattr(node.target, "_schema", None), "arguments", ())
+    given = {a.name: v for a, v in zip(declared, node.args, strict=False)} | dict(node.kwargs)
+    written = [a.name for a in declared if a.alias_info is not None and a.alias_info.is_write]
+    values = pytree.tree_leaves([given[name] for name in written if name in given])
+    return [v for v in values if isinstance(v, fx.Node)]
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a call only looks at memory of its input."""
+    declared = getattr(node.target, "_schema", None)
+    if declared is None or declared.is_mutable:
+        return False
+    return any(r.alias_info is not None for r in declared.returns)
+
+
+def lone_fakes(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Fake tensors laid out as the given ones, in a mode of their own."""
+    with FakeTensorMode(shape_env=ShapeEnv()):
+        made = []
+        for t in tensors:
+            offset = int(t.storage_offset())
+            reach = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+            flat = torch.empty(offset + max(0, reach), dtype=t.dtype, device=t.device)
+            made.append(flat.as_strided(t.shape, t.stride(), offset))
+    return made
+
+
+def compile_graph(
+    module: fx.GraphModule, inputs: Sequence[torch.Tensor], settings: Mapping[str, Any]
+) -> Callable[[list[Any]], Sequence[Any]]:
+    """A graph as code by Inductor; it is called with a list of tensors, which it empties.
+
+    module: functional, returns a tuple of tensors. inputs: fakes, of `lone_fakes`. settings: of
+    `torch._inductor.config`. Compiled code is kept on disk by Inductor, by the hash of the graph
+    (TORCHINDUCTOR_CACHE_DIR). Raises whatever Inductor raises.
+    """
+    from torch._inductor import standalone_compile  # seconds
+
+    if inputs:
+        for node in module.graph.output_node().all_input_nodes:
+            node.meta["example_value"] = inputs[0]  # one of them is asked for the mode
+    options = {"config_patches": dict(settings)}
+    made = standalone_compile(module, list(inputs), dynamic_shapes="from_graph", options=options)
+    run = getattr(made, "_compiled_fn", None)
+    while run is not None:  # inside, one that takes a list, and so frees inputs at their last use
+        code = getattr(run, "__code__", None)
+        if code is not None and code.co_argcount == 1 and not code.co_flags & inspect.CO_VARARGS:
+            return run
+        run = getattr(run, "__wrapped__", None)
+    return lambda given: made(*given)
+
+
+def missing_cpp_compiler() -> str | None:
+    """Why Inductor can not compile for the CPU here, or None."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    try:
+        get_cpp_compiler()
+    except RuntimeError as error:
+        return str(error)
+    return None
 
 
 class BoxedCode(CodeGen):

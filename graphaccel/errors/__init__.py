@@ -5,6 +5,7 @@ from __future__ import annotations
 from graphaccel.errors.base import GraphAccelError
 from graphaccel.errors.capture import CaptureRefused, MissingRule, NoLoss, RuleWrong, TensorBranch
 from graphaccel.errors.catalogue import BadCluster, UnknownDevice
+from graphaccel.errors.compiling import CompileFailed, CompilerMissing
 from graphaccel.errors.kernels import (
     BadFusion,
     KernelFailed,
@@ -55,6 +56,8 @@ __all__ = [
     "CannotExport",
     "CannotInitialise",
     "CaptureRefused",
+    "CompileFailed",
+    "CompilerMissing",
     "ConflictingPins",
     "DeviceOutOfMemory",
     "GraphAccelError",

@@ -32,7 +32,10 @@ class cross_entropy:
     whole = ("c",)
     tensor_parallel = False  # a tensor axis shards the vocabulary: then no rank has whole logits
     devices = ("cuda",)  # torch's CPU kernels are as fast; asked for, it saves their memory
-    patterns = (lambda scores, target: F.cross_entropy(scores.float(), target, reduction="sum"),)
+    patterns = (
+        lambda scores, target: F.cross_entropy(scores.float(), target, reduction="sum"),
+        lambda scores, target: F.cross_entropy(scores, target, reduction="sum"),
+    )
     negatives = (
         lambda scores, target: F.cross_entropy(scores, target, reduction="sum", ignore_index=0),
         lambda scores, target: F.cross_entropy(

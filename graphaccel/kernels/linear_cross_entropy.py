@@ -100,9 +100,13 @@ def _upcast_last(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     return _loss(F.linear(x, weight).reshape(-1, len(weight)).float(), target)
 
 
-def _flat(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    scores = F.linear(x.reshape(-1, x.shape[-1]), weight).float()
-    return F.cross_entropy(scores, target.reshape(-1), reduction="sum")
+def _kept(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    """In the model's own dtype, as BERT and T5 have it; in float32 it is the same as the others."""
+    return _loss(F.linear(x, weight).reshape(-1, len(weight)), target)
+
+
+def _kept_bias(x: Tensor, weight: Tensor, bias: Tensor, target: Tensor) -> Tensor:
+    return _loss(F.linear(x, weight, bias).reshape(-1, len(weight)), target)
 
 
 def _upcast_first_bias(x: Tensor, weight: Tensor, bias: Tensor, target: Tensor) -> Tensor:
@@ -128,7 +132,9 @@ class linear_cross_entropy:
     whole = ("h", "v")
     tensor_parallel = False  # a tensor axis shards the vocabulary: then no rank has whole logits
     sizes = {"v": (64, 97), "h": (16, 33)}
-    patterns = (_upcast_first, _upcast_last, _upcast_first_bias, _upcast_last_bias)
+    patterns = (
+        _upcast_first, _upcast_last, _upcast_first_bias, _upcast_last_bias, _kept, _kept_bias
+    )  # fmt: skip
     negatives = (
         lambda x, weight, target: F.cross_entropy(
             F.linear(x, weight).reshape(-1, len(weight)),

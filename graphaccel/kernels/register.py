@@ -8,7 +8,7 @@ differentiating the forward graph.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -286,12 +286,23 @@ def _check_pattern(fusion: Fusion, pattern: Function, values: dict[str, Any]) ->
         full = {n: given[n] if n in names else _missing(fusion, n) for n in fusion.inputs}
         replacing = fusion.rewrite or fusion.fake or fusion.forward
         assert replacing is not None
-        made = tensors(replacing(**full))
+        made = narrowed(fusion, tensors(replacing(**full)), wanted)
     if len(wanted) != len(fusion.outputs):
         raise _refused(
             fusion, f"a pattern gives {len(wanted)} values, outputs are {len(fusion.outputs)}"
         )
     _compare(fusion, "pattern", wanted, made)
+
+
+def narrowed(fusion: Fusion, made: Sequence[Tensor], wanted: Sequence[Tensor]) -> list[Tensor]:
+    """Outputs declared "wide" in the 16 bits of a pattern that does not widen: rounded once, at the
+    end, where the pattern rounds at every step."""
+    rounded = list(made)
+    for i, (spec, like) in enumerate(zip(fusion.outputs.values(), wanted, strict=False)):
+        low = like.dtype in (torch.bfloat16, torch.float16)
+        if spec.dtype == "wide" and low and i < len(rounded):
+            rounded[i] = rounded[i].to(like.dtype)
+    return rounded
 
 
 def _check_fake(fusion: Fusion, forward: Function, values: dict[str, Any]) -> None:

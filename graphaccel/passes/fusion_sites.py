@@ -17,7 +17,7 @@ from graphaccel.capture.patterns import trace_pattern
 from graphaccel.compat.torch import fake_mode_of
 from graphaccel.ir.match import Near, Pattern, match_at
 from graphaccel.kernels.examples import example
-from graphaccel.kernels.register import op_of, parameters
+from graphaccel.kernels.register import narrowed, op_of, parameters
 from graphaccel.kernels.spec import Function, Fusion, Scalar, T
 from graphaccel.passes.lower_precision import cast_graph
 
@@ -25,12 +25,14 @@ from graphaccel.passes.lower_precision import cast_graph
 # they have to be.
 _SENTINEL, _WHOLE_SENTINEL = 0.7310585786300049, 73_105_857
 _LOW = (torch.bfloat16, torch.float16)
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
 class Site:
     """One match. place: position of its last node in the graph, by which sites are ordered.
-    inputs: name → node, number or None. outputs: the nodes it replaces, in the fusion's order."""
+    inputs: name → node, number or None. outputs: the nodes it replaces, in the fusion's order.
+    wide: a rewrite's inputs are cast to it first: under autocast the pattern computes in it."""
 
     fusion: Fusion
     place: int
@@ -38,6 +40,7 @@ class Site:
     inputs: Mapping[str, Any] = field(repr=False)
     outputs: tuple[fx.Node, ...] = field(repr=False)
     inside: tuple[fx.Node, ...] = field(repr=False)
+    wide: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -73,11 +76,11 @@ class Finder:
         """Matches that do not overlap, in graph order: larger patterns first."""
         taken: set[fx.Node] = set()
         found: list[Site] = []
-        for fusion, variant, pattern in self._patterns():
+        for fusion, variants, pattern in self._patterns():
             for place, node in enumerate(self.nodes):
                 if node in taken or node.target is not pattern.anchor.target:
                     continue
-                result = self._at(fusion, variant, pattern, node, place, taken)
+                result = self._at(fusion, variants, pattern, node, place, taken)
                 if isinstance(result, Site):
                     taken |= set(result.inside)
                     found.append(result)
@@ -90,19 +93,24 @@ class Finder:
         if best is None or near.matched > best.matched:
             self.near[fusion.name] = near
 
-    def _patterns(self) -> list[tuple[Fusion, Variant, Pattern]]:
-        """Everything to look for, the largest first."""
-        found = []
+    def _patterns(self) -> list[tuple[Fusion, list[Variant], Pattern]]:
+        """Everything to look for, the largest first. Functions that look alike in one dtype may be
+        different in that of a match: each is tried there."""
+        found: list[tuple[Fusion, list[Variant], Pattern]] = []
         for fusion in self._chosen:
-            seen = set()
+            seen: dict[str, list[Variant]] = {}
             for function in fusion.patterns:
                 for low, autocast in self._dtypes():
                     variant = Variant(function, low, autocast)
                     pattern = generic(fusion, variant)
-                    if pattern is None or (text := _text(pattern)) in seen:
+                    if pattern is None:
                         continue
-                    seen.add(text)
-                    found.append((fusion, variant, pattern))
+                    text = _text(pattern)
+                    if text not in seen:
+                        seen[text] = []
+                        found.append((fusion, seen[text], pattern))
+                    if all((v.function, v.autocast) != (function, autocast) for v in seen[text]):
+                        seen[text].append(variant)
         return sorted(found, key=lambda f: (-f[2].size, f[0].name))
 
     def _dtypes(self) -> Iterator[tuple[torch.dtype | None, bool]]:
@@ -114,7 +122,7 @@ class Finder:
     def _at(
         self,
         fusion: Fusion,
-        variant: Variant,
+        variants: list[Variant],
         pattern: Pattern,
         node: fx.Node,
         place: int,
@@ -133,15 +141,19 @@ class Finder:
             name: found.inputs.get(name, None if isinstance(spec, T) else spec.default)
             for name, spec in fusion.inputs.items()
         }
-        reason = self._refused(fusion, variant, inputs, node)
-        if reason is not None:
-            return near(reason)
+        tried = [(v, self._refused(fusion, v, inputs, node)) for v in variants]
+        autocast = [v.autocast for v, reason in tried if reason is None]
+        if not autocast:
+            return near(next(reason for _, reason in tried if reason is not None))
         outputs = tuple(found.nodes[o] for o in pattern.outputs)
         inside = tuple(n for n in found.nodes.values() if n not in found.free)
         site = Site(fusion, place, module_path(node), inputs, outputs, inside)
         if not _can_stand(inputs, outputs, set(inside)):
             return near("its outputs are read before its inputs are all there")
         reason = unchanged(site, self._mode)
+        if reason is not None and any(autocast) and fusion.rewrite is not None:
+            site = replace(site, wide=torch.float32)
+            reason = reason if unchanged(site, self._mode) else None
         return site if reason is None else near(reason)
 
     def _refused(
@@ -203,8 +215,10 @@ def unchanged(site: Site, mode: Any) -> str | None:
     """The op's fake must give dtype, shape and stride of what it replaces; why it does not."""
     values = [v.meta["val"] if isinstance(v, fx.Node) else v for v in site.inputs.values()]
     with mode:
-        made = (site.fusion.rewrite or op_of(site.fusion))(*values)
-    made = [made] if isinstance(made, Tensor) else list(made)
+        made = (_widening(site) or op_of(site.fusion))(*values)
+        made = [made] if isinstance(made, Tensor) else list(made)
+        wanted = [o.meta["val"] for o in site.outputs]
+        made = narrowed(site.fusion, made, wanted)
     for name, new, old in zip(site.fusion.outputs, made, site.outputs, strict=False):
         was = old.meta["val"]
         for kind in ("dtype", "shape", "stride"):
@@ -266,19 +280,23 @@ def _calls(graph: fx.Graph, site: Site) -> _Made:
     op = op_of(site.fusion)
     call = graph.call_function(op, tuple(site.inputs.values()))
     call.meta["val"] = op(*values)
-    if isinstance(call.meta["val"], Tensor):
-        return _Made([call], [call])
-    items = []
-    for i in range(len(site.outputs)):
-        item = graph.call_function(operator.getitem, (call, i))
-        item.meta["val"] = call.meta["val"][i]
-        items.append(item)
-    return _Made([call, *items], items)
+    items = [call]
+    if not isinstance(call.meta["val"], Tensor):
+        items = [graph.call_function(operator.getitem, (call, i)) for i in range(len(site.outputs))]
+        for i, item in enumerate(items):
+            item.meta["val"] = call.meta["val"][i]
+    given = list(items)
+    for i, (item, old) in enumerate(zip(items, site.outputs, strict=True)):
+        kind = old.meta["val"].dtype
+        if item.meta["val"].dtype != kind:  # `unchanged` allowed it
+            given[i] = graph.call_function(aten._to_copy.default, (item,), {"dtype": kind})
+            given[i].meta["val"] = item.meta["val"].to(kind)
+    return _Made(list(dict.fromkeys((call, *items, *given))), given)
 
 
 def _rewritten(graph: fx.Graph, site: Site) -> _Made:
     """The calls that a rewrite makes, traced at the shapes of the match."""
-    rewrite = site.fusion.rewrite
+    rewrite = _widening(site)
     assert rewrite is not None
     values = {n: v.meta["val"] if isinstance(v, fx.Node) else v for n, v in site.inputs.items()}
     traced = trace_pattern(_partial(rewrite, values), values)
@@ -294,6 +312,21 @@ def _rewritten(graph: fx.Graph, site: Site) -> _Made:
             made[node].meta = {"val": node.target(*arguments[0], **arguments[1])}
     new = [m for n, m in made.items() if n.op == "call_function"]
     return _Made(new, [made[o] for o in traced.outputs])
+
+
+def _widening(site: Site) -> Function | None:
+    """A site's rewrite, of inputs that are cast first where it computes in a wider dtype."""
+    rewrite, wide = site.fusion.rewrite, site.wide
+    if rewrite is None or wide is None:
+        return rewrite
+    names = tuple(site.fusion.inputs)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        values = dict(zip(names, args, strict=False)) | kwargs
+        low = {n for n, v in values.items() if isinstance(v, Tensor) and v.dtype in _LOW}
+        return rewrite(**{n: v.to(wide) if n in low else v for n, v in values.items()})
+
+    return call
 
 
 def _partial(function: Function, values: Mapping[str, Any]) -> Function:

@@ -25,6 +25,7 @@ OUTPUTS = ("loss", "all")
 ACCUMULATIONS = ("whole", "shards")
 ORT = ("off", "auto", "all")
 FALLBACK = ("error", "fx")
+COMPILE = ("off", "inductor")
 AXES = ("pipeline", "data", "expert", "context", "tensor")
 _COUNTS = (
     "data", "pipeline", "tensor", "context", "expert", "interleave", "microbatches", "bucket_bytes"
@@ -32,7 +33,7 @@ _COUNTS = (
 NAMES = (
     *_COUNTS, "recompute", "precision", "schedule", "cuts", "outputs",
     "zero", "gather_again", "accumulation", "sequence", "pins", "fusions",
-    "vocab", "stages", "ort", "fallback",
+    "vocab", "stages", "ort", "fallback", "compile",
 )  # fmt: skip
 
 
@@ -66,6 +67,7 @@ class Pins:
     fusions: str | tuple[str, ...] | None = None
     ort: str | tuple[str, ...] | None = None
     fallback: str | None = None
+    compile: str | None = None
 
     @property
     def replica(self) -> int:
@@ -127,6 +129,7 @@ def read_pins(
         ("schedule", SCHEDULE_NAMES),
         ("outputs", OUTPUTS),
         ("fallback", FALLBACK),
+        ("compile", COMPILE),
         ("accumulation", ACCUMULATIONS),
         ("vocab", VOCAB),
     ):
@@ -418,6 +421,7 @@ def base_plan(pins: Pins, devices: int, batch: int, graph: str, cluster: str, ou
         sequence=pins.sequence is not False,
         ort="auto" if pins.ort is None else pins.ort,
         fallback=pins.fallback or "error",
+        compile=pins.compile or "off",
         batch=batch,
         pinned=pins.names,
         graph=graph,

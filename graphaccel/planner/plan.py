@@ -109,6 +109,7 @@ class Plan:
     ort: what ONNX Runtime runs: "off", "all" (whatever it can), "auto" (what was measured to be
       faster), or module paths. fallback: "error", or "fx": torch runs a region that ONNX Runtime
       fails to build or run.
+    compile: what runs the graphs of stages: "off" (FX code) or "inductor".
     outputs: "loss" or "all": what a training step hands out besides the loss.
     pinned: decisions the user made. graph, cluster: fingerprints of what was planned for.
     """
@@ -129,6 +130,7 @@ class Plan:
     fusions: tuple[str, ...] = ()
     ort: str | tuple[str, ...] = "auto"
     fallback: str = "error"
+    compile: str = "off"
     outputs: str = "loss"
     zero: int = 0
     gather_again: bool = True
@@ -187,6 +189,8 @@ class Plan:
             parts.append(f"recompute {len(self.recompute)} blocks")
         if self.precision.compute != "float32":
             parts.append(self.precision.compute)
+        if self.compile != "off":
+            parts.append(self.compile)
         return " · ".join(parts)
 
     @property

@@ -17,10 +17,11 @@ import torch.distributed as dist
 from torch import fx
 
 from graphaccel.errors import RankLost
-from graphaccel.ir.program import StepProgram, Value
+from graphaccel.ir.program import StageProgram, StepProgram, Value
 from graphaccel.ir.values import returned
 from graphaccel.rules.propagate import PARTIAL
 from graphaccel.runtime.buckets import Buckets
+from graphaccel.runtime.inductor import StageCompiler
 from graphaccel.runtime.layout import Layout
 from graphaccel.runtime.loss_scale import LossScale
 from graphaccel.runtime.mesh import Mesh, axes_of
@@ -87,7 +88,7 @@ class Executor:
 
     program: all stages (peers' too: their values' shapes are needed). schedule: with messages.
     buckets: those of the session, if all its executors are to use the same memory.
-    whole: every data rank runs the whole batch (evaluation).
+    whole: every data rank runs the whole batch (evaluation). compiler: of stages, if any.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class Executor:
         *,
         buckets: Buckets | None = None,
         whole: bool = False,
+        compiler: StageCompiler | None = None,
     ) -> None:
         self._buckets = buckets or Buckets()
         self._data, self._data_index = (1, 0) if whole else (mesh.data, mesh.data_index)
@@ -120,6 +122,13 @@ class Executor:
         for stage in self._stages.values():
             for graph in stage.graphs:
                 bind(graph, mesh)
+        self._compiler = compiler
+        if compiler is not None:
+            self._stages = {n: self._compiled(p) for n, p in self._stages.items()}
+
+    def _compiled(self, stage: StageProgram) -> StageProgram:
+        assert self._compiler is not None
+        return self._compiler.stage(stage)
 
     @torch.no_grad()
     def run(self, leaves: Sequence[Any], scale: LossScale | None = None) -> StepResult:

@@ -27,6 +27,7 @@ from graphaccel.runtime.executor import (
     is_connection,
     over_data,
 )
+from graphaccel.runtime.inductor import StageCompiler
 from graphaccel.runtime.mesh import Mesh
 from graphaccel.schedule.table import Action
 
@@ -60,8 +61,9 @@ class OutsideExecutor(Executor):
         held: Held,
         backward: Backward,
         buckets: Buckets,
+        compiler: StageCompiler | None = None,
     ) -> None:
-        super().__init__(program, ((),), mesh, held, 1, buckets=buckets)
+        super().__init__(program, ((),), mesh, held, 1, buckets=buckets, compiler=compiler)
         self._backward_of = backward
         self._variants: dict[frozenset[int], StageProgram] = {}
         (self._stage,) = program.stages
@@ -115,6 +117,10 @@ class OutsideExecutor(Executor):
             self._stages = whole
         return {name: parts[0] for name, parts in state.gradients.items()}, inputs
 
+    def _compiled(self, stage: StageProgram) -> StageProgram:
+        assert self._compiler is not None
+        return self._compiler.stage(stage, ("forward",))
+
     def _make_room(self, state: StepState) -> None:
         """Gradients have no place before a backward comes."""
 
@@ -123,6 +129,8 @@ class OutsideExecutor(Executor):
             made = self._backward_of(used)
             for graph in made.backwards.values():
                 bind(graph, self._mesh)
+            if self._compiler is not None:
+                made = self._compiler.stage(made, ("backward",))
             self._variants[used] = made
         return self._variants[used]
 

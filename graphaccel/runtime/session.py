@@ -22,6 +22,7 @@ from graphaccel.runtime.executor import (
     first_line,
     is_connection,
 )
+from graphaccel.runtime.inductor import StageCompiler
 from graphaccel.runtime.layout import Layout
 from graphaccel.runtime.loss_scale import LossScale
 from graphaccel.runtime.mesh import AXES, Mesh
@@ -40,7 +41,8 @@ class CompiledStep:
 
     leaves: turns a call's (args, kwargs) into batch leaves. rebuild: turns the loss and the other
     outputs into what the user's model returns. backward: of a loss outside of the graph that reads
-    some of the output leaves; None where the loss is inside.
+    some of the output leaves; None where the loss is inside. compiler: of stages, where the plan
+    compiles them.
     """
 
     program: StepProgram
@@ -49,6 +51,7 @@ class CompiledStep:
     constants: Mapping[str, torch.Tensor] = field(repr=False)
     rebuild: Callable[[torch.Tensor | None, Mapping[int, torch.Tensor]], Any] = field(repr=False)
     backward: Callable[[frozenset[int]], StageProgram] | None = field(default=None, repr=False)
+    compiler: StageCompiler | None = field(default=None, repr=False)
 
     @cached_property
     def reached(self) -> frozenset[str]:
@@ -223,8 +226,9 @@ class Session:
             assert compiled.backward is not None
             held = self.held(compiled.constants)
             executor = OutsideExecutor(
-                compiled.program, self.mesh, held, compiled.backward, self._buckets
-            )
+                compiled.program, self.mesh, held, compiled.backward, self._buckets,
+                compiled.compiler,
+            )  # fmt: skip
             self._outside[id(compiled)] = executor
         with torch.no_grad():
             made = executor.forward(leaves)
@@ -276,6 +280,7 @@ class Session:
                 1 if whole else compiled.microbatches,
                 buckets=self._buckets,
                 whole=whole,
+                compiler=compiled.compiler,
             )
         return executor
 

@@ -94,7 +94,7 @@ def test_plan_arguments(model_file: Path) -> None:
     pins = "--json p.json --data 2 --pipeline 4 --interleave 2 --microbatches 8"
     pins += " --tensor 2 --context 2 --expert 2 --zero 3 --no-sequence --gather-again"
     choices = "--recompute some --precision bf16 --html r.html --trace t.json --save-cluster c.json"
-    choices += " --accumulation shards --vocab data --stage h.3=1 --stage h.4=2"
+    choices += " --accumulation shards --vocab data --stage h.3=1 --stage h.4=2 --compile inductor"
     shown = "--format json --measure 3 --explain --why-not pipeline=4,recompute=none"
     shown += " --why-not data=-1 --why-not sequence=false"
     line = f"{text} {pins} {choices} {shown}"
@@ -122,6 +122,7 @@ def test_plan_arguments(model_file: Path) -> None:
         "stages": [("h.3", 1), ("h.4", 2)],
         "recompute": "some",
         "precision": "bf16",
+        "compile": "inductor",
         "html": Path("r.html"),
         "trace": Path("t.json"),
         "format": "json",

@@ -13,7 +13,13 @@ import pytest
 
 from graphaccel import errors
 from graphaccel.messages import Location, format_bytes
-from tests.errors import test_capture_texts, test_ort_texts, test_plan_texts, test_run_texts
+from tests.errors import (
+    test_capture_texts,
+    test_compile_texts,
+    test_ort_texts,
+    test_plan_texts,
+    test_run_texts,
+)
 
 ROOT = Path(__file__).parents[2]
 CASES = [
@@ -21,6 +27,7 @@ CASES = [
     *test_plan_texts.CASES,
     *test_run_texts.CASES,
     *test_ort_texts.CASES,
+    *test_compile_texts.CASES,
 ]
 ERRORS = [error for error, _ in CASES]
 CODES = list(errors.error_classes())

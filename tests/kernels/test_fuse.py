@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from collections import Counter
 from typing import Any
 
@@ -14,10 +16,13 @@ from graphaccel.capture.stepgraph import StepGraph, capture
 from graphaccel.kernels.register import fusion_of, is_backward
 from graphaccel.kernels.registry import fusion_named, shipped
 from graphaccel.passes.fuse import find_sites, fuse
+from graphaccel.passes.lower_precision import lower_precision
 from graphaccel.planner.cost import step_flops
-from graphaccel.planner.plan import Plan
+from graphaccel.planner.plan import Plan, Precision
 
 NORMS = ("add_rms_norm", "rms_norm")
+WATCHED = ("gelu_tanh", "cross_entropy", "linear_cross_entropy")
+AUTOCAST = Precision(compute="bfloat16")
 
 
 def step_of(model: nn.Module, *batch: Any) -> StepGraph:
@@ -260,3 +265,50 @@ def test_every_fusion_a_reader_sees_is_found_and_equal(name: str) -> None:
         if spec.kind in ("gradient", "loss"):
             b = got[rewritten.outputs.index(spec)]
             torch.testing.assert_close(b, a, rtol=1e-9, atol=1e-12)
+
+
+class Spelled(nn.Module):
+    """A GELU spelled out, and a head whose loss is in the model's dtype. constant: of the GELU."""
+
+    def __init__(self, constant: float = math.sqrt(2.0 / math.pi), smoothing: float = 0.0) -> None:
+        super().__init__()
+        self.constant, self.smoothing = constant, smoothing
+        self.first, self.head = nn.Linear(16, 64), nn.Linear(64, 96)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        x = self.first(x)
+        inner = self.constant * (x + 0.044715 * torch.pow(x, 3.0))
+        scores = self.head(0.5 * x * (1.0 + torch.tanh(inner))).view(-1, 96)
+        return nn.functional.cross_entropy(scores, labels.view(-1), label_smoothing=self.smoothing)
+
+
+@pytest.mark.parametrize("form", ["autocast", "bf16"])
+def test_in_16_bits_they_are_no_worse_than_eager(form: str) -> None:
+    torch.manual_seed(2)
+    model = Spelled()
+    low = model.bfloat16() if form == "bf16" else model
+    x = torch.randn(4, 6, 16).to(next(low.parameters()).dtype)
+    given = (x, torch.randint(96, (4, 6)))
+    step = step_of(low, *given)
+    step = lower_precision(step, Plan(1, precision=AUTOCAST if form == "autocast" else Precision()))
+    rewritten = fused(step, "gelu_tanh", "linear_cross_entropy")
+    assert counted(rewritten) == {"linear_cross_entropy": 1}
+    assert "aten.gelu" in rewritten.text()
+    eager, ours = (gradients(s, low, given) for s in (step, rewritten))
+    assert [v.dtype for v in ours] == [v.dtype for v in eager]
+    wide = copy.deepcopy(low).double()
+    true = gradients(step_of(wide, x.double(), given[1]), wide, (x.double(), given[1]))
+    assert len(true) == len(ours) == len(eager)
+    for a, b, t in zip(eager, ours, true, strict=True):
+        unit = torch.finfo(torch.bfloat16).eps * t.abs().max()
+        worst = 2 * (a.double() - t).abs().max() + unit
+        assert (b.double() - t).abs().max() <= worst
+
+
+@pytest.mark.parametrize("form", ["autocast", "bf16"])
+def test_look_alikes_in_16_bits_are_left_alone(form: str) -> None:
+    model = Spelled(constant=0.8, smoothing=0.1)
+    low = model.bfloat16() if form == "bf16" else model
+    step = step_of(low, torch.zeros(2, 3, 16).to(low.head.weight.dtype), torch.zeros(2, 3).long())
+    step = lower_precision(step, Plan(1, precision=AUTOCAST if form == "autocast" else Precision()))
+    assert not find_sites(step, tuple(f for f in shipped() if f.name in WATCHED))[1]

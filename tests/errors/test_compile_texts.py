@@ -1,0 +1,60 @@
+"""The full text of every error about compiled stages, and a machine without a C++ compiler."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import graphaccel
+from graphaccel import errors
+from tests.support.small import Classifier, small_batch, used_optimizer
+
+CASES = [
+    (
+        errors.CompilerMissing(
+            asked="compile='inductor'", reason="No working C++ compiler found: (None, 'g++')"
+        ),
+        """\
+error[GA901]: compile='inductor' needs a C++ compiler, and none works here
+  why:  No working C++ compiler found: (None, 'g++')
+  help: install one, or name it:  CXX=/usr/bin/g++
+  help: or without it:  graphaccel.optimize(model, optimizer, compile='off')
+  explain: graphaccel explain GA901""",
+    ),
+    (
+        errors.CompileFailed(
+            stage=1,
+            phase="backward",
+            calls=212,
+            first="aten.mm.default in transformer.h.6",
+            cause="CppCompileError: C++ compile error",
+        ),
+        """\
+error[GA902]: Inductor failed to compile the backward of stage 1
+  part:      212 calls from aten.mm.default in transformer.h.6 on
+  reported:  CppCompileError: C++ compile error
+  why:  what Inductor can not compile is left to torch beforehand; this was not foreseen
+  help: run the graphs as they are:  graphaccel.optimize(model, optimizer, compile='off')
+  help: to see more of it:  TORCH_LOGS=+inductor
+  explain: graphaccel explain GA902""",
+    ),
+]
+
+
+@pytest.mark.parametrize(("error", "text"), CASES, ids=lambda value: getattr(value, "code", ""))
+def test_text(error: errors.GraphAccelError, text: str) -> None:
+    assert str(error) == text
+
+
+def test_without_a_compiler_nothing_is_changed() -> None:
+    import torch._inductor.config as config  # noqa: TID251 -- what CXX says when torch is loaded
+
+    model = Classifier()
+    optimizer = used_optimizer(model)
+    with config.patch({"cpp.cxx": (None, "/nowhere/g++")}):
+        with pytest.raises(errors.CompilerMissing, match="'/nowhere/g"):
+            graphaccel.optimize(
+                model, optimizer, devices=1, compile="inductor", example_batch=small_batch()
+            )
+    assert type(model) is Classifier
+    assert isinstance(model(*small_batch()), torch.Tensor)

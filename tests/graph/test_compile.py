@@ -1,0 +1,173 @@
+"""Graphs of stages in pieces: which are compiled, that the rest keeps its order, the numbers."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+import graphaccel
+from graphaccel.capture.batch import as_call, flatten_call
+from graphaccel.capture.stepgraph import StepGraph, capture
+from graphaccel.compat.torch import BoxedCode, written_arguments
+from graphaccel.errors import CompileFailed
+from graphaccel.ir.program import StageProgram
+from graphaccel.passes.pipeline import build
+from graphaccel.planner.plan import Plan
+from graphaccel.runtime import inductor
+from graphaccel.runtime.inductor import StageCompiler
+from graphaccel.runtime.pieces import notes, pieces
+from tests.support.gpt import GPT
+from tests.support.small import Classifier, small_batch
+
+Run = Callable[[list[Any]], Sequence[Any]]
+
+
+class Dropping(nn.Module):
+    """Two layers and a dropout between them: a draw of random numbers in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = nn.functional.dropout(self.first(x).tanh().square(), 0.5)
+        return nn.functional.cross_entropy(self.last(x), y)
+
+
+def stage_of(model: nn.Module, batch: Any, **decisions: Any) -> StageProgram:
+    step: StepGraph = capture(model, flatten_call(*as_call(batch)))
+    return build(step, Plan(1, batch=step.batch_size, **decisions)).stages[0]
+
+
+def plainly(module: fx.GraphModule, inputs: Sequence[Tensor], settings: Any) -> Run:
+    """In place of Inductor: the piece as FX code, with the same calling convention."""
+    assert not settings
+    assert len(module.graph.find_nodes(op="placeholder")) == len(inputs)
+    module.graph.set_codegen(BoxedCode())
+    module.recompile()
+    return module
+
+
+def kinds(graph: fx.Graph) -> list[tuple[bool, int]]:
+    return [(p.compiled, len(p.nodes)) for p in pieces(graph)]
+
+
+def test_a_draw_splits_the_forward_and_writes_split_the_backward() -> None:
+    stage = stage_of(Dropping(), small_batch(), microbatches=2)
+    forward = pieces(stage.forward.graph)
+    assert [p.compiled for p in forward] == [True, False, True]
+    assert next(str(n.target) for n in forward[1].nodes) == "aten.native_dropout.default"
+    for moment, graph in stage.backwards.items():
+        found = pieces(graph.graph)
+        assert sum(p.compiled for p in found) >= 2, moment
+        for piece in found:
+            writes = [n for n in piece.nodes if written_arguments(n)]
+            assert not (piece.compiled and writes), "gradients are added up by torch"
+
+
+def test_the_report_says_what_is_left_out() -> None:
+    step = capture(Dropping(), flatten_call(*as_call(small_batch())))
+    program = build(step, Plan(1, batch=8, microbatches=2, compile="inductor"))
+    said, warned = notes(program)
+    assert said.startswith("Inductor compiles ")
+    assert "draw random numbers, in the model's order (1)" in said
+    assert "write in place (4)" in said
+    assert warned == (
+        "time and memory are predicted without Inductor (docs/compile.md says what was measured)"
+    )
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_pieces_give_what_the_graph_gives(
+    microbatches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The runner alone, without Inductor: the same bits, in the same order of draws."""
+    monkeypatch.setattr(inductor, "compile_graph", plainly)
+    torch.manual_seed(1)
+    plain = Dropping().double()
+    models = [copy.deepcopy(plain) for _ in range(2)]
+    x, y = small_batch()
+    grads = []
+    for model, kind in zip(models, ("off", "inductor"), strict=True):
+        graphaccel.optimize(model, devices=1, microbatches=microbatches, compile=kind)
+        torch.manual_seed(5)
+        model(x.double(), y).backward()
+        grads.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_inputs_die_at_their_last_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(4, device="meta")
+    made = x
+    for target in (torch.ops.aten.tanh.default, torch.ops.aten.relu.default) * 2:
+        if made is not x and target is torch.ops.aten.tanh.default:
+            made = graph.call_function(torch.ops.aten.relu_.default, (made,))
+            made.meta["val"] = torch.empty(4, device="meta")
+        made = graph.call_function(target, (made,))
+        made.meta["val"] = torch.empty(4, device="meta")
+    graph.output([made])
+    module = fx.GraphModule({}, graph)
+    assert [c for c, _ in kinds(graph)] == [True, False, True]
+    alive: list[bool] = []
+
+    def watching(module: fx.GraphModule, inputs: Sequence[Tensor], settings: Any) -> Run:
+        run = plainly(module, inputs, settings)
+
+        def call(given: list[Any]) -> Sequence[Any]:
+            first = weakref.ref(given[0])
+            made = run(given)
+            gc.collect()
+            alive.append(first() is not None)
+            return made
+
+        return call
+
+    monkeypatch.setattr(inductor, "compile_graph", watching)
+    compiled = StageCompiler(lambda *_: None)._graph(module, 0, "forward", [])
+    compiled([torch.ones(4)])
+    assert alive == [False, False]
+
+
+def test_an_error_of_inductor_names_the_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: Any) -> Run:
+        raise NotImplementedError("no lowering")
+
+    monkeypatch.setattr(inductor, "compile_graph", failing)
+    model = Classifier()
+    graphaccel.optimize(model, devices=1, compile="inductor")
+    with pytest.raises(CompileFailed) as raised:
+        model(*small_batch())
+    assert raised.value.stage == 0
+    assert raised.value.phase == "forward"
+    assert "reported:  NotImplementedError: no lowering" in str(raised.value)
+
+
+def test_a_gpt_by_inductor_trains_as_in_eager_mode() -> None:
+    """The only test that compiles: forward and backward of one layer, in float64."""
+    torch.manual_seed(3)
+    plain = GPT(layers=1, width=16, heads=2, context=8, vocabulary=48, deviation=0.15).double()
+    planned = copy.deepcopy(plain)
+    ids = torch.randint(48, (2, 8), generator=torch.Generator().manual_seed(2))
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1, momentum=0.9) for m in (plain, planned)]
+    graphaccel.optimize(planned, optimizers[1], devices=1, compile="inductor")
+    for _ in range(3):
+        losses = []
+        for model, optimizer in zip((plain, planned), optimizers, strict=True):
+            loss = model(ids, ids)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        assert abs(losses[0] - losses[1]) <= 1e-12
+    for a, b in zip(plain.parameters(), planned.parameters(), strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-9, atol=1e-12)
+    assert "Inductor compiles" in planned.graphaccel.report()
