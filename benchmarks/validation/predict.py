@@ -71,8 +71,7 @@ class _Redrawn(Layouts):
     def of(self, plan: Plan) -> Profile:
         """The profile of the graph that a device of `plan` runs."""
         profile = super().of(plan)
-        for storage in profile.storages:
-            storage.random = False
+        profile.storages.random[:] = False
         return profile
 
 
@@ -205,9 +204,9 @@ def _kept(run: Run, profile: Profile, plan: Plan, where: Cluster) -> float:
     numbers = [profile.block_names.index(name) for name in plan.recompute]
     whole = theirs = 0.0
     for place in profile.saved(numbers)[0].tolist():
-        storage, size = profile.storages[place], float(sized.bytes[place])
-        dims = storage.node.meta["dims"]
-        dims = dims[storage.item] if storage.item >= 0 else dims
+        tensor, size = profile.tensors[profile.storages.tensor[place]], float(sized.bytes[place])
+        dims = tensor.node.meta["dims"]
+        dims = dims[tensor.item] if tensor.item >= 0 else dims
         whole += size
         if run.sequence_parallel and dims and dims[-1] == run.hidden:
             size /= run.tensor

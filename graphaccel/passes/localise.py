@@ -21,11 +21,11 @@ from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import BATCH, evaluate
 from graphaccel.compat.torch import pytree
 from graphaccel.errors import GraphAccelError
-from graphaccel.ir.layers import NotRepeated
+from graphaccel.ir.layers import NotRepeated, copies
 from graphaccel.passes.exact_microbatch import exact_microbatch
-from graphaccel.passes.repeat_layers import repeat_layers
 from graphaccel.passes.shard_axes import shard_axes
 from graphaccel.planner.layouts import LocalGraph
+from graphaccel.planner.lines import unfolded
 from graphaccel.planner.plan import Plan
 
 log = logging.getLogger("graphaccel.passes")
@@ -51,16 +51,19 @@ def localised(
 
 
 def _repeated(step: StepGraph, plan: Plan, sizes: Mapping[sympy.Symbol, int] | None) -> LocalGraph:
-    """Shard few layers, and repeat what comes out."""
+    """Shard few layers, and unfold what comes out."""
     few = step.repeats
     assert few is not None
     made = [_localised(each, plan, sizes) for each in (few.short, *few.longer)]
     if any(each.guessed for each in made):
         raise NotRepeated("some calls are not placed exactly")
-    short = made[0]
-    graph = repeat_layers(step, [each.step.graph for each in made])
-    local = replace(step, graph=graph.graph, sizes=short.step.sizes, derived={}, repeats=None)
-    return LocalGraph(local, graph.spread(short.partial), {})
+    short, *longer = (each.step for each in made)
+    local = replace(
+        step, graph=short.graph, sizes=short.sizes, derived={},
+        repeats=replace(few, short=short, longer=tuple(longer)),
+    )  # fmt: skip
+    partial = {n: axes for name, axes in made[0].partial.items() for n in copies(few.runs, name)}
+    return LocalGraph(local, partial, {}, unfolded(local))
 
 
 def _localised(step: StepGraph, plan: Plan, sizes: Mapping[sympy.Symbol, int] | None) -> LocalGraph:

@@ -11,10 +11,11 @@ later leaves the collectives of those before it where they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass, replace
 from itertools import product
 from math import prod
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -22,12 +23,13 @@ from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import SEQUENCE
 from graphaccel.errors import BadPin
 from graphaccel.planner.cost import counted_packet
-from graphaccel.planner.estimate import least_moved, least_optimizer
+from graphaccel.planner.estimate import LeastMoved, least_moved, least_optimizer
 from graphaccel.planner.pins import Pins, divisors
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.solve import Problem, resident_parts
 from graphaccel.schedule.table import SCHEDULE_NAMES
 
+T = TypeVar("T")
 _INTERLEAVE = (1, 2, 4)
 WORTH = 1.03
 """How much faster a plan must be to be worth axes or ZeRO that were not asked for: less than the
@@ -76,7 +78,7 @@ class Shape:
     def order(self) -> tuple[object, ...]:
         """Between equals: fewer microbatches, less pipeline, less of everything."""
         depth = ("none", "some", "all").index(self.recompute) if isinstance(
-            self.recompute, str) else 0  # fmt: skip
+            self.recompute, str) and self.recompute else 0  # fmt: skip
         return (self.microbatches, self.pipeline, self.interleave, depth, self.data, self.zero,
                 not self.gather_again, self.accumulation, self.tensor, self.context,
                 self.expert, SCHEDULE_NAMES.index(self.schedule))  # fmt: skip
@@ -85,6 +87,15 @@ class Shape:
     def mesh(self) -> Shape:
         """What a deeper recomputation has in common with this."""
         return replace(self, recompute="")
+
+    @property
+    def layout(self) -> Layout:
+        """Of the axes that shard the graph itself."""
+        return Layout(self.tensor, self.context, self.expert)
+
+    def microbatch_size(self, batch: int) -> int:
+        """Examples in one microbatch on one data rank."""
+        return batch // (self.data * self.microbatches)
 
     def on(self, base: Plan) -> Plan:
         """`base` with these decisions; cuts and recomputation come later."""
@@ -168,6 +179,14 @@ def shapes(problem: Problem, pins: Pins, batch: int) -> Iterator[Shape]:
 
 def shapes_of(problem: Problem, pins: Pins, batch: int, layout: Layout) -> Iterator[Shape]:
     """Every candidate of one layout."""
+    choices = recomputes(problem, pins)
+    for mesh in meshes_of(problem, pins, batch, layout):
+        for choice in choices:
+            yield replace(mesh, recompute=choice)
+
+
+def meshes_of(problem: Problem, pins: Pins, batch: int, layout: Layout) -> Iterator[Shape]:
+    """Every candidate of one layout, without its recomputation."""
     step, cluster = problem.profile.step, problem.cluster
     outer = cluster.count // layout.replica
     asked = layout == base_layout(pins)
@@ -192,12 +211,10 @@ def shapes_of(problem: Problem, pins: Pins, batch: int, layout: Layout) -> Itera
                 if not asked and batch // (data * microbatches) % layout.expert:
                     continue
                 for zero in _zeros(problem, pins, data, microbatches):
-                    for choice, schedule in product(
-                        _recomputes(problem, pins), _schedules(pins, pipeline, interleave, zero[0])
-                    ):
+                    for schedule in _schedules(pins, pipeline, interleave, zero[0]):
                         yield Shape(
-                            microbatches, pipeline, interleave, choice, data, *zero,
-                            *astuple(layout), schedule,
+                            microbatches, pipeline, interleave, "", data, *zero,
+                            layout.tensor, layout.context, layout.expert, schedule,
                         )  # fmt: skip
 
 
@@ -222,7 +239,8 @@ def _schedules(pins: Pins, pipeline: int, interleave: int, zero: int) -> tuple[s
     return ("1f1b", "zero_bubble") if apart else ("1f1b",)
 
 
-def _recomputes(problem: Problem, pins: Pins) -> tuple[str | tuple[str, ...], ...]:
+def recomputes(problem: Problem, pins: Pins) -> tuple[str | tuple[str, ...], ...]:
+    """The choices of what is computed again."""
     if pins.recompute is not None:
         return (pins.recompute,)
     return ("none", "some", "all") if problem.profile.block_names else ("none",)
@@ -258,7 +276,13 @@ class Bounds:
     def __init__(self, problem: Problem, base: Plan) -> None:
         self._problem, self._base = problem, base
         self._refused: set[Layout] = set()
-        self._lean: dict[tuple[Layout, int], int] = {}
+        self._built: set[Layout] = set()
+        self._known: dict[Any, Any] = {}
+
+    @property
+    def problem(self) -> Problem:
+        """What is planned."""
+        return self._problem
 
     def build(self, layout: Layout) -> bool:
         """Shard the graph so, if it is not yet; False where it can not be."""
@@ -273,7 +297,11 @@ class Bounds:
 
     def built(self, layout: Layout) -> bool:
         """Whether the graph of a layout was made."""
-        return layout not in self._refused and self._problem.layouts.known(self._stands(layout))
+        if layout not in self._built and layout not in self._refused:
+            if not self._problem.layouts.known(self._stands(layout)):
+                return False
+            self._built.add(layout)
+        return layout in self._built
 
     def nearest(self, layout: Layout) -> Layout:
         """The layout itself or, of those it is made of, the last whose graph was made."""
@@ -284,42 +312,87 @@ class Bounds:
     def _stands(self, layout: Layout) -> Plan:
         return replace(self._base, **vars(layout), data=1, microbatches=1)
 
-    def seconds(self, plan: Plan) -> float:
+    def seconds(self, shape: Shape) -> float:
         """Seconds no plan of these axes, microbatches and ZeRO can beat."""
-        layout = Layout(plan.tensor, plan.context, plan.expert)
+        layout = shape.layout
         known = self.nearest(layout)
-        near = replace(plan, **vars(known))
-        problem = self._problem
-        sized, extra = problem.sized(near), layout.replica // known.replica
+        small = shape.microbatch_size(self._base.batch)
+        sized = self._once(_sums, known, small)
+        extra = layout.replica // known.replica
         work = sized.work
-        backward = float(sized.backward.sum())
         if extra > 1:
             work = sized.launches + max(work - sized.launches, 0.0) / extra
-        even = work / plan.pipeline
-        profile = problem.layouts.of(near)
-        moved = least_moved(profile, plan, problem.cluster, work - backward, backward, extra)
-        idle = (work - even) / plan.interleave
-        if problem.cluster.device.crowd > 1:
+        even = work / shape.pipeline
+        idle = (work - even) / shape.interleave
+        if self._problem.cluster.device.crowd > 1:
             idle = 0.0
-        if plan.schedule == "zero_bubble":
-            idle = max(0.0, idle - 2 * float(sized.weight.sum()))
-        rest = max(idle, moved)
-        late = least_optimizer(profile, plan, problem.cluster, problem.optimizer_bytes, extra)
-        return plan.microbatches * even + rest + late
+        if shape.schedule == "zero_bubble":
+            idle = max(0.0, idle - 2 * sized.weight)
+        moving, late = self._once(
+            _outside, known, layout, shape.data, shape.pipeline, min(shape.zero, 2)
+        )
+        moved = moving.exposed(shape, work - sized.backward, sized.backward)
+        return shape.microbatches * even + max(idle, moved) + late
 
-    def too_big(self, plan: Plan) -> bool:
+    def too_big(self, shape: Shape) -> bool:
         """Whether what lies on the fullest device all the time, however much is computed again,
-        is too much already. The plan's graph was made."""
-        problem = self._problem
-        profile = problem.layouts.of(plan)
-        trained = profile.trained_bytes
-        split = plan.microbatches > 1 or plan.data > 1
-        parts = resident_parts(plan, problem.optimizer_bytes)
-        held = sum(p.bytes for p in profile.parameters) * parts[0] + trained * parts[2]
-        if split and (plan.zero < 2 or plan.microbatches > 1):
-            held += trained * parts[1]
-        key = Layout(plan.tensor, plan.context, plan.expert), plan.microbatch_size
-        if key not in self._lean:
-            everything = range(len(profile.block_names))
-            self._lean[key] = int(problem.sized(plan).saved(everything)[0].sum())
-        return (held + self._lean[key]) / plan.pipeline > problem.cluster.tensor_budget
+        is too much already; less by what a layout divides further, while its graph is not made."""
+        layout = shape.layout
+        known = self.nearest(layout)
+        sized = self._once(_sums, known, shape.microbatch_size(self._base.batch))
+        split = shape.microbatches > 1 or shape.data > 1
+        parts = resident_parts(shape, self._problem.optimizer_bytes)
+        held = sized.held * parts[0] + sized.trained * parts[2]
+        if split and (shape.zero < 2 or shape.microbatches > 1):
+            held += sized.trained * parts[1]
+        extra = layout.replica // known.replica
+        each = (held + sized.lean) / shape.pipeline / extra
+        return each > self._problem.cluster.tensor_budget
+
+    def _once(self, make: Callable[..., T], *key: Any) -> T:
+        if (make, *key) not in self._known:
+            self._known[(make, *key)] = make(self, *key)
+        return cast(T, self._known[(make, *key)])
+
+    def plan(self, layout: Layout, **decided: Any) -> Plan:
+        """A plan of this problem on a layout."""
+        return replace(self._base, **vars(layout), **decided)
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """Of a microbatch on all stages: seconds, bytes of parameters, and what is saved at least."""
+
+    work: float
+    launches: float
+    backward: float
+    weight: float
+    held: int
+    trained: int
+    lean: int
+
+
+def _sums(bounds: Bounds, known: Layout, small: int) -> _Sums:
+    plan = bounds.plan(known, data=1, microbatches=1, batch=small)
+    profile, sized = bounds.problem.layouts.of(plan), bounds.problem.sized(plan)
+    lean = int(sized.saved(range(len(profile.block_names)))[0].sum())
+    return _Sums(
+        sized.work,
+        sized.launches,
+        float(sized.backward.sum()),
+        float(sized.weight.sum()),
+        profile.held_bytes,
+        profile.trained_bytes,
+        lean,
+    )
+
+
+def _outside(
+    bounds: Bounds, known: Layout, layout: Layout, data: int, pipeline: int, zero: int
+) -> tuple[LeastMoved, float]:
+    """What moves over data, and the seconds of the optimizer."""
+    problem, extra = bounds.problem, layout.replica // known.replica
+    plan = bounds.plan(layout, data=data, pipeline=pipeline, zero=zero)
+    profile = problem.layouts.of(bounds.plan(known, data=1, microbatches=1))
+    moving = least_moved(profile, plan, problem.cluster, extra)
+    return moving, least_optimizer(profile, plan, problem.cluster, problem.optimizer_bytes, extra)

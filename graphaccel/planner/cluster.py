@@ -22,6 +22,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,11 @@ class Cluster:
             raise ValueError(f"link levels must grow outwards, not {sizes}")
         if sizes[-1] < self.count:
             raise ValueError(f"the last link level holds {sizes[-1]} of {self.count} devices")
+
+    @cached_property
+    def bare(self) -> Cluster:
+        """Without the devices' memory, which changes no price."""
+        return replace(self, device=replace(self.device, memory=0))
 
     @property
     def tensor_budget(self) -> int:

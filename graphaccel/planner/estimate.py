@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -30,7 +30,7 @@ from graphaccel.planner.footprint import parameter_groups, predict_memory
 from graphaccel.planner.outside import gather_seconds
 from graphaccel.planner.plan import Plan, Prediction
 from graphaccel.planner.profile import Profile, SizedProfile
-from graphaccel.planner.simulate import Timeline, simulate
+from graphaccel.planner.simulate import Timeline, play, simulate
 from graphaccel.planner.stages import stage_positions
 from graphaccel.planner.wires import wires_of
 from graphaccel.planner.works import StageWork, held_parameters, sized_for, stage_works
@@ -55,16 +55,22 @@ def message_bytes(
     profile: Profile, sized: SizedProfile, plan: Plan
 ) -> dict[tuple[int, int, str], int]:
     """Bytes of each message: (source stage, destination stage, "forward" or "backward")."""
+    return dict(sized.once(("messages", plan.cuts), lambda: _messages(profile, sized, plan)))
+
+
+def _messages(profile: Profile, sized: SizedProfile, plan: Plan) -> dict[tuple[int, int, str], int]:
     ends = np.array([end - 1 for _, end in stage_positions(profile, plan.cuts)])
+    crossing = profile.crossing
+    source = np.searchsorted(ends, crossing.at)
+    which, place = crossing.uses
+    reader = np.searchsorted(ends, place)
+    far = reader != source[which]
+    size, floating = sized.bytes[crossing.storage], profile.storages.floating[crossing.storage]
     found: dict[tuple[int, int, str], int] = defaultdict(int)
-    for storage, positions in profile.crossing:
-        source = int(np.searchsorted(ends, storage.at))
-        if positions[-1] <= ends[source]:
-            continue
-        for reader in sorted(set(np.searchsorted(ends, positions).tolist()) - {source}):
-            found[source, reader, "forward"] += int(sized.bytes[storage.index])
-            if storage.floating:
-                found[reader, source, "backward"] += int(sized.bytes[storage.index])
+    for value, stage in sorted(set(zip(which[far].tolist(), reader[far].tolist(), strict=True))):
+        found[int(source[value]), stage, "forward"] += int(size[value])
+        if floating[value]:
+            found[stage, int(source[value]), "backward"] += int(size[value])
     return dict(found)
 
 
@@ -80,9 +86,10 @@ def predict_seconds(
     sized = sized_for(profile, plan, cluster)
     works = stage_works(profile, sized, plan, cluster.device.launch_seconds)
     edges = _edge_seconds(profile, sized, plan, cluster)
-    reduces = [_reduce_seconds(profile, work, plan, cluster, s) for s, work in enumerate(works)]
+    reduces = _reduces(profile, works, plan, cluster)
     crowd, ranks = cluster.device.crowd, range(plan.pipeline)
-    works = tuple(work.shorter(crowd) for work in works)
+    if crowd != 1:
+        works = tuple(work.shorter(crowd) for work in works)
     optimizer = max(
         _optimizer_seconds([works[s] for s in range(rank, plan.stages, plan.pipeline)],
                            cluster, optimizer_bytes, plan.data if plan.zero else 1)
@@ -111,11 +118,22 @@ def _played(
     reduces: Sequence[float],
 ) -> tuple[float, float, float]:
     """(compute, bubble, communication) seconds by simulation, with messages and without."""
-    _, real = _play(plan, works, edges, reduces)
-    alone = [work.alone for work in works]
-    _, ideal = _play(plan, alone, dict.fromkeys(edges, 0.0), [0.0] * len(works))
+    shape = plan.schedule, plan.pipeline, plan.interleave, plan.microbatches
+    real = play(shape, _durations(plan, works), edges, reduces)
+    alone = _durations(plan, [work.alone for work in works])
+    ideal = play(shape, alone, dict.fromkeys(edges, 0.0), [0.0] * len(works))
     compute = max(ideal.busy)
     return compute, ideal.makespan - compute, max(real.makespan - ideal.makespan, 0.0)
+
+
+def _durations(
+    plan: Plan, works: Sequence[StageWork]
+) -> tuple[list[float], list[float], list[float]]:
+    """Seconds of forward, backward and weight, per stage."""
+    forward, backward = [w.forward for w in works], [w.backward for w in works]
+    if plan.schedule == "zero_bubble":
+        backward = [w.backward - w.weight for w in works]
+    return forward, backward, [w.weight + w.action for w in works]
 
 
 def _play(
@@ -128,10 +146,7 @@ def _play(
     ahead = frozenset((a, b) for a, b, way in edges if way == "forward")
     back = frozenset((a, b) for a, b, way in edges if way == "backward")
     schedule = with_communication(table, ahead, back)
-    forward, backward = [w.forward for w in works], [w.backward for w in works]
-    weight = [w.weight + w.action for w in works]
-    if plan.schedule == "zero_bubble":
-        backward = [w.backward - w.weight for w in works]
+    forward, backward, weight = _durations(plan, works)
     return schedule, simulate(schedule, forward, backward, edges, reduces, weight)
 
 
@@ -140,7 +155,7 @@ def timeline(profile: Profile, plan: Plan, cluster: Cluster) -> tuple[Schedule, 
     sized = sized_for(profile, plan, cluster)
     works = stage_works(profile, sized, plan, cluster.device.launch_seconds)
     edges = _edge_seconds(profile, sized, plan, cluster)
-    reduces = [_reduce_seconds(profile, work, plan, cluster, s) for s, work in enumerate(works)]
+    reduces = _reduces(profile, works, plan, cluster)
     return _play(plan, works, edges, reduces)
 
 
@@ -168,23 +183,41 @@ def _edge_seconds(
     profile: Profile, sized: SizedProfile, plan: Plan, cluster: Cluster
 ) -> dict[tuple[int, int, str], float]:
     """Seconds of each message that goes to another rank."""
-    seconds = {}
-    for (source, destination, way), size in message_bytes(profile, sized, plan).items():
-        a, b = source % plan.pipeline, destination % plan.pipeline
-        if a != b:
-            numbers = device_number(plan, a), device_number(plan, b)
-            seconds[source, destination, way] = send_seconds(cluster, size, *numbers)
-    return seconds
+
+    def made() -> dict[tuple[int, int, str], float]:
+        seconds = {}
+        for (source, destination, way), size in message_bytes(profile, sized, plan).items():
+            a, b = source % plan.pipeline, destination % plan.pipeline
+            if a != b:
+                numbers = device_number(plan, a), device_number(plan, b)
+                seconds[source, destination, way] = send_seconds(cluster, size, *numbers)
+        return seconds
+
+    key = ("edges", plan.cuts, plan.pipeline, plan.data, plan.replica, cluster.links, cluster.count)
+    return sized.once(key, made)
 
 
-def _reduce_seconds(
-    profile: Profile, work: StageWork, plan: Plan, cluster: Cluster, stage: int
-) -> float:
+def _reduces(
+    profile: Profile, works: Sequence[StageWork], plan: Plan, cluster: Cluster
+) -> list[float]:
+    """Seconds of each stage's gradients and parameters that nothing hides; equal stages once."""
+    known: dict[StageWork, float] = {}
+    shared = profile.once(("shared", plan.cuts), lambda: _shared_bytes(profile, works))
+    found = []
+    for stage, work in enumerate(works):
+        alike = work if plan.zero == 3 else replace(work, first=0, end=0)
+        if alike not in known:
+            known[alike] = _reduce_seconds(profile, work, plan, cluster)
+        found.append(known[alike] + _shared_seconds(shared[stage], plan, cluster, stage))
+    return found
+
+
+def _reduce_seconds(profile: Profile, work: StageWork, plan: Plan, cluster: Cluster) -> float:
     """Seconds of a stage's gradient all-reduces that no backward hides.
 
     On a GPU they run beside the last microbatch's backward, bucket by bucket; the last bucket comes
     after it. On a CPU both want the same cores. What is a partial sum over other axes too is summed
-    over all of them at once; a parameter that several stages use is summed over those.
+    over all of them at once.
     """
     width = 2 if plan.precision.reduce in ("bfloat16", "float16") else 4
     sizes = {axes: size * width / 4 for axes, size in work.summed.items()}
@@ -198,8 +231,7 @@ def _reduce_seconds(
         exposed = max(last, total - _OVERLAP * beside)
     if plan.zero >= 2 and plan.accumulation == "shards":
         exposed *= plan.microbatches
-    exposed += _gather_seconds(profile, work, plan, cluster)
-    return exposed + _shared_seconds(profile, work, plan, cluster, stage)
+    return exposed + _gather_seconds(profile, work, plan, cluster)
 
 
 def _gather_seconds(profile: Profile, work: StageWork, plan: Plan, cluster: Cluster) -> float:
@@ -210,10 +242,11 @@ def _gather_seconds(profile: Profile, work: StageWork, plan: Plan, cluster: Clus
     """
     if not plan.zero or plan.data == 1:
         return 0.0
-    sizes = list(parameter_groups(profile, held_parameters(profile, [(work.first, work.end)])
-                                  ).values())  # fmt: skip
     if plan.zero < 3:
         return _gathers(cluster, [work.gradient], plan)
+    span = (work.first, work.end)
+    sizes = profile.once(("groups", span), lambda: [
+        *parameter_groups(profile, held_parameters(profile, [span])).values()])  # fmt: skip
     once = _gathers(cluster, sizes, plan)
     first = _gathers(cluster, [max(sizes, default=0)], plan)
     exposed = 0.0
@@ -224,7 +257,8 @@ def _gather_seconds(profile: Profile, work: StageWork, plan: Plan, cluster: Clus
 
 
 def _gathers(cluster: Cluster, sizes: Sequence[int], plan: Plan) -> float:
-    return sum(all_gather_seconds(cluster, size, plan.data, plan.replica) for size in sizes)
+    each = {s: all_gather_seconds(cluster, s, plan.data, plan.replica) for s in set(sizes)}
+    return sum(each[size] for size in sizes)
 
 
 def _bucketed(cluster: Cluster, size: float, axes: tuple[str, ...], plan: Plan) -> float:
@@ -242,21 +276,24 @@ def _bucketed(cluster: Cluster, size: float, axes: tuple[str, ...], plan: Plan) 
     return buckets * (seconds + wires.all_reduce(size / buckets / plan.data, axes))
 
 
-def _shared_seconds(
-    profile: Profile, work: StageWork, plan: Plan, cluster: Cluster, stage: int
-) -> float:
+def _shared_bytes(profile: Profile, works: Sequence[StageWork]) -> list[int]:
+    """Of each stage, bytes of trained parameters that other stages use too."""
+    ends = np.array([work.end for work in works])
+    found = [0] * len(works)
+    for parameter in profile.parameters:
+        if parameter.trainable and len(parameter.positions) > 1:
+            stages = set(np.searchsorted(ends, parameter.positions, side="right").tolist())
+            for stage in stages if len(stages) > 1 else ():
+                found[stage] += parameter.bytes
+    return found
+
+
+def _shared_seconds(size: int, plan: Plan, cluster: Cluster, stage: int) -> float:
     """Seconds to sum the gradients of parameters that other ranks' stages use too: there and
     back.
     """
-    if plan.pipeline == 1:
+    if plan.pipeline == 1 or not size:
         return 0.0
-    size = sum(
-        p.bytes
-        for p in profile.parameters
-        if p.trainable
-        and any(work.first <= at < work.end for at in p.positions)
-        and any(not work.first <= at < work.end for at in p.positions)
-    )
     rank = stage % plan.pipeline
     other = device_number(plan, rank - 1 if rank else 1)
     return 2 * send_seconds(cluster, size, device_number(plan, rank), other)
@@ -279,18 +316,34 @@ def _optimizer_seconds(
     return traffic / device.memory_bandwidth + launches * _OPTIMIZER_OPS * device.launch_seconds
 
 
-def least_moved(
-    profile: Profile, plan: Plan, cluster: Cluster, forward: float, backward: float, extra: int = 1
-) -> float:
-    """Seconds of gradients and parameters over the data axis that no cuts can hide.
+@dataclass(frozen=True)
+class LeastMoved:
+    """Seconds to reduce all gradients and to gather all parameters over the data axis, of a device;
+    beside: the share of a phase's seconds, all stages together, that they may hide behind."""
 
-    forward, backward: seconds of a microbatch, all stages. extra: by how much more the graph will
-    be sharded than the profile's.
-    """
+    reduce: float
+    gather: float
+    beside: float
+
+    def exposed(self, plan: Plan, forward: float, backward: float) -> float:
+        """What of it no cuts can hide. forward, backward: seconds of a microbatch, all stages."""
+        least = max(0.0, self.reduce - self.beside * backward)
+        if plan.zero >= 2 and plan.accumulation == "shards":
+            least *= plan.microbatches
+        if plan.zero in (1, 2):
+            return least + self.gather
+        if plan.zero == 3:
+            for phase in (forward, backward) if plan.gather_again else (forward,):
+                least += plan.microbatches * max(0.0, self.gather - self.beside * phase)
+        return least
+
+
+def least_moved(profile: Profile, plan: Plan, cluster: Cluster, extra: int = 1) -> LeastMoved:
+    """What moves over the data axis at least. extra: by how much more the graph will be sharded
+    than the profile's. It depends on the plan's axes, and on whether ZeRO is 2 or more."""
     if plan.data == 1:
-        return 0.0
+        return LeastMoved(0.0, 0.0, 0.0)
     one = replace(plan, bucket_bytes=max(plan.bucket_bytes, profile.trained_bytes))
-    beside = 0.0 if cluster.device.name == "cpu" else _OVERLAP / plan.pipeline
 
     def seconds(move: Callable[[float], float], size: float) -> float:
         """Latencies are left out where stages may hold nothing that moves."""
@@ -301,17 +354,11 @@ def least_moved(
 
     width = 2 if plan.precision.reduce in ("bfloat16", "float16") else 4
     trained = profile.trained_bytes / extra / plan.pipeline
-    reduce = seconds(lambda size: _bucketed(cluster, size, (), one), trained * width / 4)
-    least = max(0.0, reduce - beside * backward)
-    if plan.zero >= 2 and plan.accumulation == "shards":
-        least *= plan.microbatches
-    if plan.zero in (1, 2):
-        return least + seconds(gather, trained)
-    if plan.zero == 3:
-        gathered = seconds(gather, trained)
-        for phase in (forward, backward) if plan.gather_again else (forward,):
-            least += plan.microbatches * max(0.0, gathered - beside * phase)
-    return least
+    return LeastMoved(
+        seconds(lambda size: _bucketed(cluster, size, (), one), trained * width / 4),
+        seconds(gather, trained),
+        0.0 if cluster.device.name == "cpu" else _OVERLAP / plan.pipeline,
+    )
 
 
 def least_optimizer(
@@ -324,8 +371,7 @@ def least_optimizer(
         share = profile.trained_bytes / extra / shards / plan.pipeline
         return known[0].seconds * share / max(1, known[0].bytes)
     traffic = profile.trained_bytes / extra / shards * (3 + 2 * optimizer_bytes / 4)
-    tensors = sum(p.trainable for p in profile.parameters)
-    launches = tensors / (1 if device.name == "cpu" else _TENSORS_AT_ONCE)
+    launches = profile.trained_tensors / (1 if device.name == "cpu" else _TENSORS_AT_ONCE)
     seconds = traffic / device.memory_bandwidth + launches * _OPTIMIZER_OPS * device.launch_seconds
     return seconds / plan.pipeline
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from graphaccel.planner.cluster import Cluster
-from graphaccel.planner.motion import Motion, in_motion
+from graphaccel.planner.motion import in_motion, motion_key
 from graphaccel.planner.outside import output_bytes
 from graphaccel.planner.plan import Plan, StageMemory
 from graphaccel.planner.profile import Parameter, Profile, SizedProfile
@@ -37,22 +37,22 @@ def predict_memory(
     """
     sized = sized_for(profile, plan, cluster)
     works = stage_works(profile, sized, plan, cluster.device.launch_seconds)
-    numbers = {name: i for i, name in enumerate(profile.block_names)}
-    recomputed = [numbers[name] for name in plan.recompute]
-    saved, again = sized.saved(recomputed)
+    saved, again = sized.saved(profile.numbers(plan.recompute))
     each = [int(saved[w.first : w.end].sum()) for w in works]
     waiting = held_together(plan, each)
     split = plan.microbatches > 1 or plan.data > 1
     whole_batch = sized.batch_bytes * plan.data * plan.microbatches
     whole_batch += output_bytes(profile.step, plan.batch)
+    owned = sized.once(
+        ("ranks", plan.cuts, plan.pipeline), lambda: _of_ranks(profile, works, plan.pipeline)
+    )
     ranks = []
-    for rank in range(plan.pipeline):
+    for rank, (parameter, trained) in enumerate(owned):
         own = range(rank, plan.stages, plan.pipeline)
         peaks = {
             s: _stage_peak(
                 profile, sized, works[s], saved, again, max(waiting.get(s, 0), 1),
-                accumulated=split or bool(works[s].partial),
-                moving=in_motion(profile, plan, (works[s].first, works[s].end)),
+                accumulated=split or bool(works[s].partial), plan=plan,
             )
             for s in own
         }  # fmt: skip
@@ -61,9 +61,6 @@ def predict_memory(
         top = max(own, key=lambda s: (beyond[s], -s))  # computes; the others wait
         activation = sum(waits.values()) - waits[top] + peaks[top].activation + whole_batch
         temporary = peaks[top].temporary
-        held = held_parameters(profile, [(works[s].first, works[s].end) for s in own])
-        parameter = sum(p.bytes for p in held)
-        trained = sum(p.bytes for p in held if p.trainable)
         gradient = trained if split else sum(peaks[s].gradient for s in own)
         optimizer = trained * optimizer_bytes // 4 // (plan.data if plan.zero else 1)
         if plan.zero >= 2 and plan.microbatches == 1:
@@ -83,6 +80,17 @@ def predict_memory(
             )
         )  # fmt: skip
     return tuple(ranks)
+
+
+def _of_ranks(
+    profile: Profile, works: Sequence[StageWork], ranks: int
+) -> tuple[tuple[int, int], ...]:
+    """Bytes of parameters on each rank, and of those that are trained."""
+    found = []
+    for rank in range(ranks):
+        held = held_parameters(profile, [(w.first, w.end) for w in works[rank::ranks]])
+        found.append((sum(p.bytes for p in held), sum(p.bytes for p in held if p.trainable)))
+    return tuple(found)
 
 
 def parameter_groups(profile: Profile, held: Sequence[Parameter]) -> dict[str, int]:
@@ -112,21 +120,45 @@ def _stage_peak(
     again: np.ndarray,
     waiting: int,
     accumulated: bool,
-    moving: Motion | None,
+    plan: Plan,
 ) -> _Peak:
     """Where a stage holds most, with `waiting` microbatches in flight.
 
     accumulated: gradients lie in buckets the whole step; otherwise they come as backward proceeds.
-    moving: what ZeRO gathers and reduces.
+    plan: what ZeRO gathers and reduces.
     """
     here = slice(work.first, work.end)
-    running = np.cumsum(saved[here])
-    before = (waiting - 1) * int(running[-1])
+    key = (
+        "peak", work.first, work.end, saved[here].tobytes(), again[here].tobytes(), accumulated,
+        motion_key(plan),
+    )  # fmt: skip
+    one, kept = sized.once(
+        key,
+        lambda: _one_waiting(profile, sized, work, saved[here], again[here], accumulated, plan),
+    )
+    return replace(one, activation=one.activation + (waiting - 1) * kept)
+
+
+def _one_waiting(
+    profile: Profile,
+    sized: SizedProfile,
+    work: StageWork,
+    saved: np.ndarray,
+    again: np.ndarray,
+    accumulated: bool,
+    plan: Plan,
+) -> tuple[_Peak, int]:
+    """As `_stage_peak`, with one microbatch in flight, and what one more keeps; saved and again of
+    the stage's positions."""
+    here = slice(work.first, work.end)
+    moving = in_motion(profile, plan, (work.first, work.end))
+    running = np.cumsum(saved)
     # What a block makes again is alive from the block's end down to where backward reads it.
     remade = np.zeros(work.end - work.first, dtype=np.int64)
-    for block in {b for b in profile.block_at[here].tolist() if b >= 0}:
-        inside = profile.block_at[here] == block
-        remade[inside] = np.cumsum(again[here][inside])
+    if again.any():
+        for block in {b for b in profile.block_at[here].tolist() if b >= 0}:
+            inside = profile.block_at[here] == block
+            remade[inside] = np.cumsum(again[inside])
     backward = sized.passing_backward[here] + remade
     ready = np.zeros_like(remade)
     if not accumulated:
@@ -144,4 +176,5 @@ def _stage_peak(
     top = int((running + passing + early).argmax())
     module = profile.modules[work.first + top] or profile.names[work.first + top]
     gradient = int(early[top]) if moving or not accumulated else work.gradient
-    return _Peak(before + int(running[top]), int(passing[top]), gradient, f"{phase} of {module}")
+    peak = _Peak(int(running[top]), int(passing[top]), gradient, f"{phase} of {module}")
+    return peak, int(running[-1])

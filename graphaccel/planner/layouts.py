@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import BATCH
 from graphaccel.planner.cluster import Cluster
+from graphaccel.planner.lines import Lines
 from graphaccel.planner.placements import axis_rates
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.profile import Profile
@@ -27,12 +28,14 @@ class LocalGraph:
 
     step: its joint graph has local shapes and collectives; its sizes are in examples of a
     microbatch, where they could be known as expressions. partial: parameter → axes over which its
-    gradient is a partial sum. guessed: axis → calls that were not placed exactly.
+    gradient is a partial sum. guessed: axis → calls that were not placed exactly. lines: of the
+    joint graph, where the step's own is that of few layers.
     """
 
     step: StepGraph = field(repr=False)
     partial: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     guessed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    lines: Lines | None = field(default=None, repr=False)
 
 
 def rates_of(cluster: Cluster, plan: Plan) -> tuple[tuple[str, tuple[float, ...]], ...]:
@@ -84,7 +87,7 @@ class Layouts:
             if BATCH not in local.step.sizes:  # one profile for each size of a microbatch
                 self._fixed.add(_layout_of(plan))
                 key = self._key(plan)
-            self._made[key] = Profile(local.step, local.partial), local
+            self._made[key] = Profile(local.step, local.partial, local.lines), local
         return self._made[key]
 
     def _key(self, plan: Plan) -> Any:

@@ -49,27 +49,42 @@ class _Region:
         self.taken = max(self.members) if len(self.members) > 1 else 0
 
 
+def motion_key(plan: Plan) -> tuple[object, ...]:
+    """Equal for plans under which the same moves at each position of a stage."""
+    if plan.zero < 2 or plan.data == 1:
+        return ()
+    once = plan.microbatches == 1
+    each = once or plan.accumulation == "shards"
+    return (plan.zero == 3, plan.data, plan.gather_again, once, each, plan.bucket_bytes)
+
+
 def in_motion(profile: Profile, plan: Plan, span: tuple[int, int]) -> Motion | None:
     """What moves while a stage of positions [first, end) computes; None where nothing does."""
     if plan.zero < 2 or plan.data == 1:
         return None
     first, end = span
-    zeros = np.zeros((3, end - first), dtype=np.int64)
-    moving = Motion(*zeros)
-    inside = [(p, [at - first for at in p.positions if first <= at < end])
-              for p in profile.parameters if p.name in profile.resting]  # fmt: skip
-    used = [(p, places) for p, places in inside if places]
+    moving = Motion(*np.zeros((3, end - first), dtype=np.int64))
+    key = ("regions", span, plan.zero == 3, plan.bucket_bytes)
+    regions = profile.once(key, lambda: _regions(profile, plan, span))
     if plan.zero == 3:
-        regions = _blocks(profile, plan, first, used)
         _gather(moving, plan, regions)
-    else:
-        regions = _buckets(plan, used)
     if plan.microbatches == 1 or plan.accumulation == "shards":
         _collect(moving, plan, regions)
     else:  # the whole gradients lie there all the time; their shards are made one by one
         moving.backward += max((r.trained for r in regions), default=0) // plan.data
         moving.ready += sum(r.trained for r in regions)
     return moving
+
+
+def _regions(profile: Profile, plan: Plan, span: tuple[int, int]) -> list[_Region]:
+    first, end = span
+    owners, places = profile.readers
+    near = np.unique(owners[(first <= places) & (places < end)]).tolist()
+    inside = [(p, [at - first for at in p.positions if first <= at < end])
+              for p in map(profile.parameters.__getitem__, near)
+              if p.name in profile.resting]  # fmt: skip
+    used = [(p, places) for p, places in inside if places]
+    return _blocks(profile, plan, first, used) if plan.zero == 3 else _buckets(plan, used)
 
 
 def _blocks(
@@ -79,14 +94,16 @@ def _blocks(
 
     A parameter that several of them read is gathered for each.
     """
-    segment = np.cumsum(np.diff(profile.block_at, prepend=-2) != 0)
+    segment = profile.once(
+        "segments", lambda: np.cumsum(np.diff(profile.block_at, prepend=-2) != 0)
+    )
     regions: dict[tuple[int, int, str], _Region] = {}
     parts: dict[int, int] = defaultdict(int)
     for parameter, places in used:
         by_segment: dict[int, list[int]] = defaultdict(list)
         for at in places:
             block = int(profile.block_at[start + at])
-            by_segment[-1 - block if block >= 0 else int(segment[start + at])].append(at)
+            by_segment[-1 - block if block >= 0 else int(segment[at])].append(at)
         alone = parameter.name if len(by_segment) > 1 else ""
         for number, positions in by_segment.items():
             key = (number, parts[number], alone)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -102,6 +103,7 @@ def replicate() -> tuple[Sharded, ...]:
     return ()
 
 
+@cache
 def divisors(number: int) -> tuple[int, ...]:
     """All divisors, ascending."""
     return tuple(n for n in range(1, number + 1) if number % n == 0)

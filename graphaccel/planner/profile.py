@@ -2,16 +2,15 @@
 
 A position is a node of the forward graph. Every joint node lies at the position of its origin, so a
 stage, which is a range of positions, owns a forward and a backward part. `Profile` holds what does
-not depend on sizes, `SizedProfile` the numbers for one microbatch size.
+not depend on sizes, as columns; `planner.sized.SizedProfile` the numbers for one microbatch size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
-from operator import getitem
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -19,50 +18,17 @@ from torch import fx
 
 from graphaccel.capture.blocks import block_of
 from graphaccel.capture.stepgraph import StepGraph
-from graphaccel.capture.symbols import BATCH
+from graphaccel.ir.layers import NotRepeated
 from graphaccel.planner.cluster import Device
-from graphaccel.planner.cost import Sizes, dims_of, first_input, is_view, node_work
-from graphaccel.planner.efficiency import gap_seconds, seconds_of
-from graphaccel.planner.wires import KINDS, Wires
+from graphaccel.planner.cost import first_input, is_view
+from graphaccel.planner.lines import Lines, read_lines, unfolded
+from graphaccel.planner.sized import SizedProfile
+from graphaccel.planner.wires import Wires
 from graphaccel.rules.propagate import is_random
 
 _HELD = ("parameter", "buffer", "tangent")  # what one stage has and others do not
-
-
-@dataclass(eq=False)
-class Storage:
-    """One tensor's memory, views folded in, and where it is used.
-
-    made: position. forward, backward: joint-node indices of its uses in each phase, with positions.
-    kind: "parameter", "buffer", "constant", "batch", "tangent" of an input, "value" otherwise.
-    common: made from batch and constants only, without random numbers, so that every stage that
-      needs it makes it for itself.
-    """
-
-    index: int
-    node: fx.Node
-    item: int
-    made: int
-    at: int
-    phase: str
-    kind: str = "value"
-    name: str = ""
-    common: bool = False
-    random: bool = False
-    floating: bool = False
-    forward: list[tuple[int, int]] = field(default_factory=list)
-    backward: list[tuple[int, int]] = field(default_factory=list)
-    gradient: bool = False
-
-    @property
-    def saved(self) -> bool:
-        """Made in forward and kept for backward; what is common is made again there instead."""
-        return self.owned and bool(self.backward)
-
-    @property
-    def owned(self) -> bool:
-        """Made in forward by one stage only."""
-        return self.kind == "value" and self.phase == "forward" and not self.common
+_FAR = np.iinfo(np.int64).max
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -75,36 +41,136 @@ class Parameter:
     positions: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class Tensor:
+    """One result of a node that was read. item: which one of several, -1 where there is one."""
+
+    node: fx.Node
+    item: int
+
+    @property
+    def value(self) -> torch.Tensor:
+        """The (fake) tensor itself."""
+        found = self.node.meta["val"]
+        return found[self.item] if self.item >= 0 else found
+
+
+@dataclass(frozen=True, eq=False)
+class Storages:
+    """The memory of each tensor, views folded in, as columns.
+
+    tensor: which of `Profile.tensors` it is, or is a copy of. made: joint row. at: position. ahead:
+    made in the forward. value: made by a call; input: number of the placeholder otherwise, -1.
+    common: made from batch and constants only, without random numbers, so that every stage that
+      needs it makes it for itself. random: drawn. gradient: of a parameter, handed out.
+    uses: (storage, joint row, position, whether it is in the forward), by storage, then by row;
+      uses of a view are uses of what it is a view of.
+    """
+
+    tensor: np.ndarray
+    made: np.ndarray
+    at: np.ndarray
+    ahead: np.ndarray
+    value: np.ndarray
+    input: np.ndarray
+    common: np.ndarray
+    random: np.ndarray
+    floating: np.ndarray
+    gradient: np.ndarray
+    uses: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+
+    def __len__(self) -> int:
+        return len(self.made)
+
+    @cached_property
+    def owned(self) -> np.ndarray:
+        """Made in forward by one stage only."""
+        return self.value & self.ahead & ~self.common
+
+    @cached_property
+    def last_forward(self) -> np.ndarray:
+        """Joint row of the last use in the forward, -1 without one."""
+        return self._last(self.uses[3])
+
+    @cached_property
+    def last_backward(self) -> np.ndarray:
+        """Joint row of the last use in the backward, -1 without one."""
+        return self._last(~self.uses[3])
+
+    @cached_property
+    def first_wanted(self) -> np.ndarray:
+        """The earliest position whose backward reads it, `_FAR` without one."""
+        found = np.full(len(self), _FAR)
+        storage, _, place, ahead = self.uses
+        np.minimum.at(found, storage[~ahead], place[~ahead])
+        return found
+
+    @cached_property
+    def saved(self) -> np.ndarray:
+        """Made in forward and kept for backward; what is common is made again there instead."""
+        return self.owned & (self.last_backward >= 0)
+
+    def _last(self, chosen: np.ndarray) -> np.ndarray:
+        found = np.full(len(self), -1)
+        np.maximum.at(found, self.uses[0][chosen], self.uses[1][chosen])
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class Crossing:
+    """Values that a cut may separate from a use. storage, at, last: its number, position, and
+    position of its last use in the forward. uses: (which of them, position) of each such use."""
+
+    storage: np.ndarray
+    at: np.ndarray
+    last: np.ndarray
+    uses: tuple[np.ndarray, np.ndarray]
+
+
 class Profile:
     """Positions, storages, parameters and blocks of a step; sized profiles are kept once made."""
 
     def __init__(
-        self, step: StepGraph, partial: Mapping[str, tuple[str, ...]] | None = None
+        self,
+        step: StepGraph,
+        partial: Mapping[str, tuple[str, ...]] | None = None,
+        lines: Lines | None = None,
     ) -> None:
-        """partial: parameter → axes besides data over which its gradient is a partial sum."""
+        """partial: parameter → axes besides data over which its gradient is a partial sum. lines:
+        of the step's joint graph, where they are known."""
         self.step = step
         self.partial = dict(partial or {})
-        order = list(step.forward.graph.graph.nodes)
-        self.names = tuple(node.name for node in order)
+        self.names = tuple(node.name for node in step.forward.graph.graph.nodes)
         self.position = {name: i for i, name in enumerate(self.names)}
-        self.modules = ["" for _ in order]
-        self.nodes = list(step.graph.graph.nodes)
-        self.node_position = np.array([self._place(node) for node in self.nodes], dtype=np.int64)
-        self.node_forward = np.array([n.meta.get("phase") != "backward" for n in self.nodes])
-        for node, at in zip(self.nodes, self.node_position, strict=True):
-            self.modules[at] = self.modules[at] or node.meta.get("module", "")
+        self.lines = _lines(step) if lines is None else lines
+        self.modules = self.lines.modules
+        self.node_position = self.lines.place
+        self.node_forward = self.lines.told(
+            [n.meta.get("phase") != "backward" for n in self.lines.nodes]
+        )
         self.block_names = tuple(block.name for block in step.blocks)
-        numbers = {name: i for i, name in enumerate(self.block_names)}
-        self.block_at = np.array([numbers.get(block_of(m), -1) for m in self.modules])
-        self.storages: list[Storage] = []
-        self._roots: dict[tuple[fx.Node, int], Storage] = {}
-        self._find_storages()
+        self._number = {name: i for i, name in enumerate(self.block_names)}
+        numbers = self._number
+        known = {module: numbers.get(block_of(module), -1) for module in set(self.modules)}
+        self.block_at = np.array([known[module] for module in self.modules])
+        self.tensors: tuple[Tensor, ...] = ()
+        self.storages = self._find_storages()
         self.parameters = self._find_parameters()
         self._sized: dict[Any, SizedProfile] = {}
         self._saved: dict[frozenset[int], tuple[np.ndarray, ...]] = {}
+        self._known: dict[Hashable, Any] = {}
 
     def __len__(self) -> int:
         return len(self.names)
+
+    def numbers(self, blocks: Iterable[str]) -> tuple[int, ...]:
+        """Numbers of blocks, by name."""
+        return tuple(self._number[name] for name in blocks)
+
+    @property
+    def nodes(self) -> list[fx.Node]:
+        """For each row the node that it is, or is a copy of."""
+        return [self.lines.nodes[i] for i in self.lines.of.tolist()]
 
     def sized(
         self,
@@ -117,91 +183,109 @@ class Profile:
 
         wires: prices of the collectives in the graph, where it has some.
         """
+        if wires is not None:  # no call of the graph goes over data, which is outside of the others
+            wires = replace(wires, data=1)
         # memory changes no number here
         key = (microbatch, replace(device, memory=0), compute, wires)
         if key not in self._sized:
             self._sized[key] = SizedProfile(self, microbatch, device, compute, wires)
         return self._sized[key]
 
-    def _place(self, node: fx.Node) -> int:
-        origin = node.meta.get("origin", "")
-        if origin in self.position:
-            return self.position[origin]
-        return len(self.names) - 1 if node.meta.get("phase") == "backward" else 0
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What `make` gives, made once for each key."""
+        if key not in self._known:
+            self._known[key] = make()
+        return cast(T, self._known[key])
 
-    def _find_storages(self) -> None:
-        """One storage per tensor made; uses of a view are uses of what it is a view of."""
-        step = self.step
-        specs = dict(zip(step.graph.graph.find_nodes(op="placeholder"), step.inputs, strict=True))
-        outputs = cast(tuple[fx.Node, ...], step.graph.graph.output_node().args[0])
-        bound: set[fx.Node] = set()
-        for index, node in enumerate(self.nodes):
-            if node.op == "output":
-                break
-            inputs = node.all_input_nodes
-            kind = specs[node].kind if node in specs else "value"
-            random = is_random(node)
-            if random or kind in _HELD or any(n in bound for n in inputs):
-                bound.add(node)
-            for source in inputs:
-                if not is_view(node):
-                    for storage in self.roots(source):
-                        uses = storage.forward if self.node_forward[index] else storage.backward
-                        uses.append((index, int(self.node_position[index])))
-            if is_view(node):
-                continue
-            values = node.meta.get("val")
-            several = isinstance(values, (tuple, list))
-            for item, value in enumerate(values if several else [values]):
-                if not isinstance(value, torch.Tensor):
-                    continue
-                storage = Storage(
-                    index=len(self.storages),
-                    node=node,
-                    item=item if several else -1,
-                    made=index,
-                    at=int(self.node_position[index]),
-                    phase="forward" if self.node_forward[index] else "backward",
-                    kind=kind,
-                    name=specs[node].name if node in specs else node.name,
-                    common=node not in bound,
-                    random=random,
-                    floating=value.is_floating_point(),
-                )
-                self.storages.append(storage)
-                self._roots[node, storage.item] = storage
-        for spec, node in zip(step.outputs, outputs, strict=True):
-            for storage in self.roots(node):
-                storage.gradient = storage.gradient or spec.kind == "gradient"
+    def _find_storages(self) -> Storages:
+        """One storage per tensor made."""
+        step, lines = self.step, self.lines
+        views = [is_view(n) for n in lines.nodes]
+        made = [[] if view else _tensors(n) for n, view in zip(lines.nodes, views, strict=True)]
+        self.tensors = tuple(tensor for own in made for tensor in own)
+        many = lines.told([len(own) for own in made])
+        begin = np.cumsum(many) - many  # a row's first storage
+        row = np.repeat(np.arange(len(many)), many)
+        part = np.arange(len(row)) - begin[row]
+        before = np.cumsum([0, *map(len, made)])[:-1]
+        tensor = before[lines.of[row]] + part
 
-    def roots(self, node: fx.Node) -> list[Storage]:
-        """The storages behind a node's result."""
-        if is_view(node):
-            source = first_input(node)
-            if node.target is getitem and not is_view(source):
-                return [self._roots[source, cast(int, node.args[1])]]
-            return self.roots(source)
-        items = [-1, *range(len(node.meta["val"]))] if _several(node) else [-1]
-        return [self._roots[node, item] for item in items if (node, item) in self._roots]
+        number = np.full(len(lines.of), -1)
+        number[lines.inputs] = np.arange(len(step.inputs))
+        held = np.zeros(len(lines.of), dtype=bool)
+        held[lines.inputs] = [spec.kind in _HELD for spec in step.inputs]
+        random = lines.told([is_random(n) for n in lines.nodes])
+        bound = lines.reached(random | held)
+
+        root, item = lines.roots()
+        view = np.array(views)[lines.of]
+        calls = ~view[lines.reader]
+        reader, looked = lines.reader[calls], lines.source[calls]
+        uses = self._spread(root[looked], item[looked], many, begin)
+        order = np.argsort(uses[0], kind="stable")
+        storage, by = uses[0][order], reader[uses[1][order]]
+
+        gradient = np.zeros(len(row), dtype=bool)
+        out = lines.results[[spec.kind == "gradient" for spec in step.outputs]]
+        gradient[self._spread(root[out], item[out], many, begin)[0]] = True
+        floating = np.array([t.value.is_floating_point() for t in self.tensors], dtype=bool)
+        return Storages(
+            tensor=tensor,
+            made=row,
+            at=self.node_position[row],
+            ahead=self.node_forward[row],
+            value=number[row] < 0,
+            input=number[row],
+            common=~bound[row],
+            random=random[row],
+            floating=floating[tensor],
+            gradient=gradient,
+            uses=(storage, by, self.node_position[by], self.node_forward[by]),
+        )
+
+    def _spread(
+        self, root: np.ndarray, item: np.ndarray, many: np.ndarray, begin: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """(storages, which pair they are of) behind pairs of a row and its item, -1 for all."""
+        of = self.lines.of
+        place: dict[tuple[fx.Node, int], int] = {}
+        first: dict[fx.Node, int] = {}
+        for number, tensor in enumerate(self.tensors):
+            start = first.setdefault(tensor.node, number)
+            place[tensor.node, tensor.item] = number - start
+        whole = item < 0
+        times = np.where(whole, many[root], 1)
+        pair = np.repeat(np.arange(len(root)), times)
+        found = begin[root[pair]] + np.arange(len(pair)) - (np.cumsum(times) - times)[pair]
+        single = np.flatnonzero(~whole)
+        if len(single):
+            nodes = self.lines.nodes
+            parts = {(int(r), int(i)): place[nodes[int(r)], int(i)]
+                     for r, i in set(zip(of[root[single]].tolist(), item[single].tolist(),
+                                         strict=True))}  # fmt: skip
+            shift = np.zeros(len(root), dtype=np.int64)
+            shift[single] = [parts[int(r), int(i)] for r, i in
+                             zip(of[root[single]], item[single], strict=True)]  # fmt: skip
+            found += shift[pair]
+        return found, pair
 
     @cached_property
     def node_weight(self) -> np.ndarray:
         """Whether a node makes the gradient of one parameter and nothing else: what a schedule that
         has weights apart can do later (`passes.split_weights` decides by the cuts)."""
-        made = cast(tuple[fx.Node, ...], self.step.graph.graph.output_node().args[0])
-        reached: dict[fx.Node, set[str]] = {}
-        for node, spec in zip(made, self.step.outputs, strict=True):
-            reached.setdefault(node, set()).add(spec.name if spec.kind == "gradient" else "")
-        found = np.zeros(len(self.nodes), dtype=bool)
-        for index in range(len(self.nodes) - 1, -1, -1):
-            node = self.nodes[index]
-            own = reached.get(node, set())
-            found[index] = not self.node_forward[index] and len(own) == 1 and "" not in own
-            for source in node.all_input_nodes:
-                theirs = reached.setdefault(source, set())
-                if len(theirs) < 2:
-                    theirs |= own
-        return found
+        lines, names = self.lines, {"": -1}
+        only = [0] * len(lines.of)  # number of the one parameter; 0: of none, -1: of several
+        for row, spec in zip(lines.results.tolist(), self.step.outputs, strict=True):
+            name = spec.name if spec.kind == "gradient" else ""
+            own = names.setdefault(name, len(names))
+            only[row] = own if only[row] in (0, own) else -1
+        for reader, source in zip(
+            lines.reader[::-1].tolist(), lines.source[::-1].tolist(), strict=True
+        ):
+            own = only[reader]
+            if own and only[source] != own:
+                only[source] = -1 if only[source] else own
+        return (np.array(only) > 0) & ~self.node_forward
 
     @cached_property
     def alike(self) -> tuple[np.ndarray, list[fx.Node]]:
@@ -209,14 +293,19 @@ class Profile:
         ask the same of a device at any size."""
         numbers: dict[Any, int] = {}
         first: list[fx.Node] = []
-        kinds = np.zeros(len(self.nodes), dtype=np.int64)
-        for place, node in enumerate(self.nodes):
+        kinds = []
+        for node in self.lines.nodes:
             key = _asked(node)
             if key not in numbers:
                 numbers[key] = len(first)
                 first.append(node)
-            kinds[place] = numbers[key]
-        return kinds, first
+            kinds.append(numbers[key])
+        return self.lines.told(kinds), first
+
+    @cached_property
+    def block_first(self) -> np.ndarray:
+        """The first position of each block."""
+        return np.array([int((self.block_at == b).argmax()) for b in range(len(self.block_names))])
 
     @cached_property
     def trained_bytes(self) -> int:
@@ -224,22 +313,44 @@ class Profile:
         return sum(p.bytes for p in self.parameters if p.trainable)
 
     @cached_property
+    def held_bytes(self) -> int:
+        """Bytes of parameters and buffers."""
+        return sum(p.bytes for p in self.parameters)
+
+    @cached_property
+    def trained_tensors(self) -> int:
+        """How many parameters are trained."""
+        return sum(p.trainable for p in self.parameters)
+
+    @cached_property
+    def readers(self) -> tuple[np.ndarray, np.ndarray]:
+        """(number of a parameter, position that reads it); one that none reads is at 0."""
+        pairs = [(i, at) for i, p in enumerate(self.parameters) for at in p.positions or (0,)]
+        owners, places = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+        return owners, places
+
+    @cached_property
     def resting(self) -> frozenset[str]:
         """Names of the parameters, buffers left out."""
         return frozenset(s.name for s in self.step.inputs if s.kind == "parameter")
 
     def _find_parameters(self) -> tuple[Parameter, ...]:
-        step = self.step
+        step, storages = self.step, self.storages
         found: dict[str, Parameter] = {}
-        for storage in self.storages:
-            if storage.kind not in ("parameter", "buffer"):
+        storage, _, place, ahead = storages.uses
+        storage, place = storage[ahead], place[ahead]
+        ends = np.searchsorted(storage, np.arange(len(storages) + 1))
+        sizes = [t.value.numel() * t.value.element_size() for t in self.tensors]
+        for index in np.flatnonzero(storages.input >= 0).tolist():
+            spec = step.inputs[int(storages.input[index])]
+            if spec.kind not in ("parameter", "buffer"):
                 continue
-            name = step.tied.get(storage.name, storage.name)
-            value = storage.node.meta["val"]
+            name = step.tied.get(spec.name, spec.name)
             known = found.get(name)
-            positions = {p for _, p in storage.forward} | set(known.positions if known else ())
-            trainable = storage.kind == "parameter" and storage.name in step.trainable
-            size = value.numel() * value.element_size()
+            positions = set(place[ends[index] : ends[index + 1]].tolist())
+            positions |= set(known.positions if known else ())
+            trainable = spec.kind == "parameter" and spec.name in step.trainable
+            size = sizes[int(storages.tensor[index])]
             found[name] = Parameter(name, size, trainable, tuple(sorted(positions)))
         return tuple(found.values())
 
@@ -252,170 +363,77 @@ class Profile:
         """
         chosen = frozenset(recomputed)
         if chosen not in self._saved:
-            kept: list[tuple[int, int]] = []
-            again: list[tuple[int, int]] = []
-            for storage in self.storages:
-                if not storage.owned:
-                    continue
-                own = self.block_at[storage.at]
-                entered = [p for _, p in storage.forward if self.block_at[p] in chosen]
-                backward = [p for _, p in storage.backward]
-                if own in chosen and not storage.random:
-                    outside = [p for p in (*entered, *backward) if self.block_at[p] != own]
-                    if outside:
-                        kept.append((storage.index, min(outside)))
-                    elif backward:
-                        again.append((storage.index, min(backward)))
-                elif wanted := (*entered, *backward):
-                    kept.append((storage.index, min(wanted)))
-            columns = [np.array(rows, dtype=np.int64).reshape(-1, 2).T for rows in (kept, again)]
-            self._saved[chosen] = (*columns[0], *columns[1])
+            storages = self.storages
+            storage, place, back, block, own = self._wanted
+            again = np.zeros(len(self.block_names) + 1, dtype=bool)  # the last: of no block
+            again[list(chosen)] = True
+            inner = again[self.block_at[storages.at]] & ~storages.random
+            counted = (back | again[block]) & ~(inner[storage] & (block == own))
+            first = np.full(len(storages), _FAR)
+            np.minimum.at(first, storage[counted], place[counted])
+            kept = np.flatnonzero(first < _FAR)
+            made = np.flatnonzero(inner & storages.saved & (first == _FAR))
+            self._saved[chosen] = (kept, first[kept], made, storages.first_wanted[made])
         return self._saved[chosen]
 
     @cached_property
-    def crossing(self) -> list[tuple[Storage, np.ndarray]]:
-        """Values a cut may separate from a use: (storage, positions of its uses, ascending)."""
-        found = []
-        for storage in self.storages:
-            if not storage.owned or self._of_parameters(storage.node):
-                continue
-            positions = sorted({p for _, p in storage.forward})
-            if positions and positions[-1] > storage.at:
-                found.append((storage, np.array(positions)))
-        return found
+    def _wanted(self) -> tuple[np.ndarray, ...]:
+        """Uses of what one stage makes: (storage, position, whether it is in the backward, block,
+        block that made it)."""
+        storage, _, place, ahead = self.storages.uses
+        owned = self.storages.owned[storage]
+        storage, place = storage[owned], place[owned]
+        blocks = self.block_at[place], self.block_at[self.storages.at[storage]]
+        return (storage, place, ~ahead[owned], *blocks)
 
     @cached_property
-    def _batch_made(self) -> set[fx.Node]:
-        """Nodes that depend on the batch."""
-        specs = zip(
-            self.step.graph.graph.find_nodes(op="placeholder"), self.step.inputs, strict=True
-        )
-        made = {node for node, spec in specs if spec.kind == "batch"}
-        for node in self.nodes:
-            if any(n in made for n in node.all_input_nodes):
-                made.add(node)
-        return made
-
-    def _of_parameters(self, node: fx.Node) -> bool:
-        """A cast or copy of one parameter: each stage makes its own."""
-        while node.op == "call_function" and len(node.all_input_nodes) == 1:
-            node = node.all_input_nodes[0]
-        return node.op == "placeholder" and node not in self._batch_made
-
-
-class SizedProfile:
-    """Seconds and bytes per position for one microbatch size, as arrays over the positions.
-
-    forward, backward: seconds of the device; weight: those of the backward that give gradients of
-    parameters alone; sent_forward, sent_backward: those of collectives
-    among them; host_forward, host_backward: seconds in which the process starts the ops, which goes
-    on beside the device. launches: seconds of the device that starting ops takes. bytes: of each
-    storage.
-    gradients: bytes of parameters' gradients, where they are made. passing_forward,
-    passing_backward: the most bytes of values that live only within a phase, while the position
-    computes.
-    """
-
-    def __init__(
-        self,
-        profile: Profile,
-        microbatch: int,
-        device: Device,
-        compute: str,
-        wires: Wires | None = None,
-    ) -> None:
-        step, length = profile.step, len(profile)
-        sizes: Mapping = {**step.sizes, **({BATCH: microbatch} if BATCH in step.sizes else {})}
-        resolve = Sizes(sizes)
-        narrow = compute in ("bfloat16", "float16")
-        kind, first = profile.alike
-        works = [node_work(n, resolve, narrow) for n in first]
-        moves = np.array([n.target in KINDS for n in first])
-        sent = np.zeros(len(first))
-        if wires is not None:
-            sent = np.array([wires.seconds(n, resolve, narrow) for n in first])
-        calls = np.where(moves, sent > 0, [w.calls for w in works])
-        gap = gap_seconds(device)
-        alone = np.where(moves, 0.0, [seconds_of(w, device, compute) + gap * w.calls
-                                      for w in works])  # fmt: skip
-        sent, calls, seconds = sent[kind], calls[kind], (alone + sent)[kind]
-        self.launches = gap * float(calls.sum())
-        place, ahead = profile.node_position, profile.node_forward
-        starting = device.launch_seconds * calls
-
-        def summed(values: np.ndarray, here: np.ndarray) -> np.ndarray:
-            return np.bincount(place[here], values[here], minlength=length)
-
-        self.sent_forward, self.sent_backward = summed(sent, ahead), summed(sent, ~ahead)
-        self.forward, self.backward = summed(seconds, ahead), summed(seconds, ~ahead)
-        self.host_forward, self.host_backward = summed(starting, ahead), summed(starting, ~ahead)
-        self.weight = summed(seconds, profile.node_weight)
-        self.bytes = np.array(
-            [_bytes(s, resolve, narrow) for s in profile.storages], dtype=np.int64
-        )
-        self._profile = profile
-        live = self._passing()
-        self.passing_forward = np.zeros(length, dtype=np.int64)
-        self.passing_backward = np.zeros(length, dtype=np.int64)
-        np.maximum.at(self.passing_forward, place[ahead], live[ahead])
-        np.maximum.at(self.passing_backward, place[~ahead], live[~ahead])
-        made = [s for s in profile.storages if s.gradient]
-        self.gradients = np.bincount(
-            [s.at for s in made], [self.bytes[s.index] for s in made], minlength=length
-        ).astype(np.int64)
-        self.batch_bytes = sum(
-            int(self.bytes[s.index]) for s in profile.storages if s.kind in ("batch", "tangent")
-        )
+    def crossing(self) -> Crossing:
+        """Values a cut may separate from a use."""
+        storages = self.storages
+        storage, _, place, ahead = storages.uses
+        storage, place = storage[ahead], place[ahead]
+        last = np.full(len(storages), -1)
+        np.maximum.at(last, storage, place)
+        chosen = storages.owned & (last > storages.at) & ~self._of_parameters[storages.made]
+        number = np.cumsum(chosen) - 1
+        found = np.flatnonzero(chosen)
+        uses = number[storage[chosen[storage]]], place[chosen[storage]]
+        return Crossing(found, storages.at[found], last[found], uses)
 
     @cached_property
-    def work(self) -> float:
-        """Seconds of a microbatch, forward and backward."""
-        return float(self.forward.sum() + self.backward.sum())
+    def _of_parameters(self) -> np.ndarray:
+        """Rows that are a cast or copy of one parameter: each stage makes its own."""
+        lines = self.lines
+        given = np.zeros(len(lines.of), dtype=bool)
+        given[lines.inputs] = [spec.kind == "batch" for spec in self.step.inputs]
+        apart = lines.told([n.op == "placeholder" for n in lines.nodes]) & ~lines.reached(given)
+        alone = np.bincount(lines.reader, minlength=len(lines.of)) == 1
+        alone &= lines.told([n.op == "call_function" for n in lines.nodes])
+        behind = np.arange(len(lines.of))
+        single = alone[lines.reader]
+        behind[lines.reader[single]] = lines.source[single]
+        while (behind[behind] != behind).any():
+            behind = behind[behind]
+        return apart[behind]
 
-    def _passing(self) -> np.ndarray:
-        """Bytes alive at each joint node, without inputs and what is saved for backward.
 
-        A gradient of a parameter counts while it is made only; afterwards it is in its accumulator.
-        """
-        change = np.zeros(len(self._profile.nodes) + 1, dtype=np.int64)
-        for storage in self._profile.storages:
-            if storage.kind != "value" or storage.saved:
-                continue
-            uses = storage.forward if storage.common else storage.backward or storage.forward
-            last = storage.made if storage.gradient or not uses else uses[-1][0]
-            change[storage.made] += self.bytes[storage.index]
-            change[last + 1] -= self.bytes[storage.index]
-        return np.cumsum(change)[:-1] - self._let_go()
+def _lines(step: StepGraph) -> Lines:
+    if step.repeats is not None:
+        try:
+            return unfolded(step)
+        except NotRepeated:  # a rewrite of the whole graph: it is there to be read
+            pass
+    return read_lines(step)
 
-    def _let_go(self) -> np.ndarray:
-        """Bytes of what was saved that a position's backward has read for the last time, at each
-        joint node: a loss computed by shards is many nodes at one position."""
-        profile, gone = self._profile, np.zeros(len(self._profile.nodes), dtype=np.int64)
-        places = profile.node_position
-        for storage in profile.storages:
-            if not storage.saved:
-                continue
-            last, at = storage.backward[-1]
-            if at == min(p for _, p in storage.backward):
-                gone[last + 1 :][places[last + 1 :] == at] += self.bytes[storage.index]
-        return gone
 
-    def saved(self, recomputed: Iterable[int] = ()) -> tuple[np.ndarray, np.ndarray]:
-        """Bytes per position that wait for backward, and that are made again for it."""
-        kept, kept_at, again, again_at = self._profile.saved(recomputed)
-        length = len(self._profile)
-        return (
-            np.bincount(kept_at, self.bytes[kept], minlength=length).astype(np.int64),
-            np.bincount(again_at, self.bytes[again], minlength=length).astype(np.int64),
-        )
-
-    def block_seconds(self) -> np.ndarray:
-        """Forward seconds of each block: what computing it again costs."""
-        block = self._profile.block_at
-        inside = block >= 0
-        return np.bincount(
-            block[inside], self.forward[inside], minlength=len(self._profile.block_names)
-        )
+def _tensors(node: fx.Node) -> list[Tensor]:
+    values = node.meta.get("val")
+    several = isinstance(values, (tuple, list))
+    return [
+        Tensor(node, item if several else -1)
+        for item, value in enumerate(values if several else [values])
+        if isinstance(value, torch.Tensor)
+    ]
 
 
 def _asked(node: fx.Node) -> Any:
@@ -440,18 +458,3 @@ def _sized(node: fx.Node) -> tuple[Any, str]:
     value = node.meta.get("val")
     values = value if isinstance(value, (tuple, list)) else [value]
     return node.meta.get("dims"), " ".join(str(getattr(v, "dtype", "")) for v in values)
-
-
-def _several(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), (tuple, list))
-
-
-def _bytes(storage: Storage, sizes: Sizes, narrow: bool) -> int:
-    dims: Any = dims_of(storage.node, sizes)
-    value = storage.node.meta["val"]
-    if storage.item >= 0:
-        dims, value = dims[storage.item], value[storage.item]
-    width = value.element_size()
-    if narrow and value.dtype == torch.float32 and storage.kind == "value":
-        width = 2
-    return int(np.prod(dims, dtype=np.int64)) * width

@@ -8,6 +8,7 @@ the fewest seconds that save the bytes needed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -34,11 +35,15 @@ def block_options(profile: Profile, sized: SizedProfile) -> tuple[BlockOption, .
     """What recomputing each block alone would save and cost; blocks that save nothing are left
     out.
     """
-    keep, _ = sized.saved()
+    return sized.once("block options", lambda: _block_options(profile, sized))
+
+
+def _block_options(profile: Profile, sized: SizedProfile) -> tuple[BlockOption, ...]:
+    keep = int(sized.bytes[profile.saved(())[0]].sum())
     seconds = sized.block_seconds()
     options = []
     for block, name in enumerate(profile.block_names):
-        saving = int(keep.sum() - sized.saved((block,))[0].sum())
+        saving = keep - int(sized.bytes[profile.saved((block,))[0]].sum())
         if saving > 0:
             options.append(BlockOption(block, name, saving, float(seconds[block])))
     return tuple(options)
@@ -57,6 +62,8 @@ def cheapest(savings: Sequence[float], prices: Sequence[float], needed: float) -
     units = [min(_UNITS, int(s / needed * _UNITS)) for s in savings]
     if sum(units) < _UNITS:
         return list(range(len(savings)))
+    if len(set(units)) == len(set(prices)) == 1 and prices[0] > 0:  # what the table would say
+        return list(range(math.ceil(_UNITS / units[0])))
     best = np.full(_UNITS + 1, np.inf)
     best[0] = 0.0
     taken = np.zeros((len(units), _UNITS + 1), dtype=bool)

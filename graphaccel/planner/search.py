@@ -31,7 +31,9 @@ from graphaccel.planner.candidates import (
     Layout,
     Shape,
     layouts,
+    meshes_of,
     plain,
+    recomputes,
     shapes_of,
 )
 from graphaccel.planner.cluster import Cluster
@@ -174,6 +176,7 @@ class _Solving:
             (pins.outputs or "loss") if step.has_loss else "all",
         )
         self.bounds = Bounds(problem, self.base)
+        self.bound: dict[tuple[Shape, Layout], float] = {}
         self.settled: set[Shape] = set()
         self.times: list[float] = []
         self.limit = math.inf  # weighed seconds, played, of the best plan so far
@@ -186,36 +189,33 @@ class _Solving:
             problem.layouts.of(own[0].on(self.base))  # raises why not
         self.first = self._sorted(s for s in own if plain(pins, s))
         self.more = [s for s in own if not plain(pins, s)]
-        self.others = {x: list(shapes_of(problem, pins, batch, x)) for x in offered[1:]}
-        self.outcome.tally.candidates = len(own) + sum(map(len, self.others.values()))
+        self.choices = recomputes(problem, pins)
+        self.others = {x: list(meshes_of(problem, pins, batch, x)) for x in offered[1:]}
+        apart = len(self.choices) * sum(map(len, self.others.values()))
+        self.outcome.tally.candidates = len(own) + apart
 
-    def _bound(self, shape: Shape) -> float:
-        return self.bounds.seconds(shape.on(self.base))
+    def _bound(self, mesh: Shape) -> float:
+        """Of a shape without its recomputation; anew where the graph of its layout was made."""
+        key = mesh, self.bounds.nearest(mesh.layout)
+        if key not in self.bound:
+            self.bound[key] = self.bounds.seconds(mesh)
+        return self.bound[key]
 
     def _sorted(self, shapes: Iterable[Shape]) -> list[tuple[float, Shape]]:
         """With the bound of each; that of its microbatches and axes does for all recomputations."""
-        known: dict[Shape, float] = {}
-        found = []
-        for shape in shapes:
-            if shape.mesh not in known:
-                known[shape.mesh] = self._bound(shape)
-            found.append((known[shape.mesh], shape))
+        found = [(self._bound(shape.mesh), shape) for shape in shapes]
         return sorted(found, key=lambda pair: (pair[0], pair[1].order))
 
     def _of_layout(self, layout: Layout) -> float:
-        """Seconds that no candidate of a layout can beat."""
-        near = {replace(s, recompute="", zero=0, gather_again=True, accumulation="whole")
-                for s in self.others[layout]}  # fmt: skip
-        known = [self._bound(s) for s in near]
-        if any(s.zero for s in self.others[layout]):  # less to reduce, and less of an optimizer
-            known += [self._bound(s.mesh) for s in self.others[layout] if s.zero]
-        return min(known)
+        """Seconds that no candidate of a layout can beat that may fit."""
+        fitting = (mesh for mesh in self.others[layout] if not self.bounds.too_big(mesh))
+        return min(map(self._bound, fitting), default=math.inf)
 
     def least(self) -> float:
         """Seconds that no candidate can beat."""
         found = [bound for bound, _ in self.first[:1]]
-        found += [self._bound(s) for s in self.more]
-        found += [self._of_layout(x) for x, own in self.others.items() if own]
+        found += [self._bound(mesh) for mesh in {s.mesh for s in self.more}]
+        found += [self._bound(mesh) for own in self.others.values() for mesh in own]
         return min(found)
 
     def run(self) -> Iterator[tuple[int, float]]:
@@ -250,12 +250,12 @@ class _Solving:
         for layout, own in self.others.items():
             if own:
                 heapq.heappush(heap, (self._of_layout(layout), astuple(layout), layout))
-        left = len(self.more) + sum(map(len, self.others.values()))
+        many = {layout: len(self.choices) * len(own) for layout, own in self.others.items()}
+        left = len(self.more) + sum(many.values())
         while heap:
             bound, _, item = heapq.heappop(heap)
             if self.prune and bound * WORTH > self.limit:
-                tally.pruned += left
-                return
+                break
             if isinstance(item, Shape):
                 if self.prune and item.mesh in self.settled:
                     tally.pruned += 1
@@ -269,21 +269,27 @@ class _Solving:
                 if self.bounds.build(ahead) or (ahead != item and self.bounds.build(item)):
                     heapq.heappush(heap, (self._of_layout(item), astuple(item), item))
                 else:
-                    tally.impossible += len(self.others[item])
-                    left -= len(self.others[item])
-                    yield len(self.others[item]), bound
+                    tally.impossible += many[item]
+                    left -= many[item]
+                    yield many[item], bound
             else:
-                for tight, shape in self._sorted(self.others[item]):
-                    heapq.heappush(heap, (tight, shape.order, shape))
+                for mesh in self.others[item]:
+                    tight = self._bound(mesh)
+                    if self.prune and tight * WORTH > self.limit:
+                        continue  # its turn would come after the end
+                    for choice in self.choices:
+                        shape = replace(mesh, recompute=choice)
+                        heapq.heappush(heap, (tight, shape.order, shape))
+        tally.pruned += left
 
     def _solve(self, bound: float, shape: Shape, *, floor: bool = True) -> None:
         problem, pins, outcome = self.problem, self.pins, self.outcome
-        plan = shape.on(self.base)
-        if floor and self.prune and self.bounds.too_big(plan):
+        if floor and self.prune and self.bounds.too_big(shape):
             self.late.append((bound, shape))
             outcome.tally.infeasible += 1
             outcome.tally.solved += 1
             return
+        plan = shape.on(self.base)
         try:
             plan = with_cuts_and_blocks(problem, plan, shape.recompute, pins.cuts)
         except TooManyStages as error:

@@ -8,10 +8,12 @@ any order that respects the messages (``execution_order``) gives them exactly.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
-from graphaccel.schedule.table import Schedule, stage_ranks
+from graphaccel.schedule.table import Schedule, build, stage_ranks
 from graphaccel.schedule.validate import execution_order
 
 
@@ -91,3 +93,87 @@ def simulate(
     makespan = max(clock, default=0.0)
     idle = (makespan - b - r for b, r in zip(busy, reducing, strict=True))
     return Timeline(makespan, tuple(map(tuple, spans)), tuple(busy), tuple(reducing), tuple(idle))
+
+
+_Row = tuple[tuple[int, int, int], ...]  # (kind, stage, microbatch) of a rank's actions
+_KINDS = ("forward", "backward", "weight")
+
+
+@dataclass(frozen=True)
+class Played:
+    """When a step ends, and how long each rank computes."""
+
+    makespan: float
+    busy: tuple[float, ...]
+
+
+def play(
+    shape: tuple[str, int, int, int],
+    seconds: tuple[Sequence[float], Sequence[float], Sequence[float]],
+    edge_seconds: Mapping[tuple[int, int, str], float],
+    reduce_seconds: Sequence[float],
+) -> Played:
+    """What `simulate` says of the table of `shape`, (name, ranks, stages of a rank, microbatches),
+    with its messages, without making either: the same sums in the same order.
+
+    seconds: of forward, backward and weight, per stage. A message is there when it is wanted or its
+    rank waits, so that receives need no place in a list; those that come early wait for nothing.
+    """
+    _, ranks, _, microbatches = shape
+    rows = _rows(*shape)
+    outgoing: dict[tuple[int, int], list[tuple[int, float, int]]] = defaultdict(list)
+    incoming: dict[tuple[int, int], list[int]] = defaultdict(list)
+    arrivals: list[list[float]] = []
+    channels: dict[tuple[int, int, str], int] = {}
+    for (source, destination, way), took in sorted(edge_seconds.items()):
+        a, b = source % ranks, destination % ranks
+        if a != b:
+            channel = channels.setdefault((a, b, way), len(channels))
+            kind = _KINDS.index(way)
+            outgoing[kind, source].append((len(arrivals), took, channel))
+            incoming[kind, destination].append(len(arrivals))
+            arrivals.append([-1.0] * microbatches)
+    free = [0.0] * len(channels)
+    clock, busy, at = [0.0] * ranks, [0.0] * ranks, [0] * ranks
+    waiting: dict[tuple[int, int], int] = {}  # message -> the rank that needs it
+    runnable = list(range(ranks))
+    while runnable:
+        rank = runnable.pop()
+        row, place, now, worked = rows[rank], at[rank], clock[rank], busy[rank]
+        while place < len(row):
+            kind, stage, number = row[place]
+            missing = None
+            for edge in incoming.get((kind, stage), ()):
+                arrival = arrivals[edge][number]
+                if arrival < 0.0:
+                    missing = (edge, number)
+                    break
+                now = max(now, arrival)
+            if missing is not None:
+                waiting[missing] = rank
+                break
+            took = seconds[kind][stage]
+            now += took
+            worked += took
+            for edge, length, channel in outgoing.get((kind, stage), ()):
+                end = max(now, free[channel]) + length
+                free[channel] = arrivals[edge][number] = end
+                other = waiting.pop((edge, number), None)
+                if other is not None:
+                    runnable.append(other)
+            place += 1
+        at[rank], clock[rank], busy[rank] = place, now, worked
+    if waiting:
+        raise ValueError(f"deadlock: ranks {sorted(waiting.values())} wait for ever")
+    for rank, row in enumerate(rows):
+        last = {stage: index for index, (_, stage, _) in enumerate(row)}
+        for stage in sorted(last, key=last.__getitem__):
+            clock[rank] += reduce_seconds[stage]
+    return Played(max(clock, default=0.0), tuple(busy))
+
+
+@lru_cache(maxsize=8)
+def _rows(name: str, ranks: int, per_rank: int, microbatches: int) -> tuple[_Row, ...]:
+    table = build(name, ranks, per_rank, microbatches)
+    kinds = {kind: number for number, kind in enumerate(_KINDS)}
+    return tuple(tuple((kinds[a.kind], a.stage, a.microbatch) for a in row) for row in table)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
 
 from graphaccel.errors import BadPin, TooManyStages
 from graphaccel.planner.cluster import Cluster
@@ -120,31 +123,39 @@ def with_cuts_and_blocks(
     return best
 
 
-def _cuts(problem: Problem, plan: Plan) -> list[tuple[str, ...]]:
+def _cuts(problem: Problem, plan: Plan) -> Iterator[tuple[str, ...]]:
     """The cuts that are even in time, then those that are even in time among what fits."""
-    sized = problem.sized(plan)
-    link = problem.cluster.links[0]
-    seconds = 1 / link.bandwidth, link.latency_seconds + problem.cluster.device.launch_seconds
+    sized, cluster, stages = problem.sized(plan), problem.cluster, plan.stages
+    link = cluster.links[0]
+    seconds = 1 / link.bandwidth, link.latency_seconds + cluster.device.launch_seconds
     profile = problem.layouts.of(plan)
-    even = choose_cuts(profile, sized, plan.stages, *seconds, pinned=problem.stages)
+    pinned = problem.stages
+    even = sized.once(
+        ("even", stages, *seconds, pinned),
+        lambda: choose_cuts(profile, sized, stages, *seconds, pinned=pinned),
+    )
     assert even is not None
-    if plan.stages == 1:
-        return [even]
-    lean = sized.saved(range(len(profile.block_names)))[0]
+    yield even
+    if stages == 1:
+        return
     waiting = flight(plan)
-    cluster = problem.cluster
     limit = StageLimit(
         per_parameter_byte=sum(resident_parts(plan, problem.optimizer_bytes)),
-        in_flight=[waiting[s] for s in range(plan.stages)],
-        budget=[cluster.tensor_budget / plan.interleave] * plan.stages,
+        in_flight=tuple(waiting[s] for s in range(stages)),
+        budget=(cluster.tensor_budget / plan.interleave,) * stages,
     )
-    fitting = choose_cuts(
-        profile, sized, plan.stages, *seconds, saved=lean, limit=limit, pinned=problem.stages
-    )
-    return [even] if fitting in (None, even) else [even, fitting]
+    fitting = sized.once(
+        ("fitting", stages, *seconds, pinned, limit),
+        lambda: choose_cuts(
+            profile, sized, stages, *seconds,
+            saved=sized.saved(range(len(profile.block_names)))[0], limit=limit, pinned=pinned,
+        ),
+    )  # fmt: skip
+    if fitting not in (None, even):
+        yield fitting
 
 
-def resident_parts(plan: Plan, optimizer_bytes: int) -> tuple[float, float, float]:
+def resident_parts(plan: Any, optimizer_bytes: int) -> tuple[float, float, float]:
     """Bytes that lie on a device for each byte of trained parameter of its stage: parameter,
     gradient and optimizer state, less what ZeRO keeps elsewhere."""
     once = plan.microbatches == 1 or plan.accumulation == "shards"
@@ -178,12 +189,9 @@ def _needed(problem: Problem, plan: Plan) -> tuple[str, ...]:
     if not options:
         return ()
     waiting = flight(plan)
-    spans = stage_positions(profile, plan.cuts)
-    first = {b: int((profile.block_at == b).argmax()) for b in range(len(profile.block_names))}
-    stage_of = {
-        o.block: next(s for s, (a, b) in enumerate(spans) if a <= first[o.block] < b)
-        for o in options
-    }
+    ends = np.array([end for _, end in stage_positions(profile, plan.cuts)])
+    stages = np.searchsorted(ends, profile.block_first, side="right").tolist()
+    stage_of = {o.block: stages[o.block] for o in options}
     chosen: set[str] = set()
     needs = [0.0] * plan.pipeline
     for _ in range(8):

@@ -17,10 +17,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 from graphaccel.errors import BadPin, TooManyStages
 from graphaccel.planner.module_pins import is_inside
 from graphaccel.planner.profile import Profile, SizedProfile
+
+_NEAR = 1 + 4e-9  # costs that far apart are told apart later
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,10 @@ def candidate_cuts(profile: Profile, sized: SizedProfile) -> Candidates:
     Of several cuts between which no parameter is used the one with fewest bytes is kept, the
     latest of equals: an activation function stays with the layer before it.
     """
+    return sized.once("candidate cuts", lambda: _candidate_cuts(profile, sized))
+
+
+def _candidate_cuts(profile: Profile, sized: SizedProfile) -> Candidates:
     used = np.zeros(len(profile) + 1, dtype=np.int64)
     for parameter in profile.parameters:
         if parameter.trainable and parameter.positions:
@@ -46,7 +53,7 @@ def candidate_cuts(profile: Profile, sized: SizedProfile) -> Candidates:
     used = np.cumsum(used)[:-1]
     between = (used > 0) & (used < used[-1])
     crossing = np.where(between, _crossing_bytes(profile, sized), np.iinfo(np.int64).max)
-    makes = {storage.at for storage, _ in profile.crossing}
+    makes = set(profile.crossing.at.tolist())
     best: dict[int, int] = {}
     for position in _local_minima(crossing):
         count = int(used[position])
@@ -61,9 +68,9 @@ def candidate_cuts(profile: Profile, sized: SizedProfile) -> Candidates:
 def _crossing_bytes(profile: Profile, sized: SizedProfile) -> np.ndarray:
     """Bytes of activations that cross a cut after each position."""
     change = np.zeros(len(profile) + 1, dtype=np.int64)
-    for storage, positions in profile.crossing:
-        change[storage.at] += sized.bytes[storage.index]
-        change[positions[-1]] -= sized.bytes[storage.index]
+    crossing = profile.crossing
+    np.add.at(change, crossing.at, sized.bytes[crossing.storage])
+    np.subtract.at(change, crossing.last, sized.bytes[crossing.storage])
     return np.cumsum(change)[:-1]
 
 
@@ -119,6 +126,26 @@ def _shortest(cost: np.ndarray, possible: np.ndarray, combine: np.ufunc) -> list
     return splits[::-1]
 
 
+@dataclass(frozen=True, eq=False)
+class Chain:
+    """Points at which a line may be cut, both ends among them: seconds of the work before each,
+    and of the messages that a cut there costs; `ends`: the position before each."""
+
+    ends: np.ndarray
+    work: np.ndarray
+    message: np.ndarray
+
+    def cost(self, i: np.ndarray, j: np.ndarray) -> np.ndarray:
+        """Seconds of the segments from points `i` to points `j`."""
+        return np.maximum(self.work[j] - self.work[i], 0.0) + self.message[i] + self.message[j]
+
+    @property
+    def table(self) -> np.ndarray:
+        """[i, j]: seconds of every segment."""
+        points = np.arange(len(self.ends))
+        return self.cost(points[:, None], points[None, :])
+
+
 @dataclass(frozen=True)
 class StageLimit:
     """Memory of stages for the choice of cuts: bytes a parameter byte takes in all (weights,
@@ -127,6 +154,148 @@ class StageLimit:
     per_parameter_byte: float
     in_flight: Sequence[int]
     budget: Sequence[float]
+
+
+class Room:
+    """What memory leaves of the segments of a chain.
+
+    held: bytes of parameters before each point; waiting: bytes that one microbatch keeps; passing:
+    the most that computing takes between a point and the one before it.
+    """
+
+    def __init__(
+        self, profile: Profile, sized: SizedProfile, saved: np.ndarray, ends: np.ndarray
+    ) -> None:
+        """saved: bytes per position. Tied parameters count where they are first used."""
+        held = np.zeros(len(profile))
+        for parameter in profile.parameters:
+            held[parameter.positions[0] if parameter.positions else 0] += parameter.bytes
+        self.held = np.concatenate([[0.0], np.cumsum(held)])[ends + 1]
+        self.waiting = np.concatenate([[0.0], np.cumsum(saved)])[ends + 1]
+        passing = np.maximum(sized.passing_forward, sized.passing_backward)
+        self.passing = np.maximum.reduceat(passing, ends[:-1] + 1)  # of the segment that starts
+
+    def first(self, limit: StageLimit) -> np.ndarray:
+        """For each point the first one from which a segment may lead to it on any stage."""
+        least = self.held * limit.per_parameter_byte + self.waiting * min(limit.in_flight)
+        found = np.searchsorted(least, least - max(limit.budget) * (1 + 1e-9) - 1.0)
+        return np.minimum(found, np.arange(len(least)))
+
+    def allowed(self, limit: StageLimit, i: np.ndarray, j: np.ndarray) -> list[np.ndarray]:
+        """For each stage whether it may be the segments from `i` to `j`: windows of points that
+        end before `j`, in rows."""
+        running = np.maximum.accumulate(self.passing[i][:, ::-1], axis=1)[:, ::-1]
+        fixed = (self.held[j] - self.held[i]) * limit.per_parameter_byte + running
+        one = self.waiting[j] - self.waiting[i]
+        return [fixed + one * n <= b for n, b in zip(limit.in_flight, limit.budget, strict=True)]
+
+
+def split_evenly(
+    chain: Chain, stages: int, room: Room | None = None, limit: StageLimit | None = None
+) -> list[int] | None:
+    """What `partition` finds for a chain, without looking at segments that are far too long.
+
+    A split whose longest segment takes `most` seconds has none with more work than that. So it is
+    enough to look back from each point that far, and where nothing is found, twice as far.
+    """
+    points = len(chain.ends)
+    if points - 1 < stages:
+        return None
+    most = _evenly_spaced(chain, stages)
+    back = np.zeros(points, dtype=np.int64)
+    if room is not None and limit is not None:
+        back = room.first(limit)
+    while True:
+        first = np.maximum(back, np.searchsorted(chain.work, chain.work - most * _NEAR) - 1)
+        whole = bool((first <= back).all())
+        found = _within(chain, stages, first, np.inf if whole else most, room, limit)
+        if found is not None or whole:
+            return found
+        most *= 2
+
+
+def _evenly_spaced(chain: Chain, stages: int) -> float:
+    """Seconds of the longest segment of one split that is about even."""
+    points = len(chain.ends)
+    wanted = chain.work[-1] / stages * np.arange(1, stages)
+    inner = np.searchsorted(chain.work, wanted)
+    step = np.arange(1, stages)
+    spare = np.maximum.accumulate(np.clip(inner - step, 0, points - 1 - stages))
+    ends = np.concatenate([[0], spare + step, [points - 1]])  # ascending, so that none is empty
+    return float(chain.cost(ends[:-1], ends[1:]).max())
+
+
+def _within(
+    chain: Chain,
+    stages: int,
+    first: np.ndarray,
+    most: float,
+    room: Room | None,
+    limit: StageLimit | None,
+) -> list[int] | None:
+    """The best split among those whose segments start at `first` of their end or later, and take
+    at most `most` seconds."""
+    points = len(first)
+    width = int((np.arange(points) - first).max())
+    if width < 1:
+        return None
+    j = np.arange(points)[:, None]
+    i = j - width + np.arange(width)[None, :]
+    real = i >= 0
+    i = np.maximum(i, 0)
+    cost = np.where(real, chain.cost(i, j), np.inf)
+    cost[cost > most * _NEAR] = np.inf
+    allowed = None
+    if room is not None and limit is not None:
+        allowed = room.allowed(limit, i, j)
+    bottleneck = _band(cost, stages, allowed, np.maximum)
+    if bottleneck is None:
+        return None
+    ends = np.array(bottleneck)
+    slowest = float(chain.cost(ends[:-1], ends[1:]).max())
+    if slowest > most:  # equals among the longest may have been left out
+        return None
+    cost[cost > slowest * (1 + 1e-9)] = np.inf
+    even = _band(cost**2, stages, allowed, np.add)
+    return even if even is not None else bottleneck
+
+
+def _band(
+    cost: np.ndarray, stages: int, allowed: list[np.ndarray] | None, combine: np.ufunc
+) -> list[int] | None:
+    """As `_shortest`; cost[j, d]: of the segment to point j from point j - width + d."""
+    points, width = cost.shape
+    best = np.full(width + points, np.inf)
+    best[width] = 0.0
+    rows = np.arange(points)
+    choices: list[np.ndarray] = []
+    for stage in range(stages):
+        table = combine(sliding_window_view(best, width)[:points], cost)
+        if allowed is not None:
+            table = np.where(allowed[stage], table, np.inf)
+        choices.append(table.argmin(axis=1))
+        best[width:] = table[rows, choices[-1]]
+    if not np.isfinite(best[-1]):
+        return None
+    splits = [points - 1]
+    for choice in reversed(choices):
+        splits.append(splits[-1] - width + int(choice[splits[-1]]))
+    return splits[::-1]
+
+
+def chain_of(
+    profile: Profile, sized: SizedProfile, seconds_per_byte: float, message_seconds: float
+) -> Chain:
+    """Where a step may be cut, and what each cut costs (see `choose_cuts`)."""
+
+    def made() -> Chain:
+        candidates = candidate_cuts(profile, sized)
+        ends = np.array([-1, *candidates.positions, len(profile) - 1])
+        work = np.concatenate([[0.0], np.cumsum(sized.forward + sized.backward)])[ends + 1]
+        message = [0.0, *(message_seconds + n * seconds_per_byte for n in candidates.bytes), 0.0]
+        return Chain(ends, work, np.array(message))
+
+    return sized.once(("chain", seconds_per_byte, message_seconds), made)
 
 
 def choose_cuts(
@@ -154,71 +323,48 @@ def choose_cuts(
     candidates = candidate_cuts(profile, sized)
     if len(candidates.positions) < stages - 1:
         raise TooManyStages(asked=stages, possible=len(candidates.positions) + 1)
-    ends = np.array([-1, *candidates.positions, len(profile) - 1])
-    work = np.concatenate([[0.0], np.cumsum(sized.forward + sized.backward)])[ends + 1]
-    message = np.array(
-        [0.0, *(message_seconds + n * seconds_per_byte for n in candidates.bytes), 0.0]
-    )
-    cost = np.maximum(work[None, :] - work[:, None], 0.0) + message[:, None] + message[None, :]
-    held = None
-    if pinned:
-        held = _with_pinned(profile, ends, stages, pinned)
-        if partition(cost, stages, held) is None:
-            reason = f"no {stages - 1} cuts make {stages} stages with these modules on theirs"
-            raise BadPin(pin="stages", value=dict(pinned), reason=reason)
-    allowed = held
+    chain = chain_of(profile, sized, seconds_per_byte, message_seconds)
+    room = None
     if limit is not None:
         assert saved is not None
-        allowed = _fitting(profile, sized, saved, ends, stages, limit)
-        allowed = allowed if held is None else allowed & held
-    splits = partition(cost, stages, allowed)
+        room = Room(profile, sized, saved, chain.ends)
+    if pinned:
+        splits = _with_pinned(profile, chain, stages, pinned, room, limit)
+    else:
+        splits = split_evenly(chain, stages, room, limit)
     if splits is None:
         return None
-    return tuple(profile.names[ends[i]] for i in splits[1:-1])
+    return tuple(profile.names[chain.ends[i]] for i in splits[1:-1])
 
 
 def _with_pinned(
-    profile: Profile, ends: np.ndarray, stages: int, pinned: Sequence[tuple[str, int]]
-) -> np.ndarray:
-    """[stage, i, j]: whether a segment may be the stage: it has nothing of another's modules."""
-    points = len(ends)
-    allowed = np.ones((stages, points, points), dtype=bool)
+    profile: Profile,
+    chain: Chain,
+    stages: int,
+    pinned: Sequence[tuple[str, int]],
+    room: Room | None,
+    limit: StageLimit | None,
+) -> list[int] | None:
+    """The best split where a stage has nothing of another's modules."""
+    cost, points = chain.table, len(chain.ends)
+    held = np.ones((stages, points, points), dtype=bool)
     for path, stage in pinned:
         inside = np.array([is_inside(module, path) for module in profile.modules])
-        before = np.concatenate([[0], np.cumsum(inside)])[ends + 1]
+        before = np.concatenate([[0], np.cumsum(inside)])[chain.ends + 1]
         touched = before[None, :] > before[:, None]
         for other in range(stages):
             if other != stage:
-                allowed[other] &= ~touched
-    return allowed
-
-
-def _fitting(
-    profile: Profile,
-    sized: SizedProfile,
-    saved: np.ndarray,
-    ends: np.ndarray,
-    stages: int,
-    limit: StageLimit,
-) -> np.ndarray:
-    """[stage, i, j]: whether the segment fits the stage. Tied parameters count where first used."""
-    held = np.zeros(len(profile))
-    for parameter in profile.parameters:
-        held[parameter.positions[0] if parameter.positions else 0] += parameter.bytes
-    per_parameter = np.concatenate([[0.0], np.cumsum(held)])[ends + 1]
-    waiting = np.concatenate([[0.0], np.cumsum(saved)])[ends + 1]
-    passing = np.maximum(sized.passing_forward, sized.passing_backward)
-    allowed = np.zeros((stages, len(ends), len(ends)), dtype=bool)
-    for i, start in enumerate(ends[:-1]):
-        running = np.maximum.accumulate(passing[start + 1 :])
-        for j in range(i + 1, len(ends)):
-            fixed = (per_parameter[j] - per_parameter[i]) * limit.per_parameter_byte
-            fixed += running[ends[j] - start - 1]
-            one = waiting[j] - waiting[i]
-            for stage in range(stages):
-                total = fixed + one * limit.in_flight[stage]
-                allowed[stage, i, j] = total <= limit.budget[stage]
-    return allowed
+                held[other] &= ~touched
+    if partition(cost, stages, held) is None:
+        reason = f"no {stages - 1} cuts make {stages} stages with these modules on theirs"
+        raise BadPin(pin="stages", value=dict(pinned), reason=reason)
+    if room is None or limit is None:
+        return partition(cost, stages, held)
+    for j in range(1, points):
+        i = np.arange(j)[None, :]
+        for stage, fits in enumerate(room.allowed(limit, i, np.array([[j]]))):
+            held[stage, :j, j] &= fits[0]
+    return partition(cost, stages, held)
 
 
 def stage_positions(profile: Profile, cuts: Sequence[str]) -> tuple[tuple[int, int], ...]:

@@ -7,7 +7,7 @@ members of an axis stand as far apart as all axes inside it together hold device
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import fx
@@ -82,5 +82,4 @@ def sent_bytes(node: fx.Node, sizes: Resolve, narrow: bool = False) -> int:
 
 def wires_of(cluster: Cluster, plan: Plan) -> Wires:
     """The wires of a plan's mesh; memory changes no price, so that it is left out."""
-    bare = replace(cluster, device=replace(cluster.device, memory=0))
-    return Wires(bare, plan.tensor, plan.context, plan.expert, plan.data)
+    return Wires(cluster.bare, plan.tensor, plan.context, plan.expert, plan.data)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 
@@ -13,11 +14,10 @@ from graphaccel.planner.plan import Plan
 from graphaccel.planner.profile import Parameter, Profile, SizedProfile
 from graphaccel.planner.stages import stage_positions
 from graphaccel.planner.wires import wires_of
-from graphaccel.schedule.table import build
-from graphaccel.schedule.validate import in_flight, occupancy
 
 # Starting a stage's graph for one microbatch costs as much host time as starting some ops.
 _LAUNCHES_AN_ACTION = 10
+_GROUPS = 5
 
 
 def sized_for(profile: Profile, plan: Plan, cluster: Cluster) -> SizedProfile:
@@ -79,8 +79,14 @@ def stage_works(
     """What each stage of `plan` holds and does. Raises ValueError for cuts that do not fit the
     graph.
     """
-    numbers = {name: i for i, name in enumerate(profile.block_names)}
-    again = np.isin(profile.block_at, [numbers[name] for name in plan.recompute])
+    key = ("works", plan.cuts, plan.recompute, launch_seconds)
+    return sized.once(key, lambda: _stage_works(profile, sized, plan, launch_seconds))
+
+
+def _stage_works(
+    profile: Profile, sized: SizedProfile, plan: Plan, launch_seconds: float
+) -> tuple[StageWork, ...]:
+    again = np.isin(profile.block_at, profile.numbers(plan.recompute))
 
     def remade(own: np.ndarray, forward: np.ndarray) -> np.ndarray:
         return own + np.where(again, forward, 0.0)
@@ -134,20 +140,31 @@ def held_parameters(profile: Profile, spans: Sequence[tuple[int, int]]) -> tuple
     0.
     """
 
-    def here(parameter: Parameter) -> bool:
-        places = parameter.positions or (0,)
-        return any(first <= p < end for p in places for first, end in spans)
-
-    return tuple(parameter for parameter in profile.parameters if here(parameter))
+    owners, places = profile.readers
+    here = np.zeros(len(places), dtype=bool)
+    for first, end in spans:
+        here |= (first <= places) & (places < end)
+    return tuple(profile.parameters[i] for i in np.unique(owners[here]).tolist())
 
 
 def flight(plan: Plan) -> dict[int, int]:
     """Stage → the most microbatches it holds at a time."""
-    if plan.schedule == "1f1b":
-        return {s: min(plan.microbatches, plan.stages - s) for s in range(plan.stages)}
-    if plan.schedule == "gpipe":
-        return dict.fromkeys(range(plan.stages), plan.microbatches)
-    return in_flight(build(plan.schedule, plan.pipeline, plan.interleave, plan.microbatches))
+    return dict(_flight(plan.schedule, plan.pipeline, plan.interleave, plan.microbatches))
+
+
+@cache
+def _flight(schedule: str, ranks: int, per_rank: int, microbatches: int) -> Mapping[int, int]:
+    """Without the table of actions, which may be long: of 1F1B stage s holds S - s, with weights
+    apart as many as ranks, and what ranks of several stages hold repeats (`_held_by_rank`)."""
+    stages = ranks * per_rank
+    if schedule == "1f1b" or (schedule == "interleaved" and per_rank == 1):
+        return {s: min(microbatches, stages - s) for s in range(stages)}
+    if schedule == "gpipe":
+        return dict.fromkeys(range(stages), microbatches)
+    if schedule == "zero_bubble":
+        return dict.fromkeys(range(stages), min(microbatches, ranks))
+    held = [h.max(axis=0) for h in _held_by_rank(ranks, per_rank, _few(ranks, microbatches))]
+    return {s: int(held[s % ranks][s // ranks]) for s in range(stages)}
 
 
 def held_together(plan: Plan, bytes_of: Sequence[int]) -> dict[int, int]:
@@ -158,10 +175,38 @@ def held_together(plan: Plan, bytes_of: Sequence[int]) -> dict[int, int]:
     """
     if plan.interleave == 1:
         return flight(plan)
-    found: dict[int, int] = {}
-    for moments in occupancy(
-        build(plan.schedule, plan.pipeline, plan.interleave, plan.microbatches)
-    ):
-        totals = [sum(n * bytes_of[s] for s, n in moment.held.items()) for moment in moments]
-        found |= moments[totals.index(max(totals))].held
+    ranks, found = plan.pipeline, {}
+    few = _few(ranks, plan.microbatches)
+    for rank, held in enumerate(_held_by_rank(ranks, plan.interleave, few)):
+        totals = held @ np.array(bytes_of[rank::ranks], dtype=np.int64)
+        moment = held[int(totals.argmax())].tolist()
+        found |= {rank + ranks * chunk: n for chunk, n in enumerate(moment)}
     return found
+
+
+def _few(ranks: int, microbatches: int) -> int:
+    """As many microbatches as show all that a rank holds at a time: they pass in groups of `ranks`,
+    and between warm-up and end every group finds what the one before it found."""
+    return min(microbatches, _GROUPS * ranks + microbatches % ranks)
+
+
+@cache
+def _held_by_rank(ranks: int, per_rank: int, microbatches: int) -> tuple[np.ndarray, ...]:
+    """For each rank of the interleaved schedule, before each of its actions: microbatches that wait
+    for their backward, of each of its stages (`schedule.table.interleaved`)."""
+    start, chunk, offset = np.indices((-(-microbatches // ranks), per_rank, ranks)).reshape(3, -1)
+    real = start * ranks + offset < microbatches
+    ahead = np.eye(per_rank, dtype=np.int64)[chunk]
+    back = -ahead[:, ::-1]
+    found = []
+    for rank in range(ranks):
+        warm = min(2 * (ranks - 1 - rank) + (per_rank - 1) * ranks, len(chunk))
+        steady = len(chunk) - warm
+        mixed = np.empty((2 * steady, per_rank), dtype=np.int64)
+        mixed[::2], mixed[1::2] = ahead[warm:], back[:steady]
+        kept = np.empty(2 * steady, dtype=bool)
+        kept[::2], kept[1::2] = real[warm:], real[:steady]
+        change = np.concatenate([ahead[:warm], mixed, back[steady:]])
+        change = change[np.concatenate([real[:warm], kept, real[steady:]])]
+        found.append(np.cumsum(change, axis=0) - change)
+    return tuple(found)

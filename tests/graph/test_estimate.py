@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.planner.cluster import Cluster
@@ -19,7 +21,9 @@ from graphaccel.planner.estimate import (
 from graphaccel.planner.footprint import predict_memory
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.profile import Profile
-from graphaccel.planner.works import flight
+from graphaccel.planner.works import flight, held_together
+from graphaccel.schedule.table import build
+from graphaccel.schedule.validate import in_flight, occupancy
 
 Captured = Callable[[str], StepGraph]
 MadeUp = Callable[..., Cluster]
@@ -74,6 +78,30 @@ def test_more_in_flight_waits_on_earlier_stages(gpt: Profile, made_up: MadeUp) -
     one = gpt.sized(1, made_up(4).device).saved()[0][gpt.block_at == 1].sum()
     assert ranks[1].activation - ranks[2].activation == one
     assert piped[1].activation - ranks[1].activation == 5 * one
+
+
+@given(
+    st.sampled_from(["1f1b", "gpipe", "zero_bubble", "interleaved"]),
+    st.integers(1, 6),
+    st.integers(1, 4),
+    st.integers(1, 80),
+    st.data(),
+)
+def test_what_waits_is_that_of_the_table(
+    name: str, ranks: int, per_rank: int, microbatches: int, data: st.DataObject
+) -> None:
+    per_rank = per_rank if name == "interleaved" else 1
+    asked = plan(ranks, pipeline=ranks, interleave=per_rank, microbatches=microbatches)
+    asked = replace(asked, schedule=name, batch=microbatches)
+    table = build(name, ranks, per_rank, microbatches)
+    assert flight(asked) == in_flight(table)
+    stages = ranks * per_rank
+    sizes = data.draw(st.lists(st.integers(0, 9), min_size=stages, max_size=stages))
+    found = held_together(asked, sizes)
+    for moments in occupancy(table) if per_rank > 1 else ():
+        totals = [sum(n * sizes[s] for s, n in moment.held.items()) for moment in moments]
+        most = moments[totals.index(max(totals))].held
+        assert {s: found[s] for s in most} == most
 
 
 def test_recomputing_all_blocks_halves_what_waits(gpt: Profile, made_up: MadeUp) -> None:

@@ -17,9 +17,13 @@ from graphaccel.ir.text import graph_text
 from graphaccel.ir.values import module_path
 from graphaccel.model import without_data
 from graphaccel.passes import rewrite
+from graphaccel.passes.localise import localised
 from graphaccel.passes.pipeline import build
+from graphaccel.planner.cluster import Cluster, cluster
 from graphaccel.planner.memory import Resident, rank_memory
 from graphaccel.planner.plan import Plan, StageMemory
+from graphaccel.planner.profile import Profile
+from graphaccel.planner.wires import wires_of
 from tests.support.gpt import GPT
 
 LAYERS = 6
@@ -74,6 +78,46 @@ def memory(program: StepProgram, plan: Plan) -> list[StageMemory]:
 def whole(step: StepGraph) -> StepGraph:
     """The step as if all layers had been captured."""
     return replace(step, repeats=None, derived={})
+
+
+def columns(profile: Profile, cluster: Cluster, plan: Plan) -> list[object]:
+    """Everything a profile knows of its nodes, but for which node stands for which."""
+    storages, sized = (
+        profile.storages,
+        profile.sized(3, cluster.device, wires=wires_of(cluster, plan)),
+    )
+    lines, kept = profile.lines, profile.saved((1, 4))
+    arrays = [
+        lines.place, lines.reader, lines.source, lines.inputs, lines.results, profile.block_at,
+        profile.node_weight, profile.node_forward, *storages.uses, *kept, profile.crossing.storage,
+        *profile.crossing.uses, sized.forward, sized.backward, sized.weight, sized.sent_backward,
+        sized.host_backward, sized.bytes, sized.passing_forward, sized.passing_backward,
+        sized.gradients,
+    ]  # fmt: skip
+    for name in "made at ahead value input common random floating gradient".split():
+        arrays.append(getattr(storages, name))
+    plain = [profile.modules, profile.parameters, profile.partial, profile.block_names]
+    return [*plain, sized.batch_bytes, sized.launches, *(a.tolist() for a in arrays)]
+
+
+@pytest.mark.parametrize("axes", [{}, {"tensor": 2}, {"tensor": 2, "context": 2}], ids=str)
+def test_profiles_are_those_of_all_layers(axes: dict[str, int], deep: StepGraph) -> None:
+    """Unfolded from few layers, column by column what the whole graph gives."""
+    where = cluster("h100-80gb", 4)
+    plan = Plan(4, batch=8, sequence=False, **axes)
+    whole = replace(deep, repeats=None, derived={})
+    if not axes:
+        few, all_layers = Profile(deep), Profile(whole)
+    else:
+        made = [localised(step, plan, deep.sizes) for step in (deep, whole)]
+        assert made[0].lines is not None
+        assert made[1].lines is None
+        few, all_layers = (Profile(m.step, m.partial, m.lines) for m in made)
+    assert len(few.lines.nodes) < len(few.lines.of) == len(all_layers.lines.nodes)
+    for mine, theirs in zip(
+        columns(few, where, plan), columns(all_layers, where, plan), strict=True
+    ):
+        assert mine == theirs
 
 
 ALL = tuple(f"blocks.{n}" for n in range(LAYERS))

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from graphaccel.planner import simulate as simulate_module
 from graphaccel.planner.simulate import simulate
 from graphaccel.schedule.communicate import with_communication
 from graphaccel.schedule.table import build, interleaved, parse_schedule
@@ -116,6 +117,31 @@ def test_receives_pulled_forward_add_no_waiting(ranks, per_rank, microbatches, d
         return ends[action]
 
     assert timeline.makespan == max(end(action) for actions in table for action in actions)
+
+
+@st.composite
+def tables(draw):
+    """(name, ranks, stages of a rank, microbatches)."""
+    name = draw(st.sampled_from(["gpipe", "1f1b", "interleaved", "zero_bubble"]))
+    per_rank = draw(st.integers(1, 3)) if name == "interleaved" else 1
+    return name, draw(st.integers(1, 5)), per_rank, draw(st.integers(1, 12))
+
+
+@given(tables(), st.data())
+def test_playing_without_a_table_says_what_the_table_says(shape, data):
+    """To the last bit, with messages that skip stages too."""
+    stages = shape[1] * shape[2]
+    seconds = st.lists(st.floats(0.01, 3.0), min_size=stages, max_size=stages)
+    forward, backward, weight, reduce = (data.draw(seconds) for _ in range(4))
+    ahead = {e for e in chain(stages)[0] if data.draw(st.booleans())}
+    ahead |= {(0, stages - 1)} if stages > 1 and data.draw(st.booleans()) else set()
+    back = {(b, a) for a, b in ahead if data.draw(st.booleans())}
+    edges = {(*e, "forward"): data.draw(st.floats(0.0, 2.0)) for e in sorted(ahead)}
+    edges |= {(*e, "backward"): data.draw(st.floats(0.0, 2.0)) for e in sorted(back)}
+    schedule = with_communication(build(*shape), frozenset(ahead), frozenset(back))
+    slow = simulate(schedule, forward, backward, edges, reduce, weight)
+    fast = simulate_module.play(shape, (forward, backward, weight), edges, reduce)
+    assert (fast.makespan, fast.busy) == (slow.makespan, slow.busy)
 
 
 def test_a_deep_and_long_schedule():

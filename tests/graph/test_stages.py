@@ -15,10 +15,13 @@ from graphaccel.errors import TooManyStages
 from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.profile import Profile, SizedProfile
 from graphaccel.planner.stages import (
+    Chain,
+    Room,
     StageLimit,
     candidate_cuts,
     choose_cuts,
     partition,
+    split_evenly,
     stage_positions,
 )
 
@@ -74,6 +77,42 @@ def test_the_split_is_the_best_there_is(chain: tuple) -> None:
     assert splits is not None
     costs = [cost[i, j] for i, j in pairwise(splits)]
     assert (max(costs), sum(c * c for c in costs)) == pytest.approx(expected)
+
+
+@st.composite
+def lines(draw: st.DrawFn) -> tuple[Chain, int, Room, StageLimit]:
+    """A chain of 2 to 30 pieces of unlike work, and room for its segments."""
+    pieces = draw(st.integers(2, 30))
+
+    def column(least: int, most: int, length: int = pieces) -> np.ndarray:
+        return np.array(draw(st.lists(st.integers(least, most), min_size=length, max_size=length)))
+
+    work = np.concatenate([[0], np.cumsum(column(0, 20))]) / 7
+    message = np.concatenate([[0], column(0, 5, pieces - 1), [0]]) / 7
+    room = Room.__new__(Room)
+    room.held = np.concatenate([[0.0], np.cumsum(column(0, 4))])
+    room.waiting = np.concatenate([[0.0], np.cumsum(column(0, 4))])
+    room.passing = column(0, 9)
+    stages = draw(st.integers(1, pieces))
+    limit = StageLimit(1.5, tuple(column(1, 4, stages)), tuple(column(5, 60, stages)))
+    return Chain(np.arange(pieces + 1), work, message), stages, room, limit
+
+
+@given(lines())
+@settings(max_examples=200, deadline=None)
+def test_near_segments_give_the_split_of_all(line: tuple) -> None:
+    chain, stages, room, limit = line
+    assert split_evenly(chain, stages) == partition(chain.table, stages)
+    points = len(chain.ends)
+    allowed = np.zeros((stages, points, points), dtype=bool)
+    for i, j in combinations(range(points), 2):
+        for stage in range(stages):
+            held = (room.held[j] - room.held[i]) * limit.per_parameter_byte
+            held += room.passing[i:j].max()
+            waiting = (room.waiting[j] - room.waiting[i]) * limit.in_flight[stage]
+            allowed[stage, i, j] = held + waiting <= limit.budget[stage]
+    found = split_evenly(chain, stages, room, limit)
+    assert found == partition(chain.table, stages, allowed)
 
 
 def test_gpt_is_cut_where_only_the_residual_stream_crosses(

@@ -1,0 +1,190 @@
+"""The numbers of a profile for one microbatch size: seconds and bytes per position."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import numpy as np
+import torch
+
+from graphaccel.capture.symbols import BATCH
+from graphaccel.planner.cluster import Device
+from graphaccel.planner.cost import Sizes, dims_of, node_work
+from graphaccel.planner.efficiency import gap_seconds, seconds_of
+from graphaccel.planner.wires import KINDS, Wires
+
+if TYPE_CHECKING:
+    from graphaccel.planner.profile import Profile, Tensor
+
+T = TypeVar("T")
+
+
+class SizedProfile:
+    """Seconds and bytes per position for one microbatch size, as arrays over the positions.
+
+    forward, backward: seconds of the device; weight: those of the backward that give gradients of
+    parameters alone; sent_forward, sent_backward: those of collectives
+    among them; host_forward, host_backward: seconds in which the process starts the ops, which goes
+    on beside the device. launches: seconds of the device that starting ops takes. bytes: of each
+    storage.
+    gradients: bytes of parameters' gradients, where they are made. passing_forward,
+    passing_backward: the most bytes of values that live only within a phase, while the position
+    computes.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        microbatch: int,
+        device: Device,
+        compute: str,
+        wires: Wires | None = None,
+    ) -> None:
+        step, length = profile.step, len(profile)
+        sizes: Mapping = {**step.sizes, **({BATCH: microbatch} if BATCH in step.sizes else {})}
+        resolve = Sizes(sizes)
+        narrow = compute in ("bfloat16", "float16")
+        self._profile = profile
+        self._known: dict[Hashable, Any] = {}
+        kind, first = profile.alike
+        works = [node_work(n, resolve, narrow) for n in first]
+        moves = np.array([n.target in KINDS for n in first])
+        sent = np.zeros(len(first))
+        if wires is not None:
+            sent = np.array([wires.seconds(n, resolve, narrow) for n in first])
+        calls = np.where(moves, sent > 0, [w.calls for w in works])
+        gap = gap_seconds(device)
+        alone = np.where(moves, 0.0, [seconds_of(w, device, compute) + gap * w.calls
+                                      for w in works])  # fmt: skip
+        sent, calls, seconds = sent[kind], calls[kind], (alone + sent)[kind]
+        self.launches = gap * float(calls.sum())
+        place, ahead = profile.node_position, profile.node_forward
+        starting = device.launch_seconds * calls
+
+        def summed(values: np.ndarray, here: np.ndarray) -> np.ndarray:
+            return np.bincount(place[here], values[here], minlength=length)
+
+        self.sent_forward, self.sent_backward = summed(sent, ahead), summed(sent, ~ahead)
+        self.forward, self.backward = summed(seconds, ahead), summed(seconds, ~ahead)
+        self.host_forward, self.host_backward = summed(starting, ahead), summed(starting, ~ahead)
+        self._seconds = seconds
+        sizes_of = np.array([_bytes(t, resolve, narrow) for t in profile.tensors], dtype=np.int64)
+        self.bytes = sizes_of[profile.storages.tensor]
+
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What `make` gives, made once for each key."""
+        if key not in self._known:
+            self._known[key] = make()
+        return cast(T, self._known[key])
+
+    @cached_property
+    def weight(self) -> np.ndarray:
+        """Seconds of the backward that give gradients of parameters alone."""
+        profile = self._profile
+        place, here = profile.node_position, profile.node_weight
+        return np.bincount(place[here], self._seconds[here], minlength=len(profile))
+
+    @cached_property
+    def work(self) -> float:
+        """Seconds of a microbatch, forward and backward."""
+        return float(self.forward.sum() + self.backward.sum())
+
+    @cached_property
+    def gradients(self) -> np.ndarray:
+        """Bytes of parameters' gradients, where they are made."""
+        storages = self._profile.storages
+        made = storages.gradient
+        return self._at(storages.at[made], self.bytes[made])
+
+    @cached_property
+    def batch_bytes(self) -> int:
+        """Bytes of what the step is given of one microbatch."""
+        step, storages = self._profile.step, self._profile.storages
+        given = np.array([s.kind in ("batch", "tangent") for s in step.inputs], dtype=bool)
+        inputs = np.flatnonzero(storages.input >= 0)
+        return int(self.bytes[inputs[given[storages.input[inputs]]]].sum())
+
+    @cached_property
+    def passing_forward(self) -> np.ndarray:
+        """The most bytes of values that live only within the forward, per position."""
+        return self._most(self._profile.node_forward)
+
+    @cached_property
+    def passing_backward(self) -> np.ndarray:
+        """Likewise of the backward."""
+        return self._most(~self._profile.node_forward)
+
+    def _most(self, here: np.ndarray) -> np.ndarray:
+        found = np.zeros(len(self._profile), dtype=np.int64)
+        np.maximum.at(found, self._profile.node_position[here], self._passing[here])
+        return found
+
+    def _at(self, places: np.ndarray, sizes: np.ndarray, length: int | None = None) -> np.ndarray:
+        """Bytes summed by position. Sums of doubles are exact up to 8 PiB."""
+        length = len(self._profile) if length is None else length
+        return np.bincount(places, sizes, minlength=length).astype(np.int64)
+
+    @cached_property
+    def _passing(self) -> np.ndarray:
+        """Bytes alive at each joint node, without inputs and what is saved for backward.
+
+        A gradient of a parameter counts while it is made only; afterwards it is in its accumulator.
+        """
+        storages, rows = self._profile.storages, len(self._profile.lines.of)
+        ahead, back = storages.last_forward, storages.last_backward
+        last = np.where(storages.common | (back < 0), ahead, back)
+        last = np.where(storages.gradient | (last < 0), storages.made, last)
+        here = storages.value & ~storages.saved
+        size = self.bytes[here]
+        change = self._at(storages.made[here], size, rows + 1)
+        change -= self._at(last[here] + 1, size, rows + 1)
+        return np.cumsum(change)[:-1] - self._let_go()
+
+    def _let_go(self) -> np.ndarray:
+        """Bytes of what was saved that a position's backward has read for the last time, at each
+        joint node: a loss computed by shards is many nodes at one position."""
+        profile, storages = self._profile, self._profile.storages
+        places = profile.node_position
+        rows = len(places)
+        saved = np.flatnonzero(storages.saved)
+        last, at = storages.last_backward[saved], storages.first_wanted[saved]
+        ends = places[last] == at
+        saved, last, at = saved[ends], last[ends], at[ends]
+        order = np.argsort(places, kind="stable")  # nodes of a position stand in a row
+        start = np.searchsorted(places[order] * rows + order, at * rows + last, side="right")
+        end = np.searchsorted(places[order], at, side="right")
+        size = self.bytes[saved]
+        change = self._at(start, size, rows + 1) - self._at(end, size, rows + 1)
+        gone = np.empty(rows, dtype=np.int64)
+        gone[order] = np.cumsum(change)[:-1]
+        return gone
+
+    def saved(self, recomputed: Iterable[int] = ()) -> tuple[np.ndarray, np.ndarray]:
+        """Bytes per position that wait for backward, and that are made again for it."""
+        chosen = frozenset(recomputed)
+
+        def made() -> tuple[np.ndarray, np.ndarray]:
+            kept, kept_at, again, again_at = self._profile.saved(chosen)
+            return self._at(kept_at, self.bytes[kept]), self._at(again_at, self.bytes[again])
+
+        return self.once(("saved", chosen), made)
+
+    def block_seconds(self) -> np.ndarray:
+        """Forward seconds of each block: what computing it again costs."""
+        block = self._profile.block_at
+        inside = block >= 0
+        return np.bincount(
+            block[inside], self.forward[inside], minlength=len(self._profile.block_names)
+        )
+
+
+def _bytes(tensor: Tensor, sizes: Sizes, narrow: bool) -> int:
+    dims: Any = dims_of(tensor.node, sizes)
+    if tensor.item >= 0:
+        dims = dims[tensor.item]
+    width = tensor.value.element_size()
+    if narrow and tensor.value.dtype == torch.float32 and tensor.node.op != "placeholder":
+        width = 2
+    return int(np.prod(dims, dtype=np.int64)) * width
