@@ -11,6 +11,7 @@ benchmarks/results/compile.json.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -24,7 +25,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import RESULTS, RUN_LIMIT_S, Settings, Step, parse, time_sides
+from benchmarks.common import RESULTS, RUN_LIMIT_S, Settings, Step, time_sides
 from benchmarks.transformer import bert, eager, gpt2, ours
 from tests.support.pool import Pool
 
@@ -76,9 +77,15 @@ def worker(name: str, settings: Settings, cache: str) -> dict[str, Any]:
 
 def main() -> None:
     """Measure, print and save."""
-    settings = parse("compile", None)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.compile", description=__doc__)
+    parser.add_argument("--model", choices=sorted(MODELS), help="this one; the other rows are kept")
+    chosen = parser.parse_args().model
+    settings = Settings(rounds=5, steps=2)
+    path = RESULTS / "compile.json"
     rows: dict[str, Any] = {}
-    for name in MODELS:
+    if chosen is not None and path.exists():
+        rows = json.loads(path.read_text())["rows"]
+    for name in MODELS if chosen is None else (chosen,):
         pool = Pool(timeout_s=RUN_LIMIT_S)
         with tempfile.TemporaryDirectory() as cache:
             try:
@@ -92,6 +99,7 @@ def main() -> None:
                 f"{row['median_seconds'] / eager_seconds:6.3f} of eager, first step "
                 f"{row['first_step_seconds']:6.1f} s, {row['peak_bytes'] / 1e6:7.1f} MB"
             )
+    rows = {name: rows[name] for name in MODELS if name in rows}
     result = {
         "name": "compile", "command": "python -m benchmarks.compile", "rows": rows,
         "settings": asdict(settings),
@@ -99,7 +107,7 @@ def main() -> None:
                     "python": platform.python_version(), "torch": torch.__version__},
     }  # fmt: skip
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "compile.json").write_text(json.dumps(result, indent=1) + "\n")
+    path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ BEGIN, END = "<!-- measured: python docs/measured.py -->\n", "<!-- end -->\n"
 OURS = "graphaccel"
 ORT_PAGE = ROOT / "docs" / "onnxruntime.md"
 FUSIONS_PAGE = ROOT / "docs" / "fusions.md"
+COMPILE_PAGE = ROOT / "docs" / "compile.md"
 PLANNING_PAGE = ROOT / "docs" / "planning.md"
 ORT_COLUMNS = {
     "fx": "torch, same graph",
@@ -168,11 +169,38 @@ def with_fusion_table(page: str, folder: Path) -> str:
     return f"{before}{begin}\n{fusion_table(result)}\n{end}{after}"
 
 
+def compile_table(result: dict[str, Any]) -> str:
+    """Markdown: each side of each model beside eager (`benchmarks/results/compile.json`)."""
+    rows = ["| model | side | step | of eager | first step | peak |", "|---" * 6 + "|"]
+    for model, sides in result["rows"].items():
+        eager = sides["eager"]["median_seconds"]
+        for side, row in sides.items():
+            seconds = row["median_seconds"]
+            rows.append(
+                f"| {model} | {side} | {1e3 * seconds:.0f} ms | {seconds / eager:.3f} "
+                f"| {row['first_step_seconds']:.0f} s | {row['peak_bytes'] / 1e6:.0f} MB |"
+            )
+    m, s = result["machine"], result["settings"]
+    text = (
+        f"{s['layers']} layers of width {s['width']}, batch {s['batch']} of {s['tokens']} tokens, "
+        f"float32, {s['threads']} thread of {m['cores']} cores ({m['architecture']}), torch "
+        f"{m['torch']}. First step: with compiling, the cache empty. Peak: of one step, beyond "
+        "weights and optimizer state."
+    )
+    return "\n".join([*rows, "", text, ""])
+
+
+def with_compile_table(page: str, folder: Path) -> str:
+    """The page with its table. Raises ValueError without the marks."""
+    return _with(page, folder, {"compile": compile_table})
+
+
 def main() -> None:
     argparse.ArgumentParser(description="Update the tables of measurements.").parse_args()
     README.write_text(with_table(README.read_text(), RESULTS))
     ORT_PAGE.write_text(with_ort_tables(ORT_PAGE.read_text(), RESULTS))
     FUSIONS_PAGE.write_text(with_fusion_table(FUSIONS_PAGE.read_text(), RESULTS))
+    COMPILE_PAGE.write_text(with_compile_table(COMPILE_PAGE.read_text(), RESULTS))
     PLANNING_PAGE.write_text(with_validation(PLANNING_PAGE.read_text(), RESULTS))
 
 

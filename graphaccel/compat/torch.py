@@ -108,6 +108,10 @@ def compile_graph(
     """
     from torch._inductor import standalone_compile  # seconds
 
+    for node in module.graph.find_nodes(op="call_function", target=onednn_linear()):
+        # Inductor's lowering of it asserts that the weight is a constant.
+        node.target, node.args = opaque_linear(), node.args[:3]
+    module.recompile()
     if inputs:
         for node in module.graph.output_node().all_input_nodes:
             node.meta["example_value"] = inputs[0]  # one of them is asked for the mode
@@ -197,6 +201,25 @@ def blas_lags() -> bool:
 def onednn_linear() -> Any:
     """`(x [m, k], w [n, k], bias [n] or None, "none", [], "")` → x wᵀ + bias by oneDNN."""
     return torch.ops.mkldnn._linear_pointwise.default
+
+
+def opaque_linear() -> Any:
+    """oneDNN's product as an op that compilers call as it is."""
+    name, ops = "onednn_linear", torch.ops.graphaccel
+    if not hasattr(ops, name):
+        library = torch.library.Library("graphaccel", "FRAGMENT")
+        library.define(f"{name}(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+
+        def run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+            return onednn_linear()(x, weight, bias, "none", [], "")
+
+        def fake(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+            return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+        library.impl(name, run, "CPU")
+        torch.library.register_fake(f"graphaccel::{name}", fake, lib=library)
+        ops.onednn_linear.default.graphaccel_library = library  # it lives as long as its op
+    return ops.onednn_linear.default
 
 
 def version(tensor: torch.Tensor) -> int:

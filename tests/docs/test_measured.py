@@ -32,6 +32,11 @@ def test_the_planning_page_shows_the_committed_validation(measured: ModuleType) 
     assert page == measured.with_validation(page, measured.RESULTS), "run python docs/measured.py"
 
 
+def test_the_page_about_compiling_shows_the_committed_results(measured: ModuleType) -> None:
+    page = measured.COMPILE_PAGE.read_text()
+    assert page == measured.with_compile_table(page, measured.RESULTS), "run docs/measured.py"
+
+
 def test_a_row_for_each_result(measured: ModuleType, tmp_path: Path) -> None:
     result = {
         "name": "single",

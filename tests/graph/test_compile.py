@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 import graphaccel
 from graphaccel.capture.batch import as_call, flatten_call
 from graphaccel.capture.stepgraph import StepGraph, capture
-from graphaccel.compat.torch import BoxedCode, written_arguments
+from graphaccel.compat.torch import BoxedCode, opaque_linear, written_arguments
 from graphaccel.errors import CompileFailed
 from graphaccel.ir.program import StageProgram
 from graphaccel.passes.pipeline import build
@@ -171,3 +171,15 @@ def test_a_gpt_by_inductor_trains_as_in_eager_mode() -> None:
     for a, b in zip(plain.parameters(), planned.parameters(), strict=True):
         torch.testing.assert_close(b, a, rtol=1e-9, atol=1e-12)
     assert "Inductor compiles" in planned.graphaccel.report()
+
+
+def test_products_by_onednn_are_called_as_they_are() -> None:
+    """Inductor's own lowering of them takes constant weights only."""
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("torch without oneDNN")
+    x, weight, bias = torch.randn(6, 8), torch.randn(4, 8), torch.randn(4)
+    op = opaque_linear()
+    for given in (bias, None):
+        torch.testing.assert_close(op(x, weight, given), nn.functional.linear(x, weight, given))
+    torch.library.opcheck(op, (x, weight, bias), test_utils=("test_schema", "test_faketensor"))
+    assert opaque_linear() is op
