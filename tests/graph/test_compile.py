@@ -151,6 +151,7 @@ def test_an_error_of_inductor_names_the_stage(monkeypatch: pytest.MonkeyPatch) -
     assert "reported:  NotImplementedError: no lowering" in str(raised.value)
 
 
+@pytest.mark.slow
 def test_a_gpt_by_inductor_trains_as_in_eager_mode() -> None:
     """The only test that compiles: forward and backward of one layer, in float64."""
     torch.manual_seed(3)
