@@ -6,7 +6,7 @@ A run is a row of identical layers. `items_of` takes a graph apart for `ir.repea
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, zip_longest
 from typing import Any, TypeAlias
@@ -217,9 +217,31 @@ def _mapped(value: Any, leaf: Any) -> Any:
     return leaf(value)
 
 
-def filler(call: Any) -> Any:
-    """refs → the call's (args, kwargs)."""
-    return lambda refs: _mapped(call, lambda v: refs[v.at] if isinstance(v, _Place) else v)
+def filler(call: Any) -> Callable[[Sequence[Any]], tuple[tuple[Any, ...], dict[str, Any]]]:
+    """refs → the call's (args, kwargs). Only what holds nodes is made anew."""
+    args, kwargs = call
+    moving = [(i, v) for i, v in enumerate(args) if _places(v)]
+    named = [(k, v) for k, v in kwargs.items() if _places(v)]
+
+    def fill(refs: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        def taken(value: Any) -> Any:
+            if type(value) is _Place:
+                return refs[value.at]
+            return _mapped(value, lambda v: refs[v.at] if isinstance(v, _Place) else v)
+
+        new = list(args)
+        for i, value in moving:
+            new[i] = taken(value)
+        return tuple(new), {**kwargs, **{k: taken(v) for k, v in named}} if named else kwargs
+
+    return fill
+
+
+def _places(value: Any) -> bool:
+    """Whether a value holds places for nodes."""
+    found: list[Any] = []
+    _mapped(value, lambda v: found.append(v) if isinstance(v, _Place) else None)
+    return bool(found)
 
 
 def split(name: str) -> tuple[str, int]:

@@ -39,6 +39,7 @@ from graphaccel.ir.layers import (
     items_of,
     split,
 )
+from graphaccel.ir.nodes import new_node
 
 _SAME = ("phase", "made_by", "bind")
 _NAMES = ("origin", "stands_for")
@@ -75,6 +76,10 @@ class _Name:
         number = self.number_at(more, copy)
         return f"{self.base}_{number}" if number or self.zero else self.base
 
+    def among(self, more: Sequence[int]) -> _Name:
+        """The name where there are `more` layers anyway: `at((), copy)` then says it."""
+        return replace(self, number=self.number_at(more, 1), slopes=())
+
 
 @dataclass(frozen=True)
 class _Path:
@@ -91,6 +96,10 @@ class _Path:
             return self.plain
         return self.run.entry(self.plain, self.entry.number_at(more, copy))
 
+    def among(self, more: Sequence[int]) -> _Path:
+        """The path where there are `more` layers anyway."""
+        return self if self.run is None else replace(self, entry=self.entry.among(more))
+
 
 @dataclass(frozen=True)
 class _Learned:
@@ -105,13 +114,15 @@ class _Learned:
 @dataclass
 class Repeated:
     """The graph of all layers. inputs, outputs: for each placeholder and result, which one of the
-    short graph it is, and its name. input_copies, output_copies: and which copy of that."""
+    short graph it is, and its name. input_copies, output_copies: and which copy of that. stacks:
+    modules around nodes, for the nodes that share them."""
 
     graph: fx.Graph
     inputs: list[tuple[int, str]] = field(default_factory=list)
     outputs: list[tuple[int, str]] = field(default_factory=list)
     input_copies: list[int] = field(default_factory=list)
     output_copies: list[int] = field(default_factory=list)
+    stacks: dict[Any, dict[str, tuple]] = field(default_factory=dict)
 
 
 class Pattern:
@@ -251,7 +262,10 @@ class Pattern:
         more = [run.count - self.kept for run in self.runs]
         new: list[list[Any]] = [[] for _ in self.items]  # by copy, from 0
         results: list[Any] = []
-        fills = [filler(item.call) for item in self.items]
+        makers = [
+            _Maker(i, item, learned, more)
+            for i, (item, learned) in enumerate(zip(self.items, self.learned, strict=True))
+        ]
         used: set[str] = set()
         for run, indices in self._groups():
             last = more[run] + 1 if run >= 0 else 1
@@ -264,11 +278,14 @@ class Pattern:
                     refs = [
                         self._found(new, r, number, last, run) for r in self.learned[index].refs
                     ]
-                    call = fills[index](refs)
+                    call = makers[index].fill(refs)
                     if self.items[index].node is None:
                         results.append(call[0][0])
-                    node = self._made(made, index, run, number, call, more, used)
-                    new[index][number - 1] = node
+                        path = makers[index].path(number)
+                        made.outputs.append((index - len(self._at), path))
+                        made.output_copies.append(number)
+                    else:
+                        new[index][number - 1] = makers[index].node(made, number, call, used)
         made.graph.output(results).meta = dict(self._output)
         return made
 
@@ -289,54 +306,66 @@ class Pattern:
             raise NotRepeated("a layer reads what is made after it")
         return found
 
-    def _made(
-        self,
-        made: Repeated,
-        index: int,
-        run: int,
-        copy: int,
-        call: tuple[tuple, dict],
-        more: Sequence[int],
-        used: set[str],
-    ) -> fx.Node | None:
-        item, learned = self.items[index], self.learned[index]
-        old = item.node
-        path = learned.path.at(more, copy)
-        if old is None:
-            made.outputs.append((index - len(self._at), path))
-            made.output_copies.append(copy)
-            return None
+
+class _Maker:
+    """Makes the copies of one item. more: layers of each run that the short graph has not."""
+
+    def __init__(self, index: int, item: Item, learned: _Learned, more: Sequence[int]) -> None:
+        self.index, self.item = index, item
+        self.fill = filler(item.call)
+        self.names = {name: found.among(more) for name, found in learned.names.items()}
+        self.covers = [found.among(more) for found in learned.covers]
+        self.place = learned.path.among(more)
+        known = {} if item.node is None else item.node.meta
+        self.meta = {k: v for k, v in known.items() if k not in _DROPPED}
+        self.stack = tuple(known.get("nn_module_stack", {}).items())
+
+    def path(self, copy: int) -> str:
+        """The module or parameter of a copy."""
+        return self.place.at((), copy)
+
+    def node(self, made: Repeated, copy: int, call: tuple[tuple, dict], used: set[str]) -> fx.Node:
+        """One copy, put at the end of the graph."""
+        item, old = self.item, self.item.node
+        assert old is not None
+        path = self.path(copy)
         if item.named:
-            tail = learned.names.get("tail")
-            end = "" if tail is None else f"_{tail.number_at(more, copy)}"
+            tail = self.names.get("tail")
+            end = "" if tail is None else f"_{tail.number_at((), copy)}"
             name = _mangled(head(old.name, item.path), item.place, path) + end
             path += end
         else:
-            name = learned.names["name"].at(more, copy)
+            name = self.names["name"].at((), copy)
         if old.op == "placeholder":
-            made.inputs.append((index, path))
+            made.inputs.append((self.index, path))
             made.input_copies.append(copy)
         if name in used:
             raise NotRepeated(f"two nodes would be called {name}")
         used.add(name)
-        node = made.graph.create_node(old.op, old.target, *call, name=name)
-        if old.op == "placeholder":
-            node.target = name
-        node.meta = {k: v for k, v in old.meta.items() if k not in _DROPPED}
-        if path != item.place and "module" in node.meta:
-            node.meta["module"] = path
+        target = name if old.op == "placeholder" else old.target
+        node = new_node(made.graph, old.op, target, *call, name, self.meta)
+        meta = node.meta
         for key in _NAMES:
-            if key in learned.names:
-                node.meta[key] = learned.names[key].at(more, copy)
-        if learned.covers:
-            node.meta["covers"] = tuple(n.at(more, copy) for n in learned.covers)
-        if path != item.place and "nn_module_stack" in node.meta:
-            own = learned.path.run
-            assert own is not None
-            node.meta["nn_module_stack"] = _stack(
-                node.meta["nn_module_stack"], own, own.number(item.place), own.number(path) or 0
-            )
+            if key in self.names:
+                meta[key] = self.names[key].at((), copy)
+        if self.covers:
+            meta["covers"] = tuple(n.at((), copy) for n in self.covers)
+        if path != item.place:
+            if "module" in meta:
+                meta["module"] = path
+            if self.stack:
+                meta["nn_module_stack"] = self._stack(made, path)
         return node
+
+    def _stack(self, made: Repeated, path: str) -> dict[str, tuple]:
+        """The modules around a copy: one for all nodes of its module."""
+        key = (self.stack, path)
+        if key not in made.stacks:
+            own = self.place.run
+            assert own is not None
+            number, new = own.number(self.item.place), own.number(path) or 0
+            made.stacks[key] = _stack(dict(self.stack), own, number, new)
+        return made.stacks[key]
 
 
 def _stack(stack: Mapping[str, tuple], run: Run, number: int | None, new: int) -> dict[str, tuple]:

@@ -25,6 +25,7 @@ import torch
 from torch import fx
 
 from graphaccel.compat.torch import graph_module
+from graphaccel.ir.nodes import copy_nodes
 from graphaccel.ir.program import StageProgram, Value
 from graphaccel.ir.values import operands, returned
 from graphaccel.planner.plan import Plan
@@ -231,7 +232,7 @@ class _Accumulating:
     def build(self, first: bool, last: bool) -> fx.GraphModule:
         """first: write gradients instead of adding them. last: all-reduce complete buckets."""
         graph, made = self.graph, self.made
-        result: Any = graph.graph_copy(self.module.graph, made)
+        result = copy_nodes(graph, self.module.graph, made)
         anchor = next(n for n in graph.nodes if n.op != "placeholder")
         with graph.inserting_before(anchor):
             accumulators, flats = self._inputs()

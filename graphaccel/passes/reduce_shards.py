@@ -28,6 +28,7 @@ import torch
 from torch import fx
 
 from graphaccel.compat.torch import graph_module
+from graphaccel.ir.nodes import copy_nodes
 from graphaccel.ir.program import Owned, StageProgram, Value
 from graphaccel.planner.plan import Plan
 
@@ -135,7 +136,7 @@ class _Reducing:
     def build(self) -> fx.GraphModule:
         """The graph."""
         made: dict[fx.Node, fx.Node] = {}
-        results = list(self.graph.graph_copy(self.module.graph, made))
+        results = copy_nodes(self.graph, self.module.graph, made)
         self.graph.output(results)
         own = {n: made[node] for n, node in _results(self.program, self.module).items()}
         self.sizes = {n: node.meta["val"].numel() // self.ranks for n, node in own.items()}

@@ -19,6 +19,7 @@ from torch import fx
 
 from graphaccel.compat.torch import graph_module
 from graphaccel.ir.layers import split
+from graphaccel.ir.nodes import new_node
 from graphaccel.ir.program import StageProgram, Value
 from graphaccel.ir.values import keep_shares
 from graphaccel.passes.equal_stages import Twin
@@ -116,10 +117,10 @@ class _Copy:
                     name = f"{base}_{number + 1}"
                 used.add(name)
             target = name if node.op == "placeholder" else node.target
-            args = fx.map_arg(node.args, made.__getitem__)
-            kwargs = fx.map_arg(node.kwargs, made.__getitem__)
-            made[node] = graph.create_node(node.op, target, args, kwargs, name)
-            made[node].meta = self._meta(node.meta)
+            args: Any = fx.map_arg(node.args, made.__getitem__)
+            kwargs: Any = fx.map_arg(node.kwargs, made.__getitem__) if node.kwargs else {}
+            meta = self._meta(node.meta)
+            made[node] = new_node(graph, node.op, target, args, kwargs, name, meta)
         return graph_module(module, graph)
 
     def _shifted(self, name: str) -> str:

@@ -231,17 +231,9 @@ def _of_few(run: Runner, step: StepGraph, plan: Plan, sizes: Sizes | None) -> Re
         unsharded=unsharded,
     )
 
-    def whole(programs: Sequence[StageProgram]) -> tuple[StageProgram]:
-        return (run.call("repeat_programs", lambda: repeat_programs(step, rows, programs)),)
-
-    if all(_layer_by_layer(each) for each in made):
-        try:
-            programs = whole([_summed(run, plan, each).programs[0] for each in made])
-            return replace(found, programs=programs, bare=programs)
-        except NotRepeated as reason:
-            log.info("gradients of all layers are summed: %s", reason)
-    programs = whole([each.programs[0] for each in made])
-    return _summed(run, plan, replace(found, programs=programs, bare=programs))
+    made_of = [each.programs[0] for each in made]
+    whole = (run.call("repeat_programs", lambda: repeat_programs(step, rows, made_of)),)
+    return _summed(run, plan, replace(found, programs=whole, bare=whole))
 
 
 def _fewer(steps: Sequence[StepGraph], step: StepGraph) -> bool:
@@ -257,15 +249,6 @@ def _with_rows(step: StepGraph, rows: Sequence[Run], counts: Sequence[int]) -> S
         (run,) = (r for r in gone if r.path == row.path and 0 <= row.first - r.first < r.count)
         gone[run] += row.count - count
     return of_layers(step, [run.count - less for run, less in gone.items()])
-
-
-def _layer_by_layer(made: Rewritten) -> bool:
-    """Whether gradients are summed in the groups in which parameters rest, which layers have each
-    for itself; other buckets are as large as all layers tell."""
-    values = [v for p in made.programs for v in p.backward_outputs]
-    return not any(v.kind == "gradient" for v in values) and all(
-        made.owned[v.name].level == 3 for v in values if v.kind == "shard"
-    )
 
 
 def _spread(rows: Sequence[Run], known: Mapping[str, T]) -> dict[str, T]:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from torch import fx
 
 from graphaccel.compat.torch import graph_module
+from graphaccel.ir.nodes import copy_node
 from graphaccel.ir.program import StageProgram
 from graphaccel.ir.values import is_dense, propagate
 from graphaccel.passes.cut_stages import StagedGraph
@@ -52,7 +53,7 @@ def _module(staged: StagedGraph, stage: int, outline: Outline) -> fx.GraphModule
         # What travels arrives dense: an expanded tensor is sent as a plain one.
         values.append(value.contiguous() if foreign and not is_dense(value) else value)
     for node in outline.body:
-        made[node] = graph.node_copy(node, lambda n: made[n])
+        made[node] = copy_node(graph, node, made)
     result = graph.output([made[n] for n, _ in outline.outputs])
     result.meta["phase"] = "output"
     module = graph_module(staged.graph, graph)

@@ -179,8 +179,6 @@ def assert_same(few: StepProgram, full: StepProgram, plan: Plan) -> None:
 def test_rows_of_layers_that_are_treated_alike(
     plan: Plan, deeper: StepGraph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first plan's gradients are summed a layer at a time, before they are repeated; the
-    second's in buckets of all layers."""
     rewritten: list[int] = []
     real = rewrite.recompute
 

@@ -1,0 +1,45 @@
+"""Many nodes made at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import fx
+
+
+def new_node(
+    graph: fx.Graph,
+    op: str,
+    target: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    name: str,
+    meta: Mapping[str, Any],
+) -> fx.Node:
+    """As `graph.create_node`, for arguments without symbolic integers: that looks for them in every
+    argument of every call, which takes longer than the rest."""
+    node = graph.create_node(op, target, name=name)
+    if args:
+        node.args = args
+    if kwargs:
+        node.kwargs = kwargs
+    node.meta.update(meta)
+    return node
+
+
+def copy_node(graph: fx.Graph, node: fx.Node, made: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    """As `graph.node_copy`. made: the copies of what it reads."""
+    args: Any = fx.map_arg(node.args, made.__getitem__)
+    kwargs: Any = fx.map_arg(node.kwargs, made.__getitem__) if node.kwargs else {}
+    return new_node(graph, node.op, node.target, args, kwargs, node.name, node.meta)
+
+
+def copy_nodes(graph: fx.Graph, source: fx.Graph, made: dict[fx.Node, fx.Node]) -> list[Any]:
+    """As `graph.graph_copy`: what the source returns. made: told the copy of each node."""
+    for node in source.nodes:
+        if node.op == "output":
+            returned: Any = fx.map_arg(node.args[0], made.__getitem__)
+            return list(returned)
+        made[node] = copy_node(graph, node, made)
+    raise AssertionError("a graph without an output")
