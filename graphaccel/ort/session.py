@@ -11,6 +11,7 @@ import logging
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import fx
 
 from graphaccel.compat.torch import FakeTensor
 from graphaccel.errors import OrtFailed
+from graphaccel.ort.dynamic import Merged, Sized
 from graphaccel.ort.translate import Port, RegionModel
 
 log = logging.getLogger("graphaccel.ort")
@@ -39,30 +41,64 @@ _NUMPY: Mapping[torch.dtype, Any] = {
 }
 
 
+@dataclass(frozen=True)
+class Opened:
+    """An `onnxruntime.InferenceSession`. sizes: what it is given besides a region's inputs."""
+
+    session: Any
+    sizes: tuple[tuple[str, np.ndarray], ...] = ()
+
+
+@dataclass
+class _Alike:
+    """Models of one part for batches of different sizes. session: of all but the first."""
+
+    models: list[Sized]
+    merged: Merged | None = None
+    session: Any = None
+
+
 class Sessions:
-    """Sessions by the hash of their model, made when first needed. threads: of each session."""
+    """Sessions by the hash of their model, made when first needed. threads: of each session.
+
+    The first model that a region has is run with the sizes in it. Those it has for batches of other
+    sizes share a session that is given their sizes (`ort.dynamic`).
+    """
 
     def __init__(self, threads: int | None = None) -> None:
         self.threads = threads
-        self._made: dict[tuple[str, str], Any] = {}
+        self._exact: dict[tuple[str, str], Any] = {}
+        self._alike: dict[tuple[str, str], _Alike] = {}
+        self._first: dict[tuple[str, str, str], tuple[str, str]] = {}
 
     def __len__(self) -> int:
-        return len(self._made)
+        return len(self._exact) + sum(a.session is not None for a in self._alike.values())
 
-    def get(self, model: RegionModel, device: torch.device) -> Any:
-        """The `onnxruntime.InferenceSession` of a model on the device its tensors are on."""
-        key = (model.key, str(device))
-        if key not in self._made:
-            runtime = importlib.import_module("onnxruntime")
-            _allocate_plainly(runtime)
-            options = session_options(runtime, self.threads or torch.get_num_threads())
-            if not model.float32:  # fusions make nodes that have a kernel for float32 only
-                basic = runtime.GraphOptimizationLevel.ORT_ENABLE_BASIC
-                options.graph_optimization_level = basic
-            self._made[key] = runtime.InferenceSession(
-                model.content, options, providers=_providers(device)
-            )
-        return self._made[key]
+    def get(self, model: RegionModel, device: torch.device, name: str) -> Opened:
+        """The session that runs a model on the device its tensors are on. name: of the region."""
+        key, sized = (model.key, str(device)), Sized(model.content)
+        first = self._first.setdefault((name, sized.structure, str(device)), key)
+        if key in self._exact:
+            return Opened(self._exact[key])
+        if first == key or first not in self._alike:
+            self._exact[key] = self._made(model.content, model, device)
+            self._alike[key] = _Alike([sized])
+            return Opened(self._exact[key])
+        alike = self._alike[first]
+        if alike.merged is None or not alike.merged.fits(sized):
+            models = [*alike.models, sized]
+            merged = Merged(models)
+            alike.session = self._made(merged.content, model, device)
+            alike.models, alike.merged = models, merged
+        return Opened(alike.session, alike.merged.sizes(sized))
+
+    def _made(self, content: bytes, model: RegionModel, device: torch.device) -> Any:
+        runtime = importlib.import_module("onnxruntime")
+        _allocate_plainly(runtime)
+        options = session_options(runtime, self.threads or torch.get_num_threads())
+        if not model.float32:  # fusions make nodes that have a kernel for float32 only
+            options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_ENABLE_BASIC
+        return runtime.InferenceSession(content, options, providers=_providers(device))
 
 
 def session_options(runtime: Any, threads: int) -> Any:
@@ -123,6 +159,7 @@ class Region:
         self.__name__ = self.__qualname__ = f"region_{model.key}"
         self._binding: Any = None
         self._session: Any = None
+        self._sizes: tuple[tuple[str, np.ndarray], ...] = ()
 
     def __str__(self) -> str:
         return f"ort.region_{self.model.key}"
@@ -137,7 +174,8 @@ class Region:
         action = "build"
         try:
             if self._session is None:
-                self._session = self.sessions.get(self.model, device)
+                opened = self.sessions.get(self.model, device, self.name)
+                self._session, self._sizes = opened.session, opened.sizes
                 self._binding = self._session.io_binding()
             action = "run"
             given = [_dense(t, p) for t, p in zip(inputs, self.model.inputs, strict=True)]
@@ -177,6 +215,8 @@ class Region:
         self, given: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], device: torch.device
     ) -> None:
         binding, kind, index = self._binding, device.type, device.index or 0
+        for name, value in self._sizes:
+            binding.bind_cpu_input(name, value)
         for number, (tensor, port) in enumerate(zip(given, self.model.inputs, strict=True)):
             dtype = _NUMPY[port.dtype]
             binding.bind_input(f"i{number}", kind, index, dtype, port.shape, tensor.data_ptr())

@@ -141,3 +141,46 @@ def test_torch_takes_over_where_that_was_asked_for(
             torch.testing.assert_close(region(*tensors), module(*tensors))
     (record,) = caplog.records
     assert "GA803" in record.getMessage()
+
+
+def scaled(kernels: Kernels, rows: int) -> tuple[Any, fx.GraphModule, list[Tensor]]:
+    """A mean over rows, taken of x in another shape: its sizes are in a shape and in a number."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    view = graph.call_function(aten.view.default, (x, [2 * rows, 2]))
+    total = graph.call_function(aten.mul.Tensor, (view, 1 / rows))
+    graph.output([total])
+    module = fx.GraphModule({}, graph)
+    tensors = [torch.randn(rows, 4)]
+    propagate(module, [FakeTensorMode().from_tensor(t) for t in tensors])
+    return translate([view, total], {x: x.meta["val"]}, [total], kernels), module, tensors
+
+
+def test_other_sizes_share_a_session_and_nothing_else_does(kernels: Kernels) -> None:
+    sessions = Sessions(threads=1)
+    counts = []
+    for rows in (4, 6, 5, 4, 7):
+        model, module, tensors = scaled(kernels, rows)
+        region = Region(model, sessions, "h.0 (forward)")
+        torch.testing.assert_close(region(*tensors), list(module(*tensors)))
+        counts.append(len(sessions))
+    assert counts == [1, 2, 2, 2, 2]
+    model, module, tensors = scaled(kernels, 3)  # another part of the model, which has its own
+    Region(model, sessions, "h.1 (forward)")(*tensors)
+    assert len(sessions) == 3
+
+
+def test_what_was_thought_to_be_fixed_can_differ_later(kernels: Kernels) -> None:
+    """Of 4 and 2 rows, a width of 4 looks fixed; it is not, and the session is made again."""
+    sessions = Sessions(threads=1)
+    for rows, width in ((4, 4), (2, 4), (2, 6)):
+        graph = fx.Graph()
+        x = graph.placeholder("x")
+        view = graph.call_function(aten.view.default, (x, [width, rows]))
+        graph.output([view])
+        module = fx.GraphModule({}, graph)
+        tensor = torch.randn(rows, width)
+        propagate(module, [FakeTensorMode().from_tensor(tensor)])
+        model = translate([view], {x: x.meta["val"]}, [view], kernels)
+        torch.testing.assert_close(Region(model, sessions, "h")(tensor), list(module(tensor)))
+    assert len(sessions) == 2
