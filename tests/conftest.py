@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 
 import pytest
 
+from tests.support.captures import FOLDER
 from tests.support.pool import Pool
 
 
@@ -15,6 +20,28 @@ def pool() -> Iterator[Pool]:
     workers = Pool()
     yield workers
     workers.close()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A folder for captures, of this run: processes that pytest starts inherit its name."""
+    if FOLDER not in os.environ:
+        folder = os.environ[FOLDER] = tempfile.mkdtemp(prefix="graphaccel-captures-")
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+        config.add_cleanup(lambda: os.environ.pop(FOLDER, None))
+
+
+def pytest_collection_finish() -> None:
+    """What the imports left is never garbage: collections need not look at it again."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _kept() -> Iterator[None]:
+    """Nor is what tests of a module keep for those of others."""
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

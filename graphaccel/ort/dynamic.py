@@ -122,9 +122,7 @@ class Merged:
         for n, uses in enumerate(self._groups):
             tensor = first.constants[uses[0]]
             shape = [f"s{n}_{i}" for i in range(len(tensor.dims))]
-            graph.input.append(
-                onnx.helper.make_tensor_value_info(f"s{n}", tensor.data_type, shape)
-            )
+            graph.input.append(onnx.helper.make_tensor_value_info(f"s{n}", tensor.data_type, shape))
             for node, i in uses:
                 graph.node[node].input[i] = f"s{n}"
         for kind, i, d in self._open:

@@ -269,11 +269,16 @@ class _Local:
         return self._added(aten.div.Tensor, (value, self.parts), user, "an equal share of a whole")
 
     def _reduced(self, node: fx.Node, new: fx.Node) -> fx.Node:
-        ops = torch.ops._c10d_functional
-        sent = self._added(
-            ops.all_reduce.default, (new, "sum", "data"), node, "all-reduce over data"
-        )
-        return self._added(ops.wait_tensor.default, (sent,), node, "all-reduce over data")
+        """The sum over data ranks; of what was repeated, before it is."""
+        ops, reason = torch.ops._c10d_functional, "all-reduce over data"
+        repeated = node.target is aten.expand.default
+        repeated = repeated and _place(self.placed, node.args[0]) == PARTIAL
+        value = new.args[0] if repeated else new
+        sent = self._added(ops.all_reduce.default, (value, "sum", "data"), node, reason)
+        whole = self._added(ops.wait_tensor.default, (sent,), node, reason)
+        if not repeated:
+            return whole
+        return self._added(aten.expand.default, (whole, *new.args[1:]), node, reason)
 
     def _outputs(self) -> list[Any]:
         outputs = []

@@ -16,13 +16,15 @@ from graphaccel.model import Model, as_batch
 from graphaccel.planner.cluster import Cluster, Device, Link
 from graphaccel.planner.record import Record
 from graphaccel.report.facts import Facts, RankMemory, gather, points, run_spans
+from tests.support.captures import captured_once
 from tests.support.zoo import ALL, ZOO
 
 
 @cache
 def _captured(name: str) -> StepGraph:
     model, batch, loss_fn = ALL[name].build()
-    return capture(model, flatten_call(*as_call(batch)), loss_fn)
+    call = flatten_call(*as_call(batch))
+    return captured_once(f"graph {name}", lambda: capture(model, call, loss_fn))
 
 
 @pytest.fixture(scope="session")

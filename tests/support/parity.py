@@ -20,6 +20,7 @@ from torch.optim import AdamW, Optimizer
 
 from graphaccel.runtime.meter import PeakMeter
 from graphaccel.runtime.sharded import ShardTensor
+from tests.support.captures import read_captures, write_captures
 from tests.support.zoo import ALL, Batch, LossFn, call, double, lift_loss_cast, loss_of
 
 LEARNING_RATE = 1e-3
@@ -114,6 +115,7 @@ def run_plan(
         compiler = model.graphaccel._compiler
         compiler.captures = _captures(name, dtype, lift)
         losses, grads = train(model, optimizer, batch, loss_fn, steps)
+        write_captures(f"{name} {dtype} {lift}", compiler.captures)
         state = graphaccel.full_state_dict(model)
         copies = {key: value.clone() for key, value in state.items()}
         del state
@@ -132,8 +134,10 @@ def run_plan(
 
 @functools.cache
 def _captures(name: str, dtype: str, lift: bool) -> dict[Any, Any]:
-    """The captures of one zoo model that this worker has made so far."""
-    return {}
+    """The captures of one zoo model that this worker has made or found so far."""
+    found: dict[Any, Any] = {}
+    read_captures(f"{name} {dtype} {lift}", found)
+    return found
 
 
 def make_optimizer(model: nn.Module) -> Optimizer:

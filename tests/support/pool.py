@@ -234,6 +234,7 @@ def _serve(pipe: connection.Connection, log: str) -> None:
             if not idle.spoilt:
                 dist.destroy_process_group()
                 gc.collect()
+                gc.freeze()  # captures that are kept for later jobs
             pipe.send_bytes(pickle.dumps(idle))
             if idle.spoilt:
                 # Joining a group failed, or the job left it. torch counts the groups it tried to
