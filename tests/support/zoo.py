@@ -74,8 +74,8 @@ def double(model: nn.Module, batch: Batch) -> tuple[nn.Module, Batch]:
     return model.double(), tuple(widen(value) for value in batch)
 
 
-def _generator() -> torch.Generator:
-    return torch.Generator().manual_seed(SEED)
+def _generator(seed: int = SEED) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
 
 
 def _tokens(generator: torch.Generator, length: int = TOKENS) -> Tensor:
@@ -98,9 +98,9 @@ def _causal_batch() -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": ids.masked_fill(~_lengths(), -100)}
 
 
-def _class_batch(name: str, shape: tuple[int, ...]) -> dict[str, Tensor]:
+def _class_batch(name: str, shape: tuple[int, ...], seed: int = SEED) -> dict[str, Tensor]:
     """A float32 input of `shape` after the batch dim, and one of 5 classes per row."""
-    generator = _generator()
+    generator = _generator(seed)
     return {
         name: torch.randn((BATCH, *shape), generator=generator),
         "labels": torch.randint(0, 5, (BATCH,), generator=generator),
@@ -246,7 +246,9 @@ def _resnet() -> tuple[nn.Module, Batch, None]:
         num_labels=5,
     )  # fmt: skip
     model = _made(lambda: transformers.ResNetForImageClassification(config))
-    return model, _class_batch("pixel_values", (3, 64, 64)), None
+    # With SEED, rounding decides at one of the ReLUs: eager itself then leaves its float32 curve by
+    # 2.4e-5 for some orders of the rows (`python -m benchmarks.parity --noise 24`).
+    return model, _class_batch("pixel_values", (3, 64, 64), seed=1), None
 
 
 def _wav2vec2() -> tuple[nn.Module, Batch, None]:
