@@ -20,7 +20,7 @@ test: .venv/stamp-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 .venv/stamp-%: pyproject.toml
 	test -x $(BIN)/python || $(BASE) -m venv .venv

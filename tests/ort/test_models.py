@@ -36,7 +36,6 @@ def test_float64(pool: Pool, name: str) -> None:
         ("gpt2", {"pipeline": 2, "data": 1, "microbatches": 4}),
         ("gpt2", {"tensor": 2}),
         ("bert", {"data": 2, "microbatches": 2}),
-        ("bert", {"tensor": 2}),
     ],
     ids=str,
 )
