@@ -122,14 +122,26 @@ def validation_table(result: dict[str, Any]) -> str:
     return "\n".join([*rows, "", text, ""])
 
 
+def large_table(result: list[dict[str, Any]]) -> str:
+    """Markdown: what planning deeper and deeper models takes, a row a depth (`large.json`)."""
+    rows = ["| layers | ops | capture | plan and rewrite | memory |", "|---|---|---|---|---|"]
+    rows += [
+        f"| {row['layers']} | {row['ops']:,} | {row['capture_seconds']:.1f} s "
+        f"| {row['plan_and_rewrite_seconds']:.1f} s | {row['peak_gb']:.2f} GB |"
+        for row in result
+    ]
+    return "\n".join([*rows, ""])
+
+
 def with_ort_tables(page: str, folder: Path) -> str:
     """The page with both tables. Raises ValueError without their marks."""
     return _with(page, folder, {"ort": ort_table, "ort_kernels": kernel_table})
 
 
 def with_validation(page: str, folder: Path) -> str:
-    """The page with the table of published runs. Raises ValueError without its marks."""
-    return _with(page, folder, {"validation": validation_table})
+    """The page with the tables of published runs and of deep models. Raises ValueError without
+    their marks."""
+    return _with(page, folder, {"validation": validation_table, "large": large_table})
 
 
 def _with(page: str, folder: Path, tables: dict[str, Callable[[dict[str, Any]], str]]) -> str:
