@@ -103,6 +103,27 @@ def test_pieces_give_what_the_graph_gives(
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
+def test_a_loss_outside_of_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The forward is compiled with the first call, the backward with the first loss of its kind."""
+    made: list[Run] = []
+
+    def noted(module: fx.GraphModule, inputs: Sequence[Tensor], settings: Any) -> Run:
+        made.append(plainly(module, inputs, settings))
+        return made[-1]
+
+    monkeypatch.setattr(inductor, "compile_graph", noted)
+    torch.manual_seed(1)
+    plain = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Softplus(), nn.Linear(8, 4)).double()
+    planned = copy.deepcopy(plain)
+    graphaccel.optimize(planned, devices=1, compile="inductor")
+    x = small_batch()[0].double()
+    for model in (plain, planned):
+        model(x).square().sum().backward()
+    assert len(made) == 2, "a forward and a backward"
+    for a, b in zip(plain.parameters(), planned.parameters(), strict=True):
+        torch.testing.assert_close(b.grad, a.grad, rtol=1e-12, atol=1e-14)
+
+
 def test_inputs_die_at_their_last_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")
