@@ -133,15 +133,40 @@ def large_table(result: list[dict[str, Any]]) -> str:
     return "\n".join([*rows, ""])
 
 
+def search_table(result: dict[str, Any]) -> str:
+    """Markdown: how long searches took and what they found (`benchmarks/results/search.json`)."""
+    rows = [
+        "| model | layers | H100s | capture | search | load | candidates | memory | plan | step |",
+        "|---" * 10 + "|",
+    ]
+    beside = ["| model | H100s | mesh | planned | step | guessed to be faster |", "|---" * 6 + "|"]
+    for row in result.values():
+        known = f"| {row['model']} | "
+        rows.append(
+            f"{known}{row['layers']} | {row['devices']:,} | {row['capture_seconds']:.1f} s "
+            f"| {row['search_seconds']:.1f} s | {row['load']:.1f} | {row['candidates']:,} "
+            f"| {row['peak_gb']:.1f} GB "
+            f"| {row['plan']} | {row['predicted_seconds']:.3g} s |"
+        )
+        for who, theirs in row["published"].items():
+            share = theirs["guessed_faster"] / theirs["meshes"]
+            beside.append(
+                f"{known}{row['devices']:,} | {who} | {theirs['plan']} "
+                f"| {theirs['predicted_seconds']:.3g} s | {share:.1%} |"
+            )
+    return "\n".join([*rows, "", *beside, ""])
+
+
 def with_ort_tables(page: str, folder: Path) -> str:
     """The page with both tables. Raises ValueError without their marks."""
     return _with(page, folder, {"ort": ort_table, "ort_kernels": kernel_table})
 
 
 def with_validation(page: str, folder: Path) -> str:
-    """The page with the tables of published runs and of deep models. Raises ValueError without
-    their marks."""
-    return _with(page, folder, {"validation": validation_table, "large": large_table})
+    """The page with the tables of published runs, of deep models and of searches. Raises ValueError
+    without their marks."""
+    tables = {"validation": validation_table, "large": large_table, "search": search_table}
+    return _with(page, folder, tables)
 
 
 def _with(page: str, folder: Path, tables: dict[str, Callable[[dict[str, Any]], str]]) -> str:

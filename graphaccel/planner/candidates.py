@@ -27,6 +27,7 @@ from graphaccel.planner.estimate import LeastMoved, least_moved, least_optimizer
 from graphaccel.planner.pins import Pins, divisors
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.solve import Problem, resident_parts
+from graphaccel.planner.stages import candidate_cuts
 from graphaccel.schedule.table import SCHEDULE_NAMES
 
 T = TypeVar("T")
@@ -277,6 +278,7 @@ class Bounds:
         self._problem, self._base = problem, base
         self._refused: set[Layout] = set()
         self._built: set[Layout] = set()
+        self._near: dict[Layout, Layout] = {}
         self._known: dict[Any, Any] = {}
 
     @property
@@ -288,6 +290,7 @@ class Bounds:
         """Shard the graph so, if it is not yet; False where it can not be."""
         if layout in self._refused:
             return False
+        self._near.clear()
         try:
             self._problem.layouts.of(self._stands(layout))
         except BadPin:
@@ -305,9 +308,12 @@ class Bounds:
 
     def nearest(self, layout: Layout) -> Layout:
         """The layout itself or, of those it is made of, the last whose graph was made."""
-        while not self.built(layout):
-            layout = layout.parent
-        return layout
+        if layout not in self._near:
+            known = layout
+            while not self.built(known):
+                known = known.parent
+            self._near[layout] = known
+        return self._near[layout]
 
     def _stands(self, layout: Layout) -> Plan:
         return replace(self._base, **vars(layout), data=1, microbatches=1)
@@ -349,6 +355,10 @@ class Bounds:
         each = (held + sized.lean) / shape.pipeline / extra
         return each > self._problem.cluster.tensor_budget
 
+    def sums(self, known: Layout, small: int) -> Sums:
+        """Of microbatches of `small` examples, on a layout whose graph was made."""
+        return self._once(_sums, known, small)
+
     def _once(self, make: Callable[..., T], *key: Any) -> T:
         if (make, *key) not in self._known:
             self._known[(make, *key)] = make(self, *key)
@@ -360,8 +370,9 @@ class Bounds:
 
 
 @dataclass(frozen=True)
-class _Sums:
-    """Of a microbatch on all stages: seconds, bytes of parameters, and what is saved at least."""
+class Sums:
+    """Of a microbatch on all stages: seconds; bytes of parameters, of what is saved if nothing and
+    if all is computed again; the most that live within a phase, and the least that a cut sends."""
 
     work: float
     launches: float
@@ -370,13 +381,17 @@ class _Sums:
     held: int
     trained: int
     lean: int
+    kept: int
+    passing: int
+    crossing: int
 
 
-def _sums(bounds: Bounds, known: Layout, small: int) -> _Sums:
+def _sums(bounds: Bounds, known: Layout, small: int) -> Sums:
     plan = bounds.plan(known, data=1, microbatches=1, batch=small)
     profile, sized = bounds.problem.layouts.of(plan), bounds.problem.sized(plan)
     lean = int(sized.saved(range(len(profile.block_names)))[0].sum())
-    return _Sums(
+    cuts = candidate_cuts(profile, sized).bytes
+    return Sums(
         sized.work,
         sized.launches,
         float(sized.backward.sum()),
@@ -384,6 +399,9 @@ def _sums(bounds: Bounds, known: Layout, small: int) -> _Sums:
         profile.held_bytes,
         profile.trained_bytes,
         lean,
+        int(sized.saved()[0].sum()),
+        int(max(sized.passing_forward.max(), sized.passing_backward.max())),
+        min(cuts, default=0),
     )
 
 

@@ -90,11 +90,13 @@ def predict_seconds(
     crowd, ranks = cluster.device.crowd, range(plan.pipeline)
     if crowd != 1:
         works = tuple(work.shorter(crowd) for work in works)
-    optimizer = max(
-        _optimizer_seconds([works[s] for s in range(rank, plan.stages, plan.pipeline)],
-                           cluster, optimizer_bytes, plan.data if plan.zero else 1)
-        for rank in ranks
-    )  # fmt: skip
+    share = plan.data if plan.zero else 1
+    held = {
+        (sum(w.gradient for w in works[r :: plan.pipeline]),
+         sum(w.tensors for w in works[r :: plan.pipeline]))
+        for r in ranks
+    }  # fmt: skip
+    optimizer = max(_optimizer_seconds(*each, cluster, optimizer_bytes, share) for each in held)
     price = _played if simulated else _closed
     compute, bubble, communication = price(plan, works, edges, reduces)
     if crowd > 1:  # who waits leaves its core to others, until all cores are busy
@@ -201,11 +203,13 @@ def _reduces(
     profile: Profile, works: Sequence[StageWork], plan: Plan, cluster: Cluster
 ) -> list[float]:
     """Seconds of each stage's gradients and parameters that nothing hides; equal stages once."""
-    known: dict[StageWork, float] = {}
     shared = profile.once(("shared", plan.cuts), lambda: _shared_bytes(profile, works))
+    known: dict[object, float] = {}
     found = []
     for stage, work in enumerate(works):
-        alike = work if plan.zero == 3 else replace(work, first=0, end=0)
+        alike: object = work
+        if plan.zero < 3:  # what is held does not matter then
+            alike = work.gradient, work.partial, work.backward, work.weight
         if alike not in known:
             known[alike] = _reduce_seconds(profile, work, plan, cluster)
         found.append(known[alike] + _shared_seconds(shared[stage], plan, cluster, stage))
@@ -300,16 +304,15 @@ def _shared_seconds(size: int, plan: Plan, cluster: Cluster, stage: int) -> floa
 
 
 def _optimizer_seconds(
-    works: Sequence[StageWork], cluster: Cluster, optimizer_bytes: int, shards: int = 1
+    trained: int, tensors: int, cluster: Cluster, optimizer_bytes: int, shards: int = 1
 ) -> float:
     """Read parameter, gradient and state, write parameter and state, at memory bandwidth.
 
-    shards: ranks that share the work (ZeRO)."""
-    gradient = sum(w.gradient for w in works) / shards
+    trained: bytes of gradients of so many tensors. shards: ranks that share the work (ZeRO)."""
+    gradient = trained / shards
     known = [row for row in cluster.device.measured if row.op == OPTIMIZER]
     if known:
         return known[0].seconds * gradient / max(1, known[0].bytes)
-    tensors = sum(w.tensors for w in works)
     traffic = gradient * (3 + 2 * optimizer_bytes / 4)
     device = cluster.device
     launches = tensors if device.name == "cpu" else math.ceil(tensors / _TENSORS_AT_ONCE)

@@ -36,26 +36,28 @@ def predict_memory(
     none).
     """
     sized = sized_for(profile, plan, cluster)
-    works = stage_works(profile, sized, plan, cluster.device.launch_seconds)
-    saved, again = sized.saved(profile.numbers(plan.recompute))
-    each = [int(saved[w.first : w.end].sum()) for w in works]
-    waiting = held_together(plan, each)
+    works = stage_works(profile, sized, replace(plan, recompute=()), cluster.device.launch_seconds)
     split = plan.microbatches > 1 or plan.data > 1
     whole_batch = sized.batch_bytes * plan.data * plan.microbatches
     whole_batch += output_bytes(profile.step, plan.batch)
     owned = sized.once(
         ("ranks", plan.cuts, plan.pipeline), lambda: _of_ranks(profile, works, plan.pipeline)
     )
+
+    def alone() -> list[tuple[_Peak, int]]:
+        saved, again = sized.saved(profile.numbers(plan.recompute))
+        return [
+            _stage_peak(profile, sized, work, saved, again, split or bool(work.partial), plan)
+            for work in works
+        ]
+
+    ones = sized.once(("peaks", plan.cuts, plan.recompute, split, motion_key(plan)), alone)
+    each = [kept for _, kept in ones]
+    waiting = held_together(plan, each)
     ranks = []
     for rank, (parameter, trained) in enumerate(owned):
         own = range(rank, plan.stages, plan.pipeline)
-        peaks = {
-            s: _stage_peak(
-                profile, sized, works[s], saved, again, max(waiting.get(s, 0), 1),
-                accumulated=split or bool(works[s].partial), plan=plan,
-            )
-            for s in own
-        }  # fmt: skip
+        peaks = {s: ones[s][0].waiting(max(waiting.get(s, 0), 1), ones[s][1]) for s in own}
         waits = {s: waiting.get(s, 0) * each[s] for s in own}
         beyond = {s: peaks[s].activation + peaks[s].temporary - waits[s] for s in own}
         top = max(own, key=lambda s: (beyond[s], -s))  # computes; the others wait
@@ -111,6 +113,11 @@ class _Peak:
     gradient: int
     at: str
 
+    def waiting(self, microbatches: int, kept: int) -> _Peak:
+        """With so many in flight, of which each keeps `kept`, in place of one."""
+        more = self.activation + (microbatches - 1) * kept
+        return _Peak(more, self.temporary, self.gradient, self.at)
+
 
 def _stage_peak(
     profile: Profile,
@@ -118,11 +125,10 @@ def _stage_peak(
     work: StageWork,
     saved: np.ndarray,
     again: np.ndarray,
-    waiting: int,
     accumulated: bool,
     plan: Plan,
-) -> _Peak:
-    """Where a stage holds most, with `waiting` microbatches in flight.
+) -> tuple[_Peak, int]:
+    """Where a stage holds most with one microbatch in flight, and what one more keeps.
 
     accumulated: gradients lie in buckets the whole step; otherwise they come as backward proceeds.
     plan: what ZeRO gathers and reduces.
@@ -132,11 +138,10 @@ def _stage_peak(
         "peak", work.first, work.end, saved[here].tobytes(), again[here].tobytes(), accumulated,
         motion_key(plan),
     )  # fmt: skip
-    one, kept = sized.once(
+    return sized.once(
         key,
         lambda: _one_waiting(profile, sized, work, saved[here], again[here], accumulated, plan),
     )
-    return replace(one, activation=one.activation + (waiting - 1) * kept)
 
 
 def _one_waiting(
@@ -148,8 +153,7 @@ def _one_waiting(
     accumulated: bool,
     plan: Plan,
 ) -> tuple[_Peak, int]:
-    """As `_stage_peak`, with one microbatch in flight, and what one more keeps; saved and again of
-    the stage's positions."""
+    """As `_stage_peak`; saved and again of the stage's positions."""
     here = slice(work.first, work.end)
     moving = in_motion(profile, plan, (work.first, work.end))
     running = np.cumsum(saved)

@@ -21,6 +21,7 @@ import heapq
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import astuple, replace
+from itertools import accumulate
 
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import BATCH
@@ -40,6 +41,7 @@ from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.conflicts import agreeing_pins
 from graphaccel.planner.estimate import predict_seconds
 from graphaccel.planner.explain import alternatives, infeasible, mesh_key, seconds
+from graphaccel.planner.guess import guess
 from graphaccel.planner.layouts import Layouts
 from graphaccel.planner.outside import outside_notes
 from graphaccel.planner.pins import Limits, Pins, base_plan, divisors
@@ -49,6 +51,12 @@ from graphaccel.planner.record import Record
 from graphaccel.planner.solve import Outcome, Problem, excess, scaled, with_cuts_and_blocks
 
 KEPT = 32
+MANY = 20_000
+"""Candidates from which on the promising ones are solved first, and not more than enough."""
+_SOLVED = 600  # candidates of a large problem that are solved
+_BUILT = 6  # and layouts whose graphs are made for it, those of the tensor axis alone in any case
+_ACTIONS = 400_000  # forwards of schedules that are played at the end: a second or two
+_PLAYED = 50_000  # forwards of a schedule that is played to see which candidates are left out
 _REFINED = 12  # programs built before giving up: each costs as much as a capture
 
 Refine = Callable[[Plan], Plan]
@@ -113,7 +121,15 @@ def search(
 
 def _gap(problem: Problem, best: Plan, outcome: Outcome) -> str:
     """How far the plan may be from the best: placements that were guessed leave it open."""
-    proved = f"gap 0 within the cost model over the {min(KEPT, len(outcome.fitting))} best"
+    kept = outcome.kept
+    proved = f"gap 0 within the cost model over the {kept} best"
+    if outcome.open is not None:
+        many, bound = outcome.open
+        gap = max(0.0, 1 - bound / seconds(best))
+        proved = (
+            f"gap at most {gap:.1%} within the cost model: of {many} that were not solved none "
+            f"takes less than {bound:.3g} s"
+        )
     guessed = {axis: len(calls) for axis, calls in problem.layouts.guessed(best).items()}
     if not guessed:
         return proved
@@ -182,6 +198,7 @@ class _Solving:
         self.limit = math.inf  # weighed seconds, played, of the best plan so far
         self.late: list[tuple[float, Shape]] = []  # too big before anything is computed
         offered = layouts(problem, pins, batch)
+        self.base_layout = offered[0]
         if not build:
             offered = [x for x in offered if x == offered[0] or self.bounds.built(x)]
         own = list(shapes_of(problem, pins, batch, offered[0]))
@@ -222,7 +239,8 @@ class _Solving:
         """Solve them; yields how many are dealt with and what none of the others can beat."""
         least, tally = self.least(), self.outcome.tally
         done = 0
-        for bound, shape in self.first:
+        large = tally.candidates > MANY and self.prune
+        for bound, shape in () if large else self.first:
             known = self.outcome.by_mesh.get(mesh_key(shape.on(self.base)))
             full = len(self.times) >= KEPT and bound > self.times[KEPT - 1]
             # A deeper recompute of what already fits only costs time.
@@ -232,7 +250,7 @@ class _Solving:
                 self._solve(bound, shape)
             done += 1
             yield done, least
-        for many, bound in self._others():
+        for many, bound in self._guided(least) if large else self._others():
             done += many
             yield done, bound
         if not self.outcome.fitting:  # which of them misses least, then
@@ -240,6 +258,62 @@ class _Solving:
                 tally.infeasible -= 1
                 self._solve(bound, shape, floor=False)
         yield tally.candidates, math.inf
+
+    def _guided(self, least: float) -> Iterator[tuple[int, float]]:
+        """Candidates of a large problem, the promising ones first (`planner.guess`), until no bound
+        is below the best time found, or enough were solved: then `open` says what none of the rest
+        can beat."""
+        tally, choices = self.outcome.tally, self.choices
+        own = (*(shape for _, shape in self.first), *self.more)
+        groups = {self.base_layout: list(dict.fromkeys(s.mesh for s in own)), **self.others}
+        heap: list[tuple[float, tuple[object, ...], Shape, Layout]] = []
+
+        def push(layout: Layout) -> None:
+            known = self.bounds.nearest(layout)
+            for mesh in groups[layout]:
+                about = guess(self.problem, self.bounds, mesh, self.batch)
+                if self.bounds.built(layout) or about < math.inf:
+                    worth = 1.0 if plain(self.pins, mesh) else WORTH
+                    heapq.heappush(heap, (about * worth, mesh.order, mesh, known))
+
+        left = {mesh for own in groups.values() for mesh in own}
+        sizes = {x.tensor for x in groups}
+        for layout in [x for x in groups if x == replace(self.base_layout, tensor=x.tensor)]:
+            if not self.bounds.built(layout) and not self.bounds.build(layout):
+                tally.impossible += len(choices) * len(groups[layout])
+                left -= set(groups.pop(layout))
+        for layout in groups:
+            push(layout)
+        built, solved = len(sizes), 0
+        while heap and solved < _SOLVED:
+            _, _, mesh, known = heapq.heappop(heap)
+            layout = mesh.layout
+            if mesh not in left or self._bound(mesh) * WORTH > self.limit:
+                continue
+            if not self.bounds.built(layout):
+                if built >= _BUILT:
+                    continue
+                built += 1
+                if self.bounds.build(layout):
+                    push(layout)
+                else:
+                    tally.impossible += len(choices) * len(groups[layout])
+                    left -= set(groups[layout])
+                continue
+            if known != layout:
+                continue  # it was guessed again when its graph was made
+            left.discard(mesh)
+            for choice in choices:
+                if mesh in self.settled:
+                    tally.pruned += 1
+                else:
+                    self._solve(self._bound(mesh), replace(mesh, recompute=choice))
+                    solved += 1
+            yield len(choices), least
+        tally.pruned += len(choices) * len(left)
+        rest = [b for b in map(self._bound, left) if b * WORTH <= self.limit]
+        if rest:
+            self.outcome.open = len(choices) * len(rest), min(rest)
 
     def _others(self) -> Iterator[tuple[int, float]]:
         """Candidates that shard more than was asked for, by ascending bound."""
@@ -310,7 +384,8 @@ class _Solving:
             self.settled.add(shape.mesh)
             outcome.fitting.append(plan)
             bisect.insort(self.times, weighed(plan, pins))
-            if weighed(plan, pins) < self.limit:
+            long = plan.microbatches * plan.stages > _PLAYED  # playing it takes seconds
+            if weighed(plan, pins) < self.limit and not long:
                 self.limit = min(self.limit, self._weigh(plan, self._played(plan).seconds))
         if _better(plan, known, problem.cluster, pins):
             outcome.by_mesh[mesh_key(plan)] = plan
@@ -330,17 +405,20 @@ class _Solving:
     def simulate_best(self) -> None:
         """Rank the best again by playing their schedules."""
         outcome = self.outcome
-        for place, plan in enumerate(outcome.fitting[:KEPT]):
+        actions = [plan.microbatches * plan.stages for plan in outcome.fitting[:KEPT]]
+        kept = sum(total <= _ACTIONS for total in accumulate(actions))
+        outcome.kept = kept = min(len(actions), max(kept, 2))
+        for place, plan in enumerate(outcome.fitting[:kept]):
             assert plan.prediction is not None
             memory = plan.prediction.memory
             better = replace(plan, prediction=replace(self._played(plan), memory=memory))
             outcome.fitting[place] = better
             if outcome.by_mesh.get(mesh_key(plan)) == plan:
                 outcome.by_mesh[mesh_key(plan)] = better
-        outcome.fitting[:KEPT] = sorted(
-            outcome.fitting[:KEPT], key=lambda plan: _rank(plan, self.pins)
+        outcome.fitting[:kept] = sorted(
+            outcome.fitting[:kept], key=lambda plan: _rank(plan, self.pins)
         )
-        for plan in reversed(outcome.fitting[:KEPT]):
+        for plan in reversed(outcome.fitting[:kept]):
             outcome.by_mesh[mesh_key(plan)] = plan
 
 
@@ -414,6 +492,7 @@ def _proved(
         outcome.missed(exact, problem.cluster)
         corrected = scaled(problem, plan, exact)
         again = solve_all(corrected, pins, batch)
+        outcome.open = again.open or outcome.open
         queue = again.fitting
     if outcome.closest is None and refused is not None:
         raise refused

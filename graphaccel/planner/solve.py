@@ -16,7 +16,7 @@ from graphaccel.planner.layouts import Layouts
 from graphaccel.planner.pins import Limits
 from graphaccel.planner.plan import Plan, Prediction
 from graphaccel.planner.profile import Profile, SizedProfile
-from graphaccel.planner.recompute import block_options, cheapest, every_second
+from graphaccel.planner.recompute import BlockOption, block_options, cheapest, every_second
 from graphaccel.planner.stages import StageLimit, choose_cuts, stage_positions
 from graphaccel.planner.works import flight, sized_for
 
@@ -81,7 +81,9 @@ class Tally:
 class Outcome:
     """Solved candidates: fitting, fastest first; the best of each mesh; the one that misses
     least; all of them, in the order in which they were solved; times of schedules that were
-    played; why the first that could not be cut could not.
+    played; why the first that could not be cut could not. kept: how many of the fitting were ranked
+    by playing them. open: candidates that might be faster and were not solved, and seconds that
+    they can not beat; None where there are none.
     """
 
     fitting: list[Plan] = field(default_factory=list)
@@ -92,6 +94,8 @@ class Outcome:
     tally: Tally = field(default_factory=Tally)
     too_many: TooManyStages | None = None
     refused: BadPin | None = None
+    kept: int = 0
+    open: tuple[int, float] | None = None
 
     def missed(self, plan: Plan, cluster: Cluster) -> None:
         """Note a plan that does not fit."""
@@ -192,6 +196,9 @@ def _needed(problem: Problem, plan: Plan) -> tuple[str, ...]:
     ends = np.array([end for _, end in stage_positions(profile, plan.cuts)])
     stages = np.searchsorted(ends, profile.block_first, side="right").tolist()
     stage_of = {o.block: stages[o.block] for o in options}
+    lying: list[list[BlockOption]] = [[] for _ in range(plan.pipeline)]
+    for option in options:
+        lying[stage_of[option.block] % plan.pipeline].append(option)
     chosen: set[str] = set()
     needs = [0.0] * plan.pipeline
     for _ in range(8):
@@ -208,7 +215,7 @@ def _needed(problem: Problem, plan: Plan) -> tuple[str, ...]:
             if missing <= 0:
                 continue
             needs[rank] += missing
-            own = [o for o in options if stage_of[o.block] % plan.pipeline == rank]
+            own = lying[rank]
             savings = [o.saved_bytes * waiting[stage_of[o.block]] for o in own]
             picked = cheapest(savings, [o.seconds for o in own], needs[rank])
             mine = {o.name for o in own}

@@ -182,6 +182,22 @@ def test_the_bound_prunes_nothing_that_wins(find: Search, monkeypatch: pytest.Mo
         assert whole.decided() == plan.decided()
 
 
+def test_a_large_problem_is_solved_from_its_promising_end(
+    find: Search, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same plan where all are solved that could be faster; else the gap is said, and true."""
+    best = find(4, 1200)
+    monkeypatch.setattr(search_module, "MANY", 0)
+    guided = find(4, 1200)
+    assert guided.decided() == best.decided()
+    assert "gap 0 within the cost model" in guided.certificate
+    monkeypatch.setattr(search_module, "_SOLVED", 3)
+    early = find(4, 1200)
+    said = early.certificate.partition("gap at most ")[2].partition("%")[0]
+    assert 1 - seconds(best) / seconds(early) <= float(said) / 100
+    assert "that were not solved none takes less than" in early.certificate
+
+
 def test_nothing_faster_that_fits_was_passed_over(find: Search) -> None:
     best = find(4, 1200)
     for data, pipeline in ((1, 4), (2, 2), (4, 1)):

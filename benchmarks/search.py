@@ -1,0 +1,193 @@
+"""How long the plan search takes as models and machines grow, and what it finds for known models.
+
+    python -m benchmarks.search [CASE ...]      # writes benchmarks/results/search.json
+
+A case is a model on a number of H100s, planned from its Hugging Face class on the meta device, each
+in a process of its own, in bf16 with AdamW. Without names all cases run; others keep their row.
+Seconds: of the capture, and of the search alone (no programs are built). A published plan is
+planned with its mesh pinned; its place is the share of all meshes that are guessed
+(`planner.guess`, which is too kind to most) to be faster than it is predicted to be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.common import RESULTS
+
+RESULT = RESULTS / "search.json"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, the global batch and its length in tokens, devices, and meshes that were published
+    or are usual: by name, their pins."""
+
+    model: str
+    devices: int
+    batch: int
+    tokens: int
+    layers: int
+    published: dict[str, dict[str, int]] = field(default_factory=dict)
+
+
+def _llama_405b(devices: int, **published: dict[str, int]) -> Case:
+    return Case("llama-3-405b", devices, 2048, 8192, 126, published)
+
+
+def _mesh(tensor: int, pipeline: int, context: int = 1) -> dict[str, int]:
+    return {"tensor": tensor, "pipeline": pipeline, "context": context}
+
+
+CASES = {
+    # Llama 3 (arXiv 2407.21783), table 4, and NVIDIA's recipes of the same model.
+    "405b-1024": _llama_405b(1024, llama3=_mesh(8, 16), nvidia=_mesh(8, 8, 2)),
+    "405b-4096": _llama_405b(4096, llama3=_mesh(8, 16), nvidia=_mesh(8, 8, 2)),
+    "405b-16384": _llama_405b(16384, llama3=_mesh(8, 16)),
+    # Narayanan et al. (arXiv 2104.04473), and the usual choices of Megatron-LM.
+    "gpt3-175b-1024": Case("gpt3-175b", 1024, 1536, 2048, 96, {"megatron": _mesh(8, 8)}),
+    "70b-64": Case("llama-3-70b", 64, 256, 8192, 80, {"usual": _mesh(4, 4)}),
+    "8b-8": Case("llama-3-8b", 8, 64, 8192, 32, {"usual": _mesh(1, 1)}),
+    # growing machines and models
+    **{f"8b-{n}": Case("llama-3-8b", n, 2048, 8192, 32) for n in (64, 512, 4096, 16384)},
+    **{f"layers-{n}": Case("llama-3-8b", 64, 256, 8192, n) for n in (2, 8, 32, 126, 512, 1000)},
+}  # fmt: skip
+
+_SIZES = {  # hidden, ffn, heads, heads of keys, vocabulary
+    "llama-3-405b": (16384, 53248, 128, 8, 128256),
+    "llama-3-70b": (8192, 28672, 64, 8, 128256),
+    "llama-3-8b": (4096, 14336, 32, 8, 128256),
+    "gpt3-175b": (12288, 49152, 96, 96, 51200),
+}
+
+
+def model_of(case: Case) -> tuple[Any, Any]:
+    """(module, batch) of a case, without weights."""
+    import torch
+    import transformers
+
+    from graphaccel.model import as_batch
+
+    hidden, ffn, heads, keys, vocabulary = _SIZES[case.model]
+    if case.model.startswith("gpt"):
+        config = transformers.GPT2Config(
+            n_embd=hidden, n_inner=ffn, n_layer=case.layers, n_head=heads, vocab_size=vocabulary,
+            n_positions=case.tokens, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+            use_cache=False, bos_token_id=0, eos_token_id=0,
+        )  # fmt: skip
+        kind = transformers.GPT2LMHeadModel
+    else:
+        config = transformers.LlamaConfig(
+            hidden_size=hidden, intermediate_size=ffn, num_hidden_layers=case.layers,
+            num_attention_heads=heads, num_key_value_heads=keys, vocab_size=vocabulary,
+            max_position_embeddings=case.tokens, use_cache=False,
+        )  # fmt: skip
+        kind = transformers.LlamaForCausalLM
+    with torch.device("meta"):
+        ids = torch.empty(case.batch, case.tokens, dtype=torch.int64)
+        batch = as_batch({"input_ids": ids, "labels": torch.empty_like(ids)})
+        return kind(config).train(), batch
+
+
+def measured(name: str) -> dict[str, Any]:
+    """One case in this process."""
+    from graphaccel.capture.symbols import BATCH
+    from graphaccel.compiler import Compiler
+    from graphaccel.model import Model
+    from graphaccel.passes.exact_microbatch import split_limits
+    from graphaccel.planner.candidates import Bounds, layouts, meshes_of
+    from graphaccel.planner.cluster import cluster
+    from graphaccel.planner.guess import guess
+    from graphaccel.planner.pins import Pins, base_plan
+    from graphaccel.planner.record import Record
+    from graphaccel.planner.search import search
+
+    case = CASES[name]
+    begin = time.perf_counter()
+    module, batch = model_of(case)
+    where, pins = cluster("h100-80gb", case.devices), {"precision": "bf16"}
+    compiler = Compiler(Model(module, None, 2.0), where, pins)
+    start = time.perf_counter()
+    step, sizes = compiler.capture(batch)
+    captured = time.perf_counter()
+    kept = compiler.layouts(step, sizes)
+    whole = kept.whole.step
+    over_time, over_data = split_limits(whole)
+    ready = time.perf_counter()
+    record = Record()
+
+    def find(record: Record | None = None, **more: int) -> Any:
+        return search(
+            whole, where, pins=pins | more, optimizer_bytes=8, microbatch_limit=over_time,
+            data_limit=over_data, batch=sizes[BATCH], record=record, profiles=kept,
+        )  # fmt: skip
+
+    plan = find(record)
+    end = time.perf_counter()
+    assert record.problem is not None
+    assert record.outcome is not None
+    row: dict[str, Any] = {
+        "model": case.model, "devices": case.devices, "layers": case.layers,
+        "build_seconds": start - begin, "capture_seconds": captured - start,
+        "profile_seconds": ready - captured, "search_seconds": end - ready,
+        "candidates": record.outcome.tally.candidates, "plan": plan.name,
+        "predicted_seconds": plan.prediction.seconds, "certificate": plan.certificate,
+        "peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9,
+        "load": os.getloadavg()[0], "published": {},
+    }  # fmt: skip
+    if not case.published:
+        return row
+    decided = Pins(precision="bf16")
+    base = base_plan(decided, case.devices, case.batch, "", "", "loss")
+    bounds = Bounds(record.problem, base)
+    about = [
+        guess(record.problem, bounds, mesh, case.batch)
+        for layout in layouts(record.problem, decided, case.batch)
+        for mesh in meshes_of(record.problem, decided, case.batch, layout)
+    ]
+    for who, mesh in case.published.items():
+        theirs = find(**mesh)
+        faster = sum(seconds < theirs.prediction.seconds for seconds in about)
+        row["published"][who] = {
+            "plan": theirs.name, "predicted_seconds": theirs.prediction.seconds,
+            "meshes": len(about), "guessed_faster": faster,
+        }  # fmt: skip
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=", ".join(CASES))
+    parser.add_argument("--one", help="in this process; prints JSON")
+    args = parser.parse_args()
+    if args.one:
+        print(json.dumps(measured(args.one)))
+        return
+    rows = json.loads(RESULT.read_text()) if RESULT.exists() else {}
+    for name in args.cases or CASES:
+        command = [sys.executable, "-m", "benchmarks.search", "--one", name]
+        out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+        rows[name] = json.loads(out.splitlines()[-1])
+        rows = {key: rows[key] for key in CASES if key in rows}
+        RESULT.write_text(json.dumps(rows, indent=1) + "\n")
+        row = rows[name]
+        print(
+            f"{name:16} capture {row['capture_seconds']:6.1f} s, search "
+            f"{row['search_seconds']:6.1f} s, {row['candidates']:,} candidates, "
+            f"{row['peak_gb']:.1f} GB: {row['plan']}, {row['predicted_seconds']:.4g} s",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
