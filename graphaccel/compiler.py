@@ -449,6 +449,9 @@ def _no_collections() -> Iterator[None]:
         yield
     finally:
         if enabled:
+            if not gc.get_freeze_count():  # what is there now counts as old: not searched at once
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()
 
 
