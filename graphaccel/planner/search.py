@@ -466,12 +466,14 @@ def _proved(
 
     Where the exact memory is above the estimate, everything is solved again with a device smaller
     by the same factor: the estimate is usually wrong in the same way for all plans of one model.
+    Where none is left then, it was wrong for some more than for others, and those that were thought
+    to need least are built.
     """
     if refine is None:
         return outcome.fitting[0], (), problem
     notes: list[str] = []
     refused: SplitRefused | TooManyStages | None = None
-    corrected, queue, tried = problem, list(outcome.fitting), set()
+    corrected, queue, tried, wrong_alike = problem, list(outcome.fitting), set(), True
     while queue and len(tried) < _REFINED:
         plan = queue.pop(0)
         if _decisions(plan) in tried:
@@ -490,13 +492,21 @@ def _proved(
         notes.append(f"{plan.name}: does not fit once built")
         dropped.add(_decisions(plan))
         outcome.missed(exact, problem.cluster)
-        corrected = scaled(problem, plan, exact)
-        again = solve_all(corrected, pins, batch)
-        outcome.open = again.open or outcome.open
-        queue = again.fitting
+        if wrong_alike:
+            corrected = scaled(problem, plan, exact)
+            again = solve_all(corrected, pins, batch)
+            outcome.open = again.open or outcome.open
+            queue = again.fitting
+            if not queue:
+                wrong_alike, queue = False, sorted(outcome.fitting, key=_peak)
     if outcome.closest is None and refused is not None:
         raise refused
     return None, tuple(notes), corrected
+
+
+def _peak(plan: Plan) -> int:
+    assert plan.prediction is not None
+    return max(m.peak for m in plan.prediction.memory)
 
 
 def _decisions(plan: Plan) -> Plan:

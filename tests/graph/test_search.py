@@ -369,6 +369,26 @@ def test_refine_has_the_last_word(captured: Captured, made_up: MadeUp) -> None:
     assert any("does not fit once built" in note for note in plan.notes)
 
 
+def test_an_estimate_that_is_wrong_for_one_plan_only(captured: Captured, made_up: MadeUp) -> None:
+    """Corrected by as much, none would fit: those that were thought to need least are built."""
+    built: list[Plan] = []
+
+    def refine(plan: Plan) -> Plan:
+        built.append(plan)
+        assert plan.prediction is not None
+        wrong = 1000 if len(built) == 1 else 1
+        memory = tuple(
+            replace(m, activation=wrong * m.activation, peak=m.peak + (wrong - 1) * m.activation)
+            for m in plan.prediction.memory
+        )
+        return replace(plan, prediction=replace(plan.prediction, memory=memory))
+
+    plan = search(captured("gpt"), made_up(2), pins={}, optimizer_bytes=8, refine=refine)
+    assert len(built) == 2
+    assert plan.decided(notes=()) == built[1].decided(notes=())
+    assert any("does not fit once built" in note for note in plan.notes)
+
+
 def refusing(error: Exception, unless: Callable[[Plan], bool]) -> Callable[[Plan], Plan]:
     def refine(plan: Plan) -> Plan:
         if unless(plan):
