@@ -22,6 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -204,7 +205,7 @@ def _calibrated(model: nn.Module, batch: dict[str, Tensor]) -> Any:
     found = region_costs(compiler, as_batch(batch), kernels)
     costs = {c.key: (c.torch, c.ort) for c in found}
     name = calibration_name(kernels.name, torch.get_num_threads())
-    return type(where)(**{**vars(where), "ort": {name: costs}})
+    return replace(where, ort={name: costs})
 
 
 def timed(sides: dict[str, Step], rounds: int) -> dict[str, float]:
