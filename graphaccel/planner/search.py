@@ -488,6 +488,8 @@ def _proved(
             continue
         missing = excess(exact, problem.cluster)
         if missing <= 0:
+            if not wrong_alike:
+                _leave_open(outcome, exact, tried)
             return exact, tuple(notes), corrected
         notes.append(f"{plan.name}: does not fit once built")
         dropped.add(_decisions(plan))
@@ -502,6 +504,14 @@ def _proved(
     if outcome.closest is None and refused is not None:
         raise refused
     return None, tuple(notes), corrected
+
+
+def _leave_open(outcome: Outcome, best: Plan, tried: set[Plan]) -> None:
+    """Those that should be faster than the best and were not built may fit: the gap says so."""
+    left = [p for p in outcome.fitting if _decisions(p) not in tried and seconds(p) < seconds(best)]
+    if left:
+        many, bound = outcome.open or (0, math.inf)
+        outcome.open = many + len(left), min(bound, *map(seconds, left))
 
 
 def _peak(plan: Plan) -> int:
