@@ -52,6 +52,7 @@ def optimize(
     example_batch: Any = None,
     plan: str | Path | Plan | None = None,
     cluster: Cluster | None = None,
+    clip_norm: float | None = None,
     timeout: float = 600.0,
     **pins: Any,
 ) -> Any:
@@ -72,6 +73,8 @@ def optimize(
     example_batch: plan now; otherwise the first training batch is captured.
     plan: run exactly this plan (an object, or a file saved by `graphaccel plan --json`).
     cluster: what to plan for, where it is not the machine found here.
+    clip_norm: `optimizer.step()` clips the gradients of its parameters by their global norm, as
+      clip_grad_norm_ before it would; `model.graphaccel.grad_norm` is the norm.
     timeout: seconds after which a rank that does not answer is given up.
     pins: data, pipeline, interleave, microbatches, recompute, precision, ...; the rest is planned.
       What the command line of `graphaccel run` says comes first.
@@ -79,7 +82,7 @@ def optimize(
     Raises a subclass of GraphAccelError; the model and the optimizer are then as they were.
     """
     pins = with_command_line(pins)
-    check_arguments(model, optimizer, pins, loss_fn)
+    check_arguments(model, optimizer, pins, loss_fn, clip_norm)
     planning = os.environ.get(PLAN_ONLY) == "1"
     check_supported(model)
     if planning:
@@ -94,7 +97,7 @@ def optimize(
     if isinstance(plan, (str, Path)):
         compiler.path = str(plan)
     initial = initial_values(model, init_fn)
-    handle = Handle(model, optimizer, compiler, count, device, timeout, initial)
+    handle = Handle(model, optimizer, compiler, count, device, timeout, initial, clip_norm)
     with _moved(model, device):
         if example_batch is None:
             same_on_all_ranks(model, count, initial)

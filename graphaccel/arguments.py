@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -38,7 +39,11 @@ def with_command_line(pins: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_arguments(
-    model: Any, optimizer: Any, pins: Mapping[str, Any], loss_fn: Any = None
+    model: Any,
+    optimizer: Any,
+    pins: Mapping[str, Any],
+    loss_fn: Any = None,
+    clip_norm: float | None = None,
 ) -> None:
     """Raises BadPin (GA202), GraphMisuse (GA407), HookNotKept (GA401) or Unsupported (GA208)."""
     unknown = sorted(set(pins) - set(NAMES))
@@ -70,6 +75,23 @@ def check_arguments(
     if optimizer is not None:
         _check_optimizer(model, optimizer)
     check_hooks(model.named_modules())
+    if clip_norm is not None:
+        _check_clip_norm(clip_norm, optimizer)
+
+
+def _check_clip_norm(clip_norm: Any, optimizer: Any) -> None:
+    number = isinstance(clip_norm, (int, float)) and not isinstance(clip_norm, bool)
+    if not number or not 0 < clip_norm < math.inf:
+        raise GraphMisuse(
+            what=f"clip_norm is the largest norm of all gradients, a number above 0, not "
+            f"{clip_norm!r}",
+            help_line="graphaccel.optimize(model, optimizer, clip_norm=1.0)",
+        )
+    if optimizer is None:
+        raise GraphMisuse(
+            what="clip_norm clips in optimizer.step(), and optimize() was given no optimizer",
+            help_line="graphaccel.optimize(model, optimizer, clip_norm=1.0)",
+        )
 
 
 def _check_optimizer(model: nn.Module, optimizer: Any) -> None:

@@ -21,6 +21,7 @@ from graphaccel.ir.program import StepProgram
 from graphaccel.passes.pipeline import backward_of
 from graphaccel.planner.plan import Plan
 from graphaccel.report.text import plan_report
+from graphaccel.runtime.all_gradients import AllGradients, clip_before
 from graphaccel.runtime.deferred import RECORD
 from graphaccel.runtime.inductor import StageCompiler, check_compiler
 from graphaccel.runtime.loss_scale import LossScale
@@ -54,8 +55,9 @@ class Handle:
         device: torch.device,
         timeout: float,
         initial: Record | None = None,
+        clip_norm: float | None = None,
     ) -> None:
-        self._initial = initial
+        self._initial, self._clip_norm = initial, clip_norm
         self._model, self._optimizer, self._compiler = model, optimizer, compiler
         self._devices, self._device, self._timeout = devices, device, timeout
         self._inner = tuple(model.named_modules())
@@ -65,6 +67,7 @@ class Handle:
         self._step: StepGraph | None = None
         self._steps: dict[Any, CompiledStep] = {}
         self._optimizing: OptimizerStep | None = None
+        self._known: AllGradients | None = None
         self.plan: Plan | None = None
         self.program: StepProgram | None = None
         self.measured_peak_bytes: int | None = None
@@ -103,7 +106,13 @@ class Handle:
     def loss_scale(self) -> float | None:
         """What the loss is multiplied by inside an fp16 step; gradients come without it."""
         scale = None if self._session is None else self._session.scale
-        return None if scale is None else scale.factor
+        return None if scale is None else float(scale.factor)
+
+    @property
+    def grad_norm(self) -> torch.Tensor | None:
+        """The norm of all gradients in the last step, before `clip_norm` clipped them: a scalar on
+        this rank's device. None before, and without `clip_norm`."""
+        return None if self._known is None else self._known.norm
 
     @property
     def left_to_torch(self) -> tuple[str, ...]:
@@ -129,7 +138,7 @@ class Handle:
         mesh = build_mesh(
             chosen, program.shared.values(), self._device, timedelta(seconds=self._timeout)
         )
-        scale = LossScale() if chosen.precision.scaled else None
+        scale = LossScale(self._device) if chosen.precision.scaled else None
         session = Session(self._model, mesh, scale)
         optimizer = self._optimizer
         if optimizer is not None and (program.owned or program.resting):
@@ -138,8 +147,9 @@ class Handle:
         self._initial = None
         vars(self._model).pop(RECORD, None)
         self._meshes = stage_meshes(session)
-        if optimizer is not None and self._compiler.pins.get("fusions") not in (None, "off"):
-            self._optimizing = OptimizerStep(optimizer)
+        fused = self._compiler.pins.get("fusions") not in (None, "off")
+        if optimizer is not None:
+            self._before_steps(optimizer, session, fused)
         if optimizer is not None and mesh.pipeline > 1:
             optimizer.register_step_pre_hook(_without_remote_gradients)
         if optimizer is not None and session.states:
@@ -158,6 +168,20 @@ class Handle:
         progress(
             "ready", chosen.name + (f", {1e3 * peak.seconds:.0f} ms predicted" if peak else ""), 0.0
         )
+
+    def _before_steps(self, optimizer: Optimizer, session: Session, fused: bool) -> None:
+        """Hooks that see gradients before others of ours do."""
+        scaled = fused and session.scale is not None
+        if self._clip_norm is not None or scaled:
+            named = self._model.named_parameters()
+            elsewhere = [p for n, p in named if session.owner(n) != session.mesh.pipeline_index]
+            self._known = AllGradients(
+                optimizer, session.mesh, self._clip_norm, scaled=scaled, elsewhere=elsewhere
+            )
+        if fused:
+            self._optimizing = OptimizerStep(optimizer, self._known)
+        elif self._known is not None:
+            clip_before(optimizer, self._known)
 
     def run(
         self, module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
@@ -192,7 +216,8 @@ class Handle:
                 None, self._session.call(compiled, batch.leaves, tracked, named)
             )
         result = self._session.step(compiled, batch.leaves)
-        loss = HandOut.apply(result, tuple(n for n, _ in named), *(p for _, p in named))
+        marks = self._optimizing is not None  # an optimizer of ours can leave the update out
+        loss = HandOut.apply(result, marks, tuple(n for n, _ in named), *(p for _, p in named))
         return compiled.rebuild(loss, result.outputs)
 
     def _has_all(self) -> bool:

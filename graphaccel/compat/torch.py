@@ -329,6 +329,26 @@ def fused_sgd(
     )  # fmt: skip
 
 
+def unscale(gradients: list[torch.Tensor], scale: torch.Tensor) -> torch.Tensor:
+    """Divide gradients by a scale, in place; 1 where one of them is not finite then, else 0: a
+    float32 scalar on the device of `scale`. One pass over each."""
+    found = torch.zeros((), device=scale.device)
+    kinds: dict[torch.dtype, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        kinds.setdefault(gradient.dtype, []).append(gradient)
+    for some in kinds.values():
+        torch._amp_foreach_non_finite_check_and_unscale_(some, found, scale.reciprocal())
+    return found
+
+
+def update_scale(
+    scale: torch.Tensor, good: torch.Tensor, found: torch.Tensor, interval: int
+) -> None:
+    """torch.amp.GradScaler's new scale after a step, in place: half after an overflow (`found`),
+    twice after `interval` steps without one. good: how many there were, int32."""
+    torch._amp_update_scale_(scale, good, found, 2.0, 0.5, interval)
+
+
 def order_step_hooks(optimizer: torch.optim.Optimizer, before: int, after: int) -> bool:
     """Whether the pre-hook of id `before` is the last one; the post-hook `after` becomes the
     first."""

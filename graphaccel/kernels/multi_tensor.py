@@ -15,7 +15,7 @@ on the device that is made again only when one of them moves. Bytes a parameter 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -54,15 +54,17 @@ class Around:
     """What is done in the same pass.
 
     scale: gradients are divided by it. found_inf: where it is not 0, nothing is updated; both are
-    scalars on the device of the tensors. max_norm: of all gradients together, after the scale; an
-    update of gradients that are not finite is left out. reduce: sums a scalar over the ranks that
-    hold other shards. zero: gradients are zeroed. copies: weights in another dtype, one a tensor.
+    scalars on the device of the tensors. max_norm: of all gradients together, after the scale.
+    norm: theirs, where other ranks or other calls have some of them; otherwise it is found here.
+    finite: an update of gradients whose norm is not finite is left out. zero: gradients are zeroed.
+    copies: weights in another dtype, one a tensor.
     """
 
     scale: Tensor | None = None
     found_inf: Tensor | None = None
     max_norm: float | None = None
-    reduce: Callable[[Tensor], None] | None = None
+    norm: Tensor | None = None
+    finite: bool = False
     zero: bool = False
     copies: Sequence[Tensor] | None = None
 
@@ -116,6 +118,7 @@ class MultiTensor:
             return norm
         if found is None or not bool(found):
             torch._foreach_add_(steps, 1)
+            scale = _divided(grads, scale)
             lists = [list(given) for given in (params, grads, exp_avgs, exp_avg_sqs, steps)]
             for places in _alike([id(r) for r in rules]):
                 rule, some = rules[places[0]], lists
@@ -155,6 +158,7 @@ class MultiTensor:
             )
             return norm
         if found is None or not bool(found):
+            scale = _divided(grads, scale)
             keys = [(id(r), f) for r, f in zip(rules, first, strict=True)]
             for places in _alike(keys):
                 rule, new = rules[places[0]], first[places[0]]
@@ -173,28 +177,31 @@ class MultiTensor:
     def _triton(self, params: Sequence[Tensor]) -> bool:
         return (params[0].is_cuda and has_triton()) if self.kernels is None else self.kernels
 
+    def squares(self, grads: Sequence[Tensor]) -> Tensor:
+        """The sum of squares of tensors on one device: a scalar there, in float64 if one is."""
+        if self._triton(grads) and all(g.dtype != torch.float64 for g in grads):
+            return self.tables.squares(grads)
+        wide = any(g.dtype == torch.float64 for g in grads)
+        kind = torch.float64 if wide else torch.float32
+        norms = torch._foreach_norm(list(grads), 2, dtype=kind)
+        return torch.stack(norms).square_().sum()
+
     def _scaled(
         self, grads: Sequence[Tensor], around: Around
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """The norm, what gradients are divided by, and whether nothing is to be updated."""
         if around.max_norm is None:
             return None, around.scale, around.found_inf
-        if self._triton(grads):
-            squares = self.tables.squares(grads)
-        else:
-            wide = any(g.dtype == torch.float64 for g in grads)
-            kind = torch.float64 if wide else torch.float32
-            norms = torch._foreach_norm(list(grads), 2, dtype=kind)
-            squares = torch.stack(norms).square_().sum().to(torch.float32)
-        if around.reduce is not None:
-            around.reduce(squares)
-        norm = squares.sqrt()
-        norm = norm if around.scale is None else norm / around.scale
+        norm = around.norm
+        if norm is None:
+            norm = self.squares(grads).sqrt()
+            norm = norm if around.scale is None else norm / around.scale
         # As torch.nn.utils.clip_grad_norm_ has it; one division for both.
         divisor = torch.clamp((norm + 1e-6) / around.max_norm, min=1.0)
-        found = (~torch.isfinite(norm)).to(torch.float32)
-        if around.found_inf is not None:
-            found = torch.maximum(found, around.found_inf.to(torch.float32))
+        found = around.found_inf
+        if around.finite:
+            infinite = (~torch.isfinite(norm)).to(torch.float32)
+            found = infinite if found is None else torch.maximum(infinite, found.to(torch.float32))
         return norm, divisor if around.scale is None else divisor * around.scale, found
 
 
@@ -204,6 +211,15 @@ def _alike(keys: Sequence[object]) -> list[list[int]]:
     for place, key in enumerate(keys):
         found.setdefault(key, []).append(place)
     return list(found.values())
+
+
+def _divided(grads: Sequence[Tensor], scale: Tensor | None) -> Tensor | None:
+    """What torch's fused steps divide by, which they take in float32 alone; gradients in float64
+    are divided here."""
+    if scale is None or all(g.dtype != torch.float64 for g in grads):
+        return None if scale is None else scale.to(torch.float32)
+    torch._foreach_div_(list(grads), scale)
+    return None
 
 
 def _copy_out(params: Sequence[Tensor], around: Around) -> None:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
+from graphaccel.compat.torch import unscale
 from graphaccel.errors import RankLost
 from graphaccel.ir.program import StageProgram, StepProgram, Value
 from graphaccel.ir.values import returned
@@ -33,13 +34,13 @@ from graphaccel.schedule.walk import walk
 @dataclass
 class StepResult:
     """loss: scalar, the same on every rank. gradients: by parameter name, of this rank's stages.
-    outputs: by leaf of what the model returned, whole batch, on every rank. skipped: gradients of
-    some rank overflowed, and no rank has any. layouts: of the gradients that are shards."""
+    outputs: by leaf of what the model returned, whole batch, on every rank. overflow: of a step in
+    fp16, not 0 if gradients of some rank overflowed. layouts: of the gradients that are shards."""
 
     loss: torch.Tensor | None
     gradients: dict[str, torch.Tensor]
     outputs: dict[int, torch.Tensor]
-    skipped: bool = False
+    overflow: torch.Tensor | None = None
     layouts: Mapping[str, Layout] = field(default_factory=dict)
 
 
@@ -134,13 +135,12 @@ class Executor:
     def run(self, leaves: Sequence[Any], scale: LossScale | None = None) -> StepResult:
         """One step on the leaves of the whole global batch.
 
-        scale: of the loss, for fp16; gradients come back without it, or not at all after an
-        overflow.
+        scale: of the loss, for fp16; gradients come back without it.
         Raises RankLost (GA501) when another rank does not answer.
         """
         state = self._begin(leaves)
         if scale is not None:
-            state.scale = torch.tensor(scale.factor, device=self._mesh.device)
+            state.scale = scale.factor.clone()
         doing_now: Action | None = None
         done: Action | None = None
         generator = torch.random.get_rng_state() if state.seed is not None else None
@@ -332,18 +332,12 @@ class Executor:
         )
 
     def _unscaled(self, result: StepResult, scale: LossScale) -> StepResult:
-        """Gradients without the scale of the loss; none on any rank if one of them overflowed."""
-        finite = torch.ones((), device=self._mesh.device)
-        for gradient in result.gradients.values():
-            gradient.mul_(1.0 / scale.factor)
-            finite = finite * torch.isfinite(gradient).all()
+        """Gradients without the scale of the loss, and whether one of some rank overflowed."""
+        overflow = unscale(list(result.gradients.values()), scale.factor)
         if self._mesh.world > 1:
-            dist.all_reduce(finite, op=dist.ReduceOp.MIN, group=self._mesh.world_group)
-        good = bool(finite.item())
-        scale.update(good)
-        if not good:
-            result.gradients.clear()
-            result.skipped = True
+            dist.all_reduce(overflow, op=dist.ReduceOp.MAX, group=self._mesh.world_group)
+        scale.update(overflow)
+        result.overflow = overflow
         return result
 
     def _sum_shared(self, gradients: dict[str, torch.Tensor]) -> None:

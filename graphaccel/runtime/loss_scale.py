@@ -1,30 +1,33 @@
 """Dynamic loss scaling for fp16: gradients too small for fp16 survive, overflows skip the step.
 
 Micikevicius et al., Mixed Precision Training, 2018, §3.2; the constants are those of
-torch.amp.GradScaler.
+torch.amp.GradScaler. The scale lives on the device, and nothing waits for it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from graphaccel.compat.torch import update_scale
 
 
 @dataclass
 class LossScale:
-    """factor: what the loss is multiplied by. It halves at an overflow and doubles after `interval`
-    steps without one."""
+    """factor: what the loss is multiplied by, a float32 scalar on the device. It halves at an
+    overflow and doubles after `interval` steps without one."""
 
-    factor: float = 65536.0
+    device: torch.device
     interval: int = 2000
-    good_steps: int = 0
-    overflows: int = 0
+    factor: Tensor = field(init=False)
+    good_steps: Tensor = field(init=False)
 
-    def update(self, finite: bool) -> None:
-        """Take note of a step: whether all gradients on all ranks were finite."""
-        if finite:
-            self.good_steps += 1
-            if self.good_steps == self.interval:
-                self.factor, self.good_steps = self.factor * 2.0, 0
-        else:
-            self.factor, self.good_steps = self.factor / 2.0, 0
-            self.overflows += 1
+    def __post_init__(self) -> None:
+        self.factor = torch.full((), 65536.0, device=self.device)
+        self.good_steps = torch.zeros((), dtype=torch.int32, device=self.device)
+
+    def update(self, overflow: Tensor) -> None:
+        """Take note of a step. overflow: not 0 if a gradient on some rank was not finite."""
+        update_scale(self.factor, self.good_steps, overflow, self.interval)

@@ -15,6 +15,7 @@ from torch import nn
 
 from graphaccel.compat.torch import pytree
 from graphaccel.errors import GraphMisuse, OutputDropped, RetainGraph
+from graphaccel.runtime.all_gradients import spoil
 from graphaccel.runtime.executor import StepResult
 from graphaccel.runtime.remote import RemoteTensor
 from graphaccel.runtime.sharded import ShardTensor
@@ -62,10 +63,18 @@ class HandOut(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, result: StepResult, names: tuple[str, ...], *parameters: torch.Tensor
+        ctx: Any,
+        result: StepResult,
+        marks: bool,
+        names: tuple[str, ...],
+        *parameters: torch.Tensor,
     ) -> Any:
-        """The loss; `parameters` are those that may get a gradient, named `names`."""
-        ctx.result, ctx.names = result, names
+        """The loss; `parameters` are those that may get a gradient, named `names`.
+
+        marks: after an overflow there is a NaN in every gradient, for the optimizer's step to find;
+        otherwise there are no gradients, which waits for the device.
+        """
+        ctx.result, ctx.marks, ctx.names = result, marks, names
         ctx.parameters = parameters
         assert result.loss is not None
         return result.loss.clone()
@@ -75,17 +84,20 @@ class HandOut(torch.autograd.Function):
         """Each gradient, times what reached the loss."""
         if ctx.result is None or torch.is_grad_enabled():  # enabled here: create_graph=True
             raise RetainGraph()
-        gradients, skipped = ctx.result.gradients, ctx.result.skipped
+        gradients, overflow = ctx.result.gradients, ctx.result.overflow
         layouts = ctx.result.layouts
         parameters = ctx.parameters
         ctx.result = ctx.parameters = None
-        if skipped:  # on every rank alike, so that clipping stacks equally many norms everywhere
-            return (None, None, *(None for _ in parameters))
+        if overflow is not None and not ctx.marks and bool(overflow):
+            # On every rank alike, so that clipping stacks equally many norms everywhere.
+            return (None, None, None, *(None for _ in parameters))
         own = list(gradients.values())
         if own and not (gradient.device.type == "cpu" and gradient.item() == 1.0):
             scale = gradient.to(own[0].dtype)
             for tensor in own:
                 tensor.mul_(scale)
+        if overflow is not None and ctx.marks:
+            spoil(own, overflow)
         handed = []
         for name, parameter in zip(ctx.names, parameters, strict=True):
             if isinstance(parameter, RemoteTensor):
@@ -95,7 +107,7 @@ class HandOut(torch.autograd.Function):
             if local is not None and name in layouts:
                 local = ShardTensor(local, layouts[name])
             handed.append(local)
-        return (None, None, *handed)
+        return (None, None, None, *handed)
 
 
 class Kept(torch.autograd.Function):

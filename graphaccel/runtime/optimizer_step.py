@@ -10,7 +10,7 @@ as does a hook that was added after ours and would see the parameters too late.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import is_
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from graphaccel.compat.torch import order_step_hooks
 from graphaccel.kernels.multi_tensor import AdamRule, Around, MultiTensor, SGDRule
+from graphaccel.runtime.all_gradients import AllGradients
 
 Optimizer = torch.optim.Optimizer
 _ADAM = (torch.optim.Adam, torch.optim.AdamW)
@@ -64,10 +65,14 @@ class _Group:
 
 
 class OptimizerStep:
-    """Hooks around one optimizer: made before other hooks of ours, started after them."""
+    """Hooks around one optimizer: made before other hooks of ours, started after them.
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    known: of all gradients together, where something of them has to be known.
+    """
+
+    def __init__(self, optimizer: Optimizer, known: AllGradients | None = None) -> None:
         self.reasons: tuple[str, ...] = ()
+        self._known_of_all = known
         self._optimizer = optimizer
         self._many = MultiTensor()
         self._emptied: list[tuple[dict[str, Any], list[Tensor]]] = []
@@ -87,8 +92,10 @@ class OptimizerStep:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         last = order_step_hooks(optimizer, self._before_hook.id, self._after_id)
         if closure is not None or not last:
+            self._leave([p for group in optimizer.param_groups for p in group["params"]])
             return
         fit: list[_Group] = []
+        left: list[Tensor] = []
         reasons = []
         for number, group in enumerate(optimizer.param_groups):
             reason = refusal(optimizer, group)
@@ -99,18 +106,48 @@ class OptimizerStep:
                 fit.append(found)
             elif reason is not None:
                 reasons.append(reason)
-        around = Around(
-            getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
-        )
+                left += group["params"]
+        around = self._around()
         if around.found_inf is not None and not _on_device(optimizer, fit):
-            fit, reasons = [], [*reasons, "step counts on the CPU under torch.amp.GradScaler"]
+            # What the device alone knows would be counted as a step: see it here.
+            if self._known_of_all is None or self._known_of_all.overflow is None:
+                fit, reasons = [], [*reasons, "step counts on the CPU under torch.amp.GradScaler"]
+            elif bool(around.found_inf):
+                left += [p for found in fit for p in found.params]
+                fit = []
+            else:
+                around = replace(around, found_inf=None)
         self.reasons = tuple(dict.fromkeys(reasons))
         step = self._sgd if type(optimizer) is torch.optim.SGD else self._adam
         for some in _by_device(fit):
             step(some, around)
+        self._leave(left)
         for found in fit:
             self._emptied.append((found.group, found.group["params"]))
             found.group["params"] = []
+
+    def _around(self) -> Around:
+        """What torch.amp.GradScaler says, and what is known of all gradients."""
+        optimizer, known = self._optimizer, self._known_of_all
+        around = Around(
+            getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+        )
+        if known is None:
+            return around
+        found = around.found_inf
+        if known.overflow is not None:
+            found = known.overflow if found is None else torch.maximum(found, known.overflow)
+        return replace(around, found_inf=found, max_norm=known.clip_norm, norm=known.norm)
+
+    def _leave(self, params: Sequence[Tensor]) -> None:
+        """What torch's own code will step: without gradients after an overflow, else clipped."""
+        known = self._known_of_all
+        if known is None or not params:
+            return
+        if known.overflow is not None and bool(known.overflow):
+            for p in params:
+                p.grad = None
+        known.clip(p.grad for p in params if p.grad is not None)
 
     def _found(self, group: dict[str, Any]) -> _Group:
         pairs = [(p, g) for p in group["params"] if (g := p.grad) is not None]
@@ -177,13 +214,19 @@ class OptimizerStep:
     def _sgd(self, groups: list[_Group], around: Around) -> None:
         buffers: list[Tensor | None] = []
         first: list[bool] = []
+        damped = any(found.group["dampening"] for found in groups)
+        if around.found_inf is not None and damped and _any_empty(groups):
+            # A first step that is left out must leave buffers unmade: damping tells them apart.
+            if bool(around.found_inf):
+                return
+            around = replace(around, found_inf=None)
         rules: list[SGDRule] = []
         for found in groups:
             group = found.group
             new = [s.get("momentum_buffer") is None for s in found.states]
             for p, state, empty in zip(found.params, found.states, new, strict=False):
                 if empty:
-                    state["momentum_buffer"] = torch.empty_like(p)
+                    state["momentum_buffer"] = torch.zeros_like(p)  # as if made in a step left out
             count = len(found.params)
             buffers += [s["momentum_buffer"] for s in found.states] or [None] * count
             first += new or [False] * count
@@ -197,6 +240,10 @@ class OptimizerStep:
             rules,
             around,
         )
+
+
+def _any_empty(groups: Sequence[_Group]) -> bool:
+    return any(s.get("momentum_buffer") is None for found in groups for s in found.states)
 
 
 def _adam_state(parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:

@@ -243,6 +243,40 @@ error[GA407]: the optimizer holds no parameter of this model
         graphaccel.optimize(model, optimizer, example_batch=batch)
 
 
+@pytest.mark.parametrize("bound", [0.0, -1.0, float("inf"), float("nan"), "1", True])
+def test_a_norm_that_nothing_can_be_clipped_to(bound: Any) -> None:
+    model, batch = Classifier(), small_batch()
+    optimizer = used_optimizer(model, batch)
+    text = f"""\
+error[GA407]: clip_norm is the largest norm of all gradients, a number above 0, not {bound!r}
+  help: graphaccel.optimize(model, optimizer, clip_norm=1.0)
+  explain: graphaccel explain GA407"""
+    with refused(errors.GraphMisuse, text, model, optimizer):
+        graphaccel.optimize(model, optimizer, example_batch=batch, clip_norm=bound)
+
+
+def test_clipping_without_an_optimizer() -> None:
+    model = Classifier()
+    text = """\
+error[GA407]: clip_norm clips in optimizer.step(), and optimize() was given no optimizer
+  help: graphaccel.optimize(model, optimizer, clip_norm=1.0)
+  explain: graphaccel explain GA407"""
+    with refused(errors.GraphMisuse, text, model):
+        graphaccel.optimize(model, example_batch=small_batch(), clip_norm=1.0)
+
+
+def test_clipping_a_step_that_makes_its_gradients() -> None:
+    model, batch = Classifier(), small_batch()
+    optimizer = used_optimizer(model, batch)
+    graphaccel.optimize(model, optimizer, example_batch=batch, clip_norm=1.0)
+    text = """\
+error[GA407]: optimizer.step(closure) with clip_norm=: the gradients that it would clip are made in the step
+  help: call the closure first, then optimizer.step()
+  explain: graphaccel explain GA407"""
+    with refused(errors.GraphMisuse, text, model, optimizer):
+        optimizer.step(lambda: 0.0)
+
+
 def test_what_is_no_model_and_what_is_no_optimizer() -> None:
     model = Classifier()
     with pytest.raises(errors.GraphMisuse, match=r"takes a torch\.nn\.Module, not function"):

@@ -109,11 +109,16 @@ def optimized(kind: str, kernels: bool, wide: torch.dtype, around: dict[str, Any
     return [*params, *states[0], *states[1], *copies, *grads, torch.stack(steps)]
 
 
+CLIPPED = {"scale": torch.tensor(4.0), "max_norm": 1.0, "finite": True, "zero": True}
 for kind in ("adamw", "adam", "momentum", "nesterov"):
     for form, wide, around in (
         ("plain", torch.float32, {}),
         ("plain", torch.float64, {}),
-        ("clipped", torch.float32, {"scale": torch.tensor(4.0), "max_norm": 1.0, "zero": True}),
+        (
+            "clipped",
+            torch.float32,
+            {"scale": torch.tensor(4.0), "max_norm": 1.0, "finite": True, "zero": True},
+        ),
     ):
         pairs = zip(
             optimized(kind, True, wide, around), optimized(kind, False, wide, around), strict=True

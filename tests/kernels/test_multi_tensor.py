@@ -145,7 +145,7 @@ def test_scale_clip_skip_copy_and_zero_in_one_pass(kind: str, overflow: bool) ->
     if overflow:
         grads[0][0, 0] = float("inf")
     copies = [torch.zeros_like(p, dtype=torch.bfloat16) for p in params]
-    around = Around(torch.tensor(8.0), max_norm=0.5, zero=True, copies=copies)
+    around = Around(torch.tensor(8.0), max_norm=0.5, finite=True, zero=True, copies=copies)
     held = [p.detach() for p in params]
     before = [p.clone() for p in held]
     steps = [torch.zeros(()) for _ in params]
@@ -169,3 +169,25 @@ def test_scale_clip_skip_copy_and_zero_in_one_pass(kind: str, overflow: bool) ->
     for a, b, c in zip(plain, held, copies, strict=True):
         torch.testing.assert_close(b, a.detach(), rtol=1e-6, atol=1e-7)
         assert torch.equal(c, b.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("dampening", [0.0, 0.5])
+def test_momentum_after_a_first_step_that_was_left_out(dampening: float) -> None:
+    """As torch.amp.GradScaler leaves one out: nothing of it is in the momentum."""
+
+    def make(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(params, lr=0.1, momentum=0.9, dampening=dampening)
+
+    params, plain = weights(), weights()
+    ours, theirs = make(params), make(plain)
+    OptimizerStep(ours).start()
+    give_gradients(params, 0)
+    ours.found_inf = torch.ones(())  # type: ignore[attr-defined]
+    ours.step()
+    ours.found_inf = torch.zeros(())  # type: ignore[attr-defined]
+    for seed in (1, 3):
+        for some, optimizer in ((params, ours), (plain, theirs)):
+            give_gradients(some, seed)
+            optimizer.step()
+    for a, b in zip(plain, params, strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-12, atol=1e-14)
