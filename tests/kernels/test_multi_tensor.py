@@ -176,7 +176,7 @@ def test_momentum_after_a_first_step_that_was_left_out(dampening: float) -> None
     """As torch.amp.GradScaler leaves one out: nothing of it is in the momentum."""
 
     def make(params: list[nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.SGD(params, lr=0.1, momentum=0.9, dampening=dampening)
+        return torch.optim.SGD(params, lr=0.1, momentum=0.9, dampening=dampening, fused=True)
 
     params, plain = weights(), weights()
     ours, theirs = make(params), make(plain)
