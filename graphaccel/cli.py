@@ -169,6 +169,12 @@ def _add_pins(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
         "--compile", choices=("off", "inductor"), help="let Inductor compile the graphs of stages"
     )
     pins.add_argument(
+        "--fusions",
+        type=_fusions,
+        metavar="WHAT",
+        help="fused ops: off, auto, or names with commas between; -NAME takes one away",
+    )
+    pins.add_argument(
         "--vocab",
         choices=("data", "tensor"),
         help="where embedding and head rest: a shard on each data rank, or split by words",
@@ -289,6 +295,11 @@ def _positive(text: str) -> int:
 def _ort(text: str) -> str | tuple[str, ...]:
     """off, auto or all; otherwise module paths."""
     return text if text in ("off", "auto", "all") else tuple(text.split(","))
+
+
+def _fusions(text: str) -> str | tuple[str, ...]:
+    """off or auto; otherwise names."""
+    return text if text in ("off", "auto") else tuple(text.split(","))
 
 
 def _stage(text: str) -> tuple[str, int]:

@@ -40,7 +40,7 @@ from graphaccel.ort.measure import MARGIN, calibration_name
 from graphaccel.ort.session import Sessions
 from graphaccel.passes.exact_microbatch import split_limits
 from graphaccel.passes.localise import localised
-from graphaccel.passes.pipeline import build, fused
+from graphaccel.passes.pipeline import build, fused, placed_fusions
 from graphaccel.passes.place_ort import Tools
 from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.layouts import Layouts, LocalGraph, rates_of
@@ -50,6 +50,7 @@ from graphaccel.planner.profile import Profile
 from graphaccel.planner.record import Record
 from graphaccel.planner.search import cluster_name, search
 from graphaccel.report.format import folded
+from graphaccel.report.fused import fusion_notes
 from graphaccel.report.rules import missing, missing_note, priced_rules
 from graphaccel.rules.propagate import NO_RULE
 from graphaccel.runtime.pieces import notes as compile_notes
@@ -185,6 +186,8 @@ class Compiler:
             plan, program = self.refine(step, plan, batch, sizes)
         notes = (*plan.notes, *_kept_whole(program), *self._without_rules(planned, plan))
         notes += self._whole_over_tensor(program, plan)
+        if plan.fusions:
+            notes += fusion_notes(placed_fusions(step, plan), _device_type(self.cluster))
         notes += compile_notes(program) if plan.compile != "off" else ()
         plan = replace(plan, notes=notes)
         self.plan, self.resting = plan, program.resting

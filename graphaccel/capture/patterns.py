@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from operator import getitem
 from typing import Any
@@ -38,7 +39,10 @@ def trace_pattern(function: Callable[..., Any], values: Mapping[str, Any]) -> Pa
         made = function(**dict(zip(given, tensors, strict=True)), **numbers)
         return list(made) if isinstance(made, (tuple, list)) else [made]
 
-    with mode, torch.enable_grad():
+    with mode, torch.enable_grad(), warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore"
+        )  # what torch has to say of mixed dtypes is not about a model
         module = make_fx(call, pre_dispatch=True)(*fakes)
     for node, name in zip(
         [n for n in module.graph.nodes if n.op == "placeholder"], given, strict=True

@@ -36,6 +36,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 
@@ -121,6 +122,14 @@ def build(
 def fused(step: StepGraph, plan: Plan) -> StepGraph:
     """The step with the plan's fusions, in the precision it was captured in: what is planned on."""
     return _once(fuse, (plan.fusions, plan.outputs), step, plan)
+
+
+def placed_fusions(step: StepGraph, plan: Plan) -> dict[str, int]:
+    """How often `build` places each of the plan's fusions, by name."""
+    low = _once(lower_precision, plan.precision, step, plan)
+    forward = _once(fuse, (plan.fusions, plan.outputs), low, plan).forward.graph
+    made = [str(n.meta.get("made_by")) for n in forward.graph.nodes if n.meta.get("covers")]
+    return dict(sorted(Counter(m.removeprefix("fuse ") for m in made if m[:5] == "fuse ").items()))
 
 
 def _once(

@@ -95,6 +95,7 @@ def test_plan_arguments(model_file: Path) -> None:
     pins += " --tensor 2 --context 2 --expert 2 --zero 3 --no-sequence --gather-again"
     choices = "--recompute some --precision bf16 --html r.html --trace t.json --save-cluster c.json"
     choices += " --accumulation shards --vocab data --stage h.3=1 --stage h.4=2 --compile inductor"
+    choices += " --fusions auto,-rotary"
     shown = "--format json --measure 3 --explain --why-not pipeline=4,recompute=none"
     shown += " --why-not data=-1 --why-not sequence=false"
     line = f"{text} {pins} {choices} {shown}"
@@ -123,6 +124,7 @@ def test_plan_arguments(model_file: Path) -> None:
         "recompute": "some",
         "precision": "bf16",
         "compile": "inductor",
+        "fusions": ("auto", "-rotary"),
         "html": Path("r.html"),
         "trace": Path("t.json"),
         "format": "json",
