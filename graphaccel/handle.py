@@ -23,6 +23,7 @@ from graphaccel.planner.plan import Plan
 from graphaccel.report.text import plan_report
 from graphaccel.runtime.all_gradients import AllGradients, clip_before
 from graphaccel.runtime.deferred import RECORD
+from graphaccel.runtime.host import HostCopies
 from graphaccel.runtime.inductor import StageCompiler, check_compiler
 from graphaccel.runtime.loss_scale import LossScale
 from graphaccel.runtime.mesh import build_mesh
@@ -68,6 +69,7 @@ class Handle:
         self._steps: dict[Any, CompiledStep] = {}
         self._optimizing: OptimizerStep | None = None
         self._known: AllGradients | None = None
+        self._host: HostCopies | None = None
         self.plan: Plan | None = None
         self.program: StepProgram | None = None
         self.measured_peak_bytes: int | None = None
@@ -101,6 +103,21 @@ class Handle:
         if self.plan is None or self.plan.prediction is None or self._session is None:
             return None
         return self.plan.prediction.memory[self._session.mesh.pipeline_index].tensors
+
+    @property
+    def predicted_host_bytes(self) -> int | None:
+        """Predicted peak bytes that the plan keeps on the host for this rank."""
+        if self.plan is None or self.plan.prediction is None or self._session is None:
+            return None
+        return self.plan.prediction.memory[self._session.mesh.pipeline_index].host
+
+    def host_tensors(self) -> tuple[torch.Tensor, ...]:
+        """What rests on this rank's host: the optimizer's state, and the copies it works on."""
+        if self._host is None or self._optimizer is None:
+            return ()
+        states = self._optimizer.state.values()
+        state = (t for values in states for t in values.values() if isinstance(t, torch.Tensor))
+        return (*self._host.tensors(), *state)
 
     @property
     def loss_scale(self) -> float | None:
@@ -148,14 +165,18 @@ class Handle:
         vars(self._model).pop(RECORD, None)
         self._meshes = stage_meshes(session)
         fused = self._compiler.pins.get("fusions") not in (None, "off")
+        self._host = HostCopies(mesh.device) if "optimizer" in chosen.offload else None
         if optimizer is not None:
-            self._before_steps(optimizer, session, fused)
+            self._before_steps(optimizer, session, fused or self._host is not None)
         if optimizer is not None and mesh.pipeline > 1:
             optimizer.register_step_pre_hook(_without_remote_gradients)
-        if optimizer is not None and session.states:
+        if optimizer is not None and (session.states or self._host is not None):
             named = dict(self._model.named_parameters(remove_duplicate=False))
-            twins = Twins(optimizer, named, session.states, chosen.bucket_bytes)
-            OptimizerState(optimizer, twins.layouts, self._meshes)
+            layouts = session.states if self._host is None else session.step_layouts()
+            Twins(optimizer, named, layouts, chosen.bucket_bytes, self._host)
+            sharded = {id(named[n]): layout for n, layout in session.states.items()}
+            if sharded:
+                OptimizerState(optimizer, sharded, self._meshes)
         if self._optimizing is not None:
             self._optimizing.start()
         self._session, self._step, self.plan, self.program = session, step, chosen, program
@@ -179,7 +200,8 @@ class Handle:
                 optimizer, session.mesh, self._clip_norm, scaled=scaled, elsewhere=elsewhere
             )
         if fused:
-            self._optimizing = OptimizerStep(optimizer, self._known)
+            on_host = self._host is not None
+            self._optimizing = OptimizerStep(optimizer, self._known, on_host=on_host)
         elif self._known is not None:
             clip_before(optimizer, self._known)
 

@@ -49,6 +49,7 @@ class Model:
             },
             sum(tensor_bytes(t) for t in batch.tensors.values()),
             self.optimizer_bytes,
+            plan.offload,
         )
 
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.motion import in_motion, motion_key
+from graphaccel.planner.offload import placed_optimizer
 from graphaccel.planner.outside import output_bytes
 from graphaccel.planner.plan import Plan, StageMemory
 from graphaccel.planner.profile import Parameter, Profile, SizedProfile
@@ -64,7 +65,8 @@ def predict_memory(
         activation = sum(waits.values()) - waits[top] + peaks[top].activation + whole_batch
         temporary = peaks[top].temporary
         gradient = trained if split else sum(peaks[s].gradient for s in own)
-        optimizer = trained * optimizer_bytes // 4 // (plan.data if plan.zero else 1)
+        shard = trained // (plan.data if plan.zero else 1)
+        optimizer, host = placed_optimizer(shard * optimizer_bytes // 4, shard, plan.offload)
         if plan.zero >= 2 and plan.microbatches == 1:
             gradient = sum(peaks[s].gradient for s in own)
         elif plan.zero >= 2 and plan.accumulation == "shards":
@@ -78,7 +80,7 @@ def predict_memory(
         ranks.append(
             StageMemory(
                 rank, parameter, gradient, optimizer, activation, temporary, other,
-                tensors + other, peaks[top].at,
+                tensors + other, peaks[top].at, host,
             )
         )  # fmt: skip
     return tuple(ranks)

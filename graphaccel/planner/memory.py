@@ -17,6 +17,7 @@ from torch import fx
 from graphaccel.ir.program import StageProgram, StepProgram, Value
 from graphaccel.ir.values import tensors_of
 from graphaccel.planner.liveness import Liveness, Storage
+from graphaccel.planner.offload import placed_optimizer
 from graphaccel.planner.plan import StageMemory
 from graphaccel.rules.propagate import PARTIAL
 from graphaccel.schedule.table import Action, Schedule
@@ -34,7 +35,8 @@ class Resident:
     the global batch.
 
     states: trained parameter → bytes of that part of it whose optimizer state lies here.
-    optimizer_bytes: per byte of `states` (2.0 for AdamW in the parameter's dtype).
+    optimizer_bytes: per byte of `states` (2.0 for AdamW in the parameter's dtype). offload: of the
+    plan.
     """
 
     parameters: Mapping[str, int]
@@ -42,6 +44,7 @@ class Resident:
     states: Mapping[str, int]
     batch: int
     optimizer_bytes: float
+    offload: tuple[str, ...] = ()
 
 
 def rank_memory(
@@ -54,7 +57,9 @@ def rank_memory(
     parameters = sum(resident.parameters[n] for n in names)
     trained = sum(resident.states.get(n, 0) for n in names)
     buffers = sum(resident.buffers[n] for n in {n for p in own for n in p.buffers})
-    optimizer = int(trained * resident.optimizer_bytes)
+    optimizer, host = placed_optimizer(
+        int(trained * resident.optimizer_bytes), trained, resident.offload
+    )
     run = _Run(program, own, max((a.microbatch for a in schedule[rank]), default=0))
     run.start(resident.batch)
     for doing in walk(schedule[rank]):
@@ -71,6 +76,7 @@ def rank_memory(
         other=other,
         peak=fixed + run.count.peak + other,
         at=run.count.where,
+        host=host,
     )
 
 

@@ -13,6 +13,7 @@ from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.errors import BadPin, BatchNotDivisible, NoLoss, SplitRefused
 from graphaccel.ir.program import Sharded
 from graphaccel.planner.module_pins import VOCAB, read_stages, vocabulary_placements
+from graphaccel.planner.offload import read_offload
 from graphaccel.planner.plan import Plan, Precision
 from graphaccel.schedule.table import SCHEDULE_NAMES
 
@@ -34,7 +35,7 @@ _COUNTS = (
 NAMES = (
     *_COUNTS, "recompute", "precision", "schedule", "cuts", "outputs",
     "zero", "gather_again", "accumulation", "sequence", "pins", "fusions",
-    "vocab", "stages", "ort", "fallback", "compile",
+    "vocab", "stages", "ort", "fallback", "compile", "offload",
 )  # fmt: skip
 
 
@@ -69,6 +70,7 @@ class Pins:
     ort: str | tuple[str, ...] | None = None
     fallback: str | None = None
     compile: str | None = None
+    offload: tuple[str, ...] | None = None
 
     @property
     def replica(self) -> int:
@@ -142,6 +144,8 @@ def read_pins(
         typed["pins"] = _placements(given["pins"], step)
     if "stages" in given:
         typed["stages"] = read_stages(given["stages"], step)
+    if "offload" in given:
+        typed["offload"] = read_offload(given["offload"])
     found = Pins(**typed)
     _check_loss(found, step)
     found = _check_mesh(found, devices)
@@ -424,6 +428,7 @@ def base_plan(pins: Pins, devices: int, batch: int, graph: str, cluster: str, ou
         ort="auto" if pins.ort is None else pins.ort,
         fallback=pins.fallback or "error",
         compile=pins.compile or "off",
+        offload=pins.offload or (),
         batch=batch,
         pinned=pins.names,
         graph=graph,

@@ -25,7 +25,7 @@ class Precision:
 @dataclass(frozen=True)
 class StageMemory:
     """Predicted peak tensor bytes on one rank of a stage, by PyTorch's categories, and where the
-    peak is."""
+    peak is. host: the most that the plan keeps on the host for this rank, no part of the peak."""
 
     rank: int
     parameter: int
@@ -36,6 +36,7 @@ class StageMemory:
     other: int
     peak: int
     at: str
+    host: int = 0
 
     @property
     def tensors(self) -> int:
@@ -48,7 +49,7 @@ class StageMemory:
         return {
             f.name: getattr(self, f.name)
             for f in fields(self)
-            if f.name not in ("rank", "peak", "at")
+            if f.name not in ("rank", "peak", "at", "host")
         }
 
 
@@ -110,6 +111,7 @@ class Plan:
       faster), or module paths. fallback: "error", or "fx": torch runs a region that ONNX Runtime
       fails to build or run.
     compile: what runs the graphs of stages: "off" (FX code) or "inductor".
+    offload: what rests on the host between its uses: "optimizer" (its state, and its step).
     outputs: "loss" or "all": what a training step hands out besides the loss.
     pinned: decisions the user made. graph, cluster: fingerprints of what was planned for.
     """
@@ -131,6 +133,7 @@ class Plan:
     ort: str | tuple[str, ...] = "auto"
     fallback: str = "error"
     compile: str = "off"
+    offload: tuple[str, ...] = ()
     outputs: str = "loss"
     zero: int = 0
     gather_again: bool = True
@@ -187,6 +190,8 @@ class Plan:
             parts.append(f"{self.microbatches} microbatches of {self.microbatch_size}")
         if self.recompute:
             parts.append(f"recompute {len(self.recompute)} blocks")
+        if self.offload:
+            parts.append(f"{' and '.join(self.offload)} on the host")
         if self.precision.compute != "float32":
             parts.append(self.precision.compute)
         if self.compile != "off":

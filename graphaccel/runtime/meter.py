@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from graphaccel.compat.torch import TorchDispatchMode, is_traceable_wrapper_subclass
+from graphaccel.kernels.host_copy import TO_DEVICE, TO_HOST
 
 
 class PeakMeter(TorchDispatchMode):
@@ -28,26 +29,38 @@ class PeakMeter(TorchDispatchMode):
     ```
     `resident`: tensors that exist already and count from the start (parameters, buffers, batch,
     optimizer state). Tensors made before that are neither in it nor freed by it are left out.
+    `host`: those that the plan keeps on the host; where the device is the host's own processor
+    nothing else tells them apart.
     `device`: count storages of this device type only ("cuda"); None counts all but "meta".
 
-    `current` and `peak` are bytes; `peak_op` is the operator that reached the peak, "resident" when
-    nothing after the start did. A meter can be turned on again and goes on counting.
+    `current` and `peak` are bytes on the device, `host_current` and `host_peak` those that the plan
+    keeps on the host: what `host_copy.to_host` gives, and what is made of such tensors alone.
+    `peak_op` is the operator that reached the peak, "resident" when nothing after the start did. A
+    meter can be turned on again and goes on counting.
     """
 
-    def __init__(self, resident: Iterable[Tensor] = (), device: str | None = None) -> None:
+    def __init__(
+        self,
+        resident: Iterable[Tensor] = (),
+        device: str | None = None,
+        host: Iterable[Tensor] = (),
+    ) -> None:
         super().__init__()
-        self.current = 0
-        self.peak = 0
+        self.current = self.host_current = 0
+        self.peak = self.host_peak = 0
         self.peak_op = "resident"
         self._device = device
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._on_host: set[int] = set()
+        for tensor in host:
+            self._count(tensor, on_host=True)
         for tensor in resident:
             self._count(tensor)
         self.reset_peak()
 
     def reset_peak(self) -> None:
         """Forget the peak so far: the bytes alive now become the peak."""
-        self.peak = self.current
+        self.peak, self.host_peak = self.current, self.host_current
         self.peak_op = "resident"
 
     def __torch_dispatch__(
@@ -61,30 +74,44 @@ class PeakMeter(TorchDispatchMode):
         result = func(*args, **kwargs)
         # Views and in-place results share a storage with an argument: counted where it was made.
         given = {id(s) for value in (*args, *kwargs.values()) for s in _storages(value)}
+        on_host = func is TO_HOST or (
+            bool(given) and func is not TO_DEVICE and given <= self._on_host
+        )
         for storage in _storages(result):
             if id(storage) not in given:
-                self._add(storage)
+                self._add(storage, on_host)
+        self.host_peak = max(self.host_peak, self.host_current)
         if self.current > self.peak:
             self.peak, self.peak_op = self.current, str(func)
         return result
 
-    def _count(self, tensor: Tensor) -> None:
+    def _count(self, tensor: Tensor, on_host: bool = False) -> None:
         for storage in _storages(tensor):
-            self._add(storage)
+            self._add(storage, on_host)
 
-    def _add(self, storage: torch.UntypedStorage) -> None:
+    def _add(self, storage: torch.UntypedStorage, on_host: bool) -> None:
         kind = storage.device.type
         key = id(storage)
-        if key in self._alive or kind == "meta" or self._device not in (None, kind):
+        counted = on_host or self._device in (None, kind)
+        if key in self._alive or kind == "meta" or not counted:
             return
         size = storage.nbytes()
 
         def freed(_: weakref.ref[torch.UntypedStorage]) -> None:
             del self._alive[key]
-            self.current -= size
+            self._change(-size, key in self._on_host)
+            self._on_host.discard(key)
 
         self._alive[key] = weakref.ref(storage, freed)
-        self.current += size
+        if on_host:
+            self._on_host.add(key)
+        self._change(size, on_host)
+
+    def _change(self, size: int, on_host: bool) -> None:
+        if on_host:
+            self.host_current += size
+        else:
+            self.current += size
 
 
 def _storages(value: Any) -> Iterator[torch.UntypedStorage]:

@@ -67,12 +67,15 @@ class _Group:
 class OptimizerStep:
     """Hooks around one optimizer: made before other hooks of ours, started after them.
 
-    known: of all gradients together, where something of them has to be known.
+    known: of all gradients together, where something of them has to be known. on_host: the
+    parameters that are stepped lie there (`runtime.twins`).
     """
 
-    def __init__(self, optimizer: Optimizer, known: AllGradients | None = None) -> None:
+    def __init__(
+        self, optimizer: Optimizer, known: AllGradients | None = None, *, on_host: bool = False
+    ) -> None:
         self.reasons: tuple[str, ...] = ()
-        self._known_of_all = known
+        self._known_of_all, self._on_host = known, on_host
         self._optimizer = optimizer
         self._many = MultiTensor()
         self._emptied: list[tuple[dict[str, Any], list[Tensor]]] = []
@@ -107,7 +110,7 @@ class OptimizerStep:
             elif reason is not None:
                 reasons.append(reason)
                 left += group["params"]
-        around = self._around()
+        around = _on_cpu(self._around()) if self._on_host else self._around()
         if around.found_inf is not None and not _on_device(optimizer, fit):
             # What the device alone knows would be counted as a step: see it here.
             if self._known_of_all is None or self._known_of_all.overflow is None:
@@ -240,6 +243,12 @@ class OptimizerStep:
             rules,
             around,
         )
+
+
+def _on_cpu(around: Around) -> Around:
+    """With its scalars beside parameters that lie on the host."""
+    tensors = {name: value for name, value in vars(around).items() if isinstance(value, Tensor)}
+    return replace(around, **{name: value.cpu() for name, value in tensors.items()})
 
 
 def _any_empty(groups: Sequence[_Group]) -> bool:

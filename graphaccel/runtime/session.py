@@ -181,6 +181,18 @@ class Session:
                 done.add(id(held[name]))
                 _make_sharded(held[name], shards[name], layout)
 
+    def step_layouts(self) -> dict[str, Layout]:
+        """How the optimizer state of every trained parameter that is held here lies; by one of its
+        names."""
+        own = dict(self.model.named_parameters(remove_duplicate=False))
+        sharded = {id(own[n]) for n in self.states}
+        whole = {
+            n: Layout(p.shape, (), self.mesh)
+            for n, p in own.items()
+            if p.requires_grad and self.holds(n) and id(p) not in sharded
+        }
+        return {**whole, **self.states}
+
     def holds(self, name: str) -> bool:
         """Whether a stage of this rank has the parameter or buffer."""
         stages = self.homes.get(name)

@@ -4,7 +4,8 @@ While `optimizer.step()` runs, each parameter whose optimizer state is sharded i
 optimizer's groups by a twin: a plain tensor, this rank's shard of the parameter, with this rank's
 shard of the gradient. So the optimizer runs at its own speed, and its state has the shard's shape.
 Before and after, groups and state are keyed by the user's parameters. Parameters that rest whole
-(ZeRO-1 and 2) are gathered from their shards afterwards.
+(ZeRO-1 and 2) are gathered from their shards afterwards. Where the plan keeps optimizer state on
+the host, every parameter with a gradient has its twin there (`runtime.host`).
 
 Rajbhandari et al., ZeRO, 2020, §5.1.
 """
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from graphaccel.errors import GraphMisuse, NotElementwise
+from graphaccel.runtime.host import HostCopies
 from graphaccel.runtime.layout import Layout
 from graphaccel.runtime.sharded import ShardTensor
 
@@ -46,7 +48,8 @@ def check_elementwise(optimizer: Optimizer) -> None:
 class Twins:
     """Hooks around one optimizer.
 
-    layouts: of optimizer state, by name of the parameter, then by its identity.
+    layouts: of optimizer state, by name of the parameter, then by its identity; without splits
+    where it lies here whole. host: where the optimizer works, if not on the device.
     """
 
     def __init__(
@@ -55,9 +58,10 @@ class Twins:
         parameters: Mapping[str, nn.Parameter],
         layouts: Mapping[str, Layout],
         bucket_bytes: int,
+        host: HostCopies | None = None,
     ) -> None:
         self.layouts = {id(parameters[n]): layout for n, layout in layouts.items()}
-        self._bucket_bytes = bucket_bytes
+        self._bucket_bytes, self._host = bucket_bytes, host
         self._twins: dict[int, nn.Parameter] = {}
         self._swapped: list[tuple[nn.Parameter, nn.Parameter]] = []
         optimizer.register_step_pre_hook(self._before)
@@ -68,26 +72,37 @@ class Twins:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0]: itself
         if callable(closure):
             raise GraphMisuse(
-                what="optimizer.step(closure) where optimizer state is sharded",
+                what="optimizer.step(closure) where optimizer state is "
+                + ("sharded" if self._host is None else "on the host"),
                 help_line="call the closure first, then optimizer.step()",
             )
         for group in optimizer.param_groups:
             group["params"] = [self._twin_of(p, optimizer) for p in group["params"]]
+        if self._host is not None:
+            self._host.wait()
 
     def _twin_of(self, parameter: nn.Parameter, optimizer: Optimizer) -> nn.Parameter:
-        layout = self.layouts.get(id(parameter))
-        if layout is None:
+        layout, gradient = self.layouts.get(id(parameter)), parameter.grad
+        on_host = self._host is not None and gradient is not None
+        if layout is None or not (layout.splits or on_host):
             return parameter
-        twin = self._twins.get(id(parameter))
         local = _local(parameter, layout)
-        if twin is None or twin.data_ptr() != local.data_ptr():
-            twin = nn.Parameter(local, requires_grad=parameter.requires_grad)
-            self._twins[id(parameter)] = twin
-        gradient = parameter.grad
-        twin.grad = None if gradient is None else _local(gradient, layout)
+        if self._host is not None and gradient is not None:
+            twin = self._host.twin(id(parameter), local, _local(gradient, layout))
+        else:
+            twin = self._on_device(id(parameter), local, parameter.requires_grad)
+            twin.grad = None if gradient is None else _local(gradient, layout)
         if parameter in optimizer.state:
-            optimizer.state[twin] = optimizer.state.pop(parameter)
+            state = optimizer.state.pop(parameter)
+            optimizer.state[twin] = self._host.state(state) if self._host is not None else state
         self._swapped.append((parameter, twin))
+        return twin
+
+    def _on_device(self, key: int, local: torch.Tensor, trained: bool) -> nn.Parameter:
+        """The shard itself as a parameter."""
+        twin = self._twins.get(key)
+        if twin is None or twin.data_ptr() != local.data_ptr():
+            twin = self._twins[key] = nn.Parameter(local, requires_grad=trained)
         return twin
 
     def _restore(self, optimizer: Optimizer) -> None:
@@ -109,7 +124,7 @@ class Twins:
             layout = self.layouts[id(parameter)]
             local = _local(parameter, layout)
             if twin.data_ptr() != local.data_ptr():  # the optimizer gave it another memory
-                local.copy_(twin.detach())
+                local.copy_(twin.detach(), non_blocking=True)
             if twin.grad is not None and _rests_whole(parameter, layout):
                 stepped.append(parameter)
             twin.grad = None

@@ -39,6 +39,8 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "zero3 in a pipeline": (4, {"data": 2, "zero": 3, "pipeline": 2, "microbatches": 2}),
     "tensor and data": (4, {"data": 2, "tensor": 2, "zero": 3}),
     "pipeline of four": (4, {"pipeline": 4, "microbatches": 4}),
+    "zero1 on the host": (2, {"data": 2, "zero": 1, "offload": "optimizer"}),
+    "pipeline on the host": (2, {"pipeline": 2, "microbatches": 2, "offload": "optimizer"}),
 }
 PARTLY = StateDictOptions(strict=False)  # parameters of other stages have no state here
 # Every plan saves once and loads once; the last row's checkpoint goes into the plain model too.
@@ -49,6 +51,9 @@ WAYS = [
     ("tensor and data", "pipeline of four"),
     ("pipeline of four", "zero1"),
     ("zero1", "zero3"),
+    ("zero3", "zero1 on the host"),
+    ("zero1 on the host", "pipeline on the host"),
+    ("pipeline on the host", "zero3"),
 ]
 
 

@@ -98,7 +98,8 @@ def run_plan(
     """The same under `graphaccel.optimize(**pins)`, in a worker of the pool; this rank's results.
 
     Returns loss, grads (those held here, by name), losses, state (full, on rank 0), and for one
-    more step without the optimizer peak_predicted and peak_measured (bytes of tensor storage).
+    more step without the optimizer peak_predicted and peak_measured (bytes of tensor storage on the
+    device), host_predicted and host_measured (bytes that the plan keeps on the host).
     """
     import graphaccel
 
@@ -128,7 +129,10 @@ def run_plan(
         }
         others += [value.untyped_storage() for value in (*copies.values(), *grads.values())]
         result["peak_predicted"] = model.graphaccel.predicted_peak_bytes
-        result["peak_measured"] = peak_of_a_step(model, batch, loss_fn, others)
+        result["host_predicted"] = model.graphaccel.predicted_host_bytes
+        result["peak_measured"], result["host_measured"] = peaks_of_a_step(
+            model, batch, loss_fn, others
+        )
     return result
 
 
@@ -278,9 +282,17 @@ def peak_of_a_step(
     Everything the process holds counts (parameters, optimizer state, buffers of the runtime, the
     batch), except the storages in `others`, which the test itself keeps.
     """
+    return peaks_of_a_step(model, batch, loss_fn, others)[0]
+
+
+def peaks_of_a_step(
+    model: nn.Module, batch: Batch, loss_fn: LossFn | None, others: list[torch.UntypedStorage]
+) -> tuple[int, int]:
+    """As `peak_of_a_step`, on the device; and what the plan keeps on the host."""
     ignored = {id(storage) for storage in others}
     with PeakMeter(
-        resident=[t for t in tensors_alive() if id(t.untyped_storage()) not in ignored]
+        resident=[t for t in tensors_alive() if id(t.untyped_storage()) not in ignored],
+        host=model.graphaccel.host_tensors(),
     ) as meter:
         loss_of(call(model, batch), batch, loss_fn).backward()
-    return meter.peak
+    return meter.peak, meter.host_peak

@@ -1,0 +1,62 @@
+"""Optimizer state on the host: the step of one device, and device memory without the state."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+from tests.support.parity import Reference, compare, reference, run_plan
+from tests.support.pool import Pool
+
+pytestmark = pytest.mark.multiprocess
+
+PIPELINE = {"pipeline": 2, "interleave": 1, "microbatches": 4, "data": 1}
+PLANS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one device": (1, {"data": 1, "microbatches": 1}),
+    "one device, microbatches": (1, {"data": 1, "microbatches": 4}),
+    "data": (2, {"data": 2, "microbatches": 1, "zero": 0}),
+    "zero1": (2, {"data": 2, "zero": 1, "microbatches": 1}),
+    "zero2-shards": (2, {"data": 2, "zero": 2, "microbatches": 2, "accumulation": "shards"}),
+    "zero3": (2, {"data": 2, "zero": 3, "microbatches": 1}),
+    "tensor2": (2, {"data": 1, "tensor": 2, "microbatches": 1}),
+    "pipeline": (2, PIPELINE),
+    "zero3-pipeline2": (4, {**PIPELINE, "data": 2, "zero": 3, "microbatches": 2}),
+}
+
+
+@cache
+def _reference(model: str, steps: int) -> Reference:
+    return reference(model, "float64", steps)
+
+
+def _run(pool: Pool, model: str, plan: str, steps: int, offload: str) -> list[dict[str, Any]]:
+    world, pins = PLANS[plan]
+    wanted = {"pipeline": 1, "recompute": "none", **pins, "offload": offload, "devices": world}
+    return pool.run(world, run_plan, model, "float64", wanted, steps)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_twenty_steps_are_those_of_one_device(pool: Pool, plan: str) -> None:
+    got = _run(pool, "gpt", plan, 20, "optimizer")
+    compare(_reference("gpt", 20), got).check(1e-9, 1e-10)
+    for rank in got:
+        assert rank["peak_predicted"] == pytest.approx(rank["peak_measured"], rel=0.02)
+        assert rank["host_predicted"] == pytest.approx(rank["host_measured"], rel=0.02)
+
+
+@pytest.mark.parametrize(("model", "plan"), [("resnet", "data"), ("t5", "pipeline")])
+def test_other_models(pool: Pool, model: str, plan: str) -> None:
+    got = _run(pool, model, plan, 3, "optimizer")
+    compare(_reference(model, 3), got).check(1e-9, 1e-10)
+
+
+def test_the_device_has_the_state_no_more(pool: Pool) -> None:
+    kept = _run(pool, "gpt", "zero1", 2, "none")
+    away = _run(pool, "gpt", "zero1", 2, "optimizer")
+    for with_state, without in zip(kept, away, strict=True):
+        spared = with_state["peak_measured"] - without["peak_measured"]
+        # parameter, gradient and two moments, of which the moments leave the device
+        assert spared == pytest.approx(without["host_measured"] / 2, rel=0.02)
+        assert with_state["host_measured"] == with_state["host_predicted"] == 0
