@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, overload
@@ -21,7 +22,7 @@ from graphaccel.capture.export import LossFn, split_targets
 from graphaccel.compiler import Compiler
 from graphaccel.handle import Handle
 from graphaccel.model import Model, as_batch, check_supported, optimizer_bytes
-from graphaccel.planner.cluster import Cluster
+from graphaccel.planner.cluster import Cluster, host_memory
 from graphaccel.planner.cluster import cluster as named_cluster
 from graphaccel.planner.plan import Plan
 from graphaccel.runtime.deferred import initial_values
@@ -171,7 +172,7 @@ def cluster_here(count: int, device: torch.device) -> Cluster:
     if device.type == "cpu":
         return named_cluster("cpu", count)
     properties = torch.cuda.get_device_properties(device)
-    name = properties.name.lower()
+    name, host = properties.name.lower(), host_memory() // torch.cuda.device_count()
     for known in (
         "h200-141gb",
         "h100-80gb",
@@ -181,8 +182,12 @@ def cluster_here(count: int, device: torch.device) -> Cluster:
         "rtx4090-24gb",
     ):
         if known.split("-")[0].replace("rtx", "") in name:
-            return named_cluster(known, count, properties.total_memory)
-    return named_cluster("a100-80gb", count, properties.total_memory)
+            break
+    else:
+        known = "a100-80gb"
+    found = named_cluster(known, count, properties.total_memory)
+    assert found.host is not None
+    return replace(found, host=replace(found.host, memory=host))
 
 
 @contextmanager

@@ -175,6 +175,11 @@ def _add_pins(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
         help="fused ops: off, auto, or names with commas between; -NAME takes one away",
     )
     pins.add_argument(
+        "--offload",
+        choices=("none", "optimizer"),
+        help="keep optimizer state on the host and step there; else only where nothing fits",
+    )
+    pins.add_argument(
         "--vocab",
         choices=("data", "tensor"),
         help="where embedding and head rest: a shard on each data rank, or split by words",

@@ -77,6 +77,7 @@ def measure(target: tuple[Path, str | None], plan: Plan, batch: int | None, step
         fastest=min(found["seconds"]),
         slowest=max(found["seconds"]),
         memory=tuple(found["memory"]),
+        host=tuple(found["host"]),
         where=_machine(plan.devices, device),
     )
 
@@ -152,14 +153,17 @@ def _work(args: argparse.Namespace) -> None:
         step()
     seconds = [_timed(step) for _ in range(args.steps)]
     rank = int(os.environ.get("RANK", "0"))
-    mine = rank // (plan.devices // plan.pipeline), seconds, _peak(run)
+    mine = rank // (plan.devices // plan.pipeline), seconds, *_peaks(run, model)
     everyone: list[Any] = [mine] * plan.devices
     if plan.devices > 1:
         dist.all_gather_object(everyone, mine)
     if rank == 0:
-        slowest = [max(times) for times in zip(*(s for _, s, _ in everyone), strict=True)]
-        memory = [max(p for r, _, p in everyone if r == n) for n in range(plan.pipeline)]
-        args.out.write_text(json.dumps({"seconds": slowest, "memory": memory}))
+        slowest = [max(times) for times in zip(*(s for _, s, *_ in everyone), strict=True)]
+        memory, host = (
+            [max(one[place] for one in everyone if one[0] == n) for n in range(plan.pipeline)]
+            for place in (2, 3)
+        )
+        args.out.write_text(json.dumps({"seconds": slowest, "memory": memory, "host": host}))
 
 
 def _timed(step: Callable[[], None]) -> float:
@@ -174,18 +178,18 @@ def _timed(step: Callable[[], None]) -> float:
     return time.perf_counter() - start
 
 
-def _peak(run: Callable[[], None]) -> int:
-    """Peak bytes of tensors on this rank in one more forward and backward."""
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-        run()
-        return torch.cuda.max_memory_allocated()
+def _peaks(run: Callable[[], None], model: nn.Module) -> tuple[int, int]:
+    """Peak bytes of tensors on this rank and on its host in one more forward and backward."""
     gc.collect()
     kinds = (torch.Tensor, nn.Parameter)
-    meter = PeakMeter(resident=(x for x in gc.get_objects() if type(x) in kinds))
+    cuda = torch.cuda.is_available()
+    resident = (x for x in gc.get_objects() if type(x) in kinds and not cuda)
+    meter = PeakMeter(resident, host=model.graphaccel.host_tensors())  # type: ignore[operator, union-attr]
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
     with meter:  # nothing here may keep what the step lets go of
         run()
-    return meter.peak
+    return torch.cuda.max_memory_allocated() if cuda else meter.peak, meter.host_peak
 
 
 def _main() -> int:

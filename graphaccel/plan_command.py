@@ -40,7 +40,7 @@ from graphaccel.report.trace import trace_json
 PINS = (
     "data", "pipeline", "tensor", "context", "expert", "interleave", "microbatches", "zero",
     "sequence", "gather_again", "accumulation", "recompute", "precision", "vocab", "stages", "ort",
-    "compile", "fusions",
+    "compile", "fusions", "offload",
 )  # fmt: skip
 INTERRUPTED = 130  # 128 + SIGINT
 _DRAWN = 1500  # candidates that a picture is given; beyond, only those the search solved
@@ -108,7 +108,8 @@ def _facts(
     if drawn:
         found = record.outcome
         if program is not None and found.tally.candidates <= _DRAWN:
-            found = solve_all(record.problem, record.pins, record.batch, prune=False, build=False)
+            pins = replace(record.pins, spared=plan.offload)
+            found = solve_all(record.problem, pins, record.batch, prune=False, build=False)
         plans = (*found.seen, *found.fitting)  # the latter with the times of their schedules
         facts = replace(facts, candidates=points(plans, plan, compiler.cluster))
     if program is not None and (args.explain or args.html is not None):

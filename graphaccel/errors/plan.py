@@ -14,7 +14,8 @@ class InfeasiblePlan(GraphAccelError):
 
     memory, peak: bytes per device. stage: where the closest plan's peak is. closest: that plan in
     words. breakdown: bytes per category at the peak. relaxations: (change, its effect), each of
-    which alone makes it fit. useless: changes that were tried and do not help.
+    which alone makes it fit. useless: changes that were tried and do not help. host, host_memory:
+    bytes that it keeps on a host, and that there are, per device.
     """
 
     code = "GA201"
@@ -26,6 +27,8 @@ class InfeasiblePlan(GraphAccelError):
     breakdown: dict[str, int]
     relaxations: tuple[tuple[str, str], ...] = ()
     useless: tuple[str, ...] = ()
+    host: int = 0
+    host_memory: int = 0
 
     def message(self) -> Message:
         over = format_bytes(self.peak - self.memory)
@@ -37,6 +40,14 @@ class InfeasiblePlan(GraphAccelError):
             details.append("no single change that was tried makes it fit")
         if self.useless:
             details.append(f"would not help: {', '.join(self.useless)}")
+        if self.peak <= self.memory:
+            return Message(
+                f"no plan fits {self.devices} x {format_bytes(self.memory)} with "
+                f"{format_bytes(self.host_memory)} of its host each; the closest needs "
+                f"{format_bytes(self.host)} of it "
+                f"({format_bytes(self.host - self.host_memory)} over)",
+                details=tuple(details),
+            )
         return Message(
             f"no plan fits {self.devices} x {format_bytes(self.memory)}; the closest needs "
             f"{format_bytes(self.peak)} ({over} over, on stage {self.stage})",

@@ -24,6 +24,7 @@ from graphaccel.capture.symbols import SEQUENCE
 from graphaccel.errors import BadPin
 from graphaccel.planner.cost import counted_packet
 from graphaccel.planner.estimate import LeastMoved, least_moved, least_optimizer
+from graphaccel.planner.offload import device_state
 from graphaccel.planner.pins import Pins, divisors
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.solve import Problem, resident_parts
@@ -286,6 +287,11 @@ class Bounds:
         """What is planned."""
         return self._problem
 
+    @property
+    def device_state(self) -> int:
+        """Bytes of optimizer state on a device for each trained number."""
+        return device_state(self._problem.optimizer_bytes, self._base.offload)
+
     def build(self, layout: Layout) -> bool:
         """Shard the graph so, if it is not yet; False where it can not be."""
         if layout in self._refused:
@@ -347,7 +353,7 @@ class Bounds:
         known = self.nearest(layout)
         sized = self._once(_sums, known, shape.microbatch_size(self._base.batch))
         split = shape.microbatches > 1 or shape.data > 1
-        parts = resident_parts(shape, self._problem.optimizer_bytes)
+        parts = resident_parts(shape, self.device_state)
         held = sized.held * parts[0] + sized.trained * parts[2]
         if split and (shape.zero < 2 or shape.microbatches > 1):
             held += sized.trained * parts[1]

@@ -11,6 +11,13 @@ multiplies by an efficiency of its own. Datasheet numbers and the factors applie
   20.6 (H100, H200), 40.1 (B200), of 25, 25, 26.5 and 50. Latencies per hop are those of its ring
   with the LL128 protocol (``src/graph/tuning.cc``): 1.9 us NVLink, 2.5 us PCIe, 4.0 us network.
 * Networks as in NVIDIA's own DGX of that generation, shared evenly by eight devices; 0.95 reached.
+* Hosts are NVIDIA's DGX of that generation, shared evenly by eight devices: system memory (512 GB
+  in DGX-1, 1 and 2 TB in DGX A100 of 40 and 80 GB, 2 TB in DGX H100, H200 and B200), of which a
+  tenth is left to the system, and all channels of two sockets (8 DDR4-2133, 16 DDR4-3200, 16
+  DDR5-4800, 16 DDR5-5600). For the RTX 4090 a server like that of the A100 with 512 GB is assumed.
+* Links to the host: PCIe x16 of the device's datasheet (3.0: V100; 4.0: A100, RTX 4090; 5.0: H100,
+  H200, B200), 15.75, 31.5 and 63 GB/s each way. A copy from pinned memory reaches 0.8 of that. That
+  devices share an uplink of the host's switches is not in it.
 * Memory is what the CUDA runtime reports, e.g. in PyTorch's "total capacity of 79.11 GiB": a little
   under the number in the name. ``b200-192gb`` carries 192 GB, of which 180 GB are enabled.
 """
@@ -89,13 +96,29 @@ class Link:
 
 
 @dataclass(frozen=True)
+class Host:
+    """A device's share of the machine that it is in, for what a plan keeps there.
+
+    ``memory`` in bytes; ``memory_bandwidth`` in bytes/s that its processors reach, reads and writes
+    counted; ``link`` in bytes/s that a copy between host and device reaches, one way at a time.
+    ``shared``: the device is the host's own processor, and has its memory of it.
+    """
+
+    memory: int
+    memory_bandwidth: float
+    link: float
+    shared: bool = False
+
+
+@dataclass(frozen=True)
 class Cluster:
     """``count`` equal devices; ``links`` from the innermost level outwards, the last holds all.
 
     ``context_bytes`` per device are lost to the runtime (CUDA context, NCCL, cuBLAS workspaces);
     ``fragmentation`` is what the allocator reserves beyond the tensors, as a share of them.
     ``ort``: by build of ONNX Runtime and threads ("training 1.19.2, 2 threads"), region key →
-    seconds measured here (torch, ONNX Runtime).
+    seconds measured here (torch, ONNX Runtime). ``host``: of each device; where it is not known,
+    nothing is kept there.
     Raises ``ValueError`` when the levels do not grow or the last does not hold all devices.
     """
 
@@ -105,6 +128,7 @@ class Cluster:
     context_bytes: int
     fragmentation: float
     ort: Mapping[str, Mapping[str, tuple[float, float]]] = field(default_factory=dict, hash=False)
+    host: Host | None = None
 
     def __post_init__(self) -> None:
         sizes = [link.size for link in self.links]
@@ -145,6 +169,7 @@ class Cluster:
             "context_bytes": self.context_bytes,
             "fragmentation": self.fragmentation,
             **({"ort": {k: dict(v) for k, v in self.ort.items()}} if self.ort else {}),
+            **({"host": asdict(self.host)} if self.host is not None else {}),
         }
 
     @classmethod
@@ -160,6 +185,8 @@ class Cluster:
                 build: {key: (float(a), float(b)) for key, (a, b) in costs.items()}
                 for build, costs in fields.get("ort", {}).items()
             }
+            if fields.get("host") is not None:
+                fields["host"] = Host(**fields["host"])
             return cls(**fields)
         except (KeyError, TypeError) as problem:
             raise ValueError(f"this is no cluster description: {problem}") from problem
@@ -248,6 +275,7 @@ def _cuda(
     network: str,
     network_gigabits: float,
     kernels: _Kernels,
+    host: Host,
 ) -> Callable[[int], Cluster]:
     """A catalogue entry: nodes of ``inner.size`` devices, ``network_gigabits`` for each device."""
     device = Device(
@@ -265,7 +293,9 @@ def _cuda(
 
     def make(count: int) -> Cluster:
         outer = (Link(network, 4.0e-6, bandwidth, count),) if count > inner.size else ()
-        return Cluster(device, count, (inner, *outer), _CUDA_CONTEXT_BYTES, _CUDA_FRAGMENTATION)
+        return Cluster(
+            device, count, (inner, *outer), _CUDA_CONTEXT_BYTES, _CUDA_FRAGMENTATION, host=host
+        )
 
     return make
 
@@ -283,26 +313,41 @@ _CPU_CONTEXT_BYTES = 512 * 2**20  # the interpreter, torch's libraries and gloo'
 def _cpu(count: int) -> Cluster:
     cores = os.cpu_count() or 1
     share = cores / count  # of a core if below one: processes then take turns
+    memory, bandwidth = host_memory() // count, min(_CORE_BANDWIDTH * cores, _HOST_BANDWIDTH)
     device = Device(
         "cpu",
-        _host_memory() // count,
+        memory,
         {dtype: value * 1e9 * share for dtype, value in _CORE_GIGAFLOPS.items()},
-        min(_CORE_BANDWIDTH * cores, _HOST_BANDWIDTH) / count,
+        bandwidth / count,
         5e-6,
     )
     # gloo over loopback with two processes: 0.8 ms for a small all_reduce, 21 ms for 32 MiB.
     # More processes than cores wait for one another's turn at every hop.
     turns = max(1.0, 1 / share)
     loopback = Link("gloo over loopback", 3e-4 * turns, 1.5e9 / turns, count)
-    return Cluster(device, count, (loopback,), _CPU_CONTEXT_BYTES, 0.05)
+    host = Host(
+        memory, bandwidth / count, bandwidth / count / 2, shared=True
+    )  # it reads and writes
+    return Cluster(device, count, (loopback,), _CPU_CONTEXT_BYTES, 0.05, host=host)
 
 
-def _host_memory() -> int:
+def host_memory() -> int:
     """Bytes of memory of this host, or of the container it is in where that has less."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = Path("/sys/fs/cgroup/memory.max")
     allowed = limit.read_text().strip() if limit.exists() else "max"
     return physical if allowed == "max" else min(physical, int(allowed))
+
+
+_PCIE = {3: 15.75e9, 4: 31.5e9, 5: 63.0e9}
+_COPIED = 0.8  # of a PCIe link or of the host's memory
+
+
+def _host(gibibytes: int, channels: int, transfers: float, pcie: int) -> Host:
+    """Of one of eight devices: memory of the machine, its channels of 8 bytes a transfer, and
+    millions of these a second."""
+    bandwidth = channels * 8 * transfers * 1e6 * _COPIED / 8
+    return Host(int(0.9 * gibibytes * GIB / 8), bandwidth, _PCIE[pcie] * _COPIED)
 
 
 def _nvlink(generation: int, links: int, gigabytes_per_link: float) -> Link:
@@ -329,21 +374,62 @@ _CATALOGUE: Mapping[str, Callable[[int], Cluster]] = {
         "InfiniBand EDR, 4 ports per node",
         50,
         _OF_V100,
+        _host(512, 8, 2133, 3),
     ),
     "a100-40gb": _cuda(
-        "a100-40gb", 39.38, _A100, 1.555, _nvlink(3, 12, 20.0), "InfiniBand HDR", 200, _OF_A100
+        "a100-40gb",
+        39.38,
+        _A100,
+        1.555,
+        _nvlink(3, 12, 20.0),
+        "InfiniBand HDR",
+        200,
+        _OF_A100,
+        _host(1024, 16, 3200, 4),
     ),
     "a100-80gb": _cuda(
-        "a100-80gb", 79.15, _A100, 2.039, _nvlink(3, 12, 20.0), "InfiniBand HDR", 200, _OF_A100
+        "a100-80gb",
+        79.15,
+        _A100,
+        2.039,
+        _nvlink(3, 12, 20.0),
+        "InfiniBand HDR",
+        200,
+        _OF_A100,
+        _host(2048, 16, 3200, 4),
     ),
     "h100-80gb": _cuda(
-        "h100-80gb", 79.1, _H100, 3.35, _nvlink(4, 18, 20.6), "InfiniBand NDR", 400, _OF_H100
+        "h100-80gb",
+        79.1,
+        _H100,
+        3.35,
+        _nvlink(4, 18, 20.6),
+        "InfiniBand NDR",
+        400,
+        _OF_H100,
+        _host(2048, 16, 4800, 5),
     ),
     "h200-141gb": _cuda(
-        "h200-141gb", 139.72, _H100, 4.8, _nvlink(4, 18, 20.6), "InfiniBand NDR", 400, _OF_H100
+        "h200-141gb",
+        139.72,
+        _H100,
+        4.8,
+        _nvlink(4, 18, 20.6),
+        "InfiniBand NDR",
+        400,
+        _OF_H100,
+        _host(2048, 16, 4800, 5),
     ),
     "b200-192gb": _cuda(
-        "b200-192gb", 178.35, _B200, 7.7, _nvlink(5, 18, 40.1), "InfiniBand NDR", 400, _OF_B200
+        "b200-192gb",
+        178.35,
+        _B200,
+        7.7,
+        _nvlink(5, 18, 40.1),
+        "InfiniBand NDR",
+        400,
+        _OF_B200,
+        _host(2048, 16, 5600, 5),
     ),
     "rtx4090-24gb": _cuda(
         "rtx4090-24gb",
@@ -354,5 +440,6 @@ _CATALOGUE: Mapping[str, Callable[[int], Cluster]] = {
         "InfiniBand EDR, 1 port per node",
         12.5,
         _OF_ADA,
+        _host(512, 16, 3200, 4),
     ),
 }

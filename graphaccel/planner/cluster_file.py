@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from graphaccel.errors import BadCluster
-from graphaccel.planner.cluster import Cluster, Device, Link, OpTime
+from graphaccel.planner.cluster import Cluster, Device, Host, Link, OpTime
 
 _MAY_BE_ZERO = {
     "latency_seconds", "launch_seconds", "context_bytes", "fragmentation", "processors",
     "flops", "bytes", "rows", "columns", "inner", "seconds",
 }  # fmt: skip
+_BOOLEAN = {"shared"}
 _WHOLE = {"memory", "size", "count", "context_bytes", "processors"}
 
 
@@ -57,6 +58,8 @@ def _problems(data: Any, devices: int | None) -> Iterator[str]:
         found += _of_device(device)
     if "links" in data:
         found += _of_links(links)
+    if data.get("host") is not None:
+        found += _of_host(data["host"])
     yield from found
     if not found:
         count = data["count"] if devices is None else devices
@@ -90,6 +93,13 @@ def _of_device(device: Any) -> Iterator[str]:
         yield from _of_number(rate, "rate", f"device.peak_flops.{dtype}")
 
 
+def _of_host(host: Any) -> Iterator[str]:
+    if isinstance(host, Mapping):
+        yield from _of_fields(host, Host, "host.")
+    else:
+        yield "host is to be an object"
+
+
 def _of_links(links: Any) -> Iterator[str]:
     if not isinstance(links, list) or not links:
         yield "links is to be a list of at least one level, from the innermost outwards"
@@ -114,14 +124,17 @@ def _of_fields(data: Mapping[str, Any], kind: type, where: str) -> Iterator[str]
     names = [f.name for f in fields(kind)]
     needed = {f.name for f in fields(kind) if f.default is MISSING}
     for name in names:
-        if name == "ort":
-            continue  # what `graphaccel calibrate --ort` measured, or not there
+        if name in ("ort", "host"):
+            continue  # what `graphaccel calibrate --ort` measured, or not there; `_of_host`
         if name not in data:
             if name in needed:
                 yield f"{where}{name} is missing"
         elif name in ("name", "op", "dtype"):
             if not isinstance(data[name], str) or (not data[name] and name != "dtype"):
                 yield f"{where}{name} is to be a text"
+        elif name in _BOOLEAN:
+            if not isinstance(data[name], bool):
+                yield f"{where}{name} is to be true or false"
         elif name not in ("device", "links", "peak_flops", "measured"):
             yield from _of_number(data[name], name, f"{where}{name}")
     for name in data:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.errors import BadPin, ConflictingPins, GraphAccelError
+from graphaccel.planner.offload import CHOICES
 from graphaccel.planner.pins import ACCUMULATIONS, AXES, Limits, Pins, divisors, read_pins
 from graphaccel.schedule.table import SCHEDULE_NAMES
 
@@ -82,5 +83,6 @@ def _values(name: str, devices: int, batch: int) -> tuple[object, ...]:
         "zero": (0, 1, 2, 3),
         "gather_again": (True, False),
         "accumulation": ACCUMULATIONS,
+        "offload": CHOICES,
     }
     return known.get(name, ())

@@ -27,6 +27,7 @@ from graphaccel.planner.communication import (
 )
 from graphaccel.planner.cost import OPTIMIZER
 from graphaccel.planner.footprint import parameter_groups, predict_memory
+from graphaccel.planner.offload import host_step_seconds
 from graphaccel.planner.outside import gather_seconds
 from graphaccel.planner.plan import Plan, Prediction
 from graphaccel.planner.profile import Profile, SizedProfile
@@ -96,7 +97,9 @@ def predict_seconds(
          sum(w.tensors for w in works[r :: plan.pipeline]))
         for r in ranks
     }  # fmt: skip
-    optimizer = max(_optimizer_seconds(*each, cluster, optimizer_bytes, share) for each in held)
+    optimizer, copies = max(
+        _step_seconds(*each, cluster, optimizer_bytes, share, plan.offload) for each in held
+    )
     price = _played if simulated else _closed
     compute, bubble, communication = price(plan, works, edges, reduces)
     if crowd > 1:  # who waits leaves its core to others, until all cores are busy
@@ -105,11 +108,12 @@ def predict_seconds(
         compute, bubble = max(compute, least), max(0.0, compute + bubble - max(compute, least))
     communication += gather_seconds(profile.step, plan, cluster)
     return Prediction(
-        seconds=compute + bubble + communication + optimizer,
+        seconds=compute + bubble + communication + optimizer + copies,
         compute=compute,
         communication=communication,
         bubble=bubble,
         optimizer=optimizer,
+        offload=copies,
     )
 
 
@@ -301,6 +305,21 @@ def _shared_seconds(size: int, plan: Plan, cluster: Cluster, stage: int) -> floa
     rank = stage % plan.pipeline
     other = device_number(plan, rank - 1 if rank else 1)
     return 2 * send_seconds(cluster, size, device_number(plan, rank), other)
+
+
+def _step_seconds(
+    trained: int,
+    tensors: int,
+    cluster: Cluster,
+    optimizer_bytes: int,
+    shards: int,
+    offload: Sequence[str],
+) -> tuple[float, float]:
+    """(seconds of the optimizer's step, of copies to and from the host around it)."""
+    seconds = _optimizer_seconds(trained, tensors, cluster, optimizer_bytes, shards)
+    if "optimizer" not in offload:
+        return seconds, 0.0
+    return host_step_seconds(trained / shards, tensors, optimizer_bytes, cluster, seconds)
 
 
 def _optimizer_seconds(

@@ -8,6 +8,8 @@ from dataclasses import replace
 from graphaccel.errors import GraphAccelError, InfeasiblePlan
 from graphaccel.messages import format_bytes
 from graphaccel.planner.cluster import Cluster
+from graphaccel.planner.offering import offered
+from graphaccel.planner.offload import host_excess, hosts, offload_text
 from graphaccel.planner.pins import Pins
 from graphaccel.planner.plan import Alternative, Plan, StageMemory
 from graphaccel.planner.solve import Outcome, Problem, excess
@@ -54,6 +56,8 @@ def lost_because(plan: Plan, best: Plan, cluster: Cluster) -> str:
     """Why `plan` lost: memory, or the term of its time that grew most."""
     missing = excess(plan, cluster)
     if missing > 0:
+        if host_excess(plan, cluster) == missing:
+            return f"its host does not fit by {format_bytes(missing)}"
         return f"does not fit by {format_bytes(missing)} on rank {fullest(plan).rank}"
     mine, theirs = plan.prediction, best.prediction
     assert mine is not None
@@ -61,7 +65,7 @@ def lost_because(plan: Plan, best: Plan, cluster: Cluster) -> str:
     slower = (mine.seconds / theirs.seconds - 1) * 100
     if slower <= 0:  # as fast on paper; the exact memory decided
         return "does not fit once built"
-    grown = {name: mine.terms[name] - theirs.terms[name] for name in mine.terms}
+    grown = {name: mine.terms[name] - theirs.terms.get(name, 0.0) for name in mine.terms}
     term = max(grown, key=lambda name: grown[name])
     more = grown[term]
     text = f"{more:.3g} s" if more >= 1 else f"{more * 1e3:.3g} ms"
@@ -102,6 +106,8 @@ def infeasible(
         },
         relaxations=works,
         useless=useless,
+        host=host_excess(closest, problem.cluster) + hosts(problem.cluster),
+        host_memory=hosts(problem.cluster),
     )
 
 
@@ -125,11 +131,18 @@ def _relaxations(
         best = found.fitting[0]
         assert best.prediction is not None
         effect = f"peak {format_bytes(fullest(best).peak)}, {best.prediction.seconds * 1e3:.3g} ms"
+        if best.offload and wanted.offload is None:
+            effect += f", {offload_text(best.offload)} on the host"
         works.append((change, f"{effect}{remark}"))
         return True
 
     for name in pins.names:
-        if name not in _NO_BYTES:
+        if name == "offload":
+            for spared in offered(replace(pins, offload=None), problem)[1:]:
+                other = replace(pins, offload=spared)
+                if attempt(f"offload={offload_text(spared)}", problem, other):
+                    break
+        elif name not in _NO_BYTES:
             attempt(f"{name} not pinned", problem, replace(pins, **{name: None}))
     axes = [axis for axis in closest.mesh if getattr(pins, axis) is not None]
     if len(axes) > 1:
@@ -146,8 +159,12 @@ def _relaxations(
         wider = replace(problem, cluster=wider_cluster(problem.cluster, factor))
         if attempt(f"{wider.cluster.count} devices", wider, free):
             break
-    memory = fullest(closest).peak
-    works.append((f"devices of {format_bytes(memory)}", closest.name))
+    top = fullest(closest)
+    if top.peak > problem.cluster.device.memory:
+        works.append((f"devices of {format_bytes(top.peak)}", closest.name))
+    else:
+        kept = host_excess(closest, problem.cluster) + hosts(problem.cluster)
+        works.append((f"hosts of {format_bytes(kept)} for each device", closest.name))
     if closest.recompute and set(closest.recompute) == set(problem.profile.block_names):
         useless.append("more recomputation (already all blocks)")
     if closest.microbatch_size == 1:

@@ -23,7 +23,7 @@ def guess(problem: Problem, bounds: Bounds, shape: Shape, batch: int) -> float:
     known = bounds.nearest(layout)
     sums = bounds.sums(known, shape.microbatch_size(batch))
     extra = layout.replica // known.replica
-    held = resident_bytes(shape, sums.held, sums.trained, problem.optimizer_bytes)
+    held = resident_bytes(shape, sums.held, sums.trained, bounds.device_state)
     held *= layout.context / known.context / extra  # the context axis shards no parameters
     waiting = in_flight(shape) / shape.pipeline / extra
     room = problem.cluster.tensor_budget - held / shape.pipeline - sums.passing / extra

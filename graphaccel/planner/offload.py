@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from graphaccel.errors import BadPin
+from graphaccel.planner.cluster import Cluster
+from graphaccel.planner.plan import Plan
 
 KINDS = ("optimizer",)
 """What can be offloaded, the cheapest for its bytes first."""
@@ -38,3 +40,44 @@ def placed_optimizer(state: int, trained: int, offload: Sequence[str]) -> tuple[
     their copies and their gradients beside it (`runtime.host`).
     """
     return (0, state + 2 * trained) if "optimizer" in offload else (state, 0)
+
+
+def device_state(optimizer_bytes: int, offload: Sequence[str]) -> int:
+    """Bytes of optimizer state on the device for each trained number."""
+    return 0 if "optimizer" in offload else optimizer_bytes
+
+
+def hosts(cluster: Cluster) -> int:
+    """Bytes of host memory of each device; 0 where nothing is known of it."""
+    return 0 if cluster.host is None else cluster.host.memory
+
+
+def host_excess(plan: Plan, cluster: Cluster) -> int:
+    """Bytes by which what the fullest rank keeps on the host misses it; below 0 it fits, or nothing
+    is kept there. A device that is the host's own processor has its own bytes there too."""
+    assert plan.prediction is not None
+    kept = [m for m in plan.prediction.memory if m.host]
+    if not kept or cluster.host is None:
+        return -1
+    own = 1 if cluster.host.shared else 0
+    return max(m.host + own * m.peak for m in kept) - cluster.host.memory
+
+
+def host_step_seconds(
+    gradient: float, tensors: int, optimizer_bytes: int, cluster: Cluster, device_seconds: float
+) -> tuple[float, float]:
+    """(seconds of the optimizer's step on the host, seconds of the copies before and after it).
+
+    gradient: bytes of gradients on this rank, of so many tensors. optimizer_bytes: for each trained
+    number. device_seconds: of the same step on the device.
+
+    Parameters and gradients go down and parameters up, one after another: three times their bytes
+    over the link. The step reads parameter, gradient and state and writes parameter and state at
+    the bandwidth of the host's memory; it is not taken to be faster than the device's. So a plan is
+    never faster for its offload.
+    """
+    assert cluster.host is not None
+    copies = 3 * gradient / cluster.host.link
+    traffic = gradient * (3 + 2 * optimizer_bytes / 4)
+    step = traffic / cluster.host.memory_bandwidth + tensors * cluster.device.launch_seconds
+    return max(step, device_seconds), copies

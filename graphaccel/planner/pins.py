@@ -44,6 +44,7 @@ class Pins:
     """Decisions of the user; None where there is none. recompute: one of `RECOMPUTE` or block
     names. pins: how single parameters rest, by name, those of `vocab` among them. stages: path of
     a module and its stage, in the order of the graph. fusions: read by `kernels.registry.enabled`.
+    spared: no pin; what is on the host because nothing fits otherwise, where `offload` is not one.
     """
 
     data: int | None = None
@@ -71,6 +72,7 @@ class Pins:
     fallback: str | None = None
     compile: str | None = None
     offload: tuple[str, ...] | None = None
+    spared: tuple[str, ...] = ()
 
     @property
     def replica(self) -> int:
@@ -428,7 +430,7 @@ def base_plan(pins: Pins, devices: int, batch: int, graph: str, cluster: str, ou
         ort="auto" if pins.ort is None else pins.ort,
         fallback=pins.fallback or "error",
         compile=pins.compile or "off",
-        offload=pins.offload or (),
+        offload=pins.spared if pins.offload is None else pins.offload,
         batch=batch,
         pinned=pins.names,
         graph=graph,

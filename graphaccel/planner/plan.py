@@ -55,7 +55,10 @@ class StageMemory:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds per step and where they go; memory per pipeline rank; what ONNX Runtime runs."""
+    """Seconds per step and where they go; memory per pipeline rank; what ONNX Runtime runs.
+
+    offload: copies between device and host that nothing hides.
+    """
 
     seconds: float
     compute: float
@@ -64,6 +67,7 @@ class Prediction:
     optimizer: float
     memory: tuple[StageMemory, ...] = ()
     ort: OrtReport | None = None
+    offload: float = 0.0
 
     @property
     def terms(self) -> dict[str, float]:
@@ -71,7 +75,7 @@ class Prediction:
         return {
             f.name: getattr(self, f.name)
             for f in fields(self)
-            if f.name not in ("seconds", "memory", "ort")
+            if f.name not in ("seconds", "memory", "ort") and (f.name != "offload" or self.offload)
         }
 
 

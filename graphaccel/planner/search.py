@@ -11,6 +11,12 @@ of a layout is made when its bound comes up. They count as 3 % slower than they 
 was not asked for must be worth it. The 32 best are ranked again by playing their schedules; then
 `refine`, which builds the real programs, has the last word on memory.
 
+Nothing is kept on the host unless that is pinned or nothing fits without. A plan with offload takes
+longer than the same plan without: it copies more, and the host's memory and processors are not
+taken to be faster than the device's (`planner.offload`). So it can not be the best of those that
+fit without. It may be faster than a plan that fits by other means, as by computing more again: who
+wants that pins it, and `--explain` shows what it would take.
+
 Deterministic: ties go to fewer microbatches, less pipeline, less interleaving, less recomputing.
 """
 
@@ -26,6 +32,7 @@ from itertools import accumulate
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import BATCH
 from graphaccel.errors import BadPin, BatchNotDivisible, SplitRefused, TooManyStages
+from graphaccel.messages import format_bytes
 from graphaccel.planner.candidates import (
     WORTH,
     Bounds,
@@ -43,6 +50,8 @@ from graphaccel.planner.estimate import predict_seconds
 from graphaccel.planner.explain import alternatives, infeasible, mesh_key, seconds
 from graphaccel.planner.guess import guess
 from graphaccel.planner.layouts import Layouts
+from graphaccel.planner.offering import check_offload, offered
+from graphaccel.planner.offload import offload_text
 from graphaccel.planner.outside import outside_notes
 from graphaccel.planner.pins import Limits, Pins, base_plan, divisors
 from graphaccel.planner.plan import Plan, Prediction
@@ -102,13 +111,29 @@ def search(
     )  # fmt: skip
     record = Record() if record is None else record
     record.asked(problem, decided, batch, dict(pins), refine)
-    outcome, corrected = solve_all(problem, decided, batch, record=record), problem
+    check_offload(decided, problem)
     best: Plan | None = None
     notes: tuple[str, ...] = ()
-    if outcome.fitting:
-        best, notes, corrected = _proved(problem, decided, outcome, batch, refine, record.refused)
+    tried: list[tuple[Outcome, Problem]] = []
+    for spared in offered(decided, problem):
+        wanted = replace(decided, spared=spared)
+        outcome, corrected = solve_all(problem, wanted, batch, record=record), problem
+        if outcome.fitting:
+            best, notes, corrected = _proved(
+                problem, wanted, outcome, batch, refine, record.refused
+            )
+        if best is not None:
+            break
+        tried.append((outcome, corrected))
     if best is None:
-        raise infeasible(problem, decided, outcome, batch, solve_all, corrected)
+        outcome, corrected = min(tried, key=lambda found: _missing(found[0], cluster))
+        raise infeasible(problem, decided, outcome, batch, solve_as_needed, corrected)
+    if tried:
+        over = format_bytes(_missing(tried[0][0], cluster))
+        notes = (
+            f"{offload_text(best.offload)} on the host: without, no plan fits by {over}",
+            *notes,
+        )
     record.corrected = corrected
     return replace(
         best,
@@ -135,6 +160,24 @@ def _gap(problem: Problem, best: Plan, outcome: Outcome) -> str:
         return proved
     said = " and ".join(f"{n} calls on the {axis} axis" for axis, n in guessed.items())
     return f"gap not proved: {said} placed without proof; but for these, {proved}"
+
+
+def solve_as_needed(problem: Problem, pins: Pins, batch: int) -> Outcome:
+    """`solve_all`; where nothing fits, again with more on the host, as `search` does."""
+    found = [solve_all(problem, replace(pins, spared=()), batch)]
+    for spared in offered(pins, problem)[1:]:
+        if found[-1].fitting:
+            break
+        found.append(solve_all(problem, replace(pins, spared=spared), batch))
+    return (
+        found[-1] if found[-1].fitting else min(found, key=lambda o: _missing(o, problem.cluster))
+    )
+
+
+def _missing(outcome: Outcome, cluster: Cluster) -> int:
+    """Bytes by which the closest plan does not fit."""
+    assert outcome.closest is not None
+    return excess(outcome.closest, cluster)
 
 
 def solve_all(

@@ -13,6 +13,7 @@ from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.estimate import predict
 from graphaccel.planner.footprint import predict_memory
 from graphaccel.planner.layouts import Layouts
+from graphaccel.planner.offload import device_state, host_excess
 from graphaccel.planner.pins import Limits
 from graphaccel.planner.plan import Plan, Prediction
 from graphaccel.planner.profile import Profile, SizedProfile
@@ -50,9 +51,12 @@ class Problem:
 
 
 def excess(plan: Plan, cluster: Cluster) -> int:
-    """Bytes by which the fullest rank of a predicted plan misses the device; below 0 it fits."""
+    """Bytes by which the fullest rank of a predicted plan misses the device, or the host with what
+    it keeps there; below 0 it fits."""
     assert plan.prediction is not None
-    return max(m.peak for m in plan.prediction.memory) - cluster.device.memory
+    missing = max(m.peak for m in plan.prediction.memory) - cluster.device.memory
+    kept = host_excess(plan, cluster)
+    return max(missing, kept) if kept > 0 else missing
 
 
 @dataclass
@@ -144,7 +148,9 @@ def _cuts(problem: Problem, plan: Plan) -> Iterator[tuple[str, ...]]:
         return
     waiting = flight(plan)
     limit = StageLimit(
-        per_parameter_byte=sum(resident_parts(plan, problem.optimizer_bytes)),
+        per_parameter_byte=sum(
+            resident_parts(plan, device_state(problem.optimizer_bytes, plan.offload))
+        ),
         in_flight=tuple(waiting[s] for s in range(stages)),
         budget=(cluster.tensor_budget / plan.interleave,) * stages,
     )

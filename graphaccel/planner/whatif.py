@@ -23,10 +23,12 @@ from graphaccel.planner.candidates import WORTH, Shape, shapes
 from graphaccel.planner.cluster import Cluster, OpTime
 from graphaccel.planner.conflicts import agreeing_pins
 from graphaccel.planner.explain import fullest, lost_because, seconds, wider_cluster
+from graphaccel.planner.offering import offered
+from graphaccel.planner.offload import offload_text, read_offload
 from graphaccel.planner.pins import NAMES, PRECISIONS, Pins
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.record import Record
-from graphaccel.planner.search import solve_all
+from graphaccel.planner.search import solve_as_needed
 from graphaccel.planner.solve import Problem, excess
 from graphaccel.schedule.table import SCHEDULE_NAMES
 
@@ -120,7 +122,7 @@ def why_not(record: Record, plan: Plan, asked: Mapping[str, object]) -> Answer:
     said = ", ".join(f"{name}={value}" for name, value in asked.items())
     try:
         pins = _pins(record, problem, {**record.given, **asked})
-        outcome = solve_all(problem, pins, record.batch)
+        outcome = solve_as_needed(problem, pins, record.batch)
         best = _first(outcome.fitting, record)
         if best is not None and record.refine is not None and not _same(best, plan):
             best = record.refine(best)
@@ -169,6 +171,8 @@ def value_of(plan: Plan, name: str, blocks: tuple[str, ...]) -> str:
         if not plan.recompute:
             return "none"
         return "all" if set(plan.recompute) == set(blocks) else "some"
+    if name == "offload":
+        return offload_text(plan.offload)
     if name == "precision":
         return next(n for n, p in PRECISIONS.items() if p == plan.precision)
     return str(getattr(plan, name))
@@ -204,6 +208,10 @@ def _values(record: Record, problem: Problem, plan: Plan, name: str) -> list:
         free = replace(record.pins, **{name: None})
         found = {getattr(s, name) for s in shapes(problem, _loose(free, name), record.batch)}
         return sorted(found, key=lambda v: (str(type(v)), v))
+    if name == "offload":
+        free = replace(record.pins, offload=None)
+        found = [offload_text(o) for o in offered(free, problem)]
+        return found if len(found) > 1 or plan.offload else []
     if name == "precision":
         rates = problem.cluster.device.peak_flops
         return [n for n, p in PRECISIONS.items() if p.compute in rates]
@@ -217,9 +225,10 @@ def _loose(pins: Pins, name: str) -> Pins:
 
 def _choice(record: Record, problem: Problem, plan: Plan, name: str, value: object) -> Choice:
     """The best plan with `value`; what else follows from the chosen mesh is planned anew."""
-    wanted = _loose(replace(record.pins, **{name: value}), name)
+    pin = read_offload(value) if name == "offload" else value
+    wanted = _loose(replace(record.pins, **{name: pin}), name)
     try:
-        outcome = solve_all(problem, wanted, record.batch)
+        outcome = solve_as_needed(problem, wanted, record.batch)
     except GraphAccelError as error:
         return Choice(str(value), "", None, None, error.message().sentence)
     best = _first(outcome.fitting, record)
@@ -270,7 +279,7 @@ def _price(
 ) -> Price:
     batch = record.batch if batch is None else batch
     try:
-        outcome = solve_all(
+        outcome = solve_as_needed(
             replace(problem, cluster=cluster), record.pins if pins is None else pins, batch
         )
     except GraphAccelError:
@@ -288,7 +297,7 @@ def _shifts(record: Record, problem: Problem, plan: Plan) -> Iterator[Shift]:
         for name, _, changed in _rates(problem.cluster, factor):
             other = replace(problem, cluster=changed)
             mine = seconds(other.predicted(plan, simulated=True))
-            best = _first(solve_all(other, record.pins, record.batch).fitting, record)
+            best = _first(solve_as_needed(other, record.pins, record.batch).fitting, record)
             if best is None:
                 continue
             regret = max(0.0, mine / seconds(best) - 1)

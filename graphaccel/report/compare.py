@@ -79,6 +79,8 @@ def _memory(a: Plan, b: Plan) -> list[str]:
         return []
     rows: list[Sequence[str]] = [("MEMORY  fullest rank", "A", "B", "B - A")]
     left, right = ({**top.parts, "peak": top.peak} for top in tops)
+    if tops[0].host or tops[1].host:
+        left["on the host"], right["on the host"] = tops[0].host, tops[1].host
     for name in dict.fromkeys((*left, *right)):
         x, y = left.get(name, 0), right.get(name, 0)
         more = f"{'+' if y >= x else '−'}{format_bytes(abs(y - x))}"

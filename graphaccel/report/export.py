@@ -72,6 +72,8 @@ def _torchtitan(facts: Facts, refused: list[str]) -> str:
         refused.append(f"compute in {plan.precision.compute}: it is float32 or bfloat16 there")
     if plan.zero == 1:
         refused.append("zero 1: its FSDP shards gradients as well")
+    if plan.offload:
+        refused.append("optimizer state on the host: its CPU offload takes the parameters along")
     if plan.recompute and not _recomputes_all(facts):
         refused.append("recomputing some of the blocks: FullAC takes all of them")
     schedules = {"1f1b": "1F1B", "interleaved": "Interleaved1F1B", "gpipe": "GPipe"}
@@ -155,11 +157,21 @@ def _megatron(facts: Facts, refused: list[str]) -> str:
             flags.append(("ddp-bucket-size", plan.bucket_bytes // _FP32))
     if plan.zero == 1:
         flags.append(("use-distributed-optimizer", None))
+        if plan.offload:
+            flags += [
+                ("use-precision-aware-optimizer", None),
+                ("optimizer-cpu-offload", None),
+                ("optimizer-offload-fraction", 1.0),
+            ]
     elif plan.zero > 1:
         kept = {2: "optim_grads", 3: "optim_grads_params"}[plan.zero]
         flags += [("use-megatron-fsdp", None), ("data-parallel-sharding-strategy", kept)]
         if plan.zero == 3 and not plan.gather_again:
             refused.append("gather_again=False: its FSDP gathers again for the backward")
+    if plan.offload and plan.zero != 1:
+        refused.append(
+            "optimizer state on the host: it is part of its distributed optimizer, zero 1"
+        )
     if plan.recompute:
         flags += _megatron_recompute(facts, refused)
     lines = [f"--{name}" if value is None else f"--{name} {_shell(value)}" for name, value in flags]
@@ -220,6 +232,11 @@ def _deepspeed(facts: Facts, refused: list[str]) -> str:
             "reduce_bucket_size": plan.bucket_bytes // _FP32,
         },
     }
+    if plan.offload and not plan.zero:
+        refused.append("optimizer state on the host without zero: it is part of its ZeRO")
+    elif plan.offload:
+        where = {"device": "cpu", "pin_memory": True}
+        content["zero_optimization"]["offload_optimizer"] = where
     if plan.tensor > 1:
         content["tensor_parallel"] = {"autotp_size": plan.tensor}
     if plan.precision.compute == "bfloat16":
@@ -243,6 +260,8 @@ def _accelerate(facts: Facts, refused: list[str]) -> str:
         refused.append(f"expert {plan.expert}: its FSDP configuration has no expert axis")
     if plan.zero == 1:
         refused.append("zero 1: its FSDP shards gradients as well")
+    if plan.offload:
+        refused.append("optimizer state on the host: its FSDP takes the parameters along")
     if plan.zero == 0 and (plan.tensor > 1 or plan.context > 1):
         refused.append("tensor or context without zero: it composes them with FSDP only")
     if plan.recompute and not (_recomputes_all(facts) and plan.zero):

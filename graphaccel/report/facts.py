@@ -135,7 +135,8 @@ class Resting:
 @dataclass(frozen=True)
 class Measured:
     """A run of the plan: median seconds of `steps` steps, and peak tensor bytes of each pipeline
-    rank (none where they could not be measured). where: the machine, in words."""
+    rank (none where they could not be measured). where: the machine, in words. host: bytes that
+    each pipeline rank keeps on its host."""
 
     steps: int
     seconds: float
@@ -143,6 +144,7 @@ class Measured:
     slowest: float
     memory: tuple[int, ...]
     where: str
+    host: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
@@ -33,7 +33,8 @@ def to_plain(value: Any) -> Any:
 def from_plain(kind: type[T], data: Any) -> T:
     """The inverse of `to_plain` for a dataclass `kind`.
 
-    Raises ValueError for missing or unknown fields, and for data of another type.
+    Fields with a default may be left out: an older version did not write them. Raises ValueError
+    for other missing or unknown fields, and for data of another type.
     """
     return _read(kind, data, kind.__name__)
 
@@ -66,9 +67,10 @@ def _read_dataclass(kind: Any, data: Any, where: str) -> Any:
     _check(isinstance(data, Mapping), where, "an object")
     hints = get_type_hints(kind)
     names = {f.name for f in fields(kind)}
+    needed = {f.name for f in fields(kind) if f.default is f.default_factory is MISSING}
     _check(not set(data) - names, where, f"without {', '.join(sorted(set(data) - names))}")
-    _check(not names - set(data), where, f"with {', '.join(sorted(names - set(data)))}")
-    return kind(**{n: _read(hints[n], data[n], f"{where}.{n}") for n in names})
+    _check(not needed - set(data), where, f"with {', '.join(sorted(needed - set(data)))}")
+    return kind(**{n: _read(hints[n], data[n], f"{where}.{n}") for n in names & set(data)})
 
 
 def _read_any(kinds: tuple[Any, ...], data: Any, where: str) -> Any:

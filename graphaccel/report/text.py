@@ -34,6 +34,7 @@ from graphaccel.schedule.text import LEGEND, LEGEND_APART, gantt
 
 _BAR = 32
 _GANTT = 72
+_KEPT = {"optimizer": "optimizer state, with the parameters and gradients that it steps"}
 
 
 def plan_report(
@@ -153,6 +154,7 @@ def _memory(facts: Facts) -> list[str]:
         rows.append((f"  rank {m.rank} ({plural(copies, 'device')})", *cells, _bar(m, total)))
     lines = right_aligned(rows)
     top = max(memory, key=lambda m: (m.peak, -m.rank))
+    lines += _host(facts)
     context = format_bytes(cluster.context_bytes)
     lines.append(clipped(f"  peak at: rank {top.rank}, {top.at}"))
     lines.append(f"  other = context {context}, {cluster.fragmentation:.0%} fragmentation")
@@ -160,6 +162,22 @@ def _memory(facts: Facts) -> list[str]:
     verdict = "fits" if free >= 0 else "does not fit"
     lines.append(f"  {verdict}: {format_bytes(abs(free))} {'free' if free >= 0 else 'too much'}")
     return lines
+
+
+def _host(facts: Facts) -> list[str]:
+    """What each rank keeps on its host, where the plan keeps something there."""
+    host, plan = facts.cluster.host, facts.plan
+    if not plan.offload or host is None:
+        return []
+    measured = facts.measured.host if facts.measured else ()
+    rows = []
+    for m in facts.prediction.memory:
+        ran = f", {format_bytes(measured[m.rank])} measured" if measured else ""
+        rows.append(f"rank {m.rank} {format_bytes(m.host)}{ran}")
+    of = f"of {format_bytes(host.memory)} for each device"
+    shared = ", which has the device's memory too" if host.shared else ""
+    what = " and ".join(_KEPT[kind] for kind in plan.offload)
+    return wrapped(f"on the host, {of}{shared}: {'; '.join(rows)}: {what}")
 
 
 def _bar(m: StageMemory, total: int) -> str:

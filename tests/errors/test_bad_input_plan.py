@@ -65,7 +65,7 @@ error[GA202]: {said} can not be planned
             "no such decision; there are: data, pipeline, tensor, context, expert, interleave, "
             "microbatches, bucket_bytes, recompute, precision, schedule, cuts, outputs, zero, "
             "gather_again, accumulation, sequence, pins, fusions, vocab, stages, ort, fallback, "
-            "compile",
+            "compile, offload",
             "leave tensors out and it will be chosen for you",
         ),
         (
@@ -157,6 +157,12 @@ error[GA202]: {said} can not be planned
             "cuts=('nowhere',)",
             "no node is called nowhere",
             "leave cuts out and it will be chosen for you",
+        ),
+        (
+            {"offload": "disk"},
+            "offload='disk'",
+            "unknown",
+            "use one of:  offload=none  offload=optimizer",
         ),
         (
             {"cluster": cluster("h100-80gb", 4)},

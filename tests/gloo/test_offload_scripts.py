@@ -91,6 +91,34 @@ def test_other_optimizers(pool: Pool, world: int, pins: dict[str, Any]) -> None:
             assert separate, name
 
 
+def _clipped(world: int, pins: Mapping[str, Any]) -> tuple[float, float]:
+    """`clip_norm=` for an optimizer that is fused and one that is not, against clip_grad_norm_."""
+    worst, apart = 0.0, 0.0
+    for kind in (torch.optim.SGD, torch.optim.RAdam):
+        plain = gpt()
+        planned = copy.deepcopy(plain)
+        first, second = (kind(groups(m), lr=1e-2) for m in (plain, planned))
+        given = {"pipeline": 1, "microbatches": 1, "recompute": "none", **pins}
+        graphaccel.optimize(planned, second, devices=world, clip_norm=0.05, **given)
+        for step in range(3):
+            plain(**tokens(seed=step)).backward()
+            planned(**tokens(seed=step)).backward()
+            norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
+            for optimizer in (first, second):
+                optimizer.step()
+                optimizer.zero_grad()
+            apart = max(apart, abs(float(norm) - float(planned.graphaccel.grad_norm)))
+        worst = max(worst, furthest(plain.state_dict(), graphaccel.full_state_dict(planned)))
+    return worst, apart
+
+
+@EVERY
+def test_the_step_clips_on_the_host(pool: Pool, world: int, pins: dict[str, Any]) -> None:
+    for states, norms in pool.run(world, _clipped, world, pins):
+        assert states <= 1e-10
+        assert norms <= 1e-10
+
+
 def _overflowed(world: int, pins: Mapping[str, Any]) -> tuple[list[bool], list[float]]:
     torch.manual_seed(7)
     model = Loud()
@@ -142,7 +170,7 @@ def _resumed(pins: Mapping[str, Any], later: Mapping[str, Any]) -> tuple[float, 
     for wanted in (later, None):
         other, its = made(wanted)
         other.load_state_dict(saved[0])
-        its.load_state_dict(saved[1])
+        its.load_state_dict(copy.deepcopy(saved[1]))  # it steps in what it is given
         step(other, its, 9)
         apart.append(furthest(dict(model.named_parameters()), dict(other.named_parameters())))
     return apart[0], apart[1]

@@ -202,3 +202,19 @@ def test_times_grow_with_bytes_and_a_lone_device_waits_for_nobody(name, size, mo
         took = seconds(entry, size, group, stride)
         assert took == 0 if group == 1 or size == 0 else took > 0
         assert seconds(entry, size + more, group, stride) >= took
+
+
+def test_hosts_are_slower_than_their_devices_and_shared_by_them():
+    for name in device_names():
+        entry = cluster(name, 8)
+        assert 0 < entry.host.link < entry.host.memory_bandwidth <= entry.device.memory_bandwidth
+        assert entry.host.memory < 2**41 / 8
+        assert entry.host.shared == (name == "cpu")
+    assert cluster("cpu", 4).host.memory == cluster("cpu", 4).device.memory
+    assert cluster("h100-80gb", 1).host.link == pytest.approx(0.8 * 63e9)
+
+
+def test_a_description_without_a_host_is_read():
+    plain = cluster("a100-80gb", 2).to_json()
+    del plain["host"]
+    assert Cluster.from_json(plain).host is None
