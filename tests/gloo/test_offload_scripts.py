@@ -47,7 +47,6 @@ def test_clipping_groups_schedules_and_accumulation(
 
 KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
-    "plain SGD": (torch.optim.SGD, {"lr": 0.1}),
     "RAdam": (torch.optim.RAdam, {"lr": 1e-2}),
     # its state exists before the plan; from 0 it would divide rounding by rounding
     "Adagrad": (torch.optim.Adagrad, {"lr": 1e-2, "initial_accumulator_value": 0.1}),
@@ -94,7 +93,7 @@ def test_other_optimizers(pool: Pool, world: int, pins: dict[str, Any]) -> None:
 def _clipped(world: int, pins: Mapping[str, Any]) -> tuple[float, float]:
     """`clip_norm=` for an optimizer that is fused and one that is not, against clip_grad_norm_."""
     worst, apart = 0.0, 0.0
-    for kind in (torch.optim.SGD, torch.optim.RAdam):
+    for kind in (torch.optim.AdamW, torch.optim.RAdam):
         plain = gpt()
         planned = copy.deepcopy(plain)
         first, second = (kind(groups(m), lr=1e-2) for m in (plain, planned))
@@ -185,7 +184,7 @@ def test_state_dicts_are_those_of_the_plain_optimizer(pool: Pool, saved: str, lo
 
 def _closed() -> str:
     model = gpt()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     graphaccel.optimize(model, optimizer, devices=1, example_batch=tokens(), **HOST)
     try:
         optimizer.step(lambda: 0.0)
