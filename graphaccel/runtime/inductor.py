@@ -7,8 +7,8 @@ is handed over with the list, so that Inductor's code frees it as early as the F
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from graphaccel.compat.torch import (
 from graphaccel.errors import CompileFailed, CompilerMissing
 from graphaccel.ir.program import StageProgram
 from graphaccel.ir.values import returned
-from graphaccel.runtime.pieces import Piece, pieces
+from graphaccel.runtime.pieces import Piece, pieces, signature
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 Tell = Callable[[str, str, float], None]
@@ -40,9 +40,11 @@ def check_compiler(compile: str, device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class StageCompiler:
-    """Compiles the graphs of stages. tell: is told (phase, what, seconds) of each stage."""
+    """Compiles the graphs of stages. tell: is told (phase, what, seconds) of each stage. known:
+    what is compiled, by its signature: pieces that are alike share it."""
 
     tell: Tell
+    known: dict[Hashable, Boxed] = field(default_factory=dict, repr=False)
 
     def stage(self, program: StageProgram, phases: Sequence[str] = PHASES) -> StageProgram:
         """The stage with compiled graphs of some phases in place of FX code.
@@ -50,6 +52,7 @@ class StageCompiler:
         Raises CompileFailed (GA902).
         """
         start = time.perf_counter()
+        before = len(self.known)
         done: list[int] = []
 
         def each(phase: str, graphs: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -63,7 +66,8 @@ class StageCompiler:
             backwards=each("backward", program.backwards),
             weights=each("weight", program.weights),
         )
-        what = f"stage {program.stage}, {len(done)} pieces by Inductor"
+        made_now = len(self.known) - before
+        what = f"stage {program.stage}, {len(done)} pieces by Inductor, {made_now} unlike"
         self.tell("compile", what, time.perf_counter() - start)
         return made
 
@@ -77,7 +81,7 @@ class StageCompiler:
                 runs.append(_plain(module, piece))
                 continue
             try:
-                runs.append(_compiled(module, piece))
+                runs.append(self._compiled(module, piece))
             except Exception as error:  # Inductor's errors have no common base
                 raise CompileFailed(
                     stage=stage,
@@ -88,6 +92,12 @@ class StageCompiler:
                 ) from error
             done.append(len(piece.nodes))
         return Compiled(module, parts, runs)
+
+    def _compiled(self, module: fx.GraphModule, piece: Piece) -> Boxed:
+        kind = signature(piece)
+        if kind not in self.known:
+            self.known[kind] = _compiled(module, piece)
+        return _Checked(self.known[kind], piece)
 
 
 class Compiled:
@@ -149,7 +159,7 @@ def _compiled(module: fx.GraphModule, piece: Piece) -> Boxed:
     graph, results = _graph_of(piece)
     graph.output(tuple(results))
     inputs = lone_fakes([n.meta["val"] for n in piece.inputs])
-    return _Checked(compile_graph(graph_module(module, graph), inputs, {}), piece)
+    return compile_graph(graph_module(module, graph), inputs, {})
 
 
 class _Checked:

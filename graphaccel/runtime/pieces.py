@@ -12,17 +12,24 @@ which are compiled, and what stands between them, which torch runs as before:
 
 So nothing moves over a message, a write in place or a draw of a random number, whose order is that
 of the graph; and a compiled piece is the same on every rank, whatever its groups are called.
+
+A piece that runs through several layers that are alike is cut where one ends: pieces of the same
+`signature` are compiled once. What that gives up, fusing over the end of a layer, is the sum with
+the residual and the norm behind it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from operator import getitem
+from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 
 from graphaccel.compat.torch import is_view, written_arguments
 from graphaccel.ir.program import StepProgram
@@ -31,6 +38,7 @@ from graphaccel.rules.propagate import is_random
 
 IN_PLACE = "write in place"
 _FEWEST = 2  # calls that compute: one alone has nothing to be fused with
+_ALIKE, _LAYER = 4, 8  # layers that are worth cutting out, and calls in one that compute
 
 
 @dataclass(frozen=True)
@@ -85,18 +93,78 @@ def pieces(graph: fx.Graph) -> tuple[Piece, ...]:
         else:
             joined.append((compiled, nodes))
     order = {n: i for i, n in enumerate(graph.nodes)}
-    return tuple(_piece(compiled, nodes, order) for compiled, nodes in joined)
+    cut = [(c, part) for c, nodes in joined for part in (_layers(nodes, order) if c else [nodes])]
+    return tuple(_piece(compiled, nodes, order) for compiled, nodes in cut)
+
+
+def signature(piece: Piece) -> Hashable:
+    """Equal for pieces that compute the same from inputs that are alike: one compiled code serves
+    them all."""
+    place = {n: _Place(i) for i, n in enumerate((*piece.inputs, *piece.nodes))}
+    if any(n.op == "get_attr" for n in piece.nodes):  # a constant of its graph
+        return piece
+    calls = tuple(
+        (n.target, repr(map_arg((n.args, dict(n.kwargs)), lambda a: place[a]))) for n in piece.nodes
+    )
+    given = tuple(_layout(n.meta["val"]) for n in piece.inputs)
+    return given, calls, tuple(place[n].number for n in piece.outputs)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Stands for a node in a signature."""
+
+    number: int
+
+
+def _layout(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_layout, value))
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.dtype, value.device, tuple(value.shape), value.stride(), value.storage_offset()
+
+
+def _layers(nodes: list[fx.Node], order: dict[fx.Node, int]) -> list[list[fx.Node]]:
+    """A compiled run of calls, cut into its layers where enough of them are alike."""
+    parts = [list(part) for _, part in groupby(nodes, key=_layer)]
+    kinds = [
+        signature(_piece(True, part, order))
+        if _layer(part[0]) and sum(map(_computes, part)) >= _LAYER
+        else None
+        for part in parts
+    ]
+    count = Counter(k for k in kinds if k is not None)
+    cut: list[list[fx.Node]] = []
+    whole = True  # whether the last part is a layer, behind which another part begins
+    for part, kind in zip(parts, kinds, strict=True):
+        layer = kind is not None and count[kind] >= _ALIKE
+        if layer or whole:
+            cut.append(part)
+        else:
+            cut[-1] = cut[-1] + part
+        whole = layer
+    return cut
+
+
+def _layer(node: fx.Node) -> str:
+    """The path up to its first number (transformer.h.3), "" without one."""
+    path = str(_maker(node).meta.get("module") or "").split(".")
+    numbers = [i for i, name in enumerate(path) if name.isdigit()]
+    return ".".join(path[: numbers[0] + 1]) if numbers else ""
 
 
 def notes(program: StepProgram) -> tuple[str, ...]:
     """What a report says of the pieces of all graphs of a step, each graph once."""
     compiled, count, calls = 0, 0, 0
+    unlike: set[Hashable] = set()
     reasons: Counter[str] = Counter()
     for stage in program.stages:
         graphs = [stage.forward, *list(stage.backwards.values())[:1]]
         for graph in (*graphs, *list(stage.weights.values())[:1]):
             found = pieces(graph.graph)
             compiled += sum(p.compiled for p in found)
+            unlike.update(signature(p) for p in found if p.compiled)
             for piece in found:
                 computing = [n for n in piece.nodes if _computes(n)]
                 calls += len(computing)
@@ -105,6 +173,7 @@ def notes(program: StepProgram) -> tuple[str, ...]:
                     alone = "stand alone between those"
                     reasons.update(refusal(n) or alone for n in computing)
     said = f"Inductor compiles {count} of {calls} calls, in {compiled} pieces"
+    said += f" ({len(unlike)} of them unlike)" if len(unlike) < compiled else ""
     if reasons:
         rows = sorted(reasons.items(), key=lambda row: (-row[1], row[0]))
         said += "; torch runs those that " + ", ".join(f"{why} ({n})" for why, n in rows)
