@@ -176,8 +176,9 @@ def _add_pins(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     )
     pins.add_argument(
         "--offload",
-        choices=("none", "optimizer"),
-        help="keep optimizer state on the host and step there; else only where nothing fits",
+        choices=("none", "optimizer", "activations", "optimizer+activations"),
+        help="keep optimizer state on the host and step there, and large activations until their "
+        "backward; by default only where nothing fits",
     )
     pins.add_argument(
         "--vocab",

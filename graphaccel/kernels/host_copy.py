@@ -24,14 +24,14 @@ def _(x: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("graphaccel::to_device", mutates_args=())
-def to_device(x: Tensor, device: str) -> Tensor:
-    """A copy on the device of what lies on its host."""
-    made = torch.empty(x.shape, dtype=x.dtype, device=device)
+def to_device(x: Tensor) -> Tensor:
+    """A copy on the device of what `to_host` gave."""
+    made = torch.empty(x.shape, dtype=x.dtype, device="cuda" if x.is_pinned() else x.device)
     return made.copy_(x, non_blocking=True)
 
 
 @to_device.register_fake
-def _(x: Tensor, device: str) -> Tensor:
+def _(x: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
 

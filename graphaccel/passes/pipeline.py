@@ -22,6 +22,8 @@ choose_products        sizes and dtypes are final; before accumulation, which le
                        write into buckets
 overlap_collectives    moves calls, so before what writes in place; after the split, or work would
                        move from one phase into the other
+offload_activations    what is saved is final, and calls stand where they will; before parameters
+                       are gathered, which are no activations
 gather_parameters      a phase at a time: it needs to know the first and the last use
 repeat_programs        instead of repeat_layers, where one stage treats all layers alike; before
                        accumulate_gradients, whose buckets are as large as all layers tell

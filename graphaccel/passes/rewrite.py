@@ -24,6 +24,7 @@ from graphaccel.passes.cut_stages import cut_stages
 from graphaccel.passes.equal_stages import Twin, equal_stages
 from graphaccel.passes.exact_microbatch import LocalStep, exact_microbatch
 from graphaccel.passes.gather_parameters import gather_parameters
+from graphaccel.passes.offload_activations import offload_activations
 from graphaccel.passes.outline_stages import outline_stages
 from graphaccel.passes.overlap_collectives import overlap_collectives
 from graphaccel.passes.place_ort import Tools, place_ort
@@ -142,6 +143,9 @@ def _bare(
     weights = tuple(choose_products(p) for p in weights)
     programs = run.call(
         "overlap_collectives", lambda: tuple(overlap_collectives(p) for p in programs)
+    )
+    programs = run.call(
+        "offload_activations", lambda: tuple(offload_activations(p, plan) for p in programs)
     )
     programs = run.call(
         "gather_parameters",

@@ -238,6 +238,7 @@ def _schedules(pins: Pins, pipeline: int, interleave: int, zero: int) -> tuple[s
     if interleave > 1:
         return ("interleaved",)
     apart = pipeline > 1 and zero < 2 and pins.ort in (None, "auto", "off")
+    apart = apart and "activations" not in pins.on_host
     return ("1f1b", "zero_bubble") if apart else ("1f1b",)
 
 

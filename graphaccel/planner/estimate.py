@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from graphaccel.planner.away import with_copies
 from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.communication import (
     all_gather_seconds,
@@ -102,6 +103,9 @@ def predict_seconds(
     )
     price = _played if simulated else _closed
     compute, bubble, communication = price(plan, works, edges, reduces)
+    if "activations" in plan.offload:
+        longer = with_copies(profile, sized, plan, works, cluster)
+        copies += sum(price(plan, longer, edges, reduces)) - compute - bubble - communication
     if crowd > 1:  # who waits leaves its core to others, until all cores are busy
         busy = [sum(w.forward + w.backward for w in works[r :: plan.pipeline]) for r in ranks]
         least = crowd * plan.microbatches * sum(busy) / len(busy)

@@ -140,8 +140,7 @@ def _relaxations(
         if name == "offload":
             for spared in offered(replace(pins, offload=None), problem)[1:]:
                 other = replace(pins, offload=spared)
-                if attempt(f"offload={offload_text(spared)}", problem, other):
-                    break
+                attempt(f"offload={offload_text(spared)}", problem, other)
         elif name not in _NO_BYTES:
             attempt(f"{name} not pinned", problem, replace(pins, **{name: None}))
     axes = [axis for axis in closest.mesh if getattr(pins, axis) is not None]

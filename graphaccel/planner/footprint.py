@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from graphaccel.planner.away import away_bytes, beside
 from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.motion import in_motion, motion_key
 from graphaccel.planner.offload import placed_optimizer
@@ -45,14 +46,18 @@ def predict_memory(
         ("ranks", plan.cuts, plan.pipeline), lambda: _of_ranks(profile, works, plan.pipeline)
     )
 
+    away = away_bytes(profile, sized, plan)
+
     def alone() -> list[tuple[_Peak, int]]:
         saved, again = sized.saved(profile.numbers(plan.recompute))
+        saved = saved - away
         return [
             _stage_peak(profile, sized, work, saved, again, split or bool(work.partial), plan)
             for work in works
         ]
 
-    ones = sized.once(("peaks", plan.cuts, plan.recompute, split, motion_key(plan)), alone)
+    key = ("peaks", plan.cuts, plan.recompute, split, motion_key(plan), plan.offload)
+    ones = sized.once(key, alone)
     each = [kept for _, kept in ones]
     waiting = held_together(plan, each)
     ranks = []
@@ -67,6 +72,8 @@ def predict_memory(
         gradient = trained if split else sum(peaks[s].gradient for s in own)
         shard = trained // (plan.data if plan.zero else 1)
         optimizer, host = placed_optimizer(shard * optimizer_bytes // 4, shard, plan.offload)
+        gone = {s: int(away[works[s].first : works[s].end].sum()) for s in own}
+        host += sum(waiting.get(s, 0) * size for s, size in gone.items())
         if plan.zero >= 2 and plan.microbatches == 1:
             gradient = sum(peaks[s].gradient for s in own)
         elif plan.zero >= 2 and plan.accumulation == "shards":
@@ -138,7 +145,7 @@ def _stage_peak(
     here = slice(work.first, work.end)
     key = (
         "peak", work.first, work.end, saved[here].tobytes(), again[here].tobytes(), accumulated,
-        motion_key(plan),
+        motion_key(plan), plan.offload,
     )  # fmt: skip
     return sized.once(
         key,
@@ -171,6 +178,9 @@ def _one_waiting(
         made = sized.gradients[here]
         ready = np.cumsum(made[::-1])[::-1] - made  # of later positions: backward did those first
     forward = sized.passing_forward[here]
+    if "activations" in plan.offload:
+        moved = beside(profile, away_bytes(profile, sized, plan), here)
+        forward, backward = forward + moved, backward + moved
     if moving is not None:
         forward, backward = forward + moving.forward, backward + moving.backward
         ready = moving.ready

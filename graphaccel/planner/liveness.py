@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from graphaccel.ir.values import returned, shares, tensors_of
+from graphaccel.kernels.host_copy import TO_HOST
 from graphaccel.kernels.register import fusion_of, is_backward
 
 _SENDING = {  # what they send is held until what they give is waited for
@@ -24,6 +25,7 @@ _SENDING = {  # what they send is held until what they give is waited for
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
     torch.ops._c10d_functional.all_to_all_single.default,
 }
+HOST = "host"  # the category of what lies there
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 Live: TypeAlias = Mapping[str, int]  # bytes by category
 
@@ -81,6 +83,7 @@ class _Ran:
 @dataclass
 class Liveness:
     """What lives, and the most that ever lived. at_peak: then, by category; where: in words.
+    host_peak: the most of what `host_copy.to_host` put on the host, which is no part of the total.
 
     pieces: into how many pieces each run is taken apart for `seen`, which is of the last one: how
     far into the run, bytes, where.
@@ -93,6 +96,7 @@ class Liveness:
     total: int = 0
     here: str = "start of the step"
     pieces: int = 0
+    host_peak: int = 0
     seen: list[tuple[float, Live, str]] = field(default_factory=list)
     _lines: dict[fx.GraphModule, _Lines] = field(default_factory=dict)
     _ran: dict[object, _Ran] = field(default_factory=dict)
@@ -111,7 +115,7 @@ class Liveness:
         storage.holders -= 1
         if storage.holders == 0:
             self.live[storage.kind] -= storage.size
-            self.total -= storage.size
+            self.total -= storage.size if storage.kind != HOST else 0
 
     def hold(self, held: Iterable[Storage]) -> None:
         """Hold what somebody holds already."""
@@ -160,7 +164,8 @@ class Liveness:
         self.seen = [(far, at(more), _place(n, name, stage)) for far, more, n in ran.pieces]
         for kind, size in ran.change.items():
             self.live[kind] += size
-            self.total += size
+            self.total += size if kind != HOST else 0
+        self.host_peak = max(self.host_peak, self.live[HOST])  # a run either fills it or empties it
         for storage, (holders, kind) in zip(given, ran.given, strict=True):
             storage.holders, storage.kind = holders, kind
         known = [*given, *(Storage(s.size, s.kind, s.holders) for s in ran.made)]
@@ -192,7 +197,7 @@ class _Walk:
             for tensor in line.tensors:
                 storage: Storage | None
                 if isinstance(tensor, int):
-                    storage = Storage(tensor, "temporary")
+                    storage = Storage(tensor, HOST if line.node.target is TO_HOST else "temporary")
                     made.append(storage)
                 else:
                     storage = (here if tensor[0] < 0 else places[tensor[0]])[tensor[1]]
@@ -233,7 +238,7 @@ class _Walk:
     def _take(self, storage: Storage, node: fx.Node) -> None:
         if storage.holders == 0:
             self.live[storage.kind] += storage.size
-            self.total += storage.size
+            self.total += storage.size if storage.kind != HOST else 0
             if self.top is None or self.total > self.top[0]:
                 self.top = (self.total, dict(self.live), node)
         storage.holders += 1
@@ -242,7 +247,7 @@ class _Walk:
         storage.holders -= 1
         if storage.holders == 0:
             self.live[storage.kind] -= storage.size
-            self.total -= storage.size
+            self.total -= storage.size if storage.kind != HOST else 0
 
     def _die(self, nodes: Iterable[int], holds: dict[int, list[Storage]]) -> None:
         for node in nodes:

@@ -76,7 +76,7 @@ def rank_memory(
         other=other,
         peak=fixed + run.count.peak + other,
         at=run.count.where,
-        host=host,
+        host=host + run.count.host_peak,
     )
 
 

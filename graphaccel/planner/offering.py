@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from graphaccel.errors import BadPin
-from graphaccel.planner.offload import offload_text
+from graphaccel.planner.offload import KINDS, offload_text
 from graphaccel.planner.pins import Pins
 from graphaccel.planner.solve import Problem
 
 
 def offered(pins: Pins, problem: Problem) -> tuple[tuple[str, ...], ...]:
-    """What is tried one after another until something fits: nothing first. () alone where `offload`
-    is pinned, or where the host is not known or the optimizer may need more than its step."""
+    """What is tried one after another until something fits: nothing first, and of the rest what
+    copies least. () alone where `offload` is pinned or the host is not known. Optimizers that may
+    need more than a step on the host have to be asked for."""
     if pins.offload is not None or problem.cluster.host is None:
         return ((),)
-    if not problem.optimizer_bytes or not problem.shardable:
-        return ((),)
-    return ((), ("optimizer",))
+    state = bool(problem.optimizer_bytes) and problem.shardable
+    saved = pins.schedule != "zero_bubble"
+    some = (("optimizer",), state), (("activations",), saved), (KINDS, state and saved)
+    return ((), *(kinds for kinds, possible in some if possible))
 
 
 def check_offload(pins: Pins, problem: Problem) -> None:

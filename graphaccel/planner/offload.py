@@ -8,10 +8,12 @@ from graphaccel.errors import BadPin
 from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.plan import Plan
 
-KINDS = ("optimizer",)
+KINDS = ("optimizer", "activations")
 """What can be offloaded, the cheapest for its bytes first."""
-CHOICES = ("none", *KINDS)
+CHOICES = ("none", *KINDS, "+".join(KINDS))
 """The values of the pin."""
+LARGE = 2**20
+"""Bytes from which on an activation is worth a copy."""
 
 
 def read_offload(value: object) -> tuple[str, ...]:

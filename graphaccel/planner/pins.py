@@ -13,7 +13,7 @@ from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.errors import BadPin, BatchNotDivisible, NoLoss, SplitRefused
 from graphaccel.ir.program import Sharded
 from graphaccel.planner.module_pins import VOCAB, read_stages, vocabulary_placements
-from graphaccel.planner.offload import read_offload
+from graphaccel.planner.offload import offload_text, read_offload
 from graphaccel.planner.plan import Plan, Precision
 from graphaccel.schedule.table import SCHEDULE_NAMES
 
@@ -78,6 +78,11 @@ class Pins:
     def replica(self) -> int:
         """Devices that hold one stage of one replica together."""
         return (self.expert or 1) * (self.context or 1) * (self.tensor or 1)
+
+    @property
+    def on_host(self) -> tuple[str, ...]:
+        """What the plan keeps there."""
+        return self.spared if self.offload is None else self.offload
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -359,6 +364,14 @@ def _check_weights_apart(pins: Pins) -> None:
             "reduce them inside it",
             allowed=("0", "1"),
         )
+    if "activations" in (pins.offload or ()):
+        raise BadPin(
+            pin="offload",
+            value=offload_text(pins.offload or ()),
+            reason="schedule='zero_bubble' reads what is saved a second time, for the gradients of "
+            "weights, and it would be copied back twice",
+            allowed=("none", "optimizer"),
+        )
     if pins.ort not in (None, "auto", "off"):
         raise BadPin(
             pin="ort",
@@ -430,7 +443,7 @@ def base_plan(pins: Pins, devices: int, batch: int, graph: str, cluster: str, ou
         ort="auto" if pins.ort is None else pins.ort,
         fallback=pins.fallback or "error",
         compile=pins.compile or "off",
-        offload=pins.spared if pins.offload is None else pins.offload,
+        offload=pins.on_host,
         batch=batch,
         pinned=pins.names,
         graph=graph,

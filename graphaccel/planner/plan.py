@@ -115,7 +115,8 @@ class Plan:
       faster), or module paths. fallback: "error", or "fx": torch runs a region that ONNX Runtime
       fails to build or run.
     compile: what runs the graphs of stages: "off" (FX code) or "inductor".
-    offload: what rests on the host between its uses: "optimizer" (its state, and its step).
+    offload: what rests on the host between its uses: "optimizer" (its state, and its step),
+      "activations" (large ones, until their backward).
     outputs: "loss" or "all": what a training step hands out besides the loss.
     pinned: decisions the user made. graph, cluster: fingerprints of what was planned for.
     """

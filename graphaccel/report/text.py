@@ -34,7 +34,10 @@ from graphaccel.schedule.text import LEGEND, LEGEND_APART, gantt
 
 _BAR = 32
 _GANTT = 72
-_KEPT = {"optimizer": "optimizer state, with the parameters and gradients that it steps"}
+_KEPT = {
+    "optimizer": "optimizer state, with the parameters and gradients that it steps",
+    "activations": "activations of 1 MiB or more until their backward",
+}
 
 
 def plan_report(

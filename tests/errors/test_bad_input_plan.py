@@ -162,7 +162,8 @@ error[GA202]: {said} can not be planned
             {"offload": "disk"},
             "offload='disk'",
             "unknown",
-            "use one of:  offload=none  offload=optimizer",
+            "use one of:  offload=none  offload=optimizer  offload=activations  "
+            "offload=optimizer+activations",
         ),
         (
             {"cluster": cluster("h100-80gb", 4)},
@@ -192,6 +193,15 @@ def test_pins_that_can_not_be(settings: dict[str, Any], said: str, why: str, adv
             "interleave=2 and pipeline=1",
             "interleave=2  with the others:  interleave=1\n  pipeline=1    leave it out",
             "without a pipeline there is nothing to interleave",
+        ),
+        (
+            {"offload": "activations", "schedule": "zero_bubble"},
+            "offload='activations' and schedule='zero_bubble'",
+            "offload='activations'   with the others:  offload='none'  offload='optimizer'\n"
+            "  schedule='zero_bubble'  with the others:  schedule='1f1b'  schedule='interleaved'  "
+            "schedule='gpipe'",
+            "schedule='zero_bubble' reads what is saved a second time, for the gradients of "
+            "weights, and it would be copied back twice",
         ),
         (
             {"interleave": 2, "schedule": "1f1b"},

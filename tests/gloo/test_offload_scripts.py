@@ -203,7 +203,7 @@ def test_a_closure_is_refused(pool: Pool) -> None:
 def test_copies_have_memory_of_their_own() -> None:
     x = torch.randn(4, 6, dtype=torch.float64).t()
     there = to_host(x)
-    back = to_device(there, "cpu")
+    back = to_device(there)
     assert torch.equal(x, there)
     assert torch.equal(x, back)
     assert there.is_contiguous()

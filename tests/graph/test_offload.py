@@ -8,9 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from graphaccel import errors
-from graphaccel.capture.stepgraph import StepGraph
+from graphaccel.capture.batch import flatten_call
+from graphaccel.capture.stepgraph import StepGraph, capture
 from graphaccel.compiler import Compiler
 from graphaccel.model import Model, as_batch
 from graphaccel.planner.cluster import Cluster, Host
@@ -52,7 +55,14 @@ def _seconds(plan: Plan) -> float:
 
 @pytest.mark.parametrize(
     ("value", "found"),
-    [("none", ()), ("optimizer", ("optimizer",)), (["optimizer"], ("optimizer",)), ((), ())],
+    [
+        ("none", ()),
+        ("optimizer", ("optimizer",)),
+        (["optimizer"], ("optimizer",)),
+        ((), ()),
+        ("activations+optimizer", ("optimizer", "activations")),
+        (("activations",), ("activations",)),
+    ],
 )
 def test_values_of_the_pin(value: object, found: tuple[str, ...]) -> None:
     assert read_offload(value) == found
@@ -224,8 +234,10 @@ def test_explanations_plan_with_and_without(captured: Captured, made_up: MadeUp)
     why = explain(record, plan)
     (decision,) = [d for d in why.decisions if d.name == "offload"]
     assert (decision.value, decision.pinned) == ("optimizer", False)
-    assert [(c.value, c.seconds) for c in decision.others] == [("none", None)]
-    assert "does not fit" in decision.others[0].reason
+    others = {c.value: c for c in decision.others}
+    assert set(others) == {"none", "activations", "optimizer+activations"}
+    assert others["none"].seconds is None
+    assert "does not fit" in others["none"].reason
     (recompute,) = [d for d in why.decisions if d.name == "recompute"]
     assert any(c.seconds is not None for c in recompute.others)
     answer = why_not(record, plan, {"offload": "none"})
@@ -256,3 +268,72 @@ error[GA201]: no plan fits 2 x 24.0 GiB with 64.0 GiB of its host each; the clos
     hosts of 70.0 GiB for each device  data 2 · optimizer on the host
   explain: graphaccel explain GA201"""
     )
+
+
+class Wide(nn.Module):
+    """Two blocks whose middle is 2 MiB for each four rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 512), nn.GELU(), nn.Linear(512, 16)) for _ in range(2)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+
+@pytest.fixture(scope="module")
+def wide() -> StepGraph:
+    """Its step, of eight rows of 256."""
+    return capture(Wide(), flatten_call((torch.zeros(8, 256, 16),), {}))
+
+
+ACTIVATIONS = (
+    {"microbatches": 1},
+    {"microbatches": 2},
+    {"pipeline": 2, "data": 1, "interleave": 1, "microbatches": 2},
+)
+
+
+@pytest.mark.parametrize("pins", ACTIVATIONS, ids=str)
+def test_activations_are_counted_where_they_wait(
+    made_up: MadeUp, wide: StepGraph, pins: dict[str, Any]
+) -> None:
+    count = pins.get("pipeline", 1)
+    where, module = _where(made_up, count, 1 << 20), Wide()
+    batch = as_batch((torch.zeros(8, 256, 16),))
+    found = {}
+    for offload in ("none", "activations"):
+        given = {"recompute": "none", **pins, "offload": offload}
+        compiler = Compiler(Model(module, None, 2.0), where, given)
+        step, plan, _ = compiler.choose(batch)
+        assert plan.prediction is not None
+        guessed = predict(Profile(step), plan, where, 8).prediction
+        assert guessed is not None
+        found[offload] = plan.prediction
+        for exact, about in zip(plan.prediction.memory, guessed.memory, strict=True):
+            assert about.host == pytest.approx(exact.host, rel=0.05)
+            assert about.tensors == pytest.approx(exact.tensors, rel=0.35)
+    for kept, away in zip(found["none"].memory, found["activations"].memory, strict=True):
+        assert away.host >= 2 * MIB > kept.host == 0
+        assert away.tensors < kept.tensors
+    assert found["activations"].seconds > found["none"].seconds
+    # each byte goes down once and up once, one microbatch after the other
+    moved = pins["microbatches"] * 2 * (2 * MIB) / HOST.link
+    assert found["activations"].offload >= moved / count
+
+
+def test_activations_are_taken_where_state_is_not_enough(made_up: MadeUp, wide: StepGraph) -> None:
+    """What costs least to copy is tried first."""
+    pins = {"microbatches": 1, "recompute": "none"}
+    roomy = _where(made_up, 1, 1 << 20)
+    plain, least = (_find(wide, roomy, **pins, offload=o) for o in ("none", "activations"))
+    assert _peak(least) < 0.9 * _peak(plain)
+    kib = (_peak(least) >> 10) + 1
+    plan = _find(wide, _where(made_up, 1, kib), **pins)
+    assert plan.offload == ("activations",)
+    assert _peak(plan) <= kib << 10
+    assert "activations on the host" in plan.name
