@@ -7,15 +7,36 @@ the same code runs there, and meters tell host from device by these ops.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
 
+@cache
+def _side(device: int) -> torch.cuda.Stream:
+    """The stream that copies to and from the host of a device take, in their order."""
+    return torch.cuda.Stream(device)
+
+
+def wait(device: torch.device) -> None:
+    """Until what went to the host is there."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 @torch.library.custom_op("graphaccel::to_host", mutates_args=())
 def to_host(x: Tensor) -> Tensor:
-    """A contiguous copy of x in host memory; it may not be read before the stream is waited for."""
+    """A contiguous copy of x in host memory; the host may not read it before `wait`."""
     made = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=x.is_cuda)
-    return made.copy_(x, non_blocking=True)
+    if not x.is_cuda:
+        return made.copy_(x)
+    side = _side(x.device.index)
+    side.wait_stream(torch.cuda.current_stream(x.device))
+    with torch.cuda.stream(side):
+        made.copy_(x, non_blocking=True)
+    x.record_stream(side)  # its memory is not given away before the copy is done
+    return made
 
 
 @to_host.register_fake
@@ -25,9 +46,16 @@ def _(x: Tensor) -> Tensor:
 
 @torch.library.custom_op("graphaccel::to_device", mutates_args=())
 def to_device(x: Tensor) -> Tensor:
-    """A copy on the device of what `to_host` gave."""
-    made = torch.empty(x.shape, dtype=x.dtype, device="cuda" if x.is_pinned() else x.device)
-    return made.copy_(x, non_blocking=True)
+    """A copy on the device of what `to_host` gave; what the device does next waits for it."""
+    if not x.is_pinned():
+        return x.clone()
+    here = torch.cuda.current_stream()
+    side = _side(torch.cuda.current_device())
+    with torch.cuda.stream(side):  # behind the copy that went down
+        made = torch.empty(x.shape, dtype=x.dtype, device="cuda").copy_(x, non_blocking=True)
+    here.wait_stream(side)
+    made.record_stream(here)
+    return made
 
 
 @to_device.register_fake

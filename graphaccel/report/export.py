@@ -44,6 +44,8 @@ def _common(facts: Facts, refused: list[str], target: str) -> None:
         refused.append(f"how single parameters rest ({names}): {target} decides that for a module")
     if plan.outputs != "loss":
         refused.append(f'outputs="{plan.outputs}": {target} computes the loss only')
+    if "activations" in plan.offload:
+        refused.append(f"activations on the host: {target} has that by module, or not at all")
     if len(facts.stages) > 1 and not all(stage.whole_blocks for stage in facts.stages):
         refused.append(f"cuts inside a block: stages of {target} are whole layers")
 
@@ -72,7 +74,7 @@ def _torchtitan(facts: Facts, refused: list[str]) -> str:
         refused.append(f"compute in {plan.precision.compute}: it is float32 or bfloat16 there")
     if plan.zero == 1:
         refused.append("zero 1: its FSDP shards gradients as well")
-    if plan.offload:
+    if "optimizer" in plan.offload:
         refused.append("optimizer state on the host: its CPU offload takes the parameters along")
     if plan.recompute and not _recomputes_all(facts):
         refused.append("recomputing some of the blocks: FullAC takes all of them")
@@ -157,7 +159,7 @@ def _megatron(facts: Facts, refused: list[str]) -> str:
             flags.append(("ddp-bucket-size", plan.bucket_bytes // _FP32))
     if plan.zero == 1:
         flags.append(("use-distributed-optimizer", None))
-        if plan.offload:
+        if "optimizer" in plan.offload:
             flags += [
                 ("use-precision-aware-optimizer", None),
                 ("optimizer-cpu-offload", None),
@@ -168,7 +170,7 @@ def _megatron(facts: Facts, refused: list[str]) -> str:
         flags += [("use-megatron-fsdp", None), ("data-parallel-sharding-strategy", kept)]
         if plan.zero == 3 and not plan.gather_again:
             refused.append("gather_again=False: its FSDP gathers again for the backward")
-    if plan.offload and plan.zero != 1:
+    if "optimizer" in plan.offload and plan.zero != 1:
         refused.append(
             "optimizer state on the host: it is part of its distributed optimizer, zero 1"
         )
@@ -232,9 +234,9 @@ def _deepspeed(facts: Facts, refused: list[str]) -> str:
             "reduce_bucket_size": plan.bucket_bytes // _FP32,
         },
     }
-    if plan.offload and not plan.zero:
+    if "optimizer" in plan.offload and not plan.zero:
         refused.append("optimizer state on the host without zero: it is part of its ZeRO")
-    elif plan.offload:
+    elif "optimizer" in plan.offload:
         where = {"device": "cpu", "pin_memory": True}
         content["zero_optimization"]["offload_optimizer"] = where
     if plan.tensor > 1:
@@ -260,7 +262,7 @@ def _accelerate(facts: Facts, refused: list[str]) -> str:
         refused.append(f"expert {plan.expert}: its FSDP configuration has no expert axis")
     if plan.zero == 1:
         refused.append("zero 1: its FSDP shards gradients as well")
-    if plan.offload:
+    if "optimizer" in plan.offload:
         refused.append("optimizer state on the host: its FSDP takes the parameters along")
     if plan.zero == 0 and (plan.tensor > 1 or plan.context > 1):
         refused.append("tensor or context without zero: it composes them with FSDP only")

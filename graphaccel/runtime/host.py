@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphaccel.kernels.host_copy import TO_HOST
+from graphaccel.kernels.host_copy import TO_HOST, wait
 
 
 class HostCopies:
@@ -44,8 +44,7 @@ class HostCopies:
 
     def wait(self) -> None:
         """Until what was copied down is there."""
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+        wait(self._device)
 
     def state(self, values: dict[str, Any]) -> dict[str, Any]:
         """Optimizer state of a parameter, its tensors on the host: a checkpoint that was loaded

@@ -198,8 +198,8 @@ def test_pins_that_can_not_be(settings: dict[str, Any], said: str, why: str, adv
             {"offload": "activations", "schedule": "zero_bubble"},
             "offload='activations' and schedule='zero_bubble'",
             "offload='activations'   with the others:  offload='none'  offload='optimizer'\n"
-            "  schedule='zero_bubble'  with the others:  schedule='1f1b'  schedule='interleaved'  "
-            "schedule='gpipe'",
+            "  schedule='zero_bubble'  with the others:  schedule='gpipe'  schedule='1f1b'  "
+            "schedule='interleaved'",
             "schedule='zero_bubble' reads what is saved a second time, for the gradients of "
             "weights, and it would be copied back twice",
         ),

@@ -20,7 +20,7 @@ from tests.support.pool import Pool
 pytestmark = pytest.mark.multiprocess
 
 WIDTH, LENGTH, ROWS = 128, 256, 8
-PIPELINE = {"data": 1, "pipeline": 2, "interleave": 1, "microbatches": 4}
+PIPELINE = {"data": 1, "pipeline": 2, "interleave": 1, "microbatches": 4, "schedule": "1f1b"}
 PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "one device": (1, {"data": 1, "microbatches": 1}),
     "microbatches": (1, {"data": 1, "microbatches": 4}),
@@ -28,7 +28,7 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "tensor": (2, {"data": 1, "tensor": 2, "microbatches": 1}),
     "pipeline": (2, PIPELINE),
     "recomputed": (2, {**PIPELINE, "recompute": ["blocks.1"]}),
-    "interleaved": (2, {**PIPELINE, "interleave": 2}),
+    "interleaved": (2, {**PIPELINE, "interleave": 2, "schedule": "interleaved"}),
 }
 
 

@@ -18,6 +18,7 @@ from graphaccel.report.facts import Facts, ModelFacts, StageFacts
 
 BF16 = Precision(compute="bfloat16")
 BLOCKS = 8
+STATE = ("optimizer",)
 
 
 def facts(*layers: int, whole: bool = True, **decided: Any) -> Facts:
@@ -131,6 +132,17 @@ def test_deepspeed() -> None:
     }
 
 
+def test_optimizer_state_on_the_host() -> None:
+    made = json.loads(export(facts(data=4, zero=2, offload=STATE), "deepspeed"))
+    where = {"device": "cpu", "pin_memory": True}
+    assert made["zero_optimization"]["offload_optimizer"] == where
+    flags = export(facts(data=4, zero=1, offload=STATE), "megatron")
+    assert (
+        "--use-distributed-optimizer\n--use-precision-aware-optimizer\n--optimizer-cpu-offload\n"
+        "--optimizer-offload-fraction 1.0\n"
+    ) in flags
+
+
 def test_accelerate() -> None:
     text = export(facts(data=4, tensor=2, microbatches=4, zero=3, precision=BF16), "accelerate")
     rows = dict(re.findall(r"^\s*(\w+): (.+)$", text, flags=re.M))
@@ -170,6 +182,11 @@ def test_accelerate() -> None:
         ("megatron", facts(data=2, outputs="all"), 'outputs="all": '),
         ("megatron", facts(4, 4, pipeline=2, whole=False), "cuts inside a block: "),
         ("torchtitan", facts(placements=(("w", ()),)), "how single parameters rest (w): "),
+        ("torchtitan", facts(data=2, zero=3, offload=STATE), "optimizer state on the host: "),
+        ("accelerate", facts(data=2, zero=3, offload=STATE), "optimizer state on the host: "),
+        ("deepspeed", facts(data=2, offload=STATE), "optimizer state on the host without zero: "),
+        ("megatron", facts(data=2, offload=STATE), "optimizer state on the host: "),
+        ("deepspeed", facts(data=2, zero=2, offload=("activations",)), "activations on the host: "),
     ],
 )
 def test_what_a_target_can_not_say_is_refused(target: str, made: Facts, reason: str) -> None:
