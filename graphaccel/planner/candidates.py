@@ -289,9 +289,14 @@ class Bounds:
         return self._problem
 
     @property
+    def offload(self) -> tuple[str, ...]:
+        """What the plans keep on the host."""
+        return self._base.offload
+
+    @property
     def device_state(self) -> int:
         """Bytes of optimizer state on a device for each trained number."""
-        return device_state(self._problem.optimizer_bytes, self._base.offload)
+        return device_state(self._problem.optimizer_bytes, self.offload)
 
     def build(self, layout: Layout) -> bool:
         """Shard the graph so, if it is not yet; False where it can not be."""
@@ -359,7 +364,8 @@ class Bounds:
         if split and (shape.zero < 2 or shape.microbatches > 1):
             held += sized.trained * parts[1]
         extra = layout.replica // known.replica
-        each = (held + sized.lean) / shape.pipeline / extra
+        lean = 0 if "activations" in self.offload else sized.lean
+        each = (held + lean) / shape.pipeline / extra
         return each > self._problem.cluster.tensor_budget
 
     def sums(self, known: Layout, small: int) -> Sums:

@@ -28,6 +28,8 @@ def guess(problem: Problem, bounds: Bounds, shape: Shape, batch: int) -> float:
     waiting = in_flight(shape) / shape.pipeline / extra
     room = problem.cluster.tensor_budget - held / shape.pipeline - sums.passing / extra
     kept, lean = sums.kept * waiting, sums.lean * waiting
+    if "activations" in bounds.offload:
+        kept = lean = 0.0  # what stays of them is little
     if lean > room:
         return math.inf
     again = min(1.0, max(0.0, (kept - room) / max(kept - lean, 1.0)))

@@ -22,7 +22,7 @@ from graphaccel.planner.offload import host_step_seconds, read_offload
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.profile import Profile
 from graphaccel.planner.record import Record
-from graphaccel.planner.search import search
+from graphaccel.planner.search import search, solve_all
 from graphaccel.planner.whatif import explain, why_not
 from graphaccel.report.compare import comparison
 from graphaccel.report.text import plan_report
@@ -337,3 +337,18 @@ def test_activations_are_taken_where_state_is_not_enough(made_up: MadeUp, wide: 
     assert plan.offload == ("activations",)
     assert _peak(plan) <= kib << 10
     assert "activations on the host" in plan.name
+
+
+def test_no_bound_rules_out_what_fits_with_activations_away(
+    made_up: MadeUp, wide: StepGraph
+) -> None:
+    """As tight as a plan with everything away: it is found, as if nothing were pruned."""
+    pins = {"microbatches": 1, "recompute": "none", "offload": "optimizer+activations"}
+    least = _find(wide, _where(made_up, 1, 1 << 20), **pins)
+    where = _where(made_up, 1, (_peak(least) >> 10) + 1)
+    assert _find(wide, where, **pins).decided() == least.decided()
+    record = Record()
+    free = _find(wide, where, record, offload="optimizer+activations")
+    assert record.problem is not None
+    every = solve_all(record.problem, record.pins, record.batch, prune=False).fitting
+    assert _seconds(free) == pytest.approx(min(map(_seconds, every)))
