@@ -71,6 +71,6 @@ class rotary:
     def legal(x, cos, sin):
         if x.shape[-1] % 2:
             return f"a head of {x.shape[-1]} has no halves"
-        if len({x.dtype, cos.dtype, sin.dtype}) > 1:
-            return "x and its tables have different dtypes"
+        if cos.dtype != sin.dtype or cos.dtype not in (x.dtype, torch.float32):
+            return "its tables are neither in the dtype of x nor in float32"
         return None

@@ -349,15 +349,22 @@ def _partial(function: Function, values: Mapping[str, Any]) -> Function:
 def generic(fusion: Fusion, variant: Variant) -> Pattern | None:
     """A pattern traced at example shapes, to match by structure; None where that dtype is not for
     it."""
+
+    def _table(name: str) -> bool:
+        spec = fusion.inputs[name]
+        return isinstance(spec, T) and spec.broadcast and not spec.differentiable
+
     values = example(fusion, variant.low or torch.float32)
     for i, (name, spec) in enumerate(fusion.inputs.items()):
         if isinstance(spec, Scalar) and isinstance(spec.default, float):
             values[name] = _SENTINEL + i / 64
         elif isinstance(spec, Scalar) and not isinstance(spec.default, bool):
             values[name] = _WHOLE_SENTINEL + i
-    if variant.autocast:  # weights stay wide
+    if variant.autocast:  # weights stay wide, and tables that the model computes
         values = {
-            n: v.float() if isinstance(v, Tensor) and v.is_floating_point() and v.dim() == 1 else v
+            n: v.float()
+            if isinstance(v, Tensor) and v.is_floating_point() and (v.dim() == 1 or _table(n))
+            else v
             for n, v in values.items()
         }
     return _traced(variant, values, exact=False)
