@@ -31,7 +31,7 @@ from itertools import accumulate
 
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import BATCH
-from graphaccel.errors import BadPin, BatchNotDivisible, SplitRefused, TooManyStages
+from graphaccel.errors import BadPin, SplitRefused, TooManyStages
 from graphaccel.messages import format_bytes
 from graphaccel.planner.candidates import (
     WORTH,
@@ -49,11 +49,12 @@ from graphaccel.planner.conflicts import agreeing_pins
 from graphaccel.planner.estimate import predict_seconds
 from graphaccel.planner.explain import alternatives, infeasible, mesh_key, seconds
 from graphaccel.planner.guess import guess
+from graphaccel.planner.impossible import indivisible, no_shape
 from graphaccel.planner.layouts import Layouts
 from graphaccel.planner.offering import check_offload, offered
 from graphaccel.planner.offload import offload_text
 from graphaccel.planner.outside import outside_notes
-from graphaccel.planner.pins import Limits, Pins, base_plan, divisors
+from graphaccel.planner.pins import Limits, Pins, base_plan
 from graphaccel.planner.plan import Plan, Prediction
 from graphaccel.planner.profile import Profile
 from graphaccel.planner.record import Record
@@ -200,7 +201,7 @@ def solve_all(
     solving = _Solving(problem, pins, batch, prune, build)
     outcome = solving.outcome
     if not outcome.tally.candidates:
-        raise _no_shape(problem, pins, batch)
+        raise no_shape(problem, pins, batch)
     if record is not None:
         record.started(outcome, solving.least())
     for done, bound in solving.run():
@@ -210,9 +211,9 @@ def solve_all(
         raise outcome.refused
     if not outcome.fitting and outcome.closest is None and outcome.too_many is not None:
         if problem.limits.data and pins.pipeline is None:  # the data axis is what is missing
-            raise _no_shape(problem, pins, batch)
+            raise no_shape(problem, pins, batch)
         if not pins.names and math.gcd(batch, problem.cluster.count) == 1:
-            raise _indivisible(problem.cluster.count, batch, outcome.too_many.possible)
+            raise indivisible(problem.cluster.count, batch, outcome.too_many.possible)
         raise outcome.too_many
     outcome.fitting.sort(key=lambda plan: _rank(plan, pins))
     solving.simulate_best()
@@ -565,37 +566,6 @@ def _peak(plan: Plan) -> int:
 def _decisions(plan: Plan) -> Plan:
     """The plan without what was predicted about it."""
     return plan.decided()
-
-
-def _no_shape(problem: Problem, pins: Pins, batch: int) -> Exception:
-    """Why there is no candidate at all."""
-    count = problem.cluster.count // pins.replica
-    if problem.limits.data and pins.pipeline in (None, 1):
-        return SplitRefused(axis="data", op="the loss", module="", reason=problem.limits.data)
-    data = pins.data or count // (pins.pipeline or 1)
-    return BatchNotDivisible(
-        batch=batch, microbatches=pins.microbatches or 1, data=data, allowed=()
-    )
-
-
-def _indivisible(count: int, batch: int, stages: int) -> BatchNotDivisible:
-    """No data axis and no pipeline of all devices: what would do, near what was asked."""
-
-    def possible(devices: int, size: int) -> bool:
-        return any(size % data == 0 and devices // data <= stages for data in divisors(devices))
-
-    near = sorted(range(1, 2 * count + 1), key=lambda n: (abs(n - count), n))
-    devices = [n for n in near if possible(n, batch)][:3]
-    near = sorted(range(1, 2 * batch + count + 1), key=lambda n: (abs(n - batch), n))
-    batches = [n for n in near if possible(count, n)][:3]
-    return BatchNotDivisible(
-        batch=batch,
-        microbatches=1,
-        data=count,
-        allowed=(),
-        devices=tuple(sorted(devices)),
-        batches=tuple(sorted(batches)),
-    )
 
 
 def _notes(step: StepGraph, cluster: Cluster, limits: Limits) -> tuple[str, ...]:

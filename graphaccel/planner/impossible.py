@@ -1,0 +1,38 @@
+"""Why a batch, devices and pins leave no candidate at all, and what near them would."""
+
+from __future__ import annotations
+
+from graphaccel.errors import BatchNotDivisible, SplitRefused
+from graphaccel.planner.pins import Pins, divisors
+from graphaccel.planner.solve import Problem
+
+
+def no_shape(problem: Problem, pins: Pins, batch: int) -> Exception:
+    """Why there is no candidate at all."""
+    count = problem.cluster.count // pins.replica
+    if problem.limits.data and pins.pipeline in (None, 1):
+        return SplitRefused(axis="data", op="the loss", module="", reason=problem.limits.data)
+    data = pins.data or count // (pins.pipeline or 1)
+    return BatchNotDivisible(
+        batch=batch, microbatches=pins.microbatches or 1, data=data, allowed=()
+    )
+
+
+def indivisible(count: int, batch: int, stages: int) -> BatchNotDivisible:
+    """No data axis and no pipeline of all devices: what would do, near what was asked."""
+
+    def possible(devices: int, size: int) -> bool:
+        return any(size % data == 0 and devices // data <= stages for data in divisors(devices))
+
+    near = sorted(range(1, 2 * count + 1), key=lambda n: (abs(n - count), n))
+    devices = [n for n in near if possible(n, batch)][:3]
+    near = sorted(range(1, 2 * batch + count + 1), key=lambda n: (abs(n - batch), n))
+    batches = [n for n in near if possible(count, n)][:3]
+    return BatchNotDivisible(
+        batch=batch,
+        microbatches=1,
+        data=count,
+        allowed=(),
+        devices=tuple(sorted(devices)),
+        batches=tuple(sorted(batches)),
+    )
