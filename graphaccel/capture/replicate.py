@@ -10,9 +10,10 @@ from torch import fx
 
 from graphaccel.capture.blocks import Block
 from graphaccel.capture.export import ForwardGraph, GraphInput, GraphOutput
-from graphaccel.compat.torch import FakeTensor, graph_module
+from graphaccel.compat.torch import FakeTensor
 from graphaccel.ir.layers import Layered, NotRepeated, Run, copies
-from graphaccel.ir.repeat import Pattern, Repeated
+from graphaccel.ir.repeat import Pattern
+from graphaccel.ir.unfold import Unfolded
 
 Joint = tuple[fx.GraphModule, tuple[GraphInput, ...], tuple[GraphOutput, ...]]
 
@@ -59,7 +60,7 @@ def repeated_forward(
         if other.returned != short.returned:
             raise NotRepeated("what the model returns depends on the number of layers")
     pattern = Pattern(runs, _layered(short), [_layered(f) for f in longer])
-    made = pattern.graph()
+    made = Unfolded(pattern)
     inputs = input_specs(made, short.inputs)
     constants = {
         spec.name: short.constants[short.inputs[i].name]
@@ -68,7 +69,7 @@ def repeated_forward(
     }
     return replace(
         short,
-        graph=graph_module(short.graph, made.graph),
+        graph=made.module(short.graph),
         inputs=inputs,
         outputs=_outputs(made, short.outputs),
         constants=constants,
@@ -87,9 +88,9 @@ def repeated_sizes(
     pattern = Pattern(runs, _layered(short), [_layered(f) for f in longer])
     found = []
     for other in others:
-        made = pattern.graph(_layered(other))
+        made = Unfolded(pattern.at(_layered(other)))
         inputs = input_specs(made, other.inputs)
-        graph = graph_module(other.graph, made.graph)
+        graph = made.module(other.graph)
         outputs = _outputs(made, other.outputs)
         found.append(replace(other, graph=graph, inputs=inputs, outputs=outputs))
     return found
@@ -100,19 +101,19 @@ def repeated_joint(runs: Sequence[Run], short: Joint, longer: Sequence[Joint]) -
     which are those of `short`. Raises NotRepeated."""
     pattern = Pattern(runs, layered(*short), [layered(*each) for each in longer])
     pattern.tell("dims", "sizes")
-    made = pattern.graph()
+    made = Unfolded(pattern)
     return (
-        graph_module(short[0], made.graph),
+        made.module(short[0]),
         input_specs(made, short[1]),
         _outputs(made, short[2]),
     )
 
 
-def _outputs(made: Repeated, short: Sequence[GraphOutput]) -> tuple[GraphOutput, ...]:
+def _outputs(made: Unfolded, short: Sequence[GraphOutput]) -> tuple[GraphOutput, ...]:
     return tuple(replace(short[i], name=name or short[i].name) for i, name in made.outputs)
 
 
-def input_specs(made: Repeated, short: Sequence[GraphInput]) -> tuple[GraphInput, ...]:
+def input_specs(made: Unfolded, short: Sequence[GraphInput]) -> tuple[GraphInput, ...]:
     """What the placeholders of the repeated graph are."""
     return tuple(
         replace(short[i], name=_prefix(short[i]) + name)

@@ -165,6 +165,55 @@ def graph_module(root: Any, graph: fx.Graph) -> fx.GraphModule:
     return _LazyGraphModule(root, graph)
 
 
+class _Deferred(_LazyGraphModule):
+    """A module whose graph is made when somebody asks for it."""
+
+    def __init__(self, root: Any, make: Callable[[], fx.Graph], source: Any) -> None:
+        torch.nn.Module.__init__(self)
+        self.__dict__["_unmade"] = (root, make, source)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_graph" and "_unmade" in self.__dict__:
+            root, make, _ = self.__dict__.pop("_unmade")
+            super().__init__(root, make())
+            return self.__dict__["_graph"]
+        if "_unmade" in self.__dict__ and not name.startswith("__"):
+            _ = self.graph  # everything else comes with it
+            return getattr(self, name)
+        return super().__getattr__(name)
+
+    def __deepcopy__(self, memo: Any) -> fx.GraphModule:
+        return _LazyGraphModule(self, self.graph).__deepcopy__(memo)
+
+
+def deferred_module(root: Any, make: Callable[[], fx.Graph], source: Any) -> fx.GraphModule:
+    """A module of a graph that `make` makes when it is first read. source: for `deferred_from`."""
+    return _Deferred(root, make, source)
+
+
+def deferred_from(module: fx.GraphModule) -> Any:
+    """The source of a module whose graph nobody has read yet; None for any other."""
+    unmade = module.__dict__.get("_unmade")
+    return None if unmade is None else unmade[2]
+
+
+def boxed(module: fx.GraphModule) -> fx.GraphModule:
+    """The module with `BoxedCode`; where its graph is not made yet, from when it is."""
+    unmade = module.__dict__.get("_unmade")
+    if unmade is not None:
+        root, make, source = unmade
+        module.__dict__["_unmade"] = (root, lambda: _boxed(make()), source)
+    else:
+        _boxed(module.graph)
+        module.recompile()
+    return module
+
+
+def _boxed(graph: fx.Graph) -> fx.Graph:
+    graph.set_codegen(BoxedCode())
+    return graph
+
+
 def storage_key(tensor: torch.Tensor) -> int:
     """Equal for tensors that share memory, fake ones included."""
     return tensor.untyped_storage()._cdata

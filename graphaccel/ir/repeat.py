@@ -4,8 +4,8 @@ A run is a row of identical layers. Given a graph of the model with `KEPT` layer
 for each run a graph with one more, `Pattern` finds in the former the nodes of the run's middle
 layer, and proves on the latter that one more layer is one more copy of them: same calls on the same
 shapes, every argument either within the copy, or the same for all copies, or of the copy before or
-after it. Names are checked to grow evenly. `Pattern.graph` then makes the graph of any number of
-layers.
+after it. Names are checked to grow evenly. `ir.unfold` then tells the nodes of any number of
+layers, and `Pattern.graph` makes them.
 
 before (KEPT = 3 layers)                       after (4 layers)
   %h: = layer(%x, %w0)      # layers.0           %h: = layer(%x, %w0)      # layers.0
@@ -19,7 +19,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy as duplicate
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import groupby
 from typing import Any
 
@@ -47,7 +48,7 @@ _DROPPED = ("custom", "from_node", "seq_nr")  # of the trace; read while it is m
 
 
 @dataclass(frozen=True)
-class _Ref:
+class Ref:
     """What an argument is: item of the pattern; in a copied item, `near` of the copy `step` away
     instead, where there is that copy. last: the last copy of an item outside of this one's run."""
 
@@ -105,24 +106,10 @@ class _Path:
 class _Learned:
     """What was found out about one item."""
 
-    refs: tuple[_Ref, ...]
+    refs: tuple[Ref, ...]
     names: Mapping[str, _Name]
     path: _Path
     covers: tuple[_Name, ...] = ()
-
-
-@dataclass
-class Repeated:
-    """The graph of all layers. inputs, outputs: for each placeholder and result, which one of the
-    short graph it is, and its name. input_copies, output_copies: and which copy of that. stacks:
-    modules around nodes, for the nodes that share them."""
-
-    graph: fx.Graph
-    inputs: list[tuple[int, str]] = field(default_factory=list)
-    outputs: list[tuple[int, str]] = field(default_factory=list)
-    input_copies: list[int] = field(default_factory=list)
-    output_copies: list[int] = field(default_factory=list)
-    stacks: dict[Any, dict[str, tuple]] = field(default_factory=dict)
 
 
 class Pattern:
@@ -202,7 +189,7 @@ class Pattern:
                 step = found[1][1] - found[0][1]
         return _Name(base, number, tuple(slopes), step)
 
-    def _ref(self, index: int, slot: int) -> _Ref:
+    def _ref(self, index: int, slot: int) -> Ref:
         item = self.items[index]
         target = self._at[item.refs[slot]]
         near, step, last = -1, 0, False
@@ -231,7 +218,7 @@ class Pattern:
                 near, step = given[0], 1
             else:
                 raise self._unlike(item, run)
-        return _Ref(target, near, step, last)
+        return Ref(target, near, step, last)
 
     def _unlike(self, item: Item, run: int) -> NotRepeated:
         name = f"result {item.path}" if item.node is None else item.node.name
@@ -248,32 +235,31 @@ class Pattern:
 
     # ---- many layers
 
-    def graph(self, like: Layered | None = None) -> Repeated:
-        """The graph of as many layers as the runs have. Values (`meta["val"]`) are shared by all
-        copies of a node.
+    def at(self, like: Layered) -> Pattern:
+        """The pattern with calls and values of `like`, which is the short graph at other sizes."""
+        twin = duplicate(self)
+        twin.items = items_of(like, self.few, (1,) * len(self.runs))
+        return twin
 
-        like: take calls and values from this graph, which is the short one at other sizes.
-        """
-        if like is not None:
-            twin = duplicate(self)
-            twin.items = items_of(like, self.few, (1,) * len(self.runs))
-            return twin.graph()
-        made = Repeated(fx.Graph())
+    def makers(self) -> list[Maker]:
+        """What makes the copies of each item."""
         more = [run.count - self.kept for run in self.runs]
+        pairs = zip(self.items, self.learned, strict=True)
+        return [Maker(item, learned, more) for item, learned in pairs]
+
+    def graph(self, makers: Sequence[Maker]) -> fx.Graph:
+        """The graph of as many layers as the runs have. Values (`meta["val"]`) are shared by all
+        copies of a node. Every source is known to be made before it is read (`ir.unfold`)."""
+        made = fx.Graph()
         new: list[list[Any]] = [[] for _ in self.items]  # by copy, from 0
         results: list[Any] = []
-        makers = [
-            _Maker(i, item, learned, more)
-            for i, (item, learned) in enumerate(zip(self.items, self.learned, strict=True))
-        ]
-        used: set[str] = set()
-        for run, indices in self._groups():
-            last = more[run] + 1 if run >= 0 else 1
+        stacks: dict[Any, dict[str, tuple]] = {}
+        for run, indices in self.groups():
+            last = self.runs[run].count - self.kept + 1 if run >= 0 else 1
             for index in indices:
                 new[index] = [None] * last
             order = range(1, last + 1)
-            down = run >= 0 and self.descending[run].get(indices[0], False)
-            for number in reversed(order) if down else order:
+            for number in reversed(order) if self.down(run, indices[0]) else order:
                 for index in indices:
                     refs = [
                         self._found(new, r, number, last, run) for r in self.learned[index].refs
@@ -281,91 +267,92 @@ class Pattern:
                     call = makers[index].fill(refs)
                     if self.items[index].node is None:
                         results.append(call[0][0])
-                        path = makers[index].path(number)
-                        made.outputs.append((index - len(self._at), path))
-                        made.output_copies.append(number)
                     else:
-                        new[index][number - 1] = makers[index].node(made, number, call, used)
-        made.graph.output(results).meta = dict(self._output)
+                        new[index][number - 1] = makers[index].node(made, number, call, stacks)
+        made.output(results).meta = dict(self._output)
         return made
 
-    def _groups(self) -> Iterator[tuple[int, list[int]]]:
+    def down(self, run: int, index: int) -> bool:
+        """Whether the copies of an item of a run stand in descending order."""
+        return run >= 0 and self.descending[run].get(index, False)
+
+    def groups(self) -> Iterator[tuple[int, list[int]]]:
         """Items in order: (run, those that are copied together)."""
         where = [(item.middle, item.section) for item in self.items]
         for (run, _), indices in groupby(range(len(where)), where.__getitem__):
             yield run, list(indices)
 
-    def _found(self, new: list, ref: _Ref, copy: int, last: int, run: int) -> fx.Node:
+    def _found(self, new: list, ref: Ref, copy: int, last: int, run: int) -> fx.Node:
         if ref.step and 1 <= copy + ref.step <= last:
-            found = new[ref.near][copy + ref.step - 1]
-        elif self.items[ref.item].middle == run >= 0:
-            found = new[ref.item][copy - 1]
-        else:
-            found = new[ref.item][-1 if ref.last else 0]
-        if found is None:
-            raise NotRepeated("a layer reads what is made after it")
-        return found
+            return new[ref.near][copy + ref.step - 1]
+        if self.items[ref.item].middle == run >= 0:
+            return new[ref.item][copy - 1]
+        return new[ref.item][-1 if ref.last else 0]
 
 
-class _Maker:
+class Maker:
     """Makes the copies of one item. more: layers of each run that the short graph has not."""
 
-    def __init__(self, index: int, item: Item, learned: _Learned, more: Sequence[int]) -> None:
-        self.index, self.item = index, item
-        self.fill = filler(item.call)
+    def __init__(self, item: Item, learned: _Learned, more: Sequence[int]) -> None:
+        self.item = item
         self.names = {name: found.among(more) for name, found in learned.names.items()}
         self.covers = [found.among(more) for found in learned.covers]
         self.place = learned.path.among(more)
         known = {} if item.node is None else item.node.meta
         self.meta = {k: v for k, v in known.items() if k not in _DROPPED}
-        self.stack = tuple(known.get("nn_module_stack", {}).items())
+        self.stack = tuple(self.meta.get("nn_module_stack", {}).items())
 
     def path(self, copy: int) -> str:
-        """The module or parameter of a copy."""
+        """The module or parameter of a copy; without the number at the end, if it is named."""
         return self.place.at((), copy)
 
-    def node(self, made: Repeated, copy: int, call: tuple[tuple, dict], used: set[str]) -> fx.Node:
-        """One copy, put at the end of the graph."""
-        item, old = self.item, self.item.node
+    def named(self, copy: int) -> tuple[str, str]:
+        """(name, whole path) of a copy that is a node."""
+        item, path = self.item, self.path(copy)
+        assert item.node is not None
+        if not item.named:
+            return self.names["name"].at((), copy), path
+        tail = self.names.get("tail")
+        end = "" if tail is None else f"_{tail.number_at((), copy)}"
+        return _mangled(head(item.node.name, item.path), item.place, path) + end, path + end
+
+    @cached_property
+    def fill(self) -> Callable[[Sequence[Any]], tuple[tuple[Any, ...], dict[str, Any]]]:
+        """What a copy reads → its arguments."""
+        return filler(self.item.call)
+
+    def node(
+        self, graph: fx.Graph, copy: int, call: tuple[tuple, dict], stacks: dict[Any, Any]
+    ) -> fx.Node:
+        """One copy, put at the end of the graph. stacks: modules around nodes, for the nodes that
+        share them."""
+        old = self.item.node
         assert old is not None
-        path = self.path(copy)
-        if item.named:
-            tail = self.names.get("tail")
-            end = "" if tail is None else f"_{tail.number_at((), copy)}"
-            name = _mangled(head(old.name, item.path), item.place, path) + end
-            path += end
-        else:
-            name = self.names["name"].at((), copy)
-        if old.op == "placeholder":
-            made.inputs.append((self.index, path))
-            made.input_copies.append(copy)
-        if name in used:
-            raise NotRepeated(f"two nodes would be called {name}")
-        used.add(name)
+        name, path = self.named(copy)
         target = name if old.op == "placeholder" else old.target
-        node = new_node(made.graph, old.op, target, *call, name, self.meta)
+        node = new_node(graph, old.op, target, *call, name, self.meta)
         meta = node.meta
         for key in _NAMES:
             if key in self.names:
                 meta[key] = self.names[key].at((), copy)
         if self.covers:
             meta["covers"] = tuple(n.at((), copy) for n in self.covers)
-        if path != item.place:
+        if path != self.item.place:
             if "module" in meta:
                 meta["module"] = path
             if self.stack:
-                meta["nn_module_stack"] = self._stack(made, path)
+                meta["nn_module_stack"] = self._stack(stacks, path)
         return node
 
-    def _stack(self, made: Repeated, path: str) -> dict[str, tuple]:
+    def _stack(self, stacks: dict[Any, Any], path: str) -> dict[str, tuple]:
         """The modules around a copy: one for all nodes of its module."""
         key = (self.stack, path)
-        if key not in made.stacks:
+        if key not in stacks:
             own = self.place.run
             assert own is not None
             number, new = own.number(self.item.place), own.number(path) or 0
-            made.stacks[key] = _stack(dict(self.stack), own, number, new)
-        return made.stacks[key]
+            stacks[key] = _stack(dict(self.stack), own, number, new)
+        return stacks[key]
 
 
 def _stack(stack: Mapping[str, tuple], run: Run, number: int | None, new: int) -> dict[str, tuple]:

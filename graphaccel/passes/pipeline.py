@@ -43,10 +43,9 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 
 import sympy
-from torch import fx
 
 from graphaccel.capture.stepgraph import StepGraph
-from graphaccel.compat.torch import BoxedCode
+from graphaccel.compat.torch import boxed
 from graphaccel.ir.program import Sharded, StageProgram, StepProgram
 from graphaccel.passes.accumulate_gradients import accumulate_gradients
 from graphaccel.passes.drop_backward import drop_backward
@@ -158,7 +157,7 @@ def _assembled(step: StepGraph, made: Rewritten) -> StepProgram:
     loss = [p == PARTIAL for o, p in places if o.kind == "loss"]
     return StepProgram(
         tuple(_boxed(p) for p in made.programs),
-        None if prologue is None else replace(prologue, graph=_box(prologue.graph)),
+        None if prologue is None else replace(prologue, graph=boxed(prologue.graph)),
         frozenset(forward),
         frozenset(backward),
         bool(loss and loss[0]),
@@ -182,12 +181,6 @@ def backward_of(program: StepProgram, plan: Plan, used: frozenset[int]) -> Stage
 
 
 def _boxed(program: StageProgram) -> StageProgram:
-    backwards = {moment: _box(graph) for moment, graph in program.backwards.items()}
-    weights = {moment: _box(graph) for moment, graph in program.weights.items()}
-    return replace(program, forward=_box(program.forward), backwards=backwards, weights=weights)
-
-
-def _box(module: fx.GraphModule) -> fx.GraphModule:
-    module.graph.set_codegen(BoxedCode())
-    module.recompile()
-    return module
+    backwards = {moment: boxed(graph) for moment, graph in program.backwards.items()}
+    weights = {moment: boxed(graph) for moment, graph in program.weights.items()}
+    return replace(program, forward=boxed(program.forward), backwards=backwards, weights=weights)

@@ -20,8 +20,8 @@ from torch import fx
 
 from graphaccel.capture.replicate import layered
 from graphaccel.capture.stepgraph import StepGraph
-from graphaccel.compat.torch import graph_module
 from graphaccel.ir.repeat import Pattern
+from graphaccel.ir.unfold import Unfolded
 
 T = TypeVar("T")
 
@@ -52,11 +52,11 @@ def repeat_layers(step: StepGraph, rewritten: Sequence[fx.GraphModule]) -> Repea
         layered(graph, each.inputs, each.outputs)
         for graph, each in zip(rewritten, (few.short, *few.longer), strict=True)
     )
-    made = Pattern(few.runs, short, longer).graph()
+    made = Unfolded(Pattern(few.runs, short, longer))
     names = [spec.name for spec in few.short.inputs]
     pairs = zip(step.inputs, made.inputs, strict=False)  # values of the prologue stand at the end
     return RepeatedGraph(
-        graph_module(rewritten[0], made.graph),
+        made.module(rewritten[0]),
         {spec.name: names[i] for spec, (i, _) in pairs},
         tuple(i for i, _ in made.outputs),
     )

@@ -24,10 +24,10 @@ from torch import fx
 
 from graphaccel.capture.blocks import block_of
 from graphaccel.capture.stepgraph import StepGraph
-from graphaccel.compat.torch import graph_module
 from graphaccel.ir.layers import Layered, NotRepeated, Run, copies
 from graphaccel.ir.program import StageProgram, Value
-from graphaccel.ir.repeat import Pattern, Repeated
+from graphaccel.ir.repeat import Pattern
+from graphaccel.ir.unfold import Unfolded
 from graphaccel.ir.values import keep_shares, returned
 
 _PLACED = ("parameter", "buffer", "constant")  # their placeholders are called after them
@@ -66,13 +66,13 @@ def repeat_programs(
     if any(set(p.backwards) != set(short.backwards) for p in programs):
         raise NotRepeated("the moments of a step depend on the number of layers")
     forward = _repeated(rows, [_forward(p) for p in programs])
-    results: Sequence[fx.Node] = forward.graph.output_node().args[0]  # type: ignore[assignment]
     saved: dict[tuple[str, int], str] = {}
     outputs = []
-    for (i, path), copy, node in zip(forward.outputs, forward.output_copies, results, strict=True):
+    ends = zip(forward.outputs, forward.output_copies, forward.results, strict=True)
+    for (i, path), copy, row in ends:
         value = short.forward_outputs[i]
         if value.kind == "saved":
-            name = _WHOLE + path if value.name.startswith(_WHOLE) else node.name
+            name = _WHOLE + path if value.name.startswith(_WHOLE) else forward.names[row]
             saved[value.name, copy] = name
         outputs.append(_value(value, path, copy, saved))
     backwards = {
@@ -84,12 +84,11 @@ def repeat_programs(
         raise NotRepeated("the moments of a step have other inputs with more layers")
     return replace(
         short,
-        forward=graph_module(short.forward, forward.graph),
+        forward=forward.module(short.forward),
         forward_inputs=_inputs(short.forward_inputs, forward, saved),
         forward_outputs=tuple(outputs),
         backwards={
-            moment: graph_module(short.backwards[moment], made.graph)
-            for moment, made in backwards.items()
+            moment: made.module(short.backwards[moment]) for moment, made in backwards.items()
         },
         backward_inputs=_inputs(short.backward_inputs, first, saved),
         backward_outputs=tuple(
@@ -103,9 +102,9 @@ def repeat_programs(
     )
 
 
-def _repeated(rows: Sequence[Run], graphs: Sequence[Layered]) -> Repeated:
+def _repeated(rows: Sequence[Run], graphs: Sequence[Layered]) -> Unfolded:
     keep_shares(graphs[0].graph)
-    return Pattern(rows, graphs[0], graphs[1:], LAYERS).graph()
+    return Unfolded(Pattern(rows, graphs[0], graphs[1:], LAYERS))
 
 
 def _forward(program: StageProgram) -> Layered:
@@ -145,7 +144,7 @@ def _around(value: Value) -> str:
     return "model." if value.kind == "constant" and value.name.startswith("model.") else ""
 
 
-def _inputs(short: Sequence[Value], made: Repeated, saved: Saved) -> tuple[Value, ...]:
+def _inputs(short: Sequence[Value], made: Unfolded, saved: Saved) -> tuple[Value, ...]:
     return tuple(
         _value(short[i], path, copy, saved)
         for (i, path), copy in zip(made.inputs, made.input_copies, strict=True)

@@ -8,17 +8,16 @@ have made the nodes. So a profile of 126 layers costs little more than one of fo
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import groupby
 from operator import getitem
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 from torch import fx
 
 from graphaccel.capture.replicate import layered
 from graphaccel.capture.stepgraph import StepGraph
-from graphaccel.ir.layers import Item, NotRepeated
 from graphaccel.ir.repeat import Pattern
+from graphaccel.ir.unfold import Unfolded, node_names
 from graphaccel.planner.cost import is_view
 
 
@@ -78,7 +77,7 @@ def _item(node: fx.Node) -> int:
 
 def read_lines(step: StepGraph) -> Lines:
     """The rows of a step's own graph."""
-    position = {node.name: i for i, node in enumerate(step.forward.graph.graph.nodes)}
+    position = {name: i for i, name in enumerate(node_names(step.forward.graph))}
     *nodes, output = step.graph.graph.nodes
     row = {node: i for i, node in enumerate(nodes)}
     place = np.array([_place(n, n.meta.get("origin", ""), position) for n in nodes])
@@ -116,123 +115,62 @@ def unfolded(step: StepGraph) -> Lines:
     short, *longer = (
         layered(each.graph, each.inputs, each.outputs) for each in (few.short, *few.longer)
     )
-    return _Unfolding(step, Pattern(few.runs, short, longer)).lines()
+    return _Unfolding(step, Unfolded(Pattern(few.runs, short, longer))).lines()
 
 
 class _Unfolding:
     """The rows that a pattern stands for. An item is a node or result of the short graph."""
 
-    def __init__(self, step: StepGraph, pattern: Pattern) -> None:
-        self.pattern = pattern
-        self.position = {n.name: i for i, n in enumerate(step.forward.graph.graph.nodes)}
-        self.more = [run.count - pattern.kept for run in pattern.runs]
-        self.middle = np.array([item.middle for item in pattern.items])
-        self.count = np.array([self.more[m] + 1 if m >= 0 else 1 for m in self.middle.tolist()])
-        self.start = np.cumsum(self.count) - self.count  # of an item's copies, in `row`
-        self.item, self.copy = self._order()
-        self.row = np.empty(len(self.item), dtype=np.int64)
-        self.row[self.start[self.item] + self.copy - 1] = np.arange(len(self.item))
+    def __init__(self, step: StepGraph, rows: Unfolded) -> None:
+        self.rows = rows
+        self.position = {name: i for i, name in enumerate(node_names(step.forward.graph))}
 
     def lines(self) -> Lines:
-        items = self.pattern.items
-        nodes = tuple(item.node for item in items if item.node is not None)
-        rows = int(self.count[: len(nodes)].sum())
-        if (self.item[:rows] >= len(nodes)).any():
-            raise NotRepeated("results stand between the nodes")
-        reader, source = self._edges()
-        if (source >= reader).any():
-            raise NotRepeated("a layer reads what is made after it")
-        call = reader < rows
-        place = self._places(len(nodes))
-        given = np.array([n.op == "placeholder" for n in nodes])
+        rows = self.rows
+        call = rows.reader < rows.nodes
+        place = self._places()
+        given = np.array([n.op == "placeholder" for n in rows.read])
         return Lines(
-            nodes,
-            self.item[:rows],
+            rows.read,
+            rows.item[: rows.nodes],
             place,
-            reader[call],
-            source[call],
-            np.flatnonzero(given[self.item[:rows]]),
-            source[~call],
+            rows.reader[call],
+            rows.source[call],
+            np.flatnonzero(given[rows.item[: rows.nodes]]),
+            rows.source[~call],
             self._modules(place),
         )
 
-    def _order(self) -> tuple[np.ndarray, np.ndarray]:
-        """(item, copy) of each row: items of one layer stand together, layer by layer."""
-        found: list[tuple[np.ndarray, np.ndarray]] = []
-        items, down = self.pattern.items, self.pattern.descending
-        where = [(item.middle, item.section) for item in items]
-        for (run, _), group in groupby(range(len(where)), where.__getitem__):
-            own = np.array(list(group))
-            copies = np.arange(1, (self.more[run] + 1 if run >= 0 else 1) + 1)
-            if run >= 0 and down[run].get(int(own[0]), False):
-                copies = copies[::-1]
-            found.append((np.tile(own, len(copies)), np.repeat(copies, len(own))))
-        item, copy = (np.concatenate(column) for column in zip(*found, strict=True))
-        return item, copy
-
-    def _edges(self) -> tuple[np.ndarray, np.ndarray]:
-        """(reader, source) rows, by reader and in the order of its inputs."""
-        told = [
-            (i, slot, ref.item, max(ref.near, 0), ref.step, ref.last)
-            for i, known in enumerate(self.pattern.learned)
-            for slot, ref in enumerate(dict.fromkeys(known.refs))
-        ]
-        slots = np.array(told, dtype=np.int64).reshape(-1, 6)
-        times = self.count[slots[:, 0]]
-        reader, slot, target, near, step, last = np.repeat(slots, times, axis=0).T
-        copy = np.arange(len(reader)) - np.repeat(np.cumsum(times) - times, times) + 1
-        beside = (step != 0) & (copy + step >= 1) & (copy + step <= self.count[reader])
-        same = (self.middle[target] == self.middle[reader]) & (self.middle[reader] >= 0)
-        found = np.where(
-            beside,
-            self.start[near] + copy + step - 1,
-            self.start[target]
-            + np.where(same, copy - 1, np.where(last == 1, self.count[target] - 1, 0)),
-        )
-        rows, sources = self.row[self.start[reader] + copy - 1], self.row[found]
-        order = np.lexsort((slot, rows))
-        rows, sources = rows[order], sources[order]
-        _, once = np.unique(rows * len(self.row) + sources, return_index=True)
-        once = np.sort(once)  # two slots may hold the same node
-        return rows[once], sources[once]
-
-    def _places(self, nodes: int) -> np.ndarray:
+    def _places(self) -> np.ndarray:
         """Position of each row. It grows evenly from copy to copy where it does over three."""
-        found = np.empty(int(self.count[:nodes].sum()), dtype=np.int64)
-        for i, item in enumerate(self.pattern.items[:nodes]):
-            count, start = int(self.count[i]), int(self.start[i])
-            first, last = self._place(i, item, 1), self._place(i, item, count)
+        rows = self.rows
+        found = np.empty(rows.nodes, dtype=np.int64)
+        for i in range(len(rows.read)):
+            count, start = int(rows.count[i]), int(rows.start[i])
+            first, last = self._place(i, 1), self._place(i, count)
             steps = np.arange(count)
             if count == 1 or first == last:
                 found[start : start + count] = first
                 continue
-            stride = self._place(i, item, 2) - first
+            stride = self._place(i, 2) - first
             even = first + stride * steps
             if even[-1] != last:
-                even = np.array([self._place(i, item, c + 1) for c in steps.tolist()])
+                even = np.array([self._place(i, c + 1) for c in steps.tolist()])
             found[start : start + count] = even
-        return found[(self.start[self.item] + self.copy - 1)[: len(found)]]
+        return found[(rows.start[rows.item] + rows.copy - 1)[: rows.nodes]]
 
-    def _place(self, index: int, item: Item, copy: int) -> int:
-        name = self.pattern.learned[index].names.get("origin")
-        assert item.node is not None
-        origin = item.node.meta.get("origin", "") if name is None else name.at(self.more, copy)
-        return _place(item.node, origin, self.position)
+    def _place(self, index: int, copy: int) -> int:
+        name = self.rows.makers[index].names.get("origin")
+        node = self.rows.read[index]
+        origin = node.meta.get("origin", "") if name is None else name.at((), copy)
+        return _place(node, origin, self.position)
 
     def _modules(self, place: np.ndarray) -> tuple[str, ...]:
         """Of the first row at each position that has one."""
-        known = [bool(i.node is not None and i.node.meta.get("module")) for i in self.pattern.items]
-        rows = np.flatnonzero(np.array(known)[self.item[: len(place)]])
+        known = self.rows.told([bool(n.meta.get("module")) for n in self.rows.read])
+        rows = np.flatnonzero(known)
         positions, first = np.unique(place[rows], return_index=True)
         modules = [""] * len(self.position)
         for at, row in zip(positions.tolist(), rows[first].tolist(), strict=True):
-            modules[at] = self._module(int(self.item[row]), int(self.copy[row]))
+            modules[at] = self.rows.path(row)
         return tuple(modules)
-
-    def _module(self, index: int, copy: int) -> str:
-        item, learned = self.pattern.items[index], self.pattern.learned[index]
-        assert item.node is not None
-        path: Any = learned.path.at(self.more, copy)
-        if item.named and (tail := learned.names.get("tail")) is not None:
-            path = f"{path}_{tail.number_at(self.more, copy)}"
-        return item.node.meta["module"] if path == item.place else path

@@ -1,0 +1,191 @@
+"""The nodes of many identical layers, told from those of few without making them.
+
+`Pattern` (`ir.repeat`) knows how one layer follows from the one before. What the graph of all
+layers has - how many nodes, what they are called, what each reads, its inputs and results - then is
+arithmetic on arrays, and costs next to nothing however many layers there are. The graph itself is
+made when somebody first asks for it (`Unfolded.module`): a plan needs sizes, and only what runs
+needs nodes.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any, cast
+
+import numpy as np
+from torch import fx
+
+from graphaccel.compat.torch import deferred_from, deferred_module
+from graphaccel.ir.layers import NotRepeated
+from graphaccel.ir.repeat import Pattern
+
+
+class Unfolded:
+    """The graph of as many layers as a pattern's runs have, as rows: one a node, in order, then one
+    for each result.
+
+    item, copy: row → the item of the pattern it is, and which copy of it, from 1. nodes: how many
+    of the rows are nodes (the output left out). inputs, outputs: for each placeholder and result,
+    which one of the short graph it is, and its name; input_copies, output_copies: and which copy.
+
+    Raises NotRepeated where there is no such graph.
+    """
+
+    def __init__(self, pattern: Pattern) -> None:
+        self.pattern = pattern
+        self.makers = pattern.makers()
+        more = [run.count - pattern.kept for run in pattern.runs]
+        middle = [item.middle for item in pattern.items]
+        self.middle = np.array(middle)
+        self.count = np.array([more[m] + 1 if m >= 0 else 1 for m in middle])
+        self.start = np.cumsum(self.count) - self.count  # of an item's copies, in `row`
+        self.item, self.copy = self._order()
+        self.row = np.empty(len(self.item), dtype=np.int64)
+        self.row[self.start[self.item] + self.copy - 1] = np.arange(len(self.item))
+        self.read = tuple(item.node for item in pattern.items if item.node is not None)
+        self.nodes = int(self.count[: len(self.read)].sum())
+        if (self.item[: self.nodes] >= len(self.read)).any():
+            raise NotRepeated("results stand between the nodes")
+        self.reader, self.source = self._edges()
+        if (self.source >= self.reader).any():
+            raise NotRepeated("a layer reads what is made after it")
+        if len(set(self.names)) < self.nodes:
+            raise NotRepeated("two nodes would have one name")
+        self.inputs, self.input_copies = self._inputs()
+        self.outputs, self.output_copies = self._outputs()
+
+    # ---- what the rows are
+
+    @cached_property
+    def names(self) -> list[str]:
+        """Of the nodes."""
+        return [name for name, _ in self._named]
+
+    @cached_property
+    def _named(self) -> list[tuple[str, str]]:
+        made = [
+            [maker.named(copy) for copy in range(1, int(count) + 1)]
+            for maker, count in zip(self.makers[: len(self.read)], self.count, strict=False)
+        ]
+        flat = [pair for own in made for pair in own]
+        return [flat[i] for i in (self.start[self.item] + self.copy - 1)[: self.nodes].tolist()]
+
+    def path(self, row: int) -> str:
+        """The path of a node's module or parameter, as the node says it; "" where it has none."""
+        node = self.read[int(self.item[row])]
+        item = self.pattern.items[int(self.item[row])]
+        known = node.meta.get("module", "")
+        path = self._named[row][1]
+        return known if not known or path == item.place else path
+
+    def told(self, values: list) -> np.ndarray:
+        """What is known of the items that are nodes, of each node."""
+        return np.array(values)[self.item[: self.nodes]]
+
+    @property
+    def end(self) -> str:
+        """What the output is called: as a graph would call it that has these names."""
+        used = set(self.names)
+        wanted = ("output", *(f"output_{n}" for n in range(1, len(used) + 2)))
+        return next(name for name in wanted if name not in used)
+
+    @cached_property
+    def results(self) -> list[int]:
+        """The row of each result, -1 where it is no node."""
+        found = np.full(len(self.item) - self.nodes, -1)
+        of = self.reader >= self.nodes
+        found[self.reader[of] - self.nodes] = self.source[of]
+        return found.tolist()
+
+    def values(self) -> list[Any]:
+        """The value of each placeholder, in order."""
+        items = self.pattern.items
+        return [cast(fx.Node, items[i].node).meta["val"] for i, _ in self.inputs]
+
+    # ---- the graph
+
+    def module(self, root: fx.GraphModule) -> fx.GraphModule:
+        """The graph, made when it is first asked for. root: where its constants are."""
+        return deferred_module(root, self._graph, self)
+
+    def _graph(self) -> fx.Graph:
+        return self.pattern.graph(self.makers)
+
+    # ---- arithmetic
+
+    def _order(self) -> tuple[np.ndarray, np.ndarray]:
+        """(item, copy) of each row: items of one layer stand together, layer by layer."""
+        found: list[tuple[np.ndarray, np.ndarray]] = []
+        for run, group in self.pattern.groups():
+            own = np.array(group)
+            copies = np.arange(1, int(self.count[own[0]]) + 1)
+            if self.pattern.down(run, group[0]):
+                copies = copies[::-1]
+            found.append((np.tile(own, len(copies)), np.repeat(copies, len(own))))
+        item, copy = (np.concatenate(column) for column in zip(*found, strict=True))
+        return item, copy
+
+    def _edges(self) -> tuple[np.ndarray, np.ndarray]:
+        """(reader, source) rows, by reader and in the order of its inputs, each input once."""
+        told = [
+            (i, slot, ref.item, max(ref.near, 0), ref.step, ref.last)
+            for i, known in enumerate(self.pattern.learned)
+            for slot, ref in enumerate(dict.fromkeys(known.refs))
+        ]
+        slots = np.array(told, dtype=np.int64).reshape(-1, 6)
+        times = self.count[slots[:, 0]]
+        reader, slot, target, near, step, last = np.repeat(slots, times, axis=0).T
+        copy = np.arange(len(reader)) - np.repeat(np.cumsum(times) - times, times) + 1
+        beside = (step != 0) & (copy + step >= 1) & (copy + step <= self.count[reader])
+        same = (self.middle[target] == self.middle[reader]) & (self.middle[reader] >= 0)
+        found = np.where(
+            beside,
+            self.start[near] + copy + step - 1,
+            self.start[target]
+            + np.where(same, copy - 1, np.where(last == 1, self.count[target] - 1, 0)),
+        )
+        rows, sources = self.row[self.start[reader] + copy - 1], self.row[found]
+        order = np.lexsort((slot, rows))
+        rows, sources = rows[order], sources[order]
+        _, once = np.unique(rows * len(self.row) + sources, return_index=True)
+        once = np.sort(once)  # two slots may hold the same node
+        return rows[once], sources[once]
+
+    def _inputs(self) -> tuple[list[tuple[int, str]], list[int]]:
+        given = np.array([node.op == "placeholder" for node in self.read])
+        rows = np.flatnonzero(given[self.item[: self.nodes]])
+        pairs = [(int(self.item[row]), self._named[row][1]) for row in rows.tolist()]
+        return pairs, self.copy[rows].tolist()
+
+    def _outputs(self) -> tuple[list[tuple[int, str]], list[int]]:
+        first = len(self.read)
+        items, copies = self.item[self.nodes :].tolist(), self.copy[self.nodes :].tolist()
+        pairs = zip(items, copies, strict=True)
+        return [(i - first, self.makers[i].path(copy)) for i, copy in pairs], copies
+
+
+def unfolded_from(module: fx.GraphModule) -> Unfolded | None:
+    """What tells the nodes of a graph that nobody has made yet, if it is one."""
+    return cast("Unfolded | None", deferred_from(module))
+
+
+def node_count(module: fx.GraphModule) -> int:
+    """Nodes of a graph, its output included."""
+    known = unfolded_from(module)
+    return len(module.graph.nodes) if known is None else known.nodes + 1
+
+
+def node_names(module: fx.GraphModule) -> list[str]:
+    """What the nodes of a graph are called, its output included."""
+    known = unfolded_from(module)
+    if known is not None:
+        return [*known.names, known.end]
+    return [node.name for node in module.graph.nodes]
+
+
+def input_values(module: fx.GraphModule) -> list[Any]:
+    """The values of a graph's placeholders, in order."""
+    known = unfolded_from(module)
+    if known is not None:
+        return known.values()
+    return [n.meta["val"] for n in module.graph.find_nodes(op="placeholder")]
