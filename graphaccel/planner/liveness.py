@@ -3,30 +3,24 @@
 Storages, not tensors, are counted: views cost nothing. A storage lives from the node that makes it
 to its last use, or as long as somebody outside holds it. What a run of a graph does depends on the
 graph and on who else holds what it is given, and on nothing else: the microbatches of a step do
-the same, so each graph is walked once for each way in which it is called.
+the same, so each graph is walked once for each way in which it is called. A walk is sums over
+columns (`planner.rows`), which are there for graphs that nobody has made yet as well.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-import torch
+import numpy as np
 from torch import fx
 
-from graphaccel.ir.values import returned, shares, tensors_of
-from graphaccel.kernels.host_copy import TO_HOST
-from graphaccel.kernels.register import fusion_of, is_backward
+from graphaccel.planner.rows import Rows, rows_of
 
-_SENDING = {  # what they send is held until what they give is waited for
-    torch.ops._c10d_functional.all_gather_into_tensor.default,
-    torch.ops._c10d_functional.reduce_scatter_tensor.default,
-    torch.ops._c10d_functional.all_to_all_single.default,
-}
 HOST = "host"  # the category of what lies there
-_WAIT = torch.ops._c10d_functional.wait_tensor.default
+_NEVER = 1 << 62
 Live: TypeAlias = Mapping[str, int]  # bytes by category
 
 
@@ -40,44 +34,19 @@ class Storage:
 
 
 @dataclass(frozen=True)
-class _Line:
-    """A call. tensors: of its value, each its bytes, or (node, which of its tensors) where it
-    shares that one's memory; (-1, which) where that is its own. dead: nodes that nothing reads any
-    more after it."""
-
-    index: int
-    node: fx.Node
-    tensors: tuple[int | tuple[int, int], ...]
-    scratch: int
-    dead: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class _Lines:
-    """A graph, its nodes by number. inputs: with how many tensors each has. unread: inputs that
-    nothing reads. results: -1 for what is no node."""
-
-    inputs: tuple[tuple[int, int], ...]
-    unread: tuple[int, ...]
-    calls: tuple[_Line, ...]
-    results: tuple[int, ...]
-    dead: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class _Ran:
     """What a run of a graph did. change: of the bytes that live. top: the most that lived more than
-    before, at which node. given: (holders, kind) of what it was given, afterwards; made: storages
-    that outlive it; results: numbers of the given, then of the made. last: node. pieces: as top,
+    before, in which module. given: (holders, kind) of what it was given, afterwards; made: storages
+    that outlive it; results: numbers of the given, then of the made. last: module. pieces: as top,
     in each piece of the run, with how far into the run it is."""
 
     change: Live
-    top: tuple[int, Live, fx.Node] | None
+    top: tuple[int, Live, str] | None
     given: tuple[tuple[int, str], ...]
     made: tuple[Storage, ...]
     results: tuple[tuple[int, ...], ...]
-    last: fx.Node | None
-    pieces: tuple[tuple[float, Live, fx.Node], ...]
+    last: str | None
+    pieces: tuple[tuple[float, Live, str], ...]
 
 
 @dataclass
@@ -98,7 +67,7 @@ class Liveness:
     pieces: int = 0
     host_peak: int = 0
     seen: list[tuple[float, Live, str]] = field(default_factory=list)
-    _lines: dict[fx.GraphModule, _Lines] = field(default_factory=dict)
+    _rows: dict[fx.GraphModule, Rows] = field(default_factory=dict)
     _ran: dict[object, _Ran] = field(default_factory=dict)
 
     def take(self, storage: Storage) -> None:
@@ -141,11 +110,10 @@ class Liveness:
             tuple((s.size, s.kind, s.holders) for s in given),
         )
         if key not in self._ran:
-            if graph not in self._lines:
-                self._lines[graph] = _lines(graph)
-            again = [Storage(s.size, s.kind, s.holders) for s in given]
-            twins = [[again[number[s]] for s in held] for held in inputs]
-            self._ran[key] = _Walk(self._lines[graph], self.pieces).through(again, twins)
+            if graph not in self._rows:
+                self._rows[graph] = rows_of(graph)
+            handed = [[number[s] for s in held] for held in inputs]
+            self._ran[key] = _Walk(self._rows[graph], given, handed).through(self.pieces)
         return self._again(self._ran[key], given, name, stage)
 
     def _again(
@@ -173,149 +141,175 @@ class Liveness:
 
 
 class _Walk:
-    """One run of a graph, counted from where it starts."""
+    """One run of a graph, counted from where it starts.
 
-    def __init__(self, lines: _Lines, pieces: int) -> None:
-        self.lines, self.pieces = lines, pieces
-        self.live: dict[str, int] = defaultdict(int)
-        self.total = 0
-        self.top: tuple[int, Live, fx.Node] | None = None
+    A storage that the run makes dies after the last use of all that show it; so does one that it
+    is given and nobody else holds. Sums over the rows then tell what lives at each.
+    """
 
-    def through(self, given: list[Storage], inputs: list[list[Storage]]) -> _Ran:
-        """Walk through the nodes. given: each storage of `inputs` once, with its holders."""
-        holds: dict[int, list[Storage]] = {}
-        places: dict[int, Sequence[Storage | None]] = {}  # tensor by tensor; None: always held
-        for (index, count), held in zip(self.lines.inputs, inputs, strict=True):
-            holds[index] = list(held)
-            places[index] = held or [None] * count
-        made: list[Storage] = []
-        seen: list[tuple[Live, fx.Node]] = []
-        self._die(self.lines.unread, holds)
-        for line in self.lines.calls:
-            mine: list[Storage] = []
-            here: list[Storage | None] = []
-            for tensor in line.tensors:
-                storage: Storage | None
-                if isinstance(tensor, int):
-                    storage = Storage(tensor, HOST if line.node.target is TO_HOST else "temporary")
-                    made.append(storage)
-                else:
-                    storage = (here if tensor[0] < 0 else places[tensor[0]])[tensor[1]]
-                here.append(storage)
-                if storage is not None:
-                    self._take(storage, line.node)
-                    mine.append(storage)
-            places[line.index], holds[line.index] = here, mine
-            if line.scratch:
-                scratch = Storage(line.scratch, "temporary")
-                self._take(scratch, line.node)
-                self._drop(scratch)
-            if self.pieces:
-                seen.append((dict(self.live), line.node))
-            self._die(line.dead, holds)
-        results = [holds.get(index, []) for index in self.lines.results]
-        for held in results:
-            for storage in held:
-                storage.holders += 1
-        self._die(self.lines.dead, holds)
-        for storage in dict.fromkeys(s for held in results for s in held):
-            if storage.kind == "temporary":
-                self.live["temporary"] -= storage.size
-                self.live["activation"] += storage.size
-                storage.kind = "activation"
-        left = [storage for storage in made if storage.holders]
-        number = {storage: i for i, storage in enumerate((*given, *left))}
+    def __init__(
+        self, rows: Rows, given: Sequence[Storage], inputs: Sequence[Sequence[int]]
+    ) -> None:
+        """inputs: for each placeholder which of `given` are handed over with it."""
+        self.rows, self.given = rows, given
+        self.entries = dict(zip(rows.inputs.tolist(), inputs, strict=True))
+        kept = np.zeros(len(rows), dtype=bool)
+        kept[rows.results[rows.results >= 0]] = True
+        self.after = np.where(kept, _NEVER, rows.last)  # the row after which nothing reads a row
+        self.end = np.full(len(rows.made), -1)  # root → the row after which it dies
+        np.maximum.at(self.end, rows.root, self.after[rows.made])
+        called = np.zeros(len(rows), dtype=bool)
+        called[rows.calls] = True
+        own = rows.root == np.arange(len(rows.made))
+        self.made = np.flatnonzero(own & called[rows.made])  # tensors that are storages of the run
+        self.left = self.made[self.end[self.made] == _NEVER].tolist()
+        self.results = self._results()
+        self.freed = self._freed()
+
+    def through(self, pieces: int) -> _Ran:
+        """Walk through the nodes. pieces: see `Liveness`."""
+        rows, made = self.rows, self.made
+        level = self._lives_of(made[~rows.away[made]])  # of what the run makes on the device
+        self.host = self._lives_of(made[rows.away[made]])
+        rest = [(at, storage.size) for at, storage in self.freed if storage.kind != HOST]
+        lost = self._lives((), (), *zip(*rest, strict=True)) if rest else np.zeros_like(level)
+        top = None
+        new = np.zeros(len(rows), dtype=bool)
+        new[rows.made[made]] = True
+        taking = rows.calls[(new | (rows.scratch > 0))[rows.calls]]
+        if len(taking):
+            most = level + lost + rows.scratch
+            at = int(taking[np.argmax(most[taking])])
+            live = self._live(at, int(level[at] + rows.scratch[at]))
+            top = int(most[at]), live, rows.module(at)
+        end = rows.calls[-1] if len(rows.calls) else None
         return _Ran(
-            dict(self.live),
-            self.top,
-            tuple((s.holders, s.kind) for s in given),
-            tuple(left),
-            tuple(tuple(number[s] for s in held) for held in results),
-            self.lines.calls[-1].node if self.lines.calls else None,
-            self._fullest(seen),
+            self._change(),
+            top,
+            self._holders(),
+            self._left(),
+            self.results,
+            None if end is None else rows.module(int(end)),
+            self._fullest(level, level + lost, pieces),
         )
 
-    def _take(self, storage: Storage, node: fx.Node) -> None:
-        if storage.holders == 0:
-            self.live[storage.kind] += storage.size
-            self.total += storage.size if storage.kind != HOST else 0
-            if self.top is None or self.total > self.top[0]:
-                self.top = (self.total, dict(self.live), node)
-        storage.holders += 1
+    def _lives_of(self, made: np.ndarray) -> np.ndarray:
+        """Bytes at each row of storages that the run makes."""
+        dying = made[self.end[made] < _NEVER]
+        sizes = self.rows.size
+        return self._lives(self.rows.made[made], sizes[made], self.end[dying], sizes[dying])
 
-    def _drop(self, storage: Storage) -> None:
-        storage.holders -= 1
-        if storage.holders == 0:
-            self.live[storage.kind] -= storage.size
-            self.total -= storage.size if storage.kind != HOST else 0
+    def _lives(self, born: Any, more: Any, died: Any, less: Any) -> np.ndarray:
+        """Bytes at each row of what is born at some rows and dies after others."""
+        change = np.zeros(len(self.rows) + 1, dtype=np.int64)
+        np.add.at(change, np.asarray(born, dtype=np.int64), np.asarray(more, dtype=np.int64))
+        np.subtract.at(change, np.asarray(died, dtype=np.int64) + 1, np.asarray(less))
+        return np.cumsum(change)[:-1]
 
-    def _die(self, nodes: Iterable[int], holds: dict[int, list[Storage]]) -> None:
-        for node in nodes:
-            for storage in holds.pop(node, ()):
-                self._drop(storage)
+    def _results(self) -> tuple[tuple[int, ...], ...]:
+        """For each result the numbers of the given, then of those left, that it holds."""
+        rows = self.rows
+        number = {tensor: len(self.given) + i for i, tensor in enumerate(self.left)}
+        found: list[tuple[int, ...]] = []
+        for row in rows.results.tolist():
+            held: list[int] = []
+            if row in self.entries:
+                held = [*self.entries[row]]
+            elif row >= 0:
+                first, many = int(rows.first[row]), int(rows.many[row])
+                for tensor in rows.root[first : first + many].tolist():
+                    source = int(rows.made[tensor])
+                    if tensor in number:
+                        held.append(number[tensor])
+                    elif self.entries[source]:
+                        held.append(self.entries[source][tensor - int(rows.first[source])])
+            found.append(tuple(held))
+        return tuple(found)
+
+    def _freed(self) -> list[tuple[int, Storage]]:
+        """(the row after which it dies, storage) of those given that nobody else holds."""
+        ends: dict[int, int] = {}
+        for row, held in self.entries.items():
+            first, many = int(self.rows.first[row]), int(self.rows.many[row])
+            for place, number in enumerate(held):
+                end = self.end[first + place] if place < many else self.after[row]
+                ends[number] = max(ends.get(number, -1), int(end))
+        handed = Counter(number for held in self.entries.values() for number in held)
+        return [
+            (end, self.given[number])
+            for number, end in ends.items()
+            if end < _NEVER and self.given[number].holders == handed[number]
+        ]
+
+    def _live(self, row: int, temporary: int) -> Live:
+        """What lives at a row more than before, by category."""
+        live = {"temporary": temporary, HOST: int(self.host[row]) if row < len(self.host) else 0}
+        for end, storage in self.freed:
+            if end < row:
+                live[storage.kind] = live.get(storage.kind, 0) - storage.size
+        return live
+
+    def _change(self) -> Live:
+        """What lives after the run more than before: what is returned is no longer temporary."""
+        live = dict(self._live(len(self.rows), 0))
+        for storage in self._left():
+            live[storage.kind] = live.get(storage.kind, 0) + storage.size
+        for storage in self._returned():
+            if storage.kind == "temporary":
+                live["temporary"] -= storage.size
+                live["activation"] = live.get("activation", 0) + storage.size
+        return live
+
+    def _returned(self) -> list[Storage]:
+        """Those of the given that are returned."""
+        numbers = dict.fromkeys(n for held in self.results for n in held)
+        return [self.given[n] for n in numbers if n < len(self.given)]
+
+    def _holders(self) -> tuple[tuple[int, str], ...]:
+        """(holders, kind) of those given, after the run."""
+        handed = Counter(number for held in self.entries.values() for number in held)
+        held = Counter(number for own in self.results for number in own)
+        returned = {id(s) for s in self._returned()}
+        return tuple(
+            (
+                storage.holders - handed[i] + held[i],
+                "activation"
+                if storage.kind == "temporary" and id(storage) in returned
+                else storage.kind,
+            )
+            for i, storage in enumerate(self.given)
+        )
+
+    def _left(self) -> tuple[Storage, ...]:
+        """The storages that the run makes and returns."""
+        held = Counter(number for own in self.results for number in own)
+        return tuple(
+            Storage(
+                int(self.rows.size[tensor]),
+                HOST if self.rows.away[tensor] else "activation",
+                held[len(self.given) + i],
+            )
+            for i, tensor in enumerate(self.left)
+        )
 
     def _fullest(
-        self, seen: Sequence[tuple[Live, fx.Node]]
-    ) -> tuple[tuple[float, Live, fx.Node], ...]:
+        self, level: np.ndarray, total: np.ndarray, pieces: int
+    ) -> tuple[tuple[float, Live, str], ...]:
         """Of each piece of the run, the moment at which most lives."""
+        calls = self.rows.calls
+        if not pieces or not len(calls):
+            return ()
         found = []
-        size = max(1, -(-len(seen) // max(1, self.pieces)))
-        for first in range(0, len(seen), size):
-            piece = seen[first : first + size]
-            top = max(range(len(piece)), key=lambda i: sum(piece[i][0].values()))
-            found.append(((first + top + 0.5) / len(seen), *piece[top]))
+        size = max(1, -(-len(calls) // pieces))
+        for first in range(0, len(calls), size):
+            piece = calls[first : first + size]
+            top = int(np.argmax(total[piece]))
+            at = int(piece[top])
+            live = self._live(at, int(level[at]))
+            found.append(((first + top + 0.5) / len(calls), live, self.rows.module(at)))
         return tuple(found)
 
 
-def _lines(graph: fx.GraphModule) -> _Lines:
-    nodes = list(graph.graph.nodes)
-    number = {node: i for i, node in enumerate(nodes)}
-    dead = _last_uses(nodes, number)
-    inputs, unread, calls = [], [], []
-    for index, node in enumerate(nodes):
-        if node.op == "placeholder":
-            inputs.append((index, len(tensors_of(node.meta["val"]))))
-            unread += dead[index]
-        elif node.op == "call_function":
-            sources = [number[n] for n in node.all_input_nodes]
-            tensors = tuple(
-                tensor.untyped_storage().nbytes()
-                if origin is None
-                else (origin[0] if origin[0] < 0 else sources[origin[0]], origin[1])
-                for tensor, origin in zip(tensors_of(node.meta["val"]), shares(node), strict=True)
-            )
-            calls.append(_Line(index, node, tensors, _scratch(node), tuple(dead[index])))
-    results = [number[n] if isinstance(n, fx.Node) else -1 for n in returned(graph)]
-    return _Lines(
-        tuple(inputs), tuple(unread), tuple(calls), tuple(results),
-        tuple(i for i, node in enumerate(nodes) if node.op == "output" for i in dead[i]),
-    )  # fmt: skip
-
-
-def _last_uses(nodes: Sequence[fx.Node], number: Mapping[fx.Node, int]) -> list[list[int]]:
-    """For each node, those whose last use it is (unused ones die where they are made)."""
-    last = list(range(len(nodes)))
-    for index, node in enumerate(nodes):
-        for source in node.all_input_nodes:
-            last[number[source]] = index
-            if node.target is _WAIT and source.target in _SENDING:
-                for sent in source.all_input_nodes:
-                    last[number[sent]] = index
-    dead: list[list[int]] = [[] for _ in nodes]
-    for node, index in enumerate(last):
-        dead[index].append(node)
-    return dead
-
-
-def _scratch(node: fx.Node) -> int:
-    """Bytes that a call takes at its peak besides its results."""
-    fusion = fusion_of(node.target)
-    if fusion is None or fusion.workspace is None or is_backward(node.target):
-        return node.meta.get("scratch", 0)
-    values = [a.meta["val"] if isinstance(a, fx.Node) else a for a in node.args]
-    return int(fusion.workspace(**dict(zip(fusion.inputs, values, strict=True))))
-
-
-def _place(node: fx.Node, name: str, stage: int) -> str:
-    module = node.meta.get("module") or "outside any module"
+def _place(module: str, name: str, stage: int) -> str:
+    module = module or "outside any module"
     return f"stage {stage}, {name}, {module}" if stage >= 0 else name
