@@ -32,6 +32,7 @@ from graphaccel.errors import (
     Unsupported,
 )
 from graphaccel.ir.program import Sharded, StepProgram
+from graphaccel.ir.unfold import input_nodes
 from graphaccel.kernels.registry import enabled, without_tensor_axis
 from graphaccel.messages import format_bytes
 from graphaccel.model import Model, tensor_bytes, without_data
@@ -51,7 +52,7 @@ from graphaccel.planner.record import Record
 from graphaccel.planner.search import cluster_name, search
 from graphaccel.report.format import folded
 from graphaccel.report.fused import fusion_notes
-from graphaccel.report.rules import missing, missing_note, priced_rules
+from graphaccel.report.rules import every_rule, missing, missing_note, priced_rules
 from graphaccel.rules.propagate import NO_RULE
 from graphaccel.runtime.pieces import notes as compile_notes
 from graphaccel.schedule.communicate import with_communication
@@ -120,8 +121,7 @@ class Compiler:
         if step.has_loss and training:
             _refuse_tracked(step)
         self.captures[(batch.signature(), training)] = step
-        nodes = len(step.graph.graph.nodes)
-        progress("capture", f"{nodes:,} ops", time.perf_counter() - start)
+        progress("capture", f"{step.nodes:,} ops", time.perf_counter() - start)
         return step, self._sizes(step, batch)
 
     def knows(self, batch: Batch) -> bool:
@@ -204,7 +204,7 @@ class Compiler:
 
     def _without_rules(self, step: StepGraph, plan: Plan) -> tuple[str, ...]:
         """What ops without a rule cost where work is split over more than the batch."""
-        if plan.replica == 1:
+        if plan.replica == 1 or every_rule(step):
             return ()
         return missing_note(priced_rules(step, self.cluster.device))
 
@@ -404,8 +404,7 @@ class Compiler:
         if step.training != training:
             return None
         sizes = self._sizes(step, batch)
-        nodes = [n for n in step.graph.graph.nodes if n.op == "placeholder"]
-        for node, spec in zip(nodes, step.inputs, strict=True):
+        for node, spec in zip(input_nodes(step.graph), step.inputs, strict=True):
             if spec.kind != "batch":
                 continue
             leaf = batch.leaves[spec.leaf] if spec.leaf < len(batch.leaves) else None

@@ -34,7 +34,8 @@ from graphaccel.capture.symbols import BATCH, SEQUENCE, attach_sizes, same_struc
 from graphaccel.compat.torch import FakeTensor, fake_mode_of
 from graphaccel.errors import GraphAccelError
 from graphaccel.ir.layers import KEPT, NotRepeated, Run, among, copies
-from graphaccel.ir.text import graph_text
+from graphaccel.ir.text import graph_text, module_text
+from graphaccel.ir.unfold import distinct_nodes
 
 log = logging.getLogger("graphaccel.capture")
 
@@ -89,6 +90,11 @@ class StepGraph:
         return any(o.kind == "loss" for o in self.outputs)
 
     @property
+    def nodes(self) -> int:
+        """How many nodes the joint graph has."""
+        return sum(count for _, count in distinct_nodes(self.graph)) + 1  # and its output
+
+    @property
     def batch_size(self) -> int:
         """Examples in the captured batch."""
         return self.sizes.get(BATCH, 1)
@@ -123,7 +129,7 @@ class StepGraph:
     @cached_property
     def fingerprint(self) -> str:
         """A hash of the graph: equal for the same model and batch shapes on any machine."""
-        return hashlib.sha256(graph_text(self.graph.graph).encode()).hexdigest()[:16]
+        return hashlib.sha256(module_text(self.graph).encode()).hexdigest()[:16]
 
 
 def capture(

@@ -193,14 +193,16 @@ def taken(value: Any) -> tuple[Any, list[fx.Node]]:
     def take(v: Any) -> Any:
         if isinstance(v, fx.Node):
             refs.append(v)
-            return _Place(len(refs) - 1)
+            return Place(len(refs) - 1)
         return v
 
     return _mapped(value, take), refs
 
 
 @dataclass(frozen=True)
-class _Place:
+class Place:
+    """Where a node stands in a call that was taken apart: number `at` of those it reads."""
+
     at: int
 
 
@@ -225,9 +227,9 @@ def filler(call: Any) -> Callable[[Sequence[Any]], tuple[tuple[Any, ...], dict[s
 
     def fill(refs: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         def taken(value: Any) -> Any:
-            if type(value) is _Place:
+            if type(value) is Place:
                 return refs[value.at]
-            return _mapped(value, lambda v: refs[v.at] if isinstance(v, _Place) else v)
+            return _mapped(value, lambda v: refs[v.at] if isinstance(v, Place) else v)
 
         new = list(args)
         for i, value in moving:
@@ -240,7 +242,7 @@ def filler(call: Any) -> Callable[[Sequence[Any]], tuple[tuple[Any, ...], dict[s
 def _places(value: Any) -> bool:
     """Whether a value holds places for nodes."""
     found: list[Any] = []
-    _mapped(value, lambda v: found.append(v) if isinstance(v, _Place) else None)
+    _mapped(value, lambda v: found.append(v) if isinstance(v, Place) else None)
     return bool(found)
 
 

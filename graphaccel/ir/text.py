@@ -7,10 +7,15 @@ Used for dumps, golden tests, errors and `StepGraph.text()`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx
+
+from graphaccel.ir.layers import Item, Place
+from graphaccel.ir.unfold import Unfolded, unfolded_from
 
 _SHORT = {
     torch.float64: "f64",
@@ -28,9 +33,43 @@ _SHORT = {
 }
 
 
+_HOLE = "\0"  # a name to be filled in
+
+
 def graph_text(graph: fx.Graph, *, notes: bool = False) -> str:
     """The whole graph; with `notes`, phase and module path at the end of each line."""
     return "\n".join(_line(node, notes) for node in graph.nodes) + "\n"
+
+
+def module_text(module: fx.GraphModule) -> str:
+    """`graph_text` of a module's graph, which is not made for it where nobody has made it yet."""
+    known = unfolded_from(module)
+    lines = None if known is None else _unfolded_lines(known)
+    return graph_text(module.graph) if lines is None else "\n".join(lines) + "\n"
+
+
+def _unfolded_lines(known: Unfolded) -> list[str] | None:
+    """The lines of a graph that nobody has made yet. None where an argument hides its nodes."""
+    forms = [_form(item) for item in known.pattern.items]
+    if any("Place(at=" in form for form in forms):  # in a dict or a slice
+        return None
+    reader, source = known.slots
+    begin = np.searchsorted(reader, np.arange(len(known.item) + 1)).tolist()
+    names, sources = known.names, source.tolist()
+    found = []
+    for row, item in enumerate(known.item.tolist()):
+        read = [names[s] for s in sources[begin[row] : begin[row + 1]]]
+        found.append(forms[item] % (*names[row : row + 1], *read))
+    calls, results = found[: known.nodes], found[known.nodes :]
+    return [*calls, f"return ({', '.join(results)})"]
+
+
+def _form(item: Item) -> str:
+    """The line of an item, or the text of a result, to fill in its name and what it reads."""
+    args, kwargs = item.call
+    node = item.node
+    said = _argument(args[0]) if node is None else _said(node, _HOLE, args, kwargs)
+    return said.replace("%", "%%").replace(_HOLE, "%s")
 
 
 def node_text(node: fx.Node) -> str:
@@ -58,19 +97,25 @@ def _line(node: fx.Node, notes: bool) -> str:
     if node.op == "output":
         returned: Any = node.args[0]
         return f"return ({', '.join(_argument(a) for a in returned)})"
-    kind = f": {type_text(node.meta['val'])}" if "val" in node.meta else ""
-    if node.op in ("placeholder", "get_attr"):
-        return f"%{node.name}{kind} = {'input' if node.op == 'placeholder' else 'constant'}"
-    arguments = [_argument(a) for a in node.args]
-    arguments += [f"{k}={_argument(v)}" for k, v in node.kwargs.items() if v is not None]
-    line = f"%{node.name}{kind} = {target_text(node.target)}({', '.join(arguments)})"
-    if not notes:
+    line = _said(node, node.name, node.args, node.kwargs)
+    if not notes or node.op in ("placeholder", "get_attr"):
         return line
     said = [node.meta.get("phase", ""), node.meta.get("module", ""), node.meta.get("made_by", "")]
     return f"{line}    # {' '.join(s for s in said if s)}".rstrip(" #")
 
 
+def _said(node: fx.Node, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    kind = f": {type_text(node.meta['val'])}" if "val" in node.meta else ""
+    if node.op in ("placeholder", "get_attr"):
+        return f"%{name}{kind} = {'input' if node.op == 'placeholder' else 'constant'}"
+    arguments = [_argument(a) for a in args]
+    arguments += [f"{k}={_argument(v)}" for k, v in kwargs.items() if v is not None]
+    return f"%{name}{kind} = {target_text(node.target)}({', '.join(arguments)})"
+
+
 def _argument(value: Any) -> str:
+    if isinstance(value, Place):
+        return f"%{_HOLE}"
     if isinstance(value, fx.Node):
         return f"%{value.name}"
     if isinstance(value, (tuple, list)):

@@ -10,7 +10,7 @@ needs nodes.
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 from torch import fx
@@ -24,6 +24,8 @@ class Unfolded:
     """The graph of as many layers as a pattern's runs have, as rows: one a node, in order, then one
     for each result.
 
+    slots: (reader, source) rows of every argument that is a node, by reader and in order. reader,
+    source: likewise, each source of a reader once.
     item, copy: row → the item of the pattern it is, and which copy of it, from 1. nodes: how many
     of the rows are nodes (the output left out). inputs, outputs: for each placeholder and result,
     which one of the short graph it is, and its name; input_copies, output_copies: and which copy.
@@ -46,6 +48,7 @@ class Unfolded:
         self.nodes = int(self.count[: len(self.read)].sum())
         if (self.item[: self.nodes] >= len(self.read)).any():
             raise NotRepeated("results stand between the nodes")
+        self.slots = self._slots()
         self.reader, self.source = self._edges()
         if (self.source >= self.reader).any():
             raise NotRepeated("a layer reads what is made after it")
@@ -97,11 +100,6 @@ class Unfolded:
         found[self.reader[of] - self.nodes] = self.source[of]
         return found.tolist()
 
-    def values(self) -> list[Any]:
-        """The value of each placeholder, in order."""
-        items = self.pattern.items
-        return [cast(fx.Node, items[i].node).meta["val"] for i, _ in self.inputs]
-
     # ---- the graph
 
     def module(self, root: fx.GraphModule) -> fx.GraphModule:
@@ -125,12 +123,12 @@ class Unfolded:
         item, copy = (np.concatenate(column) for column in zip(*found, strict=True))
         return item, copy
 
-    def _edges(self) -> tuple[np.ndarray, np.ndarray]:
-        """(reader, source) rows, by reader and in the order of its inputs, each input once."""
+    def _slots(self) -> tuple[np.ndarray, np.ndarray]:
+        """(reader, source) rows of every argument that is a node, by reader and in order."""
         told = [
             (i, slot, ref.item, max(ref.near, 0), ref.step, ref.last)
             for i, known in enumerate(self.pattern.learned)
-            for slot, ref in enumerate(dict.fromkeys(known.refs))
+            for slot, ref in enumerate(known.refs)
         ]
         slots = np.array(told, dtype=np.int64).reshape(-1, 6)
         times = self.count[slots[:, 0]]
@@ -146,7 +144,11 @@ class Unfolded:
         )
         rows, sources = self.row[self.start[reader] + copy - 1], self.row[found]
         order = np.lexsort((slot, rows))
-        rows, sources = rows[order], sources[order]
+        return rows[order], sources[order]
+
+    def _edges(self) -> tuple[np.ndarray, np.ndarray]:
+        """(reader, source) rows, by reader and in the order of its inputs, each input once."""
+        rows, sources = self.slots
         _, once = np.unique(rows * len(self.row) + sources, return_index=True)
         once = np.sort(once)  # two slots may hold the same node
         return rows[once], sources[once]
@@ -169,10 +171,21 @@ def unfolded_from(module: fx.GraphModule) -> Unfolded | None:
     return cast("Unfolded | None", deferred_from(module))
 
 
-def node_count(module: fx.GraphModule) -> int:
-    """Nodes of a graph, its output included."""
+def distinct_nodes(module: fx.GraphModule) -> list[tuple[fx.Node, int]]:
+    """The nodes of a graph, without its output, each with how many times it is there: once, but for
+    those of few layers that stand for all. Names and modules are then those of the few."""
     known = unfolded_from(module)
-    return len(module.graph.nodes) if known is None else known.nodes + 1
+    if known is not None:
+        return list(zip(known.read, known.count.tolist(), strict=False))
+    return [(node, 1) for node in module.graph.nodes if node.op != "output"]
+
+
+def input_nodes(module: fx.GraphModule) -> list[fx.Node]:
+    """The placeholders of a graph, or those of few layers that stand for them."""
+    known = unfolded_from(module)
+    if known is not None:
+        return [known.read[i] for i, _ in known.inputs]
+    return list(module.graph.find_nodes(op="placeholder"))
 
 
 def node_names(module: fx.GraphModule) -> list[str]:
@@ -181,11 +194,3 @@ def node_names(module: fx.GraphModule) -> list[str]:
     if known is not None:
         return [*known.names, known.end]
     return [node.name for node in module.graph.nodes]
-
-
-def input_values(module: fx.GraphModule) -> list[Any]:
-    """The values of a graph's placeholders, in order."""
-    known = unfolded_from(module)
-    if known is not None:
-        return known.values()
-    return [n.meta["val"] for n in module.graph.find_nodes(op="placeholder")]

@@ -113,7 +113,16 @@ def batch_placement(step: StepGraph) -> BatchPlacement:
 
 
 def split_limits(step: StepGraph) -> tuple[str | None, str | None]:
-    """Why the batch can not be split over (microbatches, data ranks); None where it can."""
+    """Why the batch can not be split over (microbatches, data ranks); None where it can.
+
+    Where nothing is in the way in few layers, nothing is in all of them; what is is named as in
+    the whole model.
+    """
+    few = step.repeats
+    if few is not None and all(
+        split_limits(each) == (None, None) for each in (few.short, *few.longer)
+    ):
+        return None, None
     placed = batch_placement(step)
     conflicts = [c for c in placed.conflicts if "batch_norm" not in str(c.node.target)]
     data = _sentence(conflicts[0].node, conflicts[0].reason) if conflicts else None

@@ -24,6 +24,7 @@ from torch.fx.node import map_arg
 from graphaccel.compat.torch import fake_mode_of, graph_module
 from graphaccel.ir.program import OrtDeclined, OrtRegion, OrtReport, StageProgram
 from graphaccel.ir.text import target_text
+from graphaccel.ir.unfold import distinct_nodes
 from graphaccel.ir.values import propagate
 from graphaccel.ort.choose import Chooser
 from graphaccel.ort.kernels import Kernels
@@ -70,7 +71,7 @@ def region_models(programs: Iterable[StageProgram]) -> dict[str, bytes]:
         n.target
         for p in programs
         for g in (p.forward, *p.backwards.values())
-        for n in g.graph.nodes
+        for n, _ in distinct_nodes(g)
     ]
     return {t.__name__: t.model.content for t in targets if isinstance(t, Region)}
 

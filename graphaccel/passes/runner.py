@@ -21,6 +21,7 @@ from torch import fx
 
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.ir.text import graph_text, target_text
+from graphaccel.ir.unfold import distinct_nodes
 from graphaccel.planner.plan import Plan
 
 T = TypeVar("T")
@@ -85,7 +86,11 @@ class Runner:
 
 
 def _count(graph: fx.GraphModule) -> Counter[str]:
-    return Counter(target_text(n.target) for n in graph.graph.nodes if n.op == "call_function")
+    found: Counter[str] = Counter()
+    for node, count in distinct_nodes(graph):
+        if node.op == "call_function":
+            found[target_text(node.target)] += count
+    return found
 
 
 def _difference(before: Counter[str], after: Counter[str]) -> str:

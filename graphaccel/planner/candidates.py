@@ -22,6 +22,7 @@ import torch
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import SEQUENCE
 from graphaccel.errors import BadPin
+from graphaccel.ir.unfold import distinct_nodes, input_nodes
 from graphaccel.planner.cost import counted_packet
 from graphaccel.planner.estimate import LeastMoved, least_moved, least_optimizer
 from graphaccel.planner.offload import device_state
@@ -138,7 +139,7 @@ def tensor_sizes(problem: Problem) -> tuple[int, ...]:
     """Divisors of the devices, no more than the fastest links hold, that share heads evenly."""
     step, cluster = problem.profile.step, problem.cluster
     heads, widths = set(), set()
-    for node in step.forward.graph.graph.nodes:
+    for node, _ in distinct_nodes(step.forward.graph):
         if "scaled_dot_product" in str(counted_packet(node)):
             heads.add(int(node.args[0].meta["val"].shape[1]))
     for value in _parameters(step).values():
@@ -168,8 +169,7 @@ def expert_sizes(step: StepGraph, count: int) -> tuple[int, ...]:
 
 
 def _parameters(step: StepGraph) -> dict[torch.fx.Node, torch.Tensor]:
-    nodes = step.graph.graph.find_nodes(op="placeholder")
-    pairs = zip(nodes, step.inputs, strict=True)
+    pairs = zip(input_nodes(step.graph), step.inputs, strict=True)
     return {node: node.meta["val"] for node, spec in pairs if spec.kind == "parameter"}
 
 

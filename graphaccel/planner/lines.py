@@ -17,7 +17,7 @@ from torch import fx
 from graphaccel.capture.replicate import layered
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.ir.repeat import Pattern
-from graphaccel.ir.unfold import Unfolded, node_names
+from graphaccel.ir.unfold import Unfolded, node_names, unfolded_from
 from graphaccel.planner.cost import is_view
 
 
@@ -110,8 +110,10 @@ def unfolded(step: StepGraph) -> Lines:
 
     Raises NotRepeated where they do not tell those of more.
     """
-    few = step.repeats
+    few, known = step.repeats, unfolded_from(step.graph)
     assert few is not None
+    if known is not None:
+        return _Unfolding(step, known).lines()
     short, *longer = (
         layered(each.graph, each.inputs, each.outputs) for each in (few.short, *few.longer)
     )

@@ -12,6 +12,7 @@ from typing import Any
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.errors import BadPin, BatchNotDivisible, NoLoss, SplitRefused
 from graphaccel.ir.program import Sharded
+from graphaccel.ir.unfold import input_nodes
 from graphaccel.planner.module_pins import VOCAB, read_stages, vocabulary_placements
 from graphaccel.planner.offload import offload_text, read_offload
 from graphaccel.planner.plan import Plan, Precision
@@ -225,7 +226,7 @@ def _placements(value: object, step: StepGraph) -> tuple[tuple[str, tuple[Sharde
     """`{"head.weight": shard(0, "tensor")}`, checked against the parameters."""
     if not isinstance(value, Mapping):
         raise BadPin(pin="pins", value=value, reason="it maps parameters' names to placements")
-    nodes = step.graph.graph.find_nodes(op="placeholder")
+    nodes = input_nodes(step.graph)
     shapes = {
         s.name: tuple(n.meta["val"].shape)
         for n, s in zip(nodes, step.inputs, strict=True)

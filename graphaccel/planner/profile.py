@@ -19,6 +19,7 @@ from torch import fx
 from graphaccel.capture.blocks import block_of
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.ir.layers import NotRepeated
+from graphaccel.ir.unfold import node_names
 from graphaccel.planner.cluster import Device
 from graphaccel.planner.cost import first_input, is_view
 from graphaccel.planner.lines import Lines, read_lines, unfolded
@@ -140,7 +141,7 @@ class Profile:
         of the step's joint graph, where they are known."""
         self.step = step
         self.partial = dict(partial or {})
-        self.names = tuple(node.name for node in step.forward.graph.graph.nodes)
+        self.names = tuple(node_names(step.forward.graph))
         self.position = {name: i for i, name in enumerate(self.names)}
         self.lines = _lines(step) if lines is None else lines
         self.modules = self.lines.modules

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.errors import BadPin
 from graphaccel.ir.program import Owned, Sharded
+from graphaccel.ir.unfold import input_nodes
 from graphaccel.planner.plan import Plan
 
 
@@ -35,8 +36,7 @@ def owned_shards(
     whole: dict[str, str] = {}
     if ranks == 1 or not (plan.zero or pinned):
         return owned, whole
-    nodes = step.graph.graph.find_nodes(op="placeholder")
-    for node, spec in zip(nodes, step.inputs, strict=True):
+    for node, spec in zip(input_nodes(step.graph), step.inputs, strict=True):
         if spec.kind != "parameter":
             continue
         name, value = spec.name, node.meta["val"]

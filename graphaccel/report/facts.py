@@ -15,6 +15,7 @@ from graphaccel.capture.blocks import block_of
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import SEQUENCE
 from graphaccel.ir.program import StepProgram
+from graphaccel.ir.unfold import distinct_nodes, input_nodes
 from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.estimate import message_bytes, timeline
 from graphaccel.planner.footprint import predict_memory
@@ -285,7 +286,9 @@ def _peak(plan: Plan) -> int:
 
 
 def _model(step: StepGraph, profile: Profile, name: str, batch: int) -> ModelFacts:
-    ops = Counter(n.meta.get("phase") for n in step.graph.graph.nodes if n.op == "call_function")
+    ops: Counter[str | None] = Counter()
+    for node, count in distinct_nodes(step.graph):
+        ops[node.meta.get("phase")] += count if node.op == "call_function" else 0
     return ModelFacts(
         name=name,
         parameters=_count(profile, step),
@@ -303,8 +306,7 @@ def _count(profile: Profile, step: StepGraph) -> int:
     """Trained and frozen numbers, shared ones once."""
     known = {p.name for p in profile.parameters}
     sizes = {}
-    nodes = step.graph.graph.find_nodes(op="placeholder")
-    for node, spec in zip(nodes, step.inputs, strict=True):
+    for node, spec in zip(input_nodes(step.graph), step.inputs, strict=True):
         name = step.tied.get(spec.name, spec.name)
         if spec.kind == "parameter" and name in known:
             sizes[name] = node.meta["val"].numel()

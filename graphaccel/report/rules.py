@@ -17,6 +17,7 @@ from torch import fx
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.errors import MissingRule
 from graphaccel.ir.text import target_text, type_text
+from graphaccel.ir.unfold import distinct_nodes
 from graphaccel.messages import Location, columns
 from graphaccel.planner.cluster import Device
 from graphaccel.planner.cost import Sizes, node_bytes, node_flops, node_seconds
@@ -53,7 +54,7 @@ def priced_rules(step: StepGraph, device: Device) -> tuple[RuleRow, ...]:
     calls: dict[tuple[str, str | None], list[tuple[float, fx.Node]]] = {}
     total = 0.0
     for node in step.graph.graph.nodes:
-        if node.op != "call_function" or node.target is operator.getitem:
+        if not _is_op(node):
             continue
         rule = rule_of(node)
         seconds = node_seconds(node, device, sizes)
@@ -83,6 +84,16 @@ def priced_rules(step: StepGraph, device: Device) -> tuple[RuleRow, ...]:
             )
         )
     return tuple(sorted(rows, key=lambda r: (-r.seconds, r.op, r.rule or "")))
+
+
+def every_rule(step: StepGraph) -> bool:
+    """Whether every op of a step has a rule."""
+    nodes = (node for node, _ in distinct_nodes(step.graph))
+    return all(rule_of(node) is not None for node in nodes if _is_op(node))
+
+
+def _is_op(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target is not operator.getitem
 
 
 def missing(rows: Sequence[RuleRow]) -> MissingRule | None:
