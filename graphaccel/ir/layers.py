@@ -93,7 +93,8 @@ def copies(runs: Sequence[Run], name: str, kept: int | Sequence[int] = KEPT) -> 
 class Layered:
     """A graph, and the names of what its first placeholders and its results are ("" for those that
     belong to no layer); what else they are, which layers do not change. numbered: placeholders that
-    are not called after those names; none if empty."""
+    are not called after those names; none if empty. following: kinds of placeholders and results
+    that belong to the layer within which they are read or made, whatever they are called."""
 
     graph: fx.Graph
     inputs: Sequence[str]
@@ -101,6 +102,7 @@ class Layered:
     input_kinds: Sequence[object]
     output_kinds: Sequence[object]
     numbered: Sequence[bool] = ()
+    following: frozenset[object] = frozenset()
 
 
 @dataclass(eq=False)
@@ -156,7 +158,22 @@ def items_of(layered: Layered, runs: Sequence[Run], copied: Sequence[int]) -> li
                     copy = layer[1] - run.first
                     if 1 <= copy <= copied[number]:
                         item.middle, item.copy = number, copy
+    _follow(items, layered.following)
     return items
+
+
+def _follow(items: Sequence[Item], kinds: frozenset[object]) -> None:
+    """Placeholders and results of these kinds go to the layer of what reads or makes them."""
+    at = {item.node: item for item in items if item.node is not None}
+    order = {node: i for i, node in enumerate(at)}
+    for item in items:
+        if item.kind not in kinds or item.section not in ("input", "result"):
+            continue
+        beside = [item.refs[0]] if item.node is None else list(item.node.users)
+        known = [node for node in beside if node in at]
+        if known:
+            other = at[min(known, key=order.__getitem__)]
+            item.middle, item.copy = other.middle, other.copy
 
 
 def _neighbours(layer: _Layer | None) -> tuple[_Layer, ...]:

@@ -300,6 +300,6 @@ class _Reducing:
         with self.graph.inserting_before(before):
             node = self.graph.call_function(target, args, kwargs or {})
         node.meta = {"val": value, "made_by": "reduce_shards", "phase": "backward"}
-        if "module" in before.meta:
-            node.meta["module"] = before.meta["module"]
+        if "module" in node.prev.meta:  # that of the gradient that was made last
+            node.meta["module"] = node.prev.meta["module"]
         return node

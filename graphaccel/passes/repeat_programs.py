@@ -79,9 +79,13 @@ def repeat_programs(
         moment: _repeated(rows, [_backward(p, moment) for p in programs])
         for moment in short.backwards
     }
-    first = next(iter(backwards.values()))
-    if any((b.inputs, b.outputs) != (first.inputs, first.outputs) for b in backwards.values()):
+    ends_of = {
+        (_inputs(short.backward_inputs, made, saved), _outputs(short.backward_outputs, made, saved))
+        for made in backwards.values()
+    }
+    if len(ends_of) > 1:
         raise NotRepeated("the moments of a step have other inputs with more layers")
+    ((inputs, outputs_of),) = ends_of
     return replace(
         short,
         forward=forward.module(short.forward),
@@ -90,11 +94,8 @@ def repeat_programs(
         backwards={
             moment: made.module(short.backwards[moment]) for moment, made in backwards.items()
         },
-        backward_inputs=_inputs(short.backward_inputs, first, saved),
-        backward_outputs=tuple(
-            _value(short.backward_outputs[i], path, copy, saved)
-            for (i, path), copy in zip(first.outputs, first.output_copies, strict=True)
-        ),
+        backward_inputs=inputs,
+        backward_outputs=outputs_of,
         parameters=tuple(s.name for s in step.inputs if s.kind == "parameter"),
         buffers=tuple(s.name for s in step.inputs if s.kind == "buffer"),
         groups=_groups(rows, short.groups),
@@ -122,10 +123,15 @@ def _layered(graph: fx.GraphModule, inputs: Sequence[Value], outputs: Sequence[V
         graph.graph,
         tuple(_path(v, n) for v, n in zip(inputs, places, strict=True)),
         tuple(_path(v, n) for v, n in zip(outputs, returned(graph), strict=True)),
-        tuple((v.kind, v.leaf, v.batch_dim, v.peers) for v in inputs),
-        tuple((v.kind, v.leaf, v.batch_dim, v.peers) for v in outputs),
+        tuple(_kind(v) for v in inputs),
+        tuple(_kind(v) for v in outputs),
         tuple(v.kind not in _PLACED and not v.name.startswith(_WHOLE) for v in inputs),
+        frozenset(_kind(v) for v in (*inputs, *outputs) if v.kind == "carried"),
     )
+
+
+def _kind(value: Value) -> object:
+    return value.kind, value.leaf, value.batch_dim, value.peers
 
 
 def _path(value: Value, node: fx.Node) -> str:
@@ -148,6 +154,13 @@ def _inputs(short: Sequence[Value], made: Unfolded, saved: Saved) -> tuple[Value
     return tuple(
         _value(short[i], path, copy, saved)
         for (i, path), copy in zip(made.inputs, made.input_copies, strict=True)
+    )
+
+
+def _outputs(short: Sequence[Value], made: Unfolded, saved: Saved) -> tuple[Value, ...]:
+    return tuple(
+        _value(short[i], path, copy, saved)
+        for (i, path), copy in zip(made.outputs, made.output_copies, strict=True)
     )
 
 

@@ -234,10 +234,20 @@ def _of_few(run: Runner, step: StepGraph, plan: Plan, sizes: Sizes | None) -> Re
         owned=owned,
         unsharded=unsharded,
     )
-
-    made_of = [each.programs[0] for each in made]
+    summed = [_summed(run, plan, each) for each in made]
+    alone = all(_layer_by_layer(each) for each in summed)
+    made_of = [each.programs[0] for each in (summed if alone else made)]
     whole = (run.call("repeat_programs", lambda: repeat_programs(step, rows, made_of)),)
-    return _summed(run, plan, replace(found, programs=whole, bare=whole))
+    found = replace(found, programs=whole, bare=whole)
+    return found if alone else _summed(run, plan, found)
+
+
+def _layer_by_layer(made: Rewritten) -> bool:
+    """Whether no layer's gradients share a buffer with another's: those of parameters that rest in
+    shards lie as they do. The size of other buckets depends on all layers."""
+    (program,) = made.programs
+    sharded = (made.owned[name] for group in program.reduced for name in group)
+    return not program.buckets and all(own.level == 3 for own in sharded)
 
 
 def _fewer(steps: Sequence[StepGraph], step: StepGraph) -> bool:
