@@ -23,6 +23,7 @@ from torch.fx.node import map_arg
 from graphaccel.capture.export import ForwardGraph
 from graphaccel.capture.stepgraph import StepGraph, rewritten
 from graphaccel.compat.torch import fake_mode_of, graph_module
+from graphaccel.ir.unfold import distinct_nodes
 from graphaccel.ir.values import operands
 from graphaccel.planner.plan import Plan
 
@@ -32,7 +33,9 @@ _BATCH_NORM = aten._native_batch_norm_legit_functional.default
 
 def synchronise_batch_norm(step: StepGraph, plan: Plan) -> StepGraph:
     """The step with batch norm spelled out in sums, where more than one data rank needs it."""
-    if plan.data == 1 or not any(n.target is _BATCH_NORM for n in step.forward.graph.graph.nodes):
+    if plan.data == 1 or not any(
+        n.target is _BATCH_NORM for n, _ in distinct_nodes(step.forward.graph)
+    ):
         return step
     return rewritten(step, _spelled, scaled=plan.precision.scaled)
 
