@@ -306,15 +306,31 @@ class Maker:
         """The module or parameter of a copy; without the number at the end, if it is named."""
         return self.place.at((), copy)
 
-    def named(self, copy: int) -> tuple[str, str]:
-        """(name, whole path) of a copy that is a node."""
-        item, path = self.item, self.path(copy)
+    def whole(self, copy: int) -> str:
+        """The path of a copy that is a node, with the number at the end."""
+        return self.path(copy) + self._end(copy)
+
+    def named(self, copy: int) -> str:
+        """What a copy that is a node is called."""
+        item = self.item
         assert item.node is not None
         if not item.named:
-            return self.names["name"].at((), copy), path
-        tail = self.names.get("tail")
-        end = "" if tail is None else f"_{tail.number_at((), copy)}"
-        return _mangled(head(item.node.name, item.path), item.place, path) + end, path + end
+            return self.names["name"].at((), copy)
+        path = self.path(copy)
+        return _mangled(head(item.node.name, item.path), item.place, path) + self._end(copy)
+
+    def all_named(self, count: int) -> list[str]:
+        """What its copies are called."""
+        name = None if self.item.named else self.names["name"]
+        if name is None or not name.step:
+            return [self.named(copy) for copy in range(1, count + 1)]
+        numbers = range(name.number, name.number + name.step * count, name.step)
+        base, bare = name.base, not name.zero
+        return [base if bare and n == 0 else f"{base}_{n}" for n in numbers]
+
+    def _end(self, copy: int) -> str:
+        tail = self.names.get("tail") if self.item.named else None
+        return "" if tail is None else f"_{tail.number_at((), copy)}"
 
     @cached_property
     def fill(self) -> Callable[[Sequence[Any]], tuple[tuple[Any, ...], dict[str, Any]]]:
@@ -328,7 +344,7 @@ class Maker:
         share them."""
         old = self.item.node
         assert old is not None
-        name, path = self.named(copy)
+        name, path = self.named(copy), self.whole(copy)
         target = name if old.op == "placeholder" else old.target
         node = new_node(graph, old.op, target, *call, name, self.meta)
         meta = node.meta

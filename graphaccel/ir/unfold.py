@@ -16,7 +16,7 @@ import numpy as np
 from torch import fx
 
 from graphaccel.compat.torch import deferred_from, deferred_module
-from graphaccel.ir.layers import NotRepeated
+from graphaccel.ir.layers import NUMBER, NotRepeated, split
 from graphaccel.ir.repeat import Pattern
 
 
@@ -52,7 +52,7 @@ class Unfolded:
         self.reader, self.source = self._edges()
         if (self.source >= self.reader).any():
             raise NotRepeated("a layer reads what is made after it")
-        if len(set(self.names)) < self.nodes:
+        if not self._distinct():
             raise NotRepeated("two nodes would have one name")
         self.inputs, self.input_copies = self._inputs()
         self.outputs, self.output_copies = self._outputs()
@@ -62,23 +62,37 @@ class Unfolded:
     @cached_property
     def names(self) -> list[str]:
         """Of the nodes."""
-        return [name for name, _ in self._named]
-
-    @cached_property
-    def _named(self) -> list[tuple[str, str]]:
-        made = [
-            [maker.named(copy) for copy in range(1, int(count) + 1)]
-            for maker, count in zip(self.makers[: len(self.read)], self.count, strict=False)
-        ]
-        flat = [pair for own in made for pair in own]
+        made = zip(self.makers[: len(self.read)], self.count.tolist(), strict=False)
+        flat = [name for maker, count in made for name in maker.all_named(count)]
         return [flat[i] for i in (self.start[self.item] + self.copy - 1)[: self.nodes].tolist()]
+
+    def _distinct(self) -> bool:
+        """Whether no two nodes have one name; told from the numbers, of names that have some."""
+        bases: dict[str, int] = {}
+        counted: list[tuple[int, int, int, int]] = []
+        plain: list[str] = []
+        for maker, count in zip(self.makers[: len(self.read)], self.count.tolist(), strict=False):
+            name = None if maker.item.named else maker.names["name"]
+            if name is None or NUMBER.match(name.base):
+                plain += maker.all_named(count)
+            else:
+                base = bases.setdefault(name.base, len(bases))
+                counted.append((base, name.number, name.step, count))
+        for base, number in map(split, plain):
+            if base in bases:
+                counted.append((bases[base], number, 0, 1))
+        of, first, step, times = np.array(counted, dtype=np.int64).reshape(-1, 4).T
+        copy = np.arange(times.sum()) - np.repeat(np.cumsum(times) - times, times)
+        numbers = np.repeat(first, times) + np.repeat(step, times) * copy
+        pairs = np.repeat(of, times) * (1 << 32) + numbers
+        return len(set(plain)) == len(plain) and len(np.unique(pairs)) == len(pairs)
 
     def path(self, row: int) -> str:
         """The path of a node's module or parameter, as the node says it; "" where it has none."""
         node = self.read[int(self.item[row])]
         item = self.pattern.items[int(self.item[row])]
         known = node.meta.get("module", "")
-        path = self._named[row][1]
+        path = self.makers[int(self.item[row])].whole(int(self.copy[row]))
         return known if not known or path == item.place else path
 
     def told(self, values: list) -> np.ndarray:
@@ -156,8 +170,9 @@ class Unfolded:
     def _inputs(self) -> tuple[list[tuple[int, str]], list[int]]:
         given = np.array([node.op == "placeholder" for node in self.read])
         rows = np.flatnonzero(given[self.item[: self.nodes]])
-        pairs = [(int(self.item[row]), self._named[row][1]) for row in rows.tolist()]
-        return pairs, self.copy[rows].tolist()
+        items, copies = self.item[rows].tolist(), self.copy[rows].tolist()
+        pairs = zip(items, copies, strict=True)
+        return [(i, self.makers[i].whole(copy)) for i, copy in pairs], copies
 
     def _outputs(self) -> tuple[list[tuple[int, str]], list[int]]:
         first = len(self.read)
