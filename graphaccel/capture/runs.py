@@ -159,8 +159,10 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
+        if func is torch.ops.prim.device.default:  # asked of every tensor again and again
+            return _device(args[0])
         result = func(*args, **(kwargs or {}))
-        line = [str(func), self._said(args), self._said(kwargs or {}), self._shapes(result)]
+        line = [func, self._said(args), self._said(kwargs or {}), self._shapes(result)]
         own = self.segments.setdefault(self.here, [])
         own.append(line)
         for tensor in _tensors(result):
@@ -190,7 +192,11 @@ class _Watch(TorchDispatchMode):
         return (run, "last" if layer == self.runs[run].count - 1 else layer, place)
 
     def _shapes(self, value: Any) -> Any:
-        return [(str(t.dtype), tuple(t.shape), t.stride()) for t in _tensors(value)]
+        return [(t.dtype, tuple(t.shape), t.stride(), _device(t)) for t in _tensors(value)]
+
+
+def _device(tensor: torch.Tensor) -> torch.device:
+    return tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -81,7 +81,13 @@ def exact_microbatch(
 
 
 def batch_placement(step: StepGraph) -> BatchPlacement:
-    """Where the batch goes in a step (`rules.propagate`)."""
+    """Where the batch goes in a step (`rules.propagate`), found once."""
+    if "batch_placement" not in step.derived:
+        step.derived["batch_placement"] = _batch_placement(step)
+    return step.derived["batch_placement"]
+
+
+def _batch_placement(step: StepGraph) -> BatchPlacement:
     placeholders = [n for n in step.graph.graph.nodes if n.op == "placeholder"]
     pairs = list(zip(placeholders, step.inputs, strict=True))
     batch = {

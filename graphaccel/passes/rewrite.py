@@ -305,7 +305,19 @@ def _sharded(
 def _few_sharded(
     run: Runner, step: StepGraph, plan: Plan, sizes: Sizes | None
 ) -> tuple[list[LocalStep], list[LocalGraph]]:
-    """The captures of few layers, of one microbatch and sharded. Raises NotRepeated."""
+    """The captures of few layers, of one microbatch and sharded: once for all plans that split the
+    step in the same way. Raises NotRepeated."""
+    split = (plan.data, plan.microbatches, plan.batch, plan.tensor, plan.context, plan.expert)
+    told = (plan.placements, plan.rates, plan.sequence, plan.outputs)
+    key = ("sharded", split, told, frozenset((sizes or {}).items()))
+    if key not in step.derived:
+        step.derived[key] = _shard_few(run, step, plan, sizes)
+    return step.derived[key]
+
+
+def _shard_few(
+    run: Runner, step: StepGraph, plan: Plan, sizes: Sizes | None
+) -> tuple[list[LocalStep], list[LocalGraph]]:
     assert step.repeats is not None
     steps = (step.repeats.short, *step.repeats.longer)
     parts = run.call(
