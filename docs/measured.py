@@ -124,10 +124,14 @@ def validation_table(result: dict[str, Any]) -> str:
 
 def large_table(result: list[dict[str, Any]]) -> str:
     """Markdown: what planning deeper and deeper models takes, a row a depth (`large.json`)."""
-    rows = ["| layers | ops | capture | plan and rewrite | memory |", "|---|---|---|---|---|"]
+    rows = [
+        "| layers | ops | capture | plan and rewrite | plans built | all nodes | memory | load |",
+        "|---" * 8 + "|",
+    ]
     rows += [
         f"| {row['layers']} | {row['ops']:,} | {row['capture_seconds']:.1f} s "
-        f"| {row['plan_and_rewrite_seconds']:.1f} s | {row['peak_gb']:.2f} GB |"
+        f"| {row['plan_and_rewrite_seconds']:.1f} s | {row['plans_built']} "
+        f"| {row['nodes_seconds']:.1f} s | {row['peak_gb']:.2f} GB | {row['load']:.1f} |"
         for row in result
     ]
     return "\n".join([*rows, ""])

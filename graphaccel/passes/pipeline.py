@@ -47,6 +47,7 @@ import sympy
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.compat.torch import boxed
 from graphaccel.ir.program import Sharded, StageProgram, StepProgram
+from graphaccel.ir.unfold import distinct_nodes
 from graphaccel.passes.accumulate_gradients import accumulate_gradients
 from graphaccel.passes.drop_backward import drop_backward
 from graphaccel.passes.drop_tangents import drop_tangents
@@ -129,8 +130,12 @@ def placed_fusions(step: StepGraph, plan: Plan) -> dict[str, int]:
     """How often `build` places each of the plan's fusions, by name."""
     low = _once(lower_precision, plan.precision, step, plan)
     forward = _once(fuse, (plan.fusions, plan.outputs), low, plan).forward.graph
-    made = [str(n.meta.get("made_by")) for n in forward.graph.nodes if n.meta.get("covers")]
-    return dict(sorted(Counter(m.removeprefix("fuse ") for m in made if m[:5] == "fuse ").items()))
+    placed: Counter[str] = Counter()
+    for node, count in distinct_nodes(forward):
+        made_by = str(node.meta.get("made_by"))
+        if node.meta.get("covers") and made_by.startswith("fuse "):
+            placed[made_by.removeprefix("fuse ")] += count
+    return dict(sorted(placed.items()))
 
 
 def _once(

@@ -14,6 +14,7 @@ from graphaccel.capture.stepgraph import StepGraph, capture
 from graphaccel.compiler import schedule_of
 from graphaccel.ir.program import StageProgram, StepProgram
 from graphaccel.ir.text import graph_text
+from graphaccel.ir.unfold import distinct_nodes, node_names, unfolded_from
 from graphaccel.ir.values import module_path
 from graphaccel.model import without_data
 from graphaccel.passes import rewrite
@@ -158,6 +159,35 @@ def test_programs_are_those_of_all_layers(
     full = build(whole(deep), plan, sizes=deep.sizes)
     assert sharded == [LAYERS]
     assert_same(few, full, plan)
+
+
+@pytest.mark.parametrize("options", [{}, {"microbatches": 3, "accumulation": "shards"}], ids=str)
+def test_planning_makes_no_node_of_the_layers_that_repeat(options: dict[str, Any]) -> None:
+    """And counts the same bytes, and tells the same names, as on the nodes."""
+    step = captured(MORE)
+    plan = Plan(2, data=2, zero=3, batch=12, **options)
+    fingerprint = step.fingerprint
+    Profile(step)
+    program = build(step, plan, sizes=step.sizes)
+    counted = memory(program, plan)
+    graphs = [step.graph, step.forward.graph, *(g for s in program.stages for g in s.graphs)]
+    assert all(unfolded_from(graph) is not None for graph in graphs)
+    known = [(node_names(g), sum(n for _, n in distinct_nodes(g)) + 1) for g in graphs]
+    for graph, (names, count) in zip(graphs, known, strict=True):
+        assert names == [node.name for node in graph.graph.nodes]
+        assert count == len(graph.graph.nodes)
+        assert unfolded_from(graph) is None
+    assert counted == memory(program, plan)
+    assert fingerprint == whole(step).fingerprint
+    assert_same(program, build(whole(step), plan, sizes=step.sizes), plan)
+
+
+def test_buckets_that_span_layers_are_as_large_as_all_layers_tell(deeper: StepGraph) -> None:
+    """Sums of few layers would be put into other buckets."""
+    plan = Plan(2, data=2, microbatches=2, batch=8, zero=2)
+    few = build(deeper, plan, sizes=deeper.sizes)
+    assert len(few.stages[0].reduced) < MORE
+    assert_same(few, build(whole(deeper), plan, sizes=deeper.sizes), plan)
 
 
 def assert_same(few: StepProgram, full: StepProgram, plan: Plan) -> None:
