@@ -17,7 +17,7 @@ from torch import nn
 
 from graphaccel.capture.batch import Batch
 from graphaccel.capture.export import LossFn, with_loss
-from graphaccel.compat.torch import FakeTensor, TorchDispatchMode, exporting
+from graphaccel.compat.torch import FakeTensor, TorchDispatchMode, exporting, stand_ins
 from graphaccel.ir.layers import NotRepeated, Run, among
 
 _PLAIN = (int, float, str, bool, type(None), tuple, torch.dtype, torch.Size)
@@ -153,6 +153,7 @@ class _Watch(TorchDispatchMode):
         self.here = (-1, 0)  # (run, layer); the stretches between the runs are (-1, 0), (-1, 1) ...
         self.stretch = 0
         self.runs = runs
+        self._made_by: dict[tuple[int, int], Any] = {}
         self._made: dict[int, tuple[tuple[int, int], int]] = {}
         self._alive: list[Any] = []
 
@@ -161,14 +162,38 @@ class _Watch(TorchDispatchMode):
     ) -> Any:
         if func is torch.ops.prim.device.default:  # asked of every tensor again and again
             return _device(args[0])
-        result = func(*args, **(kwargs or {}))
-        line = [func, self._said(args), self._said(kwargs or {}), self._shapes(result)]
         own = self.segments.setdefault(self.here, [])
-        own.append(line)
+        call = [func, self._said(args), self._said(kwargs or {})]
+        again = self._again(call, len(own))
+        result = func(*args, **(kwargs or {})) if again is None else again()
+        own.append([*call, self._shapes(result)])
+        if again is None and self.here[0] >= 0 and self.here[1] == 1:
+            self._keep(len(own) - 1, func, result)
         for tensor in _tensors(result):
             self._made[id(tensor)] = (self.here, len(own))
             self._alive.append(tensor)  # or another would get its id
         return result
+
+    def _keep(self, place: int, func: Any, result: Any) -> None:
+        """Note how to make what a call of a run's second layer gives, for the layers after it: not
+        where it writes, nor where its result has a value (a constant of the layer)."""
+        run, _ = self.here
+        tensors = result if isinstance(result, (tuple, list)) else (result,)
+        plain = all(isinstance(t, FakeTensor) and t.constant is None for t in tensors)
+        if plain and not any(a.alias_info and a.alias_info.is_write for a in _arguments(func)):
+            make = [stand_ins(t) for t in tensors]
+            whole = type(result) if isinstance(result, (tuple, list)) else None
+            self._made_by[run, place] = lambda: (
+                make[0]() if whole is None else whole([each() for each in make])
+            )
+
+    def _again(self, call: list[Any], place: int) -> Any:
+        """What makes the result of a call, where the layer before made the same: then the op need
+        not be asked, whose result depends on nothing else. None where it is another."""
+        run, layer = self.here
+        before = self.segments.get((run, layer - 1), []) if run >= 0 and layer > 1 else []
+        same = place < len(before) and before[place][:3] == call
+        return self._made_by.get((run, place)) if same else None
 
     def _said(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -197,6 +222,10 @@ class _Watch(TorchDispatchMode):
 
 def _device(tensor: torch.Tensor) -> torch.device:
     return tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
+
+
+def _arguments(func: Any) -> Sequence[Any]:
+    return (*func._schema.arguments, *func._schema.returns)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

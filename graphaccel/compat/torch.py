@@ -214,6 +214,14 @@ def _boxed(graph: fx.Graph) -> fx.Graph:
     return graph
 
 
+def stand_ins(tensor: FakeTensor) -> Callable[[], FakeTensor]:
+    """Makes fake tensors of a tensor's dtype, shape, strides and device, without asking an op."""
+    mode, device = tensor.fake_mode, tensor.fake_device
+    with without_modes():
+        like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return lambda: FakeTensor(mode, like, device)
+
+
 def storage_key(tensor: torch.Tensor) -> int:
     """Equal for tensors that share memory, fake ones included."""
     return tensor.untyped_storage()._cdata
