@@ -3,10 +3,11 @@
     python -m benchmarks.search [CASE ...]      # writes benchmarks/results/search.json
 
 A case is a model on a number of H100s, planned from its Hugging Face class on the meta device, each
-in a process of its own, in bf16 with AdamW. Without names all cases run; others keep their row.
-Seconds: of the capture, and of the search alone (no programs are built). A published plan is
-planned with its mesh pinned; its place is the share of all meshes that are guessed
-(`planner.guess`, which is too kind to most) to be faster than it is predicted to be.
+in a process of its own, with AdamW and parameters cast to bf16 where they are used. Without names
+all cases run; others keep their row. Seconds: of the model and its capture, of the search, of
+building the programs of the plans that it proves, and of all of it with the text of the report. A
+published plan is planned with its mesh pinned, and not built; its place is the share of all meshes
+that are guessed (`planner.guess`, which is too kind to most) to be faster than it is predicted.
 """
 
 from __future__ import annotations
@@ -28,19 +29,20 @@ RESULT = RESULTS / "search.json"
 
 @dataclass(frozen=True)
 class Case:
-    """A model, the global batch and its length in tokens, devices, and meshes that were published
-    or are usual: by name, their pins."""
+    """A model, the global batch and its length in tokens, devices, kinds of blocks (of other widths
+    inside), and meshes that were published or are usual: by name, their pins."""
 
     model: str
     devices: int
     batch: int
     tokens: int
     layers: int
+    kinds: int = 1
     published: dict[str, dict[str, int]] = field(default_factory=dict)
 
 
 def _llama_405b(devices: int, **published: dict[str, int]) -> Case:
-    return Case("llama-3-405b", devices, 2048, 8192, 126, published)
+    return Case("llama-3-405b", devices, 2048, 8192, 126, published=published)
 
 
 def _mesh(tensor: int, pipeline: int, context: int = 1) -> dict[str, int]:
@@ -53,12 +55,17 @@ CASES = {
     "405b-4096": _llama_405b(4096, llama3=_mesh(8, 16), nvidia=_mesh(8, 8, 2)),
     "405b-16384": _llama_405b(16384, llama3=_mesh(8, 16)),
     # Narayanan et al. (arXiv 2104.04473), and the usual choices of Megatron-LM.
-    "gpt3-175b-1024": Case("gpt3-175b", 1024, 1536, 2048, 96, {"megatron": _mesh(8, 8)}),
-    "70b-64": Case("llama-3-70b", 64, 256, 8192, 80, {"usual": _mesh(4, 4)}),
-    "8b-8": Case("llama-3-8b", 8, 64, 8192, 32, {"usual": _mesh(1, 1)}),
+    "gpt3-175b-1024": Case("gpt3-175b", 1024, 1536, 2048, 96, 1, {"megatron": _mesh(8, 8)}),
+    "70b-64": Case("llama-3-70b", 64, 256, 8192, 80, 1, {"usual": _mesh(4, 4)}),
+    "8b-8": Case("llama-3-8b", 8, 64, 8192, 32, 1, {"usual": _mesh(1, 1)}),
+    "mixtral-64": Case("mixtral-8x7b", 64, 256, 4096, 32, 1, {"usual": {"expert": 8}}),
+    "bert-large-64": Case("bert-large", 64, 4096, 512, 24, 1, {"usual": _mesh(1, 1)}),
+    "t5-11b-64": Case("t5-11b", 64, 512, 512, 24, 1, {"usual": _mesh(8, 1)}),
+    "vit-g-64": Case("vit-g", 64, 4096, 256, 40, 1, {"usual": _mesh(1, 1)}),
     # growing machines and models
     **{f"8b-{n}": Case("llama-3-8b", n, 2048, 8192, 32) for n in (64, 512, 4096, 16384)},
     **{f"layers-{n}": Case("llama-3-8b", 64, 256, 8192, n) for n in (2, 8, 32, 126, 512, 1000)},
+    **{f"kinds-{n}": Case("llama-3-8b", 64, 256, 8192, 32, n) for n in (1, 2, 4, 8)},
 }  # fmt: skip
 
 _SIZES = {  # hidden, ffn, heads, heads of keys, vocabulary
@@ -66,40 +73,78 @@ _SIZES = {  # hidden, ffn, heads, heads of keys, vocabulary
     "llama-3-70b": (8192, 28672, 64, 8, 128256),
     "llama-3-8b": (4096, 14336, 32, 8, 128256),
     "gpt3-175b": (12288, 49152, 96, 96, 51200),
+    "mixtral-8x7b": (4096, 14336, 32, 8, 32000),
+    "bert-large": (1024, 4096, 16, 16, 30522),
+    "t5-11b": (1024, 65536, 128, 128, 32128),
+    "vit-g": (1408, 6144, 16, 16, 1000),
 }
 
 
 def model_of(case: Case) -> tuple[Any, Any]:
     """(module, batch) of a case, without weights."""
     import torch
-    import transformers
+    import transformers as hf
 
     from graphaccel.model import as_batch
 
     hidden, ffn, heads, keys, vocabulary = _SIZES[case.model]
-    if case.model.startswith("gpt"):
-        config = transformers.GPT2Config(
-            n_embd=hidden, n_inner=ffn, n_layer=case.layers, n_head=heads, vocab_size=vocabulary,
-            n_positions=case.tokens, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-            use_cache=False, bos_token_id=0, eos_token_id=0,
-        )  # fmt: skip
-        kind = transformers.GPT2LMHeadModel
-    else:
-        config = transformers.LlamaConfig(
-            hidden_size=hidden, intermediate_size=ffn, num_hidden_layers=case.layers,
-            num_attention_heads=heads, num_key_value_heads=keys, vocab_size=vocabulary,
-            max_position_embeddings=case.tokens, use_cache=False,
-        )  # fmt: skip
-        kind = transformers.LlamaForCausalLM
+    usual = {
+        "hidden_size": hidden, "intermediate_size": ffn, "num_hidden_layers": case.layers,
+        "num_attention_heads": heads, "vocab_size": vocabulary,
+        "max_position_embeddings": case.tokens,
+    }  # fmt: skip
+    family = case.model.partition("-")[0]
     with torch.device("meta"):
         ids = torch.empty(case.batch, case.tokens, dtype=torch.int64)
-        batch = as_batch({"input_ids": ids, "labels": torch.empty_like(ids)})
-        return kind(config).train(), batch
+        batch: dict[str, Any] = {"input_ids": ids, "labels": torch.empty_like(ids)}
+        model: Any
+        if family == "gpt3":
+            config = hf.GPT2Config(
+                n_embd=hidden, n_inner=ffn, n_layer=case.layers, n_head=heads,
+                vocab_size=vocabulary, n_positions=case.tokens, use_cache=False, bos_token_id=0,
+                eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+            )  # fmt: skip
+            model = hf.GPT2LMHeadModel(config)
+        elif family == "mixtral":
+            model = hf.MixtralForCausalLM(
+                hf.MixtralConfig(**usual, num_key_value_heads=keys, use_cache=False)
+            )
+        elif family == "bert":
+            model = hf.BertForMaskedLM(hf.BertConfig(**usual))
+        elif family == "t5":
+            config = hf.T5Config(
+                d_model=hidden, d_ff=ffn, d_kv=128, num_layers=case.layers, num_heads=heads,
+                vocab_size=vocabulary, use_cache=False,
+            )  # fmt: skip
+            model = hf.T5ForConditionalGeneration(config)
+        elif family == "vit":
+            model = hf.ViTForImageClassification(
+                hf.ViTConfig(**usual, image_size=224, patch_size=14, num_labels=vocabulary)
+            )
+            batch = {
+                "pixel_values": torch.empty(case.batch, 3, 224, 224),
+                "labels": torch.empty(case.batch, dtype=torch.int64),
+            }
+        else:
+            model = _llama(hf.LlamaConfig(**usual, num_key_value_heads=keys, use_cache=False), case)
+        return model.train(), as_batch(batch)
+
+
+def _llama(config: Any, case: Case) -> Any:
+    """A Llama whose first blocks are of one kind, the next of another, and so on."""
+    import transformers as hf
+
+    model = hf.LlamaForCausalLM(config)
+    for number, layer in enumerate(model.model.layers):
+        kind = number * case.kinds // case.layers
+        if kind:
+            config.intermediate_size = _SIZES[case.model][1] - 512 * kind
+            layer.mlp = hf.models.llama.modeling_llama.LlamaMLP(config)
+    return model
 
 
 def measured(name: str) -> dict[str, Any]:
     """One case in this process."""
-    from graphaccel.capture.symbols import BATCH
     from graphaccel.compiler import Compiler
     from graphaccel.model import Model
     from graphaccel.passes.exact_microbatch import split_limits
@@ -109,43 +154,52 @@ def measured(name: str) -> dict[str, Any]:
     from graphaccel.planner.pins import Pins, base_plan
     from graphaccel.planner.record import Record
     from graphaccel.planner.search import search
+    from graphaccel.report.facts import gather
+    from graphaccel.report.text import plan_report
 
-    case = CASES[name]
+    class Timed(Compiler):
+        """Knows how long building programs took."""
+
+        building = 0.0
+
+        def refine(self, *args: Any) -> Any:
+            begin = time.perf_counter()
+            try:
+                return super().refine(*args)
+            finally:
+                self.building += time.perf_counter() - begin
+
+    case, record = CASES[name], Record()
     begin = time.perf_counter()
     module, batch = model_of(case)
-    where, pins = cluster("h100-80gb", case.devices), {"precision": "bf16"}
-    compiler = Compiler(Model(module, None, 2.0), where, pins)
-    start = time.perf_counter()
+    where, pins = cluster("h100-80gb", case.devices), {"precision": "bf16-params"}
+    compiler = Timed(Model(module, None, 2.0), where, pins)
     step, sizes = compiler.capture(batch)
     captured = time.perf_counter()
+    step, plan, program = compiler.choose(batch, record)
+    chosen = time.perf_counter()
     kept = compiler.layouts(step, sizes)
-    whole = kept.whole.step
-    over_time, over_data = split_limits(whole)
-    ready = time.perf_counter()
-    record = Record()
-
-    def find(record: Record | None = None, **more: int) -> Any:
-        return search(
-            whole, where, pins=pins | more, optimizer_bytes=8, microbatch_limit=over_time,
-            data_limit=over_data, batch=sizes[BATCH], record=record, profiles=kept,
-        )  # fmt: skip
-
-    plan = find(record)
+    plan_report(gather(plan, kept.whole.step, where, model_name="", assumed="", layouts=kept,
+                       program=program))  # fmt: skip
     end = time.perf_counter()
     assert record.problem is not None
     assert record.outcome is not None
     row: dict[str, Any] = {
         "model": case.model, "devices": case.devices, "layers": case.layers,
-        "build_seconds": start - begin, "capture_seconds": captured - start,
-        "profile_seconds": ready - captured, "search_seconds": end - ready,
+        "kinds": case.kinds,
+        "capture_seconds": captured - begin,
+        "search_seconds": chosen - captured - compiler.building,
+        "build_seconds": compiler.building, "seconds": end - begin,
         "candidates": record.outcome.tally.candidates, "plan": plan.name,
         "predicted_seconds": plan.prediction.seconds, "certificate": plan.certificate,
+        "peak_bytes": max(m.peak for m in plan.prediction.memory),
         "peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9,
         "load": os.getloadavg()[0], "published": {},
     }  # fmt: skip
     if not case.published:
         return row
-    decided = Pins(precision="bf16")
+    over_time, over_data = split_limits(kept.whole.step)
+    decided = Pins(precision="bf16-params")
     base = base_plan(decided, case.devices, case.batch, "", "", "loss")
     bounds = Bounds(record.problem, base)
     about = [
@@ -154,7 +208,10 @@ def measured(name: str) -> dict[str, Any]:
         for mesh in meshes_of(record.problem, decided, case.batch, layout)
     ]
     for who, mesh in case.published.items():
-        theirs = find(**mesh)
+        theirs = search(
+            kept.whole.step, where, pins=pins | mesh, optimizer_bytes=8, batch=case.batch,
+            microbatch_limit=over_time, data_limit=over_data, profiles=kept,
+        )  # fmt: skip
         faster = sum(seconds < theirs.prediction.seconds for seconds in about)
         row["published"][who] = {
             "plan": theirs.name, "predicted_seconds": theirs.prediction.seconds,
@@ -182,8 +239,9 @@ def main() -> None:
         RESULT.write_text(json.dumps(rows, indent=1) + "\n")
         row = rows[name]
         print(
-            f"{name:16} capture {row['capture_seconds']:6.1f} s, search "
-            f"{row['search_seconds']:6.1f} s, {row['candidates']:,} candidates, "
+            f"{name:16} {row['seconds']:6.1f} s: capture {row['capture_seconds']:.1f}, search "
+            f"{row['search_seconds']:.1f}, build {row['build_seconds']:.1f}; "
+            f"{row['candidates']:,} candidates, "
             f"{row['peak_gb']:.1f} GB: {row['plan']}, {row['predicted_seconds']:.4g} s",
             flush=True,
         )

@@ -140,17 +140,19 @@ def large_table(result: list[dict[str, Any]]) -> str:
 def search_table(result: dict[str, Any]) -> str:
     """Markdown: how long searches took and what they found (`benchmarks/results/search.json`)."""
     rows = [
-        "| model | layers | H100s | capture | search | load | candidates | memory | plan | step |",
-        "|---" * 10 + "|",
+        "| model | layers | H100s | in all | capture | search | programs | load | candidates "
+        "| memory | plan | step | of a device |",
+        "|---" * 13 + "|",
     ]
     beside = ["| model | H100s | mesh | planned | step | guessed to be faster |", "|---" * 6 + "|"]
     for row in result.values():
         known = f"| {row['model']} | "
         rows.append(
-            f"{known}{row['layers']} | {row['devices']:,} | {row['capture_seconds']:.1f} s "
-            f"| {row['search_seconds']:.1f} s | {row['load']:.1f} | {row['candidates']:,} "
-            f"| {row['peak_gb']:.1f} GB "
-            f"| {row['plan']} | {row['predicted_seconds']:.3g} s |"
+            f"{known}{row['layers']} | {row['devices']:,} | {row['seconds']:.1f} s "
+            f"| {row['capture_seconds']:.1f} s | {row['search_seconds']:.1f} s "
+            f"| {row['build_seconds']:.1f} s | {row['load']:.1f} | {row['candidates']:,} "
+            f"| {row['peak_gb']:.1f} GB | {row['plan']} | {row['predicted_seconds']:.3g} s "
+            f"| {row['peak_bytes'] / 2**30:.1f} GiB |"
         )
         for who, theirs in row["published"].items():
             share = theirs["guessed_faster"] / theirs["meshes"]

@@ -41,7 +41,7 @@ from graphaccel.ort.measure import MARGIN, calibration_name
 from graphaccel.ort.session import Sessions
 from graphaccel.passes.exact_microbatch import split_limits
 from graphaccel.passes.localise import localised
-from graphaccel.passes.pipeline import build, fused, placed_fusions
+from graphaccel.passes.pipeline import build, placed_fusions, prepared
 from graphaccel.passes.place_ort import Tools
 from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.layouts import Layouts, LocalGraph, rates_of
@@ -216,10 +216,11 @@ class Compiler:
                 plan = replace(
                     plan, fusions=self._fusions(plan), rates=rates_of(self.cluster, plan)
                 )
-                return localised(fused(step, plan), plan, sizes)
+                made = prepared(step, plan)
+                return LocalGraph(made) if plan.replica == 1 else localised(made, plan, sizes)
 
             base = Plan(1, outputs=self.pins.get("outputs") or "loss")
-            whole = fused(step, replace(base, fusions=self._fusions(base)))
+            whole = prepared(step, replace(base, fusions=self._fusions(base)))
             self._layouts[step.fingerprint] = Layouts(Profile(whole), local)
         return self._layouts[step.fingerprint]
 

@@ -125,8 +125,8 @@ def _error(one: Sample, shares: Shares) -> float:
 
 
 def _microbatch(one: Sample, device: Device) -> float:
-    dtype, gap = one.run.precision, gap_seconds(device)
-    busy = sum(n * (seconds_of(w, device, dtype) + gap * w.calls) for w, n in one.works)
+    gap = gap_seconds(device)
+    busy = sum(n * (seconds_of(w, device) + gap * w.calls) for w, n in one.works)
     return max(busy, device.launch_seconds * sum(n * w.calls for w, n in one.works))
 
 

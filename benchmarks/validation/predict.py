@@ -66,12 +66,12 @@ class Predicted:
 
 
 class _Redrawn(Layouts):
-    """Of systems that draw random numbers again where they recompute; ours keeps them."""
+    """Of systems that draw random numbers and send again where they recompute; ours keeps both."""
 
     def of(self, plan: Plan) -> Profile:
         """The profile of the graph that a device of `plan` runs."""
         profile = super().of(plan)
-        profile.storages.random[:] = False
+        profile.storages.kept[:] = False
         return profile
 
 

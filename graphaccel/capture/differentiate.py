@@ -18,6 +18,7 @@ from torch import fx
 from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from graphaccel.capture.blocks import block_of
 from graphaccel.capture.export import ForwardGraph, GraphInput, GraphOutput
 from graphaccel.compat.torch import fake_mode_of
 from graphaccel.ir.values import module_path, returned
@@ -82,6 +83,7 @@ def differentiate(
     _name_placeholders(joint, forward.inputs + tangent_inputs(forward, trainable, scaled=scaled))
     _tidy(joint)
     _annotate(joint, forward)
+    _merge_casts(joint)
     return joint, forward.outputs + tuple(_gradient(forward.inputs[i]) for i in reached)
 
 
@@ -218,6 +220,22 @@ def _annotate(joint: fx.GraphModule, forward: ForwardGraph) -> None:
         node.meta["origin"] = origin
         node.meta["module"] = modules.get(origin, "")
         node.meta["location"] = locations.get(origin)
+
+
+def _merge_casts(joint: fx.GraphModule) -> None:
+    """One cast of a value to a dtype is enough for all that read it in a block and phase.
+
+    Not before differentiation: gradients then come back through one cast each and are summed in
+    the wide dtype, as autocast does it.
+    """
+    first: dict[Any, fx.Node] = {}
+    for node in list(joint.graph.find_nodes(op="call_function", target=aten._to_copy.default)):
+        place = block_of(node.meta["module"]), node.meta["phase"]
+        kept = first.setdefault((node.args, tuple(sorted(node.kwargs.items())), place), node)
+        if kept is not node:
+            node.replace_all_uses_with(kept)
+            joint.graph.erase_node(node)
+    joint.recompile()
 
 
 def source_line(node: fx.Node) -> tuple[str, int] | None:

@@ -13,7 +13,8 @@ nothing to copy before it. It is issued where the block before starts to compute
 own first use, and what was gathered dies at its last use; the backward gathers again. Kept for the
 backward instead: everything where the plan does not gather again, and on the last stage what
 follows the last block, since its backward comes next. A parameter that several blocks read (tied
-weights) is a group of its own, gathered for each of them.
+weights) is a group of its own, gathered for each of them. A group of which everything is cast to
+one lower precision before it is read, and nothing is kept, is cast before it is gathered.
 Zhao et al., PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel, VLDB 2023, §3.3, 4.
 """
 
@@ -61,7 +62,8 @@ def gather_parameters(
     else:
         groups = [g for g in groups if set(g) <= set(names)]
     shards = {g: _Shards(g, owned, values, ranks) for g in groups}
-    forward = _Gathering(program.forward, program.forward_inputs, shards)
+    low = getattr(torch, plan.precision.compute) if plan.gathers_low else None
+    forward = _Gathering(program.forward, program.forward_inputs, shards, low, keeps_final=last)
     inputs = forward.rewrite()
     program = replace(program, forward_inputs=inputs, groups=tuple(groups))
     if not program.backward_outputs:
@@ -73,7 +75,7 @@ def gather_parameters(
         and (not plan.gather_again or (last and n in forward.final))
     ]  # fmt: skip
     program = _keep(program, {n: forward.full[n] for n in kept})
-    backward = _Gathering(program.backwards[True, True], program.backward_inputs, shards)
+    backward = _Gathering(program.backwards[True, True], program.backward_inputs, shards, low)
     return replace(program, backward_inputs=backward.rewrite())
 
 
@@ -189,10 +191,12 @@ class _Shards:
 
 @dataclass
 class _Region:
-    """A stretch of a graph for which a group is gathered: its uses, in order."""
+    """A stretch of a graph for which a group is gathered: its uses, in order. low: the dtype to
+    which all of them cast, where they are then not needed."""
 
     shards: _Shards
     users: list[tuple[fx.Node, str]]
+    low: torch.dtype | None = None
 
 
 class _Gathering:
@@ -203,9 +207,16 @@ class _Gathering:
     """
 
     def __init__(
-        self, module: fx.GraphModule, values: Sequence[Value], shards: Mapping[Group, _Shards]
+        self,
+        module: fx.GraphModule,
+        values: Sequence[Value],
+        shards: Mapping[Group, _Shards],
+        low: torch.dtype | None,
+        *,
+        keeps_final: bool = False,
     ) -> None:
         self.module, self.values, self.shards = module, values, shards
+        self.low, self.keeps_final = low, keeps_final
         self.nodes = _placeholders(module, values, [n for group in shards for n in group])
         self.uses = _Uses(module, self.nodes)
         self.full: dict[str, fx.Node] = {}
@@ -255,10 +266,22 @@ class _Gathering:
             for user, name in users:  # perhaps tied: gathered for each segment that reads it
                 parts[self.uses.segment[user]].append((user, name))
             found += [_Region(shards, part) for part in parts.values()]
+        found = [replace(region, low=self._cast_to(region)) for region in found]
         return sorted(found, key=lambda region: self.uses.position[region.users[0][0]])
+
+    def _cast_to(self, region: _Region) -> torch.dtype | None:
+        kept = self.keeps_final and any(name in self.final for _, name in region.users)
+        casts = all(
+            u.target is aten._to_copy.default and dict(u.kwargs) == {"dtype": self.low}
+            for u, _ in region.users
+        )
+        return self.low if casts and not kept else None
 
     def _issue(self, region: _Region, flat: fx.Node, before: fx.Node) -> fx.Node:
         ranks = region.shards.ranks
+        if region.low is not None:
+            cast, kind = aten._to_copy.default, {"dtype": region.low}
+            flat = self._call(before, cast, (flat,), flat.meta["val"].to(region.low), kind)
         value = flat.meta["val"]
         whole = value.new_empty(value.numel() * ranks)
         args = (flat, ranks, "data")
@@ -273,7 +296,11 @@ class _Gathering:
         for user, name in region.users:
             if name not in made:
                 made[name] = self._take(user, here, name, region.shards)
-            user.replace_input_with(self.nodes[name], made[name])
+            if region.low is None:
+                user.replace_input_with(self.nodes[name], made[name])
+            else:
+                user.replace_all_uses_with(made[name])
+                self.module.graph.erase_node(user)
         self.full |= made
 
     def _take(self, before: fx.Node, here: fx.Node, name: str, shards: _Shards) -> fx.Node:

@@ -1,6 +1,7 @@
 """The graph of a plan's layout for the planner: sharded over its axes, sizes in examples.
 
-The graph of a few examples is sharded, once. A call that was copied has the sizes it had, as
+The graph of a few examples is sharded, once, with the placements that are best for as many examples
+as there are for each device. A call that was copied has the sizes it had, as
 expressions, divided as its dims now are. Their number has a prime factor that no other size has,
 so that what was put in between tells as well which of its dims count examples.
 """
@@ -72,7 +73,9 @@ def _localised(step: StepGraph, plan: Plan, sizes: Mapping[sympy.Symbol, int] | 
     few = prime * plan.expert if even else plan.microbatch_size  # examples lie on the expert axis
     at = {**step.sizes, **(sizes or {}), **({BATCH: few} if BATCH in step.sizes else {})}
     alone = replace(plan, data=1, microbatches=1, batch=few)
-    made = shard_axes(exact_microbatch(step, alone, at).graph, step, plan)
+    usual = max(1.0, plan.batch / plan.devices)
+    counted = (prime, usual / few) if even else (1, 1.0)
+    made = shard_axes(exact_microbatch(step, alone, at).graph, step, plan, examples=counted)
     for node in made.graph.graph.nodes:
         if "val" in node.meta:
             node.meta["dims"] = _dims(node, node.meta["val"], node.meta.get("dims"), at, prime)

@@ -8,22 +8,30 @@ before                                          after
 
 The lists are autocast's (PyTorch documentation, "Autocast Op Reference"): products in the low
 precision, reductions that need range in float32, everything else in the widest dtype of its inputs.
-Micikevicius et al., Mixed Precision Training, 2018, §3.
+Micikevicius et al., Mixed Precision Training, 2018, §3. What products do not make, such as the sums
+that run through a transformer from block to block, is then float32.
+
+With `stream` low, parameters and floating-point batch leaves are cast before anything reads them,
+as FSDP's `MixedPrecisionPolicy(param_dtype)` does it and Megatron-LM with `--bf16`: norms read and
+give the low precision (their kernels sum in float32), and what is computed in float32 from a value
+in low precision is cast back.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import fx
 from torch.fx.node import map_arg
 
+from graphaccel.capture.blocks import block_of
 from graphaccel.capture.export import ForwardGraph
 from graphaccel.capture.stepgraph import StepGraph, rewritten
 from graphaccel.compat.torch import fake_mode_of, graph_module
-from graphaccel.ir.values import propagate
+from graphaccel.ir.values import module_path, propagate
 from graphaccel.kernels.experts import PRODUCT
 from graphaccel.planner.plan import Plan
 from graphaccel.rules.notation import tensor_arguments
@@ -67,20 +75,30 @@ _WIDE = {
 }
 
 
+_NORMS = {aten.layer_norm.default, aten.group_norm.default}  # their kernels sum in float32
+_REDUCTIONS = {aten.mean.default, aten.mean.dim, aten.sum.default, aten.sum.dim_IntList}
+
+
 def lower_precision(step: StepGraph, plan: Plan) -> StepGraph:
     """The step with casts, differentiated again; as it is in float32."""
-    if plan.precision.compute == "float32":
+    precision = plan.precision
+    if precision.compute == "float32":
         return step
-    low = getattr(torch, plan.precision.compute)
-    return rewritten(step, lambda f: _cast(f, low), scaled=plan.precision.scaled)
+    low, through = getattr(torch, precision.compute), precision.stream == precision.compute
+    return rewritten(step, lambda f: _cast(f, low, through), scaled=precision.scaled)
 
 
-def _cast(forward: ForwardGraph, low: torch.dtype) -> ForwardGraph:
+def _cast(forward: ForwardGraph, low: torch.dtype, through: bool) -> ForwardGraph:
     graph = fx.Graph()
     output = graph.graph_copy(forward.graph.graph, {})
     graph.output(output)
     module = graph_module(forward.graph, graph)
-    cast_graph(graph, low)
+    if through:
+        pairs = zip(graph.find_nodes(op="placeholder"), forward.inputs, strict=True)
+        given = [n for n, spec in pairs if spec.kind in ("parameter", "batch")]
+        _Stream(graph, low, frozenset(given)).cast()
+    else:
+        cast_graph(graph, low)
     if not any(o.kind == "loss" for o in forward.outputs):
         with fake_mode_of([n for n in graph.nodes if n.op == "placeholder"]):
             _restore_outputs(forward, graph.output_node())
@@ -117,6 +135,61 @@ def _cast_inputs(node: fx.Node, low: torch.dtype) -> None:
             node.replace_input_with(source, _to(node, source, wanted))
 
 
+@dataclass
+class _Stream:
+    """Casts under which everything follows the dtype of the parameters. given: placeholders of
+    parameters and of the batch. made: casts, one for each value, dtype and block."""
+
+    graph: fx.Graph
+    low: torch.dtype
+    given: Collection[fx.Node]
+    made: dict[tuple[fx.Node, torch.dtype, str], fx.Node] = field(default_factory=dict)
+
+    def cast(self) -> None:
+        """Put them in, in place; values of nodes are updated."""
+        with fake_mode_of([n for n in self.graph.nodes if n.op == "placeholder"]):
+            for node in list(self.graph.nodes):
+                if node.op == "call_function":
+                    self._one(node)
+        self.graph.lint()
+
+    def _one(self, node: fx.Node) -> None:
+        kinds = {self._kind(n) for n in tensor_arguments(node)}
+        mixed = self.low in kinds and torch.float32 in kinds
+        wide = node.target in _WIDE and node.target not in _NORMS
+        if node.target == aten.pow.Tensor_Scalar:  # as in the mean of squares; a cube is no sum
+            wide = any(user.target in _REDUCTIONS for user in node.users)
+        wanted = None
+        if node.target in _LOW or node.target in _NORMS:
+            wanted = self.low
+        elif wide or mixed:
+            wanted = torch.float32
+        for source in dict.fromkeys(tensor_arguments(node)):
+            kind = source.meta["val"].dtype
+            goal = wanted or self._kind(source)
+            if kind.is_floating_point and kind not in (goal, torch.float64):
+                node.replace_input_with(source, self._to(node, source, goal))
+        _update(node)
+        value = node.meta["val"]
+        if mixed and not wide and isinstance(value, torch.Tensor) and value.dtype == torch.float32:
+            with self.graph.inserting_after(node):
+                back = self.graph.call_function(aten._to_copy.default, (node,))
+            node.replace_all_uses_with(back, delete_user_cb=lambda user: user is not back)
+            back.kwargs = {"dtype": self.low}
+            _describe(back, node, node, self.low)
+
+    def _kind(self, source: fx.Node) -> torch.dtype:
+        """The dtype in which a value is read where nothing else is wanted."""
+        kind = source.meta["val"].dtype
+        return self.low if source in self.given and kind == torch.float32 else kind
+
+    def _to(self, node: fx.Node, source: fx.Node, dtype: torch.dtype) -> fx.Node:
+        key = source, dtype, block_of(module_path(node))
+        if key not in self.made:
+            self.made[key] = _to(node, source, dtype)
+        return self.made[key]
+
+
 def _restore_outputs(forward: ForwardGraph, output: fx.Node) -> None:
     """A script that computes the loss itself gets outputs of the dtypes that the model gives, and
     the gradients it hands in are in these."""
@@ -131,10 +204,15 @@ def _restore_outputs(forward: ForwardGraph, output: fx.Node) -> None:
 def _to(node: fx.Node, source: fx.Node, dtype: torch.dtype) -> fx.Node:
     with node.graph.inserting_before(node):
         new = node.graph.call_function(aten._to_copy.default, (source,), {"dtype": dtype})
+    _describe(new, node, source, dtype)
+    return new
+
+
+def _describe(new: fx.Node, node: fx.Node, source: fx.Node, dtype: torch.dtype) -> None:
+    """What is known of a cast of `source` that is made for `node`."""
     new.meta = {k: node.meta[k] for k in ("nn_module_stack", "stack_trace") if k in node.meta}
     new.meta |= {"made_by": "lower_precision", "stands_for": node.meta.get("stands_for", node.name)}
     new.meta["val"] = source.meta["val"].to(dtype)
-    return new
 
 
 def _update(node: fx.Node) -> None:

@@ -87,9 +87,8 @@ def build(
     Raises: BadPin (GA202), SplitRefused (GA207), TooManyStages (GA203).
     """
     run = Runner(plan)
-    step = run.step(
-        "lower_precision", functools.partial(_once, lower_precision, plan.precision), step
-    )
+    lower = functools.partial(_once, lower_precision, plan.precision)
+    step = run.step("lower_precision", lower, step)
     step = run.step("fuse", functools.partial(_once, fuse, (plan.fusions, plan.outputs)), step)
     step = run.step("synchronise_batch_norm", synchronise_batch_norm, step)
     if not gradients:
@@ -121,8 +120,9 @@ def build(
     )
 
 
-def fused(step: StepGraph, plan: Plan) -> StepGraph:
-    """The step with the plan's fusions, in the precision it was captured in: what is planned on."""
+def prepared(step: StepGraph, plan: Plan) -> StepGraph:
+    """The step in the plan's precision and with its fusions: what is planned on."""
+    step = _once(lower_precision, plan.precision, step, plan)
     return _once(fuse, (plan.fusions, plan.outputs), step, plan)
 
 

@@ -7,8 +7,9 @@ before (block h.0 recomputed)                  after
                                                  %d: = aten.mm(%g, %a_again)
 
 Kept all the same: what other blocks read (the blocks' inputs), what random ops give (a mask is
-drawn once), and what collectives give, but for keys and values gathered along the context. Each
-clone stands just before its first use, so one block's activations live at a time.
+drawn once), and what collectives give, but for gathers: a rank would keep what all of them have
+(Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, 2022, §4.2.2).
+Each clone stands just before its first use, so one block's activations live at a time.
 Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016.
 """
 
@@ -74,9 +75,9 @@ def _candidates(
 
 
 def _kept(node: fx.Node, block: str, stage: Callable[[fx.Node], int]) -> bool:
-    """Random or communicating ops, but for gathers along the context, and values that leave the
-    block or the stage in the forward."""
-    if is_random(node) or ("c10d" in str(node.target) and not _gathers_context(node)):
+    """Random or communicating ops, but for gathers, and values that leave the block or the stage in
+    the forward."""
+    if is_random(node) or ("c10d" in str(node.target) and not _gathers(node)):
         return True
     return any(
         user.op == "output"
@@ -86,12 +87,9 @@ def _kept(node: fx.Node, block: str, stage: Callable[[fx.Node], int]) -> bool:
     )
 
 
-def _gathers_context(node: fx.Node) -> bool:
-    """Whether a call gathers keys and values of a sequence that is split, or waits for them: kept,
-    they would be those of all devices, in every layer."""
-    if node.target is _WAIT:
-        node = node.args[0]
-    return node.target is _GATHER and node.args[-1] == "context"
+def _gathers(node: fx.Node) -> bool:
+    """Whether a call gathers, or waits for what is gathered."""
+    return (node.args[0] if node.target is _WAIT else node).target is _GATHER
 
 
 def _clone(

@@ -1,4 +1,4 @@
-"""Views and casts of sharded parameters are made again in the backward, not kept for it.
+"""Casts of parameters, and of sharded ones views too, are made again in the backward, not kept.
 
 before                                    after (w is sharded at rest)
   %t: = aten.t(%w)          # forward       %t: = aten.t(%w)          # forward
@@ -7,8 +7,9 @@ before                                    after (w is sharded at rest)
   %d: = aten.mm(%g, %s)     # backward      %s: = aten.t(%t_again)    # backward
                                             %d: = aten.mm(%g, %s)     # backward
 
-What the forward keeps for the backward would keep the gathered parameter alive with it. Stands
-before the cut into phases, so that each phase reads the parameter itself.
+What the forward keeps for the backward would keep the gathered parameter alive with it; a cast
+would be kept once for each microbatch in flight. Stands before the cut into phases, so that each
+phase reads the parameter itself.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from graphaccel.rules.propagate import is_random
 
 
 def release_parameters(graph: fx.GraphModule, names: Collection[str]) -> fx.GraphModule:
-    """Rewrite a joint graph in place. names: of the placeholders of sharded parameters."""
+    """Rewrite a joint graph in place. names: of the placeholders of the parameters it is about."""
     if not names:
         return graph
     clones: dict[fx.Node, fx.Node] = {}

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import sympy
+import torch
 
 from graphaccel.capture.stepgraph import StepGraph, of_layers
 from graphaccel.errors import GraphAccelError
@@ -43,6 +44,7 @@ from graphaccel.planner.zero import owned_shards
 from graphaccel.rules.propagate import is_random
 
 log = logging.getLogger("graphaccel.passes")
+_CAST = torch.ops.aten._to_copy.default
 T = TypeVar("T")
 Sizes = Mapping[sympy.Symbol, int]
 
@@ -117,6 +119,7 @@ def _bare(
     inputs = zip(graph.graph.find_nodes(op="placeholder"), step.inputs, strict=False)
     values = {s.name: n for n, s in inputs if s.kind == "parameter"}
     whole = {n.name for s, n in values.items() if s in owned and owned[s].level == 3}
+    whole |= {n.name for n in values.values() if any(u.target is _CAST for u in n.users)}
     graph = run.graph("release_parameters", lambda g: release_parameters(g, whole), graph)
     staged = run.call(
         "cut_stages",

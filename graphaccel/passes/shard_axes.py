@@ -43,10 +43,12 @@ def shard_axes(
     step: StepGraph,
     plan: Plan,
     resting: Mapping[str, tuple[Sharded, ...]] | None = None,
+    examples: tuple[int, float] = (1, 1.0),
 ) -> LocalGraph:
     """The joint graph as each rank of the tensor, context and expert axes runs it.
 
-    resting: how parameters rest already (programs for other batches, evaluation).
+    resting: how parameters rest already (programs for other batches, evaluation). examples: what
+    counts in the choice of placements (`planner.placements.solve_placements`).
 
     Raises BadPin (GA202) for placements that the graph does not allow.
     """
@@ -64,7 +66,7 @@ def shard_axes(
             placed = solve_placements(
                 graph.graph, step.inputs, step.outputs,
                 axis=axis, ranks=ranks, rates=rates, pins=pins,
-                sequence=plan.sequence, keep_outputs=keep,
+                sequence=plan.sequence, keep_outputs=keep, examples=examples,
             )  # fmt: skip
         except ValueError as error:
             raise BadPin(pin="pins", value=dict(plan.placements), reason=str(error)) from error

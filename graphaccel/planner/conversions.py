@@ -22,7 +22,7 @@ class Rates:
 
 
 def conversion_seconds(
-    size: int,
+    size: float,
     floating: bool,
     source: Placement,
     target: Placement,

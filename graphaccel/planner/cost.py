@@ -156,33 +156,30 @@ def _tensors(value: Any, dims: Any) -> list[tuple[Any, Dims]]:
     return []
 
 
-def tensor_bytes(node: fx.Node, resolve: Resolve = _symbolic, narrow: bool = False) -> Amount:
-    """Bytes of all tensors of a node's result; `narrow`: 4-byte floats are kept in 2 bytes."""
+def tensor_bytes(node: fx.Node, resolve: Resolve = _symbolic) -> Amount:
+    """Bytes of all tensors of a node's result."""
     total: Amount = 0
     for value, dims in _tensors(node.meta.get("val"), dims_of(node, resolve)):
-        width = item_bytes(value)
-        if narrow and value.dtype == torch.float32:
-            width = 2
-        total = total + math.prod(dims) * width
+        total = total + math.prod(dims) * item_bytes(value)
     return total
 
 
-def node_bytes(node: fx.Node, resolve: Resolve = _symbolic, narrow: bool = False) -> Amount:
+def node_bytes(node: fx.Node, resolve: Resolve = _symbolic) -> Amount:
     """Bytes a node reads and writes. A repeated input counts once; a gather reads what it gives.
 
     A broadcast view counts by what it is a view of, when sizes are numbers.
     """
     if node.op != "call_function" or is_view(node):
         return 0
-    written = tensor_bytes(node, resolve, narrow)
+    written = tensor_bytes(node, resolve)
     total = written
     gathers = {node.args[0]: written} if _packet(node) in _GATHERS else _gathered(node, resolve)
     for source in dict.fromkeys(node.all_input_nodes):
-        read = tensor_bytes(source, resolve, narrow)
+        read = tensor_bytes(source, resolve)
         if source in gathers:
             read = gathers[source]
         elif resolve is not _symbolic and source.target in (aten.expand.default,):
-            read = min(read, tensor_bytes(first_input(source), resolve, narrow))
+            read = min(read, tensor_bytes(first_input(source), resolve))
         total = total + read
     return total
 
@@ -200,14 +197,14 @@ def _gathered(node: fx.Node, resolve: Resolve) -> dict[Any, Amount]:
     return {a: rows for n, a in zip(names, node.args, strict=True) if n in fusion.gathered}
 
 
-def node_work(node: fx.Node, sizes: Resolve, narrow: bool = False) -> Work:
+def node_work(node: fx.Node, sizes: Resolve) -> Work:
     """What a node asks of a device; `sizes` gives numbers for expressions (`Sizes`).
 
-    narrow: float32 is kept in 2 bytes. Attention that is causal does half of what is counted.
+    Attention that is causal does half of what is counted.
     """
     if node.op != "call_function" or is_view(node):
         return NOTHING
-    return replace(_asked(node, sizes, narrow), op=str(_packet(node)))
+    return replace(_asked(node, sizes), op=str(_packet(node)))
 
 
 def program_work(node: fx.Node) -> Work | None:
@@ -239,8 +236,8 @@ def _numbers(amount: Amount) -> Amount:
     return int(amount)
 
 
-def _asked(node: fx.Node, sizes: Resolve, narrow: bool) -> Work:
-    moved = int(node_bytes(node, sizes, narrow))
+def _asked(node: fx.Node, sizes: Resolve) -> Work:
+    moved = int(node_bytes(node, sizes))
     flops = int(node_flops(node, sizes))
     if not flops:
         return Work(bytes=moved)
@@ -282,13 +279,10 @@ def _causal(node: fx.Node) -> bool:
     return given.get("is_causal") is True
 
 
-def node_seconds(node: fx.Node, device: Device, sizes: Resolve, compute: str = "float32") -> float:
-    """Seconds of a node on `device`, alone; `sizes` gives numbers for expressions (`Sizes`).
-
-    compute: dtype name in which float32 nodes are computed. The casts themselves are not counted.
-    """
-    work = node_work(node, sizes, compute in ("bfloat16", "float16"))
-    return seconds_of(work, device, compute) + work.calls * device.launch_seconds
+def node_seconds(node: fx.Node, device: Device, sizes: Resolve) -> float:
+    """Seconds of a node on `device`, alone; `sizes` gives numbers for expressions (`Sizes`)."""
+    work = node_work(node, sizes)
+    return seconds_of(work, device) + work.calls * device.launch_seconds
 
 
 def step_flops(graph: fx.Graph) -> Amount:

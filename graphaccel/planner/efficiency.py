@@ -77,23 +77,22 @@ def peak_flops(device: Device, dtype: str) -> float:
     return device.peak_flops.get(dtype, device.peak_flops["float32"])
 
 
-def seconds_of(work: Work, device: Device, compute: str = "float32") -> float:
-    """Seconds on `device`, without what starting it costs. compute: dtype name of float32 work."""
-    dtype = compute if work.dtype == "float32" else work.dtype
-    known = measured_seconds(work, dtype, device)
+def seconds_of(work: Work, device: Device) -> float:
+    """Seconds on `device`, without what starting it costs."""
+    known = measured_seconds(work, device)
     if known is not None:
         return max(0.0, known - work.calls * gap_seconds(device))
     seconds = work.bytes / device.memory_bandwidth
     if work.flops:
-        rate = peak_flops(device, dtype) * efficiency(work, device)
+        rate = peak_flops(device, work.dtype) * efficiency(work, device)
         seconds = max(seconds, work.flops / rate)
     return seconds
 
 
-def measured_seconds(work: Work, dtype: str, device: Device) -> float | None:
+def measured_seconds(work: Work, device: Device) -> float | None:
     """Seconds of a call on a device that was measured, from the call that is most like it: as much
     longer as it does more. None where the op was not measured there."""
-    alike = _measured(device).get((work.name, dtype), ())
+    alike = _measured(device).get((work.name, work.dtype), ())
     if not alike:
         return None
     shape = _shape(work)

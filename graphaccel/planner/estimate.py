@@ -27,7 +27,7 @@ from graphaccel.planner.communication import (
     send_seconds,
 )
 from graphaccel.planner.cost import OPTIMIZER
-from graphaccel.planner.footprint import parameter_groups, predict_memory
+from graphaccel.planner.footprint import gathered_sizes, predict_memory
 from graphaccel.planner.offload import host_step_seconds
 from graphaccel.planner.outside import gather_seconds
 from graphaccel.planner.plan import Plan, Prediction
@@ -257,8 +257,8 @@ def _gather_seconds(profile: Profile, work: StageWork, plan: Plan, cluster: Clus
     if plan.zero < 3:
         return _gathers(cluster, [work.gradient], plan)
     span = (work.first, work.end)
-    sizes = profile.once(("groups", span), lambda: [
-        *parameter_groups(profile, held_parameters(profile, [span])).values()])  # fmt: skip
+    sizes = profile.once(("groups", span, plan.gathers_low), lambda: gathered_sizes(
+        profile, held_parameters(profile, [span]), plan))  # fmt: skip
     once = _gathers(cluster, sizes, plan)
     first = _gathers(cluster, [max(sizes, default=0)], plan)
     exposed = 0.0
@@ -382,7 +382,7 @@ def least_moved(profile: Profile, plan: Plan, cluster: Cluster, extra: int = 1) 
     trained = profile.trained_bytes / extra / plan.pipeline
     return LeastMoved(
         seconds(lambda size: _bucketed(cluster, size, (), one), trained * width / 4),
-        seconds(gather, trained),
+        seconds(gather, trained / 2 if plan.gathers_low else trained),
         0.0 if cluster.device.name == "cpu" else _OVERLAP / plan.pipeline,
     )
 

@@ -28,6 +28,8 @@ from graphaccel.planner.works import (
     stage_works,
 )
 
+_TRAVELLING = 2  # messages on their way to and from a rank: one is awaited, one not yet let go of
+
 
 def predict_memory(
     profile: Profile, plan: Plan, cluster: Cluster, optimizer_bytes: int
@@ -58,16 +60,21 @@ def predict_memory(
 
     key = ("peaks", plan.cuts, plan.recompute, split, motion_key(plan), plan.offload)
     ones = sized.once(key, alone)
-    each = [kept for _, kept in ones]
+    numbers = profile.numbers(plan.recompute)
+    sent = sized.once(
+        ("sent", plan.cuts, plan.recompute), lambda: _sent(profile, sized, works, numbers)
+    )
+    each = [kept + gone for (_, kept), gone in zip(ones, sent, strict=True)]
     waiting = held_together(plan, each)
     ranks = []
     for rank, (parameter, trained) in enumerate(owned):
         own = range(rank, plan.stages, plan.pipeline)
-        peaks = {s: ones[s][0].waiting(max(waiting.get(s, 0), 1), ones[s][1]) for s in own}
+        peaks = {s: ones[s][0].waiting(max(waiting.get(s, 0), 1), each[s]) for s in own}
         waits = {s: waiting.get(s, 0) * each[s] for s in own}
         beyond = {s: peaks[s].activation + peaks[s].temporary - waits[s] for s in own}
         top = max(own, key=lambda s: (beyond[s], -s))  # computes; the others wait
         activation = sum(waits.values()) - waits[top] + peaks[top].activation + whole_batch
+        activation += _TRAVELLING * max((sent[s] for s in (*own, rank - 1) if s >= 0), default=0)
         temporary = peaks[top].temporary
         gradient = trained if split else sum(peaks[s].gradient for s in own)
         shard = trained // (plan.data if plan.zero else 1)
@@ -80,8 +87,6 @@ def predict_memory(
             gradient //= plan.data
         if plan.zero == 3:
             parameter //= plan.data
-        if plan.precision.compute in ("bfloat16", "float16"):
-            temporary += trained // 2  # the copy of the weights that is computed with
         tensors = parameter + gradient + optimizer + activation + temporary
         other = cluster.context_bytes + int(cluster.fragmentation * tensors)
         ranks.append(
@@ -91,6 +96,23 @@ def predict_memory(
             )
         )  # fmt: skip
     return tuple(ranks)
+
+
+def _sent(
+    profile: Profile, sized: SizedProfile, works: Sequence[StageWork], recomputed: Sequence[int]
+) -> list[int]:
+    """Bytes of what each stage sends on of one microbatch, but for what its backward needs itself:
+    it lies there until that microbatch's gradient comes back (`schedule.walk`)."""
+    ends = np.array([work.end - 1 for work in works])
+    crossing = profile.crossing
+    source = np.searchsorted(ends, crossing.at)
+    kept, kept_at, *_ = profile.saved(recomputed)
+    wanted = np.full(len(profile.storages), -1)
+    wanted[kept] = np.searchsorted(ends, kept_at)
+    far = np.searchsorted(ends, crossing.last) != source
+    far &= wanted[crossing.storage] != source
+    size = sized.bytes[crossing.storage]
+    return np.bincount(source[far], size[far], minlength=len(works)).astype(np.int64).tolist()
 
 
 def _of_ranks(
@@ -104,15 +126,15 @@ def _of_ranks(
     return tuple(found)
 
 
-def parameter_groups(profile: Profile, held: Sequence[Parameter]) -> dict[str, int]:
-    """Bytes of parameters by the block that reads them, and outside blocks by name: what ZeRO
-    gathers and reduces at once."""
+def gathered_sizes(profile: Profile, held: Sequence[Parameter], plan: Plan) -> list[int]:
+    """Bytes of what ZeRO 3 gathers at once: parameters by the block that reads them, and outside
+    blocks each, in the dtype in which they travel."""
     groups: dict[str, int] = defaultdict(int)
     for parameter in held:
         blocks = {int(profile.block_at[p]) for p in parameter.positions}
         one = blocks.pop() if len(blocks) == 1 else -1
         groups[profile.block_names[one] if one >= 0 else parameter.name] += parameter.bytes
-    return groups
+    return [size // 2 if plan.gathers_low else size for size in groups.values()]
 
 
 @dataclass(frozen=True)

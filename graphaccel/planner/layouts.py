@@ -1,10 +1,11 @@
 """Profiles of the graph that one device runs, for each layout of the tensor, context and expert
-axes.
+axes and each precision.
 
 Dividing the whole graph's numbers would be a guess: what is not divided, what is sent and what is
-gathered follows from where every tensor lies. So the graph is sharded as it will be when it runs,
-and measured like any other. Making it costs about as much as a rewrite of the step, so that each
-layout is made once, and only when a search comes to it.
+gathered follows from where every tensor lies, and in how many bytes each is kept from where the
+casts are. So the graph is rewritten as it will be when it runs, and measured like any other. That
+costs about as much as a rewrite of the step, so that each layout is made once, and only when a
+search comes to it.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ class Layouts:
     """Profiles by layout, made as they are asked for and kept."""
 
     def __init__(self, whole: Profile, localise: Localise | None = None) -> None:
-        """localise: shards the graph as a plan lays its axes; None where nothing can."""
+        """localise: rewrites the graph for a plan's precision and shards it as the plan lays its
+        axes; None where nothing can, and every plan of one device is in the precision of `whole`.
+        """
         self.whole = whole
         self.localise = localise
         self._made: dict[Any, tuple[Profile, LocalGraph]] = {}
@@ -64,7 +67,7 @@ class Layouts:
 
     def known(self, plan: Plan) -> bool:
         """Whether the profile of `plan` is there already."""
-        return plan.replica == 1 or self._key(plan) in self._made
+        return plan.replica == 1 or self._key(plan) in self._made  # of one device: a cheap rewrite
 
     def of(self, plan: Plan) -> Profile:
         """The profile of the graph that a device of `plan` runs.
@@ -72,7 +75,8 @@ class Layouts:
         Raises what sharding raises: BadPin (GA202), MissingRule (GA302). ValueError where there is
         nothing that could shard.
         """
-        return self.whole if plan.replica == 1 else self._layout(plan)[0]
+        given = self.localise is None or plan.precision.compute == "float32"
+        return self.whole if plan.replica == 1 and given else self._layout(plan)[0]
 
     def guessed(self, plan: Plan) -> Mapping[str, tuple[str, ...]]:
         """Axis → calls of the plan's layout that were not placed exactly."""
@@ -98,4 +102,4 @@ class Layouts:
 def _layout_of(plan: Plan) -> Any:
     axes = (plan.tensor, plan.context, plan.expert)
     uneven = plan.microbatch_size if plan.microbatch_size % plan.expert else 0
-    return (*axes, uneven, plan.sequence, plan.placements, plan.precision.compute)
+    return (*axes, uneven, plan.sequence, plan.placements, plan.precision)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -55,7 +55,8 @@ def motion_key(plan: Plan) -> tuple[object, ...]:
         return ()
     once = plan.microbatches == 1
     each = once or plan.accumulation == "shards"
-    return (plan.zero == 3, plan.data, plan.gather_again, once, each, plan.bucket_bytes)
+    again = plan.gather_again, plan.gathers_low
+    return (plan.zero == 3, plan.data, *again, once, each, plan.bucket_bytes)
 
 
 def in_motion(profile: Profile, plan: Plan, span: tuple[int, int]) -> Motion | None:
@@ -131,6 +132,8 @@ def _buckets(plan: Plan, used: Sequence[tuple[Parameter, list[int]]]) -> list[_R
 
 def _gather(moving: Motion, plan: Plan, regions: Sequence[_Region]) -> None:
     """A region's group from where the region before it starts, up to its own end."""
+    if plan.gathers_low:
+        regions = [replace(r, bytes=r.bytes // 2, taken=r.taken // 2) for r in regions]
     for k, region in enumerate(regions):
         ahead = regions[k - 1].first if k else 0
         moving.forward[ahead : region.last + 1] += region.bytes

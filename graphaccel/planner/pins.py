@@ -21,6 +21,7 @@ from graphaccel.schedule.table import SCHEDULE_NAMES
 PRECISIONS: Mapping[str, Precision] = {
     "fp32": Precision(),
     "bf16": Precision(compute="bfloat16"),
+    "bf16-params": Precision(compute="bfloat16", stream="bfloat16"),
     "fp16": Precision(compute="float16", scaled=True),
 }
 RECOMPUTE = ("none", "some", "all")

@@ -104,17 +104,20 @@ def solve_placements(
     pins: Mapping[str, Placement],
     sequence: bool = True,
     keep_outputs: bool = False,
+    examples: tuple[int, float] = (1, 1.0),
 ) -> Placements:
     """Place a joint graph of concrete sizes (`meta["val"]`) on an axis of `ranks`.
 
     inputs, outputs: what the first placeholders and the results are. axis: "tensor" (features and,
     if `sequence`, the sequence), "context" (the sequence) or "expert" (examples and experts).
     pins: placements of parameters by name. keep_outputs: the model's outputs are wanted whole.
+    examples: (a number that divides the elements of what is in examples and of nothing else, what
+    share of them to count): for a graph of more or fewer examples than will run.
 
     Raises ValueError for pins that no row allows.
     """
     problem = PlacementProblem(
-        graph, inputs, outputs, axis, ranks, rates, pins, sequence, keep_outputs
+        graph, inputs, outputs, axis, ranks, rates, pins, sequence, keep_outputs, examples
     )
     return problem.solve()
 
@@ -133,8 +136,10 @@ class PlacementProblem:
         pins: Mapping[str, Placement],
         sequence: bool,
         keep_outputs: bool,
+        counted: tuple[int, float] = (1, 1.0),
     ) -> None:
         self.graph, self.axis, self.ranks, self.rates = graph, axis, ranks, rates
+        self.counted = counted
         self.pins, self.sequence, self.keep_outputs = pins, sequence, keep_outputs
         self.nodes = list(graph.nodes)
         placeholders = [n for n in self.nodes if n.op == "placeholder"]
@@ -187,9 +192,7 @@ class PlacementProblem:
         Small models would not be sharded at all otherwise, though an axis was asked for.
         """
         sizes = [
-            _tensor((n, 0)).numel() * _tensor((n, 0)).element_size()
-            for n in self.calls
-            if counted_packet(n) in flop_registry
+            self._bytes(_tensor((n, 0))) for n in self.calls if counted_packet(n) in flop_registry
         ]
         usual = float(np.median(sizes)) if sizes else 0.0
         return min(self.rates.latency, usual / _FRACTION / self.rates.bandwidth)
@@ -443,7 +446,7 @@ class PlacementProblem:
         if value[0].target in _UNFINISHED:  # on its way: nothing but the wait may read it
             return inf
         tensor = _tensor(value)
-        size = tensor.numel() * tensor.element_size()
+        size = self._bytes(tensor)
         floating = tensor.is_floating_point()
         key = (size, floating, source, target, value[0] in self.resting)
         if key not in self._converted:
@@ -451,7 +454,7 @@ class PlacementProblem:
         return self._converted[key]
 
     def conversion_seconds(
-        self, size: int, floating: bool, source: Placement, target: Placement, held: bool
+        self, size: float, floating: bool, source: Placement, target: Placement, held: bool
     ) -> float:
         """Seconds to convert a tensor of `size` bytes (`planner.conversions`)."""
         return priced(size, floating, source, target, held, self.ranks, self.rates, self.latency)
@@ -470,7 +473,14 @@ class PlacementProblem:
         seconds = work / share + (self.rates.launch if work else 0.0)
         if row.gathered:
             width = _tensor((node, 0)).element_size()
-            passing = row.gathered * width * (self.ranks - 1) / self.ranks / self.rates.bandwidth
+            passing = (
+                self._share(row.gathered)
+                * row.gathered
+                * width
+                * (self.ranks - 1)
+                / self.ranks
+                / self.rates.bandwidth
+            )
             seconds += 2 * (passing + (self.ranks - 1) * self.latency)
         return seconds + self._kept_bytes(node, row) / self.rates.memory / 64
 
@@ -481,7 +491,7 @@ class PlacementProblem:
             tensor = _tensor((node, k))
             smaller = isinstance(placement, Shard) and not placement.by
             share = self.ranks if smaller else 1
-            total += tensor.numel() * tensor.element_size() / share
+            total += self._bytes(tensor) / share
         return total
 
     def _work(self, node: fx.Node) -> float:
@@ -492,13 +502,23 @@ class PlacementProblem:
             return 0.0
         tensors = [a.meta["val"] for a in dict.fromkeys(tensor_arguments(node))]
         tensors += [_tensor((node, k)) for k in range(len(output_shapes(node)))]
-        seconds = sum(t.numel() * t.element_size() for t in tensors) / self.rates.memory
+        seconds = sum(map(self._bytes, tensors)) / self.rates.memory
         formula = flop_registry.get(counted_packet(node))
         if formula is not None:
             args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), _shapes)
             out = _shapes(node)
-            seconds = max(seconds, formula(*args, **kwargs, out_val=out) / self.rates.flops)
+            share = min(self._share(t.numel()) for t in tensors)
+            flops = formula(*args, **kwargs, out_val=out)
+            seconds = max(seconds, flops * share / self.rates.flops)
         return seconds
+
+    def _share(self, elements: int) -> float:
+        """What of a tensor of so many elements is counted."""
+        number, share = self.counted
+        return share if elements % number == 0 else 1.0
+
+    def _bytes(self, tensor: torch.Tensor) -> float:
+        return tensor.numel() * tensor.element_size() * self._share(tensor.numel())
 
 
 def free_nodes(

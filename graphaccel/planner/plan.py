@@ -14,9 +14,12 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class Precision:
-    """Dtype per role, as torch dtype names. `scaled`: dynamic loss scaling (fp16)."""
+    """Dtype per role, as torch dtype names. compute: of products. stream: of what lies between
+    them: float32, or that of compute, where parameters are cast before anything reads them.
+    scaled: dynamic loss scaling (fp16)."""
 
     compute: str = "float32"
+    stream: str = "float32"
     parameter: str = "float32"
     reduce: str = "float32"
     scaled: bool = False
@@ -174,6 +177,13 @@ class Plan:
         return self.expert * self.context * self.tensor
 
     @property
+    def gathers_low(self) -> bool:
+        """Whether ZeRO 3 gathers parameters in the dtype that they are computed with: where all
+        that reads them wants it, and nothing of it is kept for the backward."""
+        through = self.precision.stream != "float32"
+        return through and self.zero == 3 and self.data > 1 and self.gather_again
+
+    @property
     def decisions(self) -> dict[str, Any]:
         """Everything that was decided, by field name."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _NO_DECISION}
@@ -198,7 +208,8 @@ class Plan:
         if self.offload:
             parts.append(f"{' and '.join(self.offload)} on the host")
         if self.precision.compute != "float32":
-            parts.append(self.precision.compute)
+            through = self.precision.stream != "float32"
+            parts.append(self.precision.compute + " parameters" * through)
         if self.compile != "off":
             parts.append(self.compile)
         return " · ".join(parts)

@@ -24,10 +24,11 @@ from graphaccel.planner.cluster import Device
 from graphaccel.planner.cost import first_input, is_view
 from graphaccel.planner.lines import Lines, read_lines, unfolded
 from graphaccel.planner.sized import SizedProfile
-from graphaccel.planner.wires import Wires
+from graphaccel.planner.wires import Wires, is_kept
 from graphaccel.rules.propagate import is_random
 
 _HELD = ("parameter", "buffer", "tangent")  # what one stage has and others do not
+_CAST = torch.ops.aten._to_copy.default
 _FAR = np.iinfo(np.int64).max
 T = TypeVar("T")
 
@@ -63,7 +64,9 @@ class Storages:
     tensor: which of `Profile.tensors` it is, or is a copy of. made: joint row. at: position. ahead:
     made in the forward. value: made by a call; input: number of the placeholder otherwise, -1.
     common: made from batch and constants only, without random numbers, so that every stage that
-      needs it makes it for itself. random: drawn. gradient: of a parameter, handed out.
+      needs it makes it for itself. kept: drawn or sent, which is not done again where a block is
+      computed again. released: a parameter in another dtype, which is made anew for the backward.
+      gradient: of a parameter, handed out.
     uses: (storage, joint row, position, whether it is in the forward), by storage, then by row;
       uses of a view are uses of what it is a view of.
     """
@@ -75,7 +78,8 @@ class Storages:
     value: np.ndarray
     input: np.ndarray
     common: np.ndarray
-    random: np.ndarray
+    kept: np.ndarray
+    released: np.ndarray
     floating: np.ndarray
     gradient: np.ndarray
     uses: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
@@ -109,7 +113,7 @@ class Storages:
     @cached_property
     def saved(self) -> np.ndarray:
         """Made in forward and kept for backward; what is common is made again there instead."""
-        return self.owned & (self.last_backward >= 0)
+        return self.owned & ~self.released & (self.last_backward >= 0)
 
     def _last(self, chosen: np.ndarray) -> np.ndarray:
         found = np.full(len(self), -1)
@@ -177,19 +181,18 @@ class Profile:
         self,
         microbatch: int,
         device: Device,
-        compute: str = "float32",
         wires: Wires | None = None,
     ) -> SizedProfile:
-        """Numbers for `microbatch` examples computed in dtype `compute` on `device`.
+        """Numbers for `microbatch` examples on `device`.
 
         wires: prices of the collectives in the graph, where it has some.
         """
         if wires is not None:  # no call of the graph goes over data, which is outside of the others
             wires = replace(wires, data=1)
         # memory changes no number here
-        key = (microbatch, replace(device, memory=0), compute, wires)
+        key = (microbatch, replace(device, memory=0), wires)
         if key not in self._sized:
-            self._sized[key] = SizedProfile(self, microbatch, device, compute, wires)
+            self._sized[key] = SizedProfile(self, microbatch, device, wires)
         return self._sized[key]
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
@@ -238,7 +241,8 @@ class Profile:
             value=number[row] < 0,
             input=number[row],
             common=~bound[row],
-            random=random[row],
+            kept=(random | lines.told([is_kept(n) for n in lines.nodes]))[row],
+            released=self.node_released[row],
             floating=floating[tensor],
             gradient=gradient,
             uses=(storage, by, self.node_position[by], self.node_forward[by]),
@@ -368,7 +372,7 @@ class Profile:
             storage, place, back, block, own = self._wanted
             again = np.zeros(len(self.block_names) + 1, dtype=bool)  # the last: of no block
             again[list(chosen)] = True
-            inner = again[self.block_at[storages.at]] & ~storages.random
+            inner = again[self.block_at[storages.at]] & ~storages.kept
             counted = (back | again[block]) & ~(inner[storage] & (block == own))
             first = np.full(len(storages), _FAR)
             np.minimum.at(first, storage[counted], place[counted])
@@ -400,6 +404,20 @@ class Profile:
         found = np.flatnonzero(chosen)
         uses = number[storage[chosen[storage]]], place[chosen[storage]]
         return Crossing(found, storages.at[found], last[found], uses)
+
+    @cached_property
+    def node_released(self) -> np.ndarray:
+        """Calls of the forward that give a parameter in another dtype (`passes.release_parameters`
+        does them again for the backward)."""
+        cast = self.lines.told([n.target is _CAST for n in self.lines.nodes])
+        return cast & self._of_parameters & self.node_forward
+
+    @cached_property
+    def node_again(self) -> np.ndarray:
+        """Calls of the forward that computing their block again does again."""
+        kept = np.zeros(len(self.lines.of), dtype=bool)
+        kept[self.storages.made[self.storages.kept]] = True
+        return self.node_forward & ~kept & ~self.node_released
 
     @cached_property
     def _of_parameters(self) -> np.ndarray:

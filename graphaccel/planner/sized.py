@@ -7,7 +7,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
-import torch
 
 from graphaccel.capture.symbols import BATCH
 from graphaccel.planner.cluster import Device
@@ -27,8 +26,9 @@ class SizedProfile:
     forward, backward: seconds of the device; weight: those of the backward that give gradients of
     parameters alone; sent_forward, sent_backward: those of collectives
     among them; host_forward, host_backward: seconds in which the process starts the ops, which goes
-    on beside the device. launches: seconds of the device that starting ops takes. bytes: of each
-    storage.
+    on beside the device. again, sent_again, host_again: of the forward's, what is done again where
+    a block is computed again. launches: seconds of the device that starting ops takes. bytes: of
+    each storage.
     gradients: bytes of parameters' gradients, where they are made. passing_forward,
     passing_backward: the most bytes of values that live only within a phase, while the position
     computes.
@@ -39,25 +39,22 @@ class SizedProfile:
         profile: Profile,
         microbatch: int,
         device: Device,
-        compute: str,
         wires: Wires | None = None,
     ) -> None:
         step, length = profile.step, len(profile)
         sizes: Mapping = {**step.sizes, **({BATCH: microbatch} if BATCH in step.sizes else {})}
         resolve = Sizes(sizes)
-        narrow = compute in ("bfloat16", "float16")
         self._profile = profile
         self._known: dict[Hashable, Any] = {}
         kind, first = profile.alike
-        works = [node_work(n, resolve, narrow) for n in first]
+        works = [node_work(n, resolve) for n in first]
         moves = np.array([n.target in KINDS for n in first])
         sent = np.zeros(len(first))
         if wires is not None:
-            sent = np.array([wires.seconds(n, resolve, narrow) for n in first])
+            sent = np.array([wires.seconds(n, resolve) for n in first])
         calls = np.where(moves, sent > 0, [w.calls for w in works])
         gap = gap_seconds(device)
-        alone = np.where(moves, 0.0, [seconds_of(w, device, compute) + gap * w.calls
-                                      for w in works])  # fmt: skip
+        alone = np.where(moves, 0.0, [seconds_of(w, device) + gap * w.calls for w in works])
         sent, calls, seconds = sent[kind], calls[kind], (alone + sent)[kind]
         self.launches = gap * float(calls.sum())
         place, ahead = profile.node_position, profile.node_forward
@@ -69,8 +66,14 @@ class SizedProfile:
         self.sent_forward, self.sent_backward = summed(sent, ahead), summed(sent, ~ahead)
         self.forward, self.backward = summed(seconds, ahead), summed(seconds, ~ahead)
         self.host_forward, self.host_backward = summed(starting, ahead), summed(starting, ~ahead)
+        again, released = profile.node_again, profile.node_released
+        self.again, self.sent_again = summed(seconds, again), summed(sent, again)
+        self.host_again = summed(starting, again)
+        if released.any():
+            self.backward += summed(seconds, released)
+            self.host_backward += summed(starting, released)
         self._seconds = seconds
-        sizes_of = np.array([_bytes(t, resolve, narrow) for t in profile.tensors], dtype=np.int64)
+        sizes_of = np.array([_bytes(t, resolve) for t in profile.tensors], dtype=np.int64)
         self.bytes = sizes_of[profile.storages.tensor]
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
@@ -134,7 +137,7 @@ class SizedProfile:
         """
         storages, rows = self._profile.storages, len(self._profile.lines.of)
         ahead, back = storages.last_forward, storages.last_backward
-        last = np.where(storages.common | (back < 0), ahead, back)
+        last = np.where(storages.common | storages.released | (back < 0), ahead, back)
         last = np.where(storages.gradient | (last < 0), storages.made, last)
         here = storages.value & ~storages.saved
         size = self.bytes[here]
@@ -172,19 +175,16 @@ class SizedProfile:
         return self.once(("saved", chosen), made)
 
     def block_seconds(self) -> np.ndarray:
-        """Forward seconds of each block: what computing it again costs."""
+        """What computing each block again costs, in seconds."""
         block = self._profile.block_at
         inside = block >= 0
         return np.bincount(
-            block[inside], self.forward[inside], minlength=len(self._profile.block_names)
+            block[inside], self.again[inside], minlength=len(self._profile.block_names)
         )
 
 
-def _bytes(tensor: Tensor, sizes: Sizes, narrow: bool) -> int:
+def _bytes(tensor: Tensor, sizes: Sizes) -> int:
     dims: Any = dims_of(tensor.node, sizes)
     if tensor.item >= 0:
         dims = dims[tensor.item]
-    width = tensor.value.element_size()
-    if narrow and tensor.value.dtype == torch.float32 and tensor.node.op != "placeholder":
-        width = 2
-    return int(np.prod(dims, dtype=np.int64)) * width
+    return int(np.prod(dims, dtype=np.int64)) * tensor.value.element_size()

@@ -47,9 +47,13 @@ def candidate_cuts(profile: Profile, sized: SizedProfile) -> Candidates:
 
 def _candidate_cuts(profile: Profile, sized: SizedProfile) -> Candidates:
     used = np.zeros(len(profile) + 1, dtype=np.int64)
-    for parameter in profile.parameters:
+    casts = np.zeros(len(profile) + 1, dtype=bool)
+    casts[profile.node_position[profile.node_released]] = True
+    computes = np.flatnonzero(~casts)
+    for parameter in profile.parameters:  # a cast of it stands before what computes with it
         if parameter.trainable and parameter.positions:
-            used[parameter.positions[0]] += 1
+            first = np.searchsorted(computes, parameter.positions[0])
+            used[computes[first]] += 1
     used = np.cumsum(used)[:-1]
     between = (used > 0) & (used < used[-1])
     crossing = np.where(between, _crossing_bytes(profile, sized), np.iinfo(np.int64).max)

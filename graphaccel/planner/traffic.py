@@ -23,7 +23,7 @@ from graphaccel.planner.communication import (
 )
 from graphaccel.planner.cost import Sizes
 from graphaccel.planner.estimate import device_number, message_bytes
-from graphaccel.planner.footprint import parameter_groups
+from graphaccel.planner.footprint import gathered_sizes
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.profile import Profile, SizedProfile
 from graphaccel.planner.wires import KINDS, sent_bytes, wires_of
@@ -49,7 +49,6 @@ def traffic(profile: Profile, plan: Plan, cluster: Cluster) -> tuple[Traffic, ..
     sized = sized_for(profile, plan, cluster)
     works = stage_works(profile, sized, plan, cluster.device.launch_seconds)
     wires = wires_of(cluster, plan)
-    narrow = plan.precision.compute in ("bfloat16", "float16")
     step = profile.step
     sizes = Sizes({**step.sizes, **({BATCH: plan.microbatch_size} if BATCH in step.sizes else {})})
     found: dict[tuple[str, str], list[np.ndarray]] = defaultdict(list)
@@ -58,7 +57,7 @@ def traffic(profile: Profile, plan: Plan, cluster: Cluster) -> tuple[Traffic, ..
         if node.target in KINDS:
             row = np.zeros((plan.pipeline, 3))
             rank = int(np.searchsorted(ends, place, side="right")) % plan.pipeline
-            one = 1, sent_bytes(node, sizes, narrow), wires.seconds(node, sizes, narrow)
+            one = 1, sent_bytes(node, sizes), wires.seconds(node, sizes)
             row[rank] = np.array(one) * plan.microbatches
             found[str(node.args[-1]), KINDS[node.target]].append(row)
     for stage, work in enumerate(works):
@@ -92,7 +91,7 @@ def _over_data(
             continue
         calls = max(1, math.ceil(size / plan.bucket_bytes))
         if plan.data > 1 and plan.zero == 3:  # a group of parameters at a time
-            calls = len(_groups(profile, work))
+            calls = len(_groups(profile, work, plan))
         inner = axes
         if plan.data > 1 and plan.zero >= 2:
             one = reduce_scatter_seconds(cluster, size / calls, plan.data, plan.replica)
@@ -105,7 +104,7 @@ def _over_data(
             one = all_reduce_seconds(cluster, size / calls, *wires.group(inner))
             found.append(("+".join(inner), "all-reduce", calls, size, calls * one))
     if plan.zero and plan.data > 1:
-        sizes = [work.gradient] if plan.zero < 3 else _groups(profile, work)
+        sizes = [work.gradient] if plan.zero < 3 else _groups(profile, work, plan)
         again = plan.microbatches * (2 if plan.gather_again else 1) if plan.zero == 3 else 1
         seconds = sum(all_gather_seconds(cluster, n, plan.data, plan.replica) for n in sizes)
         found.append(("data", "all-gather", len(sizes) * again, sum(sizes) * again,
@@ -113,10 +112,10 @@ def _over_data(
     return found
 
 
-def _groups(profile: Profile, work: StageWork) -> list[int]:
+def _groups(profile: Profile, work: StageWork, plan: Plan) -> list[int]:
     """Bytes of what ZeRO 3 gathers at once, of one stage."""
     held = held_parameters(profile, [(work.first, work.end)])
-    return list(parameter_groups(profile, held).values())
+    return gathered_sizes(profile, held, plan)
 
 
 def _messages(

@@ -38,6 +38,12 @@ _SECONDS = {
 }
 
 
+def is_kept(node: fx.Node) -> bool:
+    """Whether what a call gives stays where its block is computed again: a message is not sent
+    again, but for gathers, which would keep what all devices have."""
+    return node.target in KINDS and KINDS[node.target] != "all-gather"
+
+
 @dataclass(frozen=True)
 class Wires:
     """The axes of a mesh on a cluster's links."""
@@ -62,22 +68,22 @@ class Wires:
         """Seconds to sum `size` bytes over some axes together; 0 where they have one device."""
         return all_reduce_seconds(self.cluster, size, *self.group(axes))
 
-    def seconds(self, node: fx.Node, sizes: Resolve, narrow: bool = False) -> float:
+    def seconds(self, node: fx.Node, sizes: Resolve) -> float:
         """Seconds of a collective of the graph; 0 for any other node."""
         kind = KINDS.get(node.target)
         if kind is None:
             return 0.0
-        return _SECONDS[kind](self.cluster, sent_bytes(node, sizes, narrow), *self._of(node))
+        return _SECONDS[kind](self.cluster, sent_bytes(node, sizes), *self._of(node))
 
     def _of(self, node: fx.Node) -> tuple[int, int]:
         return self.group(str(node.args[-1]).split("+"))
 
 
-def sent_bytes(node: fx.Node, sizes: Resolve, narrow: bool = False) -> int:
+def sent_bytes(node: fx.Node, sizes: Resolve) -> int:
     """Bytes of what a collective is about: the whole tensor, of which a rank brings or gets a part
     where it is gathered or scattered."""
     whole = node if KINDS[node.target] == "all-gather" else node.all_input_nodes[0]
-    return int(tensor_bytes(whole, sizes, narrow))
+    return int(tensor_bytes(whole, sizes))
 
 
 def wires_of(cluster: Cluster, plan: Plan) -> Wires:

@@ -21,9 +21,9 @@ _GROUPS = 5
 
 
 def sized_for(profile: Profile, plan: Plan, cluster: Cluster) -> SizedProfile:
-    """The profile at the plan's microbatch size and precision, on the plan's mesh."""
+    """The profile at the plan's microbatch size, on the plan's mesh."""
     wires = wires_of(cluster, plan) if plan.replica > 1 else None
-    return profile.sized(plan.microbatch_size, cluster.device, plan.precision.compute, wires)
+    return profile.sized(plan.microbatch_size, cluster.device, wires)
 
 
 @dataclass(frozen=True)
@@ -88,12 +88,12 @@ def _stage_works(
 ) -> tuple[StageWork, ...]:
     again = np.isin(profile.block_at, profile.numbers(plan.recompute))
 
-    def remade(own: np.ndarray, forward: np.ndarray) -> np.ndarray:
-        return own + np.where(again, forward, 0.0)
+    def remade(own: np.ndarray, more: np.ndarray) -> np.ndarray:
+        return own + np.where(again, more, 0.0)
 
-    backward = remade(sized.backward, sized.forward)
-    sent = remade(sized.sent_backward, sized.sent_forward)
-    host = remade(sized.host_backward, sized.host_forward)
+    backward = remade(sized.backward, sized.again)
+    sent = remade(sized.sent_backward, sized.sent_again)
+    host = remade(sized.host_backward, sized.host_again)
     action = _LAUNCHES_AN_ACTION * launch_seconds
     works = []
     for first, end in stage_positions(profile, plan.cuts):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from graphaccel.planner.explain import TERMS
 
 WIDTH = 110
+_LINES, _FIRST, _LAST = 20, 8, 4  # of lines that are much alike, those shown
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 CATEGORIES = {
     "parameter": ("param", "P"),
@@ -73,3 +74,19 @@ def folded(modules: Sequence[str]) -> str:
     """`layers.*.mlp x 4, norm`: numbers folded, so that repeated layers are one entry."""
     counts = Counter(".".join("*" if p.isdigit() else p for p in m.split(".")) for m in modules)
     return ", ".join(f"{m} x {n}" if n > 1 else m for m, n in counts.items())
+
+
+def shortened(lines: Sequence[str], keep: Collection[int] = ()) -> list[str]:
+    """Of many lines that are much alike the first and last, and those to `keep` (by number): the
+    data (`--format json`) has all of them."""
+    if len(lines) <= _LINES:
+        return list(lines)
+    shown = sorted({*range(_FIRST), *range(len(lines) - _LAST, len(lines)), *keep})
+    found: list[str] = []
+    for before, number in zip([-1, *shown], shown, strict=False):
+        if number > before + 2:
+            found.append(f"  ... {number - before - 1} more")
+        elif number == before + 2:
+            found.append(lines[number - 1])
+        found.append(lines[number])
+    return found

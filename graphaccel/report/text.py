@@ -24,6 +24,7 @@ from graphaccel.report.format import (
     plural,
     right_aligned,
     seconds_text,
+    shortened,
     term_name,
     unit_of,
     wrapped,
@@ -115,13 +116,14 @@ def _decisions(facts: Facts) -> list[str]:
         )
         for s in facts.stages
     ]
-    lines += [clipped(line) for line in columns(rows)]
-    lines += [
+    lines += shortened([clipped(line) for line in columns(rows)])
+    cuts = [
         f"  cut {s.stage}|{s.stage + 1} after {s.cut} ({s.cut_module}), "
         f"{format_bytes(s.crossing)} per microbatch each way"
         for s in facts.stages
         if s.cut
     ]
+    lines += shortened(cuts)
     if plan.recompute:
         lines.append(clipped(f"  recompute {fold(plan.recompute, parameters=False)}"))
     return lines + [clipped(line) for line in ort_lines(plan)]
@@ -155,8 +157,8 @@ def _memory(facts: Facts) -> list[str]:
         if measured:
             cells.append(in_unit(measured[m.rank] + m.other, size))
         rows.append((f"  rank {m.rank} ({plural(copies, 'device')})", *cells, _bar(m, total)))
-    lines = right_aligned(rows)
     top = max(memory, key=lambda m: (m.peak, -m.rank))
+    lines = shortened(right_aligned(rows), keep=(memory.index(top) + 1,))
     lines += _host(facts)
     context = format_bytes(cluster.context_bytes)
     lines.append(clipped(f"  peak at: rank {top.rank}, {top.at}"))
@@ -227,7 +229,7 @@ def _time(facts: Facts) -> list[str]:
         )
     if len(facts.stages) > 1:
         schedule, spans = _as_schedule(facts.events)
-        lines += [f"  {row}" for row in gantt(schedule, spans, _GANTT).splitlines()]
+        lines += shortened([f"  {row}" for row in gantt(schedule, spans, _GANTT).splitlines()])
         apart = any(a.kind == "weight" for actions in schedule for a in actions)
         lines.append(f"  {LEGEND_APART if apart else LEGEND}")
     return lines

@@ -12,14 +12,37 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
-def measured() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("measured", ROOT / "docs" / "measured.py")
+def _script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def measured() -> ModuleType:
+    return _script("measured")
+
+
+def test_the_picture_of_growth_is_that_of_the_committed_results() -> None:
+    growth = _script("growth")
+    drawn = growth.growth_picture(json.loads(growth.RESULT.read_text()))
+    assert growth.PICTURE.read_text() == drawn, "run python docs/growth.py"
+    assert drawn.count("<polyline") == 2 * len(growth.PANELS)
+
+
+def test_a_point_for_each_row(tmp_path: Path) -> None:
+    row = {"layers": 4, "search_seconds": 1.0, "seconds": 8.0}
+    rows = {f"layers-{n}": row | {"layers": n} for n in (4, 2, 1000)} | {
+        "kinds-1": row | {"kinds": 1}
+    }
+    drawn = _script("growth").growth_picture(rows)
+    assert drawn.count("<circle") == 6
+    assert [drawn.index(f"{n}: 8.00 s") for n in ("2", "4", "1,000")] == sorted(
+        drawn.index(f"{n}: 8.00 s") for n in ("2", "4", "1,000")
+    )
 
 
 def test_the_readme_shows_the_committed_results(measured: ModuleType) -> None:

@@ -126,7 +126,7 @@ error[GA202]: {said} can not be planned
             {"precision": "fp8"},
             "precision='fp8'",
             "unknown",
-            "use one of:  precision=fp32  precision=bf16  precision=fp16",
+            "use one of:  precision=fp32  precision=bf16  precision=bf16-params  precision=fp16",
         ),
         (
             {"microbatches": 0},

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import BATCH
 from graphaccel.passes.fuse import fuse
+from graphaccel.passes.lower_precision import lower_precision
 from graphaccel.planner.cluster import Device, OpTime
 from graphaccel.planner.cost import (
     Sizes,
@@ -25,7 +26,7 @@ from graphaccel.planner.cost import (
     step_flops,
 )
 from graphaccel.planner.efficiency import Work, seconds_of
-from graphaccel.planner.plan import Plan
+from graphaccel.planner.plan import Plan, Precision
 from graphaccel.planner.profile import Profile
 from tests.support.zoo import ZOO, call, loss_of
 
@@ -120,14 +121,16 @@ def test_halving_the_batch_does_not_halve_the_floor(captured: Captured) -> None:
 def test_lower_precision_halves_bytes_and_uses_its_peak(captured: Captured) -> None:
     step = captured("gpt")
     sizes = Sizes(step.sizes)
-    gelu = node_of(step, aten.gelu.default)
-    assert node_bytes(gelu, sizes, narrow=True) * 2 == node_bytes(gelu, sizes)
     slow_memory = Device("test", 1, {"float32": 1.0, "bfloat16": 4.0}, 1e30, 0.0)
-    product = node_of(step, aten.addmm.default)
-    full = node_seconds(product, slow_memory, sizes)
-    assert node_seconds(product, slow_memory, sizes, "bfloat16") == pytest.approx(full / 4)
+    low = {kind: lower_precision(step, Plan(1, precision=Precision(kind)))
+           for kind in ("bfloat16", "float16")}  # fmt: skip
+    gelu = node_bytes(node_of(step, aten.gelu.default), sizes)
+    assert node_bytes(node_of(low["bfloat16"], aten.gelu.default), sizes) * 2 == gelu
+    product = node_seconds(node_of(step, aten.addmm.default), slow_memory, sizes)
+    seconds = {kind: node_seconds(node_of(made, aten.addmm.default), slow_memory, sizes)
+               for kind, made in low.items()}  # fmt: skip
     # No float16 entry: no fast path, so it runs as float32.
-    assert node_seconds(product, slow_memory, sizes, "float16") == pytest.approx(full)
+    assert seconds == pytest.approx({"bfloat16": product / 4, "float16": product})
 
 
 def test_causal_attention_does_half(captured: Captured) -> None:
@@ -168,4 +171,5 @@ def test_what_was_measured_is_taken() -> None:
     tanh = Work(bytes=160, op="aten.tanh")
     assert seconds_of(tanh, device) == pytest.approx(1e-6 + 2 * 2e-6 - 1e-6)
     assert seconds_of(replace(tanh, op="aten.exp"), device) == seconds_of(tanh, DEVICE)
-    assert seconds_of(product, device, "bfloat16") == seconds_of(product, DEVICE, "bfloat16")
+    low = replace(product, dtype="bfloat16")
+    assert seconds_of(low, device) == seconds_of(low, DEVICE)

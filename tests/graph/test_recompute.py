@@ -92,7 +92,7 @@ class Dropping(nn.Module):
 def test_random_results_stay_saved(made_up: MadeUp) -> None:
     profile = Profile(capture(Dropping().train(), flatten_call((torch.randn(8, 16),), {})))
     sized = profile.sized(8, made_up(1).device)
-    random = np.flatnonzero(profile.storages.random & profile.storages.saved)
+    random = np.flatnonzero(profile.storages.kept & profile.storages.saved)
     assert len(random)
     kept, _, again, _ = profile.saved(range(len(profile.block_names)))
     assert set(random.tolist()) <= set(kept.tolist())

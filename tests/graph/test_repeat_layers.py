@@ -95,7 +95,7 @@ def columns(profile: Profile, cluster: Cluster, plan: Plan) -> list[object]:
         sized.host_backward, sized.bytes, sized.passing_forward, sized.passing_backward,
         sized.gradients,
     ]  # fmt: skip
-    for name in "made at ahead value input common random floating gradient".split():
+    for name in "made at ahead value input common kept released floating gradient".split():
         arrays.append(getattr(storages, name))
     plain = [profile.modules, profile.parameters, profile.partial, profile.block_names]
     return [*plain, sized.batch_bytes, sized.launches, *(a.tolist() for a in arrays)]
@@ -199,7 +199,7 @@ def assert_same(few: StepProgram, full: StepProgram, plan: Plan) -> None:
 @pytest.mark.parametrize(
     "plan",
     [
-        Plan(4, data=2, tensor=2, zero=3, microbatches=3, batch=12, sequence=False,
+        Plan(4, data=2, tensor=2, zero=3, microbatches=3, batch=12,
              accumulation="shards", recompute=tuple(f"blocks.{n}" for n in range(6))),
         Plan(2, data=2, microbatches=2, batch=8,
              recompute=("blocks.0", *(f"blocks.{n}" for n in range(6, 11)))),

@@ -12,7 +12,7 @@ from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.search import search
 from graphaccel.report.facts import fold
-from graphaccel.report.format import seconds_text
+from graphaccel.report.format import seconds_text, shortened
 from graphaccel.report.text import plan_report
 
 Captured = Callable[[str], StepGraph]
@@ -84,3 +84,10 @@ def test_names_are_folded() -> None:
 )
 def test_seconds(seconds: float, text: str) -> None:
     assert seconds_text(seconds) == text
+
+
+def test_many_lines_are_shortened() -> None:
+    lines = [f"stage {n}" for n in range(128)]
+    assert shortened(lines[:20]) == lines[:20]
+    found = shortened(lines, keep=(60, 122))
+    assert found == [*lines[:8], "  ... 52 more", lines[60], "  ... 61 more", *lines[122:]]

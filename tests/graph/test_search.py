@@ -134,7 +134,7 @@ PINS = st.fixed_dictionaries(
         "microbatches": st.sampled_from([1, 2, 4, 8]),
         "interleave": st.sampled_from([1, 2]),
         "recompute": st.sampled_from(["none", "some", "all", ("blocks.1",)]),
-        "precision": st.sampled_from(["fp32", "bf16", "fp16"]),
+        "precision": st.sampled_from(["fp32", "bf16", "bf16-params", "fp16"]),
         "schedule": st.sampled_from(["1f1b", "gpipe", "interleaved"]),
         "bucket_bytes": st.sampled_from([1 << 20, 1 << 24]),
         "outputs": st.sampled_from(["loss", "all"]),

@@ -12,7 +12,10 @@ from hypothesis import strategies as st
 
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.errors import TooManyStages
+from graphaccel.passes.lower_precision import lower_precision
 from graphaccel.planner.cluster import Cluster
+from graphaccel.planner.pins import PRECISIONS
+from graphaccel.planner.plan import Plan
 from graphaccel.planner.profile import Profile, SizedProfile
 from graphaccel.planner.stages import (
     Chain,
@@ -213,3 +216,18 @@ def test_positions_of_stages(captured: Captured) -> None:
     for wrong in (("nonsense",), ("add_4", "add_2"), ("add_4", "add_4")):
         with pytest.raises(ValueError, match=r"cuts|called"):
             stage_positions(profile, wrong)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16-params", "fp16"])
+def test_casts_of_parameters_are_no_work_of_their_own(
+    precision: str, captured: Captured, made_up: MadeUp
+) -> None:
+    """In lower precision there are at least as many cuts as in float32."""
+    step = captured("gpt")
+    low = Plan(1, precision=PRECISIONS[precision])
+    device = made_up(2).device
+    counts = [
+        len(candidate_cuts(profile, profile.sized(2, device)).positions)
+        for profile in (Profile(step), Profile(lower_precision(step, low)))
+    ]
+    assert 0 < counts[0] <= counts[1]

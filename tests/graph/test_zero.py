@@ -16,7 +16,7 @@ from graphaccel.errors import BadPin, InfeasiblePlan
 from graphaccel.ir.program import Sharded, StageProgram
 from graphaccel.passes.pipeline import build
 from graphaccel.planner.cluster import Cluster
-from graphaccel.planner.pins import replicate, shard
+from graphaccel.planner.pins import PRECISIONS, replicate, shard
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.search import search
 from graphaccel.planner.zero import data_dim, owned_shards
@@ -81,6 +81,22 @@ def test_without_gathering_again_there_is_one(captured: Captured) -> None:
     stage = _stage(captured("gpt"), zero=3, gather_again=False)
     assert _count(stage.forward, GATHER) == 8
     assert _count(stage.backwards[True, True], GATHER) == 0
+
+
+def test_cast_parameters_travel_in_bf16(captured: Captured) -> None:
+    """All but what the last stage keeps for its backward; under autocast norms want float32."""
+    step = captured("gpt")
+    found = {}
+    for name in ("bf16", "bf16-params"):
+        stage = _stage(step, zero=3, precision=PRECISIONS[name])
+        for graph in (stage.forward, stage.backwards[True, True]):
+            kinds = [n.meta["val"].dtype for n in graph.graph.nodes if n.target is GATHER]
+            found.setdefault(name, []).append(kinds)
+    low, wide = torch.bfloat16, torch.float32
+    assert all(kinds == [wide] * len(kinds) for kinds in found["bf16"])
+    forward, backward = found["bf16-params"]
+    assert forward == [low] * (len(forward) - 1) + [wide]
+    assert backward == [low] * len(backward)
 
 
 @pytest.mark.parametrize(("accumulation", "each"), [("whole", 0), ("shards", 7)])
