@@ -154,7 +154,6 @@ def measured(name: str) -> dict[str, Any]:
     from graphaccel.planner.pins import Pins, base_plan
     from graphaccel.planner.record import Record
     from graphaccel.planner.search import search
-    from graphaccel.report.facts import gather
     from graphaccel.report.text import plan_report
 
     class Timed(Compiler):
@@ -179,8 +178,8 @@ def measured(name: str) -> dict[str, Any]:
     step, plan, program = compiler.choose(batch, record)
     chosen = time.perf_counter()
     kept = compiler.layouts(step, sizes)
-    plan_report(gather(plan, kept.whole.step, where, model_name="", assumed="", layouts=kept,
-                       program=program))  # fmt: skip
+    plan_report(plan, kept.whole.step, where, model_name="", assumed="", layouts=kept,
+                program=program)  # fmt: skip
     end = time.perf_counter()
     assert record.problem is not None
     assert record.outcome is not None
