@@ -7,6 +7,8 @@ device. Each number of layers in a process of its own. Seconds by the clock, and
 which other programs on the machine change less; `load` is how many ran. Planning tells what the
 programs of all ranks hold and need without making their nodes; making those of a rank, which it
 does when it first runs, is timed apart. `plans_built`: plans that turn out not to fit cost as much.
+Twice: with the rest of the plan free, and with microbatches and recomputation pinned, so that all
+depths have the same decisions and what an added layer costs is seen by itself.
 """
 
 from __future__ import annotations
@@ -18,14 +20,16 @@ import resource
 import subprocess
 import sys
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 LAYERS = (8, 32, 126)
+SAME = {"microbatches": 1, "recompute": "all"}
 RESULTS = Path(__file__).parent / "results" / "large.json"
 
 
-def measured(layers: int) -> dict[str, Any]:
+def measured(layers: int, same: bool) -> dict[str, Any]:
     """Seconds of each part, and the peak of memory in GB, in this process."""
     import torch
     import transformers
@@ -42,7 +46,7 @@ def measured(layers: int) -> dict[str, Any]:
         model = transformers.LlamaForCausalLM(config).train()
         ids = torch.zeros(64, 8192, dtype=torch.long)
     batch = as_batch({"input_ids": ids, "labels": torch.zeros_like(ids)})
-    pins = {"tensor": 8, "zero": 3, "data": 8}
+    pins = {"tensor": 8, "zero": 3, "data": 8, **(SAME if same else {})}
     compiler = Compiler(Model(model, None, 2.0), cluster("h200-141gb", 64), pins)
     start, cpu = time.perf_counter(), time.process_time()
     step, _ = compiler.capture(batch)
@@ -53,6 +57,7 @@ def measured(layers: int) -> dict[str, Any]:
     made, made_cpu = time.perf_counter(), time.process_time()
     return {
         "layers": layers,
+        "same": same,
         "ops": step.nodes,
         "plan": plan.name,
         "plans_built": 1 + sum("once built" in note for note in plan.notes),
@@ -72,17 +77,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, nargs="*", default=LAYERS)
     parser.add_argument("--one", type=int, help="in this process; prints JSON")
+    parser.add_argument("--same", action="store_true", help="of --one: decisions pinned")
     args = parser.parse_args()
     if args.one is not None:
-        print(json.dumps(measured(args.one)))
+        print(json.dumps(measured(args.one, args.same)))
         return
     rows = []
     print(
         f"{'layers':>6} {'ops':>7} {'capture s':>10} {'(cpu)':>7} {'plan s':>7} {'(cpu)':>7} "
         f"{'nodes s':>8} {'built':>5} GB"
     )
-    for layers in args.layers:
+    for same, layers in product((False, True), args.layers):
         command = [sys.executable, "-m", "benchmarks.large", "--one", str(layers)]
+        command += ["--same"] * same
         out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
         row = json.loads(out.splitlines()[-1])
         rows.append(row)
@@ -90,7 +97,7 @@ def main() -> None:
             f"{layers:6} {row['ops']:7,} {row['capture_seconds']:10.1f} "
             f"{row['capture_cpu_seconds']:7.1f} {row['plan_and_rewrite_seconds']:7.1f} "
             f"{row['plan_and_rewrite_cpu_seconds']:7.1f} {row['nodes_seconds']:8.1f} "
-            f"{row['plans_built']:5} {row['peak_gb']:.2f}",
+            f"{row['plans_built']:5} {row['peak_gb']:.2f}{'  same decisions' * same}",
             flush=True,
         )
         RESULTS.write_text(json.dumps(rows, indent=1) + "\n")

@@ -125,12 +125,14 @@ def validation_table(result: dict[str, Any]) -> str:
 def large_table(result: list[dict[str, Any]]) -> str:
     """Markdown: what planning deeper and deeper models takes, a row a depth (`large.json`)."""
     rows = [
-        "| layers | ops | capture | plan and rewrite | plans built | all nodes | memory | load |",
-        "|---" * 8 + "|",
+        "| decisions | layers | ops | capture | plan and rewrite | plans built | all nodes "
+        "| memory | load |",
+        "|---" * 9 + "|",
     ]
     rows += [
-        f"| {row['layers']} | {row['ops']:,} | {row['capture_seconds']:.1f} s "
-        f"| {row['plan_and_rewrite_seconds']:.1f} s | {row['plans_built']} "
+        f"| {'the same' if row['same'] else 'planned'} | {row['layers']} | {row['ops']:,} "
+        f"| {row['capture_seconds']:.1f} s | {row['plan_and_rewrite_seconds']:.1f} s "
+        f"| {row['plans_built']} "
         f"| {row['nodes_seconds']:.1f} s | {row['peak_gb']:.2f} GB | {row['load']:.1f} |"
         for row in result
     ]
