@@ -292,7 +292,7 @@ def peaks_of_a_step(
     ignored = {id(storage) for storage in others}
     with PeakMeter(
         resident=[t for t in tensors_alive() if id(t.untyped_storage()) not in ignored],
-        host=model.graphaccel.host_tensors(),
+        host=model.graphaccel.host_tensors() if hasattr(model, "graphaccel") else (),
     ) as meter:
         loss_of(call(model, batch), batch, loss_fn).backward()
     return meter.peak, meter.host_peak
