@@ -117,16 +117,41 @@ def _mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
 
 
-def _bert() -> Job:
+def _bert(width: int = WIDTH, layers: int = 4, heads: int = HEADS, tokens: int = 1024) -> Job:
     import transformers
 
     config = transformers.BertConfig(
-        vocab_size=VOCABULARY, hidden_size=WIDTH, num_hidden_layers=4, num_attention_heads=HEADS,
-        intermediate_size=4 * WIDTH, max_position_embeddings=TOKENS, num_labels=5,
+        vocab_size=tokens, hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads,
+        intermediate_size=4 * width, max_position_embeddings=TOKENS, num_labels=5,
         hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     batch = {"input_ids": _tokens(), "labels": torch.randint(5, (BATCH,))}
     return transformers.BertForSequenceClassification(config), batch
+
+
+def _t5() -> Job:
+    import transformers
+
+    config = transformers.T5Config(
+        vocab_size=VOCABULARY, d_model=WIDTH, d_ff=4 * WIDTH, d_kv=WIDTH // HEADS, num_layers=2,
+        num_heads=HEADS, dropout_rate=0.0, use_cache=False, decoder_start_token_id=0,
+    )  # fmt: skip
+    return transformers.T5ForConditionalGeneration(config), {
+        "input_ids": _tokens(),
+        "labels": _tokens(),
+    }
+
+
+def _vit() -> Job:
+    import transformers
+
+    config = transformers.ViTConfig(
+        hidden_size=WIDTH, num_hidden_layers=4, num_attention_heads=HEADS,
+        intermediate_size=4 * WIDTH, image_size=176, patch_size=16, num_labels=5,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    batch = {"pixel_values": torch.randn(BATCH, 3, 176, 176), "labels": torch.randint(5, (BATCH,))}
+    return transformers.ViTForImageClassification(config), batch
 
 
 def _gpt2() -> Job:
@@ -155,9 +180,12 @@ ROWS: Mapping[str, Callable[[], Job]] = MappingProxyType(
         ),
         "bert": _bert,
         "gpt2": _gpt2,
+        "t5": _t5,
+        "vit": _vit,
+        "bert_base": lambda: _bert(768, 12, 12, 30522),
     }
 )
-MODELS = ("bert", "gpt2")
+MODELS = ("bert", "gpt2", "t5", "vit", "bert_base")
 
 
 def sides_of(job: Job, inductor: bool, auto: bool) -> tuple[dict[str, Step], dict[str, int]]:
