@@ -16,7 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from graphaccel.arguments import check_arguments, device_count, read_plan, with_command_line
+from graphaccel.arguments import (
+    check_arguments,
+    check_can_run,
+    device_count,
+    read_plan,
+    with_command_line,
+)
 from graphaccel.capture.batch import flatten_call
 from graphaccel.capture.export import LossFn, split_targets
 from graphaccel.compiler import Compiler
@@ -89,6 +95,7 @@ def optimize(
     if planning:
         return _plan_only(PlanRequested(model, optimizer, loss_fn, pins, example_batch))
     given = read_plan(plan, pins)
+    check_can_run(given, pins)
     count = device_count(devices, given, cluster)
     ensure_launched(count)
     device = _start(count, timeout)

@@ -16,7 +16,7 @@ from graphaccel.capture.export import OUTSIDE
 from graphaccel.errors import BadPin, GraphMisuse, HookNotKept, Unsupported
 from graphaccel.messages import Location
 from graphaccel.planner.cluster import Cluster
-from graphaccel.planner.pins import NAMES
+from graphaccel.planner.pins import NAMES, PRECISIONS
 from graphaccel.planner.plan import Plan
 from graphaccel.runtime.module import original_class
 
@@ -117,6 +117,19 @@ def check_hooks(modules: Iterable[tuple[str, nn.Module]]) -> None:
                     code = getattr(hook, "__code__", None)
                     line = Location(code.co_filename, code.co_firstlineno) if code else None
                     raise HookNotKept(module=name, kind=kind, location=line)
+
+
+def check_can_run(given: Plan | None, pins: Mapping[str, Any]) -> None:
+    """Raises BadPin (GA202) for what can be planned and not be run yet."""
+    name = pins.get("precision")
+    precision = PRECISIONS.get(str(name)) if given is None else given.precision
+    if precision is not None and precision.planned_only:
+        raise BadPin(
+            pin="precision",
+            value=name or "fp8",
+            reason="products in 8 bits can be planned (`graphaccel plan`), not run yet",
+            allowed=tuple(n for n, p in PRECISIONS.items() if not p.planned_only),
+        )
 
 
 def read_plan(given: str | Path | Plan | None, pins: Mapping[str, Any]) -> Plan | None:

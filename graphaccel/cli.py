@@ -164,7 +164,7 @@ def _add_pins(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
         help="zero 2 and 3: reduce gradients in the last microbatch, or in each, for less memory",
     )
     pins.add_argument("--recompute", choices=("none", "some", "all"))
-    pins.add_argument("--precision", choices=("fp32", "bf16", "bf16-params", "fp16"))
+    pins.add_argument("--precision", choices=("fp32", "tf32", "bf16", "bf16-params", "fp16", "fp8"))
     pins.add_argument(
         "--compile", choices=("off", "inductor"), help="let Inductor compile the graphs of stages"
     )

@@ -156,7 +156,7 @@ class Handle:
             chosen, program.shared.values(), self._device, timedelta(seconds=self._timeout)
         )
         scale = LossScale(self._device) if chosen.precision.scaled else None
-        session = Session(self._model, mesh, scale)
+        session = Session(self._model, mesh, scale, chosen.precision.products)
         optimizer = self._optimizer
         if optimizer is not None and (program.owned or program.resting):
             check_elementwise(optimizer)

@@ -17,9 +17,9 @@ from graphaccel.ir.program import Sharded
 from graphaccel.model import Model, as_batch
 from graphaccel.planner.cluster import Cluster, cluster
 from graphaccel.planner.cost import Sizes, node_work
-from graphaccel.planner.efficiency import Work
+from graphaccel.planner.efficiency import Work, computing
 from graphaccel.planner.layouts import Layouts
-from graphaccel.planner.plan import Plan, StageMemory
+from graphaccel.planner.plan import Plan, Precision, StageMemory
 from graphaccel.planner.profile import Profile
 from graphaccel.planner.search import search
 
@@ -126,6 +126,7 @@ def _cluster(run: Run, devices: int) -> Cluster:
         launch_seconds=system.launch_seconds or where.device.launch_seconds,
         product=where.device.product * (system.hopper if run.device.startswith("h100") else 1.0),
     )
+    device = computing(device, Precision(run.precision, products=run.products))
     inner, *outer = where.links
     inner = replace(
         inner,

@@ -20,6 +20,8 @@ DEVICES = {
     "B200-SXM": "b200-192gb",
 }
 PRECISIONS = {"fp16": "float16", "bf16": "bfloat16", "amp_bf16": "bfloat16"}
+# Products in 8 bits between bf16 values; how their scales are found is not told apart.
+_EIGHT_BITS = ("fp8", "amp_fp8", "fp8-cs", "fp8-mx", "fp8-rowwise", "fp8-tensorwise", "mxfp8")
 # Python of an eager framework, for each operation: the least time of a layer in vTrain's one-node
 # grid, 3.3 ms, by the operations that its graph has here.
 _EAGER_LAUNCH = 50e-6
@@ -80,7 +82,8 @@ SYSTEMS = {
 class Run:
     """One published run that can be predicted. seconds: of a step, as measured. memory: bytes at
     the peak as measured, or None. kind: "llama" (SwiGLU, RMS norms, rotary embeddings, grouped
-    queries), "nemotron" (squared ReLU in place of SwiGLU) or "gpt". precision: torch dtype name."""
+    queries), "nemotron" (squared ReLU in place of SwiGLU) or "gpt". precision, products: torch
+    dtype names, of values and of what products round them to where that is another."""
 
     source: str
     group: str
@@ -107,6 +110,7 @@ class Run:
     sequence_parallel: bool
     zero: int
     precision: str
+    products: str
     seconds: float
     memory: int | None
 
@@ -137,7 +141,7 @@ def _run(row: dict[str, str]) -> Run | str:
 
     if row["gpu_type"] not in DEVICES:
         return f"device {row['gpu_type']} is not in the catalogue"
-    if row["precision"] not in PRECISIONS:
+    if row["precision"] not in (*PRECISIONS, *_EIGHT_BITS):
         return f"precision {row['precision'] or 'not stated'}"
     if number("ep", 1) > 1 or "MoE" in row["notes"] or "deepseek" in row["model"].lower():
         return "mixture of experts"
@@ -193,7 +197,8 @@ def _run(row: dict[str, str]) -> Run | str:
         recompute={"full": "all"}.get(row["recompute"], "none"),
         sequence_parallel=row["sequence_parallel"] == "1",
         zero=3 if zero.startswith(("3", "FSDP")) else int(zero) if zero.isdigit() else system.zero,
-        precision=PRECISIONS[row["precision"]],
+        precision=PRECISIONS.get(row["precision"], "bfloat16"),
+        products="float8_e4m3fn" if row["precision"] in _EIGHT_BITS else "",
         seconds=seconds,
         memory=int(float(row["measured_mem_GB"]) * 2**30) if row["measured_mem_GB"] else None,
     )  # fmt: skip

@@ -355,9 +355,18 @@ def _nvlink(generation: int, links: int, gigabytes_per_link: float) -> Link:
 
 
 _A100 = {"float64": 9.7, "float32": 19.5, "tfloat32": 156, "bfloat16": 312, "float16": 312}
-_H100 = {"float64": 34, "float32": 67, "tfloat32": 494.7, "bfloat16": 989.4, "float16": 989.4}
-_B200 = {"float64": 37, "float32": 75, "tfloat32": 1100, "bfloat16": 2250, "float16": 2250}
-_ADA = {"float64": 1.29, "float32": 82.6, "tfloat32": 82.6, "bfloat16": 165.2, "float16": 165.2}
+_H100 = {
+    "float64": 34, "float32": 67, "tfloat32": 494.7, "bfloat16": 989.4, "float16": 989.4,
+    "float8_e4m3fn": 1978.9,
+}  # fmt: skip
+_B200 = {
+    "float64": 37, "float32": 75, "tfloat32": 1100, "bfloat16": 2250, "float16": 2250,
+    "float8_e4m3fn": 4500,
+}  # fmt: skip
+_ADA = {
+    "float64": 1.29, "float32": 82.6, "tfloat32": 82.6, "bfloat16": 165.2, "float16": 165.2,
+    "float8_e4m3fn": 330.3,
+}  # fmt: skip
 
 # GeForce cards have no peer-to-peer copies: NCCL stages through host memory, both ways over one
 # PCIe 4.0 x16 slot (32 GB/s each way on paper).

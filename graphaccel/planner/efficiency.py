@@ -15,15 +15,20 @@
 * Fused attention does one block of 128 queries on a processor; t of them leave processors idle,
   t / (t + r x processors), and a short sequence is mostly start and diagonal, s / (s + 1024). With
   r = 1.5 forward and 0.6 backward within a tenth of the same tables on A100 from 8 heads on.
+
+A product in 8 bits reads inputs that were cast for it. Of the three products that a linear layer
+is, two read each of its values, and one cast serves both: it reads 2 bytes of a number and writes
+it twice, as it lies and transposed (NVIDIA Transformer Engine, "FP8 primer").
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from graphaccel.planner.cluster import Device, OpTime
+from graphaccel.planner.plan import Precision
 
 # Tiles of CUTLASS and cuBLAS, and what smaller ones reach of the largest.
 _TILES = (
@@ -40,6 +45,8 @@ _GAP = 2e-6
 _QUERIES = 128
 _DIAGONAL = 1024
 _ROUNDS = {"attention": 1.5, "attention backward": 0.6}
+_EIGHT_BITS = "8-bit products of "  # with a dtype: a rate of a device as `computing` gives it
+_CAST = (2 + 1 + 1) / 2  # bytes for each number that such a product reads
 
 
 @dataclass(frozen=True)
@@ -77,16 +84,30 @@ def peak_flops(device: Device, dtype: str) -> float:
     return device.peak_flops.get(dtype, device.peak_flops["float32"])
 
 
+def computing(device: Device, precision: Precision) -> Device:
+    """The device at the rates of a precision that rounds what its products read."""
+    if not precision.products:
+        return device
+    rate = peak_flops(device, precision.products)
+    if precision.products == "tfloat32":  # convolutions and attention as well
+        return replace(device, peak_flops={**device.peak_flops, "float32": rate})
+    name = _EIGHT_BITS + precision.compute
+    return replace(device, peak_flops={**device.peak_flops, name: rate})
+
+
 def seconds_of(work: Work, device: Device) -> float:
     """Seconds on `device`, without what starting it costs."""
     known = measured_seconds(work, device)
     if known is not None:
         return max(0.0, known - work.calls * gap_seconds(device))
     seconds = work.bytes / device.memory_bandwidth
-    if work.flops:
-        rate = peak_flops(device, work.dtype) * efficiency(work, device)
-        seconds = max(seconds, work.flops / rate)
-    return seconds
+    if not work.flops:
+        return seconds
+    peak, cast = peak_flops(device, work.dtype), 0.0
+    if work.kind == "product" and (low := device.peak_flops.get(_EIGHT_BITS + work.dtype)):
+        read = work.count * (work.rows + work.columns) * work.inner
+        peak, cast = low, _CAST * read / device.memory_bandwidth
+    return max(seconds, work.flops / (peak * efficiency(work, device))) + cast
 
 
 def measured_seconds(work: Work, device: Device) -> float | None:

@@ -1,10 +1,11 @@
-"""What may be kept on the host of a problem: as pinned, or as far as memory asks for it."""
+"""What a problem's devices can do of what is pinned; what may be kept on their host."""
 
 from __future__ import annotations
 
 from graphaccel.errors import BadPin
 from graphaccel.planner.offload import KINDS, offload_text
-from graphaccel.planner.pins import Pins
+from graphaccel.planner.pins import PRECISIONS, Pins
+from graphaccel.planner.plan import Plan
 from graphaccel.planner.solve import Problem
 
 
@@ -32,3 +33,23 @@ def check_offload(pins: Pins, problem: Problem) -> None:
     if reason is not None:
         said = offload_text(pins.offload)
         raise BadPin(pin="offload", value=said, reason=reason, allowed=("none",))
+
+
+def check_products(pins: Pins, problem: Problem) -> None:
+    """Raises BadPin (GA202) for a precision whose products the devices do not have."""
+    dtype = PRECISIONS[pins.precision or "fp32"].products
+    device = problem.cluster.device
+    if dtype and dtype not in device.peak_flops:
+        known = (n for n, p in PRECISIONS.items() if not p.products and p.compute != "float16")
+        reason = f"{device.name} has no products in {dtype}"
+        raise BadPin(pin="precision", value=pins.precision, reason=reason, allowed=tuple(known))
+
+
+def products_notes(plan: Plan) -> tuple[str, ...]:
+    """What a report says of products that are planned and can not be run."""
+    if not plan.precision.planned_only:
+        return ()
+    return (
+        "products in 8 bits are planned, not run: optimize() refuses them; memory is counted as "
+        "with precision=bf16-params, without copies in 8 bits",
+    )

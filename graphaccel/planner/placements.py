@@ -29,7 +29,7 @@ from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.conversions import Rates
 from graphaccel.planner.conversions import conversion_seconds as priced
 from graphaccel.planner.cost import counted_packet
-from graphaccel.planner.efficiency import peak_flops
+from graphaccel.planner.efficiency import computing, peak_flops
 from graphaccel.planner.eliminate import Table, cheapest_assignment
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.refusals import refusal
@@ -60,7 +60,7 @@ def axis_rates(cluster: Cluster, plan: Plan, axis: str) -> Rates:
     span = inner * getattr(plan, axis)
     link = next((x for x in cluster.links if x.size >= span), cluster.links[-1])
     device = cluster.device
-    flops = peak_flops(device, plan.precision.compute)
+    flops = peak_flops(computing(device, plan.precision), plan.precision.compute)
     tie = 64 / link.bandwidth
     hop = link.latency_seconds + device.launch_seconds
     return Rates(flops, device.memory_bandwidth, tie, link.bandwidth, hop)

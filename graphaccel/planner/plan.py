@@ -16,13 +16,20 @@ SCHEMA = 1
 class Precision:
     """Dtype per role, as torch dtype names. compute: of products. stream: of what lies between
     them: float32, or that of compute, where parameters are cast before anything reads them.
-    scaled: dynamic loss scaling (fp16)."""
+    products: what a device rounds the inputs of a product to, where that is not compute
+    ("tfloat32", or an 8-bit dtype). scaled: dynamic loss scaling (fp16)."""
 
     compute: str = "float32"
     stream: str = "float32"
     parameter: str = "float32"
     reduce: str = "float32"
+    products: str = ""
     scaled: bool = False
+
+    @property
+    def planned_only(self) -> bool:
+        """Whether the runtime can not do it."""
+        return self.products.startswith("float8")
 
 
 @dataclass(frozen=True)
@@ -210,6 +217,8 @@ class Plan:
         if self.precision.compute != "float32":
             through = self.precision.stream != "float32"
             parts.append(self.precision.compute + " parameters" * through)
+        if self.precision.products:
+            parts.append(f"{self.precision.products} products")
         if self.compile != "off":
             parts.append(self.compile)
         return " · ".join(parts)

@@ -51,7 +51,12 @@ from graphaccel.planner.explain import alternatives, infeasible, mesh_key, secon
 from graphaccel.planner.guess import guess
 from graphaccel.planner.impossible import indivisible, no_shape
 from graphaccel.planner.layouts import Layouts
-from graphaccel.planner.offering import check_offload, offered
+from graphaccel.planner.offering import (
+    check_offload,
+    check_products,
+    offered,
+    products_notes,
+)
 from graphaccel.planner.offload import offload_text
 from graphaccel.planner.outside import outside_notes
 from graphaccel.planner.pins import Limits, Pins, base_plan
@@ -113,6 +118,7 @@ def search(
     record = Record() if record is None else record
     record.asked(problem, decided, batch, dict(pins), refine)
     check_offload(decided, problem)
+    check_products(decided, problem)
     best: Plan | None = None
     notes: tuple[str, ...] = ()
     tried: list[tuple[Outcome, Problem]] = []
@@ -140,7 +146,12 @@ def search(
         best,
         pinned=decided.names,
         alternatives=alternatives(best, outcome.by_mesh, cluster),
-        notes=(*outside_notes(step, best, cluster), *_notes(step, cluster, limits), *notes),
+        notes=(
+            *outside_notes(step, best, cluster),
+            *products_notes(best),
+            *_notes(step, cluster, limits),
+            *notes,
+        ),
         certificate=outcome.tally.certificate(_gap(problem, best, outcome)),
     )
 

@@ -214,7 +214,8 @@ def _values(record: Record, problem: Problem, plan: Plan, name: str) -> list:
         return found if len(found) > 1 or plan.offload else []
     if name == "precision":
         rates = problem.cluster.device.peak_flops
-        return [n for n, p in PRECISIONS.items() if p.compute in rates]
+        known = [(n, p) for n, p in PRECISIONS.items() if p.compute in rates]
+        return [n for n, p in known if not p.products or p.products in rates]
     return []
 
 

@@ -10,6 +10,7 @@ from functools import cache
 import numpy as np
 
 from graphaccel.planner.cluster import Cluster
+from graphaccel.planner.efficiency import computing
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.profile import Parameter, Profile, SizedProfile
 from graphaccel.planner.stages import stage_positions
@@ -23,7 +24,8 @@ _GROUPS = 5
 def sized_for(profile: Profile, plan: Plan, cluster: Cluster) -> SizedProfile:
     """The profile at the plan's microbatch size, on the plan's mesh."""
     wires = wires_of(cluster, plan) if plan.replica > 1 else None
-    return profile.sized(plan.microbatch_size, cluster.device, wires)
+    device = computing(cluster.device, plan.precision)
+    return profile.sized(plan.microbatch_size, device, wires)
 
 
 @dataclass(frozen=True)

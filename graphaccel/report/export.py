@@ -44,6 +44,11 @@ def _common(facts: Facts, refused: list[str], target: str) -> None:
         refused.append(f"how single parameters rest ({names}): {target} decides that for a module")
     if plan.outputs != "loss":
         refused.append(f'outputs="{plan.outputs}": {target} computes the loss only')
+    if plan.precision.products == "tfloat32":
+        refused.append("products in tfloat32: a setting of the script's own process, "
+                       'torch.backends.cuda.matmul.fp32_precision = "tf32"')  # fmt: skip
+    if plan.precision.planned_only and target != "Megatron-LM":
+        refused.append(f"products in 8 bits: {target} has them by settings of its own")
     if "activations" in plan.offload:
         refused.append(f"activations on the host: {target} has that by module, or not at all")
     if len(facts.stages) > 1 and not all(stage.whole_blocks for stage in facts.stages):
@@ -151,6 +156,8 @@ def _megatron(facts: Facts, refused: list[str]) -> str:
         flags.append(("pipeline-model-parallel-layout", _layout(_layers(facts))))
     dtypes: Mapping[str, list[str]] = {"float32": [], "bfloat16": ["bf16"], "float16": ["fp16"]}
     flags += [(name, None) for name in dtypes[plan.precision.compute]]
+    if plan.precision.planned_only:
+        flags.append(("fp8-format", "hybrid"))
     if plan.precision.reduce == "float32" and plan.precision.compute != "float32":
         flags.append(("accumulate-allreduce-grads-in-fp32", None))
     if plan.data > 1:

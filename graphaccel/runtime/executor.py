@@ -27,6 +27,7 @@ from graphaccel.runtime.layout import Layout
 from graphaccel.runtime.loss_scale import LossScale
 from graphaccel.runtime.mesh import Mesh, axes_of
 from graphaccel.runtime.messages import Messages, sent_values
+from graphaccel.runtime.rounding import rounding
 from graphaccel.schedule.table import Action, Schedule
 from graphaccel.schedule.walk import walk
 
@@ -90,6 +91,7 @@ class Executor:
     program: all stages (peers' too: their values' shapes are needed). schedule: with messages.
     buckets: those of the session, if all its executors are to use the same memory.
     whole: every data rank runs the whole batch (evaluation). compiler: of stages, if any.
+    products: what float32 products are rounded to ("tfloat32"), if to anything.
     """
 
     def __init__(
@@ -103,7 +105,9 @@ class Executor:
         buckets: Buckets | None = None,
         whole: bool = False,
         compiler: StageCompiler | None = None,
+        products: str = "",
     ) -> None:
+        self._products = products
         self._buckets = buckets or Buckets()
         self._data, self._data_index = (1, 0) if whole else (mesh.data, mesh.data_index)
         mesh.ensure(_axes_needed(program))
@@ -221,7 +225,8 @@ class Executor:
         inputs = [self._input(v, action, state, saved, box) for v in values]
         saved.clear()
         box.clear()
-        outputs = graph(inputs)
+        with rounding(self._products):
+            outputs = graph(inputs)
         self._deliver(action, results, outputs, state)
         if action in self._last_forward:
             self._start_loss(state)

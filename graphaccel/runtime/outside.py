@@ -62,8 +62,11 @@ class OutsideExecutor(Executor):
         backward: Backward,
         buckets: Buckets,
         compiler: StageCompiler | None = None,
+        products: str = "",
     ) -> None:
-        super().__init__(program, ((),), mesh, held, 1, buckets=buckets, compiler=compiler)
+        super().__init__(
+            program, ((),), mesh, held, 1, buckets=buckets, compiler=compiler, products=products
+        )
         self._backward_of = backward
         self._variants: dict[frozenset[int], StageProgram] = {}
         (self._stage,) = program.stages

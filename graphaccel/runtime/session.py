@@ -62,8 +62,12 @@ class CompiledStep:
 class Session:
     """Owns what a rank holds between steps."""
 
-    def __init__(self, model: nn.Module, mesh: Mesh, scale: LossScale | None) -> None:
+    def __init__(
+        self, model: nn.Module, mesh: Mesh, scale: LossScale | None, products: str = ""
+    ) -> None:
+        """products: `planner.plan.Precision.products`."""
         self.model, self.mesh, self.scale = model, mesh, scale
+        self._products = products
         self.steps = 0
         self.homes: dict[str, tuple[int, ...]] = {}
         self.groups: tuple[tuple[str, ...], ...] = ()
@@ -239,7 +243,7 @@ class Session:
             held = self.held(compiled.constants)
             executor = OutsideExecutor(
                 compiled.program, self.mesh, held, compiled.backward, self._buckets,
-                compiled.compiler,
+                compiled.compiler, self._products,
             )  # fmt: skip
             self._outside[id(compiled)] = executor
         with torch.no_grad():
@@ -293,6 +297,7 @@ class Session:
                 buckets=self._buckets,
                 whole=whole,
                 compiler=compiled.compiler,
+                products=self._products,
             )
         return executor
 

@@ -65,7 +65,7 @@ def test_no_command_is_a_bad_argument(capsys: pytest.CaptureFixture[str]) -> Non
         (["--devices", "two"], "'two' is not a whole number above 0"),
         (["--devices", "2", "--memory", "80 stones"], "'80 stones' is no amount of memory"),
         (["--devices", "2", "--memory", "0GiB"], "'0GiB' holds nothing"),
-        (["--devices", "2", "--precision", "fp8"], "invalid choice: 'fp8'"),
+        (["--devices", "2", "--precision", "int8"], "invalid choice: 'int8'"),
         ([], "FILE[:FUNCTION] and --devices N are needed, or --compare FILE FILE"),
         (["--devices", "2", "--cluster", "c.json", "--device", "cpu"], "leave --device and"),
         (["--devices", "2", "--why-not", "tensor"], "'tensor' is not like pipeline=4"),

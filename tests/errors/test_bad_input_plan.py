@@ -123,10 +123,24 @@ error[GA202]: {said} can not be planned
             "leave pins out and it will be chosen for you",
         ),
         (
+            {"precision": "int8"},
+            "precision='int8'",
+            "unknown",
+            "use one of:  precision=fp32  precision=bf16  precision=bf16-params  precision=fp16  "
+            "precision=tf32  precision=fp8",
+        ),
+        (
             {"precision": "fp8"},
             "precision='fp8'",
-            "unknown",
-            "use one of:  precision=fp32  precision=bf16  precision=bf16-params  precision=fp16",
+            "products in 8 bits can be planned (`graphaccel plan`), not run yet",
+            "use one of:  precision=fp32  precision=bf16  precision=bf16-params  precision=fp16  "
+            "precision=tf32",
+        ),
+        (
+            {"precision": "tf32"},
+            "precision='tf32'",
+            "cpu has no products in tfloat32",
+            "use one of:  precision=fp32  precision=bf16  precision=bf16-params",
         ),
         (
             {"microbatches": 0},

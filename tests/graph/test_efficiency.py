@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from graphaccel.planner.cluster import Device, cluster
-from graphaccel.planner.efficiency import Work, efficiency, gap_seconds, seconds_of
+from graphaccel.planner.efficiency import Work, computing, efficiency, gap_seconds, seconds_of
+from graphaccel.planner.pins import PRECISIONS
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.works import flight, held_together
 
@@ -50,6 +51,23 @@ def test_what_does_not_fill_tiles_costs_as_much_as_what_does() -> None:
     assert odd > whole
     assert efficiency(product(2048, 4096, 32), A100) < 0.3 * A100.product  # short inner dim
     assert efficiency(product(64, 64, 64), A100) == A100.product / 8
+
+
+def test_products_run_at_the_rate_of_what_they_round_to() -> None:
+    device = cluster("h100-80gb", 1).device
+    eight, tensor_float = (computing(device, PRECISIONS[name]) for name in ("fp8", "tf32"))
+    large = product(8192, 8192, 8192)
+    ideal = device.peak_flops["bfloat16"] / device.peak_flops["float8_e4m3fn"]
+    ratio = seconds_of(large, eight) / seconds_of(large, device)
+    assert ideal < ratio < ideal + 0.1  # what it reads is cast
+    small = replace(product(8192, 8192, 16), bytes=2 * 8192**2)  # takes as long as it moves
+    assert seconds_of(small, eight) > seconds_of(small, device)
+    attention = replace(large, kind="attention")
+    assert seconds_of(attention, eight) == seconds_of(attention, device)
+    wide = replace(large, dtype="float32")
+    rates = device.peak_flops["float32"] / device.peak_flops["tfloat32"]
+    assert seconds_of(wide, tensor_float) == pytest.approx(rates * seconds_of(wide, device))
+    assert computing(device, PRECISIONS["bf16"]) == device
 
 
 def test_many_small_products_fill_the_device_together() -> None:

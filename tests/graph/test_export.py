@@ -12,6 +12,7 @@ import pytest
 
 from graphaccel.errors import CannotExport
 from graphaccel.planner.cluster import cluster
+from graphaccel.planner.pins import PRECISIONS
 from graphaccel.planner.plan import Plan, Precision
 from graphaccel.report.export import TARGETS, export
 from graphaccel.report.facts import Facts, ModelFacts, StageFacts
@@ -106,6 +107,11 @@ def test_megatron() -> None:
     ]
 
 
+def test_megatron_multiplies_in_8_bits() -> None:
+    said = export(facts(data=8, precision=PRECISIONS["fp8"]), "megatron").splitlines()
+    assert {"--bf16", "--fp8-format hybrid"} <= set(said)
+
+
 def test_megatron_fsdp() -> None:
     text = export(facts(data=8, zero=3, recompute=_blocks(8)), "megatron")
     assert "--use-megatron-fsdp\n--data-parallel-sharding-strategy optim_grads_params\n" in text
@@ -172,6 +178,8 @@ def test_accelerate() -> None:
         ("torchtitan", facts(2, 3, 1, 2, pipeline=4, microbatches=4), "2, 3, 1, 2 layers on the"),
         ("torchtitan", facts(4, 4, pipeline=2), "1 microbatches for 2 stages: "),
         ("torchtitan", facts(precision=Precision("float16")), "compute in float16: "),
+        ("torchtitan", facts(precision=PRECISIONS["fp8"]), "products in 8 bits: "),
+        ("accelerate", facts(precision=PRECISIONS["tf32"]), "products in tfloat32: "),
         ("megatron", facts(4, 4, pipeline=2, schedule="gpipe"), "schedule gpipe: "),
         ("megatron", facts(4, 4, pipeline=2, recompute=("h.1",)), "which blocks are recomputed: "),
         (

@@ -126,6 +126,26 @@ def test_a_guess_about_placements_is_a_gap(captured: Captured, made_up: MadeUp) 
     )
 
 
+@pytest.mark.parametrize(("name", "base"), [("tf32", "fp32"), ("fp8", "bf16-params")])
+def test_products_that_round_are_faster_and_hold_the_same(
+    captured: Captured, made_up: MadeUp, name: str, base: str
+) -> None:
+    """On a device whose catalogue has their rates; others refuse them."""
+    layouts = Layouts(Profile(captured("gpt")))
+    few = made_up(1, 16 * 1024)
+    rates = {**few.device.peak_flops, "tfloat32": 1e18, "float8_e4m3fn": 1e18}
+    many = replace(few, device=replace(few.device, peak_flops=rates))
+    plans = [
+        search(captured("gpt"), many, pins={"precision": p}, optimizer_bytes=8, profiles=layouts)
+        for p in (name, base)
+    ]
+    assert seconds(plans[0]) < seconds(plans[1])
+    assert peak(plans[0]) == peak(plans[1])
+    assert any("planned, not run" in note for note in plans[0].notes) == (name == "fp8")
+    with pytest.raises(errors.BadPin, match="made-up has no products in"):
+        search(captured("gpt"), few, pins={"precision": name}, optimizer_bytes=8)
+
+
 PINS = st.fixed_dictionaries(
     {},
     optional={
