@@ -16,10 +16,11 @@ from graphaccel import errors
 from graphaccel.capture.batch import flatten_call
 from graphaccel.capture.stepgraph import StepGraph, capture
 from graphaccel.passes.localise import localised
+from graphaccel.passes.pipeline import prepared
 from graphaccel.planner import search as search_module
 from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.layouts import Layouts, LocalGraph, rates_of
-from graphaccel.planner.pins import Limits, Pins
+from graphaccel.planner.pins import PRECISIONS, Limits, Pins
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.profile import Profile
 from graphaccel.planner.search import search, solve_all, weighed
@@ -131,19 +132,20 @@ def test_products_that_round_are_faster_and_hold_the_same(
     captured: Captured, made_up: MadeUp, name: str, base: str
 ) -> None:
     """On a device whose catalogue has their rates; others refuse them."""
-    layouts = Layouts(Profile(captured("gpt")))
+    step = captured("gpt")
+    layouts = Layouts(Profile(step), lambda plan: LocalGraph(prepared(step, plan)))
     few = made_up(1, 16 * 1024)
     rates = {**few.device.peak_flops, "tfloat32": 1e18, "float8_e4m3fn": 1e18}
     many = replace(few, device=replace(few.device, peak_flops=rates))
     plans = [
-        search(captured("gpt"), many, pins={"precision": p}, optimizer_bytes=8, profiles=layouts)
+        search(step, many, pins={"precision": p}, optimizer_bytes=8, profiles=layouts)
         for p in (name, base)
     ]
     assert seconds(plans[0]) < seconds(plans[1])
     assert peak(plans[0]) == peak(plans[1])
     assert any("planned, not run" in note for note in plans[0].notes) == (name == "fp8")
     with pytest.raises(errors.BadPin, match="made-up has no products in"):
-        search(captured("gpt"), few, pins={"precision": name}, optimizer_bytes=8)
+        search(step, few, pins={"precision": name}, optimizer_bytes=8)
 
 
 PINS = st.fixed_dictionaries(
@@ -180,8 +182,7 @@ def test_pins_are_kept(find: Search, pinned: dict[str, Any]) -> None:
             allowed = {"none": (), "some": blocks[1::2], "all": blocks}
             assert plan.recompute == allowed.get(value, value)
         elif name == "precision":
-            names = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-            assert plan.precision.compute == names[value]
+            assert plan.precision == PRECISIONS[value]
         else:
             assert getattr(plan, name) == value
 
