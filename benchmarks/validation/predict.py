@@ -43,7 +43,8 @@ _SHARDED = {
 @dataclass(frozen=True)
 class Predicted:
     """seconds of a step; bytes at the peak of the fullest rank, as the source counts them; what is
-    said of memory: "safe", "likely", "risky" or "impossible"; what it was predicted on."""
+    said of memory: "safe", "likely", "risky" or "impossible" ("not told": of products in 8 bits);
+    what it was predicted on."""
 
     seconds: float
     memory: int
@@ -100,7 +101,8 @@ class Predictor:
         fullest = max(_as_theirs(m, run, kept) for m in plan.prediction.memory)
         real = cluster(run.device, run.devices)
         said = int(fullest * (1 + real.fragmentation)) if run.system.reserved else fullest
-        verdict = real.verdict(fullest)
+        # What products in 8 bits keep for the backward is in 8 bits there, and not counted so here.
+        verdict = real.verdict(fullest) if not run.products else "not told"
         return Predicted(plan.prediction.seconds, said, verdict, plan, where, profile)
 
     def _captured(self, run: Run) -> Layouts:
