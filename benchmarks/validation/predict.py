@@ -158,7 +158,7 @@ def _pins(run: Run, profile: Profile) -> dict[str, object]:
         pins["interleave"] = run.interleave
         if (cuts := _cuts(run, profile)) is not None:
             pins["cuts"] = cuts
-    if run.zero >= 2:
+    if run.zero >= 2 and run.data > 1:
         pins["accumulation"] = "shards"  # FSDP reduces after every microbatch
     return pins
 
