@@ -192,6 +192,18 @@ def test_pins_that_can_not_be(settings: dict[str, Any], said: str, why: str, adv
     _refuse(errors.BadPin, _bad_pin(said, why, advice), **settings)
 
 
+def test_a_plan_with_products_in_8_bits_is_not_run() -> None:
+    model, batch = Classifier(), small_batch()
+    plan = graphaccel.plan(model, batch, devices=1, device="h100-80gb", precision="fp8")
+    text = _bad_pin(
+        "precision='fp8'",
+        "products in 8 bits can be planned (`graphaccel plan`), not run yet",
+        "use one of:  precision=fp32  precision=bf16  precision=bf16-params  precision=fp16  "
+        "precision=tf32",
+    )
+    _refuse(errors.BadPin, text, plan=plan)
+
+
 @pytest.mark.parametrize(
     ("settings", "said", "rows", "why"),
     [
