@@ -10,8 +10,11 @@ sequence.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
+from functools import lru_cache
+from math import prod
+from operator import itemgetter
 from typing import Any
 
 import sympy
@@ -146,5 +149,32 @@ def evaluate(expression: Any, sizes: Mapping[sympy.Symbol, int]) -> int | float:
     """The number an expression stands for at given sizes."""
     if isinstance(expression, (int, float)):
         return expression
+    count = _counted(expression)
+    if count is not None and expression.free_symbols <= sizes.keys():
+        number = Fraction(count(sizes))
+        return int(number) if number.denominator == 1 else float(number)
     result = expression.subs(sizes)
     return int(result) if result.is_integer else float(result)
+
+
+@lru_cache(maxsize=1 << 16)
+def _counted(expression: sympy.Expr) -> Callable[[Mapping], int | Fraction] | None:
+    """Sizes → the exact number of a polynomial, without sympy; None for anything else."""
+    if isinstance(expression, sympy.Symbol):
+        return itemgetter(expression)
+    if isinstance(expression, sympy.Rational):
+        value = Fraction(expression.p, expression.q)
+        known = int(value) if value.denominator == 1 else value
+        return lambda _: known
+    parts = [_counted(part) for part in expression.args]
+    if not parts or None in parts:
+        return None
+    found: Any = parts
+    if isinstance(expression, sympy.Add):
+        return lambda sizes: sum(part(sizes) for part in found)
+    if isinstance(expression, sympy.Mul):
+        return lambda sizes: prod(part(sizes) for part in found)
+    if isinstance(expression, sympy.Pow) and expression.exp.is_Integer and expression.exp > 0:
+        base, power = found[0], int(expression.exp)
+        return lambda sizes: base(sizes) ** power
+    return None

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphaccel.ir.fakes import Fakes
 from graphaccel.rules.propagate import PARTIAL, REPLICATED
 from graphaccel.rules.shard import Placement, Shard
 
@@ -25,11 +26,13 @@ _funcol = torch.ops._c10d_functional
 class Emitter:
     """Appends calls to `graph`; `meta` is what every new node says of where it comes from.
 
-    axis, ranks: of the mesh axis that collectives run over.
+    axis, ranks: of the mesh axis that collectives run over. fakes: see `set_value`.
     """
 
-    def __init__(self, graph: fx.Graph, axis: str, ranks: int, made_by: str) -> None:
-        self.graph, self.axis, self.ranks = graph, axis, ranks
+    def __init__(
+        self, graph: fx.Graph, axis: str, ranks: int, made_by: str, fakes: Fakes | None = None
+    ) -> None:
+        self.graph, self.axis, self.ranks, self.fakes = graph, axis, ranks, fakes
         self.meta: Mapping[str, Any] = {}
         self._made_by = made_by
 
@@ -49,7 +52,7 @@ class Emitter:
         node.meta = {**kept, "made_by": f"{self._made_by} ({self.axis})"}
         if bind:
             node.meta["bind"] = {at: (self.axis, step) for at, step in bind.items()}
-        set_value(node)
+        set_value(node, self.fakes)
         return node
 
     def all_reduce(self, node: fx.Node, op: str = "sum") -> fx.Node:
@@ -179,7 +182,9 @@ class Emitter:
         return self._unstacked(received, part, source)
 
 
-def set_value(node: fx.Node) -> None:
-    """Give a call its fake value from those of its arguments (inside their fake mode)."""
+def set_value(node: fx.Node, fakes: Fakes | None = None) -> None:
+    """Give a call its fake value from those of its arguments (inside their fake mode, or that of
+    `fakes`, where it is enough to know of tensors what they are like)."""
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
-    node.meta["val"] = node.target(*args, **kwargs)
+    make: Any = node.target
+    node.meta["val"] = make(*args, **kwargs) if fakes is None else fakes.call(make, args, kwargs)

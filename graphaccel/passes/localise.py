@@ -20,9 +20,10 @@ from torch import fx
 
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import BATCH, evaluate
-from graphaccel.compat.torch import pytree
+from graphaccel.compat.torch import graph_module, pytree
 from graphaccel.errors import GraphAccelError
 from graphaccel.ir.layers import NotRepeated, copies
+from graphaccel.passes.drafts import Drafts
 from graphaccel.passes.exact_microbatch import exact_microbatch
 from graphaccel.passes.shard_axes import shard_axes
 from graphaccel.planner.layouts import LocalGraph
@@ -43,19 +44,22 @@ def localised(
 
     Raises BadPin (GA202) for placements that the graph does not allow.
     """
+    drafts = step.derived.setdefault("drafts", Drafts())
     if step.repeats is not None and step.even(dict(plan.placements)):
         try:
-            return _repeated(step, plan, sizes)
+            return _repeated(step, plan, sizes, drafts)
         except (NotRepeated, GraphAccelError) as reason:  # errors are then those of the model
             log.info("all layers are sharded: %s", reason)
-    return _localised(step, plan, sizes)
+    return _localised(step, plan, sizes, drafts)
 
 
-def _repeated(step: StepGraph, plan: Plan, sizes: Mapping[sympy.Symbol, int] | None) -> LocalGraph:
+def _repeated(
+    step: StepGraph, plan: Plan, sizes: Mapping[sympy.Symbol, int] | None, drafts: Drafts
+) -> LocalGraph:
     """Shard few layers, and unfold what comes out."""
     few = step.repeats
     assert few is not None
-    made = [_localised(each, plan, sizes) for each in (few.short, *few.longer)]
+    made = [_localised(each, plan, sizes, drafts) for each in (few.short, *few.longer)]
     if any(each.guessed for each in made):
         raise NotRepeated("some calls are not placed exactly")
     short, *longer = (each.step for each in made)
@@ -67,60 +71,97 @@ def _repeated(step: StepGraph, plan: Plan, sizes: Mapping[sympy.Symbol, int] | N
     return LocalGraph(local, partial, {}, unfolded(local))
 
 
-def _localised(step: StepGraph, plan: Plan, sizes: Mapping[sympy.Symbol, int] | None) -> LocalGraph:
+def _localised(
+    step: StepGraph, plan: Plan, sizes: Mapping[sympy.Symbol, int] | None, drafts: Drafts
+) -> LocalGraph:
     even = BATCH in step.sizes and plan.microbatch_size % plan.expert == 0
-    prime = _prime(step, sizes or {}) if even else 1
-    few = prime * plan.expert if even else plan.microbatch_size  # examples lie on the expert axis
-    at = {**step.sizes, **(sizes or {}), **({BATCH: few} if BATCH in step.sizes else {})}
-    alone = replace(plan, data=1, microbatches=1, batch=few)
+    part, prime, at = _part(step, plan, sizes or {}, even, drafts)
     usual = max(1.0, plan.batch / plan.devices)
-    counted = (prime, usual / few) if even else (1, 1.0)
-    made = shard_axes(exact_microbatch(step, alone, at).graph, step, plan, examples=counted)
-    for node in made.graph.graph.nodes:
-        if "val" in node.meta:
-            node.meta["dims"] = _dims(node, node.meta["val"], node.meta.get("dims"), at, prime)
+    counted = (prime, usual / at[BATCH]) if even else (1, 1.0)
+    made = shard_axes(part, step, plan, examples=counted, drafts=drafts)
+    graph = made.graph
+    if plan.replica == plan.tensor:  # other layouts are made of it
+        graph = _copied(graph)
     known = at if even else {s: n for s, n in at.items() if s != BATCH}
-    if not even:
-        for node in made.graph.graph.nodes:
-            node.meta["dims"] = _numbers(node.meta.get("dims", ()), at)
-    local = replace(step, graph=made.graph, sizes=known, derived={}, repeats=None)
-    return LocalGraph(local, made.partial, made.guessed)
+    local = _Local(at, prime)
+    for node in graph.graph.nodes:
+        if "val" in node.meta:
+            dims = local.dims(node, node.meta["val"], node.meta.get("dims"))
+            node.meta["dims"] = dims if even else local.numbers(dims)
+    found = replace(step, graph=graph, sizes=known, derived={}, repeats=None)
+    return LocalGraph(found, made.partial, made.guessed)
+
+
+def _part(
+    step: StepGraph, plan: Plan, sizes: Mapping[sympy.Symbol, int], even: bool, drafts: Drafts
+) -> tuple[fx.GraphModule, int, Mapping[sympy.Symbol, int]]:
+    """The graph of few examples that is sharded, its prime, and the sizes in it."""
+    asked = step.graph, plan.expert if even else -plan.microbatch_size, tuple(sizes.items())
+    if asked not in drafts.parts:
+        prime = _prime(step, sizes) if even else 1
+        few = prime * plan.expert if even else plan.microbatch_size  # these lie on the expert axis
+        at = {**step.sizes, **sizes, **({BATCH: few} if BATCH in step.sizes else {})}
+        alone = replace(plan, data=1, microbatches=1, batch=few)
+        drafts.parts[asked] = exact_microbatch(step, alone, at).graph, prime, at
+    return drafts.parts[asked]
+
+
+def _copied(module: fx.GraphModule) -> fx.GraphModule:
+    graph, known = fx.Graph(), {}
+    for node in module.graph.nodes:
+        known[node] = graph.node_copy(node, known.__getitem__)
+    return graph_module(module, graph)
 
 
 def _prime(step: StepGraph, sizes: Mapping[sympy.Symbol, int]) -> int:
     """A prime that divides no size of the graph for one example."""
     one = {**step.sizes, **sizes, BATCH: 1}
-    found = {int(evaluate(d, one)) for node in step.graph.graph.nodes
-             for d in pytree.tree_leaves(node.meta.get("dims", ()))}  # fmt: skip
-    found = {n for n in found if n}
+    dims = {d for node in step.graph.graph.nodes
+            for d in pytree.tree_leaves(node.meta.get("dims", ()))}  # fmt: skip
+    found = {n for n in (int(evaluate(d, one)) for d in dims) if n}
     return next((p for p in _PRIMES if not any(n % p == 0 for n in found)), _PRIMES[-1])
 
 
-def _dims(node: fx.Node, value: Any, whole: Any, at: Mapping[sympy.Symbol, int], prime: int) -> Any:
-    """Local sizes as expressions. whole: those before sharding, None for a call put in between."""
-    if isinstance(value, (tuple, list)):
-        parts = whole if whole else [None] * len(value)
-        return tuple(_dims(node, v, d, at, prime) for v, d in zip(value, parts, strict=False))
-    if not isinstance(value, torch.Tensor):
-        return ()
-    shape = [int(n) for n in value.shape]
-    if node.target is operator.getitem:
-        whole = node.args[0].meta["dims"][node.args[1]]
-    if whole is not None and len(whole) == len(shape):
-        return tuple(_share(d, n, at) for d, n in zip(whole, shape, strict=True))
-    if prime > 1:
-        return tuple(n if n % prime else sympy.Rational(n, at[BATCH]) * BATCH for n in shape)
-    return tuple(shape)
+class _Local:
+    """Local sizes as expressions; each is found once."""
 
+    def __init__(self, at: Mapping[sympy.Symbol, int], prime: int) -> None:
+        self.at, self.prime = at, prime
+        self.shares: dict[tuple[Any, int], Any] = {}
+        self.counts: dict[int, Any] = {}
 
-def _share(whole: Any, size: int, at: Mapping[sympy.Symbol, int]) -> Any:
-    if isinstance(whole, int):
-        return size
-    before = evaluate(whole, at)
-    return whole if before == size else whole * sympy.Rational(size, int(before))
+    def dims(self, node: fx.Node, value: Any, whole: Any) -> Any:
+        """whole: sizes before sharding, None for a call put in between."""
+        if isinstance(value, (tuple, list)):
+            parts = whole if whole else [None] * len(value)
+            return tuple(self.dims(node, v, d) for v, d in zip(value, parts, strict=False))
+        if not isinstance(value, torch.Tensor):
+            return ()
+        shape = [int(n) for n in value.shape]
+        if node.target is operator.getitem:
+            whole = node.args[0].meta["dims"][node.args[1]]
+        if whole is not None and len(whole) == len(shape):
+            return tuple(self._share(d, n) for d, n in zip(whole, shape, strict=True))
+        return tuple(map(self._count, shape))
 
+    def _share(self, whole: Any, size: int) -> Any:
+        if isinstance(whole, int):
+            return size
+        if (whole, size) not in self.shares:
+            before = int(evaluate(whole, self.at))
+            share = whole if before == size else whole * sympy.Rational(size, before)
+            self.shares[whole, size] = share
+        return self.shares[whole, size]
 
-def _numbers(dims: Any, at: Mapping[sympy.Symbol, int]) -> Any:
-    if isinstance(dims, tuple):
-        return tuple(_numbers(d, at) for d in dims)
-    return int(evaluate(dims, at))
+    def _count(self, size: int) -> Any:
+        if self.prime == 1 or size % self.prime:
+            return size
+        if size not in self.counts:
+            self.counts[size] = sympy.Rational(size, self.at[BATCH]) * BATCH
+        return self.counts[size]
+
+    def numbers(self, dims: Any) -> Any:
+        """Sizes as numbers."""
+        if isinstance(dims, tuple):
+            return tuple(map(self.numbers, dims))
+        return int(evaluate(dims, self.at))

@@ -15,6 +15,7 @@ from torch import fx
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.errors import BadPin
 from graphaccel.ir.program import Sharded
+from graphaccel.passes.drafts import Drafts
 from graphaccel.passes.shard_axis import shard_axis
 from graphaccel.planner.placements import Rates, solve_placements
 from graphaccel.planner.plan import Plan
@@ -44,43 +45,65 @@ def shard_axes(
     plan: Plan,
     resting: Mapping[str, tuple[Sharded, ...]] | None = None,
     examples: tuple[int, float] = (1, 1.0),
+    drafts: Drafts | None = None,
 ) -> LocalGraph:
     """The joint graph as each rank of the tensor, context and expert axes runs it.
 
     resting: how parameters rest already (programs for other batches, evaluation). examples: what
-    counts in the choice of placements (`planner.placements.solve_placements`).
+    counts in the choice of placements (`planner.placements.solve_placements`). drafts: for a graph
+    that is measured and not run, what is known of others.
 
     Raises BadPin (GA202) for placements that the graph does not allow.
     """
-    rests: dict[str, tuple[Sharded, ...]] = {}
-    partial: dict[str, tuple[str, ...]] = {}
-    guessed: dict[str, tuple[str, ...]] = {}
+    found = LocalGraph(graph, {}, {}, {})
+    asked: tuple[object, ...] = (graph, plan.placements, plan.sequence, plan.outputs, examples)
     for axis in AXES:
         ranks = getattr(plan, axis)
         if ranks == 1:
             continue
-        pins = _pins(step, graph.graph, plan, axis, resting)
-        rates = next((Rates(*v) for a, v in plan.rates if a == axis), _REFERENCE)
-        keep = plan.outputs == "all"
-        try:
-            placed = solve_placements(
-                graph.graph, step.inputs, step.outputs,
-                axis=axis, ranks=ranks, rates=rates, pins=pins,
-                sequence=plan.sequence, keep_outputs=keep, examples=examples,
-            )  # fmt: skip
-        except ValueError as error:
-            raise BadPin(pin="pins", value=dict(plan.placements), reason=str(error)) from error
-        made = shard_axis(
-            graph, step.inputs, step.outputs, placed, axis=axis, ranks=ranks, keep_outputs=keep
-        )
-        graph = made.graph
-        for name, shard in made.held.items():
-            rests[name] = (*rests.get(name, ()), Sharded(axis, shard.dim, shard.outer))
-        for name in sorted(made.partial):
-            partial[name] = (*partial.get(name, ()), axis)
-        if placed.guessed:
-            guessed[axis] = tuple(n.name for n in placed.guessed)
-    return LocalGraph(graph, rests, partial, guessed)
+        asked = (*asked, axis, ranks, dict(plan.rates).get(axis))
+        known = None if drafts is None else drafts.first.get(asked)
+        if known is None:
+            known = _over(axis, found, step, plan, resting, examples, drafts)
+            if drafts is not None and axis == AXES[0]:  # others may be made of it
+                drafts.first[asked] = known
+        found = known
+    return found
+
+
+def _over(
+    axis: str,
+    before: LocalGraph,
+    step: StepGraph,
+    plan: Plan,
+    resting: Mapping[str, tuple[Sharded, ...]] | None,
+    examples: tuple[int, float],
+    drafts: Drafts | None,
+) -> LocalGraph:
+    """What the axes so far left, over one more."""
+    graph, ranks, keep = before.graph, getattr(plan, axis), plan.outputs == "all"
+    pins = _pins(step, graph.graph, plan, axis, resting)
+    rates = next((Rates(*v) for a, v in plan.rates if a == axis), _REFERENCE)
+    try:
+        placed = solve_placements(
+            graph.graph, step.inputs, step.outputs,
+            axis=axis, ranks=ranks, rates=rates, pins=pins,
+            sequence=plan.sequence, keep_outputs=keep, examples=examples,
+        )  # fmt: skip
+    except ValueError as error:
+        raise BadPin(pin="pins", value=dict(plan.placements), reason=str(error)) from error
+    made = shard_axis(
+        graph, step.inputs, step.outputs, placed, axis=axis, ranks=ranks, keep_outputs=keep,
+        fakes=None if drafts is None else drafts.fakes,
+    )  # fmt: skip
+    rests, partial, guessed = dict(before.resting), dict(before.partial), dict(before.guessed)
+    for name, shard in made.held.items():
+        rests[name] = (*rests.get(name, ()), Sharded(axis, shard.dim, shard.outer))
+    for name in sorted(made.partial):
+        partial[name] = (*partial.get(name, ()), axis)
+    if placed.guessed:
+        guessed[axis] = tuple(n.name for n in placed.guessed)
+    return LocalGraph(made.graph, rests, partial, guessed)
 
 
 def _pins(

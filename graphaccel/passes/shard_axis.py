@@ -23,6 +23,7 @@ from torch import fx
 
 from graphaccel.capture.export import GraphInput, GraphOutput
 from graphaccel.compat.torch import fake_mode_of, graph_module
+from graphaccel.ir.fakes import Fakes
 from graphaccel.ir.values import fake_like
 from graphaccel.passes.chosen_rows import ChosenRows
 from graphaccel.passes.emit import Emitter, set_value
@@ -65,10 +66,16 @@ def shard_axis(
     axis: str,
     ranks: int,
     keep_outputs: bool = False,
+    fakes: Fakes | None = None,
 ) -> ShardedGraph:
-    """The joint graph of concrete sizes as each of `ranks` ranks of `axis` runs it."""
-    with fake_mode_of([n for n in module.graph.nodes if n.op == "placeholder"]), torch.no_grad():
-        return _Sharding(module, inputs, outputs, placements, axis, ranks, keep_outputs).build()
+    """The joint graph of concrete sizes as each of `ranks` ranks of `axis` runs it.
+
+    fakes: for a graph that is measured and not run (`ir.fakes`); it is then no code either."""
+    given = [n for n in module.graph.nodes if n.op == "placeholder"]
+    with fake_mode_of(given) if fakes is None else fakes.mode, torch.no_grad():
+        return _Sharding(
+            module, inputs, outputs, placements, axis, ranks, keep_outputs, fakes
+        ).build()
 
 
 class _Sharding:
@@ -81,12 +88,13 @@ class _Sharding:
         axis: str,
         ranks: int,
         keep_outputs: bool,
+        fakes: Fakes | None,
     ) -> None:
         self.module, self.outputs, self.placements = module, outputs, placements
         self.ranks, self.keep_outputs = ranks, keep_outputs
         self.inputs = inputs
         self.graph = fx.Graph()
-        self.emit = Emitter(self.graph, axis, ranks, "shard_axis")
+        self.emit = Emitter(self.graph, axis, ranks, "shard_axis", fakes)
         self.padding = Padding(self.emit)
         self.chosen = ChosenRows(self.emit)
         self.names = {node.name: node for node in module.graph.nodes}
@@ -117,8 +125,9 @@ class _Sharding:
         self.graph.output(results).meta["phase"] = "output"
         made = graph_module(self.module, self.graph)
         made.graph.eliminate_dead_code()
-        made.graph.lint()
-        made.recompile()
+        if self.emit.fakes is None:
+            made.graph.lint()
+            made.recompile()
         return ShardedGraph(made, held, frozenset(partial))
 
     def _placeholder(self, node: fx.Node, spec: GraphInput | None, held: dict[str, Shard]) -> None:
@@ -167,7 +176,7 @@ class _Sharding:
         args = _local_sizes(node, row, tuple(args), self.ranks)
         new = self.graph.create_node("call_function", target, args, kwargs, name=node.name)
         new.meta = {k: v for k, v in node.meta.items() if k not in ("val", "sizes")}
-        set_value(new)
+        set_value(new, self.emit.fakes)
         if isinstance(node.meta["val"], torch.Tensor):
             return [new]
         return items(self.emit, new)

@@ -15,7 +15,7 @@ import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +24,16 @@ from torch.utils.flop_counter import flop_registry
 
 from graphaccel.capture.export import GraphInput, GraphOutput
 from graphaccel.capture.symbols import BATCH, SEQUENCE
-from graphaccel.kernels.experts import GRADIENT, PRODUCT
+from graphaccel.planner.call_values import (
+    Value,
+    free_nodes,
+    looks,
+    shapes_of,
+    signature,
+    source_of,
+    splits_batch,
+    tensor_of,
+)
 from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.conversions import Rates
 from graphaccel.planner.conversions import conversion_seconds as priced
@@ -33,10 +42,9 @@ from graphaccel.planner.efficiency import computing, peak_flops
 from graphaccel.planner.eliminate import Table, cheapest_assignment
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.refusals import refusal
-from graphaccel.rules import collectives, indexing
-from graphaccel.rules.factories import UNIFORM
+from graphaccel.rules import collectives
 from graphaccel.rules.notation import output_shapes, shape_of, tensor_arguments
-from graphaccel.rules.propagate import REPLICATED, is_random
+from graphaccel.rules.propagate import REPLICATED
 from graphaccel.rules.rows import rows_of
 from graphaccel.rules.shard import Placement, Row, Shard, Shards, shard_of
 
@@ -48,6 +56,7 @@ _LATE = 0.5  # of its price is what a gradient's sum costs in a bucket, behind o
 _UNFINISHED = frozenset(collectives.RULES) - {torch.ops._c10d_functional.wait_tensor.default}
 _FRACTION = 8  # of a usual message: what a collective costs at least
 _ROUNDS = 12
+_NONE: Shards = frozenset()
 _WIDE = 8  # positions a rank has at least of a dim that is padded
 
 
@@ -64,9 +73,6 @@ def axis_rates(cluster: Cluster, plan: Plan, axis: str) -> Rates:
     tie = 64 / link.bandwidth
     hop = link.latency_seconds + device.launch_seconds
     return Rates(flops, device.memory_bandwidth, tie, link.bandwidth, hop)
-
-
-Value: TypeAlias = tuple[fx.Node, int]  # a call and which of its results
 
 
 @dataclass(frozen=True)
@@ -160,12 +166,22 @@ class PlacementProblem:
         self.held = [n for n, spec in self.kinds.items() if spec.kind in _HELD]
         self.resting = set(self.held)  # and what only looks at them
         for node in self.calls:
-            if _looks(node) and node.all_input_nodes[0] in self.resting:
+            if looks(node) and node.all_input_nodes[0] in self.resting:
                 self.resting.add(node)
         self.shards: dict[Value, Shards] = {}
         self.rows: dict[fx.Node, tuple[Row, ...]] = {}
         self._known: dict[Any, tuple[Row, ...]] = {}
         self._converted: dict[Any, float] = {}
+        self._reads = {n: tuple(map(source_of, tensor_arguments(n))) for n in self.calls}
+        self._gives = {n: [(n, k) for k in range(len(output_shapes(n)))] for n in self.calls}
+        numbers: dict[Any, int] = {}
+        self._kind = {n: numbers.setdefault(signature(n), len(numbers)) for n in self.calls}
+        self._spread_last: dict[fx.Node, Any] = {}
+        self._costs: dict[Any, np.ndarray] = {}
+        self._alive: list[object] = []
+        self._columns: dict[Any, tuple[Any, ...]] = {}
+        self._seconds: dict[Shards, tuple[Placement | None, ...]] = {}
+        self._known_moved: dict[Value, tuple[float, bool, bool, bool]] = {}
 
     # ---- what may be sharded
 
@@ -192,7 +208,7 @@ class PlacementProblem:
         Small models would not be sharded at all otherwise, though an axis was asked for.
         """
         sizes = [
-            self._bytes(_tensor((n, 0))) for n in self.calls if counted_packet(n) in flop_registry
+            self._bytes(tensor_of((n, 0))) for n in self.calls if counted_packet(n) in flop_registry
         ]
         usual = float(np.median(sizes)) if sizes else 0.0
         return min(self.rates.latency, usual / _FRACTION / self.rates.bandwidth)
@@ -235,32 +251,41 @@ class PlacementProblem:
 
     def _spread(self, node: fx.Node) -> None:
         """What follows from the shards of a call's tensors for the others."""
-        arguments = tensor_arguments(node)
+        asked = self._asked(node)
+        if self._spread_last.get(node) == asked:  # nothing new since
+            return
+        self._spread_last[node] = asked
         for row in self._rows(node):
-            for argument, placement in zip(arguments, row.inputs, strict=True):
-                source = source_of(argument)
+            for source, placement in zip(self._reads[node], row.inputs, strict=True):
                 if isinstance(placement, Shard) and source in self.shards:
                     if not (placement.by and source[0] in self.resting):
-                        self.shards[source] |= {placement}
-            for k, placement in enumerate(row.outputs):
+                        self._add(source, placement)
+            for value, placement in zip(self._gives[node], row.outputs, strict=True):
                 if isinstance(placement, Shard):
-                    self.shards[(node, k)] |= {placement}
+                    self._add(value, placement)
+
+    def _add(self, value: Value, shard: Shard) -> None:
+        if shard not in self.shards[value]:
+            self.shards[value] |= {shard}
+
+    def _asked(self, node: fx.Node) -> tuple[Any, ...]:
+        """Equal for calls that have the same rows."""
+        given = tuple(self.shards.get(value, _NONE) for value in self._reads[node])
+        return self._kind[node], given, tuple(self.shards[value] for value in self._gives[node])
 
     def _rows(self, node: fx.Node) -> tuple[Row, ...]:
-        given = [self.shards.get(source_of(a), frozenset()) for a in tensor_arguments(node)]
-        made = [self.shards[(node, k)] for k in range(len(output_shapes(node)))]
-        key = (*_signature(node), tuple(given), tuple(made))
+        key = self._asked(node)
         if key not in self._known:
-            rows = rows_of(node, self.ranks, given, made)
+            rows = rows_of(node, self.ranks, key[1], key[2])
             self._known[key] = tuple(r for r in rows if self._allowed(node, r))
         return self._known[key]
 
     def _allowed(self, node: fx.Node, row: Row) -> bool:
         """Work on the tensor axis is never divided by examples: that is what the data axis does."""
         if self.axis != "expert" and self.examples != 1:
-            given = zip(map(source_of, tensor_arguments(node)), row.inputs, strict=True)
-            made = (((node, k), p) for k, p in enumerate(row.outputs))
-            if any(_splits_batch(v, p) for v, p in (*given, *made)):
+            given = zip(self._reads[node], row.inputs, strict=True)
+            made = zip(self._gives[node], row.outputs, strict=True)
+            if any(splits_batch(v, p) for v, p in (*given, *made)):
                 return False
         if row.lowering == "causal":  # on the tensor axis where its heads can not be shared
             heads = shape_of(tensor_arguments(node)[0])[1]
@@ -282,8 +307,7 @@ class PlacementProblem:
         for value, uses in users.items():
             if len(uses) > 1 and value[0] in variables and value[0] not in self.held:
                 variables[value] = len(choices)
-                even = sorted(s for s in self.shards[value] if not s.by)  # else whole does as well
-                choices.append((None, REPLICATED, *even))
+                choices.append(self._second(self.shards[value]))
         tables = list(self._tables(variables, choices, users))
         found = cheapest_assignment([len(c) for c in choices], tables)
         chosen = {key: choices[i][found.values[i]] for key, i in variables.items()}
@@ -295,6 +319,13 @@ class PlacementProblem:
             found.cost,
             tuple(n for i in found.guessed if isinstance(n := names[i], fx.Node)),
         )
+
+    def _second(self, shards: Shards) -> tuple[Placement | None, ...]:
+        """The placements in which a value may be kept besides that in which it is made."""
+        if shards not in self._seconds:
+            even = sorted(s for s in shards if not s.by)  # else whole does as well
+            self._seconds[shards] = (None, REPLICATED, *even)
+        return self._seconds[shards]
 
     def _resting(self, node: fx.Node) -> tuple[Placement, ...]:
         pin = self.pins.get(self.kinds[node].name)
@@ -322,8 +353,8 @@ class PlacementProblem:
         """Value → (call, position) that reads it; an output reads at position -1."""
         users: dict[Value, list[tuple[fx.Node, int]]] = {}
         for node in self.calls:
-            for position, argument in enumerate(tensor_arguments(node)):
-                users.setdefault(source_of(argument), []).append((node, position))
+            for position, value in enumerate(self._reads[node]):
+                users.setdefault(value, []).append((node, position))
         result = self.graph.output_node()
         for node, spec in self.outputs:
             if isinstance(node, fx.Node) and self._wanted(spec):
@@ -343,9 +374,7 @@ class PlacementProblem:
             costs = [self._held_seconds(node, p) for p in choices[variables[node]]]
             yield Table((variables[node],), np.array(costs))
         for node in self.calls:
-            seconds = self._work(node)
-            costs = [self.row_seconds(node, row, seconds) for row in self.rows[node]]
-            yield Table((variables[node],), np.array(costs))
+            yield Table((variables[node],), self._rows_seconds(node))
         gradients = self._gradients(variables)
         for value, uses in users.items():
             node = value[0]
@@ -356,16 +385,13 @@ class PlacementProblem:
                         yield Table((variables[user],), costs[0])
                 continue
             own = choices[variables[node]]
-            made = own if node in self.held else tuple(row.outputs[value[1]] for row in own)
+            made = own if node in self.held else self._made(node, value[1])
             if value not in variables:
                 for user, position in uses:
                     yield from self._pair(variables, value, made, user, position, gradients)
                 continue
             kept = choices[variables[value]]
-            costs = np.array(
-                [[0.0 if k is None else self._conversion(value, p, k) for k in kept] for p in made]
-            )
-            yield Table((variables[node], variables[value]), costs)
+            yield Table((variables[node], variables[value]), self._conversions(value, made, kept))
             for user, position in uses:
                 yield self._triple(variables, value, made, kept, user, position, gradients)
 
@@ -421,34 +447,66 @@ class PlacementProblem:
             needs, third = self._resting(parameter), variables[parameter]
         else:
             needs, third = (REPLICATED,), -1
-        direct = self._conversions(value, made, needs)
-        again = np.array(
-            [[inf if k is None else self._conversion(value, k, n) for n in needs] for k in kept]
-        )
-        if position < 0 and value in gradients:
-            direct = direct * _LATE
-        costs = np.minimum(direct[:, None, :], again[None, :, :])
+        late = _LATE if position < 0 and value in gradients else 1.0
+        key = self._moved(value), late, id(made), id(kept), id(needs)
+        if key not in self._costs:
+            direct = self._conversions(value, made, needs) * late
+            again = np.array(
+                [[inf if k is None else self._conversion(value, k, n) for n in needs] for k in kept]
+            )
+            costs = np.minimum(direct[:, None, :], again[None, :, :])
+            self._costs[key] = self._kept_alive(costs, made, kept, needs)
+        costs = self._costs[key]
         if third < 0:
             return Table((variables[value[0]], variables[value]), costs[:, :, 0])
         return Table((variables[value[0]], variables[value], third), costs)
 
     def _needs(self, user: fx.Node, position: int) -> tuple[Placement | None, ...]:
-        return tuple(row.inputs[position] for row in self.rows[user])
+        """By row of a call, where it reads a tensor; one object for all calls with these rows."""
+        rows = self.rows[user]
+        key = id(rows), "needs", position
+        if key not in self._columns:
+            self._columns[key] = tuple(row.inputs[position] for row in rows)
+        return self._columns[key]
+
+    def _made(self, node: fx.Node, item: int) -> tuple[Placement, ...]:
+        """By row of a call, where a tensor is made; likewise."""
+        rows = self.rows[node]
+        key = id(rows), "made", item
+        if key not in self._columns:
+            self._columns[key] = tuple(row.outputs[item] for row in rows)
+        return self._columns[key]
 
     def _conversions(
         self, value: Value, made: Sequence[Placement], needs: Sequence[Placement | None]
     ) -> np.ndarray:
-        return np.array([[self._conversion(value, p, q) for q in needs] for p in made])
+        key = self._moved(value), id(made), id(needs)
+        if key not in self._costs:
+            costs = np.array([[self._conversion(value, p, q) for q in needs] for p in made])
+            self._costs[key] = self._kept_alive(costs, made, needs)
+        return self._costs[key]
+
+    def _kept_alive(self, costs: np.ndarray, *by: object) -> np.ndarray:
+        """`costs`, which are known by the identity of `by` from now on."""
+        self._alive.append(by)
+        return costs
+
+    def _moved(self, value: Value) -> tuple[float, bool, bool, bool]:
+        """What conversions of a value depend on: bytes, whether it is floating, on its way, and a
+        parameter or a view of one."""
+        if value not in self._known_moved:
+            tensor, unfinished = tensor_of(value), value[0].target in _UNFINISHED
+            found = self._bytes(tensor), tensor.is_floating_point(), unfinished
+            self._known_moved[value] = *found, value[0] in self.resting
+        return self._known_moved[value]
 
     def _conversion(self, value: Value, source: Placement, target: Placement | None) -> float:
         if target is None or source == target:
             return 0.0
-        if value[0].target in _UNFINISHED:  # on its way: nothing but the wait may read it
+        size, floating, unfinished, resting = self._moved(value)
+        if unfinished:  # nothing but the wait may read it
             return inf
-        tensor = _tensor(value)
-        size = self._bytes(tensor)
-        floating = tensor.is_floating_point()
-        key = (size, floating, source, target, value[0] in self.resting)
+        key = (size, floating, source, target, resting)
         if key not in self._converted:
             self._converted[key] = self.conversion_seconds(*key)
         return self._converted[key]
@@ -467,12 +525,21 @@ class PlacementProblem:
         share = 1 if placement == REPLICATED else self.ranks
         return _STATE_PASSES * value.numel() * value.element_size() / share / self.rates.memory
 
+    def _rows_seconds(self, node: fx.Node) -> np.ndarray:
+        """Seconds of each row of a call; equal calls with equal rows once."""
+        key = self._kind[node], id(self.rows[node])
+        if key not in self._costs:
+            work = self._work(node)
+            costs = [self.row_seconds(node, row, work) for row in self.rows[node]]
+            self._costs[key] = np.array(costs)
+        return self._costs[key]
+
     def row_seconds(self, node: fx.Node, row: Row, work: float) -> float:
         """Seconds of a call that is `work` seconds when whole."""
         share = self.ranks if row.divided else 1
         seconds = work / share + (self.rates.launch if work else 0.0)
         if row.gathered:
-            width = _tensor((node, 0)).element_size()
+            width = tensor_of((node, 0)).element_size()
             passing = (
                 self._share(row.gathered)
                 * row.gathered
@@ -488,7 +555,7 @@ class PlacementProblem:
         """Bytes a rank writes: between equals, the smaller."""
         total = 0.0
         for k, placement in enumerate(row.outputs):
-            tensor = _tensor((node, k))
+            tensor = tensor_of((node, k))
             smaller = isinstance(placement, Shard) and not placement.by
             share = self.ranks if smaller else 1
             total += self._bytes(tensor) / share
@@ -501,12 +568,12 @@ class PlacementProblem:
         ):
             return 0.0
         tensors = [a.meta["val"] for a in dict.fromkeys(tensor_arguments(node))]
-        tensors += [_tensor((node, k)) for k in range(len(output_shapes(node)))]
+        tensors += [tensor_of((node, k)) for k in range(len(output_shapes(node)))]
         seconds = sum(map(self._bytes, tensors)) / self.rates.memory
         formula = flop_registry.get(counted_packet(node))
         if formula is not None:
-            args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), _shapes)
-            out = _shapes(node)
+            args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), shapes_of)
+            out = shapes_of(node)
             share = min(self._share(t.numel()) for t in tensors)
             flops = formula(*args, **kwargs, out_val=out)
             seconds = max(seconds, flops * share / self.rates.flops)
@@ -519,79 +586,3 @@ class PlacementProblem:
 
     def _bytes(self, tensor: torch.Tensor) -> float:
         return tensor.numel() * tensor.element_size() * self._share(tensor.numel())
-
-
-def free_nodes(
-    graph: fx.Graph, kinds: Mapping[fx.Node, GraphInput], mutated: frozenset[str]
-) -> set[fx.Node]:
-    """Calls that depend on the batch, constants and buffers that stay as they are alone: every rank
-    makes them for itself."""
-    bound = {n for n, spec in kinds.items() if spec.kind in ("parameter", "tangent")}
-    bound |= {n for n, spec in kinds.items() if spec.kind == "buffer" and spec.name in mutated}
-    free = set()
-    for node in graph.nodes:
-        if node.op != "call_function":
-            continue
-        made = node.target in UNIFORM and node.meta["val"].is_floating_point()
-        if is_random(node) or made or any(n in bound for n in node.all_input_nodes):
-            bound.add(node)
-        else:
-            free.add(node)
-    return free
-
-
-def source_of(node: fx.Node) -> Value:
-    """The call a value comes from, and which of its results it is."""
-    if node.target is operator.getitem:
-        made = [k for k, t in enumerate(node.args[0].meta["val"]) if isinstance(t, torch.Tensor)]
-        return node.args[0], made.index(node.args[1])
-    return node, 0
-
-
-def _tensor(value: Value) -> torch.Tensor:
-    found = value[0].meta["val"]
-    if isinstance(found, torch.Tensor):
-        return found
-    return [t for t in found if isinstance(t, torch.Tensor)][value[1]]
-
-
-def _looks(node: fx.Node) -> bool:
-    """Whether a call gives its one argument's elements, seen or cast in another way."""
-    plain = node.target is torch.ops.aten._to_copy.default
-    return len(node.all_input_nodes) == 1 and (plain or getattr(node.target, "is_view", False))
-
-
-def _splits_batch(value: Value, placement: Placement | None) -> bool:
-    """Whether a shard takes some of the examples: of a dim with the batch in it, its outermost."""
-    if not isinstance(placement, Shard) or placement.outer > 1:
-        return False
-    node, position = value
-    dims = node.meta.get("dims", ())
-    if isinstance(node.meta["val"], (tuple, list)):
-        dims = dims[position] if position < len(dims) else ()
-    size = dims[placement.dim] if placement.dim < len(dims) else 0
-    return BATCH in getattr(size, "free_symbols", ())
-
-
-def _shapes(node: fx.Node) -> Any:
-    value = node.meta["val"]
-    if isinstance(value, torch.Tensor):
-        return tuple(value.shape)
-    return tuple(tuple(v.shape) if isinstance(v, torch.Tensor) else v for v in value)
-
-
-def _signature(node: fx.Node) -> tuple[Any, ...]:
-    """Equal for calls that have the same rows."""
-
-    def seen(value: Any) -> Any:
-        if isinstance(value, fx.Node):
-            found = value.meta["val"]
-            if isinstance(found, torch.Tensor):
-                return ("tensor", found.dtype, tuple(found.shape), value.target in UNIFORM)
-            return ("value",)
-        return value
-
-    args = fx.node.map_aggregate((node.args, dict(node.kwargs)), seen)
-    if node.target in indexing.RULES or node.target in (PRODUCT, GRADIENT):
-        return (node.name,)  # what their indices count, or are, decides as well
-    return (str(node.target), repr(args), repr(node.meta.get("dims")))

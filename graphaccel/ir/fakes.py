@@ -1,0 +1,73 @@
+"""What calls give on fake tensors, asked once for each call on tensors alike.
+
+For graphs that are measured and not run: every tensor of a kind (dtype, sizes, strides) is one and
+the same object here, so that a graph made with it tells sizes, but not which memory is whose. A
+deep model makes the same few calls again and again, and so do its layouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import torch
+
+from graphaccel.compat.torch import FakeTensorMode
+
+_PLAIN = (int, float, bool, str, complex, type(None), torch.dtype, torch.device)
+_PLAIN += (torch.layout, torch.memory_format)
+
+
+class Fakes:
+    """mode: the one that its tensors belong to."""
+
+    def __init__(self) -> None:
+        self.mode = FakeTensorMode()
+        self._alike: dict[Hashable, torch.Tensor] = {}
+        self._seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id: itself, its like
+        self._given: dict[Hashable, Any] = {}
+
+    def call(self, target: Any, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        """What `target` gives; to be called within `mode`."""
+        args, kwargs = self._liked(args), {k: self._liked(v) for k, v in kwargs.items()}
+        key = target, _told(args), tuple((k, _told(v)) for k, v in kwargs.items())
+        if key not in self._given:
+            self._given[key] = self._liked(target(*args, **kwargs))
+        return self._given[key]
+
+    def _liked(self, value: Any) -> Any:
+        """The same with the tensors that stand for those in it."""
+        if isinstance(value, torch.Tensor):
+            known = self._seen.get(id(value))
+            return self._one(value) if known is None else known[1]
+        if isinstance(value, (tuple, list)):
+            return (tuple if isinstance(value, tuple) else list)(map(self._liked, value))
+        return value
+
+    def _one(self, tensor: torch.Tensor) -> torch.Tensor:
+        kind = (tensor.dtype, tensor.device, tuple(tensor.shape), tensor.stride(),
+                tensor.storage_offset(), tensor.is_conj(), tensor.is_neg())  # fmt: skip
+        like = self._alike.get(kind)
+        if like is None:
+            own = getattr(tensor, "fake_mode", None) is self.mode
+            like = self._alike[kind] = tensor if own else self._made(tensor)
+        self._seen[id(tensor)] = tensor, like
+        return like
+
+    def _made(self, tensor: torch.Tensor) -> torch.Tensor:
+        """One like a tensor of another mode."""
+        with self.mode:
+            return torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+            )
+
+
+def _told(value: Any) -> Hashable:
+    """What tells arguments apart, tensors by which object they are; 1, 1.0 and True differ."""
+    if isinstance(value, torch.Tensor):
+        return id(value)
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_told, value))
+    if isinstance(value, _PLAIN):
+        return type(value), value
+    return id(type(value)), value
