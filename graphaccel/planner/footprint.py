@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
-from graphaccel.planner.away import away_bytes, beside
+from graphaccel.planner.away import away_bytes
 from graphaccel.planner.cluster import Cluster
-from graphaccel.planner.motion import in_motion, motion_key
+from graphaccel.planner.motion import motion_key
 from graphaccel.planner.offload import placed_optimizer
 from graphaccel.planner.outside import output_bytes
+from graphaccel.planner.peaks import stage_peaks
 from graphaccel.planner.plan import Plan, StageMemory
 from graphaccel.planner.profile import Parameter, Profile, SizedProfile
 from graphaccel.planner.works import (
@@ -47,42 +48,38 @@ def predict_memory(
     owned = sized.once(
         ("ranks", plan.cuts, plan.pipeline), lambda: _of_ranks(profile, works, plan.pipeline)
     )
-
-    away = away_bytes(profile, sized, plan)
-
-    def alone() -> list[tuple[_Peak, int]]:
-        saved, again = sized.saved(profile.numbers(plan.recompute))
-        saved = saved - away
-        return [
-            _stage_peak(profile, sized, work, saved, again, split or bool(work.partial), plan)
-            for work in works
-        ]
-
     key = ("peaks", plan.cuts, plan.recompute, split, motion_key(plan), plan.offload)
-    ones = sized.once(key, alone)
+    peaks = sized.once(key, lambda: stage_peaks(profile, sized, works, plan))
     numbers = profile.numbers(plan.recompute)
     sent = sized.once(
         ("sent", plan.cuts, plan.recompute), lambda: _sent(profile, sized, works, numbers)
     )
-    each = [kept + gone for (_, kept), gone in zip(ones, sent, strict=True)]
+    each = peaks.kept + sent
     waiting = held_together(plan, each)
+    waits = waiting * each
+    grown = peaks.activation + (np.maximum(waiting, 1) - 1) * each  # that many, in place of one
+    lying = (plan.interleave, plan.pipeline)  # stage s is on rank s % pipeline
+    beyond = (grown + peaks.temporary - waits).reshape(lying)
+    top = beyond.argmax(axis=0) * plan.pipeline + np.arange(plan.pipeline)  # computes; others wait
+    activations = waits.reshape(lying).sum(axis=0) - waits[top] + grown[top] + whole_batch
+    before = np.append(0, sent[: plan.pipeline - 1])
+    activations += _TRAVELLING * np.maximum(sent.reshape(lying).max(axis=0), before)
+    gradients = peaks.gradient.reshape(lying).sum(axis=0)
+    gone = np.zeros(plan.pipeline, dtype=np.int64)
+    if "activations" in plan.offload:
+        lying_away = away_bytes(profile, sized, plan)
+        bytes_of = [int(lying_away[work.first : work.end].sum()) for work in works]
+        gone = (waiting * bytes_of).reshape(lying).sum(axis=0)
     ranks = []
-    for rank, (parameter, trained) in enumerate(owned):
-        own = range(rank, plan.stages, plan.pipeline)
-        peaks = {s: ones[s][0].waiting(max(waiting.get(s, 0), 1), each[s]) for s in own}
-        waits = {s: waiting.get(s, 0) * each[s] for s in own}
-        beyond = {s: peaks[s].activation + peaks[s].temporary - waits[s] for s in own}
-        top = max(own, key=lambda s: (beyond[s], -s))  # computes; the others wait
-        activation = sum(waits.values()) - waits[top] + peaks[top].activation + whole_batch
-        activation += _TRAVELLING * max((sent[s] for s in (*own, rank - 1) if s >= 0), default=0)
-        temporary = peaks[top].temporary
-        gradient = trained if split else sum(peaks[s].gradient for s in own)
+    columns = (top, activations, peaks.temporary[top], gradients, gone)
+    rows = zip(owned, *(column.tolist() for column in columns), strict=True)
+    for rank, ((parameter, trained), stage, activation, temporary, made, away) in enumerate(rows):
+        gradient = trained if split else made
         shard = trained // (plan.data if plan.zero else 1)
         optimizer, host = placed_optimizer(shard * optimizer_bytes // 4, shard, plan.offload)
-        gone = {s: int(away[works[s].first : works[s].end].sum()) for s in own}
-        host += sum(waiting.get(s, 0) * size for s, size in gone.items())
+        host += away
         if plan.zero >= 2 and plan.microbatches == 1:
-            gradient = sum(peaks[s].gradient for s in own)
+            gradient = made
         elif plan.zero >= 2 and plan.accumulation == "shards":
             gradient //= plan.data
         if plan.zero == 3:
@@ -92,7 +89,7 @@ def predict_memory(
         ranks.append(
             StageMemory(
                 rank, parameter, gradient, optimizer, activation, temporary, other,
-                tensors + other, peaks[top].at, host,
+                tensors + other, peaks.at(profile, stage), host,
             )
         )  # fmt: skip
     return tuple(ranks)
@@ -100,7 +97,7 @@ def predict_memory(
 
 def _sent(
     profile: Profile, sized: SizedProfile, works: Sequence[StageWork], recomputed: Sequence[int]
-) -> list[int]:
+) -> np.ndarray:
     """Bytes of what each stage sends on of one microbatch, but for what its backward needs itself:
     it lies there until that microbatch's gradient comes back (`schedule.walk`)."""
     ends = np.array([work.end - 1 for work in works])
@@ -112,7 +109,7 @@ def _sent(
     far = np.searchsorted(ends, crossing.last) != source
     far &= wanted[crossing.storage] != source
     size = sized.bytes[crossing.storage]
-    return np.bincount(source[far], size[far], minlength=len(works)).astype(np.int64).tolist()
+    return np.bincount(source[far], size[far], minlength=len(works)).astype(np.int64)
 
 
 def _of_ranks(
@@ -135,84 +132,3 @@ def gathered_sizes(profile: Profile, held: Sequence[Parameter], plan: Plan) -> l
         one = blocks.pop() if len(blocks) == 1 else -1
         groups[profile.block_names[one] if one >= 0 else parameter.name] += parameter.bytes
     return [size // 2 if plan.gathers_low else size for size in groups.values()]
-
-
-@dataclass(frozen=True)
-class _Peak:
-    activation: int
-    temporary: int
-    gradient: int
-    at: str
-
-    def waiting(self, microbatches: int, kept: int) -> _Peak:
-        """With so many in flight, of which each keeps `kept`, in place of one."""
-        more = self.activation + (microbatches - 1) * kept
-        return _Peak(more, self.temporary, self.gradient, self.at)
-
-
-def _stage_peak(
-    profile: Profile,
-    sized: SizedProfile,
-    work: StageWork,
-    saved: np.ndarray,
-    again: np.ndarray,
-    accumulated: bool,
-    plan: Plan,
-) -> tuple[_Peak, int]:
-    """Where a stage holds most with one microbatch in flight, and what one more keeps.
-
-    accumulated: gradients lie in buckets the whole step; otherwise they come as backward proceeds.
-    plan: what ZeRO gathers and reduces.
-    """
-    here = slice(work.first, work.end)
-    key = (
-        "peak", work.first, work.end, saved[here].tobytes(), again[here].tobytes(), accumulated,
-        motion_key(plan), plan.offload,
-    )  # fmt: skip
-    return sized.once(
-        key,
-        lambda: _one_waiting(profile, sized, work, saved[here], again[here], accumulated, plan),
-    )
-
-
-def _one_waiting(
-    profile: Profile,
-    sized: SizedProfile,
-    work: StageWork,
-    saved: np.ndarray,
-    again: np.ndarray,
-    accumulated: bool,
-    plan: Plan,
-) -> tuple[_Peak, int]:
-    """As `_stage_peak`; saved and again of the stage's positions."""
-    here = slice(work.first, work.end)
-    moving = in_motion(profile, plan, (work.first, work.end))
-    running = np.cumsum(saved)
-    # What a block makes again is alive from the block's end down to where backward reads it.
-    remade = np.zeros(work.end - work.first, dtype=np.int64)
-    if again.any():
-        for block in {b for b in profile.block_at[here].tolist() if b >= 0}:
-            inside = profile.block_at[here] == block
-            remade[inside] = np.cumsum(again[inside])
-    backward = sized.passing_backward[here] + remade
-    ready = np.zeros_like(remade)
-    if not accumulated:
-        made = sized.gradients[here]
-        ready = np.cumsum(made[::-1])[::-1] - made  # of later positions: backward did those first
-    forward = sized.passing_forward[here]
-    if "activations" in plan.offload:
-        moved = beside(profile, away_bytes(profile, sized, plan), here)
-        forward, backward = forward + moved, backward + moved
-    if moving is not None:
-        forward, backward = forward + moving.forward, backward + moving.backward
-        ready = moving.ready
-    choices = (
-        ("forward", forward, np.zeros_like(ready)),
-        ("backward", backward, ready),
-    )
-    phase, passing, early = max(choices, key=lambda c: int((running + c[1] + c[2]).max()))
-    top = int((running + passing + early).argmax())
-    module = profile.modules[work.first + top] or profile.names[work.first + top]
-    gradient = int(early[top]) if moving or not accumulated else work.gradient
-    peak = _Peak(int(running[top]), int(passing[top]), gradient, f"{phase} of {module}")
-    return peak, int(running[-1])

@@ -169,21 +169,25 @@ def _flight(schedule: str, ranks: int, per_rank: int, microbatches: int) -> Mapp
     return {s: int(held[s % ranks][s // ranks]) for s in range(stages)}
 
 
-def held_together(plan: Plan, bytes_of: Sequence[int]) -> dict[int, int]:
-    """Stage → microbatches it holds while its rank holds the most bytes of them. bytes_of: what a
-    stage saves of one microbatch.
+def held_together(plan: Plan, bytes_of: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Of each stage, the microbatches it holds while its rank holds the most bytes of them.
+    bytes_of: what a stage saves of one microbatch.
 
     The stages of a rank are full at different times.
     """
     if plan.interleave == 1:
-        return flight(plan)
-    ranks, found = plan.pipeline, {}
-    few = _few(ranks, plan.microbatches)
-    for rank, held in enumerate(_held_by_rank(ranks, plan.interleave, few)):
-        totals = held @ np.array(bytes_of[rank::ranks], dtype=np.int64)
-        moment = held[int(totals.argmax())].tolist()
-        found |= {rank + ranks * chunk: n for chunk, n in enumerate(moment)}
-    return found
+        return _flight_column(plan.schedule, plan.pipeline, plan.interleave, plan.microbatches)
+    ranks = plan.pipeline
+    sizes = np.asarray(bytes_of, dtype=np.int64).reshape(plan.interleave, ranks)
+    moments = _held_by_rank(ranks, plan.interleave, _few(ranks, plan.microbatches))
+    found = [held[(held @ sizes[:, rank]).argmax()] for rank, held in enumerate(moments)]
+    return np.stack(found, axis=1).reshape(-1)
+
+
+@cache
+def _flight_column(schedule: str, ranks: int, per_rank: int, microbatches: int) -> np.ndarray:
+    held = _flight(schedule, ranks, per_rank, microbatches)
+    return np.array([held[stage] for stage in range(ranks * per_rank)])
 
 
 def _few(ranks: int, microbatches: int) -> int:
@@ -194,8 +198,9 @@ def _few(ranks: int, microbatches: int) -> int:
 
 @cache
 def _held_by_rank(ranks: int, per_rank: int, microbatches: int) -> tuple[np.ndarray, ...]:
-    """For each rank of the interleaved schedule, before each of its actions: microbatches that wait
-    for their backward, of each of its stages (`schedule.table.interleaved`)."""
+    """For each rank of the interleaved schedule, before its actions: microbatches that wait for
+    their backward, of each of its stages (`schedule.table.interleaved`). What it finds again later
+    is left out."""
     start, chunk, offset = np.indices((-(-microbatches // ranks), per_rank, ranks)).reshape(3, -1)
     real = start * ranks + offset < microbatches
     ahead = np.eye(per_rank, dtype=np.int64)[chunk]
@@ -210,5 +215,7 @@ def _held_by_rank(ranks: int, per_rank: int, microbatches: int) -> tuple[np.ndar
         kept[::2], kept[1::2] = real[warm:], real[:steady]
         change = np.concatenate([ahead[:warm], mixed, back[steady:]])
         change = change[np.concatenate([real[:warm], kept, real[steady:]])]
-        found.append(np.cumsum(change, axis=0) - change)
+        held = np.cumsum(change, axis=0) - change
+        _, moments = np.unique(held, axis=0, return_index=True)
+        found.append(held[np.sort(moments)])
     return tuple(found)
