@@ -215,9 +215,9 @@ def _reduces(
     known: dict[object, float] = {}
     found = []
     for stage, work in enumerate(works):
-        alike: object = work
-        if plan.zero < 3:  # what is held does not matter then
-            alike = work.gradient, work.partial, work.backward, work.weight
+        alike: object = work.gradient, work.partial, work.backward, work.weight
+        if plan.zero == 3 and plan.data > 1:  # what is held matters
+            alike = alike, work.forward, _groups(profile, work, plan)
         if alike not in known:
             known[alike] = _reduce_seconds(profile, work, plan, cluster)
         found.append(known[alike] + _shared_seconds(shared[stage], plan, cluster, stage))
@@ -256,9 +256,7 @@ def _gather_seconds(profile: Profile, work: StageWork, plan: Plan, cluster: Clus
         return 0.0
     if plan.zero < 3:
         return _gathers(cluster, [work.gradient], plan)
-    span = (work.first, work.end)
-    sizes = profile.once(("groups", span, plan.gathers_low), lambda: gathered_sizes(
-        profile, held_parameters(profile, [span]), plan))  # fmt: skip
+    sizes = _groups(profile, work, plan)
     once = _gathers(cluster, sizes, plan)
     first = _gathers(cluster, [max(sizes, default=0)], plan)
     exposed = 0.0
@@ -266,6 +264,13 @@ def _gather_seconds(profile: Profile, work: StageWork, plan: Plan, cluster: Clus
         hidden = 0.0 if cluster.device.name == "cpu" else _OVERLAP * seconds
         exposed += max(first, once - hidden)
     return plan.microbatches * exposed
+
+
+def _groups(profile: Profile, work: StageWork, plan: Plan) -> tuple[int, ...]:
+    """Bytes of what ZeRO 3 gathers at once of a stage."""
+    span = (work.first, work.end)
+    return profile.once(("groups", span, plan.gathers_low), lambda: tuple(
+        gathered_sizes(profile, held_parameters(profile, [span]), plan)))  # fmt: skip
 
 
 def _gathers(cluster: Cluster, sizes: Sequence[int], plan: Plan) -> float:

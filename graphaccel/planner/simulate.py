@@ -95,7 +95,7 @@ def simulate(
     return Timeline(makespan, tuple(map(tuple, spans)), tuple(busy), tuple(reducing), tuple(idle))
 
 
-_Row = tuple[tuple[int, int, int], ...]  # (kind, stage, microbatch) of a rank's actions
+_Row = list[tuple[int, int]]  # (kind * stages + stage, microbatch) of a rank's actions
 _KINDS = ("forward", "backward", "weight")
 
 
@@ -119,20 +119,40 @@ def play(
     seconds: of forward, backward and weight, per stage. A message is there when it is wanted or its
     rank waits, so that receives need no place in a list; those that come early wait for nothing.
     """
-    _, ranks, _, microbatches = shape
-    rows = _rows(*shape)
-    outgoing: dict[tuple[int, int], list[tuple[int, float, int]]] = defaultdict(list)
-    incoming: dict[tuple[int, int], list[int]] = defaultdict(list)
-    arrivals: list[list[float]] = []
+    durations = tuple(tuple(each) for each in seconds)
+    ends, busy = _ends(shape, durations, tuple(sorted(edge_seconds.items())))
+    clock = []
+    for end, stages in zip(ends, _last_stages(*shape), strict=True):
+        for stage in stages:
+            end += reduce_seconds[stage]
+        clock.append(end)
+    return Played(max(clock, default=0.0), busy)
+
+
+@lru_cache(maxsize=64)
+def _ends(
+    shape: tuple[str, int, int, int],
+    seconds: tuple[tuple[float, ...], ...],
+    edge_seconds: tuple[tuple[tuple[int, int, str], float], ...],
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """(when each rank has done the last of its microbatches, how long it computed): plans that
+    differ in what they reduce alone ask the same."""
+    _, ranks, per_rank, microbatches = shape
+    rows, stages = _rows(*shape), ranks * per_rank
+    outgoing: dict[int, list[tuple[list[float], float, int, int]]] = defaultdict(list)
+    incoming: dict[int, list[tuple[list[float], int]]] = defaultdict(list)
     channels: dict[tuple[int, int, str], int] = {}
-    for (source, destination, way), took in sorted(edge_seconds.items()):
+    for edge, ((source, destination, way), took) in enumerate(edge_seconds):
         a, b = source % ranks, destination % ranks
         if a != b:
             channel = channels.setdefault((a, b, way), len(channels))
-            kind = _KINDS.index(way)
-            outgoing[kind, source].append((len(arrivals), took, channel))
-            incoming[kind, destination].append(len(arrivals))
-            arrivals.append([-1.0] * microbatches)
+            kind, arrival = _KINDS.index(way), [-1.0] * microbatches
+            outgoing[kind * stages + source].append((arrival, took, channel, edge))
+            incoming[kind * stages + destination].append((arrival, edge))
+    jobs = [
+        (took, incoming[at], outgoing[at])
+        for at, took in enumerate(took for each in seconds for took in each)
+    ]
     free = [0.0] * len(channels)
     clock, busy, at = [0.0] * ranks, [0.0] * ranks, [0] * ranks
     waiting: dict[tuple[int, int], int] = {}  # message -> the rank that needs it
@@ -141,39 +161,45 @@ def play(
         rank = runnable.pop()
         row, place, now, worked = rows[rank], at[rank], clock[rank], busy[rank]
         while place < len(row):
-            kind, stage, number = row[place]
+            job, number = row[place]
+            took, needed, sent = jobs[job]
             missing = None
-            for edge in incoming.get((kind, stage), ()):
-                arrival = arrivals[edge][number]
-                if arrival < 0.0:
-                    missing = (edge, number)
+            for arrival, edge in needed:
+                arrived = arrival[number]
+                if arrived < 0.0:
+                    missing = edge, number
                     break
-                now = max(now, arrival)
+                if arrived > now:
+                    now = arrived
             if missing is not None:
                 waiting[missing] = rank
                 break
-            took = seconds[kind][stage]
             now += took
             worked += took
-            for edge, length, channel in outgoing.get((kind, stage), ()):
+            for arrival, length, channel, edge in sent:
                 end = max(now, free[channel]) + length
-                free[channel] = arrivals[edge][number] = end
-                other = waiting.pop((edge, number), None)
-                if other is not None:
-                    runnable.append(other)
+                free[channel] = arrival[number] = end
+                if waiting and (edge, number) in waiting:
+                    runnable.append(waiting.pop((edge, number)))
             place += 1
         at[rank], clock[rank], busy[rank] = place, now, worked
     if waiting:
         raise ValueError(f"deadlock: ranks {sorted(waiting.values())} wait for ever")
-    for rank, row in enumerate(rows):
-        last = {stage: index for index, (_, stage, _) in enumerate(row)}
-        for stage in sorted(last, key=last.__getitem__):
-            clock[rank] += reduce_seconds[stage]
-    return Played(max(clock, default=0.0), tuple(busy))
+    return tuple(clock), tuple(busy)
 
 
 @lru_cache(maxsize=8)
 def _rows(name: str, ranks: int, per_rank: int, microbatches: int) -> tuple[_Row, ...]:
     table = build(name, ranks, per_rank, microbatches)
-    kinds = {kind: number for number, kind in enumerate(_KINDS)}
-    return tuple(tuple((kinds[a.kind], a.stage, a.microbatch) for a in row) for row in table)
+    start = {kind: number * ranks * per_rank for number, kind in enumerate(_KINDS)}
+    return tuple([(start[a.kind] + a.stage, a.microbatch) for a in row] for row in table)
+
+
+@lru_cache(maxsize=8)
+def _last_stages(name: str, ranks: int, per_rank: int, microbatches: int) -> list[list[int]]:
+    """The stages of each rank, in the order in which they are done."""
+    found = []
+    for row in _rows(name, ranks, per_rank, microbatches):
+        last = {job % (ranks * per_rank): index for index, (job, _) in enumerate(row)}
+        found.append(sorted(last, key=last.__getitem__))
+    return found

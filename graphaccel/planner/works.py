@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from math import prod
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from graphaccel.planner.wires import wires_of
 # Starting a stage's graph for one microbatch costs as much host time as starting some ops.
 _LAUNCHES_AN_ACTION = 10
 _GROUPS = 5
+_NUMBERED = 1 << 62  # what one integer can tell apart
 
 
 def sized_for(profile: Profile, plan: Plan, cluster: Cluster) -> SizedProfile:
@@ -216,6 +218,9 @@ def _held_by_rank(ranks: int, per_rank: int, microbatches: int) -> tuple[np.ndar
         change = np.concatenate([ahead[:warm], mixed, back[steady:]])
         change = change[np.concatenate([real[:warm], kept, real[steady:]])]
         held = np.cumsum(change, axis=0) - change
-        _, moments = np.unique(held, axis=0, return_index=True)
-        found.append(held[np.sort(moments)])
+        most = tuple((held.max(axis=0) + 1).tolist())
+        if prod(most) < _NUMBERED:
+            number = np.ravel_multi_index(tuple(held.T), most)
+            held = held[np.sort(np.unique(number, return_index=True)[1])]
+        found.append(held)
     return tuple(found)
