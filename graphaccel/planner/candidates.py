@@ -12,9 +12,8 @@ later leaves the collectives of those before it where they are.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import product
-from math import prod
 from typing import Any, TypeVar, cast
 
 import torch
@@ -50,7 +49,7 @@ class Layout:
     @property
     def replica(self) -> int:
         """Devices that hold one stage of one replica together."""
-        return prod(astuple(self))
+        return self.tensor * self.context * self.expert
 
     @property
     def parent(self) -> Layout:
@@ -373,9 +372,10 @@ class Bounds:
         return self._once(_sums, known, small)
 
     def _once(self, make: Callable[..., T], *key: Any) -> T:
-        if (make, *key) not in self._known:
-            self._known[(make, *key)] = make(self, *key)
-        return cast(T, self._known[(make, *key)])
+        asked = make, *key
+        if asked not in self._known:
+            self._known[asked] = make(self, *key)
+        return cast(T, self._known[asked])
 
     def plan(self, layout: Layout, **decided: Any) -> Plan:
         """A plan of this problem on a layout."""

@@ -14,10 +14,13 @@ from graphaccel.planner.communication import send_seconds
 from graphaccel.planner.solve import Problem, resident_parts
 
 
-def guess(problem: Problem, bounds: Bounds, shape: Shape, batch: int) -> float:
+def guess(
+    problem: Problem, bounds: Bounds, shape: Shape, batch: int, least: float | None = None
+) -> float:
     """Seconds of the best of a shape's recomputations; infinity where none seems to fit.
 
     What a graph that is not made yet would send is not known: layouts are then guessed too well.
+    least: the shape's bound, where it is known.
     """
     layout = shape.layout
     known = bounds.nearest(layout)
@@ -41,7 +44,9 @@ def guess(problem: Problem, bounds: Bounds, shape: Shape, batch: int) -> float:
         far = layout.replica * shape.data
         sent = 2 * (stages - 1) * send_seconds(problem.cluster, size, 0, far)
     waits = (shape.pipeline - 1) / shape.interleave
-    return bounds.seconds(shape) + (shape.microbatches + waits) * slower + sent
+    if least is None:
+        least = bounds.seconds(shape)
+    return least + (shape.microbatches + waits) * slower + sent
 
 
 def resident_bytes(shape: Shape, held: int, trained: int, optimizer_bytes: int) -> float:

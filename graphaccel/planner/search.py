@@ -326,7 +326,7 @@ class _Solving:
         def push(layout: Layout) -> None:
             known = self.bounds.nearest(layout)
             for mesh in groups[layout]:
-                about = guess(self.problem, self.bounds, mesh, self.batch)
+                about = guess(self.problem, self.bounds, mesh, self.batch, self._bound(mesh))
                 if self.bounds.built(layout) or about < math.inf:
                     worth = 1.0 if plain(self.pins, mesh) else WORTH
                     heapq.heappush(heap, (about * worth, mesh.order, mesh, known))
