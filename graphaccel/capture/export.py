@@ -229,8 +229,12 @@ def _unpack(program: Any, batch: Batch, returned: Returned) -> ForwardGraph:
             inputs.append(GraphInput("constant", constants[node.name]))
         else:
             leaf = next(leaves)
-            tracked = batch.leaves[leaf].requires_grad
-            inputs.append(GraphInput("batch", batch.names[leaf], leaf, tracked))
+            given = batch.leaves[leaf]
+            if isinstance(given, torch.Tensor):
+                spec = GraphInput("batch", batch.names[leaf], leaf, given.requires_grad)
+                inputs.append(spec)
+            else:  # flags and None: export has written them in, and another value is another call
+                graph.graph.erase_node(node)
     mutated = signature.buffers_to_mutate
     outputs: list[GraphOutput] = []
     tensor_leaves = iter(returned.tensor_leaves)

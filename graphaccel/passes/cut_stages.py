@@ -55,8 +55,8 @@ def cut_stages(
     """Give every node its stage.
 
     positions: forward-graph node name → its place in the forward graph. cuts: names after which a
-    stage ends. homes: where parameters already lie (evaluation graphs): then a node lies on the
-    last stage of what it reads, and `cuts` are not looked at.
+    stage ends. homes: where parameters already lie (the graphs of evaluation, and of calls with
+    other flags): then a node lies on the last stage of what it reads, and `cuts` are not looked at.
     """
     ends = sorted(positions[name] for name in cuts)
     count = len(ends) + 1
@@ -120,18 +120,28 @@ def _by_parameters(
     homes: Mapping[str, tuple[int, ...]],
     free: frozenset[fx.Node],
 ) -> dict[fx.Node, int]:
-    """Forward only: a node lies where its parameters are, no earlier than its inputs."""
+    """A forward node lies where its parameters are, no earlier than its inputs; a backward node
+    where the one lies that it is the derivative of, as in `_by_position`."""
     stage: dict[fx.Node, int] = {}
+    origins: dict[str, int] = {}
+    last = max((s for held in homes.values() for s in held), default=0)
     for node in graph.graph.nodes:
         if node.op != "call_function" or node in free:
             continue
-        reached = max((stage[n] for n in node.all_input_nodes if n in stage), default=0)
+        reads = [n for n in node.all_input_nodes if n in stage]
+        origin = node.meta.get("origin", "")
+        if node.meta.get("phase") == "backward":
+            above = [stage[n] for n in reads if n.meta["phase"] == "backward"]
+            stage[node] = min([origins.get(origin, last), *above])
+            continue
+        reached = max((stage[n] for n in reads), default=0)
         for source in node.all_input_nodes:
             spec = kinds.get(source)
             if spec is not None and spec.name in homes and spec.kind in ("parameter", "buffer"):
                 held = homes[spec.name]
                 reached = min((s for s in held if s >= reached), default=max(reached, held[-1]))
         stage[node] = reached
+        origins[origin] = max(reached, origins.get(origin, 0))
     return stage
 
 

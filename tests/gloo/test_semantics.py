@@ -210,6 +210,38 @@ def test_a_transformers_model_over_other_sizes(pool: Pool, pins: dict[str, Any])
         assert same_loss
 
 
+class _Flagged(nn.Module):
+    """A GPT whose call takes more than tensors, as those of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = gpt()
+
+    def forward(
+        self, ids: Tensor, mask: Tensor | None, labels: Tensor, *, halve: bool, scale: float = 1.0
+    ) -> Tensor:
+        loss = self.inner(ids, labels) * scale
+        loss = loss if mask is None else loss * mask.mean()
+        return loss / 2 if halve else loss
+
+
+def _flags(pins: Mapping[str, Any]) -> float:
+    plain, _, planned, _ = pair(_Flagged, pins)
+    batch, worst = tokens(), 0.0
+    for flags in ({"halve": True}, {"halve": False, "scale": 3}, {"halve": True}):
+        for model in (plain, planned):
+            model.zero_grad()
+            model(batch["input_ids"], None, batch["labels"], **flags).backward()
+        worst = max(worst, own_gradients(plain, planned))
+    return worst
+
+
+@pytest.mark.parametrize("pins", PLANS, ids=IDS)
+def test_a_call_takes_flags_and_none(pool: Pool, pins: dict[str, Any]) -> None:
+    """Each value is written into a graph of its own."""
+    assert max(pool.run(2, _flags, pins)) <= 1e-10
+
+
 def _evaluated() -> float:
     plain, first, planned, second = pair(lambda: WithLogits().double(), PIPELINE)
     x, y = small_batch()
