@@ -184,6 +184,37 @@ def _concatenate(node: fx.Node) -> None:
         node.args = (tensors, *node.args[1:])
 
 
+def _written(node: fx.Node) -> None:
+    """A write into a part (`x[:, 0] = y`) has no derivative of its own: what is written, in the
+    dtype and shape of what it is written into."""
+    into, source = node.args[:2]
+    assert isinstance(into, fx.Node)
+    assert isinstance(source, fx.Node)
+    old, new = into.meta["val"], source.meta["val"]
+    if new.dtype != old.dtype:
+        source = _emit(node, aten._to_copy.default, source, dtype=old.dtype)
+    if new.shape != old.shape:
+        source = _emit(node, aten.expand.default, source, list(old.shape))
+    _replace(node, source)
+
+
+def _masked(node: fx.Node) -> None:
+    """One number put where a mask says so (`x[x > 1] = 3`) is a choice, element by element."""
+    given = _arguments(node)
+    into, places, value = given["self"], given["indices"], given["values"]
+    if given["accumulate"] or len(places) != 1 or not isinstance(places[0], fx.Node):
+        return
+    (mask,) = places
+    kept, put = mask.meta["val"], value.meta["val"]
+    old = into.meta["val"]
+    if kept.dtype != torch.bool or put.numel() != 1 or put.dtype != old.dtype:
+        return
+    for _ in range(old.dim() - kept.dim()):
+        mask = _emit(node, aten.unsqueeze.default, mask, -1)
+    value = _emit(node, aten.reshape.default, value, []) if put.dim() else value
+    _replace(node, _emit(node, aten.where.self, mask, value, into))
+
+
 def _chosen_product(node: fx.Node) -> None:
     """A product with a weight that was looked up for every row (Hugging Face's `batched_mm`)."""
     left, right = node.args
@@ -242,5 +273,7 @@ _REWRITES: dict[Any, Callable[[fx.Node], None]] = {
     aten.adaptive_avg_pool2d.default: _pool,
     aten.adaptive_avg_pool3d.default: _pool,
     aten.cat.default: _concatenate,
+    aten.copy.default: _written,
+    aten.index_put.default: _masked,
     aten.bmm.default: _chosen_product,
 }
