@@ -42,10 +42,11 @@ class Value:
       another stage's forward or backward), "saved" (by this stage's forward), "accumulator" (what
       the gradient of a parameter is added to), "bucket" (the flat tensor those lie in), "tangent"
       (the gradient of output leaf `leaf`), "scale", "shards" (the flat shards of a group of
-      parameters, held like a parameter; named after the first of them), "carried".
+      parameters, held like a parameter; named after the first of them), "held" (a parameter as
+      `prepare` gave it), "carried".
     kind, of outputs: "loss", "output", "buffer", "sent", "saved", "gradient", "input_gradient" (of
       batch leaf `leaf`), "carried" (the flat gradients of a group, that the next microbatch's
-      backward takes back; the last one's are the reduced shards).
+      backward takes back; the last one's are the reduced shards), "held".
     name: parameter or buffer name, or the name of the value in the joint graph.
     peers: stages the value comes from or goes to ("received": one; "sent": one or more).
     leaf: position among the batch's or the output's leaves.
@@ -108,6 +109,9 @@ class StageProgram:
       apart (`passes.split_weights`), by the same moments; empty where it is part of the backward.
     groups: parameters that rest sharded over the data axis, by the flat buffer they lie in.
     reduced: those whose gradients are reduce-scattered, by the flat buffer, in its order.
+    prepare: what runs once a step, before anything else, where parameters are gathered or cast for
+      all microbatches at once (`passes.hold_parameters`): it gives "held" parameters, perhaps on
+      their way, which live until the last phase of the stage has run.
     """
 
     stage: int
@@ -125,11 +129,15 @@ class StageProgram:
     weights: Mapping[tuple[bool, bool], fx.GraphModule] = field(default_factory=dict, repr=False)
     weight_inputs: tuple[Value, ...] = field(default=(), repr=False)
     weight_outputs: tuple[Value, ...] = field(default=(), repr=False)
+    prepare: fx.GraphModule | None = field(default=None, repr=False)
+    prepare_inputs: tuple[Value, ...] = field(default=(), repr=False)
+    prepare_outputs: tuple[Value, ...] = field(default=(), repr=False)
 
     @property
     def graphs(self) -> tuple[fx.GraphModule, ...]:
         """All of its graphs, the forward first."""
-        return (self.forward, *self.backwards.values(), *self.weights.values())
+        before = () if self.prepare is None else (self.prepare,)
+        return (self.forward, *self.backwards.values(), *self.weights.values(), *before)
 
     def gradients(self) -> tuple[fx.GraphModule | None, tuple[Value, ...]]:
         """A graph that makes gradients of parameters, and its inputs; None where there is none."""

@@ -22,19 +22,18 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from graphaccel.capture.blocks import block_of
 from graphaccel.ir.program import Owned, StageProgram, Value
+from graphaccel.passes.parameter_groups import Group, Uses, parameter_groups, placeholders_of
 from graphaccel.planner.plan import Plan
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
-Group = tuple[str, ...]
 
 
 def gather_parameters(
@@ -58,7 +57,7 @@ def gather_parameters(
     if not names:
         return program
     if groups is None:
-        groups = _groups(program, names, shared, plan.bucket_bytes)
+        groups = parameter_groups(program, names, shared, plan.bucket_bytes)
     else:
         groups = [g for g in groups if set(g) <= set(names)]
     shards = {g: _Shards(g, owned, values, ranks) for g in groups}
@@ -94,79 +93,6 @@ def _keep(program: StageProgram, kept: Mapping[str, fx.Node]) -> StageProgram:
             saved.get(v.name, v) if v.kind == "parameter" else v for v in program.backward_inputs
         ),
     )
-
-
-def _groups(
-    program: StageProgram, names: Sequence[str], shared: Collection[str], size: int
-) -> list[Group]:
-    """Parameters by the block that reads them; outside blocks of at most `size` bytes; those that
-    several read alone; those that nothing reads last."""
-    nodes = _placeholders(program.forward, program.forward_inputs, names)
-    uses = _Uses(program.forward, nodes)
-    made: dict[Any, list[str]] = defaultdict(list)
-    filled: dict[Any, int] = defaultdict(int)
-    parts: dict[Any, int] = defaultdict(int)
-    for name in sorted(nodes, key=lambda n: uses.first(n)):
-        value = nodes[name].meta["val"]
-        segments = uses.segments(name)
-        if len(segments) > 1 or name in shared:
-            made["alone", name].append(name)
-            continue
-        (segment,) = segments
-        key = (segment, value.dtype)
-        count = value.numel() * value.element_size()
-        if not uses.block(segment) and filled[key] and filled[key] + count > size:
-            parts[key] += 1
-            filled[key] = 0
-        filled[key] += count
-        made[("block", *key, parts[key])].append(name)
-    for name in names:  # read by the backward alone, or by nothing
-        if name not in nodes:
-            made["alone", name].append(name)
-    return [tuple(group) for group in made.values()]
-
-
-@dataclass
-class _Uses:
-    """Where a graph reads parameters. nodes: their placeholders by name.
-
-    A segment is a run of nodes that read parameters within one block, or outside any.
-    """
-
-    graph: fx.GraphModule
-    nodes: Mapping[str, fx.Node]
-    position: dict[fx.Node, int] = field(default_factory=dict)
-    segment: dict[fx.Node, int] = field(default_factory=dict)
-    blocks: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        known = set(self.nodes.values())
-        for index, node in enumerate(self.graph.graph.nodes):
-            self.position[node] = index
-            if node.op != "placeholder" and any(n in known for n in node.all_input_nodes):
-                block = block_of(node.meta.get("module", ""))
-                if not self.blocks or self.blocks[-1] != block:
-                    self.blocks.append(block)
-                self.segment[node] = len(self.blocks) - 1
-
-    def users(self, name: str) -> list[fx.Node]:
-        """The nodes that read a parameter, in order."""
-        node = self.nodes.get(name)
-        users = [] if node is None else [u for u in node.users if u in self.segment]
-        return sorted(users, key=self.position.__getitem__)
-
-    def first(self, name: str) -> int:
-        """Position of the first of them; past the end for a parameter that none reads."""
-        users = self.users(name)
-        return self.position[users[0]] if users else len(self.position)
-
-    def segments(self, name: str) -> set[int]:
-        """The segments that read a parameter; one past the last for none."""
-        return {self.segment[u] for u in self.users(name)} or {len(self.blocks)}
-
-    def block(self, segment: int) -> str:
-        """The block a segment lies in; empty outside."""
-        return self.blocks[segment] if segment < len(self.blocks) else ""
 
 
 @dataclass(frozen=True)
@@ -217,8 +143,8 @@ class _Gathering:
     ) -> None:
         self.module, self.values, self.shards = module, values, shards
         self.low, self.keeps_final = low, keeps_final
-        self.nodes = _placeholders(module, values, [n for group in shards for n in group])
-        self.uses = _Uses(module, self.nodes)
+        self.nodes = placeholders_of(module, values, [n for group in shards for n in group])
+        self.uses = Uses(module, self.nodes)
         self.full: dict[str, fx.Node] = {}
         self.final: set[str] = set()
         blocks = self.uses.blocks
@@ -334,14 +260,3 @@ class _Gathering:
         node.meta = {k: before.meta[k] for k in ("phase", "module") if k in before.meta}
         node.meta |= {"val": value, "made_by": "gather_parameters"}
         return node
-
-
-def _placeholders(
-    module: fx.GraphModule, values: Sequence[Value], names: Collection[str]
-) -> dict[str, fx.Node]:
-    nodes = [n for n in module.graph.nodes if n.op == "placeholder"]
-    return {
-        v.name: n
-        for n, v in zip(nodes, values, strict=True)
-        if v.kind == "parameter" and v.name in names
-    }

@@ -25,6 +25,7 @@ overlap_collectives    moves calls, so before what writes in place; after the sp
 offload_activations    what is saved is final, and calls stand where they will; before parameters
                        are gathered, which are no activations
 gather_parameters      a phase at a time: it needs to know the first and the last use
+hold_parameters        instead, where the plan gathers them once for all microbatches
 repeat_programs        instead of repeat_layers, where one stage treats all layers alike; before
                        accumulate_gradients, whose buckets are as large as all layers tell
 drop_tangents          where the loss is outside, and while training: for a loss that reads some of
@@ -98,6 +99,8 @@ def build(
     for name, content in region_models(programs).items():
         run.write(f"{name}.onnx", content)
     for program in programs:
+        if program.prepare is not None:
+            run.dump(f"stage_{program.stage}_prepare", program.prepare)
         run.dump(f"stage_{program.stage}_forward", program.forward)
         for phase, graphs in (("backward", program.backwards), ("weight", program.weights)):
             for (first, last), graph in graphs.items():
@@ -188,4 +191,11 @@ def backward_of(program: StepProgram, plan: Plan, used: frozenset[int]) -> Stage
 def _boxed(program: StageProgram) -> StageProgram:
     backwards = {moment: boxed(graph) for moment, graph in program.backwards.items()}
     weights = {moment: boxed(graph) for moment, graph in program.weights.items()}
-    return replace(program, forward=boxed(program.forward), backwards=backwards, weights=weights)
+    prepare = None if program.prepare is None else boxed(program.prepare)
+    return replace(
+        program,
+        forward=boxed(program.forward),
+        backwards=backwards,
+        weights=weights,
+        prepare=prepare,
+    )

@@ -30,7 +30,7 @@ from graphaccel.ir.repeat import Pattern
 from graphaccel.ir.unfold import Unfolded
 from graphaccel.ir.values import keep_shares, returned
 
-_PLACED = ("parameter", "buffer", "constant")  # their placeholders are called after them
+_PLACED = ("parameter", "buffer", "constant", "held")  # their placeholders are called after them
 _LAID = (*_PLACED, "shards", "carried", "gradient", "shard", "accumulator")  # so are these values
 _WHOLE = "whole "  # a gathered parameter that is kept for the backward
 
@@ -86,6 +86,14 @@ def repeat_programs(
     if len(ends_of) > 1:
         raise NotRepeated("the moments of a step have other inputs with more layers")
     ((inputs, outputs_of),) = ends_of
+    if short.prepare is not None:
+        before = _repeated(rows, [_prepare(p) for p in programs])
+        short = replace(
+            short,
+            prepare=before.module(short.prepare),
+            prepare_inputs=_inputs(short.prepare_inputs, before, saved),
+            prepare_outputs=_outputs(short.prepare_outputs, before, saved),
+        )
     return replace(
         short,
         forward=forward.module(short.forward),
@@ -115,6 +123,11 @@ def _forward(program: StageProgram) -> Layered:
 def _backward(program: StageProgram, moment: tuple[bool, bool]) -> Layered:
     graph = program.backwards[moment]
     return _layered(graph, program.backward_inputs, program.backward_outputs)
+
+
+def _prepare(program: StageProgram) -> Layered:
+    assert program.prepare is not None
+    return _layered(program.prepare, program.prepare_inputs, program.prepare_outputs)
 
 
 def _layered(graph: fx.GraphModule, inputs: Sequence[Value], outputs: Sequence[Value]) -> Layered:

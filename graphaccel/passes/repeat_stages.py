@@ -25,7 +25,8 @@ from graphaccel.ir.values import keep_shares
 from graphaccel.passes.equal_stages import Twin
 
 _AFTER_PARAMETERS = (
-    "parameter", "buffer", "constant", "gradient", "shard", "shards", "carried", "accumulator",
+    "parameter", "buffer", "constant", "gradient", "shard", "shards", "held", "carried",
+    "accumulator",
 )  # fmt: skip
 _PREFIXES = ("whole ", "kept_")  # of values that are saved, before another name
 
@@ -86,6 +87,9 @@ class _Copy:
             weights={m: self._graph(g) for m, g in program.weights.items()},
             weight_inputs=self._values(program.weight_inputs),
             weight_outputs=self._values(program.weight_outputs),
+            prepare=None if program.prepare is None else self._graph(program.prepare),
+            prepare_inputs=self._values(program.prepare_inputs),
+            prepare_outputs=self._values(program.prepare_outputs),
         )
 
     def _values(self, values: Sequence[Value]) -> tuple[Value, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import sympy
 import torch
@@ -25,6 +25,7 @@ from graphaccel.passes.cut_stages import cut_stages
 from graphaccel.passes.equal_stages import Twin, equal_stages
 from graphaccel.passes.exact_microbatch import LocalStep, exact_microbatch
 from graphaccel.passes.gather_parameters import gather_parameters
+from graphaccel.passes.hold_parameters import hold_parameters
 from graphaccel.passes.offload_activations import offload_activations
 from graphaccel.passes.outline_stages import outline_stages
 from graphaccel.passes.overlap_collectives import overlap_collectives
@@ -150,19 +151,21 @@ def _bare(
     programs = run.call(
         "offload_activations", lambda: tuple(offload_activations(p, plan) for p in programs)
     )
+    programs = tuple(_apart(p, owned) for p in programs)
+    known = owned, lying.ranks or plan.data, {name: n.meta["val"] for name, n in values.items()}
+    lies: Any = {"shared": shared, "groups": lying.groups}
+    if plan.gather_again == "step":
+        programs = run.call(
+            "hold_parameters",
+            lambda: tuple(hold_parameters(p, plan, *known, **lies) for p in programs),
+        )
+    final = staged.stages - 1
     programs = run.call(
         "gather_parameters",
         lambda: tuple(
-            gather_parameters(
-                _apart(p, owned),
-                plan,
-                owned,
-                lying.ranks or plan.data,
-                {name: node.meta["val"] for name, node in values.items()},
-                shared=shared,
-                groups=lying.groups,
-                last=p.stage == staged.stages - 1,
-            )
+            p
+            if p.prepare is not None
+            else gather_parameters(p, plan, *known, **lies, last=p.stage == final)
             for p in programs
         ),
     )

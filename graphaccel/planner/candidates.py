@@ -25,8 +25,8 @@ from graphaccel.ir.unfold import distinct_nodes, input_nodes
 from graphaccel.planner.cost import counted_packet
 from graphaccel.planner.estimate import LeastMoved, least_moved, least_optimizer
 from graphaccel.planner.offload import device_state
-from graphaccel.planner.pins import Pins, divisors
-from graphaccel.planner.plan import Plan
+from graphaccel.planner.pins import PRECISIONS, Pins, divisors
+from graphaccel.planner.plan import GATHERS, Plan
 from graphaccel.planner.solve import Problem, resident_parts
 from graphaccel.planner.stages import candidate_cuts
 from graphaccel.schedule.table import SCHEDULE_NAMES
@@ -69,7 +69,7 @@ class Shape:
     recompute: str | tuple[str, ...]
     data: int
     zero: int = 0
-    gather_again: bool = True
+    gather_again: bool | str = True
     accumulation: str = "whole"
     tensor: int = 1
     context: int = 1
@@ -82,7 +82,7 @@ class Shape:
         depth = ("none", "some", "all").index(self.recompute) if isinstance(
             self.recompute, str) and self.recompute else 0  # fmt: skip
         return (self.microbatches, self.pipeline, self.interleave, depth, self.data, self.zero,
-                not self.gather_again, self.accumulation, self.tensor, self.context,
+                GATHERS.index(self.gather_again), self.accumulation, self.tensor, self.context,
                 self.expert, SCHEDULE_NAMES.index(self.schedule))  # fmt: skip
 
     @property
@@ -250,19 +250,24 @@ def recomputes(problem: Problem, pins: Pins) -> tuple[str | tuple[str, ...], ...
 
 def _zeros(
     problem: Problem, pins: Pins, data: int, microbatches: int
-) -> Iterator[tuple[int, bool, str]]:
+) -> Iterator[tuple[int, bool | str, str]]:
     """(zero, gather_again, accumulation), what was asked for or is usual first.
 
     With a level that was asked for, parameters are gathered again unless said otherwise: whoever
-    asks for it wants the memory.
+    asks for it wants the memory. Keeping them for a microbatch's backward is only another way than
+    holding them for all where there is one microbatch, and what is gathered is float32: it takes as
+    much memory.
     """
-    usual = pins.gather_again is not False, pins.accumulation or "whole"
+    again = True if pins.gather_again is None else pins.gather_again
+    usual = again, pins.accumulation or "whole"
+    low = PRECISIONS[pins.precision or "fp32"].stream != "float32"
+    once = "step" if microbatches > 1 or low else False
     yield (pins.zero or 0, *usual)
     free = problem.shardable and problem.profile.step.has_loss and data > 1
     for zero in (1, 2, 3) if pins.zero is None else (pins.zero,):
         if not free and pins.zero is None:
             return
-        agains = (True, False) if zero == 3 and pins.zero is None else (usual[0],)
+        agains = (True, once) if zero == 3 and pins.zero is None else (usual[0],)
         kinds = ("whole", "shards") if zero > 1 and microbatches > 1 else (usual[1],)
         for again in agains if pins.gather_again is None else (pins.gather_again,):
             for kind in kinds if pins.accumulation is None else (pins.accumulation,):
@@ -296,6 +301,11 @@ class Bounds:
     def device_state(self) -> int:
         """Bytes of optimizer state on a device for each trained number."""
         return device_state(self._problem.optimizer_bytes, self.offload)
+
+    @property
+    def gathered(self) -> float:
+        """Bytes that ZeRO 3 gathers for each byte of a parameter that it lets go of."""
+        return 0.5 if self._base.precision.stream != "float32" else 1.0
 
     def build(self, layout: Layout) -> bool:
         """Shard the graph so, if it is not yet; False where it can not be."""
@@ -358,7 +368,7 @@ class Bounds:
         known = self.nearest(layout)
         sized = self._once(_sums, known, shape.microbatch_size(self._base.batch))
         split = shape.microbatches > 1 or shape.data > 1
-        parts = resident_parts(shape, self.device_state)
+        parts = resident_parts(shape, self.device_state, self.gathered)
         held = sized.held * parts[0] + sized.trained * parts[2]
         if split and (shape.zero < 2 or shape.microbatches > 1):
             held += sized.trained * parts[1]

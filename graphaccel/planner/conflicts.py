@@ -15,6 +15,7 @@ from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.errors import BadPin, ConflictingPins, GraphAccelError
 from graphaccel.planner.offload import CHOICES
 from graphaccel.planner.pins import ACCUMULATIONS, AXES, Limits, Pins, divisors, read_pins
+from graphaccel.planner.plan import GATHERS
 from graphaccel.schedule.table import SCHEDULE_NAMES
 
 Check = Callable[[Mapping[str, object]], GraphAccelError | None]
@@ -81,7 +82,7 @@ def _values(name: str, devices: int, batch: int) -> tuple[object, ...]:
         "interleave": (1, 2, 4),
         "schedule": SCHEDULE_NAMES,
         "zero": (0, 1, 2, 3),
-        "gather_again": (True, False),
+        "gather_again": GATHERS,
         "accumulation": ACCUMULATIONS,
         "offload": CHOICES,
     }

@@ -250,7 +250,8 @@ def _gather_seconds(profile: Profile, work: StageWork, plan: Plan, cluster: Clus
     """Seconds of a step's all-gathers of parameters that no computation hides.
 
     Levels 1 and 2 gather what the optimizer changed, once, after it. Level 3 gathers each group
-    ahead of use in every forward, and again in every backward where the plan says so.
+    ahead of use in every forward, and again in every backward where the plan says so; or all of
+    them once, beside the first forward.
     """
     if not plan.zero or plan.data == 1:
         return 0.0
@@ -260,10 +261,11 @@ def _gather_seconds(profile: Profile, work: StageWork, plan: Plan, cluster: Clus
     once = _gathers(cluster, sizes, plan)
     first = _gathers(cluster, [max(sizes, default=0)], plan)
     exposed = 0.0
-    for seconds in (work.forward, work.backward) if plan.gather_again else (work.forward,):
+    again = plan.gather_again is True
+    for seconds in (work.forward, work.backward) if again else (work.forward,):
         hidden = 0.0 if cluster.device.name == "cpu" else _OVERLAP * seconds
         exposed += max(first, once - hidden)
-    return plan.microbatches * exposed
+    return exposed if plan.holds_gathered else plan.microbatches * exposed
 
 
 def _groups(profile: Profile, work: StageWork, plan: Plan) -> tuple[int, ...]:
@@ -350,11 +352,13 @@ def _optimizer_seconds(
 @dataclass(frozen=True)
 class LeastMoved:
     """Seconds to reduce all gradients and to gather all parameters over the data axis, of a device;
-    beside: the share of a phase's seconds, all stages together, that they may hide behind."""
+    beside: the share of a phase's seconds, all stages together, that they may hide behind; low: of
+    gathering them in the dtype in which they are read."""
 
     reduce: float
     gather: float
     beside: float
+    low: float
 
     def exposed(self, plan: Plan, forward: float, backward: float) -> float:
         """What of it no cuts can hide. forward, backward: seconds of a microbatch, all stages."""
@@ -364,8 +368,10 @@ class LeastMoved:
         if plan.zero in (1, 2):
             return least + self.gather
         if plan.zero == 3:
-            for phase in (forward, backward) if plan.gather_again else (forward,):
-                least += plan.microbatches * max(0.0, self.gather - self.beside * phase)
+            gather = self.low if plan.gather_again else self.gather
+            times = 1 if plan.gather_again == "step" else plan.microbatches
+            for phase in (forward, backward) if plan.gather_again is True else (forward,):
+                least += times * max(0.0, gather - self.beside * phase)
         return least
 
 
@@ -373,7 +379,7 @@ def least_moved(profile: Profile, plan: Plan, cluster: Cluster, extra: int = 1) 
     """What moves over the data axis at least. extra: by how much more the graph will be sharded
     than the profile's. It depends on the plan's axes, and on whether ZeRO is 2 or more."""
     if plan.data == 1:
-        return LeastMoved(0.0, 0.0, 0.0)
+        return LeastMoved(0.0, 0.0, 0.0, 0.0)
     one = replace(plan, bucket_bytes=max(plan.bucket_bytes, profile.trained_bytes))
 
     def seconds(move: Callable[[float], float], size: float) -> float:
@@ -385,10 +391,12 @@ def least_moved(profile: Profile, plan: Plan, cluster: Cluster, extra: int = 1) 
 
     width = 2 if plan.precision.reduce in ("bfloat16", "float16") else 4
     trained = profile.trained_bytes / extra / plan.pipeline
+    low = trained / 2 if plan.precision.stream != "float32" else trained
     return LeastMoved(
         seconds(lambda size: _bucketed(cluster, size, (), one), trained * width / 4),
-        seconds(gather, trained / 2 if plan.gathers_low else trained),
+        seconds(gather, trained),
         0.0 if cluster.device.name == "cpu" else _OVERLAP / plan.pipeline,
+        seconds(gather, low),
     )
 
 

@@ -48,6 +48,11 @@ def predict_memory(
     owned = sized.once(
         ("ranks", plan.cuts, plan.pipeline), lambda: _of_ranks(profile, works, plan.pipeline)
     )
+    once = sized.once(
+        ("held", plan.cuts, plan.pipeline, plan.holds_gathered, plan.gathers_low),
+        lambda: [_gathered_once(profile, works[r :: plan.pipeline], plan)
+                 for r in range(plan.pipeline)],
+    )  # fmt: skip
     key = ("peaks", plan.cuts, plan.recompute, split, motion_key(plan), plan.offload)
     peaks = sized.once(key, lambda: stage_peaks(profile, sized, works, plan))
     numbers = profile.numbers(plan.recompute)
@@ -83,7 +88,7 @@ def predict_memory(
         elif plan.zero >= 2 and plan.accumulation == "shards":
             gradient //= plan.data
         if plan.zero == 3:
-            parameter //= plan.data
+            parameter = parameter // plan.data + once[rank]
         tensors = parameter + gradient + optimizer + activation + temporary
         other = cluster.context_bytes + int(cluster.fragmentation * tensors)
         ranks.append(
@@ -121,6 +126,19 @@ def _of_ranks(
         held = held_parameters(profile, [(w.first, w.end) for w in works[rank::ranks]])
         found.append((sum(p.bytes for p in held), sum(p.bytes for p in held if p.trainable)))
     return tuple(found)
+
+
+def _gathered_once(profile: Profile, works: Sequence[StageWork], plan: Plan) -> int:
+    """Bytes of what ZeRO 3 holds of a rank's stages for all microbatches."""
+    if not plan.holds_gathered:
+        return 0
+    found = sum(
+        p.bytes
+        for work in works
+        for p in held_parameters(profile, [(work.first, work.end)])
+        if p.name in profile.resting
+    )
+    return found // 2 if plan.gathers_low else found
 
 
 def gathered_sizes(profile: Profile, held: Sequence[Parameter], plan: Plan) -> list[int]:

@@ -26,7 +26,7 @@ def guess(
     known = bounds.nearest(layout)
     sums = bounds.sums(known, shape.microbatch_size(batch))
     extra = layout.replica // known.replica
-    held = resident_bytes(shape, sums.held, sums.trained, bounds.device_state)
+    held = resident_bytes(shape, sums.held, sums.trained, bounds.device_state, bounds.gathered)
     held *= layout.context / known.context / extra  # the context axis shards no parameters
     waiting = in_flight(shape) / shape.pipeline / extra
     room = problem.cluster.tensor_budget - held / shape.pipeline - sums.passing / extra
@@ -49,9 +49,11 @@ def guess(
     return least + (shape.microbatches + waits) * slower + sent
 
 
-def resident_bytes(shape: Shape, held: int, trained: int, optimizer_bytes: int) -> float:
+def resident_bytes(
+    shape: Shape, held: int, trained: int, optimizer_bytes: int, gathered: float
+) -> float:
     """Bytes of parameters, gradients and optimizer state of all stages together."""
-    parts = resident_parts(shape, optimizer_bytes)
+    parts = resident_parts(shape, optimizer_bytes, gathered)
     found = held * parts[0] + trained * parts[2]
     if (shape.microbatches > 1 or shape.data > 1) and (shape.zero < 2 or shape.microbatches > 1):
         found += trained * parts[1]

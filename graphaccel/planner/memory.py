@@ -21,11 +21,11 @@ from graphaccel.planner.offload import placed_optimizer
 from graphaccel.planner.plan import StageMemory
 from graphaccel.rules.propagate import PARTIAL
 from graphaccel.schedule.table import Action, Schedule
-from graphaccel.schedule.walk import walk
+from graphaccel.schedule.walk import last_actions, walk
 
 _HELD = {
     "parameter", "buffer", "constant", "batch", "prologue", "accumulator", "bucket", "scale",
-    "shards", "tangent",
+    "shards", "tangent", "held",
 }  # fmt: skip
 
 
@@ -53,31 +53,36 @@ def rank_memory(
     """The peak of one pipeline rank. other: bytes added for context and allocator reserve."""
     stages = {a.stage for a in schedule[rank]}
     own = [p for p in program.stages if p.stage in stages]
-    names = {n for p in own for n in p.parameters}
-    parameters = sum(resident.parameters[n] for n in names)
-    trained = sum(resident.states.get(n, 0) for n in names)
-    buffers = sum(resident.buffers[n] for n in {n for p in own for n in p.buffers})
+    trained = sum(resident.states.get(n, 0) for n in {n for p in own for n in p.parameters})
     optimizer, host = placed_optimizer(
         int(trained * resident.optimizer_bytes), trained, resident.offload
     )
-    run = _Run(program, own, max((a.microbatch for a in schedule[rank]), default=0))
+    run = _Run(program, own, schedule[rank])
     run.start(resident.batch)
     for doing in walk(schedule[rank]):
         run.do(doing.verb, doing.action)
-    fixed = parameters + buffers + optimizer
+    lying = _lying(own, resident)
     most = run.count.at_peak
     return StageMemory(
         rank=rank,
-        parameter=parameters + buffers,
+        parameter=lying + most.get("parameter", 0),
         gradient=most.get("gradient", 0),
         optimizer=optimizer,
         activation=most.get("activation", 0),
         temporary=most.get("temporary", 0),
         other=other,
-        peak=fixed + run.count.peak + other,
+        peak=lying + optimizer + run.count.peak + other,
         at=run.count.where,
         host=host + run.count.host_peak,
     )
+
+
+def _lying(own: Sequence[StageProgram], resident: Resident) -> int:
+    """Bytes of parameters and buffers as they rest, each once."""
+    parameters = {n for p in own for n in p.parameters}
+    buffers = {n for p in own for n in p.buffers}
+    size = sum(resident.parameters[n] for n in parameters)
+    return size + sum(resident.buffers[n] for n in buffers)
 
 
 @dataclass(frozen=True)
@@ -111,17 +116,16 @@ def rank_curve(
     """
     whole = rank_memory(program, schedule, rank, resident, other)
     own = [p for p in program.stages if p.stage in {a.stage for a in schedule[rank]}]
-    last = max((a.microbatch for a in schedule[rank]), default=0)
     doings = list(walk(schedule[rank]))
     pieces = max(1, min(16, most // max(1, sum(d.verb == "run" for d in doings))))
-    run = _Run(program, own, last, Liveness(pieces=pieces))
+    run = _Run(program, own, schedule[rank], Liveness(pieces=pieces))
     run.start(resident.batch)
-    fixed = {"parameter": whole.parameter, "optimizer": whole.optimizer, "other": other}
+    lying = {"parameter": _lying(own, resident), "optimizer": whole.optimizer, "other": other}
+    kinds = ("parameter", "optimizer", "other", "gradient", "activation", "temporary")
     samples: list[Sample] = []
 
     def snapshot(when: float, live: Mapping[str, int], at: str) -> Sample:
-        kinds = {kind: live.get(kind, 0) for kind in ("gradient", "activation", "temporary")}
-        return Sample(when, {**fixed, **kinds}, at)
+        return Sample(when, {k: lying.get(k, 0) + live.get(k, 0) for k in kinds}, at)
 
     live = run.count.live
     samples.append(snapshot(0.0, live, "start of the step"))
@@ -145,14 +149,19 @@ class _Run:
 
     program: StepProgram
     own: list[StageProgram]
-    last: int = 0
+    actions: Sequence[Action]
     count: Liveness = field(default_factory=Liveness)
     saved: dict[tuple[int, int], dict[str, list[Storage]]] = field(default_factory=dict)
     inbox: dict[tuple[int, int, str], dict[str, list[Storage]]] = field(default_factory=dict)
     sending: dict[tuple[int, int, int, str], list[Storage]] = field(default_factory=dict)
     outputs: dict[int, list[Storage]] = field(default_factory=dict)
     carried: dict[tuple[int, str], list[Storage]] = field(default_factory=dict)
+    held: dict[int, list[Storage]] = field(default_factory=dict)
     received: dict[tuple[int, str], list[tuple[int, Value]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.last = max((a.microbatch for a in self.actions), default=0)
+        self.last_of_stage = last_actions(self.actions)
 
     def start(self, batch: int) -> None:
         self.count.take(Storage(batch, "activation"))
@@ -160,12 +169,24 @@ class _Run:
             graph = self.program.prologue.graph
             self.count.run(graph, [[] for _ in _placeholders(graph)], "prologue", -1)
         for stage in self.own:
+            self.prepare(stage)
+        for stage in self.own:
             graph, values = stage.gradients()
             if graph is None or not stage.buckets:
                 continue
             for node, value in zip(_placeholders(graph), values, strict=True):
                 if value.kind == "accumulator":
                     self.count.take(Storage(_bytes(node.meta["val"]), "gradient"))
+
+    def prepare(self, stage: StageProgram) -> None:
+        """What is held for all microbatches of a stage."""
+        if stage.prepare is None:
+            return
+        given: list[list[Storage]] = [[] for _ in stage.prepare_inputs]
+        results = self.count.run(stage.prepare, given, "parameters", stage.stage)
+        self.held[stage.stage] = [storage for held in results for storage in held]
+        for storage in self.held[stage.stage]:
+            self.count.recount(storage, "parameter")
 
     def do(self, verb: str, action: Action) -> None:
         if verb == "post":
@@ -236,6 +257,9 @@ class _Run:
                 inputs.append([] if value.kind in _HELD else given[value.name])
         name = f"{action.kind} of microbatch {action.microbatch}"
         results = self.count.run(graph, inputs, name, action.stage)
+        if action in self.last_of_stage:
+            for storage in self.held.pop(action.stage, ()):
+                self.count.drop(storage)
         self.deliver(action, outputs, results)
 
     def deliver(

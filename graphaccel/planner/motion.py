@@ -67,7 +67,7 @@ def in_motion(profile: Profile, plan: Plan, span: tuple[int, int]) -> Motion | N
     moving = Motion(*np.zeros((3, end - first), dtype=np.int64))
     key = ("regions", span, plan.zero == 3, plan.bucket_bytes)
     regions = profile.once(key, lambda: _regions(profile, plan, span))
-    if plan.zero == 3:
+    if plan.zero == 3 and not plan.holds_gathered:
         _gather(moving, plan, regions)
     if plan.microbatches == 1 or plan.accumulation == "shards":
         _collect(moving, plan, regions)

@@ -65,7 +65,7 @@ class Pins:
     context: int | None = None
     expert: int | None = None
     zero: int | None = None
-    gather_again: bool | None = None
+    gather_again: bool | str | None = None
     accumulation: str | None = None
     sequence: bool | None = None
     pins: tuple[tuple[str, tuple[Sharded, ...]], ...] | None = None
@@ -264,10 +264,11 @@ def _check_zero(pins: Pins, devices: int) -> None:
             pin="zero", value=zero, reason="it is a level of ZeRO", allowed=("0", "1", "2", "3")
         )
     again = pins.gather_again
-    if again is not None and not isinstance(again, bool):
+    if again is not None and not (isinstance(again, bool) or again == "step"):
         raise BadPin(
-            pin="gather_again", value=again, reason="it is a choice", allowed=("True", "False")
-        )
+            pin="gather_again", value=again, reason="it is a choice",
+            allowed=("True", "step", "False"),
+        )  # fmt: skip
     sizes = _sizes(pins, devices)
     data = sizes["data"]
     if zero and data == 1:
@@ -440,7 +441,7 @@ def base_plan(pins: Pins, devices: int, batch: int, graph: str, cluster: str, ou
         context=pins.context or 1,
         expert=pins.expert or 1,
         zero=pins.zero or 0,
-        gather_again=pins.gather_again is not False,
+        gather_again=True if pins.gather_again is None else pins.gather_again,
         accumulation=pins.accumulation or "whole",
         placements=pins.pins or (),
         sequence=pins.sequence is not False,

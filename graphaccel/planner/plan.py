@@ -10,6 +10,8 @@ from typing import Any
 from graphaccel.ir.program import OrtDeclined, OrtRegion, OrtReport, Sharded
 
 SCHEMA = 1
+GATHERS: tuple[bool | str, ...] = (True, "step", False)
+"""Values of `Plan.gather_again`."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,9 @@ class Plan:
     recompute: names of the blocks that are computed again in the backward pass.
     bucket_bytes: size at which a bucket of gradients is sent for all-reduce.
     zero: what is sharded over the data axis: 1 optimizer state, 2 and gradients, 3 and parameters.
-    gather_again: zero 3 lets go of parameters after the forward and gathers them again.
+    gather_again: zero 3 lets go of parameters after the forward and gathers them again (True),
+      keeps them for the microbatch's backward (False), or gathers them once a step and holds them
+      for all microbatches ("step").
     accumulation: "whole": gradients are reduced in the last microbatch; "shards": in every one, so
     that only this rank's shard is kept (zero 2 and 3).
     placements: parameter name → how it rests, where the user said so.
@@ -151,7 +155,7 @@ class Plan:
     offload: tuple[str, ...] = ()
     outputs: str = "loss"
     zero: int = 0
-    gather_again: bool = True
+    gather_again: bool | str = True
     accumulation: str = "whole"
     placements: tuple[tuple[str, tuple[Sharded, ...]], ...] = ()
     sequence: bool = True
@@ -186,9 +190,14 @@ class Plan:
     @property
     def gathers_low(self) -> bool:
         """Whether ZeRO 3 gathers parameters in the dtype that they are computed with: where all
-        that reads them wants it, and nothing of it is kept for the backward."""
+        that reads them wants it, and the backward does not read what the forward gathered."""
         through = self.precision.stream != "float32"
-        return through and self.zero == 3 and self.data > 1 and self.gather_again
+        return through and self.zero == 3 and self.data > 1 and self.gather_again is not False
+
+    @property
+    def holds_gathered(self) -> bool:
+        """Whether ZeRO 3 gathers parameters once a step, and holds them for all microbatches."""
+        return self.zero == 3 and self.data > 1 and self.gather_again == "step"
 
     @property
     def decisions(self) -> dict[str, Any]:
@@ -204,8 +213,10 @@ class Plan:
         if self.pipeline > 1 and self.schedule not in ("1f1b", "interleaved"):
             parts[0] += f", {self.schedule.replace('_', ' ')}"
         if self.zero:
-            once = self.zero == 3 and not self.gather_again
-            parts.append(f"zero {self.zero}" + ", gathered once" * once)
+            parts.append(f"zero {self.zero}")
+            if self.zero == 3 and self.gather_again is not True:
+                each = " a step" if self.gather_again == "step" else ""
+                parts[-1] += f", gathered once{each}"
             if self.accumulation == "shards":
                 parts[-1] += ", reduced in each microbatch"
         if self.microbatches > 1:

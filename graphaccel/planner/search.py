@@ -60,7 +60,7 @@ from graphaccel.planner.offering import (
 from graphaccel.planner.offload import offload_text
 from graphaccel.planner.outside import outside_notes
 from graphaccel.planner.pins import Limits, Pins, base_plan
-from graphaccel.planner.plan import Plan, Prediction
+from graphaccel.planner.plan import GATHERS, Plan, Prediction
 from graphaccel.planner.profile import Profile
 from graphaccel.planner.record import Record
 from graphaccel.planner.solve import Outcome, Problem, excess, scaled, with_cuts_and_blocks
@@ -490,7 +490,7 @@ def _rank(plan: Plan, pins: Pins) -> tuple[object, ...]:
         plan.interleave,
         len(plan.recompute),
         plan.zero,
-        not plan.gather_again,
+        GATHERS.index(plan.gather_again),
         plan.accumulation,
         plan.tensor,
         plan.context,

@@ -149,7 +149,11 @@ def _cuts(problem: Problem, plan: Plan) -> Iterator[tuple[str, ...]]:
     waiting = flight(plan)
     limit = StageLimit(
         per_parameter_byte=sum(
-            resident_parts(plan, device_state(problem.optimizer_bytes, plan.offload))
+            resident_parts(
+                plan,
+                device_state(problem.optimizer_bytes, plan.offload),
+                0.5 if plan.gathers_low else 1.0,
+            )
         ),
         in_flight=tuple(waiting[s] for s in range(stages)),
         budget=(cluster.tensor_budget / plan.interleave,) * stages,
@@ -165,11 +169,16 @@ def _cuts(problem: Problem, plan: Plan) -> Iterator[tuple[str, ...]]:
         yield fitting
 
 
-def resident_parts(plan: Any, optimizer_bytes: int) -> tuple[float, float, float]:
+def resident_parts(
+    plan: Any, optimizer_bytes: int, gathered: float = 1.0
+) -> tuple[float, float, float]:
     """Bytes that lie on a device for each byte of trained parameter of its stage: parameter,
-    gradient and optimizer state, less what ZeRO keeps elsewhere."""
+    gradient and optimizer state, less what ZeRO keeps elsewhere. gathered: bytes that each takes
+    where it is gathered once a step and held."""
     once = plan.microbatches == 1 or plan.accumulation == "shards"
     parameter = 1 / plan.data if plan.zero == 3 else 1.0
+    if plan.zero == 3 and plan.data > 1 and plan.gather_again == "step":
+        parameter += gathered
     gradient = 1 / plan.data if plan.zero >= 2 and once else 1.0
     return parameter, gradient, optimizer_bytes / 4 / (plan.data if plan.zero else 1)
 

@@ -105,7 +105,9 @@ def _over_data(
             found.append(("+".join(inner), "all-reduce", calls, size, calls * one))
     if plan.zero and plan.data > 1:
         sizes = [work.gradient] if plan.zero < 3 else _groups(profile, work, plan)
-        again = plan.microbatches * (2 if plan.gather_again else 1) if plan.zero == 3 else 1
+        again = 1
+        if plan.zero == 3 and not plan.holds_gathered:
+            again = plan.microbatches * (2 if plan.gather_again else 1)
         seconds = sum(all_gather_seconds(cluster, n, plan.data, plan.replica) for n in sizes)
         found.append(("data", "all-gather", len(sizes) * again, sum(sizes) * again,
                       seconds * again))  # fmt: skip

@@ -29,7 +29,7 @@ from graphaccel.runtime.mesh import Mesh, axes_of
 from graphaccel.runtime.messages import Messages, sent_values
 from graphaccel.runtime.rounding import rounding
 from graphaccel.schedule.table import Action, Schedule
-from graphaccel.schedule.walk import walk
+from graphaccel.schedule.walk import last_actions, walk
 
 
 @dataclass
@@ -69,6 +69,7 @@ class StepState:
     buckets: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     gradients: dict[str, list[torch.Tensor]] = field(default_factory=lambda: defaultdict(list))
     saved: dict[tuple[int, int], dict[str, Any]] = field(default_factory=dict)
+    held: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
     carried: dict[tuple[int, str], torch.Tensor] = field(default_factory=dict)
     inbox: dict[tuple[int, int, str], dict[str, torch.Tensor]] = field(
         default_factory=lambda: defaultdict(dict)
@@ -118,6 +119,7 @@ class Executor:
         self._microbatches = microbatches
         self._actions = schedule[mesh.pipeline_index]
         self._doings = tuple(walk(self._actions))
+        self._last_of_stage = last_actions(self._actions)
         self._last_forward = [a for a in self._actions if a.kind == "forward"][-1:]
         self._stages = {
             p.stage: p for p in program.stages if p.stage % mesh.pipeline == mesh.pipeline_index
@@ -191,12 +193,25 @@ class Executor:
         if prologue is not None:
             given = [self._whole(v, state) for v in prologue.inputs]
             state.prologue = dict(zip(prologue.outputs, prologue.graph(given), strict=True))
+        self._prepare(state)
         self._make_room(state)
         if self._program.random and (self._mesh.world > 1 or self._microbatches > 1):
             # One draw a step from the generator that all ranks share; the streams of the parts
             # differ.
             state.seed = int(torch.randint(2**62, ()).item())
         return state
+
+    def _prepare(self, state: StepState) -> None:
+        """Start to gather what is held for all microbatches."""
+        for number, stage in self._stages.items():
+            if stage.prepare is not None:
+                given = [self._lying(v) for v in stage.prepare_inputs]
+                names = (v.name for v in stage.prepare_outputs)
+                state.held[number] = dict(zip(names, stage.prepare(given), strict=True))
+
+    def _lying(self, value: Value) -> torch.Tensor:
+        held = self._held.shards if value.kind == "shards" else self._held.parameters
+        return held[value.name]
 
     def _make_room(self, state: StepState) -> None:
         """What gradients are added up in."""
@@ -227,6 +242,8 @@ class Executor:
         box.clear()
         with rounding(self._products):
             outputs = graph(inputs)
+        if action in self._last_of_stage:
+            state.held.pop(action.stage, None)
         self._deliver(action, results, outputs, state)
         if action in self._last_forward:
             self._start_loss(state)
@@ -243,10 +260,10 @@ class Executor:
         box: dict[str, Any],
     ) -> Any:
         kind = value.kind
-        if kind == "parameter":
-            return self._held.parameters[value.name]
-        if kind == "shards":
-            return self._held.shards[value.name]
+        if kind in ("parameter", "shards"):
+            return self._lying(value)
+        if kind == "held":
+            return state.held[action.stage][value.name]
         if kind == "carried":  # nothing in the first microbatch
             return state.carried.pop((action.stage, value.name), None)
         if kind == "saved":

@@ -74,6 +74,11 @@ def walk(actions: Sequence[Action]) -> Iterator[Doing]:
         yield Doing("release", sent)
 
 
+def last_actions(actions: Sequence[Action]) -> frozenset[Action]:
+    """The last computing action of each stage: what it held for all of them may go then."""
+    return frozenset({a.stage: a for a in actions if a.kind in COMPUTING}.values())
+
+
 def _posted(action: Action, waiting: list[Action]) -> Iterator[Doing]:
     if action.kind == "receive":
         waiting.append(action)
