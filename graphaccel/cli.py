@@ -159,6 +159,13 @@ def _add_pins(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     for name, what in _CHOICES.items():
         pins.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, help=what)
     pins.add_argument(
+        "--gather-once",
+        dest="gather_again",
+        action="store_const",
+        const="step",
+        help="zero 3: gather parameters once a step, hold them for all microbatches",
+    )
+    pins.add_argument(
         "--accumulation",
         choices=("whole", "shards"),
         help="zero 2 and 3: reduce gradients in the last microbatch, or in each, for less memory",

@@ -133,7 +133,7 @@ class _Prepare:
         sent = self._node(c10d.all_gather_into_tensor_coalesced.default, arguments, whole)
         self._about(sent, members[0])
         for place, name in enumerate(members):
-            self.made[name] = self._node(getitem, (sent, place), whole[place])
+            self.made[name] = self._node(getitem, (sent, place), whole[place], name="whole")
             self._about(self.made[name], name)
 
     def finish(self) -> fx.GraphModule:
@@ -180,8 +180,10 @@ class _Prepare:
         value = target(source.meta["val"], *args, **kwargs)
         return self._node(target, (source, *args), value, kwargs)
 
-    def _node(self, target: Any, args: tuple, value: Any, kwargs: Any = None) -> fx.Node:
-        node = self.graph.call_function(target, args, kwargs or {})
+    def _node(
+        self, target: Any, args: tuple, value: Any, kwargs: Any = None, name: str | None = None
+    ) -> fx.Node:
+        node = self.graph.create_node("call_function", target, args, kwargs or {}, name)
         node.meta = {"val": value, "phase": "forward", "made_by": "hold_parameters"}
         return node
 

@@ -69,6 +69,9 @@ def _only_1f1b(plan: Plan, refused: list[str], target: str) -> None:
         refused.append(f"schedule {plan.schedule}: {target} has 1f1b, plain and interleaved")
 
 
+_PER_MICROBATCH = "parameters gathered once a step: its FSDP gathers them in each microbatch"
+
+
 def _torchtitan(facts: Facts, refused: list[str]) -> str:
     """A function over torchtitan's `Trainer.Config`: its flags are frozen and to be removed."""
     plan = facts.plan
@@ -92,7 +95,9 @@ def _torchtitan(facts: Facts, refused: list[str]) -> str:
         )
     sharded = plan.zero >= 2
     tokens = plan.microbatch_size * (facts.model.tokens or 0)
-    again = "always" if plan.zero == 3 and plan.gather_again else "never"
+    again = "always" if plan.zero == 3 and plan.gather_again is True else "never"
+    if plan.holds_gathered and plan.microbatches > 1 and plan.pipeline == 1:
+        refused.append(_PER_MICROBATCH)
     rows: list[tuple[str, Any]] = [
         ("parallelism.data_parallel_replicate_degree", 1 if sharded else plan.data),
         ("parallelism.data_parallel_shard_degree", plan.data if sharded else 1),
@@ -162,10 +167,15 @@ def _megatron(facts: Facts, refused: list[str]) -> str:
         flags.append(("accumulate-allreduce-grads-in-fp32", None))
     if plan.data > 1:
         flags.append(("overlap-grad-reduce", None))
-        if plan.zero <= 1:
+        if plan.zero <= 1 or plan.holds_gathered:
             flags.append(("ddp-bucket-size", plan.bucket_bytes // _FP32))
-    if plan.zero == 1:
+    if plan.zero == 1 or plan.holds_gathered:
         flags.append(("use-distributed-optimizer", None))
+        if plan.holds_gathered:  # 16-bit weights are whole there, their masters in shards
+            flags.append(("overlap-param-gather", None))
+            if plan.microbatches > 1 and plan.accumulation == "shards":
+                refused.append("gradients reduced in each microbatch: its distributed optimizer "
+                               "reduces them once a step")  # fmt: skip
         if "optimizer" in plan.offload:
             flags += [
                 ("use-precision-aware-optimizer", None),
@@ -177,7 +187,7 @@ def _megatron(facts: Facts, refused: list[str]) -> str:
         flags += [("use-megatron-fsdp", None), ("data-parallel-sharding-strategy", kept)]
         if plan.zero == 3 and not plan.gather_again:
             refused.append("gather_again=False: its FSDP gathers again for the backward")
-    if "optimizer" in plan.offload and plan.zero != 1:
+    if "optimizer" in plan.offload and plan.zero != 1 and not plan.holds_gathered:
         refused.append(
             "optimizer state on the host: it is part of its distributed optimizer, zero 1"
         )
@@ -231,12 +241,15 @@ def _deepspeed(facts: Facts, refused: list[str]) -> str:
         refused.append("recomputation: it is called in the model's code, not set in this file")
     if plan.zero == 3 and not plan.gather_again:
         refused.append("gather_again=False: its ZeRO-3 gathers again for the backward")
+    stage = plan.zero
+    if plan.holds_gathered:  # whole weights in 16 bits, their float32 masters in shards
+        stage = 2 if plan.accumulation == "shards" else 1
     content: dict[str, Any] = {
         "train_batch_size": plan.batch,
         "train_micro_batch_size_per_gpu": plan.microbatch_size,
         "gradient_accumulation_steps": plan.microbatches,
         "zero_optimization": {
-            "stage": plan.zero,
+            "stage": stage,
             "overlap_comm": True,
             "reduce_bucket_size": plan.bucket_bytes // _FP32,
         },
@@ -288,8 +301,10 @@ def _accelerate(facts: Facts, refused: list[str]) -> str:
         f"mixed_precision: '{mixed}'",
         f"num_processes: {plan.devices}",
     ]
+    if plan.holds_gathered and plan.microbatches > 1:
+        refused.append(_PER_MICROBATCH)
     if plan.zero:
-        again = str(plan.zero == 3 and plan.gather_again).lower()
+        again = str(plan.zero == 3 and plan.gather_again is True).lower()
         lines += [
             "fsdp_config:",
             "  fsdp_version: 2",

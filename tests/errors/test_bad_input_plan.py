@@ -90,7 +90,7 @@ error[GA202]: {said} can not be planned
             {"gather_again": 1},
             "gather_again=1",
             "it is a choice",
-            "use one of:  gather_again=True  gather_again=False",
+            "use one of:  gather_again=True  gather_again=step  gather_again=False",
         ),
         (
             {"pins": {"outs.weight": graphaccel.shard(0, "data")}},

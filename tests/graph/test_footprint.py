@@ -19,7 +19,7 @@ from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.communication import all_reduce_seconds
 from graphaccel.planner.cost import Sizes, dims_of
 from graphaccel.planner.layouts import Layouts, Localise, rates_of
-from graphaccel.planner.pins import Limits
+from graphaccel.planner.pins import PRECISIONS, Limits
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.profile import Profile
 from graphaccel.planner.solve import Problem, with_cuts_and_blocks
@@ -50,6 +50,18 @@ def problem_of(step: StepGraph, cluster: Cluster) -> Problem:
         ("gpt", {"data": 2, "zero": 2}),
         ("gpt", {"data": 2, "zero": 3}),
         ("gpt", {"data": 2, "zero": 3, "tensor": 2, "microbatches": 2}),
+        ("gpt", {"data": 2, "zero": 3, "gather_again": "step", "microbatches": 2}),
+        (
+            "gpt",
+            {
+                "data": 2,
+                "zero": 3,
+                "gather_again": "step",
+                "microbatches": 4,
+                "pipeline": 2,
+                "precision": PRECISIONS["bf16-params"],
+            },
+        ),
         ("mixtral", {"expert": 2}),
         ("mixtral", {"context": 2}),
     ],

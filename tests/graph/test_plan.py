@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphaccel.ir.program import Sharded
-from graphaccel.planner.plan import Alternative, Plan, Precision, Prediction, StageMemory
+from graphaccel.planner.plan import GATHERS, Alternative, Plan, Precision, Prediction, StageMemory
 
 names = st.text(max_size=20)
 counts = st.integers(1, 1 << 40)
@@ -29,7 +29,7 @@ plans = st.builds(
     context=counts,
     expert=counts,
     zero=st.integers(0, 3),
-    gather_again=st.booleans(),
+    gather_again=st.sampled_from(GATHERS),
     accumulation=st.sampled_from(["whole", "shards"]),
     placements=st.lists(
         st.tuples(names, st.lists(st.builds(Sharded, names, counts, counts)).map(tuple))

@@ -60,8 +60,8 @@ def said(program: StepProgram) -> list[object]:
     """Everything that a program says besides its graphs."""
     values = [
         (s.forward_inputs, s.forward_outputs, s.backward_inputs, s.backward_outputs,
-         s.weight_inputs, s.weight_outputs, s.parameters, s.buffers, s.groups, s.reduced,
-         s.buckets)
+         s.weight_inputs, s.weight_outputs, s.prepare_inputs, s.prepare_outputs, s.parameters,
+         s.buffers, s.groups, s.reduced, s.buckets)
         for s in program.stages
     ]  # fmt: skip
     names = "resting partial owned unsharded output_places random loss_partial shared".split()
@@ -129,6 +129,7 @@ ALL = tuple(f"blocks.{n}" for n in range(LAYERS))
     [
         (Plan(4, data=2, tensor=2, zero=3, microbatches=2, batch=8, sequence=False), True),
         (Plan(2, data=2, microbatches=2, batch=8, zero=3, gather_again=False), True),
+        (Plan(2, data=2, microbatches=2, batch=8, zero=3, gather_again="step"), True),
         (Plan(2, data=2, microbatches=2, batch=8, recompute=ALL), True),
         (Plan(2, data=2, microbatches=2, batch=8, recompute=("blocks.1", "blocks.4")), False),
     ],
@@ -161,7 +162,12 @@ def test_programs_are_those_of_all_layers(
     assert_same(few, full, plan)
 
 
-@pytest.mark.parametrize("options", [{}, {"microbatches": 3, "accumulation": "shards"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"microbatches": 3, "accumulation": "shards"},
+     {"microbatches": 2, "gather_again": "step"}],
+    ids=str,
+)  # fmt: skip
 def test_planning_makes_no_node_of_the_layers_that_repeat(options: dict[str, Any]) -> None:
     """And counts the same bytes, and tells the same names, as on the nodes."""
     step = captured(MORE)
@@ -235,6 +241,7 @@ def ends(step: StepGraph, layers: Sequence[int]) -> tuple[str, ...]:
     "options",
     [
         {"data": 2, "zero": 3, "recompute": tuple(f"blocks.{n}" for n in (2, 4, 6, 9))},
+        {"data": 2, "zero": 3, "gather_again": "step"},
         {"tensor": 2, "sequence": False, "schedule": "zero_bubble"},
         {"data": 2, "interleave": 2, "schedule": "interleaved"},
     ],
