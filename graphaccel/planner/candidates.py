@@ -346,7 +346,9 @@ class Bounds:
         small = shape.microbatch_size(self._base.batch)
         sized = self._once(_sums, known, small)
         extra = layout.replica // known.replica
-        work = sized.work
+        low = shape.zero == 3 and shape.gather_again is not False and self.gathered < 1
+        casts = sized.casts * (1 - 1 / shape.data) if low else 0.0
+        work = sized.work - 2 * casts
         if extra > 1:
             work = sized.launches + max(work - sized.launches, 0.0) / extra
         even = work / shape.pipeline
@@ -358,7 +360,8 @@ class Bounds:
         moving, late = self._once(
             _outside, known, layout, shape.data, shape.pipeline, min(shape.zero, 2)
         )
-        moved = moving.exposed(shape, work - sized.backward, sized.backward)
+        back = sized.backward - casts
+        moved = moving.exposed(shape, work - back, back)
         return shape.microbatches * even + max(idle, moved) + late
 
     def too_big(self, shape: Shape) -> bool:
@@ -394,13 +397,15 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Sums:
-    """Of a microbatch on all stages: seconds; bytes of parameters, of what is saved if nothing and
-    if all is computed again; the most that live within a phase, and the least that a cut sends."""
+    """Of a microbatch on all stages: seconds (casts: of parameters, in one phase); bytes of
+    parameters, of what is saved if nothing and if all is computed again; the most that live within
+    a phase, and the least that a cut sends."""
 
     work: float
     launches: float
     backward: float
     weight: float
+    casts: float
     held: int
     trained: int
     lean: int
@@ -419,6 +424,7 @@ def _sums(bounds: Bounds, known: Layout, small: int) -> Sums:
         sized.launches,
         float(sized.backward.sum()),
         float(sized.weight.sum()),
+        float(sized.casts.sum()),
         profile.held_bytes,
         profile.trained_bytes,
         lean,

@@ -27,8 +27,9 @@ class SizedProfile:
     parameters alone; sent_forward, sent_backward: those of collectives
     among them; host_forward, host_backward: seconds in which the process starts the ops, which goes
     on beside the device. again, sent_again, host_again: of the forward's, what is done again where
-    a block is computed again. launches: seconds of the device that starting ops takes. bytes: of
-    each storage.
+    a block is computed again. casts: of the forward's, and as much of the backward's, what giving
+    parameters another dtype takes besides starting it. launches: seconds of the device that
+    starting ops takes. bytes: of each storage.
     gradients: bytes of parameters' gradients, where they are made. passing_forward,
     passing_backward: the most bytes of values that live only within a phase, while the position
     computes.
@@ -69,6 +70,7 @@ class SizedProfile:
         again, released = profile.node_again, profile.node_released
         self.again, self.sent_again = summed(seconds, again), summed(sent, again)
         self.host_again = summed(starting, again)
+        self.casts = summed(seconds - gap * calls, released)
         if released.any():
             self.backward += summed(seconds, released)
             self.host_backward += summed(starting, released)

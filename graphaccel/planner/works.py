@@ -83,8 +83,14 @@ def stage_works(
     """What each stage of `plan` holds and does. Raises ValueError for cuts that do not fit the
     graph.
     """
-    key = ("works", plan.cuts, plan.recompute, launch_seconds)
+    key = ("works", plan.cuts, plan.recompute, launch_seconds, spared_casts(plan))
     return sized.once(key, lambda: _stage_works(profile, sized, plan, launch_seconds))
+
+
+def spared_casts(plan: Plan) -> float:
+    """The share of the casts of parameters that a microbatch is spared: where ZeRO 3 gathers in low
+    precision, a shard is cast."""
+    return 1 - 1 / plan.data if plan.gathers_low else 0.0
 
 
 def _stage_works(
@@ -95,7 +101,9 @@ def _stage_works(
     def remade(own: np.ndarray, more: np.ndarray) -> np.ndarray:
         return own + np.where(again, more, 0.0)
 
-    backward = remade(sized.backward, sized.again)
+    spared = spared_casts(plan)
+    forward = sized.forward - spared * sized.casts
+    backward = remade(sized.backward - spared * sized.casts, sized.again)
     sent = remade(sized.sent_backward, sized.sent_again)
     host = remade(sized.host_backward, sized.host_again)
     action = _LAUNCHES_AN_ACTION * launch_seconds
@@ -108,7 +116,7 @@ def _stage_works(
             if parameter.name in profile.partial:
                 partial[profile.partial[parameter.name]] += parameter.bytes
         here = slice(first, end)
-        ahead = _phase(sized.forward, sized.sent_forward, sized.host_forward, here)
+        ahead = _phase(forward, sized.sent_forward, sized.host_forward, here)
         back = _phase(backward, sent, host, here)
         works.append(
             StageWork(

@@ -39,6 +39,7 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "zero3 in a pipeline": (4, {"data": 2, "zero": 3, "pipeline": 2, "microbatches": 2}),
     "tensor and data": (4, {"data": 2, "tensor": 2, "zero": 3}),
     "pipeline of four": (4, {"pipeline": 4, "microbatches": 4}),
+    "gathered once": (2, {"data": 2, "zero": 3, "gather_again": "step", "microbatches": 2}),
     "zero1 on the host": (2, {"data": 2, "zero": 1, "offload": "optimizer"}),
     "pipeline on the host": (2, {"pipeline": 2, "microbatches": 2, "offload": "optimizer"}),
 }
@@ -50,7 +51,8 @@ WAYS = [
     ("zero2 on four", "tensor and data"),
     ("tensor and data", "pipeline of four"),
     ("pipeline of four", "zero1"),
-    ("zero1", "zero3"),
+    ("zero1", "gathered once"),
+    ("gathered once", "zero3"),
     ("zero3", "zero1 on the host"),
     ("zero1 on the host", "pipeline on the host"),
     ("pipeline on the host", "zero3"),

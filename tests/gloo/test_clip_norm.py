@@ -28,6 +28,7 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "zero1": (2, {"data": 2, "zero": 1}),
     "zero2": (2, {"data": 2, "zero": 2, "microbatches": 2}),
     "zero3": (2, {"data": 2, "zero": 3}),
+    "zero3-once": (2, {"data": 2, "zero": 3, "gather_again": "step", "microbatches": 2}),
     "tensor": (2, {"tensor": 2, "data": 1}),
     "pipeline": (2, {"pipeline": 2, "microbatches": 4}),
     "zero3-tensor": (4, {"data": 2, "zero": 3, "tensor": 2}),

@@ -21,6 +21,7 @@ PLANS = {
     "pipeline": {"pipeline": 2, "microbatches": 2, "schedule": "1f1b", "interleave": 1},
     "tensor": {"tensor": 2, "recompute": "all"},
     "zero": {"data": 2, "zero": 3},
+    "once": {"data": 2, "zero": 3, "gather_again": "step", "microbatches": 2},
 }
 SMALL = 1e-3  # of the largest gradient: below, rounding is all there is
 CASES = [
@@ -30,6 +31,8 @@ CASES = [
     ("llama", "pipeline", "bf16-params"),
     ("t5", "zero", "bf16-params"),
     ("llama", "zero", "bf16-params"),
+    ("llama", "once", "bf16-params"),
+    ("gpt", "once", "bf16"),
     ("t5", "tensor", "bf16"),
     ("bert", "data", "bf16-params"),
     ("vit", "data", "bf16-params"),

@@ -37,3 +37,10 @@ def test_one_step_in_float64_is_that_of_one_device(pool: Pool, model: str, plan:
     compare(_reference(model, "float64", 2), got).check(1e-10, 1e-10)
     for rank in got:
         assert rank["peak_predicted"] == pytest.approx(rank["peak_measured"], rel=0.02)
+
+
+@pytest.mark.parametrize("plan", ["whole", "pipeline2"])
+def test_twenty_float64_steps_are_those_of_one_device(pool: Pool, plan: str) -> None:
+    world, pins = PLANS[plan]
+    got = pool.run(world, run_plan, "gpt", "float64", STEP | pins, 20)
+    compare(_reference("gpt", "float64", 20), got).check(1e-10, 1e-10)

@@ -29,9 +29,10 @@ PLANS: tuple[tuple[int, dict[str, Any]], ...] = (
     (2, {"data": 2, "zero": 1}),
     (2, {"data": 2, "zero": 2, "microbatches": 2}),
     (2, {"data": 2, "zero": 3}),
+    (2, {"data": 2, "zero": 3, "gather_again": "step", "microbatches": 2}),
     (4, {"data": 2, "zero": 3, "pipeline": 2, "microbatches": 2}),
 )
-IDS = ("zero1", "zero2", "zero3", "zero3-pipeline2")
+IDS = ("zero1", "zero2", "zero3", "zero3-once", "zero3-pipeline2")
 EVERY = pytest.mark.parametrize(("world", "pins"), PLANS, ids=IDS)
 
 
@@ -293,7 +294,7 @@ def _state(pins: Mapping[str, Any]) -> tuple[set[str], float, float]:
     return kinds, apart, furthest(plain.state_dict(), graphaccel.full_state_dict(planned))
 
 
-@pytest.mark.parametrize("pins", [p for w, p in PLANS if w == 2], ids=IDS[:3])
+@pytest.mark.parametrize("pins", [p for w, p in PLANS if w == 2], ids=IDS[:4])
 def test_optimizer_state_is_that_of_the_whole_model(pool: Pool, pins: dict[str, Any]) -> None:
     for kinds, apart, after in pool.run(2, _state, pins):
         assert kinds == {"DTensor"}

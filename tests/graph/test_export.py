@@ -21,6 +21,8 @@ BF16 = Precision(compute="bfloat16")
 BLOCKS = 8
 STATE = ("optimizer",)
 
+ONCE: dict[str, Any] = {"zero": 3, "gather_again": "step"}
+
 
 def facts(*layers: int, whole: bool = True, **decided: Any) -> Facts:
     """A model of eight blocks, 64 examples of 128 tokens, `layers` blocks on each stage."""
@@ -149,6 +151,19 @@ def test_optimizer_state_on_the_host() -> None:
     ) in flags
 
 
+def test_parameters_gathered_once_a_step() -> None:
+    """A distributed optimizer has whole weights in 16 bits, and their masters in shards."""
+    made = facts(data=4, microbatches=2, precision=BF16, **ONCE)
+    flags = export(made, "megatron").splitlines()
+    assert {"--use-distributed-optimizer", "--overlap-param-gather"} <= set(flags)
+    assert "--use-megatron-fsdp" not in flags
+    for accumulation, stage in (("whole", 1), ("shards", 2)):
+        made = facts(data=4, microbatches=2, accumulation=accumulation, **ONCE)
+        assert json.loads(export(made, "deepspeed"))["zero_optimization"]["stage"] == stage
+    text = export(facts(4, 4, data=2, pipeline=2, microbatches=4, **ONCE), "torchtitan")
+    assert "config.parallelism.fsdp_reshard_after_forward = 'never'" in text
+
+
 def test_accelerate() -> None:
     text = export(facts(data=4, tensor=2, microbatches=4, zero=3, precision=BF16), "accelerate")
     rows = dict(re.findall(r"^\s*(\w+): (.+)$", text, flags=re.M))
@@ -169,6 +184,13 @@ def test_accelerate() -> None:
         ("deepspeed", facts(data=2, recompute=("h.0",)), "recomputation: "),
         ("deepspeed", facts(expert=2), "expert 2: "),
         ("deepspeed", facts(data=2, zero=3, gather_again=False), "gather_again=False: "),
+        (
+            "megatron",
+            facts(data=2, microbatches=2, accumulation="shards", **ONCE),
+            "gradients reduced in each microbatch: ",
+        ),
+        ("torchtitan", facts(data=2, microbatches=2, **ONCE), "parameters gathered once a step: "),
+        ("accelerate", facts(data=2, microbatches=2, **ONCE), "parameters gathered once a step: "),
         ("accelerate", facts(4, 4, pipeline=2), "pipeline 2: "),
         ("accelerate", facts(data=2, zero=1), "zero 1: "),
         ("accelerate", facts(data=2, tensor=2), "tensor or context without zero: "),

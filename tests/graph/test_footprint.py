@@ -15,6 +15,7 @@ from graphaccel.capture.symbols import BATCH
 from graphaccel.compiler import Compiler
 from graphaccel.model import Model, as_batch
 from graphaccel.passes.localise import localised
+from graphaccel.passes.pipeline import prepared
 from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.communication import all_reduce_seconds
 from graphaccel.planner.cost import Sizes, dims_of
@@ -72,7 +73,7 @@ def test_memory_is_that_of_the_programs(
     plan = Plan(devices=1, batch=8).decided(**decided)
     cluster = made_up(plan.data * plan.pipeline * plan.replica, 1 << 20)
     step = captured(name)
-    plan = with_cuts_and_blocks(problem_of(step, cluster), plan, "none", None)
+    plan = with_cuts_and_blocks(problem_of(prepared(step, plan), cluster), plan, "none", None)
     module, batch, loss_fn = ALL[name].build()
     compiler = Compiler(Model(module, loss_fn, 2.0), cluster, {})
     exact, _ = compiler.refine(step, plan, as_batch(batch), step.sizes)
