@@ -26,7 +26,14 @@ import torch
 from torch import fx, nn
 
 from graphaccel.capture.batch import Batch
-from graphaccel.compat.torch import DataDependentError, graph_module, is_known, pytree
+from graphaccel.capture.no_grad import WrittenWithoutGrad, detach_regions
+from graphaccel.compat.torch import (
+    DataDependentError,
+    graph_module,
+    inference_as_no_grad,
+    is_known,
+    pytree,
+)
 from graphaccel.errors import CaptureRefused, TensorBranch
 from graphaccel.messages import Location
 
@@ -202,12 +209,21 @@ def export_forward(model: nn.Module, batch: Batch, loss_fn: LossFn) -> ForwardGr
     with _state_restored(model), _batched_experts(model), warnings.catch_warnings(), _quiet():
         warnings.simplefilter("ignore")
         try:
-            program = torch.export.export(wrapper, args, kwargs, strict=False)
+            with inference_as_no_grad():
+                program = torch.export.export(wrapper, args, kwargs, strict=False)
+            detach_regions(program.graph_module, _trained(program, model))
             program = program.run_decompositions({})
         except Exception as error:  # every failure of export becomes one of ours, cause kept
             raise _explained(error, model) from error
     _refuse_unknown_shapes(program.graph_module.graph, model)
     return _unpack(program, batch, notes[-1])
+
+
+def _trained(program: Any, model: nn.Module) -> set[str]:
+    """Placeholders of parameters that require a gradient."""
+    wanted = {n for n, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
+    names = program.graph_signature.inputs_to_parameters
+    return {place for place, name in names.items() if _own(name) in wanted}
 
 
 def _unpack(program: Any, batch: Batch, returned: Returned) -> ForwardGraph:
@@ -313,6 +329,8 @@ def _explained(error: Exception, model: nn.Module) -> Exception:
     frame = _user_frame(error)
     location = None if frame is None else _location(frame)
     where = _module_of(error, model)
+    if isinstance(error, WrittenWithoutGrad):
+        location = _line_of(error.stack_trace)
     if isinstance(error, DataDependentError):
         return TensorBranch(module=where, location=location, others=())
     reason = next((line.strip() for line in str(error).splitlines() if line.strip()), repr(error))
@@ -355,6 +373,13 @@ def _module_of(error: BaseException, model: nn.Module) -> str:
     return name
 
 
+def _line_of(stack_trace: str) -> Location | None:
+    """The innermost line outside torch of a node's own account."""
+    frames = re.findall(r'File "([^"]+)", line (\d+)', stack_trace)
+    own = [(f, int(n)) for f, n in frames if not f.startswith(_INSIDE)]
+    return Location(*own[-1]) if own else None
+
+
 def _refuse_unknown_shapes(graph: fx.Graph, model: nn.Module) -> None:
     """Sizes that depend on the data (`x[x > 0]`) pass export, but can not be planned with."""
     for node in graph.nodes:
@@ -362,13 +387,11 @@ def _refuse_unknown_shapes(graph: fx.Graph, model: nn.Module) -> None:
         shape = value.shape if isinstance(value, torch.Tensor) else ()
         if all(isinstance(size, int) or is_known(size) for size in shape):
             continue
-        frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-        own = [(f, int(n)) for f, n in frames if not f.startswith(_INSIDE)]
         stack = list((node.meta.get("nn_module_stack") or {}).values())
         kind = str(stack[-1][1]).rsplit(".", 1)[-1] if len(stack) > 1 else type(model).__name__
         raise CaptureRefused(
             module=f"{kind}.forward",
-            location=Location(*own[-1]) if own else None,
+            location=_line_of(node.meta.get("stack_trace") or ""),
             reason="the shape of its result depends on the values of a tensor; "
             "torch.where and masked sums keep the shape",
         )

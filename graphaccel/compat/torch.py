@@ -413,3 +413,33 @@ def order_step_hooks(optimizer: torch.optim.Optimizer, before: int, after: int) 
     if next(iter(hooks)) != after:
         hooks.move_to_end(after, last=False)
     return next(reversed(optimizer._optimizer_step_pre_hooks)) == before
+
+
+def grad_region(node: fx.Node) -> tuple[bool, str, tuple[fx.Node, ...]] | None:
+    """Of a call of a graph in which gradients are recorded or not, as export keeps
+    `torch.set_grad_enabled`: whether they are, the graph's attribute, and its inputs."""
+    if node.target is not torch.ops.higher_order.wrap_with_set_grad_enabled:
+        return None
+    enabled, graph, *inputs = node.args
+    return bool(enabled), str(graph.target), tuple(inputs)  # type: ignore[union-attr, arg-type]
+
+
+@contextmanager
+def inference_as_no_grad() -> Iterator[None]:
+    """Meanwhile `torch.inference_mode` is `torch.no_grad`: export does not see the former."""
+    kind = torch.inference_mode
+    enter, leave = kind.__enter__, kind.__exit__
+    before: list[bool] = []
+
+    def begin(mode: torch.inference_mode) -> None:
+        before.append(torch.is_grad_enabled())
+        torch.set_grad_enabled(before[-1] and not mode.mode)
+
+    def end(mode: torch.inference_mode, *error: Any) -> None:
+        torch.set_grad_enabled(before.pop())
+
+    try:
+        kind.__enter__, kind.__exit__ = begin, end  # type: ignore[method-assign, assignment]
+        yield
+    finally:
+        kind.__enter__, kind.__exit__ = enter, leave  # type: ignore[method-assign]

@@ -1,0 +1,105 @@
+"""`torch.no_grad()` in a forward: what is computed there is a constant to the gradients.
+
+exported                                                after
+  %s: = get_attr[submod_1]                                (in submod_1, before anything else)
+  %y: = wrap_with_set_grad_enabled(False, %s, %h)         %h_1: = aten.detach(%h)
+
+Export keeps such a region as a graph of its own, and forgets what it was when it puts that graph
+back in place. So what comes in that has a gradient is detached there first; what has none (masks,
+rotary tables) stays as it is.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from graphaccel.compat.torch import grad_region, schema, written_arguments
+
+aten = torch.ops.aten
+
+
+class WrittenWithoutGrad(Exception):
+    """A value with a gradient is changed in place where none are recorded: eager mode goes on as if
+    it had not been changed. stack_trace: where."""
+
+    def __init__(self, stack_trace: str) -> None:
+        super().__init__(
+            "a value that has a gradient is changed in place under torch.no_grad(), which the "
+            "gradient would not know of"
+        )
+        self.stack_trace = stack_trace
+
+
+def detach_regions(graph: fx.GraphModule, parameters: set[str]) -> None:
+    """Rewrite an exported graph, before it is made functional, in place.
+
+    parameters: names of the placeholders of trained parameters.
+
+    Raises WrittenWithoutGrad.
+    """
+    given = [n for n in graph.graph.nodes if n.op == "placeholder"]
+    tracked = {n for n in given if n.name in parameters or _wants_gradient(n)}
+    _walk(graph, tracked)
+
+
+def _walk(graph: fx.GraphModule, tracked: set[fx.Node]) -> None:
+    """tracked: what has a gradient, of the placeholders first; grows to all nodes."""
+    for node in graph.graph.nodes:
+        if node.op != "call_function":
+            continue
+        region = grad_region(node)
+        if region is not None:
+            enabled, name, inputs = region
+            inner = getattr(graph, name)
+            places = [n for n in inner.graph.nodes if n.op == "placeholder"]
+            pairs = zip(places, inputs, strict=True)
+            within = {place for place, source in pairs if source in tracked}
+            if not enabled:
+                _detach(inner, within)
+                continue
+            _walk(inner, within)
+            if within:
+                tracked.add(node)
+            continue
+        if node.target is aten.detach.default or not any(
+            source in tracked for source in node.all_input_nodes
+        ):
+            continue
+        tracked.add(node)
+        for written in written_arguments(node):
+            tracked.add(_root(written))
+
+
+def _detach(graph: fx.GraphModule, tracked: set[fx.Node]) -> None:
+    for node in graph.graph.nodes:
+        if node.op == "call_function":
+            for written in written_arguments(node):
+                if _root(written) in tracked:
+                    raise WrittenWithoutGrad(node.meta.get("stack_trace") or "")
+    body = next(n for n in graph.graph.nodes if n.op != "placeholder")
+    for place in [n for n in graph.graph.nodes if n in tracked]:
+        with graph.graph.inserting_before(body):
+            apart = graph.graph.call_function(aten.detach.default, (place,))
+        users = [u for u in place.users if u is not apart]
+        for user in users:
+            user.replace_input_with(place, apart)
+        like = users[0].meta if users else {}
+        apart.meta = {k: like[k] for k in ("nn_module_stack", "stack_trace") if k in like}
+        apart.meta["val"] = place.meta["val"].detach()
+    graph.recompile()
+
+
+def _wants_gradient(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _root(node: fx.Node) -> fx.Node:
+    """What a view, or a view of a view, or what was written, looks at."""
+    while node.op == "call_function" and hasattr(node.target, "_schema"):
+        first = next(iter(schema(node)), None)
+        if first is None or first.alias_info is None or not isinstance(node.args[0], fx.Node):
+            break
+        node = node.args[0]
+    return node

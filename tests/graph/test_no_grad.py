@@ -1,0 +1,128 @@
+"""What a model computes without gradients is a constant to them, as in eager mode."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import graphaccel
+from graphaccel.capture.batch import flatten_call
+from graphaccel.capture.stepgraph import capture
+from graphaccel.errors import CaptureRefused
+
+WIDTH = 8
+
+
+class Taught(nn.Module):
+    """Its own teacher, under no_grad, by a decorator, and in inference mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    @torch.no_grad()
+    def decorated(self, x: Tensor) -> Tensor:
+        return self.second(x).softmax(-1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = self.first(x)
+        with torch.no_grad():
+            soft = self.first(y).tanh()
+            with torch.enable_grad():
+                inner = self.second(soft)
+        with torch.inference_mode():
+            hard = self.second(hidden).sigmoid()
+        kept = torch.is_grad_enabled()
+        torch.set_grad_enabled(False)
+        weights = self.second(hidden)
+        torch.set_grad_enabled(kept)
+        target = soft + inner + hard.clone() + self.decorated(hidden)
+        return F.mse_loss(self.second(hidden) * weights, target)
+
+
+class Averaged(nn.Module):
+    """A running average of activations, and a weight divided by its norm as power iteration has it:
+    both change buffers without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = self.first(x)
+        with torch.no_grad():
+            self.mean.lerp_(hidden.mean(0), 0.1)
+        return F.mse_loss(hidden - self.mean, y)
+
+
+@pytest.mark.parametrize("kind", [Taught, Averaged])
+def test_gradients_are_those_of_eager_mode(kind: type[nn.Module]) -> None:
+    torch.manual_seed(2)
+    plain = kind().double()
+    planned = copy.deepcopy(plain)
+    graphaccel.optimize(planned, devices=1)
+    batch = torch.randn(2, 4, WIDTH, dtype=torch.float64)
+    for model in (plain, planned):
+        model(*batch).backward()
+    for (name, true), got in zip(plain.named_parameters(), planned.parameters(), strict=True):
+        assert true.grad is not None
+        torch.testing.assert_close(got.grad, true.grad, rtol=1e-12, atol=1e-14, msg=name)
+    for true, got in zip(plain.buffers(), planned.buffers(), strict=True):
+        torch.testing.assert_close(got, true, rtol=1e-12, atol=1e-14)
+
+
+def test_inference_mode_is_itself_again_afterwards() -> None:
+    capture(Taught(), flatten_call(tuple(torch.randn(2, 4, WIDTH)), {}))
+    with torch.inference_mode():
+        assert torch.ones(1).is_inference()
+
+
+def test_what_needs_no_gradient_is_left_as_it_was() -> None:
+    """A table of angles, as in rotary embeddings."""
+
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("rates", torch.ones(WIDTH))
+            self.first = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                table = (self.rates * 2).cos()
+            return (self.first(x) * table).sum()
+
+    step = capture(Turned(), flatten_call((torch.randn(4, WIDTH),), {}))
+    assert "detach" not in step.text()
+
+
+class Clamped(nn.Module):
+    """Changes a value that has a gradient behind the gradient's back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        with torch.no_grad():
+            hidden[0].clamp_(-1, 1)
+        return hidden.square().sum()
+
+
+def test_a_write_that_the_gradient_would_not_know_of_is_refused() -> None:
+    with pytest.raises(CaptureRefused) as caught:
+        capture(Clamped(), flatten_call((torch.randn(4, WIDTH),), {}))
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "error[GA102]: cannot capture `Clamped.forward`: this has no graph"
+    assert lines[2].endswith("hidden[0].clamp_(-1, 1)")
+    assert lines[4:] == [
+        "  why:  a value that has a gradient is changed in place under torch.no_grad(), which the "
+        "gradient would not know of",
+        "  help: to see torch's own report:  GRAPHACCEL_TRACEBACK=full python train.py",
+        "  explain: graphaccel explain GA102",
+    ]
