@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -109,17 +110,23 @@ def validation_table(result: dict[str, Any]) -> str:
         memory = found.get("memory_mean_absolute")
         told = "" if memory is None else f"{100 * memory:.1f} %"
         rows.append(
-            f"| {name.split(' (')[0]} | {found['runs']} | {100 * found['mean_absolute']:.1f} % "
+            f"| {_source(name)} | {found['runs']} | {100 * found['mean_absolute']:.1f} % "
             f"| {100 * found['bias']:+.1f} % | {told} |"
         )
     verdicts = said["verdicts"]
     text = (
         f"{said['predicted']} runs; off by {100 * said['mean_of_sources']:.1f} % on average over "
-        "the sources. That they fit is called "
+        f"the sources, with products in 8 bits by {100 * said['mean_of_eight_bits']:.1f} %. That "
+        "they fit is called "
         + ", ".join(f"{kind} for {n}" for kind, n in sorted(verdicts.items(), key=lambda v: -v[1]))
         + "."
     )
     return "\n".join([*rows, "", text, ""])
+
+
+def _source(name: str) -> str:
+    """Without what it is in brackets."""
+    return re.sub(r" \(.*\)", "", name)
 
 
 def large_table(result: list[dict[str, Any]]) -> str:

@@ -21,7 +21,7 @@ import argparse
 import json
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from benchmarks.validation.rows import FOLDER, Run, read
 from graphaccel.errors import GraphAccelError
 
 RESULT = RESULTS / "validation.json"
+_EIGHT_BITS = ", products in 8 bits"  # behind the name of a source
 _GRID = 5  # runs of one model on one number of devices that are ranked
 
 
@@ -121,7 +122,7 @@ def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     by_source: dict[str, list[dict[str, Any]]] = defaultdict(list)
     grids: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for run in done:
-        by_source[run["source"]].append(run)
+        by_source[run["source"] + _EIGHT_BITS * bool(run["products"])].append(run)
         grids[run["group"]].append(run)
     ranked = {name: grid for name, grid in grids.items() if len(grid) >= _GRID}
     return {
@@ -129,11 +130,16 @@ def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "refused": len(runs) - len(done),
         "verdicts": dict(Counter(run["verdict"] for run in done)),
         "sources": {name: _figures(found) for name, found in sorted(by_source.items())},
-        "mean_of_sources": statistics.mean(
-            _figures(found)["mean_absolute"] for found in by_source.values()
-        ),
+        "mean_of_sources": _mean(by_source, eight_bits=False),
+        "mean_of_eight_bits": _mean(by_source, eight_bits=True),
         "grids": {name: _ranking(grid) for name, grid in sorted(ranked.items())},
     }
+
+
+def _mean(by_source: Mapping[str, Sequence[dict[str, Any]]], *, eight_bits: bool) -> float:
+    """Of the sources' errors, each counting the same; 0 where there is none."""
+    chosen = [runs for name, runs in by_source.items() if name.endswith(_EIGHT_BITS) == eight_bits]
+    return statistics.fmean([_figures(r)["mean_absolute"] for r in chosen]) if chosen else 0.0
 
 
 def _figures(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -183,7 +189,10 @@ def text(result: dict[str, Any]) -> str:
             + ("" if memory is None else f"  memory {100 * memory:5.1f} %")
             + f"  {name}"
         )
-    lines.append(f"mean over the sources: {100 * said['mean_of_sources']:.1f} %")
+    lines.append(
+        f"mean over the sources: {100 * said['mean_of_sources']:.1f} %, of products in 8 bits "
+        f"{100 * said['mean_of_eight_bits']:.1f} %"
+    )
     for name, grid in said["grids"].items():
         lines.append(
             f"{grid['runs']:5} runs  Spearman {grid['spearman']:5.2f}  regret "
