@@ -120,11 +120,12 @@ class _WithLoss(nn.Module):
         self._note = note  # a call: export undoes what forward writes to attributes
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        if not callable(self._loss_fn):
-            output = self.model(*args, **kwargs)
-        else:
-            args, kwargs, targets = split_targets(self._loss_fn, args, kwargs)
-            output = self._loss_fn(self.model(*args, **kwargs), *targets)
+        with inference_as_no_grad():
+            if not callable(self._loss_fn):
+                output = self.model(*args, **kwargs)
+            else:
+                args, kwargs, targets = split_targets(self._loss_fn, args, kwargs)
+                output = self._loss_fn(self.model(*args, **kwargs), *targets)
         leaves, spec = _flatten_output(output)
         loss = None if self._loss_fn == OUTSIDE else find_loss(output)
         position = None if loss is None else next(i for i, x in enumerate(leaves) if x is loss)
@@ -209,8 +210,7 @@ def export_forward(model: nn.Module, batch: Batch, loss_fn: LossFn) -> ForwardGr
     with _state_restored(model), _batched_experts(model), warnings.catch_warnings(), _quiet():
         warnings.simplefilter("ignore")
         try:
-            with inference_as_no_grad():
-                program = torch.export.export(wrapper, args, kwargs, strict=False)
+            program = torch.export.export(wrapper, args, kwargs, strict=False)
             detach_regions(program.graph_module, _trained(program, model))
             program = program.run_decompositions({})
         except Exception as error:  # every failure of export becomes one of ours, cause kept

@@ -426,7 +426,11 @@ def grad_region(node: fx.Node) -> tuple[bool, str, tuple[fx.Node, ...]] | None:
 
 @contextmanager
 def inference_as_no_grad() -> Iterator[None]:
-    """Meanwhile `torch.inference_mode` is `torch.no_grad`: export does not see the former."""
+    """Meanwhile `torch.inference_mode` is `torch.no_grad`: export does not see the former. In an
+    inference mode of the caller's, where nothing has a gradient, it stays what it is."""
+    if torch.is_inference_mode_enabled():
+        yield
+        return
     kind = torch.inference_mode
     enter, leave = kind.__enter__, kind.__exit__
     before: list[bool] = []
