@@ -18,12 +18,10 @@ from graphaccel.model import Model, as_batch
 from graphaccel.planner.cluster import Cluster, cluster
 from graphaccel.planner.cost import Sizes, node_work
 from graphaccel.planner.efficiency import Work, computing
-from graphaccel.planner.footprint import sent_bytes
 from graphaccel.planner.layouts import Layouts
 from graphaccel.planner.plan import Plan, Precision, StageMemory
 from graphaccel.planner.profile import Profile
 from graphaccel.planner.search import search
-from graphaccel.planner.works import flight, sized_for, stage_works
 
 # Bytes of optimizer state for each 4 bytes of 16-bit weights: float32 weights and two moments.
 _STATE = 24
@@ -100,8 +98,7 @@ class Predictor:
         assert plan.prediction is not None
         profile = self._captured(run).of(plan)
         kept = _kept(run, profile, plan, where)
-        sent = _let_go(profile, plan, where)
-        fullest = max(_as_theirs(m, run, kept, sent[m.rank]) for m in plan.prediction.memory)
+        fullest = max(_as_theirs(m, run, kept) for m in plan.prediction.memory)
         real = cluster(run.device, run.devices)
         said = int(fullest * (1 + real.fragmentation)) if run.system.reserved else fullest
         # What products in 8 bits keep for the backward is in 8 bits there, and not counted so here.
@@ -190,26 +187,12 @@ def _cuts(run: Run, profile: Profile) -> tuple[str, ...] | None:
     return None
 
 
-def _let_go(profile: Profile, plan: Plan, where: Cluster) -> list[int]:
-    """Bytes on each pipeline rank of what its stages have sent on. Ours lie there until their
-    gradient comes back; Megatron-LM frees them at once (`deallocate_pipeline_outputs`)."""
-    sized = sized_for(profile, plan, where)
-    works = stage_works(profile, sized, replace(plan, recompute=()), where.device.launch_seconds)
-    sent = sent_bytes(profile, sized, works, profile.numbers(plan.recompute)).tolist()
-    waiting, found = flight(plan), [0] * plan.pipeline
-    for stage, size in enumerate(sent):
-        found[stage % plan.pipeline] += waiting[stage] * size
-    return found
-
-
-def _as_theirs(memory: StageMemory, run: Run, kept: float, sent: int) -> int:
+def _as_theirs(memory: StageMemory, run: Run, kept: float) -> int:
     """Bytes of a rank's tensors. Gradients are as wide as those of the system; Megatron-LM shards
-    the optimizer over the context axis too. kept: share of what waits for the backward. sent: what
-    does not wait there."""
+    the optimizer over the context axis too. kept: share of what waits for the backward."""
     wider = int(memory.gradient * (run.system.gradient_bytes / 2 - 1))
     shared = memory.optimizer - memory.optimizer // run.context if run.zero else 0
-    waits = max(0, memory.activation - sent)
-    return memory.tensors + wider - shared - (memory.activation - int(kept * waits))
+    return memory.tensors + wider - shared - int((1 - kept) * memory.activation)
 
 
 def _kept(run: Run, profile: Profile, plan: Plan, where: Cluster) -> float:

@@ -29,7 +29,13 @@ import torch
 from torch import fx
 
 from graphaccel.ir.program import Owned, StageProgram, Value
-from graphaccel.passes.parameter_groups import Group, Uses, parameter_groups, placeholders_of
+from graphaccel.passes.parameter_groups import (
+    Group,
+    Uses,
+    casts_to,
+    parameter_groups,
+    placeholders_of,
+)
 from graphaccel.planner.plan import Plan
 
 aten = torch.ops.aten
@@ -197,10 +203,7 @@ class _Gathering:
 
     def _cast_to(self, region: _Region) -> torch.dtype | None:
         kept = self.keeps_final and any(name in self.final for _, name in region.users)
-        casts = all(
-            u.target is aten._to_copy.default and dict(u.kwargs) == {"dtype": self.low}
-            for u, _ in region.users
-        )
+        casts = all(casts_to(user, self.low) for user, _ in region.users)
         return self.low if casts and not kept else None
 
     def _issue(self, region: _Region, flat: fx.Node, before: fx.Node) -> fx.Node:

@@ -33,7 +33,13 @@ from torch import fx
 
 from graphaccel.compat.torch import graph_module
 from graphaccel.ir.program import Owned, StageProgram, Value
-from graphaccel.passes.parameter_groups import Group, Uses, parameter_groups, placeholders_of
+from graphaccel.passes.parameter_groups import (
+    Group,
+    Uses,
+    casts_to,
+    parameter_groups,
+    placeholders_of,
+)
 from graphaccel.planner.plan import Plan
 
 aten = torch.ops.aten
@@ -204,10 +210,7 @@ class _Phase:
 
     def casts(self, name: str, low: torch.dtype) -> bool:
         """Whether every read of a parameter is a cast to `low`."""
-        return all(
-            user.target is aten._to_copy.default and dict(user.kwargs) == {"dtype": low}
-            for user in self.uses.users(name)
-        )
+        return all(casts_to(user, low) for user in self.uses.users(name))
 
     def read(
         self, names: Sequence[str], whole: Mapping[str, torch.Tensor], waiting: Collection[str]

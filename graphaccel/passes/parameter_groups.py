@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+import torch
 from torch import fx
 
 from graphaccel.capture.blocks import block_of
@@ -86,6 +87,11 @@ class Uses:
     def block(self, segment: int) -> str:
         """The block a segment lies in; empty outside."""
         return self.blocks[segment] if segment < len(self.blocks) else ""
+
+
+def casts_to(user: fx.Node, dtype: torch.dtype | None) -> bool:
+    """Whether a call is nothing but a cast to `dtype`."""
+    return user.target is torch.ops.aten._to_copy.default and dict(user.kwargs) == {"dtype": dtype}
 
 
 def placeholders_of(

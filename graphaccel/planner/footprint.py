@@ -57,7 +57,7 @@ def predict_memory(
     peaks = sized.once(key, lambda: stage_peaks(profile, sized, works, plan))
     numbers = profile.numbers(plan.recompute)
     sent = sized.once(
-        ("sent", plan.cuts, plan.recompute), lambda: sent_bytes(profile, sized, works, numbers)
+        ("sent", plan.cuts, plan.recompute), lambda: _sent(profile, sized, works, numbers)
     )
     each = peaks.kept + sent
     waiting = held_together(plan, each)
@@ -100,7 +100,7 @@ def predict_memory(
     return tuple(ranks)
 
 
-def sent_bytes(
+def _sent(
     profile: Profile, sized: SizedProfile, works: Sequence[StageWork], recomputed: Sequence[int]
 ) -> np.ndarray:
     """Bytes of what each stage sends on of one microbatch, but for what its backward needs itself:
