@@ -20,8 +20,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphaccel.capture.blocks import block_of
 from graphaccel.capture.export import ForwardGraph, GraphInput, GraphOutput
+from graphaccel.capture.functional import SharedWrite, without_writes
 from graphaccel.compat.torch import fake_mode_of
+from graphaccel.errors import CaptureRefused
 from graphaccel.ir.values import module_path, returned
+from graphaccel.messages import Location
 
 aten = torch.ops.aten
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
@@ -39,6 +42,8 @@ def differentiate(
     input, if it requires a gradient.
     Outputs: those of `forward`, then the gradient of each trainable parameter, and of each batch
     leaf that requires one, that the loss reaches.
+
+    Raises CaptureRefused (GA102) where a call writes over memory that another value looks at.
     """
     placeholders = [n for n in forward.graph.graph.nodes if n.op == "placeholder"]
     for node in forward.graph.graph.nodes:
@@ -83,6 +88,12 @@ def differentiate(
     _name_placeholders(joint, forward.inputs + tangent_inputs(forward, trainable, scaled=scaled))
     _tidy(joint)
     _annotate(joint, forward)
+    try:
+        without_writes(joint)
+    except SharedWrite as error:
+        meta = error.node.meta
+        line = Location(*meta["location"]) if meta["location"] else None
+        raise CaptureRefused(module=meta["module"], location=line, reason=str(error)) from error
     _merge_casts(joint)
     return joint, forward.outputs + tuple(_gradient(forward.inputs[i]) for i in reached)
 
@@ -198,6 +209,9 @@ def _tidy(joint: fx.GraphModule) -> None:
         if node.op == "call_function" and node.target in _NO_OPS:
             node.replace_all_uses_with(node.args[0])
             joint.graph.erase_node(node)
+        elif node.target is aten.view.default:
+            # As in canonical form: what strides kernels give is not always what their fakes say.
+            node.target = aten.reshape.default
     joint.graph.eliminate_dead_code()
     joint.graph.lint()
     joint.recompile()

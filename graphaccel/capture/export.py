@@ -29,6 +29,7 @@ from graphaccel.capture.batch import Batch
 from graphaccel.capture.no_grad import WrittenWithoutGrad, detach_regions
 from graphaccel.compat.torch import (
     DataDependentError,
+    causal_masks_as_given,
     graph_module,
     inference_as_no_grad,
     is_known,
@@ -120,7 +121,7 @@ class _WithLoss(nn.Module):
         self._note = note  # a call: export undoes what forward writes to attributes
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        with inference_as_no_grad():
+        with inference_as_no_grad(), causal_masks_as_given():
             if not callable(self._loss_fn):
                 output = self.model(*args, **kwargs)
             else:

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import fx
@@ -447,3 +448,23 @@ def inference_as_no_grad() -> Iterator[None]:
         yield
     finally:
         kind.__enter__, kind.__exit__ = enter, leave  # type: ignore[method-assign]
+
+
+@contextmanager
+def causal_masks_as_given() -> Iterator[None]:
+    """Meanwhile `nn.Transformer` does not look into masks for a causal one, which would branch on a
+    tensor: it uses them as the masks they are, with the same result."""
+
+    def hint(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
+        return is_causal is True
+
+    with patch.object(torch.nn.modules.transformer, "_detect_is_causal_mask", hint):
+        yield
+
+
+def forget_flat_weights(model: torch.nn.Module) -> None:
+    """Recurrent layers note by weak references whether their weights were exchanged, and a tensor
+    that has some can not be swapped. Ours keep their identity: there is nothing to note."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.RNNBase):
+            module._flat_weight_refs = []

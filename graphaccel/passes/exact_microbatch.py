@@ -43,6 +43,7 @@ from graphaccel.rules.propagate import (
     Conflict,
     place_batch,
 )
+from graphaccel.rules.shard import Shard
 
 aten = torch.ops.aten
 _COUNTING = {aten.arange.default, aten.arange.start, aten.arange.start_step}
@@ -101,7 +102,7 @@ def _batch_placement(step: StepGraph) -> BatchPlacement:
     }
     batch |= {n.name: d for n in tangents if (d := _batch_dim(n)) is not None}
     learned = frozenset(n.name for n, s in pairs if s.kind in ("parameter", "buffer", "tangent"))
-    placed = place_batch(step.graph.graph, batch, BATCH, learned)
+    placed = place_batch(step.graph.graph, batch, BATCH, step.sizes.get(BATCH, 1), learned)
     odd = [
         Conflict(
             node, f"output {spec.leaf} of the model does not lie in its dims as the batch does"
@@ -113,7 +114,12 @@ def _batch_placement(step: StepGraph) -> BatchPlacement:
     odd += [
         Conflict(node, f"buffer {spec.name} would hold a value of each example")
         for spec, node in results.items()
-        if spec.kind == "buffer" and isinstance(_place(placed, node), int)
+        if spec.kind == "buffer" and isinstance(_place(placed, node), (int, Shard))
+    ]
+    odd += [
+        Conflict(node, f"in output {spec.leaf} of the model the batch lies inside another dim")
+        for spec, node in results.items()
+        if spec.kind == "output" and isinstance(_place(placed, node), Shard)
     ]
     return replace(placed, conflicts=(*placed.conflicts, *odd))
 

@@ -213,3 +213,31 @@ def regrouped(source: tuple[int, ...], target: tuple[int, ...]) -> tuple[Indices
             else:
                 n, j = n * target[j], j + 1
     return tuple(left), tuple(right)
+
+
+def groups(
+    source: Sequence[int], target: Sequence[int]
+) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Dims of both shapes in runs of equal products; dims of size one are in none."""
+    left = [d for d, n in enumerate(source) if n != 1]
+    right = [d for d, n in enumerate(target) if n != 1]
+    found = []
+    i = j = 0
+    while i < len(left) and j < len(right):
+        a, b, m, n = [left[i]], [right[j]], source[left[i]], target[right[j]]
+        while m != n:
+            if m < n:
+                i += 1
+                if i == len(left):
+                    return found
+                a.append(left[i])
+                m *= source[left[i]]
+            else:
+                j += 1
+                if j == len(right):
+                    return found
+                b.append(right[j])
+                n *= target[right[j]]
+        found.append((tuple(a), tuple(b)))
+        i, j = i + 1, j + 1
+    return found

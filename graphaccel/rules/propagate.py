@@ -2,8 +2,9 @@
 
 Microbatches (a virtual axis, time) and the data axis split the same tensor dim, so one analysis
 serves both. A value is replicated (the same for every part of the batch), sharded on the dim that
-carries the batch, or a partial sum. Where an op needs the whole sum (the number of unignored labels
-as a divisor), the value is *converted*:
+carries the batch (perhaps inside a merged one: a flattened [sequence, batch]), or a partial sum.
+Where an op needs the whole sum (the number of unignored labels as a divisor), the value is
+*converted*:
   hoisted   it depends on the batch alone: computed once a step from the whole batch, exactly
   reduced   it depends on parameters (batch statistics): needs an all-reduce over the data axis, and
             can not be split over time at all
@@ -16,6 +17,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
@@ -23,14 +25,20 @@ from torch import fx
 
 from graphaccel.rules.factories import COUNTS, UNIFORM
 from graphaccel.rules.indexing import only_counts_rows
-from graphaccel.rules.notation import Notation, arguments, tensor_arguments
+from graphaccel.rules.notation import Notation, arguments, groups, shape_of, tensor_arguments
+from graphaccel.rules.shapes import REGROUPS
+from graphaccel.rules.shard import Shard
 from graphaccel.rules.table import rule_of
 
 REPLICATED = "replicated"
 PARTIAL = "partial"
 NO_RULE = "has no sharding rule"
 """How the reason of a conflict ends where the op is in no table."""
-Placement = str | int  # an int: sharded on that tensor dim
+Placement = str | int | Shard
+"""An int: sharded on that tensor dim, whose outermost part is the batch. A Shard: on a dim in which
+`outer` sections stand before the batch, each with all examples."""
+_ANY = 0
+"""`outer` of what is the same for every example, at every place of a merged dim."""
 
 _RANDOM = torch.Tag.nondeterministic_seeded
 
@@ -69,16 +77,21 @@ def is_random(node: fx.Node) -> bool:
 
 
 def place_batch(
-    graph: fx.Graph, batch_inputs: Mapping[str, int], symbol: Any, parameters: frozenset[str]
+    graph: fx.Graph,
+    batch_inputs: Mapping[str, int],
+    symbol: Any,
+    size: int,
+    parameters: frozenset[str],
 ) -> BatchPlacement:
     """Propagate the split of the batch through a joint graph.
 
-    batch_inputs: placeholder name → dim that carries the batch. symbol: the batch's symbol in
-    `meta["dims"]`. parameters: placeholder names of parameters and buffers.
+    batch_inputs: placeholder name → dim that carries the batch. symbol, size: the batch's symbol in
+    `meta["dims"]`, and its size in the graph. parameters: placeholder names of parameters and
+    buffers.
     """
     converted: tuple[dict[fx.Node, None], dict[fx.Node, None]] = ({}, {})
     while True:  # a conversion changes what earlier users of the value saw
-        state = _State(symbol, *converted)
+        state = _State(symbol, size, *converted)
         for node in graph.nodes:
             if node.op == "placeholder":
                 state.places[node] = batch_inputs.get(node.name, REPLICATED)
@@ -98,6 +111,17 @@ def place_batch(
     )
 
 
+def _lies(place: Placement) -> tuple[int, int] | None:
+    """The dim the batch lies in and what stands before it there, if a value is sharded."""
+    if isinstance(place, int):
+        return place, 1
+    return (place.dim, place.outer) if isinstance(place, Shard) else None
+
+
+def _placed(dim: int, outer: int) -> Placement:
+    return dim if outer == 1 else Shard(dim, outer)
+
+
 def _divides(node: fx.Node) -> bool:
     """Whether a part of what a call makes of replicated values is a smaller call."""
     if node.target in COUNTS:
@@ -109,9 +133,13 @@ class _State:
     """The walk: placements so far, and which values depend on more than the batch."""
 
     def __init__(
-        self, symbol: Any, hoisted: Mapping[fx.Node, None], reduced: Mapping[fx.Node, None]
+        self,
+        symbol: Any,
+        size: int,
+        hoisted: Mapping[fx.Node, None],
+        reduced: Mapping[fx.Node, None],
     ) -> None:
-        self.symbol = symbol
+        self.symbol, self.size = symbol, size
         self.places: dict[fx.Node, Any] = {}
         self.learned: set[fx.Node] = set()  # depends on a parameter, or on random numbers
         self.hoisted = dict(hoisted)
@@ -149,24 +177,36 @@ class _State:
         """
 
         def place(dims: tuple) -> Placement:
-            carry = [d for d, n in enumerate(dims) if self.symbol in getattr(n, "free_symbols", ())]
+            carry = [d for d, n in enumerate(dims) if self._has_batch(n)]
             if len(carry) > 1 or (carry and not _divides(node)):
                 self.conflicts.append(Conflict(node, "it numbers the examples of a batch"))
-            return carry[0] if carry else REPLICATED
+            if not carry:
+                return REPLICATED
+            merged = dims[carry[0]] != self.symbol
+            uniform = node.target in UNIFORM or node.target in COUNTS
+            return _placed(carry[0], _ANY if merged and uniform else 1)
 
         dims = node.meta["dims"]
         if isinstance(node.meta["val"], (tuple, list)):
             return tuple(place(d) for d in dims)
         return place(dims)
 
+    def _has_batch(self, size: Any) -> bool:
+        return self.symbol in getattr(size, "free_symbols", ())
+
     def _apply(self, node: fx.Node, rule: Notation, tensors: list[fx.Node], places: list) -> None:
         places = [REPLICATED if i in rule.unread else p for i, p in enumerate(places)]
-        sharded = {rule.inputs[i][p] for i, p in enumerate(places) if isinstance(p, int)}
+        split = [(i, *at) for i, p in enumerate(places) if (at := _lies(p))]
+        sharded = {rule.inputs[i][dim] for i, dim, _ in split}
         partial = {i for i, p in enumerate(places) if p == PARTIAL}
+        outers = {outer for _, _, outer in split} - {_ANY}
+        if node.target in REGROUPS and (sharded & {"", "1"} or outers - {1}):
+            self._regroup(node, tensors[0], places[0])
+            return
         if any(index in ("", "1") or index in rule.whole for index in sharded):
             self._refuse(node, "it mixes the examples of a batch")
             return
-        if len(sharded) > 1:
+        if len(sharded) > 1 or len(outers) > 1:
             self._refuse(node, "it combines different examples of a batch with each other")
             return
         group = frozenset() if sharded else self._linear_group(rule, partial)
@@ -185,10 +225,11 @@ class _State:
             self.places[node] = self._made(node)
             return
         (index,) = sharded
+        (outer,) = outers or {_ANY}
         outputs: list[Placement] = []
         for position, names in enumerate(rule.outputs):
             if index in names:
-                outputs.append(names.index(index))
+                outputs.append(_placed(names.index(index), outer))
             elif position in rule.kept:
                 outputs.append(REPLICATED)
             elif rule.sums:
@@ -197,6 +238,26 @@ class _State:
                 self._refuse(node, "it reduces over the examples of a batch, and not by a sum")
                 return
         self._set(node, outputs)
+
+    def _regroup(self, node: fx.Node, source: fx.Node, place: Placement) -> None:
+        """A reshape that merges what stands before the batch with it, or parts them again."""
+        dim, outer = _lies(place) or (0, _ANY)
+        carry = [d for d, n in enumerate(node.meta["dims"]) if self._has_batch(n)]
+        if outer == _ANY and len(carry) == 1:
+            merged = node.meta["dims"][carry[0]] != self.symbol
+            self._set(node, [_placed(carry[0], _ANY if merged else 1)])
+            return
+        shape, target = shape_of(source), shape_of(node)
+        found = next((g for g in groups(shape, target) if dim in g[0]), None)
+        if found is not None and outer != _ANY:
+            before = prod(shape[d] for d in found[0] if d < dim) * outer
+            for at in found[1]:
+                ahead = prod(target[d] for d in found[1] if d < at)
+                inside = before // ahead if before % ahead == 0 else 0
+                if inside and target[at] % (inside * self.size) == 0:
+                    self._set(node, [_placed(at, inside)])
+                    return
+        self._refuse(node, "it mixes the examples of a batch")
 
     @staticmethod
     def _linear_group(rule: Notation, partial: set[int]) -> frozenset[int]:

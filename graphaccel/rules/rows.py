@@ -22,11 +22,13 @@ from graphaccel.rules.lowered import lowered_rows
 from graphaccel.rules.notation import (
     Notation,
     arguments,
+    groups,
     output_shapes,
     shape_of,
     tensor_arguments,
 )
 from graphaccel.rules.propagate import PARTIAL, REPLICATED, is_random
+from graphaccel.rules.shapes import REGROUPS
 from graphaccel.rules.shard import Placement, Row, Shard, Shards
 from graphaccel.rules.table import rule_of
 
@@ -206,7 +208,7 @@ def _regroup(
     source: Sequence[int], target: Sequence[int], shard: Shard, ranks: int
 ) -> Shard | None:
     """Where a shard of a tensor of shape `source` lies once it is reshaped to `target`."""
-    group = next((g for g in _groups(source, target) if shard.dim in g[0]), None)
+    group = next((g for g in groups(source, target) if shard.dim in g[0]), None)
     if group is None:
         return None
     left, right = group
@@ -220,34 +222,6 @@ def _regroup(
             if target[dim] % (outer * ranks) == 0:
                 return Shard(dim, outer)
     return None
-
-
-def _groups(
-    source: Sequence[int], target: Sequence[int]
-) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Dims of both shapes in runs of equal products; dims of size one are in none."""
-    left = [d for d, n in enumerate(source) if n != 1]
-    right = [d for d, n in enumerate(target) if n != 1]
-    found = []
-    i = j = 0
-    while i < len(left) and j < len(right):
-        a, b, m, n = [left[i]], [right[j]], source[left[i]], target[right[j]]
-        while m != n:
-            if m < n:
-                i += 1
-                if i == len(left):
-                    return found
-                a.append(left[i])
-                m *= source[left[i]]
-            else:
-                j += 1
-                if j == len(right):
-                    return found
-                b.append(right[j])
-                n *= target[right[j]]
-        found.append((tuple(a), tuple(b)))
-        i, j = i + 1, j + 1
-    return found
 
 
 Pair: TypeAlias = tuple[Shard, Shard]
@@ -362,12 +336,7 @@ Follow: TypeAlias = Callable[[fx.Node, Shard, int], Pair | None]
 _RESHAPES: tuple[Follow, Follow] = (_reshape, _reshape_back)
 _CARRY: Mapping[Any, tuple[Follow, Follow]] = MappingProxyType(
     {
-        aten.view.default: _RESHAPES,
-        aten._unsafe_view.default: _RESHAPES,
-        aten.reshape.default: _RESHAPES,
-        aten.unsqueeze.default: _RESHAPES,
-        aten.squeeze.dim: _RESHAPES,
-        aten.squeeze.dims: _RESHAPES,
+        **dict.fromkeys(REGROUPS, _RESHAPES),
         aten.slice.Tensor: (_slice, _slice_back),
         aten.slice_backward.default: (_put, _put_back),
         aten.split.Tensor: (_split, _split_back),

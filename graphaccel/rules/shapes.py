@@ -173,14 +173,21 @@ def _unfold(node: fx.Node) -> Notation:
     return Notation((names,), ((*names, ""),), frozenset({names[dim]}), _FIRST)
 
 
+REGROUPS = frozenset(
+    {
+        aten.view.default,
+        aten._unsafe_view.default,
+        aten.reshape.default,
+        aten.unsqueeze.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+    }
+)
+"""Ops that keep all elements in their order and change how dims are merged."""
+
 RULES: Rules = MappingProxyType(
     {
-        aten.view.default: _reshape,
-        aten._unsafe_view.default: _reshape,
-        aten.reshape.default: _reshape,
-        aten.unsqueeze.default: _reshape,
-        aten.squeeze.dim: _reshape,
-        aten.squeeze.dims: _reshape,
+        **dict.fromkeys(REGROUPS, _reshape),
         aten.squeeze.default: _squeeze,
         aten.t.default: _permute,
         aten.transpose.int: _permute,

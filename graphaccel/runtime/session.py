@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from graphaccel.compat.torch import forget_flat_weights
 from graphaccel.errors import BatchesDiffer, RankLost
 from graphaccel.ir.program import Sharded, StageProgram, StepProgram
 from graphaccel.runtime.buckets import Buckets
@@ -98,6 +99,7 @@ class Session:
         Parameter objects keep their identity: optimizers, groups and schedulers go on working.
         """
         self._initial = initial
+        forget_flat_weights(self.model)
         self.homes = dict(homes) | {name: homes[of] for name, of in tied.items() if of in homes}
         if self.mesh.pipeline > 1:
             self._leave_remote(optimizer)

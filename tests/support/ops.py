@@ -144,6 +144,7 @@ CASES: Mapping[Any, Case] = MappingProxyType(
         aten.native_group_norm_backward.default: c.group_norm_backward_call,
         aten._native_batch_norm_legit_functional.default: c.batch_norm_call(True, False),
         aten._native_batch_norm_legit_no_training.default: c.batch_norm_call(),
+        aten.native_batch_norm.default: c.own_statistics_call,
         aten.native_batch_norm_backward.default: c.batch_norm_backward_call,
         aten._weight_norm_interface.default: c.weight_norm_call,
         aten._weight_norm_interface_backward.default: c.weight_norm_backward_call,
