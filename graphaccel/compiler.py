@@ -7,6 +7,7 @@ way to ask for another one when a batch of another shape comes.
 from __future__ import annotations
 
 import gc
+import hashlib
 import logging
 import os
 import sys
@@ -133,6 +134,17 @@ class Compiler:
         if self._skeleton is None:  # now: later the model has shards and stand-ins
             self._skeleton = without_data(self.model.module)
         self.captures[(batch.signature(), True)] = step
+
+    def digest(self, batch: Batch) -> str:
+        """Of what a plan depends on, as far as two ranks can differ."""
+        step, sizes = self.capture(batch)
+        told = (step.fingerprint, sorted(map(str, sizes.items())), sorted(self.pins.items()))
+        state = (self.model.optimizer_bytes, self.cluster, self.plan)
+        return hashlib.sha256(repr((told, state)).encode()).hexdigest()
+
+    def adopt(self, plan: Plan) -> None:
+        """Take another rank's plan, which it chose for this step."""
+        self.plan = plan
 
     def choose(
         self, batch: Batch, record: Record | None = None

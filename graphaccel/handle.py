@@ -31,7 +31,7 @@ from graphaccel.runtime.module import Dropped, HandOut, Kept, original_class
 from graphaccel.runtime.optimizer_step import OptimizerStep
 from graphaccel.runtime.record import Record
 from graphaccel.runtime.session import CompiledStep, Session
-from graphaccel.runtime.share import depends_on, share_capture
+from graphaccel.runtime.share import depends_on, share_capture, share_plan
 from graphaccel.runtime.state import (
     OptimizerState,
     full_state,
@@ -148,7 +148,7 @@ class Handle:
         planned: called when nothing can be refused any more, before anything is changed.
         """
         self._share_capture(batch)
-        step, chosen, program = self._compiler.choose(batch)
+        step, chosen, program = choose_together(self._compiler, batch, self._devices)
         self._agree(chosen)
         check_compiler(chosen.compile, self._device)
         planned()
@@ -381,6 +381,21 @@ class Handle:
                 what="the ranks chose different plans: their models, batches or versions differ",
                 help_line="seed every rank alike and give them the same example batch",
             )
+
+
+def choose_together(
+    compiler: Compiler, batch: Batch, ranks: int
+) -> tuple[StepGraph, Plan, StepProgram]:
+    """`compiler.choose` on one rank for all; each makes its programs. A collective."""
+    here: list[tuple[StepGraph, Plan, StepProgram]] = []
+
+    def choose() -> Plan:
+        here.append(compiler.choose(batch))
+        return here[0][1]
+
+    if ranks > 1:
+        share_plan(compiler.plan is not None, compiler.digest(batch), choose, compiler.adopt)
+    return here[0] if here else compiler.choose(batch)
 
 
 def program_homes(program: StepProgram) -> dict[str, tuple[int, ...]]:

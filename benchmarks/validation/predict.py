@@ -156,6 +156,7 @@ def _pins(run: Run, profile: Profile) -> dict[str, object]:
         pins["pins"] = _megatron(profile)
     if run.pipeline > 1:
         pins["interleave"] = run.interleave
+        pins["schedule"] = "1f1b" if run.interleave == 1 else "interleaved"
         if (cuts := _cuts(run, profile)) is not None:
             pins["cuts"] = cuts
     if run.zero >= 2 and run.data > 1:

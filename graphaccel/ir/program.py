@@ -170,6 +170,11 @@ class Prologue:
     inputs: tuple[Value, ...]
     outputs: tuple[str, ...]
 
+    @property
+    def buffers(self) -> tuple[str, ...]:
+        """Names of the buffers it reads: every stage holds them."""
+        return tuple(v.name for v in self.inputs if v.kind == "buffer")
+
 
 @dataclass(frozen=True)
 class StepProgram:

@@ -21,6 +21,8 @@ from graphaccel.ort.translate import RegionModel
 # A region is only worth it when it is surely faster: the margin is what two runs of the same
 # region differ by.
 MARGIN = 0.9
+# Two timings of one step differ by that much.
+_TOLD = 0.99
 _LEAST_SECONDS = 0.02
 _ROUNDS = 7
 
@@ -133,10 +135,13 @@ def in_step(
 
     Alone a region is timed on warm memory of its own. In a step its results are fresh memory and
     lie as ONNX Runtime wrote them, and what ran before it left the caches. What the step gains
-    less than the regions promise is divided among their calls.
+    less than the regions promise is divided among their calls. Where it gains less than can be
+    told from chance, none of them is faster.
 
     calls: how often each region runs in a step. without, with_regions: seconds of the step.
     """
+    if with_regions > _TOLD * without:
+        return [replace(c, ort=max(c.ort, c.torch)) if c.key in calls else c for c in costs]
     promised = sum(calls.get(c.key, 0) * (c.torch - c.ort) for c in costs)
     lost = promised - (without - with_regions)
     each = max(0.0, lost) / max(1, sum(calls.values()))

@@ -14,7 +14,7 @@ its own, and they are summed once a step.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -51,12 +51,14 @@ def cut_stages(
     positions: dict[str, int],
     cuts: Sequence[str],
     homes: Mapping[str, tuple[int, ...]] | None = None,
+    everywhere: Collection[str] = (),
 ) -> StagedGraph:
     """Give every node its stage.
 
     positions: forward-graph node name → its place in the forward graph. cuts: names after which a
     stage ends. homes: where parameters already lie (the graphs of evaluation, and of calls with
     other flags): then a node lies on the last stage of what it reads, and `cuts` are not looked at.
+    everywhere: buffers that all stages hold, for what is computed once a step.
     """
     ends = sorted(positions[name] for name in cuts)
     count = len(ends) + 1
@@ -70,9 +72,9 @@ def cut_stages(
         stage = _by_parameters(graph, kinds, homes, free)
     gradients = _gradients(graph, outputs, stage)
     _drop_sums(graph, outputs, gradients, stage)
-    return StagedGraph(
-        graph, count, stage, free, gradients, homes or _homes(kinds, stage, gradients)
-    )
+    if homes is None:
+        homes = _homes(kinds, stage, gradients) | dict.fromkeys(everywhere, tuple(range(count)))
+    return StagedGraph(graph, count, stage, free, gradients, homes)
 
 
 def _free_nodes(graph: fx.GraphModule, kinds: dict[fx.Node, GraphInput]) -> frozenset[fx.Node]:

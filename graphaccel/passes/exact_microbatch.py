@@ -4,7 +4,8 @@ The graph of the whole batch becomes the graph of one part of it: sizes shrink, 
 and the loss become partial sums whose total over the parts is the loss and gradient of the whole
 batch, to rounding. Averaging the means of microbatches is not that, wherever they hold different
 numbers of ignored labels: the count the loss is divided by is a value of the whole batch. Such
-values depend on the batch alone and move to a prologue that runs once a step.
+values depend on the batch alone (and on buffers that no step changes: the weights of classes) and
+move to a prologue that runs once a step.
 
 before (batch 8, two microbatches)              after
   %n: i64[] = aten.sum(%mask)                     %sum_1: i64[] = input   (from the prologue)
@@ -101,7 +102,12 @@ def _batch_placement(step: StepGraph) -> BatchPlacement:
         n: results[GraphOutput("output", leaf=s.leaf)] for n, s in pairs if s.kind == "tangent"
     }
     batch |= {n.name: d for n in tangents if (d := _batch_dim(n)) is not None}
-    learned = frozenset(n.name for n, s in pairs if s.kind in ("parameter", "buffer", "tangent"))
+    written = {o.name for o in step.outputs if o.kind == "buffer"}
+    learned = frozenset(
+        n.name
+        for n, s in pairs
+        if s.kind in ("parameter", "tangent") or (s.kind == "buffer" and s.name in written)
+    )
     placed = place_batch(step.graph.graph, batch, BATCH, step.sizes.get(BATCH, 1), learned)
     odd = [
         Conflict(

@@ -125,7 +125,13 @@ def _bare(
     staged = run.call(
         "cut_stages",
         lambda: cut_stages(
-            graph, step.inputs, step.outputs, step.positions, plan.cuts, lying.homes
+            graph,
+            step.inputs,
+            step.outputs,
+            step.positions,
+            plan.cuts,
+            lying.homes,
+            () if local.prologue is None else local.prologue.buffers,
         ),
     )
     shared = {name: at for name, at in staged.homes.items() if len(at) > 1}

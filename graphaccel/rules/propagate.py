@@ -86,8 +86,8 @@ def place_batch(
     """Propagate the split of the batch through a joint graph.
 
     batch_inputs: placeholder name → dim that carries the batch. symbol, size: the batch's symbol in
-    `meta["dims"]`, and its size in the graph. parameters: placeholder names of parameters and
-    buffers.
+    `meta["dims"]`, and its size in the graph. parameters: placeholder names of parameters, and of
+    buffers that the step changes.
     """
     converted: tuple[dict[fx.Node, None], dict[fx.Node, None]] = ({}, {})
     while True:  # a conversion changes what earlier users of the value saw

@@ -221,9 +221,10 @@ class Executor:
                 state.accumulators[number], state.buckets[number] = made
 
     def _whole(self, value: Value, state: StepState) -> Any:
-        return (
-            state.leaves[value.leaf] if value.kind == "batch" else self._held.constants[value.name]
-        )
+        if value.kind == "batch":
+            return state.leaves[value.leaf]
+        held = self._held.buffers if value.kind == "buffer" else self._held.constants
+        return held[value.name]
 
     def _compute(self, action: Action, state: StepState) -> None:
         stage = self._stages[action.stage]

@@ -1,12 +1,14 @@
-"""What one rank gives to all: its weights and random state, and its capture.
+"""What one rank gives to all: its weights and random state, its capture, and its plan.
 
-On a machine whose ranks share few cores, all of them capturing at once takes as many times longer.
+On a machine whose ranks share few cores, all of them making the same at once takes as many times
+longer.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import pickle
 import random
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +21,7 @@ from torch import nn
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.transport import packed, unpacked
 from graphaccel.errors import GraphMisuse
+from graphaccel.planner.plan import Plan
 from graphaccel.runtime.deferred import share_record
 from graphaccel.runtime.record import Record
 
@@ -65,12 +68,36 @@ def share_capture(
     capture: Callable[[], StepGraph],
     keep: Callable[[StepGraph], None],
 ) -> None:
-    """Let one rank call `capture` and the others `keep` what it made; a collective.
+    """Let one rank call `capture` and the others `keep` what it made; a collective (`_share`).
 
-    known: this rank has the capture already. depends: digest of what it depends on. Nothing is
-    done where all ranks know it or where they differ in what it depends on. A rank for which
-    nothing is kept captures by itself: its error is then its own, and what can not be sent (an
-    output of a class that pickle can not find) costs time only.
+    What can not be sent (an output of a class that pickle can not find) costs time only.
+    """
+
+    def unpack(data: bytes) -> None:
+        step = unpacked(data)
+        if step is None:
+            log.info("another rank's capture did not survive the way; capturing here too")
+        else:
+            keep(step)
+
+    _share(known, depends, lambda: _packed(capture()), unpack)
+
+
+def share_plan(
+    known: bool, depends: str, choose: Callable[[], Plan], keep: Callable[[Plan], None]
+) -> None:
+    """Let one rank `choose` a plan and the others `keep` it; a collective (`_share`)."""
+    _share(known, depends, lambda: pickle.dumps(choose()), lambda data: keep(pickle.loads(data)))
+
+
+def _share(
+    known: bool, depends: str, make: Callable[[], bytes | None], keep: Callable[[bytes], None]
+) -> None:
+    """Let one rank `make` what all need, and the others `keep` it.
+
+    known: this rank has it already. depends: digest of what it depends on. Nothing is done where
+    all ranks know it or where they differ in what it depends on. A rank for which nothing is kept
+    makes it by itself: its error is then its own.
     """
     said: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(said, (known, depends))
@@ -80,16 +107,11 @@ def share_capture(
     data: list[bytes | None] = [None]
     try:
         if dist.get_rank() == source:
-            data[0] = _packed(capture())
+            data[0] = make()
     finally:  # the others wait, whatever happens here
         dist.broadcast_object_list(data, source)
-    if known or dist.get_rank() == source or data[0] is None:
-        return
-    step = unpacked(data[0])
-    if step is None:
-        log.info("the capture of rank %d did not survive the way; capturing here too", source)
-        return
-    keep(step)
+    if not known and dist.get_rank() != source and data[0] is not None:
+        keep(data[0])
 
 
 def depends_on(model: nn.Module, signature: object, loss: object) -> str:

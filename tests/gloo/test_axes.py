@@ -18,6 +18,7 @@ from torch import Tensor
 
 from graphaccel.api import cluster_here
 from graphaccel.compiler import Compiler, schedule_of
+from graphaccel.handle import choose_together
 from graphaccel.ir.program import Sharded
 from graphaccel.model import Model, as_batch
 from graphaccel.planner.plan import Plan
@@ -25,6 +26,7 @@ from graphaccel.rules.shard import Shard
 from graphaccel.runtime.executor import Executor, Held
 from graphaccel.runtime.mesh import build_mesh, coordinates
 from graphaccel.runtime.share import share_capture
+from tests.support.captures import read_captures, write_captures
 from tests.support.casts import lift_loss_cast
 from tests.support.lockstep import part_of, whole_of
 from tests.support.parity import Reference, build, reference
@@ -79,7 +81,8 @@ def run_axes(name: str, pins: dict[str, Any], world: int) -> dict[str, Any]:
             lambda: compiler.capture(leaves)[0],
             lambda step: compiler.keep(leaves, step),
         )
-        step, plan, program = compiler.choose(leaves)
+        write_captures(f"{name} float64 True", compiler.captures)
+        step, plan, program = choose_together(compiler, leaves, world)
     mesh = build_mesh(plan, program.shared.values(), torch.device("cpu"), timedelta(seconds=60))
     at = coordinates(mesh.sizes, dist.get_rank())
     parameters = {
@@ -106,7 +109,9 @@ def run_axes(name: str, pins: dict[str, Any], world: int) -> dict[str, Any]:
 @cache
 def _captures(name: str) -> dict[Any, Any]:
     """The captures of one zoo model that this worker has, one for all plans."""
-    return {}
+    found: dict[Any, Any] = {}
+    read_captures(f"{name} float64 True", found)
+    return found
 
 
 def _whole(name: str, got: Sequence[dict[str, Any]]) -> list[Tensor]:

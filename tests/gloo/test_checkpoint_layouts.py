@@ -28,6 +28,7 @@ from graphaccel.runtime.layout import Layout
 from graphaccel.runtime.mesh import build_mesh
 from graphaccel.runtime.sharded import ShardTensor
 from tests.gloo.test_semantics import gpt, groups, tokens
+from tests.support.captures import captures_of
 from tests.support.pool import Pool
 
 pytestmark = pytest.mark.multiprocess
@@ -96,6 +97,7 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]
     return {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer)}
 
 
+@captures_of("scripts")
 def _save(world: int, pins: Mapping[str, Any], folder: str) -> tuple[dict[str, Tensor], float]:
     model, optimizer = _planned(world, pins)
     for step in range(3):
@@ -107,6 +109,7 @@ def _save(world: int, pins: Mapping[str, Any], folder: str) -> tuple[dict[str, T
     return full, model(**tokens(seed=9)).item()
 
 
+@captures_of("scripts")
 def _load(world: int, pins: Mapping[str, Any], folder: str) -> tuple[dict[str, Tensor], float]:
     model, optimizer = _planned(world, pins)
     state = _state(model, optimizer)
@@ -140,6 +143,7 @@ def test_a_checkpoint_moves(pool: Pool, folder: str, saved: str, loaded: str) ->
         assert next_loss == pytest.approx(loss, rel=1e-14)
 
 
+@captures_of("scripts")
 def _sections(folder: str) -> tuple[bool, bool]:
     """A fused weight: three sections, each cut over two ranks; saved, loaded whole and again cut
     in another way."""

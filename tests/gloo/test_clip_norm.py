@@ -18,6 +18,7 @@ from graphaccel.errors import GraphMisuse
 from graphaccel.runtime.remote import RemoteTensor
 from tests.gloo.test_numbers import Loud
 from tests.gloo.test_semantics import furthest, gpt, groups, tokens
+from tests.support.captures import captures_of
 from tests.support.pool import Pool
 from tests.support.small import small_batch
 
@@ -36,6 +37,7 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
 BOUND = 0.05  # gradients of these models are larger
 
 
+@captures_of("scripts")
 def _trained(
     world: int, pins: Mapping[str, Any], fusions: str, kind: str
 ) -> tuple[float, float, list[float], tuple[str, ...]]:
@@ -95,6 +97,7 @@ def test_on_one_device(fusions: str) -> None:
     check(_trained(1, {}, fusions, "sgd"), left=False)
 
 
+@captures_of("scripts")
 def _small_gradients() -> float:
     """A bound that nothing reaches changes nothing."""
     plain, planned = gpt(), gpt()
@@ -115,6 +118,7 @@ def test_a_norm_below_the_bound_changes_nothing(pool: Pool) -> None:
 # --- overflows of fp16 in the fused step ----------------------------------------------------------
 
 
+@captures_of("scripts")
 def _overflowed(pins: Mapping[str, Any], kind: str) -> dict[str, list[Any]]:
     torch.manual_seed(7)
     model = Loud()

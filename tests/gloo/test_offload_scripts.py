@@ -18,6 +18,7 @@ from graphaccel.kernels.host_copy import to_device, to_host
 from tests.gloo.test_numbers import Loud
 from tests.gloo.test_semantics import furthest, gpt, groups, tokens
 from tests.gloo.test_zero_scripts import _trained
+from tests.support.captures import captures_of
 from tests.support.pool import Pool
 from tests.support.small import small_batch
 
@@ -55,6 +56,7 @@ KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 }
 
 
+@captures_of("scripts")
 def _optimizers(world: int, pins: Mapping[str, Any]) -> dict[str, tuple[float, int, bool]]:
     """By kind: the largest difference after three steps, how many tensors rest on the host, and
     whether parameters that the script changed meanwhile kept the change."""
@@ -90,6 +92,7 @@ def test_other_optimizers(pool: Pool, world: int, pins: dict[str, Any]) -> None:
             assert separate, name
 
 
+@captures_of("scripts")
 def _clipped(world: int, pins: Mapping[str, Any]) -> tuple[float, float]:
     """`clip_norm=` for an optimizer that is fused and one that is not, against clip_grad_norm_."""
     worst, apart = 0.0, 0.0
@@ -118,6 +121,7 @@ def test_the_step_clips_on_the_host(pool: Pool, world: int, pins: dict[str, Any]
         assert norms <= 1e-10
 
 
+@captures_of("scripts")
 def _overflowed(world: int, pins: Mapping[str, Any]) -> tuple[list[bool], list[float]]:
     torch.manual_seed(7)
     model = Loud()
@@ -145,6 +149,7 @@ def test_an_overflow_skips_the_step_on_the_host(pool: Pool) -> None:
     assert factors[moved.index(True)] < 65536.0
 
 
+@captures_of("scripts")
 def _resumed(pins: Mapping[str, Any], later: Mapping[str, Any]) -> tuple[float, float]:
     """Saved with state on the host, loaded by another plan and by the plain model's optimizer."""
 
@@ -182,6 +187,7 @@ def test_state_dicts_are_those_of_the_plain_optimizer(pool: Pool, saved: str, lo
         assert plain <= 1e-12
 
 
+@captures_of("scripts")
 def _closed() -> str:
     model = gpt()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)

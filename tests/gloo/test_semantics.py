@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import graphaccel
 from graphaccel.runtime.remote import RemoteTensor
+from tests.support.captures import captures_of
 from tests.support.gpt import GPT
 from tests.support.pool import Pool
 from tests.support.small import WithLogits, small_batch
@@ -94,6 +95,7 @@ def own_gradients(plain: nn.Module, planned: nn.Module) -> float:
 # --- optimizer steps ------------------------------------------------------------------------------
 
 
+@captures_of("scripts")
 def _clipped(pins: Mapping[str, Any]) -> tuple[float, float]:
     plain, _, planned, _ = pair(gpt, pins)
     norms = []
@@ -111,6 +113,7 @@ def test_clipping_sees_the_norm_of_all_parameters(pool: Pool, pins: dict[str, An
         assert grads <= 1e-10
 
 
+@captures_of("scripts")
 def _scheduled(pins: Mapping[str, Any]) -> float:
     plain, first, planned, second = pair(gpt, pins)
     for model, optimizer in ((plain, first), (planned, second)):
@@ -129,6 +132,7 @@ def test_schedulers_and_parameter_groups(pool: Pool, pins: dict[str, Any]) -> No
     assert max(pool.run(2, _scheduled, pins)) <= 1e-9
 
 
+@captures_of("scripts")
 def _accumulated(pins: Mapping[str, Any]) -> float:
     plain, _, planned, _ = pair(gpt, pins)
     for model in (plain, planned):
@@ -142,6 +146,7 @@ def test_gradients_accumulate_over_calls(pool: Pool, pins: dict[str, Any]) -> No
     assert max(pool.run(2, _accumulated, pins)) <= 1e-10
 
 
+@captures_of("scripts")
 def _penalised(pins: Mapping[str, Any]) -> float:
     plain, _, planned, _ = pair(gpt, pins)
     factor = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
@@ -164,6 +169,7 @@ def test_terms_added_outside_of_the_model(pool: Pool, pins: dict[str, Any]) -> N
 # --- batches and modes ----------------------------------------------------------------------------
 
 
+@captures_of("scripts")
 def _resized(pins: Mapping[str, Any]) -> float:
     plain, first, planned, second = pair(gpt, pins)
     sizes = ((8, 16), (4, 16), (8, 10), (16, 7), (8, 16))
@@ -184,6 +190,7 @@ def test_batches_of_other_sizes(pool: Pool, pins: dict[str, Any]) -> None:
     assert max(pool.run(2, _resized, pins)) <= 1e-9
 
 
+@captures_of("scripts")
 def _gpt2(pins: Mapping[str, Any]) -> tuple[float, float, str, bool]:
     batch = ZOO["gpt2"].build()[1]
     plain, first, planned, second = pair(lambda: ZOO["gpt2"].build()[0].double(), pins)
@@ -225,6 +232,7 @@ class _Flagged(nn.Module):
         return loss / 2 if halve else loss
 
 
+@captures_of("scripts")
 def _flags(pins: Mapping[str, Any]) -> float:
     plain, _, planned, _ = pair(_Flagged, pins)
     batch, worst = tokens(), 0.0
@@ -242,6 +250,7 @@ def test_a_call_takes_flags_and_none(pool: Pool, pins: dict[str, Any]) -> None:
     assert max(pool.run(2, _flags, pins)) <= 1e-10
 
 
+@captures_of("scripts")
 def _evaluated() -> float:
     plain, first, planned, second = pair(lambda: WithLogits().double(), PIPELINE)
     x, y = small_batch()
@@ -265,6 +274,7 @@ def test_evaluation_under_a_pipeline(pool: Pool) -> None:
     assert max(pool.run(2, _evaluated)) <= 1e-12
 
 
+@captures_of("scripts")
 def _without_labels() -> tuple[float, bool]:
     plain, _, planned, _ = pair(gpt, PIPELINE)
     planned(**tokens()).backward()
@@ -284,6 +294,7 @@ def test_inference_without_labels_under_a_pipeline(pool: Pool) -> None:
 # --- state ----------------------------------------------------------------------------------------
 
 
+@captures_of("scripts")
 def _checkpoint() -> tuple[float, float, set[str]]:
     plain, first, planned, second = pair(gpt, PIPELINE)
     for model, optimizer in ((plain, first), (planned, second)):
@@ -310,6 +321,7 @@ def test_state_dicts(pool: Pool) -> None:
         assert kinds == {"Tensor", "DTensor"}
 
 
+@captures_of("scripts")
 def _frozen(pins: Mapping[str, Any]) -> float:
     def build() -> nn.Module:
         model = gpt()
@@ -347,6 +359,7 @@ class Borrowing(nn.Module):
         return nn.functional.cross_entropy(x @ self.layers[0].weight.detach(), y)
 
 
+@captures_of("scripts")
 def _borrowed() -> float:
     plain, first, planned, second = pair(lambda: Borrowing().double(), PIPELINE)
     x, y = small_batch()

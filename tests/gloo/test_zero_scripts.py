@@ -19,6 +19,7 @@ from graphaccel.runtime.remote import RemoteTensor
 from graphaccel.runtime.sharded import ShardTensor
 from tests.gloo.test_numbers import Dropping, Loud
 from tests.gloo.test_semantics import furthest, gpt, pair, tokens
+from tests.support.captures import captures_of
 from tests.support.pool import Pool
 from tests.support.small import WithLogits, small_batch
 from tests.support.zoo import ZOO
@@ -58,6 +59,7 @@ def _furthest_gradient(true: Mapping[str, Tensor], planned: nn.Module) -> float:
     return furthest({n: true[n] for n in got}, got)
 
 
+@captures_of("scripts")
 def _trained(world: int, pins: Mapping[str, Any]) -> tuple[float, float, float]:
     """Twenty steps with clipping, two groups, a schedule, and accumulation over two batches."""
     plain, first, planned, second = _two(gpt, world, pins)
@@ -93,6 +95,7 @@ def test_twenty_steps_are_those_of_one_device(pool: Pool, world: int, pins: dict
         assert norms <= 1e-10
 
 
+@captures_of("scripts")
 def _evaluated(world: int, pins: Mapping[str, Any]) -> tuple[float, float]:
     plain, first, planned, second = _two(lambda: WithLogits().double(), world, pins)
     x, y = small_batch()
@@ -141,6 +144,7 @@ class Odd(nn.Module):
         return nn.functional.cross_entropy(x @ self.layers[3].weight.detach(), y)
 
 
+@captures_of("scripts")
 def _odd(world: int, pins: Mapping[str, Any]) -> tuple[float, dict[str, str]]:
     def build() -> nn.Module:
         torch.manual_seed(3)
@@ -201,6 +205,7 @@ def test_shards_answer_like_the_whole(pool: Pool) -> None:
         assert checks == [True] * len(checks)
 
 
+@captures_of("scripts")
 def _low(pins: Mapping[str, Any], precision: str) -> tuple[float, float, set[torch.dtype]]:
     torch.manual_seed(7)
     model = ZOO["gpt"].build()[0]
@@ -225,6 +230,7 @@ def test_low_precision_keeps_masters(pool: Pool, pins: dict[str, Any], precision
         assert kinds == {torch.float32}
 
 
+@captures_of("scripts")
 def _overflowed() -> tuple[list[bool], list[float]]:
     torch.manual_seed(7)
     model = Loud()
@@ -253,6 +259,7 @@ def test_an_overflow_skips_the_step_of_every_shard(pool: Pool) -> None:
     assert factors[moved.index(True)] < 65536.0
 
 
+@captures_of("scripts")
 def _dropped(zero: int) -> float:
     torch.manual_seed(5)
     model = Dropping().double()
@@ -271,6 +278,7 @@ def test_dropout_is_that_of_the_same_plan_without_shards(pool: Pool) -> None:
         assert pool.run(2, _dropped, zero) == pytest.approx(whole, rel=1e-12)
 
 
+@captures_of("scripts")
 def _state(pins: Mapping[str, Any]) -> tuple[set[str], float, float]:
     """Optimizer state: DTensors of the whole shape, and full tensors loaded back."""
     plain, first, planned, second = _two(gpt, 2, pins)

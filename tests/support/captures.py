@@ -9,12 +9,20 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+from torch import nn
+
+from graphaccel import compiler
+from graphaccel.capture.batch import Batch
+from graphaccel.capture.export import LossFn
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.transport import packed, unpacked
+from graphaccel.runtime.share import depends_on
 
 FOLDER = "GRAPHACCEL_TEST_CAPTURES"
 """Environment variable with the folder; where it is not set, everything is captured anew."""
@@ -28,6 +36,24 @@ def captured_once(name: str, make: Callable[[], StepGraph]) -> StepGraph:
         steps[""] = make()
         write_captures(name, steps)
     return steps[""]
+
+
+@contextmanager
+def captures_of(name: str) -> Iterator[None]:
+    """Meanwhile compilers capture what looks alike once for all processes; `@captures_of(name)`
+    above a job does so while it runs.
+
+    Alike are models that print alike, with tensors alike, called alike. name: of the tests whose
+    models then also compute alike.
+    """
+    real = compiler.capture
+
+    def capture(module: nn.Module, batch: Batch, loss_fn: LossFn) -> StepGraph:
+        told = depends_on(module, (batch.signature(), str(module), module.training), loss_fn)
+        return captured_once(f"{name} {told}", lambda: real(module, batch, loss_fn))
+
+    with patch.object(compiler, "capture", capture):
+        yield
 
 
 def read_captures(name: str, captures: dict[Any, StepGraph]) -> None:

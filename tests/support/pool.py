@@ -26,7 +26,16 @@ from typing import Any
 
 MOST_WORKERS = 8
 START_LIMIT_S = 120.0
-PRELOADED = ("torch", "torch.distributed", "torch.export", "transformers")
+# What jobs import, once for all of them; transformers loads a model's module when it is asked for.
+_MODELS = ("bart", "bert", "gpt2", "llama", "mixtral", "resnet", "swin", "t5", "vit")
+PRELOADED = (
+    "torch",
+    "torch.distributed",
+    "torch.export",
+    "transformers",
+    *(f"transformers.models.{name}.modeling_{name}" for name in _MODELS),
+    "graphaccel.api",
+)
 
 
 @dataclass(frozen=True)
