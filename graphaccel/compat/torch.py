@@ -14,6 +14,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import fx
 
 # Tensors with shapes and no data: tracing and propagation.
@@ -468,3 +469,9 @@ def forget_flat_weights(model: torch.nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, torch.nn.RNNBase):
             module._flat_weight_refs = []
+
+
+def all_gather_flat(whole: torch.Tensor, part: torch.Tensor, **options: Any) -> Any:
+    """`dist.all_gather_single`, under the name that torch before 2.13 has for it."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(whole, part, **options)

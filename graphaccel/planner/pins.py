@@ -13,7 +13,7 @@ from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.errors import BadPin, BatchNotDivisible, NoLoss, SplitRefused
 from graphaccel.ir.program import Sharded
 from graphaccel.ir.unfold import input_nodes
-from graphaccel.planner.module_pins import VOCAB, read_stages, vocabulary_placements
+from graphaccel.planner.module_pins import VOCAB, is_inside, read_stages, vocabulary_placements
 from graphaccel.planner.offload import offload_text, read_offload
 from graphaccel.planner.plan import Plan, Precision
 from graphaccel.schedule.table import SCHEDULE_NAMES
@@ -226,7 +226,10 @@ def _strings(pin: str, value: object) -> tuple[str, ...]:
 
 
 def _placements(value: object, step: StepGraph) -> tuple[tuple[str, tuple[Sharded, ...]], ...]:
-    """`{"head.weight": shard(0, "tensor")}`, checked against the parameters."""
+    """`{"head.weight": shard(0, "tensor")}`, checked against the parameters.
+
+    A module's path stands for the parameters inside that have the dim; longer paths come first.
+    """
     if not isinstance(value, Mapping):
         raise BadPin(pin="pins", value=value, reason="it maps parameters' names to placements")
     nodes = input_nodes(step.graph)
@@ -236,11 +239,12 @@ def _placements(value: object, step: StepGraph) -> tuple[tuple[str, tuple[Sharde
         if s.kind == "parameter"
     }
     found: dict[str, tuple[Sharded, ...]] = {}
-    for name, said in value.items():
+    for name, said in sorted(value.items(), key=lambda item: str(item[0]).count(".")):
         splits = (said,) if isinstance(said, Sharded) else said
-        if name not in shapes:
+        inside = [name] if name in shapes else [n for n in shapes if is_inside(n, str(name))]
+        if not inside:
             close = difflib.get_close_matches(str(name), shapes, 1)
-            reason = f"no parameter is called {name}"
+            reason = f"no parameter or module is called {name}"
             reason += f"; there is {close[0]}" if close else ""
             raise BadPin(pin="pins", value={name: said}, reason=reason)
         if not isinstance(splits, tuple) or not all(isinstance(s, Sharded) for s in splits):
@@ -250,10 +254,12 @@ def _placements(value: object, step: StepGraph) -> tuple[tuple[str, tuple[Sharde
             if split.axis not in AXES or split.axis == "pipeline":
                 reason = "a tensor can be sharded over data, expert, context or tensor, not "
                 raise BadPin(pin="pins", value={name: said}, reason=reason + repr(split.axis))
-            if not 0 <= split.dim < len(shapes[name]):
-                reason = f"{name} is {list(shapes[name])}: it has no dim {split.dim}"
+            with_dim = [n for n in inside if 0 <= split.dim < len(shapes[n])]
+            if not with_dim:
+                reason = f"{inside[0]} is {list(shapes[inside[0]])}: it has no dim {split.dim}"
                 raise BadPin(pin="pins", value={name: said}, reason=reason)
-        found[str(name)] = splits
+            inside = with_dim
+        found |= dict.fromkeys(inside, splits)
     return tuple(sorted(found.items()))
 
 

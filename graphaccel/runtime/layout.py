@@ -10,8 +10,8 @@ from itertools import product
 from math import prod
 
 import torch
-import torch.distributed as dist
 
+from graphaccel.compat.torch import all_gather_flat
 from graphaccel.ir.program import Sharded
 from graphaccel.runtime.mesh import AXES, Mesh
 
@@ -115,7 +115,7 @@ class Layout:
         flat = local.contiguous().reshape(-1)
         sent = flat.view(torch.uint8) if flat.dtype == torch.bool else flat
         parts = sent.new_empty(count * sent.numel())
-        dist.all_gather_into_tensor(parts, sent, group=group)
+        all_gather_flat(parts, sent, group=group)
         shards = parts.view(flat.dtype).view(count, *local.shape)
         return self.assemble(list(shards))
 

@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from graphaccel.compat.torch import all_gather_flat
 from graphaccel.errors import GraphMisuse, NotElementwise
 from graphaccel.runtime.host import HostCopies
 from graphaccel.runtime.layout import Layout
@@ -140,7 +140,7 @@ class Twins:
             flat = torch.cat(pieces)
             whole = flat.new_empty(mesh.size(axes) * flat.numel())
             group = mesh.group(axes)
-            work = dist.all_gather_into_tensor(whole, flat, group=group, async_op=True)
+            work = all_gather_flat(whole, flat, group=group, async_op=True)
             if flying is not None:
                 self._unpack(*flying)
             flying = (work, whole.view(mesh.size(axes), flat.numel()), bucket)

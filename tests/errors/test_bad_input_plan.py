@@ -95,7 +95,7 @@ error[GA202]: {said} can not be planned
         (
             {"pins": {"outs.weight": graphaccel.shard(0, "data")}},
             "pins={'outs.weight': Sharded(axis='data', dim=0, outer=1)}",
-            "no parameter is called outs.weight; there is out.weight",
+            "no parameter or module is called outs.weight; there is out.weight",
             "leave pins out and it will be chosen for you",
         ),
         (

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import graphaccel
+from graphaccel import replicate, shard
 from graphaccel.runtime.remote import RemoteTensor
 from graphaccel.runtime.sharded import ShardTensor
 from tests.gloo.test_numbers import Dropping, Loud
@@ -32,8 +33,9 @@ PLANS: tuple[tuple[int, dict[str, Any]], ...] = (
     (2, {"data": 2, "zero": 3}),
     (2, {"data": 2, "zero": 3, "gather_again": "step", "microbatches": 2}),
     (4, {"data": 2, "zero": 3, "pipeline": 2, "microbatches": 2}),
+    (2, {"data": 2, "zero": 1, "pins": {"blocks.0": shard(0, "data"), "blocks.1": replicate()}}),
 )
-IDS = ("zero1", "zero2", "zero3", "zero3-once", "zero3-pipeline2")
+IDS = ("zero1", "zero2", "zero3", "zero3-once", "zero3-pipeline2", "by module")
 EVERY = pytest.mark.parametrize(("world", "pins"), PLANS, ids=IDS)
 
 
@@ -302,7 +304,7 @@ def _state(pins: Mapping[str, Any]) -> tuple[set[str], float, float]:
     return kinds, apart, furthest(plain.state_dict(), graphaccel.full_state_dict(planned))
 
 
-@pytest.mark.parametrize("pins", [p for w, p in PLANS if w == 2], ids=IDS[:4])
+@pytest.mark.parametrize("pins", [p for _, p in PLANS[:4]], ids=IDS[:4])
 def test_optimizer_state_is_that_of_the_whole_model(pool: Pool, pins: dict[str, Any]) -> None:
     for kinds, apart, after in pool.run(2, _state, pins):
         assert kinds == {"DTensor"}

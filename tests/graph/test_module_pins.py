@@ -18,7 +18,7 @@ from graphaccel.passes.shard_axes import shard_axes
 from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.layouts import rates_of
 from graphaccel.planner.module_pins import is_inside, vocabulary
-from graphaccel.planner.pins import Limits, read_pins, shard
+from graphaccel.planner.pins import Limits, read_pins, replicate, shard
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.profile import Profile
 from graphaccel.planner.search import search
@@ -63,6 +63,22 @@ def test_a_vocabulary_on_the_data_axis(captured: Captured, made_up: MadeUp) -> N
     owned, _ = owned_shards(step, plan, made.resting)
     assert list(owned) == ["model.embed_tokens.weight"]
     assert owned["model.embed_tokens.weight"].level == 3
+
+
+def test_a_module_stands_for_its_parameters(captured: Captured) -> None:
+    """ZeRO by module: of one that is pinned to the data axis, parameters rest in shards; of one
+    that is pinned to be whole, nothing is sharded; a parameter's own pin comes first."""
+    step, given = captured("gpt"), {"data": 2, "pipeline": 1}
+    some = {"blocks.1": shard(0, "data"), "blocks.1.up": replicate()}
+    pins = read_pins({**given, "pins": some, "zero": 0}, step, 2, 8, Limits())
+    owned, _ = owned_shards(step, Plan(2, data=2, batch=8, placements=pins.pins), {})
+    inside = {n for n in step.trainable if n.startswith("blocks.1.") and ".up." not in n}
+    assert set(owned) == inside
+    assert {o.level for o in owned.values()} == {3}
+    pins = read_pins({**given, "pins": {"blocks": replicate()}, "zero": 3}, step, 2, 8, Limits())
+    owned, _ = owned_shards(step, Plan(2, data=2, zero=3, batch=8, placements=pins.pins), {})
+    assert owned
+    assert not any(name.startswith("blocks.") for name in owned)
 
 
 @pytest.mark.parametrize(

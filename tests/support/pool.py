@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -227,6 +228,8 @@ def _serve(pipe: connection.Connection, log: str) -> None:
     from torch import distributed as dist
 
     torch.set_num_threads(1)
+    # A deprecated collective would warn every user, once a rank.
+    warnings.filterwarnings("error", message=r"`torch\.distributed", category=FutureWarning)
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     gc.freeze()  # what the imports left is never garbage; keeps the collection after each job short
