@@ -91,7 +91,7 @@ def _trained(world: int, pins: Mapping[str, Any]) -> tuple[float, float, float]:
     return states, worst, apart
 
 
-@pytest.mark.parametrize(("world", "pins"), (*PLANS, (2, BY_MODULE)), ids=(*IDS, "by module"))
+@pytest.mark.parametrize(("world", "pins"), [*PLANS, (2, BY_MODULE)], ids=(*IDS, "by module"))
 def test_twenty_steps_are_those_of_one_device(pool: Pool, world: int, pins: dict[str, Any]) -> None:
     for states, gradients, norms in pool.run(world, _trained, world, pins):
         assert states <= 1e-9
