@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+from math import prod
+from typing import Any
 
 import pytest
+import sympy
 import torch
-from torch import nn
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from graphaccel.capture.batch import flatten_call
 from graphaccel.capture.stepgraph import StepGraph, capture
+from graphaccel.compat.torch import FakeTensorMode
 from graphaccel.passes.exact_microbatch import batch_placement, split_limits
-from graphaccel.rules.propagate import PARTIAL, REPLICATED, BatchPlacement
+from graphaccel.rules.propagate import PARTIAL, REPLICATED, BatchPlacement, place_batch
+from graphaccel.rules.shard import Shard
 from tests.support.zoo import ZOO
 
 
@@ -167,3 +177,67 @@ def test_parameters_are_replicated() -> None:
 @pytest.mark.parametrize("name", [n for n, entry in ZOO.items() if not entry.mixes_rows])
 def test_the_zoo_splits(name: str, captured: Callable[[str], StepGraph]) -> None:
     assert split_limits(captured(name)) == (None, None)
+
+
+BATCH = sympy.Symbol("b")
+
+
+def _reshaped(order: Sequence[int], ends: Sequence[int], x: Tensor) -> Tensor:
+    """Permutes a tensor, merges runs of its dims, does something, and goes back the same way."""
+    turned = x.permute(*order)
+    edges = [0, *ends, x.dim()]
+    groups = [turned.shape[a:b] for a, b in pairwise(edges) if b > a]
+    merged = (turned * 2).reshape([prod(g) for g in groups]).cos()
+    back = merged.reshape(turned.shape) + turned
+    return back.permute(*(order.index(d) for d in range(x.dim()))).reshape(x.shape[0], -1)
+
+
+def _traced(function: Callable[[Tensor], Tensor], shape: Sequence[int]) -> fx.Graph:
+    mode = FakeTensorMode()
+    with mode:
+        x = torch.empty(*shape)
+    return make_fx(function)(x).graph
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    order=st.permutations(range(4)),
+    ends=st.lists(st.integers(1, 3), max_size=3, unique=True).map(sorted),
+    sizes=st.tuples(*[st.integers(1, 4)] * 3),
+)
+def test_a_part_computes_what_its_placement_says(
+    order: list[int], ends: list[int], sizes: tuple[int, ...]
+) -> None:
+    """Of every value, also where the batch stands inside a merged dim."""
+    run = partial(_reshaped, order, ends)
+    whole, half = _traced(run, (4, *sizes)), _traced(run, (2, *sizes))
+    for node, smaller in zip(whole.nodes, half.nodes, strict=True):
+        if node.op != "output":
+            shapes = zip(node.meta["val"].shape, smaller.meta["val"].shape, strict=True)
+            node.meta["dims"] = tuple(n if n == m else n // 4 * BATCH for n, m in shapes)
+    found = place_batch(whole, {next(iter(whole.nodes)).name: 0}, BATCH, 4, frozenset())
+    assert not found.conflicts
+    x = torch.arange(4.0 * prod(sizes)).reshape(4, *sizes)
+    all_values, part_values = _values(whole, x), _values(half, x[2:])
+    for node, smaller in zip(whole.nodes, half.nodes, strict=True):
+        if node.op == "output":
+            continue
+        place = found.places[node]
+        dim, outer = (place.dim, place.outer) if isinstance(place, Shard) else (place, 1)
+        value = all_values[node.name]
+        sections = value.unflatten(dim, (outer, 2, value.shape[dim] // outer // 2))
+        own = sections.select(dim + 1, 1).flatten(dim, dim + 1)
+        assert torch.equal(own, part_values[smaller.name])
+
+
+def _values(graph: fx.Graph, x: Tensor) -> dict[str, Tensor]:
+    """Every value of a graph, by name."""
+    found: dict[str, Tensor] = {}
+
+    class Noting(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            found[n.name] = super().run_node(n)
+            return found[n.name]
+
+    Noting(fx.GraphModule(torch.nn.Module(), graph)).run(x)
+    return found
