@@ -158,6 +158,16 @@ def _elementwise_loss(node: fx.Node) -> None:
     _replace(node, _emit(node, aten.div.Tensor, total, torch.Size(shape).numel()))
 
 
+def _reduced_loss(node: fx.Node) -> None:
+    """Losses that torch makes of others: the mean is that of what they are without reduction."""
+    a = _arguments(node)
+    if a["reduction"] != MEAN:
+        return
+    each = _emit(node, node.target, *(a | {"reduction": 0}).values())
+    total = _emit(node, aten.sum.default, each)
+    _replace(node, _emit(node, aten.div.Tensor, total, each.meta["val"].numel()))
+
+
 def _dropout(node: fx.Node) -> None:
     """Dropout of nothing, or outside training, is its input."""
     source, p, train = node.args
@@ -268,6 +278,12 @@ _REWRITES: dict[Any, Callable[[fx.Node], None]] = {
     aten.binary_cross_entropy.default: _elementwise_loss,
     aten.binary_cross_entropy_with_logits.default: _elementwise_loss,
     aten.kl_div.default: _elementwise_loss,
+    aten.soft_margin_loss.default: _elementwise_loss,
+    aten.margin_ranking_loss.default: _reduced_loss,
+    aten.hinge_embedding_loss.default: _reduced_loss,
+    aten.poisson_nll_loss.default: _reduced_loss,
+    aten.cosine_embedding_loss.default: _reduced_loss,
+    aten.triplet_margin_loss.default: _reduced_loss,
     aten.native_dropout.default: _dropout,
     aten.adaptive_avg_pool1d.default: _pool,
     aten.adaptive_avg_pool2d.default: _pool,

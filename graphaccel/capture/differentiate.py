@@ -15,19 +15,22 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.func import functionalize
 from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphaccel.capture.blocks import block_of
 from graphaccel.capture.export import ForwardGraph, GraphInput, GraphOutput
 from graphaccel.capture.functional import SharedWrite, without_writes
-from graphaccel.compat.torch import fake_mode_of
+from graphaccel.compat.torch import fake_mode_of, written_arguments
 from graphaccel.errors import CaptureRefused
 from graphaccel.ir.values import module_path, returned
 from graphaccel.messages import Location
 
 aten = torch.ops.aten
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+# Of values: what eager mode refuses there becomes NaN or infinite.
+_CHECKS = {aten._linalg_check_errors.default}
 _NO_OPS = {aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default}
 
 
@@ -43,7 +46,7 @@ def differentiate(
     Outputs: those of `forward`, then the gradient of each trainable parameter, and of each batch
     leaf that requires one, that the loss reaches.
 
-    Raises CaptureRefused (GA102) where a call writes over memory that another value looks at.
+    Raises CaptureRefused (GA102) where a call writes over memory and can not be had without.
     """
     placeholders = [n for n in forward.graph.graph.nodes if n.op == "placeholder"]
     for node in forward.graph.graph.nodes:
@@ -85,15 +88,16 @@ def differentiate(
             values.append(torch.empty((), device=output[heads[0]].meta["val"].device))
         with torch.autograd.set_multithreading_enabled(False):
             joint = make_fx(step)(*values)
-    _name_placeholders(joint, forward.inputs + tangent_inputs(forward, trainable, scaled=scaled))
-    _tidy(joint)
-    _annotate(joint, forward)
+    names = forward.inputs + tangent_inputs(forward, trainable, scaled=scaled)
+    _tidy(joint, names)
     try:
         without_writes(joint)
-    except SharedWrite as error:
-        meta = error.node.meta
-        line = Location(*meta["location"]) if meta["location"] else None
-        raise CaptureRefused(module=meta["module"], location=line, reason=str(error)) from error
+    except SharedWrite:
+        with mode, torch.no_grad(), fx_traceback.preserve_node_meta():
+            joint = make_fx(functionalize(fx.Interpreter(joint).run))(*values)
+        _tidy(joint, names)
+    _annotate(joint, forward)
+    _refuse_writes(joint)
     _merge_casts(joint)
     return joint, forward.outputs + tuple(_gradient(forward.inputs[i]) for i in reached)
 
@@ -204,10 +208,13 @@ def _name_placeholders(joint: fx.GraphModule, inputs: Sequence[GraphInput]) -> N
         node.name = node.target = f"{letter[spec.kind]}_{re.sub(r'[^0-9A-Za-z]+', '_', spec.name)}"
 
 
-def _tidy(joint: fx.GraphModule) -> None:
+def _tidy(joint: fx.GraphModule, inputs: Sequence[GraphInput]) -> None:
+    _name_placeholders(joint, inputs)
     for node in list(joint.graph.nodes):
         if node.op == "call_function" and node.target in _NO_OPS:
             node.replace_all_uses_with(node.args[0])
+            joint.graph.erase_node(node)
+        elif node.target in _CHECKS:
             joint.graph.erase_node(node)
         elif node.target is aten.view.default:
             # As in canonical form: what strides kernels give is not always what their fakes say.
@@ -215,6 +222,18 @@ def _tidy(joint: fx.GraphModule) -> None:
     joint.graph.eliminate_dead_code()
     joint.graph.lint()
     joint.recompile()
+
+
+def _refuse_writes(joint: fx.GraphModule) -> None:
+    """Raises CaptureRefused (GA102) at a call that writes over a value."""
+    for node in joint.graph.nodes:
+        if node.op == "call_function" and written_arguments(node):
+            line = node.meta["location"]
+            raise CaptureRefused(
+                module=node.meta["module"],
+                location=Location(*line) if line else None,
+                reason=f"{node.target} writes over memory that other values look at",
+            )
 
 
 def _annotate(joint: fx.GraphModule, forward: ForwardGraph) -> None:

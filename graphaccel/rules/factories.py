@@ -30,6 +30,7 @@ UNIFORM = frozenset(
         aten.new_ones.default,
         aten.new_full.default,
         aten.new_empty.default,
+        aten.new_empty_strided.default,
         aten.ones_like.default,
         aten.zeros_like.default,
         aten.full_like.default,
@@ -39,6 +40,9 @@ UNIFORM = frozenset(
         aten.rand_like.default,
         aten.randn_like.default,
         aten.bernoulli.p,
+        aten.exponential.default,
+        aten.uniform.default,
+        aten.normal_functional.default,
     }
 )
 COUNTS = frozenset({aten.arange.default, aten.arange.start, aten.arange.start_step})

@@ -185,6 +185,12 @@ def _scatter(node: fx.Node) -> Notation:
     return Notation((names, names, names), (names,), frozenset(whole), (frozenset({0, 2}),))
 
 
+def _scatter_value(node: fx.Node) -> Notation:
+    names = named_dims(node)
+    whole = _unequal(node, names) | {names[arguments(node)["dim"] % len(names)]}
+    return Notation((names, names), (names,), frozenset(whole))
+
+
 def _embedding(node: fx.Node) -> Notation:
     names = index_names(len(shape_of(tensor_arguments(node)[1])))
     return Notation((("v", "h"), names), ((*names, "h"),), frozenset({"v"}), (frozenset({0}),))
@@ -205,6 +211,7 @@ RULES: Rules = MappingProxyType(
         aten.gather.default: _gather,
         aten.scatter_add.default: _scatter_add,
         aten.scatter.src: _scatter,
+        aten.scatter.value: _scatter_value,
         aten.embedding.default: _embedding,
         aten.embedding_dense_backward.default: _embedding_backward,
     }

@@ -99,5 +99,8 @@ RULES: Rules = MappingProxyType(
         aten.huber_loss_backward.default: _elementwise_loss_backward,
         aten.binary_cross_entropy.default: _elementwise_loss,
         aten.binary_cross_entropy_backward.default: _elementwise_loss_backward,
+        aten.binary_cross_entropy_with_logits.default: _elementwise_loss,
+        aten.soft_margin_loss.default: _elementwise_loss,
+        aten.soft_margin_loss_backward.default: _elementwise_loss_backward,
     }
 )

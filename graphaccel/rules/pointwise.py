@@ -13,7 +13,9 @@ from graphaccel.rules.notation import (
     Rules,
     broadcast,
     named_dims,
+    output_shapes,
     same_dims,
+    shape_of,
     tensor_arguments,
 )
 
@@ -54,6 +56,20 @@ def _where(node: fx.Node) -> Notation:
     return broadcast(node, linear=[(1, 2)] if count == 3 else [])
 
 
+def _log_sigmoid(node: fx.Node) -> Notation:
+    """Its second result is as large as the first, or empty, as the device has it."""
+    names = named_dims(node)
+    full, kept = output_shapes(node)
+    return Notation((names,), (names, names if kept == full else ("",) * len(kept)))
+
+
+def _log_sigmoid_backward(node: fx.Node) -> Notation:
+    names = named_dims(node)
+    kept = shape_of(tensor_arguments(node)[2])
+    last = names if kept == output_shapes(node)[0] else ("",) * len(kept)
+    return Notation((names, names, last), (names,), linear=(frozenset({0}),))
+
+
 _FIRST = _linear_in((0,))
 
 RULES: Rules = MappingProxyType(
@@ -79,5 +95,10 @@ RULES: Rules = MappingProxyType(
         aten.native_dropout.default: _dropout,
         aten.copy.default: _linear_in((1,)),
         aten.fill.Tensor: broadcast,
+        aten.fill.Scalar: broadcast,
+        aten.log_sigmoid_forward.default: _log_sigmoid,
+        aten.log_sigmoid_backward.default: _log_sigmoid_backward,
+        aten._prelu_kernel.default: broadcast,
+        aten._prelu_kernel_backward.default: _FIRST,
     }
 )

@@ -77,6 +77,8 @@ RULES: Rules = MappingProxyType(
         aten._log_softmax_backward_data.default: _along(linear=True),
         aten.cumsum.default: _along(linear=True),
         aten.cumprod.default: _along(),
+        aten.cummax.default: _along(),
+        aten.cummin.default: _along(),
         aten.sort.default: _along(),
         aten.sort.stable: _along(),
         aten.topk.default: _along(),
@@ -102,5 +104,6 @@ RULES: Rules = MappingProxyType(
         aten.var_mean.correction: _EXTREME,
         aten.std.correction: _EXTREME,
         aten.linalg_vector_norm.default: _EXTREME,
+        aten.norm.ScalarOpt_dim: _EXTREME,
     }
 )

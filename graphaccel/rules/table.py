@@ -18,6 +18,7 @@ from graphaccel.rules import (
     factories,
     images,
     indexing,
+    leading,
     losses,
     normalise,
     pointwise,
@@ -40,6 +41,7 @@ RULES: Rules = MappingProxyType(
         **attention.RULES,
         **losses.RULES,
         **images.RULES,
+        **leading.RULES,
         **factories.RULES,
         **collectives.RULES,
     }

@@ -96,7 +96,9 @@ PLANS: dict[str, dict[str, Any]] = {
     "data": {"data": 2},
     "microbatches": {"data": 2, "zero": 3, "microbatches": 2, "recompute": "all"},
     "pipeline": {"pipeline": 2, "microbatches": 4},
+    "tensor": {"tensor": 2},
 }
+CASES = [(m, p) for m in MODELS for p in PLANS if p != "tensor" or m.startswith("encoder")]
 
 
 def _differences(model: str, pins: dict[str, Any]) -> tuple[float, float]:
@@ -111,8 +113,7 @@ def _differences(model: str, pins: dict[str, Any]) -> tuple[float, float]:
     return abs(losses[0] - losses[1]), own_gradients(plain, planned)
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(("model", "plan"), CASES)
 def test_loss_and_gradients(pool: Pool, model: str, plan: str) -> None:
     for loss, gradients in pool.run(2, _differences, model, PLANS[plan]):
         assert loss <= 1e-12
