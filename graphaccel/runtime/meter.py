@@ -3,13 +3,14 @@
 The measured counterpart of the planner's liveness prediction, on any device: each storage is
 counted once, however many views it has, from the operator that returns it until it is freed.
 Not seen: scratch buffers inside an operator or a collective, what the allocator rounds up or keeps,
-and storages resized after they were made.
+and storages resized after they were made. What a collective reads counts until it is waited for, as
+NCCL needs it: gloo copies it out of sight, and lets go of it at once.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -52,6 +53,7 @@ class PeakMeter(TorchDispatchMode):
         self._device = device
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._on_host: set[int] = set()
+        self._sent: dict[int, list[torch.UntypedStorage]] = {}  # by what is being received
         for tensor in host:
             self._count(tensor, on_host=True)
         for tensor in resident:
@@ -65,13 +67,15 @@ class PeakMeter(TorchDispatchMode):
 
     def __torch_dispatch__(
         self,
-        func: Callable[..., Any],
+        func: Any,
         types: Iterable[type],
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        if func.namespace == "_c10d_functional":
+            self._note_sent(func, args, result)
         # Views and in-place results share a storage with an argument: counted where it was made.
         given = {id(s) for value in (*args, *kwargs.values()) for s in _storages(value)}
         on_host = func is TO_HOST or (
@@ -84,6 +88,13 @@ class PeakMeter(TorchDispatchMode):
         if self.current > self.peak:
             self.peak, self.peak_op = self.current, str(func)
         return result
+
+    def _note_sent(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+        if func is torch.ops._c10d_functional.wait_tensor.default:
+            self._sent.pop(id(args[0].untyped_storage()), None)
+        else:
+            for storage in _storages(result):
+                self._sent[id(storage)] = list(_storages(args))
 
     def _count(self, tensor: Tensor, on_host: bool = False) -> None:
         for storage in _storages(tensor):

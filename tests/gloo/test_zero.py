@@ -69,6 +69,14 @@ def test_one_step_in_float64_is_that_of_one_device(pool: Pool, model: str, plan:
         assert rank["peak_predicted"] == pytest.approx(rank["peak_measured"], rel=0.02)
 
 
+@pytest.mark.parametrize("plan", ["zero3", "zero3-kept"])
+def test_the_peak_where_blocks_are_recomputed(pool: Pool, plan: str) -> None:
+    """Then it lies in the backward, where gradients are on their way."""
+    world, pins = pins_for("gpt", plan, "all")
+    for rank in pool.run(world, run_plan, "gpt", "float64", pins, 1):
+        assert rank["peak_predicted"] == pytest.approx(rank["peak_measured"], rel=0.005)
+
+
 @pytest.mark.parametrize(("model", "plan"), [("gpt", "zero3"), ("llama", "zero1")])
 def test_twenty_float32_steps_keep_the_loss_of_one_device(
     pool: Pool, model: str, plan: str
