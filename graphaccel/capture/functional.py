@@ -39,11 +39,7 @@ _SPLITS = MappingProxyType(
 
 
 class SharedWrite(Exception):
-    """A call writes over memory that another value, read later, looks at. node: the call."""
-
-    def __init__(self, node: fx.Node) -> None:
-        super().__init__(f"{node.target} writes over memory that other values look at")
-        self.node = node
+    """A call writes over memory that another value, read later, looks at."""
 
 
 def without_writes(graph: fx.GraphModule) -> None:
@@ -77,7 +73,7 @@ def without_writes(graph: fx.GraphModule) -> None:
         if only_seen:
             looks[node] = owner
         if target is None or (read and not only_seen):
-            raise SharedWrite(node)
+            raise SharedWrite(str(node.target))
         _replace(node, over, target, place)
 
 

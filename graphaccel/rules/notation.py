@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -241,3 +242,20 @@ def groups(
         found.append((tuple(a), tuple(b)))
         i, j = i + 1, j + 1
     return found
+
+
+def reshaped(
+    source: Sequence[int], target: Sequence[int], dim: int, outer: int, parts: int
+) -> tuple[int, int] | None:
+    """Where a dim of `source`, seen as [outer, parts, rest] and split in its middle, lies in the
+    reshaped `target`: (dim, outer) of that; None where it is not split evenly by one of its dims.
+    """
+    group = next((g for g in groups(source, target) if dim in g[0]), None)
+    if group is None:
+        return None
+    before = prod(source[d] for d in group[0] if d < dim) * outer
+    for at in group[1]:
+        ahead = prod(target[d] for d in group[1] if d < at)
+        if before % ahead == 0 and target[at] % (before // ahead * parts) == 0:
+            return at, before // ahead
+    return None

@@ -17,7 +17,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from torch import fx
 
 from graphaccel.rules.factories import COUNTS, UNIFORM
 from graphaccel.rules.indexing import only_counts_rows
-from graphaccel.rules.notation import Notation, arguments, groups, shape_of, tensor_arguments
+from graphaccel.rules.notation import Notation, arguments, reshaped, shape_of, tensor_arguments
 from graphaccel.rules.shapes import REGROUPS
 from graphaccel.rules.shard import Shard
 from graphaccel.rules.table import rule_of
@@ -182,9 +181,9 @@ class _State:
                 self.conflicts.append(Conflict(node, "it numbers the examples of a batch"))
             if not carry:
                 return REPLICATED
-            merged = dims[carry[0]] != self.symbol
             uniform = node.target in UNIFORM or node.target in COUNTS
-            return _placed(carry[0], _ANY if merged and uniform else 1)
+            merged = uniform and dims[carry[0]] != self.symbol
+            return _placed(carry[0], _ANY if merged else 1)
 
         dims = node.meta["dims"]
         if isinstance(node.meta["val"], (tuple, list)):
@@ -242,22 +241,18 @@ class _State:
     def _regroup(self, node: fx.Node, source: fx.Node, place: Placement) -> None:
         """A reshape that merges what stands before the batch with it, or parts them again."""
         dim, outer = _lies(place) or (0, _ANY)
-        carry = [d for d, n in enumerate(node.meta["dims"]) if self._has_batch(n)]
-        if outer == _ANY and len(carry) == 1:
-            merged = node.meta["dims"][carry[0]] != self.symbol
-            self._set(node, [_placed(carry[0], _ANY if merged else 1)])
-            return
-        shape, target = shape_of(source), shape_of(node)
-        found = next((g for g in groups(shape, target) if dim in g[0]), None)
-        if found is not None and outer != _ANY:
-            before = prod(shape[d] for d in found[0] if d < dim) * outer
-            for at in found[1]:
-                ahead = prod(target[d] for d in found[1] if d < at)
-                inside = before // ahead if before % ahead == 0 else 0
-                if inside and target[at] % (inside * self.size) == 0:
-                    self._set(node, [_placed(at, inside)])
-                    return
-        self._refuse(node, "it mixes the examples of a batch")
+        found = None
+        if outer != _ANY:
+            found = reshaped(shape_of(source), shape_of(node), dim, outer, self.size)
+        else:
+            sizes = node.meta["dims"]
+            carry = [d for d, n in enumerate(sizes) if self._has_batch(n)]
+            if len(carry) == 1:
+                found = carry[0], 1 if sizes[carry[0]] == self.symbol else _ANY
+        if found is None:
+            self._refuse(node, "it mixes the examples of a batch")
+        else:
+            self._set(node, [_placed(*found)])
 
     @staticmethod
     def _linear_group(rule: Notation, partial: set[int]) -> frozenset[int]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from math import prod
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -24,6 +23,7 @@ from graphaccel.rules.notation import (
     arguments,
     groups,
     output_shapes,
+    reshaped,
     shape_of,
     tensor_arguments,
 )
@@ -208,20 +208,12 @@ def _regroup(
     source: Sequence[int], target: Sequence[int], shard: Shard, ranks: int
 ) -> Shard | None:
     """Where a shard of a tensor of shape `source` lies once it is reshaped to `target`."""
-    group = next((g for g in groups(source, target) if shard.dim in g[0]), None)
-    if group is None:
-        return None
-    left, right = group
     if shard.padding or shard.by:
-        return replace(shard, dim=right[0]) if len(left) == len(right) == 1 else None
-    before = prod(source[d] for d in left if d < shard.dim) * shard.outer
-    for dim in right:
-        ahead = prod(target[d] for d in right if d < dim)
-        if before % ahead == 0:
-            outer = before // ahead
-            if target[dim] % (outer * ranks) == 0:
-                return Shard(dim, outer)
-    return None
+        group = next((g for g in groups(source, target) if shard.dim in g[0]), ((), ()))
+        alone = len(group[0]) == len(group[1]) == 1
+        return replace(shard, dim=group[1][0]) if alone else None
+    found = reshaped(source, target, shard.dim, shard.outer, ranks)
+    return None if found is None else Shard(*found)
 
 
 Pair: TypeAlias = tuple[Shard, Shard]

@@ -80,7 +80,5 @@ def test_memory_that_others_look_at_is_refused() -> None:
         return base
 
     graph = traced(shared, torch.randn(2, 3))
-    with pytest.raises(SharedWrite) as caught:
+    with pytest.raises(SharedWrite, match=r"aten\.mul_\.Tensor"):
         without_writes(graph)
-    assert str(caught.value) == "aten.mul_.Tensor writes over memory that other values look at"
-    assert caught.value.node.target is aten.mul_.Tensor

@@ -10,6 +10,7 @@ import torch
 
 from graphaccel.kernels.experts import GRADIENT, PRODUCT
 from tests.support import calls as c
+from tests.support import calls_leading as leading
 from tests.support.calls import Case
 
 aten = torch.ops.aten
@@ -38,7 +39,7 @@ CASES: Mapping[Any, Case] = MappingProxyType(
         aten.pixel_unshuffle.default: lambda d: ((d.real(*d.one([], [2]), 1, 4, 4), 2), {}),
         aten.channel_shuffle.default: lambda d: ((d.real(d.size(), 4, 2, 2), 2), {}),
         aten.adaptive_max_pool2d.default: lambda d: ((d.real(d.size(), 2, 4, 4), [2, 2]), {}),
-        aten.adaptive_max_pool2d_backward.default: c.pooled_call,
+        aten.adaptive_max_pool2d_backward.default: leading.pooled_call,
         aten.avg_pool3d.default: lambda d: ((d.real(d.size(), 2, 4, 4, 4), [2, 2, 2]), {}),
         aten.avg_pool3d_backward.default: lambda d: (
             (
@@ -59,9 +60,9 @@ CASES: Mapping[Any, Case] = MappingProxyType(
             {},
         ),
         aten.reflection_pad2d.default: lambda d: ((d.real(d.size(), 2, 4, 4), [1, 2, 1, 0]), {}),
-        aten.reflection_pad2d_backward.default: c.padded_call,
+        aten.reflection_pad2d_backward.default: leading.padded_call,
         aten.replication_pad2d.default: lambda d: ((d.real(d.size(), 2, 4, 4), [1, 2, 1, 0]), {}),
-        aten.replication_pad2d_backward.default: c.padded_call,
+        aten.replication_pad2d_backward.default: leading.padded_call,
         aten.upsample_bicubic2d.default: lambda d: ((d.real(d.size(), 2, 4, 4), [7, 8], True), {}),
         aten.upsample_bicubic2d_backward.default: lambda d: (
             (d.real(n := d.size(), 2, 8, 8), [8, 8], [n, 2, 4, 4], False),
@@ -93,7 +94,7 @@ CASES: Mapping[Any, Case] = MappingProxyType(
         ),
         aten._linalg_det.default: lambda d: ((d.real(*d.shape(0, 2), 3, 3),), {}),
         aten.linalg_inv_ex.default: lambda d: ((d.real(*d.shape(0, 2), 3, 3),), {}),
-        aten.linalg_cholesky_ex.default: c.cholesky_call,
+        aten.linalg_cholesky_ex.default: leading.cholesky_call,
         aten._linalg_solve_ex.default: lambda d: (
             (d.real(*(s := d.shape(0, 2)), 3, 3), d.real(*d.one(s, s, []), 3, 2)),
             {},
@@ -101,9 +102,9 @@ CASES: Mapping[Any, Case] = MappingProxyType(
         aten.median.dim: c.along_call(),
         aten.kthvalue.default: c.along_call(1),
         aten.glu.default: c.along_call(),
-        aten.glu_backward.default: c.halved_call,
+        aten.glu_backward.default: leading.halved_call,
         aten.bucketize.Tensor: lambda d: ((d.real(*d.shape()), d.real(4).sort()[0]), {}),
-        aten.searchsorted.Tensor: c.searched_call,
+        aten.searchsorted.Tensor: leading.searched_call,
         aten.diagonal.default: lambda d: ((d.real(2, 4, 4), 0, *d.one((1, 2), (0, -1))), {}),
         aten.diagonal_backward.default: lambda d: (
             (d.real(2, 4), [2, 4, 4], 0, *d.one((1, 2), (-1, 1))),
@@ -256,7 +257,7 @@ CASES: Mapping[Any, Case] = MappingProxyType(
         aten.native_group_norm_backward.default: c.group_norm_backward_call,
         aten._native_batch_norm_legit_functional.default: c.batch_norm_call(True, False),
         aten._native_batch_norm_legit_no_training.default: c.batch_norm_call(),
-        aten.native_batch_norm.default: c.own_statistics_call,
+        aten.native_batch_norm.default: leading.own_statistics_call,
         aten.native_batch_norm_backward.default: c.batch_norm_backward_call,
         aten._weight_norm_interface.default: c.weight_norm_call,
         aten._weight_norm_interface_backward.default: c.weight_norm_backward_call,
