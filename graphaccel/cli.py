@@ -142,6 +142,7 @@ _COUNTS = {
 }
 _CHOICES = {
     "sequence": "tensor: shard activations along the sequence between products",
+    "scatter-sends": "tensor and pipeline: each rank sends a part of what all have",
     "gather-again": "zero 3: let go of parameters after the forward, gather them again",
 }
 

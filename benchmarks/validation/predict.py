@@ -159,6 +159,8 @@ def _pins(run: Run, profile: Profile) -> dict[str, object]:
         pins["schedule"] = "1f1b" if run.interleave == 1 else "interleaved"
         if (cuts := _cuts(run, profile)) is not None:
             pins["cuts"] = cuts
+        if run.tensor > 1:
+            pins["scatter_sends"] = True  # Megatron-LM does so unless told otherwise
     if run.zero >= 2 and run.data > 1:
         pins["accumulation"] = "shards"  # FSDP reduces after every microbatch
     return pins

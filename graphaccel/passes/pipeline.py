@@ -14,6 +14,7 @@ repeat_layers          what the two before it made of few layers becomes all of 
 recompute              before the cut, so that a stage owns its clones
 release_parameters     as recompute, for what is made of sharded parameters alone
 cut_stages             needs the final joint graph
+scatter_sends          needs to know what crosses; before the phases, whose values are sent
 split_phases           needs stages: what is saved is decided a stage at a time
 split_weights          where the schedule has weights apart: what follows sees two backwards
 place_ort              after the split, so that no region spans two stages or the two phases;

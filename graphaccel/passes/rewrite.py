@@ -37,6 +37,7 @@ from graphaccel.passes.repeat_layers import repeat_layers
 from graphaccel.passes.repeat_programs import LAYERS, repeat_programs, rows_of
 from graphaccel.passes.repeat_stages import repeat_stages
 from graphaccel.passes.runner import Runner
+from graphaccel.passes.scatter_sends import scatter_sends
 from graphaccel.passes.shard_axes import LocalGraph, shard_axes
 from graphaccel.passes.split_phases import split_phases
 from graphaccel.passes.split_weights import split_weights, with_weights
@@ -134,6 +135,7 @@ def _bare(
             () if local.prologue is None else local.prologue.buffers,
         ),
     )
+    staged = run.call("scatter_sends", lambda: scatter_sends(staged, plan))
     shared = {name: at for name, at in staged.homes.items() if len(at) > 1}
     outlines = outline_stages(staged, step, keep_outputs=plan.outputs == "all")
     twins: Mapping[int, Twin] = {}

@@ -15,6 +15,7 @@ from torch import fx
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.errors import BadPin
 from graphaccel.ir.program import Sharded
+from graphaccel.ir.replicated import replicated
 from graphaccel.passes.drafts import Drafts
 from graphaccel.passes.shard_axis import shard_axis
 from graphaccel.planner.placements import Rates, solve_placements
@@ -51,7 +52,8 @@ def shard_axes(
 
     resting: how parameters rest already (programs for other batches, evaluation). examples: what
     counts in the choice of placements (`planner.placements.solve_placements`). drafts: for a graph
-    that is measured and not run, what is known of others.
+    that is measured and not run, what is known of others. Under tensor, meta "replicated" then says
+    of calls whether all its ranks have what they give.
 
     Raises BadPin (GA202) for placements that the graph does not allow.
     """
@@ -68,7 +70,22 @@ def shard_axes(
             if drafts is not None and axis == AXES[0]:  # others may be made of it
                 drafts.first[asked] = known
         found = known
+    if plan.tensor > 1:
+        _tell_replicated(found, step)
     return found
+
+
+def _tell_replicated(made: LocalGraph, step: StepGraph) -> None:
+    graph = made.graph.graph
+    inputs = zip(graph.find_nodes(op="placeholder"), step.inputs, strict=False)
+    split = {
+        node
+        for node, spec in inputs
+        if any(s.axis == "tensor" for s in made.resting.get(spec.name, ()))
+    }
+    alike = replicated(graph, "tensor", split)
+    for node in graph.nodes:
+        node.meta["replicated"] = node in alike
 
 
 def _over(

@@ -97,17 +97,19 @@ def all_to_all_seconds(cluster: Cluster, size: float, group_size: int, stride: i
 
 
 def send_seconds(cluster: Cluster, size: float, source: int, destination: int) -> float:
-    """Seconds for a message of ``size`` bytes between two devices, by their numbers.
+    """Seconds for a message of ``size`` bytes between two devices, by their numbers."""
+    if source == destination or size <= 0:
+        return 0.0
+    link = link_between(cluster, source, destination)
+    return cluster.device.launch_seconds + link.latency_seconds + size / link.bandwidth
 
-    The link is that of the innermost level that holds both.
-    """
+
+def link_between(cluster: Cluster, source: int, destination: int) -> Link:
+    """The link of the innermost level that holds both devices, by their numbers."""
     for device in (source, destination):
         if not 0 <= device < cluster.count:
             raise ValueError(f"device {device} is not among the {cluster.count} of the cluster")
-    if source == destination or size <= 0:
-        return 0.0
-    link = next(link for link in cluster.links if source // link.size == destination // link.size)
-    return cluster.device.launch_seconds + link.latency_seconds + size / link.bandwidth
+    return next(link for link in cluster.links if source // link.size == destination // link.size)
 
 
 def _ring_seconds(levels: list[_Level], size: float, passes: int) -> float:

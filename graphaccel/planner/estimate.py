@@ -16,6 +16,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -23,11 +24,12 @@ from graphaccel.planner.away import with_copies
 from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.communication import (
     all_gather_seconds,
+    link_between,
     reduce_scatter_seconds,
     send_seconds,
 )
 from graphaccel.planner.cost import OPTIMIZER
-from graphaccel.planner.footprint import gathered_sizes, predict_memory
+from graphaccel.planner.footprint import gathered_sizes, in_parts, predict_memory
 from graphaccel.planner.offload import host_step_seconds
 from graphaccel.planner.outside import gather_seconds
 from graphaccel.planner.plan import Plan, Prediction
@@ -53,27 +55,58 @@ def device_number(plan: Plan, pipeline_rank: int, data_rank: int = 0) -> int:
     return (pipeline_rank * plan.data + data_rank) * plan.replica
 
 
+def scatters(plan: Plan, cluster: Cluster) -> bool:
+    """Whether sending in parts pays: of S bytes, (t - 1) / t go over the links between the tensor
+    ranks of a stage in place of those between stages."""
+    if plan.tensor == 1 or plan.pipeline == 1:
+        return False
+    numbers = [device_number(plan, rank) for rank in range(plan.pipeline)]
+    between = min(link_between(cluster, *pair).bandwidth for pair in pairwise(numbers))
+    return link_between(cluster, 0, plan.tensor - 1).bandwidth > between
+
+
 def message_bytes(
     profile: Profile, sized: SizedProfile, plan: Plan
 ) -> dict[tuple[int, int, str], int]:
     """Bytes of each message: (source stage, destination stage, "forward" or "backward")."""
-    return dict(sized.once(("messages", plan.cuts), lambda: _messages(profile, sized, plan)))
+    return {key: sent for key, (sent, _) in _messages(profile, sized, plan).items()}
 
 
-def _messages(profile: Profile, sized: SizedProfile, plan: Plan) -> dict[tuple[int, int, str], int]:
+def gathered_bytes(
+    profile: Profile, sized: SizedProfile, plan: Plan
+) -> dict[tuple[int, int, str], int]:
+    """Bytes that the tensor ranks of a destination gather of each message that comes in parts."""
+    found = _messages(profile, sized, plan).items()
+    return {key: gathered for key, (_, gathered) in found if gathered}
+
+
+def _messages(
+    profile: Profile, sized: SizedProfile, plan: Plan
+) -> dict[tuple[int, int, str], tuple[int, int]]:
+    """(bytes sent, bytes gathered of it) by message."""
+    key = ("messages", plan.cuts, plan.scatter_sends)
+    return sized.once(key, lambda: _find_messages(profile, sized, plan))
+
+
+def _find_messages(
+    profile: Profile, sized: SizedProfile, plan: Plan
+) -> dict[tuple[int, int, str], tuple[int, int]]:
     ends = np.array([end - 1 for _, end in stage_positions(profile, plan.cuts)])
     crossing = profile.crossing
     source = np.searchsorted(ends, crossing.at)
     which, place = crossing.uses
     reader = np.searchsorted(ends, place)
     far = reader != source[which]
-    size, floating = sized.bytes[crossing.storage], profile.storages.floating[crossing.storage]
-    found: dict[tuple[int, int, str], int] = defaultdict(int)
+    whole, floating = sized.bytes[crossing.storage], profile.storages.floating[crossing.storage]
+    parts = in_parts(profile, sized, plan)
+    sent, gathered = np.where(parts, whole // plan.tensor, whole), np.where(parts, whole, 0)
+    found: dict[tuple[int, int, str], np.ndarray] = defaultdict(lambda: np.zeros(2, dtype=int))
     for value, stage in sorted(set(zip(which[far].tolist(), reader[far].tolist(), strict=True))):
-        found[int(source[value]), stage, "forward"] += int(size[value])
+        message = np.array((sent[value], gathered[value]))
+        found[int(source[value]), stage, "forward"] += message
         if floating[value]:
-            found[stage, int(source[value]), "backward"] += int(size[value])
-    return dict(found)
+            found[stage, int(source[value]), "backward"] += message
+    return {key: (int(both[0]), int(both[1])) for key, both in found.items()}
 
 
 def predict_seconds(
@@ -201,9 +234,13 @@ def _edge_seconds(
             if a != b:
                 numbers = device_number(plan, a), device_number(plan, b)
                 seconds[source, destination, way] = send_seconds(cluster, size, *numbers)
+                whole = gathered.get((source, destination, way), 0)
+                seconds[source, destination, way] += all_gather_seconds(cluster, whole, plan.tensor)
         return seconds
 
-    key = ("edges", plan.cuts, plan.pipeline, plan.data, plan.replica, cluster.links, cluster.count)
+    gathered = gathered_bytes(profile, sized, plan)
+    mesh = plan.pipeline, plan.data, plan.replica, plan.scatter_sends
+    key = ("edges", plan.cuts, *mesh, cluster.links, cluster.count)
     return sized.once(key, made)
 
 

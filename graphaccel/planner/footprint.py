@@ -57,7 +57,8 @@ def predict_memory(
     peaks = sized.once(key, lambda: stage_peaks(profile, sized, works, plan))
     numbers = profile.numbers(plan.recompute)
     sent = sized.once(
-        ("sent", plan.cuts, plan.recompute), lambda: _sent(profile, sized, works, numbers)
+        ("sent", plan.cuts, plan.recompute, plan.scatter_sends),
+        lambda: _sent(profile, sized, works, numbers, plan),
     )
     each = peaks.kept + sent
     waiting = held_together(plan, each)
@@ -100,11 +101,26 @@ def predict_memory(
     return tuple(ranks)
 
 
+def in_parts(profile: Profile, sized: SizedProfile, plan: Plan) -> np.ndarray:
+    """Which of the values that a cut may separate from a use are sent in parts
+    (`passes.scatter_sends`)."""
+    storage = profile.crossing.storage
+    if not plan.scatter_sends:
+        return np.zeros(len(storage), dtype=bool)
+    even = sized.bytes[storage] % (plan.tensor * profile.storages.item_bytes[storage]) == 0
+    return profile.storages.replicated[storage] & even
+
+
 def _sent(
-    profile: Profile, sized: SizedProfile, works: Sequence[StageWork], recomputed: Sequence[int]
+    profile: Profile,
+    sized: SizedProfile,
+    works: Sequence[StageWork],
+    recomputed: Sequence[int],
+    plan: Plan,
 ) -> np.ndarray:
     """Bytes of what each stage sends on of one microbatch, but for what its backward needs itself:
-    it lies there until that microbatch's gradient comes back (`schedule.walk`)."""
+    it lies there until that microbatch's gradient comes back (`schedule.walk`). Parts are copies.
+    """
     ends = np.array([work.end - 1 for work in works])
     crossing = profile.crossing
     source = np.searchsorted(ends, crossing.at)
@@ -112,8 +128,9 @@ def _sent(
     wanted = np.full(len(profile.storages), -1)
     wanted[kept] = np.searchsorted(ends, kept_at)
     far = np.searchsorted(ends, crossing.last) != source
-    far &= wanted[crossing.storage] != source
-    size = sized.bytes[crossing.storage]
+    parts = in_parts(profile, sized, plan)
+    far &= (wanted[crossing.storage] != source) | parts
+    size = sized.bytes[crossing.storage] // np.where(parts, plan.tensor, 1)
     return np.bincount(source[far], size[far], minlength=len(works)).astype(np.int64)
 
 

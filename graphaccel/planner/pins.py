@@ -36,9 +36,10 @@ AXES = ("pipeline", "data", "expert", "context", "tensor")
 _COUNTS = (
     "data", "pipeline", "tensor", "context", "expert", "interleave", "microbatches", "bucket_bytes"
 )  # fmt: skip
+_SWITCHES = ("sequence", "scatter_sends")
 NAMES = (
     *_COUNTS, "recompute", "precision", "schedule", "cuts", "outputs",
-    "zero", "gather_again", "accumulation", "sequence", "pins", "fusions",
+    "zero", "gather_again", "accumulation", "sequence", "scatter_sends", "pins", "fusions",
     "vocab", "stages", "ort", "fallback", "compile", "offload",
 )  # fmt: skip
 
@@ -68,6 +69,7 @@ class Pins:
     gather_again: bool | str | None = None
     accumulation: str | None = None
     sequence: bool | None = None
+    scatter_sends: bool | None = None
     pins: tuple[tuple[str, tuple[Sharded, ...]], ...] | None = None
     vocab: str | None = None
     stages: tuple[tuple[str, int], ...] | None = None
@@ -150,6 +152,10 @@ def read_pins(
     ):
         if name in given and given[name] not in known:
             raise BadPin(pin=name, value=given[name], reason="unknown", allowed=known)
+    for name in _SWITCHES:
+        if not isinstance(given.get(name, True), bool):
+            reason = "it is true or false"
+            raise BadPin(pin=name, value=given[name], reason=reason, allowed=("True", "False"))
     typed: dict[str, Any] = {**given, **_names(given, step)}
     if "pins" in given:
         typed["pins"] = _placements(given["pins"], step)
@@ -165,6 +171,7 @@ def read_pins(
         own = {**placed, **dict(found.pins or ())}
         found = replace(found, pins=tuple(sorted(own.items())))
     _check_zero(found, devices)
+    _check_sends(found)
     _check_schedule(found)
     _check_stages(found)
     _check_batch(found, batch, limits)
@@ -288,6 +295,13 @@ def _check_zero(pins: Pins, devices: int) -> None:
             if sizes[split.axis] == 1:
                 reason = f"{name} is to be sharded over {split.axis}, which has one device"
                 raise BadPin(pin="pins", value={name: split}, reason=reason)
+
+
+def _check_sends(pins: Pins) -> None:
+    for axis in ("tensor", "pipeline"):
+        if pins.scatter_sends and getattr(pins, axis) == 1:
+            reason = f"with {axis}=1 there is nothing to send in parts"
+            raise BadPin(pin="scatter_sends", value=True, reason=reason, allowed=("False",))
 
 
 def _sizes(pins: Pins, devices: int) -> dict[str, int]:
@@ -451,6 +465,7 @@ def base_plan(pins: Pins, devices: int, batch: int, graph: str, cluster: str, ou
         accumulation=pins.accumulation or "whole",
         placements=pins.pins or (),
         sequence=pins.sequence is not False,
+        scatter_sends=bool(pins.scatter_sends),
         ort="auto" if pins.ort is None else pins.ort,
         fallback=pins.fallback or "error",
         compile=pins.compile or "off",

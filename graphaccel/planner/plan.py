@@ -123,6 +123,8 @@ class Plan:
     that only this rank's shard is kept (zero 2 and 3).
     placements: parameter name → how it rests, where the user said so.
     sequence: activations between tensor-parallel regions may be sharded along the sequence.
+    scatter_sends: of what all tensor ranks have, each sends its part to the next stage, where they
+      gather it.
     rates: axis → what decided between placements on it (`planner.placements.Rates`).
     fusions: names of the fused ops that are placed where their patterns are found.
     ort: what ONNX Runtime runs: "off", "all" (whatever it can), "auto" (what was measured to be
@@ -159,6 +161,7 @@ class Plan:
     accumulation: str = "whole"
     placements: tuple[tuple[str, tuple[Sharded, ...]], ...] = ()
     sequence: bool = True
+    scatter_sends: bool = False
     rates: tuple[tuple[str, tuple[float, ...]], ...] = ()
     batch: int = 1
     pinned: tuple[str, ...] = ()

@@ -66,7 +66,8 @@ class Storages:
     common: made from batch and constants only, without random numbers, so that every stage that
       needs it makes it for itself. kept: drawn or sent, which is not done again where a block is
       computed again. released: a parameter in another dtype, which is made anew for the backward.
-      gradient: of a parameter, handed out.
+      gradient: of a parameter, handed out. replicated: all ranks of the tensor axis have it.
+    item_bytes: of one element.
     uses: (storage, joint row, position, whether it is in the forward), by storage, then by row;
       uses of a view are uses of what it is a view of.
     """
@@ -82,6 +83,8 @@ class Storages:
     released: np.ndarray
     floating: np.ndarray
     gradient: np.ndarray
+    replicated: np.ndarray
+    item_bytes: np.ndarray
     uses: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
     def __len__(self) -> int:
@@ -233,6 +236,7 @@ class Profile:
         out = lines.results[[spec.kind == "gradient" for spec in step.outputs]]
         gradient[self._spread(root[out], item[out], many, begin)[0]] = True
         floating = np.array([t.value.is_floating_point() for t in self.tensors], dtype=bool)
+        width = np.array([t.value.element_size() for t in self.tensors], dtype=np.int64)
         return Storages(
             tensor=tensor,
             made=row,
@@ -245,6 +249,8 @@ class Profile:
             released=self.node_released[row],
             floating=floating[tensor],
             gradient=gradient,
+            replicated=lines.told([n.meta.get("replicated", False) for n in lines.nodes])[row],
+            item_bytes=width[tensor],
             uses=(storage, by, self.node_position[by], self.node_forward[by]),
         )
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from graphaccel.errors import BadPin, TooManyStages
 from graphaccel.planner.cluster import Cluster
-from graphaccel.planner.estimate import predict
+from graphaccel.planner.estimate import gathered_bytes, predict, scatters
 from graphaccel.planner.footprint import predict_memory
 from graphaccel.planner.layouts import Layouts
 from graphaccel.planner.offload import device_state, host_excess
@@ -122,13 +122,22 @@ def with_cuts_and_blocks(
     choices = [cuts] if cuts is not None else _cuts(problem, plan)
     best: Plan | None = None
     for choice in choices:
-        solved = _with_blocks(problem, replace(plan, cuts=choice), recompute)
+        solved = _with_blocks(problem, _sending(problem, replace(plan, cuts=choice)), recompute)
         if excess(solved, problem.cluster) <= 0:
             return solved
         if best is None or excess(solved, problem.cluster) < excess(best, problem.cluster):
             best = solved
     assert best is not None
     return best
+
+
+def _sending(problem: Problem, plan: Plan) -> Plan:
+    """With sends in parts where they are faster and something can be sent so, unless pinned."""
+    if "scatter_sends" in plan.pinned or not scatters(plan, problem.cluster):
+        return plan
+    tried = replace(plan, scatter_sends=True)
+    some = gathered_bytes(problem.layouts.of(tried), problem.sized(tried), tried)
+    return tried if some else plan
 
 
 def _cuts(problem: Problem, plan: Plan) -> Iterator[tuple[str, ...]]:

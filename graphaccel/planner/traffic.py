@@ -22,7 +22,7 @@ from graphaccel.planner.communication import (
     send_seconds,
 )
 from graphaccel.planner.cost import Sizes
-from graphaccel.planner.estimate import device_number, message_bytes
+from graphaccel.planner.estimate import device_number, gathered_bytes, message_bytes
 from graphaccel.planner.footprint import gathered_sizes
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.profile import Profile, SizedProfile
@@ -69,6 +69,11 @@ def traffic(profile: Profile, plan: Plan, cluster: Cluster) -> tuple[Traffic, ..
         rows = np.zeros((plan.pipeline, 3))
         rows[rank] = row
         found["pipeline", "send"].append(rows)
+    for (_, stage, _), size in gathered_bytes(profile, sized, plan).items():
+        rows, times = np.zeros((plan.pipeline, 3)), plan.microbatches
+        one = all_gather_seconds(cluster, size, plan.tensor)
+        rows[stage % plan.pipeline] = times, size * times, one * times
+        found["tensor", "all-gather"].append(rows)
     order = ("tensor", "context", "expert", "data", "pipeline")
     summed = {key: np.sum(rows, axis=0) for key, rows in found.items()}
     made = []

@@ -159,6 +159,8 @@ def _megatron(facts: Facts, refused: list[str]) -> str:
     ]
     if plan.pipeline > 1:
         flags.append(("pipeline-model-parallel-layout", _layout(_layers(facts))))
+        if plan.tensor > 1 and not plan.scatter_sends and plan.sequence is False:
+            flags.append(("no-scatter-gather-tensors-in-pipeline", None))
     dtypes: Mapping[str, list[str]] = {"float32": [], "bfloat16": ["bf16"], "float16": ["fp16"]}
     flags += [(name, None) for name in dtypes[plan.precision.compute]]
     if plan.precision.planned_only:

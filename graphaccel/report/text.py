@@ -124,6 +124,10 @@ def _decisions(facts: Facts) -> list[str]:
         if s.cut
     ]
     lines += shortened(cuts)
+    if plan.scatter_sends:
+        lines.append(
+            f"  sent in parts: each of {plan.tensor} tensor ranks sends its own, and all gather"
+        )
     if plan.recompute:
         lines.append(clipped(f"  recompute {fold(plan.recompute, parameters=False)}"))
     return lines + [clipped(line) for line in ort_lines(plan)]

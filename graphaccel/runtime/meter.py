@@ -4,7 +4,7 @@ The measured counterpart of the planner's liveness prediction, on any device: ea
 counted once, however many views it has, from the operator that returns it until it is freed.
 Not seen: scratch buffers inside an operator or a collective, what the allocator rounds up or keeps,
 and storages resized after they were made. What a collective reads counts until it is waited for, as
-NCCL needs it: gloo copies it out of sight, and lets go of it at once.
+NCCL needs it: gloo copies it out of sight, and lets go of it at once. An all-reduce reads a copy.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class PeakMeter(TorchDispatchMode):
     def _note_sent(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         if func is torch.ops._c10d_functional.wait_tensor.default:
             self._sent.pop(id(args[0].untyped_storage()), None)
-        else:
+        elif func is not torch.ops._c10d_functional.all_reduce.default:  # works on a copy
             for storage in _storages(result):
                 self._sent[id(storage)] = list(_storages(args))
 

@@ -92,7 +92,9 @@ def test_plan_of_a_missing_file(capsys: pytest.CaptureFixture[str]) -> None:
 def test_plan_arguments(model_file: Path) -> None:
     text = f"plan {model_file}:job --devices 8 --device h100-80gb --memory 1.5GiB --batch 64"
     pins = "--json p.json --data 2 --pipeline 4 --interleave 2 --microbatches 8"
-    pins += " --tensor 2 --context 2 --expert 2 --zero 3 --no-sequence --gather-again"
+    pins += (
+        " --tensor 2 --context 2 --expert 2 --zero 3 --no-sequence --scatter-sends --gather-again"
+    )
     choices = "--recompute some --precision bf16 --html r.html --trace t.json --save-cluster c.json"
     choices += " --accumulation shards --vocab data --stage h.3=1 --stage h.4=2 --compile inductor"
     choices += " --fusions auto,-rotary"
@@ -118,6 +120,7 @@ def test_plan_arguments(model_file: Path) -> None:
         "expert": 2,
         "zero": 3,
         "sequence": False,
+        "scatter_sends": True,
         "gather_again": True,
         "accumulation": "shards",
         "vocab": "data",

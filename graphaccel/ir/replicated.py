@@ -1,0 +1,35 @@
+"""Which values of a graph every rank of a mesh axis has alike.
+
+Ranks run the same text on the same batch, so that values differ only where something told the ranks
+apart: a parameter that rests in shards, a number that is bound to a rank's coordinate (meta "bind",
+`passes.emit`), a collective that gives each rank a part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import fx
+
+_c10d = torch.ops._c10d_functional
+_GIVES_ALL = frozenset({_c10d.all_reduce.default, _c10d.all_gather_into_tensor.default})
+_GIVES_PARTS = frozenset({_c10d.reduce_scatter_tensor.default, _c10d.all_to_all_single.default})
+
+
+def replicated(graph: fx.Graph, axis: str, sharded: Collection[fx.Node]) -> set[fx.Node]:
+    """The nodes whose value is the same on all ranks of `axis`. sharded: inputs that are not."""
+    alike: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            same = node not in sharded
+        elif node.target in _GIVES_ALL and axis in str(node.args[-1]).split("+"):
+            same = True
+        elif node.target in _GIVES_PARTS and axis in str(node.args[-1]).split("+"):
+            same = False
+        else:
+            bound = any(name == axis for name, _ in node.meta.get("bind", {}).values())
+            same = not bound and all(n in alike for n in node.all_input_nodes)
+        if same:
+            alike.add(node)
+    return alike
