@@ -21,6 +21,7 @@ from graphaccel.kernels.register import fusion_of, is_backward
 
 _SENDING = {  # what they send is held until what they give is waited for
     torch.ops._c10d_functional.all_gather_into_tensor.default,
+    torch.ops._c10d_functional.all_gather_into_tensor_out.default,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
     torch.ops._c10d_functional.all_to_all_single.default,
 }

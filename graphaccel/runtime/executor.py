@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import fx
 
-from graphaccel.compat.torch import unscale
+from graphaccel.compat.torch import all_gather_flat, unscale
 from graphaccel.errors import RankLost
 from graphaccel.ir.program import StageProgram, StepProgram, Value
 from graphaccel.ir.values import returned
 from graphaccel.rules.propagate import PARTIAL
+from graphaccel.runtime.bind import bind
 from graphaccel.runtime.buckets import Buckets
 from graphaccel.runtime.inductor import StageCompiler
 from graphaccel.runtime.layout import Layout
@@ -480,8 +480,8 @@ def over_data(tensor: torch.Tensor, place: Any, mesh: Mesh) -> torch.Tensor:
     if not isinstance(place, int):
         return tensor
     part = tensor.movedim(place, 0).contiguous()
-    ops, group = torch.ops._c10d_functional, mesh.data_group.group_name
-    whole = ops.wait_tensor(ops.all_gather_into_tensor(part, mesh.data, group))
+    whole = part.new_empty((part.shape[0] * mesh.data, *part.shape[1:]))
+    all_gather_flat(whole, part, group=mesh.data_group)
     return whole.movedim(0, place)
 
 
@@ -514,26 +514,3 @@ def _axes_needed(program: StepProgram) -> set[str]:
     graphs = [g for p in program.stages for g in p.graphs]
     nodes = [n for g in graphs for n in g.graph.nodes if n.op == "call_function" and n.args]
     return {n.args[-1] for n in nodes if axes_of(n.args[-1])}
-
-
-def bind(graph: fx.GraphModule, mesh: Mesh) -> None:
-    """Make a graph this rank's: collectives get the names of groups, and arguments that depend on
-    the rank their values.
-
-    A collective's last argument is an axis. `meta["bind"]`: {position: (axis, multiplier)}: that
-    argument becomes this rank's coordinate on the axis, times the multiplier.
-    """
-    changed = False
-    for node in graph.graph.nodes:
-        if node.op != "call_function":
-            continue
-        args = list(node.args)
-        if args and axes_of(args[-1]):
-            args[-1] = mesh.group(args[-1]).group_name
-        for position, (axis, multiplier) in node.meta.get("bind", {}).items():
-            args[position] = mesh.coordinate(axis) * multiplier
-        if args != list(node.args):
-            node.args = tuple(args)
-            changed = True
-    if changed:
-        graph.recompile()

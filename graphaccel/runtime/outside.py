@@ -18,15 +18,9 @@ import torch
 from graphaccel.compat.torch import keeps_graph, version
 from graphaccel.errors import GraphMisuse, RetainGraph
 from graphaccel.ir.program import StageProgram, StepProgram
+from graphaccel.runtime.bind import bind
 from graphaccel.runtime.buckets import Buckets
-from graphaccel.runtime.executor import (
-    Executor,
-    Held,
-    StepState,
-    bind,
-    is_connection,
-    over_data,
-)
+from graphaccel.runtime.executor import Executor, Held, StepState, is_connection, over_data
 from graphaccel.runtime.inductor import StageCompiler
 from graphaccel.runtime.mesh import Mesh
 from graphaccel.schedule.table import Action

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import replace
 from math import prod
@@ -22,7 +23,7 @@ from graphaccel.planner.pins import Limits, read_pins
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.profile import Profile
 from graphaccel.planner.search import search
-from graphaccel.runtime.executor import bind
+from graphaccel.runtime.bind import bind
 from graphaccel.runtime.mesh import AXES, Mesh, axes_of, coordinates
 
 sizes = st.fixed_dictionaries({axis: st.integers(1, 3) for axis in AXES})
@@ -146,3 +147,27 @@ def test_a_graph_is_bound_to_the_rank_it_runs_on() -> None:
     for rank in (3, 1):  # the same graph again
         bind(module, Mesh(rank, size))
         assert module(torch.arange(12)).tolist() == [3 * rank, 3 * rank + 1, 3 * rank + 2]
+
+
+def test_gloo_gathers_into_memory_that_is_there() -> None:
+    """Its coalesced all-gather writes over freed memory where several are on their way."""
+    graph, c10d = fx.Graph(), torch.ops._c10d_functional
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    x.meta["val"], y.meta["val"] = torch.empty(2, 3), torch.empty(5)
+    one = graph.call_function(c10d.all_gather_into_tensor.default, (x, 2, "group"))
+    one.meta["val"] = torch.empty(4, 3)
+    two = graph.call_function(c10d.all_gather_into_tensor_coalesced.default, ([x, y], 2, "group"))
+    two.meta["val"] = [torch.empty(4, 3), torch.empty(10)]
+    parts = [graph.call_function(operator.getitem, (two, k)) for k in (0, 1)]
+    graph.output([one, *parts])
+    module = fx.GraphModule({}, graph)
+    size = {"pipeline": 1, "data": 1, "expert": 1, "context": 1, "tensor": 2}
+    bind(module, Mesh(0, size))
+    made = [n for n in module.graph.nodes if n.op == "call_function"]
+    assert [n.target for n in made] == [
+        torch.ops.aten.new_empty.default,
+        c10d.all_gather_into_tensor_out.default,
+    ] * 3
+    assert [list(n.args[1]) for n in made[::2]] == [[4, 3], [4, 3], [10]]
+    assert [n.kwargs["out"] for n in made[1::2]] == made[::2]
+    assert list(module.graph.output_node().args[0]) == made[1::2]
