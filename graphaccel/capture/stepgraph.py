@@ -30,7 +30,13 @@ from graphaccel.capture.replicate import (
     repeated_sizes,
 )
 from graphaccel.capture.runs import find_runs, prove_repeats, shortened
-from graphaccel.capture.symbols import BATCH, SEQUENCE, attach_sizes, same_structure
+from graphaccel.capture.symbols import (
+    BATCH,
+    SEQUENCE,
+    attach_sizes,
+    same_structure,
+    take_sizes,
+)
 from graphaccel.compat.torch import FakeTensor, fake_mode_of
 from graphaccel.errors import GraphAccelError
 from graphaccel.ir.layers import KEPT, NotRepeated, Run, among, copies
@@ -261,16 +267,22 @@ def assemble(
     training: bool,
     *,
     scaled: bool = False,
+    before: fx.GraphModule | None = None,
 ) -> StepGraph:
-    """Differentiate a forward graph (as captured, or rewritten) and find sizes and blocks."""
+    """Differentiate a forward graph (as captured, or rewritten) and find sizes and blocks.
+
+    before: the joint graph of what was rewritten. Where the new one is the same but for casts, its
+    sizes are known, and the other captures need not be differentiated."""
     joint, outputs = differentiate(forward, trainable, scaled=scaled)
-    points = [
-        (symbol, size, differentiate(other, trainable, scaled=scaled)[0])
-        for symbol, size, other in others
-    ]
-    kept = [(s, n, g) for s, n, g in points if same_structure(joint, g)]
-    known = {s: n for s, n in sizes.items() if s in {s for s, _, _ in kept}}
-    attach_sizes(joint, known, kept)
+    known = dict(sizes)
+    if before is None or not take_sizes(joint, before):
+        points = [
+            (symbol, size, differentiate(other, trainable, scaled=scaled)[0])
+            for symbol, size, other in others
+        ]
+        kept = [(s, n, g) for s, n, g in points if same_structure(joint, g)]
+        known = {s: n for s, n in sizes.items() if s in {s for s, _, _ in kept}}
+        attach_sizes(joint, known, kept)
     return StepGraph(
         graph=joint,
         inputs=forward.inputs + tangent_inputs(forward, trainable, scaled=scaled),
@@ -301,6 +313,7 @@ def rewritten(
             few.trainable,
             few.training,
             scaled=scaled,
+            before=few.graph,
         ),
     )
 

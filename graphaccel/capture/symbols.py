@@ -24,6 +24,7 @@ from torch.fx.node import map_aggregate
 
 BATCH = sympy.Symbol("b", positive=True, integer=True)
 SEQUENCE = sympy.Symbol("s", positive=True, integer=True)
+_CAST, _SUM = torch.ops.aten._to_copy.default, torch.ops.aten.add.Tensor
 
 
 def same_structure(left: fx.GraphModule, right: fx.GraphModule) -> bool:
@@ -74,6 +75,70 @@ def attach_sizes(
                 fitted := fit(value, [t[i] for t in theirs], base, points), (int, float)
             )
         }
+
+
+def take_sizes(graph: fx.GraphModule, before: fx.GraphModule) -> bool:
+    """Leave on `graph` the sizes that `attach_sizes` left on `before`, where each of its nodes, but
+    for casts and sums, does what one of `before` does to the same: then it has the same sizes at
+    any batch. False where not, and nothing is left.
+
+    A cast has the sizes of what it casts, and a sum of tensors of equal sizes has theirs: gradients
+    of a value that is read several times may be added up in another order.
+    """
+    numbers: dict[Any, int] = {}
+    known: dict[int, dict[str, Any]] = {}
+    for node, number in _numbered(before, numbers).items():
+        known.setdefault(number, node.meta)  # the first: those that follow may be casts of it
+    found: dict[fx.Node, dict[str, Any]] = {}
+    for node, number in _numbered(graph, numbers).items():
+        if node.target is _CAST:
+            found[node] = {**found[node.all_input_nodes[0]], "sizes": {}}
+        elif number in known:
+            found[node] = {k: known[number][k] for k in ("dims", "sizes") if k in known[number]}
+        else:
+            dims = [found[n]["dims"] for n in node.all_input_nodes]
+            if node.target is not _SUM or not dims or any(d != dims[0] for d in dims):
+                return False
+            found[node] = {"dims": dims[0], "sizes": {}}
+    for node, sizes in found.items():
+        node.meta |= sizes
+    return True
+
+
+def _numbered(graph: fx.GraphModule, numbers: dict[Any, int]) -> dict[fx.Node, int]:
+    """Nodes → numbers, equal for nodes that do the same to the same, whatever the dtypes. A cast
+    has the number of what it casts; a sum is the same in any order."""
+    found: dict[fx.Node, int] = {}
+    terms: dict[int, tuple[int, ...]] = {}
+
+    def told(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return "node", found[value]
+        return "dtype" if isinstance(value, torch.dtype) else value
+
+    for node in graph.graph.nodes:
+        if node.target is _CAST:
+            found[node] = found[node.all_input_nodes[0]]
+            continue
+        target = node.name if node.op == "placeholder" else str(node.target)
+        plain = node.target is _SUM and not node.kwargs
+        plain = plain and all(isinstance(a, fx.Node) for a in node.args)
+        if plain:
+            added = [t for a in node.args for t in terms.get(found[a], (found[a],))]
+            call: Any = tuple(sorted(added))
+        else:
+            call = map_aggregate((node.args, dict(node.kwargs)), told)
+        said = node.op, target, repr(call), _shapes(node.meta.get("val"))
+        found[node] = numbers.setdefault(said, len(numbers))
+        if plain:
+            terms[found[node]] = call
+    return found
+
+
+def _shapes(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape)
+    return tuple(map(_shapes, value)) if isinstance(value, (tuple, list)) else ()
 
 
 def _dims(value: Any, others: list[Any], base: Mapping, points: list) -> Any:

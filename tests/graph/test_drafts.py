@@ -11,14 +11,17 @@ import sympy
 import torch
 from torch import fx
 
+from graphaccel.capture import stepgraph
 from graphaccel.capture.stepgraph import StepGraph
-from graphaccel.capture.symbols import BATCH, SEQUENCE, evaluate
+from graphaccel.capture.symbols import BATCH, SEQUENCE, evaluate, take_sizes
 from graphaccel.compat.torch import pytree
 from graphaccel.ir.fakes import Fakes
 from graphaccel.passes.drafts import Drafts
 from graphaccel.passes.exact_microbatch import exact_microbatch
 from graphaccel.passes.localise import localised
+from graphaccel.passes.lower_precision import lower_precision
 from graphaccel.passes.shard_axes import shard_axes
+from graphaccel.planner.pins import PRECISIONS
 from graphaccel.planner.plan import Plan
 
 Captured = Callable[[str], StepGraph]
@@ -117,3 +120,32 @@ def test_sizes_are_what_sympy_says(captured: Captured) -> None:
         number = evaluate(expression, sizes)
         assert number == (int(exact) if exact.is_integer else float(exact))
         assert isinstance(number, int) == bool(exact.is_integer)
+
+
+@pytest.mark.parametrize("compute", ["bf16", "bf16-params"])
+@pytest.mark.parametrize("name", ["gpt", "llama", "mixtral"])
+def test_a_graph_with_casts_has_the_sizes_it_had(
+    captured: Captured, name: str, compute: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As differentiating the other captures says too, which is then left out."""
+    step = replace(captured(name), derived={})
+    plan = Plan(1, precision=PRECISIONS[compute])
+    taken, told_of = [], []
+    for use in (True, False):
+
+        def take(*graphs: fx.GraphModule, use: bool = use) -> bool:
+            taken.append(use and take_sizes(*graphs))
+            return taken[-1]
+
+        monkeypatch.setattr(stepgraph, "take_sizes", take)
+        made = lower_precision(step, plan)
+        nodes = made.graph.graph.nodes
+        told_of.append([(n.name, n.meta.get("dims"), n.meta.get("sizes")) for n in nodes])
+    assert taken == [True, False]
+    assert told_of[0] == told_of[1]
+
+
+def test_another_graph_has_other_sizes(captured: Captured) -> None:
+    one, other = captured("gpt").graph, captured("llama").graph
+    assert not take_sizes(one, other)
+    assert take_sizes(one, one)
