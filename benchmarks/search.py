@@ -148,7 +148,8 @@ def measured(name: str) -> dict[str, Any]:
     from graphaccel.compiler import Compiler
     from graphaccel.model import Model
     from graphaccel.passes.exact_microbatch import split_limits
-    from graphaccel.planner.candidates import Bounds, layouts, meshes_of
+    from graphaccel.planner.bounds import Bounds, columns
+    from graphaccel.planner.candidates import layouts, meshes_of
     from graphaccel.planner.cluster import cluster
     from graphaccel.planner.guess import guess
     from graphaccel.planner.pins import Pins, base_plan
@@ -201,11 +202,11 @@ def measured(name: str) -> dict[str, Any]:
     decided = Pins(precision="bf16-params")
     base = base_plan(decided, case.devices, case.batch, "", "", "loss")
     bounds = Bounds(record.problem, base)
-    about = [
-        guess(record.problem, bounds, mesh, case.batch)
-        for layout in layouts(record.problem, decided, case.batch)
-        for mesh in meshes_of(record.problem, decided, case.batch, layout)
-    ]
+    about: list[float] = []
+    for layout in layouts(record.problem, decided, case.batch):
+        if meshes := list(meshes_of(record.problem, decided, case.batch, layout)):
+            of = columns(meshes, case.batch)
+            about += guess(bounds, of, bounds.seconds(of))[0].tolist()
     for who, mesh in case.published.items():
         theirs = search(
             kept.whole.step, where, pins=pins | mesh, optimizer_bytes=8, batch=case.batch,

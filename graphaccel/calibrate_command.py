@@ -37,6 +37,8 @@ from graphaccel.plan_command import chosen_cluster, pins_of
 from graphaccel.planner.cluster import Cluster, OpTime
 from graphaccel.planner.cluster_file import write_cluster
 
+_MEMORIES = 3  # in which a step is timed
+
 
 def calibrate_command(args: argparse.Namespace) -> int:
     """Measure the ops of `args.target`, or its regions under its plan; write the cluster file
@@ -124,8 +126,7 @@ def region_costs(
         calls = Counter(r.key for r in report.regions) if report is not None else Counter()
         if not calls:
             break
-        seconds = side_by_side(_step(programs), _step(placed))
-        costs = in_step(costs, calls, *seconds)
+        costs = in_step(costs, calls, *_steps(programs, placed))
         if wins == frozenset(c.key for c in costs if c.wins):
             break
     return costs
@@ -134,6 +135,15 @@ def region_costs(
 def _ours(graph: fx.GraphModule) -> fx.GraphModule:
     """What the passes after this make of a graph."""
     return choose_products(StageProgram(0, graph, (), (), {}, (), ())).forward
+
+
+def _steps(
+    programs: Sequence[StageProgram], placed: Sequence[StageProgram]
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Seconds of some steps without regions and with, each on memory of its own."""
+    pairs = [(_step(programs), _step(placed)) for _ in range(_MEMORIES)]
+    without, with_regions = zip(*(side_by_side(*pair) for pair in pairs), strict=True)
+    return without, with_regions
 
 
 def _step(programs: Sequence[StageProgram]) -> Callable[[], None]:

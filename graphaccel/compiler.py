@@ -50,7 +50,8 @@ from graphaccel.planner.memory import Sample, rank_curve, rank_memory
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.profile import Profile
 from graphaccel.planner.record import Record
-from graphaccel.planner.search import cluster_name, search
+from graphaccel.planner.search import search
+from graphaccel.planner.solving import cluster_name
 from graphaccel.report.format import folded
 from graphaccel.report.fused import fusion_notes
 from graphaccel.report.rules import every_rule, missing, missing_note, priced_rules

@@ -27,7 +27,7 @@ from graphaccel.planner.cluster import cluster as named_cluster
 from graphaccel.planner.cluster_file import read_cluster, write_cluster
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.record import Record
-from graphaccel.planner.search import solve_all
+from graphaccel.planner.solving import solve_all
 from graphaccel.report.compare import comparison
 from graphaccel.report.explanation import answer_text
 from graphaccel.report.export import export

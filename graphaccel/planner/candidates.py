@@ -1,37 +1,27 @@
-"""The candidates of a search: what is offered, and the seconds that each can not beat.
+"""The candidates of a search: what is offered.
 
 An axis is offered in the sizes for which the model has something to share out: tensor by the heads
 of its attention and within the fastest links, context by the length of its sequences, expert by the
-experts it holds. A bound is the work of the graph that a device runs, spread evenly over the
-pipeline, with its collectives; the gradients, parameters and optimizer state that must move; no
-messages, nothing recomputed. While a layout's graph is not made yet, its bound is that of a graph
-it is made of (`parent`), all divided further but for what starting ops takes: an axis that comes
-later leaves the collectives of those before it where they are.
+experts it holds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, TypeVar, cast
 
 import torch
 
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import SEQUENCE
-from graphaccel.errors import BadPin
 from graphaccel.ir.unfold import distinct_nodes, input_nodes
 from graphaccel.planner.cost import counted_packet
-from graphaccel.planner.estimate import LeastMoved, least_moved, least_optimizer
-from graphaccel.planner.offload import device_state
 from graphaccel.planner.pins import PRECISIONS, Pins, divisors
 from graphaccel.planner.plan import GATHERS, Plan
-from graphaccel.planner.solve import Problem, resident_parts
-from graphaccel.planner.stages import candidate_cuts
+from graphaccel.planner.solve import Problem
 from graphaccel.schedule.table import SCHEDULE_NAMES
 
-T = TypeVar("T")
 _INTERLEAVE = (1, 2, 4)
 WORTH = 1.03
 """How much faster a plan must be to be worth axes or ZeRO that were not asked for: less than the
@@ -275,171 +265,3 @@ def _zeros(
                     continue
                 if (zero, again, kind) != (pins.zero or 0, *usual):
                     yield zero, again, kind
-
-
-class Bounds:
-    """Seconds and bytes that candidates of one problem can not do with less than."""
-
-    def __init__(self, problem: Problem, base: Plan) -> None:
-        self._problem, self._base = problem, base
-        self._refused: set[Layout] = set()
-        self._built: set[Layout] = set()
-        self._near: dict[Layout, Layout] = {}
-        self._known: dict[Any, Any] = {}
-
-    @property
-    def problem(self) -> Problem:
-        """What is planned."""
-        return self._problem
-
-    @property
-    def offload(self) -> tuple[str, ...]:
-        """What the plans keep on the host."""
-        return self._base.offload
-
-    @property
-    def device_state(self) -> int:
-        """Bytes of optimizer state on a device for each trained number."""
-        return device_state(self._problem.optimizer_bytes, self.offload)
-
-    @property
-    def gathered(self) -> float:
-        """Bytes that ZeRO 3 gathers for each byte of a parameter that it lets go of."""
-        return 0.5 if self._base.precision.stream != "float32" else 1.0
-
-    def build(self, layout: Layout) -> bool:
-        """Shard the graph so, if it is not yet; False where it can not be."""
-        if layout in self._refused:
-            return False
-        self._near.clear()
-        try:
-            self._problem.layouts.of(self._stands(layout))
-        except BadPin:
-            self._refused.add(layout)
-            return False
-        return True
-
-    def built(self, layout: Layout) -> bool:
-        """Whether the graph of a layout was made."""
-        if layout not in self._built and layout not in self._refused:
-            if not self._problem.layouts.known(self._stands(layout)):
-                return False
-            self._built.add(layout)
-        return layout in self._built
-
-    def nearest(self, layout: Layout) -> Layout:
-        """The layout itself or, of those it is made of, the last whose graph was made."""
-        if layout not in self._near:
-            known = layout
-            while not self.built(known):
-                known = known.parent
-            self._near[layout] = known
-        return self._near[layout]
-
-    def _stands(self, layout: Layout) -> Plan:
-        return replace(self._base, **vars(layout), data=1, microbatches=1)
-
-    def seconds(self, shape: Shape) -> float:
-        """Seconds no plan of these axes, microbatches and ZeRO can beat."""
-        layout = shape.layout
-        known = self.nearest(layout)
-        small = shape.microbatch_size(self._base.batch)
-        sized = self._once(_sums, known, small)
-        extra = layout.replica // known.replica
-        low = shape.zero == 3 and shape.gather_again is not False and self.gathered < 1
-        casts = sized.casts * (1 - 1 / shape.data) if low else 0.0
-        work = sized.work - 2 * casts
-        if extra > 1:
-            work = sized.launches + max(work - sized.launches, 0.0) / extra
-        even = work / shape.pipeline
-        idle = (work - even) / shape.interleave
-        if self._problem.cluster.device.crowd > 1:
-            idle = 0.0
-        if shape.schedule == "zero_bubble":
-            idle = max(0.0, idle - 2 * sized.weight)
-        moving, late = self._once(
-            _outside, known, layout, shape.data, shape.pipeline, min(shape.zero, 2)
-        )
-        back = sized.backward - casts
-        moved = moving.exposed(shape, work - back, back)
-        return shape.microbatches * even + max(idle, moved) + late
-
-    def too_big(self, shape: Shape) -> bool:
-        """Whether what lies on the fullest device all the time, however much is computed again,
-        is too much already; less by what a layout divides further, while its graph is not made."""
-        layout = shape.layout
-        known = self.nearest(layout)
-        sized = self._once(_sums, known, shape.microbatch_size(self._base.batch))
-        split = shape.microbatches > 1 or shape.data > 1
-        parts = resident_parts(shape, self.device_state, self.gathered)
-        held = sized.held * parts[0] + sized.trained * parts[2]
-        if split and (shape.zero < 2 or shape.microbatches > 1):
-            held += sized.trained * parts[1]
-        extra = layout.replica // known.replica
-        lean = 0 if "activations" in self.offload else sized.lean
-        each = (held + lean) / shape.pipeline / extra
-        return each > self._problem.cluster.tensor_budget
-
-    def sums(self, known: Layout, small: int) -> Sums:
-        """Of microbatches of `small` examples, on a layout whose graph was made."""
-        return self._once(_sums, known, small)
-
-    def _once(self, make: Callable[..., T], *key: Any) -> T:
-        asked = make, *key
-        if asked not in self._known:
-            self._known[asked] = make(self, *key)
-        return cast(T, self._known[asked])
-
-    def plan(self, layout: Layout, **decided: Any) -> Plan:
-        """A plan of this problem on a layout."""
-        return replace(self._base, **vars(layout), **decided)
-
-
-@dataclass(frozen=True)
-class Sums:
-    """Of a microbatch on all stages: seconds (casts: of parameters, in one phase); bytes of
-    parameters, of what is saved if nothing and if all is computed again; the most that live within
-    a phase, and the least that a cut sends."""
-
-    work: float
-    launches: float
-    backward: float
-    weight: float
-    casts: float
-    held: int
-    trained: int
-    lean: int
-    kept: int
-    passing: int
-    crossing: int
-
-
-def _sums(bounds: Bounds, known: Layout, small: int) -> Sums:
-    plan = bounds.plan(known, data=1, microbatches=1, batch=small)
-    profile, sized = bounds.problem.layouts.of(plan), bounds.problem.sized(plan)
-    lean = int(sized.saved(range(len(profile.block_names)))[0].sum())
-    cuts = candidate_cuts(profile, sized).bytes
-    return Sums(
-        sized.work,
-        sized.launches,
-        float(sized.backward.sum()),
-        float(sized.weight.sum()),
-        float(sized.casts.sum()),
-        profile.held_bytes,
-        profile.trained_bytes,
-        lean,
-        int(sized.saved()[0].sum()),
-        int(max(sized.passing_forward.max(), sized.passing_backward.max())),
-        min(cuts, default=0),
-    )
-
-
-def _outside(
-    bounds: Bounds, known: Layout, layout: Layout, data: int, pipeline: int, zero: int
-) -> tuple[LeastMoved, float]:
-    """What moves over data, and the seconds of the optimizer."""
-    problem, extra = bounds.problem, layout.replica // known.replica
-    plan = bounds.plan(layout, data=data, pipeline=pipeline, zero=zero)
-    profile = problem.layouts.of(bounds.plan(known, data=1, microbatches=1))
-    moving = least_moved(profile, plan, problem.cluster, extra)
-    return moving, least_optimizer(profile, plan, problem.cluster, problem.optimizer_bytes, extra)

@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -32,7 +33,7 @@ from graphaccel.planner.cost import OPTIMIZER
 from graphaccel.planner.footprint import gathered_sizes, in_parts, predict_memory
 from graphaccel.planner.offload import host_step_seconds
 from graphaccel.planner.outside import gather_seconds
-from graphaccel.planner.plan import Plan, Prediction
+from graphaccel.planner.plan import GATHERS, Plan, Prediction
 from graphaccel.planner.profile import Profile, SizedProfile
 from graphaccel.planner.simulate import Timeline, play, simulate
 from graphaccel.planner.stages import stage_positions
@@ -390,26 +391,25 @@ def _optimizer_seconds(
 class LeastMoved:
     """Seconds to reduce all gradients and to gather all parameters over the data axis, of a device;
     beside: the share of a phase's seconds, all stages together, that they may hide behind; low: of
-    gathering them in the dtype in which they are read."""
+    gathering them in the dtype in which they are read. Numbers, or columns of them."""
 
-    reduce: float
-    gather: float
-    beside: float
-    low: float
+    reduce: Any
+    gather: Any
+    beside: Any
+    low: Any
 
-    def exposed(self, plan: Plan, forward: float, backward: float) -> float:
-        """What of it no cuts can hide. forward, backward: seconds of a microbatch, all stages."""
-        least = max(0.0, self.reduce - self.beside * backward)
-        if plan.zero >= 2 and plan.accumulation == "shards":
-            least *= plan.microbatches
-        if plan.zero in (1, 2):
-            return least + self.gather
-        if plan.zero == 3:
-            gather = self.low if plan.gather_again else self.gather
-            times = 1 if plan.gather_again == "step" else plan.microbatches
-            for phase in (forward, backward) if plan.gather_again is True else (forward,):
-                least += times * max(0.0, gather - self.beside * phase)
-        return least
+    def exposed(self, of: Any, forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
+        """What of it no cuts can hide. of: `planner.bounds.Columns`. forward, backward: seconds of
+        a microbatch, all stages."""
+        always, never = (of.again == GATHERS.index(again) for again in (True, False))
+        least = np.maximum(0.0, self.reduce - self.beside * backward)
+        least = np.where((of.zero >= 2) & of.shards, least * of.microbatches, least)
+        gather = np.where(never, self.gather, self.low)
+        times = np.where(always | never, of.microbatches, 1)
+        ahead = times * np.maximum(0.0, gather - self.beside * forward)
+        back = times * np.maximum(0.0, gather - self.beside * backward)
+        gathers = np.where(of.zero == 3, ahead + np.where(always, back, 0.0), self.gather)
+        return least + np.where(of.zero == 0, 0.0, gathers)
 
 
 def least_moved(profile: Profile, plan: Plan, cluster: Cluster, extra: int = 1) -> LeastMoved:

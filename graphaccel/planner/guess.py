@@ -7,62 +7,46 @@ solved, never what is said of them.
 
 from __future__ import annotations
 
-import math
+import numpy as np
 
-from graphaccel.planner.candidates import Bounds, Shape
+from graphaccel.planner.bounds import Bounds, Columns
 from graphaccel.planner.communication import send_seconds
-from graphaccel.planner.solve import Problem, resident_parts
+
+_CROWDED = 1.5
 
 
-def guess(
-    problem: Problem, bounds: Bounds, shape: Shape, batch: int, least: float | None = None
-) -> float:
-    """Seconds of the best of a shape's recomputations; infinity where none seems to fit.
+def guess(bounds: Bounds, of: Columns, least: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(seconds of the best of each shape's recomputations, infinity where none seems to fit;
+    whether it is far from fitting without computing anything again).
 
     What a graph that is not made yet would send is not known: layouts are then guessed too well.
-    least: the shape's bound, where it is known.
+    least: the shapes' bounds.
     """
-    layout = shape.layout
-    known = bounds.nearest(layout)
-    sums = bounds.sums(known, shape.microbatch_size(batch))
+    layout, cluster = of.layout, bounds.problem.cluster
+    known, sums = bounds.nearest(layout), bounds.sums(of)
     extra = layout.replica // known.replica
-    held = resident_bytes(shape, sums.held, sums.trained, bounds.device_state, bounds.gathered)
-    held *= layout.context / known.context / extra  # the context axis shards no parameters
-    waiting = in_flight(shape) / shape.pipeline / extra
-    room = problem.cluster.tensor_budget - held / shape.pipeline - sums.passing / extra
+    held = bounds.resident(of) * (layout.context / known.context / extra)  # context shards none
+    waiting = in_flight(of) / of.pipeline / extra
+    room = cluster.tensor_budget - held / of.pipeline - sums.passing / extra
     kept, lean = sums.kept * waiting, sums.lean * waiting
     if "activations" in bounds.offload:
-        kept = lean = 0.0  # what stays of them is little
-    if lean > room:
-        return math.inf
-    again = min(1.0, max(0.0, (kept - room) / max(kept - lean, 1.0)))
-    slower = again * (sums.work - sums.backward) / extra / shape.pipeline
-    sent = 0.0
-    if shape.pipeline > 1:
-        stages = shape.pipeline * shape.interleave
-        size = sums.crossing / layout.context * known.context
-        far = layout.replica * shape.data
-        sent = 2 * (stages - 1) * send_seconds(problem.cluster, size, 0, far)
-    waits = (shape.pipeline - 1) / shape.interleave
-    if least is None:
-        least = bounds.seconds(shape)
-    return least + (shape.microbatches + waits) * slower + sent
+        kept = lean = np.zeros_like(room)  # what stays of them is little
+    again = np.clip((kept - room) / np.maximum(kept - lean, 1.0), 0.0, 1.0)
+    slower = again * (sums.work - sums.backward) / extra / of.pipeline
+    stages = of.pipeline * of.interleave
+    size = sums.crossing / layout.context * known.context
+    far = np.where(of.pipeline > 1, layout.replica * of.data, 0)
+    pairs = zip(size.tolist(), far.tolist(), strict=True)
+    one = {pair: send_seconds(cluster, pair[0], 0, pair[1]) for pair in set(pairs)}
+    sends = np.array([one[pair] for pair in zip(size.tolist(), far.tolist(), strict=True)])
+    waits = (of.pipeline - 1) / of.interleave
+    about = least + (of.microbatches + waits) * slower + 2 * (stages - 1) * sends
+    return np.where(lean > room, np.inf, about), kept > _CROWDED * np.maximum(room, 0.0)
 
 
-def resident_bytes(
-    shape: Shape, held: int, trained: int, optimizer_bytes: int, gathered: float
-) -> float:
-    """Bytes of parameters, gradients and optimizer state of all stages together."""
-    parts = resident_parts(shape, optimizer_bytes, gathered)
-    found = held * parts[0] + trained * parts[2]
-    if (shape.microbatches > 1 or shape.data > 1) and (shape.zero < 2 or shape.microbatches > 1):
-        found += trained * parts[1]
-    return found
-
-
-def in_flight(shape: Shape) -> float:
+def in_flight(of: Columns) -> np.ndarray:
     """Microbatches that the first rank holds of its stages."""
-    ranks, each = shape.pipeline, shape.interleave
-    if each == 1:
-        return min(shape.microbatches, ranks)
-    return min(shape.microbatches * each, 2 * (ranks - 1) + (each - 1) * ranks + 1) / each
+    ranks, each = of.pipeline, of.interleave
+    most = 2 * (ranks - 1) + (each - 1) * ranks + 1
+    several = np.minimum(of.microbatches * each, most) / each
+    return np.where(each == 1, np.minimum(of.microbatches, ranks), several)

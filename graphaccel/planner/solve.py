@@ -157,11 +157,16 @@ def _cuts(problem: Problem, plan: Plan) -> Iterator[tuple[str, ...]]:
         return
     waiting = flight(plan)
     limit = StageLimit(
-        per_parameter_byte=sum(
-            resident_parts(
-                plan,
-                device_state(problem.optimizer_bytes, plan.offload),
-                0.5 if plan.gathers_low else 1.0,
+        per_parameter_byte=float(
+            sum(
+                resident_parts(
+                    plan.data,
+                    plan.zero,
+                    plan.microbatches == 1 or plan.accumulation == "shards",
+                    plan.holds_gathered,
+                    device_state(problem.optimizer_bytes, plan.offload),
+                    0.5 if plan.gathers_low else 1.0,
+                )
             )
         ),
         in_flight=tuple(waiting[s] for s in range(stages)),
@@ -179,17 +184,17 @@ def _cuts(problem: Problem, plan: Plan) -> Iterator[tuple[str, ...]]:
 
 
 def resident_parts(
-    plan: Any, optimizer_bytes: int, gathered: float = 1.0
-) -> tuple[float, float, float]:
+    data: Any, zero: Any, once: Any, held: Any, optimizer_bytes: int, gathered: float
+) -> tuple[Any, Any, Any]:
     """Bytes that lie on a device for each byte of trained parameter of its stage: parameter,
-    gradient and optimizer state, less what ZeRO keeps elsewhere. gathered: bytes that each takes
-    where it is gathered once a step and held."""
-    once = plan.microbatches == 1 or plan.accumulation == "shards"
-    parameter = 1 / plan.data if plan.zero == 3 else 1.0
-    if plan.zero == 3 and plan.data > 1 and plan.gather_again == "step":
-        parameter += gathered
-    gradient = 1 / plan.data if plan.zero >= 2 and once else 1.0
-    return parameter, gradient, optimizer_bytes / 4 / (plan.data if plan.zero else 1)
+    gradient and optimizer state, less what ZeRO keeps elsewhere; of one plan, or of columns.
+
+    once: gradients are reduced as soon as they are there. held: parameters are gathered once a step
+    and held. gathered: bytes that each then takes."""
+    share = 1 / data
+    parameter = np.where(zero == 3, share, 1.0) + np.where(held, gathered, 0.0)
+    gradient = np.where(np.logical_and(np.greater_equal(zero, 2), once), share, 1.0)
+    return parameter, gradient, optimizer_bytes / 4 * np.where(np.equal(zero, 0), 1.0, share)
 
 
 def _with_blocks(problem: Problem, plan: Plan, recompute: str | Sequence[str]) -> Plan:

@@ -28,8 +28,8 @@ from graphaccel.planner.offload import offload_text, read_offload
 from graphaccel.planner.pins import NAMES, PRECISIONS, Pins
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.record import Record
-from graphaccel.planner.search import solve_as_needed
 from graphaccel.planner.solve import Problem, excess
+from graphaccel.planner.solving import solve_as_needed
 from graphaccel.schedule.table import SCHEDULE_NAMES
 
 _GIB = 2**30

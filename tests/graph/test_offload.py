@@ -22,7 +22,8 @@ from graphaccel.planner.offload import host_step_seconds, read_offload
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.profile import Profile
 from graphaccel.planner.record import Record
-from graphaccel.planner.search import search, solve_all
+from graphaccel.planner.search import search
+from graphaccel.planner.solving import solve_all
 from graphaccel.planner.whatif import explain, why_not
 from graphaccel.report.compare import comparison
 from graphaccel.report.text import plan_report

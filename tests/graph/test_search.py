@@ -17,14 +17,15 @@ from graphaccel.capture.batch import flatten_call
 from graphaccel.capture.stepgraph import StepGraph, capture
 from graphaccel.passes.localise import localised
 from graphaccel.passes.pipeline import prepared
-from graphaccel.planner import search as search_module
+from graphaccel.planner import solving
 from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.layouts import Layouts, LocalGraph, rates_of
 from graphaccel.planner.pins import PRECISIONS, Limits, Pins
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.profile import Profile
-from graphaccel.planner.search import search, solve_all, weighed
+from graphaccel.planner.search import search
 from graphaccel.planner.solve import Problem
+from graphaccel.planner.solving import solve_all, weighed
 
 Captured = Callable[[str], StepGraph]
 MadeUp = Callable[..., Cluster]
@@ -196,7 +197,7 @@ def test_precision_is_never_lowered_without_being_asked(find: Search) -> None:
 def test_the_bound_prunes_nothing_that_wins(find: Search, monkeypatch: pytest.MonkeyPatch) -> None:
     for kib in (16 * 1024, 1500, 1100):
         plan = find(4, kib)
-        monkeypatch.setattr(search_module, "KEPT", 10_000)
+        monkeypatch.setattr(solving, "KEPT", 10_000)
         whole = find(4, kib)
         monkeypatch.undo()
         assert seconds(whole) == pytest.approx(seconds(plan))
@@ -208,11 +209,11 @@ def test_a_large_problem_is_solved_from_its_promising_end(
 ) -> None:
     """The same plan where all are solved that could be faster; else the gap is said, and true."""
     best = find(4, 1200)
-    monkeypatch.setattr(search_module, "MANY", 0)
+    monkeypatch.setattr(solving, "MANY", 0)
     guided = find(4, 1200)
     assert guided.decided() == best.decided()
     assert "gap 0 within the cost model" in guided.certificate
-    monkeypatch.setattr(search_module, "_SOLVED", 3)
+    monkeypatch.setattr(solving, "_SOLVED", 3)
     early = find(4, 1200)
     said = early.certificate.partition("gap at most ")[2].partition("%")[0]
     assert 1 - seconds(best) / seconds(early) <= float(said) / 100

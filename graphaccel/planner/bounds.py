@@ -1,0 +1,259 @@
+"""Seconds and bytes that candidates can not do with less than, many candidates at once.
+
+A bound is the work of the graph that a device runs, spread evenly over the pipeline, with its
+collectives; the gradients, parameters and optimizer state that must move; no messages, nothing
+recomputed. While a layout's graph is not made yet, its bound is that of a graph it is made of
+(`Layout.parent`), all divided further but for what starting ops takes: an axis that comes later
+leaves the collectives of those before it where they are.
+
+A large problem has a hundred thousand candidates: what is said of them is said of columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar, cast
+
+import numpy as np
+
+from graphaccel.errors import BadPin
+from graphaccel.planner.candidates import Layout, Shape
+from graphaccel.planner.estimate import LeastMoved, least_moved, least_optimizer
+from graphaccel.planner.offload import device_state
+from graphaccel.planner.plan import GATHERS, Plan
+from graphaccel.planner.solve import Problem, resident_parts
+from graphaccel.planner.stages import candidate_cuts
+
+T = TypeVar("T")
+_STEP = GATHERS.index("step")
+
+
+@dataclass(frozen=True, eq=False)
+class Columns:
+    """Shapes of one layout, field by field. again: number in `GATHERS`; shards: whether gradients
+    are reduced in each microbatch; small: examples of a microbatch; apart: whether the schedule has
+    the gradients of weights apart."""
+
+    layout: Layout
+    microbatches: np.ndarray
+    pipeline: np.ndarray
+    interleave: np.ndarray
+    data: np.ndarray
+    zero: np.ndarray
+    again: np.ndarray
+    shards: np.ndarray
+    small: np.ndarray
+    apart: np.ndarray
+
+    @property
+    def once(self) -> np.ndarray:
+        """Whether gradients are reduced as soon as they are there."""
+        return (self.microbatches == 1) | self.shards
+
+    @property
+    def held(self) -> np.ndarray:
+        """Whether what ZeRO 3 gathers is held for all microbatches."""
+        return (self.zero == 3) & (self.data > 1) & (self.again == _STEP)
+
+
+def columns(shapes: Sequence[Shape], batch: int) -> Columns:
+    """The columns of shapes, all of one layout."""
+    rows = [
+        (s.microbatches, s.pipeline, s.interleave, s.data, s.zero, GATHERS.index(s.gather_again),
+         s.accumulation == "shards", s.microbatch_size(batch), s.schedule == "zero_bubble")
+        for s in shapes
+    ]  # fmt: skip
+    found = np.array(rows, dtype=np.int64).reshape(-1, 9).T
+    return Columns(shapes[0].layout, *found[:6], found[6] > 0, found[7], found[8] > 0)
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Of a microbatch on all stages: seconds (casts: of parameters, in one phase); bytes of
+    parameters, of what is saved if nothing and if all is computed again; the most that live within
+    a phase, and the least that a cut sends. Numbers, or columns of them."""
+
+    work: Any
+    launches: Any
+    backward: Any
+    weight: Any
+    casts: Any
+    held: Any
+    trained: Any
+    lean: Any
+    kept: Any
+    passing: Any
+    crossing: Any
+
+
+class Bounds:
+    """Seconds and bytes that candidates of one problem can not do with less than."""
+
+    def __init__(self, problem: Problem, base: Plan) -> None:
+        self._problem, self._base = problem, base
+        self._refused: set[Layout] = set()
+        self._built: set[Layout] = set()
+        self._near: dict[Layout, Layout] = {}
+        self._known: dict[Any, Any] = {}
+
+    @property
+    def problem(self) -> Problem:
+        """What is planned."""
+        return self._problem
+
+    @property
+    def batch(self) -> int:
+        """Examples in the global batch."""
+        return self._base.batch
+
+    @property
+    def offload(self) -> tuple[str, ...]:
+        """What the plans keep on the host."""
+        return self._base.offload
+
+    @property
+    def gathered(self) -> float:
+        """Bytes that ZeRO 3 gathers for each byte of a parameter that it lets go of."""
+        return 0.5 if self._base.precision.stream != "float32" else 1.0
+
+    def build(self, layout: Layout) -> bool:
+        """Shard the graph so, if it is not yet; False where it can not be."""
+        if layout in self._refused:
+            return False
+        self._near.clear()
+        try:
+            self._problem.layouts.of(self._stands(layout))
+        except BadPin:
+            self._refused.add(layout)
+            return False
+        return True
+
+    def built(self, layout: Layout) -> bool:
+        """Whether the graph of a layout was made."""
+        if layout not in self._built and layout not in self._refused:
+            if not self._problem.layouts.known(self._stands(layout)):
+                return False
+            self._built.add(layout)
+        return layout in self._built
+
+    def nearest(self, layout: Layout) -> Layout:
+        """The layout itself or, of those it is made of, the last whose graph was made."""
+        if layout not in self._near:
+            known = layout
+            while not self.built(known):
+                known = known.parent
+            self._near[layout] = known
+        return self._near[layout]
+
+    def _stands(self, layout: Layout) -> Plan:
+        return replace(self._base, **vars(layout), data=1, microbatches=1)
+
+    def seconds(self, of: Columns) -> np.ndarray:
+        """Seconds no plan of these axes, microbatches and ZeRO can beat."""
+        known, sums = self.nearest(of.layout), self.sums(of)
+        extra = of.layout.replica // known.replica
+        low = (of.zero == 3) & (GATHERS.index(False) != of.again) & (self.gathered < 1)
+        casts = np.where(low, sums.casts * (1 - 1 / of.data), 0.0)
+        work = sums.work - 2 * casts
+        if extra > 1:
+            work = sums.launches + np.maximum(work - sums.launches, 0.0) / extra
+        even = work / of.pipeline
+        idle = (work - even) / of.interleave
+        if self._problem.cluster.device.crowd > 1:
+            idle = np.zeros_like(idle)
+        idle = np.where(of.apart, np.maximum(0.0, idle - 2 * sums.weight), idle)
+        moving, late = self._outside(known, of)
+        back = sums.backward - casts
+        moved = moving.exposed(of, work - back, back)
+        return of.microbatches * even + np.maximum(idle, moved) + late
+
+    def too_big(self, of: Columns) -> np.ndarray:
+        """Whether what lies on the fullest device all the time, however much is computed again,
+        is too much already; less by what a layout divides further, while its graph is not made."""
+        sums = self.sums(of)
+        lean = 0 if "activations" in self.offload else sums.lean
+        each = (self.resident(of) + lean) / of.pipeline / self._extra(of)
+        return each > self._problem.cluster.tensor_budget
+
+    def resident(self, of: Columns) -> np.ndarray:
+        """Bytes of parameters, gradients and optimizer state of all stages together."""
+        sums = self.sums(of)
+        state = device_state(self._problem.optimizer_bytes, self.offload)
+        parameter, gradient, optimizer = resident_parts(
+            of.data, of.zero, of.once, of.held, state, self.gathered
+        )
+        kept = (of.microbatches > 1) | ((of.data > 1) & (of.zero < 2))
+        return (
+            sums.held * parameter
+            + sums.trained * optimizer
+            + np.where(kept, sums.trained * gradient, 0)
+        )
+
+    def _extra(self, of: Columns) -> int:
+        """Into how many parts a layout divides further what the graph that is known divides."""
+        return of.layout.replica // self.nearest(of.layout).replica
+
+    def sums(self, of: Columns) -> Sums:
+        """Of each shape's microbatch, on the layout whose graph was made."""
+        known = self.nearest(of.layout)
+        sizes, place = np.unique(of.small, return_inverse=True)
+        found = [self._once(_sums, known, size) for size in sizes.tolist()]
+        return _spread(found, place)
+
+    def _outside(self, known: Layout, of: Columns) -> tuple[LeastMoved, np.ndarray]:
+        asked = np.stack([of.data, of.pipeline, np.minimum(of.zero, 2)])
+        kinds, place = np.unique(asked, axis=1, return_inverse=True)
+        found = [self._once(_outside, known, of.layout, *kind) for kind in kinds.T.tolist()]
+        late = np.array([seconds for _, seconds in found])
+        return _spread([moved for moved, _ in found], place), late[place]
+
+    def _once(self, make: Callable[..., T], *key: Any) -> T:
+        asked = make, *key
+        if asked not in self._known:
+            self._known[asked] = make(self, *key)
+        return cast(T, self._known[asked])
+
+    def plan(self, layout: Layout, **decided: Any) -> Plan:
+        """A plan of this problem on a layout."""
+        return replace(self._base, **vars(layout), **decided)
+
+
+def _spread(found: Sequence[T], place: np.ndarray) -> T:
+    """One of columns, of several of numbers. place: which of them each row has."""
+    names = [field.name for field in fields(cast(Any, found[0]))]
+    return replace(
+        cast(Any, found[0]),
+        **{name: np.array([getattr(one, name) for one in found])[place] for name in names},
+    )
+
+
+def _sums(bounds: Bounds, known: Layout, small: int) -> Sums:
+    plan = bounds.plan(known, data=1, microbatches=1, batch=small)
+    profile, sized = bounds.problem.layouts.of(plan), bounds.problem.sized(plan)
+    lean = int(sized.saved(range(len(profile.block_names)))[0].sum())
+    cuts = candidate_cuts(profile, sized).bytes
+    return Sums(
+        sized.work,
+        sized.launches,
+        float(sized.backward.sum()),
+        float(sized.weight.sum()),
+        float(sized.casts.sum()),
+        profile.held_bytes,
+        profile.trained_bytes,
+        lean,
+        int(sized.saved()[0].sum()),
+        int(max(sized.passing_forward.max(), sized.passing_backward.max())),
+        min(cuts, default=0),
+    )
+
+
+def _outside(
+    bounds: Bounds, known: Layout, layout: Layout, data: int, pipeline: int, zero: int
+) -> tuple[LeastMoved, float]:
+    """What moves over data, and the seconds of the optimizer."""
+    problem, extra = bounds.problem, layout.replica // known.replica
+    plan = bounds.plan(layout, data=data, pipeline=pipeline, zero=zero)
+    profile = problem.layouts.of(bounds.plan(known, data=1, microbatches=1))
+    moving = least_moved(profile, plan, problem.cluster, extra)
+    return moving, least_optimizer(profile, plan, problem.cluster, problem.optimizer_bytes, extra)
