@@ -28,7 +28,8 @@ def replicated(graph: fx.Graph, axis: str, sharded: Collection[fx.Node]) -> set[
         elif node.target in _GIVES_PARTS and axis in str(node.args[-1]).split("+"):
             same = False
         else:
-            bound = any(name == axis for name, _ in node.meta.get("bind", {}).values())
+            told = node.meta.get("bind", {}).values()
+            bound = any(axis in name.split("+") for name, _ in told)
             same = not bound and all(n in alike for n in node.all_input_nodes)
         if same:
             alike.add(node)
