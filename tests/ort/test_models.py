@@ -42,7 +42,7 @@ def test_float64(pool: Pool, name: str) -> None:
 def test_under_a_plan(pool: Pool, name: str, pins: dict[str, int]) -> None:
     pins = {**pins, "ort": "all"}
     got = pool.run(2, run_plan, name, "float64", pins, 2)
-    compare(reference(name, "float64", 2), got).check(1e-10, 1e-9)
+    compare(reference(name, "float64", 2), got).check(1e-10, 1e-10)
 
 
 def test_batches_of_other_sizes_share_their_sessions(pool: Pool) -> None:
