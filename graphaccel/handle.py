@@ -86,7 +86,7 @@ class Handle:
             self._step,
             self._compiler.cluster,
             model_name=name,
-            assumed=assumed_state(self._optimizer),
+            assumed=assumed_of(self._optimizer, self.plan),
             layouts=self._compiler.layouts(self._step),
             program=self.program,
         )
@@ -450,6 +450,7 @@ def _without_remote_gradients(optimizer: Optimizer, *_: Any) -> None:
                 parameter.grad = None
 
 
-def assumed_state(optimizer: Optimizer | None) -> str:
-    """What a report says about optimizer state."""
-    return "no optimizer state" if optimizer is None else type(optimizer).__name__
+def assumed_of(optimizer: Optimizer | None, plan: Plan) -> str:
+    """What a report takes for granted: optimizer state, and what tokens will choose."""
+    state = "no optimizer state" if optimizer is None else type(optimizer).__name__
+    return state if plan.expert == 1 else f"{state}; each expert chosen as often as the others"

@@ -16,7 +16,7 @@ from graphaccel.api import cluster_here
 from graphaccel.arguments import read_plan
 from graphaccel.capture.batch import batch_leaves, resized
 from graphaccel.compiler import Compiler
-from graphaccel.handle import assumed_state
+from graphaccel.handle import assumed_of
 from graphaccel.ir.program import StepProgram
 from graphaccel.jobs import Job, find_job
 from graphaccel.measure import measure
@@ -96,7 +96,7 @@ def _facts(
         layouts.whole.step,
         compiler.cluster,
         model_name=type(job.model).__name__,
-        assumed=assumed_state(job.optimizer),
+        assumed=assumed_of(job.optimizer, plan),
         layouts=layouts,
         program=program,
     )

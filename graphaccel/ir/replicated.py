@@ -14,7 +14,6 @@ from torch import fx
 
 _c10d = torch.ops._c10d_functional
 _GIVES_ALL = frozenset({_c10d.all_reduce.default, _c10d.all_gather_into_tensor.default})
-_GIVES_PARTS = frozenset({_c10d.reduce_scatter_tensor.default, _c10d.all_to_all_single.default})
 
 
 def replicated(graph: fx.Graph, axis: str, sharded: Collection[fx.Node]) -> set[fx.Node]:
@@ -23,10 +22,8 @@ def replicated(graph: fx.Graph, axis: str, sharded: Collection[fx.Node]) -> set[
     for node in graph.nodes:
         if node.op == "placeholder":
             same = node not in sharded
-        elif node.target in _GIVES_ALL and axis in str(node.args[-1]).split("+"):
-            same = True
-        elif node.target in _GIVES_PARTS and axis in str(node.args[-1]).split("+"):
-            same = False
+        elif node.args and axis in str(node.args[-1]).split("+"):  # a collective over it
+            same = node.target in _GIVES_ALL
         else:
             told = node.meta.get("bind", {}).values()
             bound = any(axis in name.split("+") for name, _ in told)

@@ -5,8 +5,7 @@
 Models write this as a look-up of a weight for every row and a batched product (Hugging Face's
 `batched_mm`), which copies a matrix per token. Here rows are sorted by expert instead, and each
 expert multiplies its own: as many operations as rows, and no copy of weights. A device that holds
-some of the experts computes the rows of those, and zeros for the rest, so that shares add up; its
-sizes depend on nothing, its work on how many rows chose its experts.
+some of the experts is given the rows that chose those (`kernels.expert_rows`).
 
 Source of the sorted form: Gale et al., MegaBlocks, MLSys 2023, §4.
 """
@@ -121,21 +120,16 @@ PRODUCT, GRADIENT = (
 )
 
 
-def _share(flops: Any, held: int, count: int) -> Any:
-    return flops if held == count else flops * held / count
-
-
-# Rows fall evenly to the experts: a device that holds half of them does half the work.
 if torch.ops.graphaccel.expert_product not in flop_registry:
 
     @register_flop_formula(torch.ops.graphaccel.expert_product)
     def _product_flops(
         x: Any, w: Any, experts: Any, first: int, count: int, transposed: bool, **_: Any
     ) -> Any:
-        return _share(2 * x[0] * w[1] * w[2], w[0], count)
+        return 2 * x[0] * w[1] * w[2]
 
     @register_flop_formula(torch.ops.graphaccel.expert_gradient)
     def _gradient_flops(
         x: Any, g: Any, experts: Any, first: int, count: int, held: int, **_: Any
     ) -> Any:
-        return _share(2 * x[0] * x[1] * g[1], held, count)
+        return 2 * x[0] * x[1] * g[1]

@@ -20,6 +20,7 @@ from torch import fx
 from graphaccel.compat.torch import storage_key
 from graphaccel.ir.values import tensors_of
 from graphaccel.ort.translate import draws
+from graphaccel.rules.collectives import is_message
 
 Label: TypeAlias = Callable[[fx.Node], "str | None"]
 # Calls with the views they read through, what comes in, what goes out.
@@ -120,7 +121,7 @@ def has_effect(node: fx.Node) -> bool:
     """Whether a call draws random numbers, writes into an input or communicates."""
     declared = getattr(node.target, "_schema", None)
     mutable = declared is not None and declared.is_mutable
-    return mutable or "c10d" in str(node.target) or draws(node)
+    return mutable or is_message(node.target) or draws(node)
 
 
 def written(graph: fx.Graph) -> set[int]:

@@ -25,6 +25,7 @@ from graphaccel.ort.builder import ELEMENT, Builder, Declined, Value
 from graphaccel.ort.kernels import TRAINING, Kernels
 from graphaccel.ort.liveness import scratch_bytes
 from graphaccel.ort.ops.table import TRANSLATIONS, arguments
+from graphaccel.rules.collectives import is_message
 from graphaccel.rules.propagate import is_random
 
 
@@ -80,10 +81,12 @@ def refusal(node: fx.Node, kernels: Kernels) -> str | None:
     """Why a call can not be part of a region, None if it can."""
     if node.meta.get("bind"):
         return "its numbers depend on the rank"
-    if "c10d" in str(node.target):
+    if is_message(node.target):
         return "it is a collective"
     if draws(node):
         return "it draws random numbers"
+    if any(n.meta.get("chosen") for n in (node, *node.all_input_nodes)):
+        return "its sizes depend on data"
     if node.target is operator.getitem:
         return None
     declared = getattr(node.target, "_schema", None)

@@ -1,38 +1,88 @@
-"""Rows that are a rank's own because it holds the expert they chose: zeros for all others.
+"""Rows that lie on the rank which holds the expert they chose: sent there, sent back, spread.
 
-Every rank has whole tensors of such rows, in which those of others hold anything. Most ops go row
-by row and do not care; where rows are added up, or ranks' tensors are, the others must be zero.
+    %x: f32[64,32], this rank's rows              %rows, %order, %back, %counts = expert_rows(%ids)
+    %y = expert_product(%x, %w, %ids)             %sorted = aten.index_select(%x, 0, %order)
+                                                  %sent = exchange_rows(%sorted, %counts, "expert")
+                                                  %came = wait_tensor(%sent)
+                                                  %own = aten.index_select(%ids, 0, %rows)
+                                                  %y = expert_product(%came, %w, %own)
+
+Meta "chosen" marks what has as many rows as chose this rank's experts; in the graph it has an equal
+share of them.
 """
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch import fx
 
+from graphaccel.kernels.expert_rows import EXCHANGE, ROWS
 from graphaccel.passes.emit import Emitter
-from graphaccel.passes.lowerings import own_rows
 from graphaccel.rules.shard import Shard
 
 aten = torch.ops.aten
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
+_OWN, _ORDER, _BACK, _COUNTS = range(4)
 
 
 class ChosenRows:
-    """Which local values of one graph are zero in the rows of others."""
+    """What the rows of one graph chose, and the conversions that follow from it. experts: the
+    node that gives the expert of every row, whole; rows: how many there are."""
 
     def __init__(self, emit: Emitter) -> None:
         self.emit = emit
-        self._zero: dict[fx.Node, fx.Node] = {}
+        self._tables: dict[fx.Node, list[fx.Node]] = {}
+        self._ids: dict[fx.Node, fx.Node] = {}
 
-    def add_zero(self, node: fx.Node) -> None:
-        """What a product with a rank's own experts gives."""
-        self._zero[node] = node
+    def ids(self, experts: fx.Node, count: int) -> fx.Node:
+        """The experts of this rank's rows."""
+        if experts not in self._ids:
+            own = self._table(experts, count)[_OWN]
+            self._ids[experts] = self._chosen(aten.index_select.default, experts, 0, own)
+        return self._ids[experts]
 
-    def zero(self, node: fx.Node, shard: Shard, experts: fx.Node) -> fx.Node:
-        """The value with zeros in the rows of others. experts: of every row, whole."""
-        if node not in self._zero:
-            _, own = own_rows(self.emit, experts, shard.experts // self.emit.ranks)
-            away = self.emit.call(aten.logical_not.default, own)
-            for _ in range(node.meta["val"].dim() - 1 - shard.dim):
-                away = self.emit.call(aten.unsqueeze.default, away, away.meta["val"].dim())
-            self._zero[node] = self.emit.call(aten.masked_fill.Scalar, node, away, 0.0)
-        return self._zero[node]
+    def take(self, node: fx.Node, shard: Shard, experts: fx.Node) -> fx.Node:
+        """This rank's rows of a value that is whole."""
+        own = self._table(experts, shard.experts)[_OWN]
+        return self._chosen(aten.index_select.default, node, shard.dim, own)
+
+    def send(self, node: fx.Node, shard: Shard, experts: fx.Node) -> fx.Node:
+        """This rank's rows of a value whose rows lie on the ranks one after the other."""
+        table = self._table(experts, shard.experts)
+        ordered = self.emit.call(aten.index_select.default, node, 0, table[_ORDER])
+        sent = self._chosen(EXCHANGE, ordered, table[_COUNTS], False, self.emit.axis)
+        return self._chosen(_WAIT, sent)
+
+    def send_back(self, node: fx.Node, shard: Shard, experts: fx.Node) -> fx.Node:
+        """Rows on the ranks one after the other again."""
+        table = self._table(experts, shard.experts)
+        node = self.emit.contiguous(node)
+        node.meta["chosen"] = True
+        sent = self.emit.call(EXCHANGE, node, table[_COUNTS], True, self.emit.axis)
+        came = self.emit.call(_WAIT, sent)
+        return self.emit.call(aten.index_select.default, came, 0, table[_BACK])
+
+    def spread(self, node: fx.Node, shard: Shard, experts: fx.Node, rows: int) -> fx.Node:
+        """A whole tensor with zeros in all other rows: a share of the sum over the ranks."""
+        shape = list(node.meta["val"].shape)
+        shape[shard.dim] = rows
+        zeros = self.emit.call(aten.new_zeros.default, node, shape)
+        own = self._table(experts, shard.experts)[_OWN]
+        return self.emit.call(aten.index_copy.default, zeros, shard.dim, own, node)
+
+    def _table(self, experts: fx.Node, count: int) -> list[fx.Node]:
+        if experts not in self._tables:
+            ranks = self.emit.ranks
+            held, share = count // ranks, -(-experts.meta["val"].shape[0] // ranks)
+            made = self.emit.call(ROWS, experts, 0, held, 0, ranks, bind={1: held, 3: share})
+            found = [self.emit.call(operator.getitem, made, k) for k in range(4)]
+            made.meta["chosen"] = found[_OWN].meta["chosen"] = True
+            self._tables[experts] = found
+        return self._tables[experts]
+
+    def _chosen(self, target: object, *args: object) -> fx.Node:
+        node = self.emit.call(target, *args)
+        node.meta["chosen"] = True
+        return node

@@ -21,7 +21,9 @@ import torch
 from torch import fx
 
 from graphaccel.capture.export import GraphInput, GraphOutput
+from graphaccel.errors import BadPin
 from graphaccel.ir.values import returned
+from graphaccel.rules.collectives import is_message
 from graphaccel.rules.propagate import is_random
 
 aten = torch.ops.aten
@@ -59,6 +61,8 @@ def cut_stages(
     stage ends. homes: where parameters already lie (the graphs of evaluation, and of calls with
     other flags): then a node lies on the last stage of what it reads, and `cuts` are not looked at.
     everywhere: buffers that all stages hold, for what is computed once a step.
+
+    Raises BadPin (GA202) for cuts between rows that went to their experts and what reads them.
     """
     ends = sorted(positions[name] for name in cuts)
     count = len(ends) + 1
@@ -70,11 +74,21 @@ def cut_stages(
     else:
         count = 1 + max((s for held in homes.values() for s in held), default=0)
         stage = _by_parameters(graph, kinds, homes, free)
+    _check_rows(stage, cuts)
     gradients = _gradients(graph, outputs, stage)
     _drop_sums(graph, outputs, gradients, stage)
     if homes is None:
         homes = _homes(kinds, stage, gradients) | dict.fromkeys(everywhere, tuple(range(count)))
     return StagedGraph(graph, count, stage, free, gradients, homes)
+
+
+def _check_rows(stage: Mapping[fx.Node, int], cuts: Sequence[str]) -> None:
+    """What passes between stages has a size that is known before."""
+    for node, own in stage.items():
+        if node.meta.get("chosen") and any(stage.get(user, own) != own for user in node.users):
+            module = node.meta.get("module", "")
+            reason = f"one falls inside {module}, where rows are with the experts they chose"
+            raise BadPin(pin="cuts", value=tuple(cuts), reason=reason)
 
 
 def _free_nodes(graph: fx.GraphModule, kinds: dict[fx.Node, GraphInput]) -> frozenset[fx.Node]:
@@ -88,7 +102,7 @@ def _free_nodes(graph: fx.GraphModule, kinds: dict[fx.Node, GraphInput]) -> froz
             continue
         if (
             is_random(node)
-            or "c10d" in str(node.target)
+            or is_message(node.target)
             or any(n in bound for n in node.all_input_nodes)
         ):
             bound.add(node)

@@ -153,7 +153,7 @@ def _causal(emit: Emitter, node: fx.Node, tensors: list[fx.Node]) -> list[fx.Nod
 
 
 def _expert_product(emit: Emitter, node: fx.Node, tensors: list[fx.Node]) -> list[fx.Node]:
-    """The rows of this rank's experts; zeros for the rest."""
+    """The rows of this rank's experts."""
     held = tensors[1].meta["val"].shape[0]
     return [emit.call(node.target, *tensors, 0, *node.args[4:], bind={3: held})]
 

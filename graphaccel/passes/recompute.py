@@ -23,6 +23,7 @@ from torch import fx
 
 from graphaccel.capture.blocks import block_of
 from graphaccel.planner.plan import Plan
+from graphaccel.rules.collectives import is_message
 from graphaccel.rules.propagate import is_random
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
@@ -77,7 +78,7 @@ def _candidates(
 def _kept(node: fx.Node, block: str, stage: Callable[[fx.Node], int]) -> bool:
     """Random or communicating ops, but for gathers, and values that leave the block or the stage in
     the forward."""
-    if is_random(node) or ("c10d" in str(node.target) and not _gathers(node)):
+    if is_random(node) or (is_message(node.target) and not _gathers(node)):
         return True
     return any(
         user.op == "output"

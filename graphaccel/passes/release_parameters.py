@@ -18,6 +18,7 @@ from collections.abc import Collection
 
 from torch import fx
 
+from graphaccel.rules.collectives import is_message
 from graphaccel.rules.propagate import is_random
 
 
@@ -31,7 +32,7 @@ def release_parameters(graph: fx.GraphModule, names: Collection[str]) -> fx.Grap
         if node.op != "call_function":
             continue
         sources = node.all_input_nodes
-        if len(sources) == 1 and not is_random(node) and "c10d" not in str(node.target):
+        if len(sources) == 1 and not is_random(node) and not is_message(node.target):
             source = sources[0]
             own = source.op == "placeholder" and source.name in names
             if (own or source in derived) and node.meta.get("phase") == "forward":

@@ -29,6 +29,7 @@ from graphaccel.passes.chosen_rows import ChosenRows
 from graphaccel.passes.emit import Emitter, set_value
 from graphaccel.passes.lowerings import items, lower
 from graphaccel.passes.padding import Padding
+from graphaccel.planner.conversions import passes_in_order
 from graphaccel.planner.placements import Placements, source_of
 from graphaccel.rules.notation import arguments, output_shapes, tensor_arguments
 from graphaccel.rules.propagate import PARTIAL, REPLICATED
@@ -151,16 +152,18 @@ class _Sharding:
         local = [self._given(t, need, node) for t, need in zip(tensors, row.inputs, strict=True)]
         self.emit.meta = node.meta
         local = self.padding.before(node, row, local)
-        if not row.lowering and PARTIAL in row.outputs:  # a sum: rows of other ranks must be zero
-            local = [self._share(t, p, node) for t, p in zip(local, row.inputs, strict=True)]
+        if row.lowering in ("expert_product", "expert_gradient"):  # whose experts: its rows' alone
+            local[-1] = self.chosen.ids(local[-1], int(arguments(node)["count"]))
         if row.lowering:
             results = lower(row.lowering, self.emit, node, local)
         else:
             results = self._copied(node, row, local)
         self.padding.after(node, row, local, results)
-        if row.lowering == "expert_product":
-            self.chosen.add_zero(results[0])
         for k, (result, place) in enumerate(zip(results, row.outputs, strict=True)):
+            if isinstance(place, Shard) and place.by:
+                result.meta["chosen"] = True
+                if result.target is operator.getitem:
+                    result.args[0].meta["chosen"] = True
             self.made[(node, k)] = {place: result}
 
     def _copied(self, node: fx.Node, row: Row, local: list[fx.Node]) -> list[fx.Node]:
@@ -195,28 +198,39 @@ class _Sharding:
             if whole and need != REPLICATED:
                 start = REPLICATED  # kept whole as well: all else is cheap to make of that
                 if start not in known:
-                    known[start] = self._converted(known[made], made, start, user)
-            known[need] = self._converted(known[start], start, need, user)
+                    known[start] = self._converted(tensor, known[made], made, start, user)
+            known[need] = self._converted(tensor, known[start], start, need, user)
             self.padding.add_zero(known[need])
         return known[need]
 
     def _converted(
-        self, node: fx.Node, source: Placement, target: Placement, user: fx.Node
+        self, whole: fx.Node, node: fx.Node, source: Placement, target: Placement, user: fx.Node
     ) -> fx.Node:
-        """A conversion; rows that are a rank's own by their expert are shares of a sum."""
+        """A conversion of the local `node` of `whole`; to and from the ranks of experts that rows
+        chose, it goes by way of rows that lie on the ranks one after the other, where they can."""
+        size = whole.meta["val"].shape
         if isinstance(source, Shard) and source.by:
-            node, source = self._share(node, source, user), PARTIAL
-        whole = isinstance(target, Shard) and target.by
-        return self.emit.convert(node, source, REPLICATED if whole else target)
+            experts = self._experts(source, user)
+            if target != PARTIAL and passes_in_order(source, size, self.ranks):
+                node, source = self.chosen.send_back(node, source, experts), Shard(0)
+            else:
+                rows = int(size[source.dim])
+                node, source = self.chosen.spread(node, source, experts, rows), PARTIAL
+        if not (isinstance(target, Shard) and target.by):
+            return self.emit.convert(node, source, target)
+        experts = self._experts(target, user)
+        if source != REPLICATED and passes_in_order(target, size, self.ranks):
+            node = self.emit.convert(node, source, Shard(0))
+            return self.chosen.send(node, target, experts)
+        node = self.emit.convert(node, source, REPLICATED)
+        return self.chosen.take(node, target, experts)
 
-    def _share(self, node: fx.Node, place: Placement | None, user: fx.Node) -> fx.Node:
-        """A value with zeros in the rows whose expert another rank holds."""
-        if not isinstance(place, Shard) or not place.by:
-            return node
+    def _experts(self, place: Shard, user: fx.Node) -> fx.Node:
+        """What the rows of a placement chose, whole."""
         meta = self.emit.meta
         experts = self._given(self.names[place.by], REPLICATED, user)
         self.emit.meta = meta
-        return self.chosen.zero(node, place, experts)
+        return experts
 
     def _result(
         self, node: Any, spec: GraphOutput, held: Mapping[str, Shard], partial: set[str]
@@ -246,7 +260,7 @@ def _local_sizes(node: fx.Node, row: Row, args: tuple, ranks: int) -> tuple:
         return args
     shapes = output_shapes(node)
     sizes = [
-        list(p.local(s, ranks)) if isinstance(p, Shard) else list(s)
+        _local_size(p, s, ranks) if isinstance(p, Shard) else list(s)
         for p, s in zip(row.outputs, shapes, strict=True)
     ]
     target, changed = node.target, list(args)
@@ -270,6 +284,14 @@ def _local_sizes(node: fx.Node, row: Row, args: tuple, ranks: int) -> tuple:
     elif "upsample" in str(target) and "backward" in str(target):
         changed[2] = sizes[0]
     return tuple(changed)
+
+
+def _local_size(place: Shard, shape: Sequence[int], ranks: int) -> list[int]:
+    """One rank's sizes; -1 for what is known when the step runs."""
+    local = list(place.local(shape, ranks))
+    if place.by:
+        local[place.dim] = -1
+    return local
 
 
 def _local_slice(node: fx.Node, row: Row, changed: list[Any], ranks: int, local: list[int]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -37,19 +38,8 @@ def conversion_seconds(
     """
     n, r = ranks, rates
     passing = size * (n - 1) / n / r.bandwidth
-    if isinstance(source, Shard) and source.by:  # zeros for the rest, then it is a sum
-        if not floating or (isinstance(target, Shard) and target.by):
-            return inf
-        zeros = 2 * size / r.memory + r.launch
-        if target == PARTIAL:
-            return zeros
-        return zeros + conversion_seconds(
-            size, floating, PARTIAL, target, held, ranks, rates, latency
-        )
-    if isinstance(target, Shard) and target.by:
-        if source == REPLICATED:
-            return 0.0
-        return conversion_seconds(size, floating, source, REPLICATED, held, ranks, rates, latency)
+    if any(isinstance(p, Shard) and p.by for p in (source, target)):
+        return _by_experts(size, floating, source, target, held, n, r, latency)
     if source == REPLICATED:
         if target == PARTIAL:
             return 2 * size / r.memory + r.launch if floating else inf
@@ -68,3 +58,49 @@ def conversion_seconds(
         copies = 0.0 if source == Shard(0) else 2 * size / r.memory
         return (n - 1) * latency + passing + copies + r.launch
     return (n - 1) * latency + passing / n + 2 * size / n / r.memory + 2 * r.launch
+
+
+def passes_in_order(shard: Shard, shape: Sequence[int], ranks: int) -> bool:
+    """Whether rows that lie on the ranks of their experts can be sent from and to ranks that have
+    equally many of them, one after the other."""
+    return shard.dim == 0 and shape[0] % ranks == 0
+
+
+def _by_experts(
+    size: float,
+    floating: bool,
+    source: Placement,
+    target: Placement,
+    held: bool,
+    ranks: int,
+    rates: Rates,
+    latency: float,
+) -> float:
+    """To or from the ranks of the experts that rows chose: as if each expert were chosen as often,
+    and rows could be split evenly (else a whole tensor is passed on, which costs more)."""
+    share = size / ranks
+    copied = 2 * share / rates.memory + rates.launch
+    passing = share * (ranks - 1) / ranks / rates.bandwidth
+    sent = (ranks - 1) * latency + passing + copied + rates.launch
+    if isinstance(source, Shard) and source.by:
+        if not floating or (isinstance(target, Shard) and target.by):
+            return inf
+        if source.dim or target == PARTIAL:
+            spread = size / rates.memory + copied
+            if target == PARTIAL:
+                return spread
+            rest = conversion_seconds(size, floating, PARTIAL, target, held, ranks, rates, latency)
+            return spread + rest
+        if target == Shard(0):
+            return sent
+        rest = conversion_seconds(size, floating, Shard(0), target, held, ranks, rates, latency)
+        return sent + rest
+    if source == REPLICATED:
+        return copied
+    if isinstance(target, Shard) and target.dim:
+        rest = conversion_seconds(size, floating, source, REPLICATED, held, ranks, rates, latency)
+        return rest + copied
+    if source == Shard(0):
+        return inf if held else sent
+    rest = conversion_seconds(size, floating, source, Shard(0), held, ranks, rates, latency)
+    return rest + sent

@@ -287,6 +287,8 @@ class PlacementProblem:
             made = zip(self._gives[node], row.outputs, strict=True)
             if any(splits_batch(v, p) for v, p in (*given, *made)):
                 return False
+        if row.lowering in ("expert_product", "expert_gradient"):
+            return self.axis == "expert"  # what other axes split has as many rows on each rank
         if row.lowering == "causal":  # on the tensor axis where its heads can not be shared
             heads = shape_of(tensor_arguments(node)[0])[1]
             return self.axis == "context" or (self.sequence and heads % self.ranks > 0)
@@ -323,8 +325,7 @@ class PlacementProblem:
     def _second(self, shards: Shards) -> tuple[Placement | None, ...]:
         """The placements in which a value may be kept besides that in which it is made."""
         if shards not in self._seconds:
-            even = sorted(s for s in shards if not s.by)  # else whole does as well
-            self._seconds[shards] = (None, REPLICATED, *even)
+            self._seconds[shards] = (None, REPLICATED, *sorted(shards))
         return self._seconds[shards]
 
     def _resting(self, node: fx.Node) -> tuple[Placement, ...]:
@@ -556,8 +557,7 @@ class PlacementProblem:
         total = 0.0
         for k, placement in enumerate(row.outputs):
             tensor = tensor_of((node, k))
-            smaller = isinstance(placement, Shard) and not placement.by
-            share = self.ranks if smaller else 1
+            share = self.ranks if isinstance(placement, Shard) else 1
             total += self._bytes(tensor) / share
         return total
 

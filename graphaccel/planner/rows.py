@@ -16,6 +16,7 @@ from torch import fx
 
 from graphaccel.ir.unfold import Unfolded, unfolded_from
 from graphaccel.ir.values import returned, shares, tensors_of
+from graphaccel.kernels.expert_rows import EXCHANGE
 from graphaccel.kernels.host_copy import TO_HOST
 from graphaccel.kernels.register import fusion_of, is_backward
 
@@ -24,6 +25,7 @@ _SENDING = {  # what they send is held until what they give is waited for
     torch.ops._c10d_functional.all_gather_into_tensor_out.default,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
     torch.ops._c10d_functional.all_to_all_single.default,
+    EXCHANGE,
 }
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _OWN, _ITSELF = -2, -1  # a tensor's memory is its own, or that of another of the same value

@@ -56,6 +56,7 @@ def _candidate_cuts(profile: Profile, sized: SizedProfile) -> Candidates:
             used[computes[first]] += 1
     used = np.cumsum(used)[:-1]
     between = (used > 0) & (used < used[-1])
+    between &= ~_chosen_cross(profile)
     crossing = np.where(between, _crossing_bytes(profile, sized), np.iinfo(np.int64).max)
     makes = set(profile.crossing.at.tolist())
     best: dict[int, int] = {}
@@ -76,6 +77,18 @@ def _crossing_bytes(profile: Profile, sized: SizedProfile) -> np.ndarray:
     np.add.at(change, crossing.at, sized.bytes[crossing.storage])
     np.subtract.at(change, crossing.last, sized.bytes[crossing.storage])
     return np.cumsum(change)[:-1]
+
+
+def _chosen_cross(profile: Profile) -> np.ndarray:
+    """Whether rows cross a cut after each position that lie on the ranks of their experts: what
+    passes between stages has a size that is known before."""
+    crossing, lines = profile.crossing, profile.lines
+    chosen = lines.told([bool(n.meta.get("chosen")) for n in lines.nodes])
+    row = chosen[profile.storages.made[crossing.storage]]
+    change = np.zeros(len(profile) + 1, dtype=np.int64)
+    np.add.at(change, crossing.at[row], 1)
+    np.subtract.at(change, crossing.last[row], 1)
+    return np.cumsum(change)[:-1] > 0
 
 
 def _local_minima(values: np.ndarray) -> list[int]:

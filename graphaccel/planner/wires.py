@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from graphaccel.kernels.expert_rows import EXCHANGE
 from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.communication import (
     all_gather_seconds,
@@ -29,6 +30,7 @@ KINDS = {
     _c10d.all_gather_into_tensor.default: "all-gather",
     _c10d.reduce_scatter_tensor.default: "reduce-scatter",
     _c10d.all_to_all_single.default: "all-to-all",
+    EXCHANGE: "all-to-all",
 }
 _SECONDS = {
     "all-reduce": all_reduce_seconds,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import fx
 
+from graphaccel.kernels.expert_rows import EXCHANGE
 from graphaccel.rules.notation import Notation, Rules, named_dims, same_dims
 
 _ops = torch.ops._c10d_functional
@@ -24,6 +26,12 @@ def _first_whole(node: fx.Node) -> Notation:
     return Notation((names,), (names,), frozenset(names[:1]), _FIRST)
 
 
+def _exchanged(node: fx.Node) -> Notation:
+    """Rows, and the counts of them, which are whole."""
+    names = named_dims(node)
+    return Notation((names, ("", "")), (names,), frozenset(names[:1]), _FIRST)
+
+
 RULES: Rules = MappingProxyType(
     {
         _ops.wait_tensor.default: same_dims,
@@ -31,5 +39,11 @@ RULES: Rules = MappingProxyType(
         _ops.all_gather_into_tensor.default: _first_whole,
         _ops.reduce_scatter_tensor.default: _first_whole,
         _ops.all_to_all_single.default: _first_whole,
+        EXCHANGE: _exchanged,
     }
 )
+
+
+def is_message(target: Any) -> bool:
+    """Whether a call sends to other ranks, or waits for what they sent."""
+    return target is EXCHANGE or "c10d" in str(target)

@@ -91,8 +91,7 @@ def _chosen(
     if backward:
         yield Row((own, own, REPLICATED), (Shard(0),), "expert_gradient")
     else:
-        for made in (own, PARTIAL):  # zeros where a row is another's: it is a share of the sum, too
-            yield Row((own, Shard(0), REPLICATED), (made,), "expert_product")
+        yield Row((own, Shard(0), REPLICATED), (own,), "expert_product")
 
 
 def _softmax_along(
@@ -103,7 +102,9 @@ def _softmax_along(
     dim = int(arguments(node)["dim"]) % len(shape)
     sums = prod(shape) // shape[dim]
     count = len(tensor_arguments(node))
-    for shard in sorted(s for s in inputs[0] | outputs[0] if s.dim == dim and s.fits(shape, ranks)):
+    for shard in sorted(inputs[0] | outputs[0]):
+        if shard.dim != dim or shard.by or not shard.fits(shape, ranks):
+            continue
         twice = 1 if count == 2 else 2  # a backward needs only a sum
         yield Row((shard,) * count, (shard,), "softmax", gathered=twice * sums)
 

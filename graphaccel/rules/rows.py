@@ -167,10 +167,10 @@ def _sharded(node: fx.Node, notation: Notation, index: str, like: Shard, ranks: 
             outputs.append(PARTIAL)
         else:
             return None
-    if not seen and node.target is not aten.expand.default:
+    if not seen and (like.by or node.target is not aten.expand.default):
         return None
     lowering = "dropout" if is_random(node) else ""
-    return Row(tuple(inputs), tuple(outputs), lowering, divided=not like.by)
+    return Row(tuple(inputs), tuple(outputs), lowering)
 
 
 def _made(node: fx.Node, ranks: int, outputs: Sequence[Shards]) -> Iterator[Row]:
@@ -180,8 +180,8 @@ def _made(node: fx.Node, ranks: int, outputs: Sequence[Shards]) -> Iterator[Row]
     tensors = tensor_arguments(node)
     (shape,) = output_shapes(node)
     for shard in sorted(outputs[0]):
-        if shard.fits(shape, ranks):
-            like = any("like" in str(node.target) for _ in tensors)
+        like = any("like" in str(node.target) for _ in tensors)
+        if shard.fits(shape, ranks) and (like or not shard.by):  # its size is in no argument
             inputs: tuple[Placement | None, ...] = tuple(shard if like else None for _ in tensors)
             yield Row(inputs, (shard,))
 

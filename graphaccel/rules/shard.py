@@ -5,8 +5,8 @@ Placements on one axis of n ranks:
   Shard(d, o)    dim d is seen as [o, n, size / (o * n)] and rank r has [:, r, :]. outer is 1 but
                  where dims were merged (a flattened [batch, sequence] sharded along the sequence)
                  or lie side by side (queries, keys and values in one weight)
-  Shard(d, by)   which positions of dim d are a rank's own is known when the step runs: those whose
-                 expert it holds. Every rank has the whole tensor, in which nobody reads the rest
+  Shard(d, by)   which positions of dim d a rank has, and how many, is known when the step runs:
+                 those whose expert it holds. In the graph it has an equal share of them
   PARTIAL        the tensor is the sum of what the ranks have
 """
 
@@ -23,7 +23,7 @@ class Shard:
 
     padding: positions that the last rank has too many, where n does not divide the dim.
     by: name of the node that gives the expert of every position, where each rank has its experts'
-    positions; experts: how many there are.
+    positions; experts: how many experts there are.
     """
 
     dim: int
@@ -44,11 +44,8 @@ class Shard:
 
     def local(self, shape: Sequence[int], ranks: int) -> tuple[int, ...]:
         """One rank's shape of a tensor of `shape`."""
-        if self.by:
-            return tuple(shape)
-        return tuple(
-            (n + self.padding) // ranks if d == self.dim else n for d, n in enumerate(shape)
-        )
+        padding = -shape[self.dim] % ranks if self.by else self.padding
+        return tuple((n + padding) // ranks if d == self.dim else n for d, n in enumerate(shape))
 
 
 def shard_of(dim: int, outer: int, shape: Sequence[int], ranks: int) -> Shard:

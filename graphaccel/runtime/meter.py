@@ -18,6 +18,7 @@ from torch import Tensor
 
 from graphaccel.compat.torch import TorchDispatchMode, is_traceable_wrapper_subclass
 from graphaccel.kernels.host_copy import TO_DEVICE, TO_HOST
+from graphaccel.rules.collectives import is_message
 
 
 class PeakMeter(TorchDispatchMode):
@@ -74,7 +75,7 @@ class PeakMeter(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if func.namespace == "_c10d_functional":
+        if is_message(func):
             self._note_sent(func, args, result)
         # Views and in-place results share a storage with an argument: counted where it was made.
         given = {id(s) for value in (*args, *kwargs.values()) for s in _storages(value)}

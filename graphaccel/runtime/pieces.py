@@ -34,6 +34,7 @@ from torch.fx.node import map_arg
 from graphaccel.compat.torch import is_view, written_arguments
 from graphaccel.ir.program import StepProgram
 from graphaccel.ir.values import tensors_of
+from graphaccel.rules.collectives import is_message
 from graphaccel.rules.propagate import is_random
 
 IN_PLACE = "write in place"
@@ -58,7 +59,7 @@ def refusal(node: fx.Node) -> str | None:
     namespace = getattr(node.target, "namespace", None)
     if namespace is None:
         return "are no ops of torch (ONNX Runtime runs them)"
-    if namespace == "_c10d_functional":
+    if is_message(node.target):
         return "send to other ranks"
     if written_arguments(node):
         return IN_PLACE
@@ -66,6 +67,8 @@ def refusal(node: fx.Node) -> str | None:
         return "draw random numbers, in the model's order"
     tensors = tensors_of(node.meta["val"])
     inputs = [n.meta.get("val") for n in node.all_input_nodes]
+    if any(n.meta.get("chosen") for n in (node, *node.all_input_nodes)):
+        return "have sizes that depend on data"
     if any(not isinstance(s, int) for t in tensors for s in t.shape) or any(
         not isinstance(v, (torch.Tensor, tuple, list)) for v in inputs
     ):

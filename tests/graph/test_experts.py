@@ -12,11 +12,13 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from graphaccel.capture.stepgraph import capture
+from graphaccel.kernels.expert_rows import EXCHANGE
 from graphaccel.kernels.experts import GRADIENT, PRODUCT
 from graphaccel.model import as_batch
 from graphaccel.passes.shard_axis import shard_axis
 from graphaccel.planner.cost import node_flops
 from graphaccel.planner.placements import solve_placements
+from graphaccel.rules.collectives import is_message
 from tests.graph import test_shard_axis
 from tests.graph.test_shard_axis import RATES, captured, check
 from tests.support.zoo import ALL
@@ -51,6 +53,27 @@ class Capacity(nn.Module):
         return ((x + back - y) ** 2).sum()
 
 
+class Odd(nn.Module):
+    """An expert for every token but the first of all: rows that no number of ranks divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, EXPERTS, bias=False)
+        self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH) * 0.2)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)[1:]
+        best = self.gate(rows).softmax(-1).max(-1)
+        made = torch.bmm(rows[:, None], self.up[best.indices])[:, 0] * best.values[:, None]
+        return ((torch.tanh(made) - y.flatten(0, 1)[1:]) ** 2).sum()
+
+
+def _odd() -> tuple[nn.Module, Any, None]:
+    torch.manual_seed(0)
+    shape = (BATCH, TOKENS, WIDTH)
+    return Odd(), (torch.randn(shape), torch.randn(shape)), None
+
+
 def _capacity() -> tuple[nn.Module, Any, None]:
     torch.manual_seed(0)
     shape = (BATCH, TOKENS, WIDTH)
@@ -70,7 +93,7 @@ def _idle() -> tuple[nn.Module, Any, None]:
 @pytest.fixture(autouse=True)
 def models(monkeypatch: pytest.MonkeyPatch) -> None:
     """What `captured` builds by these names."""
-    for name, build in (("capacity", _capacity), ("idle", _idle)):
+    for name, build in (("capacity", _capacity), ("idle", _idle), ("odd", _odd)):
         monkeypatch.setitem(test_shard_axis.UNEVEN, name, build)
 
 
@@ -105,7 +128,7 @@ def sent(graph: fx.Graph, module: str = "") -> list[fx.Node]:
     """The collectives that a module sends tensors by."""
     return [
         n for n in graph.nodes
-        if "c10d" in str(n.target) and "wait" not in str(n.target) and n.meta["val"].dim()
+        if is_message(n.target) and "wait" not in str(n.target) and n.meta["val"].dim()
         and module in n.meta["module"]
     ]  # fmt: skip
 
@@ -128,20 +151,23 @@ def test_experts_multiply_the_tokens_that_chose_them() -> None:
     assert work[0] == 2 * work[1] > 0
     tokens, width, choices = 8 * 16, 32, 2
     layer = sent(graph, "layers.1.mlp")
-    floating = [n for n in layer if n.meta["val"].is_floating_point()]
-    kinds = Counter(
-        (n.meta["phase"], str(n.target).split(".")[1])
-        for n in floating
-        if n.meta["val"].shape[-1] == width
-    )
-    # Every token to all ranks, and a sum back; no more than the rows of the experts travel.
-    assert kinds == {
-        (phase, name): 1
-        for phase in ("forward", "backward")
-        for name in ("all_gather_into_tensor", "reduce_scatter_tensor")
+    rows = [n for n in layer if n.meta["val"].is_floating_point()]
+    # Each row to the rank of its expert and back; nothing but what was chosen is sent to all.
+    assert Counter((n.meta["phase"], n.target) for n in rows) == {
+        ("forward", EXCHANGE): 2,
+        ("backward", EXCHANGE): 2,
     }
-    largest = max(max(n.meta["val"].numel(), n.args[0].meta["val"].numel()) for n in floating)
-    assert largest <= tokens * choices * width
+    assert all(n.meta["val"].shape == (tokens * choices // 2, width) for n in rows)
+    (chosen,) = (n for n in layer if n not in rows)
+    assert chosen.meta["val"].shape == (tokens * choices,)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_rows_that_the_ranks_do_not_divide(ranks: int) -> None:
+    """They are whole on every rank: each takes those of its experts, and shares add up."""
+    _, graph = on_experts("odd", ranks)
+    assert not [n for n in graph.nodes if n.target is EXCHANGE]
+    assert [n for n in graph.nodes if n.target is PRODUCT and n.args[0].meta.get("chosen")]
 
 
 @pytest.mark.parametrize("written", ["eager", "grouped_mm"])
