@@ -19,6 +19,7 @@ from graphaccel.planner.cluster import Cluster, cluster
 from graphaccel.planner.cost import Sizes, node_work
 from graphaccel.planner.efficiency import Work, computing
 from graphaccel.planner.layouts import Layouts
+from graphaccel.planner.pins import replicate
 from graphaccel.planner.plan import Plan, Precision, StageMemory
 from graphaccel.planner.profile import Profile
 from graphaccel.planner.search import search
@@ -152,8 +153,8 @@ def _pins(run: Run, profile: Profile) -> dict[str, object]:
         "zero": run.zero if run.data > 1 else 0,
         "sequence": run.sequence_parallel,
     }
-    if run.tensor > 1:
-        pins["pins"] = _megatron(profile)
+    if run.tensor > 1 or run.context > 1:
+        pins["pins"] = _megatron(profile, run.tensor)
     if run.pipeline > 1:
         pins["interleave"] = run.interleave
         pins["schedule"] = "1f1b" if run.interleave == 1 else "interleaved"
@@ -166,12 +167,13 @@ def _pins(run: Run, profile: Profile) -> dict[str, object]:
     return pins
 
 
-def _megatron(profile: Profile) -> dict[str, Sharded]:
-    found = {}
+def _megatron(profile: Profile, tensor: int) -> dict[str, Sharded | tuple[Sharded, ...]]:
+    """Where weights rest; on no other axis are they split."""
+    found: dict[str, Sharded | tuple[Sharded, ...]] = {}
     for parameter in profile.parameters:
         end = ".".join(parameter.name.split(".")[-2:])
         if end in _SHARDED:
-            found[parameter.name] = _SHARDED[end]
+            found[parameter.name] = _SHARDED[end] if tensor > 1 else replicate()
     return found
 
 
@@ -195,7 +197,25 @@ def _as_theirs(memory: StageMemory, run: Run, kept: float) -> int:
     the optimizer over the context axis too. kept: share of what waits for the backward."""
     wider = int(memory.gradient * (run.system.gradient_bytes / 2 - 1))
     shared = memory.optimizer - memory.optimizer // run.context if run.zero else 0
-    return memory.tensors + wider - shared - int((1 - kept) * memory.activation)
+    more = _megatron_core(memory, run) if run.system.megatron_core else 0
+    return memory.tensors + wider - shared - int((1 - kept) * memory.activation) + more
+
+
+def _megatron_core(memory: StageMemory, run: Run) -> int:
+    """Bytes that `System.megatron_core` has more, or less."""
+    head = run.hidden // run.heads
+    shapes = {
+        (run.hidden + 2 * head * run.kv_heads, run.hidden), (run.hidden, run.hidden),
+        ((2 if run.kind == "llama" else 1) * run.ffn, run.hidden), (run.hidden, run.ffn),
+    }  # fmt: skip
+    at_loss = "cross_entropy" in memory.at
+    if at_loss:  # the stage with the head
+        shapes.add((run.vocabulary, run.hidden))
+    more = sum(2 * rows * columns for rows, columns in shapes) // run.tensor
+    if at_loss:  # the float32 copy waits for the backward, and is counted there
+        tokens = run.microbatch * run.sequence // run.context
+        more += 2 * tokens * run.vocabulary // run.tensor - memory.temporary
+    return more
 
 
 def _kept(run: Run, profile: Profile, plan: Plan, where: Cluster) -> float:

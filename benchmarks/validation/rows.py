@@ -40,7 +40,10 @@ class System:
     for each device; None: as in the catalogue. reserved: memory was read off the allocator, not off
     the tensors. dropout: of a GPT; what is computed again draws the same numbers again. zero: where
     a row does not say. exposed: share of the tensor axis's collectives behind which nothing is
-    computed. hopper: products on H100 beside those of CUDA 12.
+    computed. hopper: products on H100 beside those of CUDA 12. megatron_core: memory is that of
+    Megatron-LM 0.14 with Transformer Engine: for every shape of a weight a tensor that is no
+    gradient lies there for autograd (`get_dummy_wgrad`), and an unfused loss works in one float32
+    copy of the logits (`tensor_parallel/cross_entropy.py`).
     """
 
     fused_attention: bool = True
@@ -53,6 +56,7 @@ class System:
     exposed: float = 1.0
     hopper: float = 1.0
     network_gigabits: float | None = None
+    megatron_core: bool = False
 
 
 _MEGATRON = System(fused_attention=False, fusions=("scale_mask_softmax",), dropout=0.1)
@@ -69,7 +73,11 @@ SYSTEMS = {
     "llm-foundry": System(fusions=("cross_entropy",), gradient_bytes=4, hopper=0.8),
     # Megatron-LM with Transformer Engine: float32 main gradients, fused kernels; its own loss is
     # not fused unless asked for.
-    "SimuMax": System(fusions=tuple(f for f in _LLAMA if f != "cross_entropy"), gradient_bytes=4),
+    "SimuMax": System(
+        fusions=tuple(f for f in _LLAMA if f != "cross_entropy"),
+        gradient_bytes=4,
+        megatron_core=True,
+    ),
     # NeMo: gradients in bfloat16; the tensor axis's collectives run in pieces beside products.
     "dgxc": System(fusions=_LLAMA, zero=1, exposed=0.3),
     "Megatron-Bridge": System(fusions=_LLAMA, zero=1, exposed=0.3),
