@@ -24,6 +24,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
+from graphaccel.capture.causal import causal_attention
 from graphaccel.compat.torch import schema
 from graphaccel.kernels.experts import PRODUCT
 
@@ -292,4 +293,5 @@ _REWRITES: dict[Any, Callable[[fx.Node], None]] = {
     aten.copy.default: _written,
     aten.index_put.default: _masked,
     aten.bmm.default: _chosen_product,
+    aten.scaled_dot_product_attention.default: causal_attention,
 }

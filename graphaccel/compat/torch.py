@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    unset_fake_temporarily,
 )
 
 # Meshes of owners, to present parameters as DTensors (runtime/state.py).
@@ -317,6 +318,10 @@ def fake_mode_of(nodes: list[fx.Node]) -> Any:
         if isinstance(node.meta.get("val"), FakeTensor):
             return node.meta["val"].fake_mode
     return FakeTensorMode()
+
+
+# Calls in it compute real tensors though a fake-tensor mode is on (constants of a capture).
+without_fakes = unset_fake_temporarily
 
 
 def graph_bytes(value: Any) -> bytes:

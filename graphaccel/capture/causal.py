@@ -1,0 +1,141 @@
+"""Masks that hide later positions and nothing else, said to attention in a word.
+
+  before                                           after
+    %m: b8[2,1,8,8] = aten.le(%keys, %queries)       %y = scaled_dot_product_attention(%q, %k, %v,
+    %y = scaled_dot_product_attention(%q, %k, %v,                                      is_causal)
+                                      %m)
+
+Hugging Face's models pass no mask in eager mode and make one where they are exported. With it
+attention does twice the work, and the kernels of GPUs that write no scores take none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from numbers import Number
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.node import map_aggregate
+
+from graphaccel.compat.torch import without_fakes
+from graphaccel.rules.propagate import is_random
+
+aten = torch.ops.aten
+_WHOLE = 1 << 22  # elements of what is computed at once
+_CHUNK, _ALL = 256, 8192  # rows at a time; of longer sequences so many in all, evenly spread
+
+
+def causal_attention(node: fx.Node) -> None:
+    """Rewrite a call to `scaled_dot_product_attention`, in place, if its mask is causal.
+
+    The mask must depend on sizes alone and is computed: equal to the lower triangle in every row
+    (of sequences over 8,192 positions, in as many rows; numbers in it are 0 or 1, so that rows
+    between others are like them).
+    """
+    names = [a.name for a in node.target._schema.arguments]
+    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    mask = given.get("attn_mask")
+    if not isinstance(mask, fx.Node) or given.get("is_causal"):
+        return
+    queries, keys = (given[k].meta["val"].shape[-2] for k in ("query", "key"))
+    value = mask.meta["val"]
+    if queries != keys or value.dtype != torch.bool or value.shape[-2:] != (queries, keys):
+        return
+    if queries > 1 and _depends_on_sizes_alone(mask) and _is_causal(mask, queries):
+        query, key, values = node.args[:3]
+        node.args = (query, key, values, None, given.get("dropout_p", 0.0), True)
+        kept = ("scale", "enable_gqa")
+        node.kwargs = {k: v for k, v in node.kwargs.items() if k in kept}
+
+
+def _depends_on_sizes_alone(mask: fx.Node) -> bool:
+    seen, stack = {mask}, [mask]
+    while stack:
+        node = stack.pop()
+        if (
+            node.op != "call_function"
+            or is_random(node)
+            or not isinstance(node.meta.get("val"), Tensor)
+        ):
+            return False
+        numbers = [a for a in (*node.args, *node.kwargs.values()) if isinstance(a, Number)]
+        if _is_pointwise(node) and any(abs(n) > 1 for n in numbers):  # a window, say
+            return False
+        new = [n for n in node.all_input_nodes if n not in seen]
+        seen.update(new)
+        stack += new
+    return True
+
+
+def _is_causal(mask: fx.Node, size: int) -> bool:
+    with without_fakes(), torch.no_grad():
+        values = _Values(size)
+        column = torch.arange(size)
+        for rows in _chunks(size):
+            found = values.rows(mask, rows)
+            if found is None or not torch.equal(
+                found, (column <= rows[:, None]).expand(found.shape)
+            ):
+                return False
+    return True
+
+
+def _chunks(size: int) -> Iterator[Tensor]:
+    count = min(size, _ALL)
+    rows = torch.div(torch.arange(count) * (size - 1), max(1, count - 1), rounding_mode="floor")
+    yield from rows.split(_CHUNK)
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    logical = (aten.__and__.Tensor, aten.__or__.Tensor)
+    return node.target in logical or torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
+class _Values:
+    """What calls that depend on sizes alone give: small tensors whole, of others some rows."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._known: dict[fx.Node, Tensor] = {}
+
+    def rows(self, node: fx.Node, rows: Tensor) -> Tensor | None:
+        """Rows of the dim before the last, all of it where it is 1; None if they need more."""
+        value = node.meta["val"]
+        long = value.dim() > 1 and value.shape[-2] == self._size
+        if value.numel() <= _WHOLE:
+            whole = self._whole(node)
+            return whole[..., rows, :] if long else whole
+        if not _is_pointwise(node) and node.target is not aten.expand.default:
+            return None
+        parts = {n: self.rows(n, rows) for n in node.all_input_nodes}
+        if any(part is None for part in parts.values()):
+            return None
+        if node.target is aten.expand.default:
+            sizes = list(node.args[1])
+            sizes[-2] = len(rows) if long else sizes[-2]
+            return parts[node.args[0]].expand(sizes)
+        return _call(node, parts)
+
+    def _whole(self, node: fx.Node) -> Tensor:
+        order, stack = [], [node]
+        while stack:
+            last = stack.pop()
+            if last not in self._known:
+                order.append(last)
+                stack += last.all_input_nodes
+        for each in reversed(order):
+            if each not in self._known:
+                self._known[each] = _call(each, self._known)
+        return self._known[node]
+
+
+def _call(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+    def real(argument: Any) -> Any:
+        if isinstance(argument, fx.Node):
+            return values[argument]
+        return torch.device("cpu") if isinstance(argument, torch.device) else argument
+
+    args, kwargs = map_aggregate((node.args, dict(node.kwargs)), real)
+    return node.target(*args, **kwargs)
