@@ -26,7 +26,8 @@ _funcol = torch.ops._c10d_functional
 class Emitter:
     """Appends calls to `graph`; `meta` is what every new node says of where it comes from.
 
-    axis, ranks: of the mesh axis that collectives run over. fakes: see `set_value`.
+    axis, ranks: of the mesh axis that collectives run over. fakes: see `set_value`. shared: what
+    several lowerings read, by what they asked for.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class Emitter:
     ) -> None:
         self.graph, self.axis, self.ranks, self.fakes = graph, axis, ranks, fakes
         self.meta: Mapping[str, Any] = {}
+        self.shared: dict[Any, fx.Node] = {}
         self._made_by = made_by
 
     def call(self, target: Any, *args: Any, bind: Mapping[int, int] | None = None) -> fx.Node:

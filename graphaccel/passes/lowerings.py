@@ -131,11 +131,25 @@ def _nll_loss(emit: Emitter, node: fx.Node, tensors: list[fx.Node]) -> list[fx.N
 
 
 def _causal(emit: Emitter, node: fx.Node, tensors: list[fx.Node]) -> list[fx.Node]:
-    """A mask of its own rows for each rank stands for `is_causal`."""
+    """A mask of its own rows for each rank stands for `is_causal`; one for all layers."""
     backward = "backward" in str(node.target)
     query, key = tensors[1:3] if backward else tensors[:2]
-    rows, columns = query.meta["val"].shape[2], key.meta["val"].shape[2]
-    like = query.meta["val"]
+    like, columns = query.meta["val"], key.meta["val"].shape[2]
+    asked = "causal mask", like.dtype, like.shape[0], like.shape[2], columns
+    if asked not in emit.shared:
+        meta, emit.meta = emit.meta, {"phase": emit.meta.get("phase"), "module": ""}
+        emit.shared[asked] = _later_hidden(emit, like, columns)
+        emit.meta = meta
+    count = 6 if backward else 3
+    dropout = node.args[count] if len(node.args) > count else 0.0
+    kwargs = {**node.kwargs, "attn_mask": emit.shared[asked]}
+    made_node = emit.call_with(node.target, (*tensors[:count], dropout, False), kwargs)
+    return items(emit, made_node)
+
+
+def _later_hidden(emit: Emitter, like: torch.Tensor, columns: int) -> fx.Node:
+    """What is added to the scores of a rank's queries: -inf where a key is later."""
+    rows = like.shape[2]
     row = emit.call_with(aten.arange.default, (rows,), {"device": like.device})
     row = emit.call(aten.add.Tensor, row, 0, bind={1: rows})
     column = emit.call_with(aten.arange.default, (columns,), {"device": like.device})
@@ -144,12 +158,7 @@ def _causal(emit: Emitter, node: fx.Node, tensors: list[fx.Node]) -> list[fx.Nod
     open_ = emit.call_with(aten.full.default, ([rows, columns], 0.0), made)
     hidden = emit.call(aten.logical_not.default, seen)
     mask = emit.call(aten.masked_fill.Scalar, open_, hidden, float("-inf"))
-    mask = emit.call(aten.expand.default, mask, [like.shape[0], 1, rows, columns])
-    count = 6 if backward else 3
-    dropout = node.args[count] if len(node.args) > count else 0.0
-    kwargs = {**node.kwargs, "attn_mask": mask}
-    made_node = emit.call_with(node.target, (*tensors[:count], dropout, False), kwargs)
-    return items(emit, made_node)
+    return emit.call(aten.expand.default, mask, [like.shape[0], 1, rows, columns])
 
 
 def _expert_product(emit: Emitter, node: fx.Node, tensors: list[fx.Node]) -> list[fx.Node]:
