@@ -206,9 +206,10 @@ class _Solving:
             known, meshes = self.bounds.nearest(layout), groups[layout]
             least = np.array([bound for bound, _ in self._told(layout).values()])
             found = guess(self.bounds, self.columns[layout], least) if meshes else ((), ())
+            made = self.bounds.built(layout)
             for mesh, about, over in zip(meshes, *found, strict=True):
                 (crowded.add if over else crowded.discard)(mesh)
-                if self.bounds.built(layout) or about < math.inf:
+                if made or about < math.inf:
                     worth = 1.0 if plain(self.pins, mesh) else WORTH
                     heapq.heappush(heap, (float(about) * worth, mesh.order, mesh, known))
 
