@@ -221,7 +221,6 @@ def _tidy(joint: fx.GraphModule, inputs: Sequence[GraphInput]) -> None:
             node.target = aten.reshape.default
     joint.graph.eliminate_dead_code()
     joint.graph.lint()
-    joint.recompile()
 
 
 def _refuse_writes(joint: fx.GraphModule) -> None:

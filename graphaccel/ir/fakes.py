@@ -7,10 +7,11 @@ deep model makes the same few calls again and again, and so do its layouts.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 
 from graphaccel.compat.torch import FakeTensorMode
 
@@ -34,6 +35,18 @@ class Fakes:
         if key not in self._given:
             self._given[key] = self._liked(target(*args, **kwargs))
         return self._given[key]
+
+    def propagate(self, graph: fx.Graph, inputs: Sequence[torch.Tensor]) -> None:
+        """Set `meta["val"]` on every node by running the graph on `inputs`, in place."""
+        given = iter(inputs)
+        with self.mode, torch.no_grad():
+            for node in graph.nodes:
+                if node.op == "placeholder":
+                    node.meta["val"] = self._liked(next(given))
+                elif node.op == "call_function":
+                    target: Any = node.target
+                    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), _value)
+                    node.meta["val"] = self.call(target, args, kwargs)
 
     def _liked(self, value: Any) -> Any:
         """The same with the tensors that stand for those in it."""
@@ -60,6 +73,10 @@ class Fakes:
             return torch.empty_strided(
                 tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
             )
+
+
+def _value(node: fx.Node) -> Any:
+    return node.meta["val"]
 
 
 def _told(value: Any) -> Hashable:

@@ -32,6 +32,7 @@ from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import BATCH, evaluate, with_integers
 from graphaccel.compat.torch import graph_module, schema
 from graphaccel.errors import SplitRefused
+from graphaccel.ir.fakes import Fakes
 from graphaccel.ir.program import Prologue, Value
 from graphaccel.ir.values import fake_like, propagate, returned
 from graphaccel.messages import Location
@@ -64,11 +65,15 @@ class LocalStep:
 
 
 def exact_microbatch(
-    step: StepGraph, plan: Plan, sizes: Mapping[sympy.Symbol, int] | None = None
+    step: StepGraph,
+    plan: Plan,
+    sizes: Mapping[sympy.Symbol, int] | None = None,
+    fakes: Fakes | None = None,
 ) -> LocalStep:
     """The step as each of `plan.data * plan.microbatches` equal parts of the batch sees it.
 
-    sizes: of the whole batch that will be passed, where they differ from those captured.
+    sizes: of the whole batch that will be passed, where they differ from those captured. fakes: for
+    a graph that is measured and not run (`ir.fakes`).
     """
     parts = plan.data * plan.microbatches
     whole = {**step.sizes, **({BATCH: plan.batch} if BATCH in step.sizes else {}), **(sizes or {})}
@@ -77,7 +82,7 @@ def exact_microbatch(
     else:
         placed = batch_placement(step)
         _refuse_conflicts(step, plan, placed)
-    local = _Local(step, plan, placed, whole).build()
+    local = _Local(step, plan, placed, whole).build(fakes)
     prologue = _prologue(step, whole, placed)
     return LocalStep(local, prologue, tuple(_place(placed, n) for n in returned(step.graph)))
 
@@ -219,7 +224,7 @@ class _Local:
         self.graph = fx.Graph()
         self.map: dict[fx.Node, fx.Node] = {}
 
-    def build(self) -> fx.GraphModule:
+    def build(self, fakes: Fakes | None) -> fx.GraphModule:
         nodes = list(self.step.graph.graph.nodes)
         placeholders = [n for n in nodes if n.op == "placeholder"]
         inputs = []
@@ -243,8 +248,11 @@ class _Local:
         outputs.meta["phase"] = "output"
         module = graph_module(self.step.graph, self.graph)
         module.graph.eliminate_dead_code()
-        module.recompile()
-        propagate(module, inputs)
+        if fakes is None:
+            module.recompile()
+            propagate(module, inputs)
+        else:
+            fakes.propagate(module.graph, inputs)
         return module
 
     def _placeholder(self, name: str, like: fx.Node) -> fx.Node:

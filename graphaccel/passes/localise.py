@@ -102,7 +102,7 @@ def _part(
         few = prime * plan.expert if even else plan.microbatch_size  # these lie on the expert axis
         at = {**step.sizes, **sizes, **({BATCH: few} if BATCH in step.sizes else {})}
         alone = replace(plan, data=1, microbatches=1, batch=few)
-        drafts.parts[asked] = exact_microbatch(step, alone, at).graph, prime, at
+        drafts.parts[asked] = exact_microbatch(step, alone, at, drafts.fakes).graph, prime, at
     return drafts.parts[asked]
 
 

@@ -31,7 +31,7 @@ from graphaccel.capture.blocks import block_of
 from graphaccel.capture.export import ForwardGraph
 from graphaccel.capture.stepgraph import StepGraph, rewritten
 from graphaccel.compat.torch import fake_mode_of, graph_module
-from graphaccel.ir.values import module_path, propagate
+from graphaccel.ir.values import module_path
 from graphaccel.kernels.experts import PRODUCT
 from graphaccel.planner.plan import Plan
 from graphaccel.rules.notation import tensor_arguments
@@ -93,18 +93,18 @@ def _cast(forward: ForwardGraph, low: torch.dtype, through: bool) -> ForwardGrap
     output = graph.graph_copy(forward.graph.graph, {})
     graph.output(output)
     module = graph_module(forward.graph, graph)
-    if through:
-        pairs = zip(graph.find_nodes(op="placeholder"), forward.inputs, strict=True)
-        given = [n for n, spec in pairs if spec.kind in ("parameter", "batch")]
-        _Stream(graph, low, frozenset(given)).cast()
-    else:
-        cast_graph(graph, low)
+    with torch.no_grad():  # as attention is when the graph runs: its strides depend on it
+        if through:
+            pairs = zip(graph.find_nodes(op="placeholder"), forward.inputs, strict=True)
+            given = [n for n, spec in pairs if spec.kind in ("parameter", "batch")]
+            _Stream(graph, low, frozenset(given)).cast()
+        else:
+            cast_graph(graph, low)
     if not any(o.kind == "loss" for o in forward.outputs):
         with fake_mode_of([n for n in graph.nodes if n.op == "placeholder"]):
             _restore_outputs(forward, graph.output_node())
         graph.lint()
     module.recompile()
-    propagate(module, [n.meta["val"] for n in graph.nodes if n.op == "placeholder"])
     return replace(forward, graph=module)
 
 

@@ -109,7 +109,7 @@ class _Solver:
         self.order.append((v, around, best))
         self._release(v, around)
         if around:
-            made = Table(around, np.take_along_axis(total, best[..., None], -1)[..., 0])
+            made = Table(around, total.min(axis=-1))
             self.tables[self.next] = made
             self._index(self.next, made)
             self.next += 1
@@ -162,9 +162,11 @@ def _added(
     place = {v: i for i, v in enumerate(variables)}
     total = np.zeros([counts[v] for v in variables])
     for table in tables:
-        order = sorted(range(len(table.variables)), key=lambda d: place[table.variables[d]])
+        costs, at = table.costs, [place[v] for v in table.variables]
+        if sorted(at) != at:
+            costs = costs.transpose(sorted(range(len(at)), key=at.__getitem__))
         shape = [1] * len(variables)
         for v in table.variables:
             shape[place[v]] = counts[v]
-        total = total + table.costs.transpose(order).reshape(shape)
+        total += costs.reshape(shape)
     return total

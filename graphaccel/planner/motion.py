@@ -79,10 +79,8 @@ def in_motion(profile: Profile, plan: Plan, span: tuple[int, int]) -> Motion | N
 
 def _regions(profile: Profile, plan: Plan, span: tuple[int, int]) -> list[_Region]:
     first, end = span
-    owners, places = profile.readers
-    near = np.unique(owners[(first <= places) & (places < end)]).tolist()
     inside = [(p, [at - first for at in p.positions if first <= at < end])
-              for p in map(profile.parameters.__getitem__, near)
+              for p in map(profile.parameters.__getitem__, profile.read([span]))
               if p.name in profile.resting]  # fmt: skip
     used = [(p, places) for p, places in inside if places]
     return _blocks(profile, plan, first, used) if plan.zero == 3 else _buckets(plan, used)

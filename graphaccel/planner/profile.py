@@ -7,6 +7,7 @@ not depend on sizes, as columns; `planner.sized.SizedProfile` the numbers for on
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -314,6 +315,22 @@ class Profile:
         return self.lines.told(kinds), first
 
     @cached_property
+    def alike_storages(self) -> tuple[np.ndarray, list[Tensor]]:
+        """For each storage the number of its kind, and the first tensor of each kind: those have
+        the same bytes at any size."""
+        numbers: dict[Any, int] = {}
+        first: list[Tensor] = []
+        kinds = []
+        for tensor in self.tensors:
+            dims = tensor.node.meta.get("dims", ())
+            key = dims[tensor.item] if tensor.item >= 0 else dims, tensor.value.element_size()
+            if key not in numbers:
+                numbers[key] = len(first)
+                first.append(tensor)
+            kinds.append(numbers[key])
+        return np.array(kinds, dtype=np.int64)[self.storages.tensor], first
+
+    @cached_property
     def block_first(self) -> np.ndarray:
         """The first position of each block."""
         return np.array([int((self.block_at == b).argmax()) for b in range(len(self.block_names))])
@@ -334,11 +351,20 @@ class Profile:
         return sum(p.trainable for p in self.parameters)
 
     @cached_property
-    def readers(self) -> tuple[np.ndarray, np.ndarray]:
-        """(number of a parameter, position that reads it); one that none reads is at 0."""
-        pairs = [(i, at) for i, p in enumerate(self.parameters) for at in p.positions or (0,)]
-        owners, places = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
-        return owners, places
+    def readers(self) -> tuple[list[int], list[int]]:
+        """(number of a parameter, position that reads it), by position; one that none reads is at
+        0."""
+        pairs = [(at, i) for i, p in enumerate(self.parameters) for at in p.positions or (0,)]
+        pairs.sort()
+        return [i for _, i in pairs], [at for at, _ in pairs]
+
+    def read(self, spans: Iterable[tuple[int, int]]) -> list[int]:
+        """Numbers of the parameters that positions [first, end) of `spans` read."""
+        owners, places = self.readers
+        found: set[int] = set()
+        for first, end in spans:
+            found.update(owners[bisect_left(places, first) : bisect_left(places, end)])
+        return sorted(found)
 
     @cached_property
     def resting(self) -> frozenset[str]:

@@ -67,12 +67,12 @@ def cheapest(savings: Sequence[float], prices: Sequence[float], needed: float) -
     best = np.full(_UNITS + 1, np.inf)
     best[0] = 0.0
     taken = np.zeros((len(units), _UNITS + 1), dtype=bool)
-    reach = np.arange(_UNITS + 1)
+    with_item = np.empty_like(best)
     for item, (unit, price) in enumerate(zip(units, prices, strict=True)):
-        source = np.maximum(reach - unit, 0)
-        with_item = best[source] + price
-        taken[item] = with_item < best
-        best = np.where(taken[item], with_item, best)
+        with_item[:unit] = best[0] + price  # more than is needed
+        np.add(best[: _UNITS + 1 - unit], price, out=with_item[unit:])
+        np.less(with_item, best, out=taken[item])
+        np.minimum(best, with_item, out=best)
     chosen, left = [], _UNITS
     for item in range(len(units) - 1, -1, -1):
         if taken[item, left]:

@@ -75,8 +75,8 @@ class SizedProfile:
             self.backward += summed(seconds, released)
             self.host_backward += summed(starting, released)
         self._seconds = seconds
-        sizes_of = np.array([_bytes(t, resolve) for t in profile.tensors], dtype=np.int64)
-        self.bytes = sizes_of[profile.storages.tensor]
+        of, tensors = profile.alike_storages
+        self.bytes = np.array([_bytes(t, resolve) for t in tensors], dtype=np.int64)[of]
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
         """What `make` gives, made once for each key."""

@@ -24,7 +24,6 @@ from graphaccel.planner.candidates import (
     meshes_of,
     plain,
     recomputes,
-    shapes_of,
 )
 from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.estimate import predict_seconds
@@ -126,17 +125,15 @@ class _Solving:
         self.base_layout = offered[0]
         if not build:
             offered = [x for x in offered if x == offered[0] or self.bounds.built(x)]
-        own = list(shapes_of(problem, pins, batch, offered[0]))
+        own = list(meshes_of(problem, pins, batch, offered[0]))
         if own and not self.bounds.build(offered[0]):
             problem.layouts.of(own[0].on(self.base))  # raises why not
-        self.meshes = {offered[0]: list(dict.fromkeys(s.mesh for s in own))}
-        self.first = self._sorted(s for s in own if plain(pins, s))
-        self.more = [s for s in own if not plain(pins, s)]
-        self.choices = recomputes(problem, pins)
+        self.own, self.choices = own, recomputes(problem, pins)
         self.others = {x: list(meshes_of(problem, pins, batch, x)) for x in offered[1:]}
-        self.meshes |= self.others
-        apart = len(self.choices) * sum(map(len, self.others.values()))
-        self.outcome.tally.candidates = len(own) + apart
+        self.meshes = {offered[0]: list(dict.fromkeys(own)), **self.others}
+        self.columns = {x: columns(meshes, batch) for x, meshes in self.meshes.items() if meshes}
+        apart = sum(map(len, self.others.values()))
+        self.outcome.tally.candidates = len(self.choices) * (len(own) + apart)
 
     def _told(self, layout: Layout) -> dict[Shape, tuple[float, bool]]:
         """Of a layout's shapes without their recomputation: seconds they can not beat, and whether
@@ -146,7 +143,7 @@ class _Solving:
             meshes = self.meshes[layout]
             self.told[key] = {}
             if meshes:
-                of = columns(meshes, self.batch)
+                of = self.columns[layout]
                 found = self.bounds.seconds(of).tolist(), self.bounds.too_big(of).tolist()
                 self.told[key] = dict(zip(meshes, zip(*found, strict=True), strict=True))
         return self.told[key]
@@ -154,9 +151,11 @@ class _Solving:
     def _bound(self, mesh: Shape) -> float:
         return self._told(mesh.layout)[mesh][0]
 
-    def _sorted(self, shapes: Iterable[Shape]) -> list[tuple[float, Shape]]:
-        """With the bound of each; that of its microbatches and axes does for all recomputations."""
-        found = [(self._bound(shape.mesh), shape) for shape in shapes]
+    def _sorted(self, meshes: Iterable[Shape]) -> list[tuple[float, Shape]]:
+        """With every recomputation, and its bound: that of its microbatches and axes does for all
+        of them."""
+        found = [(self._bound(mesh), replace(mesh, recompute=choice))
+                 for mesh in meshes for choice in self.choices]  # fmt: skip
         return sorted(found, key=lambda pair: (pair[0], pair[1].order))
 
     def _of_layout(self, layout: Layout) -> float:
@@ -173,7 +172,8 @@ class _Solving:
         least, tally = self.least(), self.outcome.tally
         done = 0
         large = tally.candidates > MANY and self.prune
-        for bound, shape in () if large else self.first:
+        first = () if large else self._sorted(s for s in self.own if plain(self.pins, s))
+        for bound, shape in first:
             known = self.outcome.by_mesh.get(mesh_key(shape.on(self.base)))
             full = len(self.times) >= KEPT and bound > self.times[KEPT - 1]
             # A deeper recompute of what already fits only costs time.
@@ -205,10 +205,11 @@ class _Solving:
         def push(layout: Layout) -> None:
             known, meshes = self.bounds.nearest(layout), groups[layout]
             least = np.array([bound for bound, _ in self._told(layout).values()])
-            found = guess(self.bounds, columns(meshes, self.batch), least) if meshes else ((), ())
+            found = guess(self.bounds, self.columns[layout], least) if meshes else ((), ())
+            made = self.bounds.built(layout)
             for mesh, about, over in zip(meshes, *found, strict=True):
                 (crowded.add if over else crowded.discard)(mesh)
-                if self.bounds.built(layout) or about < math.inf:
+                if made or about < math.inf:
                     worth = 1.0 if plain(self.pins, mesh) else WORTH
                     heapq.heappush(heap, (float(about) * worth, mesh.order, mesh, known))
 
@@ -259,14 +260,15 @@ class _Solving:
     def _others(self) -> Iterator[tuple[int, float]]:
         """Candidates that shard more than was asked for, by ascending bound."""
         tally = self.outcome.tally
+        more = [mesh for mesh in self.own if not plain(self.pins, mesh)]
         heap: list[tuple[float, tuple[object, ...], Layout | Shape]] = []
-        for bound, shape in self._sorted(self.more):
+        for bound, shape in self._sorted(more):
             heapq.heappush(heap, (bound, shape.order, shape))
         for layout, own in self.others.items():
             if own:
                 heapq.heappush(heap, (self._of_layout(layout), astuple(layout), layout))
         many = {layout: len(self.choices) * len(own) for layout, own in self.others.items()}
-        left = len(self.more) + sum(many.values())
+        left = len(self.choices) * len(more) + sum(many.values())
         while heap:
             bound, _, item = heapq.heappop(heap)
             if self.prune and bound * WORTH > self.limit:

@@ -46,6 +46,18 @@ def candidate_cuts(profile: Profile, sized: SizedProfile) -> Candidates:
 
 
 def _candidate_cuts(profile: Profile, sized: SizedProfile) -> Candidates:
+    used, between, offered = profile.once("where cuts may be", lambda: _where(profile))
+    crossing = np.where(between, _crossing_bytes(profile, sized), np.iinfo(np.int64).max)
+    here = np.flatnonzero(offered & _local_minima(crossing))
+    order = here[np.lexsort((-here, crossing[here], used[here]))]
+    _, first = np.unique(used[order], return_index=True)
+    chosen = order[first]
+    return Candidates(tuple(chosen.tolist()), tuple(crossing[chosen].tolist()))
+
+
+def _where(profile: Profile) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(parameters used up to each position; whether it is between two; whether something that may
+    cross is made there as well)."""
     used = np.zeros(len(profile) + 1, dtype=np.int64)
     casts = np.zeros(len(profile) + 1, dtype=bool)
     casts[profile.node_position[profile.node_released]] = True
@@ -57,17 +69,9 @@ def _candidate_cuts(profile: Profile, sized: SizedProfile) -> Candidates:
     used = np.cumsum(used)[:-1]
     between = (used > 0) & (used < used[-1])
     between &= ~_chosen_cross(profile)
-    crossing = np.where(between, _crossing_bytes(profile, sized), np.iinfo(np.int64).max)
-    makes = set(profile.crossing.at.tolist())
-    best: dict[int, int] = {}
-    for position in _local_minima(crossing):
-        count = int(used[position])
-        if position not in makes or not between[position]:
-            continue
-        if count not in best or crossing[position] <= crossing[best[count]]:
-            best[count] = position
-    chosen = sorted(best.values())
-    return Candidates(tuple(chosen), tuple(int(crossing[p]) for p in chosen))
+    offered = np.zeros(len(profile), dtype=bool)
+    offered[profile.crossing.at] = True
+    return used, between, offered & between
 
 
 def _crossing_bytes(profile: Profile, sized: SizedProfile) -> np.ndarray:
@@ -91,18 +95,14 @@ def _chosen_cross(profile: Profile) -> np.ndarray:
     return np.cumsum(change)[:-1] > 0
 
 
-def _local_minima(values: np.ndarray) -> list[int]:
-    """Positions in runs of equal values that are higher on both sides (ends count as higher)."""
-    edges = np.flatnonzero(np.diff(values)) + 1
-    runs = np.split(np.arange(len(values)), edges)
-    minima: list[int] = []
-    for k, run in enumerate(runs):
-        level = values[run[0]]
-        before = k == 0 or values[runs[k - 1][0]] > level
-        after = k + 1 == len(runs) or values[runs[k + 1][0]] > level
-        if before and after:
-            minima += run.tolist()
-    return minima
+def _local_minima(values: np.ndarray) -> np.ndarray:
+    """Which positions are in runs of equal values that are higher on both sides (ends count as
+    higher)."""
+    starts = np.flatnonzero(np.diff(values, prepend=values[0] - 1))
+    level = values[starts]
+    falls, rises = level[:-1] > level[1:], level[:-1] < level[1:]
+    low = np.append(True, falls) & np.append(rises, True)
+    return np.repeat(low, np.diff(starts, append=len(values)))
 
 
 def partition(cost: np.ndarray, stages: int, allowed: np.ndarray | None = None) -> list[int] | None:
@@ -198,13 +198,26 @@ class Room:
         found = np.searchsorted(least, least - max(limit.budget) * (1 + 1e-9) - 1.0)
         return np.minimum(found, np.arange(len(least)))
 
-    def allowed(self, limit: StageLimit, i: np.ndarray, j: np.ndarray) -> list[np.ndarray]:
-        """For each stage whether it may be the segments from `i` to `j`: windows of points that
-        end before `j`, in rows."""
+    def fits(self, limit: StageLimit, i: np.ndarray, j: np.ndarray) -> Fits:
+        """What stages may be of the segments from `i` to `j`: windows of points that end before
+        `j`, in rows."""
         running = np.maximum.accumulate(self.passing[i][:, ::-1], axis=1)[:, ::-1]
         fixed = (self.held[j] - self.held[i]) * limit.per_parameter_byte + running
-        one = self.waiting[j] - self.waiting[i]
-        return [fixed + one * n <= b for n, b in zip(limit.in_flight, limit.budget, strict=True)]
+        return Fits(fixed, self.waiting[j] - self.waiting[i], limit)
+
+
+@dataclass(frozen=True, eq=False)
+class Fits:
+    """Segments in rows: bytes that each holds in any case, and for each microbatch in flight."""
+
+    fixed: np.ndarray
+    one: np.ndarray
+    limit: StageLimit
+
+    def on(self, stage: int, rows: slice) -> np.ndarray:
+        """Which segments a stage may be."""
+        taken = self.fixed[rows] + self.one[rows] * self.limit.in_flight[stage]
+        return taken <= self.limit.budget[stage]
 
 
 def split_evenly(
@@ -264,7 +277,7 @@ def _within(
     cost[cost > most * _NEAR] = np.inf
     allowed = None
     if room is not None and limit is not None:
-        allowed = room.allowed(limit, i, j)
+        allowed = room.fits(limit, i, j)
     bottleneck = _band(cost, stages, allowed, np.maximum)
     if bottleneck is None:
         return None
@@ -278,26 +291,52 @@ def _within(
 
 
 def _band(
-    cost: np.ndarray, stages: int, allowed: list[np.ndarray] | None, combine: np.ufunc
+    cost: np.ndarray, stages: int, allowed: Fits | None, combine: np.ufunc
 ) -> list[int] | None:
-    """As `_shortest`; cost[j, d]: of the segment to point j from point j - width + d."""
+    """As `_shortest`; cost[j, d]: of the segment to point j from point j - width + d. Of each stage
+    it looks only at the points between which a whole split can have its end."""
     points, width = cost.shape
+    spans = _reach(cost, stages)
+    if any(low > high for low, high in spans):
+        return None
     best = np.full(width + points, np.inf)
     best[width] = 0.0
-    rows = np.arange(points)
+    windows = sliding_window_view(best, width)
     choices: list[np.ndarray] = []
-    for stage in range(stages):
-        table = combine(sliding_window_view(best, width)[:points], cost)
+    for stage, (start, last) in enumerate(spans):
+        end = last + 1
+        table = combine(windows[start:end], cost[start:end])
         if allowed is not None:
-            table = np.where(allowed[stage], table, np.inf)
+            table[~allowed.on(stage, slice(start, end))] = np.inf
         choices.append(table.argmin(axis=1))
-        best[width:] = table[rows, choices[-1]]
+        found = table.min(axis=1)
+        best[:] = np.inf
+        best[width + start : width + end] = found
     if not np.isfinite(best[-1]):
         return None
     splits = [points - 1]
-    for choice in reversed(choices):
-        splits.append(splits[-1] - width + int(choice[splits[-1]]))
+    for choice, (start, _) in zip(reversed(choices), reversed(spans), strict=True):
+        splits.append(splits[-1] - width + int(choice[splits[-1] - start]))
     return splits[::-1]
+
+
+def _reach(cost: np.ndarray, stages: int) -> list[tuple[int, int]]:
+    """The first and the last point at which each stage can end, as far as segments go whose cost is
+    not infinite; of some stage the first is behind the last where there is no split."""
+    points, width = cost.shape
+    possible = np.isfinite(cost)
+    longest = np.arange(points) - width + possible.argmax(axis=1)  # where it starts, to each point
+    start = np.where(possible.any(axis=1), longest, points)
+    least = np.minimum.accumulate(start[::-1])[::-1]  # to this point or a later one
+    far = (np.searchsorted(least, np.arange(points), side="right") - 1).tolist()
+    low, high = [points - 1], [0]
+    for _ in range(stages):
+        low.append(int(least[min(low[-1], points - 1)]))
+        high.append(far[max(high[-1], 0)])
+    return [
+        (max(first, stage + 1), min(last, points - stages + stage))
+        for stage, (first, last) in enumerate(zip(low[-2::-1], high[1:], strict=True))
+    ]
 
 
 def chain_of(
@@ -379,8 +418,9 @@ def _with_pinned(
         return partition(cost, stages, held)
     for j in range(1, points):
         i = np.arange(j)[None, :]
-        for stage, fits in enumerate(room.allowed(limit, i, np.array([[j]]))):
-            held[stage, :j, j] &= fits[0]
+        fits = room.fits(limit, i, np.array([[j]]))
+        for stage in range(stages):
+            held[stage, :j, j] &= fits.on(stage, slice(None))[0]
     return partition(cost, stages, held)
 
 

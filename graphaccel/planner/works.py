@@ -107,6 +107,9 @@ def _stage_works(
     sent = remade(sized.sent_backward, sized.sent_again)
     host = remade(sized.host_backward, sized.host_again)
     action = _LAUNCHES_AN_ACTION * launch_seconds
+    columns = np.stack([
+        forward, sized.sent_forward, sized.host_forward, backward, sent, host, sized.weight
+    ])  # fmt: skip
     works = []
     for first, end in stage_positions(profile, plan.cuts):
         held = held_parameters(profile, [(first, end)])
@@ -115,9 +118,8 @@ def _stage_works(
         for parameter in trained:
             if parameter.name in profile.partial:
                 partial[profile.partial[parameter.name]] += parameter.bytes
-        here = slice(first, end)
-        ahead = _phase(forward, sized.sent_forward, sized.host_forward, here)
-        back = _phase(backward, sent, host, here)
+        *busy, weight = columns[:, first:end].sum(axis=1).tolist()
+        ahead, back = _phase(*busy[:3]), _phase(*busy[3:])
         works.append(
             StageWork(
                 first=first,
@@ -130,19 +132,16 @@ def _stage_works(
                 sent_forward=ahead[1],
                 sent_backward=back[1],
                 partial=tuple(sorted(partial.items())),
-                weight=float(sized.weight[first:end].sum()),
+                weight=weight,
                 action=action,
             )
         )
     return tuple(works)
 
 
-def _phase(
-    device: np.ndarray, sent: np.ndarray, host: np.ndarray, here: slice
-) -> tuple[float, float]:
+def _phase(busy: float, waiting: float, starting: float) -> tuple[float, float]:
     """(seconds, those that collectives add) of a stage's phase: device and process work side by
     side, so that the slower decides."""
-    busy, waiting, starting = (float(values[here].sum()) for values in (device, sent, host))
     whole = max(busy, starting)
     return whole, whole - max(busy - waiting, starting)
 
@@ -151,12 +150,7 @@ def held_parameters(profile: Profile, spans: Sequence[tuple[int, int]]) -> tuple
     """Parameters and buffers that positions [first, end) of `spans` read; unused ones lie on stage
     0.
     """
-
-    owners, places = profile.readers
-    here = np.zeros(len(places), dtype=bool)
-    for first, end in spans:
-        here |= (first <= places) & (places < end)
-    return tuple(profile.parameters[i] for i in np.unique(owners[here]).tolist())
+    return tuple(map(profile.parameters.__getitem__, profile.read(spans)))
 
 
 def flight(plan: Plan) -> dict[int, int]:
