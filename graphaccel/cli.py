@@ -167,6 +167,12 @@ def _add_pins(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
         help="zero 3: gather parameters once a step, hold them for all microbatches",
     )
     pins.add_argument(
+        "--cast-once",
+        action=argparse.BooleanOptionalAction,
+        help="without zero 3: cast parameters to 16 bits once a step, hold them for all "
+        "microbatches",
+    )
+    pins.add_argument(
         "--accumulation",
         choices=("whole", "shards"),
         help="zero 2 and 3: reduce gradients in the last microbatch, or in each, for less memory",

@@ -13,7 +13,7 @@ from graphaccel.capture.batch import as_call, flatten_call
 from graphaccel.capture.stepgraph import StepGraph, capture
 from graphaccel.kernels.check import DTYPES, Fault, check_numbers
 from graphaccel.kernels.examples import example
-from graphaccel.kernels.register import op_of, parameters, tensors
+from graphaccel.kernels.register import backward_of, op_of, parameters, tensors
 from graphaccel.kernels.spec import Function, Fusion
 from graphaccel.passes.fuse import find_sites, fuse
 from graphaccel.planner.plan import Plan
@@ -126,8 +126,7 @@ def _calls(fusion: Fusion, values: dict[str, Any]) -> Iterator[fx.Node]:
     known = {**values, **dict(zip(fusion.results, tensors(forward.meta["val"]), strict=True))}
     known |= {f"grad_{n}": torch.randn_like(known[n]) for n in fusion.outputs}
     known["wanted"] = [True] * len(fusion.inputs)
-    backward = getattr(torch.ops.graphaccel, f"{fusion.name}_backward").default
-    yield _node(backward, [known[n] for n in fusion.read_back])
+    yield _node(backward_of(fusion), [known[n] for n in fusion.read_back])
 
 
 def _node(op: Any, values: list[Any]) -> fx.Node:

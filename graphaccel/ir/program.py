@@ -110,8 +110,8 @@ class StageProgram:
     groups: parameters that rest sharded over the data axis, by the flat buffer they lie in.
     reduced: those whose gradients are reduce-scattered, by the flat buffer, in its order.
     prepare: what runs once a step, before anything else, where parameters are gathered or cast for
-      all microbatches at once (`passes.hold_parameters`): it gives "held" parameters, perhaps on
-      their way, which live until the last phase of the stage has run.
+      all microbatches at once (`passes.hold_parameters`, `passes.hold_casts`): it gives "held"
+      parameters, perhaps on their way, which live until the last phase of the stage has run.
     """
 
     stage: int

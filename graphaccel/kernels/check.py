@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from graphaccel.kernels.examples import fakes, shape, sizes_of
 from graphaccel.kernels.fusion import Fusion, Scalar, T
-from graphaccel.kernels.register import op_of, parameters, tensors
+from graphaccel.kernels.register import op_of, parameters, tensors, wide_form
 from graphaccel.kernels.spec import Function
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -33,7 +33,8 @@ LEADING = ((3, 5), (2, 17))
 
 @dataclass(frozen=True)
 class Case:
-    """One call: what it is given, in words. values: "normal", "large" or "masked"."""
+    """One call: what it is given, in words. values: "normal", "large" or "masked". wide: by the
+    form that computes in float32, against eager on inputs that are cast to it."""
 
     dtype: torch.dtype
     layout: str
@@ -42,9 +43,10 @@ class Case:
     values: str
     pattern: int
     scalar: int = 0
+    wide: bool = False
 
     def __str__(self) -> str:
-        kind = str(self.dtype).removeprefix("torch.")
+        kind = str(self.dtype).removeprefix("torch.") + (" in float32" if self.wide else "")
         return f"{kind}, {self.layout}, {self.values} values, leading {self.leading}"
 
 
@@ -60,7 +62,10 @@ def check_numbers(fusion: Fusion, device: str = "cpu") -> tuple[int, tuple[Fault
     """How many cases were run, and what was found; each kind of fault once, with its first case."""
     found: dict[str, Fault] = {}
     count = 0
-    for case in _cases(fusion):
+    cases = [*_cases(fusion)]
+    if wide_form(fusion) is not None:
+        cases += [replace(c, wide=True) for c in cases if c.dtype != torch.float32]
+    for case in cases:
         count += 1
         for what in _Run(fusion, case, device).faults():
             kind = what.split(":")[0]
@@ -113,6 +118,9 @@ class _Run:
 
     def __init__(self, fusion: Fusion, case: Case, device: str) -> None:
         self.fusion, self.case, self.device = fusion, case, device
+        form = wide_form(fusion) if case.wide else fusion
+        assert form is not None
+        self.op = form.rewrite or op_of(form)
         self.pattern = fusion.patterns[case.pattern]
         self.names = parameters(self.pattern)
         self.values = self._values()
@@ -128,13 +136,13 @@ class _Run:
         for name, kept in before.items():
             if not _same_bits(self.values[name], kept):
                 yield f"it writes to its input `{name}`"
-        eager = self._run(self._plain(self.values), self._given(self.values))
+        eager = self._run(self._plain, self._given(self.values))
         wide = {
             n: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v
             for n, v in self.values.items()
         }
         with _Wide():
-            true = self._run(self._plain(wide), self._given(wide))
+            true = self._run(self._plain, self._given(wide))
         for i, name in enumerate(fusion.outputs):
             yield from self._compare(
                 f"output `{name}`", fused.outputs[i], eager.outputs[i], true.outputs[i]
@@ -191,9 +199,9 @@ class _Run:
     def _foretold(self) -> Iterator[str]:
         full = self._full(self.values)
         with torch.no_grad():
-            real = tensors(op_of(self.fusion)(*full.values()))
+            real = tensors(self.op(*full.values()))
         with fakes(full) as given:
-            fake = tensors(op_of(self.fusion)(*given.values()))
+            fake = tensors(self.op(*given.values()))
         for name, a, b in zip(self.fusion.results, real, fake, strict=True):
             for kind in ("dtype", "shape", "stride"):
                 x, y = (v.stride() if kind == "stride" else getattr(v, kind) for v in (a, b))
@@ -202,12 +210,17 @@ class _Run:
 
     def _fused(self) -> _Result:
         full = self._full(self.values)
-        replacing: Function = self.fusion.rewrite or op_of(self.fusion)
-        return self._run(lambda given: replacing(*given.values()), full)
+        return self._run(lambda given: self.op(*given.values()), full)
 
-    def _plain(self, values: Mapping[str, Any]) -> Function:
-        del values
-        return lambda given: self.pattern(**given)
+    def _plain(self, given: Mapping[str, Any]) -> Any:
+        """What eager computes."""
+        low = self.case.dtype if self.case.wide else None
+        return self.pattern(
+            **{
+                n: v.float() if isinstance(v, Tensor) and v.dtype == low else v
+                for n, v in given.items()
+            }
+        )
 
     def _given(self, values: Mapping[str, Any]) -> dict[str, Any]:
         return {n: values[n] for n in self.names}

@@ -18,6 +18,7 @@ from graphaccel.errors import BadFusion, KernelFailed
 from graphaccel.kernels.examples import example, fakes
 from graphaccel.kernels.jit import has_triton
 from graphaccel.kernels.spec import Function, Fusion, T
+from graphaccel.kernels.widened import widened
 
 NAMESPACE = "graphaccel"
 _MARK = "graphaccel_fusion"
@@ -35,14 +36,26 @@ def is_backward(target: Any) -> bool:
 
 def op_of(fusion: Fusion) -> Any:
     """The forward op of a fusion."""
-    return getattr(getattr(torch.ops, NAMESPACE), fusion.name).default
+    return getattr(getattr(torch.ops, NAMESPACE), fusion.op_name).default
+
+
+def backward_of(fusion: Fusion) -> Any:
+    """The backward op of a fusion that has one."""
+    return getattr(getattr(torch.ops, NAMESPACE), f"{fusion.op_name}_backward").default
+
+
+def wide_form(fusion: Fusion) -> Fusion | None:
+    """The same op computing in float32 of 16-bit inputs, where there is one (`widened`)."""
+    op = getattr(getattr(torch.ops, NAMESPACE), f"{fusion.name}_wide", None)
+    found = None if op is None else fusion_of(op.default)
+    return found if found is not None and found.wide else None
 
 
 def registered() -> tuple[Fusion, ...]:
     """Every fusion known to torch's registry in this process, by name."""
     ops = getattr(torch.ops, NAMESPACE)
     found = {fusion_of(getattr(ops, name).default) for name in list(ops)}
-    return tuple(sorted((f for f in found if f is not None), key=lambda f: f.name))
+    return tuple(sorted((f for f in found if f is not None and not f.wide), key=lambda f: f.name))
 
 
 def register(fusion: Fusion) -> None:
@@ -56,6 +69,9 @@ def register(fusion: Fusion) -> None:
     _check(fusion)
     if fusion.rewrite is None:
         _define(fusion)
+        wide = widened(fusion)
+        if wide is not None:
+            _define(wide)
     else:
         _define_name(fusion)
 
@@ -84,8 +100,8 @@ def _schema(fusion: Fusion) -> tuple[str, str]:
     forward = ", ".join(declared(n) for n in fusion.inputs)
     backward = ", ".join(declared(n) for n in fusion.read_back)
     return (
-        f"{fusion.name}({forward}) -> {returns(len(fusion.results))}",
-        f"{fusion.name}_backward({backward}) -> {returns(len(fusion.returned))}",
+        f"{fusion.op_name}({forward}) -> {returns(len(fusion.results))}",
+        f"{fusion.op_name}_backward({backward}) -> {returns(len(fusion.returned))}",
     )
 
 
@@ -94,23 +110,23 @@ def _define(fusion: Fusion) -> None:
     tags = (torch.Tag.nondeterministic_seeded,) if fusion.random else ()
     forward, backward = _schema(fusion)
     library.define(forward, tags=tags)
-    name = f"{NAMESPACE}::{fusion.name}"
+    name = f"{NAMESPACE}::{fusion.op_name}"
     assert fusion.forward is not None
-    implement(library, fusion, fusion.name, fusion.forward, fusion.cuda_forward)
+    implement(library, fusion, fusion.op_name, fusion.forward, fusion.cuda_forward)
     torch.library.register_fake(name, fusion.fake or fusion.forward, lib=library)
     own = bool(fusion.differentiable) and not fusion.inline
     if own:
         library.define(backward)
         run = fusion.backward or _autograd_of(fusion)
-        implement(library, fusion, f"{fusion.name}_backward", run, fusion.cuda_backward)
+        implement(library, fusion, f"{fusion.op_name}_backward", run, fusion.cuda_backward)
         fake = fusion.fake_backward or (_like_inputs(fusion) if fusion.backward is None else run)
         torch.library.register_fake(f"{name}_backward", fake, lib=library)
     if fusion.differentiable:
         _register_autograd(library, fusion)
     # The library lives as long as its ops, and the ops know their fusion.
     op_of(fusion).graphaccel_library = library
-    for suffix in ("", "_backward") if own else ("",):
-        setattr(getattr(torch.ops.graphaccel, fusion.name + suffix).default, _MARK, fusion)
+    for op in (op_of(fusion), backward_of(fusion)) if own else (op_of(fusion),):
+        setattr(op, _MARK, fusion)
 
 
 def _define_name(fusion: Fusion) -> None:
@@ -160,7 +176,7 @@ def _register_autograd(library: Any, fusion: Fusion) -> None:
         assert fusion.backward is not None
         op: Any = fusion.backward
     else:
-        op = getattr(torch.ops.graphaccel, f"{fusion.name}_backward").default
+        op = backward_of(fusion)
     outputs = {n: f"grad_{n}" for n in fusion.outputs}
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -194,7 +210,7 @@ def _register_autograd(library: Any, fusion: Fusion) -> None:
         )
 
     torch.library.register_autograd(
-        f"{NAMESPACE}::{fusion.name}", backward, setup_context=setup, lib=library
+        f"{NAMESPACE}::{fusion.op_name}", backward, setup_context=setup, lib=library
     )
 
 

@@ -88,6 +88,7 @@ class Fusion:
     masked_rows: whether rows that are masked throughout are as in eager.
     large: the size of large values in checks.
     tolerance: how much larger than eager's its error against float64 may be.
+    wide: it computes in float32 of 16-bit inputs, and is derived (`kernels.widened`).
     flops, workspace: of the forward, from inputs by name: FLOPs, for which only `shape` and
       `numel()` may be read; bytes of scratch at its peak.
     """
@@ -121,7 +122,13 @@ class Fusion:
     tolerance: float = 2.0
     flops: Function | None = field(default=None, repr=False)
     workspace: Function | None = field(default=None, repr=False)
+    wide: bool = False
     location: Location | None = field(default=None, repr=False)
+
+    @property
+    def op_name(self) -> str:
+        """The name of its forward op; that of the backward has `_backward` behind."""
+        return f"{self.name}_wide" if self.wide else self.name
 
     @property
     def tensors(self) -> dict[str, T]:

@@ -17,7 +17,7 @@ from graphaccel.capture.patterns import trace_pattern
 from graphaccel.compat.torch import fake_mode_of
 from graphaccel.ir.match import Near, Pattern, match_at
 from graphaccel.kernels.examples import example
-from graphaccel.kernels.register import narrowed, op_of, parameters
+from graphaccel.kernels.register import narrowed, op_of, parameters, wide_form
 from graphaccel.kernels.spec import Function, Fusion, Scalar, T
 from graphaccel.passes.lower_precision import cast_graph
 
@@ -32,7 +32,8 @@ aten = torch.ops.aten
 class Site:
     """One match. place: position of its last node in the graph, by which sites are ordered.
     inputs: name → node, number or None. outputs: the nodes it replaces, in the fusion's order.
-    wide: a rewrite's inputs are cast to it first: under autocast the pattern computes in it."""
+    wide: its inputs are cast to it first (by an op, inside): under autocast the pattern computes in
+    it."""
 
     fusion: Fusion
     place: int
@@ -151,7 +152,8 @@ class Finder:
         if not _can_stand(inputs, outputs, set(inside)):
             return near("its outputs are read before its inputs are all there")
         reason = unchanged(site, self._mode)
-        if reason is not None and any(autocast) and fusion.rewrite is not None:
+        wide = fusion.rewrite is not None or wide_form(fusion) is not None
+        if reason is not None and any(autocast) and wide:
             site = replace(site, wide=torch.float32)
             reason = reason if unchanged(site, self._mode) else None
         return site if reason is None else near(reason)
@@ -215,7 +217,7 @@ def unchanged(site: Site, mode: Any) -> str | None:
     """The op's fake must give dtype, shape and stride of what it replaces; why it does not."""
     values = [v.meta["val"] if isinstance(v, fx.Node) else v for v in site.inputs.values()]
     with mode:
-        made = (_widening(site) or op_of(site.fusion))(*values)
+        made = (_widening(site) or _op(site))(*values)
         made = [made] if isinstance(made, Tensor) else list(made)
         wanted = [o.meta["val"] for o in site.outputs]
         made = narrowed(site.fusion, made, wanted)
@@ -277,7 +279,7 @@ def _calls(graph: fx.Graph, site: Site) -> _Made:
     values = [v.meta["val"] if isinstance(v, fx.Node) else v for v in site.inputs.values()]
     if site.fusion.rewrite is not None:
         return _rewritten(graph, site)
-    op = op_of(site.fusion)
+    op = _op(site)
     call = graph.call_function(op, tuple(site.inputs.values()))
     call.meta["val"] = op(*values)
     items = [call]
@@ -327,6 +329,12 @@ def _widening(site: Site) -> Function | None:
         return rewrite(**{n: v.to(wide) if n in low else v for n, v in values.items()})
 
     return call
+
+
+def _op(site: Site) -> Any:
+    form = site.fusion if site.wide is None else wide_form(site.fusion)
+    assert form is not None
+    return op_of(form)
 
 
 def _partial(function: Function, values: Mapping[str, Any]) -> Function:

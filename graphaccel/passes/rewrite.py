@@ -25,6 +25,7 @@ from graphaccel.passes.cut_stages import cut_stages
 from graphaccel.passes.equal_stages import Twin, equal_stages
 from graphaccel.passes.exact_microbatch import LocalStep, exact_microbatch
 from graphaccel.passes.gather_parameters import gather_parameters
+from graphaccel.passes.hold_casts import hold_casts
 from graphaccel.passes.hold_parameters import hold_parameters
 from graphaccel.passes.offload_activations import offload_activations
 from graphaccel.passes.outline_stages import outline_stages
@@ -177,6 +178,7 @@ def _bare(
             for p in programs
         ),
     )
+    programs = run.call("hold_casts", lambda: tuple(hold_casts(p, plan) for p in programs))
     return Rewritten(
         programs,
         programs,

@@ -70,7 +70,8 @@ def columns(shapes: Sequence[Shape], batch: int) -> Columns:
 
 @dataclass(frozen=True)
 class Sums:
-    """Of a microbatch on all stages: seconds (casts: of parameters, in one phase); bytes of
+    """Of a microbatch on all stages: seconds (casts: of parameters, in one phase; held_casts: those
+    that may be made once a step); bytes of
     parameters, of what is saved if nothing and if all is computed again; the most that live within
     a phase, and the least that a cut sends. Numbers, or columns of them."""
 
@@ -79,6 +80,7 @@ class Sums:
     backward: Any
     weight: Any
     casts: Any
+    held_casts: Any
     held: Any
     trained: Any
     lean: Any
@@ -116,6 +118,12 @@ class Bounds:
     def gathered(self) -> float:
         """Bytes that ZeRO 3 gathers for each byte of a parameter that it lets go of."""
         return 0.5 if self._base.precision.stream != "float32" else 1.0
+
+    @property
+    def _casts_once(self) -> bool:
+        """Whether casts of parameters may be held for all microbatches."""
+        free = self._base.cast_once or "cast_once" not in self._base.pinned
+        return free and self._base.precision.compute != "float32"
 
     def build(self, layout: Layout) -> bool:
         """Shard the graph so, if it is not yet; False where it can not be."""
@@ -155,6 +163,9 @@ class Bounds:
         extra = of.layout.replica // known.replica
         low = (of.zero == 3) & (GATHERS.index(False) != of.again) & (self.gathered < 1)
         casts = np.where(low, sums.casts * (1 - 1 / of.data), 0.0)
+        if self._casts_once:  # perhaps
+            held = (of.microbatches > 1) & ~((of.zero == 3) & (of.data > 1))
+            casts = np.where(held, sums.held_casts, casts)
         work = sums.work - 2 * casts
         if extra > 1:
             work = sums.launches + np.maximum(work - sums.launches, 0.0) / extra
@@ -239,6 +250,7 @@ def _sums(bounds: Bounds, known: Layout, small: int) -> Sums:
         float(sized.backward.sum()),
         float(sized.weight.sum()),
         float(sized.casts.sum()),
+        float(sized.held_casts.sum()),
         profile.held_bytes,
         profile.trained_bytes,
         lean,

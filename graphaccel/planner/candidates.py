@@ -254,7 +254,8 @@ def _zeros(
     once = "step" if microbatches > 1 or low else False
     yield (pins.zero or 0, *usual)
     free = problem.shardable and problem.profile.step.has_loss and data > 1
-    for zero in (1, 2, 3) if pins.zero is None else (pins.zero,):
+    levels = (1, 2) if pins.cast_once else (1, 2, 3)
+    for zero in levels if pins.zero is None else (pins.zero,):
         if not free and pins.zero is None:
             return
         agains = (True, once) if zero == 3 and pins.zero is None else (usual[0],)

@@ -49,11 +49,12 @@ def predict_memory(
         ("ranks", plan.cuts, plan.pipeline), lambda: _of_ranks(profile, works, plan.pipeline)
     )
     once = sized.once(
-        ("held", plan.cuts, plan.pipeline, plan.holds_gathered, plan.gathers_low),
-        lambda: [_gathered_once(profile, works[r :: plan.pipeline], plan)
+        ("held", plan.cuts, plan.pipeline, plan.holds_gathered, plan.gathers_low, plan.holds_casts),
+        lambda: [_made_once(profile, sized, works[r :: plan.pipeline], plan)
                  for r in range(plan.pipeline)],
     )  # fmt: skip
-    key = ("peaks", plan.cuts, plan.recompute, split, motion_key(plan), plan.offload)
+    moved = motion_key(plan), plan.offload, plan.holds_casts
+    key = ("peaks", plan.cuts, plan.recompute, split, moved)
     peaks = sized.once(key, lambda: stage_peaks(profile, sized, works, plan))
     numbers = profile.numbers(plan.recompute)
     sent = sized.once(
@@ -89,7 +90,8 @@ def predict_memory(
         elif plan.zero >= 2 and plan.accumulation == "shards":
             gradient //= plan.data
         if plan.zero == 3:
-            parameter = parameter // plan.data + once[rank]
+            parameter = parameter // plan.data
+        parameter += once[rank]
         tensors = parameter + gradient + optimizer + activation + temporary
         other = cluster.context_bytes + int(cluster.fragmentation * tensors)
         ranks.append(
@@ -145,8 +147,20 @@ def _of_ranks(
     return tuple(found)
 
 
-def _gathered_once(profile: Profile, works: Sequence[StageWork], plan: Plan) -> int:
-    """Bytes of what ZeRO 3 holds of a rank's stages for all microbatches."""
+def _made_once(
+    profile: Profile, sized: SizedProfile, works: Sequence[StageWork], plan: Plan
+) -> int:
+    """Bytes that a rank holds of its stages' parameters for all microbatches: what ZeRO 3 gathered,
+    or a cast of each, however often it is read."""
+    if plan.holds_casts:
+        storage, parameter, place = profile.held_casts
+        size = sized.bytes[storage]
+        found = 0
+        for work in works:
+            here = (work.first <= place) & (place < work.end)
+            _, at = np.unique(parameter[here], return_index=True)
+            found += int(size[here][at].sum())
+        return found
     if not plan.holds_gathered:
         return 0
     found = sum(

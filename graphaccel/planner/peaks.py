@@ -52,11 +52,12 @@ def stage_peaks(
     saved, again = sized.saved(recomputed)
     away = away_bytes(profile, sized, plan)
     running = _within(saved - away, first, stage)
-    backward = sized.passing_backward
+    forward, backward = sized.passing_forward, sized.passing_backward
+    if plan.holds_casts:
+        forward, backward = sized.passing_held
     if again.any():  # alive from the block's end down to where backward reads it
         groups = sized.once(("blocks", plan.cuts), lambda: _blocks(profile, stage))
         backward = backward + _remade(again, *groups)
-    forward = sized.passing_forward
     if "activations" in plan.offload:
         spans = [slice(work.first, work.end) for work in works]
         moved = np.concatenate([beside(profile, away, here) for here in spans])

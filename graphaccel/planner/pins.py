@@ -36,10 +36,11 @@ AXES = ("pipeline", "data", "expert", "context", "tensor")
 _COUNTS = (
     "data", "pipeline", "tensor", "context", "expert", "interleave", "microbatches", "bucket_bytes"
 )  # fmt: skip
-_SWITCHES = ("sequence", "scatter_sends")
+_SWITCHES = ("sequence", "scatter_sends", "cast_once")
 NAMES = (
     *_COUNTS, "recompute", "precision", "schedule", "cuts", "outputs",
-    "zero", "gather_again", "accumulation", "sequence", "scatter_sends", "pins", "fusions",
+    "zero", "gather_again", "cast_once", "accumulation", "sequence", "scatter_sends", "pins",
+    "fusions",
     "vocab", "stages", "ort", "fallback", "compile", "offload",
 )  # fmt: skip
 
@@ -67,6 +68,7 @@ class Pins:
     expert: int | None = None
     zero: int | None = None
     gather_again: bool | str | None = None
+    cast_once: bool | None = None
     accumulation: str | None = None
     sequence: bool | None = None
     scatter_sends: bool | None = None
@@ -172,6 +174,7 @@ def read_pins(
         found = replace(found, pins=tuple(sorted(own.items())))
     _check_zero(found, devices)
     _check_sends(found)
+    _check_casts(found, step)
     _check_schedule(found)
     _check_stages(found)
     _check_batch(found, batch, limits)
@@ -302,6 +305,20 @@ def _check_sends(pins: Pins) -> None:
         if pins.scatter_sends and getattr(pins, axis) == 1:
             reason = f"with {axis}=1 there is nothing to send in parts"
             raise BadPin(pin="scatter_sends", value=True, reason=reason, allowed=("False",))
+
+
+def _check_casts(pins: Pins, step: StepGraph) -> None:
+    if not pins.cast_once:
+        return
+    reason = None
+    if PRECISIONS[pins.precision or "fp32"].compute == "float32":
+        reason = f"with precision={pins.precision or 'fp32'} no parameter is cast"
+    elif pins.zero == 3:
+        reason = "with zero=3 parameters are gathered; gather_again='step' does it once a step"
+    elif not step.has_loss:
+        reason = "with a loss outside of the graph there is one microbatch"
+    if reason is not None:
+        raise BadPin(pin="cast_once", value=True, reason=reason, allowed=("False",))
 
 
 def _sizes(pins: Pins, devices: int) -> dict[str, int]:
@@ -462,6 +479,7 @@ def base_plan(pins: Pins, devices: int, batch: int, graph: str, cluster: str, ou
         expert=pins.expert or 1,
         zero=pins.zero or 0,
         gather_again=True if pins.gather_again is None else pins.gather_again,
+        cast_once=bool(pins.cast_once),
         accumulation=pins.accumulation or "whole",
         placements=pins.pins or (),
         sequence=pins.sequence is not False,

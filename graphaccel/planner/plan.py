@@ -119,6 +119,8 @@ class Plan:
     gather_again: zero 3 lets go of parameters after the forward and gathers them again (True),
       keeps them for the microbatch's backward (False), or gathers them once a step and holds them
       for all microbatches ("step").
+    cast_once: without ZeRO 3, parameters are cast to the precision of products once a step, and
+      held so for all microbatches.
     accumulation: "whole": gradients are reduced in the last microbatch; "shards": in every one, so
     that only this rank's shard is kept (zero 2 and 3).
     placements: parameter name → how it rests, where the user said so.
@@ -158,6 +160,7 @@ class Plan:
     outputs: str = "loss"
     zero: int = 0
     gather_again: bool | str = True
+    cast_once: bool = False
     accumulation: str = "whole"
     placements: tuple[tuple[str, tuple[Sharded, ...]], ...] = ()
     sequence: bool = True
@@ -203,6 +206,12 @@ class Plan:
         return self.zero == 3 and self.data > 1 and self.gather_again == "step"
 
     @property
+    def holds_casts(self) -> bool:
+        """Whether casts of parameters are made once a step, and held for all microbatches."""
+        low = self.precision.compute != "float32"
+        return self.cast_once and low and not (self.zero == 3 and self.data > 1)
+
+    @property
     def decisions(self) -> dict[str, Any]:
         """Everything that was decided, by field name."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _NO_DECISION}
@@ -231,6 +240,7 @@ class Plan:
         if self.precision.compute != "float32":
             through = self.precision.stream != "float32"
             parts.append(self.precision.compute + " parameters" * through)
+            parts[-1] += ", cast once a step" * self.holds_casts
         if self.precision.products:
             parts.append(f"{self.precision.products} products")
         if self.compile != "off":

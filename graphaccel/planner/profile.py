@@ -30,6 +30,7 @@ from graphaccel.rules.propagate import is_random
 
 _HELD = ("parameter", "buffer", "tangent")  # what one stage has and others do not
 _CAST = torch.ops.aten._to_copy.default
+_LOW = (torch.bfloat16, torch.float16)
 _FAR = np.iinfo(np.int64).max
 T = TypeVar("T")
 
@@ -443,6 +444,27 @@ class Profile:
         does them again for the backward)."""
         cast = self.lines.told([n.target is _CAST for n in self.lines.nodes])
         return cast & self._of_parameters & self.node_forward
+
+    @cached_property
+    def node_held(self) -> np.ndarray:
+        """Those of them that `passes.hold_casts` may make once a step: casts of a parameter itself
+        to 16 bits."""
+        lines = self.lines
+        own = np.zeros(len(lines.of), dtype=bool)
+        own[lines.inputs] = [spec.kind == "parameter" for spec in self.step.inputs]
+        direct = np.zeros(len(lines.of), dtype=bool)
+        direct[lines.reader[own[lines.source]]] = True
+        plain = [set(n.kwargs) == {"dtype"} and n.kwargs["dtype"] in _LOW for n in lines.nodes]
+        return self.node_released & direct & lines.told(plain)
+
+    @cached_property
+    def held_casts(self) -> tuple[np.ndarray, ...]:
+        """(storage of the cast, row of the parameter, position) of each."""
+        lines, storages = self.lines, self.storages
+        found = np.flatnonzero(self.node_held[storages.made])
+        source = np.zeros(len(lines.of), dtype=np.int64)
+        source[lines.reader] = lines.source  # a cast has one
+        return found, source[storages.made[found]], storages.at[found]
 
     @cached_property
     def node_again(self) -> np.ndarray:

@@ -28,8 +28,9 @@ class SizedProfile:
     among them; host_forward, host_backward: seconds in which the process starts the ops, which goes
     on beside the device. again, sent_again, host_again: of the forward's, what is done again where
     a block is computed again. casts: of the forward's, and as much of the backward's, what giving
-    parameters another dtype takes besides starting it. launches: seconds of the device that
-    starting ops takes. bytes: of each storage.
+    parameters another dtype takes besides starting it; held_casts: of those that may be made once a
+    step, and held_starts: seconds in which the process starts them. launches: seconds of the device
+    that starting ops takes. bytes: of each storage.
     gradients: bytes of parameters' gradients, where they are made. passing_forward,
     passing_backward: the most bytes of values that live only within a phase, while the position
     computes.
@@ -71,6 +72,8 @@ class SizedProfile:
         self.again, self.sent_again = summed(seconds, again), summed(sent, again)
         self.host_again = summed(starting, again)
         self.casts = summed(seconds - gap * calls, released)
+        self.held_casts = summed(seconds - gap * calls, profile.node_held)
+        self.held_starts = summed(starting, profile.node_held)
         if released.any():
             self.backward += summed(seconds, released)
             self.host_backward += summed(starting, released)
@@ -114,16 +117,22 @@ class SizedProfile:
     @cached_property
     def passing_forward(self) -> np.ndarray:
         """The most bytes of values that live only within the forward, per position."""
-        return self._most(self._profile.node_forward)
+        return self._most(self._profile.node_forward, self._passing)
 
     @cached_property
     def passing_backward(self) -> np.ndarray:
         """Likewise of the backward."""
-        return self._most(~self._profile.node_forward)
+        return self._most(~self._profile.node_forward, self._passing)
 
-    def _most(self, here: np.ndarray) -> np.ndarray:
+    @cached_property
+    def passing_held(self) -> tuple[np.ndarray, np.ndarray]:
+        """Likewise of forward and backward, where casts of parameters are held."""
+        passing, ahead = self._alive(self._profile.node_held), self._profile.node_forward
+        return self._most(ahead, passing), self._most(~ahead, passing)
+
+    def _most(self, here: np.ndarray, passing: np.ndarray) -> np.ndarray:
         found = np.zeros(len(self._profile), dtype=np.int64)
-        np.maximum.at(found, self._profile.node_position[here], self._passing[here])
+        np.maximum.at(found, self._profile.node_position[here], passing[here])
         return found
 
     def _at(self, places: np.ndarray, sizes: np.ndarray, length: int | None = None) -> np.ndarray:
@@ -133,7 +142,11 @@ class SizedProfile:
 
     @cached_property
     def _passing(self) -> np.ndarray:
-        """Bytes alive at each joint node, without inputs and what is saved for backward.
+        return self._alive(np.zeros(len(self._profile.lines.of), dtype=bool))
+
+    def _alive(self, apart: np.ndarray) -> np.ndarray:
+        """Bytes alive at each joint node, without inputs, what is saved for backward and what the
+        nodes `apart` make.
 
         A gradient of a parameter counts while it is made only; afterwards it is in its accumulator.
         """
@@ -141,7 +154,7 @@ class SizedProfile:
         ahead, back = storages.last_forward, storages.last_backward
         last = np.where(storages.common | storages.released | (back < 0), ahead, back)
         last = np.where(storages.gradient | (last < 0), storages.made, last)
-        here = storages.value & ~storages.saved
+        here = storages.value & ~storages.saved & ~apart[storages.made]
         size = self.bytes[here]
         change = self._at(storages.made[here], size, rows + 1)
         change -= self._at(last[here] + 1, size, rows + 1)

@@ -123,6 +123,7 @@ def with_cuts_and_blocks(
     best: Plan | None = None
     for choice in choices:
         solved = _with_blocks(problem, _sending(problem, replace(plan, cuts=choice)), recompute)
+        solved = _casting(problem, solved)
         if excess(solved, problem.cluster) <= 0:
             return solved
         if best is None or excess(solved, problem.cluster) < excess(best, problem.cluster):
@@ -138,6 +139,21 @@ def _sending(problem: Problem, plan: Plan) -> Plan:
     tried = replace(plan, scatter_sends=True)
     some = gathered_bytes(problem.layouts.of(tried), problem.sized(tried), tried)
     return tried if some else plan
+
+
+def _casting(problem: Problem, plan: Plan) -> Plan:
+    """With casts of parameters held for all microbatches where that fits and is faster, unless
+    pinned."""
+    tried = replace(plan, cast_once=True)
+    if "cast_once" in plan.pinned or plan.microbatches == 1 or not tried.holds_casts:
+        return plan
+    if not problem.profile.step.has_loss or excess(plan, problem.cluster) > 0:
+        return plan
+    tried = problem.predicted(tried, simulated=False)
+    assert plan.prediction is not None
+    assert tried.prediction is not None
+    faster = tried.prediction.seconds < plan.prediction.seconds
+    return tried if faster and excess(tried, problem.cluster) <= 0 else plan
 
 
 def _cuts(problem: Problem, plan: Plan) -> Iterator[tuple[str, ...]]:

@@ -83,14 +83,18 @@ def stage_works(
     """What each stage of `plan` holds and does. Raises ValueError for cuts that do not fit the
     graph.
     """
-    key = ("works", plan.cuts, plan.recompute, launch_seconds, spared_casts(plan))
+    spared = plan.holds_casts, *spared_casts(plan)
+    key = ("works", plan.cuts, plan.recompute, launch_seconds, spared)
     return sized.once(key, lambda: _stage_works(profile, sized, plan, launch_seconds))
 
 
-def spared_casts(plan: Plan) -> float:
-    """The share of the casts of parameters that a microbatch is spared: where ZeRO 3 gathers in low
-    precision, a shard is cast."""
-    return 1 - 1 / plan.data if plan.gathers_low else 0.0
+def spared_casts(plan: Plan) -> tuple[float, float]:
+    """The share of the casts of parameters that a microbatch is spared, in forward and backward:
+    where ZeRO 3 gathers in low precision, a shard is cast; held casts are made once a step."""
+    if plan.holds_casts:
+        return 1 - 1 / plan.microbatches, 1.0
+    low = 1 - 1 / plan.data if plan.gathers_low else 0.0
+    return low, low
 
 
 def _stage_works(
@@ -101,14 +105,17 @@ def _stage_works(
     def remade(own: np.ndarray, more: np.ndarray) -> np.ndarray:
         return own + np.where(again, more, 0.0)
 
-    spared = spared_casts(plan)
-    forward = sized.forward - spared * sized.casts
-    backward = remade(sized.backward - spared * sized.casts, sized.again)
+    ahead_of, back_of = spared_casts(plan)
+    casts = sized.held_casts if plan.holds_casts else sized.casts
+    forward = sized.forward - ahead_of * casts
+    backward = remade(sized.backward - back_of * casts, sized.again)
     sent = remade(sized.sent_backward, sized.sent_again)
-    host = remade(sized.host_backward, sized.host_again)
+    starts = sized.held_starts if plan.holds_casts else np.zeros(len(profile), dtype=float)
+    starting = sized.host_forward - ahead_of * starts
+    host = remade(sized.host_backward - back_of * starts, sized.host_again)
     action = _LAUNCHES_AN_ACTION * launch_seconds
     columns = np.stack([
-        forward, sized.sent_forward, sized.host_forward, backward, sent, host, sized.weight
+        forward, sized.sent_forward, starting, backward, sent, host, sized.weight
     ])  # fmt: skip
     works = []
     for first, end in stage_positions(profile, plan.cuts):

@@ -128,6 +128,11 @@ def _decisions(facts: Facts) -> list[str]:
         lines.append(
             f"  sent in parts: each of {plan.tensor} tensor ranks sends its own, and all gather"
         )
+    if plan.holds_casts:
+        lines.append(
+            f"  parameters cast to {plan.precision.compute} once a step, and held so for "
+            f"{plural(plan.microbatches, 'microbatch')}"
+        )
     if plan.recompute:
         lines.append(clipped(f"  recompute {fold(plan.recompute, parameters=False)}"))
     return lines + [clipped(line) for line in ort_lines(plan)]

@@ -30,6 +30,7 @@ plans = st.builds(
     expert=counts,
     zero=st.integers(0, 3),
     gather_again=st.sampled_from(GATHERS),
+    cast_once=st.booleans(),
     accumulation=st.sampled_from(["whole", "shards"]),
     placements=st.lists(
         st.tuples(names, st.lists(st.builds(Sharded, names, counts, counts)).map(tuple))

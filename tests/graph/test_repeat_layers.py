@@ -22,6 +22,7 @@ from graphaccel.passes.localise import localised
 from graphaccel.passes.pipeline import build
 from graphaccel.planner.cluster import Cluster, cluster
 from graphaccel.planner.memory import Resident, rank_memory
+from graphaccel.planner.pins import PRECISIONS
 from graphaccel.planner.plan import Plan, StageMemory
 from graphaccel.planner.profile import Profile
 from graphaccel.planner.wires import wires_of
@@ -130,6 +131,7 @@ ALL = tuple(f"blocks.{n}" for n in range(LAYERS))
         (Plan(4, data=2, tensor=2, zero=3, microbatches=2, batch=8, sequence=False), True),
         (Plan(2, data=2, microbatches=2, batch=8, zero=3, gather_again=False), True),
         (Plan(2, data=2, microbatches=2, batch=8, zero=3, gather_again="step"), True),
+        (Plan(1, microbatches=2, batch=8, precision=PRECISIONS["bf16"], cast_once=True), True),
         (Plan(2, data=2, microbatches=2, batch=8, recompute=ALL), True),
         (Plan(2, data=2, microbatches=2, batch=8, recompute=("blocks.1", "blocks.4")), False),
     ],
@@ -242,6 +244,7 @@ def ends(step: StepGraph, layers: Sequence[int]) -> tuple[str, ...]:
     [
         {"data": 2, "zero": 3, "recompute": tuple(f"blocks.{n}" for n in (2, 4, 6, 9))},
         {"data": 2, "zero": 3, "gather_again": "step"},
+        {"precision": PRECISIONS["bf16"], "cast_once": True},
         {"tensor": 2, "sequence": False, "schedule": "zero_bubble"},
         {"data": 2, "interleave": 2, "schedule": "interleaved"},
     ],

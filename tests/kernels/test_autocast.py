@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import math
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,10 @@ from torch import Tensor, nn
 from benchmarks.common import RESULTS
 from benchmarks.fusions import measured
 from graphaccel.capture.batch import as_call, flatten_call
-from graphaccel.capture.stepgraph import capture
+from graphaccel.capture.stepgraph import StepGraph, capture
+from graphaccel.kernels.register import fusion_of, is_backward, wide_form
+from graphaccel.kernels.registry import fusion_named
+from graphaccel.passes.fuse import find_sites
 from graphaccel.passes.lower_precision import lower_precision
 from graphaccel.planner.plan import Plan
 from tests.kernels.test_fuse import AUTOCAST, ZOO_COUNTS, counted, fused, gradients, step_of
@@ -61,6 +66,11 @@ def test_rotary_by_wide_tables_is_no_worse_than_eager() -> None:
     step = lower_precision(step_of(model, x), Plan(1, precision=AUTOCAST))
     rewritten = fused(step, "rotary")
     assert counted(rewritten) == {"rotary": 2}
+    no_worse(step, rewritten, model, x)
+
+
+def no_worse(step: StepGraph, rewritten: StepGraph, model: nn.Module, x: Tensor) -> None:
+    """Loss and gradients: at most twice as far from float64 as eager's, and of the same dtypes."""
     eager, ours = gradients(step, model, (x,)), gradients(rewritten, model, (x,))
     assert [v.dtype for v in ours] == [v.dtype for v in eager]
     wide = copy.deepcopy(model).double()
@@ -69,3 +79,66 @@ def test_rotary_by_wide_tables_is_no_worse_than_eager() -> None:
     for a, b, t in zip(eager, ours, true, strict=True):
         unit = torch.finfo(torch.bfloat16).eps * t.abs().max()
         assert (b.double() - t).abs().max() <= 2 * (a.double() - t).abs().max() + unit
+
+
+class Gated(nn.Module):
+    """T5's gated activation, spelled out: `forward(x)`, x [B, S, 16] → scalar."""
+
+    def __init__(self, kind: str = "gated") -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(16, 32, bias=False), nn.Linear(16, 32, bias=False)
+        self.down, self.kind = nn.Linear(32, 16, bias=False), kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate(x), self.up(x)
+        factor = 0.8 if self.kind == "another factor" else math.sqrt(2.0 / math.pi)
+        inner = factor * (gate + 0.044715 * torch.pow(gate, 3.0))
+        active = 0.5 * gate * (1.0 + torch.tanh(inner))
+        y = active + up if self.kind == "sum" else active * up
+        loss = self.down(y).tanh().sum()
+        return loss + active.sum() if self.kind == "inner value read" else loss
+
+
+def _low(kind: str) -> tuple[StepGraph, nn.Module, Tensor]:
+    torch.manual_seed(4)
+    model, x = Gated(kind), torch.randn(3, 5, 16)
+    return lower_precision(step_of(model, x), Plan(1, precision=AUTOCAST)), model, x
+
+
+def test_what_autocast_computes_in_float32_of_16_bits_is_no_worse_than_eager() -> None:
+    """The activation comes out in float32: the op takes 16 bits, keeps them, and gives that."""
+    step, model, x = _low("gated")
+    _, (site,) = find_sites(step, (fusion_named("geglu_tanh"),))
+    (was,) = (n.meta["val"] for n in site.outputs)
+    assert (was.dtype, site.wide) == (torch.float32, torch.float32)
+    rewritten = fused(step, "geglu_tanh", "gelu_tanh")
+    assert counted(rewritten) == {"geglu_tanh": 1}
+    calls: dict[bool, Any] = {
+        is_backward(n.target): n
+        for n in rewritten.graph.graph.nodes
+        if n.op == "call_function" and fusion_of(n.target) is not None
+    }
+    now = calls[False].meta["val"]
+    assert (now.dtype, now.shape, now.stride()) == (was.dtype, was.shape, was.stride())
+    kept = calls[True].args[1:3]
+    assert {n.meta["val"].dtype for n in (*calls[False].args, *kept)} == {torch.bfloat16}
+    assert [v.dtype for v in calls[True].meta["val"]] == [torch.bfloat16] * 2
+    no_worse(step, rewritten, model, x)
+
+
+@pytest.mark.parametrize("kind", ["another factor", "sum", "inner value read"])
+def test_look_alikes_are_left_alone_under_autocast(kind: str) -> None:
+    finder, sites = find_sites(_low(kind)[0], (fusion_named("geglu_tanh"),))
+    assert not sites
+    assert finder.near["geglu_tanh"].reason
+
+
+def test_products_have_no_form_in_float32() -> None:
+    """Autocast has them in 16 bits."""
+    assert wide_form(fusion_named("linear_cross_entropy")) is None
+    assert wide_form(fusion_named("gelu_tanh")) is None
+    wide = wide_form(fusion_named("geglu_tanh"))
+    assert wide is not None
+    assert wide.workspace is not None
+    x = torch.zeros(3, 5, dtype=torch.bfloat16)
+    assert wide.workspace(gate=x, up=x) == 2 * 4 * 15
