@@ -11,7 +11,8 @@ attention does twice the work, and the kernels of GPUs that write no scores take
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from math import prod
 from numbers import Number
 from typing import Any
 
@@ -24,15 +25,16 @@ from graphaccel.rules.propagate import is_random
 
 aten = torch.ops.aten
 _WHOLE = 1 << 22  # elements of what is computed at once
-_CHUNK, _ALL = 256, 8192  # rows at a time; of longer sequences so many in all, evenly spread
+_FEW = 3
+_CHUNK, _ALL = 256, 512  # rows at a time; of longer sequences so many in all, evenly spread
 
 
 def causal_attention(node: fx.Node) -> None:
     """Rewrite a call to `scaled_dot_product_attention`, in place, if its mask is causal.
 
-    The mask must depend on sizes alone and is computed: equal to the lower triangle in every row
-    (of sequences over 8,192 positions, in as many rows; numbers in it are 0 or 1, so that rows
-    between others are like them).
+    The mask must depend on sizes alone and is computed for three examples: equal to the lower
+    triangle in every row (of sequences over 512 positions, in as many rows; numbers in it are 0
+    or 1, so that rows between others are like them).
     """
     names = [a.name for a in node.target._schema.arguments]
     given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
@@ -71,13 +73,15 @@ def _depends_on_sizes_alone(mask: fx.Node) -> bool:
 
 def _is_causal(mask: fx.Node, size: int) -> bool:
     with without_fakes(), torch.no_grad():
-        values = _Values(size)
+        values = _Values(mask.meta["val"].shape[0], size)
         column = torch.arange(size)
         for rows in _chunks(size):
-            found = values.rows(mask, rows)
-            if found is None or not torch.equal(
-                found, (column <= rows[:, None]).expand(found.shape)
-            ):
+            try:
+                found = values.rows(mask, rows)
+            except (RuntimeError, IndexError):  # it does not fit together for few examples
+                return False
+            wanted = column <= rows[:, None]
+            if found is None or not torch.equal(found, wanted.expand(found.shape)):
                 return False
     return True
 
@@ -94,17 +98,19 @@ def _is_pointwise(node: fx.Node) -> bool:
 
 
 class _Values:
-    """What calls that depend on sizes alone give: small tensors whole, of others some rows."""
+    """What calls that depend on sizes alone give: small tensors whole, of others some rows. Of many
+    examples, but not as many as positions, it is that of a few."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, examples: int, size: int) -> None:
         self._size = size
+        self._examples = examples if _FEW < examples != size else None
         self._known: dict[fx.Node, Tensor] = {}
 
     def rows(self, node: fx.Node, rows: Tensor) -> Tensor | None:
         """Rows of the dim before the last, all of it where it is 1; None if they need more."""
         value = node.meta["val"]
         long = value.dim() > 1 and value.shape[-2] == self._size
-        if value.numel() <= _WHOLE:
+        if prod(map(self._few, value.shape)) <= _WHOLE:
             whole = self._whole(node)
             return whole[..., rows, :] if long else whole
         if not _is_pointwise(node) and node.target is not aten.expand.default:
@@ -113,10 +119,10 @@ class _Values:
         if any(part is None for part in parts.values()):
             return None
         if node.target is aten.expand.default:
-            sizes = list(node.args[1])
+            sizes = [self._few(n) for n in node.args[1]]
             sizes[-2] = len(rows) if long else sizes[-2]
             return parts[node.args[0]].expand(sizes)
-        return _call(node, parts)
+        return self._call(node, parts)
 
     def _whole(self, node: fx.Node) -> Tensor:
         order, stack = [], [node]
@@ -127,15 +133,21 @@ class _Values:
                 stack += last.all_input_nodes
         for each in reversed(order):
             if each not in self._known:
-                self._known[each] = _call(each, self._known)
+                self._known[each] = self._call(each, self._known)
         return self._known[node]
 
+    def _few(self, size: int) -> int:
+        return _FEW if size == self._examples else size
 
-def _call(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
-    def real(argument: Any) -> Any:
-        if isinstance(argument, fx.Node):
-            return values[argument]
-        return torch.device("cpu") if isinstance(argument, torch.device) else argument
+    def _call(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+        sized = not _is_pointwise(node)
 
-    args, kwargs = map_aggregate((node.args, dict(node.kwargs)), real)
-    return node.target(*args, **kwargs)
+        def real(argument: Any) -> Any:
+            if isinstance(argument, fx.Node):
+                return values[argument]
+            if isinstance(argument, torch.device):
+                return torch.device("cpu")
+            return self._few(argument) if sized and type(argument) is int else argument
+
+        args, kwargs = map_aggregate((node.args, dict(node.kwargs)), real)
+        return node.target(*args, **kwargs)

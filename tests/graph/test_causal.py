@@ -43,7 +43,8 @@ def causal(x: Tensor) -> Tensor:
 
 def shifted(x: Tensor) -> Tensor:
     queries, keys = positions(x)
-    return (keys < queries + 1) & torch.ones(x.shape[0], 1, 1, 1, dtype=torch.bool)
+    examples = torch.arange(x.shape[0]).cumsum(0) >= 0
+    return (keys < queries + 1) & examples[:, None, None, None]
 
 
 def triangle(x: Tensor) -> Tensor:
@@ -79,9 +80,10 @@ def attention(step: StepGraph) -> list[dict[str, Any]]:
     return found
 
 
-def captured(model: nn.Module, length: int) -> tuple[StepGraph, Any]:
+def captured(model: nn.Module, length: int, examples: int = 4) -> tuple[StepGraph, Any]:
     torch.manual_seed(0)
-    batch = as_batch((torch.randn(4, length, WIDTH), torch.randn(4, length, WIDTH)))
+    shape = (examples, length, WIDTH)
+    batch = as_batch((torch.randn(shape), torch.randn(shape)))
     return capture(model, batch), batch
 
 
@@ -110,6 +112,13 @@ def test_a_causal_mask_is_said(make: Callable[[Tensor], Tensor], length: int) ->
     for spec, value in zip(step.outputs, step.graph(*values), strict=True):
         wanted = true.detach() if spec.kind == "loss" else named[spec.name].grad
         torch.testing.assert_close(value, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("examples", [6, 40])  # as many as positions; more than are computed
+def test_of_any_number_of_examples(examples: int) -> None:
+    torch.manual_seed(0)
+    (call,) = attention(captured(Attends(shifted), 6, examples)[0])
+    assert call["is_causal"] is True
 
 
 @pytest.mark.parametrize("make", [one_less, window, of_the_batch, added])
