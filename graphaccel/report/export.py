@@ -157,9 +157,13 @@ def _megatron(facts: Facts, refused: list[str]) -> str:
         ("micro-batch-size", plan.microbatch_size),
         ("global-batch-size", plan.batch),
     ]
+    if plan.tensor > 1 and plan.sequence:
+        flags.append(("sequence-parallel", None))
+    if plan.expert > 1:
+        flags.append(("moe-token-dispatcher-type", "alltoall"))
     if plan.pipeline > 1:
         flags.append(("pipeline-model-parallel-layout", _layout(_layers(facts))))
-        if plan.tensor > 1 and not plan.scatter_sends and plan.sequence is False:
+        if plan.tensor > 1 and not plan.scatter_sends and not plan.sequence:
             flags.append(("no-scatter-gather-tensors-in-pipeline", None))
     dtypes: Mapping[str, list[str]] = {"float32": [], "bfloat16": ["bf16"], "float16": ["fp16"]}
     flags += [(name, None) for name in dtypes[plan.precision.compute]]

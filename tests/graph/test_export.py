@@ -97,6 +97,7 @@ def test_megatron() -> None:
         "--expert-model-parallel-size 1",
         "--micro-batch-size 4",
         "--global-batch-size 64",
+        "--sequence-parallel",
         '--pipeline-model-parallel-layout "Et*3|t*5L"',
         "--bf16",
         "--accumulate-allreduce-grads-in-fp32",
@@ -112,6 +113,12 @@ def test_megatron() -> None:
 def test_megatron_multiplies_in_8_bits() -> None:
     said = export(facts(data=8, precision=PRECISIONS["fp8"]), "megatron").splitlines()
     assert {"--bf16", "--fp8-format hybrid"} <= set(said)
+
+
+def test_megatron_sends_tokens_as_ours() -> None:
+    said = export(facts(data=4, expert=2, tensor=2, sequence=False), "megatron").splitlines()
+    assert {"--expert-model-parallel-size 2", "--moe-token-dispatcher-type alltoall"} <= set(said)
+    assert "--sequence-parallel" not in said
 
 
 def test_megatron_fsdp() -> None:
