@@ -452,15 +452,20 @@ class PlacementProblem:
         key = self._moved(value), late, id(made), id(kept), id(needs)
         if key not in self._costs:
             direct = self._conversions(value, made, needs) * late
-            again = np.array(
-                [[inf if k is None else self._conversion(value, k, n) for n in needs] for k in kept]
-            )
+            again = np.array([[self._again(value, k, n) for n in needs] for k in kept])
             costs = np.minimum(direct[:, None, :], again[None, :, :])
             self._costs[key] = self._kept_alive(costs, made, kept, needs)
         costs = self._costs[key]
         if third < 0:
             return Table((variables[value[0]], variables[value]), costs[:, :, 0])
         return Table((variables[value[0]], variables[value], third), costs)
+
+    def _again(self, value: Value, kept: Placement | None, need: Placement | None) -> float:
+        """Seconds to make of a second placement what is needed. Rows that are with their experts
+        serve those who read them so: all else is made of the first placement."""
+        if kept is None or (isinstance(kept, Shard) and kept.by and need != kept):
+            return inf
+        return self._conversion(value, kept, need)
 
     def _needs(self, user: fx.Node, position: int) -> tuple[Placement | None, ...]:
         """By row of a call, where it reads a tensor; one object for all calls with these rows."""

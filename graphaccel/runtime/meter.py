@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from graphaccel.compat.torch import TorchDispatchMode, is_traceable_wrapper_subclass
+from graphaccel.kernels.expert_rows import EXCHANGE
 from graphaccel.kernels.host_copy import TO_DEVICE, TO_HOST
-from graphaccel.rules.collectives import is_message
 
 
 class PeakMeter(TorchDispatchMode):
@@ -75,7 +75,7 @@ class PeakMeter(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if is_message(func):
+        if func is EXCHANGE or func.namespace == "_c10d_functional":  # which are waited for
             self._note_sent(func, args, result)
         # Views and in-place results share a storage with an argument: counted where it was made.
         given = {id(s) for value in (*args, *kwargs.values()) for s in _storages(value)}
