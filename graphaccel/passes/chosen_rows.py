@@ -29,7 +29,7 @@ _OWN, _ORDER, _BACK, _COUNTS = range(4)
 
 class ChosenRows:
     """What the rows of one graph chose, and the conversions that follow from it. experts: the
-    node that gives the expert of every row, whole; rows: how many there are."""
+    node that gives the expert of every row, whole."""
 
     def __init__(self, emit: Emitter) -> None:
         self.emit = emit

@@ -100,9 +100,9 @@ def run_plan(
     """The same under `graphaccel.optimize(**pins)`, in a worker of the pool; this rank's results.
 
     Returns loss, grads (those held here, by name), losses, state (full, on rank 0), and for one
-    more step without the optimizer peak_predicted (if this rank holds experts: for the rows that
-    chose them) and peak_measured (bytes of tensor storage on the device), host_predicted and
-    host_measured (bytes that the plan keeps on the host).
+    more step without the optimizer peak_predicted and peak_measured (bytes of tensor storage on the
+    device), host_predicted and host_measured (bytes that the plan keeps on the host). If this rank
+    holds experts, peak_for_rows too: what is predicted for the rows that chose them.
     """
     import graphaccel
 
@@ -138,7 +138,7 @@ def run_plan(
                 model, batch, loss_fn, others
             )
         if chosen.rows:
-            result["peak_predicted"] = peak_for(model.graphaccel, as_batch(batch), chosen.rows)
+            result["peak_for_rows"] = peak_for(model.graphaccel, as_batch(batch), chosen.rows)
     return result
 
 
