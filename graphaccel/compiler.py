@@ -46,7 +46,7 @@ from graphaccel.passes.pipeline import build, placed_fusions, prepared
 from graphaccel.passes.place_ort import Tools
 from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.layouts import Layouts, LocalGraph, rates_of
-from graphaccel.planner.memory import Sample, rank_curve, rank_memory
+from graphaccel.planner.memory import UNEVEN, Sample, rank_curve, rank_memory
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.profile import Profile
 from graphaccel.planner.record import Record
@@ -269,6 +269,9 @@ class Compiler:
         for rank in range(plan.pipeline):
             exact = rank_memory(program, schedule, rank, resident)
             tensors = exact.peak
+            if plan.expert > 1:
+                more = rank_memory(program, schedule, rank, resident, chosen=UNEVEN)
+                exact = replace(exact, uneven=more.peak - tensors)
             margin = self.cluster.context_bytes + int(self.cluster.fragmentation * tensors)
             memory.append(replace(exact, other=margin, peak=tensors + margin))
         prediction = plan.prediction

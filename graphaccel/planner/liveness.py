@@ -55,7 +55,7 @@ class Liveness:
     host_peak: the most of what `host_copy.to_host` put on the host, which is no part of the total.
 
     pieces: into how many pieces each run is taken apart for `seen`, which is of the last one: how
-    far into the run, bytes, where.
+    far into the run, bytes, where. chosen: see `planner.rows.Rows`.
     """
 
     peak: int = 0
@@ -65,6 +65,7 @@ class Liveness:
     total: int = 0
     here: str = "start of the step"
     pieces: int = 0
+    chosen: float = 1.0
     host_peak: int = 0
     seen: list[tuple[float, Live, str]] = field(default_factory=list)
     _rows: dict[fx.GraphModule, Rows] = field(default_factory=dict)
@@ -111,7 +112,7 @@ class Liveness:
         )
         if key not in self._ran:
             if graph not in self._rows:
-                self._rows[graph] = rows_of(graph)
+                self._rows[graph] = rows_of(graph, self.chosen)
             handed = [[number[s] for s in held] for held in inputs]
             self._ran[key] = _Walk(self._rows[graph], given, handed).through(self.pieces)
         return self._again(self._ran[key], given, name, stage)

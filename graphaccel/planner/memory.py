@@ -29,6 +29,11 @@ _HELD = {
 }  # fmt: skip
 
 
+UNEVEN = 1.25
+"""Rows on a device as a multiple of an even share, where a report says what uneven choices would
+cost: the capacity factor of Fedus et al., Switch Transformers, 2021, section 2.2."""
+
+
 @dataclass(frozen=True)
 class Resident:
     """Bytes that lie on a rank the whole time. parameters, buffers: by name, as they rest. batch:
@@ -48,16 +53,22 @@ class Resident:
 
 
 def rank_memory(
-    program: StepProgram, schedule: Schedule, rank: int, resident: Resident, other: int = 0
+    program: StepProgram,
+    schedule: Schedule,
+    rank: int,
+    resident: Resident,
+    other: int = 0,
+    chosen: float = 1.0,
 ) -> StageMemory:
-    """The peak of one pipeline rank. other: bytes added for context and allocator reserve."""
+    """The peak of one pipeline rank. other: bytes added for context and allocator reserve. chosen:
+    the rows that chose a device's experts, as a multiple of an even share."""
     stages = {a.stage for a in schedule[rank]}
     own = [p for p in program.stages if p.stage in stages]
     trained = sum(resident.states.get(n, 0) for n in {n for p in own for n in p.parameters})
     optimizer, host = placed_optimizer(
         int(trained * resident.optimizer_bytes), trained, resident.offload
     )
-    run = _Run(program, own, schedule[rank])
+    run = _Run(program, own, schedule[rank], Liveness(chosen=chosen))
     run.start(resident.batch)
     for doing in walk(schedule[rank]):
         run.do(doing.verb, doing.action)

@@ -37,7 +37,8 @@ class Rows:
 
     nodes: those that were read. of: row → the one of them it is, or is a copy of. reader, source:
     pairs of rows, by reader and then in the order of its inputs, each input once. results: row of
-    each result, -1 for what is no node. module: row → its module path.
+    each result, -1 for what is no node. module: row → its module path. chosen: the rows that chose
+    this rank's experts (`passes.chosen_rows`), as a multiple of an even share.
 
     Tensors are numbered row by row.
     """
@@ -48,6 +49,7 @@ class Rows:
     source: np.ndarray
     results: np.ndarray
     module: Callable[[int], str] = field(repr=False)
+    chosen: float = 1.0
 
     def __len__(self) -> int:
         return len(self.of)
@@ -134,9 +136,10 @@ class Rows:
             if node.op != "call_function":
                 told += [(0, _OWN, 0)] * len(tensors)
                 continue
+            times = self.chosen if node.meta.get("chosen") else 1.0
             for tensor, origin in zip(tensors, shares(node), strict=True):
                 if origin is None:
-                    told.append((tensor.untyped_storage().nbytes(), _OWN, 0))
+                    told.append((int(times * tensor.untyped_storage().nbytes()), _OWN, 0))
                 else:
                     told.append((0, *origin))
         return np.array(told, dtype=np.int64).reshape(-1, 3)
@@ -149,13 +152,14 @@ class Rows:
         return start[self.of[self.made]] + place
 
 
-def rows_of(graph: fx.GraphModule) -> Rows:
-    """The columns of a graph; of one that nobody has made yet, without making it."""
+def rows_of(graph: fx.GraphModule, chosen: float = 1.0) -> Rows:
+    """The columns of a graph; of one that nobody has made yet, without making it. chosen: see
+    `Rows`."""
     known = unfolded_from(graph)
-    return _read(graph) if known is None else _unfolded(known)
+    return _read(graph, chosen) if known is None else _unfolded(known, chosen)
 
 
-def _read(graph: fx.GraphModule) -> Rows:
+def _read(graph: fx.GraphModule, chosen: float) -> Rows:
     nodes = [n for n in graph.graph.nodes if n.op != "output"]
     row = {node: i for i, node in enumerate(nodes)}
     pairs = [(i, row[source]) for i, n in enumerate(nodes) for source in n.all_input_nodes]
@@ -168,10 +172,11 @@ def _read(graph: fx.GraphModule) -> Rows:
         source,
         np.array(results, dtype=np.int64),
         lambda at: nodes[at].meta.get("module", ""),
+        chosen,
     )
 
 
-def _unfolded(known: Unfolded) -> Rows:
+def _unfolded(known: Unfolded, chosen: float) -> Rows:
     call = known.reader < known.nodes
     return Rows(
         known.read,
@@ -180,6 +185,7 @@ def _unfolded(known: Unfolded) -> Rows:
         known.source[call],
         np.array(known.results, dtype=np.int64),
         known.path,
+        chosen,
     )
 
 

@@ -13,6 +13,7 @@ from graphaccel.ir.program import StepProgram
 from graphaccel.messages import columns, format_bytes
 from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.layouts import Layouts
+from graphaccel.planner.memory import UNEVEN
 from graphaccel.planner.plan import Plan, StageMemory
 from graphaccel.report.explanation import explanation_lines
 from graphaccel.report.facts import Event, Facts, fold, gather
@@ -172,6 +173,9 @@ def _memory(facts: Facts) -> list[str]:
     context = format_bytes(cluster.context_bytes)
     lines.append(clipped(f"  peak at: rank {top.rank}, {top.at}"))
     lines.append(f"  other = context {context}, {cluster.fragmentation:.0%} fragmentation")
+    if top.uneven:
+        what = f"where {UNEVEN - 1:.0%} more tokens than an even share choose a device's experts"
+        lines.append(f"  +{format_bytes(top.uneven)} {what}")
     free = total - top.peak
     verdict = "fits" if free >= 0 else "does not fit"
     lines.append(f"  {verdict}: {format_bytes(abs(free))} {'free' if free >= 0 else 'too much'}")

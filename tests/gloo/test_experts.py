@@ -12,9 +12,13 @@ import pytest
 import torch
 
 import graphaccel
+from graphaccel.compiler import schedule_of
 from graphaccel.errors import BadPin
+from graphaccel.model import as_batch
+from graphaccel.planner.memory import rank_memory
 from tests.gloo import test_axes as axes
-from tests.support.parity import _casts, build, loss_of
+from tests.support.chosen_rows import ChosenRows
+from tests.support.parity import _casts, build, loss_of, peaks_of_a_step, tensors_alive
 from tests.support.pool import Pool
 from tests.support.zoo import call
 
@@ -36,8 +40,11 @@ def test_one_step_is_that_of_one_device(pool: Pool, plan: str) -> None:
     axes.check("mixtral", got)
 
 
-def _one_sided() -> tuple[float, float, dict[str, float]]:
-    """Every token chooses the first two experts, which the first of two ranks holds."""
+def _one_sided() -> tuple[float, float, dict[str, float], float]:
+    """Every token chooses the same two experts, which one of two ranks holds. The loss of one
+    device, this rank's, errors of its gradients, and its memory as predicted for that choice, as a
+    multiple of what was measured."""
+    others = [tensor.untyped_storage() for tensor in tensors_alive()]
     with _casts("float64", True):
         model, batch, loss_fn = build("mixtral", "float64")
         with torch.no_grad():
@@ -46,6 +53,7 @@ def _one_sided() -> tuple[float, float, dict[str, float]]:
                     parameter.zero_()
         true = loss_of(call(model, batch), batch, loss_fn)
         true.backward()
+        true = true.item()
         wanted = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
         model.zero_grad()
         pins = {"expert": 2, "data": 1, "pipeline": 1, "recompute": "none"}
@@ -54,7 +62,7 @@ def _one_sided() -> tuple[float, float, dict[str, float]]:
         )
         loss = loss_of(call(model, batch), batch, loss_fn)
         loss.backward()
-        rank = torch.distributed.get_rank()
+        loss, rank = loss.item(), torch.distributed.get_rank()
         errors = {}
         for name, parameter in model.named_parameters():
             part, found = wanted[name], parameter.grad
@@ -63,13 +71,26 @@ def _one_sided() -> tuple[float, float, dict[str, float]]:
             if found.shape != part.shape:
                 part = part.chunk(2)[rank]
             errors[name] = float((found - part).abs().max())
-        return true.item(), loss.item(), errors
+        others += [value.untyped_storage() for value in wanted.values()]
+        del parameter, part, found
+        model.zero_grad()
+        with ChosenRows() as chosen:
+            measured, _ = peaks_of_a_step(model, batch, loss_fn, others)
+        handle = model.graphaccel
+        resident = handle._compiler.model.resident(as_batch(batch), handle.plan, handle.program)
+        schedule = schedule_of(handle.plan, handle.program)
+        came = 2.0 if any(chosen.rows) else 0.0
+        predicted = rank_memory(handle.program, schedule, 0, resident, chosen=came).tensors
+        more = "more tokens than an even share choose a device's experts"
+        assert f" where 25% {more}\n" in handle.report()
+        return true, loss, errors, predicted / measured
 
 
 def test_a_rank_whose_experts_nobody_chose(pool: Pool) -> None:
-    for true, loss, errors in pool.run(2, _one_sided):
+    for true, loss, errors, memory in pool.run(2, _one_sided):
         assert loss == pytest.approx(true, rel=1e-10)
         assert max(errors.values()) <= 1e-10, errors
+        assert memory == pytest.approx(1, abs=0.005)
 
 
 def _cut_inside() -> str:
