@@ -153,7 +153,10 @@ def search_table(result: dict[str, Any]) -> str:
         "| memory | plan | step | of a device |",
         "|---" * 13 + "|",
     ]
-    beside = ["| model | H100s | mesh | planned | step | guessed to be faster |", "|---" * 6 + "|"]
+    beside = [
+        "| model | H100s | mesh | planned | step | of meshes, guessed faster | faster |",
+        "|---" * 7 + "|",
+    ]
     for row in result.values():
         known = f"| {row['model']} | "
         rows.append(
@@ -164,10 +167,13 @@ def search_table(result: dict[str, Any]) -> str:
             f"| {row['peak_bytes'] / 2**30:.1f} GiB |"
         )
         for who, theirs in row["published"].items():
-            share = theirs["guessed_faster"] / theirs["meshes"]
+            guessed, faster = (
+                "" if many is None else f"{many / theirs['meshes']:.2%}"
+                for many in (theirs["guessed_faster"], theirs.get("faster"))
+            )
             beside.append(
                 f"{known}{row['devices']:,} | {who} | {theirs['plan']} "
-                f"| {theirs['predicted_seconds']:.3g} s | {share:.1%} |"
+                f"| {theirs['predicted_seconds']:.3g} s | {guessed} | {faster} |"
             )
     return "\n".join([*rows, "", *beside, ""])
 
