@@ -1,8 +1,9 @@
 """Shard the graph over the mesh axes of a plan that split more than the batch, one after the other.
 
 Rules speak of one axis, so axes compose: each sees the graph that the one before it left, with
-local shapes and with collectives that are calls like any other. Tensor comes first, as its
-collectives are the most frequent and want the shapes of whole examples.
+local shapes and with collectives that are calls like any other. Context comes first: what tensor
+then splits along the sequence is a device's own stretch of it. The other way round a device has a
+piece of each of the tensor ranks' stretches, and every gather along the sequence has to reorder.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from graphaccel.planner.plan import Plan
 from graphaccel.rules.propagate import REPLICATED
 from graphaccel.rules.shard import Placement, shard_of
 
-AXES = ("tensor", "context", "expert")
+AXES = ("context", "tensor", "expert")
 # Without a cluster: an accelerator with 1 TB/s of memory and links of a tenth of that.
 _REFERENCE = Rates(1e14, 1e12, 6.4e-10, 1e11, 6.4e-10)
 

@@ -43,7 +43,7 @@ class Layout:
 
     @property
     def parent(self) -> Layout:
-        """The layout that this one is made of by one more axis: tensor is laid first."""
+        """The layout with one axis less that says most of this one: tensor has most collectives."""
         if self.expert > 1:
             return replace(self, expert=1)
         return Layout(self.tensor) if self.context > 1 else Layout()
