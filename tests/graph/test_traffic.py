@@ -8,6 +8,7 @@ reduce-scatters instead, of the same bytes. Nobody told the solver; it finds the
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -20,9 +21,11 @@ from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.compiler import Compiler
 from graphaccel.model import Model, as_batch
 from graphaccel.passes.exact_microbatch import exact_microbatch
+from graphaccel.passes.shard_axes import shard_axes
 from graphaccel.passes.shard_axis import shard_axis
 from graphaccel.planner.cluster import cluster
 from graphaccel.planner.cost import counted_packet
+from graphaccel.planner.layouts import rates_of
 from graphaccel.planner.placements import axis_rates, solve_placements
 from graphaccel.planner.plan import Plan
 
@@ -120,6 +123,45 @@ def test_one_example_is_split_along_its_sequence() -> None:
         ("backward", "reduce_scatter_tensor"): 2,
     }
     assert {_numbers(n, 4) for n in sent} == {TOKENS * WIDTH // 2}  # half as many heads as queries
+
+
+def test_tensor_splits_what_context_left() -> None:
+    """Both axes split the sequence: each sends what it sends by itself, tensor of half the tokens;
+    of every product and of attention each does an eighth."""
+    step = captured("llama")
+    plan = Plan(devices=8, tensor=4, context=2, batch=1)
+    plan = replace(plan, rates=rates_of(MACHINE, plan))
+    graph = exact_microbatch(step, replace(plan, tensor=1, context=1, devices=1)).graph
+    alone = _flops(graph)
+    made = shard_axes(graph, step, plan).graph
+    assert _flops(made) == alone / 8
+    both: Counter[tuple[str, str]] = Counter()
+    for node in made.graph.nodes:
+        name, module = str(node.target), node.meta.get("module", "")
+        if "c10d" in name and "wait" not in name and module.startswith("model.layers.1."):
+            axis = node.args[-1]
+            numbers = TOKENS * WIDTH // 2 if axis == "tensor" else TOKENS * WIDTH // 8
+            assert _numbers(node, 1) == numbers, (node, axis)
+            both[node.meta["phase"], axis] += 2 if "all_reduce" in name else 1
+    assert both == {
+        ("forward", "tensor"): 4, ("backward", "tensor"): 4,
+        ("forward", "context"): 2, ("backward", "context"): 2,
+    }  # fmt: skip
+
+
+def _flops(graph: fx.GraphModule) -> int:
+    """Of products and attention."""
+    total = 0
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and (count := flop_registry.get(counted_packet(node))):
+            args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), _shape)
+            total += count(*args, **kwargs, out_val=_shape(node))
+    return total
+
+
+def _shape(node: fx.Node) -> object:
+    value = node.meta["val"]
+    return value.shape if isinstance(value, torch.Tensor) else tuple(v.shape for v in value)
 
 
 def test_logits_are_never_whole() -> None:
