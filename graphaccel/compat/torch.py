@@ -55,6 +55,31 @@ from torch.utils._python_dispatch import (
     _disable_current_modes as without_modes,
 )
 
+
+def _wide_fakes_of_attention() -> torch.library.Library | None:
+    """Attention on a CPU gives the log-sum-exp of float64 in float64. The fake of torch 2.11 and
+    2.12 says float32; since 2.13 it says what the kernel gives. The library's life is the fake's.
+    """
+    if tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13):
+        return None
+
+    def fake(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        batch, heads, length, _width = query.shape
+        wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+        sums = query.new_empty((batch, length, heads), dtype=wide)
+        return torch.empty_like(query), sums.transpose(1, 2)
+
+    library = torch.library.Library("aten", "IMPL")
+    name = "_scaled_dot_product_flash_attention_for_cpu"
+    library.impl(name, fake, "Meta", allow_override=True)
+    FakeTensorMode.cache_clear()  # of what was asked before
+    return library
+
+
+_ATTENTION = _wide_fakes_of_attention()
+
 # What a fake tensor raises where its values are asked for (runtime/deferred.py).
 UnknownValue = (DataDependentOutputException, DynamicOutputShapeException)
 
