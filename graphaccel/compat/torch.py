@@ -17,6 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
+# What fake tensors say of single ops.
+from torch._subclasses.fake_impls import op_implementations_dict, register_op_impl
+
 # Tensors with shapes and no data: tracing and propagation.
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -56,29 +59,25 @@ from torch.utils._python_dispatch import (
 )
 
 
-def _wide_fakes_of_attention() -> torch.library.Library | None:
-    """Attention on a CPU gives the log-sum-exp of float64 in float64. The fake of torch 2.11 and
-    2.12 says float32; since 2.13 it says what the kernel gives. The library's life is the fake's.
-    """
-    if tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13):
-        return None
+def _tell_attention_as_it_is() -> None:
+    """Attention on a CPU gives the log-sum-exp of float64 in float64. Fake tensors of torch 2.11
+    and 2.12 say float32; since 2.13 they say what the kernel gives."""
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    since = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    if since >= (2, 13) or attention in op_implementations_dict:
+        return
 
-    def fake(
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def fake(mode: FakeTensorMode, op: Any, query: torch.Tensor, *_: Any, **__: Any) -> Any:
+        if query.dtype != torch.float64:
+            return NotImplemented  # then torch's own
         batch, heads, length, _width = query.shape
-        wide = torch.float64 if query.dtype == torch.float64 else torch.float32
-        sums = query.new_empty((batch, length, heads), dtype=wide)
-        return torch.empty_like(query), sums.transpose(1, 2)
+        return torch.empty_like(query), query.new_empty((batch, length, heads)).transpose(1, 2)
 
-    library = torch.library.Library("aten", "IMPL")
-    name = "_scaled_dot_product_flash_attention_for_cpu"
-    library.impl(name, fake, "Meta", allow_override=True)
+    register_op_impl(attention)(fake)
     FakeTensorMode.cache_clear()  # of what was asked before
-    return library
 
 
-_ATTENTION = _wide_fakes_of_attention()
+_tell_attention_as_it_is()
 
 # What a fake tensor raises where its values are asked for (runtime/deferred.py).
 UnknownValue = (DataDependentOutputException, DynamicOutputShapeException)
