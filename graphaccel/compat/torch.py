@@ -17,6 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
+# What fake tensors say of single ops.
+from torch._subclasses.fake_impls import op_implementations_dict, register_op_impl
+
 # Tensors with shapes and no data: tracing and propagation.
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -54,6 +57,27 @@ from torch.utils._python_dispatch import (
 from torch.utils._python_dispatch import (
     _disable_current_modes as without_modes,
 )
+
+
+def _tell_attention_as_it_is() -> None:
+    """Attention on a CPU gives the log-sum-exp of float64 in float64. Fake tensors of torch 2.11
+    and 2.12 say float32; since 2.13 they say what the kernel gives."""
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    since = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    if since >= (2, 13) or attention in op_implementations_dict:
+        return
+
+    def fake(mode: FakeTensorMode, op: Any, query: torch.Tensor, *_: Any, **__: Any) -> Any:
+        if query.dtype != torch.float64:
+            return NotImplemented  # then torch's own
+        batch, heads, length, _width = query.shape
+        return torch.empty_like(query), query.new_empty((batch, length, heads)).transpose(1, 2)
+
+    register_op_impl(attention)(fake)
+    FakeTensorMode.cache_clear()  # of what was asked before
+
+
+_tell_attention_as_it_is()
 
 # What a fake tensor raises where its values are asked for (runtime/deferred.py).
 UnknownValue = (DataDependentOutputException, DynamicOutputShapeException)
