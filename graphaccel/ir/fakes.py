@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphaccel.compat.torch import FakeTensorMode
+from graphaccel.compat.torch import forgetful_fakes
 
 _PLAIN = (int, float, bool, str, complex, type(None), torch.dtype, torch.device)
 _PLAIN += (torch.layout, torch.memory_format)
@@ -23,7 +23,7 @@ class Fakes:
     """mode: the one that its tensors belong to."""
 
     def __init__(self) -> None:
-        self.mode = FakeTensorMode()
+        self.mode = forgetful_fakes()
         self._alike: dict[Hashable, torch.Tensor] = {}
         self._seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id: itself, its like
         self._given: dict[Hashable, Any] = {}

@@ -176,7 +176,11 @@ class PlacementProblem:
         self._gives = {n: [(n, k) for k in range(len(output_shapes(n)))] for n in self.calls}
         numbers: dict[Any, int] = {}
         self._kind = {n: numbers.setdefault(signature(n), len(numbers)) for n in self.calls}
-        self._spread_last: dict[fx.Node, Any] = {}
+        self._touched: dict[Value, list[fx.Node]] = {}  # the calls that read or give it
+        for n in self.calls:
+            for value in (*self._reads[n], *self._gives[n]):
+                self._touched.setdefault(value, []).append(n)
+        self._stale = set(self.calls)  # calls whose tensors have shards that were not spread yet
         self._costs: dict[Any, np.ndarray] = {}
         self._alive: list[object] = []
         self._columns: dict[Any, tuple[Any, ...]] = {}
@@ -251,10 +255,9 @@ class PlacementProblem:
 
     def _spread(self, node: fx.Node) -> None:
         """What follows from the shards of a call's tensors for the others."""
-        asked = self._asked(node)
-        if self._spread_last.get(node) == asked:  # nothing new since
+        if node not in self._stale:
             return
-        self._spread_last[node] = asked
+        self._stale.discard(node)
         for row in self._rows(node):
             for source, placement in zip(self._reads[node], row.inputs, strict=True):
                 if isinstance(placement, Shard) and source in self.shards:
@@ -267,6 +270,7 @@ class PlacementProblem:
     def _add(self, value: Value, shard: Shard) -> None:
         if shard not in self.shards[value]:
             self.shards[value] |= {shard}
+            self._stale.update(self._touched.get(value, ()))
 
     def _asked(self, node: fx.Node) -> tuple[Any, ...]:
         """Equal for calls that have the same rows."""

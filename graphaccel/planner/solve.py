@@ -21,6 +21,8 @@ from graphaccel.planner.recompute import BlockOption, block_options, cheapest, e
 from graphaccel.planner.stages import StageLimit, choose_cuts, stage_positions
 from graphaccel.planner.works import flight, sized_for
 
+_ROUNDS = 8  # in which what is computed again grows until it is enough
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -244,28 +246,33 @@ def _needed(problem: Problem, plan: Plan) -> tuple[str, ...]:
     lying: list[list[BlockOption]] = [[] for _ in range(plan.pipeline)]
     for option in options:
         lying[stage_of[option.block] % plan.pipeline].append(option)
-    chosen: set[str] = set()
+    names = [[o.name for o in own] for own in lying]
+    prices = [[o.seconds for o in own] for own in lying]
+    savings = [[o.saved_bytes * waiting[stage_of[o.block]] for o in own] for own in lying]
+    chosen: frozenset[str] = frozenset()
     needs = [0.0] * plan.pipeline
-    for _ in range(8):
-        memory = predict_memory(
-            profile,
-            replace(plan, recompute=tuple(n for n in profile.block_names if n in chosen)),
-            cluster,
-            problem.optimizer_bytes,
-        )
-        over = [m.tensors - cluster.tensor_budget for m in memory]
-        if max(over) <= 0:
-            break
+    over: list[int] = []
+    for _ in range(_ROUNDS):
+        if not over:
+            blocks = tuple(n for n in profile.block_names if n in chosen)
+            memory = predict_memory(
+                profile, replace(plan, recompute=blocks), cluster, problem.optimizer_bytes
+            )
+            over = [m.tensors - cluster.tensor_budget for m in memory]
+        before, more = chosen, False
         for rank, missing in enumerate(over):
             if missing <= 0:
                 continue
             needs[rank] += missing
-            own = lying[rank]
-            savings = [o.saved_bytes * waiting[stage_of[o.block]] for o in own]
-            picked = cheapest(savings, [o.seconds for o in own], needs[rank])
-            mine = {o.name for o in own}
-            take = mine if picked is None else {own[i].name for i in picked}
-            chosen = (chosen - mine) | take
+            picked = cheapest(savings[rank], prices[rank], needs[rank])
+            more = more or picked is not None
+            own = names[rank]
+            take = own if picked is None else [own[i] for i in picked]
+            chosen = chosen.difference(own).union(take)
+        if chosen != before:
+            over = []  # to be found anew
+        elif not more:  # all fit, or those that do not have nothing left to compute again
+            break
     return tuple(name for name in profile.block_names if name in chosen)
 
 

@@ -308,10 +308,10 @@ def _band(
         table = combine(windows[start:end], cost[start:end])
         if allowed is not None:
             table[~allowed.on(stage, slice(start, end))] = np.inf
-        choices.append(table.argmin(axis=1))
-        found = table.min(axis=1)
+        choice = table.argmin(axis=1)
+        choices.append(choice)
         best[:] = np.inf
-        best[width + start : width + end] = found
+        best[width + start : width + end] = table[np.arange(end - start), choice]
     if not np.isfinite(best[-1]):
         return None
     splits = [points - 1]
