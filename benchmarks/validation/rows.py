@@ -85,11 +85,8 @@ SYSTEMS = {
         vocabulary=50257,
         recompute="none",
     ),
-    # Megatron-DeepSpeed, the same run by eager PyTorch; 800 Gb/s a node (VIA-Research/vTrain). Its
-    # pipeline engine reduces after the last backward, as Megatron-LM's own wrapper then did.
-    "vTrain": replace(
-        _MEGATRON, launch_seconds=_EAGER_LAUNCH, network_gigabits=100, overlaps=False
-    ),
+    # Megatron-DeepSpeed, the same run by eager PyTorch; 800 Gb/s a node (VIA-Research/vTrain).
+    "vTrain": replace(_MEGATRON, launch_seconds=_EAGER_LAUNCH, network_gigabits=100),
     # FSDP in 2023, CUDA 11: flash attention, fused loss; gradients in shards of the reduced dtype
     # (DEFAULT: float32).
     "llm-foundry": System(fusions=("cross_entropy",), gradient_bytes=4, hopper=0.8),
