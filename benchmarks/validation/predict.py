@@ -152,7 +152,7 @@ def _pins(run: Run, profile: Profile) -> dict[str, object]:
         "context": run.context,
         "expert": 1,
         "microbatches": run.microbatches,
-        "recompute": run.recompute,
+        "recompute": run.system.recompute or run.recompute,
         "zero": run.zero if run.data > 1 else 0,
         "sequence": run.sequence_parallel,
     }
@@ -165,6 +165,8 @@ def _pins(run: Run, profile: Profile) -> dict[str, object]:
             pins["cuts"] = cuts
         if run.tensor > 1:
             pins["scatter_sends"] = True  # Megatron-LM does so unless told otherwise
+    if not run.system.overlaps:
+        pins["bucket_bytes"] = _ENDLESS  # one all-reduce, after the last backward
     if run.zero >= 2 and run.data > 1:
         pins["accumulation"] = "shards"  # FSDP reduces after every microbatch
     return pins

@@ -253,11 +253,21 @@ def _asked(node: fx.Node, sizes: Resolve) -> Work:
         left, right = given[-2:]
         rows, inner, columns = left[-2], left[-1], right[-1]
         count = left[0] if len(left) == 3 else 1
-        return Work("product", flops, moved, dtype, rows, columns, inner, count)
+        matrices = [n for n in node.args if isinstance(n, fx.Node)][-2:]
+        odd = any(_odd(n, sizes) for n in (node, *matrices))
+        return Work("product", flops, moved, dtype, rows, columns, inner, count, odd=odd)
     if fusion_of(node.target) is not None and len(given) > 1 and len(given[1]) == 2:
         columns, inner = given[1]
         return Work("product", flops, moved, dtype, math.prod(given[0]) // inner, columns, inner)
     return Work("dense", flops, moved, dtype)
+
+
+def _odd(node: fx.Node, sizes: Resolve) -> bool:
+    """Whether rows of a matrix are an odd number of 16-bit numbers in memory; of one that is
+    transposed they are its columns."""
+    value = node.meta["val"]
+    row = -2 if value.stride(-2) == 1 and value.stride(-1) != 1 else -1
+    return value.element_size() == 2 and bool(sizes(dims_of(node, sizes)[row]) % 2)
 
 
 def _attention(node: fx.Node, sizes: Resolve, flops: int, moved: int, dtype: str) -> Work:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -149,6 +150,29 @@ def test_a_fused_head_counts_its_products(captured: Captured) -> None:
     work = node_work(node, Sizes(step.sizes))
     assert work.kind == "product"
     assert work.flops == 6 * work.rows * work.inner * work.columns
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "dtype", "odd"),
+    [
+        (64, 51, torch.bfloat16, True),  # of the result
+        (63, 48, torch.bfloat16, False),  # rows are 96 and 48 long, how many there are is all one
+        (64, 51, torch.float32, False),
+    ],
+)
+def test_rows_of_an_odd_length_are_told(
+    rows: int, columns: int, dtype: torch.dtype, odd: bool
+) -> None:
+    graph = fx.Graph()
+    left, right = (graph.placeholder(name) for name in "ab")
+    node = graph.call_function(aten.mm.default, (left, right))
+    weight = torch.empty(columns, 96, dtype=dtype, device="meta")
+    left.meta["val"] = torch.empty(rows, 96, dtype=dtype, device="meta")
+    right.meta["val"] = weight.t()
+    node.meta["val"] = left.meta["val"] @ right.meta["val"]
+    for each in graph.nodes:
+        each.meta["dims"] = tuple(each.meta["val"].shape)
+    assert node_work(node, Sizes({})).odd == odd
 
 
 def test_nodes_of_a_kind_ask_the_same(captured: Captured) -> None:
