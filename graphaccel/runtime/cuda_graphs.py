@@ -341,6 +341,7 @@ class StepGraphs:
         if self.doing == "left":
             return graph(inputs)
         assert self._now is not None
+        kept: list[Any]
         if self.doing == "record":
             made, kept = self._record(action, graph, inputs, values, results)
             self._now[action] = made

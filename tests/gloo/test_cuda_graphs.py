@@ -45,7 +45,9 @@ def test_a_recorded_pipeline_has_the_bits_of_one_that_is_not(pool: Pool, name: s
         for kind in ("grads", "state"):
             assert found[kind].keys() == expected[kind].keys()
             assert all(torch.equal(v, expected[kind][n]) for n, v in found[kind].items())
-        kinds = 3 if name == "weights apart" else 2
-        assert len(replays) == kinds * pins["microbatches"] * pins["interleave"]
-        assert set(replays) == {4}, "three of the steps, and the one in which memory is measured"
+        actions = pins["microbatches"] * pins["interleave"] * (3 if "weights" in name else 2)
+        since = 4  # of the steps three, and the one in which memory is measured
+        # A bucket that garbage still shows is not taken again at once: then there are two variants.
+        assert len(replays) in (actions, 2 * actions)
+        assert sum(replays) == since * actions, replays
         assert left == 0
