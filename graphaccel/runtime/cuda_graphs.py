@@ -77,13 +77,16 @@ class CudaRecorder:
     """By torch.cuda.CUDAGraph, on a stream of its own."""
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
+        self._warmed = False
 
     def warm(self, run: Callable[[], Sequence[Any]]) -> Sequence[Any]:
         """On that stream: what libraries allocate for a stream is then there before."""
-        current = torch.cuda.current_stream()
+        current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
+        self._warmed = True
         with torch.cuda.stream(self._stream):
             made = run()
         current.wait_stream(self._stream)
@@ -91,8 +94,12 @@ class CudaRecorder:
 
     def record(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Other threads (NCCL's watchdog) may ask the device something meanwhile."""
+        if self._warmed:  # what the allocator keeps of it could not be had by the pool
+            torch.cuda.synchronize(self._device)
+            torch.cuda.empty_cache()
+            self._warmed = False
         graph = torch.cuda.CUDAGraph()
-        self._stream.wait_stream(torch.cuda.current_stream())
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
