@@ -5,9 +5,9 @@
 
 Kernels are compared with float64 first (`fusion check`'s grid, on the GPU), then timed beside eager
 and `torch.compile`; their bytes are operands and results, once each. Steps are those of eager,
-`torch.compile` with AdamW(fused=True), graphaccel, and graphaccel with compile="inductor", in
-bfloat16 autocast or its like, in turn in one process; peak memory is the allocator's. Without a GPU
-it says so and measures nothing. Toy sizes compile nothing.
+`torch.compile` with AdamW(fused=True), graphaccel, and graphaccel with compile="inductor" or with
+cuda_graphs=True, in bfloat16 autocast or its like, in turn in one process; peak memory is the
+allocator's. Without a GPU it says so and measures nothing. Toy sizes compile and record nothing.
 """
 
 from __future__ import annotations
@@ -260,7 +260,7 @@ def _batch(name: str, scale: Scale) -> dict[str, Tensor]:
 def step_row(name: str, scale: Scale) -> dict[str, Any]:
     """Seconds a training step and peak bytes of each side, one after the other."""
     found: dict[str, Any] = {"model": name}
-    for side in ("eager", "compile", "graphaccel", "inductor"):
+    for side in ("eager", "compile", "graphaccel", "inductor", "graphs"):
         gc.collect()
         if scale.device == "cuda":
             torch.cuda.empty_cache()
@@ -274,15 +274,16 @@ def step_row(name: str, scale: Scale) -> dict[str, Any]:
 def _step(name: str, side: str, scale: Scale) -> Call:
     _, model = _model(name, scale, scale.device)
     batch = _batch(name, scale)
-    ours, fused = side in ("graphaccel", "inductor"), side != "eager"
+    ours, fused = side in ("graphaccel", "inductor", "graphs"), side != "eager"
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused)
     if ours:
         import graphaccel
 
         kind = "inductor" if side == "inductor" and not scale.toy else "off"
         model, optimizer = graphaccel.optimize(
-            model, optimizer, example_batch=batch, precision="bf16", fusions="auto", compile=kind
-        )
+            model, optimizer, example_batch=batch, precision="bf16", fusions="auto", compile=kind,
+            cuda_graphs=side == "graphs" and not scale.toy,
+        )  # fmt: skip
     call: Any = torch.compile(model) if side == "compile" and not scale.toy else model
     autocast = not ours
 

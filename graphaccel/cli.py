@@ -183,6 +183,11 @@ def _add_pins(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
         "--compile", choices=("off", "inductor"), help="let Inductor compile the graphs of stages"
     )
     pins.add_argument(
+        "--cuda-graphs",
+        action=argparse.BooleanOptionalAction,
+        help="on GPUs: record the work of each action once, and replay it in every step",
+    )
+    pins.add_argument(
         "--fusions",
         type=_fusions,
         metavar="WHAT",

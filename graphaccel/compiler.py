@@ -46,7 +46,7 @@ from graphaccel.passes.pipeline import build, placed_fusions, prepared
 from graphaccel.passes.place_ort import Tools
 from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.layouts import Layouts, LocalGraph, rates_of
-from graphaccel.planner.memory import UNEVEN, Sample, rank_curve, rank_memory
+from graphaccel.planner.memory import UNEVEN, Resident, Sample, rank_curve, rank_memory
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.profile import Profile
 from graphaccel.planner.record import Record
@@ -56,6 +56,8 @@ from graphaccel.report.format import folded
 from graphaccel.report.fused import fusion_notes
 from graphaccel.report.rules import every_rule, missing, missing_note, priced_rules
 from graphaccel.rules.propagate import NO_RULE
+from graphaccel.runtime.cuda_graphs import fixed_bytes
+from graphaccel.runtime.cuda_graphs import notes as graph_notes
 from graphaccel.runtime.pieces import notes as compile_notes
 from graphaccel.schedule.communicate import with_communication
 from graphaccel.schedule.table import Schedule
@@ -202,6 +204,7 @@ class Compiler:
         if plan.fusions:
             notes += fusion_notes(placed_fusions(step, plan), _device_type(self.cluster))
         notes += compile_notes(program) if plan.compile != "off" else ()
+        notes += graph_notes(program) if plan.cuda_graphs else ()
         plan = replace(plan, notes=notes)
         self.plan, self.resting = plan, program.resting
         progress("plan", plan.name, time.perf_counter() - start)
@@ -264,13 +267,13 @@ class Compiler:
             plan = replace(plan, rates=rates_of(self.cluster, plan))
         program = build(step, plan, sizes=sizes, ort=self._ort(plan))
         schedule = schedule_of(plan, program)
-        resident = self.model.resident(batch, plan, program)
+        resident = self._resident(batch, plan, program, schedule)
         memory = []
         for rank in range(plan.pipeline):
-            exact = rank_memory(program, schedule, rank, resident)
+            exact = rank_memory(program, schedule, rank, resident[rank])
             tensors = exact.peak
             if plan.expert > 1:
-                more = rank_memory(program, schedule, rank, resident, chosen=UNEVEN)
+                more = rank_memory(program, schedule, rank, resident[rank], chosen=UNEVEN)
                 exact = replace(exact, uneven=more.peak - tensors)
             margin = self.cluster.context_bytes + int(self.cluster.fragmentation * tensors)
             memory.append(replace(exact, other=margin, peak=tensors + margin))
@@ -288,12 +291,22 @@ class Compiler:
     ) -> tuple[tuple[Sample, ...], ...]:
         """Bytes on each pipeline rank in the course of a step (`planner.memory.rank_curve`)."""
         schedule = schedule_of(plan, program)
-        resident = self.model.resident(batch, plan, program)
+        resident = self._resident(batch, plan, program, schedule)
         assert plan.prediction is not None
         return tuple(
-            rank_curve(program, schedule, m.rank, resident, spans, m.other)
+            rank_curve(program, schedule, m.rank, resident[m.rank], spans, m.other)
             for m in plan.prediction.memory
         )
+
+    def _resident(
+        self, batch: Batch, plan: Plan, program: StepProgram, schedule: Schedule
+    ) -> list[Resident]:
+        """What lies on each pipeline rank the whole time."""
+        resident = self.model.resident(batch, plan, program)
+        if not plan.cuda_graphs:
+            return [resident] * plan.pipeline
+        fixed = (fixed_bytes(program, schedule[rank]) for rank in range(plan.pipeline))
+        return [replace(resident, batch=2 * resident.batch + more) for more in fixed]
 
     def compile(
         self,

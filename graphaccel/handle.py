@@ -22,6 +22,7 @@ from graphaccel.passes.pipeline import backward_of
 from graphaccel.planner.plan import Plan
 from graphaccel.report.text import plan_report
 from graphaccel.runtime.all_gradients import AllGradients, clip_before
+from graphaccel.runtime.cuda_graphs import recorder_for
 from graphaccel.runtime.deferred import RECORD
 from graphaccel.runtime.host import HostCopies
 from graphaccel.runtime.inductor import StageCompiler, check_compiler
@@ -151,12 +152,13 @@ class Handle:
         step, chosen, program = choose_together(self._compiler, batch, self._devices)
         self._agree(chosen)
         check_compiler(chosen.compile, self._device)
+        recorder = recorder_for(self._device) if chosen.cuda_graphs else None
         planned()
         mesh = build_mesh(
             chosen, program.shared.values(), self._device, timedelta(seconds=self._timeout)
         )
         scale = LossScale(self._device) if chosen.precision.scaled else None
-        session = Session(self._model, mesh, scale, chosen.precision.products)
+        session = Session(self._model, mesh, scale, chosen.precision.products, recorder)
         optimizer = self._optimizer
         if optimizer is not None and (program.owned or program.resting):
             check_elementwise(optimizer)

@@ -40,7 +40,8 @@ from graphaccel.report.trace import trace_json
 PINS = (
     "data", "pipeline", "tensor", "context", "expert", "interleave", "microbatches", "zero",
     "sequence", "scatter_sends", "gather_again", "cast_once", "accumulation", "recompute",
-    "precision", "vocab", "stages", "ort", "compile", "fusions", "offload",
+    "precision", "vocab", "stages", "ort", "compile", "cuda_graphs", "fusions",
+    "offload",
 )  # fmt: skip
 INTERRUPTED = 130  # 128 + SIGINT
 _DRAWN = 1500  # candidates that a picture is given; beyond, only those the search solved

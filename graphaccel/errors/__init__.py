@@ -5,7 +5,12 @@ from __future__ import annotations
 from graphaccel.errors.base import GraphAccelError
 from graphaccel.errors.capture import CaptureRefused, MissingRule, NoLoss, RuleWrong, TensorBranch
 from graphaccel.errors.catalogue import BadCluster, UnknownDevice
-from graphaccel.errors.compiling import CompileFailed, CompilerMissing
+from graphaccel.errors.compiling import (
+    CaptureFailed,
+    CompileFailed,
+    CompilerMissing,
+    GraphsNeedGpu,
+)
 from graphaccel.errors.kernels import (
     BadFusion,
     KernelFailed,
@@ -55,6 +60,7 @@ __all__ = [
     "BatchesDiffer",
     "CannotExport",
     "CannotInitialise",
+    "CaptureFailed",
     "CaptureRefused",
     "CompileFailed",
     "CompilerMissing",
@@ -62,6 +68,7 @@ __all__ = [
     "DeviceOutOfMemory",
     "GraphAccelError",
     "GraphMisuse",
+    "GraphsNeedGpu",
     "HookNotKept",
     "InfeasiblePlan",
     "KernelFailed",

@@ -52,3 +52,42 @@ class CompileFailed(GraphAccelError):
                 "to see more of it:  TORCH_LOGS=+inductor",
             ),
         )
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class GraphsNeedGpu(GraphAccelError):
+    """CUDA graphs were asked for on another device. device: its type."""
+
+    code = "GA903"
+    device: str
+
+    def message(self) -> Message:
+        return Message(
+            f"cuda_graphs=True needs an NVIDIA GPU, and the model runs on {self.device!r}",
+            why="a CUDA graph is a recording of what a GPU was told to do",
+            help=(
+                "leave it out here:  graphaccel.optimize(model, optimizer)",
+                "or plan for a GPU:  graphaccel plan FILE:job --device h100-80gb --cuda-graphs",
+            ),
+        )
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class CaptureFailed(GraphAccelError):
+    """CUDA refused to record an action. phase: "forward", "backward", "weight" or "prepare"."""
+
+    code = "GA904"
+    stage: int
+    phase: str
+    cause: str
+
+    def message(self) -> Message:
+        return Message(
+            f"the {self.phase} of stage {self.stage} could not be recorded as a CUDA graph",
+            details=columns((("reported:", self.cause),)),
+            why="what can not be recorded is left out beforehand; this was not foreseen, as with "
+            "an operator of your own that asks the device for a value",
+            help=(
+                "run the step without:  graphaccel.optimize(model, optimizer, cuda_graphs=False)",
+            ),
+        )

@@ -46,13 +46,13 @@ def accumulate_gradients(
     program: StageProgram, plan: Plan, partial: Mapping[str, tuple[str, ...]] | None = None
 ) -> StageProgram:
     """The program with accumulators, or as it is where one microbatch on one rank needs none.
+    Recordings of CUDA graphs always do: a gradient outlives the memory they work in.
 
     partial: parameter → axes besides data over which its gradient is still a partial sum.
     """
     reduced = _Reduced(plan.data, partial or {})
-    if plan.microbatches == 1 and not any(
-        reduced.over(v.name) for v in program.backward_outputs if v.kind == "gradient"
-    ):
+    summed = any(reduced.over(v.name) for v in program.backward_outputs if v.kind == "gradient")
+    if plan.microbatches == 1 and not summed and not plan.cuda_graphs:
         return program
     if not any(v.kind == "gradient" for v in program.backward_outputs):
         return program

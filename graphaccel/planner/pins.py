@@ -36,12 +36,12 @@ AXES = ("pipeline", "data", "expert", "context", "tensor")
 _COUNTS = (
     "data", "pipeline", "tensor", "context", "expert", "interleave", "microbatches", "bucket_bytes"
 )  # fmt: skip
-_SWITCHES = ("sequence", "scatter_sends", "cast_once")
+_SWITCHES = ("sequence", "scatter_sends", "cast_once", "cuda_graphs")
 NAMES = (
     *_COUNTS, "recompute", "precision", "schedule", "cuts", "outputs",
     "zero", "gather_again", "cast_once", "accumulation", "sequence", "scatter_sends", "pins",
     "fusions",
-    "vocab", "stages", "ort", "fallback", "compile", "offload",
+    "vocab", "stages", "ort", "fallback", "compile", "cuda_graphs", "offload",
 )  # fmt: skip
 
 
@@ -79,6 +79,7 @@ class Pins:
     ort: str | tuple[str, ...] | None = None
     fallback: str | None = None
     compile: str | None = None
+    cuda_graphs: bool | None = None
     offload: tuple[str, ...] | None = None
     spared: tuple[str, ...] = ()
 
@@ -487,6 +488,7 @@ def base_plan(pins: Pins, devices: int, batch: int, graph: str, cluster: str, ou
         ort="auto" if pins.ort is None else pins.ort,
         fallback=pins.fallback or "error",
         compile=pins.compile or "off",
+        cuda_graphs=bool(pins.cuda_graphs),
         offload=pins.on_host,
         batch=batch,
         pinned=pins.names,

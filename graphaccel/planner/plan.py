@@ -135,7 +135,8 @@ class Plan:
     ort: what ONNX Runtime runs: "off", "all" (whatever it can), "auto" (what was measured to be
       faster), or module paths. fallback: "error", or "fx": torch runs a region that ONNX Runtime
       fails to build or run.
-    compile: what runs the graphs of stages: "off" (FX code) or "inductor".
+    compile: what runs the graphs of stages: "off" (FX code) or "inductor". cuda_graphs: actions are
+      recorded as CUDA graphs, and replayed.
     offload: what rests on the host between its uses: "optimizer" (its state, and its step),
       "activations" (large ones, until their backward).
     outputs: "loss" or "all": what a training step hands out besides the loss.
@@ -159,6 +160,7 @@ class Plan:
     ort: str | tuple[str, ...] = "auto"
     fallback: str = "error"
     compile: str = "off"
+    cuda_graphs: bool = False
     offload: tuple[str, ...] = ()
     outputs: str = "loss"
     zero: int = 0
@@ -248,6 +250,8 @@ class Plan:
             parts.append(f"{self.precision.products} products")
         if self.compile != "off":
             parts.append(self.compile)
+        if self.cuda_graphs:
+            parts.append("CUDA graphs")
         return " · ".join(parts)
 
     @property

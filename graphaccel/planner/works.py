@@ -83,9 +83,16 @@ def stage_works(
     """What each stage of `plan` holds and does. Raises ValueError for cuts that do not fit the
     graph.
     """
-    spared = plan.holds_casts, *spared_casts(plan)
+    spared = plan.holds_casts, recorded(plan), *spared_casts(plan)
     key = ("works", plan.cuts, plan.recompute, launch_seconds, spared)
     return sized.once(key, lambda: _stage_works(profile, sized, plan, launch_seconds))
+
+
+def recorded(plan: Plan) -> bool:
+    """Whether the work of an action is a CUDA graph: the process starts that, not its operations.
+    Where calls in a stage send to other ranks or copy to the host, it is not."""
+    inside = plan.data > 1 or plan.replica > 1 or "activations" in plan.offload
+    return plan.cuda_graphs and not inside and plan.ort in ("off", "auto")
 
 
 def spared_casts(plan: Plan) -> tuple[float, float]:
@@ -113,6 +120,8 @@ def _stage_works(
     starts = sized.held_starts if plan.holds_casts else np.zeros(len(profile), dtype=float)
     starting = sized.host_forward - ahead_of * starts
     host = remade(sized.host_backward - back_of * starts, sized.host_again)
+    if recorded(plan):
+        starting, host = np.zeros_like(starting), np.zeros_like(host)
     action = _LAUNCHES_AN_ACTION * launch_seconds
     columns = np.stack([
         forward, sized.sent_forward, starting, backward, sent, host, sized.weight

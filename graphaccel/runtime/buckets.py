@@ -2,7 +2,8 @@
 
 Fresh memory costs a page fault for every few KiB, so a bucket is used again once nothing else shows
 its memory: after `zero_grad()`, with which the script lets go of the views that are its `.grad`s.
-A script that keeps its gradients (accumulation over several calls) gets another bucket meanwhile.
+A script that keeps its gradients (accumulation over several calls) gets another bucket meanwhile;
+CUDA graphs have addresses in them, so for them that one is kept as well.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from graphaccel.ir.program import StageProgram
 
 
 class Buckets:
-    """One session's buckets: at most one kept for each stage and place in its list."""
+    """One session's buckets: at most `copies` kept for each stage and place in its list."""
 
-    def __init__(self) -> None:
-        self._kept: dict[tuple[int, int], tuple[torch.Tensor, int]] = {}
+    def __init__(self, copies: int = 1) -> None:
+        self._copies = copies
+        self._kept: dict[tuple[int, int], list[tuple[torch.Tensor, int]]] = {}
 
     def of(
         self, stage: StageProgram, device: torch.device
@@ -44,11 +46,11 @@ class Buckets:
     def _flat(
         self, key: tuple[int, int], count: int, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        kept = self._kept.get(key)
-        if kept is not None:
-            flat, uses = kept
+        kept = self._kept.setdefault(key, [])
+        for flat, uses in kept:
             if flat.numel() == count and flat.dtype == dtype and storage_uses(flat) == uses:
                 return flat
         flat = torch.empty(count, dtype=dtype, device=device)
-        self._kept[key] = (flat, storage_uses(flat))
+        kept.append((flat, storage_uses(flat)))
+        del kept[: -self._copies]
         return flat

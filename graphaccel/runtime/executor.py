@@ -22,6 +22,7 @@ from graphaccel.ir.values import returned
 from graphaccel.rules.propagate import PARTIAL
 from graphaccel.runtime.bind import bind
 from graphaccel.runtime.buckets import Buckets
+from graphaccel.runtime.cuda_graphs import Recorder, StepGraphs
 from graphaccel.runtime.inductor import StageCompiler
 from graphaccel.runtime.layout import Layout
 from graphaccel.runtime.loss_scale import LossScale
@@ -92,7 +93,8 @@ class Executor:
     program: all stages (peers' too: their values' shapes are needed). schedule: with messages.
     buckets: those of the session, if all its executors are to use the same memory.
     whole: every data rank runs the whole batch (evaluation). compiler: of stages, if any.
-    products: what float32 products are rounded to ("tfloat32"), if to anything.
+    products: what float32 products are rounded to ("tfloat32"), if to anything. recorder: of CUDA
+    graphs, where actions are recorded.
     """
 
     def __init__(
@@ -107,6 +109,7 @@ class Executor:
         whole: bool = False,
         compiler: StageCompiler | None = None,
         products: str = "",
+        recorder: Recorder | None = None,
     ) -> None:
         self._products = products
         self._buckets = buckets or Buckets()
@@ -129,6 +132,9 @@ class Executor:
         for stage in self._stages.values():
             for graph in stage.graphs:
                 bind(graph, mesh)
+        self.graphs = None
+        if recorder is not None:  # what stands in graphs is read before they are compiled
+            self.graphs = StepGraphs(recorder, self._stages, mesh.device)
         self._compiler = compiler
         if compiler is not None:
             self._stages = {n: self._compiled(p) for n, p in self._stages.items()}
@@ -146,7 +152,8 @@ class Executor:
         """
         state = self._begin(leaves)
         if scale is not None:
-            state.scale = scale.factor.clone()
+            graphs, factor = self.graphs, scale.factor
+            state.scale = factor.clone() if graphs is None else graphs.fixed("scale", factor)
         doing_now: Action | None = None
         done: Action | None = None
         generator = torch.random.get_rng_state() if state.seed is not None else None
@@ -174,6 +181,8 @@ class Executor:
                     self._reduce(doing.action, state)
             done, doing_now = doing_now, None
             result = self._finish(state)
+            if self.graphs is not None:
+                self.graphs.end()
             return result if scale is None else self._unscaled(result, scale)
         except RuntimeError as error:
             if self._mesh.world > 1 and is_connection(error):
@@ -184,22 +193,38 @@ class Executor:
                 torch.random.set_rng_state(generator)
 
     def _begin(self, leaves: Sequence[Any]) -> StepState:
-        leaves = [
-            leaf.contiguous().to(self._mesh.device) if isinstance(leaf, torch.Tensor) else leaf
-            for leaf in leaves
-        ]
-        state = StepState(leaves, {})
+        state = StepState([self._brought(i, leaf) for i, leaf in enumerate(leaves)], {})
         prologue = self._program.prologue
         if prologue is not None:
             given = [self._whole(v, state) for v in prologue.inputs]
             state.prologue = dict(zip(prologue.outputs, prologue.graph(given), strict=True))
-        self._prepare(state)
-        self._make_room(state)
+        if self.graphs is not None:
+            self._make_room(state)
+            self._begin_graphs(self.graphs, state)
+            self._prepare(state)
+        else:
+            self._prepare(state)
+            self._make_room(state)
         if self._program.random and (self._mesh.world > 1 or self._microbatches > 1):
             # One draw a step from the generator that all ranks share; the streams of the parts
             # differ.
             state.seed = int(torch.randint(2**62, ()).item())
         return state
+
+    def _brought(self, place: int, leaf: Any) -> Any:
+        """A leaf of the batch on this rank's device, in one piece."""
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if self.graphs is not None:
+            return self.graphs.fixed(("batch", place), leaf)
+        return leaf.contiguous().to(self._mesh.device)
+
+    def _begin_graphs(self, graphs: StepGraphs, state: StepState) -> None:
+        held, inner = self._held, state.accumulators.values()
+        resting = (held.parameters, held.buffers, held.constants, held.shards, *inner)
+        tensors = [t for some in resting for t in some.values()]
+        graphs.begin(tensors, [x for x in state.leaves if not isinstance(x, torch.Tensor)])
+        state.prologue = {n: graphs.fixed(("prologue", n), t) for n, t in state.prologue.items()}
 
     def _prepare(self, state: StepState) -> None:
         """Start to gather what is held for all microbatches."""
@@ -207,7 +232,22 @@ class Executor:
             if stage.prepare is not None:
                 given = [self._lying(v) for v in stage.prepare_inputs]
                 names = (v.name for v in stage.prepare_outputs)
-                state.held[number] = dict(zip(names, stage.prepare(given), strict=True))
+                values, results = stage.prepare_inputs, stage.prepare_outputs
+                made = self._made(("prepare", number, 0), stage.prepare, given, values, results)
+                state.held[number] = dict(zip(names, made, strict=True))
+
+    def _made(
+        self,
+        action: tuple[str, int, int],
+        graph: Any,
+        inputs: list[Any],
+        values: Sequence[Value],
+        results: Sequence[Value],
+    ) -> Sequence[Any]:
+        """What a graph gives; its inputs are emptied."""
+        if self.graphs is None or not self.graphs.records(action[1]):
+            return graph(inputs)
+        return self.graphs.run(action, graph, inputs, values, results)
 
     def _lying(self, value: Value) -> torch.Tensor:
         held = self._held.shards if value.kind == "shards" else self._held.parameters
@@ -241,8 +281,9 @@ class Executor:
         inputs = [self._input(v, action, state, saved, box) for v in values]
         saved.clear()
         box.clear()
+        key = action.kind, action.stage, action.microbatch
         with rounding(self._products):
-            outputs = graph(inputs)
+            outputs = self._made(key, graph, inputs, values, results)
         if action in self._last_of_stage:
             state.held.pop(action.stage, None)
         self._deliver(action, results, outputs, state)

@@ -16,6 +16,7 @@ from graphaccel.compat.torch import forget_flat_weights
 from graphaccel.errors import BatchesDiffer, RankLost
 from graphaccel.ir.program import Sharded, StageProgram, StepProgram
 from graphaccel.runtime.buckets import Buckets
+from graphaccel.runtime.cuda_graphs import Recorder
 from graphaccel.runtime.executor import (
     Executor,
     Held,
@@ -64,11 +65,16 @@ class Session:
     """Owns what a rank holds between steps."""
 
     def __init__(
-        self, model: nn.Module, mesh: Mesh, scale: LossScale | None, products: str = ""
+        self,
+        model: nn.Module,
+        mesh: Mesh,
+        scale: LossScale | None,
+        products: str = "",
+        recorder: Recorder | None = None,
     ) -> None:
-        """products: `planner.plan.Precision.products`."""
+        """products: `planner.plan.Precision.products`. recorder: of the training steps."""
         self.model, self.mesh, self.scale = model, mesh, scale
-        self._products = products
+        self._products, self._recorder = products, recorder
         self.steps = 0
         self.homes: dict[str, tuple[int, ...]] = {}
         self.groups: tuple[tuple[str, ...], ...] = ()
@@ -79,7 +85,7 @@ class Session:
         self._shards: dict[str, torch.Tensor] = {}
         self._executors: dict[int, Executor] = {}
         self._initial: Record | None = None
-        self._buckets = Buckets()
+        self._buckets = Buckets(1 if recorder is None else 2)
         self._outside: dict[int, OutsideExecutor] = {}
 
     def settle(
@@ -300,6 +306,7 @@ class Session:
                 whole=whole,
                 compiler=compiled.compiler,
                 products=self._products,
+                recorder=None if whole else self._recorder,
             )
         return executor
 

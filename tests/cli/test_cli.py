@@ -98,7 +98,7 @@ def test_plan_arguments(model_file: Path) -> None:
     )
     choices = "--recompute some --precision bf16 --html r.html --trace t.json --save-cluster c.json"
     choices += " --accumulation shards --vocab data --stage h.3=1 --stage h.4=2 --compile inductor"
-    choices += " --fusions auto,-rotary"
+    choices += " --fusions auto,-rotary --cuda-graphs"
     choices += " --offload optimizer"
     shown = "--format json --measure 3 --explain --why-not pipeline=4,recompute=none"
     shown += " --why-not data=-1 --why-not sequence=false"
@@ -130,6 +130,7 @@ def test_plan_arguments(model_file: Path) -> None:
         "recompute": "some",
         "precision": "bf16",
         "compile": "inductor",
+        "cuda_graphs": True,
         "fusions": ("auto", "-rotary"),
         "offload": "optimizer",
         "html": Path("r.html"),

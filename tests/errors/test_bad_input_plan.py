@@ -65,8 +65,14 @@ error[GA202]: {said} can not be planned
             "no such decision; there are: data, pipeline, tensor, context, expert, interleave, "
             "microbatches, bucket_bytes, recompute, precision, schedule, cuts, outputs, zero, "
             "gather_again, cast_once, accumulation, sequence, scatter_sends, pins, fusions, vocab, "
-            "stages, ort, fallback, compile, offload",
+            "stages, ort, fallback, compile, cuda_graphs, offload",
             "leave tensors out and it will be chosen for you",
+        ),
+        (
+            {"cuda_graphs": "yes"},
+            "cuda_graphs='yes'",
+            "it is true or false",
+            "use one of:  cuda_graphs=True  cuda_graphs=False",
         ),
         (
             {"tensor": 2},

@@ -1,4 +1,4 @@
-"""The full text of every error about compiled stages, and a machine without a C++ compiler."""
+"""The full text of every error about compiled stages; a machine without a C++ compiler, or a GPU."""
 
 from __future__ import annotations
 
@@ -38,6 +38,28 @@ error[GA902]: Inductor failed to compile the backward of stage 1
   help: to see more of it:  TORCH_LOGS=+inductor
   explain: graphaccel explain GA902""",
     ),
+    (
+        errors.GraphsNeedGpu(device="cpu"),
+        """\
+error[GA903]: cuda_graphs=True needs an NVIDIA GPU, and the model runs on 'cpu'
+  why:  a CUDA graph is a recording of what a GPU was told to do
+  help: leave it out here:  graphaccel.optimize(model, optimizer)
+  help: or plan for a GPU:  graphaccel plan FILE:job --device h100-80gb --cuda-graphs
+  explain: graphaccel explain GA903""",
+    ),
+    (
+        errors.CaptureFailed(
+            stage=1,
+            phase="backward",
+            cause="CUDA error: operation not permitted when stream is capturing",
+        ),
+        """\
+error[GA904]: the backward of stage 1 could not be recorded as a CUDA graph
+  reported:  CUDA error: operation not permitted when stream is capturing
+  why:  what can not be recorded is left out beforehand; this was not foreseen, as with an operator of your own that asks the device for a value
+  help: run the step without:  graphaccel.optimize(model, optimizer, cuda_graphs=False)
+  explain: graphaccel explain GA904""",
+    ),
 ]
 
 
@@ -56,5 +78,17 @@ def test_without_a_compiler_nothing_is_changed() -> None:
             graphaccel.optimize(
                 model, optimizer, devices=1, compile="inductor", example_batch=small_batch()
             )
+    assert type(model) is Classifier
+    assert isinstance(model(*small_batch()), torch.Tensor)
+
+
+def test_without_a_gpu_nothing_is_changed() -> None:
+    model = Classifier()
+    optimizer = used_optimizer(model)
+    with pytest.raises(errors.GraphsNeedGpu) as raised:
+        graphaccel.optimize(
+            model, optimizer, devices=1, cuda_graphs=True, example_batch=small_batch()
+        )
+    assert str(raised.value) == dict((type(e), text) for e, text in CASES)[errors.GraphsNeedGpu]
     assert type(model) is Classifier
     assert isinstance(model(*small_batch()), torch.Tensor)

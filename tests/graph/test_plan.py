@@ -31,6 +31,7 @@ plans = st.builds(
     zero=st.integers(0, 3),
     gather_again=st.sampled_from(GATHERS),
     cast_once=st.booleans(),
+    cuda_graphs=st.booleans(),
     accumulation=st.sampled_from(["whole", "shards"]),
     placements=st.lists(
         st.tuples(names, st.lists(st.builds(Sharded, names, counts, counts)).map(tuple))

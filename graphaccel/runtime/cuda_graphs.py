@@ -1,0 +1,415 @@
+"""CUDA graphs: the work of each action of a step recorded once, and replayed in every later step.
+
+A rank does the same actions in the same order in every step, so each (the forward of microbatch 2
+of stage 1) is a recording of its own, made and replayed in that order. All take their memory from
+one pool: what one action frees the next ones may have, as in eager mode, and what an action saves
+stays untouched until it is freed. Nothing in the pool outlives a step, so that recordings of other
+shapes of the batch share it. What comes from outside and what leaves lies outside of the pool, at
+fixed addresses:
+
+    the batch, values of the prologue, the loss's scale   copied in at the start of a step
+    messages from other ranks                             copied in before an action reads them
+    messages to other ranks, buffers, outputs, the loss   copied out by the recording itself
+    gradients                                             added up in buckets, which are outside
+
+The first steps run as they are, so that libraries choose their kernels and make their workspaces;
+the next one records. A recording has addresses in it: where a bucket or a parameter lies elsewhere
+than it did, the step is recorded anew, and after `MOST` times left as it is.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import getitem
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from graphaccel.compat.torch import storage_uses
+from graphaccel.errors import CaptureFailed, GraphsNeedGpu
+from graphaccel.ir.program import StageProgram, StepProgram, Value
+from graphaccel.ir.values import is_dense, returned, tensors_of
+from graphaccel.rules.collectives import is_message
+from graphaccel.schedule.table import Action
+from graphaccel.schedule.walk import walk
+
+WARM, MOST = 2, 4
+_LEAVING = frozenset({"loss", "output", "buffer", "gradient", "input_gradient", "sent"})
+_HANDED_OUT = frozenset({"loss", "output", "gradient", "input_gradient"})
+_ON_HOST = {
+    "to_host": "copy to and from the host",
+    "to_device": "copy to and from the host",
+    "dropout_part": "draw a number on the host",
+    "expert_rows": "send to other ranks",
+    "exchange_rows": "send to other ranks",
+}
+_COUNTED = ("expert_product", "expert_gradient", "linear_cross_entropy")
+_ASKING = frozenset({"_local_scalar_dense", "item", "nonzero", "bincount", "masked_select"})
+_MASKED = frozenset({"index_put", "index_put_", "_unsafe_index_put", "_index_put_impl_"})
+
+
+class Recording(Protocol):
+    """What a recorder made of some work."""
+
+    def replay(self) -> None:
+        """Do the work again, on the memory it was recorded with."""
+        ...
+
+
+class Recorder(Protocol):
+    """Makes recordings that share one pool of memory. They are replayed in the order in which they
+    were made, one after the other."""
+
+    def warm(self, run: Callable[[], Sequence[Any]]) -> Sequence[Any]:
+        """Do work that will be recorded later, where it will be."""
+        ...
+
+    def record(self, run: Callable[[], None]) -> Recording:
+        """Note what `run` asks of the device; the device does none of it. What `run` makes and
+        still holds lies in the pool."""
+        ...
+
+
+class CudaRecorder:
+    """By torch.cuda.CUDAGraph, on a stream of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+        self._warmed = False
+
+    def warm(self, run: Callable[[], Sequence[Any]]) -> Sequence[Any]:
+        """On that stream: what libraries allocate for a stream is then there before."""
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        self._warmed = True
+        with torch.cuda.stream(self._stream):
+            made = run()
+        current.wait_stream(self._stream)
+        return made
+
+    def record(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """Other threads (NCCL's watchdog) may ask the device something meanwhile."""
+        if self._warmed:  # what the allocator keeps of it could not be had by the pool
+            torch.cuda.synchronize(self._device)
+            torch.cuda.empty_cache()
+            self._warmed = False
+        graph = torch.cuda.CUDAGraph()
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                run()
+            finally:
+                graph.capture_end()
+        return graph
+
+
+def recorder_for(device: torch.device) -> Recorder:
+    """A recorder of a device. Raises GraphsNeedGpu (GA903) where there is none."""
+    if device.type != "cuda":
+        raise GraphsNeedGpu(device=device.type)
+    return CudaRecorder(device)
+
+
+def declined(stage: StageProgram) -> str | None:
+    """Why a stage's actions can not be recorded, as what calls in it do, or None."""
+    for graph in stage.graphs:
+        for node in graph.graph.nodes:
+            why = _refusal(node)
+            if why is not None:
+                return why
+    return None
+
+
+def _refusal(node: fx.Node) -> str | None:
+    if node.op != "call_function" or node.target is getitem:
+        return None
+    namespace = getattr(node.target, "namespace", None)
+    if namespace is None:
+        return "run in ONNX Runtime"
+    if is_message(node.target):
+        return "send to other ranks"
+    name = str(node.target).split(".")[1]
+    if namespace == "graphaccel" and name in _ON_HOST:
+        return _ON_HOST[name]
+    counted = namespace == "graphaccel" and name.startswith(_COUNTED)
+    values = [n.meta.get("val") for n in (node, *node.all_input_nodes)]
+    tensors = [t for v in values for t in tensors_of(v)]
+    if (
+        counted
+        or any(n.meta.get("chosen") for n in (node, *node.all_input_nodes))
+        or any(not isinstance(s, int) for t in tensors for s in t.shape)
+    ):
+        return "have sizes that depend on data"
+    masked = name in _MASKED and any(t.dtype == torch.bool for t in tensors_of(_indices(node)))
+    if namespace == "aten" and (name in _ASKING or masked):
+        return "ask the device for a value"
+    if len({t.device.type for t in tensors}) > 1:
+        return "copy to and from the host"
+    return None
+
+
+def _indices(node: fx.Node) -> Any:
+    given: Any = node.args[1] if len(node.args) > 1 else ()
+    return [n.meta.get("val") for n in given if isinstance(n, fx.Node)]
+
+
+def notes(program: StepProgram) -> tuple[str, ...]:
+    """What a report says of the stages that are recorded and of those that are not, by reason."""
+    if program.bare is not None:
+        return ("CUDA graphs: none, the script computes the loss",)
+    reasons: dict[str, list[int]] = {}
+    recorded = 0
+    for stage in program.stages:
+        why = declined(stage)
+        if why is None:
+            recorded += 1
+        else:
+            reasons.setdefault(why, []).append(stage.stage)
+    said = f"CUDA graphs: the actions of {recorded} of {len(program.stages)} stages are recorded"
+    for why, stages in sorted(reasons.items(), key=lambda row: row[1]):
+        names = f"stages {stages[0]} to {stages[-1]}" if len(stages) > 1 else f"stage {stages[0]}"
+        said += f"; not {names}, where calls {why}"
+    return (said, "CUDA graphs are tested without a GPU; none was there to run on")
+
+
+def fixed_bytes(program: StepProgram, actions: Sequence[Action]) -> int:
+    """Bytes at fixed addresses beside a step's own on one rank, without the batch: for as many
+    messages as are there at a time, and for what leaves. An upper bound: where messages of several
+    edges have one size, they share."""
+    inside = {a.stage for a in actions if declined(program.stages[a.stage]) is None}
+    live: Counter[tuple[int, str]] = Counter()
+    most: dict[tuple[int, str], int] = {}
+    apart = {a.stage for a in actions if a.kind == "weight"}
+
+    def change(stage: int, what: str, by: int) -> None:
+        live[stage, what] += by
+        most[stage, what] = max(most.get((stage, what), 0), live[stage, what])
+
+    ways = ("forward", "backward")
+    for doing in walk(actions):
+        action = doing.action
+        if action.stage not in inside:
+            continue
+        if doing.verb == "run" and action.kind in ways:
+            change(action.stage, f"received {action.kind}", 1)
+            change(action.stage, f"sent {action.kind}", 1)
+        if doing.verb == "release":
+            change(action.stage, f"sent {action.direction}", -1)
+        end = "weight" if action.stage in apart else "backward"
+        if doing.verb == "run" and action.kind == end:
+            for kind in ways:
+                change(action.stage, f"received {kind}", -1)
+    size = 0
+    for (number, what), count in most.items():
+        stage, (way, kind) = program.stages[number], what.split()
+        graph, values, results = stage.phase(kind, True, True)
+        nodes = graph.graph.find_nodes(op="placeholder") if way == "received" else returned(graph)
+        for value, node in zip(values if way == "received" else results, nodes, strict=True):
+            if value.kind == way and not inside.issuperset(value.peers):
+                size += count * _bytes(node)
+    for number in inside:
+        stage = program.stages[number]
+        for value, node in zip(stage.forward_outputs, returned(stage.forward), strict=True):
+            size += _bytes(node) if value.kind in ("loss", "output", "buffer") else 0
+    return size
+
+
+def _bytes(node: Any) -> int:
+    values = tensors_of(node.meta["val"]) if isinstance(node, fx.Node) else []
+    return sum(t.numel() * t.element_size() for t in values)
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """A tensor at a fixed address: which memory of `_Slots`, and how it is laid out there."""
+
+    place: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+class _Slots:
+    """Memory at fixed addresses, outside of the pool, for what comes from other ranks and what
+    leaves. What nothing shows any more is taken again: in a replay that is at the same moments."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._known: list[tuple[torch.Tensor, int]] = []
+
+    def take(self, like: torch.Tensor) -> tuple[_Slot, torch.Tensor]:
+        """A free place for a tensor like this one, and the tensor there."""
+        place = next((i for i, known in enumerate(self._known) if _free(*known, like)), None)
+        if place is None:
+            place = len(self._known)
+            flat = torch.empty(like.numel(), dtype=like.dtype, device=self._device)
+            self._known.append((flat, storage_uses(flat)))
+        strides = like.stride() if is_dense(like) else _contiguous(like.shape)
+        slot = _Slot(place, tuple(like.shape), tuple(strides))
+        return slot, self.show(slot)
+
+    def show(self, slot: _Slot) -> torch.Tensor:
+        """The tensor of a slot."""
+        return self._known[slot.place][0].as_strided(slot.shape, slot.strides)
+
+
+def _free(flat: torch.Tensor, uses: int, like: torch.Tensor) -> bool:
+    same = flat.dtype == like.dtype and flat.numel() == like.numel()
+    return same and storage_uses(flat) == uses
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    """An action. given: (input, slot) of what came from other ranks. made: of each output its kind
+    and the slot by which it leaves, None where it stays in the pool."""
+
+    recording: Recording
+    given: tuple[tuple[int, _Slot], ...]
+    made: tuple[tuple[str, _Slot | None], ...]
+
+
+class StepGraphs:
+    """The recordings of one executor's steps: of one shape of the batch.
+
+    stages: those of this rank. The rank's executor asks `begin` at the start of a step and `end` at
+    its end; between them it gives `run` every action of a stage that `records`.
+    """
+
+    def __init__(
+        self, recorder: Recorder, stages: Mapping[int, StageProgram], device: torch.device
+    ) -> None:
+        self._recorder, self._device = recorder, device
+        self._inside = frozenset(n for n, p in stages.items() if declined(p) is None)
+        self._slots = _Slots(device)
+        self._fixed: dict[Hashable, torch.Tensor] = {}
+        self._known: dict[Hashable, dict[Hashable, _Recorded]] = {}
+        self._now: dict[Hashable, _Recorded] | None = None
+        self._key: Hashable = None
+        self._steps = 0
+        self.doing = "warm"
+
+    def records(self, stage: int) -> bool:
+        """Whether the actions of a stage are recorded."""
+        return stage in self._inside
+
+    @property
+    def recorded(self) -> int:
+        """How many times a step was recorded."""
+        return len(self._known)
+
+    def fixed(self, name: Hashable, tensor: torch.Tensor) -> torch.Tensor:
+        """The value of a tensor of this step, where the recordings look for it."""
+        if name not in self._fixed:
+            self._fixed[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+        return self._fixed[name].copy_(tensor)
+
+    def begin(self, tensors: Iterable[torch.Tensor], others: Iterable[Any] = ()) -> None:
+        """A step starts. tensors: what lies here for longer than a step and recordings read or
+        write. others: numbers of the batch, which are part of what is recorded."""
+        self._steps += 1
+        self._key = tuple(t.data_ptr() for t in tensors), tuple(map(repr, others))
+        self._now = self._known.get(self._key)
+        if self._now is not None:
+            self.doing = "replay"
+        elif self._steps <= WARM:
+            self.doing = "warm"
+        elif len(self._known) < MOST:
+            self.doing, self._now = "record", {}
+        else:
+            self.doing = "left"  # addresses change all the time
+
+    def end(self) -> None:
+        """A step was done to its end: what was recorded in it is whole."""
+        if self.doing == "record":
+            assert self._now is not None
+            self._known[self._key] = self._now
+        self._now = None
+
+    def run(
+        self,
+        action: tuple[str, int, int],
+        graph: Any,
+        inputs: list[Any],
+        values: Sequence[Value],
+        results: Sequence[Value],
+    ) -> Sequence[Any]:
+        """The outputs of an action; `inputs` is emptied. Of what stays in the pool a replay gives
+        None: only other recordings read it.
+
+        Raises CaptureFailed (GA904).
+        """
+        if self.doing == "warm":
+            return self._recorder.warm(lambda: graph(inputs))
+        if self.doing == "left":
+            return graph(inputs)
+        assert self._now is not None
+        kept: list[Any]
+        if self.doing == "record":
+            made, kept = self._record(action, graph, inputs, values, results)
+            self._now[action] = made
+        else:
+            made, kept = self._now[action], [None] * len(results)
+            for place, slot in made.given:
+                self._slots.show(slot).copy_(inputs[place])
+            inputs.clear()
+        made.recording.replay()
+        for place, (kind, slot) in enumerate(made.made):
+            if slot is not None:
+                shown = self._slots.show(slot)
+                # The script may keep it: the next step must not write over it.
+                kept[place] = shown.clone() if kind in _HANDED_OUT else shown
+        return kept
+
+    def _record(
+        self,
+        action: tuple[str, int, int],
+        graph: Any,
+        inputs: list[Any],
+        values: Sequence[Value],
+        results: Sequence[Value],
+    ) -> tuple[_Recorded, list[Any]]:
+        given = []
+        for place, value in enumerate(values):
+            if value.kind == "received" and value.peers[0] not in self._inside:
+                slot, shown = self._slots.take(inputs[place])
+                inputs[place] = shown.copy_(inputs[place])
+                given.append((place, slot))
+        likes = [n.meta["val"] if isinstance(n, fx.Node) else None for n in returned(graph)]
+        leaving = [
+            self._slots.take(like) if like is not None and self._leaves(value) else None
+            for value, like in zip(results, likes, strict=True)
+        ]
+        kept: list[Any] = []
+
+        def work() -> None:
+            for target, tensor in zip(leaving, graph(inputs), strict=True):
+                kept.append(tensor if target is None else target[1].copy_(tensor))
+
+        try:
+            recording = self._recorder.record(work)
+        except RuntimeError as error:
+            raise CaptureFailed(
+                stage=action[1], phase=action[0], cause=str(error).strip().splitlines()[0]
+            ) from error
+        made = tuple(
+            (value.kind, None if target is None else target[0])
+            for value, target in zip(results, leaving, strict=True)
+        )
+        return _Recorded(recording, tuple(given), made), kept
+
+    def _leaves(self, value: Value) -> bool:
+        inside = value.kind == "sent" and self._inside.issuperset(value.peers)
+        return value.kind in _LEAVING and not inside
+
+
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(1, size)
+    return tuple(reversed(strides))
