@@ -232,6 +232,7 @@ class Handle:
             self.prepare(batch)
         compiled = self._training_step(batch)
         assert self._session is not None
+        self._session.follow()
         reached = compiled.reached
         named = [(n, p) for n, p in self._model.named_parameters() if n in reached]
         if compiled.backward is not None:
@@ -336,6 +337,7 @@ class Handle:
             )
             self._steps[key] = self._compiled(step, program, 1, None)
         compiled = self._steps[key]
+        self._session.follow()
         with torch.no_grad():
             result = self._session.evaluate(compiled, batch.leaves)
         return compiled.rebuild(result.loss, result.outputs)

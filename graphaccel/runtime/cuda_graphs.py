@@ -175,7 +175,7 @@ def notes(program: StepProgram) -> tuple[str, ...]:
     for why, stages in sorted(reasons.items(), key=lambda row: row[1]):
         names = f"stages {stages[0]} to {stages[-1]}" if len(stages) > 1 else f"stage {stages[0]}"
         said += f"; not {names}, where calls {why}"
-    return (said, "CUDA graphs are tested without a GPU; none was there to run on")
+    return (said, "CUDA graphs have not run on a GPU yet")
 
 
 def fixed_bytes(program: StepProgram, actions: Sequence[Action]) -> int:

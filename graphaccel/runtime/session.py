@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from graphaccel.compat.torch import forget_flat_weights
-from graphaccel.errors import BatchesDiffer, RankLost
+from graphaccel.errors import BatchesDiffer, GraphMisuse, RankLost
 from graphaccel.ir.program import Sharded, StageProgram, StepProgram
 from graphaccel.runtime.buckets import Buckets
 from graphaccel.runtime.cuda_graphs import Recorder
@@ -87,6 +87,7 @@ class Session:
         self._initial: Record | None = None
         self._buckets = Buckets(1 if recorder is None else 2)
         self._outside: dict[int, OutsideExecutor] = {}
+        self._places: dict[str, int | None] = {}
 
     def settle(
         self,
@@ -227,6 +228,28 @@ class Session:
             self._shards,
             self.gradients,
         )
+
+    def follow(self) -> None:
+        """Go on with what the script put where a parameter or buffer was (`p.data = x`,
+        `load_state_dict(assign=True)`).
+
+        Raises GraphMisuse (GA407) where what was there is not in full on this rank.
+        """
+        tensors = *self.model.named_parameters(), *self.model.named_buffers()
+        places = {
+            n: None if isinstance(t, (ShardTensor, RemoteTensor)) else t.data_ptr()
+            for n, t in tensors
+        }
+        if self._places and places != self._places:
+            for name, place in places.items():
+                if place is not None and self._places.get(name, place) is None:
+                    raise GraphMisuse(
+                        what=f"`{name}` was replaced, and this rank held only a part of it or none",
+                        help_line="copy values into it:  model.load_state_dict(state)",
+                    )
+            self._executors.clear()
+            self._outside.clear()
+        self._places = places
 
     def step(self, compiled: CompiledStep, leaves: Sequence[Any]) -> StepResult:
         """Run one training or evaluation step on the leaves of the global batch."""
