@@ -87,36 +87,45 @@ class Predictor:
 
     def predict(self, run: Run) -> Predicted:
         """Raises what planning raises, but for memory: a run that really ran is never refused."""
-        where = _cluster(run, run.devices)
-        plan = search(
-            self._captured(run).whole.step,
-            where,
-            pins=_pins(run, self._captured(run).whole),
-            optimizer_bytes=_STATE,
-            batch=run.batch,
-            profiles=self._captured(run),
-        )
+        where, system = _cluster(run, run.devices), run.system
+        plan, profile = self._planned(run, system.fusions, where)
         assert plan.prediction is not None
-        profile = self._captured(run).of(plan)
         kept = _kept(run, profile, plan, where)
+        timed, profile = self._planned(run, system.fusions + system.timed, where)
+        assert timed.prediction is not None
         fullest = max(_as_theirs(m, run, kept) for m in plan.prediction.memory)
         real = cluster(run.device, run.devices)
         said = int(fullest * (1 + real.fragmentation)) if run.system.reserved else fullest
         # What products in 8 bits keep for the backward is in 8 bits there, and not counted so here.
         verdict = real.verdict(fullest) if not run.products else "not told"
-        return Predicted(plan.prediction.seconds, said, verdict, plan, where, profile)
+        return Predicted(timed.prediction.seconds, said, verdict, timed, where, profile)
 
-    def _captured(self, run: Run) -> Layouts:
+    def _planned(self, run: Run, fusions: tuple[str, ...], where: Cluster) -> tuple[Plan, Profile]:
+        """The run's plan with such kernels, and what a device of it runs."""
+        captured = self._captured(run, fusions)
+        plan = search(
+            captured.whole.step,
+            where,
+            pins=_pins(run, captured.whole),
+            optimizer_bytes=_STATE,
+            batch=run.batch,
+            profiles=captured,
+        )
+        return plan, captured.of(plan)
+
+    def _captured(self, run: Run, fusions: tuple[str, ...]) -> Layouts:
         """The layouts of the run's model on devices of this kind."""
-        if (known := self._layouts.get((run.shape, run.device))) is None:
+        shape = run.shape, run.device
+        if (known := self._layouts.get((shape, fusions))) is None:
             module, batch = _made(run)
             where = _cluster(run, self._most)
-            pins = {"fusions": run.system.fusions or "off"}
+            pins = {"fusions": fusions or "off"}
             compiler = Compiler(Model(module, None, _STATE / 4), where, pins)
             step, sizes = compiler.capture(batch)
             made = compiler.layouts(step, {**sizes, BATCH: 2})
             known = _Redrawn(made.whole, made.localise)
-            self._layouts = {(run.shape, run.device): known}  # runs come sorted by these
+            same = {key: made for key, made in self._layouts.items() if key[0] == shape}
+            self._layouts = {**same, (shape, fusions): known}  # runs come sorted by shape
         return known
 
 

@@ -80,7 +80,7 @@ def _localised(
     counted = (prime, usual / at[BATCH]) if even else (1, 1.0)
     made = shard_axes(part, step, plan, examples=counted, drafts=drafts)
     graph = made.graph
-    if plan.replica == plan.tensor:  # other layouts are made of it
+    if plan.replica == plan.context:  # other layouts are made of it
         graph = _copied(graph)
     known = at if even else {s: n for s, n in at.items() if s != BATCH}
     local = _Local(at, prime)

@@ -148,16 +148,15 @@ def _causal(emit: Emitter, node: fx.Node, tensors: list[fx.Node]) -> list[fx.Nod
 
 
 def _later_hidden(emit: Emitter, like: torch.Tensor, columns: int) -> fx.Node:
-    """What is added to the scores of a rank's queries: -inf where a key is later."""
+    """What is added to the scores of a rank's queries: -inf where a key is later. Nothing in it is
+    a constant in floating point, which another axis might want to split: each rank makes it."""
     rows = like.shape[2]
     row = emit.call_with(aten.arange.default, (rows,), {"device": like.device})
     row = emit.call(aten.add.Tensor, row, 0, bind={1: rows})
     column = emit.call_with(aten.arange.default, (columns,), {"device": like.device})
     seen = emit.call(aten.ge.Tensor, emit.call(aten.unsqueeze.default, row, 1), column)
-    made = {"dtype": like.dtype, "device": like.device}
-    open_ = emit.call_with(aten.full.default, ([rows, columns], 0.0), made)
-    hidden = emit.call(aten.logical_not.default, seen)
-    mask = emit.call(aten.masked_fill.Scalar, open_, hidden, float("-inf"))
+    one = emit.call_with(aten._to_copy.default, (seen,), {"dtype": like.dtype})
+    mask = emit.call(aten.log.default, one)  # of 1 and of 0
     return emit.call(aten.expand.default, mask, [like.shape[0], 1, rows, columns])
 
 

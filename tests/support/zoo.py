@@ -229,7 +229,8 @@ def _llama() -> tuple[nn.Module, Batch, None]:
     return _made(lambda: transformers.LlamaForCausalLM(config)), _causal_batch(), None
 
 
-def _mixtral() -> tuple[nn.Module, Batch, None]:
+def untrained_mixtral() -> tuple[nn.Module, Batch, None]:
+    """As it is initialised."""
     config = transformers.MixtralConfig(
         initializer_range=DEVIATION,
         vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=4,
@@ -238,8 +239,12 @@ def _mixtral() -> tuple[nn.Module, Batch, None]:
         tie_word_embeddings=False, pad_token_id=None, bos_token_id=1, eos_token_id=2,
         experts_implementation="batched_mm",
     )  # fmt: skip
-    batch = _causal_batch()
-    return _levelled(_made(lambda: transformers.MixtralForCausalLM(config)), batch), batch, None
+    return _made(lambda: transformers.MixtralForCausalLM(config)), _causal_batch(), None
+
+
+def _mixtral() -> tuple[nn.Module, Batch, None]:
+    model, batch, _ = untrained_mixtral()
+    return _levelled(model, batch), batch, None
 
 
 def _levelled(model: nn.Module, batch: Batch) -> nn.Module:
