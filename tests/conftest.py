@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.support.captures import FOLDER
 from tests.support.pool import Pool
@@ -23,7 +24,12 @@ def pool() -> Iterator[Pool]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A folder for captures, of this run: processes that pytest starts inherit its name."""
+    """A folder for captures, of this run: processes that pytest starts inherit its name. No test of
+    properties is timed: how long an example takes is up to what else runs."""
+    settings.register_profile(
+        "untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+    settings.load_profile("untimed")
     if FOLDER not in os.environ:
         folder = os.environ[FOLDER] = tempfile.mkdtemp(prefix="graphaccel-captures-")
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
