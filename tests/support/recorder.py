@@ -4,12 +4,13 @@ As there, recording computes nothing: what a recording makes holds no values bef
 and what it writes to elsewhere stays as it was. Results lie in one arena, at the lowest address
 that is free; what is freed is filled with NaN (all bits set) there and then, in replays as well. A
 replay knows addresses only: it goes through the calls as they were recorded, whatever became of the
-tensors, and raises where a tensor it was recorded with is gone or its memory has another address.
+tensors, and raises where nothing lies any more at the address of a tensor it was recorded with.
 """
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -218,9 +219,22 @@ class _Watching(TorchDispatchMode):
     def _at(self, address: _Address) -> Tensor:
         if address.outside is None:
             return self.arena.ghost(address.place, address.like)
-        assert not address.outside.expired(), "a recording reads memory that was given back"
+        if address.outside.expired():  # another tensor may lie there now: a device can not tell
+            assert _lies_somewhere(address), "a recording reads memory that was given back"
         block = (ctypes.c_char * max(1, _reach(address.like))).from_address(address.pointer)
         return _shown(block, address.like)
+
+
+def _lies_somewhere(address: _Address) -> bool:
+    """Whether a live tensor has the memory at an address."""
+    end = address.pointer + _reach(address.like)
+    for found in gc.get_objects():
+        if type(found) in (Tensor, torch.nn.Parameter) and found.device.type == "cpu":
+            storage = found.untyped_storage()
+            start = storage.data_ptr()
+            if start <= address.pointer and end <= start + storage.nbytes():
+                return True
+    return False
 
 
 def _written(func: Any, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:

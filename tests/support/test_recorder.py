@@ -44,6 +44,22 @@ def test_a_replay_knows_addresses_only() -> None:
         recording.replay()
 
 
+def test_another_tensor_at_an_old_address_is_read() -> None:
+    """As on a device: an allocator gives the same memory out again."""
+    recorder = PoolRecorder(1 << 12)
+    memory = bytearray(16)
+    source = [torch.frombuffer(memory, dtype=torch.float32).fill_(1.0)]
+    result = torch.zeros(4)
+    recording = recorder.record(lambda: keep(result, source[0] * 2))
+    source.clear()
+    source.append(torch.frombuffer(memory, dtype=torch.float32).fill_(4.0))
+    recording.replay()
+    assert result.eq(8).all()
+    source.clear()
+    with pytest.raises(AssertionError, match="given back"):
+        recording.replay()
+
+
 def test_what_is_freed_is_taken_by_later_recordings_and_what_is_kept_is_not() -> None:
     recorder = PoolRecorder(1 << 12)
     source, kept, result = torch.ones(4), [], torch.zeros(4)
