@@ -1,9 +1,9 @@
 """The graph of a plan's layout for the planner: sharded over its axes, sizes in examples.
 
 The graph of a few examples is sharded, once, with the placements that are best for as many examples
-as there are for each device. A call that was copied has the sizes it had, as
-expressions, divided as its dims now are. Their number has a prime factor that no other size has,
-so that what was put in between tells as well which of its dims count examples.
+as there are in a step (`Plan.usual`). A call that was copied has the sizes it had, as expressions,
+divided as its dims now are. Their number has a prime factor that no other size has, so that what
+was put in between tells as well which of its dims count examples.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from graphaccel.ir.layers import NotRepeated, copies
 from graphaccel.passes.drafts import Drafts
 from graphaccel.passes.exact_microbatch import exact_microbatch
 from graphaccel.passes.shard_axes import shard_axes
+from graphaccel.planner.conversions import Counted
 from graphaccel.planner.layouts import LocalGraph
 from graphaccel.planner.lines import unfolded
 from graphaccel.planner.plan import Plan
@@ -76,9 +77,8 @@ def _localised(
 ) -> LocalGraph:
     even = BATCH in step.sizes and plan.microbatch_size % plan.expert == 0
     part, prime, at = _part(step, plan, sizes or {}, even, drafts)
-    usual = max(1.0, plan.batch / plan.devices)
-    counted = (prime, usual / at[BATCH]) if even else (1, 1.0)
-    made = shard_axes(part, step, plan, examples=counted, drafts=drafts)
+    counted = Counted(prime, plan.usual / at[BATCH]) if even else None
+    made = shard_axes(part, step, plan, counted=counted, drafts=drafts)
     graph = made.graph
     if plan.replica == plan.context:  # other layouts are made of it
         graph = _copied(graph)

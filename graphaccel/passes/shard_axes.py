@@ -19,7 +19,8 @@ from graphaccel.ir.program import Sharded
 from graphaccel.ir.replicated import replicated
 from graphaccel.passes.drafts import Drafts
 from graphaccel.passes.shard_axis import shard_axis
-from graphaccel.planner.placements import Rates, solve_placements
+from graphaccel.planner.conversions import Counted, Rates
+from graphaccel.planner.placements import solve_placements
 from graphaccel.planner.plan import Plan
 from graphaccel.rules.propagate import REPLICATED
 from graphaccel.rules.shard import Placement, shard_of
@@ -46,20 +47,22 @@ def shard_axes(
     step: StepGraph,
     plan: Plan,
     resting: Mapping[str, tuple[Sharded, ...]] | None = None,
-    examples: tuple[int, float] = (1, 1.0),
+    counted: Counted | None = None,
     drafts: Drafts | None = None,
 ) -> LocalGraph:
     """The joint graph as each rank of the tensor, context and expert axes runs it.
 
-    resting: how parameters rest already (programs for other batches, evaluation). examples: what
-    counts in the choice of placements (`planner.placements.solve_placements`). drafts: for a graph
-    that is measured and not run, what is known of others. Under tensor, meta "replicated" then says
-    of calls whether all its ranks have what they give.
+    resting: how parameters rest already (programs for other batches, evaluation). counted: what of
+    the costs counts in the choice of placements; without it the graph is of one microbatch. drafts:
+    for a graph that is measured and not run, what is known of others. Under tensor, meta
+    "replicated" then says of calls whether all its ranks have what they give.
 
     Raises BadPin (GA202) for placements that the graph does not allow.
     """
     found = LocalGraph(graph, {}, {}, {})
-    asked: tuple[object, ...] = (graph, plan.placements, plan.sequence, plan.outputs, examples)
+    if counted is None:
+        counted = Counted(late=plan.microbatch_size / plan.usual)
+    asked: tuple[object, ...] = (graph, plan.placements, plan.sequence, plan.outputs, counted)
     for axis in AXES:
         ranks = getattr(plan, axis)
         if ranks == 1:
@@ -67,7 +70,7 @@ def shard_axes(
         asked = (*asked, axis, ranks, dict(plan.rates).get(axis))
         known = None if drafts is None else drafts.first.get(asked)
         if known is None:
-            known = _over(axis, found, step, plan, resting, examples, drafts)
+            known = _over(axis, found, step, plan, resting, counted, drafts)
             if drafts is not None and axis == AXES[0]:  # others may be made of it
                 drafts.first[asked] = known
         found = known
@@ -95,7 +98,7 @@ def _over(
     step: StepGraph,
     plan: Plan,
     resting: Mapping[str, tuple[Sharded, ...]] | None,
-    examples: tuple[int, float],
+    counted: Counted,
     drafts: Drafts | None,
 ) -> LocalGraph:
     """What the axes so far left, over one more."""
@@ -106,7 +109,7 @@ def _over(
         placed = solve_placements(
             graph.graph, step.inputs, step.outputs,
             axis=axis, ranks=ranks, rates=rates, pins=pins,
-            sequence=plan.sequence, keep_outputs=keep, examples=examples,
+            sequence=plan.sequence, keep_outputs=keep, counted=counted,
         )  # fmt: skip
     except ValueError as error:
         raise BadPin(pin="pins", value=dict(plan.placements), reason=str(error)) from error

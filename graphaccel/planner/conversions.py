@@ -22,6 +22,21 @@ class Rates:
     latency: float
 
 
+@dataclass(frozen=True)
+class Counted:
+    """What of a graph's costs counts in a step. number: it divides the elements of what is in
+    examples, and of nothing else. share: of those elements to count, for a graph of more or fewer
+    examples than will run. late: of what it takes to sum a gradient, which happens once a step,
+    where the graph is of one of several microbatches."""
+
+    number: int = 1
+    share: float = 1.0
+    late: float = 1.0
+
+
+ALL = Counted()
+
+
 def conversion_seconds(
     size: float,
     floating: bool,

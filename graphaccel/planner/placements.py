@@ -35,7 +35,7 @@ from graphaccel.planner.call_values import (
     tensor_of,
 )
 from graphaccel.planner.cluster import Cluster
-from graphaccel.planner.conversions import Rates
+from graphaccel.planner.conversions import ALL, Counted, Rates
 from graphaccel.planner.conversions import conversion_seconds as priced
 from graphaccel.planner.cost import counted_packet
 from graphaccel.planner.efficiency import computing, peak_flops
@@ -110,20 +110,19 @@ def solve_placements(
     pins: Mapping[str, Placement],
     sequence: bool = True,
     keep_outputs: bool = False,
-    examples: tuple[int, float] = (1, 1.0),
+    counted: Counted = ALL,
 ) -> Placements:
     """Place a joint graph of concrete sizes (`meta["val"]`) on an axis of `ranks`.
 
     inputs, outputs: what the first placeholders and the results are. axis: "tensor" (features and,
     if `sequence`, the sequence), "context" (the sequence) or "expert" (examples and experts).
     pins: placements of parameters by name. keep_outputs: the model's outputs are wanted whole.
-    examples: (a number that divides the elements of what is in examples and of nothing else, what
-    share of them to count): for a graph of more or fewer examples than will run.
+    counted: what of the costs counts.
 
     Raises ValueError for pins that no row allows.
     """
     problem = PlacementProblem(
-        graph, inputs, outputs, axis, ranks, rates, pins, sequence, keep_outputs, examples
+        graph, inputs, outputs, axis, ranks, rates, pins, sequence, keep_outputs, counted
     )
     return problem.solve()
 
@@ -142,10 +141,10 @@ class PlacementProblem:
         pins: Mapping[str, Placement],
         sequence: bool,
         keep_outputs: bool,
-        counted: tuple[int, float] = (1, 1.0),
+        counted: Counted = ALL,
     ) -> None:
         self.graph, self.axis, self.ranks, self.rates = graph, axis, ranks, rates
-        self.counted = counted
+        self.counted, self.late = counted, _LATE * counted.late
         self.pins, self.sequence, self.keep_outputs = pins, sequence, keep_outputs
         self.nodes = list(graph.nodes)
         placeholders = [n for n in self.nodes if n.op == "placeholder"]
@@ -429,7 +428,7 @@ class PlacementProblem:
             return
         for parameter in gradients.get(value, ()):
             resting = self._resting(parameter)
-            costs = self._conversions(value, made, resting) * _LATE
+            costs = self._conversions(value, made, resting) * self.late
             yield Table((variables[node], variables[parameter]), costs)
         if value not in gradients:
             yield Table((variables[node],), self._conversions(value, made, (REPLICATED,))[:, 0])
@@ -452,7 +451,7 @@ class PlacementProblem:
             needs, third = self._resting(parameter), variables[parameter]
         else:
             needs, third = (REPLICATED,), -1
-        late = _LATE if position < 0 and value in gradients else 1.0
+        late = self.late if position < 0 and value in gradients else 1.0
         key = self._moved(value), late, id(made), id(kept), id(needs)
         if key not in self._costs:
             direct = self._conversions(value, made, needs) * late
@@ -590,8 +589,7 @@ class PlacementProblem:
 
     def _share(self, elements: int) -> float:
         """What of a tensor of so many elements is counted."""
-        number, share = self.counted
-        return share if elements % number == 0 else 1.0
+        return self.counted.share if elements % self.counted.number == 0 else 1.0
 
     def _bytes(self, tensor: torch.Tensor) -> float:
         return tensor.numel() * tensor.element_size() * self._share(tensor.numel())

@@ -259,6 +259,12 @@ class Plan:
         """Examples in one microbatch on one data rank."""
         return self.batch // (self.data * self.microbatches)
 
+    @property
+    def usual(self) -> float:
+        """Examples in a step for as many devices as hold a stage together, which is what decides
+        between placements: the same for all plans of these devices with these axes."""
+        return max(1.0, self.batch * self.replica / self.devices)
+
     def to_json(self) -> str:
         """Stable JSON: sorted keys, bytes as integers, seconds as floats."""
         return json.dumps(asdict(self), indent=1, sort_keys=True) + "\n"

@@ -106,7 +106,7 @@ def columns(profile: Profile, cluster: Cluster, plan: Plan) -> list[object]:
 def test_profiles_are_those_of_all_layers(axes: dict[str, int], deep: StepGraph) -> None:
     """Unfolded from few layers, column by column what the whole graph gives."""
     where = cluster("h100-80gb", 4)
-    plan = Plan(4, batch=8, sequence=False, **axes)
+    plan = Plan(4, batch=16, sequence=False, **axes)  # 8: what is cheapest differs with the depth
     whole = replace(deep, repeats=None, derived={})
     if not axes:
         few, all_layers = Profile(deep), Profile(whole)

@@ -123,7 +123,7 @@ def test_nothing_is_chosen_where_nothing_is_alike(captured: Captured, made_up: M
     inner, outer = made_up(4).links
     cluster = replace(made_up(4, 1 << 30), links=(replace(inner, size=2), outer))
     problem = problem_of(captured("gpt"), cluster)
-    plan = Plan(4, batch=8, tensor=2, pipeline=2, microbatches=2)
+    plan = Plan(4, batch=4, tensor=2, pipeline=2, microbatches=2)
     cuts = ("add_4",)
     assert not with_cuts_and_blocks(problem, plan, "none", cuts).scatter_sends
     plan = replace(plan, sequence=False)
