@@ -16,6 +16,7 @@ from graphaccel.api import cluster_here
 from graphaccel.arguments import read_plan
 from graphaccel.capture.batch import batch_leaves, resized
 from graphaccel.compiler import Compiler
+from graphaccel.errors import GraphsNeedGpu
 from graphaccel.handle import assumed_of
 from graphaccel.ir.program import StepProgram
 from graphaccel.jobs import Job, find_job
@@ -65,7 +66,10 @@ def plan_command(args: argparse.Namespace) -> int:
     given = pins_of(args)
     where = chosen_cluster(args)
     model = Model(job.model, job.loss_fn, optimizer_bytes(job.optimizer))
-    compiler = Compiler(model, where, {**job.pins, **given})
+    pins = {**job.pins, **given}
+    if pins.get("cuda_graphs") and where.device.name == "cpu":
+        raise GraphsNeedGpu(device="cpu")
+    compiler = Compiler(model, where, pins)
     record = Record(watch=Progress())
     program: StepProgram | None = None
     try:

@@ -90,8 +90,8 @@ def stage_works(
 
 def recorded(plan: Plan) -> bool:
     """Whether the work of an action is a CUDA graph: the process starts that, not its operations.
-    Where calls in a stage send to other ranks or copy to the host, it is not."""
-    inside = plan.data > 1 or plan.replica > 1 or "activations" in plan.offload
+    Where calls in a stage send rows to their experts or copy to the host, it is not."""
+    inside = plan.expert > 1 or "activations" in plan.offload
     return plan.cuda_graphs and not inside and plan.ort in ("off", "auto")
 
 

@@ -9,8 +9,12 @@ fixed addresses:
 
     the batch, values of the prologue, the loss's scale   copied in at the start of a step
     messages from other ranks                             copied in before an action reads them
-    messages to other ranks, buffers, outputs, the loss   copied out by the recording itself
+    messages to other ranks, buffers, outputs, the loss,
+    shards of gradients                                   copied out by the recording itself
     gradients                                             added up in buckets, which are outside
+
+Collectives inside of a stage (NCCL's) are recorded with it. A recording waits at its end for those
+that it started, as CUDA asks for: only there is less overlap than without.
 
 The first steps run as they are, so that libraries choose their kernels and make their workspaces;
 the next one records. A recording has addresses in it: where a bucket or a parameter lies elsewhere
@@ -32,19 +36,18 @@ from graphaccel.compat.torch import storage_uses
 from graphaccel.errors import CaptureFailed, GraphsNeedGpu
 from graphaccel.ir.program import StageProgram, StepProgram, Value
 from graphaccel.ir.values import is_dense, returned, tensors_of
-from graphaccel.rules.collectives import is_message
 from graphaccel.schedule.table import Action
 from graphaccel.schedule.walk import walk
 
 WARM, MOST = 2, 4
 _LEAVING = frozenset({"loss", "output", "buffer", "gradient", "input_gradient", "sent"})
-_HANDED_OUT = frozenset({"loss", "output", "gradient", "input_gradient"})
+_HANDED_OUT = frozenset({"loss", "output", "gradient", "input_gradient", "carried"})
 _ON_HOST = {
     "to_host": "copy to and from the host",
     "to_device": "copy to and from the host",
     "dropout_part": "draw a number on the host",
-    "expert_rows": "send to other ranks",
-    "exchange_rows": "send to other ranks",
+    "expert_rows": "send rows to the experts that they chose",
+    "exchange_rows": "send rows to the experts that they chose",
 }
 _COUNTED = ("expert_product", "expert_gradient", "linear_cross_entropy")
 _ASKING = frozenset({"_local_scalar_dense", "item", "nonzero", "bincount", "masked_select"})
@@ -132,8 +135,6 @@ def _refusal(node: fx.Node) -> str | None:
     namespace = getattr(node.target, "namespace", None)
     if namespace is None:
         return "run in ONNX Runtime"
-    if is_message(node.target):
-        return "send to other ranks"
     name = str(node.target).split(".")[1]
     if namespace == "graphaccel" and name in _ON_HOST:
         return _ON_HOST[name]
@@ -217,6 +218,10 @@ def fixed_bytes(program: StepProgram, actions: Sequence[Action]) -> int:
         stage = program.stages[number]
         for value, node in zip(stage.forward_outputs, returned(stage.forward), strict=True):
             size += _bytes(node) if value.kind in ("loss", "output", "buffer") else 0
+        kind = "weight" if number in apart else "backward"
+        graph, _, results = stage.phase(kind, False, True)
+        for value, node in zip(results, returned(graph), strict=True):
+            size += _bytes(node) if value.kind == "carried" else 0
     return size
 
 
@@ -281,9 +286,13 @@ class StepGraphs:
     """
 
     def __init__(
-        self, recorder: Recorder, stages: Mapping[int, StageProgram], device: torch.device
+        self,
+        recorder: Recorder,
+        stages: Mapping[int, StageProgram],
+        microbatches: int,
+        device: torch.device,
     ) -> None:
-        self._recorder, self._device = recorder, device
+        self._recorder, self._last, self._device = recorder, microbatches - 1, device
         self._inside = frozenset(n for n, p in stages.items() if declined(p) is None)
         self._slots = _Slots(device)
         self._fixed: dict[Hashable, torch.Tensor] = {}
@@ -380,14 +389,20 @@ class StepGraphs:
                 inputs[place] = shown.copy_(inputs[place])
                 given.append((place, slot))
         likes = [n.meta["val"] if isinstance(n, fx.Node) else None for n in returned(graph)]
+        last = action[2] == self._last
         leaving = [
-            self._slots.take(like) if like is not None and self._leaves(value) else None
+            self._slots.take(like) if like is not None and self._leaves(value, last) else None
             for value, like in zip(results, likes, strict=True)
         ]
+        buckets = [t for t, value in zip(inputs, values, strict=True) if value.kind == "bucket"]
         kept: list[Any] = []
 
         def work() -> None:
-            for target, tensor in zip(leaving, graph(inputs), strict=True):
+            made = graph(inputs)
+            for tensor in (*buckets, *made):  # what is on its way; others are there at once
+                if isinstance(tensor, torch.Tensor):
+                    torch.ops._c10d_functional.wait_tensor(tensor)
+            for target, tensor in zip(leaving, made, strict=True):
                 kept.append(tensor if target is None else target[1].copy_(tensor))
 
         try:
@@ -402,7 +417,9 @@ class StepGraphs:
         )
         return _Recorded(recording, tuple(given), made), kept
 
-    def _leaves(self, value: Value) -> bool:
+    def _leaves(self, value: Value, last: bool) -> bool:
+        if value.kind == "carried":  # to the next microbatch, or the shards of a step's gradients
+            return last
         inside = value.kind == "sent" and self._inside.issuperset(value.peers)
         return value.kind in _LEAVING and not inside
 

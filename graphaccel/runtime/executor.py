@@ -134,7 +134,7 @@ class Executor:
                 bind(graph, mesh)
         self.graphs = None
         if recorder is not None:  # what stands in graphs is read before they are compiled
-            self.graphs = StepGraphs(recorder, self._stages, mesh.device)
+            self.graphs = StepGraphs(recorder, self._stages, microbatches, mesh.device)
         self._compiler = compiler
         if compiler is not None:
             self._stages = {n: self._compiled(p) for n, p in self._stages.items()}

@@ -231,6 +231,7 @@ def test_an_error_of_the_users_file_is_its_own(folder: Path) -> None:
         ("--device abacus", 2, "error[GA601]: no device named `abacus` in the catalogue"),
         ("--device h100-80gb --memory 1MiB", 3, "error[GA201]: no plan fits"),
         ("--data 3", 1, "error[GA202]"),
+        ("--cuda-graphs", 1, "error[GA903]: cuda_graphs=True needs an NVIDIA GPU"),
     ],
 )
 def test_exit_codes(

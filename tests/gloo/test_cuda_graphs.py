@@ -34,6 +34,35 @@ def run_recorded(*given: Any) -> tuple[dict[str, Any], list[int], int]:
     return found, [r.replays for r in recorder.made], len(recorder.arena.taken)
 
 
+COLLECTIVES: dict[str, dict[str, Any]] = {
+    "data": {"data": 2, "microbatches": 2},
+    "data, one microbatch": {"data": 2, "microbatches": 1},
+    "zero 1": {"data": 2, "microbatches": 2, "zero": 1},
+    "zero 2, shards": {"data": 2, "microbatches": 2, "zero": 2, "accumulation": "shards"},
+    "zero 3": {"data": 2, "microbatches": 2, "zero": 3, "gather_again": True, "recompute": "all"},
+    "zero 3, held": {"data": 2, "microbatches": 2, "zero": 3, "gather_again": "step"},
+    "tensor": {"tensor": 2, "microbatches": 2},
+    "context": {"context": 2, "microbatches": 1},
+}
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_collectives_are_recorded_with_the_work_between_them(pool: Pool, name: str) -> None:
+    """Gradients that are summed or cut to shards, parameters that are gathered, activations."""
+    steps = WARM + 3
+    pins = {"recompute": "none", **COLLECTIVES[name]}
+    plain = pool.run(2, run_plan, "gpt", "float64", pins, steps)
+    recorded = pool.run(2, run_recorded, "gpt", "float64", {**pins, "cuda_graphs": True}, steps)
+    for expected, (found, replays, left) in zip(plain, recorded, strict=True):
+        assert found["losses"] == expected["losses"]
+        for kind in ("grads", "state"):
+            assert found[kind].keys() == expected[kind].keys()
+            assert all(torch.equal(v, expected[kind][n]) for n, v in found[kind].items())
+        actions = 2 * pins["microbatches"] + ("held" in name)
+        assert sum(replays) == 4 * actions, replays
+        assert left == 0
+
+
 @pytest.mark.parametrize("name", PLANS)
 def test_a_recorded_pipeline_has_the_bits_of_one_that_is_not(pool: Pool, name: str) -> None:
     steps = WARM + 3

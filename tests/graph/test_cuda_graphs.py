@@ -17,6 +17,7 @@ from graphaccel.capture.batch import as_call, flatten_call
 from graphaccel.capture.stepgraph import capture
 from graphaccel.errors import CaptureFailed
 from graphaccel.ir.program import StageProgram
+from graphaccel.kernels.expert_rows import EXCHANGE
 from graphaccel.kernels.host_copy import TO_HOST
 from graphaccel.kernels.register import op_of
 from graphaccel.kernels.registry import fusion_named
@@ -249,7 +250,7 @@ def test_what_stages_are_declined_for() -> None:
 
     small = small_batch()
     assert why_not(Classifier(), small, Plan(1, batch=8)) is None
-    assert why_not(Classifier(), small, Plan(2, data=2, batch=8)) == "send to other ranks"
+    assert why_not(Classifier(), small, Plan(2, data=2, batch=8)) is None
     assert why_not(Masked(), small, Plan(1, batch=8)) == "ask the device for a value"
 
 
@@ -270,6 +271,7 @@ def test_calls_that_wait_for_the_device_are_known() -> None:
         assert declined(stage_of(op)) == "have sizes that depend on data"
     assert declined(stage_of(TO_HOST)) == "copy to and from the host"
     assert declined(stage_of(DROPOUT_PART)) == "draw a number on the host"
+    assert declined(stage_of(EXCHANGE)) == "send rows to the experts that they chose"
     clone = torch.ops.aten.clone.default
     assert declined(stage_of(clone, "cpu")) == "copy to and from the host"
     assert declined(stage_of(clone)) is None

@@ -1,10 +1,11 @@
 """A recorder on the CPU that is as strict as CUDA graphs are, for tests of `runtime.cuda_graphs`.
 
-As there, recording computes nothing: what a recording makes holds no values before it is replayed,
-and what it writes to elsewhere stays as it was. Results lie in one arena, at the lowest address
-that is free; what is freed is filled with NaN (all bits set) there and then, in replays as well. A
-replay knows addresses only: it goes through the calls as they were recorded, whatever became of the
-tensors, and raises where nothing lies any more at the address of a tensor it was recorded with.
+As there, recording computes nothing and sends nothing: what a recording makes holds no values
+before it is replayed, and what it writes to elsewhere stays as it was. It has to wait for the
+collectives that it starts. Results lie in one arena, at the lowest address that is free; what is
+freed is filled with NaN (all bits set) there and then, in replays as well. A replay knows addresses
+only: it goes through the calls as they were recorded, whatever became of the tensors, and raises
+where nothing lies any more at the address of a tensor it was recorded with.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from graphaccel.compat.torch import TorchDispatchMode, pytree, storage_key
+from graphaccel.compat.torch import FakeTensorMode, TorchDispatchMode, pytree, storage_key
 
 _ALIGNED = 64
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 class Arena:
@@ -141,6 +143,7 @@ class PoolRecorder:
         with watching:
             run()
         watching.note_freed()
+        assert not watching.flying, "a recording does not wait for collectives that it started"
         torch.random.set_rng_state(generator)  # recording draws nothing
         self.arena.restore(before)  # and computes nothing
         return recording
@@ -152,6 +155,7 @@ class _Watching(TorchDispatchMode):
     def __init__(self, recording: PoolRecording) -> None:
         super().__init__()
         self.recording, self.arena = recording, recording.arena
+        self.flying: set[int] = set()
         self.note_freed()
 
     def note_freed(self) -> None:
@@ -165,20 +169,25 @@ class _Watching(TorchDispatchMode):
     ) -> Any:
         self.note_freed()
         kwargs = kwargs or {}
+        if func is _WAIT:
+            self.flying.discard(storage_key(args[0]))
+            return args[0]
         leaves, spec = pytree.tree_flatten((args, kwargs))
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         known = [self._address(x) if isinstance(x, Tensor) else x for x in leaves]
         written = _written(func, args, kwargs)
         if written:
             # The device does nothing yet: only what a call returns is needed, and it is known.
-            if all(self.arena.holds(t) for t in written):
+            if _is_collective(func):
+                self.flying |= set(map(storage_key, written))
+            elif all(self.arena.holds(t) for t in written):
                 func(*args, **kwargs)
             made = written[0] if len(written) == 1 else tuple(written)
             if not func._schema.returns:
                 made = None
             self._note(func, known, spec, [])
             return made
-        made = func(*args, **kwargs)
+        made = _like_results(func, args, kwargs) if _is_collective(func) else func(*args, **kwargs)
         results, shape = pytree.tree_flatten(made)
         own = {storage_key(t) for t in given}
         fresh: list[tuple[int, _Address]] = []
@@ -187,7 +196,11 @@ class _Watching(TorchDispatchMode):
             if isinstance(result, Tensor) and storage_key(result) not in own:
                 key = storage_key(result)
                 assert key not in moved, "two results in one new storage"
-                moved[key] = results[place] = self.arena.like(result).copy_(result)
+                moved[key] = results[place] = self.arena.like(result)
+                if _is_collective(func):
+                    self.flying.add(storage_key(results[place]))
+                else:
+                    results[place].copy_(result)
                 fresh.append((place, self._address(results[place])))
         if fresh:
             self._note(func, known, spec, fresh)
@@ -202,6 +215,8 @@ class _Watching(TorchDispatchMode):
             leaves = [self._at(x) if isinstance(x, _Address) else x for x in known]
             args, kwargs = pytree.tree_unflatten(leaves, spec)
             results = pytree.tree_leaves(func(*args, **kwargs))
+            if _is_collective(func):
+                results = [_WAIT(t) for t in results]
             for place, address in fresh:
                 self._at(address).copy_(results[place])
 
@@ -223,6 +238,21 @@ class _Watching(TorchDispatchMode):
             assert _lies_somewhere(address), "a recording reads memory that was given back"
         block = (ctypes.c_char * max(1, _reach(address.like))).from_address(address.pointer)
         return _shown(block, address.like)
+
+
+def _is_collective(func: Any) -> bool:
+    return func.namespace == "_c10d_functional"
+
+
+def _like_results(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """What a call gives, without a value: nothing is sent."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def fake(leaf: Any) -> Any:
+        return mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf
+
+    with mode:
+        return func(*pytree.tree_map(fake, args), **pytree.tree_map(fake, kwargs))
 
 
 def _lies_somewhere(address: _Address) -> bool:
