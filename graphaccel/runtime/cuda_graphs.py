@@ -230,6 +230,18 @@ def _bytes(node: Any) -> int:
     return sum(t.numel() * t.element_size() for t in values)
 
 
+@dataclass(frozen=True, eq=False)
+class ActionWork:
+    """What an action computes. action: (kind, stage, microbatch). graph: boxed; empties `inputs`.
+    values, results: what its inputs and outputs are."""
+
+    action: tuple[str, int, int]
+    graph: Any
+    inputs: list[Any]
+    values: Sequence[Value]
+    results: Sequence[Value]
+
+
 @dataclass(frozen=True)
 class _Slot:
     """A tensor at a fixed address: which memory of `_Slots`, and how it is laid out there."""
@@ -254,8 +266,8 @@ class _Slots:
             place = len(self._known)
             flat = torch.empty(like.numel(), dtype=like.dtype, device=self._device)
             self._known.append((flat, storage_uses(flat)))
-        strides = like.stride() if is_dense(like) else _contiguous(like.shape)
-        slot = _Slot(place, tuple(like.shape), tuple(strides))
+        whole = like if is_dense(like) else torch.empty(like.shape, device="meta")
+        slot = _Slot(place, tuple(like.shape), tuple(whole.stride()))
         return slot, self.show(slot)
 
     def show(self, slot: _Slot) -> torch.Tensor:
@@ -339,33 +351,26 @@ class StepGraphs:
             self._known[self._key] = self._now
         self._now = None
 
-    def run(
-        self,
-        action: tuple[str, int, int],
-        graph: Any,
-        inputs: list[Any],
-        values: Sequence[Value],
-        results: Sequence[Value],
-    ) -> Sequence[Any]:
-        """The outputs of an action; `inputs` is emptied. Of what stays in the pool a replay gives
-        None: only other recordings read it.
+    def run(self, work: ActionWork) -> Sequence[Any]:
+        """The outputs of an action. Of what stays in the pool a replay gives None: only other
+        recordings read it.
 
         Raises CaptureFailed (GA904).
         """
         if self.doing == "warm":
-            return self._recorder.warm(lambda: graph(inputs))
+            return self._recorder.warm(lambda: work.graph(work.inputs))
         if self.doing == "left":
-            return graph(inputs)
+            return work.graph(work.inputs)
         assert self._now is not None
         kept: list[Any]
         if self.doing == "record":
-            made, kept = self._record(action, graph, inputs, values, results)
-            self._now[action] = made
+            made, kept = self._record(work)
+            self._now[work.action] = made
         else:
-            made, kept = self._now[action], [None] * len(results)
+            made, kept = self._now[work.action], [None] * len(work.results)
             for place, slot in made.given:
-                self._slots.show(slot).copy_(inputs[place])
-            inputs.clear()
+                self._slots.show(slot).copy_(work.inputs[place])
+            work.inputs.clear()
         made.recording.replay()
         for place, (kind, slot) in enumerate(made.made):
             if slot is not None:
@@ -374,31 +379,25 @@ class StepGraphs:
                 kept[place] = shown.clone() if kind in _HANDED_OUT else shown
         return kept
 
-    def _record(
-        self,
-        action: tuple[str, int, int],
-        graph: Any,
-        inputs: list[Any],
-        values: Sequence[Value],
-        results: Sequence[Value],
-    ) -> tuple[_Recorded, list[Any]]:
-        given = []
-        for place, value in enumerate(values):
+    def _record(self, work: ActionWork) -> tuple[_Recorded, list[Any]]:
+        kind, stage, microbatch = work.action
+        given, inputs = [], work.inputs
+        for place, value in enumerate(work.values):
             if value.kind == "received" and value.peers[0] not in self._inside:
                 slot, shown = self._slots.take(inputs[place])
                 inputs[place] = shown.copy_(inputs[place])
                 given.append((place, slot))
-        likes = [n.meta["val"] if isinstance(n, fx.Node) else None for n in returned(graph)]
-        last = action[2] == self._last
+        likes = [n.meta["val"] if isinstance(n, fx.Node) else None for n in returned(work.graph)]
+        last = microbatch == self._last
         leaving = [
             self._slots.take(like) if like is not None and self._leaves(value, last) else None
-            for value, like in zip(results, likes, strict=True)
+            for value, like in zip(work.results, likes, strict=True)
         ]
-        buckets = [t for t, value in zip(inputs, values, strict=True) if value.kind == "bucket"]
+        buckets = [t for t, v in zip(inputs, work.values, strict=True) if v.kind == "bucket"]
         kept: list[Any] = []
 
-        def work() -> None:
-            made = graph(inputs)
+        def run() -> None:
+            made = work.graph(inputs)
             for tensor in (*buckets, *made):  # what is on its way; others are there at once
                 if isinstance(tensor, torch.Tensor):
                     torch.ops._c10d_functional.wait_tensor(tensor)
@@ -406,14 +405,14 @@ class StepGraphs:
                 kept.append(tensor if target is None else target[1].copy_(tensor))
 
         try:
-            recording = self._recorder.record(work)
+            recording = self._recorder.record(run)
         except RuntimeError as error:
             raise CaptureFailed(
-                stage=action[1], phase=action[0], cause=str(error).strip().splitlines()[0]
+                stage=stage, phase=kind, cause=str(error).strip().splitlines()[0]
             ) from error
         made = tuple(
             (value.kind, None if target is None else target[0])
-            for value, target in zip(results, leaving, strict=True)
+            for value, target in zip(work.results, leaving, strict=True)
         )
         return _Recorded(recording, tuple(given), made), kept
 
@@ -422,11 +421,3 @@ class StepGraphs:
             return last
         inside = value.kind == "sent" and self._inside.issuperset(value.peers)
         return value.kind in _LEAVING and not inside
-
-
-def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(1, size)
-    return tuple(reversed(strides))

@@ -22,7 +22,7 @@ from graphaccel.ir.values import returned
 from graphaccel.rules.propagate import PARTIAL
 from graphaccel.runtime.bind import bind
 from graphaccel.runtime.buckets import Buckets
-from graphaccel.runtime.cuda_graphs import Recorder, StepGraphs
+from graphaccel.runtime.cuda_graphs import ActionWork, Recorder, StepGraphs
 from graphaccel.runtime.inductor import StageCompiler
 from graphaccel.runtime.layout import Layout
 from graphaccel.runtime.loss_scale import LossScale
@@ -233,21 +233,15 @@ class Executor:
                 given = [self._lying(v) for v in stage.prepare_inputs]
                 names = (v.name for v in stage.prepare_outputs)
                 values, results = stage.prepare_inputs, stage.prepare_outputs
-                made = self._made(("prepare", number, 0), stage.prepare, given, values, results)
+                action = "prepare", number, 0
+                made = self._made(ActionWork(action, stage.prepare, given, values, results))
                 state.held[number] = dict(zip(names, made, strict=True))
 
-    def _made(
-        self,
-        action: tuple[str, int, int],
-        graph: Any,
-        inputs: list[Any],
-        values: Sequence[Value],
-        results: Sequence[Value],
-    ) -> Sequence[Any]:
-        """What a graph gives; its inputs are emptied."""
-        if self.graphs is None or not self.graphs.records(action[1]):
-            return graph(inputs)
-        return self.graphs.run(action, graph, inputs, values, results)
+    def _made(self, work: ActionWork) -> Sequence[Any]:
+        """What a graph gives."""
+        if self.graphs is None or not self.graphs.records(work.action[1]):
+            return work.graph(work.inputs)
+        return self.graphs.run(work)
 
     def _lying(self, value: Value) -> torch.Tensor:
         held = self._held.shards if value.kind == "shards" else self._held.parameters
@@ -283,7 +277,7 @@ class Executor:
         box.clear()
         key = action.kind, action.stage, action.microbatch
         with rounding(self._products):
-            outputs = self._made(key, graph, inputs, values, results)
+            outputs = self._made(ActionWork(key, graph, inputs, values, results))
         if action in self._last_of_stage:
             state.held.pop(action.stage, None)
         self._deliver(action, results, outputs, state)
