@@ -257,7 +257,8 @@ def layer_norm_call(d: Draw) -> Arguments:
 def layer_norm_backward_call(d: Draw) -> Arguments:
     shape = d.shape(2, 3)
     x, weight = d.real(*shape), d.real(shape[-1])
-    _, mean, scale = aten.native_layer_norm(x, shape[-1:], weight, weight, 1e-5)
+    # Rows may have two elements, and those be close: an epsilon that keeps that well conditioned.
+    _, mean, scale = aten.native_layer_norm(x, shape[-1:], weight, weight, 0.5)
     mask = d.one([True, True, True], [True, False, False], [False, True, True])
     return (d.real(*shape), x, shape[-1:], mean, scale, weight, weight, mask), {}
 
