@@ -138,9 +138,13 @@ def _cluster(run: Run, devices: int) -> Cluster:
         launch_seconds=system.launch_seconds or where.device.launch_seconds,
         product=where.device.product * (system.hopper if run.device.startswith("h100") else 1.0),
     )
-    if run.context > 1:  # rows of a causal mask are spread evenly there; ours are under a mask
-        balanced = replace(device, attention=2 * device.attention)
-        device = replace(balanced, attention_backward=2 * device.attention_backward)
+    # Rows of a causal mask are spread evenly over context there; ours are under a mask.
+    attention = system.attention * (2 if run.context > 1 else 1)
+    device = replace(
+        device,
+        attention=attention * device.attention,
+        attention_backward=attention * device.attention_backward,
+    )
     device = computing(device, Precision(run.precision, products=run.products))
     inner, *outer = where.links
     inner = replace(

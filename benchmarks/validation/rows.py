@@ -44,7 +44,8 @@ class System:
     computed. overlaps: gradients are reduced beside the last backward, and not after it.
     vocabulary: where a row does not say; the tensor axis has equal parts of it, and what is left
     over is dropped. recompute: where a row says otherwise and its times do not. hopper: products on
-    H100 beside those of CUDA 12. megatron_core: memory is that of
+    H100 beside those of CUDA 12. attention: rate of its fused attention beside that of today's
+    kernels. megatron_core: memory is that of
     Megatron-LM 0.14 with Transformer Engine: for every shape of a weight a tensor that is no
     gradient lies there for autograd (`get_dummy_wgrad`), and an unfused loss works in one float32
     copy of the logits (`tensor_parallel/cross_entropy.py`).
@@ -63,6 +64,7 @@ class System:
     vocabulary: int | None = None
     recompute: str | None = None
     hopper: float = 1.0
+    attention: float = 1.0
     network_gigabits: float | None = None
     megatron_core: bool = False
 
@@ -99,9 +101,10 @@ SYSTEMS = {
     # Megatron-DeepSpeed, the same run by eager PyTorch; 800 Gb/s a node (VIA-Research/vTrain). Its
     # pipeline engine reduces after the last backward, as Megatron-LM's own wrapper then did.
     "vTrain": replace(_MEGATRON, launch_seconds=_EAGER_LAUNCH, network_gigabits=100),
-    # FSDP in 2023, CUDA 11: flash attention, fused loss; gradients in shards of the reduced dtype
-    # (DEFAULT: float32).
-    "llm-foundry": System(fusions=("cross_entropy",), gradient_bytes=4, hopper=0.8),
+    # FSDP in 2023, CUDA 11: fused loss; gradients in shards of the reduced dtype (DEFAULT:
+    # float32); the first FlashAttention (`attn_impl: triton`): the second is about twice as fast
+    # (arXiv 2307.08691).
+    "llm-foundry": System(fusions=("cross_entropy",), gradient_bytes=4, hopper=0.8, attention=0.5),
     # Megatron-LM with Transformer Engine: float32 main gradients, fused kernels; its own loss is
     # not fused unless asked for.
     "SimuMax": System(
@@ -113,7 +116,9 @@ SYSTEMS = {
     "dgxc": System(fusions=_LLAMA, zero=1, exposed=0.3),
     "Megatron-Bridge": System(fusions=_LLAMA, zero=1, exposed=0.3),
     "2407.21783": System(fusions=_LLAMA, gradient_bytes=4),
-    "torchtitan": System(fusions=_LLAMA, gradient_bytes=4, reserved=True),
+    # torch's own attention in 2024 is the second FlashAttention, on H100 too, where the third is
+    # 1.5 to 2.0 times as fast (arXiv 2407.08608).
+    "torchtitan": System(fusions=_LLAMA, gradient_bytes=4, reserved=True, attention=0.6),
 }
 
 
