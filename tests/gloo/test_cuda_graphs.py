@@ -34,6 +34,14 @@ def run_recorded(*given: Any) -> tuple[dict[str, Any], list[int], int]:
     return found, [r.replays for r in recorder.made], len(recorder.arena.taken)
 
 
+def check_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Losses, gradients and optimizer state of a run, bit for bit."""
+    assert found["losses"] == expected["losses"]
+    for kind in ("grads", "state"):
+        assert found[kind].keys() == expected[kind].keys()
+        assert all(torch.equal(v, expected[kind][n]) for n, v in found[kind].items())
+
+
 COLLECTIVES: dict[str, dict[str, Any]] = {
     "data": {"data": 2, "microbatches": 2},
     "data, one microbatch": {"data": 2, "microbatches": 1},
@@ -54,10 +62,7 @@ def test_collectives_are_recorded_with_the_work_between_them(pool: Pool, name: s
     plain = pool.run(2, run_plan, "gpt", "float64", pins, steps)
     recorded = pool.run(2, run_recorded, "gpt", "float64", {**pins, "cuda_graphs": True}, steps)
     for expected, (found, replays, left) in zip(plain, recorded, strict=True):
-        assert found["losses"] == expected["losses"]
-        for kind in ("grads", "state"):
-            assert found[kind].keys() == expected[kind].keys()
-            assert all(torch.equal(v, expected[kind][n]) for n, v in found[kind].items())
+        check_same(found, expected)
         actions = 2 * pins["microbatches"] + ("held" in name)
         assert sum(replays) == 4 * actions, replays
         assert left == 0
@@ -70,10 +75,7 @@ def test_a_recorded_pipeline_has_the_bits_of_one_that_is_not(pool: Pool, name: s
     plain = pool.run(2, run_plan, "gpt", "float64", pins, steps)
     recorded = pool.run(2, run_recorded, "gpt", "float64", {**pins, "cuda_graphs": True}, steps)
     for expected, (found, replays, left) in zip(plain, recorded, strict=True):
-        assert found["losses"] == expected["losses"]
-        for kind in ("grads", "state"):
-            assert found[kind].keys() == expected[kind].keys()
-            assert all(torch.equal(v, expected[kind][n]) for n, v in found[kind].items())
+        check_same(found, expected)
         actions = pins["microbatches"] * pins["interleave"] * (3 if "weights" in name else 2)
         since = 4  # of the steps three, and the one in which memory is measured
         # A bucket that garbage still shows is not taken again at once: then there are two variants.
