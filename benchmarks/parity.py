@@ -8,8 +8,7 @@ writes `benchmarks/results/parity.json`: the largest relative error of the float
 steps, of any gradient of the first step and of any weight after the last (relative to the largest
 of its tensor), predicted over measured peak tensor bytes of each rank, and `curve`, the largest
 relative error of the float32 loss over the steps, on any rank.
-With experts also `memory_for_rows`: the same if the prediction, which counts an even choice, is
-that of the rows that came. Cases of earlier runs that are not run again are kept. The exit code is
+Cases of earlier runs that are not run again are kept. The exit code is
 1 if a case misses its bar (1e-10, 1e-10, 1e-8, 2 %, 1e-5).
 
 --noise N: instead, how far eager itself leaves its float32 curve when the rows of the batch come in
@@ -110,9 +109,6 @@ def _case(
     got = pool.run(world, run_plan, model, "float64", pins, STEPS)
     result = compare(expected[0], got)
     memory = [round(r["peak_predicted"] / r["peak_measured"], 4) for r in got]
-    for_rows = [
-        round(r["peak_for_rows"] / r["peak_measured"], 4) for r in got if "peak_for_rows" in r
-    ]
     loss, gradient = float(max(result.loss, result.losses)), float(result.worst_grad[1])
     weights = float(max(result.state.values()))
     curves = [r["losses"] for r in pool.run(world, run_plan, model, "float32", pins, STEPS)]
@@ -134,7 +130,7 @@ def _case(
         "memory": memory,
         "curve": curve,
         "within": within,
-    } | ({"memory_for_rows": for_rows} if for_rows else {})
+    }
 
 
 def _pins(model: str, plan: str, recompute: str) -> tuple[int, dict[str, Any]]:

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from graphaccel.capture.batch import Batch, batch_leaves, sequence_leaves
+from graphaccel.capture.blocks import block_of
 from graphaccel.capture.stepgraph import StepGraph, capture
 from graphaccel.capture.symbols import BATCH, SEQUENCE
 from graphaccel.compat.torch import FakeTensorMode, pytree
@@ -47,14 +48,16 @@ from graphaccel.passes.place_ort import Tools
 from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.layouts import Layouts, LocalGraph, rates_of
 from graphaccel.planner.memory import UNEVEN, Resident, Sample, rank_curve, rank_memory
-from graphaccel.planner.plan import Plan
+from graphaccel.planner.plan import Chosen, Plan, StageMemory
 from graphaccel.planner.profile import Profile
 from graphaccel.planner.record import Record
+from graphaccel.planner.rows import Share, even
 from graphaccel.planner.search import search
 from graphaccel.planner.solving import cluster_name
 from graphaccel.report.format import folded
 from graphaccel.report.fused import fusion_notes
 from graphaccel.report.rules import every_rule, missing, missing_note, priced_rules
+from graphaccel.routing import fullest, share_of, tried_choices
 from graphaccel.rules.propagate import NO_RULE
 from graphaccel.runtime.cuda_graphs import fixed_bytes
 from graphaccel.runtime.cuda_graphs import notes as graph_notes
@@ -102,6 +105,7 @@ class Compiler:
         self._layouts: dict[str, Layouts] = {}
         self._skeleton: nn.Module | None = None
         self._tools: Tools | None = None
+        self._choices: dict[Any, tuple[Chosen, ...] | str] = {}
 
     def capture(self, batch: Batch, *, training: bool = True) -> tuple[StepGraph, dict]:
         """The step for a batch, and the symbol sizes of that batch in it."""
@@ -263,24 +267,59 @@ class Compiler:
         self, step: StepGraph, plan: Plan, batch: Batch, sizes: Mapping
     ) -> tuple[Plan, StepProgram]:
         """Build the programs of a plan and predict their memory exactly."""
+        given = plan is self.plan
         if not plan.rates:
             plan = replace(plan, rates=rates_of(self.cluster, plan))
         program = build(step, plan, sizes=sizes, ort=self._ort(plan))
         schedule = schedule_of(plan, program)
         resident = self._resident(batch, plan, program, schedule)
+        chosen, notes = self._routed(step, plan, batch, sizes, given)
         memory = []
         for rank in range(plan.pipeline):
-            exact = rank_memory(program, schedule, rank, resident[rank])
+            share = _fullest(chosen, program, schedule, rank)
+            exact = rank_memory(program, schedule, rank, resident[rank], chosen=share)
             tensors = exact.peak
             if plan.expert > 1:
-                more = rank_memory(program, schedule, rank, resident[rank], chosen=UNEVEN)
-                exact = replace(exact, uneven=more.peak - tensors)
+                more = rank_memory(program, schedule, rank, resident[rank], chosen=lambda _: UNEVEN)
+                exact = replace(exact, uneven=max(0, more.peak - tensors))
             margin = self.cluster.context_bytes + int(self.cluster.fragmentation * tensors)
             memory.append(replace(exact, other=margin, peak=tensors + margin))
         prediction = plan.prediction
         if prediction is not None:
-            prediction = replace(prediction, memory=tuple(memory), ort=program.ort)
-        return replace(plan, prediction=prediction), program
+            prediction = replace(prediction, memory=tuple(memory), ort=program.ort, chosen=chosen)
+        return replace(plan, prediction=prediction, notes=notes), program
+
+    def _routed(
+        self, step: StepGraph, plan: Plan, batch: Batch, sizes: Mapping, given: bool
+    ) -> tuple[tuple[Chosen, ...], tuple[str, ...]]:
+        """What the batch's rows choose, as far as it is known, and the plan's notes."""
+        if plan.expert == 1:
+            return (), plan.notes
+        if given:  # another rank's, or a file's
+            return () if plan.prediction is None else plan.prediction.chosen, plan.notes
+        key = step.fingerprint, plan.data, plan.microbatches, plan.expert
+        if key not in self._choices:
+            self._choices[key] = tried_choices(step, self.model.module, batch, plan, sizes)
+        found = self._choices[key]
+        if isinstance(found, str):
+            note = f"an even choice of experts is assumed: {found}"
+            return (), plan.notes if note in plan.notes else (*plan.notes, note)
+        return found, plan.notes
+
+    def device_memory(
+        self, plan: Plan, program: StepProgram, batch: Batch, rank: int, data: int, expert: int
+    ) -> StageMemory | None:
+        """What one device of a pipeline rank is predicted to need, by its places on the other axes;
+        the parameters must still lie whole. None without a prediction."""
+        if plan.prediction is None:
+            return None
+        memory = plan.prediction.memory[rank]
+        if not plan.prediction.chosen:
+            return memory
+        schedule = schedule_of(plan, program)
+        share = share_of(plan.prediction.chosen, data, expert)
+        resident = self._resident(batch, plan, program, schedule)
+        return rank_memory(program, schedule, rank, resident[rank], memory.other, share)
 
     def curves(
         self,
@@ -293,10 +332,14 @@ class Compiler:
         schedule = schedule_of(plan, program)
         resident = self._resident(batch, plan, program, schedule)
         assert plan.prediction is not None
+        chosen = plan.prediction.chosen
         return tuple(
-            rank_curve(program, schedule, m.rank, resident[m.rank], spans, m.other)
+            rank_curve(
+                program, schedule, m.rank, resident[m.rank], spans, m.other,
+                chosen=_fullest(chosen, program, schedule, m.rank),
+            )
             for m in plan.prediction.memory
-        )
+        )  # fmt: skip
 
     def _resident(
         self, batch: Batch, plan: Plan, program: StepProgram, schedule: Schedule
@@ -485,6 +528,17 @@ def _no_collections() -> Iterator[None]:
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()
+
+
+def _fullest(
+    chosen: tuple[Chosen, ...], program: StepProgram, schedule: Schedule, rank: int
+) -> Share:
+    """What the device of a pipeline rank is chosen that is chosen most."""
+    if not chosen:
+        return even
+    own = {action.stage for action in schedule[rank]}
+    names = (n for stage in program.stages if stage.stage in own for n in stage.parameters)
+    return share_of(chosen, *fullest(chosen, {block_of(name) for name in names}))
 
 
 def _check_loss(step: StepGraph, plan: Plan) -> None:

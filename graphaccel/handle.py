@@ -19,7 +19,7 @@ from graphaccel.compiler import Compiler, forward_schedule, progress, schedule_o
 from graphaccel.errors import BatchChanged, GraphMisuse
 from graphaccel.ir.program import StepProgram
 from graphaccel.passes.pipeline import backward_of
-from graphaccel.planner.plan import Plan
+from graphaccel.planner.plan import Plan, StageMemory
 from graphaccel.report.text import plan_report
 from graphaccel.runtime.all_gradients import AllGradients, clip_before
 from graphaccel.runtime.cuda_graphs import recorder_for
@@ -71,6 +71,7 @@ class Handle:
         self._optimizing: OptimizerStep | None = None
         self._known: AllGradients | None = None
         self._host: HostCopies | None = None
+        self._memory: StageMemory | None = None
         self.plan: Plan | None = None
         self.program: StepProgram | None = None
         self.measured_peak_bytes: int | None = None
@@ -101,16 +102,12 @@ class Handle:
     @property
     def predicted_peak_bytes(self) -> int | None:
         """Predicted peak tensor bytes on this rank."""
-        if self.plan is None or self.plan.prediction is None or self._session is None:
-            return None
-        return self.plan.prediction.memory[self._session.mesh.pipeline_index].tensors
+        return None if self._memory is None else self._memory.tensors
 
     @property
     def predicted_host_bytes(self) -> int | None:
         """Predicted peak bytes that the plan keeps on the host for this rank."""
-        if self.plan is None or self.plan.prediction is None or self._session is None:
-            return None
-        return self.plan.prediction.memory[self._session.mesh.pipeline_index].host
+        return None if self._memory is None else self._memory.host
 
     def host_tensors(self) -> tuple[torch.Tensor, ...]:
         """What rests on this rank's host: the optimizer's state, and the copies it works on."""
@@ -158,6 +155,8 @@ class Handle:
             chosen, program.shared.values(), self._device, timedelta(seconds=self._timeout)
         )
         scale = LossScale(self._device) if chosen.precision.scaled else None
+        at = mesh.pipeline_index, mesh.data_index, mesh.coordinate("expert")
+        self._memory = self._compiler.device_memory(chosen, program, batch, *at)
         session = Session(self._model, mesh, scale, chosen.precision.products, recorder)
         optimizer = self._optimizer
         if optimizer is not None and (program.owned or program.resting):
@@ -457,4 +456,10 @@ def _without_remote_gradients(optimizer: Optimizer, *_: Any) -> None:
 def assumed_of(optimizer: Optimizer | None, plan: Plan) -> str:
     """What a report takes for granted: optimizer state, and what tokens will choose."""
     state = "no optimizer state" if optimizer is None else type(optimizer).__name__
-    return state if plan.expert == 1 else f"{state}; each expert chosen as often as the others"
+    if plan.expert == 1:
+        return state
+    chosen = () if plan.prediction is None else plan.prediction.chosen
+    if not chosen:
+        return f"{state}; each expert chosen as often as the others"
+    most = max(share for block in chosen for row in block.shares for share in row)
+    return f"{state}; experts chosen as this batch does, a device up to {most:.2f} of an even share"

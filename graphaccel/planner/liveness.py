@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from torch import fx
 
-from graphaccel.planner.rows import Rows, rows_of
+from graphaccel.planner.rows import Rows, Share, even, rows_of
 
 HOST = "host"  # the category of what lies there
 _NEVER = 1 << 62
@@ -65,7 +65,7 @@ class Liveness:
     total: int = 0
     here: str = "start of the step"
     pieces: int = 0
-    chosen: float = 1.0
+    chosen: Share = even
     host_peak: int = 0
     seen: list[tuple[float, Live, str]] = field(default_factory=list)
     _rows: dict[fx.GraphModule, Rows] = field(default_factory=dict)

@@ -19,6 +19,7 @@ from graphaccel.ir.values import tensors_of
 from graphaccel.planner.liveness import Liveness, Storage
 from graphaccel.planner.offload import placed_optimizer
 from graphaccel.planner.plan import StageMemory
+from graphaccel.planner.rows import Share, even
 from graphaccel.rules.propagate import PARTIAL
 from graphaccel.schedule.table import Action, Schedule
 from graphaccel.schedule.walk import last_actions, walk
@@ -58,10 +59,10 @@ def rank_memory(
     rank: int,
     resident: Resident,
     other: int = 0,
-    chosen: float = 1.0,
+    chosen: Share = even,
 ) -> StageMemory:
     """The peak of one pipeline rank. other: bytes added for context and allocator reserve. chosen:
-    the rows that chose a device's experts, as a multiple of an even share."""
+    module path → the rows that chose the device's experts there, over an even share."""
     stages = {a.stage for a in schedule[rank]}
     own = [p for p in program.stages if p.stage in stages]
     trained = sum(resident.states.get(n, 0) for n in {n for p in own for n in p.parameters})
@@ -118,18 +119,19 @@ def rank_curve(
     spans: Mapping[tuple[str, int, int], tuple[float, float]],
     other: int = 0,
     most: int = 600,
+    chosen: Share = even,
 ) -> tuple[Sample, ...]:
     """The bytes on one pipeline rank in the course of a step; their maximum is `rank_memory`'s.
 
     spans: (start, end) in seconds of each forward and backward, by (kind, stage, microbatch); the
     nodes of one lie evenly in it. most: about how many samples are kept; of every stretch that
-    is left out, the fullest is.
+    is left out, the fullest is. chosen: see `rank_memory`.
     """
-    whole = rank_memory(program, schedule, rank, resident, other)
+    whole = rank_memory(program, schedule, rank, resident, other, chosen)
     own = [p for p in program.stages if p.stage in {a.stage for a in schedule[rank]}]
     doings = list(walk(schedule[rank]))
     pieces = max(1, min(16, most // max(1, sum(d.verb == "run" for d in doings))))
-    run = _Run(program, own, schedule[rank], Liveness(pieces=pieces))
+    run = _Run(program, own, schedule[rank], Liveness(pieces=pieces, chosen=chosen))
     run.start(resident.batch)
     lying = {"parameter": _lying(own, resident), "optimizer": whole.optimizer, "other": other}
     kinds = ("parameter", "optimizer", "other", "gradient", "activation", "temporary")

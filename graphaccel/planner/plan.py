@@ -69,10 +69,21 @@ class StageMemory:
 
 
 @dataclass(frozen=True)
+class Chosen:
+    """What the example batch's rows choose in a block. shares: [data][expert], the rows that choose
+    the experts of a device there, over an even share; of the microbatch with most."""
+
+    block: str
+    shares: tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True)
 class Prediction:
     """Seconds per step and where they go; memory per pipeline rank; what ONNX Runtime runs.
 
-    offload: copies between device and host that nothing hides.
+    offload: copies between device and host that nothing hides. chosen: what memory is predicted
+    for, on the fullest device; without it, and for seconds, each expert is chosen as often as the
+    others.
     """
 
     seconds: float
@@ -83,6 +94,7 @@ class Prediction:
     memory: tuple[StageMemory, ...] = ()
     ort: OrtReport | None = None
     offload: float = 0.0
+    chosen: tuple[Chosen, ...] = ()
 
     @property
     def terms(self) -> dict[str, float]:
@@ -90,7 +102,8 @@ class Prediction:
         return {
             f.name: getattr(self, f.name)
             for f in fields(self)
-            if f.name not in ("seconds", "memory", "ort") and (f.name != "offload" or self.offload)
+            if f.name not in ("seconds", "memory", "ort", "chosen")
+            and (f.name != "offload" or self.offload)
         }
 
 
@@ -282,7 +295,11 @@ class Plan:
         if prediction is not None:
             memory = tuple(StageMemory(**m) for m in prediction.pop("memory"))
             ort = _ort_report(prediction.pop("ort", None))
-            prediction = Prediction(**prediction, memory=memory, ort=ort)
+            chosen = tuple(
+                Chosen(block["block"], tuple(map(tuple, block["shares"])))
+                for block in prediction.pop("chosen", ())
+            )
+            prediction = Prediction(**prediction, memory=memory, ort=ort, chosen=chosen)
         plain: dict[str, Any] = {
             k: tuple(v) if isinstance(v, list) else v
             for k, v in data.items()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -28,7 +29,13 @@ _SENDING = {  # what they send is held until what they give is waited for
     EXCHANGE,
 }
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
+Share: TypeAlias = Callable[[str], float]
 _OWN, _ITSELF = -2, -1  # a tensor's memory is its own, or that of another of the same value
+
+
+def even(_: str) -> float:
+    """Each expert is chosen as often as the others."""
+    return 1.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,8 +44,8 @@ class Rows:
 
     nodes: those that were read. of: row → the one of them it is, or is a copy of. reader, source:
     pairs of rows, by reader and then in the order of its inputs, each input once. results: row of
-    each result, -1 for what is no node. module: row → its module path. chosen: the rows that chose
-    this rank's experts (`passes.chosen_rows`), as a multiple of an even share.
+    each result, -1 for what is no node. module: row → its module path. chosen: module path → the
+    rows that chose this rank's experts there (`passes.chosen_rows`), over an even share.
 
     Tensors are numbered row by row.
     """
@@ -49,7 +56,7 @@ class Rows:
     source: np.ndarray
     results: np.ndarray
     module: Callable[[int], str] = field(repr=False)
-    chosen: float = 1.0
+    chosen: Share = even
 
     def __len__(self) -> int:
         return len(self.of)
@@ -82,7 +89,13 @@ class Rows:
     @cached_property
     def size(self) -> np.ndarray:
         """Tensor → bytes of memory of its own."""
-        return self._told[self._known, 0]
+        size = self._told[self._known, 0]
+        if self.chosen is not even:
+            came = np.array([bool(n.meta.get("chosen")) for n in self.nodes], dtype=bool)
+            for tensor in np.flatnonzero(came[self.of[self.made]] & (size > 0)):
+                share = self.chosen(self.module(int(self.made[tensor])))
+                size[tensor] = round(share * int(size[tensor]))
+        return size
 
     @cached_property
     def away(self) -> np.ndarray:
@@ -136,10 +149,9 @@ class Rows:
             if node.op != "call_function":
                 told += [(0, _OWN, 0)] * len(tensors)
                 continue
-            times = self.chosen if node.meta.get("chosen") else 1.0
             for tensor, origin in zip(tensors, shares(node), strict=True):
                 if origin is None:
-                    told.append((int(times * tensor.untyped_storage().nbytes()), _OWN, 0))
+                    told.append((tensor.untyped_storage().nbytes(), _OWN, 0))
                 else:
                     told.append((0, *origin))
         return np.array(told, dtype=np.int64).reshape(-1, 3)
@@ -152,14 +164,14 @@ class Rows:
         return start[self.of[self.made]] + place
 
 
-def rows_of(graph: fx.GraphModule, chosen: float = 1.0) -> Rows:
+def rows_of(graph: fx.GraphModule, chosen: Share = even) -> Rows:
     """The columns of a graph; of one that nobody has made yet, without making it. chosen: see
     `Rows`."""
     known = unfolded_from(graph)
     return _read(graph, chosen) if known is None else _unfolded(known, chosen)
 
 
-def _read(graph: fx.GraphModule, chosen: float) -> Rows:
+def _read(graph: fx.GraphModule, chosen: Share) -> Rows:
     nodes = [n for n in graph.graph.nodes if n.op != "output"]
     row = {node: i for i, node in enumerate(nodes)}
     pairs = [(i, row[source]) for i, n in enumerate(nodes) for source in n.all_input_nodes]
@@ -176,7 +188,7 @@ def _read(graph: fx.GraphModule, chosen: float) -> Rows:
     )
 
 
-def _unfolded(known: Unfolded, chosen: float) -> Rows:
+def _unfolded(known: Unfolded, chosen: Share) -> Rows:
     call = known.reader < known.nodes
     return Rows(
         known.read,

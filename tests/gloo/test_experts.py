@@ -1,6 +1,7 @@
 """Tokens sent to their experts between real processes, under other axes, stages and recomputation.
 
-Loss and gradients in float64 are those of one device. Memory: `tests/support/chosen_rows.py`.
+Loss and gradients in float64 are those of one device. Memory is
+predicted for what the batch chooses.
 """
 
 from __future__ import annotations
@@ -12,12 +13,8 @@ import pytest
 import torch
 
 import graphaccel
-from graphaccel.compiler import schedule_of
 from graphaccel.errors import BadPin
-from graphaccel.model import as_batch
-from graphaccel.planner.memory import rank_memory
 from tests.gloo import test_axes as axes
-from tests.support.chosen_rows import ChosenRows
 from tests.support.parity import _casts, build, loss_of, peaks_of_a_step, tensors_alive
 from tests.support.pool import Pool
 from tests.support.zoo import call
@@ -42,8 +39,8 @@ def test_one_step_is_that_of_one_device(pool: Pool, plan: str) -> None:
 
 def _one_sided() -> tuple[float, float, dict[str, float], float]:
     """Every token chooses the same two experts, which one of two ranks holds. The loss of one
-    device, this rank's, errors of its gradients, and its memory as predicted for that choice, as a
-    multiple of what was measured."""
+    device, this rank's, errors of its gradients, and its predicted memory as a multiple of what was
+    measured."""
     others = [tensor.untyped_storage() for tensor in tensors_alive()]
     with _casts("float64", True):
         model, batch, loss_fn = build("mixtral", "float64")
@@ -74,15 +71,14 @@ def _one_sided() -> tuple[float, float, dict[str, float], float]:
         others += [value.untyped_storage() for value in wanted.values()]
         del parameter, part, found
         model.zero_grad()
-        with ChosenRows() as chosen:
-            measured, _ = peaks_of_a_step(model, batch, loss_fn, others)
         handle = model.graphaccel
-        resident = handle._compiler.model.resident(as_batch(batch), handle.plan, handle.program)
-        schedule = schedule_of(handle.plan, handle.program)
-        came = 2.0 if any(chosen.rows) else 0.0
-        predicted = rank_memory(handle.program, schedule, 0, resident, chosen=came).tensors
-        more = "more tokens than an even share choose a device's experts"
-        assert f" where 25% {more}\n" in handle.report()
+        measured, _ = peaks_of_a_step(model, batch, loss_fn, others)
+        predicted = handle.predicted_peak_bytes
+        tried = handle.plan.prediction.chosen
+        ((shares,),) = {block.shares for block in tried}
+        assert sorted(shares) == [0.0, 2.0]
+        said = "experts chosen as this batch does, a device up to 2.00 of an even share"
+        assert said in " ".join(handle.report().split())
         return true, loss, errors, predicted / measured
 
 

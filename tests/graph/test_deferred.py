@@ -14,7 +14,7 @@ from graphaccel.errors import CannotInitialise, GraphMisuse
 from graphaccel.runtime.deferred import initial_values, record
 from graphaccel.runtime.meter import PeakMeter
 from tests.support.gpt import GPT
-from tests.support.zoo import ALL, untrained_mixtral
+from tests.support.zoo import ALL
 
 
 class Odd(nn.Module):
@@ -56,7 +56,6 @@ def tensors(model: nn.Module) -> dict[str, Tensor]:
 
 BUILDS: dict[str, Callable[[], nn.Module]] = {"odd": Odd, "plain gpt": GPT}
 BUILDS |= {name: (lambda entry=entry: entry.build()[0]) for name, entry in ALL.items()}
-BUILDS["mixtral"] = lambda: untrained_mixtral()[0]
 
 
 @pytest.mark.parametrize("name", BUILDS)

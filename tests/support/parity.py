@@ -18,11 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from graphaccel.model import as_batch
 from graphaccel.runtime.meter import PeakMeter
 from graphaccel.runtime.sharded import ShardTensor
 from tests.support.captures import read_captures, write_captures
-from tests.support.chosen_rows import ChosenRows, peak_for
 from tests.support.zoo import ALL, Batch, LossFn, call, double, lift_loss_cast, loss_of
 
 LEARNING_RATE = 1e-3
@@ -101,8 +99,7 @@ def run_plan(
 
     Returns loss, grads (those held here, by name), losses, state (full, on rank 0), and for one
     more step without the optimizer peak_predicted and peak_measured (bytes of tensor storage on the
-    device), host_predicted and host_measured (bytes that the plan keeps on the host). If this rank
-    holds experts, peak_for_rows too: what is predicted for the rows that chose them.
+    device), host_predicted and host_measured (bytes that the plan keeps on the host).
     """
     import graphaccel
 
@@ -133,12 +130,9 @@ def run_plan(
         others += [value.untyped_storage() for value in (*copies.values(), *grads.values())]
         result["peak_predicted"] = model.graphaccel.predicted_peak_bytes
         result["host_predicted"] = model.graphaccel.predicted_host_bytes
-        with ChosenRows() as chosen:
-            result["peak_measured"], result["host_measured"] = peaks_of_a_step(
-                model, batch, loss_fn, others
-            )
-        if chosen.rows:
-            result["peak_for_rows"] = peak_for(model.graphaccel, as_batch(batch), chosen.rows)
+        result["peak_measured"], result["host_measured"] = peaks_of_a_step(
+            model, batch, loss_fn, others
+        )
     return result
 
 

@@ -7,7 +7,6 @@ microbatches or ranks gives a wrong answer. Four blocks or more: a pipeline of 4
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -229,8 +228,7 @@ def _llama() -> tuple[nn.Module, Batch, None]:
     return _made(lambda: transformers.LlamaForCausalLM(config)), _causal_batch(), None
 
 
-def untrained_mixtral() -> tuple[nn.Module, Batch, None]:
-    """As it is initialised."""
+def _mixtral() -> tuple[nn.Module, Batch, None]:
     config = transformers.MixtralConfig(
         initializer_range=DEVIATION,
         vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=4,
@@ -240,30 +238,6 @@ def untrained_mixtral() -> tuple[nn.Module, Batch, None]:
         experts_implementation="batched_mm",
     )  # fmt: skip
     return _made(lambda: transformers.MixtralForCausalLM(config)), _causal_batch(), None
-
-
-def _mixtral() -> tuple[nn.Module, Batch, None]:
-    model, batch, _ = untrained_mixtral()
-    return _levelled(model, batch), batch, None
-
-
-def _levelled(model: nn.Module, batch: Batch) -> nn.Module:
-    """With routers that choose each expert about as often as the others, as a loss that balances
-    them brings about: blind for what all tokens have in common. A random one has a preference, by
-    far in small models, and predictions of memory are for even choices."""
-    twin = copy.deepcopy(model).double()
-    for name, router in twin.named_modules():
-        if not name.endswith("mlp.gate"):
-            continue
-        seen: list[Tensor] = []
-        hook = router.register_forward_pre_hook(lambda _, given, seen=seen: seen.append(given[0]))
-        with torch.no_grad():
-            call(twin, batch)
-            hook.remove()
-            mean = seen[0].flatten(0, -2).mean(0)
-            router.weight -= torch.outer(router.weight @ mean, mean) / (mean @ mean)
-            model.get_submodule(name).weight.copy_(router.weight)
-    return model
 
 
 def _resnet() -> tuple[nn.Module, Batch, None]:

@@ -1,0 +1,148 @@
+"""What the tokens of a batch choose, tried before anything runs, and what is predicted from it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from graphaccel import routing
+from graphaccel.capture.batch import Batch
+from graphaccel.compiler import Compiler, schedule_of
+from graphaccel.handle import assumed_of
+from graphaccel.model import Model, as_batch
+from graphaccel.planner.cluster import cluster
+from graphaccel.planner.memory import rank_memory
+from graphaccel.planner.plan import Chosen, Plan
+from graphaccel.routing import fullest, share_of, tried_choices
+from tests.support.zoo import ALL, call
+
+CPU = cluster("cpu", 4)
+
+
+def chosen_by_eager(model: nn.Module, batch: Any, parts: int, devices: int) -> list[list[Tensor]]:
+    """[layer][part] → rows of each device, counted at the routers of the model itself."""
+    found: list[list[Tensor]] = []
+    for router in (m for n, m in model.named_modules() if n.endswith("mlp.gate")):
+        layer: list[Tensor] = []
+        router.register_forward_hook(lambda _, __, out, layer=layer: layer.append(out[2]))
+        found.append(layer)
+    with torch.no_grad():
+        for part in range(parts):
+            call(model, {k: v.chunk(parts)[part] for k, v in batch.items()})
+    return [
+        [torch.bincount(ids.flatten(), minlength=4).view(devices, -1).sum(1) for ids in layer]
+        for layer in found
+    ]
+
+
+@pytest.mark.parametrize(("data", "microbatches", "expert"), [(1, 1, 2), (2, 1, 2), (1, 4, 4)])
+def test_tried_is_what_the_model_itself_chooses(data: int, microbatches: int, expert: int) -> None:
+    model, batch, _ = ALL["mixtral"].build()
+    compiler = Compiler(Model(model, None, 0.0), CPU, {})
+    step, sizes = compiler.capture(as_batch(batch))
+    plan = Plan(data * expert, data=data, expert=expert, microbatches=microbatches, batch=8)
+    state, before = torch.get_rng_state(), {k: v.clone() for k, v in model.state_dict().items()}
+    tried = tried_choices(step, model, as_batch(batch), plan, sizes)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    wanted = chosen_by_eager(model, batch, data * microbatches, expert)
+    assert [each.block for each in tried] == [f"model.layers.{i}" for i in range(4)]
+    for each, rows in zip(tried, wanted, strict=True):
+        even = rows[0].sum() / expert
+        for place, shares in enumerate(each.shares):
+            own = torch.stack(rows[place * microbatches : (place + 1) * microbatches])
+            assert shares == pytest.approx((own.amax(0) / even).tolist(), rel=1e-6)
+
+
+PINS = {"data": 2, "expert": 2, "pipeline": 1, "microbatches": 1, "recompute": "none"}
+
+
+def compiled() -> tuple[Compiler, Batch]:
+    model, batch, _ = ALL["mixtral"].build()
+    return Compiler(Model(model, None, 2.0), CPU, PINS), as_batch(batch)
+
+
+def test_a_plan_is_predicted_for_its_fullest_device() -> None:
+    compiler, batch = compiled()
+    _, plan, program = compiler.choose(batch)
+    assert plan.prediction is not None
+    chosen = plan.prediction.chosen
+    places = [(d, e) for d in range(2) for e in range(2)]
+    each = {at: compiler.device_memory(plan, program, batch, 0, *at) for at in places}
+    peaks = {at: memory.peak for at, memory in each.items() if memory is not None}
+    most = plan.prediction.memory[0]
+    assert most.peak == max(peaks.values()) == peaks[fullest(chosen, [b.block for b in chosen])]
+    resident = compiler.model.resident(batch, plan, program)
+    even = rank_memory(program, schedule_of(plan, program), 0, resident, most.other)
+    assert min(peaks.values()) < even.peak < most.peak
+    assert most.uneven >= 0
+    share = max(s for block in chosen for row in block.shares for s in row)
+    said = f"AdamW; experts chosen as this batch does, a device up to {share:.2f} of an even share"
+    assert assumed_of(torch.optim.AdamW(compiler.model.module.parameters()), plan) == said
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_another_rank_predicts_what_the_first_one_tried() -> None:
+    first, batch = compiled()
+    _, plan, _ = first.choose(batch)
+    second, _ = compiled()
+    with torch.no_grad():
+        for parameter in second.model.module.parameters():
+            parameter.zero_()  # here all would choose the same
+    second.adopt(plan)
+    _, adopted, _ = second.choose(batch)
+    assert adopted.prediction == plan.prediction
+
+
+def _assumed(compiler: Compiler, batch: Batch) -> str:
+    """The plan's note, of a plan that is predicted for an even choice."""
+    _, plan, program = compiler.choose(batch)
+    assert plan.prediction is not None
+    assert plan.prediction.chosen == ()
+    assert assumed_of(None, plan) == (
+        "no optimizer state; each expert chosen as often as the others"
+    )
+    assert compiler.device_memory(plan, program, batch, 0, 1, 1) == plan.prediction.memory[0]
+    (note,) = [n for n in plan.notes if n.startswith("an even choice")]
+    return note
+
+
+def test_without_weights_an_even_choice_is_assumed() -> None:
+    model, batch, _ = ALL["mixtral"].build()
+    compiler = Compiler(Model(model.to("meta"), None, 2.0), CPU, PINS)
+    said = "an even choice of experts is assumed: the model or its batch has no data"
+    assert _assumed(compiler, as_batch(batch)) == said
+
+
+def test_trying_may_not_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler, batch = compiled()
+    monkeypatch.setitem(routing.AFFORDED, "cpu", 2e3)
+    said = "trying takes 1e+07 FLOPs, and 2e+03 are spent on it at most"
+    assert _assumed(compiler, batch) == f"an even choice of experts is assumed: {said}"
+
+
+def test_trying_may_not_need_more_memory_than_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler, batch = compiled()
+
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(routing, "_interpreted", full)
+    said = "the model and 4 examples do not fit on one cpu"
+    assert _assumed(compiler, batch) == f"an even choice of experts is assumed: {said}"
+
+
+def test_shares_of_blocks_and_the_fullest_device() -> None:
+    chosen = (
+        Chosen("layers.0", ((0.5, 1.5), (1.0, 1.0))),
+        Chosen("layers.1", ((1.0, 1.0), (1.75, 0.25))),
+    )
+    share = share_of(chosen, 1, 0)
+    assert share("layers.1.mlp.experts") == 1.75
+    assert share("layers.0.mlp") == share("head") == 1.0
+    assert fullest(chosen, ["layers.0"]) == (0, 1)
+    assert fullest(chosen, ["layers.0", "layers.1"]) == (1, 0)
+    assert fullest(chosen, ["head"]) == (0, 1)  # nothing to choose from: any
