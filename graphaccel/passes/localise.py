@@ -22,10 +22,11 @@ from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import BATCH, evaluate
 from graphaccel.compat.torch import graph_module, pytree
 from graphaccel.errors import GraphAccelError
-from graphaccel.ir.layers import NotRepeated, copies
+from graphaccel.ir.layers import KEPT, NotRepeated, among, copies
 from graphaccel.passes.drafts import Drafts
 from graphaccel.passes.exact_microbatch import exact_microbatch
-from graphaccel.passes.shard_axes import shard_axes
+from graphaccel.passes.shard_axes import LocalGraph as Placed
+from graphaccel.passes.shard_axes import Shorter, shard_axes
 from graphaccel.planner.conversions import Counted
 from graphaccel.planner.layouts import LocalGraph
 from graphaccel.planner.lines import unfolded
@@ -51,7 +52,7 @@ def localised(
             return _repeated(step, plan, sizes, drafts)
         except (NotRepeated, GraphAccelError) as reason:  # errors are then those of the model
             log.info("all layers are sharded: %s", reason)
-    return _localised(step, plan, sizes, drafts)
+    return _localised(step, plan, sizes, drafts)[0]
 
 
 def _repeated(
@@ -60,7 +61,12 @@ def _repeated(
     """Shard few layers, and unfold what comes out."""
     few = step.repeats
     assert few is not None
-    made = [_localised(each, plan, sizes, drafts) for each in (few.short, *few.longer)]
+    least, placed = _localised(few.short, plan, sizes, drafts)
+    lying = among(few.runs, (KEPT,) * len(few.runs))
+    made = [least]
+    for longer, run in zip(few.longer, lying, strict=True):
+        shorter = Shorter(placed, few.short.inputs, run)
+        made.append(_localised(longer, plan, sizes, drafts, shorter)[0])
     if any(each.guessed for each in made):
         raise NotRepeated("some calls are not placed exactly")
     short, *longer = (each.step for each in made)
@@ -73,12 +79,16 @@ def _repeated(
 
 
 def _localised(
-    step: StepGraph, plan: Plan, sizes: Mapping[sympy.Symbol, int] | None, drafts: Drafts
-) -> LocalGraph:
+    step: StepGraph,
+    plan: Plan,
+    sizes: Mapping[sympy.Symbol, int] | None,
+    drafts: Drafts,
+    shorter: Shorter | None = None,
+) -> tuple[LocalGraph, Placed]:
     even = BATCH in step.sizes and plan.microbatch_size % plan.expert == 0
     part, prime, at = _part(step, plan, sizes or {}, even, drafts)
     counted = Counted(prime, plan.usual / at[BATCH]) if even else None
-    made = shard_axes(part, step, plan, counted=counted, drafts=drafts)
+    made = shard_axes(part, step, plan, counted=counted, drafts=drafts, shorter=shorter)
     graph = made.graph
     if plan.replica == plan.context:  # other layouts are made of it
         graph = _copied(graph)
@@ -89,7 +99,7 @@ def _localised(
             dims = local.dims(node, node.meta["val"], node.meta.get("dims"))
             node.meta["dims"] = dims if even else local.numbers(dims)
     found = replace(step, graph=graph, sizes=known, derived={}, repeats=None)
-    return LocalGraph(found, made.partial, made.guessed)
+    return LocalGraph(found, made.partial, made.guessed), made
 
 
 def _part(

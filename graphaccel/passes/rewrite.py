@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 import sympy
 import torch
 
-from graphaccel.capture.stepgraph import StepGraph, of_layers
+from graphaccel.capture.stepgraph import Repeats, StepGraph, of_layers
 from graphaccel.errors import GraphAccelError
-from graphaccel.ir.layers import NotRepeated, Run, copies
+from graphaccel.ir.layers import KEPT, NotRepeated, Run, among, copies
 from graphaccel.ir.program import OrtReport, Owned, Sharded, StageProgram
 from graphaccel.ir.text import graph_text
 from graphaccel.passes.accumulate_gradients import accumulate_gradients
@@ -39,7 +39,7 @@ from graphaccel.passes.repeat_programs import LAYERS, repeat_programs, rows_of
 from graphaccel.passes.repeat_stages import repeat_stages
 from graphaccel.passes.runner import Runner
 from graphaccel.passes.scatter_sends import scatter_sends
-from graphaccel.passes.shard_axes import LocalGraph, shard_axes
+from graphaccel.passes.shard_axes import LocalGraph, Shorter, shard_axes
 from graphaccel.passes.split_phases import split_phases
 from graphaccel.passes.split_weights import split_weights, with_weights
 from graphaccel.planner.plan import Plan
@@ -334,21 +334,29 @@ def _few_sharded(
 def _shard_few(
     run: Runner, step: StepGraph, plan: Plan, sizes: Sizes | None
 ) -> tuple[list[LocalStep], list[LocalGraph]]:
-    assert step.repeats is not None
-    steps = (step.repeats.short, *step.repeats.longer)
+    few = step.repeats
+    assert few is not None
+    steps = (few.short, *few.longer)
     parts = run.call(
         "exact_microbatch", lambda: [exact_microbatch(each, plan, sizes) for each in steps]
     )
     prologues = {"" if p.prologue is None else graph_text(p.prologue.graph.graph) for p in parts}
     if len(prologues) > 1:
         raise NotRepeated("what is computed once a step depends on the number of layers")
-    made = run.call(
-        "shard_axes",
-        lambda: [shard_axes(p.graph, each, plan) for p, each in zip(parts, steps, strict=True)],
-    )
+    made = run.call("shard_axes", lambda: _over_axes(plan, few, parts))
     if any(each.guessed for each in made):
         raise NotRepeated("some calls are not placed exactly")
     return parts, made
+
+
+def _over_axes(plan: Plan, few: Repeats, parts: Sequence[LocalStep]) -> list[LocalGraph]:
+    short, *others = parts
+    made = [shard_axes(short.graph, few.short, plan)]
+    lying = among(few.runs, (KEPT,) * len(few.runs))
+    for part, longer, run in zip(others, few.longer, lying, strict=True):
+        shorter = Shorter(made[0], few.short.inputs, run)
+        made.append(shard_axes(part.graph, longer, plan, shorter=shorter))
+    return made
 
 
 def _repeated(

@@ -8,19 +8,22 @@ piece of each of the tensor ranks' stretches, and every gather along the sequenc
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
 
+from graphaccel.capture.export import GraphInput
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.errors import BadPin
+from graphaccel.ir.layers import Run
 from graphaccel.ir.program import Sharded
 from graphaccel.ir.replicated import replicated
 from graphaccel.passes.drafts import Drafts
 from graphaccel.passes.shard_axis import shard_axis
+from graphaccel.planner.alike import placed_alike
 from graphaccel.planner.conversions import Counted, Rates
-from graphaccel.planner.placements import solve_placements
+from graphaccel.planner.placements import Placements, solve_placements
 from graphaccel.planner.plan import Plan
 from graphaccel.rules.propagate import REPLICATED
 from graphaccel.rules.shard import Placement, shard_of
@@ -34,12 +37,22 @@ _REFERENCE = Rates(1e14, 1e12, 6.4e-10, 1e11, 6.4e-10)
 class LocalGraph:
     """graph: of one rank. resting: parameter -> splits, in the order in which they are applied.
     partial: parameter -> axes over which its gradient is a partial sum. guessed: names of calls
-    that were not placed exactly, by axis."""
+    that were not placed exactly, by axis. placed: what was placed on each axis, and how."""
 
     graph: fx.GraphModule = field(repr=False)
     resting: Mapping[str, tuple[Sharded, ...]]
     partial: Mapping[str, tuple[str, ...]]
     guessed: Mapping[str, tuple[str, ...]]
+    placed: Mapping[str, tuple[fx.Graph, Placements]] = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True)
+class Shorter:
+    """What was made of the same step with a layer less. run: whose layer, as it lies in it."""
+
+    made: LocalGraph
+    inputs: Sequence[GraphInput]
+    run: Run
 
 
 def shard_axes(
@@ -49,13 +62,15 @@ def shard_axes(
     resting: Mapping[str, tuple[Sharded, ...]] | None = None,
     counted: Counted | None = None,
     drafts: Drafts | None = None,
+    shorter: Shorter | None = None,
 ) -> LocalGraph:
     """The joint graph as each rank of the tensor, context and expert axes runs it.
 
     resting: how parameters rest already (programs for other batches, evaluation). counted: what of
     the costs counts in the choice of placements; without it the graph is of one microbatch. drafts:
-    for a graph that is measured and not run, what is known of others. Under tensor, meta
-    "replicated" then says of calls whether all its ranks have what they give.
+    for a graph that is measured and not run, what is known of others. shorter: tensors are placed
+    as they are there, where that is plain. Under tensor, meta "replicated" then says of calls
+    whether all its ranks have what they give.
 
     Raises BadPin (GA202) for placements that the graph does not allow.
     """
@@ -70,7 +85,7 @@ def shard_axes(
         asked = (*asked, axis, ranks, dict(plan.rates).get(axis))
         known = None if drafts is None else drafts.first.get(asked)
         if known is None:
-            known = _over(axis, found, step, plan, resting, counted, drafts)
+            known = _over(axis, found, step, plan, resting, counted, drafts, shorter)
             if drafts is not None and axis == AXES[0]:  # others may be made of it
                 drafts.first[asked] = known
         found = known
@@ -100,13 +115,18 @@ def _over(
     resting: Mapping[str, tuple[Sharded, ...]] | None,
     counted: Counted,
     drafts: Drafts | None,
+    shorter: Shorter | None,
 ) -> LocalGraph:
     """What the axes so far left, over one more."""
     graph, ranks, keep = before.graph, getattr(plan, axis), plan.outputs == "all"
+    placed = None
+    if shorter is not None and axis in shorter.made.placed:
+        short, known = shorter.made.placed[axis]
+        placed = placed_alike(known, short, shorter.inputs, graph.graph, step.inputs, shorter.run)
     pins = _pins(step, graph.graph, plan, axis, resting)
     rates = next((Rates(*v) for a, v in plan.rates if a == axis), _REFERENCE)
     try:
-        placed = solve_placements(
+        placed = placed or solve_placements(
             graph.graph, step.inputs, step.outputs,
             axis=axis, ranks=ranks, rates=rates, pins=pins,
             sequence=plan.sequence, keep_outputs=keep, counted=counted,
@@ -124,7 +144,8 @@ def _over(
         partial[name] = (*partial.get(name, ()), axis)
     if placed.guessed:
         guessed[axis] = tuple(n.name for n in placed.guessed)
-    return LocalGraph(made.graph, rests, partial, guessed)
+    every = {**before.placed, axis: (graph.graph, placed)}
+    return LocalGraph(made.graph, rests, partial, guessed, every)
 
 
 def _pins(

@@ -184,7 +184,9 @@ class Bounds:
         is too much already; less by what a layout divides further, while its graph is not made."""
         sums = self.sums(of)
         lean = 0 if "activations" in self.offload else sums.lean
-        each = (self.resident(of) + lean) / of.pipeline / self._extra(of)
+        known = self.nearest(of.layout)
+        each = self.resident(of) / over_parameters(of.layout, known)
+        each = (each + lean * known.replica / of.layout.replica) / of.pipeline
         return each > self._problem.cluster.tensor_budget
 
     def resident(self, of: Columns) -> np.ndarray:
@@ -200,10 +202,6 @@ class Bounds:
             + sums.trained * optimizer
             + np.where(kept, sums.trained * gradient, 0)
         )
-
-    def _extra(self, of: Columns) -> int:
-        """Into how many parts a layout divides further what the graph that is known divides."""
-        return of.layout.replica // self.nearest(of.layout).replica
 
     def sums(self, of: Columns) -> Sums:
         """Of each shape's microbatch, on the layout whose graph was made."""
@@ -228,6 +226,12 @@ class Bounds:
     def plan(self, layout: Layout, **decided: Any) -> Plan:
         """A plan of this problem on a layout."""
         return replace(self._base, **vars(layout), **decided)
+
+
+def over_parameters(layout: Layout, known: Layout) -> int:
+    """Into how many parts at best a layout divides each parameter of one that it is made of:
+    context divides none."""
+    return layout.tensor * layout.expert // (known.tensor * known.expert)
 
 
 def _spread(found: Sequence[T], place: np.ndarray) -> T:
@@ -264,7 +268,7 @@ def _outside(
     bounds: Bounds, known: Layout, layout: Layout, data: int, pipeline: int, zero: int
 ) -> tuple[LeastMoved, float]:
     """What moves over data, and the seconds of the optimizer."""
-    problem, extra = bounds.problem, layout.replica // known.replica
+    problem, extra = bounds.problem, over_parameters(layout, known)
     plan = bounds.plan(layout, data=data, pipeline=pipeline, zero=zero)
     profile = problem.layouts.of(bounds.plan(known, data=1, microbatches=1))
     moving = least_moved(profile, plan, problem.cluster, extra)

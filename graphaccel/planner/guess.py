@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from graphaccel.planner.bounds import Bounds, Columns
+from graphaccel.planner.bounds import Bounds, Columns, over_parameters
 from graphaccel.planner.communication import send_seconds
 
 _CROWDED = 1.5
@@ -20,12 +20,14 @@ def guess(bounds: Bounds, of: Columns, least: np.ndarray) -> tuple[np.ndarray, n
     whether it is far from fitting without computing anything again).
 
     What a graph that is not made yet would send is not known: layouts are then guessed too well.
-    least: the shapes' bounds.
+    That context divides no parameter is: each device casts them all, reads them forward and
+    backward and writes their gradients. least: the shapes' bounds.
     """
     layout, cluster = of.layout, bounds.problem.cluster
     known, sums = bounds.nearest(layout), bounds.sums(of)
     extra = layout.replica // known.replica
-    held = bounds.resident(of) * (layout.context / known.context / extra)  # context shards none
+    parts = over_parameters(layout, known)
+    held = bounds.resident(of) / parts
     waiting = in_flight(of) / of.pipeline / extra
     room = cluster.tensor_budget - held / of.pipeline - sums.passing / extra
     kept, lean = sums.kept * waiting, sums.lean * waiting
@@ -40,6 +42,10 @@ def guess(bounds: Bounds, of: Columns, least: np.ndarray) -> tuple[np.ndarray, n
     one = {pair: send_seconds(cluster, pair[0], 0, pair[1]) for pair in set(pairs)}
     sends = np.array([one[pair] for pair in zip(size.tolist(), far.tolist(), strict=True)])
     waits = (of.pipeline - 1) / of.interleave
+    precision = bounds.plan(layout).precision
+    read = sums.held * (0.5 if precision.compute != "float32" else 1.0)
+    whole = (3 * read / cluster.device.memory_bandwidth + 2 * sums.casts) * (1 / parts - 1 / extra)
+    slower = slower + whole / of.pipeline
     about = least + (of.microbatches + waits) * slower + 2 * (stages - 1) * sends
     return np.where(lean > room, np.inf, about), kept > _CROWDED * np.maximum(room, 0.0)
 

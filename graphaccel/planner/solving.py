@@ -41,6 +41,9 @@ MANY = 20_000
 """Candidates from which on the promising ones are solved first, and not more than enough."""
 _SOLVED = 160  # candidates of a large problem that are solved
 _BUILT = 6  # and layouts whose graphs are made for it, those of the tensor axis alone in any case
+# Of 460 candidates of Llama-3-405B on 1,024 to 16,384 devices none took less than 0.94 of what was
+# guessed on its layout's graph; on that of another layout guesses were too short, by 0 to 37 %.
+_PROMISING, _UNMADE = 1.07, 1.05
 _ACTIONS = 150_000  # forwards of schedules that are played at the end: a second
 _PLAYED = 20_000  # forwards of a schedule that is played to see which candidates are left out
 
@@ -198,7 +201,9 @@ class _Solving:
         can beat."""
         tally, choices = self.outcome.tally, self.choices
         groups = dict(self.meshes)
-        heap: list[tuple[float, tuple[object, ...], Shape, Layout]] = []
+        heap: list[tuple[float, tuple[object, ...], Shape, Layout, float]] = []
+        guessed: dict[Layout, float] = {}  # of its best shape
+        slower: dict[tuple[bool, bool], float] = {}  # than guessed before it was made, by its axes
         crowded: set[Shape] = set()
         skipped: list[float] = []  # bounds of those that would keep far too much
 
@@ -207,11 +212,15 @@ class _Solving:
             least = np.array([bound for bound, _ in self._told(layout).values()])
             found = guess(self.bounds, self.columns[layout], least) if meshes else ((), ())
             made = self.bounds.built(layout)
+            before = guessed.get(layout, math.inf)
+            guessed[layout] = float(min(found[0], default=math.inf))
+            if made and guessed[layout] < math.inf > before > 0:
+                slower[_axes(layout)] = max(1.0, guessed[layout] / before)
             for mesh, about, over in zip(meshes, *found, strict=True):
                 (crowded.add if over else crowded.discard)(mesh)
                 if made or about < math.inf:
                     worth = 1.0 if plain(self.pins, mesh) else WORTH
-                    heapq.heappush(heap, (float(about) * worth, mesh.order, mesh, known))
+                    heapq.heappush(heap, (float(about) * worth, mesh.order, mesh, known, 1.0))
 
         left = {mesh for own in groups.values() for mesh in own}
         sizes = {x.tensor for x in groups}
@@ -223,12 +232,18 @@ class _Solving:
             push(layout)
         built, solved = len(sizes), 0
         while heap and solved < _SOLVED:
-            _, _, mesh, known = heapq.heappop(heap)
+            about, order, mesh, known, scaled = heapq.heappop(heap)
             layout = mesh.layout
+            if about > _PROMISING * self.limit:
+                break
             if mesh not in left or self._bound(mesh) * WORTH > self.limit:
                 continue
             if not self.bounds.built(layout):
-                if built >= _BUILT:
+                if built >= _BUILT or about > self.limit:
+                    continue
+                more = slower.get(_axes(layout), _UNMADE)  # as those like it turned out to be
+                if more > scaled:
+                    heapq.heappush(heap, (about * more / scaled, order, mesh, known, more))
                     continue
                 built += 1
                 if self.bounds.build(layout):
@@ -399,3 +414,8 @@ def _better(plan: Plan, known: Plan | None, cluster: Cluster, pins: Pins) -> boo
 def cluster_name(cluster: Cluster) -> str:
     """`4 x h100-80gb`: what a plan says it was made for."""
     return f"{cluster.count} x {cluster.device.name}"
+
+
+def _axes(layout: Layout) -> tuple[bool, bool]:
+    """The axes of a layout besides tensor: what is guessed too well of one is of its likes."""
+    return layout.context > 1, layout.expert > 1

@@ -1,0 +1,97 @@
+"""Placements of a graph with one layer more, told from those of a graph that was placed.
+
+What is placed best in three layers is placed best in four: the layer in the middle again as it was.
+Only where that is plain is it told: each call of the longer graph has its twin, on tensors of the
+same sizes, and what it reads lies where what its twin reads does. `ir.repeat` then proves of the
+sharded graphs that one is the other with a layer more, as it does where both were solved.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from torch import fx
+
+from graphaccel.capture.export import GraphInput
+from graphaccel.ir.layers import Run
+from graphaccel.planner.call_values import source_of
+from graphaccel.planner.placements import Placements
+from graphaccel.rules.notation import output_shapes, tensor_arguments
+from graphaccel.rules.shard import Shard
+
+
+def placed_alike(
+    known: Placements,
+    short: fx.Graph,
+    short_inputs: Sequence[GraphInput],
+    graph: fx.Graph,
+    inputs: Sequence[GraphInput],
+    run: Run,
+) -> Placements | None:
+    """Placements of `graph`, whose `run` has a layer more than in `short`; None where they are not
+    plain. run: as it lies in both."""
+    twins = _twins(short, short_inputs, graph, inputs, run)
+    if twins is None or known.guessed:
+        return None
+    rows = {node: known.rows[twin] for node, twin in twins.items() if twin in known.rows}
+    if any(isinstance(p, Shard) and p.by for r in rows.values() for p in (*r.inputs, *r.outputs)):
+        return None  # by a name, which the other graph has not
+    versions = {}
+    for node, twin in twins.items():
+        for k in range(len(output_shapes(node)) if "val" in node.meta else 0):
+            if (twin, k) in known.versions:
+                versions[node, k] = known.versions[twin, k]
+    held = {node: known.held[twin] for node, twin in twins.items() if twin in known.held}
+    found = Placements(rows, held, versions, known.seconds)
+    for node, twin in twins.items():
+        if node.op != "call_function":
+            continue
+        read, theirs = tensor_arguments(node), tensor_arguments(twin)
+        if len(read) != len(theirs):
+            return None
+        for one, other in zip(read, theirs, strict=True):
+            if one.meta["val"].shape != other.meta["val"].shape:
+                return None
+            own, its = source_of(one), source_of(other)
+            if found.of(own) != known.of(its) or versions.get(own) != known.versions.get(its):
+                return None
+    return found
+
+
+def _twins(
+    short: fx.Graph,
+    short_inputs: Sequence[GraphInput],
+    graph: fx.Graph,
+    inputs: Sequence[GraphInput],
+    run: Run,
+) -> dict[fx.Node, fx.Node] | None:
+    """Node → its twin: of the second of the middle layers' calls those of the only one there is."""
+    theirs = _by_module(short, short_inputs)
+    found: dict[fx.Node, fx.Node] = {}
+    for (phase, path), nodes in _by_module(graph, inputs).items():
+        number = run.number(path)
+        lying = path if number is None or number < 2 else run.entry(path, number - 1)
+        same = theirs.get((phase, lying), [])
+        if [n.target for n in nodes if n.op != "placeholder"] != [
+            n.target for n in same if n.op != "placeholder"
+        ] or len(nodes) != len(same):
+            return None
+        found |= zip(nodes, same, strict=True)
+    return found
+
+
+def _by_module(
+    graph: fx.Graph, inputs: Sequence[GraphInput]
+) -> dict[tuple[str, str], list[fx.Node]]:
+    """(phase, module path) → its nodes in order; inputs by their names."""
+    found: dict[tuple[str, str], list[fx.Node]] = defaultdict(list)
+    names = iter(inputs)
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            spec = next(names, None)
+            found["input", spec.name if spec is not None else node.name].append(node)
+        elif node.op != "output":
+            path = node.meta.get("module", "")
+            found[node.meta.get("phase", "forward"), path].append(node)
+    return found
