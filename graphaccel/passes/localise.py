@@ -25,8 +25,8 @@ from graphaccel.errors import GraphAccelError
 from graphaccel.ir.layers import KEPT, NotRepeated, among, copies
 from graphaccel.passes.drafts import Drafts
 from graphaccel.passes.exact_microbatch import exact_microbatch
+from graphaccel.passes.shard_axes import Deeper, shard_axes
 from graphaccel.passes.shard_axes import LocalGraph as Placed
-from graphaccel.passes.shard_axes import Shorter, shard_axes
 from graphaccel.planner.conversions import Counted
 from graphaccel.planner.layouts import LocalGraph
 from graphaccel.planner.lines import unfolded
@@ -61,12 +61,12 @@ def _repeated(
     """Shard few layers, and unfold what comes out."""
     few = step.repeats
     assert few is not None
-    least, placed = _localised(few.short, plan, sizes, drafts)
-    lying = among(few.runs, (KEPT,) * len(few.runs))
-    made = [least]
-    for longer, run in zip(few.longer, lying, strict=True):
-        shorter = Shorter(placed, few.short.inputs, run)
-        made.append(_localised(longer, plan, sizes, drafts, shorter)[0])
+    deepest = [_localised(each, plan, sizes, drafts) for each in few.longer]
+    deeper = None
+    if len(few.runs) == 1:
+        deeper = Deeper(deepest[0][1], few.longer[0].inputs, *among(few.runs, (KEPT,)))
+    least = _localised(few.short, plan, sizes, drafts, deeper)
+    made = [least[0], *(local for local, _ in deepest)]
     if any(each.guessed for each in made):
         raise NotRepeated("some calls are not placed exactly")
     short, *longer = (each.step for each in made)
@@ -83,12 +83,12 @@ def _localised(
     plan: Plan,
     sizes: Mapping[sympy.Symbol, int] | None,
     drafts: Drafts,
-    shorter: Shorter | None = None,
+    deeper: Deeper | None = None,
 ) -> tuple[LocalGraph, Placed]:
     even = BATCH in step.sizes and plan.microbatch_size % plan.expert == 0
     part, prime, at = _part(step, plan, sizes or {}, even, drafts)
     counted = Counted(prime, plan.usual / at[BATCH]) if even else None
-    made = shard_axes(part, step, plan, counted=counted, drafts=drafts, shorter=shorter)
+    made = shard_axes(part, step, plan, counted=counted, drafts=drafts, deeper=deeper)
     graph = made.graph
     if plan.replica == plan.context:  # other layouts are made of it
         graph = _copied(graph)

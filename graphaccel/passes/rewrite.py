@@ -39,7 +39,7 @@ from graphaccel.passes.repeat_programs import LAYERS, repeat_programs, rows_of
 from graphaccel.passes.repeat_stages import repeat_stages
 from graphaccel.passes.runner import Runner
 from graphaccel.passes.scatter_sends import scatter_sends
-from graphaccel.passes.shard_axes import LocalGraph, Shorter, shard_axes
+from graphaccel.passes.shard_axes import Deeper, LocalGraph, shard_axes
 from graphaccel.passes.split_phases import split_phases
 from graphaccel.passes.split_weights import split_weights, with_weights
 from graphaccel.planner.plan import Plan
@@ -343,20 +343,20 @@ def _shard_few(
     prologues = {"" if p.prologue is None else graph_text(p.prologue.graph.graph) for p in parts}
     if len(prologues) > 1:
         raise NotRepeated("what is computed once a step depends on the number of layers")
-    made = run.call("shard_axes", lambda: _over_axes(plan, few, parts))
+    made = run.call("shard_axes", lambda: _few_over_axes(plan, few, parts))
     if any(each.guessed for each in made):
         raise NotRepeated("some calls are not placed exactly")
     return parts, made
 
 
-def _over_axes(plan: Plan, few: Repeats, parts: Sequence[LocalStep]) -> list[LocalGraph]:
+def _few_over_axes(plan: Plan, few: Repeats, parts: Sequence[LocalStep]) -> list[LocalGraph]:
     short, *others = parts
-    made = [shard_axes(short.graph, few.short, plan)]
-    lying = among(few.runs, (KEPT,) * len(few.runs))
-    for part, longer, run in zip(others, few.longer, lying, strict=True):
-        shorter = Shorter(made[0], few.short.inputs, run)
-        made.append(shard_axes(part.graph, longer, plan, shorter=shorter))
-    return made
+    pairs = zip(others, few.longer, strict=True)
+    deepest = [shard_axes(part.graph, longer, plan) for part, longer in pairs]
+    deeper = None
+    if len(few.runs) == 1:
+        deeper = Deeper(deepest[0], few.longer[0].inputs, *among(few.runs, (KEPT,)))
+    return [shard_axes(short.graph, few.short, plan, deeper=deeper), *deepest]
 
 
 def _repeated(

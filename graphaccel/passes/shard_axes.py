@@ -47,8 +47,8 @@ class LocalGraph:
 
 
 @dataclass(frozen=True)
-class Shorter:
-    """What was made of the same step with a layer less. run: whose layer, as it lies in it."""
+class Deeper:
+    """What was made of the same step with a layer more. run: whose layer, as it lies in both."""
 
     made: LocalGraph
     inputs: Sequence[GraphInput]
@@ -62,13 +62,13 @@ def shard_axes(
     resting: Mapping[str, tuple[Sharded, ...]] | None = None,
     counted: Counted | None = None,
     drafts: Drafts | None = None,
-    shorter: Shorter | None = None,
+    deeper: Deeper | None = None,
 ) -> LocalGraph:
     """The joint graph as each rank of the tensor, context and expert axes runs it.
 
     resting: how parameters rest already (programs for other batches, evaluation). counted: what of
     the costs counts in the choice of placements; without it the graph is of one microbatch. drafts:
-    for a graph that is measured and not run, what is known of others. shorter: tensors are placed
+    for a graph that is measured and not run, what is known of others. deeper: tensors are placed
     as they are there, where that is plain. Under tensor, meta "replicated" then says of calls
     whether all its ranks have what they give.
 
@@ -85,7 +85,7 @@ def shard_axes(
         asked = (*asked, axis, ranks, dict(plan.rates).get(axis))
         known = None if drafts is None else drafts.first.get(asked)
         if known is None:
-            known = _over(axis, found, step, plan, resting, counted, drafts, shorter)
+            known = _over(axis, found, step, plan, resting, counted, drafts, deeper)
             if drafts is not None and axis == AXES[0]:  # others may be made of it
                 drafts.first[asked] = known
         found = known
@@ -115,14 +115,14 @@ def _over(
     resting: Mapping[str, tuple[Sharded, ...]] | None,
     counted: Counted,
     drafts: Drafts | None,
-    shorter: Shorter | None,
+    deeper: Deeper | None,
 ) -> LocalGraph:
     """What the axes so far left, over one more."""
     graph, ranks, keep = before.graph, getattr(plan, axis), plan.outputs == "all"
     placed = None
-    if shorter is not None and axis in shorter.made.placed:
-        short, known = shorter.made.placed[axis]
-        placed = placed_alike(known, short, shorter.inputs, graph.graph, step.inputs, shorter.run)
+    if deeper is not None and axis in deeper.made.placed:
+        more, known = deeper.made.placed[axis]
+        placed = placed_alike(known, more, deeper.inputs, graph.graph, step.inputs, deeper.run)
     pins = _pins(step, graph.graph, plan, axis, resting)
     rates = next((Rates(*v) for a, v in plan.rates if a == axis), _REFERENCE)
     try:

@@ -1,9 +1,10 @@
-"""Placements of a graph with one layer more, told from those of a graph that was placed.
+"""Placements of a graph with one layer less, told from those of a graph that was placed.
 
-What is placed best in three layers is placed best in four: the layer in the middle again as it was.
-Only where that is plain is it told: each call of the longer graph has its twin, on tensors of the
-same sizes, and what it reads lies where what its twin reads does. `ir.repeat` then proves of the
-sharded graphs that one is the other with a layer more, as it does where both were solved.
+Of the two graphs that a deep model is made of (`ir.repeat`) the longer one is solved: what is best
+differs with the depth where layers are few, and the deeper one is nearer to all of them. Only where
+it is plain is told what the shorter one has: each of its calls has its twin, on tensors of the same
+sizes, and what it reads lies where what its twin reads does. `ir.repeat` then proves of the sharded
+graphs that one is the other with a layer more, as it does where both were solved.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from graphaccel.rules.shard import Shard
 
 def placed_alike(
     known: Placements,
-    short: fx.Graph,
-    short_inputs: Sequence[GraphInput],
+    deeper: fx.Graph,
+    deeper_inputs: Sequence[GraphInput],
     graph: fx.Graph,
     inputs: Sequence[GraphInput],
     run: Run,
 ) -> Placements | None:
-    """Placements of `graph`, whose `run` has a layer more than in `short`; None where they are not
+    """Placements of `graph`, whose `run` has a layer less than in `deeper`; None where they are not
     plain. run: as it lies in both."""
-    twins = _twins(short, short_inputs, graph, inputs, run)
+    twins = _twins(deeper, deeper_inputs, graph, inputs, run)
     if twins is None or known.guessed:
         return None
     rows = {node: known.rows[twin] for node, twin in twins.items() if twin in known.rows}
@@ -60,18 +61,18 @@ def placed_alike(
 
 
 def _twins(
-    short: fx.Graph,
-    short_inputs: Sequence[GraphInput],
+    deeper: fx.Graph,
+    deeper_inputs: Sequence[GraphInput],
     graph: fx.Graph,
     inputs: Sequence[GraphInput],
     run: Run,
 ) -> dict[fx.Node, fx.Node] | None:
-    """Node → its twin: of the second of the middle layers' calls those of the only one there is."""
-    theirs = _by_module(short, short_inputs)
+    """Node → its twin; the second of the deeper one's middle layers has none."""
+    theirs = _by_module(deeper, deeper_inputs)
     found: dict[fx.Node, fx.Node] = {}
     for (phase, path), nodes in _by_module(graph, inputs).items():
         number = run.number(path)
-        lying = path if number is None or number < 2 else run.entry(path, number - 1)
+        lying = path if number is None or number < 2 else run.entry(path, number + 1)
         same = theirs.get((phase, lying), [])
         if [n.target for n in nodes if n.op != "placeholder"] != [
             n.target for n in same if n.op != "placeholder"

@@ -1,0 +1,79 @@
+"""Placements of the shorter of the two graphs that a deep model is made of, told from the other."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from torch import fx
+
+from graphaccel.capture.stepgraph import StepGraph
+from graphaccel.ir.layers import KEPT, among
+from graphaccel.ir.text import graph_text
+from graphaccel.passes import shard_axes as module
+from graphaccel.passes.exact_microbatch import exact_microbatch
+from graphaccel.passes.shard_axes import Deeper, shard_axes
+from graphaccel.planner.alike import placed_alike
+from graphaccel.planner.bounds import over_parameters
+from graphaccel.planner.candidates import Layout
+from graphaccel.planner.placements import Placements
+from graphaccel.planner.plan import Plan
+from tests.graph.test_repeat_layers import LAYERS, captured
+
+
+@pytest.fixture(scope="module")
+def deep() -> StepGraph:
+    return captured(LAYERS)
+
+
+@pytest.mark.parametrize(
+    "axes", [{"tensor": 2}, {"context": 2}, {"tensor": 2, "context": 2}], ids=str
+)
+def test_told_is_what_solving_finds(
+    axes: dict[str, int], deep: StepGraph, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert deep.repeats is not None
+    few, plan = deep.repeats, Plan(4, batch=16, **axes)
+    more, less = (
+        exact_microbatch(step, plan, deep.sizes).graph for step in (few.longer[0], few.short)
+    )
+    (run,) = among(few.runs, (KEPT,))
+    deeper = Deeper(shard_axes(more, few.longer[0], plan), few.longer[0].inputs, run)
+    assert set(deeper.made.placed) == set(axes)
+    solved = shard_axes(less, few.short, plan)
+    monkeypatch.setattr(module, "solve_placements", None)  # told, then, or this fails
+    told = shard_axes(less, few.short, plan, deeper=deeper)
+    assert graph_text(told.graph.graph) == graph_text(solved.graph.graph)
+    assert (told.resting, told.partial, told.guessed) == (
+        solved.resting,
+        solved.partial,
+        solved.guessed,
+    )
+
+
+def test_nothing_is_told_where_it_is_not_plain(deep: StepGraph) -> None:
+    assert deep.repeats is not None
+    few, plan = deep.repeats, Plan(2, batch=16, context=2)
+    longer, short = few.longer[0], few.short
+    more = exact_microbatch(longer, plan, deep.sizes).graph
+    less = exact_microbatch(short, plan, deep.sizes).graph
+    (run,) = among(few.runs, (KEPT,))
+    graph, known = shard_axes(more, longer, plan).placed["context"]
+
+    def told(placed: Placements = known, less: fx.GraphModule = less) -> Placements | None:
+        return placed_alike(placed, graph, longer.inputs, less.graph, short.inputs, run)
+
+    assert told() is not None
+    assert told(placed=replace(known, guessed=(next(iter(known.rows)),))) is None
+    smaller = exact_microbatch(short, replace(plan, microbatches=2), deep.sizes).graph
+    assert told(less=smaller) is None  # other sizes
+    middle = [n for n in known.rows if run.number(n.meta.get("module", "")) == 2]
+    whole = {n: r for n, r in known.rows.items() if n not in middle}
+    assert told(placed=replace(known, rows=whole)) is None  # the layers in the middle differ
+
+
+def test_context_divides_no_parameter() -> None:
+    known = Layout(tensor=2)
+    assert over_parameters(Layout(tensor=2, context=8), known) == 1
+    assert over_parameters(Layout(tensor=8, context=8), known) == 4
+    assert over_parameters(Layout(tensor=4, context=2, expert=3), known) == 6
