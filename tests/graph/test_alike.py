@@ -18,6 +18,7 @@ from graphaccel.planner.bounds import over_parameters
 from graphaccel.planner.candidates import Layout
 from graphaccel.planner.placements import Placements
 from graphaccel.planner.plan import Plan
+from graphaccel.rules.shard import Shard
 from tests.graph.test_repeat_layers import LAYERS, captured
 
 
@@ -67,9 +68,10 @@ def test_nothing_is_told_where_it_is_not_plain(deep: StepGraph) -> None:
     assert told(placed=replace(known, guessed=(next(iter(known.rows)),))) is None
     smaller = exact_microbatch(short, replace(plan, microbatches=2), deep.sizes).graph
     assert told(less=smaller) is None  # other sizes
-    middle = [n for n in known.rows if run.number(n.meta.get("module", "")) == 2]
-    whole = {n: r for n, r in known.rows.items() if n not in middle}
-    assert told(placed=replace(known, rows=whole)) is None  # the layers in the middle differ
+    last = [n for n in known.rows if n.meta.get("module") == "blocks.1" and n.op != "placeholder"]
+    ahead = [n for n in last if n.meta["phase"] == "forward"][-1]  # what the next layer reads
+    apart = replace(known.rows[ahead], outputs=(Shard(1),))
+    assert told(placed=replace(known, rows={**known.rows, ahead: apart})) is None
 
 
 def test_context_divides_no_parameter() -> None:
