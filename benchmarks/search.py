@@ -121,6 +121,7 @@ def model_of(case: Case) -> tuple[Any, Any]:
         elif family == "t5":
             config = hf.T5Config(
                 d_model=hidden, d_ff=ffn, d_kv=128, num_layers=case.layers, num_heads=heads,
+                pad_token_id=0, decoder_start_token_id=0,
                 vocab_size=vocabulary, use_cache=False,
             )  # fmt: skip
             model = hf.T5ForConditionalGeneration(config)
