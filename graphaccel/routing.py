@@ -20,6 +20,7 @@ from graphaccel.capture.blocks import block_of
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import BATCH
 from graphaccel.compat.torch import FakeTensor, graph_module
+from graphaccel.ir.unfold import distinct_nodes
 from graphaccel.kernels.experts import PRODUCT
 from graphaccel.passes.exact_microbatch import exact_microbatch
 from graphaccel.planner.cost import Sizes, node_flops
@@ -54,13 +55,14 @@ def tried_choices(
         if sizes.get(BATCH, 1) % parts:
             return f"a batch of {sizes.get(BATCH, 1)} can not be tried in {parts} parts"
         at[BATCH] = sizes[BATCH] // parts
+    device = next(iter(held["parameter"].values())).device
+    afforded, whole = AFFORDED.get(device.type, 0.0), Sizes(sizes)
+    ahead = [(n, k) for n, k in distinct_nodes(step.graph) if n.meta.get("phase") == "forward"]
+    flops = sum(count * node_flops(node, whole) for node, count in ahead)
+    if flops > afforded:
+        return f"a forward takes {flops:.0e} FLOPs, and {afforded:.0e} are spent on it at most"
     alone = replace(plan, data=1, microbatches=1, batch=at.get(BATCH, plan.batch))
     routes, chosen = _routes(exact_microbatch(step, alone, at).graph)
-    device = next(iter(held["parameter"].values())).device
-    afforded = AFFORDED.get(device.type, 0.0)
-    flops = parts * sum(node_flops(n, Sizes(at)) for n in routes.graph.nodes)
-    if flops > afforded:
-        return f"trying takes {flops:.0e} FLOPs, and {afforded:.0e} are spent on it at most"
     counted: dict[str, list[list[torch.Tensor]]] = {}
     with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
         for part in range(parts):
