@@ -21,7 +21,6 @@ import torch
 from torch import nn
 
 from graphaccel.capture.batch import Batch, batch_leaves, sequence_leaves
-from graphaccel.capture.blocks import block_of
 from graphaccel.capture.stepgraph import StepGraph, capture
 from graphaccel.capture.symbols import BATCH, SEQUENCE
 from graphaccel.compat.torch import FakeTensorMode, pytree
@@ -51,13 +50,12 @@ from graphaccel.planner.memory import UNEVEN, Resident, Sample, rank_curve, rank
 from graphaccel.planner.plan import Chosen, Plan, StageMemory
 from graphaccel.planner.profile import Profile
 from graphaccel.planner.record import Record
-from graphaccel.planner.rows import Share, even
 from graphaccel.planner.search import search
 from graphaccel.planner.solving import cluster_name
 from graphaccel.report.format import folded
 from graphaccel.report.fused import fusion_notes
 from graphaccel.report.rules import every_rule, missing, missing_note, priced_rules
-from graphaccel.routing import fullest, share_of, tried_choices
+from graphaccel.routing import fullest_memory, share_of, tried_choices
 from graphaccel.rules.propagate import NO_RULE
 from graphaccel.runtime.cuda_graphs import fixed_bytes
 from graphaccel.runtime.cuda_graphs import notes as graph_notes
@@ -204,7 +202,7 @@ class Compiler:
         if program is None:
             plan, program = self.refine(step, plan, batch, sizes)
         notes = (*plan.notes, *_kept_whole(program), *self._without_rules(planned, plan))
-        notes += self._whole_over_tensor(program, plan)
+        notes += (*self._whole_over_tensor(program, plan), *self._assumed(step, plan))
         if plan.fusions:
             notes += fusion_notes(placed_fusions(step, plan), _device_type(self.cluster))
         notes += compile_notes(program) if plan.compile != "off" else ()
@@ -273,12 +271,14 @@ class Compiler:
         program = build(step, plan, sizes=sizes, ort=self._ort(plan))
         schedule = schedule_of(plan, program)
         resident = self._resident(batch, plan, program, schedule)
-        chosen, notes = self._routed(step, plan, batch, sizes, given)
+        chosen = self._routed(step, plan, batch, sizes, given)
         memory = []
         for rank in range(plan.pipeline):
-            share = _fullest(chosen, program, schedule, rank)
-            exact = rank_memory(program, schedule, rank, resident[rank], chosen=share)
+            exact, _ = fullest_memory(chosen, program, schedule, rank, resident[rank])
             tensors = exact.peak
+            if chosen:
+                alike = rank_memory(program, schedule, rank, resident[rank])
+                exact = replace(exact, chosen=tensors - alike.peak)
             if plan.expert > 1:
                 more = rank_memory(program, schedule, rank, resident[rank], chosen=lambda _: UNEVEN)
                 exact = replace(exact, uneven=max(0, more.peak - tensors))
@@ -287,24 +287,28 @@ class Compiler:
         prediction = plan.prediction
         if prediction is not None:
             prediction = replace(prediction, memory=tuple(memory), ort=program.ort, chosen=chosen)
-        return replace(plan, prediction=prediction, notes=notes), program
+        return replace(plan, prediction=prediction), program
 
     def _routed(
         self, step: StepGraph, plan: Plan, batch: Batch, sizes: Mapping, given: bool
-    ) -> tuple[tuple[Chosen, ...], tuple[str, ...]]:
-        """What the batch's rows choose, as far as it is known, and the plan's notes."""
+    ) -> tuple[Chosen, ...]:
+        """What the batch's rows choose, as far as it is known."""
         if plan.expert == 1:
-            return (), plan.notes
+            return ()
         if given:  # another rank's, or a file's
-            return () if plan.prediction is None else plan.prediction.chosen, plan.notes
+            return () if plan.prediction is None else plan.prediction.chosen
         key = step.fingerprint, plan.data, plan.microbatches, plan.expert
         if key not in self._choices:
             self._choices[key] = tried_choices(step, self.model.module, batch, plan, sizes)
         found = self._choices[key]
-        if isinstance(found, str):
-            note = f"an even choice of experts is assumed: {found}"
-            return (), plan.notes if note in plan.notes else (*plan.notes, note)
-        return found, plan.notes
+        return () if isinstance(found, str) else found
+
+    def _assumed(self, step: StepGraph, plan: Plan) -> tuple[str, ...]:
+        """Why an even choice of experts is assumed, if it is."""
+        found = self._choices.get((step.fingerprint, plan.data, plan.microbatches, plan.expert))
+        if not isinstance(found, str):
+            return ()
+        return (f"an even choice of experts is assumed: {found}",)
 
     def device_memory(
         self, plan: Plan, program: StepProgram, batch: Batch, rank: int, data: int, expert: int
@@ -336,7 +340,7 @@ class Compiler:
         return tuple(
             rank_curve(
                 program, schedule, m.rank, resident[m.rank], spans, m.other,
-                chosen=_fullest(chosen, program, schedule, m.rank),
+                chosen=fullest_memory(chosen, program, schedule, m.rank, resident[m.rank])[1],
             )
             for m in plan.prediction.memory
         )  # fmt: skip
@@ -528,17 +532,6 @@ def _no_collections() -> Iterator[None]:
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()
-
-
-def _fullest(
-    chosen: tuple[Chosen, ...], program: StepProgram, schedule: Schedule, rank: int
-) -> Share:
-    """What the device of a pipeline rank is chosen that is chosen most."""
-    if not chosen:
-        return even
-    own = {action.stage for action in schedule[rank]}
-    names = (n for stage in program.stages if stage.stage in own for n in stage.parameters)
-    return share_of(chosen, *fullest(chosen, {block_of(name) for name in names}))
 
 
 def _check_loss(step: StepGraph, plan: Plan) -> None:

@@ -462,4 +462,7 @@ def assumed_of(optimizer: Optimizer | None, plan: Plan) -> str:
     if not chosen:
         return f"{state}; each expert chosen as often as the others"
     most = max(share for block in chosen for row in block.shares for share in row)
-    return f"{state}; experts chosen as this batch does, a device up to {most:.2f} of an even share"
+    as_batch = (
+        f"experts chosen as the example batch does, a device up to {most:.2f} of an even share"
+    )
+    return f"{state}; {as_batch}"

@@ -7,7 +7,7 @@ have two thirds of the rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,11 +20,15 @@ from graphaccel.capture.blocks import block_of
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import BATCH
 from graphaccel.compat.torch import FakeTensor, graph_module
+from graphaccel.ir.program import StepProgram
 from graphaccel.ir.unfold import distinct_nodes
 from graphaccel.kernels.experts import PRODUCT
 from graphaccel.passes.exact_microbatch import exact_microbatch
 from graphaccel.planner.cost import Sizes, node_flops
-from graphaccel.planner.plan import Chosen, Plan
+from graphaccel.planner.memory import Resident, rank_memory
+from graphaccel.planner.plan import Chosen, Plan, StageMemory
+from graphaccel.planner.rows import Share, even
+from graphaccel.schedule.table import Schedule
 
 AFFORDED = {"cpu": 2e11, "cuda": 2e14}
 """FLOPs that are spent on trying, by where the model lies: a few seconds of either."""
@@ -73,13 +77,16 @@ def tried_choices(
                     value, dim = batch.leaves[spec.leaf], step.batch_dims.get(spec.leaf)
                     if parts > 1 and dim is not None:
                         value = value.narrow(dim, part * at[BATCH], at[BATCH])
-                    value = value.to(device)
-                values.append(value)
+                values.append(value.to(device) if isinstance(value, torch.Tensor) else value)
             try:
                 found = _interpreted(routes, values)
             except torch.OutOfMemoryError:
                 return f"the model and {alone.batch} examples do not fit on one {device.type}"
+            except RuntimeError as error:  # no kernel for this dtype, no memory on the host, ...
+                return f"trying failed, {(str(error) or type(error).__name__).splitlines()[0]}"
             for (block, count), experts in zip(chosen, found, strict=True):
+                if count % plan.expert:
+                    continue  # these experts are not split
                 rows = torch.bincount(experts.flatten(), minlength=count).cpu()
                 shares = rows.view(plan.expert, -1).sum(1) * plan.expert / experts.numel()
                 of_data = counted.setdefault(block, [[] for _ in range(plan.data)])
@@ -90,18 +97,41 @@ def tried_choices(
     )
 
 
-def share_of(chosen: tuple[Chosen, ...], data: int, expert: int) -> Callable[[str], float]:
+def share_of(chosen: tuple[Chosen, ...], data: int, expert: int) -> Share:
     """Module path → rows that chose a device, by its places on the data and the expert axis, over
     an even share."""
     shares = {each.block: each.shares[data][expert] for each in chosen}
     return lambda path: shares.get(block_of(path), 1.0)
 
 
-def fullest(chosen: tuple[Chosen, ...], blocks: Collection[str]) -> tuple[int, int]:
-    """Places on the data and the expert axis of the device which most rows of `blocks` choose."""
-    own = [each.shares for each in chosen if each.block in blocks] or [chosen[0].shares]
+def fullest(chosen: tuple[Chosen, ...], blocks: Collection[str]) -> tuple[Share, ...]:
+    """`share_of` the devices that may need most memory: that which most rows of `blocks` choose,
+    for all that is kept until the backward, and that which most of a single one do, for what is
+    computed again."""
+    own = [each.shares for each in chosen if each.block in blocks]
+    if not own:
+        return (even,)
     places = [(d, e) for d, row in enumerate(own[0]) for e in range(len(row))]
-    return max(places, key=lambda at: sum(shares[at[0]][at[1]] for shares in own))
+    most = (sum, max)
+    found = [max(places, key=lambda at: of([s[at[0]][at[1]] for s in own])) for of in most]
+    return tuple(share_of(chosen, *place) for place in dict.fromkeys(found))
+
+
+def fullest_memory(
+    chosen: tuple[Chosen, ...],
+    program: StepProgram,
+    schedule: Schedule,
+    rank: int,
+    resident: Resident,
+) -> tuple[StageMemory, Share]:
+    """The memory of a pipeline rank's fullest device, and what it is chosen."""
+    shares: tuple[Share, ...] = (even,)
+    if chosen:
+        own = {action.stage for action in schedule[rank]}
+        names = (n for stage in program.stages if stage.stage in own for n in stage.parameters)
+        shares = fullest(chosen, {block_of(name) for name in names})
+    found = [(rank_memory(program, schedule, rank, resident, chosen=s), s) for s in shares]
+    return max(found, key=lambda pair: pair[0].peak)
 
 
 def _interpreted(graph: fx.GraphModule, values: Sequence[Any]) -> tuple[torch.Tensor, ...]:

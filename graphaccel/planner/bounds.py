@@ -3,8 +3,8 @@
 A bound is the work of the graph that a device runs, spread evenly over the pipeline, with its
 collectives; the gradients, parameters and optimizer state that must move; no messages, nothing
 recomputed. While a layout's graph is not made yet, its bound is that of a layout with fewer axes
-(`Layout.parent`), all divided further but for what starting ops takes: at best another axis divides
-what collectives send.
+(`Layout.parent`), all divided further but for what starting ops takes, and parameters by what
+divides them: at best another axis divides what collectives send.
 
 A large problem has a hundred thousand candidates: what is said of them is said of columns.
 """

@@ -16,7 +16,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import combinations, pairwise
 from typing import Any
 
 import numpy as np
@@ -413,8 +413,12 @@ class LeastMoved:
 
 
 def least_moved(profile: Profile, plan: Plan, cluster: Cluster, extra: int = 1) -> LeastMoved:
-    """What moves over the data axis at least. extra: by how much more the graph will be sharded
-    than the profile's. It depends on the plan's axes, and on whether ZeRO is 2 or more."""
+    """What moves over the data axis at least. extra: by how much more parameters will be sharded
+    than the profile's. It depends on the plan's axes, and on whether ZeRO is 2 or more.
+
+    Gradients may be partial sums over any of the other axes too: over a group with those that is
+    all in one node a sum may take less than over data alone.
+    """
     if plan.data == 1:
         return LeastMoved(0.0, 0.0, 0.0, 0.0)
     one = replace(plan, bucket_bytes=max(plan.bucket_bytes, profile.trained_bytes))
@@ -426,11 +430,17 @@ def least_moved(profile: Profile, plan: Plan, cluster: Cluster, extra: int = 1) 
     def gather(size: float) -> float:
         return all_gather_seconds(cluster, size, plan.data, plan.replica)
 
+    others = [axis for axis in ("context", "tensor", "expert") if getattr(plan, axis) > 1]
+    groups = [axes for n in range(len(others) + 1) for axes in combinations(others, n)]
     width = 2 if plan.precision.reduce in ("bfloat16", "float16") else 4
     trained = profile.trained_bytes / extra / plan.pipeline
     low = trained / 2 if plan.precision.stream != "float32" else trained
+
+    def summed(axes: tuple[str, ...]) -> float:
+        return seconds(lambda size: _bucketed(cluster, size, axes, one), trained * width / 4)
+
     return LeastMoved(
-        seconds(lambda size: _bucketed(cluster, size, (), one), trained * width / 4),
+        min(map(summed, groups)),
         seconds(gather, trained),
         0.0 if cluster.device.name == "cpu" else _OVERLAP / plan.pipeline,
         seconds(gather, low),

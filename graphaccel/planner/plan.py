@@ -38,8 +38,9 @@ class Precision:
 class StageMemory:
     """Predicted peak tensor bytes on one rank of a stage, by PyTorch's categories, and where the
     peak is. host: the most that the plan keeps on the host for this rank, no part of the peak.
-    uneven: how much more it is on a device whose experts `planner.memory.UNEVEN` times their even
-    share of rows chose."""
+    chosen: by how much an uneven choice of experts raises the peak (`Prediction.chosen`). uneven:
+    how much more it is on a device whose experts `planner.memory.UNEVEN` times their even share of
+    rows chose."""
 
     rank: int
     parameter: int
@@ -51,6 +52,7 @@ class StageMemory:
     peak: int
     at: str
     host: int = 0
+    chosen: int = 0
     uneven: int = 0
 
     @property
@@ -64,7 +66,7 @@ class StageMemory:
         return {
             f.name: getattr(self, f.name)
             for f in fields(self)
-            if f.name not in ("rank", "peak", "at", "host", "uneven")
+            if f.name not in ("rank", "peak", "at", "host", "chosen", "uneven")
         }
 
 

@@ -17,7 +17,7 @@ from torch import fx
 
 from graphaccel.ir.unfold import Unfolded, unfolded_from
 from graphaccel.ir.values import returned, shares, tensors_of
-from graphaccel.kernels.expert_rows import EXCHANGE
+from graphaccel.kernels.expert_rows import EXCHANGE, ROWS
 from graphaccel.kernels.host_copy import TO_HOST
 from graphaccel.kernels.register import fusion_of, is_backward
 
@@ -92,7 +92,9 @@ class Rows:
         size = self._told[self._known, 0]
         if self.chosen is not even:
             came = np.array([bool(n.meta.get("chosen")) for n in self.nodes], dtype=bool)
-            for tensor in np.flatnonzero(came[self.of[self.made]] & (size > 0)):
+            found = np.array([n.target is ROWS for n in self.nodes], dtype=bool)[self.of[self.made]]
+            rows = ~found | (np.arange(len(self.made)) == self.first[self.made])  # its first alone
+            for tensor in np.flatnonzero(came[self.of[self.made]] & rows & (size > 0)):
                 share = self.chosen(self.module(int(self.made[tensor])))
                 size[tensor] = round(share * int(size[tensor]))
         return size

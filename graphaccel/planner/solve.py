@@ -278,12 +278,12 @@ def _needed(problem: Problem, plan: Plan) -> tuple[str, ...]:
 
 def scaled(problem: Problem, plan: Plan, exact: Plan) -> Problem:
     """The problem with devices smaller by what the estimate was too low: exact over estimated
-    tensors.
+    tensors, for an even choice of experts, as is estimated.
     """
     assert plan.prediction is not None
     assert exact.prediction is not None
     ratio = max(
-        real.tensors / guessed.tensors
+        (real.tensors - real.chosen) / guessed.tensors
         for real, guessed in zip(exact.prediction.memory, plan.prediction.memory, strict=True)
     )
     cluster = problem.cluster

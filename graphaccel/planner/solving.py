@@ -197,8 +197,8 @@ class _Solving:
 
     def _guided(self, least: float) -> Iterator[tuple[int, float]]:
         """Candidates of a large problem, the promising ones first (`planner.guess`), until no bound
-        is below the best time found, or enough were solved: then `open` says what none of the rest
-        can beat."""
+        is below the best time found, no guess promises more, or enough were solved: then `open`
+        says what none of the rest can beat."""
         tally, choices = self.outcome.tally, self.choices
         groups = dict(self.meshes)
         heap: list[tuple[float, tuple[object, ...], Shape, Layout, float]] = []

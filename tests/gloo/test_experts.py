@@ -77,7 +77,7 @@ def _one_sided() -> tuple[float, float, dict[str, float], float]:
         tried = handle.plan.prediction.chosen
         ((shares,),) = {block.shares for block in tried}
         assert sorted(shares) == [0.0, 2.0]
-        said = "experts chosen as this batch does, a device up to 2.00 of an even share"
+        said = "experts chosen as the example batch does, a device up to 2.00 of an even share"
         assert said in " ".join(handle.report().split())
         return true, loss, errors, predicted / measured
 

@@ -85,14 +85,16 @@ def test_a_plan_is_predicted_for_its_fullest_device(captures: dict[Any, Any]) ->
     each = {at: compiler.device_memory(plan, program, batch, 0, *at) for at in places}
     peaks = {at: memory.peak for at, memory in each.items() if memory is not None}
     most = plan.prediction.memory[0]
-    assert most.peak == max(peaks.values()) == peaks[fullest(chosen, [b.block for b in chosen])]
+    assert most.peak == max(peaks.values())
     resident = compiler.model.resident(batch, plan, program)
     even = rank_memory(program, schedule_of(plan, program), 0, resident, most.other)
     assert min(peaks.values()) < even.peak < most.peak
+    assert most.chosen == most.peak - even.peak
     assert most.uneven >= 0
     share = max(s for block in chosen for row in block.shares for s in row)
-    said = f"AdamW; experts chosen as this batch does, a device up to {share:.2f} of an even share"
-    assert assumed_of(torch.optim.AdamW(compiler.model.module.parameters()), plan) == said
+    said = f"experts chosen as the example batch does, a device up to {share:.2f} of an even share"
+    optimizer = torch.optim.AdamW(compiler.model.module.parameters())
+    assert assumed_of(optimizer, plan) == f"AdamW; {said}"
     assert Plan.from_json(plan.to_json()) == plan
 
 
@@ -158,6 +160,60 @@ def test_shares_of_blocks_and_the_fullest_device() -> None:
     share = share_of(chosen, 1, 0)
     assert share("layers.1.mlp.experts") == 1.75
     assert share("layers.0.mlp") == share("head") == 1.0
-    assert fullest(chosen, ["layers.0"]) == (0, 1)
-    assert fullest(chosen, ["layers.0", "layers.1"]) == (1, 0)
-    assert fullest(chosen, ["head"]) == (0, 1)  # nothing to choose from: any
+
+
+def test_devices_that_may_be_fullest() -> None:
+    chosen = (
+        Chosen("layers.0", ((0.5, 1.5), (1.2, 0.8))),
+        Chosen("layers.1", ((1.6, 0.4), (1.2, 0.8))),
+        Chosen("layers.2", ((0.25, 1.75), (1.0, 1.0))),
+    )
+
+    def shares(*blocks: str) -> list[list[float]]:
+        return [[of(each.block) for each in chosen] for of in fullest(chosen, blocks)]
+
+    assert shares("layers.0") == [[1.5, 0.4, 1.75]]
+    # Most of all that is kept, and most of a single block, which may be computed again.
+    assert shares("layers.0", "layers.1") == [[1.2, 1.2, 1.0], [0.5, 1.6, 0.25]]
+    assert shares("head") == [[1.0, 1.0, 1.0]]
+
+
+class Two(nn.Module):
+    """Experts looked up in two layers, of which the second has `second`."""
+
+    def __init__(self, second: int) -> None:
+        super().__init__()
+        self.up = nn.ParameterList(nn.Parameter(torch.randn(n, 8, 8)) for n in (4, second))
+        self.gate = nn.ParameterList(nn.Parameter(torch.randn(8, n)) for n in (4, second))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for up, gate in zip(self.up, self.gate, strict=True):
+            best = (x @ gate).argmax(-1)
+            x = x + torch.bmm(x[:, None], up[best])[:, 0]
+        return (x**2).sum()
+
+
+def test_experts_that_an_axis_does_not_divide_are_left_out() -> None:
+    model, batch = Two(6), as_batch((torch.randn(16, 8),))
+    compiler = Compiler(Model(model, None, 0.0), CPU, {})
+    step, sizes = compiler.capture(batch)
+    found = {
+        expert: tried_choices(step, model, batch, Plan(expert, expert=expert, batch=16), sizes)
+        for expert in (2, 4, 3)
+    }
+    assert all(isinstance(each, tuple) for each in found.values())
+    (both,), (first,), (second,) = (found[n] for n in (2, 4, 3))
+    assert len(both.shares[0]) == 2
+    assert sum(first.shares[0]) == pytest.approx(4)
+    assert sum(second.shares[0]) == pytest.approx(3)
+
+
+def test_trying_may_fail(captures: dict[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler, batch = compiled(captures)
+
+    def refuse(*_: Any) -> None:
+        raise NotImplementedError('"mm" not implemented for this\nand more')
+
+    monkeypatch.setattr(routing, "_interpreted", refuse)
+    said = 'trying failed, "mm" not implemented for this'
+    assert _assumed(compiler, batch) == f"an even choice of experts is assumed: {said}"
