@@ -117,7 +117,8 @@ class MultiTensor:
                 torch._foreach_sub_(steps, [found.to(steps[0].dtype)] * len(steps))
             return norm
         if found is None or not bool(found):
-            torch._foreach_add_(steps, 1)
+            # A number would be made a tensor again for each of them.
+            torch._foreach_add_(steps, torch.ones((), device="cpu"), alpha=1)
             scale = _divided(grads, scale)
             lists = [list(given) for given in (params, grads, exp_avgs, exp_avg_sqs, steps)]
             for places in _alike([id(r) for r in rules]):

@@ -270,12 +270,11 @@ def _by_device(groups: list[_Group]) -> list[list[_Group]]:
     """Groups that have something to do; where their parameters lie on several devices, in parts."""
     found: dict[torch.device, list[_Group]] = {}
     for group in groups:
-        places: dict[torch.device, list[int]] = {}
-        for i, p in enumerate(group.params):
-            places.setdefault(p.device, []).append(i)
-        for device, some in places.items():
+        devices = dict.fromkeys(p.device for p in group.params)
+        for device in devices:
             part = group
-            if len(places) > 1:
+            if len(devices) > 1:
+                some = [i for i, p in enumerate(group.params) if p.device == device]
                 states = [group.states[i] for i in some if group.states]
                 params, grads = ([x[i] for i in some] for x in (group.params, group.grads))
                 part = _Group(group.group, params, grads, states)
