@@ -70,7 +70,8 @@ def cut_stages(
     kinds = {n: spec for n, spec in zip(placeholders, inputs, strict=False)}
     free = _free_nodes(graph, kinds)
     if homes is None:
-        stage = _by_position(graph, positions, ends, free)
+        weights = _of_weights(graph, kinds)
+        stage = _by_position(graph, positions, ends, free, weights)
     else:
         count = 1 + max((s for held in homes.values() for s in held), default=0)
         stage = _by_parameters(graph, kinds, homes, free)
@@ -111,13 +112,32 @@ def _free_nodes(graph: fx.GraphModule, kinds: dict[fx.Node, GraphInput]) -> froz
     return frozenset(free)
 
 
+def _of_weights(graph: fx.GraphModule, kinds: dict[fx.Node, GraphInput]) -> frozenset[fx.Node]:
+    """What the backward makes of parameters and buffers alone (casts, gathers), in its order."""
+    known = {n for n, spec in kinds.items() if spec.kind in ("parameter", "buffer")}
+    found = set()
+    for node in graph.graph.nodes:
+        reads = node.all_input_nodes
+        if node.op != "call_function" or node.meta["phase"] != "backward" or not reads:
+            continue
+        if not is_random(node) and all(n in known or n in found for n in reads):
+            found.add(node)
+    return frozenset(found)
+
+
 def _by_position(
-    graph: fx.GraphModule, positions: dict[str, int], ends: list[int], free: frozenset[fx.Node]
+    graph: fx.GraphModule,
+    positions: dict[str, int],
+    ends: list[int],
+    free: frozenset[fx.Node],
+    weights: frozenset[fx.Node],
 ) -> dict[fx.Node, int]:
+    """weights: of `_of_weights`: they lie where they are read, whatever stage the forward had them
+    on, and nothing else follows them down."""
     last = len(ends)
     stage: dict[fx.Node, int] = {}
     for node in graph.graph.nodes:
-        if node.op != "call_function" or node in free:
+        if node.op != "call_function" or node in free or node in weights:
             continue
         place = positions.get(node.meta.get("origin", ""))
         own = last if place is None else sum(place > end for end in ends)
@@ -127,7 +147,10 @@ def _by_position(
         else:
             above = [stage[n] for n in reads if n.meta["phase"] == "backward"]
             stage[node] = min([own, *above])
-    return stage
+    for node in reversed(graph.graph.nodes):
+        if node in weights:
+            stage[node] = max((stage[u] for u in node.users if u in stage), default=0)
+    return {n: stage[n] for n in graph.graph.nodes if n in stage}
 
 
 def _by_parameters(

@@ -138,7 +138,8 @@ def _cast_inputs(node: fx.Node, low: torch.dtype) -> None:
 @dataclass
 class _Stream:
     """Casts under which everything follows the dtype of the parameters. given: placeholders of
-    parameters and of the batch. made: casts, one for each value, dtype and block."""
+    parameters and of the batch. made: casts, one for each value, dtype and block, for what is given
+    for each module that reads it."""
 
     graph: fx.Graph
     low: torch.dtype
@@ -184,7 +185,9 @@ class _Stream:
         return self.low if source in self.given and kind == torch.float32 else kind
 
     def _to(self, node: fx.Node, source: fx.Node, dtype: torch.dtype) -> fx.Node:
-        key = source, dtype, block_of(module_path(node))
+        module = module_path(node)
+        # What a tied weight is read by may lie on other stages: the cast would have to travel.
+        key = source, dtype, module if source in self.given else block_of(module)
         if key not in self.made:
             self.made[key] = _to(node, source, dtype)
         return self.made[key]

@@ -10,13 +10,15 @@ before                                       after
 
 So the gradients of a layer's weights are computed while that of its input travels. What does not
 lead to a collective moves behind it, but only once: a product that went from collective to
-collective would keep its operands until the end of the backward. Random numbers are drawn in their
-order. All ranks of an axis have the same graph, so they issue in the same order.
+collective would keep its operands until the end of the backward. A wait stands no later than that
+for what the same axis was sent afterwards. Random numbers are drawn in their order. All ranks of an
+axis have the same graph, so they issue in the same order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from math import inf
 
 import torch
 from torch import fx
@@ -83,12 +85,17 @@ def _waiting_late(nodes: Sequence[fx.Node]) -> list[fx.Node]:
     held: dict[fx.Node, None] = {}
 
     def place(node: fx.Node) -> None:
+        if node.target is _WAIT:
+            for other in _done_before(node, issued, held):
+                del held[other]
+                order.append(other)
         for source in node.all_input_nodes:
             if source in held:
                 del held[source]
                 place(source)
         order.append(node)
 
+    issued = {node: i for i, node in enumerate(nodes) if node.target in _ISSUES}
     for node in nodes:
         if node.target is _WAIT or (is_view(node) and any(n in held for n in node.all_input_nodes)):
             held[node] = None
@@ -99,3 +106,20 @@ def _waiting_late(nodes: Sequence[fx.Node]) -> list[fx.Node]:
             del held[node]
             place(node)
     return order
+
+
+def _done_before(
+    wait: fx.Node, issued: Mapping[fx.Node, int], held: Iterable[fx.Node]
+) -> list[fx.Node]:
+    """Waits for what was issued earlier on the same axis: it is there by then, and what it was made
+    of can go."""
+    (sent,) = wait.all_input_nodes
+    if sent not in issued:
+        return []
+    found = []
+    for other in held:
+        if other.target is _WAIT:
+            (earlier,) = other.all_input_nodes
+            if earlier.args[-1] == sent.args[-1] and issued.get(earlier, inf) < issued[sent]:
+                found.append(other)
+    return sorted(found, key=lambda n: issued[n.all_input_nodes[0]])

@@ -248,9 +248,11 @@ class _Sharding:
                 return known[made]
         elif spec.kind == "output" and not self.keep_outputs:
             return known[made]
-        given = self._given(node, need, node)
-        if spec.kind == "gradient" and isinstance(need, Shard):
-            return self.padding.zero(given, need)  # or an optimizer would move what is not there
+        # Where the value is made: at the end, sums that wait for it would hold theirs until then.
+        with self.graph.inserting_before(known[made].next):
+            given = self._given(node, need, node)
+            if spec.kind == "gradient" and isinstance(need, Shard):
+                given = self.padding.zero(given, need)  # an optimizer would move what is not there
         return given
 
 

@@ -55,6 +55,11 @@ def stage_peaks(
     forward, backward = sized.passing_forward, sized.passing_backward
     if plan.holds_casts:
         forward, backward = sized.passing_held
+    whole = plan.microbatches > 1 or plan.data > 1
+    accumulated = np.array([whole or bool(work.partial) for work in works])
+    if not plan.zero:
+        added = sized.passing_added(plan.holds_casts)
+        backward = np.where(accumulated[stage], added, backward)
     if again.any():  # alive from the block's end down to where backward reads it
         groups = sized.once(("blocks", plan.cuts), lambda: _blocks(profile, stage))
         backward = backward + _remade(again, *groups)
@@ -62,8 +67,6 @@ def stage_peaks(
         spans = [slice(work.first, work.end) for work in works]
         moved = np.concatenate([beside(profile, away, here) for here in spans])
         forward, backward = forward + moved, backward + moved
-    whole = plan.microbatches > 1 or plan.data > 1
-    accumulated = np.array([whole or bool(work.partial) for work in works])
     gradient = np.array([work.gradient for work in works])
     moving = sized.once(
         ("motion", plan.cuts, motion_key(plan)), lambda: _moving(profile, works, plan)

@@ -30,6 +30,7 @@ from graphaccel.rules.propagate import is_random
 
 _HELD = ("parameter", "buffer", "tangent")  # what one stage has and others do not
 _CAST = torch.ops.aten._to_copy.default
+_PRODUCT = torch.ops.aten.mm.default
 _LOW = (torch.bfloat16, torch.float16)
 _FAR = np.iinfo(np.int64).max
 T = TypeVar("T")
@@ -456,6 +457,15 @@ class Profile:
         direct[lines.reader[own[lines.source]]] = True
         plain = [set(n.kwargs) == {"dtype"} and n.kwargs["dtype"] in _LOW for n in lines.nodes]
         return self.node_released & direct & lines.told(plain)
+
+    @cached_property
+    def node_added(self) -> np.ndarray:
+        """Products that are gradients of parameters as they are: where gradients are added up, they
+        write into the buckets themselves (`passes.accumulate_gradients`)."""
+        products = self.lines.told([n.target is _PRODUCT for n in self.lines.nodes])
+        found = np.zeros(len(self.lines.of), dtype=bool)
+        found[self.storages.made[self.storages.gradient]] = True
+        return found & products
 
     @cached_property
     def held_casts(self) -> tuple[np.ndarray, ...]:

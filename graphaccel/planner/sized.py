@@ -130,6 +130,16 @@ class SizedProfile:
         passing, ahead = self._alive(self._profile.node_held), self._profile.node_forward
         return self._most(ahead, passing), self._most(~ahead, passing)
 
+    def passing_added(self, held: bool) -> np.ndarray:
+        """`passing_backward` where products add their gradients up in buckets. held: casts are."""
+        profile = self._profile
+
+        def most() -> np.ndarray:
+            apart = profile.node_added | profile.node_held if held else profile.node_added
+            return self._most(~profile.node_forward, self._alive(apart))
+
+        return self.once(("added", held), most)
+
     def _most(self, here: np.ndarray, passing: np.ndarray) -> np.ndarray:
         found = np.zeros(len(self._profile), dtype=np.int64)
         np.maximum.at(found, self._profile.node_position[here], passing[here])

@@ -40,7 +40,7 @@ def overlapped(graph: fx.Graph) -> int:
 
 
 @pytest.mark.parametrize(
-    ("name", "sequence", "products"), [("gpt", False, 17), ("llama", True, 29)]
+    ("name", "sequence", "products"), [("gpt", False, 33), ("llama", True, 29)]
 )
 def test_products_run_while_something_travels(name: str, sequence: bool, products: int) -> None:
     step, graph, _ = captured(name)
@@ -77,4 +77,23 @@ def test_nothing_is_delayed_twice() -> None:
     moved(module)
     assert [n for n in module.graph.nodes if n.op == "call_function"] == [
         first, one, late, second, two, one_here, viewed, two_here, total,
+    ]  # fmt: skip
+
+
+def test_a_result_is_waited_for_when_a_later_one_is() -> None:
+    """What only the output reads is not left until the end: what it was sent from can go."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    aten = torch.ops.aten
+    sent, here = {}, {}
+    for name, axis in (("early", "tensor"), ("other", "data"), ("late", "tensor")):
+        sent[name] = graph.call_function(_C10D.all_reduce.default, (x, "sum", axis))
+        here[name] = graph.call_function(_C10D.wait_tensor.default, (sent[name],))
+    read = graph.call_function(aten.mul.Scalar, (here["late"], 2.0))
+    after = graph.call_function(aten.mul.Scalar, (read, 2.0))
+    graph.output([here["early"], here["other"], after])
+    module = fx.GraphModule(torch.nn.Module(), graph)
+    moved(module)
+    assert [n for n in module.graph.nodes if n.op == "call_function"] == [
+        *sent.values(), here["early"], here["late"], read, after, here["other"],
     ]  # fmt: skip

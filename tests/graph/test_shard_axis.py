@@ -223,3 +223,23 @@ def test_any_uneven_placement(name: str, seed: int) -> None:
     problem.generator = np.random.default_rng(seed)
     made = shard_axis(graph, step.inputs, step.outputs, problem.solve(), axis="tensor", ranks=2)
     check(name, made, "tensor", 2)
+
+
+def test_gradients_are_gathered_where_they_are_made() -> None:
+    """Gathered at the end, they would keep what is sent beside them alive until then."""
+    step, graph, _ = captured("bert")
+    placed = solve_placements(
+        graph.graph, step.inputs, step.outputs, axis="tensor", ranks=2, rates=RATES, pins={}
+    )
+    made = shard_axis(graph, step.inputs, step.outputs, placed, axis="tensor", ranks=2)
+    nodes = list(made.graph.graph.nodes)
+    results = [
+        n
+        for n, spec in zip(made.graph.graph.output_node().args[0], step.outputs, strict=True)
+        if spec.kind == "gradient" and n.target is torch.ops._c10d_functional.wait_tensor.default
+    ]
+    assert results, "no gradient is communicated"
+    for wait in results:
+        (sent,) = wait.all_input_nodes
+        (own,) = sent.all_input_nodes
+        assert nodes.index(wait) - nodes.index(own) == 2, wait

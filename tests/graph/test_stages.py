@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.errors import TooManyStages
 from graphaccel.passes.lower_precision import lower_precision
+from graphaccel.passes.pipeline import build
 from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.pins import PRECISIONS
 from graphaccel.planner.plan import Plan
@@ -231,3 +232,22 @@ def test_casts_of_parameters_are_no_work_of_their_own(
         for profile in (Profile(step), Profile(lower_precision(step, low)))
     ]
     assert 0 < counts[0] <= counts[1]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-params"])
+@pytest.mark.parametrize("name", ["gpt", "gpt2", "t5"])
+def test_tied_parameters_bring_nothing_else_with_them(
+    name: str, precision: str, captured: Captured, made_up: MadeUp
+) -> None:
+    """Their casts are remade where they are read: no stage has more of a backward than its own."""
+    step = captured(name)
+    profile, two = sized(step, made_up(2))
+    cuts = choose_cuts(profile, two, 2, 0.0, 0.0)
+    assert cuts is not None
+    plan = Plan(2, batch=8, pipeline=2, microbatches=4, precision=PRECISIONS[precision], cuts=cuts)
+    read = [
+        {p.name for p in profile.parameters if any(first <= at < end for at in p.positions)}
+        for first, end in stage_positions(profile, cuts)
+    ]
+    assert read[0] & read[1], "nothing is tied"
+    assert [set(stage.parameters) for stage in build(step, plan).stages] == read
