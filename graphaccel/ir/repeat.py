@@ -44,6 +44,7 @@ from graphaccel.ir.nodes import new_node
 
 _SAME = ("phase", "made_by", "bind")
 _NAMES = ("origin", "stands_for")
+_WORD = re.compile("(?<=[a-z])([A-Z])")  # what torch.fx puts "_" before in names it makes
 _DROPPED = ("custom", "from_node", "seq_nr")  # of the trace; read while it is made only
 
 
@@ -497,9 +498,9 @@ def _mangled(name: str, old: str, new: str) -> str:
     """A placeholder's name, which its parameter's name is part of, for another parameter."""
     if old == new:
         return name
-    before, after = (re.sub(r"[^0-9A-Za-z]+", "_", path) for path in (old, new))
-    if before not in name:
-        before, after = before.lower(), after.lower()
-    if before not in name:
-        raise NotRepeated(f"{name} is not called after {old}")
-    return name.replace(before, after)
+    plain = [re.sub(r"[^0-9A-Za-z]+", "_", path) for path in (old, new)]
+    snake = [_WORD.sub(r"_\1", path).lower() for path in plain]
+    for before, after in (plain, [path.lower() for path in plain], snake):
+        if before in name:
+            return name.replace(before, after)
+    raise NotRepeated(f"{name} is not called after {old}")

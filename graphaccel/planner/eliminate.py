@@ -3,19 +3,24 @@
 Variables are eliminated one at a time: the tables that mention one are added up, and its best value
 is noted for every combination of its neighbours. That is exact (Dechter, Bucket Elimination, 1999);
 its cost is exponential in the width of the graph only, which for a training step is small: its
-forward and backward run beside each other like the sides of a ladder. Where a table would grow too
-large, one variable is set to its best value by what is known of it, and the result says so.
+forward and backward run beside each other like the sides of a ladder. What many layers read (what
+an encoder gives its decoder) makes it wider: as tables grow, values that can not be best, whatever
+the others are, are dropped (Goldstein, Efficient rotamer elimination, 1994, equation 1). Where a
+table would still grow too large, one variable is set to its best value by what is known of it, and
+the result says so.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 LARGEST = 1 << 21  # entries of a table
+_LARGE = 1 << 10  # entries from which values are dropped first, and again at each _GROWTH of it
+_GROWTH = 4
 
 
 @dataclass(frozen=True)
@@ -50,15 +55,18 @@ def cheapest_assignment(counts: Sequence[int], tables: Sequence[Table]) -> Assig
 
 
 class _Solver:
+    """counts: values of each variable that are left. kept: which those are."""
+
     def __init__(self, counts: Sequence[int], tables: Sequence[Table]) -> None:
-        self.counts = counts
+        self.counts = list(counts)
+        self.kept = [np.arange(count) for count in counts]
         self.tables: dict[int, Table] = dict(enumerate(tables))
         self.next = len(tables)
         self.of: list[set[int]] = [set() for _ in counts]
         self.neighbours: list[set[int]] = [set() for _ in counts]
         for number, table in self.tables.items():
             self._index(number, table)
-        self.order: list[tuple[int, tuple[int, ...], np.ndarray]] = []
+        self.order: list[tuple[int, np.ndarray, dict[int, np.ndarray], np.ndarray]] = []
         self.guessed: list[int] = []
         self.fixed: dict[int, int] = {}
 
@@ -68,9 +76,9 @@ class _Solver:
             self.neighbours[v].update(u for u in table.variables if u != v)
 
     def run(self) -> None:
-        heap = [(self._size(v), v) for v in range(len(self.counts))]
-        heapq.heapify(heap)
         left = set(range(len(self.counts)))
+        heap = self._heap(left)
+        limit = min(_LARGE, LARGEST)
         while left:
             size, v = heapq.heappop(heap)
             if v not in left:
@@ -79,7 +87,12 @@ class _Solver:
             if now != size:
                 heapq.heappush(heap, (now, v))
                 continue
-            if now > LARGEST:
+            if now > limit:
+                dropped = self._drop(left)
+                if limit < LARGEST or dropped:
+                    limit = min(limit * _GROWTH, LARGEST)
+                    heap = self._heap(left)
+                    continue
                 v = max(left, key=lambda u: (len(self.neighbours[u]), -u))
                 touched = self._guess(v)
             else:
@@ -87,6 +100,51 @@ class _Solver:
             left.discard(v)
             for u in sorted(touched):
                 heapq.heappush(heap, (self._size(u), u))
+
+    def _heap(self, left: Collection[int]) -> list[tuple[int, int]]:
+        heap = [(self._size(v), v) for v in left]
+        heapq.heapify(heap)
+        return heap
+
+    def _drop(self, left: set[int]) -> bool:
+        """Drop values that another value of the variable beats whatever the others are; a variable
+        that has one left is left no more."""
+        waiting = dict.fromkeys(sorted(left))
+        found = False
+        while waiting:
+            v = next(iter(waiting))
+            del waiting[v]
+            if self.counts[v] == 1:
+                left.discard(v)
+                self._fix(v, 0)
+                continue
+            with np.errstate(invalid="ignore"):  # forbidden here, the other forbidden there
+                own = [self._least_more(n, v) for n in sorted(self.of[v])]
+                more = sum(own, np.zeros((self.counts[v], self.counts[v])))
+            beaten = np.any(more > 0, axis=1)
+            beaten[0] &= not beaten.all()  # all are forbidden
+            if beaten.any():
+                found = True
+                self._keep(v, np.flatnonzero(~beaten))
+                waiting |= dict.fromkeys((v, *sorted(self.neighbours[v])))
+        return found
+
+    def _least_more(self, number: int, v: int) -> np.ndarray:
+        """[count, count]: what value i of v costs more than value j in a table, at the least."""
+        table = self.tables[number]
+        costs = np.moveaxis(table.costs, table.variables.index(v), 0)
+        costs = costs.reshape(len(costs), -1)
+        own, other = costs[:, None], costs[None, :]
+        more = np.full((len(costs), *costs.shape), np.inf)  # where the value itself is forbidden
+        np.subtract(own, other, out=more, where=np.isfinite(own))
+        return more.min(axis=2)
+
+    def _keep(self, v: int, which: np.ndarray) -> None:
+        self.kept[v], self.counts[v] = self.kept[v][which], len(which)
+        for number in self.of[v]:
+            table = self.tables[number]
+            costs = table.costs.take(which, axis=table.variables.index(v))
+            self.tables[number] = Table(table.variables, costs)
 
     def _size(self, v: int) -> int:
         size = self.counts[v]
@@ -106,7 +164,7 @@ class _Solver:
         around = tuple(sorted(self.neighbours[v]))
         total = _added(self._taken(v), (*around, v), self.counts)
         best = total.argmin(axis=-1)
-        self.order.append((v, around, best))
+        self.order.append((v, self.kept[v], {u: self.kept[u] for u in around}, best))
         self._release(v, around)
         if around:
             made = Table(around, total.min(axis=-1))
@@ -122,16 +180,20 @@ class _Solver:
 
     def _guess(self, v: int) -> set[int]:
         """Set a variable to the value whose tables are cheapest when each is at its best."""
-        around = tuple(sorted(self.neighbours[v]))
-        taken = self._taken(v)
         bounds = np.zeros(self.counts[v])
-        for table in taken:
+        for number in sorted(self.of[v]):
+            table = self.tables[number]
             axis = table.variables.index(v)
             others = tuple(d for d in range(table.costs.ndim) if d != axis)
             bounds = bounds + table.costs.min(axis=others)
-        value = int(bounds.argmin())
-        self.fixed[v] = value
         self.guessed.append(v)
+        return self._fix(v, int(bounds.argmin()))
+
+    def _fix(self, v: int, value: int) -> set[int]:
+        """Set a variable to one of its values that are left."""
+        around = tuple(sorted(self.neighbours[v]))
+        self.fixed[v] = int(self.kept[v][value])
+        taken = self._taken(v)
         self._release(v, around)
         for u in around:  # neighbours through v alone are neighbours no more
             self.neighbours[u] = set()
@@ -150,8 +212,9 @@ class _Solver:
 
     def values(self) -> dict[int, int]:
         values = dict(self.fixed)
-        for v, around, best in reversed(self.order):
-            values[v] = int(best[tuple(values[u] for u in around)])
+        for v, own, around, best in reversed(self.order):
+            at = tuple(int(kept.searchsorted(values[u])) for u, kept in around.items())
+            values[v] = int(own[best[at]])
         return values
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -36,16 +37,19 @@ def cost(tables: list[Table], values: tuple[int, ...]) -> float:
     return sum(float(t.costs[tuple(values[v] for v in t.variables)]) for t in tables)
 
 
-@given(problems())
-@settings(max_examples=200, deadline=None)
-def test_equals_brute_force(problem: tuple[list[int], list[Table]]) -> None:
+@given(problems(), st.sampled_from([1, 4, eliminate._LARGE]))
+@settings(max_examples=400, deadline=None)
+def test_equals_brute_force(problem: tuple[list[int], list[Table]], large: int) -> None:
+    """large: of tables from which on values are dropped."""
     counts, tables = problem
     best = min(cost(tables, v) for v in itertools.product(*(range(c) for c in counts)))
     if best == float("inf"):
-        with pytest.raises(ValueError, match="no assignment"):
-            cheapest_assignment(counts, tables)
+        with mock.patch.object(eliminate, "_LARGE", large):
+            with pytest.raises(ValueError, match="no assignment"):
+                cheapest_assignment(counts, tables)
         return
-    found = cheapest_assignment(counts, tables)
+    with mock.patch.object(eliminate, "_LARGE", large):
+        found = cheapest_assignment(counts, tables)
     assert found.cost == best
     assert cost(tables, tuple(found.values[i] for i in range(len(counts)))) == best
     assert not found.guessed
@@ -60,3 +64,21 @@ def test_says_what_it_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
     found = cheapest_assignment([3] * 5, tables)
     assert found.guessed
     assert found.cost == cost(tables, tuple(found.values[i] for i in range(5)))
+
+
+def test_what_many_read_is_solved_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five variables read by all of a chain: the tables would be too large, but for the values that
+    can not be best. No value is dropped for a tie."""
+    monkeypatch.setattr(eliminate, "LARGEST", 1 << 8)
+    monkeypatch.setattr(eliminate, "_LARGE", 1 << 4)
+    rng = np.random.default_rng(0)
+    hubs, chain = range(5), range(5, 25)
+    own = np.array([0.0, 5.0, 5.0, 9.0])
+    tables = [Table((h,), own * len(chain)) for h in hubs]
+    tables += [Table((h, v), rng.random((4, 4))) for h in hubs for v in chain]
+    tables += [Table(pair, rng.random((4, 4))) for pair in itertools.pairwise(chain)]
+    found = cheapest_assignment([4] * 25, tables)
+    assert not found.guessed
+    assert [found.values[h] for h in hubs] == [0] * 5
+    even = [Table(t.variables, np.zeros_like(t.costs)) for t in tables]
+    assert set(cheapest_assignment([4] * 25, even).guessed)
