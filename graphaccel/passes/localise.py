@@ -22,10 +22,10 @@ from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import BATCH, evaluate
 from graphaccel.compat.torch import graph_module, pytree
 from graphaccel.errors import GraphAccelError
-from graphaccel.ir.layers import KEPT, NotRepeated, among, copies
+from graphaccel.ir.layers import NotRepeated, copies
 from graphaccel.passes.drafts import Drafts
 from graphaccel.passes.exact_microbatch import exact_microbatch
-from graphaccel.passes.shard_axes import Deeper, shard_axes
+from graphaccel.passes.shard_axes import Alike, over_few, shard_axes
 from graphaccel.passes.shard_axes import LocalGraph as Placed
 from graphaccel.planner.conversions import Counted
 from graphaccel.planner.layouts import LocalGraph
@@ -61,12 +61,7 @@ def _repeated(
     """Shard few layers, and unfold what comes out."""
     few = step.repeats
     assert few is not None
-    deepest = [_localised(each, plan, sizes, drafts) for each in few.longer]
-    deeper = None
-    if len(few.runs) == 1:
-        deeper = Deeper(deepest[0][1], few.longer[0].inputs, *among(few.runs, (KEPT,)))
-    least = _localised(few.short, plan, sizes, drafts, deeper)
-    made = [least[0], *(local for local, _ in deepest)]
+    made = over_few(few, lambda each, twin: _localised(each, plan, sizes, drafts, twin))
     if any(each.guessed for each in made):
         raise NotRepeated("some calls are not placed exactly")
     short, *longer = (each.step for each in made)
@@ -83,12 +78,12 @@ def _localised(
     plan: Plan,
     sizes: Mapping[sympy.Symbol, int] | None,
     drafts: Drafts,
-    deeper: Deeper | None = None,
+    twin: Alike | None = None,
 ) -> tuple[LocalGraph, Placed]:
     even = BATCH in step.sizes and plan.microbatch_size % plan.expert == 0
     part, prime, at = _part(step, plan, sizes or {}, even, drafts)
     counted = Counted(prime, plan.usual / at[BATCH]) if even else None
-    made = shard_axes(part, step, plan, counted=counted, drafts=drafts, deeper=deeper)
+    made = shard_axes(part, step, plan, counted=counted, drafts=drafts, twin=twin)
     graph = made.graph
     if plan.replica == plan.context:  # other layouts are made of it
         graph = _copied(graph)

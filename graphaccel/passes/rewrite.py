@@ -16,7 +16,7 @@ import torch
 
 from graphaccel.capture.stepgraph import Repeats, StepGraph, of_layers
 from graphaccel.errors import GraphAccelError
-from graphaccel.ir.layers import KEPT, NotRepeated, Run, among, copies
+from graphaccel.ir.layers import NotRepeated, Run, copies
 from graphaccel.ir.program import OrtReport, Owned, Sharded, StageProgram
 from graphaccel.ir.text import graph_text
 from graphaccel.passes.accumulate_gradients import accumulate_gradients
@@ -39,7 +39,7 @@ from graphaccel.passes.repeat_programs import LAYERS, repeat_programs, rows_of
 from graphaccel.passes.repeat_stages import repeat_stages
 from graphaccel.passes.runner import Runner
 from graphaccel.passes.scatter_sends import scatter_sends
-from graphaccel.passes.shard_axes import Deeper, LocalGraph, shard_axes
+from graphaccel.passes.shard_axes import Alike, LocalGraph, over_few, shard_axes
 from graphaccel.passes.split_phases import split_phases
 from graphaccel.passes.split_weights import split_weights, with_weights
 from graphaccel.planner.plan import Plan
@@ -350,13 +350,15 @@ def _shard_few(
 
 
 def _few_over_axes(plan: Plan, few: Repeats, parts: Sequence[LocalStep]) -> list[LocalGraph]:
-    short, *others = parts
-    pairs = zip(others, few.longer, strict=True)
-    deepest = [shard_axes(part.graph, longer, plan) for part, longer in pairs]
-    deeper = None
-    if len(few.runs) == 1:
-        deeper = Deeper(deepest[0], few.longer[0].inputs, *among(few.runs, (KEPT,)))
-    return [shard_axes(short.graph, few.short, plan, deeper=deeper), *deepest]
+    graphs = {
+        id(step): part.graph for step, part in zip((few.short, *few.longer), parts, strict=True)
+    }
+
+    def made(step: StepGraph, twin: Alike | None) -> tuple[LocalGraph, LocalGraph]:
+        found = shard_axes(graphs[id(step)], step, plan, twin=twin)
+        return found, found
+
+    return over_few(few, made)
 
 
 def _repeated(

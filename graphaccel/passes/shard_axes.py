@@ -8,15 +8,16 @@ piece of each of the tensor ranks' stretches, and every gather along the sequenc
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from torch import fx
 
 from graphaccel.capture.export import GraphInput
-from graphaccel.capture.stepgraph import StepGraph
+from graphaccel.capture.stepgraph import Repeats, StepGraph
 from graphaccel.errors import BadPin
-from graphaccel.ir.layers import Run
+from graphaccel.ir.layers import KEPT, Run, among
 from graphaccel.ir.program import Sharded
 from graphaccel.ir.replicated import replicated
 from graphaccel.passes.drafts import Drafts
@@ -28,6 +29,7 @@ from graphaccel.planner.plan import Plan
 from graphaccel.rules.propagate import REPLICATED
 from graphaccel.rules.shard import Placement, shard_of
 
+T = TypeVar("T")
 AXES = ("context", "tensor", "expert")
 # Without a cluster: an accelerator with 1 TB/s of memory and links of a tenth of that.
 _REFERENCE = Rates(1e14, 1e12, 6.4e-10, 1e11, 6.4e-10)
@@ -47,12 +49,27 @@ class LocalGraph:
 
 
 @dataclass(frozen=True)
-class Deeper:
-    """What was made of the same step with a layer more. run: whose layer, as it lies in both."""
+class Alike:
+    """What was made of the same step with `more` layers (1 or -1) of `run`, as it lies in both."""
 
     made: LocalGraph
     inputs: Sequence[GraphInput]
     run: Run
+    more: int
+
+
+def over_few(
+    few: Repeats, make: Callable[[StepGraph, Alike | None], tuple[T, LocalGraph]]
+) -> list[T]:
+    """What `make` makes of the short step and of each longer one: of the first of these alone, of
+    the others as told by their twin."""
+    runs = among(few.runs, (KEPT,) * len(few.runs))
+    first, *others = few.longer
+    longest, placed = make(first, None)
+    least, told = make(few.short, Alike(placed, first.inputs, runs[0], 1))
+    rest = zip(others, runs[1:], strict=True)
+    twins = [(longer, Alike(told, few.short.inputs, run, -1)) for longer, run in rest]
+    return [least, longest, *(make(longer, twin)[0] for longer, twin in twins)]
 
 
 def shard_axes(
@@ -62,14 +79,14 @@ def shard_axes(
     resting: Mapping[str, tuple[Sharded, ...]] | None = None,
     counted: Counted | None = None,
     drafts: Drafts | None = None,
-    deeper: Deeper | None = None,
+    twin: Alike | None = None,
 ) -> LocalGraph:
     """The joint graph as each rank of the tensor, context and expert axes runs it.
 
     resting: how parameters rest already (programs for other batches, evaluation). counted: what of
     the costs counts in the choice of placements; without it the graph is of one microbatch. drafts:
-    for a graph that is measured and not run, what is known of others. deeper: tensors are placed
-    as they are there, where that is plain. Under tensor, meta "replicated" then says of calls
+    for a graph that is measured and not run, what is known of others. twin: tensors are placed as
+    they are there, where that is plain. Under tensor, meta "replicated" then says of calls
     whether all its ranks have what they give.
 
     Raises BadPin (GA202) for placements that the graph does not allow.
@@ -85,7 +102,7 @@ def shard_axes(
         asked = (*asked, axis, ranks, dict(plan.rates).get(axis))
         known = None if drafts is None else drafts.first.get(asked)
         if known is None:
-            known = _over(axis, found, step, plan, resting, counted, drafts, deeper)
+            known = _over(axis, found, step, plan, resting, counted, drafts, twin)
             if drafts is not None and axis == AXES[0]:  # others may be made of it
                 drafts.first[asked] = known
         found = known
@@ -115,14 +132,16 @@ def _over(
     resting: Mapping[str, tuple[Sharded, ...]] | None,
     counted: Counted,
     drafts: Drafts | None,
-    deeper: Deeper | None,
+    twin: Alike | None,
 ) -> LocalGraph:
     """What the axes so far left, over one more."""
     graph, ranks, keep = before.graph, getattr(plan, axis), plan.outputs == "all"
     placed = None
-    if deeper is not None and axis in deeper.made.placed:
-        more, known = deeper.made.placed[axis]
-        placed = placed_alike(known, more, deeper.inputs, graph.graph, step.inputs, deeper.run)
+    if twin is not None and axis in twin.made.placed:
+        other, known = twin.made.placed[axis]
+        placed = placed_alike(
+            known, other, twin.inputs, graph.graph, step.inputs, twin.run, twin.more
+        )
     pins = _pins(step, graph.graph, plan, axis, resting)
     rates = next((Rates(*v) for a, v in plan.rates if a == axis), _REFERENCE)
     try:

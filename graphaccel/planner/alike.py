@@ -1,10 +1,10 @@
-"""Placements of a graph with one layer less, told from those of a graph that was placed.
+"""Placements of a graph with a layer less or more, told from those of a graph that was placed.
 
-Of the two graphs that a deep model is made of (`ir.repeat`) the longer one is solved: what is best
-differs with the depth where layers are few, and the deeper one is nearer to all of them. Only where
-it is plain is told what the shorter one has: each of its calls has its twin, on tensors of the same
+Of the graphs that a deep model is made of (`ir.repeat`) one of the longer ones is solved: what is
+best differs with the depth where layers are few, and it is nearer to all of them. Only where it is
+plain are the others told what it has: each of their calls has its twin, on tensors of the same
 sizes, and what it reads lies where what its twin reads does. `ir.repeat` then proves of the sharded
-graphs that one is the other with a layer more, as it does where both were solved.
+graphs that one is the other with a layer more, as it does where all were solved.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ from graphaccel.rules.shard import Shard
 
 def placed_alike(
     known: Placements,
-    deeper: fx.Graph,
-    deeper_inputs: Sequence[GraphInput],
+    placed: fx.Graph,
+    placed_inputs: Sequence[GraphInput],
     graph: fx.Graph,
     inputs: Sequence[GraphInput],
     run: Run,
+    more: int = 1,
 ) -> Placements | None:
-    """Placements of `graph`, whose `run` has a layer less than in `deeper`; None where they are not
-    plain. run: as it lies in both."""
-    twins = _twins(deeper, deeper_inputs, graph, inputs, run)
+    """Placements of `graph`, where `placed` has `more` layers (1 or -1) of `run`; None where they
+    are not plain. run: as it lies in both."""
+    twins = _twins(placed, placed_inputs, graph, inputs, run, more)
     if twins is None or known.guessed:
         return None
     rows = {node: known.rows[twin] for node, twin in twins.items() if twin in known.rows}
@@ -61,18 +62,19 @@ def placed_alike(
 
 
 def _twins(
-    deeper: fx.Graph,
-    deeper_inputs: Sequence[GraphInput],
+    placed: fx.Graph,
+    placed_inputs: Sequence[GraphInput],
     graph: fx.Graph,
     inputs: Sequence[GraphInput],
     run: Run,
+    more: int,
 ) -> dict[fx.Node, fx.Node] | None:
-    """Node → its twin; the second of the deeper one's middle layers has none."""
-    theirs = _by_module(deeper, deeper_inputs)
+    """Node → its twin. A second middle layer is nobody's twin, or has that of the first."""
+    theirs = _by_module(placed, placed_inputs)
     found: dict[fx.Node, fx.Node] = {}
     for (phase, path), nodes in _by_module(graph, inputs).items():
         number = run.number(path)
-        lying = path if number is None or number < 2 else run.entry(path, number + 1)
+        lying = path if number is None or number < 2 else run.entry(path, number + more)
         same = theirs.get((phase, lying), [])
         if [n.target for n in nodes if n.op != "placeholder"] != [
             n.target for n in same if n.op != "placeholder"

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 
 LARGEST = 1 << 21  # entries of a table
-_LARGE = 1 << 10  # entries from which values are dropped first, and again at each _GROWTH of it
-_GROWTH = 4
+_LARGE = 1 << 12  # entries from which values are dropped first, and again at each _GROWTH of it
+_GROWTH = 2
 
 
 @dataclass(frozen=True)

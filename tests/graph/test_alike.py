@@ -1,22 +1,28 @@
-"""Placements of the shorter of the two graphs that a deep model is made of, told from the other."""
+"""Placements of the graphs that a deep model is made of, told from those of one of them."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
+import transformers
 from torch import fx
 
-from graphaccel.capture.stepgraph import StepGraph
+from graphaccel.capture.batch import flatten_call
+from graphaccel.capture.stepgraph import StepGraph, capture
 from graphaccel.ir.layers import KEPT, among
 from graphaccel.ir.text import graph_text
+from graphaccel.model import without_data
 from graphaccel.passes import shard_axes as module
 from graphaccel.passes.exact_microbatch import exact_microbatch
-from graphaccel.passes.shard_axes import Deeper, shard_axes
+from graphaccel.passes.localise import localised
+from graphaccel.passes.shard_axes import Alike, shard_axes
 from graphaccel.planner.alike import placed_alike
 from graphaccel.planner.bounds import over_parameters
 from graphaccel.planner.candidates import Layout
-from graphaccel.planner.placements import Placements
+from graphaccel.planner.placements import Placements, solve_placements
 from graphaccel.planner.plan import Plan
 from graphaccel.rules.shard import Shard
 from tests.graph.test_repeat_layers import LAYERS, captured
@@ -39,17 +45,64 @@ def test_told_is_what_solving_finds(
         exact_microbatch(step, plan, deep.sizes).graph for step in (few.longer[0], few.short)
     )
     (run,) = among(few.runs, (KEPT,))
-    deeper = Deeper(shard_axes(more, few.longer[0], plan), few.longer[0].inputs, run)
+    deeper = Alike(shard_axes(more, few.longer[0], plan), few.longer[0].inputs, run, 1)
     assert set(deeper.made.placed) == set(axes)
     solved = shard_axes(less, few.short, plan)
     monkeypatch.setattr(module, "solve_placements", None)  # told, then, or this fails
-    told = shard_axes(less, few.short, plan, deeper=deeper)
+    told = shard_axes(less, few.short, plan, twin=deeper)
     assert graph_text(told.graph.graph) == graph_text(solved.graph.graph)
     assert (told.resting, told.partial, told.guessed) == (
         solved.resting,
         solved.partial,
         solved.guessed,
     )
+    shorter = Alike(told, few.short.inputs, run, -1)
+    again = shard_axes(more, few.longer[0], plan, twin=shorter)
+    assert graph_text(again.graph.graph) == graph_text(deeper.made.graph.graph)
+
+
+@pytest.fixture(scope="module")
+def encoder_decoder() -> StepGraph:
+    """T5-11B's sizes: in small ones messages cost as much as work, and too much is equally good."""
+    config = transformers.T5Config(
+        vocab_size=32128, d_model=1024, d_kv=128, d_ff=65536, num_layers=8, num_heads=128,
+        use_cache=False, decoder_start_token_id=0, pad_token_id=0,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.T5ForConditionalGeneration(config)
+    fake = without_data(model)
+    with next(fake.parameters()).fake_mode:
+        ids = torch.empty(8, 512, dtype=torch.int64)
+        batch = {"input_ids": ids, "labels": torch.empty_like(ids)}
+    step = capture(fake, flatten_call((), batch), many=4)
+    assert step.repeats is not None
+    assert len(step.repeats.runs) == 2
+    return step
+
+
+@pytest.mark.parametrize("axes", [{"tensor": 4}, {"context": 2}], ids=str)
+def test_an_encoder_and_a_decoder_are_placed_once(
+    axes: dict[str, int],
+    encoder_decoder: StepGraph,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """What all layers of the decoder read of the encoder is placed exactly, and for all depths
+    from one graph of few layers."""
+    plan, solved = Plan(4, batch=512, **axes), []
+
+    def solve(*args: Any, **kwargs: Any) -> Placements:
+        solved.append(solve_placements(*args, **kwargs))
+        return solved[-1]
+
+    monkeypatch.setattr(module, "solve_placements", solve)
+    with caplog.at_level("INFO", "graphaccel"):
+        found = localised(encoder_decoder, plan)
+    assert not [m for m in caplog.messages if m]
+    assert len(solved) == 1
+    assert not solved[0].guessed
+    assert found.lines is not None
+    assert len(found.lines.of) > 1.5 * len(found.lines.nodes)
 
 
 def test_nothing_is_told_where_it_is_not_plain(deep: StepGraph) -> None:
