@@ -255,14 +255,17 @@ def _annotate(joint: fx.GraphModule, forward: ForwardGraph) -> None:
 
 
 def _merge_casts(joint: fx.GraphModule) -> None:
-    """One cast of a value to a dtype is enough for all that read it in a block and phase.
+    """One cast of a value to a dtype is enough for all that read it in a block and phase; of a
+    parameter, in a module: what reads a tied one may lie on other stages.
 
     Not before differentiation: gradients then come back through one cast each and are summed in
     the wide dtype, as autocast does it.
     """
     first: dict[Any, fx.Node] = {}
     for node in list(joint.graph.find_nodes(op="call_function", target=aten._to_copy.default)):
-        place = block_of(node.meta["module"]), node.meta["phase"]
+        place = node.meta["module"], node.meta["phase"]
+        if node.all_input_nodes[0].op != "placeholder":
+            place = block_of(place[0]), place[1]
         kept = first.setdefault((node.args, tuple(sorted(node.kwargs.items())), place), node)
         if kept is not node:
             node.replace_all_uses_with(kept)

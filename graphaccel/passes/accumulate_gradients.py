@@ -28,18 +28,11 @@ from graphaccel.compat.torch import graph_module
 from graphaccel.ir.nodes import copy_nodes
 from graphaccel.ir.program import StageProgram, Value
 from graphaccel.ir.values import operands, returned
+from graphaccel.planner.cost import RESHAPES, TRANSPOSES
 from graphaccel.planner.plan import Plan
 
 aten = torch.ops.aten
 _SMALLEST = 1 << 20  # bytes: below this a collective is all latency
-_RESHAPES = {
-    aten.view.default,
-    aten.reshape.default,
-    aten._unsafe_view.default,
-    aten.squeeze.dims,
-    aten.unsqueeze.default,
-}
-_TRANSPOSES = {aten.t.default, aten.transpose.int, aten.permute.default}
 
 
 def accumulate_gradients(
@@ -165,7 +158,7 @@ def _kind(node: fx.Node) -> tuple[Any, Any]:
 def _term(node: fx.Node, alone: bool) -> _Term:
     views = []
     source = node
-    while alone and (source.target in _RESHAPES or source.target in _TRANSPOSES):
+    while alone and (source.target in RESHAPES or source.target in TRANSPOSES):
         views.append(source)
         before = operands(source)[0]
         alone = list(before.users) == [source]
@@ -184,7 +177,7 @@ def _term(node: fx.Node, alone: bool) -> _Term:
 def _undo(view: fx.Node, target: Any, call: Any = None) -> Any:
     """What to call on the result of a view to have its input back: a view of the target."""
     call = call or (lambda op, *args: op(*args))
-    if view.target in _RESHAPES:
+    if view.target in RESHAPES:
         return call(aten.view.default, target, list(operands(view)[0].meta["val"].shape))
     if view.target is aten.permute.default:
         dims = [d % len(operands(view)[1]) for d in operands(view)[1]]

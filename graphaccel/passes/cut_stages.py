@@ -3,9 +3,10 @@
 A cut falls after a node of the forward graph, not between modules. The stage of a forward value is
 the stage of the forward-graph node it computes; a backward value lies where the values it is the
 derivative of lie, but never later than the gradients it is made from: gradients flow down the
-stages. Values that depend on no parameter (masks, positions, rotary tables) are computed again on
-every stage that reads them; everything else that crosses is sent once, from the stage that makes it
-to each that reads it, neighbour or not (an encoder's output to every decoder stage).
+stages; what the backward makes of parameters alone lies where it is read. Values that depend on no
+parameter (masks, positions, rotary tables) are computed again on every stage that reads them;
+everything else that crosses is sent once, from the stage that makes it to each that reads it,
+neighbour or not (an encoder's output to every decoder stage).
 
 The gradient of a parameter that several stages use is one partial gradient per stage: each adds up
 its own, and they are summed once a step.
@@ -69,12 +70,13 @@ def cut_stages(
     placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
     kinds = {n: spec for n, spec in zip(placeholders, inputs, strict=False)}
     free = _free_nodes(graph, kinds)
+    weights = _of_weights(graph, kinds)
     if homes is None:
-        weights = _of_weights(graph, kinds)
-        stage = _by_position(graph, positions, ends, free, weights)
+        behind = {n for n in weights if n.meta.get("phase") == "backward"}
+        stage = _with_weights(graph, _by_position(graph, positions, ends, free, behind), behind)
     else:
         count = 1 + max((s for held in homes.values() for s in held), default=0)
-        stage = _by_parameters(graph, kinds, homes, free)
+        stage = _with_weights(graph, _by_parameters(graph, homes, free, weights), weights)
     _check_rows(stage, cuts)
     gradients = _gradients(graph, outputs, stage)
     _drop_sums(graph, outputs, gradients, stage)
@@ -112,17 +114,32 @@ def _free_nodes(graph: fx.GraphModule, kinds: dict[fx.Node, GraphInput]) -> froz
     return frozenset(free)
 
 
-def _of_weights(graph: fx.GraphModule, kinds: dict[fx.Node, GraphInput]) -> frozenset[fx.Node]:
-    """What the backward makes of parameters and buffers alone (casts, gathers), in its order."""
-    known = {n for n, spec in kinds.items() if spec.kind in ("parameter", "buffer")}
-    found = set()
+def _of_weights(
+    graph: fx.GraphModule, kinds: dict[fx.Node, GraphInput]
+) -> dict[fx.Node, tuple[str, ...]]:
+    """Parameters, buffers and what is made of them alone (casts, transposes): of which."""
+    found = {n: (spec.name,) for n, spec in kinds.items() if spec.kind in ("parameter", "buffer")}
     for node in graph.graph.nodes:
         reads = node.all_input_nodes
-        if node.op != "call_function" or node.meta["phase"] != "backward" or not reads:
+        if node.op != "call_function" or not reads or is_random(node):
             continue
-        if not is_random(node) and all(n in known or n in found for n in reads):
-            found.add(node)
-    return frozenset(found)
+        if all(n in found for n in reads):
+            found[node] = tuple(name for n in reads for name in found[n])
+    return found
+
+
+def _with_weights(
+    graph: fx.GraphModule, stage: Mapping[fx.Node, int], weights: Collection[fx.Node]
+) -> dict[fx.Node, int]:
+    """Values of `_of_weights` lie where they are read, whatever stage the forward had them on, and
+    nothing else follows them."""
+    found = dict(stage)
+    for node in reversed(graph.graph.nodes):
+        if node.op == "call_function" and node in weights:
+            ahead = node.meta["phase"] == "forward"
+            own = {found[u] for u in node.users if u in found} or {0}
+            found[node] = min(own) if ahead else max(own)
+    return {n: found[n] for n in graph.graph.nodes if n in found}
 
 
 def _by_position(
@@ -130,10 +147,9 @@ def _by_position(
     positions: dict[str, int],
     ends: list[int],
     free: frozenset[fx.Node],
-    weights: frozenset[fx.Node],
+    weights: Collection[fx.Node],
 ) -> dict[fx.Node, int]:
-    """weights: of `_of_weights`: they lie where they are read, whatever stage the forward had them
-    on, and nothing else follows them down."""
+    """Of all but what is free or made of weights."""
     last = len(ends)
     stage: dict[fx.Node, int] = {}
     for node in graph.graph.nodes:
@@ -147,17 +163,14 @@ def _by_position(
         else:
             above = [stage[n] for n in reads if n.meta["phase"] == "backward"]
             stage[node] = min([own, *above])
-    for node in reversed(graph.graph.nodes):
-        if node in weights:
-            stage[node] = max((stage[u] for u in node.users if u in stage), default=0)
-    return {n: stage[n] for n in graph.graph.nodes if n in stage}
+    return stage
 
 
 def _by_parameters(
     graph: fx.GraphModule,
-    kinds: dict[fx.Node, GraphInput],
     homes: Mapping[str, tuple[int, ...]],
     free: frozenset[fx.Node],
+    weights: Mapping[fx.Node, tuple[str, ...]],
 ) -> dict[fx.Node, int]:
     """A forward node lies where its parameters are, no earlier than its inputs; a backward node
     where the one lies that it is the derivative of, as in `_by_position`."""
@@ -165,7 +178,7 @@ def _by_parameters(
     origins: dict[str, int] = {}
     last = max((s for held in homes.values() for s in held), default=0)
     for node in graph.graph.nodes:
-        if node.op != "call_function" or node in free:
+        if node.op != "call_function" or node in free or node in weights:
             continue
         reads = [n for n in node.all_input_nodes if n in stage]
         origin = node.meta.get("origin", "")
@@ -175,10 +188,10 @@ def _by_parameters(
             continue
         reached = max((stage[n] for n in reads), default=0)
         for source in node.all_input_nodes:
-            spec = kinds.get(source)
-            if spec is not None and spec.name in homes and spec.kind in ("parameter", "buffer"):
-                held = homes[spec.name]
-                reached = min((s for s in held if s >= reached), default=max(reached, held[-1]))
+            for name in weights.get(source, ()):
+                if name in homes:
+                    held = homes[name]
+                    reached = min((s for s in held if s >= reached), default=max(reached, held[-1]))
         stage[node] = reached
         origins[origin] = max(reached, origins.get(origin, 0))
     return stage

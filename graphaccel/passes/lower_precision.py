@@ -19,7 +19,7 @@ in low precision is cast back.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -96,8 +96,8 @@ def _cast(forward: ForwardGraph, low: torch.dtype, through: bool) -> ForwardGrap
     with torch.no_grad():  # as attention is when the graph runs: its strides depend on it
         if through:
             pairs = zip(graph.find_nodes(op="placeholder"), forward.inputs, strict=True)
-            given = [n for n, spec in pairs if spec.kind in ("parameter", "batch")]
-            _Stream(graph, low, frozenset(given)).cast()
+            given = {n: spec.kind for n, spec in pairs if spec.kind in ("parameter", "batch")}
+            _Stream(graph, low, given).cast()
         else:
             cast_graph(graph, low)
     if not any(o.kind == "loss" for o in forward.outputs):
@@ -138,12 +138,12 @@ def _cast_inputs(node: fx.Node, low: torch.dtype) -> None:
 @dataclass
 class _Stream:
     """Casts under which everything follows the dtype of the parameters. given: placeholders of
-    parameters and of the batch. made: casts, one for each value, dtype and block, for what is given
-    for each module that reads it."""
+    parameters and of the batch, with their kind. made: casts, one for each value, dtype and block,
+    of parameters for each module that reads them."""
 
     graph: fx.Graph
     low: torch.dtype
-    given: Collection[fx.Node]
+    given: Mapping[fx.Node, str]
     made: dict[tuple[fx.Node, torch.dtype, str], fx.Node] = field(default_factory=dict)
 
     def cast(self) -> None:
@@ -187,7 +187,8 @@ class _Stream:
     def _to(self, node: fx.Node, source: fx.Node, dtype: torch.dtype) -> fx.Node:
         module = module_path(node)
         # What a tied weight is read by may lie on other stages: the cast would have to travel.
-        key = source, dtype, module if source in self.given else block_of(module)
+        weight = self.given.get(source) == "parameter"
+        key = source, dtype, module if weight else block_of(module)
         if key not in self.made:
             self.made[key] = _to(node, source, dtype)
         return self.made[key]

@@ -80,7 +80,8 @@ def _leading_to(node: fx.Node, window: Sequence[fx.Node]) -> set[fx.Node]:
 
 
 def _waiting_late(nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """Waits, and what only looks at what they give, where something reads it."""
+    """Waits, and what only looks at what they give, where something reads it, or where a later
+    message of their axis is waited for."""
     order: list[fx.Node] = []
     held: dict[fx.Node, None] = {}
 
@@ -120,6 +121,6 @@ def _done_before(
     for other in held:
         if other.target is _WAIT:
             (earlier,) = other.all_input_nodes
-            if earlier.args[-1] == sent.args[-1] and issued.get(earlier, inf) < issued[sent]:
+            if issued.get(earlier, inf) < issued[sent] and earlier.args[-1] == sent.args[-1]:
                 found.append(other)
     return sorted(found, key=lambda n: issued[n.all_input_nodes[0]])

@@ -8,7 +8,7 @@ before (tensor axis of 2, %w1 sharded on dim 0, %w2 on dim 1)
                                                     %z: f32[8,16] = aten.add(%wait_tensor, %x)
 
 What lies where is decided before (`planner.placements`); a conversion stands just before the first
-call that needs it and is shared by all that do.
+call that needs it and is shared by all that do; one for a result alone, where the value is made.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -248,12 +249,23 @@ class _Sharding:
                 return known[made]
         elif spec.kind == "output" and not self.keep_outputs:
             return known[made]
-        # Where the value is made: at the end, sums that wait for it would hold theirs until then.
-        with self.graph.inserting_before(known[made].next):
-            given = self._given(node, need, node)
-            if spec.kind == "gradient" and isinstance(need, Shard):
-                given = self.padding.zero(given, need)  # an optimizer would move what is not there
+        before = next(iter(reversed(self.graph.nodes)))
+        given = self._given(node, need, node)
+        if spec.kind == "gradient" and isinstance(need, Shard):
+            self.emit.meta = node.meta
+            given = self.padding.zero(given, need)  # an optimizer would move what is not there
+        self._move_up(before, known[made])
         return given
+
+    def _move_up(self, before: fx.Node, made: fx.Node) -> None:
+        """What was put behind `before` for a value goes to where all that it reads is there, as
+        early as the value: at the end, sums that wait for it would hold theirs until then."""
+        added = list(takewhile(lambda n: n is not before, reversed(self.graph.nodes)))
+        for node in reversed(added):
+            after = max([made, *node.all_input_nodes])
+            if after.op == "placeholder":
+                after = self.graph.find_nodes(op="placeholder")[-1]
+            after.append(node)
 
 
 def _local_sizes(node: fx.Node, row: Row, args: tuple, ranks: int) -> tuple:

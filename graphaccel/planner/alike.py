@@ -29,7 +29,7 @@ def placed_alike(
     graph: fx.Graph,
     inputs: Sequence[GraphInput],
     run: Run,
-    more: int = 1,
+    more: int,
 ) -> Placements | None:
     """Placements of `graph`, where `placed` has `more` layers (1 or -1) of `run`; None where they
     are not plain. run: as it lies in both."""

@@ -44,6 +44,15 @@ _VIEWS = {
     torch.ops._c10d_functional.wait_tensor.default,  # it gives back what it waited for
     getitem,
 }
+# Views that can be undone: a product behind them may write where its result is wanted.
+RESHAPES = {
+    aten.view.default,
+    aten.reshape.default,
+    aten._unsafe_view.default,
+    aten.squeeze.dims,
+    aten.unsqueeze.default,
+}
+TRANSPOSES = {aten.t.default, aten.transpose.int, aten.permute.default}
 _SUMS = {aten.addmm_.default, aten.mm.out}
 OPTIMIZER = "optimizer"
 _PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm}

@@ -90,9 +90,11 @@ class _Solver:
             if now > limit:
                 dropped = self._drop(left)
                 if limit < LARGEST or dropped:
-                    limit = min(limit * _GROWTH, LARGEST)
                     heap = self._heap(left)
+                    least = heap[0][0] if heap else 0
+                    limit = min(max(limit * _GROWTH, least), LARGEST)
                     continue
+                heapq.heappush(heap, (now, v))
                 v = max(left, key=lambda u: (len(self.neighbours[u]), -u))
                 touched = self._guess(v)
             else:

@@ -57,7 +57,7 @@ def stage_peaks(
         forward, backward = sized.passing_held
     whole = plan.microbatches > 1 or plan.data > 1
     accumulated = np.array([whole or bool(work.partial) for work in works])
-    if not plan.zero:
+    if not motion_key(plan):  # they stay where they are added up
         added = sized.passing_added(plan.holds_casts)
         backward = np.where(accumulated[stage], added, backward)
     if again.any():  # alive from the block's end down to where backward reads it

@@ -22,7 +22,7 @@ from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.ir.layers import NotRepeated
 from graphaccel.ir.unfold import node_names
 from graphaccel.planner.cluster import Device
-from graphaccel.planner.cost import first_input, is_view
+from graphaccel.planner.cost import RESHAPES, TRANSPOSES, first_input, is_view
 from graphaccel.planner.lines import Lines, read_lines, unfolded
 from graphaccel.planner.sized import SizedProfile
 from graphaccel.planner.wires import Wires, is_kept
@@ -136,6 +136,20 @@ class Crossing:
     at: np.ndarray
     last: np.ndarray
     uses: tuple[np.ndarray, np.ndarray]
+
+
+def _is_result(node: fx.Node) -> bool:
+    """Whether a node is a product that one result shows, and nothing else reads."""
+    if node.target is not _PRODUCT:
+        return False
+    while len(node.users) == 1:
+        (user,) = node.users
+        if user.op == "output":
+            return list(user.args[0]).count(node) == 1
+        if user.target not in RESHAPES and user.target not in TRANSPOSES:
+            return False
+        node = user
+    return False
 
 
 class Profile:
@@ -462,10 +476,9 @@ class Profile:
     def node_added(self) -> np.ndarray:
         """Products that are gradients of parameters as they are: where gradients are added up, they
         write into the buckets themselves (`passes.accumulate_gradients`)."""
-        products = self.lines.told([n.target is _PRODUCT for n in self.lines.nodes])
         found = np.zeros(len(self.lines.of), dtype=bool)
         found[self.storages.made[self.storages.gradient]] = True
-        return found & products
+        return found & self.lines.told([_is_result(n) for n in self.lines.nodes])
 
     @cached_property
     def held_casts(self) -> tuple[np.ndarray, ...]:

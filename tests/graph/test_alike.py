@@ -115,7 +115,7 @@ def test_nothing_is_told_where_it_is_not_plain(deep: StepGraph) -> None:
     graph, known = shard_axes(more, longer, plan).placed["context"]
 
     def told(placed: Placements = known, less: fx.GraphModule = less) -> Placements | None:
-        return placed_alike(placed, graph, longer.inputs, less.graph, short.inputs, run)
+        return placed_alike(placed, graph, longer.inputs, less.graph, short.inputs, run, 1)
 
     assert told() is not None
     assert told(placed=replace(known, guessed=(next(iter(known.rows)),))) is None

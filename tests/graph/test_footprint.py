@@ -118,3 +118,20 @@ def test_axes_lie_on_the_links_they_reach(made_up: MadeUp) -> None:
     inner, outer = wires.all_reduce(1e6, ["tensor"]), wires.all_reduce(1e6, ["data"])
     assert inner == all_reduce_seconds(made_up(16), 1e6, 2)
     assert outer == all_reduce_seconds(made_up(16), 1e6, 4, stride=4) > inner
+
+
+def test_memory_does_not_depend_on_what_was_predicted_before(
+    captured: Captured, made_up: MadeUp
+) -> None:
+    """Profiles keep what plans have in common."""
+    cluster = made_up(4, 1 << 20)
+    plan = Plan(devices=4, batch=8, data=2, pipeline=2, microbatches=2)
+
+    def peaks(*levels: int) -> list[int]:
+        problem = problem_of(captured("gpt"), cluster)
+        for zero in levels:
+            found = with_cuts_and_blocks(problem, replace(plan, zero=zero), "none", None)
+        return [memory.peak for memory in found.prediction.memory]
+
+    for zero in (0, 1, 2, 3):
+        assert peaks(zero) == peaks(*{0, 1, 2, 3} - {zero}, zero)

@@ -64,6 +64,26 @@ class Summed(nn.Module):
         return (self.down(inner) * y).sum() + (inner.sum(-1) ** 2).sum()
 
 
+class Adapted(nn.Module):
+    """Weights whose gradients are read to make others, or are those of two parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Parameter(torch.randn(16, 16))
+        self.left, self.right = (nn.Parameter(torch.randn(s)) for s in ((16, 4), (4, 16)))
+        self.one, self.two = (nn.Parameter(torch.randn(8, 16)) for _ in range(2))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        inner = torch.sigmoid(nn.functional.linear(x, self.base + self.left @ self.right))
+        inner = torch.sigmoid(inner @ self.base) + self.one + self.two
+        return (inner * y).sum()
+
+
+def _adapted() -> tuple[nn.Module, Any, None]:
+    torch.manual_seed(0)
+    return Adapted(), (torch.randn(8, 16), torch.randn(8, 16)), None
+
+
 def _uneven_sum() -> tuple[nn.Module, Any, None]:
     torch.manual_seed(0)
     return Summed(), (torch.randn(8, 16), torch.randn(8, 16)), None
@@ -243,3 +263,13 @@ def test_gradients_are_gathered_where_they_are_made() -> None:
         (sent,) = wait.all_input_nodes
         (own,) = sent.all_input_nodes
         assert nodes.index(wait) - nodes.index(own) == 2, wait
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_gradients_that_are_read_themselves(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(UNEVEN, "adapted", _adapted)
+    step, graph, _ = captured("adapted")
+    problem = _AtRandom(graph.graph, step.inputs, step.outputs, "tensor", 2, RATES, {}, True, False)
+    problem.generator = np.random.default_rng(seed)
+    made = shard_axis(graph, step.inputs, step.outputs, problem.solve(), axis="tensor", ranks=2)
+    check("adapted", made, "tensor", 2)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import fx
 
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.errors import TooManyStages
@@ -250,4 +251,20 @@ def test_tied_parameters_bring_nothing_else_with_them(
         for first, end in stage_positions(profile, cuts)
     ]
     assert read[0] & read[1], "nothing is tied"
-    assert [set(stage.parameters) for stage in build(step, plan).stages] == read
+    made = build(step, plan)
+    assert [set(stage.parameters) for stage in made.stages] == read
+    where = {n: tuple(i for i, own in enumerate(read) if n in own) for n in set().union(*read)}
+    again = build(step, plan, homes=where)  # of a batch of another size, say
+    assert [set(stage.parameters) for stage in again.stages] == read
+    for program in (made, again):
+        names = {n.name for n in program.stages[0].forward.graph.nodes if _of_weights(n)}
+        sent = {v.name for v in program.stages[0].forward_outputs if v.kind == "sent"}
+        assert sent
+        assert not sent & names
+
+
+def _of_weights(node: fx.Node) -> bool:
+    """Whether a node is a parameter, or made of them alone."""
+    if node.op == "placeholder":
+        return node.name.startswith("p_")
+    return bool(node.all_input_nodes) and all(map(_of_weights, node.all_input_nodes))
