@@ -98,7 +98,7 @@ def differentiate(
         _tidy(joint, names)
     _annotate(joint, forward)
     _refuse_writes(joint)
-    _merge_casts(joint)
+    _merge_casts(joint, names)
     return joint, forward.outputs + tuple(_gradient(forward.inputs[i]) for i in reached)
 
 
@@ -254,17 +254,19 @@ def _annotate(joint: fx.GraphModule, forward: ForwardGraph) -> None:
         node.meta["location"] = locations.get(origin)
 
 
-def _merge_casts(joint: fx.GraphModule) -> None:
+def _merge_casts(joint: fx.GraphModule, inputs: Sequence[GraphInput]) -> None:
     """One cast of a value to a dtype is enough for all that read it in a block and phase; of a
     parameter, in a module: what reads a tied one may lie on other stages.
 
     Not before differentiation: gradients then come back through one cast each and are summed in
     the wide dtype, as autocast does it.
     """
+    given = zip(joint.graph.find_nodes(op="placeholder"), inputs, strict=True)
+    parameters = {n for n, spec in given if spec.kind == "parameter"}
     first: dict[Any, fx.Node] = {}
     for node in list(joint.graph.find_nodes(op="call_function", target=aten._to_copy.default)):
         place = node.meta["module"], node.meta["phase"]
-        if node.all_input_nodes[0].op != "placeholder":
+        if node.all_input_nodes[0] not in parameters:
             place = block_of(place[0]), place[1]
         kept = first.setdefault((node.args, tuple(sorted(node.kwargs.items())), place), node)
         if kept is not node:
