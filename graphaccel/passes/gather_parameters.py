@@ -202,7 +202,10 @@ class _Gathering:
         return sorted(found, key=lambda region: self.uses.position[region.users[0][0]])
 
     def _cast_to(self, region: _Region) -> torch.dtype | None:
-        kept = self.keeps_final and any(name in self.final for _, name in region.users)
+        end = len(self.uses.blocks) - 1
+        kept = self.keeps_final and any(
+            name in self.final and self.uses.segment[user] == end for user, name in region.users
+        )
         casts = all(casts_to(user, self.low) for user, _ in region.users)
         return self.low if casts and not kept else None
 
