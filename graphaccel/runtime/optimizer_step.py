@@ -20,6 +20,7 @@ from torch import Tensor
 from graphaccel.compat.torch import order_step_hooks
 from graphaccel.kernels.multi_tensor import AdamRule, Around, MultiTensor, SGDRule
 from graphaccel.runtime.all_gradients import AllGradients
+from graphaccel.runtime.large_pages import zeros_like_all
 
 Optimizer = torch.optim.Optimizer
 _ADAM = (torch.optim.Adam, torch.optim.AdamW)
@@ -197,9 +198,7 @@ class OptimizerStep:
         rules: list[AdamRule] = []
         for found in groups:
             group = found.group
-            for p, state in zip(found.params, found.states, strict=True):
-                if not state:
-                    state.update(_adam_state(p, group))
+            _make_adam_states(found)
             decoupled = group.get("decoupled_weight_decay", kind)
             numbers = (*group["betas"], group["eps"], group["weight_decay"])
             rules += [AdamRule(group["lr"], *numbers, decoupled)] * len(found.params)
@@ -227,9 +226,10 @@ class OptimizerStep:
         for found in groups:
             group = found.group
             new = [s.get("momentum_buffer") is None for s in found.states]
-            for p, state, empty in zip(found.params, found.states, new, strict=False):
-                if empty:
-                    state["momentum_buffer"] = torch.zeros_like(p)  # as if made in a step left out
+            empty = [i for i, is_new in enumerate(new) if is_new]
+            made = zeros_like_all([found.params[i] for i in empty])  # as in a step left out
+            for i, buffer in zip(empty, made, strict=True):
+                found.states[i]["momentum_buffer"] = buffer
             count = len(found.params)
             buffers += [s["momentum_buffer"] for s in found.states] or [None] * count
             first += new or [False] * count
@@ -255,15 +255,22 @@ def _any_empty(groups: Sequence[_Group]) -> bool:
     return any(s.get("momentum_buffer") is None for found in groups for s in found.states)
 
 
-def _adam_state(parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-    """What torch makes at the first step."""
-    device = parameter.device if group["capturable"] or group["fused"] else torch.device("cpu")
+def _make_adam_states(found: _Group) -> None:
+    """What torch makes at the first step, of a group's parameters that have no state."""
+    group = found.group
+    new = [i for i, state in enumerate(found.states) if not state]
+    params = [found.params[i] for i in new]
+    moments = zeros_like_all([*params, *params])
     wide = torch.get_default_dtype() == torch.float64 and not group["fused"]
-    return {
-        "step": torch.zeros((), dtype=torch.float64 if wide else torch.float32, device=device),
-        "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-        "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-    }
+    dtype = torch.float64 if wide else torch.float32
+    for place, i in enumerate(new):
+        own = group["capturable"] or group["fused"]
+        device = found.params[i].device if own else torch.device("cpu")
+        found.states[i].update(
+            step=torch.zeros((), dtype=dtype, device=device),
+            exp_avg=moments[place],
+            exp_avg_sq=moments[len(new) + place],
+        )
 
 
 def _by_device(groups: list[_Group]) -> list[list[_Group]]:
