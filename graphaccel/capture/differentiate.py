@@ -9,8 +9,9 @@ Every node of the result says where it comes from:
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,10 +23,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from graphaccel.capture.blocks import block_of
 from graphaccel.capture.export import ForwardGraph, GraphInput, GraphOutput
 from graphaccel.capture.functional import SharedWrite, without_writes
+from graphaccel.capture.trace import NotTraced, trace
 from graphaccel.compat.torch import fake_mode_of, written_arguments
 from graphaccel.errors import CaptureRefused
 from graphaccel.ir.values import module_path, returned
 from graphaccel.messages import Location
+
+log = logging.getLogger("graphaccel.capture")
 
 aten = torch.ops.aten
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
@@ -80,14 +84,13 @@ def differentiate(
         reached[:] = [i for i, g in zip(wanted, gradients, strict=True) if g is not None]
         return [*outputs, *(g for g in gradients if g is not None)]
 
-    with mode, torch.enable_grad(), fx_traceback.preserve_node_meta():
+    with mode:
         values = [_fresh(n.meta["val"], i in wanted) for i, n in enumerate(placeholders)]
         output = returned(forward.graph)
         values += [torch.empty_like(output[i].meta["val"]) for i in tangents_for]
         if scaled and heads and wanted:
             values.append(torch.empty((), device=output[heads[0]].meta["val"].device))
-        with torch.autograd.set_multithreading_enabled(False):
-            joint = make_fx(step)(*values)
+    joint = _traced(step, values, mode)
     names = forward.inputs + tangent_inputs(forward, trainable, scaled=scaled)
     _tidy(joint, names)
     try:
@@ -100,6 +103,24 @@ def differentiate(
     _refuse_writes(joint)
     _merge_casts(joint, names)
     return joint, forward.outputs + tuple(_gradient(forward.inputs[i]) for i in reached)
+
+
+def _traced(
+    step: Callable[..., list[torch.Tensor]], values: Sequence[torch.Tensor], mode: Any
+) -> fx.GraphModule:
+    """The graph of a step: as `capture.trace` has it, else as torch does."""
+    with (
+        torch.enable_grad(),
+        fx_traceback.preserve_node_meta(),
+        torch.autograd.set_multithreading_enabled(False),
+    ):
+        try:
+            return trace(step, values, mode)
+        except NotTraced as reason:
+            said = str(reason).splitlines()[0]  # `fx.Interpreter` adds where it was
+            log.info("traced by make_fx: %s", said)
+        with mode:
+            return make_fx(step)(*values)
 
 
 def _wanted(spec: GraphInput, trainable: frozenset[str]) -> bool:

@@ -120,6 +120,17 @@ def is_view(node: fx.Node) -> bool:
     return any(r.alias_info is not None for r in declared.returns)
 
 
+def decomposes(op: Any, devices: Iterable[torch.device]) -> bool:
+    """Whether an op on tensors of these devices is made of others where gradients are recorded: it
+    then comes as these."""
+
+    def has(key: str) -> bool:
+        return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key)
+
+    own = {torch._C._dispatch_key_for_device(device.type) for device in devices}
+    return has("CompositeImplicitAutograd") and not any(map(has, own))
+
+
 def lone_fakes(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Fake tensors laid out as the given ones, in a mode of their own."""
     with FakeTensorMode(shape_env=ShapeEnv()):

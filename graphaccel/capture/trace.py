@@ -1,0 +1,252 @@
+"""A function of fake tensors as a graph of the ATen calls it makes, its backward included.
+
+What `torch.fx.experimental.proxy_tensor.make_fx` does, for functions that call the same few ops on
+the same few shapes thousands of times: what a call gives is asked once for each call alike, and
+made again from its shape, strides and storage. A deep model is differentiated several times before
+it is planned, of which tracing took nine tenths.
+
+Only calls that give new tensors, views of one they read, or the first one they were given, written
+over: at anything else (tensors from outside, values, subclasses) it gives up, and make_fx is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from operator import getitem
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch.fx import traceback as fx_traceback
+
+from graphaccel.compat.torch import (
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    decomposes,
+    graph_module,
+    storage_key,
+)
+
+_PLAIN = (int, float, bool, str, complex, type(None), torch.dtype, torch.device)
+_PLAIN += (torch.layout, torch.memory_format)
+_KEPT = ("custom", "nn_module_stack", "stack_trace")
+
+
+class NotTraced(Exception):
+    """What a function does that is not traced here."""
+
+
+class _Kind(NamedTuple):
+    """How a tensor lies in its storage, of so many bytes."""
+
+    dtype: torch.dtype
+    device: torch.device
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A tensor of the trace, kept alive since it is known by its id. like: on meta, of the same
+    storage as all views of it."""
+
+    tensor: torch.Tensor
+    node: fx.Node
+    kind: _Kind
+    like: torch.Tensor
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A tensor that a call gives: new, or a view of the tensor argument number `of`, or that
+    itself."""
+
+    kind: _Kind
+    of: int | None
+    itself: bool = False
+
+
+def trace(
+    function: Callable[..., Sequence[torch.Tensor]],
+    values: Sequence[torch.Tensor],
+    mode: FakeTensorMode,
+) -> fx.GraphModule:
+    """The graph of `function(*values)`: a placeholder for each value, a result for each result.
+
+    Nodes have meta "val", a fake tensor of `mode`, and of what `torch.fx.traceback` says when they
+    are made "custom", "nn_module_stack" and "stack_trace". Calls that nothing reads are in it.
+
+    Raises NotTraced.
+    """
+    tracing = _Tracing(mode)
+    for number, value in enumerate(values):
+        tracing.take(value, f"value_{number}")
+    with tracing:
+        results = function(*values)
+    tracing.graph.output([tracing.known(r).node for r in results])
+    return graph_module(torch.nn.Module(), tracing.graph)
+
+
+def _kind(tensor: torch.Tensor) -> _Kind:
+    if type(tensor) is not FakeTensor or tensor.layout != torch.strided:
+        raise NotTraced(f"a {type(tensor).__name__} that is no strided fake tensor")
+    if tensor.is_conj() or tensor.is_neg() or tensor.constant is not None:
+        raise NotTraced("a tensor that is a constant, or is conjugate or negative by a flag")
+    shape, stride, offset = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
+    size = tensor.untyped_storage().nbytes()
+    if not all(type(n) is int for n in (*shape, *stride, offset, size)):
+        raise NotTraced("sizes that are symbols")
+    return _Kind(tensor.dtype, tensor.fake_device, shape, stride, offset, size)
+
+
+class _Tracing(TorchDispatchMode):
+    """Stands above all other modes, which calls it asks do not see."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        super().__init__()
+        self.graph, self.mode = fx.Graph(), mode
+        self._known: dict[int, _Known] = {}
+        self._asked: dict[Hashable, Any] = {}
+
+    def known(self, tensor: torch.Tensor) -> _Known:
+        found = self._known.get(id(tensor))
+        if found is None:
+            raise NotTraced("a tensor from outside")
+        return found
+
+    def take(self, value: torch.Tensor, name: str) -> None:
+        """Another input."""
+        kind = _kind(value)
+        if kind.offset or kind.bytes != _bytes(kind):
+            raise NotTraced("an input that is a part of a tensor")
+        self._keep(value, self.graph.placeholder(name), kind, self._like(kind))
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:
+            return self.known(args[0]).kind.device
+        given: list[_Known] = []
+        key = func, self._told(args, given), self._told(tuple(kwargs.items()), given)
+        if key not in self._asked:
+            self._asked[key] = self._ask(func, args, kwargs, given)
+        made = self._asked[key]
+        if not isinstance(made, (_Made, tuple, list)):
+            return made  # a number; nothing of the graph
+        node = self.graph.create_node(
+            "call_function", func, self._nodes(args), self._nodes(kwargs),
+            func.overloadpacket.__name__,
+        )  # fmt: skip
+        return self._give(made, node, given)
+
+    def _told(self, value: Any, given: list[_Known]) -> Hashable:
+        """What tells an argument apart; 1, 1.0 and True differ. Its tensors go to `given`."""
+        if isinstance(value, torch.Tensor):
+            known = self.known(value)
+            given.append(known)
+            return known.kind
+        if isinstance(value, (tuple, list)):
+            return type(value), *(self._told(v, given) for v in value)
+        if isinstance(value, _PLAIN):
+            return type(value), value
+        raise NotTraced(f"an argument that is a {type(value).__name__}")
+
+    def _ask(self, func: Any, args: tuple, kwargs: dict[str, Any], given: list[_Known]) -> Any:
+        """What a call gives, by asking it."""
+        if decomposes(func, {known.kind.device for known in given}):
+            raise NotTraced(f"{func}")
+        with self.mode:
+            result = func(*args, **kwargs)
+        if func._schema.is_mutable:
+            written = [a.alias_info is not None for a in func._schema.arguments]
+            first = given[0] if given and args and args[0] is given[0].tensor else None
+            if first is None or result is not first.tensor or any(written[1:]):
+                raise NotTraced(f"{func} writes")
+            if _kind(result) != first.kind:
+                raise NotTraced(f"{func} lays a tensor otherwise")
+            return _Made(first.kind, 0, itself=True)
+        places = {storage_key(known.tensor): i for i, known in reversed([*enumerate(given)])}
+        seen: set[int] = set()
+
+        def made(value: Any) -> Any:
+            if isinstance(value, (tuple, list)):
+                return type(value)(made(v) for v in value)
+            if not isinstance(value, torch.Tensor):
+                return value
+            kind, storage = _kind(value), storage_key(value)
+            of = places.get(storage)
+            if any(value is known.tensor for known in given) or storage in seen:
+                raise NotTraced(f"{func} gives the same memory twice")
+            if of is None:
+                seen.add(storage)
+                if kind.offset or kind.bytes != _bytes(kind):
+                    raise NotTraced(f"{func} gives a part of a tensor")
+            elif given[of].kind.dtype != kind.dtype:
+                raise NotTraced(f"{func} gives memory in another dtype")
+            return _Made(kind, of)
+
+        return made(result)
+
+    def _give(self, made: Any, node: fx.Node, given: list[_Known]) -> Any:
+        """New tensors for a call's node, as the call gives them; of several each has a node."""
+        said = fx_traceback.current_meta
+        node.meta.update((k, said[k]) for k in _KEPT if said.get(k) is not None)
+        if not isinstance(made, _Made):
+            found = []
+            for number, one in enumerate(made):
+                call = self.graph.create_node("call_function", getitem, (node, number), {}, "getitem")
+                made_here = isinstance(one, (_Made, tuple, list))
+                found.append(self._give(one, call, given) if made_here else one)
+            node.meta["val"] = type(made)(self._shown(item) for item in found)
+            return type(made)(found)
+        kind = made.kind
+        if made.of is None:
+            like = self._like(kind)
+        elif made.itself:
+            self._keep(given[made.of].tensor, node, kind, given[made.of].like)
+            return given[made.of].tensor
+        else:
+            like = given[made.of].like.as_strided(kind.shape, kind.stride, kind.offset)
+        tensor = FakeTensor(self.mode, like, kind.device)
+        self._keep(tensor, node, kind, like)
+        return tensor
+
+    def _keep(self, tensor: Any, node: fx.Node, kind: _Kind, like: torch.Tensor) -> None:
+        self._known[id(tensor)] = _Known(tensor, node, kind, like)
+        node.meta["val"] = self._shown(tensor)
+
+    def _shown(self, value: Any) -> Any:
+        """What a node says of its value: fake tensors of the same storage that are in no graph of
+        autograd."""
+        if isinstance(value, (tuple, list)):
+            return type(value)(map(self._shown, value))
+        if not isinstance(value, torch.Tensor):
+            return value
+        known = self.known(value)
+        return FakeTensor(self.mode, known.like, known.kind.device)
+
+    def _nodes(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self.known(value).node
+        if isinstance(value, (tuple, list)):
+            return type(value)(map(self._nodes, value))
+        if isinstance(value, dict):
+            return {k: self._nodes(v) for k, v in value.items()}
+        return value
+
+    @staticmethod
+    def _like(kind: _Kind) -> torch.Tensor:
+        return torch.empty_strided(kind.shape, kind.stride, dtype=kind.dtype, device="meta")
+
+
+def _bytes(kind: _Kind) -> int:
+    """Of the storage that `torch.empty_strided` gives."""
+    if 0 in kind.shape:
+        return 0
+    last = sum((n - 1) * step for n, step in zip(kind.shape, kind.stride, strict=True))
+    return (last + 1) * kind.dtype.itemsize
