@@ -199,7 +199,9 @@ class _Tracing(TorchDispatchMode):
         if not isinstance(made, _Made):
             found = []
             for number, one in enumerate(made):
-                call = self.graph.create_node("call_function", getitem, (node, number), {}, "getitem")
+                call = self.graph.create_node(
+                    "call_function", getitem, (node, number), {}, "getitem"
+                )
                 made_here = isinstance(one, (_Made, tuple, list))
                 found.append(self._give(one, call, given) if made_here else one)
             node.meta["val"] = type(made)(self._shown(item) for item in found)
