@@ -86,22 +86,28 @@ def vit() -> tuple[Any, ...]:
 MODELS = MappingProxyType({"gpt": gpt, "bert": bert, "vit": vit})
 
 
-def planned(target: tuple[Path, str], where: Cluster, pins: Mapping[str, Any]) -> Plan:
-    """The plan with these pins; none: the one that `optimize()` takes."""
+def planned(
+    target: tuple[Path, str], where: Cluster, pins: Mapping[str, Any], captures: dict[Any, Any]
+) -> Plan:
+    """The plan with these pins; none: the one that `optimize()` takes. captures: of the model, for
+    all its plans."""
     job = find_job(*target)
     model = Model(job.model, job.loss_fn, optimizer_bytes(job.optimizer))
-    return Compiler(model, where, {**job.pins, **pins}).choose(job.batch)[1]
+    compiler = Compiler(model, where, {**job.pins, **pins})
+    compiler.captures = captures
+    return compiler.choose(job.batch)[1]
 
 
 def pairs(name: str, steps: int) -> list[dict[str, Any]]:
     """Predicted and measured seconds of each plan of a model; those without pins are its own."""
     target = Path(__file__), name
-    rows = []
+    rows: list[dict[str, Any]] = []
+    captures: dict[Any, Any] = {}
     for count in sorted({count for count, _ in PLANS}):
         where = measured(cluster("cpu", count), target)
         own = [pins for n, pins in PLANS if n == count]
         for pins in (*own, *([{}] if count > 1 else [])):
-            plan = planned(target, where, pins)
+            plan = planned(target, where, pins, captures)
             assert plan.prediction is not None
             took = measure(target, plan, None, steps).seconds
             row = {"model": name, "processes": count, "pins": dict(pins), "plan": plan.name}
