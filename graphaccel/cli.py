@@ -195,9 +195,17 @@ def _add_pins(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     )
     pins.add_argument(
         "--offload",
-        choices=("none", "optimizer", "activations", "optimizer+activations"),
+        choices=(
+            "none",
+            "optimizer",
+            "activations",
+            "optimizer+activations",
+            "optimizer+parameters",
+            "optimizer+parameters+activations",
+        ),
         help="keep optimizer state on the host and step there, and large activations until their "
-        "backward; by default only where nothing fits",
+        "backward; by default only where nothing fits. With parameters, which are then copied up "
+        "for each block: planned only",
     )
     pins.add_argument(
         "--vocab",

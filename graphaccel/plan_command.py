@@ -26,6 +26,7 @@ from graphaccel.planner import whatif
 from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.cluster import cluster as named_cluster
 from graphaccel.planner.cluster_file import read_cluster, write_cluster
+from graphaccel.planner.offload import planned_only
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.record import Record
 from graphaccel.planner.solving import solve_all
@@ -140,7 +141,9 @@ def _show(args: argparse.Namespace, facts: Facts, record: Record) -> None:
     if args.json is not None:
         facts.plan.save(args.json)
         run = f'graphaccel.optimize(model, plan="{args.json}")'
-        written.append(f"{args.json}: run it with  {run}")
+        only = facts.plan.precision.planned_only or planned_only(facts.plan.offload)
+        use = "it is planned only, export it" if only else f"run it with  {run}"
+        written.append(f"{args.json}: {use}")
     if args.save_cluster is not None:
         write_cluster(facts.cluster, args.save_cluster)
         written.append(f"{args.save_cluster}: plan for it with  --cluster {args.save_cluster}")

@@ -123,6 +123,8 @@ def _bare(
     values = {s.name: n for n, s in inputs if s.kind == "parameter"}
     whole = {n.name for s, n in values.items() if s in owned and owned[s].level == 3}
     whole |= {n.name for n in values.values() if any(u.target is _CAST for u in n.users)}
+    if "parameters" in plan.offload:  # the backward reads what is copied up for it
+        whole |= {n.name for n in values.values()}
     graph = run.graph("release_parameters", lambda g: release_parameters(g, whole), graph)
     staged = run.call(
         "cut_stages",

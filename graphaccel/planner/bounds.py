@@ -20,7 +20,6 @@ import numpy as np
 from graphaccel.errors import BadPin
 from graphaccel.planner.candidates import Layout, Shape
 from graphaccel.planner.estimate import LeastMoved, least_moved, least_optimizer
-from graphaccel.planner.offload import device_state
 from graphaccel.planner.plan import GATHERS, Plan
 from graphaccel.planner.solve import Problem, resident_parts
 from graphaccel.planner.stages import candidate_cuts
@@ -192,9 +191,9 @@ class Bounds:
     def resident(self, of: Columns) -> np.ndarray:
         """Bytes of parameters, gradients and optimizer state of all stages together."""
         sums = self.sums(of)
-        state = device_state(self._problem.optimizer_bytes, self.offload)
+        state = self._problem.optimizer_bytes
         parameter, gradient, optimizer = resident_parts(
-            of.data, of.zero, of.once, of.held, state, self.gathered
+            of.data, of.zero, of.once, of.held, state, self.gathered, self.offload
         )
         kept = (of.microbatches > 1) | ((of.data > 1) & (of.zero < 2))
         return (

@@ -95,10 +95,11 @@ class Shape:
 
 
 def plain(pins: Pins, found: Shape | Plan) -> bool:
-    """Whether nothing is sharded that was not asked for."""
+    """Whether nothing is sharded that was not asked for. Who has parameters on the host asked for
+    their shards, where there is a data axis."""
     axes = ("tensor", "context", "expert")
     asked = all(getattr(found, axis) == (getattr(pins, axis) or 1) for axis in axes)
-    return asked and found.zero == (pins.zero or 0)
+    return asked and (found.zero == (pins.zero or 0) or "parameters" in pins.on_host)
 
 
 def base_layout(pins: Pins) -> Layout:
@@ -227,7 +228,7 @@ def _schedules(pins: Pins, pipeline: int, interleave: int, zero: int) -> tuple[s
     if interleave > 1:
         return ("interleaved",)
     apart = pipeline > 1 and zero < 2 and pins.ort in (None, "auto", "off")
-    apart = apart and "activations" not in pins.on_host
+    apart = apart and not {"activations", "parameters"} & set(pins.on_host)
     return ("1f1b", "zero_bubble") if apart else ("1f1b",)
 
 
@@ -252,8 +253,14 @@ def _zeros(
     usual = again, pins.accumulation or "whole"
     low = PRECISIONS[pins.precision or "fp32"].stream != "float32"
     once = "step" if microbatches > 1 or low else False
-    yield (pins.zero or 0, *usual)
     free = problem.shardable and problem.profile.step.has_loss and data > 1
+    if "parameters" in pins.on_host and data > 1:  # in shards, of which nothing is held gathered
+        kinds = ("whole", "shards") if microbatches > 1 else ("whole",)
+        if pins.zero == 3 or (pins.zero is None and free):
+            for kind in kinds if pins.accumulation is None else (pins.accumulation,):
+                yield 3, True, kind
+        return
+    yield (pins.zero or 0, *usual)
     levels = (1, 2) if pins.cast_once else (1, 2, 3)
     for zero in levels if pins.zero is None else (pins.zero,):
         if not free and pins.zero is None:

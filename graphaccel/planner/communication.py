@@ -31,6 +31,9 @@ from dataclasses import dataclass
 from graphaccel.planner.cluster import Cluster, Link
 
 _TREE_BANDWIDTH = 0.92
+OVERLAP = 0.8
+"""Of a phase's seconds, the share behind which what moves beside it can hide: the last backward has
+its first gradients late, a phase waits for the first parameters."""
 
 
 @dataclass(frozen=True)

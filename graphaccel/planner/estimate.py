@@ -24,6 +24,7 @@ import numpy as np
 from graphaccel.planner.away import with_copies
 from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.communication import (
+    OVERLAP,
     all_gather_seconds,
     link_between,
     reduce_scatter_seconds,
@@ -37,14 +38,12 @@ from graphaccel.planner.plan import GATHERS, Plan, Prediction
 from graphaccel.planner.profile import Profile, SizedProfile
 from graphaccel.planner.simulate import Timeline, play, simulate
 from graphaccel.planner.stages import stage_positions
+from graphaccel.planner.uploads import with_uploads
 from graphaccel.planner.wires import wires_of
 from graphaccel.planner.works import StageWork, held_parameters, sized_for, stage_works
 from graphaccel.schedule.communicate import with_communication
 from graphaccel.schedule.table import Schedule, build
 
-# Of the last backward, the share behind which an all-reduce can hide: the first gradients come
-# late.
-_OVERLAP = 0.8
 # A step of AdamW is about ten element-wise operations for each tensor; on a GPU they run on a
 # hundred tensors at once.
 _OPTIMIZER_OPS = 10
@@ -137,8 +136,12 @@ def predict_seconds(
     )
     price = _played if simulated else _closed
     compute, bubble, communication = price(plan, works, edges, reduces)
+    longer = works
     if "activations" in plan.offload:
-        longer = with_copies(profile, sized, plan, works, cluster)
+        longer = with_copies(profile, sized, plan, longer, cluster)
+    if "parameters" in plan.offload:
+        longer = with_uploads(profile, plan, works, longer, cluster)
+    if longer is not works:
         copies += sum(price(plan, longer, edges, reduces)) - compute - bubble - communication
     if crowd > 1:  # who waits leaves its core to others, until all cores are busy
         busy = [sum(w.forward + w.backward for w in works[r :: plan.pipeline]) for r in ranks]
@@ -278,7 +281,7 @@ def _reduce_seconds(profile: Profile, work: StageWork, plan: Plan, cluster: Clus
             for axes, size in sizes.items()
         )
         beside = work.weight if plan.schedule == "zero_bubble" else work.backward
-        exposed = max(last, total - _OVERLAP * beside)
+        exposed = max(last, total - OVERLAP * beside)
     if plan.zero >= 2 and plan.accumulation == "shards":
         exposed *= plan.microbatches
     return exposed + _gather_seconds(profile, work, plan, cluster)
@@ -301,7 +304,7 @@ def _gather_seconds(profile: Profile, work: StageWork, plan: Plan, cluster: Clus
     exposed = 0.0
     again = plan.gather_again is True
     for seconds in (work.forward, work.backward) if again else (work.forward,):
-        hidden = 0.0 if cluster.device.name == "cpu" else _OVERLAP * seconds
+        hidden = 0.0 if cluster.device.name == "cpu" else OVERLAP * seconds
         exposed += max(first, once - hidden)
     return exposed if plan.holds_gathered else plan.microbatches * exposed
 
@@ -368,7 +371,8 @@ def _step_seconds(
     seconds = _optimizer_seconds(trained, tensors, cluster, optimizer_bytes, shards)
     if "optimizer" not in offload:
         return seconds, 0.0
-    return host_step_seconds(trained / shards, tensors, optimizer_bytes, cluster, seconds)
+    gradient = trained / shards
+    return host_step_seconds(gradient, tensors, optimizer_bytes, cluster, seconds, offload)
 
 
 def _optimizer_seconds(
@@ -442,7 +446,7 @@ def least_moved(profile: Profile, plan: Plan, cluster: Cluster, extra: int = 1) 
     return LeastMoved(
         min(map(summed, groups)),
         seconds(gather, trained),
-        0.0 if cluster.device.name == "cpu" else _OVERLAP / plan.pipeline,
+        0.0 if cluster.device.name == "cpu" else OVERLAP / plan.pipeline,
         seconds(gather, low),
     )
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from graphaccel.errors import GraphAccelError, InfeasiblePlan
 from graphaccel.messages import format_bytes
 from graphaccel.planner.cluster import Cluster
-from graphaccel.planner.offering import offered
+from graphaccel.planner.offering import askable, offered
 from graphaccel.planner.offload import host_excess, hosts, offload_text
 from graphaccel.planner.pins import Pins
 from graphaccel.planner.plan import Alternative, Plan, StageMemory
@@ -143,6 +143,11 @@ def _relaxations(
                 attempt(f"offload={offload_text(spared)}", problem, other)
         elif name not in _NO_BYTES:
             attempt(f"{name} not pinned", problem, replace(pins, **{name: None}))
+    for offload in askable(pins, problem):
+        asked = replace(pins, offload=offload)
+        said = f"offload={offload_text(offload)}"
+        if attempt(said, problem, asked, "; planned only, optimize() refuses it"):
+            break
     axes = [axis for axis in closest.mesh if getattr(pins, axis) is not None]
     if len(axes) > 1:
         free = replace(pins, **dict.fromkeys(axes))

@@ -16,7 +16,7 @@ import numpy as np
 from graphaccel.planner.away import away_bytes
 from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.motion import motion_key
-from graphaccel.planner.offload import placed_optimizer
+from graphaccel.planner.offload import placed_optimizer, placed_parameters
 from graphaccel.planner.outside import output_bytes
 from graphaccel.planner.peaks import stage_peaks
 from graphaccel.planner.plan import Plan, StageMemory
@@ -80,7 +80,8 @@ def predict_memory(
     ranks = []
     columns = (top, activations, peaks.temporary[top], gradients, gone)
     rows = zip(owned, *(column.tolist() for column in columns), strict=True)
-    for rank, ((parameter, trained), stage, activation, temporary, made, away) in enumerate(rows):
+    for rank, (of_rank, stage, activation, temporary, made, away) in enumerate(rows):
+        parameter, trained, buffers = of_rank
         gradient = trained if split else made
         shard = trained // (plan.data if plan.zero else 1)
         optimizer, host = placed_optimizer(shard * optimizer_bytes // 4, shard, plan.offload)
@@ -91,6 +92,10 @@ def predict_memory(
             gradient //= plan.data
         if plan.zero == 3:
             parameter = parameter // plan.data
+        if "parameters" in plan.offload:  # buffers stay
+            resting = (of_rank[0] - buffers) // (plan.data if plan.zero == 3 else 1)
+            parameter, below = placed_parameters(resting, shard, plan.offload)
+            parameter, host = parameter + buffers, host + below
         parameter += once[rank]
         tensors = parameter + gradient + optimizer + activation + temporary
         other = cluster.context_bytes + int(cluster.fragmentation * tensors)
@@ -138,12 +143,14 @@ def _sent(
 
 def _of_ranks(
     profile: Profile, works: Sequence[StageWork], ranks: int
-) -> tuple[tuple[int, int], ...]:
-    """Bytes of parameters on each rank, and of those that are trained."""
+) -> tuple[tuple[int, int, int], ...]:
+    """Bytes of parameters and buffers on each rank, of those that are trained, and of buffers."""
     found = []
     for rank in range(ranks):
         held = held_parameters(profile, [(w.first, w.end) for w in works[rank::ranks]])
-        found.append((sum(p.bytes for p in held), sum(p.bytes for p in held if p.trainable)))
+        trained = sum(p.bytes for p in held if p.trainable)
+        buffers = sum(p.bytes for p in held if p.name not in profile.resting)
+        found.append((sum(p.bytes for p in held), trained, buffers))
     return tuple(found)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from graphaccel.errors import BatchNotDivisible, SplitRefused
+from graphaccel.errors import BadPin, BatchNotDivisible, SplitRefused
+from graphaccel.planner.offload import RUN, offload_text
 from graphaccel.planner.pins import Pins, divisors
 from graphaccel.planner.solve import Problem
 
@@ -13,6 +14,18 @@ def no_shape(problem: Problem, pins: Pins, batch: int) -> Exception:
     if problem.limits.data and pins.pipeline in (None, 1):
         return SplitRefused(axis="data", op="the loss", module="", reason=problem.limits.data)
     data = pins.data or count // (pins.pipeline or 1)
+    if "parameters" in pins.on_host and data > 1:
+        reason = None
+        if pins.zero == 0:
+            reason = "zero=0 keeps them whole"
+        elif not problem.profile.step.has_loss:
+            reason = "with a loss outside of the graph nothing is sharded"
+        elif not problem.shardable:
+            reason = "the optimizer is not known to step shards"
+        if reason is not None:
+            reason = f"over data, parameters on the host rest in shards, and {reason}"
+            said = offload_text(pins.on_host)
+            return BadPin(pin="offload", value=said, reason=reason, allowed=RUN)
     return BatchNotDivisible(
         batch=batch, microbatches=pins.microbatches or 1, data=data, allowed=()
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import fx
@@ -17,9 +18,10 @@ from torch import fx
 from graphaccel.ir.program import StageProgram, StepProgram, Value
 from graphaccel.ir.values import tensors_of
 from graphaccel.planner.liveness import Liveness, Storage
-from graphaccel.planner.offload import placed_optimizer
+from graphaccel.planner.offload import placed_optimizer, placed_parameters
 from graphaccel.planner.plan import StageMemory
 from graphaccel.planner.rows import Share, even
+from graphaccel.planner.uploads import uploaded_rows
 from graphaccel.rules.propagate import PARTIAL
 from graphaccel.schedule.table import Action, Schedule
 from graphaccel.schedule.walk import last_actions, walk
@@ -69,11 +71,11 @@ def rank_memory(
     optimizer, host = placed_optimizer(
         int(trained * resident.optimizer_bytes), trained, resident.offload
     )
-    run = _Run(program, own, schedule[rank], Liveness(chosen=chosen))
+    run = _Run(program, own, schedule[rank], Liveness(chosen=chosen), resident.offload)
     run.start(resident.batch)
     for doing in walk(schedule[rank]):
         run.do(doing.verb, doing.action)
-    lying = _lying(own, resident)
+    lying, below = _lying(own, resident)
     most = run.count.at_peak
     return StageMemory(
         rank=rank,
@@ -85,16 +87,19 @@ def rank_memory(
         other=other,
         peak=lying + optimizer + run.count.peak + other,
         at=run.count.where,
-        host=host + run.count.host_peak,
+        host=host + below + run.count.host_peak,
     )
 
 
-def _lying(own: Sequence[StageProgram], resident: Resident) -> int:
-    """Bytes of parameters and buffers as they rest, each once."""
+def _lying(own: Sequence[StageProgram], resident: Resident) -> tuple[int, int]:
+    """Bytes of parameters and buffers as they rest, each once: on the device, and on the host
+    without those that the optimizer has there."""
     parameters = {n for p in own for n in p.parameters}
     buffers = {n for p in own for n in p.buffers}
-    size = sum(resident.parameters[n] for n in parameters)
-    return size + sum(resident.buffers[n] for n in buffers)
+    resting = {n: resident.parameters[n] for n in parameters}
+    trained = sum(size for n, size in resting.items() if n in resident.states)
+    here, below = placed_parameters(sum(resting.values()), trained, resident.offload)
+    return here + sum(resident.buffers[n] for n in buffers), below
 
 
 @dataclass(frozen=True)
@@ -131,9 +136,10 @@ def rank_curve(
     own = [p for p in program.stages if p.stage in {a.stage for a in schedule[rank]}]
     doings = list(walk(schedule[rank]))
     pieces = max(1, min(16, most // max(1, sum(d.verb == "run" for d in doings))))
-    run = _Run(program, own, schedule[rank], Liveness(pieces=pieces, chosen=chosen))
+    count = Liveness(pieces=pieces, chosen=chosen)
+    run = _Run(program, own, schedule[rank], count, resident.offload)
     run.start(resident.batch)
-    lying = {"parameter": _lying(own, resident), "optimizer": whole.optimizer, "other": other}
+    lying = {"parameter": _lying(own, resident)[0], "optimizer": whole.optimizer, "other": other}
     kinds = ("parameter", "optimizer", "other", "gradient", "activation", "temporary")
     samples: list[Sample] = []
 
@@ -164,6 +170,7 @@ class _Run:
     own: list[StageProgram]
     actions: Sequence[Action]
     count: Liveness = field(default_factory=Liveness)
+    offload: tuple[str, ...] = ()
     saved: dict[tuple[int, int], dict[str, list[Storage]]] = field(default_factory=dict)
     inbox: dict[tuple[int, int, str], dict[str, list[Storage]]] = field(default_factory=dict)
     sending: dict[tuple[int, int, int, str], list[Storage]] = field(default_factory=dict)
@@ -269,7 +276,8 @@ class _Run:
             else:
                 inputs.append([] if value.kind in _HELD else given[value.name])
         name = f"{action.kind} of microbatch {action.microbatch}"
-        results = self.count.run(graph, inputs, name, action.stage)
+        beside = partial(uploaded_rows, values=values) if "parameters" in self.offload else None
+        results = self.count.run(graph, inputs, name, action.stage, beside)
         if action in self.last_of_stage:
             for storage in self.held.pop(action.stage, ()):
                 self.count.drop(storage)

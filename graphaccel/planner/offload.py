@@ -8,9 +8,13 @@ from graphaccel.errors import BadPin
 from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.plan import Plan
 
-KINDS = ("optimizer", "activations")
-"""What can be offloaded, the cheapest for its bytes first."""
-CHOICES = ("none", *KINDS, "+".join(KINDS))
+KINDS = ("optimizer", "parameters", "activations")
+"""What can be offloaded, in the order in which it is said."""
+RUN = ("none", "optimizer", "activations", "optimizer+activations")
+"""The values of the pin that can be run."""
+PLANNED = ("optimizer+parameters", "optimizer+parameters+activations")
+"""Those that can be planned, and not be run yet."""
+CHOICES = (*RUN, *PLANNED)
 """The values of the pin."""
 LARGE = 2**20
 """Bytes from which on an activation is worth a copy."""
@@ -27,12 +31,20 @@ def read_offload(value: object) -> tuple[str, ...]:
         return ()
     if not isinstance(names, Sequence) or any(name not in KINDS for name in names):
         raise BadPin(pin="offload", value=value, reason="unknown", allowed=CHOICES)
+    if "parameters" in names and "optimizer" not in names:
+        reason = "parameters on the host are stepped there, with their optimizer state"
+        raise BadPin(pin="offload", value=value, reason=reason, allowed=PLANNED)
     return tuple(kind for kind in KINDS if kind in names)
 
 
 def offload_text(offload: Sequence[str]) -> str:
     """A plan's offload as the pin says it."""
     return "+".join(offload) or "none"
+
+
+def planned_only(offload: Sequence[str]) -> bool:
+    """Whether the runtime can not do it."""
+    return "parameters" in offload
 
 
 def placed_optimizer(state: int, trained: int, offload: Sequence[str]) -> tuple[int, int]:
@@ -42,6 +54,15 @@ def placed_optimizer(state: int, trained: int, offload: Sequence[str]) -> tuple[
     their copies and their gradients beside it (`runtime.host`).
     """
     return (0, state + 2 * trained) if "optimizer" in offload else (state, 0)
+
+
+def placed_parameters(resting: int, trained: int, offload: Sequence[str]) -> tuple[int, int]:
+    """Bytes of parameters that rest on the device and on the host.
+
+    resting: of all on this rank; trained: of those among them that are trained, which
+    `placed_optimizer` has on the host already.
+    """
+    return (0, resting - trained) if "parameters" in offload else (resting, 0)
 
 
 def device_state(optimizer_bytes: int, offload: Sequence[str]) -> int:
@@ -66,7 +87,12 @@ def host_excess(plan: Plan, cluster: Cluster) -> int:
 
 
 def host_step_seconds(
-    gradient: float, tensors: int, optimizer_bytes: int, cluster: Cluster, device_seconds: float
+    gradient: float,
+    tensors: int,
+    optimizer_bytes: int,
+    cluster: Cluster,
+    device_seconds: float,
+    offload: Sequence[str] = ("optimizer",),
 ) -> tuple[float, float]:
     """(seconds of the optimizer's step on the host, seconds of the copies before and after it).
 
@@ -74,12 +100,12 @@ def host_step_seconds(
     number. device_seconds: of the same step on the device.
 
     Parameters and gradients go down and parameters up, one after another: three times their bytes
-    over the link. The step reads parameter, gradient and state and writes parameter and state at
-    the bandwidth of the host's memory; it is not taken to be faster than the device's. So a plan is
-    never faster for its offload.
+    over the link; gradients alone where parameters rest on the host too. The step reads parameter,
+    gradient and state and writes parameter and state at the bandwidth of the host's memory; it is
+    not taken to be faster than the device's. So a plan is never faster for its offload.
     """
     assert cluster.host is not None
-    copies = 3 * gradient / cluster.host.link
+    copies = (1 if "parameters" in offload else 3) * gradient / cluster.host.link
     traffic = gradient * (3 + 2 * optimizer_bytes / 4)
     step = traffic / cluster.host.memory_bandwidth + tensors * cluster.device.launch_seconds
     return max(step, device_seconds), copies

@@ -15,6 +15,7 @@ from graphaccel.planner.away import away_bytes, beside
 from graphaccel.planner.motion import Motion, in_motion, motion_key
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.profile import Profile, SizedProfile
+from graphaccel.planner.uploads import uploaded
 from graphaccel.planner.works import StageWork
 
 
@@ -67,6 +68,10 @@ def stage_peaks(
         spans = [slice(work.first, work.end) for work in works]
         moved = np.concatenate([beside(profile, away, here) for here in spans])
         forward, backward = forward + moved, backward + moved
+    if "parameters" in plan.offload:
+        up = [uploaded(profile, plan, (work.first, work.end)) for work in works]
+        forward = forward + np.concatenate([ahead for ahead, _ in up])
+        backward = backward + np.concatenate([back for _, back in up])
     gradient = np.array([work.gradient for work in works])
     moving = sized.once(
         ("motion", plan.cuts, motion_key(plan)), lambda: _moving(profile, works, plan)

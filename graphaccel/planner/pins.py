@@ -175,6 +175,7 @@ def read_pins(
         found = replace(found, pins=tuple(sorted(own.items())))
     _check_zero(found, devices)
     _check_sends(found)
+    _check_parameters_away(found)
     _check_casts(found, step)
     _check_schedule(found)
     _check_stages(found)
@@ -322,6 +323,27 @@ def _check_casts(pins: Pins, step: StepGraph) -> None:
         raise BadPin(pin="cast_once", value=True, reason=reason, allowed=("False",))
 
 
+def _check_parameters_away(pins: Pins) -> None:
+    """What else would hold whole parameters on the device, where they rest on the host."""
+    if "parameters" not in (pins.offload or ()):
+        return
+    whole = pins.zero == 0 and (pins.data or 1) > 1
+    if whole or pins.zero in (1, 2):
+        reason = "over data, parameters on the host rest in shards, which is zero=3"
+        raise BadPin(pin="zero", value=pins.zero, reason=reason, allowed=("3",))
+    if pins.gather_again not in (None, True):
+        raise BadPin(
+            pin="gather_again",
+            value=pins.gather_again,
+            reason="parameters on the host are copied up again for the backward: no device holds "
+            "them between",
+            allowed=("True",),
+        )
+    if pins.cast_once:
+        reason = "parameters on the host are cast when they were copied up, in each microbatch"
+        raise BadPin(pin="cast_once", value=True, reason=reason, allowed=("False",))
+
+
 def _sizes(pins: Pins, devices: int) -> dict[str, int]:
     """The mesh axes' sizes; of data the largest there can be."""
     data = pins.data or devices // (pins.replica * (pins.pipeline or 1))
@@ -413,6 +435,14 @@ def _check_weights_apart(pins: Pins) -> None:
             value=offload_text(pins.offload or ()),
             reason="schedule='zero_bubble' reads what is saved a second time, for the gradients of "
             "weights, and it would be copied back twice",
+            allowed=("none", "optimizer"),
+        )
+    if "parameters" in (pins.offload or ()):
+        raise BadPin(
+            pin="offload",
+            value=offload_text(pins.offload or ()),
+            reason="schedule='zero_bubble' has the gradients of weights apart, and parameters on "
+            "the host are copied up for the forward and the backward alone",
             allowed=("none", "optimizer"),
         )
     if pins.ort not in (None, "auto", "off"):

@@ -153,7 +153,8 @@ class Plan:
     compile: what runs the graphs of stages: "off" (FX code) or "inductor". cuda_graphs: actions are
       recorded as CUDA graphs, and replayed.
     offload: what rests on the host between its uses: "optimizer" (its state, and its step),
-      "activations" (large ones, until their backward).
+      "parameters" (copied up for each block that reads them), "activations" (large ones, until
+      their backward).
     outputs: "loss" or "all": what a training step hands out besides the loss.
     pinned: decisions the user made. graph, cluster: fingerprints of what was planned for.
     """
@@ -228,7 +229,7 @@ class Plan:
     @property
     def holds_casts(self) -> bool:
         """Whether casts of parameters are made once a step, and held for all microbatches."""
-        low = self.precision.compute != "float32"
+        low = self.precision.compute != "float32" and "parameters" not in self.offload
         return self.cast_once and low and not (self.zero == 3 and self.data > 1)
 
     @property

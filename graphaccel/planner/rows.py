@@ -125,16 +125,21 @@ class Rows:
         return np.array([_scratch(n) for n in self.nodes], dtype=np.int64)[self.of]
 
     @cached_property
+    def waited(self) -> np.ndarray:
+        """Row → the row at which what it sends has arrived; 0 where it sends nothing."""
+        wait = np.array([n.target is _WAIT for n in self.nodes], dtype=bool)[self.of]
+        sends = np.array([n.target in _SENDING for n in self.nodes], dtype=bool)[self.of]
+        pairs = wait[self.reader] & sends[self.source]
+        waited = np.zeros(len(self.of), dtype=np.int64)
+        np.maximum.at(waited, self.source[pairs], self.reader[pairs])
+        return waited
+
+    @cached_property
     def last(self) -> np.ndarray:
         """Row → the row of its last use: itself if it has none, one past the end for a result."""
         last = np.arange(len(self.of))
         np.maximum.at(last, self.source, self.reader)
-        wait = np.array([n.target is _WAIT for n in self.nodes], dtype=bool)[self.of]
-        sends = np.array([n.target in _SENDING for n in self.nodes], dtype=bool)[self.of]
-        pairs = wait[self.reader] & sends[self.source]
-        waited = np.zeros(len(self.of), dtype=np.int64)  # where what a row sends has arrived
-        np.maximum.at(waited, self.source[pairs], self.reader[pairs])
-        np.maximum.at(last, self.source, waited[self.reader])
+        np.maximum.at(last, self.source, self.waited[self.reader])
         last[self.results[self.results >= 0]] = len(self.of)
         return last
 

@@ -15,7 +15,8 @@ Nothing is kept on the host unless that is pinned or nothing fits without. A pla
 longer than the same plan without: it copies more, and the host's memory and processors are not
 taken to be faster than the device's (`planner.offload`). So it can not be the best of those that
 fit without. It may be faster than a plan that fits by other means, as by computing more again: who
-wants that pins it, and `--explain` shows what it would take.
+wants that pins it, and `--explain` shows what it would take. Parameters are kept there only where
+that is pinned: the runtime can not do it, and both `graphaccel plan` and `optimize()` search here.
 
 Deterministic: ties go to fewer microbatches, less pipeline, less interleaving, less recomputing.
 """
@@ -38,7 +39,7 @@ from graphaccel.planner.offering import (
     check_offload,
     check_products,
     offered,
-    products_notes,
+    planned_notes,
 )
 from graphaccel.planner.offload import offload_text
 from graphaccel.planner.outside import outside_notes
@@ -125,7 +126,7 @@ def search(
         alternatives=alternatives(best, outcome.by_mesh, cluster),
         notes=(
             *outside_notes(step, best, cluster),
-            *products_notes(best),
+            *planned_notes(best),
             *_notes(step, cluster, limits),
             *notes,
         ),

@@ -13,7 +13,7 @@ from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.estimate import gathered_bytes, predict, scatters
 from graphaccel.planner.footprint import predict_memory
 from graphaccel.planner.layouts import Layouts
-from graphaccel.planner.offload import device_state, host_excess
+from graphaccel.planner.offload import device_state, host_excess, placed_parameters
 from graphaccel.planner.pins import Limits
 from graphaccel.planner.plan import Plan, Prediction
 from graphaccel.planner.profile import Profile, SizedProfile
@@ -182,8 +182,9 @@ def _cuts(problem: Problem, plan: Plan) -> Iterator[tuple[str, ...]]:
                     plan.zero,
                     plan.microbatches == 1 or plan.accumulation == "shards",
                     plan.holds_gathered,
-                    device_state(problem.optimizer_bytes, plan.offload),
+                    problem.optimizer_bytes,
                     0.5 if plan.gathers_low else 1.0,
+                    plan.offload,
                 )
             )
         ),
@@ -202,17 +203,24 @@ def _cuts(problem: Problem, plan: Plan) -> Iterator[tuple[str, ...]]:
 
 
 def resident_parts(
-    data: Any, zero: Any, once: Any, held: Any, optimizer_bytes: int, gathered: float
+    data: Any,
+    zero: Any,
+    once: Any,
+    held: Any,
+    optimizer_bytes: int,
+    gathered: float,
+    offload: Sequence[str],
 ) -> tuple[Any, Any, Any]:
     """Bytes that lie on a device for each byte of trained parameter of its stage: parameter,
-    gradient and optimizer state, less what ZeRO keeps elsewhere; of one plan, or of columns.
+    gradient and optimizer state, less what ZeRO and the host have; of one plan, or of columns.
 
     once: gradients are reduced as soon as they are there. held: parameters are gathered once a step
     and held. gathered: bytes that each then takes."""
-    share = 1 / data
-    parameter = np.where(zero == 3, share, 1.0) + np.where(held, gathered, 0.0)
+    share, (own, _) = 1 / data, placed_parameters(1, 1, offload)
+    parameter = own * np.where(zero == 3, share, 1.0) + np.where(held, gathered, 0.0)
     gradient = np.where(np.logical_and(np.greater_equal(zero, 2), once), share, 1.0)
-    return parameter, gradient, optimizer_bytes / 4 * np.where(np.equal(zero, 0), 1.0, share)
+    state = device_state(optimizer_bytes, offload)
+    return parameter, gradient, state / 4 * np.where(np.equal(zero, 0), 1.0, share)
 
 
 def _with_blocks(problem: Problem, plan: Plan, recompute: str | Sequence[str]) -> Plan:

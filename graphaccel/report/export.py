@@ -69,6 +69,12 @@ def _only_1f1b(plan: Plan, refused: list[str], target: str) -> None:
         refused.append(f"schedule {plan.schedule}: {target} has 1f1b, plain and interleaved")
 
 
+def _sharded_only(plan: Plan, refused: list[str]) -> None:
+    """FSDP's CPU offload, which takes parameters, gradients and optimizer state along."""
+    if "parameters" in plan.offload and plan.data == 1:
+        refused.append("parameters on the host with data 1: they are there as shards of its FSDP")
+
+
 _PER_MICROBATCH = "parameters gathered once a step: its FSDP gathers them in each microbatch"
 
 
@@ -82,8 +88,9 @@ def _torchtitan(facts: Facts, refused: list[str]) -> str:
         refused.append(f"compute in {plan.precision.compute}: it is float32 or bfloat16 there")
     if plan.zero == 1:
         refused.append("zero 1: its FSDP shards gradients as well")
-    if "optimizer" in plan.offload:
+    if "optimizer" in plan.offload and "parameters" not in plan.offload:
         refused.append("optimizer state on the host: its CPU offload takes the parameters along")
+    _sharded_only(plan, refused)
     if plan.recompute and not _recomputes_all(facts):
         refused.append("recomputing some of the blocks: FullAC takes all of them")
     schedules = {"1f1b": "1F1B", "interleaved": "Interleaved1F1B", "gpipe": "GPipe"}
@@ -112,6 +119,8 @@ def _torchtitan(facts: Facts, refused: list[str]) -> str:
     ]
     if sharded:
         rows.append(("parallelism.fsdp_reshard_after_forward", again))
+    if "parameters" in plan.offload:  # and with them gradients and optimizer state
+        rows.append(("training.enable_cpu_offload", True))
     if plan.pipeline > 1:
         rows += [
             ("parallelism.pipeline_parallel_schedule", schedules.get(plan.schedule)),
@@ -193,7 +202,9 @@ def _megatron(facts: Facts, refused: list[str]) -> str:
         flags += [("use-megatron-fsdp", None), ("data-parallel-sharding-strategy", kept)]
         if plan.zero == 3 and not plan.gather_again:
             refused.append("gather_again=False: its FSDP gathers again for the backward")
-    if "optimizer" in plan.offload and plan.zero != 1 and not plan.holds_gathered:
+    if "parameters" in plan.offload:
+        refused.append("parameters on the host: its CPU offload is of optimizer state alone")
+    elif "optimizer" in plan.offload and plan.zero != 1 and not plan.holds_gathered:
         refused.append(
             "optimizer state on the host: it is part of its distributed optimizer, zero 1"
         )
@@ -250,6 +261,8 @@ def _deepspeed(facts: Facts, refused: list[str]) -> str:
     stage = plan.zero
     if plan.holds_gathered:  # whole weights in 16 bits, their float32 masters in shards
         stage = 2 if plan.accumulation == "shards" else 1
+    elif "parameters" in plan.offload:  # of one device too: it is the stage that has them there
+        stage = 3
     content: dict[str, Any] = {
         "train_batch_size": plan.batch,
         "train_micro_batch_size_per_gpu": plan.microbatch_size,
@@ -260,11 +273,13 @@ def _deepspeed(facts: Facts, refused: list[str]) -> str:
             "reduce_bucket_size": plan.bucket_bytes // _FP32,
         },
     }
-    if "optimizer" in plan.offload and not plan.zero:
+    if "optimizer" in plan.offload and not stage:
         refused.append("optimizer state on the host without zero: it is part of its ZeRO")
     elif "optimizer" in plan.offload:
         where = {"device": "cpu", "pin_memory": True}
         content["zero_optimization"]["offload_optimizer"] = where
+        if "parameters" in plan.offload:
+            content["zero_optimization"]["offload_param"] = where
     if plan.tensor > 1:
         content["tensor_parallel"] = {"autotp_size": plan.tensor}
     if plan.precision.compute == "bfloat16":
@@ -288,8 +303,9 @@ def _accelerate(facts: Facts, refused: list[str]) -> str:
         refused.append(f"expert {plan.expert}: its FSDP configuration has no expert axis")
     if plan.zero == 1:
         refused.append("zero 1: its FSDP shards gradients as well")
-    if "optimizer" in plan.offload:
+    if "optimizer" in plan.offload and "parameters" not in plan.offload:
         refused.append("optimizer state on the host: its FSDP takes the parameters along")
+    _sharded_only(plan, refused)
     if plan.zero == 0 and (plan.tensor > 1 or plan.context > 1):
         refused.append("tensor or context without zero: it composes them with FSDP only")
     if plan.recompute and not (_recomputes_all(facts) and plan.zero):
@@ -317,7 +333,7 @@ def _accelerate(facts: Facts, refused: list[str]) -> str:
             f"  fsdp_reshard_after_forward: {again}",
             "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP",
             f"  fsdp_activation_checkpointing: {str(bool(plan.recompute)).lower()}",
-            "  fsdp_offload_params: false",
+            f"  fsdp_offload_params: {str('parameters' in plan.offload).lower()}",
             "  fsdp_state_dict_type: SHARDED_STATE_DICT",
             "parallelism_config:",
             "  parallelism_config_dp_replicate_size: 1",

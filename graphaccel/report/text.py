@@ -38,6 +38,7 @@ _BAR = 32
 _GANTT = 72
 _KEPT = {
     "optimizer": "optimizer state, with the parameters and gradients that it steps",
+    "parameters": "all parameters, copied up for each block that reads them",
     "activations": "activations of 1 MiB or more until their backward",
 }
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from graphaccel import cli, errors
+from graphaccel.planner.offload import CHOICES
 
 ROOT = Path(__file__).parents[2]
 
@@ -145,6 +146,14 @@ def test_plan_arguments(model_file: Path) -> None:
         "ort": None,
         "save_cluster": Path("c.json"),
     }
+
+
+@pytest.mark.parametrize("command", ["plan", "run"])
+def test_every_value_of_offload_can_be_said(model_file: Path, command: str) -> None:
+    for value in CHOICES:
+        target = f"{model_file}:job" if command == "plan" else str(model_file)
+        line = [command, "--devices", "2", "--offload", value, target]
+        assert cli.build_parser().parse_args(line).offload == value
 
 
 def test_plan_without_function_and_pins(model_file: Path) -> None:

@@ -49,6 +49,18 @@ def test_json_is_all_there_is_on_standard_output(
     assert facts.memory
 
 
+def test_what_is_planned_only_is_said_to_be(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    away = ("--offload", "optimizer+parameters", "--data", "2")
+    assert plan(*JOB, *away, "--json", "p.json") == 0
+    out = capsys.readouterr().out
+    assert "\nsaved p.json: it is planned only, export it\n" in out
+    assert "parameters on the host are planned, not run" in out
+    assert plan(*JOB, *away, "--export", "deepspeed") == 0
+    assert json.loads(capsys.readouterr().out)["zero_optimization"]["offload_param"]
+
+
 def test_why_not_and_explain(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ("--why-not", "pipeline=2, microbatches=2", "--why-not", "data=5")
     assert plan(*JOB, "--explain", *asked) == 0

@@ -19,7 +19,7 @@ from graphaccel.report.facts import Facts, ModelFacts, StageFacts
 
 BF16 = Precision(compute="bfloat16")
 BLOCKS = 8
-STATE = ("optimizer",)
+STATE, ALL = ("optimizer",), ("optimizer", "parameters")
 
 ONCE: dict[str, Any] = {"zero": 3, "gather_again": "step"}
 
@@ -158,6 +158,24 @@ def test_optimizer_state_on_the_host() -> None:
     ) in flags
 
 
+@pytest.mark.parametrize("data", [1, 4])
+def test_parameters_on_the_host(data: int) -> None:
+    """FSDP's CPU offload takes parameters, gradients and optimizer state along: just that."""
+    made = facts(data=data, zero=3 if data > 1 else 0, offload=ALL)
+    zero = json.loads(export(made, "deepspeed"))["zero_optimization"]
+    where = {"device": "cpu", "pin_memory": True}
+    assert (zero["stage"], zero["offload_optimizer"], zero["offload_param"]) == (3, where, where)
+    if data > 1:
+        assert configured(export(made, "torchtitan"))["enable_cpu_offload"] is True
+        assert "\n  fsdp_offload_params: true\n" in export(made, "accelerate")
+        for offload in ((), STATE):
+            said = json.loads(export(facts(data=data, zero=3, offload=offload), "deepspeed"))
+            assert "offload_param" not in said["zero_optimization"]
+        plain = facts(data=data, zero=3)
+        assert "enable_cpu_offload" not in configured(export(plain, "torchtitan"))
+        assert "\n  fsdp_offload_params: false\n" in export(plain, "accelerate")
+
+
 def test_parameters_gathered_once_a_step() -> None:
     """A distributed optimizer has whole weights in 16 bits, and their masters in shards."""
     made = facts(data=4, microbatches=2, precision=BF16, **ONCE)
@@ -224,6 +242,9 @@ def test_accelerate() -> None:
         ("deepspeed", facts(data=2, offload=STATE), "optimizer state on the host without zero: "),
         ("megatron", facts(data=2, offload=STATE), "optimizer state on the host: "),
         ("deepspeed", facts(data=2, zero=2, offload=("activations",)), "activations on the host: "),
+        ("megatron", facts(data=2, zero=3, offload=ALL), "parameters on the host: "),
+        ("torchtitan", facts(offload=ALL), "parameters on the host with data 1: "),
+        ("accelerate", facts(offload=ALL), "parameters on the host with data 1: "),
     ],
 )
 def test_what_a_target_can_not_say_is_refused(target: str, made: Facts, reason: str) -> None:

@@ -15,7 +15,7 @@ from graphaccel.capture.symbols import BATCH
 from graphaccel.compiler import Compiler
 from graphaccel.model import Model, as_batch
 from graphaccel.passes.localise import localised
-from graphaccel.planner.cluster import Cluster
+from graphaccel.planner.cluster import Cluster, Host
 from graphaccel.planner.communication import all_reduce_seconds
 from graphaccel.planner.cost import Sizes, dims_of
 from graphaccel.planner.layouts import Layouts, Localise, rates_of
@@ -29,6 +29,7 @@ from tests.support.zoo import ALL
 
 Captured = Callable[[str], StepGraph]
 MadeUp = Callable[..., Cluster]
+AWAY = ("optimizer", "parameters")
 
 
 def localise(step: StepGraph, cluster: Cluster) -> Localise:
@@ -51,6 +52,8 @@ def problem_of(step: StepGraph, cluster: Cluster) -> Problem:
         ("gpt", {"data": 2, "zero": 3}),
         ("gpt", {"data": 2, "zero": 3, "tensor": 2, "microbatches": 2}),
         ("gpt", {"data": 2, "zero": 3, "gather_again": "step", "microbatches": 2}),
+        ("gpt", {"microbatches": 2, "offload": AWAY}),
+        ("gpt", {"tensor": 2, "offload": AWAY}),
         ("mixtral", {"expert": 2}),
         ("mixtral", {"context": 2}),
     ],
@@ -60,6 +63,7 @@ def test_memory_is_that_of_the_programs(
 ) -> None:
     plan = Plan(devices=1, batch=8).decided(**decided)
     cluster = made_up(plan.data * plan.pipeline * plan.replica, 1 << 20)
+    cluster = replace(cluster, host=Host(1 << 30, 1e9, 1e9))
     step = captured(name)
     plan = with_cuts_and_blocks(problem_of(step, cluster), plan, "none", None)
     module, batch, loss_fn = ALL[name].build()
