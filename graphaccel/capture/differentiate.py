@@ -119,6 +119,7 @@ def _traced(
         except NotTraced as reason:
             said = str(reason).splitlines()[0]  # `fx.Interpreter` adds where it was
             log.info("traced by make_fx: %s", said)
+            fx_traceback.current_meta.clear()  # a backward may have left its marks
         with mode:
             return make_fx(step)(*values)
 

@@ -179,3 +179,18 @@ def test_where_it_gives_up_torch_traces(caplog: pytest.LogCaptureFixture) -> Non
         step = capture(Writes(), flatten_call((torch.ones(4, 4),), {}))
     assert "traced by make_fx" in caplog.text
     assert any(o.kind == "gradient" for o in step.outputs)
+
+
+def test_nothing_stays_of_what_was_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it gives up in the backward, or after it."""
+    model, batch, _ = ALL["gpt"].build()
+    given = flatten_call((), batch) if isinstance(batch, dict) else flatten_call(batch, {})
+    expected = capture(model.train(), given)
+
+    def late(step: Function, values: Sequence[Tensor], mode: FakeTensorMode) -> fx.GraphModule:
+        trace(step, values, mode)
+        differentiate.fx_traceback.current_meta["custom"] = {"origin": "", "phase": "backward"}
+        raise NotTraced("late")
+
+    monkeypatch.setattr(differentiate, "trace", late)
+    assert capture(model, given).text() == expected.text()
