@@ -115,7 +115,10 @@ def _traced(
         torch.autograd.set_multithreading_enabled(False),
     ):
         try:
-            return trace(step, values, mode)
+            # A trace that is given up must not have touched them.
+            return trace(
+                step, [_fresh(v, getattr(v, "requires_grad", False)) for v in values], mode
+            )
         except NotTraced as reason:
             said = str(reason).splitlines()[0]  # `fx.Interpreter` adds where it was
             log.info("traced by make_fx: %s", said)

@@ -27,11 +27,15 @@ from graphaccel.compat.torch import (
     decomposes,
     graph_module,
     storage_key,
+    without_modes,
 )
 
 _PLAIN = (int, float, bool, str, complex, type(None), torch.dtype, torch.device)
 _PLAIN += (torch.layout, torch.memory_format)
 _KEPT = ("custom", "nn_module_stack", "stack_trace")
+_OP = type(torch.ops.aten.add.Tensor)
+_BY_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_NUMBERS = (int, float, bool, type(None))
 
 
 class NotTraced(Exception):
@@ -83,10 +87,11 @@ def trace(
     Raises NotTraced.
     """
     tracing = _Tracing(mode)
-    for number, value in enumerate(values):
-        tracing.take(value, f"value_{number}")
-    with tracing:
-        results = function(*values)
+    with without_modes():  # who calls may be among fake tensors of his own
+        for number, value in enumerate(values):
+            tracing.take(value, f"value_{number}")
+        with tracing:
+            results = function(*values)
     tracing.graph.output([tracing.known(r).node for r in results])
     return graph_module(torch.nn.Module(), tracing.graph)
 
@@ -104,7 +109,9 @@ def _kind(tensor: torch.Tensor) -> _Kind:
 
 
 class _Tracing(TorchDispatchMode):
-    """Stands above all other modes, which calls it asks do not see."""
+    """Sees every call, those of the backward included."""
+
+    supports_higher_order_operators = True  # they come here, and are refused
 
     def __init__(self, mode: FakeTensorMode) -> None:
         super().__init__()
@@ -131,13 +138,15 @@ class _Tracing(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:
             return self.known(args[0]).kind.device
+        if type(func) is not _OP or _BY_DATA & set(func.tags):
+            raise NotTraced(f"{func}")
         given: list[_Known] = []
         key = func, self._told(args, given), self._told(tuple(kwargs.items()), given)
         if key not in self._asked:
             self._asked[key] = self._ask(func, args, kwargs, given)
         made = self._asked[key]
-        if not isinstance(made, (_Made, tuple, list)):
-            return made  # a number; nothing of the graph
+        if type(made) in _NUMBERS:
+            return made  # nothing of the graph
         node = self.graph.create_node(
             "call_function", func, self._nodes(args), self._nodes(kwargs),
             func.overloadpacket.__name__,
@@ -170,27 +179,30 @@ class _Tracing(TorchDispatchMode):
             if _kind(result) != first.kind:
                 raise NotTraced(f"{func} lays a tensor otherwise")
             return _Made(first.kind, 0, itself=True)
-        places = {storage_key(known.tensor): i for i, known in reversed([*enumerate(given)])}
-        seen: set[int] = set()
+        return self._learn(result, [storage_key(known.tensor) for known in given], given)
 
-        def made(value: Any) -> Any:
-            if isinstance(value, (tuple, list)):
-                return type(value)(made(v) for v in value)
-            if not isinstance(value, torch.Tensor):
-                return value
-            kind, storage = _kind(value), storage_key(value)
-            of = places.get(storage)
-            if any(value is known.tensor for known in given) or storage in seen:
-                raise NotTraced(f"{func} gives the same memory twice")
-            if of is None:
-                seen.add(storage)
-                if kind.offset or kind.bytes != _bytes(kind):
-                    raise NotTraced(f"{func} gives a part of a tensor")
-            elif given[of].kind.dtype != kind.dtype:
-                raise NotTraced(f"{func} gives memory in another dtype")
-            return _Made(kind, of)
-
-        return made(result)
+    def _learn(self, value: Any, storages: list[int], given: list[_Known]) -> Any:
+        """What is to be made again of a result. storages: of the arguments, then of the results
+        that were learned."""
+        if isinstance(value, (tuple, list)):
+            return type(value)(self._learn(v, storages, given) for v in value)
+        if not isinstance(value, torch.Tensor):
+            if type(value) not in _NUMBERS:
+                raise NotTraced(f"a result that is a {type(value).__name__}")
+            return value
+        kind, storage = _kind(value), storage_key(value)
+        owners = {id(known.tensor): i for i, known in enumerate(given) if storages[i] == storage}
+        if len(owners) > 1 or id(value) in owners or storage in storages[len(given) :]:
+            raise NotTraced("memory that is shared in another way")
+        if not owners:
+            storages.append(storage)
+            if kind.offset or kind.bytes != _bytes(kind):
+                raise NotTraced("a result that is a part of a tensor")
+            return _Made(kind, None)
+        (of,) = owners.values()
+        if given[of].kind.dtype != kind.dtype:
+            raise NotTraced("a view in another dtype")
+        return _Made(kind, of)
 
     def _give(self, made: Any, node: fx.Node, given: list[_Known]) -> Any:
         """New tensors for a call's node, as the call gives them; of several each has a node."""

@@ -153,8 +153,30 @@ def in_another_dtype(x: Tensor) -> Tensor:
     return (x * x.detach().view(torch.int32)).sum()
 
 
+def by_its_values(x: Tensor) -> Tensor:
+    return (x * x.detach().sum().item()).sum()
+
+
+def of_other_shape(x: Tensor) -> Tensor:
+    return x[x.detach() > 0].sum()
+
+
+def through_both_ways(x: Tensor) -> Tensor:
+    """Gives up in the backward alone: `fft_r2c_backward` reads a real view."""
+    return torch.fft.rfft(x).abs().sum()
+
+
 @pytest.mark.parametrize(
-    "loss", [reads_outside, writes_elsewhere, lays_otherwise, in_another_dtype]
+    "loss",
+    [
+        reads_outside,
+        writes_elsewhere,
+        lays_otherwise,
+        in_another_dtype,
+        by_its_values,
+        of_other_shape,
+        through_both_ways,
+    ],
 )
 def test_gives_up(loss: Callable[..., Tensor]) -> None:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -194,3 +216,11 @@ def test_nothing_stays_of_what_was_given_up(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(differentiate, "trace", late)
     assert capture(model, given).text() == expected.text()
+
+
+def test_among_fake_tensors_of_another() -> None:
+    mode = FakeTensorMode()
+    given = fakes(mode, torch.ones(3))
+    with FakeTensorMode():
+        module = trace(gradients_of(lambda x: (x * 2).sum()), given, mode)
+    assert all(n.meta["val"].fake_mode is mode for n in module.graph.nodes if n.op != "output")
