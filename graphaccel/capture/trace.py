@@ -34,7 +34,7 @@ _PLAIN = (int, float, bool, str, complex, type(None), torch.dtype, torch.device)
 _PLAIN += (torch.layout, torch.memory_format)
 _KEPT = ("custom", "nn_module_stack", "stack_trace")
 _OP = type(torch.ops.aten.add.Tensor)
-_BY_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_MASKS = (torch.bool, torch.uint8)
 _NUMBERS = (int, float, bool, type(None))
 
 
@@ -138,11 +138,11 @@ class _Tracing(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:
             return self.known(args[0]).kind.device
-        if type(func) is not _OP or _BY_DATA & set(func.tags):
-            raise NotTraced(f"{func}")
         given: list[_Known] = []
         key = func, self._told(args, given), self._told(tuple(kwargs.items()), given)
         if key not in self._asked:
+            if type(func) is not _OP or _by_values(func, given):
+                raise NotTraced(f"{func}")
             self._asked[key] = self._ask(func, args, kwargs, given)
         made = self._asked[key]
         if type(made) in _NUMBERS:
@@ -256,6 +256,14 @@ class _Tracing(TorchDispatchMode):
     @staticmethod
     def _like(kind: _Kind) -> torch.Tensor:
         return torch.empty_strided(kind.shape, kind.stride, dtype=kind.dtype, device="meta")
+
+
+def _by_values(func: Any, given: Sequence[_Known]) -> bool:
+    """Whether what a call gives depends on the values in its arguments."""
+    if func is torch.ops.aten.index.Tensor:  # with numbers of rows, not with a mask
+        return any(known.kind.dtype in _MASKS for known in given[1:])
+    said = torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
+    return any(tag in func.tags for tag in said)
 
 
 def _bytes(kind: _Kind) -> int:
