@@ -29,9 +29,8 @@ from graphaccel.compat.torch import (
     storage_key,
     without_modes,
 )
+from graphaccel.ir.fakes import PLAIN
 
-_PLAIN = (int, float, bool, str, complex, type(None), torch.dtype, torch.device)
-_PLAIN += (torch.layout, torch.memory_format)
 _KEPT = ("custom", "nn_module_stack", "stack_trace")
 _OP = type(torch.ops.aten.add.Tensor)
 _MASKS = (torch.bool, torch.uint8)
@@ -141,8 +140,6 @@ class _Tracing(TorchDispatchMode):
         given: list[_Known] = []
         key = func, self._told(args, given), self._told(tuple(kwargs.items()), given)
         if key not in self._asked:
-            if type(func) is not _OP or _by_values(func, given):
-                raise NotTraced(f"{func}")
             self._asked[key] = self._ask(func, args, kwargs, given)
         made = self._asked[key]
         if type(made) in _NUMBERS:
@@ -161,13 +158,14 @@ class _Tracing(TorchDispatchMode):
             return known.kind
         if isinstance(value, (tuple, list)):
             return type(value), *(self._told(v, given) for v in value)
-        if isinstance(value, _PLAIN):
+        if isinstance(value, PLAIN):
             return type(value), value
         raise NotTraced(f"an argument that is a {type(value).__name__}")
 
     def _ask(self, func: Any, args: tuple, kwargs: dict[str, Any], given: list[_Known]) -> Any:
         """What a call gives, by asking it."""
-        if decomposes(func, {known.kind.device for known in given}):
+        devices = {known.kind.device for known in given}
+        if type(func) is not _OP or _by_values(func, given) or decomposes(func, devices):
             raise NotTraced(f"{func}")
         with self.mode:
             result = func(*args, **kwargs)

@@ -15,8 +15,9 @@ from torch import fx
 
 from graphaccel.compat.torch import forgetful_fakes
 
-_PLAIN = (int, float, bool, str, complex, type(None), torch.dtype, torch.device)
-_PLAIN += (torch.layout, torch.memory_format)
+PLAIN = (int, float, bool, str, complex, type(None), torch.dtype, torch.device)
+PLAIN += (torch.layout, torch.memory_format)
+"""Arguments of calls that are what they say."""
 
 
 class Fakes:
@@ -85,6 +86,6 @@ def _told(value: Any) -> Hashable:
         return id(value)
     if isinstance(value, (tuple, list)):
         return tuple(map(_told, value))
-    if isinstance(value, _PLAIN):
+    if isinstance(value, PLAIN):
         return type(value), value
     return id(type(value)), value
