@@ -67,7 +67,7 @@ def _t5(attention: str, dropout: float) -> nn.Module:
         transformers.T5Config(
             d_model=768, d_ff=2048, num_layers=LAYERS // 2, num_heads=12, dropout_rate=dropout,
             feed_forward_proj="gated-gelu", tie_word_embeddings=False, use_cache=False,
-            decoder_start_token_id=0,
+            decoder_start_token_id=0, attn_implementation=attention,
         )
     )  # fmt: skip
 

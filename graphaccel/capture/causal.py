@@ -34,7 +34,8 @@ def causal_attention(node: fx.Node) -> None:
 
     The mask must depend on sizes alone and is computed for three examples: equal to the lower
     triangle in every row (of sequences over 512 positions, in as many rows; numbers in it are 0
-    or 1, so that rows between others are like them).
+    or 1, so that rows between others are like them). One that is added is 0 where such a mask is
+    true, and else leaves nothing of a score.
     """
     names = [a.name for a in node.target._schema.arguments]
     given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
@@ -42,6 +43,7 @@ def causal_attention(node: fx.Node) -> None:
     if not isinstance(mask, fx.Node) or given.get("is_causal"):
         return
     queries, keys = (given[k].meta["val"].shape[-2] for k in ("query", "key"))
+    mask = _choice(mask)
     value = mask.meta["val"]
     if queries != keys or value.dtype != torch.bool or value.shape[-2:] != (queries, keys):
         return
@@ -50,6 +52,20 @@ def causal_attention(node: fx.Node) -> None:
         node.args = (query, key, values, None, given.get("dropout_p", 0.0), True)
         kept = ("scale", "enable_gqa")
         node.kwargs = {k: v for k, v in node.kwargs.items() if k in kept}
+
+
+def _choice(mask: fx.Node) -> fx.Node:
+    """What a mask that is added is made of: a boolean one, or itself."""
+    node = mask
+    while node.target in (aten._to_copy.default, aten.clamp.default):
+        node = node.args[0]
+    if node.target is not aten.where.ScalarOther:
+        return mask
+    condition, zero, low = node.args
+    none = zero.target in (aten.zeros.default, aten.zeros_like.default) or (
+        zero.target in (aten.full.default, aten.scalar_tensor.default) and zero.args[-1] == 0
+    )
+    return condition if none and low <= torch.finfo(node.meta["val"].dtype).min / 2 else mask
 
 
 def _depends_on_sizes_alone(mask: fx.Node) -> bool:

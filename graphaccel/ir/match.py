@@ -1,7 +1,8 @@
 """Finding a small graph in a large one.
 
 Both are canonical forward graphs with fake values. A pattern's placeholders match any value, its
-numbers in `numbers` any number; additions and multiplications match in either order. Everything
+numbers in `numbers` any number; additions and multiplications match in either order, and so do the
+two dims of a transpose; what is multiplied by a number there may be divided by one here. Everything
 else must be the same op with the same arguments, and nothing inside the match may be read from
 outside of it.
 """
@@ -184,6 +185,10 @@ class _Search:
     ) -> Iterator[tuple[tuple[Any, Any], ...]]:
         """The goals that remain when two calls are to be the same, in each legal order."""
         del bound[wanted]
+        if _divides(wanted, node):
+            bound[wanted] = node
+            yield ((wanted.args[0], node.args[0]), (wanted.args[1], 1 / node.args[1]))
+            return
         same = node.op == "call_function" and node.target is wanted.target
         if not same:
             found = type_text(node.meta.get("val")) if node.op != "call_function" else ""
@@ -199,6 +204,9 @@ class _Search:
             if name in _DIMS:
                 value, other = _from_the_end(wanted, value), _from_the_end(node, other)
             pairs.append((value, other))
+        if wanted.target is aten.transpose.int:
+            (source, *mine), (given, *theirs) = zip(*pairs, strict=True)
+            pairs = [(source, given), *zip(sorted(mine), sorted(theirs), strict=True)]
         for a, b in pairs:
             if self._differ(a, b):
                 self._note(bound, node, f"argument {_shown(b)} where the pattern has {_shown(a)}")
@@ -239,6 +247,14 @@ def _from_the_end(node: fx.Node, dims: Any) -> Any:
         )
 
     return [one(d) for d in dims] if isinstance(dims, (list, tuple)) else one(dims)
+
+
+def _divides(wanted: fx.Node, node: fx.Node) -> bool:
+    """Whether a product with a number is wanted, and there is a division by one."""
+    if wanted.target is not aten.mul.Tensor or node.target is not aten.div.Tensor:
+        return False
+    by, divisor = wanted.args[1], node.args[1]
+    return isinstance(by, float) and isinstance(divisor, (int, float)) and divisor != 0
 
 
 def _shown(value: Any) -> str:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from graphaccel.kernels.examples import fakes, shape, sizes_of
+from graphaccel.kernels.examples import fakes, shape, sizes_of, truths
 from graphaccel.kernels.fusion import Fusion, Scalar, T
 from graphaccel.kernels.register import op_of, parameters, tensors, wide_form
 from graphaccel.kernels.spec import Function
@@ -291,6 +291,8 @@ class _Run:
             return found
         if spec.mask or (spec.broadcast and case.choice == 0):
             wanted = (1, *wanted[1:])
+        if spec.dtype == "bool":
+            return truths(wanted, generator)
         found = torch.randn(wanted, generator=generator, dtype=torch.float64)
         if case.values == "large":
             found = found * min(self.fusion.large, 100.0 if case.dtype == torch.float16 else 1e30)

@@ -46,16 +46,26 @@ def tensor(
     leading: tuple[int, ...] = LEADING,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Normal numbers, or integers below the size of an index with some of them ignored (-100)."""
+    """Normal numbers, integers below the size of an index with some of them ignored (-100), or truth
+    values."""
     wanted = shape(spec, sizes, leading)
     if spec.broadcast or spec.mask:
         wanted = (1, *wanted[1:])
+    if spec.dtype == "bool":
+        return truths(wanted, generator)
     if spec.below:
         found = torch.randint(0, sizes[spec.below], wanted, generator=generator)
         if spec.ignored and found.numel() > 2:
             found.view(-1)[1::3] = -100
         return found
     return torch.randn(wanted, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def truths(shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
+    """Truth values, three in ten true, and none of the first of a row."""
+    found = torch.rand(shape, generator=generator) < 0.3
+    found[..., 0] = False
+    return found
 
 
 def example(

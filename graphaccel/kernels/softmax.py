@@ -9,11 +9,15 @@ eager 28 + 28 with an upcast. Where nothing else reads the scores, attention as 
 
 from __future__ import annotations
 
+from inspect import Parameter, Signature, signature
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from graphaccel.kernels.fusion import Scalar, T, fusion
+from graphaccel.kernels.spec import Function
 
 aten = torch.ops.aten
 
@@ -23,6 +27,34 @@ def _scaled(x: Tensor, scale: float, mask: Tensor | None) -> Tensor:
     return wide * scale if mask is None else torch.add(mask.to(wide.dtype), wide, alpha=scale)
 
 
+_MASKED = float("-inf")
+
+
+def _spellings(*scores: Function, after: Function | None = None) -> tuple[Function, ...]:
+    """Patterns of a softmax over scores, a function of inputs by name: as it is; of scores cast to
+    float32; and by softmax in float32. after: what is done with it, a function of it and them."""
+    soft = (
+        lambda s, kind: torch.softmax(s, -1),
+        lambda s, kind: torch.softmax(s.float(), -1).to(kind),
+        lambda s, kind: torch.softmax(s, -1, dtype=torch.float32).to(kind),
+    )
+
+    def pattern(score: Function, turn: Function) -> Function:
+        def call(**given: Any) -> Tensor:
+            kind = given["x" if after is None else "q"].dtype
+            read = {n: given[n] for n in signature(score).parameters}
+            made = turn(score(**read), kind)
+            return made if after is None else after(made, given["v"])
+
+        known = dict(signature(score).parameters)
+        if after is not None:
+            known["v"] = Parameter("v", Parameter.POSITIONAL_OR_KEYWORD)
+        call.__signature__ = Signature(list(known.values()))  # type: ignore[attr-defined]
+        return call
+
+    return tuple(pattern(score, turn) for score in scores for turn in soft)
+
+
 @fusion
 class scale_mask_softmax:
     """softmax(x * scale + mask) over the last dim."""
@@ -30,16 +62,13 @@ class scale_mask_softmax:
     inputs = {
         "x": T("... q k"),
         "mask": T("... q k", optional=True, grad=False, mask=True),
-        "scale": Scalar(0.125, (1.0,)),
+        "scale": Scalar(1.0, (0.125,)),
     }
     outputs = {"y": T("... q k")}
     whole = ("k",)
-    patterns = (
-        lambda x, mask, scale: torch.softmax(x * scale + mask, -1),
-        lambda x, mask, scale: torch.softmax((x * scale + mask).float(), -1).to(x.dtype),
-        lambda x, scale: torch.softmax(x * scale, -1),
-        lambda x, scale: torch.softmax((x * scale).float(), -1).to(x.dtype),
-    )
+    patterns = _spellings(
+        lambda x, mask, scale: x * scale + mask, lambda x, mask: x + mask, lambda x, scale: x * scale
+    )  # fmt: skip
     negatives = (
         lambda x, mask, scale: torch.softmax(x * scale + mask, -2),
         lambda x, mask, scale: torch.log_softmax(x * scale + mask, -1),
@@ -60,9 +89,8 @@ class scale_mask_softmax:
         return torch.empty_like(y)
 
 
-def _probabilities(q: Tensor, k: Tensor, scale: float, mask: Tensor | None = None) -> Tensor:
-    scores = torch.matmul(q, k.transpose(-1, -2)) * scale
-    return scores if mask is None else scores + mask
+def _scores(q: Tensor, k: Tensor) -> Tensor:
+    return torch.matmul(q, k.transpose(-1, -2))
 
 
 @fusion
@@ -74,30 +102,35 @@ class attention:
         "k": T("b h s d"),
         "v": T("b h s e"),
         "mask": T("b h q s", optional=True, mask=True),
-        "scale": Scalar(0.125),
+        "bias": T("b h q s", optional=True, broadcast=True),
+        "hidden": T("b h q s", optional=True, grad=False, broadcast=True, dtype="bool"),
+        "scale": Scalar(1.0, (0.125,)),
     }
     outputs = {"y": T("b h q e")}
     sizes = {"d": (8, 16), "e": (8, 16)}
     large = 20.0  # products of two of them are what the softmax sees
     tolerance = 4.0  # torch's kernel, not ours
     masked_rows = False  # a row that is -inf throughout is NaN in eager, and 0 or NaN in torch's
-    patterns = (
-        lambda q, k, v, mask, scale: torch.matmul(
-            torch.softmax(_probabilities(q, k, scale, mask), -1), v
-        ),
-        lambda q, k, v, mask, scale: torch.matmul(
-            torch.softmax(_probabilities(q, k, scale, mask).float(), -1).to(q.dtype), v
-        ),
-        lambda q, k, v, scale: torch.matmul(torch.softmax(_probabilities(q, k, scale), -1), v),
-        lambda q, k, v, scale: torch.matmul(
-            torch.softmax(_probabilities(q, k, scale).float(), -1).to(q.dtype), v
-        ),
+    patterns = _spellings(
+        lambda q, k, mask, scale: _scores(q, k) * scale + mask,
+        lambda q, k, mask: _scores(q, k) + mask,
+        lambda q, k, bias, mask, scale: _scores(q, k) * scale + bias + mask,
+        lambda q, k, hidden, scale: (_scores(q, k) * scale).masked_fill(hidden, _MASKED),
+        lambda q, k, scale: _scores(q, k) * scale,
+        lambda q, k: _scores(q, k),
+        after=torch.matmul,
     )
     negatives = (
         lambda q, k, v, mask, scale: torch.matmul(
-            torch.softmax(_probabilities(q, k, scale, mask), -2), v
+            torch.softmax(_scores(q, k) * scale + mask, -2), v
         ),
+        lambda q, k, v, scale: torch.matmul(torch.sigmoid(_scores(q, k) * scale), v),
     )
 
-    def rewrite(q, k, v, mask, scale):
+    def rewrite(q, k, v, mask, bias, hidden, scale):
+        mask = mask if bias is None else bias + mask
+        if hidden is not None:
+            mask = ~hidden
+        elif mask is not None and mask.dtype != q.dtype:  # under autocast it is still wide
+            mask = mask.clamp(min=torch.finfo(q.dtype).min).to(q.dtype)  # -inf would make NaN
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)

@@ -23,7 +23,8 @@ class T:
     below: integers, at least 0 and below the size of this index (or, where some may be ignored,
       -100).
     dtype: of an output or saved tensor, where it is not that of the first input: a torch dtype
-      name, the name of an input, or "wide" (float32 for 16-bit inputs, else as the first input).
+      name, the name of an input, or "wide" (float32 for 16-bit inputs, else as the first input). Of
+      an input: "bool" or nothing.
     broadcast: dims of size one are broadcast, and leading ones may be missing.
     mask: added to scores: checked with -inf and with fully masked rows; broadcast too.
     """
@@ -45,7 +46,7 @@ class T:
     @property
     def differentiable(self) -> bool:
         """Whether autograd asks for its gradient."""
-        return self.grad and not self.below
+        return self.grad and not self.below and self.dtype != "bool"
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from graphaccel.compat.torch import fake_mode_of, graph_module
 from graphaccel.ir.values import propagate
 from graphaccel.kernels.registry import fusion_named
 from graphaccel.kernels.spec import Fusion
-from graphaccel.passes.fusion_sites import Finder, Site, at, emit, unchanged
+from graphaccel.passes.fusion_sites import Finder, Site, at, drop_copies, emit, unchanged
 from graphaccel.planner.plan import Plan
 
 aten = torch.ops.aten
@@ -112,6 +112,7 @@ def _place(forward: ForwardGraph, sites: Sequence[Site]) -> None:
         moved: dict[fx.Node, fx.Node] = {}
         for site in sites:
             moved |= emit(module.graph, site, moved)
+        drop_copies(module.graph)
     module.graph.eliminate_dead_code()
     module.graph.lint()
     module.recompile()

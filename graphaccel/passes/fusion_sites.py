@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from graphaccel.capture.causal import causal_attention
 from graphaccel.capture.differentiate import module_path
 from graphaccel.capture.export import ForwardGraph
 from graphaccel.capture.patterns import trace_pattern
@@ -19,6 +20,13 @@ from graphaccel.ir.match import Near, Pattern, match_at
 from graphaccel.kernels.examples import example
 from graphaccel.kernels.register import narrowed, op_of, parameters, wide_form
 from graphaccel.kernels.spec import Function, Fusion, Scalar, T
+from graphaccel.passes.fusion_products import (
+    PRODUCTS,
+    adds_bias,
+    of_product,
+    product_in,
+    without_bias,
+)
 from graphaccel.passes.lower_precision import cast_graph
 
 # Numbers of a pattern while it is traced to be matched: unlike any other, and probabilities where
@@ -26,6 +34,8 @@ from graphaccel.passes.lower_precision import cast_graph
 _SENTINEL, _WHOLE_SENTINEL = 0.7310585786300049, 73_105_857
 _LOW = (torch.bfloat16, torch.float16)
 aten = torch.ops.aten
+_LAYOUTS = {aten.transpose.int, aten.permute.default}
+_SETTLED = {aten.reshape.default, aten.clone.default, aten.contiguous.default}
 
 
 @dataclass(frozen=True)
@@ -33,7 +43,7 @@ class Site:
     """One match. place: position of its last node in the graph, by which sites are ordered.
     inputs: name → node, number or None. outputs: the nodes it replaces, in the fusion's order.
     wide: its inputs are cast to it first (by an op, inside): under autocast the pattern computes in
-    it."""
+    it. product: the input (and its node, with the bias) whose product is made without its bias."""
 
     fusion: Fusion
     place: int
@@ -42,15 +52,18 @@ class Site:
     outputs: tuple[fx.Node, ...] = field(repr=False)
     inside: tuple[fx.Node, ...] = field(repr=False)
     wide: torch.dtype | None = None
+    product: tuple[str, fx.Node] | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A pattern function as traced: in 32 bits, in 16, or in 16 under autocast."""
+    """A pattern function as traced: in 32 bits, in 16, or in 16 under autocast. product: what its
+    bias comes with ("linear", "addmm"), or nothing."""
 
     function: Function
     low: torch.dtype | None
     autocast: bool
+    product: str = ""
 
 
 class Finder:
@@ -101,8 +114,7 @@ class Finder:
         for fusion in self._chosen:
             seen: dict[str, list[Variant]] = {}
             for function in fusion.patterns:
-                for low, autocast in self._dtypes():
-                    variant = Variant(function, low, autocast)
+                for variant in self._variants(fusion, function):
                     pattern = generic(fusion, variant)
                     if pattern is None:
                         continue
@@ -110,15 +122,20 @@ class Finder:
                     if text not in seen:
                         seen[text] = []
                         found.append((fusion, seen[text], pattern))
-                    if all((v.function, v.autocast) != (function, autocast) for v in seen[text]):
+                    known = (function, variant.autocast)
+                    if all((v.function, v.autocast) != known for v in seen[text]):
                         seen[text].append(variant)
         return sorted(found, key=lambda f: (-f[2].size, f[0].name))
 
-    def _dtypes(self) -> Iterator[tuple[torch.dtype | None, bool]]:
-        yield None, False
-        for low in self._lows:
-            yield low, False
-            yield low, True
+    def _variants(self, fusion: Fusion, function: Function) -> Iterator[Variant]:
+        for low in (None, *self._lows):
+            plain = Variant(function, low, False)
+            yield plain
+            pattern = generic(fusion, plain)
+            if pattern is not None and adds_bias(fusion, pattern) is not None:
+                yield from (replace(plain, product=kind) for kind in PRODUCTS)
+            if low is not None:
+                yield Variant(function, low, True)
 
     def _at(
         self,
@@ -142,13 +159,17 @@ class Finder:
             name: found.inputs.get(name, None if isinstance(spec, T) else spec.default)
             for name, spec in fusion.inputs.items()
         }
+        product = product_in(dict(found.nodes))
+        if product is not None:
+            inputs[product[0]] = product[1]
         tried = [(v, self._refused(fusion, v, inputs, node)) for v in variants]
         autocast = [v.autocast for v, reason in tried if reason is None]
         if not autocast:
             return near(next(reason for _, reason in tried if reason is not None))
         outputs = tuple(found.nodes[o] for o in pattern.outputs)
         inside = tuple(n for n in found.nodes.values() if n not in found.free)
-        site = Site(fusion, place, module_path(node), inputs, outputs, inside)
+        path = module_path(node)
+        site = Site(fusion, place, path, inputs, outputs, inside, product=product)
         if not _can_stand(inputs, outputs, set(inside)):
             return near("its outputs are read before its inputs are all there")
         reason = unchanged(site, self._mode)
@@ -176,9 +197,11 @@ class Finder:
             reason = fusion.legal(**values)
         if reason is not None:
             return reason
-        return self._proved(variant, values, node)
+        return self._proved(fusion, variant, values, node)
 
-    def _proved(self, variant: Variant, values: dict[str, Any], node: fx.Node) -> str | None:
+    def _proved(
+        self, fusion: Fusion, variant: Variant, values: dict[str, Any], node: fx.Node
+    ) -> str | None:
         """Trace the pattern at the shapes of the match: it must be the match, node by node."""
         key = (
             variant,
@@ -188,7 +211,7 @@ class Finder:
             ),
         )
         if key not in self._proofs:
-            self._proofs[key] = _traced(variant, values, exact=True)
+            self._proofs[key] = _traced(fusion, variant, values, exact=True)
         exact = self._proofs[key]
         if exact is None:
             return "the pattern can not be traced at these shapes"
@@ -208,22 +231,24 @@ def at(site: Site, twins: Mapping[fx.Node, fx.Node]) -> Site:
     """The same site in another graph of the same structure. twins: node → its counterpart."""
     inputs = {n: twins[v] if isinstance(v, fx.Node) else v for n, v in site.inputs.items()}
     outputs = tuple(twins[n] for n in site.outputs)
-    return replace(
-        site, inputs=inputs, outputs=outputs, inside=tuple(twins[n] for n in site.inside)
-    )
+    product = None if site.product is None else (site.product[0], twins[site.product[1]])
+    inside = tuple(twins[n] for n in site.inside)
+    return replace(site, inputs=inputs, outputs=outputs, inside=inside, product=product)
 
 
 def unchanged(site: Site, mode: Any) -> str | None:
-    """The op's fake must give dtype, shape and stride of what it replaces; why it does not."""
+    """The op's fake must give dtype, shape and stride of what it replaces; why it does not. What a
+    rewrite gives in another layout is copied into that of eager (`_rewritten`)."""
     values = [v.meta["val"] if isinstance(v, fx.Node) else v for v in site.inputs.values()]
     with mode:
         made = (_widening(site) or _op(site))(*values)
         made = [made] if isinstance(made, Tensor) else list(made)
         wanted = [o.meta["val"] for o in site.outputs]
         made = narrowed(site.fusion, made, wanted)
+    copied = site.fusion.rewrite is not None and all(o.is_contiguous() for o in wanted)
     for name, new, old in zip(site.fusion.outputs, made, site.outputs, strict=False):
         was = old.meta["val"]
-        for kind in ("dtype", "shape", "stride"):
+        for kind in ("dtype", "shape") if copied else ("dtype", "shape", "stride"):
             x, y = (v.stride() if kind == "stride" else getattr(v, kind) for v in (was, new))
             if x != y:
                 return f"it would change the {kind} of `{name}` from {x} to {y}"
@@ -251,6 +276,9 @@ def emit(graph: fx.Graph, site: Site, moved: Mapping[fx.Node, fx.Node]) -> dict[
     )
     covers = tuple(n.name for n in site.inside)
     with graph.inserting_before(before):
+        if site.product is not None:
+            name, product = site.product
+            site = replace(site, inputs={**site.inputs, name: without_bias(graph, product)})
         made = _calls(graph, site)
     for node in made.new:
         for key in ("nn_module_stack", "stack_trace"):
@@ -312,8 +340,55 @@ def _rewritten(graph: fx.Graph, site: Site) -> _Made:
                 (made[node].args, dict(made[node].kwargs)), lambda n: n.meta["val"]
             )
             made[node].meta = {"val": node.target(*arguments[0], **arguments[1])}
+            if node.target is aten.scaled_dot_product_attention.default:
+                causal_attention(made[node])
     new = [m for n, m in made.items() if n.op == "call_function"]
-    return _Made(new, [made[o] for o in traced.outputs])
+    outputs = []
+    for output, old in zip(traced.outputs, site.outputs, strict=True):
+        node = made[output]
+        if node.meta["val"].stride() != old.meta["val"].stride():  # `unchanged` allowed it
+            node = graph.call_function(
+                aten.clone.default, (node,), {"memory_format": torch.contiguous_format}
+            )
+            node.meta["val"] = old.meta["val"]
+            new.append(node)
+        outputs.append(node)
+    return _Made(new, outputs)
+
+
+def drop_copies(graph: fx.Graph) -> None:
+    """Leave out copies into another layout, made with the fused ops, that only views read of which
+    the next op makes the same tensor anyhow (attention's output, whose heads are put side by
+    side)."""
+    for node in list(graph.nodes):
+        if node.target is not aten.clone.default or "fuse" not in node.meta.get("made_by", ""):
+            continue
+        source = node.all_input_nodes[0]
+        found = _read_through(node, {node: source.meta["val"]})
+        if found is None:
+            continue
+        for view, value in found.items():
+            view.meta["val"] = value
+        node.replace_all_uses_with(source)
+        graph.erase_node(node)
+
+
+def _read_through(copy: fx.Node, known: dict[fx.Node, Tensor]) -> dict[fx.Node, Tensor] | None:
+    """Values of the views behind a copy, were it not there; None where something sees that."""
+    stack = [copy]
+    while stack:
+        node = stack.pop()
+        for user in node.users:
+            if user.target not in _LAYOUTS | _SETTLED or user.all_input_nodes != [node]:
+                return None
+            value = user.target(known[node], *user.args[1:], **user.kwargs)
+            if user.target in _LAYOUTS:
+                known[user] = value
+                stack.append(user)
+            elif value.stride() != user.meta["val"].stride():
+                return None
+    del known[copy]
+    return known
 
 
 def _widening(site: Site) -> Function | None:
@@ -375,10 +450,12 @@ def generic(fusion: Fusion, variant: Variant) -> Pattern | None:
             else v
             for n, v in values.items()
         }
-    return _traced(variant, values, exact=False)
+    return _traced(fusion, variant, values, exact=False)
 
 
-def _traced(variant: Variant, values: Mapping[str, Any], *, exact: bool) -> Pattern | None:
+def _traced(
+    fusion: Fusion, variant: Variant, values: Mapping[str, Any], *, exact: bool
+) -> Pattern | None:
     names = parameters(variant.function)
     given = {n: values[n] for n in names}
     try:
@@ -388,7 +465,9 @@ def _traced(variant: Variant, values: Mapping[str, Any], *, exact: bool) -> Patt
     if variant.autocast:
         assert variant.low is not None
         cast_graph(pattern.graph, variant.low)
-    return Pattern(pattern.graph, {}) if exact else pattern
+    if variant.product:
+        pattern = of_product(fusion, pattern, variant.product)
+    return Pattern(pattern.graph, {}) if exact and pattern is not None else pattern
 
 
 def _text(pattern: Pattern) -> str:
