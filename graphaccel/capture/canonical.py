@@ -245,6 +245,13 @@ def _chosen_product(node: fx.Node) -> None:
         return
 
 
+def _softmax(node: fx.Node) -> None:
+    """Asked for in the dtype that it has anyhow, as transformers does, softmax says none."""
+    source, dim, *dtype = node.args
+    if dtype and dtype[0] is source.meta["val"].dtype:
+        node.args = (source, dim)
+
+
 def _one_each(node: fx.Node) -> bool:
     """Whether a tensor holds a matrix for every row, `w[experts]`."""
     if node.target is not aten.index.Tensor:
@@ -286,6 +293,7 @@ _REWRITES: dict[Any, Callable[[fx.Node], None]] = {
     aten.cosine_embedding_loss.default: _reduced_loss,
     aten.triplet_margin_loss.default: _reduced_loss,
     aten.native_dropout.default: _dropout,
+    aten.softmax.int: _softmax,
     aten.adaptive_avg_pool1d.default: _pool,
     aten.adaptive_avg_pool2d.default: _pool,
     aten.adaptive_avg_pool3d.default: _pool,

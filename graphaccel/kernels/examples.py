@@ -46,7 +46,7 @@ def tensor(
     leading: tuple[int, ...] = LEADING,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Normal numbers, integers below the size of an index with some of them ignored (-100), or truth
+    """Normal numbers; integers below the size of an index, some of them ignored (-100); or truth
     values."""
     wanted = shape(spec, sizes, leading)
     if spec.broadcast or spec.mask:

@@ -22,7 +22,7 @@ from graphaccel.kernels.spec import Fusion, T
 
 aten = torch.ops.aten
 PRODUCTS = ("linear", "addmm")
-_STANDS_FOR = "stands_for"
+_STANDS_FOR = "product_without_bias"
 
 
 def adds_bias(fusion: Fusion, pattern: Pattern) -> fx.Node | None:

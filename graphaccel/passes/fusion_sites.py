@@ -435,7 +435,7 @@ def generic(fusion: Fusion, variant: Variant) -> Pattern | None:
 
     def _table(name: str) -> bool:
         spec = fusion.inputs[name]
-        return isinstance(spec, T) and spec.broadcast and not spec.differentiable
+        return isinstance(spec, T) and (spec.mask or (spec.broadcast and not spec.differentiable))
 
     values = example(fusion, variant.low or torch.float32)
     for i, (name, spec) in enumerate(fusion.inputs.items()):
@@ -443,7 +443,7 @@ def generic(fusion: Fusion, variant: Variant) -> Pattern | None:
             values[name] = _SENTINEL + i / 64
         elif isinstance(spec, Scalar) and not isinstance(spec.default, bool):
             values[name] = _WHOLE_SENTINEL + i
-    if variant.autocast:  # weights stay wide, and tables that the model computes
+    if variant.autocast:  # weights stay wide, and masks and tables that the model computes
         values = {
             n: v.float()
             if isinstance(v, Tensor) and v.is_floating_point() and (v.dim() == 1 or _table(n))
