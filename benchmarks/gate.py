@@ -25,7 +25,7 @@ from triton.compiler import ASTSource
 
 from benchmarks.common import RESULTS
 from graphaccel.kernels import multi_tensor_triton as steps
-from graphaccel.kernels import row_norm
+from graphaccel.kernels import row_norm, softmax
 from graphaccel.kernels.jit import next_power_of_2, warps
 from graphaccel.messages import columns
 
@@ -99,6 +99,21 @@ def _row_kernels(name: str, width: int, **flags: bool) -> list[Kernel]:
     return found
 
 
+def _softmax_kernels(width: int) -> list[Kernel]:
+    """Forward with a mask [b, 1, q, k] and backward; the strides of rows divide by 16."""
+    types = ("*bf16", "*bf16", "*bf16", "i32", "i32", "fp32")
+    mask = {"size_1": 1, "stride_1": 0, "stride_2": 0, "step": 1, "MASKS": True}
+    found = []
+    for name, function, each, free, fixed in (
+        ("forward", softmax.forward_kernel, softmax.FORWARD_EACH, ("i32",) * 4, mask),
+        ("backward", softmax.backward_kernel, softmax.BACKWARD_EACH, (), {}),
+    ):
+        fixed = {**fixed, **softmax.block(width, each)}
+        many = fixed.pop("num_warps")
+        found.append(Kernel(f"softmax {name}", function, (*types, *free), fixed, many))
+    return found
+
+
 def kernels(width: int) -> list[Kernel]:
     """Every kernel, for rows of `width` bf16 elements."""
     layer = {"CENTRES": True, "BIASES": True}
@@ -111,6 +126,7 @@ def kernels(width: int) -> list[Kernel]:
         *_row_kernels("add_layer_norm", width, **layer, **added),
         *_row_kernels("dropout_add_layer_norm", width, DROPS=True, **layer, **added),
         *_row_kernels("embedding_layer_norm", width, GATHERS=True, MORE=True, **layer, **added)[:1],
+        *_softmax_kernels(width),
     ]
 
 
@@ -123,7 +139,7 @@ def compiled(kernel: Kernel, target: int, width: int) -> Row:
     attributes = {
         (names.index(n),): _ALIGNED
         for n, t in zip(free, kernel.types, strict=True)
-        if t.startswith("*") or n == "d"
+        if t.startswith("*") or n in ("d", "k") or n.startswith("stride")
     }
     source = ASTSource(kernel.function, signature, dict(kernel.fixed), attributes)
     options = {"num_warps": kernel.warps}

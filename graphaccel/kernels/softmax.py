@@ -3,7 +3,9 @@
     y = softmax(x · scale + mask)            dx = scale · y · (dy − Σ dy · y)
 
 Computed in float32 for 16-bit inputs. Kept for the backward: y. Bytes an element at 16 bits: 4 + 6;
-eager 28 + 28 with an upcast. Where nothing else reads the scores, attention as a whole is
+eager 28 + 28 with an upcast. The mask is read where it lies, by its strides, never expanded. A
+program of a kernel takes whole rows, several where they are short, and keeps them in registers: no
+row is read twice. Where nothing else reads the scores, attention as a whole is
 `scaled_dot_product_attention`, which never writes them.
 """
 
@@ -17,14 +19,142 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from graphaccel.kernels.fusion import Scalar, T, fusion
+from graphaccel.kernels.jit import jit, next_power_of_2, tl
 from graphaccel.kernels.spec import Function
 
 aten = torch.ops.aten
+
+WIDEST_FORWARD = 32768
+"""Rows up to here stay in registers in the forward (`benchmarks.gate`); wider ones spill."""
+WIDEST_BACKWARD = 16384
+"""The same of the backward, which holds two of them."""
+
+FORWARD_EACH, BACKWARD_EACH = 16, 8
+"""Elements a thread holds where a block allows it: all 64 warps of a multiprocessor fit."""
+_MOST_ROWS = 2**31 - 2**16  # they are numbered in 32 bits
+
+
+@jit
+def forward_kernel(
+    x, mask, y, rows, k, scale,
+    size_1, size_2, size_3, stride_0, stride_1, stride_2, stride_3, step,
+    MASKS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows of k elements a program. size, stride: of the mask's leading dims, the last one the
+    fastest; step: from one element of its row to the next. Strides are 0 where it is broadcast."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK)
+    known = (columns < k)[None, :]
+    inside = (row < rows)[:, None] & known
+    at = row.to(tl.int64)[:, None] * k + columns[None, :]
+    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * scale
+    if MASKS:
+        i_3, rest = row % size_3, row // size_3
+        i_2, rest = rest % size_2, rest // size_2
+        i_1, i_0 = rest % size_1, rest // size_1
+        start = i_0.to(tl.int64) * stride_0 + i_1.to(tl.int64) * stride_1
+        start += i_2.to(tl.int64) * stride_2 + i_3.to(tl.int64) * stride_3
+        there = start[:, None] + (columns * step)[None, :]
+        value += tl.load(mask + there, mask=inside, other=0.0).to(tl.float32)
+    value = tl.where(known, value, float("-inf"))
+    # A row of nothing but -inf is NaN, as -inf - -inf is; so is one with NaN or inf.
+    value = tl.exp(value - tl.max(value, 1)[:, None])
+    value /= tl.sum(value, 1)[:, None]
+    tl.store(y + at, value.to(y.dtype.element_ty), mask=inside)
+
+
+@jit
+def backward_kernel(
+    grad, y, dx, rows, k, scale, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """ROWS rows of k elements a program."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK)
+    inside = (row < rows)[:, None] & (columns < k)[None, :]
+    at = row.to(tl.int64)[:, None] * k + columns[None, :]
+    slope = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
+    share = tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
+    slope -= tl.sum(slope * share, 1)[:, None]
+    tl.store(dx + at, (slope * share * scale).to(dx.dtype.element_ty), mask=inside)
+
+
+def block(k: int, each: int) -> dict[str, int]:
+    """The rows of k elements that a program takes, what they are padded to, and its warps, four at
+    least, with `each` elements a thread."""
+    padded = max(next_power_of_2(k), 16)
+    rows = max(4 * 32 * each // padded, 1)
+    return {"ROWS": rows, "BLOCK": padded, "num_warps": min(rows * padded // (32 * each), 32)}
+
+
+def launch_forward(x: Tensor, scale: float, mask: Tensor | None, y: Tensor) -> None:
+    """Write softmax(x * scale + mask) to y, contiguous, by Triton.
+
+    x, y: [..., k] of bf16, fp16 or fp32. mask: broadcast to the shape of x, of any dtype.
+    """
+    k = x.shape[-1]
+    rows = x.numel() // k
+    shape = block(k, FORWARD_EACH)
+    x = x.contiguous()
+    sizes, strides, step = (1, 1, 1), (0, 0, 0, 0), 0
+    if mask is not None:
+        mask, sizes, strides, step = _placed(mask.to(x.device), x.shape)
+    forward_kernel[(-(-rows // shape["ROWS"]),)](
+        x, x if mask is None else mask, y, rows, k, scale, *sizes, *strides, step,
+        MASKS=mask is not None, **shape,
+    )  # fmt: skip
+
+
+def launch_backward(grad: Tensor, y: Tensor, scale: float, dx: Tensor) -> None:
+    """Write scale * y * (grad - sum(grad * y)) to dx, contiguous, by Triton.
+
+    All are [..., k] of bf16, fp16 or fp32.
+    """
+    k = y.shape[-1]
+    rows = y.numel() // k
+    shape = block(k, BACKWARD_EACH)
+    grad, y = grad.contiguous(), y.contiguous()
+    backward_kernel[(-(-rows // shape["ROWS"]),)](grad, y, dx, rows, k, scale, **shape)
+
+
+def _placed(
+    mask: Tensor, shape: torch.Size
+) -> tuple[Tensor, tuple[int, ...], tuple[int, ...], int]:
+    """A mask, and how a kernel finds its elements for each row of `shape`: the sizes of the last
+    three of its leading dims, the strides of four, and the stride within a row."""
+    if mask.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        mask = mask.float()
+    if mask.dim() and mask.shape[-1] > 1 and mask.stride(-1) != 1:
+        mask = mask.contiguous()
+    *sizes, _ = shape
+    *strides, step = mask.expand(shape).stride()
+    dims: list[tuple[int, int]] = []
+    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
+        if dims and stride == dims[-1][0] * dims[-1][1]:  # it goes on where the dim before ends
+            dims[-1] = dims[-1][0] * size, dims[-1][1]
+        elif size > 1:
+            dims.append((size, stride))
+    if len(dims) > 4:
+        return _placed(mask.expand(shape).contiguous(), shape)
+    first = dims.pop() if dims else (1, 0)  # its size is not asked for
+    dims += [(1, 0)] * (3 - len(dims))
+    inner = dims[::-1]
+    return mask, tuple(n for n, _ in inner), tuple(s for _, s in (first, *inner)), step
+
+
+def _kept(x: Tensor, widest: int) -> bool:
+    """Whether rows stay in registers, there are any, and their numbers fit 32 bits."""
+    return 0 < x.numel() <= x.shape[-1] * _MOST_ROWS and x.shape[-1] <= widest
 
 
 def _scaled(x: Tensor, scale: float, mask: Tensor | None) -> Tensor:
     wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
     return wide * scale if mask is None else torch.add(mask.to(wide.dtype), wide, alpha=scale)
+
+
+def _gradient(grad: Tensor, y: Tensor, scale: float) -> Tensor:
+    wide = grad.dtype in (torch.bfloat16, torch.float16)
+    given, kept = (grad.float(), y.float()) if wide else (grad, y)
+    return aten._softmax_backward_data(given, kept, -1, kept.dtype).mul_(scale).to(y.dtype)
 
 
 _MASKED = float("-inf")
@@ -83,12 +213,25 @@ class scale_mask_softmax:
         return torch.softmax(x, -1)
 
     def backward(grad_y, y, scale):
-        wide = grad_y.dtype in (torch.bfloat16, torch.float16)
-        given, kept = (grad_y.float(), y.float()) if wide else (grad_y, y)
-        return aten._softmax_backward_data(given, kept, -1, kept.dtype).mul_(scale).to(y.dtype)
+        return _gradient(grad_y, y, scale)
 
     def fake_backward(grad_y, y, scale):
         return torch.empty_like(y)
+
+    def cuda_forward(x, mask, scale):
+        if not _kept(x, WIDEST_FORWARD):
+            return torch.softmax(_scaled(x, scale, mask), -1).to(x.dtype)
+        y = x.new_empty(x.shape)
+        launch_forward(x, scale, mask, y)
+        return y
+
+    def cuda_backward(grad_y, y, scale):
+        if not _kept(y, WIDEST_BACKWARD):
+            return _gradient(grad_y, y, scale)
+        dx = torch.empty_like(y)
+        made = dx if dx.is_contiguous() else y.new_empty(y.shape)
+        launch_backward(grad_y, y, scale, made)
+        return dx if made is dx else dx.copy_(made)
 
 
 def _scores(q: Tensor, k: Tensor) -> Tensor:

@@ -32,12 +32,17 @@ def run(*command: str, **environment: str) -> str:
     return result.stdout
 
 
-def test_kernels_compute_what_their_references_do() -> None:
+@pytest.mark.parametrize(
+    ("file", "cases"),
+    [("interpreted.py", 286), ("interpreted_softmax.py", 450)],
+    ids=["norms_and_steps", "softmax"],
+)
+def test_kernels_compute_what_their_references_do(file: str, cases: int) -> None:
     """Odd widths and rows that do not divide among programs; bf16 is left to a GPU: the interpreter
     rounds it by truncation."""
-    out = run("tests/kernels/interpreted.py", TRITON_INTERPRET="1")
+    out = run(f"tests/kernels/{file}", TRITON_INTERPRET="1")
     errors: dict[str, Any] = json.loads(out.splitlines()[-1])
-    assert len(errors) == 286
+    assert len(errors) == cases
     for name, (error, allowed) in errors.items():
         assert error <= allowed, name
 
@@ -49,4 +54,6 @@ def test_kernels_compile_within_their_limits() -> None:
             assert f"{kernel}{name} forward" in out
             assert f"{kernel}{name} backward" in out
     assert "adamw" in out
+    assert "softmax forward" in out
+    assert "softmax backward" in out
     assert "FAILS" not in out
