@@ -10,6 +10,9 @@ from graphaccel.kernels import softmax
 from graphaccel.kernels.softmax import launch_backward, launch_forward, scale_mask_softmax
 
 GUARD = 64
+run, run_back = scale_mask_softmax.cuda_forward, scale_mask_softmax.cuda_backward
+assert run is not None
+assert run_back is not None
 found: dict[str, tuple[float, float]] = {}
 
 
@@ -78,10 +81,10 @@ for dtype in (torch.float32, torch.float16):
         ):
             name = f"{form} {dtype} {k}"
             x, grad = (20 * torch.randn(2, *shape, generator=generator)).to(dtype)
-            y = scale_mask_softmax.cuda_forward(x, mask, scale)
+            y = run(x, mask, scale)
             added = 0.0 if mask is None else mask.double()
             note(f"{name} y", y, torch.softmax(x.double() * scale + added, -1), x)
-            dx = scale_mask_softmax.cuda_backward(grad, y, scale)
+            dx = run_back(grad, y, scale)
             note(f"{name} dx", dx, gradient(grad, y, scale), x)
 
     # Memory beside the tensors: NaN that was read would show, and so would what was written.
@@ -99,37 +102,37 @@ for dtype in (torch.float32, torch.float16):
     x = torch.randn((6, 40), generator=generator).to(dtype)
     x[0, 3], x[1, 4], x[2, 5], x[3], x[4, :39] = math.inf, -math.inf, math.nan, -math.inf, -math.inf
     for scale in (1.0, -1.0):
-        got = scale_mask_softmax.cuda_forward(x, None, scale)
+        got = run(x, None, scale)
         note(f"infinite {dtype} {scale}", got, torch.softmax(x.double() * scale, -1), x)
 
     # Other strides, and more dims of a mask than the kernel has strides for.
     x, grad = torch.randn(2, 2, 3, 9, 5, generator=generator).to(dtype).transpose(-1, -2)
     mask = torch.randn((3, 1, 9), generator=generator)
-    y = scale_mask_softmax.cuda_forward(x, mask, 0.5)
+    y = run(x, mask, 0.5)
     note(f"strided {dtype} y", y, torch.softmax(x.double() * 0.5 + mask.double(), -1), x)
-    dx = scale_mask_softmax.cuda_backward(grad, y, 0.5)
+    dx = run_back(grad, y, 0.5)
     note(f"strided {dtype} dx", dx, gradient(grad, y, 0.5), x)
     y = y.transpose(-1, -2).contiguous().transpose(-1, -2)  # the same numbers, as x lies
-    dx = scale_mask_softmax.cuda_backward(grad, y, 0.5)
+    dx = run_back(grad, y, 0.5)
     assert dx.stride() == torch.empty_like(y).stride()
     note(f"as y lies {dtype} dx", dx.contiguous(), gradient(grad, y, 0.5), x)
     x = torch.randn((2, 2, 2, 2, 2, 2, 9), generator=generator).to(dtype)
     mask = torch.randn((2, 1, 2, 1, 2, 1, 9), generator=generator)
-    y = scale_mask_softmax.cuda_forward(x, mask, 0.5)
+    y = run(x, mask, 0.5)
     note(f"many dims {dtype}", y, torch.softmax(x.double() * 0.5 + mask.double(), -1), x)
     mask = torch.randn((2, 1, 2, 1, 9), generator=generator)
-    y = scale_mask_softmax.cuda_forward(x, mask, 0.5)
+    y = run(x, mask, 0.5)
     note(f"four dims {dtype}", y, torch.softmax(x.double() * 0.5 + mask.double(), -1), x)
 
     # Rows that do not stay in registers, and no rows.
     x = torch.randn((2, softmax.WIDEST_FORWARD + 1), generator=generator).to(dtype)
-    y = scale_mask_softmax.cuda_forward(x, x[:1], 0.5)
+    y = run(x, x[:1], 0.5)
     note(f"wide {dtype} y", y, torch.softmax(x.double() * 0.5 + x[:1].double(), -1), x)
-    dx = scale_mask_softmax.cuda_backward(x, y, 0.5)
+    dx = run_back(x, y, 0.5)
     note(f"wide {dtype} dx", dx, gradient(x, y, 0.5), x)
     for shape in ((0, 5), (5, 0)):
-        empty = scale_mask_softmax.cuda_forward(torch.empty(shape, dtype=dtype), None, 0.5)
+        empty = run(torch.empty(shape, dtype=dtype), None, 0.5)
         assert empty.shape == shape
         assert empty.dtype == dtype
-        assert scale_mask_softmax.cuda_backward(empty, empty, 0.5).shape == shape
+        assert run_back(empty, empty, 0.5).shape == shape
 print(json.dumps(found))
