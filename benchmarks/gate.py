@@ -24,8 +24,8 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from benchmarks.common import RESULTS
+from graphaccel.kernels import cross_entropy, row_norm, softmax
 from graphaccel.kernels import multi_tensor_triton as steps
-from graphaccel.kernels import row_norm, softmax
 from graphaccel.kernels.jit import next_power_of_2, warps
 from graphaccel.messages import columns
 
@@ -33,6 +33,7 @@ _REGISTERS = 65536  # of a multiprocessor, all three generations
 _FEWEST_WARPS = 16  # of 64: enough loads in flight for a kernel that waits for memory
 _SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # CUDA C++ programming guide, table 28
 _ALIGNED = [["tt.divisibility", 16]]
+_EVEN = ("d", "c", "stride", "slope_stride")  # arguments that 16 divides, as rows are aligned
 TARGETS, WIDTHS = (80, 90, 100), (1024, 4096, 8192)
 
 
@@ -114,6 +115,25 @@ def _softmax_kernels(width: int) -> list[Kernel]:
     return found
 
 
+def _loss_kernels(width: int) -> list[Kernel]:
+    """Cross entropy of rows of logits, alone and in the place of a head's logits."""
+    size = cross_entropy.block(width)
+    fixed = {"IGNORED": cross_entropy.IGNORED, "BLOCK": size}
+    row = ("*fp32", "*fp32")
+    strides = ("i32", "i32")
+    forward = ("*bf16", "*i64", "*fp32", *row, *strides)
+    backward = ("*fp32", "*bf16", "*i64", *row, "*bf16", *strides, "i32")
+    in_place = ("*bf16", "*i64", "*fp32", *strides)
+    return [
+        Kernel(f"cross_entropy {name}", function, types, fixed, warps(size))
+        for name, function, types in (
+            ("forward", cross_entropy.forward_kernel, forward),
+            ("backward", cross_entropy.backward_kernel, backward),
+            ("in place", cross_entropy.in_place_kernel, in_place),
+        )
+    ]
+
+
 def kernels(width: int) -> list[Kernel]:
     """Every kernel, for rows of `width` bf16 elements."""
     layer = {"CENTRES": True, "BIASES": True}
@@ -127,6 +147,7 @@ def kernels(width: int) -> list[Kernel]:
         *_row_kernels("dropout_add_layer_norm", width, DROPS=True, **layer, **added),
         *_row_kernels("embedding_layer_norm", width, GATHERS=True, MORE=True, **layer, **added)[:1],
         *_softmax_kernels(width),
+        *_loss_kernels(width),
     ]
 
 
@@ -139,7 +160,7 @@ def compiled(kernel: Kernel, target: int, width: int) -> Row:
     attributes = {
         (names.index(n),): _ALIGNED
         for n, t in zip(free, kernel.types, strict=True)
-        if t.startswith("*") or n in ("d", "k") or n.startswith("stride")
+        if t.startswith("*") or n in _EVEN or n.startswith("stride")
     }
     source = ASTSource(kernel.function, signature, dict(kernel.fixed), attributes)
     options = {"num_warps": kernel.warps}

@@ -32,28 +32,31 @@ def run(*command: str, **environment: str) -> str:
     return result.stdout
 
 
-@pytest.mark.parametrize(
-    ("file", "cases"),
-    [("interpreted.py", 286), ("interpreted_softmax.py", 450)],
-    ids=["norms_and_steps", "softmax"],
-)
-def test_kernels_compute_what_their_references_do(file: str, cases: int) -> None:
+CASES = {
+    "interpreted": 286,
+    "interpreted_loss": 194,
+    "interpreted_pointwise": 156,
+    "interpreted_softmax": 450,
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_compute_what_their_references_do(name: str) -> None:
     """Odd widths and rows that do not divide among programs; bf16 is left to a GPU: the interpreter
     rounds it by truncation."""
-    out = run(f"tests/kernels/{file}", TRITON_INTERPRET="1")
+    out = run(f"tests/kernels/{name}.py", TRITON_INTERPRET="1")
     errors: dict[str, Any] = json.loads(out.splitlines()[-1])
-    assert len(errors) == cases
+    assert len(errors) == CASES[name]
     for name, (error, allowed) in errors.items():
         assert error <= allowed, name
 
 
 def test_kernels_compile_within_their_limits() -> None:
     out = run("-m", "benchmarks.gate", "--widths", "4096", "--targets", "90")
-    for name in ("rms_norm", "layer_norm"):
-        for kernel in ("", "add_", "dropout_add_"):
-            assert f"{kernel}{name} forward" in out
-            assert f"{kernel}{name} backward" in out
-    assert "adamw" in out
-    assert "softmax forward" in out
-    assert "softmax backward" in out
+    norms = [f"{k}{n}" for k in ("", "add_", "dropout_add_") for n in ("rms_norm", "layer_norm")]
+    pairs = [*norms, "softmax", "swiglu", "geglu", "geglu_tanh", "bias_gelu", "rotary"]
+    for kernel in (*(f"{n} {way}" for n in pairs for way in ("forward", "backward")), "adamw"):
+        assert kernel in out
+    for way in ("forward", "backward", "in place"):
+        assert f"cross_entropy {way}" in out
     assert "FAILS" not in out
