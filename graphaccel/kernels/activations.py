@@ -15,6 +15,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from graphaccel.kernels.fusion import T, fusion
+from graphaccel.kernels.row_pointwise import (
+    launch_bias,
+    launch_bias_backward,
+    launch_gated,
+    launch_gated_backward,
+)
 
 aten = torch.ops.aten
 
@@ -23,6 +29,18 @@ def _spelled_out(x: Tensor) -> Tensor:
     """NewGELUActivation of transformers: eight kernels."""
     inner = math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))
     return 0.5 * x * (1.0 + torch.tanh(inner))
+
+
+def _fake_gated(gate: Tensor, up: Tensor) -> Tensor:
+    return gate.new_empty(gate.shape)
+
+
+def _fake_gated_backward(grad_y: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    return gate.new_empty(gate.shape), up.new_empty(up.shape)
+
+
+def _contiguous(*values: Tensor) -> tuple[Tensor, ...]:
+    return tuple(v.contiguous() for v in values)
 
 
 @fusion
@@ -38,11 +56,20 @@ class swiglu:
     )
     negatives = (lambda gate, up: F.sigmoid(gate) * up, lambda gate, up: F.silu(gate) + up)
 
+    fake = _fake_gated
+    fake_backward = _fake_gated_backward
+
     def forward(gate, up):
-        return F.silu(gate).mul_(up)
+        return F.silu(gate).mul_(up).contiguous()
 
     def backward(grad_y, gate, up):
-        return aten.silu_backward(grad_y * up, gate), F.silu(gate).mul_(grad_y)
+        return _contiguous(aten.silu_backward(grad_y * up, gate), F.silu(gate).mul_(grad_y))
+
+    def cuda_forward(gate, up):
+        return launch_gated(gate, up, "silu")
+
+    def cuda_backward(grad_y, gate, up):
+        return launch_gated_backward(grad_y, gate, up, "silu")
 
     def legal(gate, up):
         return None if gate.dtype == up.dtype else "its halves have different dtypes"
@@ -58,11 +85,20 @@ class geglu:
     patterns = (lambda gate, up: F.gelu(gate) * up,)
     negatives = (lambda gate, up: F.gelu(gate, approximate="tanh") * up,)
 
+    fake = _fake_gated
+    fake_backward = _fake_gated_backward
+
     def forward(gate, up):
-        return F.gelu(gate).mul_(up)
+        return F.gelu(gate).mul_(up).contiguous()
 
     def backward(grad_y, gate, up):
-        return aten.gelu_backward(grad_y * up, gate), F.gelu(gate).mul_(grad_y)
+        return _contiguous(aten.gelu_backward(grad_y * up, gate), F.gelu(gate).mul_(grad_y))
+
+    def cuda_forward(gate, up):
+        return launch_gated(gate, up, "gelu")
+
+    def cuda_backward(grad_y, gate, up):
+        return launch_gated_backward(grad_y, gate, up, "gelu")
 
     def legal(gate, up):
         return None if gate.dtype == up.dtype else "its halves have different dtypes"
@@ -81,12 +117,21 @@ class geglu_tanh:
     )
     negatives = (lambda gate, up: F.gelu(gate) * up,)
 
+    fake = _fake_gated
+    fake_backward = _fake_gated_backward
+
     def forward(gate, up):
-        return F.gelu(gate, approximate="tanh").mul_(up)
+        return F.gelu(gate, approximate="tanh").mul_(up).contiguous()
 
     def backward(grad_y, gate, up):
         slope = aten.gelu_backward(grad_y * up, gate, approximate="tanh")
-        return slope, F.gelu(gate, approximate="tanh").mul_(grad_y)
+        return _contiguous(slope, F.gelu(gate, approximate="tanh").mul_(grad_y))
+
+    def cuda_forward(gate, up):
+        return launch_gated(gate, up, "gelu_tanh")
+
+    def cuda_backward(grad_y, gate, up):
+        return launch_gated_backward(grad_y, gate, up, "gelu_tanh")
 
     def legal(gate, up):
         return None if gate.dtype == up.dtype else "its halves have different dtypes"
@@ -106,11 +151,23 @@ class bias_gelu:
     )
 
     def forward(x, bias):
-        return F.gelu(x + bias)
+        return F.gelu(x + bias).contiguous()
+
+    def fake(x, bias):
+        return x.new_empty(x.shape)
 
     def backward(grad_y, x, bias, wanted):
-        dx = aten.gelu_backward(grad_y, x + bias)
+        dx = aten.gelu_backward(grad_y, x + bias).contiguous()
         return dx, dx.flatten(0, -2).sum(0) if wanted[1] else None
+
+    def fake_backward(grad_y, x, bias, wanted):
+        return x.new_empty(x.shape), bias.new_empty(bias.shape) if wanted[1] else None
+
+    def cuda_forward(x, bias):
+        return launch_bias(x, bias, "gelu")
+
+    def cuda_backward(grad_y, x, bias, wanted):
+        return launch_bias_backward(grad_y, x, bias, "gelu", wanted=wanted[1])
 
     def legal(x, bias):
         return None if x.dtype == bias.dtype else "x and bias have different dtypes"
