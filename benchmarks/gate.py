@@ -24,7 +24,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from benchmarks.common import RESULTS
-from graphaccel.kernels import cross_entropy, row_norm, softmax
+from graphaccel.kernels import cross_entropy, rotary, row_norm, row_pointwise, softmax
 from graphaccel.kernels import multi_tensor_triton as steps
 from graphaccel.kernels.jit import next_power_of_2, warps
 from graphaccel.messages import columns
@@ -33,7 +33,8 @@ _REGISTERS = 65536  # of a multiprocessor, all three generations
 _FEWEST_WARPS = 16  # of 64: enough loads in flight for a kernel that waits for memory
 _SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # CUDA C++ programming guide, table 28
 _ALIGNED = [["tt.divisibility", 16]]
-_EVEN = ("d", "c", "stride", "slope_stride")  # arguments that 16 divides, as rows are aligned
+# Arguments that 16 divides, as rows are aligned: widths, and what lies between rows.
+_EVEN = re.compile(r"[dck]|\w*(stride|step)\w*|[xcsy][0-2]")
 TARGETS, WIDTHS = (80, 90, 100), (1024, 4096, 8192)
 
 
@@ -134,6 +135,39 @@ def _loss_kernels(width: int) -> list[Kernel]:
     ]
 
 
+
+
+def _pointwise_kernels(width: int) -> list[Kernel]:
+    """The gated activations, GELU with a bias and rotary embedding; rows that lie apart."""
+    block = min(next_power_of_2(width), row_pointwise.BLOCK)
+    found = []
+
+    def add(name: str, function: Any, types: str, **fixed: Any) -> None:
+        fixed |= {"BLOCK": block}
+        found.append(Kernel(name, function, tuple(types.split()), fixed, block // 256))
+
+    for act, name in (("silu", "swiglu"), ("gelu", "geglu"), ("gelu_tanh", "geglu_tanh")):
+        types = "*bf16 *bf16 *bf16 i32 i32 i32 i32"
+        add(f"{name} forward", row_pointwise.gated_kernel, types, ACT=act)
+        types = "*bf16 *bf16 *bf16 *bf16 *bf16 i32 i32 i32 i32 i32"
+        add(f"{name} backward", row_pointwise.gated_backward_kernel, types, ACT=act)
+    fixed = {"ACT": "gelu", "ROWS": row_pointwise.ROWS}
+    types = "*bf16 *bf16 *bf16 i32 i32 i32 i32"
+    add("bias_gelu forward", row_pointwise.bias_kernel, types, **fixed)
+    types = "*bf16 *bf16 *bf16 *bf16 *fp32 i32 i32 i32 i32 i32 i32"
+    add("bias_gelu backward", row_pointwise.bias_backward_kernel, types, SUMS=True, **fixed)
+    half = width // 128  # heads of 16, 64 and 128 elements
+    rows, block = rotary.tile(half)
+    for table, name in (("*bf16", "rotary"), ("*fp32", "rotary by float32")):
+        types = ("*bf16", table, table, "*bf16" if table == "*bf16" else table, *["i32"] * 15)
+        for back, way in ((False, "forward"), (True, "backward")):
+            tensors = types if not back else (types[3], *types[1:])
+            fixed = {"BACK": back, "HALF": half, "ROWS": rows, "BLOCK": block}
+            kernel = rotary.turn_kernel
+            found.append(Kernel(f"{name} {way}", kernel, tensors, fixed, rotary.WARPS))
+    return found
+
+
 def kernels(width: int) -> list[Kernel]:
     """Every kernel, for rows of `width` bf16 elements."""
     layer = {"CENTRES": True, "BIASES": True}
@@ -148,6 +182,7 @@ def kernels(width: int) -> list[Kernel]:
         *_row_kernels("embedding_layer_norm", width, GATHERS=True, MORE=True, **layer, **added)[:1],
         *_softmax_kernels(width),
         *_loss_kernels(width),
+        *_pointwise_kernels(width),
     ]
 
 
@@ -160,7 +195,7 @@ def compiled(kernel: Kernel, target: int, width: int) -> Row:
     attributes = {
         (names.index(n),): _ALIGNED
         for n, t in zip(free, kernel.types, strict=True)
-        if t.startswith("*") or n in _EVEN or n.startswith("stride")
+        if t.startswith("*") or _EVEN.fullmatch(n)
     }
     source = ASTSource(kernel.function, signature, dict(kernel.fixed), attributes)
     options = {"num_warps": kernel.warps}

@@ -66,7 +66,7 @@ def tile(half: int) -> tuple[int, int]:
 def launch(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor | None:
     """x [..., s, d] turned, or turned back, by Triton; strides as `_like` has them.
 
-    None where a row is not adjacent in memory, for more than four dims, or too many rows for 32 bits.
+    None where a row is not adjacent in memory, for more than four dims, or for too many rows.
     """
     if x.dim() > 4 or x.stride(-1) != 1 or x.shape.numel() >= 1 << 32:
         return None

@@ -146,6 +146,6 @@ for dtype in (torch.float32, torch.float16):
                 note(f"{name} y", rotary.launch(x, cos, sin, False), y.detach(), like)
                 note(f"{name} dx", rotary.launch(grad, cos, sin, True), dx, like)
     x = walled((2, 3, 40, 5), dtype).transpose(2, 3)
-    assert rotary.launch(x, *walled((2, 5, 40), dtype), False) is None
+    assert rotary.launch(x, cos, sin, False) is None  # left to the reference
 assert row_pointwise.launch_gated(torch.ones(0, 4), torch.ones(0, 4), "silu").shape == (0, 4)
 print(json.dumps(found))
