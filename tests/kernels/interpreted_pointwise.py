@@ -18,7 +18,7 @@ from graphaccel.kernels.row_pointwise import (
     launch_gated_backward,
 )
 
-GUARD = 64
+GUARD = 1024  # a whole block
 ACTS = {
     "silu": F.silu,
     "gelu": F.gelu,
