@@ -135,8 +135,6 @@ def _loss_kernels(width: int) -> list[Kernel]:
     ]
 
 
-
-
 def _pointwise_kernels(width: int) -> list[Kernel]:
     """The gated activations, GELU with a bias and rotary embedding; rows that lie apart."""
     block = min(next_power_of_2(width), row_pointwise.BLOCK)
@@ -151,11 +149,13 @@ def _pointwise_kernels(width: int) -> list[Kernel]:
         add(f"{name} forward", row_pointwise.gated_kernel, types, ACT=act)
         types = "*bf16 *bf16 *bf16 *bf16 *bf16 i32 i32 i32 i32 i32"
         add(f"{name} backward", row_pointwise.gated_backward_kernel, types, ACT=act)
-    fixed = {"ACT": "gelu", "ROWS": row_pointwise.ROWS}
-    types = "*bf16 *bf16 *bf16 i32 i32 i32 i32"
-    add("bias_gelu forward", row_pointwise.bias_kernel, types, **fixed)
-    types = "*bf16 *bf16 *bf16 *bf16 *fp32 i32 i32 i32 i32 i32 i32"
-    add("bias_gelu backward", row_pointwise.bias_backward_kernel, types, SUMS=True, **fixed)
+    for act in ("gelu", "gelu_tanh"):
+        fixed = {"ACT": act, "ROWS": row_pointwise.ROWS}
+        types = "*bf16 *bf16 *bf16 i32 i32 i32 i32"
+        add(f"bias_{act} forward", row_pointwise.bias_kernel, types, **fixed)
+        types = "*bf16 *bf16 *bf16 *bf16 *fp32 i32 i32 i32 i32 i32 i32"
+        back = row_pointwise.bias_backward_kernel
+        add(f"bias_{act} backward", back, types, SUMS=True, **fixed)
     half = width // 128  # heads of 16, 64 and 128 elements
     rows, block = rotary.tile(half)
     for table, name in (("*bf16", "rotary"), ("*fp32", "rotary by float32")):

@@ -174,6 +174,42 @@ class bias_gelu:
 
 
 @fusion
+class bias_gelu_tanh:
+    """gelu(x + bias), in the tanh form (GPT-2)."""
+
+    inputs = {"x": T("... d"), "bias": T("d")}
+    outputs = {"y": T("... d")}
+    devices = ("cuda",)
+    patterns = (
+        lambda x, bias: F.gelu(x + bias, approximate="tanh"),
+        lambda x, bias: _spelled_out(x + bias),
+    )
+    negatives = (lambda x, bias: F.gelu(x + bias), lambda x, bias: _spelled_out(x) + bias)
+
+    def forward(x, bias):
+        return F.gelu(x + bias, approximate="tanh").contiguous()
+
+    def fake(x, bias):
+        return x.new_empty(x.shape)
+
+    def backward(grad_y, x, bias, wanted):
+        dx = aten.gelu_backward(grad_y, x + bias, approximate="tanh").contiguous()
+        return dx, dx.flatten(0, -2).sum(0) if wanted[1] else None
+
+    def fake_backward(grad_y, x, bias, wanted):
+        return x.new_empty(x.shape), bias.new_empty(bias.shape) if wanted[1] else None
+
+    def cuda_forward(x, bias):
+        return launch_bias(x, bias, "gelu_tanh")
+
+    def cuda_backward(grad_y, x, bias, wanted):
+        return launch_bias_backward(grad_y, x, bias, "gelu_tanh", wanted=wanted[1])
+
+    def legal(x, bias):
+        return None if x.dtype == bias.dtype else "x and bias have different dtypes"
+
+
+@fusion
 class gelu_tanh:
     """GELU in the tanh form, spelled out (GPT-2), as torch's own kernel."""
 

@@ -143,7 +143,17 @@ def implement(
     """Register what runs, with its failures named."""
     library.impl(name, _named(fusion, name, run), "CompositeExplicitAutograd")
     if on_cuda is not None and has_triton():
-        library.impl(name, _named(fusion, name, on_cuda), "CUDA")
+        library.impl(name, _named(fusion, name, _in_32_bits(on_cuda, run)), "CUDA")
+
+
+def _in_32_bits(on_cuda: Function, run: Function) -> Function:
+    """The kernel, which computes in float32 at most; the reference for float64."""
+
+    def call(*args: Any) -> Any:
+        double = any(isinstance(a, Tensor) and a.dtype == torch.float64 for a in args)
+        return (run if double else on_cuda)(*args)
+
+    return call
 
 
 def _named(fusion: Fusion, op: str, run: Function) -> Function:

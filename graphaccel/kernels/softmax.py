@@ -255,8 +255,8 @@ class attention:
     sizes = {"d": (8, 16), "e": (8, 16)}
     large = 20.0  # products of two of them are what the softmax sees
     tolerance = 4.0  # torch's kernel, not ours
-    # A row that is -inf throughout is NaN in eager, and 0 or NaN in torch's; of one hidden by a large
-    # number, torch's CPU kernel gives the even weights of eager, but not their gradient.
+    # A row that is -inf throughout is NaN in eager, and 0 or NaN in torch's; of one hidden by a
+    # large number, torch's CPU kernel gives the even weights of eager, but not their gradient.
     masked_rows = False
     patterns = _spellings(
         lambda q, k, mask, scale: _scores(q, k) * scale + mask,

@@ -219,7 +219,7 @@ class Finder:
         if isinstance(again, Near):
             return f"not the same at these shapes: at {again.node}, {again.reason}"
         for mine, theirs in again.nodes.items():
-            a, b = mine.meta["val"], theirs.meta["val"]
+            a, b = mine.meta.get("val"), theirs.meta["val"]
             if isinstance(a, Tensor) and (a.dtype, a.shape) != (b.dtype, b.shape):
                 return (
                     f"{theirs.name} is {b.dtype} {tuple(b.shape)}, not {a.dtype} {tuple(a.shape)}"

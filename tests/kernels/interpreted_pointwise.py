@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 import torch
@@ -107,19 +108,19 @@ for dtype in (torch.float32, torch.float16):
                 got = launch_gated_backward(grad, gate, up, act)
             note(f"{name} dgate", got[0], dgate, like)
             note(f"{name} dup", got[1], dup, like)
-    for layout, (x, other, grad) in layouts.items():
+    for (layout, (x, other, grad)), act in product(layouts.items(), ("gelu", "gelu_tanh")):
         bias = other.flatten(0, -2)[0]
         x64, bias64 = wide(x, bias)
-        y = F.gelu(x64 + bias64)
+        y = ACTS[act](x64 + bias64)
         dx, dbias = gradients(y, grad, x64, bias64)
-        name, like = f"bias_gelu {layout} {dtype}", torch.empty(x.shape, dtype=dtype)
+        name, like = f"bias_{act} {layout} {dtype}", torch.empty(x.shape, dtype=dtype)
         with guarded():
-            note(f"{name} y", launch_bias(x, bias, "gelu"), y.detach(), like)
+            note(f"{name} y", launch_bias(x, bias, act), y.detach(), like)
             for programs in (1, 4):
-                got = launch_bias_backward(grad, x, bias, "gelu", programs=programs)
+                got = launch_bias_backward(grad, x, bias, act, programs=programs)
                 note(f"{name} dx {programs}", got[0], dx, like)
                 note(f"{name} dbias {programs}", got[1], dbias, like.new_empty(bias.shape))
-            got = launch_bias_backward(grad, x, bias, "gelu", wanted=False, programs=2)
+            got = launch_bias_backward(grad, x, bias, act, wanted=False, programs=2)
         assert got[1] is None
         note(f"{name} dx alone", got[0], dx, like)
 

@@ -48,11 +48,11 @@ class Attention(nn.Module):
                 (s * 0.5).masked_fill(self.causal[:, :, :6, :6] == 0, float("-inf")).softmax(-1)
             ),
             "added causal": lambda: (
-                (s * 0.5 + torch.where(seen, zero, torch.finfo(s.dtype).min)).softmax(-1)
-            ),
+                s * 0.5 + torch.where(seen, zero, torch.finfo(s.dtype).min)
+            ).softmax(-1),
             "added window": lambda: (
-                (s * 0.5 + torch.where(seen & (at[None] > at[:, None] - 3), zero, LOW)).softmax(-1)
-            ),
+                s * 0.5 + torch.where(seen & (at[None] > at[:, None] - 3), zero, LOW)
+            ).softmax(-1),
             "over queries": lambda: (s * 0.5 + self.mask).softmax(-2),
             "scores read": lambda: (s * 0.5 + self.mask).softmax(-1) + s.mean(),
             "sigmoid": lambda: (s * 0.5 + self.mask).sigmoid(),
@@ -101,8 +101,8 @@ def test_two_terms_are_added_to_the_scores() -> None:
     assert not calls(fused(step, "attention")), "T5 scales by one, which its graph says"
     Attention.probabilities, before = (
         lambda self, q, k: (
-            (torch.matmul(q, k.transpose(3, 2)) * 1.0 + self.bias + self.mask).softmax(-1)
-        ),
+            torch.matmul(q, k.transpose(3, 2)) * 1.0 + self.bias + self.mask
+        ).softmax(-1),
         Attention.probabilities,
     )
     try:
@@ -135,9 +135,9 @@ def test_a_layout_that_something_sees_is_kept() -> None:
     (copy,) = call.users
     assert copy.target is aten.clone.default
     assert copy.meta["val"].is_contiguous()
-    assert [n.meta["val"].stride() for n in rewritten.forward.graph.graph.output_node().all_input_nodes] == [
-        n.meta["val"].stride() for n in step.forward.graph.graph.output_node().all_input_nodes
-    ]
+    assert [
+        n.meta["val"].stride() for n in rewritten.forward.graph.graph.output_node().all_input_nodes
+    ] == [n.meta["val"].stride() for n in step.forward.graph.graph.output_node().all_input_nodes]
 
 
 @pytest.mark.parametrize("form", ["transformers", "added causal", "learned bias", "divided"])
