@@ -96,10 +96,9 @@ def op_table(cluster: Cluster) -> str:
     link = cluster.links[0]
     said = [f"{cluster.count} x {cluster.device.name}, measured at the same time"]
     if cluster.count > 1:
-        said += [
-            f"{link.name}: {1e6 * link.latency_seconds:.0f} us a hop, "
-            f"{link.bandwidth / 1e9:.2f} GB/s"
-        ]
+        for of in (link, *link.measured):
+            rates = f"{1e6 * of.latency_seconds:.0f} us a hop, {of.bandwidth / 1e9:.2f} GB/s"
+            said.append(f"{of.name}: {rates}")
     return "\n".join([*said, "", *columns(rows)])
 
 

@@ -3,7 +3,7 @@
 Each of `devices` processes runs the model by itself, all at once, since they share cores and memory
 there as they will in training: whole steps, then every node of the stage's graphs in place. What
 the nodes take together is made equal to what the step takes without its optimizer. Then come
-all-reduces and messages of several sizes, for latency and bandwidth.
+all-reduces and the other collectives in several sizes, for latency and bandwidth of each.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -35,11 +35,12 @@ from graphaccel.ir.program import StageProgram
 from graphaccel.jobs import find_job
 from graphaccel.measure import materialise, random_batch
 from graphaccel.ort.measure import example_inputs
-from graphaccel.planner.cluster import Cluster, Link, OpTime
+from graphaccel.planner.cluster import COLLECTIVES, Cluster, Collective, Link, OpTime
 from graphaccel.planner.cost import OPTIMIZER, program_work
 from graphaccel.planner.efficiency import Work
 from graphaccel.runtime.launch import check_devices
 
+c10d = torch.ops._c10d_functional
 _WARM, _STEPS, _RUNS = 2, 5, 5
 _MOST_SIZES = 4
 _MESSAGES = (1 << 12, 1 << 16, 1 << 20, 1 << 23)  # bytes
@@ -71,8 +72,10 @@ def measured(
         found = json.loads(out.read_text())
     ops = tuple(OpTime(**row) for row in found["ops"])
     links = cluster.links
-    if found["latency"] is not None:
-        links = (Link(links[0].name, found["latency"], found["bandwidth"], cluster.count),)
+    if found["rates"]:
+        name, rates = links[0].name, found["rates"]
+        rows = tuple(Collective(kind, *rates[kind]) for kind in COLLECTIVES)
+        links = (Link(name, *rates["all-reduce"], cluster.count, rows),)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     crowd = max(1.0, cluster.count * found["threads"] / (cores or 1))
     device = replace(cluster.device, measured=ops, crowd=crowd)
@@ -94,14 +97,14 @@ def _work(args: argparse.Namespace) -> None:
     everyone: list[Any] = [mine] * world
     if world > 1:
         dist.all_gather_object(everyone, mine)
-    latency, bandwidth = _link(world) if world > 1 else (None, None)
+    rates = _rates(world) if world > 1 else {}
     if int(os.environ.get("RANK", "0")) == 0:
         ops = [
             asdict(replace(row, seconds=statistics.fmean(each[row] for each in everyone)))
             for row in mine
         ]
-        said = {"ops": ops, "latency": latency, "bandwidth": bandwidth}
-        args.out.write_text(json.dumps({**said, "threads": torch.get_num_threads()}))
+        said = {"ops": ops, "rates": rates, "threads": torch.get_num_threads()}
+        args.out.write_text(json.dumps(said))
     if world > 1:
         dist.destroy_process_group()
 
@@ -206,19 +209,53 @@ def _median(run: Callable[[], object]) -> float:
     return statistics.median(times)
 
 
-def _link(world: int) -> tuple[float, float]:
-    """(seconds of a hop, bytes/s) that all-reduces show: a ring makes 2 (n - 1) hops, on which
-    2 (n - 1) / n of the bytes pass every process. By the least relative error."""
-    hops = 2 * (world - 1)
-    rows, wanted = [], []
-    for size in _MESSAGES:
-        data = torch.zeros(size // 4)
-        dist.barrier()
-        seconds = torch.tensor(_median(lambda data=data: dist.all_reduce(data)))
+def _rates(world: int) -> dict[str, tuple[float, float]]:
+    """(seconds of a hop, bytes/s) of each collective, by the least relative error: an all-reduce
+    makes a ring's two passes, the others one. A pass has n - 1 hops, on which (n - 1) / n of the
+    bytes go past every process."""
+    rows: dict[str, list[list[float]]] = defaultdict(list)
+    for wanted in _MESSAGES:
+        data = torch.zeros(wanted // 4 // world * world)
+        calls = _collectives(data, world)
+        seconds = torch.tensor(_in_turn(calls.values()))
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-        rows.append([hops / seconds.item(), hops / world * size / seconds.item()])
-        wanted.append(1.0)
-    (latency, each), *_ = np.linalg.lstsq(np.array(rows), np.array(wanted), rcond=None)
+        size = data.numel() * data.element_size()
+        for kind, each in zip(calls, seconds.tolist(), strict=True):
+            hops = (2 if kind == "all-reduce" else 1) * (world - 1)
+            rows[kind].append([hops / each, hops / world * size / each])
+    return {kind: _fitted(found) for kind, found in rows.items()}
+
+
+def _collectives(data: torch.Tensor, world: int) -> dict[str, Callable[[], object]]:
+    """Each collective about the bytes of `data`, called as a step's graph calls it."""
+    name = dist.group.WORLD.group_name  # type: ignore[union-attr]
+    each = [data.numel() // world] * world
+    part = data[: each[0]]
+    sent: dict[str, Callable[[], torch.Tensor]] = {
+        "reduce-scatter": lambda: c10d.reduce_scatter_tensor(data, "sum", world, name),
+        "all-gather": lambda: c10d.all_gather_into_tensor(part, world, name),
+        "all-to-all": lambda: c10d.all_to_all_single(data, each, each, name),
+    }
+    waited = {kind: lambda kind=kind: c10d.wait_tensor(sent[kind]()) for kind in COLLECTIVES}
+    return {"all-reduce": lambda: dist.all_reduce(data), **waited}
+
+
+def _in_turn(calls: Iterable[Callable[[], object]]) -> list[float]:
+    """Median seconds of each call, one run of all after the other: what else the machine does
+    slows them alike."""
+    times: list[list[float]] = []
+    for _ in range(_WARM + _RUNS):
+        times.append([])
+        for call in calls:
+            dist.barrier()
+            start = time.perf_counter()
+            call()
+            times[-1].append(time.perf_counter() - start)
+    return [statistics.median(each) for each in zip(*times[_WARM:], strict=True)]
+
+
+def _fitted(rows: list[list[float]]) -> tuple[float, float]:
+    (latency, each), *_ = np.linalg.lstsq(np.array(rows), np.ones(len(rows)), rcond=None)
     least = 1e-9
     return max(float(latency), least), 1 / max(float(each), 1e-15)
 

@@ -81,18 +81,40 @@ class Device:
     crowd: float = 1.0
 
 
+COLLECTIVES = ("reduce-scatter", "all-gather", "all-to-all")
+"""Those that a link can have rates of their own for."""
+
+
+@dataclass(frozen=True)
+class Collective:
+    """Rates of one of ``COLLECTIVES`` on a link: latency per hop and bytes/s, in the formula that
+    `planner.communication` has for it."""
+
+    name: str
+    latency_seconds: float
+    bandwidth: float
+
+
 @dataclass(frozen=True)
 class Link:
     """One level of the network: ``size`` devices that reach one another at this speed.
 
     ``bandwidth`` in bytes/s each device sends while it receives as much; ``latency_seconds`` per
-    hop.
+    hop. ``measured``: collectives that were found to have other rates (`graphaccel calibrate`).
     """
 
     name: str
     latency_seconds: float
     bandwidth: float
     size: int
+    measured: tuple[Collective, ...] = ()
+
+    def rates(self, collective: str) -> tuple[float, float]:
+        """(seconds of a hop, bytes/s) of a collective, or of a message: those of the link."""
+        for row in self.measured:
+            if row.name == collective:
+                return row.latency_seconds, row.bandwidth
+        return self.latency_seconds, self.bandwidth
 
 
 @dataclass(frozen=True)
@@ -180,7 +202,7 @@ class Cluster:
             device = dict(fields["device"])
             device["measured"] = tuple(OpTime(**row) for row in device.get("measured", ()))
             fields["device"] = Device(**device)
-            fields["links"] = tuple(Link(**link) for link in fields["links"])
+            fields["links"] = tuple(_link_of(link) for link in fields["links"])
             fields["ort"] = {
                 build: {key: (float(a), float(b)) for key, (a, b) in costs.items()}
                 for build, costs in fields.get("ort", {}).items()
@@ -190,6 +212,11 @@ class Cluster:
             return cls(**fields)
         except (KeyError, TypeError) as problem:
             raise ValueError(f"this is no cluster description: {problem}") from problem
+
+
+def _link_of(data: Mapping[str, Any]) -> Link:
+    rows = tuple(Collective(**row) for row in data.get("measured", ()))
+    return Link(**{**data, "measured": rows})
 
 
 def cluster(device: str, count: int, memory: int | None = None) -> Cluster:

@@ -15,7 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from graphaccel.errors import BadCluster
-from graphaccel.planner.cluster import Cluster, Device, Host, Link, OpTime
+from graphaccel.planner.cluster import (
+    COLLECTIVES,
+    Cluster,
+    Collective,
+    Device,
+    Host,
+    Link,
+    OpTime,
+)
 
 _MAY_BE_ZERO = {
     "latency_seconds", "launch_seconds", "context_bytes", "fragmentation", "processors",
@@ -110,6 +118,7 @@ def _of_links(links: Any) -> Iterator[str]:
             yield f"links[{place}] is to be an object"
             continue
         yield from _of_fields(link, Link, f"links[{place}].")
+        yield from _of_collectives(link.get("measured", []), f"links[{place}].measured")
         if isinstance(link.get("size"), int):
             sizes.append((place, link["size"]))
     for (_, inner), (place, outer) in pairwise(sizes):
@@ -118,6 +127,24 @@ def _of_links(links: Any) -> Iterator[str]:
                 f"links[{place}].size is {outer}, and the level inside it has {inner}: levels grow "
                 "outwards"
             )
+
+
+def _of_collectives(rows: Any, where: str) -> Iterator[str]:
+    if not isinstance(rows, list):
+        yield f"{where} is to be a list"
+        return
+    seen: list[Any] = []
+    for place, row in enumerate(rows):
+        if not isinstance(row, Mapping):
+            yield f"{where}[{place}] is to be an object"
+            continue
+        yield from _of_fields(row, Collective, f"{where}[{place}].")
+        name = row.get("name")
+        if name in seen:
+            yield f"{where} has {name} more than once"
+        elif isinstance(name, str) and name and name not in COLLECTIVES:
+            yield f"{where}[{place}].name is {name!r}; there are {', '.join(COLLECTIVES)}"
+        seen += [name] if name in COLLECTIVES else []
 
 
 def _of_fields(data: Mapping[str, Any], kind: type, where: str) -> Iterator[str]:

@@ -17,6 +17,9 @@ falls into nested subgroups; ``f`` is how many of the subgroups one level below 
 The faster of ring and tree is taken, as NCCL does; the tree wins where many nodes exchange little.
 gloo has the ring only. Every operation starts with one launch.
 
+Where a collective was measured on a level (`Link.measured`), a and B are what was found for it:
+gloo's reduce_scatter takes longer than its all_reduce, not half as long.
+
 Sources: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in
 MPICH", IJHPCA 2005 (alpha-beta costs of ring and pairwise exchange); NCCL ``src/graph/tuning.cc``
 (steps inside and between nodes, choice by predicted time, the factor 0.92); Sanders, Speck, Träff,
@@ -55,7 +58,7 @@ def all_reduce_seconds(cluster: Cluster, size: float, group_size: int, stride: i
     levels = _levels(cluster, group_size, stride)
     if not levels or size <= 0:
         return 0.0
-    ring = _ring_seconds(levels, size, passes=2)
+    ring = 2 * _ring_seconds(levels, size, "all-reduce")
     if cluster.device.name == "cpu":
         return cluster.device.launch_seconds + ring
     hops = 0.0
@@ -74,12 +77,15 @@ def reduce_scatter_seconds(
     levels = _levels(cluster, group_size, stride)
     if not levels or size <= 0:
         return 0.0
-    return cluster.device.launch_seconds + _ring_seconds(levels, size, passes=1)
+    return cluster.device.launch_seconds + _ring_seconds(levels, size, "reduce-scatter")
 
 
 def all_gather_seconds(cluster: Cluster, size: float, group_size: int, stride: int = 1) -> float:
     """Seconds until every member has all ``size`` bytes, of which each brings its share."""
-    return reduce_scatter_seconds(cluster, size, group_size, stride)
+    levels = _levels(cluster, group_size, stride)
+    if not levels or size <= 0:
+        return 0.0
+    return cluster.device.launch_seconds + _ring_seconds(levels, size, "all-gather")
 
 
 def all_to_all_seconds(cluster: Cluster, size: float, group_size: int, stride: int = 1) -> float:
@@ -91,12 +97,13 @@ def all_to_all_seconds(cluster: Cluster, size: float, group_size: int, stride: i
     levels = _levels(cluster, group_size, stride)
     if not levels or size <= 0:
         return 0.0
-    latency = bandwidth = 0.0
+    latency = slowest = 0.0
     for level in levels:
         partners = min(level.inside * level.factor, group_size) - level.inside
-        latency += partners * level.link.latency_seconds
-        bandwidth = max(bandwidth, size * partners / group_size / level.link.bandwidth)
-    return cluster.device.launch_seconds + latency + bandwidth
+        hop, rate = level.link.rates("all-to-all")
+        latency += partners * hop
+        slowest = max(slowest, size * partners / group_size / rate)
+    return cluster.device.launch_seconds + latency + slowest
 
 
 def send_seconds(cluster: Cluster, size: float, source: int, destination: int) -> float:
@@ -115,12 +122,14 @@ def link_between(cluster: Cluster, source: int, destination: int) -> Link:
     return next(link for link in cluster.links if source // link.size == destination // link.size)
 
 
-def _ring_seconds(levels: list[_Level], size: float, passes: int) -> float:
-    latency = sum(level.ring_hops * level.link.latency_seconds for level in levels)
+def _ring_seconds(levels: list[_Level], size: float, collective: str) -> float:
+    """Of one pass."""
     group_size = 1 + sum(level.ring_hops for level in levels)
     passing = size * (group_size - 1) / group_size
-    slowest = max(passing / level.inside / level.link.bandwidth for level in levels)
-    return passes * (latency + slowest)
+    rates = [level.link.rates(collective) for level in levels]
+    latency = sum(level.ring_hops * hop for level, (hop, _) in zip(levels, rates, strict=True))
+    slowest = max(passing / x.inside / rate for x, (_, rate) in zip(levels, rates, strict=True))
+    return latency + slowest
 
 
 def _levels(cluster: Cluster, group_size: int, stride: int) -> list[_Level]:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, fields, replace
 from graphaccel.errors import GraphAccelError
 from graphaccel.messages import format_bytes
 from graphaccel.planner.candidates import WORTH, Shape, shapes
-from graphaccel.planner.cluster import Cluster, OpTime
+from graphaccel.planner.cluster import Cluster, Collective, Link, OpTime
 from graphaccel.planner.conflicts import agreeing_pins
 from graphaccel.planner.explain import fullest, lost_because, seconds, wider_cluster
 from graphaccel.planner.offering import offered
@@ -327,11 +327,22 @@ def _rates(cluster: Cluster, factor: float) -> Iterator[tuple[str, float, Cluste
             break
         inner = link.size
         for what, changed in (
-            ("bandwidth", replace(link, bandwidth=link.bandwidth * factor)),
-            ("messages per second", replace(link, latency_seconds=link.latency_seconds / factor)),
+            ("bandwidth", _faster(link, bandwidth=factor)),
+            ("messages per second", _faster(link, messages=factor)),
         ):
             links = (*cluster.links[:place], changed, *cluster.links[place + 1 :])
             yield f"{link.name} {what}", factor, replace(cluster, links=links)
+
+
+def _faster(link: Link, bandwidth: float = 1.0, messages: float = 1.0) -> Link:
+    """The link, and what was measured on it, with higher rates."""
+
+    def rates(of: Link | Collective) -> dict[str, float]:
+        hop = of.latency_seconds / messages
+        return {"latency_seconds": hop, "bandwidth": of.bandwidth * bandwidth}
+
+    measured = tuple(replace(row, **rates(row)) for row in link.measured)
+    return replace(link, measured=measured, **rates(link))
 
 
 def _quicker(row: OpTime, factor: float) -> OpTime:

@@ -13,6 +13,7 @@ from graphaccel import cli
 from graphaccel.jobs import Job
 from graphaccel.measure import materialise, random_batch
 from graphaccel.model import as_batch
+from graphaccel.planner.cluster import COLLECTIVES
 from graphaccel.planner.cluster_file import read_cluster
 from graphaccel.report.facts import Facts
 from tests.cli.test_plan import JOBS, MODEL
@@ -51,17 +52,22 @@ def test_measured_beside_predicted(folder: Path, capsys: pytest.CaptureFixture[s
 def test_calibrate_then_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = ("jobs.py:plain", "--devices", "2", "--threads", "1")
     assert cli.main(["calibrate", *job, "--output", "cluster.json"]) == 0
-    assert "product" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "product" in shown
+    assert "\nreduce-scatter: " in shown
     where = read_cluster(Path("cluster.json"))
     assert "product" in {row.op for row in where.device.measured}
     assert all(row.seconds > 0 for row in where.device.measured)
     (link,) = where.links
     assert 0 < link.latency_seconds < 1
     assert 1e6 < link.bandwidth < 1e12
+    assert [row.name for row in link.measured] == list(COLLECTIVES)
+    assert all(0 < row.latency_seconds < 1 for row in link.measured)
+    assert all(1e6 < row.bandwidth for row in link.measured)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     assert where.device.crowd == max(1.0, 2 / (cores or 1))
-    shown = ("--devices", "2", "--cluster", "cluster.json", "--format", "json")
-    assert cli.main(["plan", "jobs.py:plain", *shown]) == 0
+    asked = ("--devices", "2", "--cluster", "cluster.json", "--format", "json")
+    assert cli.main(["plan", "jobs.py:plain", *asked]) == 0
     assert Facts.from_json(capsys.readouterr().out).prediction.seconds > 0
 
 

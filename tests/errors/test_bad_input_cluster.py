@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 import graphaccel
 from graphaccel import errors
-from graphaccel.planner.cluster import cluster
+from graphaccel.planner.cluster import Collective, cluster
 from graphaccel.planner.cluster_file import read_cluster, write_cluster
 from graphaccel.planner.conflicts import conflict
 from tests.support.small import Classifier, small_batch
@@ -31,6 +32,20 @@ def test_a_saved_cluster_is_read_back(tmp_path: Path) -> None:
     write_cluster(cluster("h100-80gb", 64), file)
     assert read_cluster(file) == cluster("h100-80gb", 64)
     assert read_cluster(file, 16).count == 16
+
+
+def test_collectives_are_read_back_and_files_without_them_are_read(tmp_path: Path) -> None:
+    plain = cluster("h100-80gb", 64)
+    rows = Collective("reduce-scatter", 1e-4, 2e9), Collective("all-to-all", 0.0, 1e9)
+    made = replace(plain, links=(replace(plain.links[0], measured=rows), *plain.links[1:]))
+    file = tmp_path / "c.json"
+    write_cluster(made, file)
+    assert read_cluster(file) == made
+    data = made.to_json()
+    for link in data["links"]:
+        del link["measured"]
+    file.write_text(json.dumps(data))
+    assert read_cluster(file) == plain
 
 
 def _changed(path: str, value: Any) -> dict[str, Any]:
@@ -58,6 +73,13 @@ def _changed(path: str, value: Any) -> dict[str, Any]:
         ("links.1.size", 8, "links[1].size is 8, and the level inside it has 8: levels grow outwards"),
         ("links.1.size", 12, "links[1].size is 12, and 16 devices are asked for: the last level reaches all of them"),
         ("links.0", "NVLink", "links[0] is to be an object"),
+        ("links.0.measured", {}, "links[0].measured is to be a list"),
+        ("links.0.measured", [3], "links[0].measured[0] is to be an object"),
+        ("links.0.measured", [{"name": "gossip", "latency_seconds": 0, "bandwidth": 1}], "links[0].measured[0].name is 'gossip'; there are reduce-scatter, all-gather, all-to-all"),
+        ("links.0.measured", [{"name": "all-gather", "latency_seconds": -1, "bandwidth": 1}], "links[0].measured[0].latency_seconds is -1: it is at least 0"),
+        ("links.1.measured", [{"name": "all-gather", "latency_seconds": 0, "bandwidth": 0}], "links[1].measured[0].bandwidth is 0: it is above 0"),
+        ("links.0.measured", [{"name": "all-gather", "bandwidth": 1}], "links[0].measured[0].latency_seconds is missing"),
+        ("links.0.measured", [{"name": "all-gather", "latency_seconds": 0, "bandwidth": 1}] * 2, "links[0].measured has all-gather more than once"),
         ("device.memory", -5, "device.memory is -5: it is above 0"),
         ("device.memory", 1.5, "device.memory is 1.5: it is a whole number"),
         ("device.peak_flops.float32", 0, "device.peak_flops.float32 is 0: it is above 0"),

@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -9,8 +10,10 @@ from hypothesis import strategies as st
 
 from graphaccel.errors import UnknownDevice
 from graphaccel.planner.cluster import (
+    COLLECTIVES,
     GIB,
     Cluster,
+    Collective,
     Device,
     Link,
     cluster,
@@ -202,6 +205,47 @@ def test_times_grow_with_bytes_and_a_lone_device_waits_for_nobody(name, size, mo
         took = seconds(entry, size, group, stride)
         assert took == 0 if group == 1 or size == 0 else took > 0
         assert seconds(entry, size + more, group, stride) >= took
+
+
+OF_TOY = {
+    "reduce-scatter": reduce_scatter_seconds,
+    "all-gather": all_gather_seconds,
+    "all-to-all": all_to_all_seconds,
+}
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_a_measured_collective_has_its_own_rates_and_the_others_the_links(name):
+    inner = replace(INNER, measured=(Collective(name, 2.0, 5.0),))
+    made = replace(TOY, links=(inner, OUTER))
+    assert OF_TOY[name](made, 400, 4) == pytest.approx(0.5 + 3 * 2 + 300 / 5)
+    for other in COLLECTIVES:
+        if other != name:
+            assert OF_TOY[other](made, 400, 4) == OF_TOY[other](TOY, 400, 4)
+    assert all_reduce_seconds(made, 400, 4) == all_reduce_seconds(TOY, 400, 4)
+    assert send_seconds(made, 400, 0, 1) == send_seconds(TOY, 400, 0, 1)
+
+
+def test_a_level_on_which_nothing_was_measured_keeps_its_rates():
+    inner = replace(INNER, measured=(Collective("reduce-scatter", 2.0, 5.0),))
+    made = replace(TOY, links=(inner, OUTER))
+    outside = reduce_scatter_seconds(made, 400, 4, stride=4)
+    assert outside == reduce_scatter_seconds(TOY, 400, 4, stride=4)
+    hops = 12 * 2 + 3 * 3  # of 16 around two levels: 12 inside
+    slowest = max(1500 / 5, 1500 / 4 / 2)
+    assert reduce_scatter_seconds(made, 1600, 16) == pytest.approx(0.5 + hops + slowest)
+
+
+@given(
+    st.lists(st.sampled_from(COLLECTIVES), unique=True),
+    st.floats(0, 1e3),
+    st.floats(0, 1e12, exclude_min=True),
+)
+def test_measured_collectives_survive_json(names, latency, bandwidth):
+    rows = tuple(Collective(name, latency, bandwidth) for name in names)
+    made = replace(TOY, links=(INNER, replace(OUTER, measured=rows)))
+    assert Cluster.from_json(json.loads(json.dumps(made.to_json()))) == made
+    assert hash(made)
 
 
 def test_hosts_are_slower_than_their_devices_and_shared_by_them():

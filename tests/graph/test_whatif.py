@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from graphaccel.capture.stepgraph import StepGraph
-from graphaccel.planner.cluster import Cluster
+from graphaccel.planner.cluster import COLLECTIVES, Cluster, Collective
 from graphaccel.planner.estimate import predict_seconds
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.record import Record
@@ -74,6 +74,21 @@ def test_prices_are_those_of_the_changed_cluster(
         p.gain for p in why.prices if p.change.startswith(("+", "2x")) and p.gain is not None
     ]
     assert min(helping) >= -1e-12  # more of anything never makes the best plan slower
+
+
+def test_a_faster_link_has_faster_collectives(captured: Captured, made_up: MadeUp) -> None:
+    def calibrated(factor: float) -> Cluster:
+        where = made_up(4, 10**6)
+        inner, *outer = where.links
+        rows = tuple(Collective(name, 1e-6, 1e8 * factor) for name in COLLECTIVES)
+        inner = replace(inner, bandwidth=inner.bandwidth * factor, measured=rows)
+        return replace(where, links=(inner, *outer))
+
+    pins = {"data": 4, "zero": 2}
+    plan, record = run(captured("gpt"), calibrated(1), **pins)
+    price = next(p for p in explain(record, plan).prices if p.change == "2x inner bandwidth")
+    better, _ = run(captured("gpt"), calibrated(2), **pins)
+    assert price.seconds == seconds(better) < seconds(plan)
 
 
 def test_regret_is_measured_against_the_best_plan_of_the_other_calibration(
