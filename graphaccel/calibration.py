@@ -73,9 +73,10 @@ def measured(
     ops = tuple(OpTime(**row) for row in found["ops"])
     links = cluster.links
     if found["rates"]:
-        name, rates = links[0].name, found["rates"]
-        rows = tuple(Collective(kind, *rates[kind]) for kind in COLLECTIVES)
-        links = (Link(name, *rates["all-reduce"], cluster.count, rows),)
+        rates = {kind: Collective(kind, *pair) for kind, pair in found["rates"].items()}
+        whole, rows = rates["all-reduce"], tuple(rates[kind] for kind in COLLECTIVES)
+        hop, bandwidth = whole.latency_seconds, whole.bandwidth
+        links = (Link(links[0].name, hop, bandwidth, cluster.count, rows),)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     crowd = max(1.0, cluster.count * found["threads"] / (cores or 1))
     device = replace(cluster.device, measured=ops, crowd=crowd)
