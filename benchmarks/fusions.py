@@ -81,16 +81,37 @@ def _vit(attention: str, dropout: float) -> nn.Module:
     )  # fmt: skip
 
 
+def _swin(attention: str, dropout: float) -> nn.Module:
+    return transformers.SwinForImageClassification(
+        transformers.SwinConfig(
+            depths=[2, 2], num_heads=[3, 6], hidden_dropout_prob=dropout, drop_path_rate=0.0,
+            num_labels=1000, attn_implementation=attention,
+        )
+    )  # fmt: skip
+
+
+def _mixtral(attention: str, dropout: float) -> nn.Module:
+    return transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(
+            vocab_size=32000, hidden_size=1024, intermediate_size=3584, num_hidden_layers=LAYERS,
+            num_attention_heads=16, num_key_value_heads=4, num_local_experts=4, use_cache=False,
+            attn_implementation=attention,
+        )
+    )  # fmt: skip
+
+
 MODELS: dict[str, Callable[[str, float], nn.Module]] = {
     "gpt2": _gpt2,
     "bert": _bert,
     "llama": _llama,
     "t5": _t5,
     "vit": _vit,
+    "swin": _swin,
+    "mixtral": _mixtral,
 }
 FORMS = (
     ("sdpa", "fp32"), ("eager", "fp32"), ("sdpa", "bf16"), ("sdpa", "autocast"),
-    ("sdpa", "bf16, dropout"),
+    ("eager", "autocast"), ("sdpa", "bf16, dropout"),
 )  # fmt: skip
 
 
@@ -105,7 +126,7 @@ def captured(
         model = MODELS[name](attention, dropout).train().to(dtype)
     ids = torch.zeros(BATCH, TOKENS, dtype=torch.int64)
     batch: dict[str, Tensor] = {"input_ids": ids, "labels": ids.clone()}
-    if name == "vit":
+    if name in ("vit", "swin"):
         pixels = torch.zeros(BATCH, 3, 224, 224, dtype=dtype)
         batch = {"pixel_values": pixels, "labels": ids[:, 0].clone()}
     compiler = Compiler(Model(model, None, 2.0), cluster("h100-80gb", 1, None), {})

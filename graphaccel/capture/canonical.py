@@ -245,6 +245,17 @@ def _chosen_product(node: fx.Node) -> None:
         return
 
 
+def _times_one(node: fx.Node) -> None:
+    """A factor of one (T5's scale, BART's embeddings) changes nothing of a float."""
+    source, factor = node.args[:2]
+    if isinstance(factor, fx.Node) or factor != 1 or not isinstance(source, fx.Node):
+        return
+    was, value = source.meta["val"], node.meta["val"]
+    same = (was.dtype, was.shape, was.stride()) == (value.dtype, value.shape, value.stride())
+    if same and was.is_floating_point() and all(u.op != "output" for u in node.users):
+        _replace(node, source)
+
+
 def _softmax(node: fx.Node) -> None:
     """Asked for in the dtype that it has anyhow, as transformers does, softmax says none."""
     source, dim, *dtype = node.args
@@ -294,6 +305,8 @@ _REWRITES: dict[Any, Callable[[fx.Node], None]] = {
     aten.triplet_margin_loss.default: _reduced_loss,
     aten.native_dropout.default: _dropout,
     aten.softmax.int: _softmax,
+    aten.mul.Tensor: _times_one,
+    aten.div.Tensor: _times_one,
     aten.adaptive_avg_pool1d.default: _pool,
     aten.adaptive_avg_pool2d.default: _pool,
     aten.adaptive_avg_pool3d.default: _pool,

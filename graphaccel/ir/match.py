@@ -199,7 +199,7 @@ class _Search:
         pairs = []
         for name, value in left.items():
             other = right[name]
-            if name in _WHEREABOUTS or (name in _SIZES and not self.sizes):
+            if name in _WHEREABOUTS or (name in _SIZES and not self._compared(wanted)):
                 continue
             if name in _DIMS:
                 value, other = _from_the_end(wanted, value), _from_the_end(node, other)
@@ -217,6 +217,10 @@ class _Search:
             (a, x), (b, y), *others = pairs
             if isinstance(x, fx.Node) and isinstance(y, fx.Node):
                 yield ((a, y), (b, x), *others)
+
+    def _compared(self, wanted: fx.Node) -> bool:
+        """Whether sizes in its arguments are: a reshape may say -1, and its result says it all."""
+        return self.sizes and wanted.target is not aten.reshape.default
 
     def _differ(self, a: Any, b: Any) -> bool:
         """Whether two literals (not nodes, nor numbers to be bound) differ."""

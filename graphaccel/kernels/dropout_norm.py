@@ -111,9 +111,9 @@ class dropout_add_layer_norm:
         return _undropped(dx, mask, p).to(total.dtype), dx.to(total.dtype), dweight, dbias
 
     def cuda_forward(x, residual, weight, bias, p, eps):
-        kind = torch.promote_types(x.dtype, residual.dtype)
+        out = layer.given_kind(torch.promote_types(x.dtype, residual.dtype), weight)
         made = launch_forward(
-            x, weight, bias, eps, centres=True, out=kind, residual=residual, dropout=p
+            x, weight, bias, eps, centres=True, out=out, residual=residual, dropout=p
         )
         return made.total, made.y, made.mask, made.mean, made.r
 

@@ -31,9 +31,10 @@ def wide(x: Tensor | None) -> Tensor | None:
 def normed(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """y in the dtype of x, mean and r in that of the computation: torch's own kernel."""
+    """y in the wider dtype of x and weight, mean and r in that of the computation: torch's own
+    kernel."""
     y, mean, r = torch.native_layer_norm(wide(x), x.shape[-1:], wide(weight), wide(bias), eps)
-    return y.to(x.dtype), mean, r
+    return y.to(given_kind(x.dtype, weight)), mean, r
 
 
 def gradients(
@@ -63,7 +64,13 @@ def fake_norm(
     """Shapes and dtypes of `normed`."""
     kind = torch.float64 if x.dtype == torch.float64 else torch.float32
     rows = (*x.shape[:-1], 1)
-    return x.new_empty(x.shape), x.new_empty(rows, dtype=kind), x.new_empty(rows, dtype=kind)
+    y = x.new_empty(x.shape, dtype=given_kind(x.dtype, weight))
+    return y, x.new_empty(rows, dtype=kind), x.new_empty(rows, dtype=kind)
+
+
+def given_kind(kind: torch.dtype, weight: Tensor | None) -> torch.dtype:
+    """The dtype of y, for x of this one: weights that autocast leaves in float32 widen it."""
+    return kind if weight is None else torch.promote_types(kind, weight.dtype)
 
 
 def too_wide(x: Tensor) -> str | None:
@@ -122,7 +129,8 @@ class layer_norm:
         return dx.to(x.dtype), dweight, dbias
 
     def cuda_forward(x, weight, bias, eps):
-        made = launch_forward(x, weight, bias, eps, centres=True, out=x.dtype)
+        out = given_kind(x.dtype, weight)
+        made = launch_forward(x, weight, bias, eps, centres=True, out=out)
         return made.y, made.mean, made.r
 
     def cuda_backward(grad_y, x, weight, bias, mean, r, wanted):
@@ -134,7 +142,7 @@ class layer_norm:
         return made.dx, made.dweight, made.dbias
 
     def legal(x, weight, bias, **_):
-        if any(t is not None and t.dtype != x.dtype for t in (weight, bias)):
+        if not _fits(x.dtype, weight, bias):
             return "x, weight and bias have different dtypes"
         return too_wide(x)
 
@@ -192,8 +200,8 @@ class add_layer_norm:
         return dx.to(total.dtype), dweight, dbias
 
     def cuda_forward(x, residual, weight, bias, eps):
-        kind = torch.promote_types(x.dtype, residual.dtype)
-        made = launch_forward(x, weight, bias, eps, centres=True, out=kind, residual=residual)
+        out = given_kind(torch.promote_types(x.dtype, residual.dtype), weight)
+        made = launch_forward(x, weight, bias, eps, centres=True, out=out, residual=residual)
         return made.total, made.y, made.mean, made.r
 
     def cuda_backward(grad_total, grad_y, total, weight, bias, mean, r, wanted):
@@ -220,7 +228,12 @@ def added(x: Tensor, residual: Tensor) -> str | None:
 
 def kinds(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
     """Why the dtypes of a sum and of the weights do not fit, or None."""
-    kind = torch.promote_types(x.dtype, residual.dtype)
-    if any(t is not None and t.dtype != kind for t in (weight, bias)):
+    if not _fits(torch.promote_types(x.dtype, residual.dtype), weight, bias):
         return "the sum, weight and bias have different dtypes"
     return None
+
+
+def _fits(kind: torch.dtype, weight: Tensor | None, bias: Tensor | None) -> bool:
+    """Whether weight and bias have x's dtype, or both float32 where x has 16 bits."""
+    given = {t.dtype for t in (weight, bias) if t is not None}
+    return given <= {kind} or (given == {torch.float32} and kind != torch.float64)

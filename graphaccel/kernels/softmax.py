@@ -174,7 +174,7 @@ def _spellings(*scores: Function, after: Function | None = None) -> tuple[Functi
             kind = given["x" if after is None else "q"].dtype
             read = {n: given[n] for n in signature(score).parameters}
             made = turn(score(**read), kind)
-            return made if after is None else after(made, given["v"])
+            return made if after is None else after(made.to(kind), given["v"])
 
         known = dict(signature(score).parameters)
         if after is not None:
@@ -246,8 +246,9 @@ class attention:
         "q": T("b h q d"),
         "k": T("b h s d"),
         "v": T("b h s e"),
-        "mask": T("b h q s", optional=True, mask=True),
-        "bias": T("b h q s", optional=True, mask=True),
+        # In 16 bits torch's CPU kernels spell attention out in float32 where a mask is learned.
+        "mask": T("b h q s", optional=True, mask=True, low_grad=False),
+        "bias": T("b h q s", optional=True, mask=True, low_grad=False),
         "hidden": T("b h q s", optional=True, grad=False, broadcast=True, dtype="bool"),
         "scale": Scalar(1.0, (0.125,)),
     }
@@ -262,6 +263,7 @@ class attention:
         lambda q, k, mask, scale: _scores(q, k) * scale + mask,
         lambda q, k, mask: _scores(q, k) + mask,
         lambda q, k, bias, mask, scale: _scores(q, k) * scale + bias + mask,
+        lambda q, k, bias, mask: _scores(q, k) + bias + mask,
         lambda q, k, hidden, scale: (_scores(q, k) * scale).masked_fill(hidden, _MASKED),
         lambda q, k, scale: _scores(q, k) * scale,
         lambda q, k: _scores(q, k),

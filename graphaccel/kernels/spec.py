@@ -19,7 +19,8 @@ class T:
 
     dims: index names as in einsum; `...` stands for any leading dims, a number for a dim of that
       size. Equal names are equal sizes; the sharding rule is read off them.
-    optional: it may be missing (None); of an output: its gradient may be. grad: it gets a gradient.
+    optional: it may be missing (None); of an output: its gradient may be. grad: it gets a gradient;
+      low_grad: in 16 bits too.
     below: integers, at least 0 and below the size of this index (or, where some may be ignored,
       -100).
     dtype: of an output or saved tensor, where it is not that of the first input: a torch dtype
@@ -32,6 +33,7 @@ class T:
     dims: str
     optional: bool = False
     grad: bool = True
+    low_grad: bool = True
     below: str = ""
     ignored: bool = True
     dtype: str = ""

@@ -103,7 +103,33 @@ def _prepared(forward: ForwardGraph, keep_outputs: bool) -> ForwardGraph:
     module = graph_module(forward.graph, graph)
     module.graph.eliminate_dead_code()
     simplify(module)
+    with fake_mode_of([n for n in module.graph.nodes if n.op == "placeholder"]):
+        _cast_first(module.graph)
     return replace(forward, graph=module, outputs=outputs)
+
+
+def _cast_first(graph: fx.Graph) -> None:
+    """Casts before the transposes that only they read, as patterns have them."""
+    for node in list(graph.nodes):
+        if node.target is not aten._to_copy.default or set(node.kwargs) != {"dtype"}:
+            continue
+        view = node.args[0]
+        assert isinstance(view, fx.Node)
+        if view.target is not aten.transpose.int or len(view.users) > 1:
+            continue
+        source, *dims = view.args
+        assert isinstance(source, fx.Node)
+        low = source.meta["val"].to(node.kwargs["dtype"])
+        turned = low.transpose(*dims)
+        if turned.stride() != node.meta["val"].stride():
+            continue
+        with graph.inserting_before(view):
+            cast = graph.call_function(aten._to_copy.default, (source,), dict(node.kwargs))
+        cast.meta = {**node.meta, "val": low}
+        view.replace_input_with(source, cast)
+        view.meta["val"] = turned
+        node.replace_all_uses_with(view)
+        graph.erase_node(node)
 
 
 def _place(forward: ForwardGraph, sites: Sequence[Site]) -> None:

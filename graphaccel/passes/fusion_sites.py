@@ -131,11 +131,11 @@ class Finder:
         for low in (None, *self._lows):
             plain = Variant(function, low, False)
             yield plain
+            forms = (plain,) if low is None else (plain, replace(plain, autocast=True))
+            yield from forms[1:]
             pattern = generic(fusion, plain)
             if pattern is not None and adds_bias(fusion, pattern) is not None:
-                yield from (replace(plain, product=kind) for kind in PRODUCTS)
-            if low is not None:
-                yield Variant(function, low, True)
+                yield from (replace(f, product=kind) for f in forms for kind in PRODUCTS)
 
     def _at(
         self,
@@ -190,8 +190,12 @@ class Finder:
         values = {n: v.meta["val"] if isinstance(v, fx.Node) else v for n, v in inputs.items()}
         for name, spec in fusion.tensors.items():
             value = inputs[name]
-            if value is not None and not spec.differentiable and value in self._learned:
+            if value is None or value not in self._learned:
+                continue
+            if not spec.differentiable:
                 return f"`{name}` needs a gradient, and the op gives none"
+            if not spec.low_grad and _first(values).dtype in _LOW:
+                return f"`{name}` needs a gradient, which is not for 16 bits"
         reason = _sizes_agree(fusion, values)
         if reason is None and fusion.legal is not None:
             reason = fusion.legal(**values)
@@ -225,6 +229,10 @@ class Finder:
                     f"{theirs.name} is {b.dtype} {tuple(b.shape)}, not {a.dtype} {tuple(a.shape)}"
                 )
         return None
+
+
+def _first(values: Mapping[str, Any]) -> Tensor:
+    return next(v for v in values.values() if isinstance(v, Tensor))
 
 
 def at(site: Site, twins: Mapping[fx.Node, fx.Node]) -> Site:
@@ -443,7 +451,9 @@ def generic(fusion: Fusion, variant: Variant) -> Pattern | None:
             values[name] = _SENTINEL + i / 64
         elif isinstance(spec, Scalar) and not isinstance(spec.default, bool):
             values[name] = _WHOLE_SENTINEL + i
-    if variant.autocast:  # weights stay wide, and masks and tables that the model computes
+    if (
+        variant.autocast and not variant.product
+    ):  # weights stay wide, and masks and tables that the model computes
         values = {
             n: v.float()
             if isinstance(v, Tensor) and v.is_floating_point() and (v.dim() == 1 or _table(n))
