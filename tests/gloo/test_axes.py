@@ -19,7 +19,8 @@ from torch import Tensor
 from graphaccel.api import cluster_here
 from graphaccel.compiler import Compiler, schedule_of
 from graphaccel.handle import choose_together
-from graphaccel.ir.program import Sharded
+from graphaccel.ir.program import Sharded, StepProgram
+from graphaccel.kernels.register import fusion_of
 from graphaccel.model import Model, as_batch
 from graphaccel.planner.plan import Plan
 from graphaccel.rules.shard import Shard
@@ -103,7 +104,15 @@ def run_axes(name: str, pins: dict[str, Any], world: int) -> dict[str, Any]:
         "at": at,
         "resting": dict(program.resting),
         "sizes": dict(mesh.sizes),
+        "fused": sorted(_fused(program)),
     }
+
+
+def _fused(program: StepProgram) -> set[str]:
+    """Names of the fused ops in the stages of a program."""
+    graphs = [s.forward.graph for s in program.stages]
+    found = (fusion_of(n.target) for g in graphs for n in g.nodes)
+    return {f.name for f in found if f is not None}
 
 
 @cache
