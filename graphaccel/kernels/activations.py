@@ -43,6 +43,24 @@ def _contiguous(*values: Tensor) -> tuple[Tensor, ...]:
     return tuple(v.contiguous() for v in values)
 
 
+def _alike(gate: Tensor, up: Tensor) -> str | None:
+    return None if gate.dtype == up.dtype else "its halves have different dtypes"
+
+
+def _alike_bias(x: Tensor, bias: Tensor) -> str | None:
+    return None if x.dtype == bias.dtype else "x and bias have different dtypes"
+
+
+def _fake_bias(x: Tensor, bias: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _fake_bias_backward(
+    grad_y: Tensor, x: Tensor, bias: Tensor, wanted: list[bool]
+) -> tuple[Tensor, Tensor | None]:
+    return x.new_empty(x.shape), bias.new_empty(bias.shape) if wanted[1] else None
+
+
 @fusion
 class swiglu:
     """silu(gate) * up."""
@@ -71,8 +89,7 @@ class swiglu:
     def cuda_backward(grad_y, gate, up):
         return launch_gated_backward(grad_y, gate, up, "silu")
 
-    def legal(gate, up):
-        return None if gate.dtype == up.dtype else "its halves have different dtypes"
+    legal = _alike
 
 
 @fusion
@@ -100,8 +117,7 @@ class geglu:
     def cuda_backward(grad_y, gate, up):
         return launch_gated_backward(grad_y, gate, up, "gelu")
 
-    def legal(gate, up):
-        return None if gate.dtype == up.dtype else "its halves have different dtypes"
+    legal = _alike
 
 
 @fusion
@@ -133,8 +149,7 @@ class geglu_tanh:
     def cuda_backward(grad_y, gate, up):
         return launch_gated_backward(grad_y, gate, up, "gelu_tanh")
 
-    def legal(gate, up):
-        return None if gate.dtype == up.dtype else "its halves have different dtypes"
+    legal = _alike
 
 
 @fusion
@@ -153,15 +168,9 @@ class bias_gelu:
     def forward(x, bias):
         return F.gelu(x + bias).contiguous()
 
-    def fake(x, bias):
-        return x.new_empty(x.shape)
-
     def backward(grad_y, x, bias, wanted):
         dx = aten.gelu_backward(grad_y, x + bias).contiguous()
         return dx, dx.flatten(0, -2).sum(0) if wanted[1] else None
-
-    def fake_backward(grad_y, x, bias, wanted):
-        return x.new_empty(x.shape), bias.new_empty(bias.shape) if wanted[1] else None
 
     def cuda_forward(x, bias):
         return launch_bias(x, bias, "gelu")
@@ -169,8 +178,9 @@ class bias_gelu:
     def cuda_backward(grad_y, x, bias, wanted):
         return launch_bias_backward(grad_y, x, bias, "gelu", wanted=wanted[1])
 
-    def legal(x, bias):
-        return None if x.dtype == bias.dtype else "x and bias have different dtypes"
+    fake = _fake_bias
+    fake_backward = _fake_bias_backward
+    legal = _alike_bias
 
 
 @fusion
@@ -189,15 +199,9 @@ class bias_gelu_tanh:
     def forward(x, bias):
         return F.gelu(x + bias, approximate="tanh").contiguous()
 
-    def fake(x, bias):
-        return x.new_empty(x.shape)
-
     def backward(grad_y, x, bias, wanted):
         dx = aten.gelu_backward(grad_y, x + bias, approximate="tanh").contiguous()
         return dx, dx.flatten(0, -2).sum(0) if wanted[1] else None
-
-    def fake_backward(grad_y, x, bias, wanted):
-        return x.new_empty(x.shape), bias.new_empty(bias.shape) if wanted[1] else None
 
     def cuda_forward(x, bias):
         return launch_bias(x, bias, "gelu_tanh")
@@ -205,8 +209,9 @@ class bias_gelu_tanh:
     def cuda_backward(grad_y, x, bias, wanted):
         return launch_bias_backward(grad_y, x, bias, "gelu_tanh", wanted=wanted[1])
 
-    def legal(x, bias):
-        return None if x.dtype == bias.dtype else "x and bias have different dtypes"
+    fake = _fake_bias
+    fake_backward = _fake_bias_backward
+    legal = _alike_bias
 
 
 @fusion
