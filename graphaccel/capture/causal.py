@@ -57,15 +57,28 @@ def causal_attention(node: fx.Node) -> None:
 def _choice(mask: fx.Node) -> fx.Node:
     """What a mask that is added is made of: a boolean one, or itself."""
     node = mask
-    while node.target in (aten._to_copy.default, aten.clamp.default):
+    while _keeps_lows(node):
         node = node.args[0]
-    if node.target is not aten.where.ScalarOther:
+    if node.target is not aten.where.ScalarOther or not node.meta["val"].is_floating_point():
         return mask
     condition, zero, low = node.args
     none = zero.target in (aten.zeros.default, aten.zeros_like.default) or (
         zero.target in (aten.full.default, aten.scalar_tensor.default) and zero.args[-1] == 0
     )
-    return condition if none and low <= torch.finfo(node.meta["val"].dtype).min / 2 else mask
+    return condition if none and _hides(low, node) else mask
+
+
+def _keeps_lows(node: fx.Node) -> bool:
+    """Whether a call leaves 0 and the lowest numbers what they are to a softmax."""
+    if not node.meta["val"].is_floating_point():
+        return False
+    if node.target is aten.clamp.default and len(node.args) == 2 and not node.kwargs:
+        return _hides(node.args[1], node)
+    return node.target is aten._to_copy.default
+
+
+def _hides(low: Any, node: fx.Node) -> bool:
+    return low <= torch.finfo(node.meta["val"].dtype).min / 2
 
 
 def _depends_on_sizes_alone(mask: fx.Node) -> bool:

@@ -187,7 +187,8 @@ def _captured(model: nn.Module, batch: Batch, loss_fn: LossFn, symbolic: bool) -
             wanted.append((SEQUENCE, length // 2, sequence))
         for symbol, other, where in wanted:
             variant = _variant(model, batch, loss_fn, where, other)
-            if variant is not None and same_structure(forward.graph, variant.graph):
+            ratio = other / base[symbol]
+            if variant is not None and same_structure(forward.graph, variant.graph, ratio):
                 others.append((symbol, other, variant))
             else:
                 base.pop(symbol)
@@ -280,7 +281,7 @@ def assemble(
             (symbol, size, differentiate(other, trainable, scaled=scaled)[0])
             for symbol, size, other in others
         ]
-        kept = [(s, n, g) for s, n, g in points if same_structure(joint, g)]
+        kept = [p for p in points if same_structure(joint, p[2], p[1] / sizes[p[0]])]
         known = {s: n for s, n in sizes.items() if s in {s for s, _, _ in kept}}
         attach_sizes(joint, known, kept)
     return StepGraph(

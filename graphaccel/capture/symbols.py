@@ -10,6 +10,7 @@ sequence.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
@@ -27,8 +28,12 @@ SEQUENCE = sympy.Symbol("s", positive=True, integer=True)
 _CAST, _SUM = torch.ops.aten._to_copy.default, torch.ops.aten.add.Tensor
 
 
-def same_structure(left: fx.GraphModule, right: fx.GraphModule) -> bool:
-    """Whether two graphs are the same but for numbers: same ops, wired the same way."""
+def same_structure(left: fx.GraphModule, right: fx.GraphModule, ratio: float) -> bool:
+    """Whether two graphs are the same but for numbers: same ops, wired the same way.
+
+    ratio: how much larger a size of the right one is. A float that differs must be a power of it
+    (`_power`): two captures do not say how else it goes on.
+    """
     a, b = list(left.graph.nodes), list(right.graph.nodes)
     if len(a) != len(b):
         return False
@@ -37,12 +42,29 @@ def same_structure(left: fx.GraphModule, right: fx.GraphModule) -> bool:
     def wiring(node: fx.Node) -> list[int]:
         return [number[n] for n in node.all_input_nodes]
 
+    def floats(node: fx.Node) -> list[int | float]:
+        return [n for n in integers(node) if isinstance(n, float)]
+
+    def grow(x: fx.Node, y: fx.Node) -> bool:
+        one, other = floats(x), floats(y)
+        return len(one) == len(other) and all(
+            m == n or _power(m, n, ratio) is not None for m, n in zip(one, other, strict=True)
+        )
+
     return all(
-        x.op == y.op and str(x.target) == str(y.target) and wiring(x) == wiring(y)
+        x.op == y.op and str(x.target) == str(y.target) and wiring(x) == wiring(y) and grow(x, y)
         if x.op != "placeholder"
         else y.op == "placeholder"
         for x, y in zip(a, b, strict=True)
     )
+
+
+def _power(value: float, other: float, ratio: float) -> sympy.Rational | None:
+    """The power of a size that a float goes with: the size, its root, or their inverses."""
+    for power in (1, -1, 0.5, -0.5):
+        if value and math.isclose(other / value, ratio**power, rel_tol=1e-9):
+            return sympy.Rational(power)
+    return None
 
 
 def attach_sizes(
@@ -189,7 +211,8 @@ def fit(
     """The expression through `value` at `base` and `others` at the points that differ in one
     symbol.
 
-    Affine in each symbol; proportional to its square where only that passes through both points.
+    Affine in each symbol; proportional to its square where only that passes through both points. A
+    float is proportional to a power of it (`_power`).
     The dependences on different symbols multiply (`b*s` tokens), as sizes of reshaped tensors do.
     """
     if all(o == value for o in others) or value == 0:
@@ -201,6 +224,11 @@ def fit(
         if other == value:
             continue
         start = base[symbol]
+        if isinstance(value, float):
+            power = _power(value, other, size / start)
+            assert power is not None  # `same_structure` saw to it
+            expression *= (symbol / start) ** power
+            continue
         ratio = sympy.Rational(Fraction(other) / Fraction(value))
         if ratio == sympy.Rational(size, start) ** 2:
             expression *= (symbol / start) ** 2

@@ -170,7 +170,7 @@ class bias_gelu:
 
     def backward(grad_y, x, bias, wanted):
         dx = aten.gelu_backward(grad_y, x + bias).contiguous()
-        return dx, dx.flatten(0, -2).sum(0) if wanted[1] else None
+        return dx, dx.reshape(-1, len(bias)).sum(0) if wanted[1] else None
 
     def cuda_forward(x, bias):
         return launch_bias(x, bias, "gelu")
@@ -201,7 +201,7 @@ class bias_gelu_tanh:
 
     def backward(grad_y, x, bias, wanted):
         dx = aten.gelu_backward(grad_y, x + bias, approximate="tanh").contiguous()
-        return dx, dx.flatten(0, -2).sum(0) if wanted[1] else None
+        return dx, dx.reshape(-1, len(bias)).sum(0) if wanted[1] else None
 
     def cuda_forward(x, bias):
         return launch_bias(x, bias, "gelu_tanh")

@@ -89,7 +89,8 @@ def backward_kernel(
     """One row a program."""
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(target + row).to(tl.int64)
-    factor = tl.where(label != IGNORED, 1.0, 0.0) * tl.load(grad_loss).to(tl.float32)
+    # Where all are ignored the gradient of the loss is infinite, and theirs is 0.
+    factor = tl.where(label != IGNORED, tl.load(grad_loss).to(tl.float32), 0.0)
     highest, summed = tl.load(peak + row), tl.load(logsum + row)
     into = slope + row * slope_stride
     _slope(scores + row * stride, into, label, highest, summed, factor, c, BLOCK)
@@ -199,10 +200,12 @@ class cross_entropy:
 
     def backward(grad_loss, scores, target, peak, logsum):
         slope = (_wide(scores) - peak[:, None]).sub_(logsum[:, None]).exp_()
-        counted = (target != IGNORED).to(slope.dtype)
-        label = torch.where(target == IGNORED, 0, target)
+        counted = target != IGNORED
+        label = torch.where(counted, target, 0)
         slope.scatter_add_(1, label[:, None], slope.new_full((len(label), 1), -1.0))
-        return slope.mul_((counted * grad_loss)[:, None]).to(scores.dtype)
+        # Where all are ignored the gradient of the loss is infinite, and theirs is 0.
+        factor = torch.where(counted, grad_loss.to(slope.dtype), 0.0)
+        return slope.mul_(factor[:, None]).to(scores.dtype)
 
     def fake_backward(grad_loss, scores, target, peak, logsum):
         return torch.empty_like(scores)

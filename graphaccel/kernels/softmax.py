@@ -238,6 +238,14 @@ def _scores(q: Tensor, k: Tensor) -> Tensor:
     return torch.matmul(q, k.transpose(-1, -2))
 
 
+def _narrowed(mask: Tensor, kind: torch.dtype) -> Tensor:
+    """The mask in another dtype; its lowest numbers stay finite: -inf throughout would be NaN."""
+    low = torch.finfo(kind).min
+    if mask.is_floating_point() and torch.finfo(mask.dtype).min < low:
+        mask = mask.clamp(min=low)
+    return mask.to(kind)
+
+
 @fusion
 class attention:
     """matmul(softmax(q · kᵀ * scale + mask), v) as scaled_dot_product_attention."""
@@ -281,5 +289,7 @@ class attention:
         if hidden is not None:
             mask = ~hidden
         elif mask is not None and mask.dtype != q.dtype:  # under autocast it is still wide
-            mask = mask.clamp(min=torch.finfo(q.dtype).min).to(q.dtype)  # -inf would make NaN
+            mask = _narrowed(mask, q.dtype)
+        if mask is not None and mask.dim() < 2:
+            mask = mask.expand(q.shape[-2], k.shape[-2])
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)

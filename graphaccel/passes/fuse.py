@@ -29,6 +29,7 @@ from torch import fx
 from graphaccel.capture.export import ForwardGraph
 from graphaccel.capture.patterns import simplify
 from graphaccel.capture.stepgraph import StepGraph, assemble, of_few
+from graphaccel.capture.symbols import integers
 from graphaccel.compat.torch import fake_mode_of, graph_module
 from graphaccel.ir.values import propagate
 from graphaccel.kernels.registry import fusion_named
@@ -83,8 +84,13 @@ def find_sites(
 
 
 def _fits(site: Site, other: ForwardGraph) -> bool:
-    """Whether the op gives what it replaces at the other captured size too."""
+    """Whether the op gives what it replaces at the other captured size too, by the same numbers (a
+    factor that goes with a size would be taken for a constant)."""
     twins = dict(zip(site.outputs[0].graph.nodes, other.graph.graph.nodes, strict=True))
+    for node in site.inside:
+        if torch.Tag.pointwise in getattr(node.target, "tags", ()):
+            if integers(node) != integers(twins[node]):
+                return False
     mode = fake_mode_of([n for n in twins.values() if n.op == "placeholder"])
     return unchanged(at(site, twins), mode) is None
 

@@ -249,7 +249,10 @@ def unchanged(site: Site, mode: Any) -> str | None:
     rewrite gives in another layout is copied into that of eager (`_rewritten`)."""
     values = [v.meta["val"] if isinstance(v, fx.Node) else v for v in site.inputs.values()]
     with mode:
-        made = (_widening(site) or _op(site))(*values)
+        try:
+            made = (_widening(site) or _op(site))(*values)
+        except (RuntimeError, IndexError, ValueError, TypeError) as problem:
+            return f"it does not take these: {str(problem).splitlines()[0]}"
         made = [made] if isinstance(made, Tensor) else list(made)
         wanted = [o.meta["val"] for o in site.outputs]
         made = narrowed(site.fusion, made, wanted)
@@ -301,14 +304,17 @@ def emit(graph: fx.Graph, site: Site, moved: Mapping[fx.Node, fx.Node]) -> dict[
         graph.erase_node(node)
     for new, name in names.items():
         new.name = name
-    made.new[0].meta["covers"] = covers
+    made.main.meta["covers"] = covers
     return stands
 
 
 @dataclass
 class _Made:
+    """main: the call that stands for the fusion."""
+
     new: list[fx.Node]
     outputs: list[fx.Node]
+    main: fx.Node
 
 
 def _calls(graph: fx.Graph, site: Site) -> _Made:
@@ -329,7 +335,7 @@ def _calls(graph: fx.Graph, site: Site) -> _Made:
         if item.meta["val"].dtype != kind:  # `unchanged` allowed it
             given[i] = graph.call_function(aten._to_copy.default, (item,), {"dtype": kind})
             given[i].meta["val"] = item.meta["val"].to(kind)
-    return _Made(list(dict.fromkeys((call, *items, *given))), given)
+    return _Made(list(dict.fromkeys((call, *items, *given))), given, call)
 
 
 def _rewritten(graph: fx.Graph, site: Site) -> _Made:
@@ -361,7 +367,7 @@ def _rewritten(graph: fx.Graph, site: Site) -> _Made:
             node.meta["val"] = old.meta["val"]
             new.append(node)
         outputs.append(node)
-    return _Made(new, outputs)
+    return _Made(new, outputs, made[traced.outputs[-1]])
 
 
 def drop_copies(graph: fx.Graph) -> None:

@@ -210,7 +210,7 @@ class Cluster:
             if fields.get("host") is not None:
                 fields["host"] = Host(**fields["host"])
             return cls(**fields)
-        except (KeyError, TypeError) as problem:
+        except (AttributeError, KeyError, TypeError) as problem:
             raise ValueError(f"this is no cluster description: {problem}") from problem
 
 

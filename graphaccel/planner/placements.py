@@ -63,7 +63,8 @@ _WIDE = 8  # positions a rank has at least of a dim that is padded
 def axis_rates(cluster: Cluster, plan: Plan, axis: str) -> Rates:
     """Rates of an axis of a plan's mesh on a cluster.
 
-    The launch of an op is left out, but for what breaks ties: where sharding pays it vanishes.
+    The launch of an op is left out, but for what breaks ties: where sharding pays it vanishes. What
+    was measured of single collectives is not told apart here: it counts where plans are priced.
     """
     inner = {"tensor": 1, "context": plan.tensor, "expert": plan.context * plan.tensor}[axis]
     span = inner * getattr(plan, axis)

@@ -70,6 +70,23 @@ def added(x: Tensor) -> Tensor:
     return torch.zeros_like(x[0, :, 0]).expand(x.shape[1], -1).masked_fill(~causal(x), -torch.inf)
 
 
+def lowest(x: Tensor) -> Tensor:
+    """Added to scores: 0 where a position is seen."""
+    return torch.where(causal(x), torch.zeros(()), torch.finfo(x.dtype).min)
+
+
+def softly(x: Tensor) -> Tensor:
+    return lowest(x).clamp(min=-1.0)
+
+
+def turned_round(x: Tensor) -> Tensor:
+    return lowest(x).to(torch.bool)
+
+
+def of_integers(x: Tensor) -> Tensor:
+    return torch.where(causal(x), torch.zeros((), dtype=torch.int64), -100_000).to(x.dtype)
+
+
 def attention(step: StepGraph) -> list[dict[str, Any]]:
     """The arguments of every call to attention in the forward."""
     found = []
@@ -87,7 +104,7 @@ def captured(model: nn.Module, length: int, examples: int = 4) -> tuple[StepGrap
     return capture(model, batch), batch
 
 
-@pytest.mark.parametrize("make", [causal, shifted, triangle])
+@pytest.mark.parametrize("make", [causal, shifted, triangle, lowest])
 @pytest.mark.parametrize("length", [6, 2500])  # the second is computed by rows
 def test_a_causal_mask_is_said(make: Callable[[Tensor], Tensor], length: int) -> None:
     torch.manual_seed(0)
@@ -121,7 +138,10 @@ def test_of_any_number_of_examples(examples: int) -> None:
     assert call["is_causal"] is True
 
 
-@pytest.mark.parametrize("make", [one_less, window, of_the_batch, added])
+OTHERS = [one_less, window, of_the_batch, added, softly, turned_round, of_integers]
+
+
+@pytest.mark.parametrize("make", OTHERS)
 def test_other_masks_stay(make: Callable[[Tensor], Tensor]) -> None:
     torch.manual_seed(0)
     (call,) = attention(captured(Attends(make), 6)[0])

@@ -13,6 +13,7 @@ from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.kernels.registry import fusion_named
 from graphaccel.passes.fuse import find_sites
 from graphaccel.passes.lower_precision import lower_precision
+from graphaccel.passes.pipeline import placed_fusions
 from graphaccel.planner.plan import Plan
 from tests.kernels.test_fuse import AUTOCAST, fused, gradients, same, step_of
 
@@ -53,6 +54,12 @@ class Attention(nn.Module):
             "added window": lambda: (
                 s * 0.5 + torch.where(seen & (at[None] > at[:, None] - 3), zero, LOW)
             ).softmax(-1),
+            "one row": lambda: (s * 0.5 + self.mask[0, 0, 0]).softmax(-1),
+            "hidden row": lambda: (s * 0.5).masked_fill(at > 4, float("-inf")).softmax(-1),
+            "hidden later": lambda: (s * 0.5).masked_fill(~seen, float("-inf")).softmax(-1),
+            "soft causal": lambda: (
+                s * 0.5 + torch.where(seen, zero, torch.finfo(s.dtype).min).clamp(min=-1.0)
+            ).softmax(-1),
             "over queries": lambda: (s * 0.5 + self.mask).softmax(-2),
             "scores read": lambda: (s * 0.5 + self.mask).softmax(-1) + s.mean(),
             "sigmoid": lambda: (s * 0.5 + self.mask).sigmoid(),
@@ -77,7 +84,8 @@ def calls(step: StepGraph) -> list[Any]:
 
 FOUND = (
     "transformers", "divided", "divided, no mask", "mask first", "T5", "learned bias",
-    "q is scaled", "nanoGPT", "added causal", "added window",
+    "q is scaled", "nanoGPT", "added causal", "added window", "one row", "hidden row",
+    "hidden later", "soft causal",
 )  # fmt: skip
 
 
@@ -88,7 +96,8 @@ def test_a_spelling_is_found_and_equal(form: str) -> None:
     step = step_of(model, *batch())
     rewritten = fused(step, "attention")
     (call,) = calls(rewritten)
-    assert (call.args[-1] is True) == (form == "added causal")
+    assert (call.args[-1] is True) == (form in ("added causal", "hidden later"))
+    assert placed_fusions(step, Plan(1, fusions=("attention",))) == {"attention": 1}
     assert rewritten.sizes == step.sizes, "sizes stay symbolic"
     same(step, rewritten, model, batch())
     copies = [n for n in rewritten.forward.graph.graph.nodes if n.target is aten.clone.default]
@@ -145,3 +154,19 @@ def test_a_learned_mask_is_not_for_16_bits() -> None:
     finder, sites = find_sites(step, (fusion_named("attention"),))
     assert not sites
     assert finder.near["attention"].reason == "`mask` needs a gradient, which is not for 16 bits"
+
+
+def test_a_mask_in_fewer_bits_is_widened() -> None:
+    class Narrow(Attention):
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = (t.view(3, 6, 4, 4).transpose(1, 2) for t in self.qkv(x).split(16, -1))
+            s = torch.matmul(q, k.transpose(2, 3)) + self.mask.half()
+            return torch.matmul(s.softmax(-1), v).square().sum()
+
+    model = Narrow("divided")
+    x = batch()[0].float()
+    step = step_of(model, x)
+    rewritten = fused(step, "attention")
+    assert len(calls(rewritten)) == 1
+    for a, b in zip(gradients(step, model, (x,)), gradients(rewritten, model, (x,)), strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-5)

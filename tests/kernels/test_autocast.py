@@ -209,3 +209,20 @@ def test_a_bias_that_is_none_or_read_with_its_product_stays(kind: str) -> None:
     finder, sites = find_sites(step, (fusion_named("bias_gelu"),))
     assert not sites
     assert finder.near["bias_gelu"].reason
+
+
+def test_of_one_vector_too() -> None:
+    class Vector(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(16, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.gelu(self.up(x), approximate="tanh").square().sum()
+
+    model, x = Vector().double(), torch.randn(16).double()
+    step = step_of(model, x)
+    rewritten = fused(step, "bias_gelu_tanh")
+    assert counted(rewritten) == {"bias_gelu_tanh": 1}
+    for a, b in zip(gradients(step, model, (x,)), gradients(rewritten, model, (x,)), strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-10, atol=1e-12)

@@ -13,10 +13,12 @@ from torch import Tensor, nn
 
 from graphaccel.capture.batch import as_call, flatten_call
 from graphaccel.capture.stepgraph import StepGraph, capture
+from graphaccel.capture.symbols import SEQUENCE
 from graphaccel.kernels.register import fusion_of, is_backward
 from graphaccel.kernels.registry import fusion_named, shipped
 from graphaccel.passes.fuse import find_sites, fuse
 from graphaccel.passes.lower_precision import lower_precision
+from graphaccel.passes.pipeline import build
 from graphaccel.planner.cost import step_flops
 from graphaccel.planner.plan import Plan, Precision
 
@@ -276,3 +278,78 @@ def test_look_alikes_in_16_bits_are_left_alone(form: str) -> None:
     step = step_of(low, torch.zeros(2, 3, 16).to(low.head.weight.dtype), torch.zeros(2, 3).long())
     step = lower_precision(step, Plan(1, precision=AUTOCAST if form == "autocast" else Precision()))
     assert not find_sites(step, tuple(f for f in shipped() if f.name in WATCHED))[1]
+
+
+def test_without_a_label_there_is_no_gradient() -> None:
+    """The mean over no label is no number; its gradient is 0, as eager has it."""
+
+    class Labelled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(8, 40)
+
+        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+            return nn.functional.cross_entropy(self.head(x), labels)
+
+    model, given = Labelled().double(), (torch.randn(4, 8).double(), torch.full((4,), -100))
+    rewritten = fused(step_of(model, *given), "cross_entropy")
+    assert counted(rewritten) == {"cross_entropy": 1}
+    loss, *found = gradients(rewritten, model, given)
+    assert loss.isnan()
+    assert all((g == 0).all() for g in found)
+
+
+class Scaled(nn.Module):
+    """Words multiplied by a float that goes with their number; kind: how. [b, s] -> a number."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.words = kind, nn.Embedding(10, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        n, x = ids.shape[1], self.words(ids)
+        factor = {
+            "inverse": 1.0 / n, "root": n**0.5, "inverse root": n**-0.5, "times": 0.1 * n,
+            "logarithm": math.log(n), "affine": 0.5 * n + 1.0,
+        }[self.kind]  # fmt: skip
+        return (x * factor).square().sum()
+
+
+def words(length: int) -> Tensor:
+    return torch.arange(4 * length).reshape(4, length) % 10
+
+
+@pytest.mark.parametrize(
+    ("kind", "known"),
+    [("inverse", True), ("root", True), ("inverse root", True), ("times", True),
+     ("logarithm", False), ("affine", False)],
+)  # fmt: skip
+def test_a_float_that_goes_with_a_size_is_right_at_any(kind: str, known: bool) -> None:
+    """Or the size is fixed: two captures do not say what a logarithm is."""
+    model = Scaled(kind).double()
+    step = step_of(model, words(8))
+    assert (SEQUENCE in step.sizes) == known
+    if not known:
+        return
+    program = build(step, Plan(1), sizes={**step.sizes, SEQUENCE: 32})
+    plain = model.words(words(32)).square().sum().item()
+    factors = [f for n in program.stages[0].forward.graph.nodes if (f := _factor(n)) is not None]
+    assert factors[0] ** 2 == pytest.approx(model(words(32)).item() / plain, rel=1e-12)
+
+
+def _factor(node: torch.fx.Node) -> float | None:
+    multiplies = node.target is torch.ops.aten.mul.Tensor
+    return node.args[1] if multiplies and isinstance(node.args[1], float) else None
+
+
+def test_a_divisor_that_goes_with_a_size_is_no_constant_of_a_fused_op() -> None:
+    class Heads(Scaled):
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.words(ids)[:, None]
+            y = (x @ x.transpose(2, 3) / ids.shape[1]).softmax(-1) @ x
+            return y.square().sum()
+
+    step = step_of(Heads("").double(), words(8))
+    assert SEQUENCE in step.sizes
+    assert find_sites(step, (fusion_named("attention"),))[1]
+    assert fused(step, "attention") is step
