@@ -55,13 +55,17 @@ def cheapest_assignment(counts: Sequence[int], tables: Sequence[Table]) -> Assig
 
 
 class _Solver:
-    """counts: values of each variable that are left. kept: which those are."""
+    """counts: values of each variable that are left. kept: which those are. more: what is known of
+    the tables that are left, by variable (`_least_more`). settled: variables of which no value can
+    be dropped, while their tables are what they are."""
 
     def __init__(self, counts: Sequence[int], tables: Sequence[Table]) -> None:
         self.counts = list(counts)
         self.kept = [np.arange(count) for count in counts]
         self.tables: dict[int, Table] = dict(enumerate(tables))
         self.next = len(tables)
+        self.more: dict[int, dict[int, np.ndarray]] = {}
+        self.settled: set[int] = set()
         self.of: list[set[int]] = [set() for _ in counts]
         self.neighbours: list[set[int]] = [set() for _ in counts]
         for number, table in self.tables.items():
@@ -71,6 +75,7 @@ class _Solver:
         self.fixed: dict[int, int] = {}
 
     def _index(self, number: int, table: Table) -> None:
+        self.settled.difference_update(table.variables)
         for v in table.variables:
             self.of[v].add(number)
             self.neighbours[v].update(u for u in table.variables if u != v)
@@ -120,26 +125,34 @@ class _Solver:
                 left.discard(v)
                 self._fix(v, 0)
                 continue
+            if v in self.settled:
+                continue
             with np.errstate(invalid="ignore"):  # forbidden here, the other forbidden there
-                own = [self._least_more(n, v) for n in sorted(self.of[v])]
-                more = sum(own, np.zeros((self.counts[v], self.counts[v])))
+                more = np.zeros((self.counts[v], self.counts[v]))
+                for number in sorted(self.of[v]):
+                    more += self._least_more(number, v)
             beaten = np.any(more > 0, axis=1)
             beaten[0] &= not beaten.all()  # all are forbidden
             if beaten.any():
                 found = True
                 self._keep(v, np.flatnonzero(~beaten))
                 waiting |= dict.fromkeys((v, *sorted(self.neighbours[v])))
+            else:
+                self.settled.add(v)
         return found
 
     def _least_more(self, number: int, v: int) -> np.ndarray:
         """[count, count]: what value i of v costs more than value j in a table, at the least."""
-        table = self.tables[number]
-        costs = np.moveaxis(table.costs, table.variables.index(v), 0)
-        costs = costs.reshape(len(costs), -1)
-        own, other = costs[:, None], costs[None, :]
-        more = np.full((len(costs), *costs.shape), np.inf)  # where the value itself is forbidden
-        np.subtract(own, other, out=more, where=np.isfinite(own))
-        return more.min(axis=2)
+        known = self.more.setdefault(number, {})
+        if v not in known:
+            table = self.tables[number]
+            costs = np.moveaxis(table.costs, table.variables.index(v), 0)
+            costs = costs.reshape(len(costs), -1)
+            own, other = costs[:, None], costs[None, :]
+            more = np.full((len(costs), *costs.shape), np.inf)  # where the value is forbidden
+            np.subtract(own, other, out=more, where=np.isfinite(own))
+            known[v] = more.min(axis=2)
+        return known[v]
 
     def _keep(self, v: int, which: np.ndarray) -> None:
         self.kept[v], self.counts[v] = self.kept[v][which], len(which)
@@ -147,6 +160,8 @@ class _Solver:
             table = self.tables[number]
             costs = table.costs.take(which, axis=table.variables.index(v))
             self.tables[number] = Table(table.variables, costs)
+            self.more.pop(number, None)
+            self.settled.difference_update(table.variables)
 
     def _size(self, v: int) -> int:
         size = self.counts[v]
@@ -158,6 +173,8 @@ class _Solver:
         numbers = sorted(self.of[v])
         taken = [self.tables.pop(n) for n in numbers]
         for number, table in zip(numbers, taken, strict=True):
+            self.more.pop(number, None)
+            self.settled.difference_update(table.variables)
             for u in table.variables:
                 self.of[u].discard(number)
         return taken
