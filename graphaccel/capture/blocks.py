@@ -51,6 +51,9 @@ def _digest(nodes: list[fx.Node]) -> str:
     number = {node: i for i, node in enumerate(nodes)}
     text = []
     for node in nodes:
-        inputs = [str(number.get(n, f"out:{n.meta.get('dims')}")) for n in node.all_input_nodes]
+        inputs = [
+            str(number[n]) if n in number else f"out:{n.meta.get('dims')}"
+            for n in node.all_input_nodes
+        ]
         text.append(f"{target_text(node.target)} {node.meta.get('dims')} {' '.join(inputs)}")
     return hashlib.sha256("\n".join(text).encode()).hexdigest()[:12]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby, zip_longest
 from typing import Any, TypeAlias
 
@@ -121,6 +122,11 @@ class Item:
     copy: int = 0
     named: bool = False
 
+    @cached_property
+    def written(self) -> str:
+        """The call as text: 1, 1.0 and True differ."""
+        return repr(self.call)
+
     @property
     def place(self) -> str:
         """The path, without the number at the end of names that are counted."""
@@ -186,10 +192,11 @@ def _layers(items: Sequence[Item], runs: Sequence[Run]) -> Iterator[tuple[Item, 
     Calls of an entry that has been, within its neighbour, are that one's: a pass moved them there.
     """
     own: list[_Layer | None] = []
+    known: dict[str, _Layer | None] = {}
     for item in items:
-        numbers = ((run, run.number(item.path)) for run in runs)
-        found = [(run.path, run.first + number) for run, number in numbers if number is not None]
-        own.append(found[-1] if found else own[-1] if own else None)
+        if item.path not in known:
+            known[item.path] = _layer(item.path, runs)
+        own.append(known[item.path] or (own[-1] if own else None))
     rows = [(layer, len(list(row))) for layer, row in groupby(own)]
     at, seen, before = 0, set(), None
     calls = bool(items) and items[0].section not in ("input", "result")
@@ -201,6 +208,13 @@ def _layers(items: Sequence[Item], runs: Sequence[Run]) -> Iterator[tuple[Item, 
         for item in items[at : at + size]:
             yield item, layer
         at += size
+
+
+def _layer(path: str, runs: Sequence[Run]) -> _Layer | None:
+    """The layer that a path lies in."""
+    numbers = [(run, run.number(path)) for run in runs]
+    found = [(run.path, run.first + number) for run, number in numbers if number is not None]
+    return found[-1] if found else None
 
 
 def taken(value: Any) -> tuple[Any, list[fx.Node]]:
@@ -225,14 +239,14 @@ class Place:
 
 def _mapped(value: Any, leaf: Any) -> Any:
     """Like fx.map_aggregate, in plain containers."""
-    if isinstance(value, slice):
-        return slice(*(_mapped(v, leaf) for v in (value.start, value.stop, value.step)))
     if isinstance(value, tuple) and not hasattr(value, "_fields"):
-        return tuple(_mapped(v, leaf) for v in value)
+        return tuple([_mapped(v, leaf) for v in value])
     if isinstance(value, list):
         return [_mapped(v, leaf) for v in value]
     if isinstance(value, dict):
         return {k: _mapped(v, leaf) for k, v in value.items()}
+    if isinstance(value, slice):
+        return slice(*(_mapped(v, leaf) for v in (value.start, value.stop, value.step)))
     return leaf(value)
 
 

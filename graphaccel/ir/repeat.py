@@ -17,7 +17,7 @@ before (KEPT = 3 layers)                       after (4 layers)
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from copy import copy as duplicate
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -80,7 +80,7 @@ class _Name:
 
     def among(self, more: Sequence[int]) -> _Name:
         """The name where there are `more` layers anyway: `at((), copy)` then says it."""
-        return replace(self, number=self.number_at(more, 1), slopes=())
+        return _Name(self.base, self.number_at(more, 1), (), self.step, self.zero)
 
 
 @dataclass(frozen=True)
@@ -142,53 +142,69 @@ class Pattern:
         self.descending = [descending for _, descending in pairs]
         self._twins = [twins for twins, _ in pairs]
         self._inverses = [_inverse(twins) for twins in self._twins]
+        self._paths: dict[Hashable, _Path] = {}
         self.learned = [self._learn(i) for i in range(len(self.items))]
 
     # ---- what repeats
 
     def _learn(self, index: int) -> _Learned:
         item = self.items[index]
-        names = {}
-        for key, value in _names(item):
-            names[key] = self._name(index, value, lambda it, k=key: dict(_names(it)).get(k, ""))
+        twins = [own[index] for own in self._twins]
+        told = [[dict(_names(twin)) for twin in each] for each in twins]
+        names = {
+            key: self._name(value, [[each.get(key, "") for each in own] for own in told])
+            for key, value in _names(item)
+        }
         covers = () if item.node is None else item.node.meta.get("covers", ())
         covered = tuple(
-            self._name(index, name, lambda it, k=k: it.node.meta["covers"][k])
+            self._name(name, [[t.node.meta["covers"][k] for t in each] for each in twins])
             for k, name in enumerate(covers)
         )
         refs = tuple(self._ref(index, slot) for slot in range(len(item.refs)))
         return _Learned(refs, names, self._path(index), covered)
 
     def _path(self, index: int) -> _Path:
-        item = self.items[index]
-        own = item.place
+        """Where an item lies; found once for all that lie alike, and whose twins do."""
+        places = [[twin.place for twin in twins[index]] for twins in self._twins]
+        own = self.items[index].place
+        key = own, *map(tuple, places)
+        if key not in self._paths:
+            self._paths[key] = self._path_of(own, places)
+        return self._paths[key]
+
+    def _path_of(self, own: str, places: Sequence[Sequence[str]]) -> _Path:
         # The first run of the container lies at the same entry whatever the number of layers.
         run = next((r for r in self.few if (r.number(own) or 0) > 0), None)
-        for twin in (t for twins in self._twins for t in twins[index]):
-            other = twin.place
+        for other in (place for each in places for place in each):
             alike = own == other if run is None else run.entry(own, 0) == run.entry(other, 0)
             if not alike or (run is not None and run.number(other) is None):
                 raise NotRepeated(f"the module of {own} changes with one more layer")
         if run is None:
             return _Path(own)
-        known = run
-        return _Path(own, run, self._number(index, lambda it: ("", known.number(it.place) or 0)))
+        numbers = [[("", run.number(place) or 0) for place in each] for each in places]
+        return _Path(own, run, self._number(("", run.number(own) or 0), numbers))
 
-    def _name(self, index: int, value: str, read: Callable[[Item], str]) -> _Name:
-        found = self._number(index, lambda it: split(read(it)))
-        return replace(found, zero=value == f"{found.base}_0")
+    def _name(self, value: str, theirs: Sequence[Sequence[str]]) -> _Name:
+        """theirs: what it is called of the twins, by run."""
+        base, number = split(value)
+        zero = value == f"{base}_0"
+        return self._number((base, number), [list(map(split, each)) for each in theirs], zero)
 
-    def _number(self, index: int, read: Callable[[Item], tuple[str, int]]) -> _Name:
-        base, number = read(self.items[index])
+    def _number(
+        self,
+        own: tuple[str, int],
+        theirs: Sequence[Sequence[tuple[str, int]]],
+        zero: bool = False,
+    ) -> _Name:
+        base, number = own
         slopes, step = [], 0
-        for run, twins in zip(self.runs, self._twins, strict=True):
-            found = [read(twin) for twin in twins[index]]
+        for run, found in zip(self.runs, theirs, strict=True):
             if any(other != base for other, _ in found):
                 raise NotRepeated(f"{base} has another name with one more layer in {run}")
             slopes.append(found[0][1] - number)
             if len(found) > 1:
                 step = found[1][1] - found[0][1]
-        return _Name(base, number, tuple(slopes), step)
+        return _Name(base, number, tuple(slopes), step, zero)
 
     def _ref(self, index: int, slot: int) -> Ref:
         item = self.items[index]
@@ -453,7 +469,7 @@ def _check(runs: Sequence[Run], run: int, item: Item, twin: Item, copy: int) -> 
 
     if (twin.middle == run) != bool(copy) or (not copy and twin.middle != item.middle):
         raise unlike("the layer")
-    if repr(item.call) != repr(twin.call) or (item.node is None) != (twin.node is None):
+    if item.written != twin.written or (item.node is None) != (twin.node is None):
         raise unlike("the call")
     if item.kind != twin.kind:
         raise unlike("the kind")
@@ -465,7 +481,8 @@ def _check(runs: Sequence[Run], run: int, item: Item, twin: Item, copy: int) -> 
         "" if b.op == "placeholder" else b.target,
     ):
         raise unlike("the op")
-    if _types(a.meta.get("val")) != _types(b.meta.get("val")):
+    one, other = a.meta.get("val"), b.meta.get("val")
+    if one is not other and _types(one) != _types(other):
         raise unlike("the shape")
     if any(a.meta.get(k) != b.meta.get(k) for k in _SAME):
         raise unlike("what is known")

@@ -22,7 +22,7 @@ def replicated(graph: fx.Graph, axis: str, sharded: Collection[fx.Node]) -> set[
     for node in graph.nodes:
         if node.op == "placeholder":
             same = node not in sharded
-        elif node.args and axis in str(node.args[-1]).split("+"):  # a collective over it
+        elif node.args and _over(node.args[-1], axis):  # a collective over it
             same = node.target in _GIVES_ALL
         else:
             told = node.meta.get("bind", {}).values()
@@ -31,3 +31,7 @@ def replicated(graph: fx.Graph, axis: str, sharded: Collection[fx.Node]) -> set[
         if same:
             alike.add(node)
     return alike
+
+
+def _over(argument: object, axis: str) -> bool:
+    return isinstance(argument, str) and axis in argument.split("+")

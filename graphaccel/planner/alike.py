@@ -39,9 +39,10 @@ def placed_alike(
     rows = {node: known.rows[twin] for node, twin in twins.items() if twin in known.rows}
     if any(isinstance(p, Shard) and p.by for r in rows.values() for p in (*r.inputs, *r.outputs)):
         return None  # by a name, which the other graph has not
+    several = {node for node, _ in known.versions}
     versions = {}
     for node, twin in twins.items():
-        for k in range(len(output_shapes(node)) if "val" in node.meta else 0):
+        for k in range(len(output_shapes(node)) if twin in several else 0):
             if (twin, k) in known.versions:
                 versions[node, k] = known.versions[twin, k]
     held = {node: known.held[twin] for node, twin in twins.items() if twin in known.held}
