@@ -30,6 +30,7 @@ from graphaccel.compat.torch import (
     without_modes,
 )
 from graphaccel.ir.fakes import PLAIN
+from graphaccel.ir.nodes import new_node
 
 _KEPT = ("custom", "nn_module_stack", "stack_trace")
 _OP = type(torch.ops.aten.add.Tensor)
@@ -144,9 +145,9 @@ class _Tracing(TorchDispatchMode):
         made = self._asked[key]
         if type(made) in _NUMBERS:
             return made  # nothing of the graph
-        node = self.graph.create_node(
-            "call_function", func, self._nodes(args), self._nodes(kwargs),
-            func.overloadpacket.__name__,
+        node = new_node(
+            self.graph, "call_function", func, self._nodes(args), self._nodes(kwargs),
+            func.overloadpacket.__name__, {},
         )  # fmt: skip
         return self._give(made, node, given)
 

@@ -1,4 +1,4 @@
-"""Many nodes made at once."""
+"""Many nodes made at once, and dead ones dropped."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def new_node(
     target: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    name: str,
+    name: str | None,
     meta: Mapping[str, Any],
 ) -> fx.Node:
     """As `graph.create_node`, for arguments without symbolic integers: that looks for them in every
@@ -43,3 +43,11 @@ def copy_nodes(graph: fx.Graph, source: fx.Graph, made: dict[fx.Node, fx.Node]) 
             return list(returned)
         made[node] = copy_node(graph, node, made)
     raise AssertionError("a graph without an output")
+
+
+def drop_dead(graph: fx.Graph) -> None:
+    """As `graph.eliminate_dead_code`, of a graph that is known to be in order and calls functions
+    alone: that checks it, and asks of every node, read or not, whether it may go."""
+    for node in reversed(graph.nodes):
+        if not node.users and not node.is_impure():
+            graph.erase_node(node)

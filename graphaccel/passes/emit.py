@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from graphaccel.ir.fakes import Fakes
+from graphaccel.ir.nodes import new_node
 from graphaccel.rules.propagate import PARTIAL, REPLICATED
 from graphaccel.rules.shard import Placement, Shard
 
@@ -49,9 +50,9 @@ class Emitter:
     def _placed(
         self, target: Any, args: tuple, kwargs: dict[str, Any], bind: Mapping[int, int] | None
     ) -> fx.Node:
-        node = self.graph.call_function(target, args, kwargs)
         kept = {k: v for k, v in self.meta.items() if k not in ("val", "sizes", "dims", "bind")}
-        node.meta = {**kept, "made_by": f"{self._made_by} ({self.axis})"}
+        kept["made_by"] = f"{self._made_by} ({self.axis})"
+        node = new_node(self.graph, "call_function", target, args, kwargs, None, kept)
         if bind:
             node.meta["bind"] = {at: (self.axis, step) for at, step in bind.items()}
         set_value(node, self.fakes)

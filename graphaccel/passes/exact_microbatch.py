@@ -33,6 +33,7 @@ from graphaccel.capture.symbols import BATCH, evaluate, with_integers
 from graphaccel.compat.torch import graph_module, schema
 from graphaccel.errors import SplitRefused
 from graphaccel.ir.fakes import Fakes
+from graphaccel.ir.nodes import drop_dead, new_node
 from graphaccel.ir.program import Prologue, Value
 from graphaccel.ir.values import fake_like, propagate, returned
 from graphaccel.messages import Location
@@ -247,7 +248,7 @@ class _Local:
         outputs = self.graph.output(self._outputs())
         outputs.meta["phase"] = "output"
         module = graph_module(self.step.graph, self.graph)
-        module.graph.eliminate_dead_code()
+        drop_dead(module.graph)
         if fakes is None:
             module.recompile()
             propagate(module, inputs)
@@ -272,9 +273,8 @@ class _Local:
             source = _nth_tensor(node, position)
             mapped[source] = self._shared(node, self.map[source])
         args, kwargs = _mapped((args, kwargs), mapped)
-        new = self.graph.create_node("call_function", node.target, args, kwargs, name=node.name)
-        new.meta = {k: v for k, v in node.meta.items() if k not in ("val", "sizes")}
-        return new
+        meta = {k: v for k, v in node.meta.items() if k not in ("val", "sizes")}
+        return new_node(self.graph, node.op, node.target, args, kwargs, node.name, meta)
 
     def _is_number(self, node: fx.Node, position: int) -> bool:
         """Whether a number is a quantity (of the whole batch) rather than a size (of the part)."""

@@ -23,6 +23,7 @@ from graphaccel.capture.symbols import BATCH, evaluate
 from graphaccel.compat.torch import graph_module, pytree
 from graphaccel.errors import GraphAccelError
 from graphaccel.ir.layers import NotRepeated, copies
+from graphaccel.ir.nodes import copy_nodes
 from graphaccel.passes.drafts import Drafts
 from graphaccel.passes.exact_microbatch import exact_microbatch
 from graphaccel.passes.shard_axes import Alike, over_few, shard_axes
@@ -112,9 +113,10 @@ def _part(
 
 
 def _copied(module: fx.GraphModule) -> fx.GraphModule:
-    graph, known = fx.Graph(), {}
-    for node in module.graph.nodes:
-        known[node] = graph.node_copy(node, known.__getitem__)
+    graph = fx.Graph()
+    known: dict[fx.Node, fx.Node] = {}
+    output = module.graph.output_node()
+    graph.output(copy_nodes(graph, module.graph, known)).meta = dict(output.meta)
     return graph_module(module, graph)
 
 

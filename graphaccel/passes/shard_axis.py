@@ -25,6 +25,7 @@ from torch import fx
 from graphaccel.capture.export import GraphInput, GraphOutput
 from graphaccel.compat.torch import fake_mode_of, graph_module
 from graphaccel.ir.fakes import Fakes
+from graphaccel.ir.nodes import drop_dead, new_node
 from graphaccel.ir.values import fake_like
 from graphaccel.passes.chosen_rows import ChosenRows
 from graphaccel.passes.emit import Emitter, set_value
@@ -47,6 +48,13 @@ _SIZES_SECOND = (
     aten.new_empty.default,
     aten.select_backward.default,
 )
+_SIZED = frozenset(
+    {
+        *_VIEWS, *_SIZES_FIRST, *_SIZES_SECOND, aten.slice.Tensor, aten.slice_backward.default,
+        aten.split.Tensor, aten.split_with_sizes.default, aten.convolution_backward.default,
+        aten.native_group_norm.default, aten.native_group_norm_backward.default,
+    }
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -126,7 +134,7 @@ class _Sharding:
         ]
         self.graph.output(results).meta["phase"] = "output"
         made = graph_module(self.module, self.graph)
-        made.graph.eliminate_dead_code()
+        drop_dead(made.graph)
         if self.emit.fakes is None:
             made.graph.lint()
             made.recompile()
@@ -178,8 +186,8 @@ class _Sharding:
         if target in _VIEWS:
             target = aten.reshape.default if target is aten.view.default else target
         args = _local_sizes(node, row, tuple(args), self.ranks)
-        new = self.graph.create_node("call_function", target, args, kwargs, name=node.name)
-        new.meta = {k: v for k, v in node.meta.items() if k not in ("val", "sizes")}
+        meta = {k: v for k, v in node.meta.items() if k not in ("val", "sizes")}
+        new = new_node(self.graph, node.op, target, args, kwargs, node.name, meta)
         set_value(new, self.emit.fakes)
         if isinstance(node.meta["val"], torch.Tensor):
             return [new]
@@ -270,14 +278,16 @@ class _Sharding:
 
 def _local_sizes(node: fx.Node, row: Row, args: tuple, ranks: int) -> tuple:
     """The numbers among a call's arguments that are sizes, as they are on one rank."""
+    target = node.target
+    if target not in _SIZED and "upsample" not in str(target):
+        return args
     if not any(isinstance(p, Shard) for p in (*row.inputs, *row.outputs)):
         return args
-    shapes = output_shapes(node)
+    changed, shapes = list(args), output_shapes(node)
     sizes = [
         _local_size(p, s, ranks) if isinstance(p, Shard) else list(s)
         for p, s in zip(row.outputs, shapes, strict=True)
     ]
-    target, changed = node.target, list(args)
     if target in _VIEWS or target in _SIZES_SECOND:
         changed[1] = sizes[0]
     elif target in _SIZES_FIRST:

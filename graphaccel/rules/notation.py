@@ -84,11 +84,17 @@ def tensor_arguments(node: fx.Node) -> list[fx.Node]:
     found: list[fx.Node] = []
 
     def collect(value: Any) -> Any:
-        if isinstance(value, fx.Node) and isinstance(value.meta.get("val"), torch.Tensor):
-            found.append(value)
+        if isinstance(value, fx.Node):
+            if isinstance(value.meta.get("val"), torch.Tensor):
+                found.append(value)
+        elif isinstance(value, (tuple, list, dict, slice)):
+            map_aggregate(value, collect)
         return value
 
-    map_aggregate((node.args, dict(node.kwargs)), collect)
+    for value in node.args:
+        collect(value)
+    for value in node.kwargs.values():
+        collect(value)
     return found
 
 
