@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphaccel.compat.torch import forgetful_fakes
+from graphaccel.compat.torch import FakeTensorMode, forgetful_fakes
 
 PLAIN = (int, float, bool, str, complex, type(None), torch.dtype, torch.device)
 PLAIN += (torch.layout, torch.memory_format)
@@ -21,10 +21,10 @@ PLAIN += (torch.layout, torch.memory_format)
 
 
 class Fakes:
-    """mode: the one that its tensors belong to."""
+    """mode: the one that its tensors belong to; its own if none is given."""
 
-    def __init__(self) -> None:
-        self.mode = forgetful_fakes()
+    def __init__(self, mode: FakeTensorMode | None = None) -> None:
+        self.mode = mode or forgetful_fakes()
         self._alike: dict[Hashable, torch.Tensor] = {}
         self._seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id: itself, its like
         self._given: dict[Hashable, Any] = {}

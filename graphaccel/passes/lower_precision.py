@@ -21,18 +21,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.node import map_arg
 
 from graphaccel.capture.blocks import block_of
 from graphaccel.capture.export import ForwardGraph
 from graphaccel.capture.stepgraph import StepGraph, rewritten
-from graphaccel.compat.torch import fake_mode_of, graph_module
+from graphaccel.compat.torch import deferred_module, fake_mode_of
+from graphaccel.ir.fakes import Fakes
+from graphaccel.ir.nodes import copy_nodes
 from graphaccel.ir.values import module_path
 from graphaccel.kernels.experts import PRODUCT
+from graphaccel.passes.emit import set_value
 from graphaccel.planner.plan import Plan
 from graphaccel.rules.notation import tensor_arguments
 
@@ -89,10 +90,15 @@ def lower_precision(step: StepGraph, plan: Plan) -> StepGraph:
 
 
 def _cast(forward: ForwardGraph, low: torch.dtype, through: bool) -> ForwardGraph:
+    """The forward graph with casts, made when it is first read: captures at other sizes seldom
+    are."""
+    module = deferred_module(forward.graph, lambda: _made(forward, low, through), None)
+    return replace(forward, graph=module)
+
+
+def _made(forward: ForwardGraph, low: torch.dtype, through: bool) -> fx.Graph:
     graph = fx.Graph()
-    output = graph.graph_copy(forward.graph.graph, {})
-    graph.output(output)
-    module = graph_module(forward.graph, graph)
+    graph.output(copy_nodes(graph, forward.graph.graph, {}))
     with torch.no_grad():  # as attention is when the graph runs: its strides depend on it
         if through:
             pairs = zip(graph.find_nodes(op="placeholder"), forward.inputs, strict=True)
@@ -104,17 +110,17 @@ def _cast(forward: ForwardGraph, low: torch.dtype, through: bool) -> ForwardGrap
         with fake_mode_of([n for n in graph.nodes if n.op == "placeholder"]):
             _restore_outputs(forward, graph.output_node())
         graph.lint()
-    module.recompile()
-    return replace(forward, graph=module)
+    return graph
 
 
 def cast_graph(graph: fx.Graph, low: torch.dtype) -> None:
     """Put the casts in, in place; values of nodes are updated."""
-    with fake_mode_of([n for n in graph.nodes if n.op == "placeholder"]):
+    with fake_mode_of([n for n in graph.nodes if n.op == "placeholder"]) as mode:
+        fakes = Fakes(mode)
         for node in list(graph.nodes):
             if node.op == "call_function":
                 _cast_inputs(node, low)
-                _update(node)
+                set_value(node, fakes)
     graph.lint()
 
 
@@ -148,13 +154,14 @@ class _Stream:
 
     def cast(self) -> None:
         """Put them in, in place; values of nodes are updated."""
-        with fake_mode_of([n for n in self.graph.nodes if n.op == "placeholder"]):
+        with fake_mode_of([n for n in self.graph.nodes if n.op == "placeholder"]) as mode:
+            fakes = Fakes(mode)
             for node in list(self.graph.nodes):
                 if node.op == "call_function":
-                    self._one(node)
+                    self._one(node, fakes)
         self.graph.lint()
 
-    def _one(self, node: fx.Node) -> None:
+    def _one(self, node: fx.Node, fakes: Fakes) -> None:
         kinds = {self._kind(n) for n in tensor_arguments(node)}
         mixed = self.low in kinds and torch.float32 in kinds
         wide = node.target in _WIDE and node.target not in _NORMS
@@ -170,7 +177,7 @@ class _Stream:
             goal = wanted or self._kind(source)
             if kind.is_floating_point and kind not in (goal, torch.float64):
                 node.replace_input_with(source, self._to(node, source, goal))
-        _update(node)
+        set_value(node, fakes)
         value = node.meta["val"]
         if mixed and not wide and isinstance(value, torch.Tensor) and value.dtype == torch.float32:
             with self.graph.inserting_after(node):
@@ -217,9 +224,3 @@ def _describe(new: fx.Node, node: fx.Node, source: fx.Node, dtype: torch.dtype) 
     new.meta = {k: node.meta[k] for k in ("nn_module_stack", "stack_trace") if k in node.meta}
     new.meta |= {"made_by": "lower_precision", "stands_for": node.meta.get("stands_for", node.name)}
     new.meta["val"] = source.meta["val"].to(dtype)
-
-
-def _update(node: fx.Node) -> None:
-    values: Any = map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
-    target: Any = node.target
-    node.meta["val"] = target(*values[0], **values[1])
