@@ -14,7 +14,7 @@ from graphaccel.capture.stepgraph import StepGraph, capture
 from graphaccel.kernels.check import DTYPES, Fault, check_numbers
 from graphaccel.kernels.examples import example
 from graphaccel.kernels.register import backward_of, op_of, parameters, tensors
-from graphaccel.kernels.spec import Function, Fusion
+from graphaccel.kernels.spec import Function, Fusion, Scalar
 from graphaccel.passes.fuse import find_sites, fuse
 from graphaccel.planner.plan import Plan
 from graphaccel.rules.notation import tensor_arguments
@@ -62,9 +62,14 @@ def _step(fusion: Fusion, pattern: Function, dtype: torch.dtype) -> StepGraph:
     values = example(fusion, dtype)
     names = parameters(pattern)
     given = [n for n in names if isinstance(values[n], Tensor)]
-    numbers = {n: values[n] for n in names if n not in given}
+    numbers = {n: _telling(fusion.scalars[n]) for n in names if n not in given}
     model = _Calls(pattern, tuple(given), numbers)
     return capture(model, flatten_call(*as_call(tuple(values[n] for n in given))), symbolic=False)
+
+
+def _telling(spec: Scalar) -> Any:
+    """A value of a number that leaves its mark in a graph: a factor of one does not."""
+    return next((v for v in (spec.default, *spec.examples) if v != 1), spec.default)
 
 
 def check_patterns(

@@ -20,6 +20,7 @@ from graphaccel.kernels.spec import Fusion
 GROUP = "graphaccel.fusions"
 SHIPPED = (
     "activations",
+    "attention",
     "cross_entropy",
     "dropout_norm",
     "embedding_norm",

@@ -1,4 +1,4 @@
-"""Attention scores: scale, mask and softmax as one op, and whole attention as torch's.
+"""Attention scores: scale, mask and softmax as one op, where attention as a whole is not torch's.
 
     y = softmax(x · scale + mask)            dx = scale · y · (dy − Σ dy · y)
 
@@ -11,12 +11,11 @@ row is read twice. Where nothing else reads the scores, attention as a whole is
 
 from __future__ import annotations
 
-from inspect import Parameter, Signature, signature
+from inspect import Signature, signature
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from graphaccel.kernels.fusion import Scalar, T, fusion
 from graphaccel.kernels.jit import jit, next_power_of_2, tl
@@ -157,28 +156,29 @@ def _gradient(grad: Tensor, y: Tensor, scale: float) -> Tensor:
     return aten._softmax_backward_data(given, kept, -1, kept.dtype).mul_(scale).to(y.dtype)
 
 
-_MASKED = float("-inf")
-
-
-def _spellings(*scores: Function, after: Function | None = None) -> tuple[Function, ...]:
+def spellings(*scores: Function, after: Function | None = None) -> tuple[Function, ...]:
     """Patterns of a softmax over scores, a function of inputs by name: as it is; of scores cast to
-    float32; and by softmax in float32. after: what is done with it, a function of it and them."""
+    float32; and by softmax in float32.
+
+    after: what is done with it, a function of it and further inputs by name.
+    """
     soft = (
         lambda s, kind: torch.softmax(s, -1),
         lambda s, kind: torch.softmax(s.float(), -1).to(kind),
         lambda s, kind: torch.softmax(s, -1, dtype=torch.float32).to(kind),
     )
+    further = () if after is None else tuple(signature(after).parameters.values())[1:]
 
     def pattern(score: Function, turn: Function) -> Function:
-        def call(**given: Any) -> Tensor:
-            kind = given["x" if after is None else "q"].dtype
-            read = {n: given[n] for n in signature(score).parameters}
-            made = turn(score(**read), kind)
-            return made if after is None else after(made.to(kind), given["v"])
+        known = {**signature(score).parameters, **{p.name: p for p in further}}
 
-        known = dict(signature(score).parameters)
-        if after is not None:
-            known["v"] = Parameter("v", Parameter.POSITIONAL_OR_KEYWORD)
+        def call(**given: Any) -> Tensor:
+            kind = next(iter(given.values())).dtype
+            made = turn(score(**{n: given[n] for n in signature(score).parameters}), kind)
+            if after is None:
+                return made
+            return after(made, **{p.name: given[p.name] for p in further})
+
         call.__signature__ = Signature(list(known.values()))  # type: ignore[attr-defined]
         return call
 
@@ -196,7 +196,7 @@ class scale_mask_softmax:
     }
     outputs = {"y": T("... q k")}
     whole = ("k",)
-    patterns = _spellings(
+    patterns = spellings(
         lambda x, mask, scale: x * scale + mask,
         lambda x, mask: x + mask,
         lambda x, scale: x * scale,
@@ -232,64 +232,3 @@ class scale_mask_softmax:
         made = dx if dx.is_contiguous() else y.new_empty(y.shape)
         launch_backward(grad_y, y, scale, made)
         return dx if made is dx else dx.copy_(made)
-
-
-def _scores(q: Tensor, k: Tensor) -> Tensor:
-    return torch.matmul(q, k.transpose(-1, -2))
-
-
-def _narrowed(mask: Tensor, kind: torch.dtype) -> Tensor:
-    """The mask in another dtype; its lowest numbers stay finite: -inf throughout would be NaN."""
-    low = torch.finfo(kind).min
-    if mask.is_floating_point() and torch.finfo(mask.dtype).min < low:
-        mask = mask.clamp(min=low)
-    return mask.to(kind)
-
-
-@fusion
-class attention:
-    """matmul(softmax(q · kᵀ * scale + mask), v) as scaled_dot_product_attention."""
-
-    inputs = {
-        "q": T("b h q d"),
-        "k": T("b h s d"),
-        "v": T("b h s e"),
-        # In 16 bits torch's CPU kernels spell attention out in float32 where a mask is learned.
-        "mask": T("b h q s", optional=True, mask=True, low_grad=False),
-        "bias": T("b h q s", optional=True, mask=True, low_grad=False),
-        "hidden": T("b h q s", optional=True, grad=False, broadcast=True, dtype="bool"),
-        "scale": Scalar(1.0, (0.125,)),
-    }
-    outputs = {"y": T("b h q e")}
-    sizes = {"d": (8, 16), "e": (8, 16)}
-    large = 20.0  # products of two of them are what the softmax sees
-    tolerance = 4.0  # torch's kernel, not ours
-    # A row that is -inf throughout is NaN in eager, and 0 or NaN in torch's; of one hidden by a
-    # large number, torch's CPU kernel gives the even weights of eager, but not their gradient.
-    masked_rows = False
-    patterns = _spellings(
-        lambda q, k, mask, scale: _scores(q, k) * scale + mask,
-        lambda q, k, mask: _scores(q, k) + mask,
-        lambda q, k, bias, mask, scale: _scores(q, k) * scale + bias + mask,
-        lambda q, k, bias, mask: _scores(q, k) + bias + mask,
-        lambda q, k, hidden, scale: (_scores(q, k) * scale).masked_fill(hidden, _MASKED),
-        lambda q, k, scale: _scores(q, k) * scale,
-        lambda q, k: _scores(q, k),
-        after=torch.matmul,
-    )
-    negatives = (
-        lambda q, k, v, mask, scale: torch.matmul(
-            torch.softmax(_scores(q, k) * scale + mask, -2), v
-        ),
-        lambda q, k, v, scale: torch.matmul(torch.sigmoid(_scores(q, k) * scale), v),
-    )
-
-    def rewrite(q, k, v, mask, bias, hidden, scale):
-        mask = mask if bias is None else bias + mask
-        if hidden is not None:
-            mask = ~hidden
-        elif mask is not None and mask.dtype != q.dtype:  # under autocast it is still wide
-            mask = _narrowed(mask, q.dtype)
-        if mask is not None and mask.dim() < 2:
-            mask = mask.expand(q.shape[-2], k.shape[-2])
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)

@@ -92,7 +92,10 @@ class Finder:
         found: list[Site] = []
         for fusion, variants, pattern in self._patterns():
             for place, node in enumerate(self.nodes):
-                if node in taken or node.target is not pattern.anchor.target:
+                if node.target is not pattern.anchor.target:
+                    continue
+                if node in taken:
+                    self._note(fusion, Near(0, pattern.size, node.name, "another fusion took it"))
                     continue
                 result = self._at(fusion, variants, pattern, node, place, taken)
                 if isinstance(result, Site):

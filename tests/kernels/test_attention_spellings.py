@@ -170,3 +170,29 @@ def test_a_mask_in_fewer_bits_is_widened() -> None:
     assert len(calls(rewritten)) == 1
     for a, b in zip(gradients(step, model, (x,)), gradients(rewritten, model, (x,)), strict=True):
         torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("cast_first", [True, False])
+def test_dropout_goes_along_where_it_is_asked_for(cast_first: bool) -> None:
+    """On a CPU with the mask that eager draws for the same seed."""
+
+    class Dropped(Attention):
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = (t.view(3, 6, 4, 4).transpose(1, 2) for t in self.qkv(x).split(16, -1))
+            p = self.probabilities(q, k)
+            p = nn.functional.dropout(p.type(v.dtype) if cast_first else p, 0.25)
+            return torch.matmul(p, v).square().sum()
+
+    torch.manual_seed(5)
+    model = Dropped("transformers").double()
+    step = step_of(model, *batch())
+    assert not calls(fused(step, "attention"))
+    rewritten = fused(step, "attention", "dropout_attention")
+    (call,) = calls(rewritten)
+    assert call.args[4] == 0.25
+    found = []
+    for each in (step, rewritten):
+        torch.manual_seed(6)
+        found.append(gradients(each, model, batch()))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-10, atol=1e-12)

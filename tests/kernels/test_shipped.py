@@ -152,7 +152,8 @@ def test_explain_lists_what_fits(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert cli.main(["explain", f"{tmp_path}/job.py:make"]) == 0
     lines = capsys.readouterr().out.splitlines()
     rows = {line.split()[0]: line for line in lines[1:]}
-    assert "4" in rows["gelu_tanh"].split()
-    assert "transformer.h.*.mlp.act x 4" in rows["gelu_tanh"]
+    assert "4" in rows["bias_gelu_tanh"].split()
+    assert "transformer.h.*.mlp.act x 4" in rows["bias_gelu_tanh"]
+    assert "another fusion took it" in rows["gelu_tanh"]
     assert rows["linear_cross_entropy"].split()[:2] == ["linear_cross_entropy", "1"]
     assert " of " in rows["geglu_tanh"]
