@@ -70,16 +70,17 @@ def _one_sided() -> tuple[float, float, dict[str, float], float]:
             errors[name] = float((found - part).abs().max())
         others += [value.untyped_storage() for value in wanted.values()]
         del parameter, part, found
-        model.zero_grad()
-        handle = model.graphaccel
-        measured, _ = peaks_of_a_step(model, batch, loss_fn, others)
+        handle, measured = model.graphaccel, []
+        for _ in range(3):  # a thread that sends may let go of a tensor late: the least is the step
+            model.zero_grad()
+            measured.append(peaks_of_a_step(model, batch, loss_fn, others)[0])
         predicted = handle.predicted_peak_bytes
         tried = handle.plan.prediction.chosen
         ((shares,),) = {block.shares for block in tried}
         assert sorted(shares) == [0.0, 2.0]
         said = "experts chosen as the example batch does, a device up to 2.00 of an even share"
         assert said in " ".join(handle.report().split())
-        return true, loss, errors, predicted / measured
+        return true, loss, errors, predicted / min(measured)
 
 
 def test_a_rank_whose_experts_nobody_chose(pool: Pool) -> None:
