@@ -45,9 +45,9 @@ def _chunk(
     scores = F.linear(rows, weight, bias).to(_wide(rows.dtype))
     scores = scores.sub_(scores.amax(-1, keepdim=True))
     own = scores.gather(1, labels[:, None])
-    logsum = torch.logsumexp(scores, -1, keepdim=True)
-    loss = (logsum - own).sum()
-    slope = scores.sub_(logsum).exp_()
+    total = scores.exp_().sum(-1, keepdim=True)
+    loss = (total.log() - own).sum()
+    slope = scores.div_(total)
     slope[torch.arange(len(labels), device=labels.device), labels] -= 1
     return loss, slope.to(rows.dtype)
 
@@ -192,14 +192,15 @@ class linear_cross_entropy:
         return 6 * x.numel() * weight.shape[0]
 
     def workspace(x, weight, **_):
-        """Of one chunk the scores and what logsumexp makes of them (by Triton the scores alone, as
-        narrow as x); for 16 bits the gradient of the weight in float32, and that of one chunk."""
+        """Of one chunk the scores (for 16 bits as they are multiplied and in float32; by Triton as
+        narrow as x alone); for 16 bits the gradient of the weight in float32, and that of one
+        chunk."""
         rows, wide = min(chunk_rows(len(weight)), x.numel() // x.shape[-1]), _wide(x.dtype)
         scores = rows * len(weight)
         if x.device.type == "cuda" and has_triton() and wide == torch.float32:
             product = weight.numel() * (x.dtype.itemsize + wide.itemsize) if x.dtype != wide else 0
             return scores * x.dtype.itemsize + product
-        scores *= 2 * wide.itemsize
         if wide == x.dtype:
-            return scores
+            return scores * wide.itemsize
+        scores *= x.dtype.itemsize + wide.itemsize
         return max(scores, weight.numel() * x.dtype.itemsize) + weight.numel() * wide.itemsize
