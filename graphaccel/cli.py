@@ -194,6 +194,12 @@ def _add_pins(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
         help="fused ops: off, auto, or names with commas between; -NAME takes one away",
     )
     pins.add_argument(
+        "--loss-chunk",
+        type=_positive,
+        metavar="N",
+        help="tokens of which a fused head and loss has the logits at a time",
+    )
+    pins.add_argument(
         "--offload",
         choices=(
             "none",

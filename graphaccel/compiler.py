@@ -53,7 +53,7 @@ from graphaccel.planner.record import Record
 from graphaccel.planner.search import search
 from graphaccel.planner.solving import cluster_name
 from graphaccel.report.format import folded
-from graphaccel.report.fused import fusion_notes
+from graphaccel.report.fused import chunk_notes, fusion_notes
 from graphaccel.report.rules import every_rule, missing, missing_note, priced_rules
 from graphaccel.routing import fullest_memory, share_of, tried_choices
 from graphaccel.rules.propagate import NO_RULE
@@ -205,6 +205,7 @@ class Compiler:
         notes += (*self._whole_over_tensor(program, plan), *self._assumed(step, plan))
         if plan.fusions:
             notes += fusion_notes(placed_fusions(step, plan), _device_type(self.cluster))
+            notes += chunk_notes(layouts.of(plan), plan, self.cluster)
         notes += compile_notes(program) if plan.compile != "off" else ()
         notes += graph_notes(program) if plan.cuda_graphs else ()
         plan = replace(plan, notes=notes)

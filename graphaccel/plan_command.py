@@ -43,7 +43,7 @@ PINS = (
     "data", "pipeline", "tensor", "context", "expert", "interleave", "microbatches", "zero",
     "sequence", "scatter_sends", "gather_again", "cast_once", "accumulation", "recompute",
     "precision", "vocab", "stages", "ort", "compile", "cuda_graphs", "fusions",
-    "offload",
+    "loss_chunk", "offload",
 )  # fmt: skip
 INTERRUPTED = 130  # 128 + SIGINT
 _DRAWN = 1500  # candidates that a picture is given; beyond, only those the search solved

@@ -28,10 +28,10 @@ from pathlib import Path
 
 from graphaccel.errors import BadFusion
 from graphaccel.kernels.register import register
-from graphaccel.kernels.spec import Fusion, Scalar, T
+from graphaccel.kernels.spec import Chunks, Fusion, Scalar, T
 from graphaccel.messages import Location
 
-__all__ = ["Fusion", "Scalar", "T", "fusion"]
+__all__ = ["Chunks", "Fusion", "Scalar", "T", "fusion"]
 
 _OPTIONS = tuple(
     f for f in Fusion.__dataclass_fields__ if f not in ("name", "doc", "patterns", "location")

@@ -9,7 +9,8 @@ the tokens lie on a GPU, finding them is the one place that waits for the device
 
 As in Hsu et al., Liger Kernel, 2024, §3.2 (gradients in the forward) and PyTorch's chunked linear
 cross entropy. Measured there: four chunks cost 7 % more time than whole logits, 32 cost 57 %
-(pytorch#124480); `CHUNK_BYTES` of logits at a time keeps the products large.
+(pytorch#124480). How many tokens a chunk has is the plan's (`planner.chunks`, from `_chunks`);
+where no plan says it, `CHUNK_BYTES` of logits.
 """
 
 from __future__ import annotations
@@ -21,16 +22,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from graphaccel.kernels.cross_entropy import launch_in_place
-from graphaccel.kernels.fusion import T, fusion
+from graphaccel.kernels.fusion import Chunks, Scalar, T, fusion
 from graphaccel.kernels.jit import has_triton
 
 IGNORED = -100
 CHUNK_BYTES = 64 << 20
 _FEWEST = 128  # tokens a chunk: products of fewer rows waste the weight they read
+_CALLS = 10  # operations on each chunk besides its products
 
 
 def chunk_rows(vocabulary: int) -> int:
-    """Tokens a chunk: float32 logits of about `CHUNK_BYTES`."""
+    """Tokens a chunk where no plan says it: float32 logits of about `CHUNK_BYTES`."""
     return max(_FEWEST, CHUNK_BYTES // (4 * vocabulary) // _FEWEST * _FEWEST)
 
 
@@ -65,6 +67,7 @@ def _forward(
     weight: Tensor,
     bias: Tensor | None,
     target: Tensor,
+    chunk: int,
     of_chunk: Callable[..., tuple[Tensor, Tensor]],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rows, labels = x.reshape(-1, x.shape[-1]), target.reshape(-1)
@@ -76,7 +79,7 @@ def _forward(
     dx = torch.empty_like(rows) if every else torch.zeros_like(rows)
     dweight = torch.zeros(weight.shape, dtype=_wide(weight.dtype), device=weight.device)
     dbias = torch.zeros(len(weight), dtype=wide, device=x.device)
-    count = chunk_rows(len(weight))
+    count = chunk or chunk_rows(len(weight))
     for start in range(0, len(kept), count):
         some = slice(start, start + count)
         chosen = some if every else kept[some]
@@ -98,11 +101,36 @@ def _forward(
 
 
 def _fake(
-    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, chunk: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    del bias, target
+    del bias, target, chunk
     loss = x.new_empty((), dtype=_wide(x.dtype))
     return loss, x.new_empty(x.shape), weight.new_empty(weight.shape), weight.new_empty(len(weight))
+
+
+def _by_triton(x: Tensor) -> bool:
+    return x.device.type == "cuda" and has_triton() and _wide(x.dtype) == torch.float32
+
+
+def _chunks(x: Tensor, weight: Tensor, chunk: int) -> Chunks:
+    """For each chunk: its logits, the gradient of its tokens and that of the weight, which is added
+    up in float32. Of the logits Triton makes the gradient in place, read twice and written once;
+    otherwise eight passes do, and two for the casts of 16 bits."""
+    vocabulary, width = weight.shape
+    tokens = max(1, x.numel() // width)
+    rows = min(chunk or chunk_rows(vocabulary), tokens)
+    narrow, wide = x.dtype.itemsize, _wide(x.dtype).itemsize
+    passes = (
+        3 * narrow if _by_triton(x) else 8 * wide + (2 * (narrow + wide) if narrow < wide else 0)
+    )
+    summed = vocabulary * width * (2 * wide if narrow == wide else narrow + 2 * wide)
+    return Chunks(
+        rows=rows,
+        times=-(-tokens // rows),
+        products=((rows, vocabulary, width), (rows, width, vocabulary), (vocabulary, width, rows)),
+        moved=rows * vocabulary * passes + summed,
+        calls=_CALLS,
+    )
 
 
 def _loss(scores: Tensor, target: Tensor) -> Tensor:
@@ -143,6 +171,7 @@ class linear_cross_entropy:
         "weight": T("v h"),
         "bias": T("v", optional=True),
         "target": T("...", below="v"),
+        "chunk": Scalar(0, (8,)),
     }
     outputs = {"loss": T("", dtype="wide")}
     saved = {"dx": T("... h"), "dweight": T("v h"), "dbias": T("v")}
@@ -169,11 +198,11 @@ class linear_cross_entropy:
     inline = True
     fake = _fake
 
-    def forward(x, weight, bias, target):
-        return _forward(x, weight, bias, target, _chunk)
+    def forward(x, weight, bias, target, chunk):
+        return _forward(x, weight, bias, target, chunk, _chunk)
 
-    def cuda_forward(x, weight, bias, target):
-        return _forward(x, weight, bias, target, _cuda_chunk)
+    def cuda_forward(x, weight, bias, target, chunk):
+        return _forward(x, weight, bias, target, chunk, _cuda_chunk)
 
     def backward(grad_loss, dx, dweight, dbias, wanted):
         """The gradients are there already, for a loss of one."""
@@ -191,13 +220,16 @@ class linear_cross_entropy:
     def flops(x, weight, **_):
         return 6 * x.numel() * weight.shape[0]
 
-    def workspace(x, weight, **_):
+    def chunks(x, weight, chunk, **_):
+        return _chunks(x, weight, chunk)
+
+    def workspace(x, weight, chunk, **_):
         """Of one chunk the scores (for 16 bits as they are multiplied and in float32; by Triton as
         narrow as x alone); for 16 bits the gradient of the weight in float32, and that of one
         chunk."""
-        rows, wide = min(chunk_rows(len(weight)), x.numel() // x.shape[-1]), _wide(x.dtype)
+        rows, wide = _chunks(x, weight, chunk).rows, _wide(x.dtype)
         scores = rows * len(weight)
-        if x.device.type == "cuda" and has_triton() and wide == torch.float32:
+        if _by_triton(x):
             product = weight.numel() * (x.dtype.itemsize + wide.itemsize) if x.dtype != wide else 0
             return scores * x.dtype.itemsize + product
         if wide == x.dtype:

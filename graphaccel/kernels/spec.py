@@ -64,6 +64,19 @@ class Scalar:
         return SCALARS[type(self.default)]
 
 
+@dataclass(frozen=True)
+class Chunks:
+    """How an op goes over its rows in chunks: `times` over, `rows` of them at a time, each time
+    products of [rows, inner] and [inner, columns], as (rows, columns, inner), and `moved` bytes
+    besides what products read and write; `calls` operations besides the products."""
+
+    rows: int
+    times: int
+    products: tuple[tuple[int, int, int], ...]
+    moved: int
+    calls: int
+
+
 @dataclass(frozen=True, eq=False)
 class Fusion:
     """A fused op as plain data; made by `fusion`.
@@ -94,6 +107,10 @@ class Fusion:
     wide: it computes in float32 of 16-bit inputs, and is derived (`kernels.widened`).
     flops, workspace: of the forward, from inputs by name: FLOPs, for which only `shape` and
       `numel()` may be read; bytes of scratch at its peak.
+    chunks: of the forward, from inputs by name: how it goes over its rows in chunks, whose rows the
+      number `chunk` among its inputs says; 0 there is what it takes by itself. The plan chooses it
+      from this. Of tensors, here and for `workspace`, only `shape`, `numel()`, `len()`, `dtype` and
+      `device` may be read.
     """
 
     name: str
@@ -125,6 +142,7 @@ class Fusion:
     tolerance: float = 2.0
     flops: Function | None = field(default=None, repr=False)
     workspace: Function | None = field(default=None, repr=False)
+    chunks: Function | None = field(default=None, repr=False)
     wide: bool = False
     location: Location | None = field(default=None, repr=False)
 

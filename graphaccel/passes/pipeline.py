@@ -19,6 +19,7 @@ split_phases           needs stages: what is saved is decided a stage at a time
 split_weights          where the schedule has weights apart: what follows sees two backwards
 place_ort              after the split, so that no region spans two stages or the two phases;
                        before the sums, which are in place
+chunk_loss             one number of a call; a phase at a time, as what follows
 choose_products        sizes and dtypes are final; before accumulation, which lets other products
                        write into buckets
 overlap_collectives    moves calls, so before what writes in place; after the split, or work would

@@ -21,6 +21,7 @@ from graphaccel.ir.program import OrtReport, Owned, Sharded, StageProgram
 from graphaccel.ir.text import graph_text
 from graphaccel.passes.accumulate_gradients import accumulate_gradients
 from graphaccel.passes.choose_products import choose_products
+from graphaccel.passes.chunk_loss import chunk_loss
 from graphaccel.passes.cut_stages import cut_stages
 from graphaccel.passes.equal_stages import Twin, equal_stages
 from graphaccel.passes.exact_microbatch import LocalStep, exact_microbatch
@@ -154,6 +155,7 @@ def _bare(
     programs = run.call("split_phases", lambda: split_phases(staged, outlines))
     programs, weights = run.call("split_weights", lambda: split_weights(programs, plan))
     programs, report = run.call("place_ort", lambda: place_ort(programs, plan, ort))
+    programs = run.call("chunk_loss", lambda: tuple(chunk_loss(p, plan) for p in programs))
     programs = run.call("choose_products", lambda: tuple(choose_products(p) for p in programs))
     weights = tuple(choose_products(p) for p in weights)
     programs = run.call(

@@ -24,6 +24,7 @@ from torch.utils.flop_counter import flop_registry
 from graphaccel.capture.symbols import evaluate
 from graphaccel.compat.torch import onednn_linear
 from graphaccel.kernels.register import fusion_of, is_backward
+from graphaccel.kernels.spec import Chunks, Fusion
 from graphaccel.planner.cluster import Device
 from graphaccel.planner.efficiency import NOTHING, Work, seconds_of
 
@@ -131,18 +132,47 @@ def _fused_flops(node: fx.Node, resolve: Resolve) -> Amount:
     fusion = fusion_of(node.target)
     if fusion is None or fusion.flops is None or is_backward(node.target):
         return 0
+    return fusion.flops(**_given(fusion, node, resolve))
+
+
+def _given(fusion: Fusion, node: fx.Node, resolve: Resolve) -> dict[str, Any]:
+    """Inputs of a fused op by name; of tensors, what formulas may ask for."""
     given = [
-        _Shaped(dims_of(value, resolve)) if isinstance(value, fx.Node) else value
+        _Shaped(dims_of(value, resolve), value.meta["val"]) if isinstance(value, fx.Node) else value
         for value in node.args
     ]
-    return fusion.flops(**dict(zip(fusion.inputs, given, strict=False)))
+    return dict(zip(fusion.inputs, given, strict=False))
+
+
+def in_chunks(node: fx.Node) -> bool:
+    """Whether a node is a fused op that goes over its rows in chunks."""
+    fusion = fusion_of(node.target)
+    return fusion is not None and fusion.chunks is not None and not is_backward(node.target)
+
+
+def chunks_of(node: fx.Node, sizes: Resolve, chunk: int = 0) -> Chunks:
+    """How such a node goes over them. chunk: rows at a time, in place of what it was told."""
+    fusion = fusion_of(node.target)
+    assert fusion is not None
+    assert fusion.chunks is not None
+    given = _given(fusion, node, sizes)
+    return fusion.chunks(**given | ({"chunk": chunk} if chunk else {}))
+
+
+def chunk_bytes(node: fx.Node, sizes: Resolve, chunk: int = 0) -> int:
+    """Bytes that it takes at its peak besides its results."""
+    fusion = fusion_of(node.target)
+    if fusion is None or fusion.workspace is None:
+        return 0
+    given = _given(fusion, node, sizes)
+    return int(fusion.workspace(**given | ({"chunk": chunk} if chunk else {})))
 
 
 class _Shaped:
-    """Sizes of a tensor, for formulas that ask a tensor for them."""
+    """Sizes of a tensor, its dtype and device, for formulas that ask a tensor for them."""
 
-    def __init__(self, dims: Dims) -> None:
-        self.shape = dims
+    def __init__(self, dims: Dims, like: torch.Tensor) -> None:
+        self.shape, self.dtype, self.device = dims, like.dtype, like.device
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -206,14 +236,16 @@ def _gathered(node: fx.Node, resolve: Resolve) -> dict[Any, Amount]:
     return {a: rows for n, a in zip(names, node.args, strict=True) if n in fusion.gathered}
 
 
-def node_work(node: fx.Node, sizes: Resolve) -> Work:
-    """What a node asks of a device; `sizes` gives numbers for expressions (`Sizes`).
+def node_work(node: fx.Node, sizes: Resolve, chunk: int = 0) -> Work:
+    """What a node asks of a device; `sizes` gives numbers for expressions (`Sizes`). chunk: see
+    `chunks_of`.
 
     Attention that is causal does half of what is counted.
     """
     if node.op != "call_function" or is_view(node):
         return NOTHING
-    return replace(_asked(node, sizes), op=str(_packet(node)))
+    made = _chunked(node, sizes, chunk) if in_chunks(node) else _asked(node, sizes)
+    return replace(made, op=str(_packet(node)))
 
 
 def program_work(node: fx.Node) -> Work | None:
@@ -269,6 +301,27 @@ def _asked(node: fx.Node, sizes: Resolve) -> Work:
         columns, inner = given[1]
         return Work("product", flops, moved, dtype, math.prod(given[0]) // inner, columns, inner)
     return Work("dense", flops, moved, dtype)
+
+
+def _chunked(node: fx.Node, sizes: Resolve, chunk: int) -> Work:
+    """The products of each chunk, which read the weight anew, and what is moved besides."""
+    found = chunks_of(node, sizes, chunk)
+    value = first_input(node).meta["val"]
+    dtype, width = str(value.dtype).removeprefix("torch."), value.element_size()
+    parts = [
+        Work("product", 2 * r * c * i, width * (r * c + (r + c) * i), dtype, r, c, i)
+        for r, c, i in found.products
+    ]
+    parts.append(Work(bytes=found.moved))
+    return Work(
+        "chunks",
+        found.times * sum(p.flops for p in parts),
+        found.times * sum(p.bytes for p in parts),
+        dtype,
+        calls=found.times * (len(found.products) + found.calls),
+        parts=tuple(parts),
+        times=found.times,
+    )
 
 
 def _odd(node: fx.Node, sizes: Resolve) -> bool:

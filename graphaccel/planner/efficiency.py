@@ -58,10 +58,12 @@ class Work:
     """What one node asks of a device.
 
     op: ATen name without overload. kind: "product", "attention", "attention backward", "dense" (a
-    convolution), or "" for what only moves bytes. flops: those that are really done. dtype: torch
-    dtype name it computes in. rows, columns, inner, count: of a product, or of `count` of them;
-    rows is the queries and count the heads of attention. calls: kernels that are started. odd:
-    whether a matrix of a product has rows of an odd number of 16-bit numbers in memory.
+    convolution), "chunks" (of `parts`), or "" for what only moves bytes. flops: those that are
+    really done. dtype: torch dtype name it computes in. rows, columns, inner, count: of a product,
+    or of `count` of them; rows is the queries and count the heads of attention. calls: kernels that
+    are started. odd: whether a matrix of a product has rows of an odd number of 16-bit numbers in
+    memory. parts: what it does one after another, `times` over, where it is no single kernel; flops
+    and bytes are those of all.
     """
 
     kind: str = ""
@@ -75,6 +77,8 @@ class Work:
     calls: int = 1
     op: str = ""
     odd: bool = False
+    parts: tuple[Work, ...] = ()
+    times: int = 1
 
     @property
     def name(self) -> str:
@@ -103,6 +107,8 @@ def computing(device: Device, precision: Precision) -> Device:
 
 def seconds_of(work: Work, device: Device) -> float:
     """Seconds on `device`, without what starting it costs."""
+    if work.parts:
+        return work.times * sum(seconds_of(part, device) for part in work.parts)
     known = measured_seconds(work, device)
     if known is not None:
         return max(0.0, known - work.calls * gap_seconds(device))

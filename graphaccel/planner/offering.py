@@ -57,6 +57,15 @@ def check_products(pins: Pins, problem: Problem) -> None:
         raise BadPin(pin="precision", value=pins.precision, reason=reason, allowed=tuple(known))
 
 
+def check_chunk(pins: Pins, problem: Problem) -> None:
+    """Raises BadPin (GA202) where rows at a time are pinned, and nothing goes over rows so."""
+    if pins.loss_chunk is None or problem.profile.in_chunks:
+        return
+    reason = "the graph has no fused head and loss"
+    reason += ", which fusions= asks for" if not pins.fusions else ": graphaccel explain says why"
+    raise BadPin(pin="loss_chunk", value=pins.loss_chunk, reason=reason)
+
+
 def planned_notes(plan: Plan) -> tuple[str, ...]:
     """What a report says of what is planned and can not be run."""
     notes = []

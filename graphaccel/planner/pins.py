@@ -34,7 +34,8 @@ FALLBACK = ("error", "fx")
 COMPILE = ("off", "inductor")
 AXES = ("pipeline", "data", "expert", "context", "tensor")
 _COUNTS = (
-    "data", "pipeline", "tensor", "context", "expert", "interleave", "microbatches", "bucket_bytes"
+    "data", "pipeline", "tensor", "context", "expert", "interleave", "microbatches", "bucket_bytes",
+    "loss_chunk",
 )  # fmt: skip
 _SWITCHES = ("sequence", "scatter_sends", "cast_once", "cuda_graphs")
 NAMES = (
@@ -76,6 +77,7 @@ class Pins:
     vocab: str | None = None
     stages: tuple[tuple[str, int], ...] | None = None
     fusions: str | tuple[str, ...] | None = None
+    loss_chunk: int | None = None
     ort: str | tuple[str, ...] | None = None
     fallback: str | None = None
     compile: str | None = None
@@ -504,6 +506,7 @@ def base_plan(pins: Pins, devices: int, batch: int, graph: str, cluster: str, ou
         devices=devices,
         precision=PRECISIONS[pins.precision or "fp32"],
         bucket_bytes=pins.bucket_bytes or Plan.bucket_bytes,
+        loss_chunk=pins.loss_chunk or 0,
         outputs=outputs,
         tensor=pins.tensor or 1,
         context=pins.context or 1,

@@ -147,6 +147,8 @@ class Plan:
       gather it.
     rates: axis → what decided between placements on it (`planner.placements.Rates`).
     fusions: names of the fused ops that are placed where their patterns are found.
+    loss_chunk: tokens of a microbatch of which a fused head and loss has the logits at a time; 0:
+      what the op takes by itself.
     ort: what ONNX Runtime runs: "off", "all" (whatever it can), "auto" (what was measured to be
       faster), or module paths. fallback: "error", or "fx": torch runs a region that ONNX Runtime
       fails to build or run.
@@ -173,6 +175,7 @@ class Plan:
     precision: Precision = field(default_factory=Precision)
     bucket_bytes: int = 25 << 20
     fusions: tuple[str, ...] = ()
+    loss_chunk: int = 0
     ort: str | tuple[str, ...] = "auto"
     fallback: str = "error"
     compile: str = "off"

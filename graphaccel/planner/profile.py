@@ -22,7 +22,7 @@ from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.ir.layers import NotRepeated
 from graphaccel.ir.unfold import node_names
 from graphaccel.planner.cluster import Device
-from graphaccel.planner.cost import RESHAPES, TRANSPOSES, first_input, is_view
+from graphaccel.planner.cost import RESHAPES, TRANSPOSES, first_input, in_chunks, is_view
 from graphaccel.planner.lines import Lines, read_lines, unfolded
 from graphaccel.planner.sized import SizedProfile
 from graphaccel.planner.wires import Wires, is_kept
@@ -192,6 +192,11 @@ class Profile:
         """Numbers of blocks, by name."""
         return tuple(self._number[name] for name in blocks)
 
+    @cached_property
+    def in_chunks(self) -> bool:
+        """Whether a fused op of the graph goes over its rows in chunks."""
+        return any(in_chunks(node) for node in self.lines.nodes)
+
     @property
     def nodes(self) -> list[fx.Node]:
         """For each row the node that it is, or is a copy of."""
@@ -202,17 +207,21 @@ class Profile:
         microbatch: int,
         device: Device,
         wires: Wires | None = None,
+        chunk: int = 0,
     ) -> SizedProfile:
         """Numbers for `microbatch` examples on `device`.
 
-        wires: prices of the collectives in the graph, where it has some.
+        wires: prices of the collectives in the graph, where it has some. chunk: see `SizedProfile`.
         """
         if wires is not None:  # no call of the graph goes over data, which is outside of the others
             wires = replace(wires, data=1)
         # memory changes no number here
-        key = (microbatch, replace(device, memory=0), wires)
+        key = (microbatch, replace(device, memory=0), wires, chunk)
         if key not in self._sized:
-            self._sized[key] = SizedProfile(self, microbatch, device, wires)
+            made = SizedProfile(self, microbatch, device, wires, chunk)
+            self._sized[key] = made
+            if not chunk and made.chunks:  # what is preferred
+                self._sized.setdefault((*key[:-1], made.chunks[0]), made)
         return self._sized[key]
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:

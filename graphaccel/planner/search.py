@@ -36,6 +36,7 @@ from graphaccel.planner.conflicts import agreeing_pins
 from graphaccel.planner.explain import alternatives, infeasible, seconds
 from graphaccel.planner.layouts import Layouts
 from graphaccel.planner.offering import (
+    check_chunk,
     check_offload,
     check_products,
     offered,
@@ -97,6 +98,7 @@ def search(
     record.asked(problem, decided, batch, dict(pins), refine)
     check_offload(decided, problem)
     check_products(decided, problem)
+    check_chunk(decided, problem)
     best: Plan | None = None
     notes: tuple[str, ...] = ()
     tried: list[tuple[Outcome, Problem]] = []

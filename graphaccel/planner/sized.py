@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import numpy as np
 
 from graphaccel.capture.symbols import BATCH
+from graphaccel.planner.chunks import chunk_sizes
 from graphaccel.planner.cluster import Device
-from graphaccel.planner.cost import Sizes, dims_of, node_work
+from graphaccel.planner.cost import Sizes, chunk_bytes, dims_of, in_chunks, node_work
 from graphaccel.planner.efficiency import gap_seconds, seconds_of
 from graphaccel.planner.wires import KINDS, Wires
 
@@ -33,7 +34,7 @@ class SizedProfile:
     that starting ops takes. bytes: of each storage.
     gradients: bytes of parameters' gradients, where they are made. passing_forward,
     passing_backward: the most bytes of values that live only within a phase, while the position
-    computes.
+    computes. chunks: rows at a time for which a fused op may be asked (`planner.chunks`).
     """
 
     def __init__(
@@ -42,14 +43,19 @@ class SizedProfile:
         microbatch: int,
         device: Device,
         wires: Wires | None = None,
+        chunk: int = 0,
     ) -> None:
+        """chunk: rows at a time of what goes over them in chunks; 0: as is to be preferred."""
         step, length = profile.step, len(profile)
         sizes: Mapping = {**step.sizes, **({BATCH: microbatch} if BATCH in step.sizes else {})}
         resolve = Sizes(sizes)
         self._profile = profile
         self._known: dict[Hashable, Any] = {}
         kind, first = profile.alike
-        works = [node_work(n, resolve) for n in first]
+        parted = [n for n in first if in_chunks(n)]
+        self.chunks = chunk_sizes(parted, resolve, device)
+        chunk = chunk or next(iter(self.chunks), 0)
+        works = [node_work(n, resolve, chunk) for n in first]
         moves = np.array([n.target in KINDS for n in first])
         sent = np.zeros(len(first))
         if wires is not None:
@@ -78,6 +84,8 @@ class SizedProfile:
             self.backward += summed(seconds, released)
             self.host_backward += summed(starting, released)
         self._seconds = seconds
+        taken = [chunk_bytes(n, resolve, chunk) if n in parted else 0 for n in first]
+        self._taken = np.array(taken, dtype=np.int64)[kind]
         of, tensors = profile.alike_storages
         self.bytes = np.array([_bytes(t, resolve) for t in tensors], dtype=np.int64)[of]
 
@@ -155,8 +163,8 @@ class SizedProfile:
         return self._alive(np.zeros(len(self._profile.lines.of), dtype=bool))
 
     def _alive(self, apart: np.ndarray) -> np.ndarray:
-        """Bytes alive at each joint node, without inputs, what is saved for backward and what the
-        nodes `apart` make.
+        """Bytes alive at each joint node, with what chunks take, without inputs, what is saved for
+        backward and what the nodes `apart` make.
 
         A gradient of a parameter counts while it is made only; afterwards it is in its accumulator.
         """
@@ -168,7 +176,7 @@ class SizedProfile:
         size = self.bytes[here]
         change = self._at(storages.made[here], size, rows + 1)
         change -= self._at(last[here] + 1, size, rows + 1)
-        return np.cumsum(change)[:-1] - self._let_go()
+        return np.cumsum(change)[:-1] - self._let_go() + self._taken
 
     def _let_go(self) -> np.ndarray:
         """Bytes of what was saved that a position's backward has read for the last time, at each

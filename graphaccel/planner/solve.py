@@ -117,10 +117,40 @@ def with_cuts_and_blocks(
 
     recompute: "none", "all", "some" (as much as memory asks for; every second block if it asks for
     none) or names. Cuts are even in time; where that does not fit however much is recomputed, they
-    are chosen again under each stage's memory.
+    are chosen again under each stage's memory. Where a fused op goes over its rows in chunks, fewer
+    at a time are tried where that makes a plan fit, or fit with less to compute again.
 
     Raises: TooManyStages (GA203), BadPin (GA202) where the stages of modules can not be.
     """
+    best: Plan | None = None
+    for tried in _chunked(problem, plan):
+        found = _solved(problem, tried, recompute, cuts)
+        if best is None or _order(problem, found) < _order(problem, best):
+            best = found
+        if excess(best, problem.cluster) <= 0 and recompute != "some":
+            break  # fewer rows at a time take longer
+    assert best is not None
+    return best
+
+
+def _order(problem: Problem, plan: Plan) -> tuple[int, float]:
+    """What makes a plan better than another: to fit, or to miss by less; then time."""
+    assert plan.prediction is not None
+    return max(0, excess(plan, problem.cluster)), plan.prediction.seconds
+
+
+def _chunked(problem: Problem, plan: Plan) -> list[Plan]:
+    """The plan with each number of rows at a time that may be asked for; as it is where that was
+    pinned, or nothing goes over rows in chunks."""
+    sizes = problem.sized(plan).chunks
+    if not sizes or "loss_chunk" in plan.pinned:
+        return [plan]
+    return [replace(plan, loss_chunk=size) for size in sizes]
+
+
+def _solved(
+    problem: Problem, plan: Plan, recompute: str | Sequence[str], cuts: tuple[str, ...] | None
+) -> Plan:
     choices = [cuts] if cuts is not None else _cuts(problem, plan)
     best: Plan | None = None
     for choice in choices:

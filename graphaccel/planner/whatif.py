@@ -212,6 +212,9 @@ def _values(record: Record, problem: Problem, plan: Plan, name: str) -> list:
         free = replace(record.pins, offload=None)
         found = [offload_text(o) for o in offered(free, problem)]
         return found if len(found) > 1 or plan.offload else []
+    if name == "loss_chunk":
+        sizes = problem.sized(plan).chunks if plan.loss_chunk else ()
+        return [2 * sizes[0], *sizes] if sizes else []
     if name == "precision":
         rates = problem.cluster.device.peak_flops
         known = [(n, p) for n, p in PRECISIONS.items() if p.compute in rates]

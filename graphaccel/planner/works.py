@@ -27,7 +27,7 @@ def sized_for(profile: Profile, plan: Plan, cluster: Cluster) -> SizedProfile:
     """The profile at the plan's microbatch size, on the plan's mesh."""
     wires = wires_of(cluster, plan) if plan.replica > 1 else None
     device = computing(cluster.device, plan.precision)
-    return profile.sized(plan.microbatch_size, device, wires)
+    return profile.sized(plan.microbatch_size, device, wires, plan.loss_chunk)
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,16 @@ from collections.abc import Mapping
 
 import torch
 
+from graphaccel.capture.symbols import BATCH
 from graphaccel.kernels.jit import has_triton
 from graphaccel.kernels.registry import fusion_named
+from graphaccel.messages import format_bytes
+from graphaccel.planner.chunks import chunk_seconds
+from graphaccel.planner.cluster import Cluster
+from graphaccel.planner.cost import Sizes, chunk_bytes, chunks_of, in_chunks
+from graphaccel.planner.efficiency import computing
+from graphaccel.planner.plan import Plan
+from graphaccel.planner.profile import Profile
 
 
 def fusion_notes(placed: Mapping[str, int], device: str) -> tuple[str, ...]:
@@ -27,3 +35,26 @@ def fusion_notes(placed: Mapping[str, int], device: str) -> tuple[str, ...]:
             "they run as calls of torch: Triton, which makes their kernels, is missing",
         )
     return lines
+
+
+def chunk_notes(profile: Profile, plan: Plan, cluster: Cluster) -> tuple[str, ...]:
+    """How many rows at a time a fused head and loss does, and why; () where the plan has none.
+    profile: of the graph that a device of the plan runs."""
+    if not plan.loss_chunk:
+        return ()
+    sizes = Sizes({**profile.step.sizes, BATCH: plan.microbatch_size})
+    device, lines = computing(cluster.device, plan.precision), []
+    for node in filter(in_chunks, profile.lines.nodes):
+        whole = chunks_of(node, sizes, 1).times
+        if whole <= plan.loss_chunk:
+            lines.append(f"head and loss: all {whole:,} tokens at once")
+            continue
+        (small, slow), (large, fast) = (
+            (format_bytes(chunk_bytes(node, sizes, n)), chunk_seconds([node], sizes, device, n))
+            for n in (plan.loss_chunk, whole)
+        )
+        lines.append(
+            f"head and loss: {plan.loss_chunk:,} of {whole:,} tokens at a time take {small}, all "
+            f"at once {large}; {slow / fast:.2f} of its time"
+        )
+    return tuple(lines)

@@ -99,7 +99,7 @@ def test_plan_arguments(model_file: Path) -> None:
     )
     choices = "--recompute some --precision bf16 --html r.html --trace t.json --save-cluster c.json"
     choices += " --accumulation shards --vocab data --stage h.3=1 --stage h.4=2 --compile inductor"
-    choices += " --fusions auto,-rotary --cuda-graphs"
+    choices += " --fusions auto,-rotary --cuda-graphs --loss-chunk 512"
     choices += " --offload optimizer"
     shown = "--format json --measure 3 --explain --why-not pipeline=4,recompute=none"
     shown += " --why-not data=-1 --why-not sequence=false"
@@ -133,6 +133,7 @@ def test_plan_arguments(model_file: Path) -> None:
         "compile": "inductor",
         "cuda_graphs": True,
         "fusions": ("auto", "-rotary"),
+        "loss_chunk": 512,
         "offload": "optimizer",
         "html": Path("r.html"),
         "trace": Path("t.json"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -19,6 +20,7 @@ from graphaccel.passes.lower_precision import lower_precision
 from graphaccel.planner.cluster import Device, OpTime
 from graphaccel.planner.cost import (
     Sizes,
+    dims_of,
     is_view,
     node_bytes,
     node_flops,
@@ -147,9 +149,20 @@ def test_causal_attention_does_half(captured: Captured) -> None:
 def test_a_fused_head_counts_its_products(captured: Captured) -> None:
     step = fuse(captured("llama"), Plan(1, fusions=("linear_cross_entropy",)))
     node = next(n for n in step.graph.graph.nodes if "linear_cross" in str(n.target))
-    work = node_work(node, Sizes(step.sizes))
-    assert work.kind == "product"
-    assert work.flops == 6 * work.rows * work.inner * work.columns
+    sizes = Sizes(step.sizes)
+    (*_, width), (vocabulary, _) = (dims_of(n, sizes) for n in node.all_input_nodes[:2])
+    tokens = math.prod(dims_of(node.args[0], sizes)) // width
+    work = node_work(node, sizes, tokens)
+    assert work.flops == 6 * tokens * vocabulary * width == node_flops(node, sizes)
+    assert [(p.rows, p.columns, p.inner) for p in work.parts[:3]] == [
+        (tokens, vocabulary, width), (tokens, width, vocabulary), (vocabulary, width, tokens)
+    ]  # fmt: skip
+    halves = node_work(node, sizes, tokens // 2)
+    assert halves.times == 2
+    assert halves.flops == work.flops
+    # Two products read the weight again, one writes its gradient, and adding that up reads and
+    # writes it.
+    assert halves.bytes - work.bytes == 5 * 4 * vocabulary * width
 
 
 @pytest.mark.parametrize(

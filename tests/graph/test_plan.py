@@ -43,6 +43,7 @@ plans = st.builds(
     recompute=st.lists(names).map(tuple),
     precision=st.builds(Precision, names, names, names, st.booleans()),
     bucket_bytes=counts,
+    loss_chunk=counts,
     outputs=st.sampled_from(["loss", "all"]),
     batch=counts,
     pinned=st.lists(names).map(tuple),

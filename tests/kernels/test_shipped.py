@@ -138,7 +138,7 @@ def test_a_wide_bias_of_autocast_is_taken() -> None:
     """`linear` under autocast casts its bias; the fused head is given it as it is."""
     x, weight = torch.randn(6, 16).bfloat16(), torch.randn(40, 16).bfloat16()
     bias, target = torch.randn(40), torch.arange(6)
-    loss, *_ = torch.ops.graphaccel.linear_cross_entropy(x, weight, bias, target)
+    loss, *_ = torch.ops.graphaccel.linear_cross_entropy(x, weight, bias, target, 0)
     scores = torch.nn.functional.linear(x, weight, bias.bfloat16()).float()
     expected = torch.nn.functional.cross_entropy(scores, target, reduction="sum")
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)

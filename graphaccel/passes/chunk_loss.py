@@ -1,0 +1,28 @@
+"""Rows that a fused head and loss does at a time, as the plan says.
+
+before (chunk 0: as the op says)                     after, `loss_chunk=2048`
+  %l: f32[] = graphaccel.linear_cross_entropy(       %l: f32[] = graphaccel.linear_cross_entropy(
+      %x, %w, None, %labels, 0)                          %x, %w, None, %labels, 2048)
+
+What each chunk takes besides the op's results is counted from the call, so it stands there before
+memory is.
+"""
+
+from __future__ import annotations
+
+from graphaccel.ir.program import StageProgram
+from graphaccel.kernels.register import fusion_of
+from graphaccel.planner.cost import in_chunks
+from graphaccel.planner.plan import Plan
+
+
+def chunk_loss(program: StageProgram, plan: Plan) -> StageProgram:
+    """The program with its ops in chunks told how many rows to do at a time."""
+    if not plan.loss_chunk:
+        return program
+    for graph in (program.forward, *program.backwards.values()):
+        for node in filter(in_chunks, graph.graph.nodes):
+            fusion = fusion_of(node.target)
+            assert fusion is not None
+            node.update_arg(list(fusion.inputs).index("chunk"), plan.loss_chunk)
+    return program
