@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from benchmarks.common import RESULTS
 from graphaccel.capture.stepgraph import StepGraph
@@ -26,8 +26,9 @@ from graphaccel.messages import columns
 from graphaccel.model import Model, as_batch
 from graphaccel.passes.fuse import find_sites, fuse
 from graphaccel.passes.lower_precision import lower_precision
+from graphaccel.planner.chunks import chunk_sizes
 from graphaccel.planner.cluster import cluster
-from graphaccel.planner.cost import Sizes, node_bytes
+from graphaccel.planner.cost import Sizes, in_chunks, node_bytes, node_work
 from graphaccel.planner.plan import Plan, Precision
 
 LAYERS, BATCH, TOKENS = 4, 4, 512
@@ -134,10 +135,19 @@ def captured(
 
 
 def step_bytes(step: StepGraph, *, dense: bool = False) -> int:
-    """Bytes a step moves; `dense`: by products, attention and embeddings alone."""
-    sizes = Sizes(step.sizes)
+    """Bytes a step moves; `dense`: by products, attention and embeddings alone. What goes over its
+    rows in chunks moves what each of them reads and writes, as many as are best on an H100."""
+    sizes, device = Sizes(step.sizes), cluster("h100-80gb", 1, None).device
+    parted = [n for n in step.graph.graph.nodes if in_chunks(n)]
+    chunk = next(iter(chunk_sizes(parted, sizes, device)), 0)
+
+    def moved(node: fx.Node) -> int:
+        if in_chunks(node):
+            return node_work(node, sizes, chunk, device.type).bytes
+        return int(node_bytes(node, sizes))
+
     return sum(
-        int(node_bytes(n, sizes))
+        moved(n)
         for n in step.graph.graph.nodes
         if n.op == "call_function"
         and (not dense or any(d in str(n.target) for d in _DENSE))

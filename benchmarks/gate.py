@@ -119,7 +119,7 @@ def _softmax_kernels(width: int) -> list[Kernel]:
 def _loss_kernels(width: int) -> list[Kernel]:
     """Cross entropy of rows of logits, alone and in the place of a head's logits."""
     size = cross_entropy.block(width)
-    fixed = {"IGNORED": cross_entropy.IGNORED, "BLOCK": size}
+    fixed = {"IGNORED": cross_entropy.IGNORED.default, "BLOCK": size}
     row = ("*fp32", "*fp32")
     strides = ("i32", "i32")
     forward = ("*bf16", "*i64", "*fp32", *row, *strides)

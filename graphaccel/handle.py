@@ -165,7 +165,7 @@ class Handle:
         self._initial = None
         vars(self._model).pop(RECORD, None)
         self._meshes = stage_meshes(session)
-        fused = self._compiler.pins.get("fusions") not in (None, "off")
+        fused = bool(chosen.fusions)
         self._host = HostCopies(mesh.device) if "optimizer" in chosen.offload else None
         if optimizer is not None:
             self._before_steps(optimizer, session, fused or self._host is not None)

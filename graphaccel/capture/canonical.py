@@ -95,6 +95,8 @@ def _mean(node: fx.Node) -> None:
     else:
         total = _emit(node, aten.sum.default, source, dtype=dtype)
     _replace(node, _emit(node, aten.div.Tensor, total, count))
+    if not dims:
+        _summed(total)
 
 
 def _pool(node: fx.Node) -> None:
@@ -118,9 +120,54 @@ def _with_sum(node: fx.Node, arguments: dict[str, Any]) -> fx.Node:
     return _emit(node, node.target, *(arguments | {"reduction": SUM}).values())
 
 
+def _of_logarithms(node: fx.Node, a: dict[str, Any]) -> fx.Node | None:
+    """`nll_loss(log_softmax(x))` is the cross entropy of x, which may have been reshaped between;
+    None for others."""
+    source = a["self"]
+    shaped = source.target is aten.reshape.default
+    made = source.args[0] if shaped else source
+    if made.target is not aten.log_softmax.int:
+        return None
+    given = made.args[0]
+    was, value = given.meta["val"], source.meta["val"]
+    last = made.args[1] % was.dim() == was.dim() - 1
+    own = made.meta["val"].dtype == was.dtype
+    if value.dim() != 2 or not (last and own and was.shape[-1] == value.shape[-1]):
+        return None
+    if shaped:
+        given = _emit(node, aten.reshape.default, given, source.args[1])
+    arguments = given, a["target"], a["weight"], a["reduction"], a["ignore_index"], 0.0
+    return _emit(node, aten.cross_entropy_loss.default, *arguments)
+
+
+def _in_rows(node: fx.Node, a: dict[str, Any]) -> fx.Node | None:
+    """The loss of scores whose classes were moved before the positions ([b, s, v] to [b, v, s]), as
+    that of rows; None for others."""
+    source, target = a["self"], a["target"]
+    if source.target is not aten.transpose.int or source.meta["val"].dim() != 3:
+        return None
+    if {d % 3 for d in source.args[1:]} != {1, 2} or target.meta["val"].dim() != 2:
+        return None
+    if a["reduction"] == 0:
+        return None
+    width = source.meta["val"].shape[1]
+    rows = _emit(node, aten.reshape.default, source.args[0], [-1, width])
+    flat = _emit(node, aten.reshape.default, target, [-1])
+    return _emit(node, node.target, *(a | {"self": rows, "target": flat}).values())
+
+
 def _labelled_loss(node: fx.Node) -> None:
     """cross_entropy_loss and nll_loss: the mean is a sum over the labels that count."""
     a = _arguments(node)
+    if node.target is aten.nll_loss_nd.default:
+        other = _of_logarithms(node, a)
+    elif node.target is aten.cross_entropy_loss.default:
+        other = _in_rows(node, a)
+    else:
+        other = None
+    if other is not None:
+        _replace(node, other)
+        node, a = other, _arguments(other)
     if a["reduction"] != MEAN:
         return
     scores, target = a["self"], a["target"]
@@ -141,6 +188,33 @@ def _labelled_loss(node: fx.Node) -> None:
         )
         count = _emit(node, aten.sum.default, kept)
     _replace(node, _emit(node, aten.div.Tensor, total, count))
+
+
+def _summed(node: fx.Node) -> None:
+    """The sum of the losses of all rows, and of nothing else, is the summed loss."""
+    source, *dims = node.args
+    assert isinstance(source, fx.Node)
+    if source.target is not aten.cross_entropy_loss.default or len(source.users) > 1 or dims:
+        return
+    a = _arguments(source)
+    if a["reduction"] == 0 and node.kwargs.get("dtype") in (None, source.meta["val"].dtype):
+        _replace(node, _with_sum(source, a))
+
+
+def _linear(node: fx.Node) -> None:
+    """A product with a parameter that was transposed for it is what `linear` does."""
+    left, right = node.args
+    assert isinstance(left, fx.Node)
+    assert isinstance(right, fx.Node)
+    if right.target not in (aten.t.default, aten.transpose.int, aten.permute.default):
+        return
+    weight = right.args[0]
+    assert isinstance(weight, fx.Node)
+    if weight.op != "placeholder" or weight.meta["val"].dim() != 2 or left.meta["val"].dim() < 2:
+        return
+    turned, value = weight.meta["val"].t(), right.meta["val"]
+    if (turned.shape, turned.stride()) == (value.shape, value.stride()):
+        _replace(node, _emit(node, aten.linear.default, left, weight))
 
 
 def _elementwise_loss(node: fx.Node) -> None:
@@ -285,6 +359,8 @@ _CHECKS = {
 }
 _REWRITES: dict[Any, Callable[[fx.Node], None]] = {
     aten.mean.default: _mean,
+    aten.sum.default: _summed,
+    aten.matmul.default: _linear,
     aten.mean.dim: _mean,
     aten.cross_entropy_loss.default: _labelled_loss,
     aten.nll_loss_nd.default: _labelled_loss,

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from graphaccel.kernels.fusion import T, fusion
+from graphaccel.kernels.fusion import Scalar, T, fusion
 from graphaccel.kernels.jit import jit, next_power_of_2, tl, warps
 
-IGNORED = -100
+IGNORED = Scalar(-100)
+"""The label of rows that do not count; -100 is torch's own."""
 _WIDEST_BLOCK = 4096  # 16 elements a thread; each has a maximum and a sum in registers
 
 
@@ -114,26 +115,28 @@ def block(c: int) -> int:
     return min(next_power_of_2(c), _WIDEST_BLOCK)
 
 
-def _fixed(c: int) -> dict[str, int]:
-    return {"IGNORED": IGNORED, "BLOCK": block(c), "num_warps": warps(block(c))}
+def _fixed(c: int, ignored: int) -> dict[str, int]:
+    return {"IGNORED": ignored, "BLOCK": block(c), "num_warps": warps(block(c))}
 
 
 def _with_whole_rows(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-def launch_forward(scores: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def launch_forward(scores: Tensor, target: Tensor, ignored: int) -> tuple[Tensor, Tensor, Tensor]:
     """Losses of rows [n, c], 0 where ignored, their maxima, and log sum exp below these: [n] in
     float32, by Triton. Rows need not lie one after the other. target: int64 [n]."""
     n, c = scores.shape
     scores, target = _with_whole_rows(scores), target.contiguous()
     loss, peak, logsum = (scores.new_empty(n, dtype=torch.float32) for _ in range(3))
-    forward_kernel[(n,)](scores, target, loss, peak, logsum, c, scores.stride(0), **_fixed(c))
+    forward_kernel[(n,)](
+        scores, target, loss, peak, logsum, c, scores.stride(0), **_fixed(c, ignored)
+    )
     return loss, peak, logsum
 
 
 def launch_backward(
-    grad_loss: Tensor, scores: Tensor, target: Tensor, peak: Tensor, logsum: Tensor
+    grad_loss: Tensor, scores: Tensor, target: Tensor, peak: Tensor, logsum: Tensor, ignored: int
 ) -> Tensor:
     """Gradient of the summed loss for rows [n, c], like `scores`, by Triton. grad_loss: a number on
     the device, and read there."""
@@ -143,18 +146,18 @@ def launch_backward(
     scores, target = _with_whole_rows(scores), target.contiguous()
     backward_kernel[(n,)](
         grad_loss, scores, target, peak.contiguous(), logsum.contiguous(), into, c,
-        scores.stride(0), into.stride(0), **_fixed(c),
+        scores.stride(0), into.stride(0), **_fixed(c, ignored),
     )  # fmt: skip
     return slope if into is slope else slope.copy_(into)
 
 
-def launch_in_place(scores: Tensor, target: Tensor) -> Tensor:
+def launch_in_place(scores: Tensor, target: Tensor, ignored: int) -> Tensor:
     """Losses of rows [n, c], float32 [n], by Triton; `scores`, contiguous, becomes the gradient of
     their sum. target: int64 [n]."""
     n, c = scores.shape
     assert scores.is_contiguous()
     loss = scores.new_empty(n, dtype=torch.float32)
-    in_place_kernel[(n,)](scores, target.contiguous(), loss, c, c, **_fixed(c))
+    in_place_kernel[(n,)](scores, target.contiguous(), loss, c, c, **_fixed(c, ignored))
     return loss
 
 
@@ -166,53 +169,56 @@ def _wide(x: Tensor) -> Tensor:
 class cross_entropy:
     """Sum over counted rows of the cross entropy of logits [n, c]."""
 
-    inputs = {"scores": T("n c"), "target": T("n", below="c")}
+    inputs = {"scores": T("n c"), "target": T("n", below="c"), "ignored": IGNORED}
     outputs = {"loss": T("", dtype="wide")}
     saved = {"peak": T("n", dtype="wide"), "logsum": T("n", dtype="wide")}
     whole = ("c",)
     tensor_parallel = False  # a tensor axis shards the vocabulary: then no rank has whole logits
     devices = ("cuda",)  # torch's CPU kernels are as fast; asked for, it saves their memory
     patterns = (
-        lambda scores, target: F.cross_entropy(scores.float(), target, reduction="sum"),
-        lambda scores, target: F.cross_entropy(scores, target, reduction="sum"),
+        lambda scores, target, ignored: F.cross_entropy(
+            scores.float(), target, reduction="sum", ignore_index=ignored
+        ),
+        lambda scores, target, ignored: F.cross_entropy(
+            scores, target, reduction="sum", ignore_index=ignored
+        ),
     )
     negatives = (
-        lambda scores, target: F.cross_entropy(scores, target, reduction="sum", ignore_index=0),
         lambda scores, target: F.cross_entropy(
             scores, target, reduction="sum", label_smoothing=0.1
         ),
     )
 
-    def forward(scores, target):
+    def forward(scores, target, ignored):
         wide = _wide(scores)
         peak = wide.amax(-1)
         shifted = wide - peak[:, None]  # exact where it matters: logits of a thousand lose nothing
-        counted = target != IGNORED
+        counted = target != ignored
         label = torch.where(counted, target, 0)
         own = shifted.gather(1, label[:, None]).squeeze(1)
         logsum = shifted.exp_().sum(-1).log_()
         return torch.where(counted, logsum - own, 0).sum(), peak, logsum
 
-    def fake(scores, target):
+    def fake(scores, target, ignored):
         kind = torch.float64 if scores.dtype == torch.float64 else torch.float32
         row = scores.new_empty(len(scores), dtype=kind)
         return scores.new_empty((), dtype=kind), row, torch.empty_like(row)
 
-    def backward(grad_loss, scores, target, peak, logsum):
+    def backward(grad_loss, scores, target, peak, logsum, ignored):
         slope = (_wide(scores) - peak[:, None]).sub_(logsum[:, None]).exp_()
-        counted = target != IGNORED
+        counted = target != ignored
         label = torch.where(counted, target, 0)
         slope.scatter_add_(1, label[:, None], slope.new_full((len(label), 1), -1.0))
         # Where all are ignored the gradient of the loss is infinite, and theirs is 0.
         factor = torch.where(counted, grad_loss.to(slope.dtype), 0.0)
         return slope.mul_(factor[:, None]).to(scores.dtype)
 
-    def fake_backward(grad_loss, scores, target, peak, logsum):
+    def fake_backward(grad_loss, scores, target, peak, logsum, ignored):
         return torch.empty_like(scores)
 
-    def cuda_forward(scores, target):
-        loss, peak, logsum = launch_forward(scores, target)
+    def cuda_forward(scores, target, ignored):
+        loss, peak, logsum = launch_forward(scores, target, ignored)
         return loss.sum(), peak, logsum
 
-    def cuda_backward(grad_loss, scores, target, peak, logsum):
-        return launch_backward(grad_loss, scores, target, peak, logsum)
+    def cuda_backward(grad_loss, scores, target, peak, logsum, ignored):
+        return launch_backward(grad_loss, scores, target, peak, logsum, ignored)

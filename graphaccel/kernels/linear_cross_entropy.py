@@ -8,7 +8,7 @@ label is ignored are dropped before the head, so a prompt that is masked out cos
 the tokens lie on a GPU, finding them is the one place that waits for the device.
 
 As in Hsu et al., Liger Kernel, 2024, §3.2 (gradients in the forward) and PyTorch's chunked linear
-cross entropy. Measured there: four chunks cost 7 % more time than whole logits, 32 cost 57 %
+cross entropy. Measured there: four chunks cost 7 % more time than whole logits, 64 cost 57 %
 (pytorch#124480). How many tokens a chunk has is the plan's (`planner.chunks`, from `_chunks`);
 where no plan says it, `CHUNK_BYTES` of logits.
 """
@@ -21,11 +21,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from graphaccel.kernels.cross_entropy import launch_in_place
+from graphaccel.kernels.cross_entropy import IGNORED, launch_in_place
 from graphaccel.kernels.fusion import Chunks, Scalar, T, fusion
 from graphaccel.kernels.jit import has_triton
 
-IGNORED = -100
 CHUNK_BYTES = 64 << 20
 _FEWEST = 128  # tokens a chunk: products of fewer rows waste the weight they read
 _CALLS = 10  # operations on each chunk besides its products
@@ -59,7 +58,7 @@ def _cuda_chunk(
 ) -> tuple[Tensor, Tensor]:
     """The same by Triton: the gradient takes the place of the logits, never wider than rows are."""
     scores = F.linear(rows, weight, bias).to(rows.dtype)  # autocast may have made them narrower
-    return launch_in_place(scores, labels).sum(), scores
+    return launch_in_place(scores, labels, IGNORED.default).sum(), scores
 
 
 def _forward(
@@ -67,11 +66,12 @@ def _forward(
     weight: Tensor,
     bias: Tensor | None,
     target: Tensor,
+    ignored: int,
     chunk: int,
     of_chunk: Callable[..., tuple[Tensor, Tensor]],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rows, labels = x.reshape(-1, x.shape[-1]), target.reshape(-1)
-    kept = (labels != IGNORED).nonzero().squeeze(1)
+    kept = (labels != ignored).nonzero().squeeze(1)
     every = len(kept) == len(labels)
     wide = _wide(x.dtype)
     bias = None if bias is None else bias.to(x.dtype)  # under autocast it is still wide
@@ -101,15 +101,11 @@ def _forward(
 
 
 def _fake(
-    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, chunk: int
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, ignored: int, chunk: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    del bias, target, chunk
+    del bias, target, ignored, chunk
     loss = x.new_empty((), dtype=_wide(x.dtype))
     return loss, x.new_empty(x.shape), weight.new_empty(weight.shape), weight.new_empty(len(weight))
-
-
-def _by_triton(x: Tensor) -> bool:
-    return x.device.type == "cuda" and has_triton() and _wide(x.dtype) == torch.float32
 
 
 def _chunks(x: Tensor, weight: Tensor, chunk: int) -> Chunks:
@@ -120,9 +116,9 @@ def _chunks(x: Tensor, weight: Tensor, chunk: int) -> Chunks:
     tokens = max(1, x.numel() // width)
     rows = min(chunk or chunk_rows(vocabulary), tokens)
     narrow, wide = x.dtype.itemsize, _wide(x.dtype).itemsize
-    passes = (
-        3 * narrow if _by_triton(x) else 8 * wide + (2 * (narrow + wide) if narrow < wide else 0)
-    )
+    passes = 8 * wide + (2 * (narrow + wide) if narrow < wide else 0)
+    if x.device.type == "cuda" and wide == 4:
+        passes = 3 * narrow
     summed = vocabulary * width * (2 * wide if narrow == wide else narrow + 2 * wide)
     return Chunks(
         rows=rows,
@@ -133,33 +129,41 @@ def _chunks(x: Tensor, weight: Tensor, chunk: int) -> Chunks:
     )
 
 
-def _loss(scores: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(scores, target.reshape(-1), reduction="sum")
+def _loss(scores: Tensor, target: Tensor, ignored: int) -> Tensor:
+    return F.cross_entropy(scores, target.reshape(-1), reduction="sum", ignore_index=ignored)
 
 
-def _upcast_first(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    return _loss(F.linear(x, weight).float().reshape(-1, len(weight)), target)
+def _rows_first(x: Tensor, weight: Tensor, target: Tensor, ignored: int) -> Tensor:
+    return _loss(F.linear(x.reshape(-1, x.shape[-1]), weight), target, ignored)
 
 
-def _upcast_last(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    return _loss(F.linear(x, weight).reshape(-1, len(weight)).float(), target)
+def _upcast_first(x: Tensor, weight: Tensor, target: Tensor, ignored: int) -> Tensor:
+    return _loss(F.linear(x, weight).float().reshape(-1, len(weight)), target, ignored)
 
 
-def _kept(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+def _upcast_last(x: Tensor, weight: Tensor, target: Tensor, ignored: int) -> Tensor:
+    return _loss(F.linear(x, weight).reshape(-1, len(weight)).float(), target, ignored)
+
+
+def _kept(x: Tensor, weight: Tensor, target: Tensor, ignored: int) -> Tensor:
     """In the model's own dtype, as BERT and T5 have it; in float32 it is the same as the others."""
-    return _loss(F.linear(x, weight).reshape(-1, len(weight)), target)
+    return _loss(F.linear(x, weight).reshape(-1, len(weight)), target, ignored)
 
 
-def _kept_bias(x: Tensor, weight: Tensor, bias: Tensor, target: Tensor) -> Tensor:
-    return _loss(F.linear(x, weight, bias).reshape(-1, len(weight)), target)
+def _kept_bias(x: Tensor, weight: Tensor, bias: Tensor, target: Tensor, ignored: int) -> Tensor:
+    return _loss(F.linear(x, weight, bias).reshape(-1, len(weight)), target, ignored)
 
 
-def _upcast_first_bias(x: Tensor, weight: Tensor, bias: Tensor, target: Tensor) -> Tensor:
-    return _loss(F.linear(x, weight, bias).float().reshape(-1, len(weight)), target)
+def _upcast_first_bias(
+    x: Tensor, weight: Tensor, bias: Tensor, target: Tensor, ignored: int
+) -> Tensor:
+    return _loss(F.linear(x, weight, bias).float().reshape(-1, len(weight)), target, ignored)
 
 
-def _upcast_last_bias(x: Tensor, weight: Tensor, bias: Tensor, target: Tensor) -> Tensor:
-    return _loss(F.linear(x, weight, bias).reshape(-1, len(weight)).float(), target)
+def _upcast_last_bias(
+    x: Tensor, weight: Tensor, bias: Tensor, target: Tensor, ignored: int
+) -> Tensor:
+    return _loss(F.linear(x, weight, bias).reshape(-1, len(weight)).float(), target, ignored)
 
 
 @fusion
@@ -171,6 +175,7 @@ class linear_cross_entropy:
         "weight": T("v h"),
         "bias": T("v", optional=True),
         "target": T("...", below="v"),
+        "ignored": IGNORED,
         "chunk": Scalar(0, (8,)),
     }
     outputs = {"loss": T("", dtype="wide")}
@@ -179,7 +184,8 @@ class linear_cross_entropy:
     tensor_parallel = False  # a tensor axis shards the vocabulary: then no rank has whole logits
     sizes = {"v": (64, 97), "h": (16, 33)}
     patterns = (
-        _upcast_first, _upcast_last, _upcast_first_bias, _upcast_last_bias, _kept, _kept_bias
+        _upcast_first, _upcast_last, _upcast_first_bias, _upcast_last_bias, _kept, _kept_bias,
+        _rows_first,
     )  # fmt: skip
     negatives = (
         lambda x, weight, target: F.cross_entropy(
@@ -188,29 +194,23 @@ class linear_cross_entropy:
             reduction="sum",
             label_smoothing=0.1,
         ),
-        lambda x, weight, target: F.cross_entropy(
-            F.linear(x, weight).reshape(-1, len(weight)),
-            target.reshape(-1),
-            reduction="sum",
-            ignore_index=0,
-        ),
     )
     inline = True
     fake = _fake
 
-    def forward(x, weight, bias, target, chunk):
-        return _forward(x, weight, bias, target, chunk, _chunk)
+    def forward(x, weight, bias, target, ignored, chunk):
+        return _forward(x, weight, bias, target, ignored, chunk, _chunk)
 
-    def cuda_forward(x, weight, bias, target, chunk):
-        return _forward(x, weight, bias, target, chunk, _cuda_chunk)
+    def cuda_forward(x, weight, bias, target, ignored, chunk):
+        return _forward(x, weight, bias, target, ignored, chunk, _cuda_chunk)
 
     def backward(grad_loss, dx, dweight, dbias, wanted):
-        """The gradients are there already, for a loss of one."""
-        return (
-            dx * grad_loss.to(dx.dtype) if wanted[0] else None,
-            dweight * grad_loss.to(dweight.dtype) if wanted[1] else None,
-            dbias * grad_loss.to(dbias.dtype) if wanted[2] else None,
-        )
+        """The gradients are there already, for a loss of one. Where no label counts they are 0 and
+        the mean's is infinite: 0 stays 0, as in eager."""
+        most = torch.finfo(grad_loss.dtype).max
+        factor = grad_loss.clamp(-most, most)
+        made = (dx, dweight, dbias)
+        return tuple(g * factor if on else None for g, on in zip(made, wanted, strict=False))
 
     def legal(x, weight, **_):
         if len(weight) < 32:
@@ -229,7 +229,7 @@ class linear_cross_entropy:
         chunk."""
         rows, wide = _chunks(x, weight, chunk).rows, _wide(x.dtype)
         scores = rows * len(weight)
-        if _by_triton(x):
+        if x.device.type == "cuda" and has_triton() and wide == torch.float32:
             product = weight.numel() * (x.dtype.itemsize + wide.itemsize) if x.dtype != wide else 0
             return scores * x.dtype.itemsize + product
         if wide == x.dtype:

@@ -160,6 +160,8 @@ def _named(fusion: Fusion, op: str, run: Function) -> Function:
     def call(*args: Any) -> Any:
         try:
             return run(*args)
+        except torch.OutOfMemoryError:
+            raise  # no fault of the kernel, and scripts catch it
         except Exception as error:
             given = tuple(
                 f"{'x'.join(map(str, a.shape)) or 'scalar'} {str(a.dtype).removeprefix('torch.')}"

@@ -111,6 +111,9 @@ def _prepared(forward: ForwardGraph, keep_outputs: bool) -> ForwardGraph:
     simplify(module)
     with fake_mode_of([n for n in module.graph.nodes if n.op == "placeholder"]):
         _cast_first(module.graph)
+        _slice_first(module.graph)
+    module.graph.eliminate_dead_code()
+    simplify(module)
     return replace(forward, graph=module, outputs=outputs)
 
 
@@ -135,6 +138,31 @@ def _cast_first(graph: fx.Graph) -> None:
         view.replace_input_with(source, cast)
         view.meta["val"] = turned
         node.replace_all_uses_with(view)
+        graph.erase_node(node)
+
+
+def _slice_first(graph: fx.Graph) -> None:
+    """Products of the rows that are wanted, in place of the rows that are wanted of all (labels one
+    position on: `linear(x)[:, :-1]`): what patterns have, and less work."""
+    for node in list(graph.nodes):
+        if node.target is not aten.slice.Tensor:
+            continue
+        product, dim, *ends = node.args
+        assert isinstance(product, fx.Node)
+        if product.target is not aten.linear.default or len(product.users) > 1:
+            continue
+        whole = product.meta["val"]
+        if dim % whole.dim() == whole.dim() - 1 or whole.dim() < 3:
+            continue
+        source, *weights = product.args
+        assert isinstance(source, fx.Node)
+        with graph.inserting_before(product):
+            rows = graph.call_function(aten.slice.Tensor, (source, dim, *ends))
+        rows.meta = {**node.meta, "val": aten.slice.Tensor(source.meta["val"], dim, *ends)}
+        product.args = (rows, *weights)
+        values = [n.meta["val"] if isinstance(n, fx.Node) else n for n in product.args]
+        product.meta["val"] = aten.linear.default(*values)
+        node.replace_all_uses_with(product)
         graph.erase_node(node)
 
 

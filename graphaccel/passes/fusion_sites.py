@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,7 @@ from graphaccel.capture.export import ForwardGraph
 from graphaccel.capture.patterns import trace_pattern
 from graphaccel.compat.torch import fake_mode_of
 from graphaccel.ir.match import Near, Pattern, match_at
-from graphaccel.kernels.examples import example
+from graphaccel.kernels.examples import LEADING, example
 from graphaccel.kernels.register import narrowed, op_of, parameters, wide_form
 from graphaccel.kernels.spec import Function, Fusion, Scalar, T
 from graphaccel.passes.fusion_products import (
@@ -58,12 +59,14 @@ class Site:
 @dataclass(frozen=True)
 class Variant:
     """A pattern function as traced: in 32 bits, in 16, or in 16 under autocast. product: what its
-    bias comes with ("linear", "addmm"), or nothing."""
+    bias comes with ("linear", "addmm"), or nothing. flat: `...` is one dim: no reshape is left of
+    what makes rows."""
 
     function: Function
     low: torch.dtype | None
     autocast: bool
     product: str = ""
+    flat: bool = False
 
 
 class Finder:
@@ -137,6 +140,8 @@ class Finder:
             forms = (plain,) if low is None else (plain, replace(plain, autocast=True))
             yield from forms[1:]
             pattern = generic(fusion, plain)
+            if pattern is not None and _makes_rows(fusion, pattern):
+                yield from (replace(f, flat=True) for f in forms)
             if pattern is not None and adds_bias(fusion, pattern) is not None:
                 yield from (replace(f, product=kind) for f in forms for kind in PRODUCTS)
 
@@ -454,7 +459,8 @@ def generic(fusion: Fusion, variant: Variant) -> Pattern | None:
         spec = fusion.inputs[name]
         return isinstance(spec, T) and (spec.mask or (spec.broadcast and not spec.differentiable))
 
-    values = example(fusion, variant.low or torch.float32)
+    leading = (math.prod(LEADING),) if variant.flat else LEADING
+    values = example(fusion, variant.low or torch.float32, leading=leading)
     for i, (name, spec) in enumerate(fusion.inputs.items()):
         if isinstance(spec, Scalar) and isinstance(spec.default, float):
             values[name] = _SENTINEL + i / 64
@@ -487,6 +493,12 @@ def _traced(
     if variant.product:
         pattern = of_product(fusion, pattern, variant.product)
     return Pattern(pattern.graph, {}) if exact and pattern is not None else pattern
+
+
+def _makes_rows(fusion: Fusion, pattern: Pattern) -> bool:
+    """Whether a pattern reshapes, and what it reads may have any dims before its last."""
+    leads = any("..." in spec.indices for spec in fusion.tensors.values())
+    return leads and any(n.target is aten.reshape.default for n in pattern.graph.nodes)
 
 
 def _text(pattern: Pattern) -> str:

@@ -80,6 +80,11 @@ class Device:
     measured: tuple[OpTime, ...] = ()
     crowd: float = 1.0
 
+    @property
+    def type(self) -> str:
+        """That of torch, "cpu" or "cuda"."""
+        return "cpu" if self.name == "cpu" else "cuda"
+
 
 COLLECTIVES = ("reduce-scatter", "all-gather", "all-to-all")
 """Those that a link can have rates of their own for."""

@@ -135,12 +135,15 @@ def _fused_flops(node: fx.Node, resolve: Resolve) -> Amount:
     return fusion.flops(**_given(fusion, node, resolve))
 
 
-def _given(fusion: Fusion, node: fx.Node, resolve: Resolve) -> dict[str, Any]:
-    """Inputs of a fused op by name; of tensors, what formulas may ask for."""
-    given = [
-        _Shaped(dims_of(value, resolve), value.meta["val"]) if isinstance(value, fx.Node) else value
-        for value in node.args
-    ]
+def _given(fusion: Fusion, node: fx.Node, resolve: Resolve, on: str = "") -> dict[str, Any]:
+    """Inputs of a fused op by name; of tensors, what formulas may ask for. on: type of the device,
+    where it is not that of the tensors."""
+
+    def shaped(value: fx.Node) -> _Shaped:
+        like = value.meta["val"]
+        return _Shaped(dims_of(value, resolve), like.dtype, torch.device(on or like.device))
+
+    given = [shaped(value) if isinstance(value, fx.Node) else value for value in node.args]
     return dict(zip(fusion.inputs, given, strict=False))
 
 
@@ -150,12 +153,13 @@ def in_chunks(node: fx.Node) -> bool:
     return fusion is not None and fusion.chunks is not None and not is_backward(node.target)
 
 
-def chunks_of(node: fx.Node, sizes: Resolve, chunk: int = 0) -> Chunks:
-    """How such a node goes over them. chunk: rows at a time, in place of what it was told."""
+def chunks_of(node: fx.Node, sizes: Resolve, chunk: int = 0, on: str = "") -> Chunks:
+    """How such a node goes over them. chunk: rows at a time, in place of what it was told. on: the
+    type of the device, where it is not that of the tensors."""
     fusion = fusion_of(node.target)
     assert fusion is not None
     assert fusion.chunks is not None
-    given = _given(fusion, node, sizes)
+    given = _given(fusion, node, sizes, on)
     return fusion.chunks(**given | ({"chunk": chunk} if chunk else {}))
 
 
@@ -171,8 +175,8 @@ def chunk_bytes(node: fx.Node, sizes: Resolve, chunk: int = 0) -> int:
 class _Shaped:
     """Sizes of a tensor, its dtype and device, for formulas that ask a tensor for them."""
 
-    def __init__(self, dims: Dims, like: torch.Tensor) -> None:
-        self.shape, self.dtype, self.device = dims, like.dtype, like.device
+    def __init__(self, dims: Dims, dtype: torch.dtype, device: torch.device) -> None:
+        self.shape, self.dtype, self.device = dims, dtype, device
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -236,15 +240,15 @@ def _gathered(node: fx.Node, resolve: Resolve) -> dict[Any, Amount]:
     return {a: rows for n, a in zip(names, node.args, strict=True) if n in fusion.gathered}
 
 
-def node_work(node: fx.Node, sizes: Resolve, chunk: int = 0) -> Work:
-    """What a node asks of a device; `sizes` gives numbers for expressions (`Sizes`). chunk: see
+def node_work(node: fx.Node, sizes: Resolve, chunk: int = 0, on: str = "") -> Work:
+    """What a node asks of a device; `sizes` gives numbers for expressions (`Sizes`). chunk, on: see
     `chunks_of`.
 
     Attention that is causal does half of what is counted.
     """
     if node.op != "call_function" or is_view(node):
         return NOTHING
-    made = _chunked(node, sizes, chunk) if in_chunks(node) else _asked(node, sizes)
+    made = _chunked(node, sizes, chunk, on) if in_chunks(node) else _asked(node, sizes)
     return replace(made, op=str(_packet(node)))
 
 
@@ -303,9 +307,9 @@ def _asked(node: fx.Node, sizes: Resolve) -> Work:
     return Work("dense", flops, moved, dtype)
 
 
-def _chunked(node: fx.Node, sizes: Resolve, chunk: int) -> Work:
+def _chunked(node: fx.Node, sizes: Resolve, chunk: int, on: str) -> Work:
     """The products of each chunk, which read the weight anew, and what is moved besides."""
-    found = chunks_of(node, sizes, chunk)
+    found = chunks_of(node, sizes, chunk, on)
     value = first_input(node).meta["val"]
     dtype, width = str(value.dtype).removeprefix("torch."), value.element_size()
     parts = [

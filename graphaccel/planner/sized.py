@@ -55,7 +55,7 @@ class SizedProfile:
         parted = [n for n in first if in_chunks(n)]
         self.chunks = chunk_sizes(parted, resolve, device)
         chunk = chunk or next(iter(self.chunks), 0)
-        works = [node_work(n, resolve, chunk) for n in first]
+        works = [node_work(n, resolve, chunk, device.type) for n in first]
         moves = np.array([n.target in KINDS for n in first])
         sent = np.zeros(len(first))
         if wires is not None:

@@ -10,6 +10,7 @@ from graphaccel.kernels import cross_entropy as ce
 from graphaccel.kernels import linear_cross_entropy as head
 from graphaccel.kernels.register import fusion_of
 
+IGNORED = -100
 SENTINEL = 77.0
 LARGE = 1000.0
 found: dict[str, tuple[float, float]] = {}
@@ -48,7 +49,7 @@ def rows(name: str, n: int, c: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]
     scores = (3 * torch.randn(n, c, generator=generator)).to(dtype)
     target = torch.randint(0, c, (n,), generator=generator)
     if name != "counted":
-        target[1::3] = ce.IGNORED
+        target[1::3] = IGNORED
     if name == "large":
         scores = (scores * LARGE / 10).to(dtype)
         scores[0] += LARGE
@@ -78,28 +79,28 @@ for dtype in (torch.float32, torch.float16):
             peak = wide.amax(-1)
             logsum = (wide - peak[:, None]).exp().sum(-1).log()
             loss, slope = eager(scores, target, 0.5)
-            found_loss, found_peak, found_logsum = ce.launch_forward(inner, target)
+            found_loss, found_peak, found_logsum = ce.launch_forward(inner, target, IGNORED)
             note(f"{name} loss", found_loss.sum(), loss, torch.float32, 1e-6)
             if form != "not finite":  # there a NaN may be in the sum alone
                 note(f"{name} peak", found_peak, peak, torch.float32, 0.0)
             note(f"{name} logsum", found_logsum, logsum, torch.float32, 1e-6)
             grad = torch.tensor(0.5)
-            made = ce.launch_backward(grad, inner, target, found_peak, found_logsum)
+            made = ce.launch_backward(grad, inner, target, found_peak, found_logsum, IGNORED)
             assert made.stride() == torch.empty_like(inner).stride()
             note(f"{name} slope", made, slope, dtype, 2e-6)
             assert torch.equal(whole.nan_to_num(1e9), before.nan_to_num(1e9)), name
             # Transposed in memory, as is its gradient.
             turned = scores.t().contiguous().t()
-            again = ce.launch_backward(grad, turned, target, found_peak, found_logsum)
+            again = ce.launch_backward(grad, turned, target, found_peak, found_logsum, IGNORED)
             assert again.stride() == turned.stride()
             assert torch.equal(again.nan_to_num(1e9), made.nan_to_num(1e9))
             # In place, between rows that must stay.
             if form != "not finite":
                 around = torch.full((n + 2, c), SENTINEL, dtype=dtype)
                 around[1:-1] = scores
-                lost = ce.launch_in_place(around[1:-1], target)
+                lost = ce.launch_in_place(around[1:-1], target, IGNORED)
                 note(f"{name} in place", lost.sum(), loss, torch.float32, 1e-6)
-                counted = (target != ce.IGNORED)[:, None]
+                counted = (target != IGNORED)[:, None]
                 slopes = torch.where(counted, around[1:-1], 0)
                 note(f"{name} slope in place", slopes, eager(scores, target, 1.0)[1], dtype, 2e-6)
                 assert around[0].eq(SENTINEL).all(), name
@@ -119,9 +120,9 @@ for dtype in (torch.float32, torch.float16):
             bias = torch.randn(70, generator=generator).to(dtype) if biased else None
             target = torch.randint(0, 70, (3, 7), generator=generator)
             if form == "ignored":
-                target[0, 2:] = ce.IGNORED
-            right = fused.forward(x, weight, bias, target, 0)
-            made = fused.cuda_forward(x, weight, bias, target, 5)
+                target[0, 2:] = IGNORED
+            right = fused.forward(x, weight, bias, target, IGNORED, 0)
+            made = fused.cuda_forward(x, weight, bias, target, IGNORED, 5)
             for part, a, b in zip(("loss", "dx", "dweight", "dbias"), made, right, strict=True):
                 name = f"head {form} {biased} {dtype} {part}"
                 assert a.stride() == b.stride(), name

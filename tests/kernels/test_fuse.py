@@ -280,25 +280,6 @@ def test_look_alikes_in_16_bits_are_left_alone(form: str) -> None:
     assert not find_sites(step, tuple(f for f in shipped() if f.name in WATCHED))[1]
 
 
-def test_without_a_label_there_is_no_gradient() -> None:
-    """The mean over no label is no number; its gradient is 0, as eager has it."""
-
-    class Labelled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.head = nn.Linear(8, 40)
-
-        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-            return nn.functional.cross_entropy(self.head(x), labels)
-
-    model, given = Labelled().double(), (torch.randn(4, 8).double(), torch.full((4,), -100))
-    rewritten = fused(step_of(model, *given), "cross_entropy")
-    assert counted(rewritten) == {"cross_entropy": 1}
-    loss, *found = gradients(rewritten, model, given)
-    assert loss.isnan()
-    assert all((g == 0).all() for g in found)
-
-
 class Scaled(nn.Module):
     """Words multiplied by a float that goes with their number; kind: how. [b, s] -> a number."""
 

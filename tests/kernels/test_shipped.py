@@ -134,11 +134,31 @@ def test_a_failing_kernel_is_named() -> None:
     assert "out of registers" in caught.value.cause
 
 
+def test_a_device_that_is_full_says_so_itself() -> None:
+    """Scripts catch it, and try smaller batches."""
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        if x.shape[-1] == 98:
+            raise torch.OutOfMemoryError("tried to allocate")
+        return x * 2
+
+    parts = {
+        "inputs": {"x": T("... d")},
+        "outputs": {"y": T("... d")},
+        "devices": (),
+        "pattern": lambda x: x * 2,
+        "forward": forward,
+    }
+    fusion(type("fills_at_98", (), parts))
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.ops.graphaccel.fills_at_98(torch.ones(3, 98))
+
+
 def test_a_wide_bias_of_autocast_is_taken() -> None:
     """`linear` under autocast casts its bias; the fused head is given it as it is."""
     x, weight = torch.randn(6, 16).bfloat16(), torch.randn(40, 16).bfloat16()
     bias, target = torch.randn(40), torch.arange(6)
-    loss, *_ = torch.ops.graphaccel.linear_cross_entropy(x, weight, bias, target, 0)
+    loss, *_ = torch.ops.graphaccel.linear_cross_entropy(x, weight, bias, target, -100, 0)
     scores = torch.nn.functional.linear(x, weight, bias.bfloat16()).float()
     expected = torch.nn.functional.cross_entropy(scores, target, reduction="sum")
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
