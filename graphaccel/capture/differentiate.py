@@ -23,7 +23,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from graphaccel.capture.blocks import block_of
 from graphaccel.capture.export import ForwardGraph, GraphInput, GraphOutput
 from graphaccel.capture.functional import SharedWrite, without_writes
-from graphaccel.capture.trace import NotTraced, trace
+from graphaccel.capture.trace import Answers, NotTraced, trace
 from graphaccel.compat.torch import fake_mode_of, written_arguments
 from graphaccel.errors import CaptureRefused
 from graphaccel.ir.values import module_path, returned
@@ -39,12 +39,17 @@ _NO_OPS = {aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default
 
 
 def differentiate(
-    forward: ForwardGraph, trainable: frozenset[str], *, scaled: bool = False
+    forward: ForwardGraph,
+    trainable: frozenset[str],
+    *,
+    scaled: bool = False,
+    answers: Answers | None = None,
 ) -> tuple[fx.GraphModule, tuple[GraphOutput, ...]]:
     """The joint graph: placeholders as in `forward`, then tangents if there is no loss.
 
     trainable: names of the parameters that require a gradient. scaled: one more input, a float32
-    number that the loss is multiplied by before it is differentiated.
+    number that the loss is multiplied by before it is differentiated. answers: what calls give,
+    shared with the traces of graphs like this one.
     Without a loss in the graph every floating-point output is differentiated against a tangent
     input, if it requires a gradient.
     Outputs: those of `forward`, then the gradient of each trainable parameter, and of each batch
@@ -55,6 +60,7 @@ def differentiate(
     placeholders = [n for n in forward.graph.graph.nodes if n.op == "placeholder"]
     for node in forward.graph.graph.nodes:
         node.meta["custom"] = {"origin": node.name, "phase": "forward"}
+        node.meta.pop("from_node", None)  # it would be copied, with all it holds, for each call
     wanted = [i for i, spec in enumerate(forward.inputs) if _wanted(spec, trainable)]
     reached: list[int] = []
     heads = [i for i, o in enumerate(forward.outputs) if o.kind == "loss"]
@@ -90,7 +96,7 @@ def differentiate(
         values += [torch.empty_like(output[i].meta["val"]) for i in tangents_for]
         if scaled and heads and wanted:
             values.append(torch.empty((), device=output[heads[0]].meta["val"].device))
-    joint = _traced(step, values, mode)
+    joint = _traced(step, values, mode, answers)
     names = forward.inputs + tangent_inputs(forward, trainable, scaled=scaled)
     _tidy(joint, names)
     try:
@@ -106,7 +112,10 @@ def differentiate(
 
 
 def _traced(
-    step: Callable[..., list[torch.Tensor]], values: Sequence[torch.Tensor], mode: Any
+    step: Callable[..., list[torch.Tensor]],
+    values: Sequence[torch.Tensor],
+    mode: Any,
+    answers: Answers | None,
 ) -> fx.GraphModule:
     """The graph of a step: as `capture.trace` has it, else as torch does."""
     with (
@@ -116,9 +125,8 @@ def _traced(
     ):
         try:
             # A trace that is given up must not have touched them.
-            return trace(
-                step, [_fresh(v, getattr(v, "requires_grad", False)) for v in values], mode
-            )
+            fresh = [_fresh(v, getattr(v, "requires_grad", False)) for v in values]
+            return trace(step, fresh, mode, answers)
         except NotTraced as reason:
             said = str(reason).splitlines()[0]  # `fx.Interpreter` adds where it was
             log.info("traced by make_fx: %s", said)

@@ -37,6 +37,7 @@ from graphaccel.capture.symbols import (
     same_structure,
     take_sizes,
 )
+from graphaccel.capture.trace import Answers
 from graphaccel.compat.torch import FakeTensor, fake_mode_of
 from graphaccel.errors import GraphAccelError
 from graphaccel.ir.layers import KEPT, NotRepeated, Run, among, copies
@@ -269,12 +270,14 @@ def assemble(
     *,
     scaled: bool = False,
     before: fx.GraphModule | None = None,
+    answers: Answers | None = None,
 ) -> StepGraph:
     """Differentiate a forward graph (as captured, or rewritten) and find sizes and blocks.
 
     before: the joint graph of what was rewritten. Where the new one is the same but for casts, its
-    sizes are known, and the other captures need not be differentiated."""
-    joint, outputs = differentiate(forward, trainable, scaled=scaled)
+    sizes are known, and the other captures need not be differentiated. answers: see
+    `differentiate`."""
+    joint, outputs = differentiate(forward, trainable, scaled=scaled, answers=answers)
     known = dict(sizes)
     if before is None or not take_sizes(joint, before):
         points = [
@@ -303,6 +306,7 @@ def rewritten(
     step: StepGraph, rewrite: Callable[[ForwardGraph], ForwardGraph], *, scaled: bool
 ) -> StepGraph:
     """The step with each of its forward graphs rewritten, and differentiated again."""
+    answers: Answers = {}
     return of_few(
         step,
         lambda few: assemble(
@@ -315,6 +319,7 @@ def rewritten(
             few.training,
             scaled=scaled,
             before=few.graph,
+            answers=answers,
         ),
     )
 

@@ -14,16 +14,16 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from operator import getitem
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import fx
 from torch.fx import traceback as fx_traceback
 
 from graphaccel.compat.torch import (
+    BareDispatchMode,
     FakeTensor,
     FakeTensorMode,
-    TorchDispatchMode,
     decomposes,
     graph_module,
     storage_key,
@@ -36,6 +36,9 @@ _KEPT = ("custom", "nn_module_stack", "stack_trace")
 _OP = type(torch.ops.aten.add.Tensor)
 _MASKS = (torch.bool, torch.uint8)
 _NUMBERS = (int, float, bool, type(None))
+
+Answers: TypeAlias = dict[Hashable, Any]
+"""What calls give, by what tells them apart: the same in all traces of one model."""
 
 
 class NotTraced(Exception):
@@ -78,15 +81,18 @@ def trace(
     function: Callable[..., Sequence[torch.Tensor]],
     values: Sequence[torch.Tensor],
     mode: FakeTensorMode,
+    answers: Answers | None = None,
 ) -> fx.GraphModule:
     """The graph of `function(*values)`: a placeholder for each value, a result for each result.
+
+    answers: of other traces, and told those of this one.
 
     Nodes have meta "val", a fake tensor of `mode`, and of what `torch.fx.traceback` says when they
     are made "custom", "nn_module_stack" and "stack_trace". Calls that nothing reads are in it.
 
     Raises NotTraced.
     """
-    tracing = _Tracing(mode)
+    tracing = _Tracing(mode, {} if answers is None else answers)
     with without_modes():  # who calls may be among fake tensors of his own
         for number, value in enumerate(values):
             tracing.take(value, f"value_{number}")
@@ -108,16 +114,16 @@ def _kind(tensor: torch.Tensor) -> _Kind:
     return _Kind(tensor.dtype, tensor.fake_device, shape, stride, offset, size)
 
 
-class _Tracing(TorchDispatchMode):
+class _Tracing(BareDispatchMode):
     """Sees every call, those of the backward included."""
 
     supports_higher_order_operators = True  # they come here, and are refused
 
-    def __init__(self, mode: FakeTensorMode) -> None:
+    def __init__(self, mode: FakeTensorMode, answers: Answers) -> None:
         super().__init__()
         self.graph, self.mode = fx.Graph(), mode
         self._known: dict[int, _Known] = {}
-        self._asked: dict[Hashable, Any] = {}
+        self._answers = answers
 
     def known(self, tensor: torch.Tensor) -> _Known:
         found = self._known.get(id(tensor))
@@ -140,9 +146,9 @@ class _Tracing(TorchDispatchMode):
             return self.known(args[0]).kind.device
         given: list[_Known] = []
         key = func, self._told(args, given), self._told(tuple(kwargs.items()), given)
-        if key not in self._asked:
-            self._asked[key] = self._ask(func, args, kwargs, given)
-        made = self._asked[key]
+        if key not in self._answers:
+            self._answers[key] = self._ask(func, args, kwargs, given)
+        made = self._answers[key]
         if type(made) in _NUMBERS:
             return made  # nothing of the graph
         node = new_node(

@@ -83,6 +83,15 @@ _tell_attention_as_it_is()
 UnknownValue = (DataDependentOutputException, DynamicOutputShapeException)
 
 
+class BareDispatchMode(TorchDispatchMode):
+    """A mode that compiled code never runs in: keeping that away from each of its calls takes
+    longer than most of them."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
 def forgetful_fakes() -> FakeTensorMode:
     """A mode that keeps nothing of what calls gave, for who keeps it himself: telling calls apart
     costs about as much as a call."""

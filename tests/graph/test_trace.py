@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from graphaccel.capture import differentiate
 from graphaccel.capture.batch import flatten_call
 from graphaccel.capture.stepgraph import capture
-from graphaccel.capture.trace import NotTraced, trace
+from graphaccel.capture.trace import Answers, NotTraced, trace
 from graphaccel.compat.torch import FakeTensorMode, storage_key
 from tests.support.zoo import ALL
 
@@ -75,8 +75,10 @@ def both(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Whatever is differentiated is traced both ways, and compared; has an item for each."""
     compared: list[int] = []
 
-    def checked(step: Function, values: Sequence[Tensor], mode: FakeTensorMode) -> fx.GraphModule:
-        made = trace(step, values, mode)
+    def checked(
+        step: Function, values: Sequence[Tensor], mode: FakeTensorMode, answers: Answers | None
+    ) -> fx.GraphModule:
+        made = trace(step, values, mode, answers)
         again = [v.detach().requires_grad_(v.requires_grad) for v in values]
         with mode:
             expected = make_fx(step)(*again)
@@ -110,6 +112,32 @@ def test_dropout_writes_over_its_mask(both: list[int]) -> None:
     model = transformers.T5ForConditionalGeneration(config).train()
     capture(model, flatten_call((), {"input_ids": ids, "labels": ids}))
     assert len(both) == 3
+
+
+def test_what_a_trace_learned_is_not_asked_again() -> None:
+    """By one of the same calls on other tensors: its results are its own."""
+    asked: list[str] = []
+
+    class Mode(FakeTensorMode):
+        def __torch_dispatch__(self, func: Any, *rest: Any) -> Any:
+            asked.append(str(func))
+            return super().__torch_dispatch__(func, *rest)
+
+    def loss(x: Tensor) -> Tensor:
+        return (x.view(4, 6).exp() * 2.0).sum()
+
+    answers: Answers = {}
+    step, modes = gradients_of(loss), [Mode() for _ in range(3)]
+    graphs = []
+    for mode in modes:
+        values = fakes(mode, torch.ones(2, 12))
+        asked.clear()
+        graphs.append(trace(step, values, mode, answers if mode is not modes[2] else None))
+        calls = {str(n.target) for n in graphs[-1].graph.nodes if n.op == "call_function"}
+        assert bool(calls & set(asked)) == (mode is not modes[1])
+    assert rows(graphs[0]) == rows(graphs[1]) == rows(graphs[2])
+    for mode, graph in zip(modes, graphs, strict=True):
+        assert all(n.meta["val"].fake_mode is mode for n in graph.graph.nodes if "val" in n.meta)
 
 
 def test_views_are_of_one_storage_and_results_of_their_own() -> None:
@@ -209,8 +237,10 @@ def test_nothing_stays_of_what_was_given_up(monkeypatch: pytest.MonkeyPatch) -> 
     given = flatten_call((), batch) if isinstance(batch, dict) else flatten_call(batch, {})
     expected = capture(model.train(), given)
 
-    def late(step: Function, values: Sequence[Tensor], mode: FakeTensorMode) -> fx.GraphModule:
-        trace(step, values, mode)
+    def late(
+        step: Function, values: Sequence[Tensor], mode: FakeTensorMode, answers: Answers | None
+    ) -> fx.GraphModule:
+        trace(step, values, mode, answers)
         differentiate.fx_traceback.current_meta["custom"] = {"origin": "", "phase": "backward"}
         raise NotTraced("late")
 
