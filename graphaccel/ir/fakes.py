@@ -18,6 +18,7 @@ from graphaccel.compat.torch import FakeTensorMode, forgetful_fakes
 PLAIN = (int, float, bool, str, complex, type(None), torch.dtype, torch.device)
 PLAIN += (torch.layout, torch.memory_format)
 """Arguments of calls that are what they say."""
+_PLAIN = frozenset(PLAIN)
 
 
 class Fakes:
@@ -30,12 +31,17 @@ class Fakes:
         self._given: dict[Hashable, Any] = {}
 
     def call(self, target: Any, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-        """What `target` gives; to be called within `mode`."""
-        args, kwargs = self._liked(args), {k: self._liked(v) for k, v in kwargs.items()}
-        key = target, _told(args), tuple((k, _told(v)) for k, v in kwargs.items())
-        if key not in self._given:
-            self._given[key] = self._liked(target(*args, **kwargs))
-        return self._given[key]
+        """What `target` gives; to be called within `mode`. Nodes among the arguments stand for
+        their values."""
+        key = target, *map(self._told, args)
+        if kwargs:
+            key += tuple((name, self._told(value)) for name, value in kwargs.items())
+        try:
+            return self._given[key]
+        except KeyError:
+            args, kwargs = self._liked(args), {k: self._liked(v) for k, v in kwargs.items()}
+            made = self._given[key] = self._liked(target(*args, **kwargs))
+            return made
 
     def propagate(self, graph: fx.Graph, inputs: Sequence[torch.Tensor]) -> None:
         """Set `meta["val"]` on every node by running the graph on `inputs`, in place."""
@@ -45,12 +51,28 @@ class Fakes:
                 if node.op == "placeholder":
                     node.meta["val"] = self._liked(next(given))
                 elif node.op == "call_function":
-                    target: Any = node.target
-                    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), _value)
-                    node.meta["val"] = self.call(target, args, kwargs)
+                    node.meta["val"] = self.call(node.target, node.args, node.kwargs)
+
+    def _told(self, value: Any) -> Hashable:
+        """What tells arguments apart, tensors by which object stands for them; 1, 1.0 and True
+        differ."""
+        kind = type(value)
+        if kind is fx.Node:
+            value = value.meta["val"]
+            kind = type(value)
+        if kind in _PLAIN:
+            return kind, value
+        if isinstance(value, torch.Tensor):
+            known = self._seen.get(id(value))
+            return id(self._one(value) if known is None else known[1])
+        if isinstance(value, (tuple, list)):
+            return tuple(map(self._told, value))
+        return (kind if isinstance(value, PLAIN) else id(kind)), value
 
     def _liked(self, value: Any) -> Any:
         """The same with the tensors that stand for those in it."""
+        if isinstance(value, fx.Node):
+            value = value.meta["val"]
         if isinstance(value, torch.Tensor):
             known = self._seen.get(id(value))
             return self._one(value) if known is None else known[1]
@@ -74,18 +96,3 @@ class Fakes:
             return torch.empty_strided(
                 tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
             )
-
-
-def _value(node: fx.Node) -> Any:
-    return node.meta["val"]
-
-
-def _told(value: Any) -> Hashable:
-    """What tells arguments apart, tensors by which object they are; 1, 1.0 and True differ."""
-    if isinstance(value, torch.Tensor):
-        return id(value)
-    if isinstance(value, (tuple, list)):
-        return tuple(map(_told, value))
-    if isinstance(value, PLAIN):
-        return type(value), value
-    return id(type(value)), value

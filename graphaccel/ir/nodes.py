@@ -7,6 +7,10 @@ from typing import Any
 
 from torch import fx
 
+# What assigning to `args` and `kwargs` comes to, without entering the node in its graph's lookup
+# again: that takes longer, and is for targets that change.
+_set_args, _set_kwargs = fx.Node.args.__set__, fx.Node.kwargs.__set__  # type: ignore[attr-defined]
+
 
 def new_node(
     graph: fx.Graph,
@@ -21,9 +25,9 @@ def new_node(
     argument of every call, which takes longer than the rest."""
     node = graph.create_node(op, target, name=name)
     if args:
-        node.args = args
+        _set_args(node, args)
     if kwargs:
-        node.kwargs = kwargs
+        _set_kwargs(node, kwargs)
     node.meta.update(meta)
     return node
 

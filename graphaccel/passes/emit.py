@@ -188,6 +188,9 @@ class Emitter:
 def set_value(node: fx.Node, fakes: Fakes | None = None) -> None:
     """Give a call its fake value from those of its arguments (inside their fake mode, or that of
     `fakes`, where it is enough to know of tensors what they are like)."""
-    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
     make: Any = node.target
-    node.meta["val"] = make(*args, **kwargs) if fakes is None else fakes.call(make, args, kwargs)
+    if fakes is not None:
+        node.meta["val"] = fakes.call(make, node.args, node.kwargs)
+        return
+    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
+    node.meta["val"] = make(*args, **kwargs)

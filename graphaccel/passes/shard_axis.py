@@ -166,7 +166,7 @@ class _Sharding:
         if row.lowering:
             results = lower(row.lowering, self.emit, node, local)
         else:
-            results = self._copied(node, row, local)
+            results = self._copied(node, row, tensors, local)
         self.padding.after(node, row, local, results)
         for k, (result, place) in enumerate(zip(results, row.outputs, strict=True)):
             if isinstance(place, Shard) and place.by:
@@ -175,19 +175,22 @@ class _Sharding:
                     result.args[0].meta["chosen"] = True
             self.made[(node, k)] = {place: result}
 
-    def _copied(self, node: fx.Node, row: Row, local: list[fx.Node]) -> list[fx.Node]:
+    def _copied(
+        self, node: fx.Node, row: Row, tensors: list[fx.Node], local: list[fx.Node]
+    ) -> list[fx.Node]:
         given = iter(local)
-        seen = set(tensor_arguments(node))
-        args, kwargs = fx.node.map_aggregate(
-            (node.args, dict(node.kwargs)),
-            lambda v: next(given) if isinstance(v, fx.Node) and v in seen else v,
-        )
+
+        def taken(value: fx.Node) -> fx.Node:
+            return next(given) if value in tensors else value
+
+        args: Any = fx.map_arg(node.args, taken)
+        kwargs: Any = fx.map_arg(node.kwargs, taken) if node.kwargs else {}
         target = node.target
         if target in _VIEWS:
             target = aten.reshape.default if target is aten.view.default else target
         args = _local_sizes(node, row, tuple(args), self.ranks)
-        meta = {k: v for k, v in node.meta.items() if k not in ("val", "sizes")}
-        new = new_node(self.graph, node.op, target, args, kwargs, node.name, meta)
+        new = new_node(self.graph, node.op, target, args, kwargs, node.name, node.meta)
+        new.meta.pop("sizes", None)
         set_value(new, self.emit.fakes)
         if isinstance(node.meta["val"], torch.Tensor):
             return [new]
@@ -279,9 +282,9 @@ class _Sharding:
 def _local_sizes(node: fx.Node, row: Row, args: tuple, ranks: int) -> tuple:
     """The numbers among a call's arguments that are sizes, as they are on one rank."""
     target = node.target
-    if target not in _SIZED and "upsample" not in str(target):
-        return args
     if not any(isinstance(p, Shard) for p in (*row.inputs, *row.outputs)):
+        return args
+    if target not in _SIZED and "upsample" not in str(target):
         return args
     changed, shapes = list(args), output_shapes(node)
     sizes = [

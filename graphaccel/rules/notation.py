@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.node import map_aggregate
 
 from graphaccel.compat.torch import schema
 
@@ -82,20 +81,23 @@ def _occurs(rule: Notation, name: str) -> bool:
 def tensor_arguments(node: fx.Node) -> list[fx.Node]:
     """The nodes among a call's arguments that hold tensors, in order, repetitions kept."""
     found: list[fx.Node] = []
+    _collect(node.args, found)
+    if node.kwargs:
+        _collect(node.kwargs.values(), found)
+    return found
 
-    def collect(value: Any) -> Any:
+
+def _collect(values: Iterable[Any], found: list[fx.Node]) -> None:
+    for value in values:
         if isinstance(value, fx.Node):
             if isinstance(value.meta.get("val"), torch.Tensor):
                 found.append(value)
-        elif isinstance(value, (tuple, list, dict, slice)):
-            map_aggregate(value, collect)
-        return value
-
-    for value in node.args:
-        collect(value)
-    for value in node.kwargs.values():
-        collect(value)
-    return found
+        elif isinstance(value, (tuple, list)):
+            _collect(value, found)
+        elif isinstance(value, dict):
+            _collect(value.values(), found)
+        elif isinstance(value, slice):
+            _collect((value.start, value.stop, value.step), found)
 
 
 Rule = Callable[[fx.Node], Notation]
