@@ -93,7 +93,8 @@ class _Solver:
                 heapq.heappush(heap, (now, v))
                 continue
             if now > limit:
-                dropped = self._drop(left)
+                with np.errstate(invalid="ignore"):  # forbidden here, the other forbidden there
+                    dropped = self._drop(left)
                 if limit < LARGEST or dropped:
                     heap = self._heap(left)
                     least = heap[0][0] if heap else 0
@@ -127,31 +128,36 @@ class _Solver:
                 continue
             if v in self.settled:
                 continue
-            with np.errstate(invalid="ignore"):  # forbidden here, the other forbidden there
-                more = np.zeros((self.counts[v], self.counts[v]))
-                for number in sorted(self.of[v]):
-                    more += self._least_more(number, v)
-            beaten = np.any(more > 0, axis=1)
-            beaten[0] &= not beaten.all()  # all are forbidden
-            if beaten.any():
+            beaten = self._beaten(v)
+            if any(beaten):
                 found = True
-                self._keep(v, np.flatnonzero(~beaten))
+                self._keep(v, np.flatnonzero(np.logical_not(beaten)))
                 waiting |= dict.fromkeys((v, *sorted(self.neighbours[v])))
             else:
                 self.settled.add(v)
         return found
+
+    def _beaten(self, v: int) -> list[bool]:
+        """Which values of v another one beats whatever the others are."""
+        more = np.zeros((self.counts[v], self.counts[v]))
+        for number in sorted(self.of[v]):
+            more += self._least_more(number, v)
+        beaten = (more > 0).any(axis=1).tolist()
+        beaten[0] &= not all(beaten)  # all are forbidden
+        return beaten
 
     def _least_more(self, number: int, v: int) -> np.ndarray:
         """[count, count]: what value i of v costs more than value j in a table, at the least."""
         known = self.more.setdefault(number, {})
         if v not in known:
             table = self.tables[number]
-            costs = np.moveaxis(table.costs, table.variables.index(v), 0)
+            costs = table.costs.swapaxes(0, table.variables.index(v))
             costs = costs.reshape(len(costs), -1)
-            own, other = costs[:, None], costs[None, :]
-            more = np.full((len(costs), *costs.shape), np.inf)  # where the value is forbidden
-            np.subtract(own, other, out=more, where=np.isfinite(own))
-            known[v] = more.min(axis=2)
+            more = costs[:, None] - costs[None, :]
+            allowed = np.isfinite(costs)
+            if not allowed.all():
+                more = np.where(allowed[:, None], more, np.inf)
+            known[v] = np.minimum.reduce(more, axis=2)
         return known[v]
 
     def _keep(self, v: int, which: np.ndarray) -> None:
@@ -186,7 +192,7 @@ class _Solver:
         self.order.append((v, self.kept[v], {u: self.kept[u] for u in around}, best))
         self._release(v, around)
         if around:
-            made = Table(around, total.min(axis=-1))
+            made = Table(around, np.minimum.reduce(total, axis=-1))
             self.tables[self.next] = made
             self._index(self.next, made)
             self.next += 1
@@ -241,14 +247,14 @@ def _added(
     tables: Sequence[Table], variables: tuple[int, ...], counts: Sequence[int]
 ) -> np.ndarray:
     """The sum of tables over `variables`, by broadcasting."""
-    place = {v: i for i, v in enumerate(variables)}
     total = np.zeros([counts[v] for v in variables])
     for table in tables:
-        costs, at = table.costs, [place[v] for v in table.variables]
-        if sorted(at) != at:
-            costs = costs.transpose(sorted(range(len(at)), key=at.__getitem__))
-        shape = [1] * len(variables)
-        for v in table.variables:
-            shape[place[v]] = counts[v]
-        total += costs.reshape(shape)
+        costs, own = table.costs, table.variables
+        if own != variables:
+            at = [variables.index(v) for v in own]
+            if at != (order := sorted(at)):
+                costs = costs.transpose([at.index(place) for place in order])
+            if len(own) < len(variables):
+                costs = costs.reshape([counts[v] if v in own else 1 for v in variables])
+        total += costs
     return total
