@@ -46,12 +46,11 @@ from graphaccel.rules import collectives
 from graphaccel.rules.notation import output_shapes, shape_of, tensor_arguments
 from graphaccel.rules.propagate import REPLICATED
 from graphaccel.rules.rows import rows_of
-from graphaccel.rules.shard import Placement, Row, Shard, Shards, shard_of
+from graphaccel.rules.shard import Placement, Row, Shard, Shards, shard_of, shards_of
 
 _HELD = ("parameter", "buffer")
-_STATE_PASSES = (
-    64  # what a byte of parameter at rest is worth, in passes over it (memory is scarce)
-)
+# What a byte of parameter at rest is worth, in passes over it (memory is scarce).
+_STATE_PASSES = 64
 _LATE = 0.5  # of its price is what a gradient's sum costs in a bucket, behind other work
 _UNFINISHED = frozenset(collectives.RULES) - {torch.ops._c10d_functional.wait_tensor.default}
 _FRACTION = 8  # of a usual message: what a collective costs at least
@@ -171,6 +170,8 @@ class PlacementProblem:
         self.shards: dict[Value, Shards] = {}
         self.rows: dict[fx.Node, tuple[Row, ...]] = {}
         self._known: dict[Any, tuple[Row, ...]] = {}
+        self._shards_of: dict[int, tuple[tuple[Shards, ...], tuple[Shards, ...]]] = {}
+        self._alike: dict[Shards, Shards] = {}  # one object of equals: they are compared often
         self._converted: dict[Any, float] = {}
         self._reads = {n: tuple(map(source_of, tensor_arguments(n))) for n in self.calls}
         self._gives = {n: [(n, k) for k in range(len(output_shapes(n)))] for n in self.calls}
@@ -193,10 +194,10 @@ class PlacementProblem:
         """The cheapest placements. Raises ValueError where pins allow none."""
         self._seed()
         for _ in range(_ROUNDS):
-            before = sum(map(len, self.shards.values()))
             for node in (*self.calls, *reversed(self.calls)):
-                self._spread(node)
-            if sum(map(len, self.shards.values())) == before:
+                if node in self._stale:
+                    self._spread(node)
+            if not self._stale:
                 break
         for node in self.calls:
             self.rows[node] = self._rows(node)
@@ -231,9 +232,8 @@ class PlacementProblem:
             if isinstance(pin, Shard):
                 found.add(pin)
             self.shards[(node, 0)] = frozenset(s for s in found if s.fits(shape, self.ranks))
-        wanted = {"context": SEQUENCE, "expert": BATCH}.get(self.axis)
-        if self.axis == "tensor" and self.sequence:
-            wanted = SEQUENCE
+        tensor = SEQUENCE if self.sequence else None
+        wanted = {"tensor": tensor, "context": SEQUENCE, "expert": BATCH}.get(self.axis)
         for node in self.calls:
             dims = node.meta.get("dims", ())
             several = isinstance(node.meta["val"], (tuple, list))
@@ -255,21 +255,24 @@ class PlacementProblem:
 
     def _spread(self, node: fx.Node) -> None:
         """What follows from the shards of a call's tensors for the others."""
-        if node not in self._stale:
-            return
         self._stale.discard(node)
-        for row in self._rows(node):
-            for source, placement in zip(self._reads[node], row.inputs, strict=True):
-                if isinstance(placement, Shard) and source in self.shards:
-                    if not (placement.by and source[0] in self.resting):
-                        self._add(source, placement)
-            for value, placement in zip(self._gives[node], row.outputs, strict=True):
-                if isinstance(placement, Shard):
-                    self._add(value, placement)
+        rows = self._rows(node)
+        if id(rows) not in self._shards_of:
+            self._shards_of[id(rows)] = shards_of(rows)
+        given, made = self._shards_of[id(rows)]
+        for source, shards in zip(self._reads[node], given, strict=True):
+            if source in self.shards:
+                self._add(source, shards, resting=source[0] in self.resting)
+        for value, shards in zip(self._gives[node], made, strict=True):
+            self._add(value, shards)
 
-    def _add(self, value: Value, shard: Shard) -> None:
-        if shard not in self.shards[value]:
-            self.shards[value] |= {shard}
+    def _add(self, value: Value, shards: Shards, *, resting: bool = False) -> None:
+        known = self.shards[value]
+        if resting:
+            shards = frozenset(s for s in shards if not s.by)
+        if not shards <= known:
+            both = known | shards
+            self.shards[value] = self._alike.setdefault(both, both)
             self._stale.update(self._touched.get(value, ()))
 
     def _asked(self, node: fx.Node) -> tuple[Any, ...]:

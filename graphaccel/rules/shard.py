@@ -73,3 +73,14 @@ class Row:
 
 
 Shards: TypeAlias = frozenset[Shard]
+
+
+def shards_of(rows: Sequence[Row]) -> tuple[tuple[Shards, ...], tuple[Shards, ...]]:
+    """The shards that rows of one call have of each tensor it reads, and of each it gives."""
+    given, made = zip(*((row.inputs, row.outputs) for row in rows), strict=True)
+    return _by_position(given), _by_position(made)
+
+
+def _by_position(placements: Sequence[Sequence[Placement | None]]) -> tuple[Shards, ...]:
+    columns = zip(*placements, strict=True)
+    return tuple(frozenset(p for p in column if isinstance(p, Shard)) for column in columns)
