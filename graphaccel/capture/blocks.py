@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
 
@@ -42,18 +43,26 @@ def find_blocks(graph: fx.GraphModule) -> tuple[Block, ...]:
         name = block_of(node.meta.get("module", ""))
         if name:
             members[name].append(node)
-    return tuple(Block(name, _digest(nodes), len(nodes)) for name, nodes in members.items())
+    said: dict[Any, str] = {}
+    return tuple(Block(name, _digest(nodes, said), len(nodes)) for name, nodes in members.items())
 
 
-def _digest(nodes: list[fx.Node]) -> str:
+def _digest(nodes: list[fx.Node], said: dict[Any, str]) -> str:
     """A hash of ops, sizes and wiring inside the block; what comes from outside counts by type
-    only."""
+    only. said: ops and sizes as text."""
+
+    def text_of(value: Any) -> str:
+        if value not in said:
+            said[value] = str(value)
+        return said[value]
+
     number = {node: i for i, node in enumerate(nodes)}
     text = []
     for node in nodes:
         inputs = [
-            str(number[n]) if n in number else f"out:{n.meta.get('dims')}"
+            str(number[n]) if n in number else f"out:{text_of(n.meta.get('dims'))}"
             for n in node.all_input_nodes
         ]
-        text.append(f"{target_text(node.target)} {node.meta.get('dims')} {' '.join(inputs)}")
+        dims = text_of(node.meta.get("dims"))
+        text.append(f"{target_text(node.target)} {dims} {' '.join(inputs)}")
     return hashlib.sha256("\n".join(text).encode()).hexdigest()[:12]

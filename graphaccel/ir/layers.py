@@ -22,6 +22,8 @@ KEPT = 3
 NUMBER = re.compile(r"^(.*)_(\d+)$", re.DOTALL)
 
 
+_CONTAINERS = (tuple, list, dict, slice)
+
 _Layer: TypeAlias = tuple[str, int]  # path of the container, entry
 
 
@@ -239,6 +241,8 @@ class Place:
 
 def _mapped(value: Any, leaf: Any) -> Any:
     """Like fx.map_aggregate, in plain containers."""
+    if not isinstance(value, _CONTAINERS):
+        return leaf(value)
     if isinstance(value, tuple) and not hasattr(value, "_fields"):
         return tuple([_mapped(v, leaf) for v in value])
     if isinstance(value, list):

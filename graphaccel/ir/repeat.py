@@ -143,6 +143,7 @@ class Pattern:
         self._twins = [twins for twins, _ in pairs]
         self._inverses = [_inverse(twins) for twins in self._twins]
         self._paths: dict[Hashable, _Path] = {}
+        self._counted: dict[Hashable, _Name] = {}
         self.learned = [self._learn(i) for i in range(len(self.items))]
 
     # ---- what repeats
@@ -150,9 +151,8 @@ class Pattern:
     def _learn(self, index: int) -> _Learned:
         item = self.items[index]
         twins = [own[index] for own in self._twins]
-        told = [[dict(_names(twin)) for twin in each] for each in twins]
         names = {
-            key: self._name(value, [[each.get(key, "") for each in own] for own in told])
+            key: self._name(value, [[_called(twin, key) for twin in each] for each in twins])
             for key, value in _names(item)
         }
         covers = () if item.node is None else item.node.meta.get("covers", ())
@@ -185,10 +185,13 @@ class Pattern:
         return _Path(own, run, self._number(("", run.number(own) or 0), numbers))
 
     def _name(self, value: str, theirs: Sequence[Sequence[str]]) -> _Name:
-        """theirs: what it is called of the twins, by run."""
-        base, number = split(value)
-        zero = value == f"{base}_0"
-        return self._number((base, number), [list(map(split, each)) for each in theirs], zero)
+        """theirs: what it is called of the twins, by run. Many nodes have one origin."""
+        key = value, *map(tuple, theirs)
+        if key not in self._counted:
+            own, zero = split(value), value.endswith("_0")
+            numbers = [list(map(split, each)) for each in theirs]
+            self._counted[key] = self._number(own, numbers, zero)
+        return self._counted[key]
 
     def _number(
         self,
@@ -262,7 +265,14 @@ class Pattern:
         """What makes the copies of each item."""
         more = [run.count - self.kept for run in self.runs]
         pairs = zip(self.items, self.learned, strict=True)
-        return [Maker(item, learned, more) for item, learned in pairs]
+        known: dict[int, Any] = {}  # many items share a name or a path
+
+        def lying(found: Any) -> Any:
+            if id(found) not in known:
+                known[id(found)] = found.among(more)
+            return known[id(found)]
+
+        return [Maker(item, learned, lying) for item, learned in pairs]
 
     def graph(self, makers: Sequence[Maker]) -> fx.Graph:
         """The graph of as many layers as the runs have. Values (`meta["val"]`) are shared by all
@@ -308,16 +318,20 @@ class Pattern:
 
 
 class Maker:
-    """Makes the copies of one item. more: layers of each run that the short graph has not."""
+    """Makes the copies of one item. lying: a name or path, where there are all layers anyway."""
 
-    def __init__(self, item: Item, learned: _Learned, more: Sequence[int]) -> None:
+    def __init__(self, item: Item, learned: _Learned, lying: Callable[[Any], Any]) -> None:
         self.item = item
-        self.names = {name: found.among(more) for name, found in learned.names.items()}
-        self.covers = [found.among(more) for found in learned.covers]
-        self.place = learned.path.among(more)
+        self.names = {name: lying(found) for name, found in learned.names.items()}
+        self.covers = [lying(found) for found in learned.covers]
+        self.place = lying(learned.path)
         known = {} if item.node is None else item.node.meta
         self.meta = {k: v for k, v in known.items() if k not in _DROPPED}
-        self.stack = tuple(self.meta.get("nn_module_stack", {}).items())
+
+    @cached_property
+    def stack(self) -> tuple[tuple[str, tuple], ...]:
+        """The modules around the item."""
+        return tuple(self.meta.get("nn_module_stack", {}).items())
 
     def path(self, copy: int) -> str:
         """The module or parameter of a copy; without the number at the end, if it is named."""
@@ -469,7 +483,7 @@ def _check(runs: Sequence[Run], run: int, item: Item, twin: Item, copy: int) -> 
 
     if (twin.middle == run) != bool(copy) or (not copy and twin.middle != item.middle):
         raise unlike("the layer")
-    if item.written != twin.written or (item.node is None) != (twin.node is None):
+    if item.written != repr(twin.call) or (item.node is None) != (twin.node is None):
         raise unlike("the call")
     if item.kind != twin.kind:
         raise unlike("the kind")
@@ -484,8 +498,9 @@ def _check(runs: Sequence[Run], run: int, item: Item, twin: Item, copy: int) -> 
     one, other = a.meta.get("val"), b.meta.get("val")
     if one is not other and _types(one) != _types(other):
         raise unlike("the shape")
-    if any(a.meta.get(k) != b.meta.get(k) for k in _SAME):
-        raise unlike("what is known")
+    for key in _SAME:
+        if a.meta.get(key) != b.meta.get(key):
+            raise unlike("what is known")
     if item.named:
         named = _mangled(head(a.name, item.path), item.place, twin.place)
         if named != head(b.name, twin.path):
@@ -509,6 +524,13 @@ def _names(item: Item) -> list[tuple[str, str]]:
         return [("tail", f"tail_{tail[2]}")] if tail else []
     named = [(k, item.node.meta[k]) for k in _NAMES if item.node.meta.get(k)]
     return [("name", item.node.name), *named]
+
+
+def _called(item: Item, key: str) -> str:
+    """One of these names; "" where there is none."""
+    if item.node is None or item.named:
+        return dict(_names(item)).get(key, "")
+    return item.node.name if key == "name" else item.node.meta.get(key) or ""
 
 
 def _mangled(name: str, old: str, new: str) -> str:

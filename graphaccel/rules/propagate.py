@@ -89,8 +89,9 @@ def place_batch(
     buffers that the step changes.
     """
     converted: tuple[dict[fx.Node, None], dict[fx.Node, None]] = ({}, {})
+    rules: dict[fx.Node, Notation | None] = {}
     while True:  # a conversion changes what earlier users of the value saw
-        state = _State(symbol, size, *converted)
+        state = _State(symbol, size, *converted, rules)
         for node in graph.nodes:
             if node.op == "placeholder":
                 state.places[node] = batch_inputs.get(node.name, REPLICATED)
@@ -129,7 +130,8 @@ def _divides(node: fx.Node) -> bool:
 
 
 class _State:
-    """The walk: placements so far, and which values depend on more than the batch."""
+    """The walk: placements so far, and which values depend on more than the batch. rules: of calls,
+    found in any walk."""
 
     def __init__(
         self,
@@ -137,8 +139,9 @@ class _State:
         size: int,
         hoisted: Mapping[fx.Node, None],
         reduced: Mapping[fx.Node, None],
+        rules: dict[fx.Node, Notation | None],
     ) -> None:
-        self.symbol, self.size = symbol, size
+        self.symbol, self.size, self.rules = symbol, size, rules
         self.places: dict[fx.Node, Any] = {}
         self.learned: set[fx.Node] = set()  # depends on a parameter, or on random numbers
         self.hoisted = dict(hoisted)
@@ -159,7 +162,9 @@ class _State:
         if all(p == REPLICATED for p in places):
             self.places[node] = self._made(node)
             return
-        notation = rule_of(node)
+        if node not in self.rules:
+            self.rules[node] = rule_of(node)
+        notation = self.rules[node]
         if notation is None:
             self._refuse(node, f"{node.target} {NO_RULE}")
             return
