@@ -139,7 +139,7 @@ def _ends(
     differ in what they reduce alone ask the same."""
     _, ranks, per_rank, microbatches = shape
     rows, stages = _rows(*shape), ranks * per_rank
-    outgoing: dict[int, list[tuple[list[float], float, int, int]]] = defaultdict(list)
+    outgoing: dict[int, list[tuple[list[float], float, int, int, int]]] = defaultdict(list)
     incoming: dict[int, list[tuple[list[float], int]]] = defaultdict(list)
     channels: dict[tuple[int, int, str], int] = {}
     for edge, ((source, destination, way), took) in enumerate(edge_seconds):
@@ -147,7 +147,7 @@ def _ends(
         if a != b:
             channel = channels.setdefault((a, b, way), len(channels))
             kind, arrival = _KINDS.index(way), [-1.0] * microbatches
-            outgoing[kind * stages + source].append((arrival, took, channel, edge))
+            outgoing[kind * stages + source].append((arrival, took, channel, edge, b))
             incoming[kind * stages + destination].append((arrival, edge))
     jobs = [
         (took, incoming[at], outgoing[at])
@@ -155,7 +155,7 @@ def _ends(
     ]
     free = [0.0] * len(channels)
     clock, busy, at = [0.0] * ranks, [0.0] * ranks, [0] * ranks
-    waiting: dict[tuple[int, int], int] = {}  # message -> the rank that needs it
+    wanted = [-1] * len(edge_seconds)  # by edge: of which microbatch a rank waits for the message
     runnable = list(range(ranks))
     while runnable:
         rank = runnable.pop()
@@ -163,28 +163,34 @@ def _ends(
         while place < len(row):
             job, number = row[place]
             took, needed, sent = jobs[job]
-            missing = None
+            missing = -1
             for arrival, edge in needed:
                 arrived = arrival[number]
                 if arrived < 0.0:
-                    missing = edge, number
+                    missing = edge
                     break
                 if arrived > now:
                     now = arrived
-            if missing is not None:
-                waiting[missing] = rank
+            if missing >= 0:
+                wanted[missing] = number
                 break
             now += took
             worked += took
-            for arrival, length, channel, edge in sent:
-                end = max(now, free[channel]) + length
+            for arrival, length, channel, edge, reader in sent:
+                end = free[channel]
+                if end < now:
+                    end = now
+                end += length
                 free[channel] = arrival[number] = end
-                if waiting and (edge, number) in waiting:
-                    runnable.append(waiting.pop((edge, number)))
+                if wanted[edge] == number:
+                    wanted[edge] = -1
+                    runnable.append(reader)
             place += 1
         at[rank], clock[rank], busy[rank] = place, now, worked
+    waiting = sorted({key[1] % ranks for (key, _), number in zip(edge_seconds, wanted, strict=True)
+                      if number >= 0})  # fmt: skip
     if waiting:
-        raise ValueError(f"deadlock: ranks {sorted(waiting.values())} wait for ever")
+        raise ValueError(f"deadlock: ranks {waiting} wait for ever")
     return tuple(clock), tuple(busy)
 
 
