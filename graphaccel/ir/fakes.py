@@ -29,6 +29,7 @@ class Fakes:
         self._alike: dict[Hashable, torch.Tensor] = {}
         self._seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id: itself, its like
         self._given: dict[Hashable, Any] = {}
+        self._shaped: dict[Hashable, torch.Tensor] = {}
 
     def call(self, target: Any, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         """What `target` gives; to be called within `mode`. Nodes among the arguments stand for
@@ -42,6 +43,17 @@ class Fakes:
             args, kwargs = self._liked(args), {k: self._liked(v) for k, v in kwargs.items()}
             made = self._given[key] = self._liked(target(*args, **kwargs))
             return made
+
+    def like(self, value: Any, shape: Sequence[int]) -> torch.Tensor:
+        """As `ir.values.fake_like`: a contiguous tensor of another shape."""
+        if tuple(value.shape) == tuple(shape):
+            return self._liked(value)
+        kind = self._told(value), tuple(shape)
+        if kind not in self._shaped:
+            with self.mode:
+                made = torch.empty(kind[1], dtype=value.dtype, device=value.device)
+            self._shaped[kind] = self._one(made)
+        return self._shaped[kind]
 
     def propagate(self, graph: fx.Graph, inputs: Sequence[torch.Tensor]) -> None:
         """Set `meta["val"]` on every node by running the graph on `inputs`, in place."""

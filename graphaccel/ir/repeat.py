@@ -44,6 +44,7 @@ from graphaccel.ir.nodes import new_node
 
 _SAME = ("phase", "made_by", "bind")
 _NAMES = ("origin", "stands_for")
+_TOLD = ("origin", "tail")  # of these, what rows without names tell
 _WORD = re.compile("(?<=[a-z])([A-Z])")  # what torch.fx puts "_" before in names it makes
 _DROPPED = ("custom", "from_node", "seq_nr")  # of the trace; read while it is made only
 
@@ -117,7 +118,8 @@ class Pattern:
     """What repeats in a graph.
 
     short: with `kept` layers of each run. longer: for each run, with one more of it. The second
-    layer is copied.
+    layer is copied. named: whether a graph is made of it, whose nodes have names; otherwise rows
+    are told alone (`ir.unfold`), of which it is enough to know where they lie.
 
     Raises NotRepeated where more layers are not more copies of it.
     """
@@ -128,8 +130,10 @@ class Pattern:
         short: Layered,
         longer: Sequence[Layered],
         kept: int = KEPT,
+        *,
+        named: bool = True,
     ) -> None:
-        self.runs, self.kept = tuple(runs), kept
+        self.runs, self.kept, self.named = tuple(runs), kept, named
         self.few = among(self.runs, (kept,) * len(self.runs))
         self.items = items_of(short, self.few, (1,) * len(self.runs))
         self._output = short.graph.output_node().meta
@@ -154,8 +158,9 @@ class Pattern:
         names = {
             key: self._name(value, [[_called(twin, key) for twin in each] for each in twins])
             for key, value in _names(item)
+            if self.named or key in _TOLD
         }
-        covers = () if item.node is None else item.node.meta.get("covers", ())
+        covers = item.node.meta.get("covers", ()) if self.named and item.node is not None else ()
         covered = tuple(
             self._name(name, [[t.node.meta["covers"][k] for t in each] for each in twins])
             for k, name in enumerate(covers)

@@ -30,7 +30,8 @@ class Unfolded:
     of the rows are nodes (the output left out). inputs, outputs: for each placeholder and result,
     which one of the short graph it is, and its name; input_copies, output_copies: and which copy.
 
-    Raises NotRepeated where there is no such graph.
+    Raises NotRepeated where there is no such graph. Of a pattern without names there are no
+    `names`, and no module.
     """
 
     def __init__(self, pattern: Pattern) -> None:
@@ -52,7 +53,7 @@ class Unfolded:
         self.reader, self.source = self._edges()
         if (self.source >= self.reader).any():
             raise NotRepeated("a layer reads what is made after it")
-        if not self._distinct():
+        if pattern.named and not self._distinct():
             raise NotRepeated("two nodes would have one name")
         self.inputs, self.input_copies = self._inputs()
         self.outputs, self.output_copies = self._outputs()

@@ -228,16 +228,16 @@ class _Local:
     def build(self, fakes: Fakes | None) -> fx.GraphModule:
         nodes = list(self.step.graph.graph.nodes)
         placeholders = [n for n in nodes if n.op == "placeholder"]
-        inputs = []
+        inputs, like = [], fake_like if fakes is None else fakes.like
         for node in placeholders:
             self.map[node] = self._placeholder(node.name, node)
             shape = [int(evaluate(d, self.part)) for d in node.meta["dims"]]
-            inputs.append(fake_like(node.meta["val"], shape))
+            inputs.append(like(node.meta["val"], shape))
         hoisted = {}
         for node in self.placed.hoisted:
             hoisted[node] = self._placeholder(f"whole_{node.name}", node)
             shape = [int(evaluate(d, self.whole)) for d in node.meta["dims"]]
-            inputs.append(fake_like(node.meta["val"], shape))
+            inputs.append(like(node.meta["val"], shape))
         for node in nodes:
             if node.op != "call_function":
                 continue

@@ -148,7 +148,9 @@ class _Sharding:
             assert spec is not None
             held[spec.name] = place
             value = node.meta["val"]
-            new.meta["val"] = fake_like(value, place.local(value.shape, self.ranks))
+            shape = place.local(value.shape, self.ranks)
+            like = fake_like if self.emit.fakes is None else self.emit.fakes.like
+            new.meta["val"] = like(value, shape)
             self.padding.add_zero(new)
         self.made[(node, 0)] = {place: new}
 

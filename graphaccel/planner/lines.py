@@ -117,7 +117,8 @@ def unfolded(step: StepGraph) -> Lines:
     short, *longer = (
         layered(each.graph, each.inputs, each.outputs) for each in (few.short, *few.longer)
     )
-    return _Unfolding(step, Unfolded(Pattern(few.runs, short, longer))).lines()
+    pattern = Pattern(few.runs, short, longer, named=False)
+    return _Unfolding(step, Unfolded(pattern)).lines()
 
 
 class _Unfolding:
