@@ -67,6 +67,13 @@ class Sizes:
     def __init__(self, sizes: Mapping[sympy.Symbol, int]) -> None:
         self._sizes = dict(sizes)
         self._known: dict[Any, int] = {}
+        self._dims: dict[fx.Node, Any] = {}
+
+    def of(self, node: fx.Node) -> Any:
+        """`dims_of` a node, once."""
+        if node not in self._dims:
+            self._dims[node] = _resolved(node.meta.get("dims", ()), self)
+        return self._dims[node]
 
     def __call__(self, expression: Amount) -> int:
         """The number an expression stands for, rounded up."""
@@ -109,11 +116,15 @@ def is_view(node: fx.Node) -> bool:
 
 def dims_of(node: fx.Node, resolve: Resolve = _symbolic) -> Any:
     """Sizes of a node's result: a tuple, or a tuple of tuples for several results."""
+    if isinstance(resolve, Sizes):
+        return resolve.of(node)
+    return _resolved(node.meta.get("dims", ()), resolve)
 
-    def walk(dims: Any) -> Any:
-        return tuple(walk(d) for d in dims) if isinstance(dims, tuple) else resolve(dims)
 
-    return walk(node.meta.get("dims", ()))
+def _resolved(dims: Any, resolve: Resolve) -> Any:
+    if isinstance(dims, tuple):
+        return tuple([_resolved(d, resolve) for d in dims])
+    return resolve(dims)
 
 
 def node_flops(node: fx.Node, resolve: Resolve = _symbolic) -> Amount:
@@ -248,8 +259,10 @@ def node_work(node: fx.Node, sizes: Resolve, chunk: int = 0, on: str = "") -> Wo
     """
     if node.op != "call_function" or is_view(node):
         return NOTHING
-    made = _chunked(node, sizes, chunk, on) if in_chunks(node) else _asked(node, sizes)
-    return replace(made, op=str(_packet(node)))
+    op = str(_packet(node))
+    if in_chunks(node):
+        return replace(_chunked(node, sizes, chunk, on), op=op)
+    return _asked(node, sizes, op)
 
 
 def program_work(node: fx.Node) -> Work | None:
@@ -281,18 +294,18 @@ def _numbers(amount: Amount) -> Amount:
     return int(amount)
 
 
-def _asked(node: fx.Node, sizes: Resolve) -> Work:
+def _asked(node: fx.Node, sizes: Resolve, op: str) -> Work:
     moved = int(node_bytes(node, sizes))
     flops = int(node_flops(node, sizes))
     if not flops:
-        return Work(bytes=moved)
+        return Work(bytes=moved, op=op)
     # A fused op sums a loss in float32, and multiplies in the dtype of what it is given.
     source = first_input(node) if fusion_of(node.target) is not None else node
     value = _tensors(source.meta["val"], source.meta["dims"])[0][0]
     dtype = str(value.dtype).removeprefix("torch.")
     packet = _packet(node)
     if packet in _COUNTED_LIKE or "scaled_dot_product" in str(packet):
-        return _attention(node, sizes, flops, moved, dtype)
+        return replace(_attention(node, sizes, flops, moved, dtype), op=op)
     given = [dims_of(n, sizes) for n in node.args if isinstance(n, fx.Node)]
     if packet in _PRODUCTS:
         left, right = given[-2:]
@@ -300,11 +313,12 @@ def _asked(node: fx.Node, sizes: Resolve) -> Work:
         count = left[0] if len(left) == 3 else 1
         matrices = [n for n in node.args if isinstance(n, fx.Node)][-2:]
         odd = any(_odd(n, sizes) for n in (node, *matrices))
-        return Work("product", flops, moved, dtype, rows, columns, inner, count, odd=odd)
+        return Work("product", flops, moved, dtype, rows, columns, inner, count, 1, op, odd)
     if fusion_of(node.target) is not None and len(given) > 1 and len(given[1]) == 2:
         columns, inner = given[1]
-        return Work("product", flops, moved, dtype, math.prod(given[0]) // inner, columns, inner)
-    return Work("dense", flops, moved, dtype)
+        rows = math.prod(given[0]) // inner
+        return Work("product", flops, moved, dtype, rows, columns, inner, op=op)
+    return Work("dense", flops, moved, dtype, op=op)
 
 
 def _chunked(node: fx.Node, sizes: Resolve, chunk: int, on: str) -> Work:

@@ -98,6 +98,29 @@ def test_calls_alike_are_asked_once() -> None:
     assert len(asked) == 4
 
 
+def test_nodes_stand_for_their_values() -> None:
+    fakes, graph = Fakes(), fx.Graph()
+    node = graph.placeholder("x")
+    with fakes.mode:
+        node.meta["val"] = torch.empty(4, 6).t()
+        made = fakes.call(aten.cat.default, ([node, node], 1), {})
+        assert (
+            fakes.call(aten.cat.default, ([node.meta["val"], torch.empty(4, 6).t()], 1), {}) is made
+        )
+    assert made.shape == (6, 8)
+
+
+def test_tensors_of_other_shapes_are_alike() -> None:
+    fakes = Fakes()
+    with fakes.mode:
+        x = torch.empty(4, 6, dtype=torch.float16).t()
+        made = fakes.call(aten.clone.default, (torch.empty(6, 2, dtype=torch.float16),), {})
+    part = fakes.like(x, (6, 2))
+    assert part is made is fakes.like(x, [6, 2])
+    assert (part.dtype, part.stride()) == (torch.float16, (2, 1))
+    assert fakes.like(x, (6, 4)).stride() == (1, 6)
+
+
 def test_tensors_of_another_mode_are_taken() -> None:
     one, other = Fakes(), Fakes()
     with other.mode:

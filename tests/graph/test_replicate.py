@@ -11,9 +11,13 @@ from torch import nn
 
 from graphaccel.capture import stepgraph
 from graphaccel.capture.batch import flatten_call
+from graphaccel.capture.replicate import layered
 from graphaccel.capture.stepgraph import StepGraph, capture
 from graphaccel.capture.transport import packed, unpacked
+from graphaccel.ir.layers import NotRepeated
+from graphaccel.ir.repeat import Pattern
 from graphaccel.ir.text import graph_text
+from graphaccel.ir.unfold import Unfolded
 from graphaccel.model import without_data
 from graphaccel.passes.drop_backward import drop_backward
 from graphaccel.passes.fuse import fuse
@@ -150,6 +154,23 @@ def test_two_rows_of_layers() -> None:
         ("decoder", 1, 6),
     ]
     assert_same(step, whole(Two(), batch))
+
+
+def test_rows_alone_need_no_names() -> None:
+    """What a node is called with one more layer matters to graphs alone."""
+    step = repeated(GPT(layers=5, width=16), {"input_ids": tokens(4, 8), "labels": tokens(4, 8)})
+    few = step.repeats
+    assert few is not None
+    short, longer = (layered(s.graph, s.inputs, s.outputs) for s in (few.short, *few.longer))
+    whole = Unfolded(Pattern(few.runs, short, [longer]))
+    next(n for n in longer.graph.nodes if n.op == "call_function").name = "odd"
+    with pytest.raises(NotRepeated, match="another name"):
+        Pattern(few.runs, short, [longer])
+    rows = Unfolded(Pattern(few.runs, short, [longer], named=False))
+    for name in ("item", "copy", "reader", "source"):
+        assert (getattr(rows, name) == getattr(whole, name)).all()
+    assert (rows.inputs, rows.outputs) == (whole.inputs, whole.outputs)
+    assert [rows.path(i) for i in range(rows.nodes)] == [whole.path(i) for i in range(whole.nodes)]
 
 
 def test_few_layers_are_captured_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
