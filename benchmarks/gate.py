@@ -24,7 +24,14 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from benchmarks.common import RESULTS
-from graphaccel.kernels import cross_entropy, rotary, row_norm, row_pointwise, softmax
+from graphaccel.kernels import (
+    cross_entropy,
+    rotary,
+    row_norm,
+    row_pointwise,
+    softmax,
+    softmax_dropout,
+)
 from graphaccel.kernels import multi_tensor_triton as steps
 from graphaccel.kernels.jit import next_power_of_2, warps
 from graphaccel.messages import columns
@@ -102,17 +109,23 @@ def _row_kernels(name: str, width: int, **flags: bool) -> list[Kernel]:
 
 
 def _softmax_kernels(width: int) -> list[Kernel]:
-    """Forward with a mask [b, 1, q, k] and backward; the strides of rows divide by 16."""
-    types = ("*bf16", "*bf16", "*bf16", "i32", "i32", "fp32")
+    """Forward with a mask [b, 1, q, k] and backward, without dropout and with it; the strides of
+    rows divide by 16."""
     mask = {"size_1": 1, "stride_1": 0, "stride_2": 0, "step": 1, "MASKS": True}
     found = []
-    for name, function, each, free, fixed in (
-        ("forward", softmax.forward_kernel, softmax.FORWARD_EACH, ("i32",) * 4, mask),
-        ("backward", softmax.backward_kernel, softmax.BACKWARD_EACH, (), {}),
-    ):
-        fixed = {**fixed, **softmax.block(width, each)}
+    for name, module, way, types in (
+        ("softmax", softmax, "forward", "*bf16 *bf16 *bf16 i32 i32 fp32 i32 i32 i32 i32"),
+        ("softmax", softmax, "backward", "*bf16 *bf16 *bf16 i32 i32 fp32"),
+        ("softmax_dropout", softmax_dropout, "forward",
+         "*bf16 *bf16 *i64 *bf16 *bf16 i32 i32 fp32 fp32 i32 i32 i32 i32"),
+        ("softmax_dropout", softmax_dropout, "backward", "*bf16 *bf16 *bf16 *bf16 i32 i32 fp32"),
+    ):  # fmt: skip
+        forth = way == "forward"
+        each = softmax.FORWARD_EACH if forth else softmax.BACKWARD_EACH
+        fixed = {**(mask if forth else {}), **softmax.block(width, each)}
         many = fixed.pop("num_warps")
-        found.append(Kernel(f"softmax {name}", function, (*types, *free), fixed, many))
+        function = getattr(module, f"{way}_kernel")
+        found.append(Kernel(f"{name} {way}", function, tuple(types.split()), fixed, many))
     return found
 
 

@@ -39,7 +39,8 @@ from graphaccel.messages import columns
 
 KERNELS = (
     "rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm", "dropout_add_layer_norm",
-    "dropout_add_rms_norm", "embedding_layer_norm",
+    "dropout_add_rms_norm", "embedding_layer_norm", "scale_mask_softmax",
+    "scale_mask_softmax_dropout",
 )  # fmt: skip
 Call = Callable[[], Any]
 
@@ -102,7 +103,9 @@ def kernel_rows(scale: Scale, clone: float) -> list[dict[str, Any]]:
         faults = [] if scale.toy else [f.what for f in check_numbers(fusion, scale.device)[1]]
         for width in scale.widths:
             sizes = {n: width for n in sizes_of(fusion)}
-            leading = (4, scale.elements // width // 4)
+            named = [i for i in fusion.outputs["y"].indices if i != "..."]
+            rest = scale.elements // width ** len(named)
+            leading = (min(4, max(rest, 1)), max(rest // 4, 1))
             values = {
                 n: v.to(scale.device) if isinstance(v, Tensor) else v
                 for n, v in example(fusion, torch.bfloat16, sizes, leading).items()

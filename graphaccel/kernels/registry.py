@@ -29,6 +29,7 @@ SHIPPED = (
     "rms_norm",
     "rotary",
     "softmax",
+    "softmax_dropout",
 )
 """Modules of this package that define fusions; within equal size, earlier ones are tried first."""
 

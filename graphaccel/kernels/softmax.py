@@ -34,15 +34,14 @@ _MOST_ROWS = 2**31 - 2**16  # they are numbered in 32 bits
 
 
 @jit
-def forward_kernel(
-    x, mask, y, rows, k, scale,
-    size_1, size_2, size_3, stride_0, stride_1, stride_2, stride_3, step,
-    MASKS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+def softmax_rows(
+    x, mask, row, columns, rows, k, scale,
+    size_1, size_2, size_3, stride_0, stride_1, stride_2, stride_3, step, MASKS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of k elements a program. size, stride: of the mask's leading dims, the last one the
-    fastest; step: from one element of its row to the next. Strides are 0 where it is broadcast."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    columns = tl.arange(0, BLOCK)
+    """softmax(x * scale + mask) of some rows, in float32; columns from k on are 0.
+
+    row, columns: their numbers. size, stride: of the mask's leading dims, the last one the fastest;
+    step: from one element of its row to the next. Strides are 0 where it is broadcast."""
     known = (columns < k)[None, :]
     inside = (row < rows)[:, None] & known
     at = row.to(tl.int64)[:, None] * k + columns[None, :]
@@ -58,7 +57,24 @@ def forward_kernel(
     value = tl.where(known, value, float("-inf"))
     # A row of nothing but -inf is NaN, as -inf - -inf is; so is one with NaN or inf.
     value = tl.exp(value - tl.max(value, 1)[:, None])
-    value /= tl.sum(value, 1)[:, None]
+    return value / tl.sum(value, 1)[:, None]
+
+
+@jit
+def forward_kernel(
+    x, mask, y, rows, k, scale,
+    size_1, size_2, size_3, stride_0, stride_1, stride_2, stride_3, step,
+    MASKS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows of k elements a program."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK)
+    value = softmax_rows(
+        x, mask, row, columns, rows, k, scale,
+        size_1, size_2, size_3, stride_0, stride_1, stride_2, stride_3, step, MASKS,
+    )  # fmt: skip
+    inside = (row < rows)[:, None] & (columns < k)[None, :]
+    at = row.to(tl.int64)[:, None] * k + columns[None, :]
     tl.store(y + at, value.to(y.dtype.element_ty), mask=inside)
 
 
@@ -96,7 +112,7 @@ def launch_forward(x: Tensor, scale: float, mask: Tensor | None, y: Tensor) -> N
     x = x.contiguous()
     sizes, strides, step = (1, 1, 1), (0, 0, 0, 0), 0
     if mask is not None:
-        mask, sizes, strides, step = _placed(mask.to(x.device), x.shape)
+        mask, sizes, strides, step = placed(mask.to(x.device), x.shape)
     forward_kernel[(-(-rows // shape["ROWS"]),)](
         x, x if mask is None else mask, y, rows, k, scale, *sizes, *strides, step,
         MASKS=mask is not None, **shape,
@@ -115,9 +131,7 @@ def launch_backward(grad: Tensor, y: Tensor, scale: float, dx: Tensor) -> None:
     backward_kernel[(-(-rows // shape["ROWS"]),)](grad, y, dx, rows, k, scale, **shape)
 
 
-def _placed(
-    mask: Tensor, shape: torch.Size
-) -> tuple[Tensor, tuple[int, ...], tuple[int, ...], int]:
+def placed(mask: Tensor, shape: torch.Size) -> tuple[Tensor, tuple[int, ...], tuple[int, ...], int]:
     """A mask, and how a kernel finds its elements for each row of `shape`: the sizes of the last
     three of its leading dims, the strides of four, and the stride within a row."""
     if mask.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -133,19 +147,20 @@ def _placed(
         elif size > 1:
             dims.append((size, stride))
     if len(dims) > 4:
-        return _placed(mask.expand(shape).contiguous(), shape)
+        return placed(mask.expand(shape).contiguous(), shape)
     first = dims.pop() if dims else (1, 0)  # its size is not asked for
     dims += [(1, 0)] * (3 - len(dims))
     inner = dims[::-1]
     return mask, tuple(n for n, _ in inner), tuple(s for _, s in (first, *inner)), step
 
 
-def _kept(x: Tensor, widest: int) -> bool:
+def kept(x: Tensor, widest: int) -> bool:
     """Whether rows stay in registers, there are any, and their numbers fit 32 bits."""
     return 0 < x.numel() <= x.shape[-1] * _MOST_ROWS and x.shape[-1] <= widest
 
 
-def _scaled(x: Tensor, scale: float, mask: Tensor | None) -> Tensor:
+def scaled(x: Tensor, scale: float, mask: Tensor | None) -> Tensor:
+    """x * scale + mask, in float32 for 16 bits."""
     wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
     return wide * scale if mask is None else torch.add(mask.to(wide.dtype), wide, alpha=scale)
 
@@ -156,17 +171,20 @@ def _gradient(grad: Tensor, y: Tensor, scale: float) -> Tensor:
     return aten._softmax_backward_data(given, kept, -1, kept.dtype).mul_(scale).to(y.dtype)
 
 
-def spellings(*scores: Function, after: Function | None = None) -> tuple[Function, ...]:
+def spellings(
+    *scores: Function, after: Function | None = None, cast_last: bool = False
+) -> tuple[Function, ...]:
     """Patterns of a softmax over scores, a function of inputs by name: as it is; of scores cast to
     float32; and by softmax in float32.
 
-    after: what is done with it, a function of it and further inputs by name.
+    after: what is done with it, a function of it and further inputs by name. cast_last: the last
+    two are cast back behind that, as under autocast.
     """
     soft = (
-        lambda s, kind: torch.softmax(s, -1),
-        lambda s, kind: torch.softmax(s.float(), -1).to(kind),
-        lambda s, kind: torch.softmax(s, -1, dtype=torch.float32).to(kind),
-    )
+        lambda s: torch.softmax(s, -1),
+        lambda s: torch.softmax(s.float(), -1),
+        lambda s: torch.softmax(s, -1, dtype=torch.float32),
+    )[1 if cast_last else 0 :]
     further = () if after is None else tuple(signature(after).parameters.values())[1:]
 
     def pattern(score: Function, turn: Function) -> Function:
@@ -174,10 +192,11 @@ def spellings(*scores: Function, after: Function | None = None) -> tuple[Functio
 
         def call(**given: Any) -> Tensor:
             kind = next(iter(given.values())).dtype
-            made = turn(score(**{n: given[n] for n in signature(score).parameters}), kind)
-            if after is None:
-                return made
-            return after(made, **{p.name: given[p.name] for p in further})
+            made = turn(score(**{n: given[n] for n in signature(score).parameters}))
+            made = made if cast_last else made.to(kind)
+            if after is not None:
+                made = after(made, **{p.name: given[p.name] for p in further})
+            return made.to(kind)
 
         call.__signature__ = Signature(list(known.values()))  # type: ignore[attr-defined]
         return call
@@ -207,7 +226,7 @@ class scale_mask_softmax:
     )
 
     def forward(x, mask, scale):
-        return torch.softmax(_scaled(x, scale, mask), -1).to(x.dtype)
+        return torch.softmax(scaled(x, scale, mask), -1).to(x.dtype)
 
     def fake(x, mask, scale):
         return torch.softmax(x, -1)
@@ -219,14 +238,14 @@ class scale_mask_softmax:
         return torch.empty_like(y)
 
     def cuda_forward(x, mask, scale):
-        if not _kept(x, WIDEST_FORWARD):
-            return torch.softmax(_scaled(x, scale, mask), -1).to(x.dtype)
+        if not kept(x, WIDEST_FORWARD):
+            return torch.softmax(scaled(x, scale, mask), -1).to(x.dtype)
         y = x.new_empty(x.shape)
         launch_forward(x, scale, mask, y)
         return y
 
     def cuda_backward(grad_y, y, scale):
-        if not _kept(y, WIDEST_BACKWARD):
+        if not kept(y, WIDEST_BACKWARD):
             return _gradient(grad_y, y, scale)
         dx = torch.empty_like(y)
         made = dx if dx.is_contiguous() else y.new_empty(y.shape)

@@ -37,6 +37,7 @@ CASES = {
     "interpreted_loss": 194,
     "interpreted_pointwise": 204,
     "interpreted_softmax": 450,
+    "interpreted_softmax_dropout": 206,
 }
 
 
@@ -54,7 +55,7 @@ def test_kernels_compute_what_their_references_do(name: str) -> None:
 def test_kernels_compile_within_their_limits() -> None:
     out = run("-m", "benchmarks.gate", "--widths", "4096", "--targets", "90")
     norms = [f"{k}{n}" for k in ("", "add_", "dropout_add_") for n in ("rms_norm", "layer_norm")]
-    pairs = [*norms, "softmax", "swiglu", "geglu", "geglu_tanh", "bias_gelu"]
+    pairs = [*norms, "softmax", "softmax_dropout", "swiglu", "geglu", "geglu_tanh", "bias_gelu"]
     pairs += ["bias_gelu_tanh", "rotary"]
     for kernel in (*(f"{n} {way}" for n in pairs for way in ("forward", "backward")), "adamw"):
         assert kernel in out
