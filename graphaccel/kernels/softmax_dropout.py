@@ -164,6 +164,7 @@ class scale_mask_softmax_dropout:
     whole = ("k",)
     random = True
     devices = ()
+    tensor_parallel = False  # it would gather the heads: a part of a random op draws other numbers
     patterns = (
         *spellings(*_SCORES, after=_dropped),
         *spellings(*_SCORES, after=_dropped, cast_last=True),

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from graphaccel.capture.batch import as_call, flatten_call
 from graphaccel.capture.stepgraph import StepGraph, capture
 from graphaccel.kernels.register import op_of
-from graphaccel.kernels.registry import enabled, fusion_named
+from graphaccel.kernels.registry import enabled, fusion_named, without_tensor_axis
 from graphaccel.passes.fuse import find_sites, fuse
 from graphaccel.passes.lower_precision import lower_precision
 from graphaccel.planner.plan import Plan
@@ -130,6 +130,11 @@ def test_auto_leaves_it_out() -> None:
         assert NAME not in enabled("auto", device)
         step = step_of(Attention("returned").double(), batch())
         assert counted(keeping(step, *enabled("auto", device))) == {"scale_mask_softmax": 1}
+
+
+def test_a_tensor_axis_keeps_the_heads_apart() -> None:
+    """There the parts of a dropout are drawn rank by rank, which a fused op can not."""
+    assert without_tensor_axis(BY_NAME) == tuple(n for n in BY_NAME if n != NAME)
 
 
 def test_where_nothing_else_reads_the_weights_attention_goes_first() -> None:
