@@ -5,15 +5,16 @@ An op passes where it is no worse than eager: for every output and every gradien
     max|fused − ref64| ≤ tolerance · max|eager − ref64| + one unit in the last place of the range
 
 (Dao-AILab's flash-attention tests its kernels so), with the same dtypes, shapes and places of
-infinities and NaN, the same gradients missing, the same bits when repeated, strides that the fake
-foretold, and inputs that are left as they were.
+infinities and NaN, the same gradients missing, the same bits when repeated, strides that the fakes
+of forward and backward foretold, and inputs that are left as they were. Gradients come in with
+other strides too, and are asked for one at a time: of one input, from one output.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,31 +24,36 @@ from torch.overrides import TorchFunctionMode
 
 from graphaccel.kernels.examples import fakes, shape, sizes_of, truths
 from graphaccel.kernels.fusion import Fusion, Scalar, T
-from graphaccel.kernels.register import op_of, parameters, tensors, wide_form
+from graphaccel.kernels.register import backward_of, op_of, parameters, tensors, wide_form
 from graphaccel.kernels.spec import Function
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LAYOUTS = ("contiguous", "transposed", "padded")
-LEADING = ((3, 5), (2, 17))
+GRADIENTS = ("contiguous", "transposed", "expanded")
+LEADING = ((3, 5), (2, 17), (7,), (2, 3, 4))
 
 
 @dataclass(frozen=True)
 class Case:
-    """One call: what it is given, in words. values: "normal", "large" or "masked". wide: by the
-    form that computes in float32, against eager on inputs that are cast to it."""
+    """One call: what it is given, in words. layout, gradients: strides of the inputs, and of the
+    gradients that come in. values: "normal", "large" or "masked". wide: by the form that computes
+    in float32, against eager on inputs that are cast to it. alone: gradients one at a time too."""
 
     dtype: torch.dtype
     layout: str
+    gradients: str
     leading: tuple[int, ...]
     choice: int
     values: str
     pattern: int
     scalar: int = 0
     wide: bool = False
+    alone: bool = False
 
     def __str__(self) -> str:
         kind = str(self.dtype).removeprefix("torch.") + (" in float32" if self.wide else "")
-        return f"{kind}, {self.layout}, {self.values} values, leading {self.leading}"
+        strides = f"{self.layout}, gradients {self.gradients}"
+        return f"{kind}, {strides}, {self.values} values, leading {self.leading}"
 
 
 @dataclass(frozen=True)
@@ -79,12 +85,19 @@ def _cases(fusion: Fusion) -> Iterator[Case]:
         kinds.setdefault(tuple(sorted(parameters(pattern))), i)
     masked = any(t.mask for t in fusion.tensors.values())
     choices = max((len(v) for v in fusion.sizes.values()), default=2)
-    for dtype, layout, pattern in itertools.product(DTYPES, LAYOUTS, kinds.values()):
-        for i, leading in enumerate(LEADING):
-            yield Case(dtype, layout, leading, i % choices, "normal", pattern, i)
-        yield Case(dtype, layout, LEADING[0], 1 % choices, "large", pattern)
+    free = any("..." in t.indices for t in fusion.tensors.values())
+    for dtype, (n, layout), pattern in itertools.product(
+        DTYPES, enumerate(LAYOUTS), kinds.values()
+    ):
+        for i, leading in enumerate(LEADING if free else LEADING[:2]):
+            came = GRADIENTS[(n + i) % 3]
+            yield Case(
+                dtype, layout, came, leading, i % choices, "normal", pattern, i,
+                alone=n == i == 0,
+            )  # fmt: skip
+        yield Case(dtype, layout, GRADIENTS[n], LEADING[0], 1 % choices, "large", pattern)
         if masked and fusion.masked_rows and "mask" in parameters(fusion.patterns[pattern]):
-            yield Case(dtype, layout, LEADING[1], 1 % choices, "masked", pattern)
+            yield Case(dtype, layout, GRADIENTS[n], LEADING[1], 1 % choices, "masked", pattern)
 
 
 class _Wide(TorchFunctionMode):
@@ -113,6 +126,14 @@ class _Result:
     gradients: dict[str, Tensor | None]
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """Outputs of which gradients come in, and inputs of which they are wanted."""
+
+    outputs: tuple[str, ...]
+    inputs: tuple[str, ...]
+
+
 class _Run:
     """One case: the op, the pattern in the same dtype, and the pattern in float64."""
 
@@ -120,45 +141,86 @@ class _Run:
         self.fusion, self.case, self.device = fusion, case, device
         form = wide_form(fusion) if case.wide else fusion
         assert form is not None
+        self.form = form
         self.op = form.rewrite or op_of(form)
         self.pattern = fusion.patterns[case.pattern]
         self.names = parameters(self.pattern)
         self.values = self._values()
+        self.every = _Asked(tuple(fusion.outputs), self._differentiable())
 
     def faults(self) -> Iterator[str]:
-        fusion = self.fusion
-        before = {n: v.clone() for n, v in self.values.items() if isinstance(v, Tensor)}
-        try:
-            fused = self._fused()
-        except Exception as error:
-            yield f"it fails: {str(error).splitlines()[0]}"
+        before = _kept(self.values)
+        fused = self._fused(self.every)
+        if isinstance(fused, str):
+            yield fused
             return
         for name, kept in before.items():
             if not _same_bits(self.values[name], kept):
                 yield f"it writes to its input `{name}`"
-        eager = self._run(self._plain, self._given(self.values))
+        eager, true = self._right(self.every)
+        for i, name in enumerate(self.fusion.outputs):
+            yield from self._compare(
+                f"output `{name}`", fused.outputs[i], eager.outputs[i], true.outputs[i]
+            )
+        yield from self._gradients(fused, eager, true)
+        if self.fusion.rewrite is not None:
+            return
+        yield from self._repeatable(fused)
+        if self.case.alone:
+            yield from self._one_at_a_time(eager, true)
+        yield from self._foretold()
+
+    def _differentiable(self) -> tuple[str, ...]:
+        """Inputs that get a gradient here."""
+        known = self.fusion.tensors
+        return tuple(
+            n
+            for n in self.names
+            if n in known and known[n].differentiable and self.values[n].is_floating_point()
+        )
+
+    def _right(self, asked: _Asked) -> tuple[_Result, _Result]:
+        """What eager gives, and what is true."""
         wide = {
             n: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v
             for n, v in self.values.items()
         }
+        eager = self._run(self._plain, self._given(self.values), asked)
         with _Wide():
-            true = self._run(self._plain, self._given(wide))
-        for i, name in enumerate(fusion.outputs):
-            yield from self._compare(
-                f"output `{name}`", fused.outputs[i], eager.outputs[i], true.outputs[i]
-            )
-        for name in fused.gradients:
-            mine, theirs = fused.gradients[name], eager.gradients[name]
+            return eager, self._run(self._plain, self._given(wide), asked)
+
+    def _gradients(
+        self, fused: _Result, eager: _Result, true: _Result, alone: str = ""
+    ) -> Iterator[str]:
+        for name, mine in fused.gradients.items():
+            theirs, wanted = eager.gradients[name], true.gradients[name]
+            what = f"gradient of `{name}`{alone}"
+            if theirs is None and mine is not None and alone:
+                # An output asked alone does not depend on every input: zeros are right too.
+                theirs, wanted = torch.zeros_like(mine), torch.zeros_like(mine).double()
             if mine is None or theirs is None:
                 if (mine is None) != (theirs is None):
-                    yield f"gradient of `{name}`: {_some(mine)}, eager has {_some(theirs)}"
+                    yield f"{what}: {_some(mine)}, eager has {_some(theirs)}"
                 continue
-            wanted = true.gradients[name]
             assert wanted is not None
-            yield from self._compare(f"gradient of `{name}`", mine, theirs, wanted)
-        if fusion.rewrite is None:
-            yield from self._repeatable(fused)
-            yield from self._foretold()
+            yield from self._compare(what, mine, theirs, wanted)
+
+    def _one_at_a_time(self, eager: _Result, true: _Result) -> Iterator[str]:
+        """The gradient of each input alone, and those of all from each output alone."""
+        asked = [_Asked(self.every.outputs, (n,)) for n in self.every.inputs]
+        asked = asked if len(asked) > 1 else []
+        if len(self.every.outputs) > 1:
+            asked += [_Asked((n,), self.every.inputs) for n in self.every.outputs]
+        for some in asked:
+            alone = f", that of `{some.inputs[0]}` alone wanted"
+            if some.outputs != self.every.outputs:
+                alone = f", that of `{some.outputs[0]}` alone given"
+                eager, true = self._right(some)
+            fused = self._fused(some, alone)
+            if isinstance(fused, str):
+                yield fused
+            else:
+                yield from self._gradients(fused, eager, true, alone)
 
     def _compare(self, what: str, mine: Tensor, theirs: Tensor, true: Tensor) -> Iterator[str]:
         if mine.dtype != theirs.dtype:
@@ -186,7 +248,8 @@ class _Run:
             yield f"{what}: off by {ours:.2g}, eager by {eager:.2g}, allowed {limit:.2g}"
 
     def _repeatable(self, first: _Result) -> Iterator[str]:
-        again = self._fused()
+        again = self._fused(self.every)
+        assert isinstance(again, _Result)
         pairs = [*zip(first.outputs, again.outputs, strict=True)]
         pairs += [
             (a, b)
@@ -197,20 +260,62 @@ class _Run:
             yield "repeated, it gives other bits"
 
     def _foretold(self) -> Iterator[str]:
+        """What the fakes say of forward and backward."""
+        fusion = self.fusion
         full = self._full(self.values)
         with torch.no_grad():
             real = tensors(self.op(*full.values()))
-        with fakes(full) as given:
-            fake = tensors(self.op(*given.values()))
-        for name, a, b in zip(self.fusion.results, real, fake, strict=True):
-            for kind in ("dtype", "shape", "stride"):
-                x, y = (v.stride() if kind == "stride" else getattr(v, kind) for v in (a, b))
-                if x != y:
-                    yield f"its fake says {kind} {y} of `{name}`: the kernel gives {x}"
+        yield from _as_said(self.op, full, real, [f"`{n}`" for n in fusion.results], "its fake")
+        if fusion.inline or not fusion.differentiable:
+            return
+        op, returned = backward_of(self.form), [f"gradient of `{n}`" for n in fusion.returned]
+        for layout, asked in self._asked_back():
+            known = {**full, **dict(zip(fusion.results, real, strict=True))}
+            for name, came in zip(fusion.outputs, self._incoming(real, layout), strict=False):
+                missing = fusion.outputs[name].optional and name not in asked.outputs
+                known[f"grad_{name}"] = None if missing else came
+            known["wanted"] = [n in asked.inputs for n in fusion.inputs]
+            given = {n: known[n] for n in self.form.read_back}
+            before = _kept(given)
+            try:
+                with torch.no_grad():
+                    made = op(*given.values())
+            except Exception as error:
+                yield f"its backward fails: {str(error).splitlines()[0]}"
+                continue
+            for name, kept in before.items():
+                if not _same_bits(given[name], kept):
+                    yield f"its backward writes to `{name}`"
+            several = [made] if len(returned) == 1 else [*made]
+            yield from _as_said(op, given, several, returned, "its fake of the backward")
 
-    def _fused(self) -> _Result:
-        full = self._full(self.values)
-        return self._run(lambda given: self.op(*given.values()), full)
+    def _asked_back(self) -> Iterator[tuple[str, _Asked]]:
+        """What the backward is asked for, and the strides of the gradients that come in."""
+        every = self.every
+        if not self.case.alone:
+            yield self.case.gradients, every
+            return
+        for layout in GRADIENTS:
+            yield layout, every
+            for name in every.inputs:
+                yield layout, _Asked(every.outputs, (name,))
+            for name in every.outputs:
+                yield layout, _Asked((name,), every.inputs)
+
+    def _incoming(self, outputs: Iterable[Tensor], layout: str) -> list[Tensor]:
+        """The same gradients for the same outputs."""
+        generator = torch.Generator().manual_seed(7)
+        return [
+            _laid_out(torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o), layout)
+            for o in outputs
+        ]
+
+    def _fused(self, asked: _Asked, alone: str = "") -> _Result | str:
+        """What the op gives, or how it fails."""
+        try:
+            return self._run(lambda given: self.op(*given.values()), self._full(self.values), asked)
+        except Exception as error:
+            return f"it fails{alone}: {str(error).splitlines()[0]}"
 
     def _plain(self, given: Mapping[str, Any]) -> Any:
         """What eager computes."""
@@ -232,38 +337,28 @@ class _Run:
             for n, spec in self.fusion.inputs.items()
         }
 
-    def _run(self, call: Function, given: dict[str, Any]) -> _Result:
+    def _run(self, call: Function, given: dict[str, Any], asked: _Asked) -> _Result:
         """Outputs, and gradients for the same incoming ones."""
-        fresh = {
-            n: _tracked(v) if isinstance(v, Tensor) and v.is_floating_point() else v
-            for n, v in given.items()
-        }
-        wanted = [
-            n for n in self.names if n in self.fusion.tensors and isinstance(fresh[n], Tensor)
-        ]
-        wanted = [n for n in wanted if fresh[n].requires_grad]
-        spared = [n for n in wanted if not self.fusion.tensors[n].differentiable]
-        for name in spared:
-            fresh[name].requires_grad_(False)
-        wanted = [n for n in wanted if n not in spared]
+        fresh = {n: _tracked(v) if n in asked.inputs else v for n, v in given.items()}
         with torch.enable_grad(), torch.random.fork_rng(devices=[], enabled=self.fusion.random):
             if self.fusion.random:  # the same mask in every run
                 torch.manual_seed(7)
             made = tensors(call(fresh))[: len(self.fusion.outputs)]
-        generator = torch.Generator().manual_seed(7)
-        incoming = [
-            torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o) for o in made
+        came = self._incoming(made, self.case.gradients)
+        roots = [
+            (o, g)
+            for n, o, g in zip(self.fusion.outputs, made, came, strict=True)
+            if o.requires_grad and n in asked.outputs
         ]
-        roots = [(o, g) for o, g in zip(made, incoming, strict=True) if o.requires_grad]
-        found: tuple[Tensor | None, ...] = (None,) * len(wanted)
-        if roots and wanted:
+        found: tuple[Tensor | None, ...] = (None,) * len(asked.inputs)
+        if roots and asked.inputs:
             found = torch.autograd.grad(
                 [o for o, _ in roots],
-                [fresh[n] for n in wanted],
+                [fresh[n] for n in asked.inputs],
                 [g for _, g in roots],
                 allow_unused=True,
             )
-        return _Result([o.detach() for o in made], dict(zip(wanted, found, strict=True)))
+        return _Result([o.detach() for o in made], dict(zip(asked.inputs, found, strict=True)))
 
     def _values(self) -> dict[str, Any]:
         case, fusion = self.case, self.fusion
@@ -304,13 +399,42 @@ class _Run:
         return _laid_out(found.to(case.dtype), case.layout)
 
 
+def _as_said(
+    op: Any, given: Mapping[str, Any], real: Sequence[Tensor | None], names: list[str], who: str
+) -> Iterator[str]:
+    """Where an op's fake says something else than the op gives."""
+    with fakes(given) as empty:
+        try:
+            made = op(*empty.values())
+        except Exception as error:
+            yield f"{who} fails: {str(error).splitlines()[0]}"
+            return
+    several = [made] if isinstance(made, Tensor) or made is None else [*made]
+    for name, a, b in zip(names, real, several, strict=True):
+        if a is None or b is None:
+            if (a is None) != (b is None):
+                yield f"{who} is wrong about {name}: {_some(b)}, the kernel gives {_some(a)}"
+            continue
+        for kind in ("dtype", "shape", "stride"):
+            x, y = (v.stride() if kind == "stride" else getattr(v, kind) for v in (a, b))
+            if x != y:
+                yield f"{who} is wrong about the {kind} of {name}: {y}, the kernel gives {x}"
+
+
+def _kept(values: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Copies of the tensors among some values."""
+    return {n: v.clone() for n, v in values.items() if isinstance(v, Tensor)}
+
+
 def _tracked(value: Tensor) -> Tensor:
     """A leaf with the same strides."""
     return value.detach().requires_grad_(True)
 
 
 def _laid_out(value: Tensor, layout: str) -> Tensor:
-    """The same numbers with other strides."""
+    """The same numbers with other strides; expanded, those of the first row in every one."""
+    if layout == "expanded" and value.dim() >= 1:
+        return value[:1].expand(value.shape)
     if layout == "transposed" and value.dim() >= 2:
         return value.transpose(-1, -2).contiguous().transpose(-1, -2)
     if layout == "padded" and value.dim() >= 1:

@@ -46,10 +46,18 @@ def gradients(
     r: Tensor,
     wanted: tuple[bool, bool],
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """dx in the dtype of the computation, dweight and dbias in their own, None if not wanted."""
+    """dx in the dtype of the computation, dweight and dbias in their own, None if not wanted; all
+    contiguous, as the kernels give them: torch's says that it follows a transposed gradient."""
     mask = [True, wanted[0] and weight is not None, wanted[1] and bias is not None]
     dx, dweight, dbias = aten.native_layer_norm_backward(
-        wide(grad), wide(x), x.shape[-1:], mean, r, wide(weight), wide(bias), mask
+        wide(grad.contiguous()),
+        wide(x.contiguous()),
+        x.shape[-1:],
+        mean,
+        r,
+        wide(weight),
+        wide(bias),
+        mask,
     )
     return (
         dx,

@@ -41,8 +41,33 @@ def softmax_parts() -> dict[str, Any]:
     }
 
 
+def square_parts() -> dict[str, Any]:
+    """A right (x + bias)², of which the sum is an output too: several inputs and outputs."""
+
+    def forward(x: Any, bias: Any) -> Any:
+        total = (x + bias).contiguous()
+        return total, total.square()
+
+    return {
+        "inputs": {"x": T("... d"), "bias": T("d")},
+        "outputs": {"total": T("... d", optional=True), "y": T("... d")},
+        "devices": (),
+        "pattern": lambda x, bias: (x + bias, (x + bias).square()),
+        "forward": forward,
+        "backward": square_gradients,
+    }
+
+
+def square_gradients(grad_total: Any, grad_y: Any, total: Any, wanted: Any) -> Any:
+    dx = (grad_y * total).mul_(2)
+    dx = (dx if grad_total is None else dx.add_(grad_total)).contiguous()
+    return dx, dx.flatten(0, -2).sum(0) if wanted[1] else None
+
+
 def made(name: str, **parts: Any) -> Fusion:
-    return fusion(type(name, (), {**softmax_parts(), **parts}))
+    """The right softmax, with other parts; or the right square, where `of` says so."""
+    right_parts = {"softmax": softmax_parts, "square": square_parts}[parts.pop("of", "softmax")]
+    return fusion(type(name, (), {**right_parts(), **parts}))
 
 
 def right(x: Any, mask: Any, scale: float) -> Any:
@@ -80,6 +105,25 @@ def writes_input(x: Any, mask: Any, scale: float) -> Any:
 def restless(x: Any, mask: Any, scale: float) -> Any:
     y = right(x, mask, scale)
     return y + torch.rand_like(y) * torch.finfo(y.dtype).eps * 0.5
+
+
+def as_rows(x: Any, bias: Any) -> Any:
+    """Its strides are those of x where that is two-dimensional, and so its own rows."""
+    rows = x.reshape(-1, x.shape[-1])
+    total = torch.add(rows, bias, out=torch.empty_like(rows)).view(x.shape)
+    return total, total.square().contiguous()
+
+
+def writes_back(grad_y: Any, y: Any, scale: float) -> Any:
+    made = GRADIENT(grad_y, y, scale)
+    if grad_y.is_contiguous():
+        grad_y.mul_(2)
+    return made
+
+
+def flat_back(grad_y: Any, y: Any, scale: float) -> Any:
+    rows = torch.as_strided(grad_y, y.shape, torch.empty(y.shape).stride())
+    return GRADIENT(rows if grad_y.stride(-1) else grad_y, y, scale)
 
 
 GRADIENT = softmax_parts()["backward"]
@@ -120,12 +164,50 @@ FAULTS: dict[str, Callable[[], dict[str, Any]]] = {
     "half precision squared": lambda: {
         "backward": lambda grad_y, y, scale: GRADIENT(grad_y.half(), y.half(), scale).to(y.dtype)
     },
+    "the fake follows the gradient": lambda: {
+        "fake_backward": lambda grad_y, y, scale: torch.empty_like(grad_y)
+    },
+    "takes gradients to be contiguous": lambda: {"backward": flat_back},
+    "writes to its gradient": lambda: {"backward": writes_back},
+    "asks for the wrong input": lambda: {
+        "of": "square",
+        "backward": lambda grad_total, grad_y, total, wanted: square_gradients(
+            grad_total, grad_y, total, (wanted[1], wanted[0])
+        ),
+    },
+    "the bias only with x": lambda: {
+        "of": "square",
+        "backward": lambda grad_total, grad_y, total, wanted: square_gradients(
+            grad_total, grad_y, total, wanted if wanted[0] else (False, False)
+        ),
+    },
+    "a gradient that may be missing": lambda: {
+        "of": "square",
+        "backward": lambda grad_total, grad_y, total, wanted: square_gradients(
+            grad_total + 0, grad_y, total, wanted
+        ),
+    },
+    "an optional gradient left out alone": lambda: {
+        "of": "square",
+        "backward": lambda grad_total, grad_y, total, wanted: square_gradients(
+            None if not grad_y.any() else grad_total, grad_y, total, wanted
+        ),
+        "fake_backward": square_gradients,
+    },
+    "strides of its rows": lambda: {
+        "of": "square",
+        "forward": as_rows,
+        "fake": lambda x, bias: (x.new_empty(x.shape), x.new_empty(x.shape)),
+    },
 }
 
 
 def test_the_right_one_passes() -> None:
     count, faults = check_numbers(made("softmax_without_fault"))
-    assert count == 36
+    assert count == 54
+    assert not faults, faults
+    count, faults = check_numbers(made("square_without_fault", of="square"))
+    assert count == 45
     assert not faults, faults
 
 
