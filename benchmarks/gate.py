@@ -94,7 +94,7 @@ def _row_kernels(name: str, width: int, **flags: bool) -> list[Kernel]:
     """Forward and backward of one norm; flags: the kernels' constants, False where not given."""
     block, centres = next_power_of_2(width), flags.get("CENTRES", False)
     tensors = ("*bf16", "*i64", "*bf16", "*bf16", "*i8", "*bf16", "*bf16", "*bf16", "*bf16")
-    forward = (*tensors, "*fp32", "*fp32", "*i64", "i32", "i32", "i32", "fp32", "fp32")
+    forward = (*tensors, "*fp32", "*fp32", "*i64", "i32", "i32", "i32", "i32", "fp32", "fp32")
     names = ("CENTRES", "ADDS", "MORE", "DROPS", "GATHERS", "BIASES", "TOTALS")
     fixed = {n: flags.get(n, False) for n in names} | {"SCALES": True, "BLOCK": block}
     found = [Kernel(f"{name} forward", row_norm.forward_kernel, forward, fixed, warps(width))]

@@ -33,6 +33,12 @@ def _into(table: Tensor, dx: Tensor, ids: Tensor, padding: int) -> Tensor:
     return grad.to(table.dtype)
 
 
+def bounded(ids: Tensor, table: Tensor, padding: int) -> Tensor:
+    """The ids, those that name no row of the table as padding: torch's kernel for CUDA writes
+    wherever they say, and padding gets no gradient."""
+    return torch.where((ids >= 0) & (ids < len(table)), ids, padding)
+
+
 def _kind(table: Tensor, first: Tensor, second: Tensor | None) -> torch.dtype:
     kind = torch.promote_types(table.dtype, first.dtype)
     return kind if second is None else torch.promote_types(kind, second.dtype)
@@ -115,7 +121,7 @@ class embedding_layer_norm:
                 grad_y, total, weight, bias, mean, r, grad_total=grad_total, wanted=some
             )
             dx, dweight, dbias = made.dx, made.dweight, made.dbias
-        dtable = _into(table, dx, ids, padding) if wanted[1] else None
+        dtable = _into(table, dx, bounded(ids, table, padding), padding) if wanted[1] else None
         return dtable, dx, dweight, dbias
 
     def legal(ids, table, first, second, weight, bias, **_):

@@ -20,27 +20,31 @@ from torch import Tensor
 
 from graphaccel.kernels.jit import jit, next_power_of_2, processors, tl, warps
 
-WIDEST_FORWARD = 65536
-"""Rows up to here stay in registers in the forward."""
+WIDEST_FORWARD = 16384
+"""Rows up to here stay in registers in the forward (`benchmarks.gate`); wider ones spill."""
 
 
 @jit
 def forward_kernel(
     x, ids, residual, more, mask, weight, bias, total, y, mean, r, seed,
-    d, period, more_period, eps, keep,
+    d, v, period, more_period, eps, keep,
     CENTRES: tl.constexpr, ADDS: tl.constexpr, MORE: tl.constexpr, DROPS: tl.constexpr,
     GATHERS: tl.constexpr, SCALES: tl.constexpr, BIASES: tl.constexpr, TOTALS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row a program. period: rows of the residual, which repeat; TOTALS: `total` is written."""
+    """One row a program. v: rows of the table; period: of the residual, which repeat; TOTALS:
+    `total` is written."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < d
     at = row * d + columns
-    source = at
     if GATHERS:
-        source = tl.load(ids + row).to(tl.int64) * d + columns
-    value = tl.load(x + source, mask=inside, other=0.0).to(tl.float32)
+        name = tl.load(ids + row).to(tl.int64)
+        known = (name >= 0) & (name < v)  # a name out of bounds reads nothing, and gives NaN
+        value = tl.load(x + name * d + columns, mask=inside & known, other=0.0).to(tl.float32)
+        value = tl.where(known, value, float("nan"))
+    else:
+        value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     if DROPS:
         kept = tl.rand(tl.load(seed), at.to(tl.uint32)) < keep  # 64-bit offsets cost twice
         tl.store(mask + at, kept.to(tl.int8), mask=inside)
@@ -144,7 +148,8 @@ class Gradients:
 
 
 def widest(centres: bool) -> int:
-    """Rows up to here keep the backward in registers (`benchmarks.gate`); wider ones spill."""
+    """Rows of 16 bits up to here keep the backward in registers (`benchmarks.gate`); wider ones
+    spill."""
     return 4096 if centres else 8192
 
 
@@ -169,13 +174,13 @@ def launch_forward(
     """Norm of [..., d] tensors by Triton.
 
     out: dtype of y. residual, more: added first, [..., d], leading dims may be missing or 1; the
-    sum has the dtype that torch's addition gives. ids: x is a table [v, d], looked up first.
+    sum has the dtype that torch's addition gives. ids: x is a table [v, d], looked up first; one
+    that names no row of it gives NaN.
     dropout: probability with which elements of x are dropped; the seed comes from torch's
     generator of the device, without waiting for it.
     """
     d = x.shape[-1]
     shape = x.shape if ids is None else (*ids.shape, d)
-    rows = torch.Size(shape).numel() // d
     x = x.contiguous()
     others = [t for t in (residual, more) if t is not None]
     totals = bool(others) or ids is not None or dropout is not None
@@ -186,15 +191,18 @@ def launch_forward(
     y = x.new_empty(shape, dtype=out)
     mean, r = (x.new_empty((*shape[:-1], 1), dtype=torch.float32) for _ in range(2))
     mask = None if dropout is None else x.new_empty(shape, dtype=torch.bool)
+    if not y.numel():
+        return Normed(total, y, mean if centres else None, r, mask)
     seed = ids = ids if ids is None else ids.contiguous()
     if dropout is not None:
         seed = torch.randint(2**31 - 1, (1,), device=x.device)
     residual, period = _repeated(residual, shape)
     more, more_period = _repeated(more, shape)
-    forward_kernel[(rows,)](
+    forward_kernel[(y.numel() // d,)](
         x, _or(ids, x), _or(residual, x), _or(more, x),
         x if mask is None else mask.view(torch.int8), _or(weight, x), _or(bias, x), _or(total, x),
-        y, mean, r, _or(seed, x), d, period, more_period, eps, 1.0 - (dropout or 0.0),
+        y, mean, r, _or(seed, x), d, x.numel() // d, period, more_period, eps,
+        1.0 - (dropout or 0.0),
         CENTRES=centres, ADDS=residual is not None, MORE=more is not None,
         DROPS=dropout is not None, GATHERS=ids is not None, SCALES=weight is not None,
         BIASES=bias is not None, TOTALS=totals, BLOCK=next_power_of_2(d), num_warps=warps(d),
@@ -222,17 +230,22 @@ def launch_backward(
     weight and bias. programs: how many, each with an equal stretch of rows; two a multiprocessor if
     not given.
     """
-    d = x.shape[-1]
-    rows = x.numel() // d
     x, grad = x.contiguous(), grad.contiguous()
-    grad_total = None if grad_total is None else grad_total.contiguous()
-    programs = programs or 2 * processors(x.get_device())
-    each = -(-rows // programs)
-    programs = -(-rows // each)
     dx = torch.empty_like(x)
     before = None if mask is None else torch.empty_like(x)
     weighs = wanted[0] and weight is not None
     biases = wanted[1] and bias is not None
+    if not x.numel():
+        zeros = (
+            torch.zeros_like(t) if on else None for t, on in ((weight, weighs), (bias, biases))
+        )
+        return Gradients(dx, before, *zeros)
+    d = x.shape[-1]
+    rows = x.numel() // d
+    grad_total = None if grad_total is None else grad_total.contiguous()
+    programs = programs or 2 * processors(x.get_device())
+    each = -(-rows // programs)
+    programs = -(-rows // each)
     partial = x.new_empty((programs, d) if weighs else (1,), dtype=torch.float32)
     partial_bias = x.new_empty((programs, d) if biases else (1,), dtype=torch.float32)
     backward_kernel[(programs,)](
@@ -263,7 +276,8 @@ def _repeated(value: Tensor | None, shape: tuple[int, ...]) -> tuple[Tensor | No
     sizes = list(value.shape)
     while sizes and sizes[0] == 1:
         del sizes[0]
-    if tuple(sizes) != tuple(shape[len(shape) - len(sizes) :]):  # a dim in the middle repeats
-        value = value.expand(shape)
+    whole = tuple(value.shape[-1:]) == tuple(shape[-1:])
+    if not whole or tuple(sizes) != tuple(shape[len(shape) - len(sizes) :]):
+        value = value.expand(shape)  # its last dim repeats, or one in the middle
     value = value.contiguous()
     return value, value.numel() // shape[-1]

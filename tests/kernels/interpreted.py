@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphaccel.kernels import embedding_norm
 from graphaccel.kernels import layer_norm as layer
 from graphaccel.kernels import rms_norm as rms
 from graphaccel.kernels.multi_tensor import AdamRule, Around, MultiTensor, SGDRule
@@ -79,6 +80,56 @@ for dtype, unit in ((torch.float32, 1e-5), (torch.float16, 4e-3)):
                 note(f"{name} dbias", got.dbias, dbias, unit)
             if made.mask is not None:
                 note(f"{name} dropped", got.dropped, (dx * made.mask / (1 - P)).to(dtype), unit)
+
+
+def differs(name: str, got: Tensor, right: Tensor) -> None:
+    """Of what may be empty or NaN: the same, to a few units."""
+    alike = got.shape == right.shape and torch.allclose(got, right, 1e-5, 1e-5, equal_nan=True)
+    found[name] = (float(not alike), 0.0)
+
+
+generator = torch.Generator().manual_seed(3)
+x, weight, bias = (torch.randn(s, generator=generator) for s in ((2, 3, 5, 33), (33,), (33,)))
+for shape in ((), (1,), (1, 1, 1), (5, 1), (3, 1, 33), (2, 1, 1, 1), (1, 33)):  # how it repeats
+    for name in ("residual", "more"):
+        other = torch.randn(shape, generator=generator)
+        given = {"residual": torch.zeros(33)} | {name: other}
+        made = launch_forward(x, weight, bias, EPS, centres=True, out=x.dtype, **given)
+        assert made.total is not None
+        differs(f"{name} {shape} total", made.total, x + other)
+        differs(f"{name} {shape} y", made.y, layer.normed(x + other, weight, bias, EPS)[0])
+
+empty = x[:0]
+for p in (None, P):
+    made = launch_forward(
+        empty, weight, bias, EPS, centres=True, out=x.dtype, residual=empty, dropout=p
+    )
+    back = launch_backward(
+        empty, empty, weight, bias, made.mean, made.r, mask=made.mask, dropout=P, programs=3
+    )
+    for name, value in (("total", made.total), ("y", made.y), ("dx", back.dx)):
+        assert value is not None
+        differs(f"no rows {name} {p}", value, empty)
+    for name, value in (("dweight", back.dweight), ("dbias", back.dbias)):
+        assert value is not None
+        differs(f"no rows {name} {p}", value, torch.zeros(33))
+    assert (back.dropped is None) == (p is None)
+unasked = launch_backward(
+    empty, empty, weight, bias, made.mean, made.r, wanted=(False, False), programs=3
+)
+assert unasked.dweight is None
+assert unasked.dbias is None
+
+table = torch.randn(11, 33, generator=generator)
+room = torch.cat([torch.ones(1, 33), table, torch.ones(1, 33)])  # what lies around it
+ids = torch.tensor([0, 11, 10, -1, 3])
+names = torch.tensor([True, False, True, False, True])
+made = launch_forward(room[1:12], weight, bias, EPS, centres=True, out=table.dtype, ids=ids)
+right, *_ = layer.normed(table[ids.clamp(0, 10)], weight, bias, EPS)
+differs("ids out of bounds", made.y, torch.where(names[:, None], right, torch.nan))
+inside = embedding_norm.bounded(ids, table, -1)
+differs("ids in the backward", inside.double(), torch.tensor([0, -1, 10, -1, 3]).double())
+
 SHAPES = ((40_000,), (3,), (2049,))  # two chunks; less than a block; a block and one
 NUMBERS = {"adamw": True, "adam": False}
 
