@@ -2,7 +2,9 @@
 
 Registers and spills are what ptxas reports. A kernel fails when it spills, when its registers leave
 room for fewer than 16 of a multiprocessor's 64 warps, when its shared memory does not fit, or when
-its loads of aligned tensors are not 128 bits wide.
+its loads of aligned tensors are not 128 bits wide. Kernels that keep whole rows are also compiled
+for the widest that they take; the others (pointwise, cross entropy) go through rows in blocks, of
+which the largest is among the widths, and rotary's heads know no limit.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -47,13 +49,15 @@ TARGETS, WIDTHS = (80, 90, 100), (1024, 4096, 8192)
 
 @dataclass(frozen=True)
 class Kernel:
-    """types: of each argument in order ("*bf16", "i32", "fp32"); fixed: its constants."""
+    """types: of each argument in order ("*bf16", "i32", "fp32"); fixed: its constants. widest: the
+    longest rows that it is started for, where it keeps them whole."""
 
     name: str
     function: Any
     types: tuple[str, ...]
     fixed: Mapping[str, Any]
     warps: int
+    widest: int | None = None
 
 
 def _step_kernels() -> list[Kernel]:
@@ -97,15 +101,15 @@ def _row_kernels(name: str, width: int, **flags: bool) -> list[Kernel]:
     forward = (*tensors, "*fp32", "*fp32", "*i64", "i32", "i32", "i32", "i32", "fp32", "fp32")
     names = ("CENTRES", "ADDS", "MORE", "DROPS", "GATHERS", "BIASES", "TOTALS")
     fixed = {n: flags.get(n, False) for n in names} | {"SCALES": True, "BLOCK": block}
-    found = [Kernel(f"{name} forward", row_norm.forward_kernel, forward, fixed, warps(width))]
-    if width <= row_norm.widest(centres):
-        tensors = ("*bf16", "*bf16", "*bf16", "*i8", "*bf16", "*fp32", "*fp32", "*bf16", "*bf16")
-        backward = (*tensors, "*fp32", "*fp32", "i32", "i32", "i32", "fp32")
-        fixed = {n: flags.get(n, False) for n in ("CENTRES", "ADDS", "DROPS", "BIASES")}
-        fixed |= {"SCALES": True, "WEIGHS": True, "BLOCK": block}
-        many = row_norm.backward_warps(width)
-        found.append(Kernel(f"{name} backward", row_norm.backward_kernel, backward, fixed, many))
-    return found
+    run, most = row_norm.forward_kernel, row_norm.WIDEST_FORWARD
+    first = Kernel(f"{name} forward", run, forward, fixed, warps(width), most)
+    tensors = ("*bf16", "*bf16", "*bf16", "*i8", "*bf16", "*fp32", "*fp32", "*bf16", "*bf16")
+    backward = (*tensors, "*fp32", "*fp32", "i32", "i32", "i32", "fp32")
+    fixed = {n: flags.get(n, False) for n in ("CENTRES", "ADDS", "DROPS", "BIASES")}
+    fixed |= {"SCALES": True, "WEIGHS": True, "BLOCK": block}
+    run, many = row_norm.backward_kernel, row_norm.backward_warps(width)
+    most = row_norm.widest(centres)
+    return [first, Kernel(f"{name} backward", run, backward, fixed, many, most)]
 
 
 def _softmax_kernels(width: int) -> list[Kernel]:
@@ -125,7 +129,8 @@ def _softmax_kernels(width: int) -> list[Kernel]:
         fixed = {**(mask if forth else {}), **softmax.block(width, each)}
         many = fixed.pop("num_warps")
         function = getattr(module, f"{way}_kernel")
-        found.append(Kernel(f"{name} {way}", function, tuple(types.split()), fixed, many))
+        most = softmax.WIDEST_FORWARD if forth else softmax.WIDEST_BACKWARD
+        found.append(Kernel(f"{name} {way}", function, tuple(types.split()), fixed, many, most))
     return found
 
 
@@ -199,6 +204,18 @@ def kernels(width: int) -> list[Kernel]:
     ]
 
 
+def chosen_kernels(widths: Sequence[int]) -> list[tuple[Kernel, int]]:
+    """Every kernel at each of the widths that it takes, and at its widest."""
+    limits = {k.widest for k in kernels(widths[0]) if k.widest is not None}
+    return [
+        (kernel, width)
+        for width in sorted({*widths, *limits})
+        for kernel in kernels(width)
+        if width == kernel.widest
+        or (width in widths and (kernel.widest is None or width < kernel.widest))
+    ]
+
+
 def compiled(kernel: Kernel, target: int, width: int) -> Row:
     """Compile one kernel for one target."""
     names = kernel.function.arg_names
@@ -266,8 +283,7 @@ def main() -> int:
     chosen = parser.parse_args()
     rows = [
         compiled(kernel, target, width)
-        for width in chosen.widths
-        for kernel in kernels(width)
+        for kernel, width in chosen_kernels(chosen.widths)
         for target in chosen.targets
     ]
     rows += [compiled(k, target, steps.BLOCK) for k in _step_kernels() for target in chosen.targets]

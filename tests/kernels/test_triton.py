@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from graphaccel.kernels import row_norm, softmax
 
 pytest.importorskip("triton")
 
@@ -53,6 +56,7 @@ def test_kernels_compute_what_their_references_do(name: str) -> None:
 
 
 def test_kernels_compile_within_their_limits() -> None:
+    """At one width, and those that keep rows whole at the widest that they are started for."""
     out = run("-m", "benchmarks.gate", "--widths", "4096", "--targets", "90")
     norms = [f"{k}{n}" for k in ("", "add_", "dropout_add_") for n in ("rms_norm", "layer_norm")]
     pairs = [*norms, "softmax", "softmax_dropout", "swiglu", "geglu", "geglu_tanh", "bias_gelu"]
@@ -61,4 +65,12 @@ def test_kernels_compile_within_their_limits() -> None:
         assert kernel in out
     for way in ("forward", "backward", "in place"):
         assert f"cross_entropy {way}" in out
+    compiled = set(re.findall(r"^(.+?) +90 +(\d+) ", out, re.MULTILINE))
+    limits = {f"{n} forward": row_norm.WIDEST_FORWARD for n in norms}
+    limits |= {f"{n} backward": row_norm.widest(n.endswith("layer_norm")) for n in norms}
+    limits |= {"embedding_layer_norm forward": row_norm.WIDEST_FORWARD}
+    limits |= {"softmax forward": softmax.WIDEST_FORWARD}
+    limits |= {"softmax backward": softmax.WIDEST_BACKWARD}
+    for kernel, widest in limits.items():
+        assert (kernel, str(widest)) in compiled
     assert "FAILS" not in out
