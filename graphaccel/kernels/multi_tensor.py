@@ -9,8 +9,8 @@ in the order of torch.optim (Kingma and Ba, 2015; Loshchilov and Hutter, 2019, a
 same pass divides gradients by a loss scale, clips them by their global norm, leaves everything as
 it is after an overflow, writes weights out in a second dtype and zeroes the gradients. Nothing
 waits for the device: scales, norms and overflows stay there. Pointers to the tensors lie in a table
-on the device that is made again only when one of them moves. Bytes a parameter of Adam in float32:
-28.
+on the device that is made again only when one of them moves or has another size. Bytes a parameter
+of Adam in float32: 28.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from graphaccel.kernels.multi_tensor_triton import (
 @dataclass(frozen=True)
 class _Table:
     addresses: tuple[int, ...]
+    counts: tuple[int, ...]
     table: Tensor
     chunks: Tensor
     aligned: bool
@@ -30,7 +31,8 @@ class _Table:
 
 @dataclass
 class Tables:
-    """Launches, with the tables of the last ones: made again only where a tensor moved."""
+    """Launches, with the tables of the last ones: made again only where a tensor moved or has
+    another size (a part of it begins at the same address)."""
 
     made: dict[Any, _Table] = field(default_factory=dict)
 
@@ -112,15 +114,16 @@ class Tables:
 
     def _table(self, key: Any, lines: Sequence[Sequence[Tensor]]) -> _Table:
         addresses = tuple(t.data_ptr() for line in lines for t in line)
-        known = self.made.get(key)
-        if known is not None and known.addresses == addresses:
+        counts = tuple([line[0].numel() for line in lines])
+        known = self.made.get(key)  # the key has their dtypes
+        if known is not None and known.addresses == addresses and known.counts == counts:
             return known
         device = lines[0][0].device
-        counts = [line[0].numel() for line in lines]
         table = [(*(t.data_ptr() for t in line), n) for line, n in zip(lines, counts, strict=True)]
         chunks = [(i, k) for i, n in enumerate(counts) for k in range(-(-n // CHUNK))]
         made = _Table(
             addresses,
+            counts,
             _sent(torch.tensor(table, dtype=torch.int64), device),
             _sent(torch.tensor(chunks, dtype=torch.int32), device),
             all(a % 16 == 0 for a in addresses),
