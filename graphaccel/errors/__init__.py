@@ -12,7 +12,9 @@ from graphaccel.errors.compiling import (
     GraphsNeedGpu,
 )
 from graphaccel.errors.kernels import (
+    BadFuel,
     BadFusion,
+    BadFusionPackage,
     KernelFailed,
     OrtFailed,
     OrtMismatch,
@@ -53,7 +55,9 @@ def error_classes() -> dict[str, type[GraphAccelError]]:
 
 __all__ = [
     "BadCluster",
+    "BadFuel",
     "BadFusion",
+    "BadFusionPackage",
     "BadPin",
     "BatchChanged",
     "BatchNotDivisible",

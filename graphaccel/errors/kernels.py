@@ -67,6 +67,53 @@ class UnknownFusion(GraphAccelError):
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
+class BadFusionPackage(GraphAccelError):
+    """An installed package whose fusions can not be loaded. package: its distribution, with its
+    version; point: the entry point as it is written, "NAME = MODULE"; cause: what was raised."""
+
+    code = "GA704"
+    package: str
+    version: str
+    point: str
+    cause: str
+
+    def message(self) -> Message:
+        return Message(
+            f"the fusions of the installed package `{self.package}` {self.version} can not be "
+            "loaded",
+            details=columns(
+                (("entry point:", f"{self.point}  [graphaccel.fusions]"), ("raised:", self.cause))
+            ),
+            why="every installed package that offers fusions is imported before one is chosen",
+            help=(
+                f"mend it:  pip install --upgrade --force-reinstall {self.package}",
+                f"or do without it:  pip uninstall {self.package}",
+                'or place no fusions:  graphaccel.optimize(model, optimizer, fusions="off")',
+            ),
+        )
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class BadFuel(GraphAccelError):
+    """A value of GRAPHACCEL_FUEL that is no number of fusions. sites: how many could be placed."""
+
+    code = "GA705"
+    value: str
+    sites: int
+
+    def message(self) -> Message:
+        return Message(
+            f"GRAPHACCEL_FUEL={self.value} is no number of fusions",
+            why="it is how many are placed, the first ones in graph order: 0 or more; "
+            f"this graph has {self.sites} places",
+            help=(
+                f"the first half of them:  export GRAPHACCEL_FUEL={self.sites // 2}",
+                "all of them:  unset GRAPHACCEL_FUEL",
+            ),
+        )
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
 class OrtMissing(GraphAccelError):
     """Regions for ONNX Runtime were asked for and it can not be used. asked: e.g. "ort='all'"."""
 

@@ -10,10 +10,10 @@ import difflib
 import importlib
 from collections.abc import Sequence
 from functools import cache
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
-from graphaccel.errors import UnknownFusion
+from graphaccel.errors import BadFusionPackage, UnknownFusion
 from graphaccel.kernels.register import registered
 from graphaccel.kernels.spec import Fusion
 
@@ -40,11 +40,24 @@ def _load() -> None:
     for name in SHIPPED:
         importlib.import_module(f"graphaccel.kernels.{name}")
     for point in sorted(entry_points(group=GROUP), key=lambda p: p.name):
+        _load_installed(point)
+
+
+def _load_installed(point: EntryPoint) -> None:
+    try:
         point.load()
+    except Exception as error:  # whatever another's module does when it is imported
+        package = point.dist
+        raise BadFusionPackage(
+            package=point.module.partition(".")[0] if package is None else package.name,
+            version="" if package is None else package.version,
+            point=f"{point.name} = {point.value}",
+            cause=f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}",
+        ) from error
 
 
 def fusions() -> tuple[Fusion, ...]:
-    """Every fusion known in this process, by name."""
+    """Every fusion known in this process, by name. Raises: BadFusionPackage (GA704)."""
     _load()
     return registered()
 
@@ -56,7 +69,7 @@ def shipped() -> tuple[Fusion, ...]:
 
 
 def fusion_named(name: str) -> Fusion:
-    """One fusion. Raises: UnknownFusion (GA703)."""
+    """One fusion. Raises: UnknownFusion (GA703), BadFusionPackage (GA704)."""
     known = {f.name: f for f in fusions()}
     if name not in known:
         close = tuple(difflib.get_close_matches(name, known, n=2))
@@ -70,7 +83,7 @@ def enabled(choice: str | Sequence[str] | None, device: str) -> tuple[str, ...]:
     choice: "auto" (or None), "off", or names; among names "auto" stands for its own, and "-NAME"
     takes one away. device: a device type; on it "auto" places what is not slower there.
 
-    Raises: UnknownFusion (GA703).
+    Raises: UnknownFusion (GA703), BadFusionPackage (GA704).
     """
     given = ("auto",) if choice is None else (choice,) if isinstance(choice, str) else tuple(choice)
     chosen: dict[str, None] = {}

@@ -31,6 +31,7 @@ from graphaccel.capture.patterns import simplify
 from graphaccel.capture.stepgraph import StepGraph, assemble, of_few
 from graphaccel.capture.symbols import integers
 from graphaccel.compat.torch import fake_mode_of, graph_module
+from graphaccel.errors import BadFuel
 from graphaccel.ir.values import propagate
 from graphaccel.kernels.registry import fusion_named
 from graphaccel.kernels.spec import Fusion
@@ -53,8 +54,7 @@ def _fused(step: StepGraph, plan: Plan) -> StepGraph:
     forward = _prepared(step.forward, keep)
     others = [(symbol, size, _prepared(f, keep)) for symbol, size, f in step.others]
     sites = Finder(forward, chosen, step.trainable).sites()
-    fuel = int(os.environ.get("GRAPHACCEL_FUEL", len(sites)))
-    sites = tuple(s for s in sites[:fuel] if all(_fits(s, f) for _, _, f in others))
+    sites = tuple(s for s in sites[: _fuel(len(sites))] if all(_fits(s, f) for _, _, f in others))
     if not sites:
         return step  # differentiating again would be for nothing
     nodes = list(forward.graph.graph.nodes)
@@ -72,6 +72,20 @@ def _fused(step: StepGraph, plan: Plan) -> StepGraph:
         step.training,
         scaled=plan.precision.scaled,
     )
+
+
+def _fuel(sites: int) -> int:
+    """How many of the sites are placed. Raises: BadFuel (GA705)."""
+    said = os.environ.get("GRAPHACCEL_FUEL")
+    if said is None:
+        return sites
+    try:
+        fuel = int(said)
+    except ValueError:
+        fuel = -1
+    if fuel < 0:
+        raise BadFuel(value=said, sites=sites)
+    return fuel
 
 
 def find_sites(

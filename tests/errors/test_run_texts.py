@@ -175,6 +175,32 @@ error[GA703]: no fusion named `rmsnorm`
   help: did you mean:  rms_norm
   explain: graphaccel explain GA703""",
     ),
+    (
+        errors.BadFusionPackage(
+            package="fast-ops",
+            version="1.2",
+            point="gelu = fast_ops.gelu",
+            cause="ModuleNotFoundError: No module named 'cutlass'",
+        ),
+        """\
+error[GA704]: the fusions of the installed package `fast-ops` 1.2 can not be loaded
+  entry point:  gelu = fast_ops.gelu  [graphaccel.fusions]
+  raised:       ModuleNotFoundError: No module named 'cutlass'
+  why:  every installed package that offers fusions is imported before one is chosen
+  help: mend it:  pip install --upgrade --force-reinstall fast-ops
+  help: or do without it:  pip uninstall fast-ops
+  help: or place no fusions:  graphaccel.optimize(model, optimizer, fusions="off")
+  explain: graphaccel explain GA704""",
+    ),
+    (
+        errors.BadFuel(value="many", sites=9),
+        """\
+error[GA705]: GRAPHACCEL_FUEL=many is no number of fusions
+  why:  it is how many are placed, the first ones in graph order: 0 or more; this graph has 9 places
+  help: the first half of them:  export GRAPHACCEL_FUEL=4
+  help: all of them:  unset GRAPHACCEL_FUEL
+  explain: graphaccel explain GA705""",
+    ),
 ]
 
 

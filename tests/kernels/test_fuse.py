@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from graphaccel import errors
 from graphaccel.capture.batch import as_call, flatten_call
 from graphaccel.capture.stepgraph import StepGraph, capture
 from graphaccel.capture.symbols import SEQUENCE
@@ -203,6 +204,17 @@ def test_fuel_places_the_first_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     assert counted(fused(step)) == {"rms_norm": 1}
     monkeypatch.setenv("GRAPHACCEL_FUEL", "0")
     assert not counted(fused(step))
+
+
+@pytest.mark.parametrize("fuel", ["many", "-1", "", "1.5"])
+def test_fuel_that_is_no_number_of_fusions(fuel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """-1 is not "all but the last", as a slice would have it."""
+    step = step_of(Residual().double(), *batch())
+    sites = sum(counted(fused(step)).values())
+    monkeypatch.setenv("GRAPHACCEL_FUEL", fuel)
+    with pytest.raises(errors.BadFuel) as caught:
+        fused(step)
+    assert (caught.value.value, caught.value.sites) == (fuel, sites)
 
 
 def test_fusing_twice_changes_nothing() -> None:
