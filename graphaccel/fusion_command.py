@@ -21,15 +21,17 @@ from graphaccel.capture.stepgraph import capture
 from graphaccel.errors import GraphMisuse
 from graphaccel.fusion_check import check
 from graphaccel.jobs import find_job
-from graphaccel.kernels.examples import example, sizes_of
 from graphaccel.kernels.register import op_of, parameters, registered, tensors
 from graphaccel.kernels.registry import fusion_named, fusions
 from graphaccel.kernels.spec import Fusion
+from graphaccel.kernels.timed import pattern_of, shapes_of, traffic, values_of
 from graphaccel.messages import columns
 from graphaccel.passes.fuse import find_sites
 from graphaccel.report.format import folded
 
-_ELEMENTS = 1 << 22  # of the largest input when timed
+_BUDGETS = {"cpu": 64 << 20, "cuda": 1 << 30}  # bytes that are moved when timed: beyond caches
+_WIDTH = 1024
+_CALLS, _FEWEST_CALLS, _LONG = 9, 3, 1.0  # seconds of calls beyond which the fewest are enough
 _TEMPLATE = Path(__file__).parent / "kernels" / "template.py.txt"
 
 
@@ -128,7 +130,7 @@ def _bench(chosen: Sequence[Fusion], out: Path | None) -> int:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     bandwidth = _copy_bandwidth(device, dtype)
-    head = ("fusion", "eager ms", "fused ms", "ratio", "of copy bandwidth")
+    head = ("fusion", "inputs", "eager ms", "fused ms", "ratio", "of copy bandwidth")
     rows, data = [head], []
     for fusion in chosen:
         if fusion.rewrite is not None:
@@ -138,6 +140,7 @@ def _bench(chosen: Sequence[Fusion], out: Path | None) -> int:
             rows.append(
                 (
                     f"{fusion.name} {phase}",
+                    entry["inputs"],
                     f"{1e3 * entry['eager']:.3f}",
                     f"{1e3 * entry['fused']:.3f}",
                     f"{entry['fused'] / entry['eager']:.2f}",
@@ -146,37 +149,49 @@ def _bench(chosen: Sequence[Fusion], out: Path | None) -> int:
             )
             data.append({"fusion": fusion.name, "phase": phase, **entry, "share": share})
     print(f"{device}, {dtype}, copy {bandwidth / 1e9:.1f} GB/s")
-    print("\n".join(columns(rows)))
+    if len(rows) > 1:
+        print("\n".join(columns(rows)))
+    for fusion in chosen:
+        if fusion.rewrite is not None:
+            print(f"{fusion.name}: calls of torch's own, nothing to time")
     if out is not None:
         out.write_text(json.dumps({"device": device, "copy": bandwidth, "rows": data}, indent=1))
     return 0
 
 
-def timings(fusion: Fusion, device: str, dtype: torch.dtype) -> dict[str, dict[str, float]]:
-    """Seconds of eager and fused, forward and forward with backward, and the bytes that the fused
-    forward has to move: its operands once."""
-    sizes = {n: 1024 for n in sizes_of(fusion)} | {n: max(s) for n, s in fusion.sizes.items()}
-    rows = max(_ELEMENTS // 1024, 1)
+def timings(
+    fusion: Fusion, device: str, dtype: torch.dtype, budget: int | None = None
+) -> dict[str, dict[str, Any]]:
+    """Per phase the seconds of eager and fused, the inputs, and the bytes that the fused ops have
+    to move. budget: of these bytes, a direction; by default what leaves caches behind."""
+    shapes = shapes_of(fusion, dtype, _BUDGETS[device] if budget is None else budget, _WIDTH)
+    moved = traffic(fusion, dtype, shapes)
     values = {
         n: v.to(device) if isinstance(v, Tensor) else v
-        for n, v in example(fusion, dtype, sizes, leading=(rows,)).items()
+        for n, v in values_of(fusion, dtype, shapes).items()
     }
+    given = "  ".join(
+        f"{n} {'x'.join(map(str, v.shape))}" for n, v in values.items() if isinstance(v, Tensor)
+    )
     for name in fusion.differentiable:
-        values[name].requires_grad_(True)
-    pattern = next(p for p in fusion.patterns if len(parameters(p)) == len(fusion.inputs))
-    op = op_of(fusion)
+        if values[name] is not None:
+            values[name].requires_grad_(True)
+    pattern = pattern_of(fusion)
+    op, outputs = op_of(fusion), len(fusion.outputs)
     sides: dict[str, Callable[[], Any]] = {
         "eager": lambda: pattern(**{n: values[n] for n in parameters(pattern)}),
-        "fused": lambda: op(*values.values()),
+        "fused": lambda: tensors(op(*values.values()))[:outputs],
     }
-    made = tensors(op(*values.values()))
-    moved = sum(t.numel() * t.element_size() for t in (*tensors(values.values()), *made))
     forward = {s: _time(_without_grad(call), device) for s, call in sides.items()}
-    whole = {s: _time(_with_backward(call), device) for s, call in sides.items()}
-    return {
-        "forward": {**forward, "bytes": float(moved)},
-        "forward and backward": {**whole, "bytes": 2.5 * moved},
+    found: dict[str, dict[str, Any]] = {
+        "forward": {**forward, "bytes": moved.forward, "inputs": given}
     }
+    roots = [v for v in values.values() if isinstance(v, Tensor) and v.requires_grad]
+    if roots:
+        whole = {s: _time(_with_backward(call, roots), device) for s, call in sides.items()}
+        both = moved.forward + moved.backward
+        found["forward and backward"] = {**whole, "bytes": both, "inputs": given}
+    return found
 
 
 def _without_grad(call: Callable[[], Any]) -> Callable[[], Any]:
@@ -187,25 +202,28 @@ def _without_grad(call: Callable[[], Any]) -> Callable[[], Any]:
     return run_once
 
 
-def _with_backward(call: Callable[[], Any]) -> Callable[[], Any]:
+def _with_backward(call: Callable[[], Any], roots: Sequence[Tensor]) -> Callable[[], Any]:
     def run_once() -> None:
         made = [t for t in tensors(call()) if t.grad_fn is not None]
-        torch.autograd.backward(made, [torch.ones_like(t) for t in made])
+        # Added to no `.grad`: that would be read and written again.
+        torch.autograd.grad(made, roots, [torch.ones_like(t) for t in made], allow_unused=True)
 
     return run_once
 
 
 def _copy_bandwidth(device: str, dtype: torch.dtype) -> float:
-    """Bytes a second that `clone` moves: what a kernel can reach at most."""
-    source = torch.ones(_ELEMENTS * 4, device=device, dtype=dtype)
-    return 2 * source.numel() * source.element_size() / _time(source.clone, device)
+    """Bytes a second that a copy moves: what a kernel can reach at most. It goes where memory is
+    already: on a CPU, new pages would take most of the time."""
+    source = torch.ones(_BUDGETS[device] // dtype.itemsize // 2, device=device, dtype=dtype)
+    target = source.clone()
+    return 2 * source.nbytes / _time(lambda: target.copy_(source), device)
 
 
-def _time(call: Callable[[], Any], device: str, rounds: int = 9) -> float:
-    """Median seconds of a call, after one to warm up."""
+def _time(call: Callable[[], Any], device: str) -> float:
+    """Median seconds of a call, after one to warm up; fewer calls of one that takes long."""
     call()
-    taken = []
-    for _ in range(rounds):
+    taken: list[float] = []
+    while len(taken) < _FEWEST_CALLS or (len(taken) < _CALLS and sum(taken) < _LONG):
         if device == "cuda":
             torch.cuda.synchronize()
         start = time.perf_counter()
