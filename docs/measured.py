@@ -256,9 +256,101 @@ def with_compile_table(page: str, folder: Path) -> str:
     return _with(page, folder, {"compile": compile_table})
 
 
+GPU_FIRST, GPU_LAST = "<!-- measured: gpu -->\n", "<!-- end: gpu -->\n"
+GPU_SIDES = {
+    "eager": "eager",
+    "compile": "torch.compile, fused AdamW",
+    "graphaccel": "graphaccel",
+    "inductor": "with Inductor",
+    "graphs": "with CUDA graphs",
+}
+
+
+def gpu_tables(result: dict[str, Any] | None) -> str:
+    """Markdown: training steps, optimizers and kernels on a GPU (`benchmarks/results/gpu.json`);
+    a sentence where there is no such file (None)."""
+    if result is None:
+        return "On a GPU: not measured: no GPU was at hand (`python -m benchmarks.gpu`).\n"
+    m = result["machine"]
+    text = (
+        f"On {m['device']} (driver {m['driver']}, CUDA {m['cuda']}), torch {m['torch']}, triton "
+        f"{m['triton']}, Python {m['python']}; clone {result['clone'] / 1e9:.0f} GB/s. Steps and "
+        "their peak memory; kernels and optimizers: share of the clone bandwidth, the lowest over "
+        "widths, and time relative to others, below 1 is faster."
+    )
+    parts = [text, _gpu_steps(result["steps"]), _gpu_kernels(result["kernels"])]
+    parts.append(_gpu_optimizers(result["optimizers"]))
+    faults = result["faults"]
+    parts.append(f"Faults: {len(faults) or 'none'}.")
+    parts += [f"- `{f['name']}`, {f['case']}: {f['what']}" for f in faults]
+    return "\n\n".join(p for p in parts if p) + "\n"
+
+
+def _gpu_steps(rows: list[dict[str, Any]]) -> str:
+    def cell(row: dict[str, Any], side: str) -> str:
+        if row[side] is None:
+            return "fails"
+        peak = row[f"{side}_bytes"]
+        return f"{1e3 * row[side]:.0f} ms" + ("" if peak is None else f", {peak / 1e9:.2f} GB")
+
+    lines = [f"| model | {' | '.join(GPU_SIDES.values())} |", "|---" * (len(GPU_SIDES) + 1) + "|"]
+    lines += [f"| {r['model']} | {' | '.join(cell(r, s) for s in GPU_SIDES)} |" for r in rows]
+    return "\n".join(lines) if rows else ""
+
+
+def _gpu_kernels(rows: list[dict[str, Any]]) -> str:
+    """A row a kernel: all its widths together."""
+    lines = ["| kernel | forward, of clone | backward | of eager | of torch.compile |"]
+    lines.append("|---" * 5 + "|")
+    for name in dict.fromkeys(r["kernel"] for r in rows):
+        own = [r for r in rows if r["kernel"] == name]
+        shares = [
+            _lowest([r["of_clone"] for r in own if r["phase"] == phase])
+            for phase in ("forward", "backward")
+        ]
+        ratios = [_ratio(own, "seconds", side) for side in ("eager", "compile")]
+        lines.append(f"| `{name}` | {' | '.join([*shares, *ratios])} |")
+    return "\n".join(lines) if rows else ""
+
+
+def _gpu_optimizers(rows: list[dict[str, Any]]) -> str:
+    lines = ["| optimizer step | of clone | of torch's fused |", "|---|---|---|"]
+    lines += [
+        f"| {r['kernel']} | {_lowest([r['of_clone']])} | {_ratio([r], 'seconds', 'fused')} |"
+        for r in rows
+    ]
+    return "\n".join(lines) if rows else ""
+
+
+def _lowest(shares: list[float | None]) -> str:
+    known = [s for s in shares if s is not None]
+    if len(known) < len(shares):
+        return "fails"
+    return f"{100 * min(known):.0f} %" if known else ""
+
+
+def _ratio(rows: list[dict[str, Any]], ours: str, theirs: str) -> str:
+    """Their times together, where both sides ran."""
+    pairs = [(r[ours], r[theirs]) for r in rows if r[ours] is not None and r[theirs] is not None]
+    if not pairs:
+        return "fails"
+    return f"{sum(p[0] for p in pairs) / sum(p[1] for p in pairs):.2f}"
+
+
+def with_gpu_tables(readme: str, folder: Path) -> str:
+    """The README with what was measured on a GPU. Raises ValueError without the marks."""
+    before, begin, rest = readme.partition(GPU_FIRST)
+    _, end, after = rest.partition(GPU_LAST)
+    if not begin or not end:
+        raise ValueError(f"README.md has no lines {GPU_FIRST!r} and {GPU_LAST!r}")
+    file = folder / "gpu.json"
+    result = json.loads(file.read_text()) if file.exists() else None
+    return f"{before}{begin}\n{gpu_tables(result)}\n{end}{after}"
+
+
 def main() -> None:
     argparse.ArgumentParser(description="Update the tables of measurements.").parse_args()
-    README.write_text(with_table(README.read_text(), RESULTS))
+    README.write_text(with_gpu_tables(with_table(README.read_text(), RESULTS), RESULTS))
     ORT_PAGE.write_text(with_ort_tables(ORT_PAGE.read_text(), RESULTS))
     FUSIONS_PAGE.write_text(with_fusion_table(FUSIONS_PAGE.read_text(), RESULTS))
     COMPILE_PAGE.write_text(with_compile_table(COMPILE_PAGE.read_text(), RESULTS))

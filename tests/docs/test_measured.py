@@ -11,6 +11,32 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
+KERNEL = {"kernel": "swiglu", "phase": "forward", "eager": 4.0, "compile": 2.5}
+GPU = {
+    "machine": {
+        "device": "H200", "driver": "580.1", "cuda": "13.0", "torch": "2.13.0",
+        "triton": "3.7.0", "python": "3.12.1",
+    },
+    "clone": 4e12,
+    "kernels": [
+        {**KERNEL, "seconds": 2.0, "of_clone": 0.95},
+        {**KERNEL, "seconds": 2.0, "of_clone": 0.92},
+        {**KERNEL, "phase": "backward", "seconds": None, "of_clone": None},
+    ],
+    "optimizers": [{"kernel": "adamw", "seconds": 9.0, "fused": 10.0, "of_clone": 0.91}],
+    "steps": [
+        {
+            "model": "gpt2",
+            "eager": 0.12, "eager_bytes": 9_500_000_000,
+            "compile": 0.1, "compile_bytes": 9_000_000_000,
+            "graphaccel": 0.08, "graphaccel_bytes": 8_000_000_000,
+            "inductor": None, "inductor_bytes": None,
+            "graphs": 0.075, "graphs_bytes": None,
+        }
+    ],
+    "faults": [{"name": "swiglu", "case": "backward", "what": "the kernel fails"}],
+}  # fmt: skip
+
 
 def _script(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
@@ -48,6 +74,28 @@ def test_a_point_for_each_row(tmp_path: Path) -> None:
 def test_the_readme_shows_the_committed_results(measured: ModuleType) -> None:
     readme = measured.README.read_text()
     assert readme == measured.with_table(readme, measured.RESULTS), "run python docs/measured.py"
+
+
+def test_the_readme_shows_what_was_measured_on_a_gpu(measured: ModuleType, tmp_path: Path) -> None:
+    readme = measured.README.read_text()
+    assert readme == measured.with_gpu_tables(readme, measured.RESULTS), "run docs/measured.py"
+    marked = f"above\n{measured.GPU_FIRST}old\n{measured.GPU_LAST}below\n"
+    without = measured.with_gpu_tables(marked, tmp_path)
+    assert without == (
+        f"above\n{measured.GPU_FIRST}\nOn a GPU: not measured: no GPU was at hand "
+        f"(`python -m benchmarks.gpu`).\n\n{measured.GPU_LAST}below\n"
+    )
+    (tmp_path / "gpu.json").write_text(json.dumps(GPU))
+    after = measured.with_gpu_tables(without, tmp_path)
+    assert "On H200 (driver 580.1, CUDA 13.0), torch 2.13.0, triton 3.7.0, Python 3.12.1" in after
+    assert "| gpt2 | 120 ms, 9.50 GB | 100 ms, 9.00 GB | 80 ms, 8.00 GB | fails | 75 ms |" in after
+    assert "| `swiglu` | 92 % | fails | 0.50 | 0.80 |\n" in after
+    assert "| adamw | 91 % | 0.90 |\n" in after
+    assert "Faults: 1.\n\n- `swiglu`, backward: the kernel fails\n" in after
+    assert "not measured" not in after
+    assert "gpu" not in measured.table([GPU])  # the table of ratios leaves it out
+    with pytest.raises(ValueError, match="has no lines"):
+        measured.with_gpu_tables("no marks", tmp_path)
 
 
 def test_the_planning_page_shows_the_committed_validation(measured: ModuleType) -> None:
