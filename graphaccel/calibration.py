@@ -38,6 +38,7 @@ from graphaccel.ort.measure import example_inputs
 from graphaccel.planner.cluster import COLLECTIVES, Cluster, Collective, Link, OpTime
 from graphaccel.planner.cost import OPTIMIZER, program_work
 from graphaccel.planner.efficiency import Work
+from graphaccel.runtime.gloo import for_gloo
 from graphaccel.runtime.launch import check_devices
 
 c10d = torch.ops._c10d_functional
@@ -134,10 +135,13 @@ def _of_plan(args: argparse.Namespace, microbatches: int) -> dict[OpTime, float]
         ort="off",
     )
 
-    def step() -> None:
+    def gradients() -> None:
         loss = find_loss(model(*inputs, **named))
         assert loss is not None  # the plan was made with it
         loss.backward()
+
+    def step() -> None:
+        gradients()
         model.zero_grad()
 
     whole = _median(step)
@@ -146,10 +150,9 @@ def _of_plan(args: argparse.Namespace, microbatches: int) -> dict[OpTime, float]
     found = {row: seconds * whole / total for row, seconds in alone.items()}
     if optimizer is not None and microbatches == 1:
         trained = [p for p in model.parameters() if p.requires_grad]
-        for parameter in trained:
-            parameter.grad = torch.zeros_like(parameter)
+        gradients()  # of zeros a step takes up to twice as long
         size = sum(p.numel() * p.element_size() for p in trained)
-        found[OpTime(OPTIMIZER, bytes=size)] = _median(optimizer.step)
+        found[OpTime(OPTIMIZER, bytes=size, count=len(trained))] = _median(optimizer.step)
     return found
 
 
@@ -229,17 +232,30 @@ def _rates(world: int) -> dict[str, tuple[float, float]]:
 
 
 def _collectives(data: torch.Tensor, world: int) -> dict[str, Callable[[], object]]:
-    """Each collective about the bytes of `data`, called as a step's graph calls it."""
-    name = dist.group.WORLD.group_name  # type: ignore[union-attr]
-    each = [data.numel() // world] * world
-    part = data[: each[0]]
-    sent: dict[str, Callable[[], torch.Tensor]] = {
-        "reduce-scatter": lambda: c10d.reduce_scatter_tensor(data, "sum", world, name),
-        "all-gather": lambda: c10d.all_gather_into_tensor(part, world, name),
-        "all-to-all": lambda: c10d.all_to_all_single(data, each, each, name),
+    """Each collective about the bytes of `data`, in the form in which a step has it."""
+    each = data.numel() // world
+    counts = [each] * world
+    part = data[:each]
+    return {
+        "all-reduce": lambda: dist.all_reduce(data),
+        "reduce-scatter": _called(c10d.reduce_scatter_tensor.default, data, each, "sum", world),
+        "all-gather": _called(c10d.all_gather_into_tensor.default, part, data.numel(), world),
+        "all-to-all": _called(c10d.all_to_all_single.default, data, data.numel(), counts, counts),
     }
-    waited = {kind: lambda kind=kind: c10d.wait_tensor(sent[kind]()) for kind in COLLECTIVES}
-    return {"all-reduce": lambda: dist.all_reduce(data), **waited}
+
+
+def _called(target: Any, given: torch.Tensor, count: int, *args: Any) -> Callable[[], object]:
+    """A graph of one collective, called on `given`, that gives `count` numbers."""
+    graph = fx.Graph()
+    source = graph.placeholder("given")
+    source.meta["val"] = given.to("meta")
+    name = dist.group.WORLD.group_name  # type: ignore[union-attr]
+    sent = graph.call_function(target, (source, *args, name))
+    sent.meta["val"] = source.meta["val"].new_empty(count)
+    graph.output(graph.call_function(c10d.wait_tensor.default, (sent,)))
+    for_gloo(sent, dist.get_rank())
+    called = fx.GraphModule({}, graph)
+    return lambda: called(given)
 
 
 def _in_turn(calls: Iterable[Callable[[], object]]) -> list[float]:

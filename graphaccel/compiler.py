@@ -350,7 +350,8 @@ class Compiler:
         self, batch: Batch, plan: Plan, program: StepProgram, schedule: Schedule
     ) -> list[Resident]:
         """What lies on each pipeline rank the whole time."""
-        resident = self.model.resident(batch, plan, program)
+        exchanged = self.cluster.device.name == "cpu"
+        resident = replace(self.model.resident(batch, plan, program), exchanged=exchanged)
         if not plan.cuda_graphs:
             return [resident] * plan.pipeline
         fixed = (fixed_bytes(program, schedule[rank]) for rank in range(plan.pipeline))

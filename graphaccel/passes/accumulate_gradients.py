@@ -28,11 +28,11 @@ from graphaccel.compat.torch import graph_module
 from graphaccel.ir.nodes import copy_nodes
 from graphaccel.ir.program import StageProgram, Value
 from graphaccel.ir.values import operands, returned
+from graphaccel.planner.buckets import bucket_limit
 from graphaccel.planner.cost import RESHAPES, TRANSPOSES
 from graphaccel.planner.plan import Plan
 
 aten = torch.ops.aten
-_SMALLEST = 1 << 20  # bytes: below this a collective is all latency
 
 
 def accumulate_gradients(
@@ -188,12 +188,11 @@ def _undo(view: fx.Node, target: Any, call: Any = None) -> Any:
 def _buckets(
     gradients: Sequence[_Gradient], size: int, reduced: _Reduced
 ) -> tuple[tuple[str, ...], ...]:
-    """Buckets of at most `size` bytes, and of half of all where that is less: the first must be
-    complete well before the backward is, or nothing overlaps; each more has its latency."""
+    """Buckets of at most `size` bytes, or less where there is little (`planner.buckets`)."""
     buckets: list[list[str]] = []
     filled: list[int] = []
     filling: dict[Any, int] = {}  # (dtype, axes) → the bucket that is being filled
-    size = min(size, max(_SMALLEST, sum(g.size for g in gradients) // 2))
+    size = bucket_limit(size, sum(g.size for g in gradients), scattered=False)
     for gradient in gradients:
         kind = (gradient.value.dtype, reduced.over(gradient.name))
         if kind not in filling or filled[filling[kind]] + gradient.size > size:

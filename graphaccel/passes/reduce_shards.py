@@ -30,11 +30,11 @@ from torch import fx
 from graphaccel.compat.torch import graph_module
 from graphaccel.ir.nodes import copy_nodes
 from graphaccel.ir.program import Owned, StageProgram, Value
+from graphaccel.planner.buckets import bucket_limit
 from graphaccel.planner.plan import Plan
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
-_SMALLEST = 1 << 20  # bytes: below this a collective is all latency
 
 
 def reduce_shards(
@@ -86,7 +86,7 @@ def _groups(
     others = sorted((n for n in made if owned[n].level < 3), key=lambda n: order[results[n]])
     sizes = {n: results[n].meta["val"].numel() * results[n].meta["val"].element_size()
              for n in others}  # fmt: skip
-    limit = min(plan.bucket_bytes, max(_SMALLEST, sum(sizes.values()) // 4))
+    limit = bucket_limit(plan.bucket_bytes, sum(sizes.values()), scattered=True)
     buckets: list[list[str]] = []
     filled, kind = 0, None
     for name in others:

@@ -22,7 +22,8 @@ from typing import Any
 import numpy as np
 
 from graphaccel.planner.away import with_copies
-from graphaccel.planner.cluster import Cluster
+from graphaccel.planner.buckets import bucket_count, copy_seconds
+from graphaccel.planner.cluster import Cluster, Device, OpTime
 from graphaccel.planner.communication import (
     OVERLAP,
     all_gather_seconds,
@@ -273,18 +274,34 @@ def _reduce_seconds(profile: Profile, work: StageWork, plan: Plan, cluster: Clus
     over all of them at once.
     """
     width = 2 if plan.precision.reduce in ("bfloat16", "float16") else 4
-    sizes = {axes: size * width / 4 for axes, size in work.summed.items()}
-    exposed = total = sum(_bucketed(cluster, size, axes, plan) for axes, size in sizes.items())
+    sizes = {axes: size * width / 4 for axes, size in work.summed.items() if size > 0}
+    counts = reduce_counts(profile, work, plan, sizes)
+    one = {x: _bucketed(cluster, sizes[x] / counts[x], x, plan) for x in sizes}
+    exposed = total = sum(counts[axes] * seconds for axes, seconds in one.items())
     if cluster.device.name != "cpu" and total:
-        last = max(
-            _bucketed(cluster, min(size, plan.bucket_bytes), axes, plan)
-            for axes, size in sizes.items()
-        )
         beside = work.weight if plan.schedule == "zero_bubble" else work.backward
-        exposed = max(last, total - OVERLAP * beside)
-    if plan.zero >= 2 and plan.accumulation == "shards":
-        exposed *= plan.microbatches
+        exposed = max(*one.values(), total - OVERLAP * beside)
+    if plan.zero >= 2 and plan.data > 1:  # written into its group's flat tensor, or added there
+        whole = sum(sizes.values())
+        copies = copy_seconds(whole, cluster.device)
+        if plan.accumulation == "shards":
+            exposed *= plan.microbatches
+        exposed += plan.microbatches * copies
     return exposed + _gather_seconds(profile, work, plan, cluster)
+
+
+def reduce_counts(
+    profile: Profile, work: StageWork, plan: Plan, sizes: Mapping[tuple[str, ...], float]
+) -> dict[tuple[str, ...], int]:
+    """Collectives that sum a stage's gradients in a backward, by the axes besides data: with ZeRO 3
+    one for each group of parameters, otherwise one for each bucket. sizes: bytes by axes."""
+    total = sum(sizes.values())
+    if plan.zero == 3 and plan.data > 1:
+        groups = len(_groups(profile, work, plan))
+        return {axes: max(1, math.ceil(groups * size / total)) for axes, size in sizes.items()}
+    scattered = plan.zero == 2 and plan.data > 1
+    return {axes: bucket_count(size, plan.bucket_bytes, total, scattered=scattered)
+            for axes, size in sizes.items()}  # fmt: skip
 
 
 def _gather_seconds(profile: Profile, work: StageWork, plan: Plan, cluster: Cluster) -> float:
@@ -296,10 +313,13 @@ def _gather_seconds(profile: Profile, work: StageWork, plan: Plan, cluster: Clus
     """
     if not plan.zero or plan.data == 1:
         return 0.0
-    if plan.zero < 3:
-        return _gathers(cluster, [work.gradient], plan)
+    if plan.zero < 3:  # this rank's part into a bucket, and those of others out of it
+        calls = max(1, math.ceil(work.gradient / plan.bucket_bytes))
+        copies = copy_seconds(work.gradient, cluster.device)
+        return copies + _gathers(cluster, [work.gradient / calls] * calls, plan)
     sizes = _groups(profile, work, plan)
-    once = _gathers(cluster, sizes, plan)
+    copies = copy_seconds(sum(sizes), cluster.device)
+    once = _gathers(cluster, sizes, plan) + copies
     first = _gathers(cluster, [max(sizes, default=0)], plan)
     exposed = 0.0
     again = plan.gather_again is True
@@ -316,24 +336,23 @@ def _groups(profile: Profile, work: StageWork, plan: Plan) -> tuple[int, ...]:
         gathered_sizes(profile, held_parameters(profile, [span]), plan)))  # fmt: skip
 
 
-def _gathers(cluster: Cluster, sizes: Sequence[int], plan: Plan) -> float:
+def _gathers(cluster: Cluster, sizes: Sequence[float], plan: Plan) -> float:
     each = {s: all_gather_seconds(cluster, s, plan.data, plan.replica) for s in set(sizes)}
     return sum(each[size] for size in sizes)
 
 
 def _bucketed(cluster: Cluster, size: float, axes: tuple[str, ...], plan: Plan) -> float:
-    """Seconds to sum `size` bytes of gradients over data and `axes`, in buckets.
+    """Seconds to sum a bucket of `size` bytes of gradients over data and `axes`.
 
-    ZeRO 2 and 3 scatter them over data; the shards are then summed over the other axes.
+    ZeRO 2 and 3 scatter it over data; the shards are then summed over the other axes.
     """
     wires = wires_of(cluster, plan)
     if size <= 0:
         return 0.0
-    buckets = max(1, math.ceil(size / plan.bucket_bytes))
     if plan.zero < 2 or plan.data == 1:
-        return buckets * wires.all_reduce(size / buckets, ("data", *axes))
-    seconds = reduce_scatter_seconds(cluster, size / buckets, plan.data, stride=plan.replica)
-    return buckets * (seconds + wires.all_reduce(size / buckets / plan.data, axes))
+        return wires.all_reduce(size, ("data", *axes))
+    seconds = reduce_scatter_seconds(cluster, size, plan.data, stride=plan.replica)
+    return seconds + wires.all_reduce(size / plan.data, axes)
 
 
 def _shared_bytes(profile: Profile, works: Sequence[StageWork]) -> list[int]:
@@ -382,13 +401,21 @@ def _optimizer_seconds(
 
     trained: bytes of gradients of so many tensors. shards: ranks that share the work (ZeRO)."""
     gradient = trained / shards
-    known = [row for row in cluster.device.measured if row.op == OPTIMIZER]
-    if known:
-        return known[0].seconds * gradient / max(1, known[0].bytes)
+    for row in cluster.device.measured:
+        if row.op == OPTIMIZER:
+            starts, moves = _measured_optimizer(row, cluster.device)
+            return starts * tensors + moves * gradient
     traffic = gradient * (3 + 2 * optimizer_bytes / 4)
     device = cluster.device
     launches = tensors if device.name == "cpu" else math.ceil(tensors / _TENSORS_AT_ONCE)
     return traffic / device.memory_bandwidth + launches * _OPTIMIZER_OPS * device.launch_seconds
+
+
+def _measured_optimizer(row: OpTime, device: Device) -> tuple[float, float]:
+    """(seconds for each tensor, for each byte) of a step that was measured: a shard has fewer
+    numbers, but as many tensors."""
+    starts = min(row.seconds / row.count, _OPTIMIZER_OPS * device.launch_seconds)
+    return starts, (row.seconds - row.count * starts) / max(1, row.bytes)
 
 
 @dataclass(frozen=True)
@@ -425,7 +452,6 @@ def least_moved(profile: Profile, plan: Plan, cluster: Cluster, extra: int = 1) 
     """
     if plan.data == 1:
         return LeastMoved(0.0, 0.0, 0.0, 0.0)
-    one = replace(plan, bucket_bytes=max(plan.bucket_bytes, profile.trained_bytes))
 
     def seconds(move: Callable[[float], float], size: float) -> float:
         """Latencies are left out where stages may hold nothing that moves."""
@@ -441,7 +467,7 @@ def least_moved(profile: Profile, plan: Plan, cluster: Cluster, extra: int = 1) 
     low = trained / 2 if plan.precision.stream != "float32" else trained
 
     def summed(axes: tuple[str, ...]) -> float:
-        return seconds(lambda size: _bucketed(cluster, size, axes, one), trained * width / 4)
+        return seconds(lambda size: _bucketed(cluster, size, axes, plan), trained * width / 4)
 
     return LeastMoved(
         min(map(summed, groups)),
@@ -456,10 +482,11 @@ def least_optimizer(
 ) -> float:
     """Seconds of the optimizer where every stage has an equal part. extra: as in `least_moved`."""
     device, shards = cluster.device, plan.data if plan.zero else 1
-    known = [row for row in device.measured if row.op == OPTIMIZER]
-    if known:
-        share = profile.trained_bytes / extra / shards / plan.pipeline
-        return known[0].seconds * share / max(1, known[0].bytes)
+    for row in device.measured:
+        if row.op == OPTIMIZER:
+            starts, moves = _measured_optimizer(row, device)
+            size = profile.trained_bytes / extra / shards
+            return (starts * profile.trained_tensors + moves * size) / plan.pipeline
     traffic = profile.trained_bytes / extra / shards * (3 + 2 * optimizer_bytes / 4)
     launches = profile.trained_tensors / (1 if device.name == "cpu" else _TENSORS_AT_ONCE)
     seconds = traffic / device.memory_bandwidth + launches * _OPTIMIZER_OPS * device.launch_seconds

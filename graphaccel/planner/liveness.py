@@ -56,7 +56,7 @@ class Liveness:
     host_peak: the most of what `host_copy.to_host` put on the host, which is no part of the total.
 
     pieces: into how many pieces each run is taken apart for `seen`, which is of the last one: how
-    far into the run, bytes, where. chosen: see `planner.rows.Rows`.
+    far into the run, bytes, where. chosen, exchanged: see `planner.rows.Rows`.
     """
 
     peak: int = 0
@@ -67,6 +67,7 @@ class Liveness:
     here: str = "start of the step"
     pieces: int = 0
     chosen: Share = even
+    exchanged: bool = False
     host_peak: int = 0
     seen: list[tuple[float, Live, str]] = field(default_factory=list)
     _rows: dict[fx.GraphModule, Rows] = field(default_factory=dict)
@@ -119,7 +120,7 @@ class Liveness:
         )
         if key not in self._ran:
             if graph not in self._rows:
-                self._rows[graph] = rows_of(graph, self.chosen)
+                self._rows[graph] = rows_of(graph, self.chosen, exchanged=self.exchanged)
             handed = [[number[s] for s in held] for held in inputs]
             rows = self._rows[graph]
             more = np.zeros(len(rows), dtype=np.int64) if beside is None else beside(rows)

@@ -44,7 +44,7 @@ class Resident:
 
     states: trained parameter → bytes of that part of it whose optimizer state lies here.
     optimizer_bytes: per byte of `states` (2.0 for AdamW in the parameter's dtype). offload: of the
-    plan.
+    plan. exchanged: of the transport (`planner.rows.Rows`).
     """
 
     parameters: Mapping[str, int]
@@ -53,6 +53,7 @@ class Resident:
     batch: int
     optimizer_bytes: float
     offload: tuple[str, ...] = ()
+    exchanged: bool = False
 
 
 def rank_memory(
@@ -71,7 +72,8 @@ def rank_memory(
     optimizer, host = placed_optimizer(
         int(trained * resident.optimizer_bytes), trained, resident.offload
     )
-    run = _Run(program, own, schedule[rank], Liveness(chosen=chosen), resident.offload)
+    count = Liveness(chosen=chosen, exchanged=resident.exchanged)
+    run = _Run(program, own, schedule[rank], count, resident.offload)
     run.start(resident.batch)
     for doing in walk(schedule[rank]):
         run.do(doing.verb, doing.action)
@@ -136,7 +138,7 @@ def rank_curve(
     own = [p for p in program.stages if p.stage in {a.stage for a in schedule[rank]}]
     doings = list(walk(schedule[rank]))
     pieces = max(1, min(16, most // max(1, sum(d.verb == "run" for d in doings))))
-    count = Liveness(pieces=pieces, chosen=chosen)
+    count = Liveness(pieces=pieces, chosen=chosen, exchanged=resident.exchanged)
     run = _Run(program, own, schedule[rank], count, resident.offload)
     run.start(resident.batch)
     lying = {"parameter": _lying(own, resident)[0], "optimizer": whole.optimizer, "other": other}

@@ -13,10 +13,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from graphaccel.planner.buckets import bucket_limit
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.profile import Parameter, Profile
-
-_SMALLEST = 1 << 20  # bytes: no bucket of gradients is smaller
 
 
 @dataclass
@@ -59,8 +58,13 @@ def motion_key(plan: Plan) -> tuple[object, ...]:
     return (plan.zero == 3, plan.data, *again, once, each, plan.bucket_bytes)
 
 
-def in_motion(profile: Profile, plan: Plan, span: tuple[int, int]) -> Motion | None:
-    """What moves while a stage of positions [first, end) computes; None where nothing does."""
+def in_motion(
+    profile: Profile, plan: Plan, span: tuple[int, int], *, exchanged: bool = False
+) -> Motion | None:
+    """What moves while a stage of positions [first, end) computes; None where nothing does.
+
+    exchanged: gradients come to their shards by an all-to-all (`SizedProfile.exchanges`).
+    """
     if plan.zero < 2 or plan.data == 1:
         return None
     first, end = span
@@ -74,6 +78,10 @@ def in_motion(profile: Profile, plan: Plan, span: tuple[int, int]) -> Motion | N
     else:  # the whole gradients lie there all the time; their shards are made one by one
         moving.backward += max((r.trained for r in regions), default=0) // plan.data
         moving.ready += sum(r.trained for r in regions)
+    if exchanged:  # what comes of a group, from when it is sent until the next one is
+        for k, region in enumerate(regions):
+            sent = regions[k - 1].first if k else 0
+            moving.backward[sent : region.first + 1] += region.trained
     return moving
 
 
@@ -119,7 +127,7 @@ def _blocks(
 def _buckets(plan: Plan, used: Sequence[tuple[Parameter, list[int]]]) -> list[_Region]:
     """Buckets of gradients, in the order of the graph: the backward fills the last one first."""
     trained = [(p, places) for p, places in used if p.trainable]
-    limit = min(plan.bucket_bytes, max(_SMALLEST, sum(p.bytes for p, _ in trained) // 4))
+    limit = bucket_limit(plan.bucket_bytes, sum(p.bytes for p, _ in trained), scattered=True)
     regions: list[_Region] = []
     for parameter, places in sorted(trained, key=lambda pair: -min(pair[1])):
         if not regions or regions[-1].bytes + parameter.bytes > limit:

@@ -74,7 +74,7 @@ def stage_peaks(
         backward = backward + np.concatenate([back for _, back in up])
     gradient = np.array([work.gradient for work in works])
     moving = sized.once(
-        ("motion", plan.cuts, motion_key(plan)), lambda: _moving(profile, works, plan)
+        ("motion", plan.cuts, motion_key(plan)), lambda: _moving(profile, sized, works, plan)
     )
     if moving is not None:
         forward, backward, ready = (
@@ -147,9 +147,12 @@ def _remade(
     return found
 
 
-def _moving(profile: Profile, works: Sequence[StageWork], plan: Plan) -> Motion | None:
+def _moving(
+    profile: Profile, sized: SizedProfile, works: Sequence[StageWork], plan: Plan
+) -> Motion | None:
     """What ZeRO has in motion at each position; None where nothing is."""
-    parts = [in_motion(profile, plan, (work.first, work.end)) for work in works]
+    spans = [(work.first, work.end) for work in works]
+    parts = [in_motion(profile, plan, span, exchanged=sized.exchanges) for span in spans]
     known = [part for part in parts if part is not None]
     if not known:
         return None

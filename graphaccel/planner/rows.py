@@ -7,7 +7,7 @@ columns are unfolded from those of few: so counting 126 layers costs little more
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeAlias
 
@@ -28,6 +28,7 @@ _SENDING = {  # what they send is held until what they give is waited for
     torch.ops._c10d_functional.all_to_all_single.default,
     EXCHANGE,
 }
+_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 Share: TypeAlias = Callable[[str], float]
 _OWN, _ITSELF = -2, -1  # a tensor's memory is its own, or that of another of the same value
@@ -45,7 +46,8 @@ class Rows:
     nodes: those that were read. of: row → the one of them it is, or is a copy of. reader, source:
     pairs of rows, by reader and then in the order of its inputs, each input once. results: row of
     each result, -1 for what is no node. module: row → its module path. chosen: module path → the
-    rows that chose this rank's experts there (`passes.chosen_rows`), over an even share.
+    rows that chose this rank's experts there (`passes.chosen_rows`), over an even share. exchanged:
+    a reduce-scatter brings everyone's parts, and what waits for it adds them up (`runtime.gloo`).
 
     Tensors are numbered row by row.
     """
@@ -57,6 +59,7 @@ class Rows:
     results: np.ndarray
     module: Callable[[int], str] = field(repr=False)
     chosen: Share = even
+    exchanged: bool = False
 
     def __len__(self) -> int:
         return len(self.of)
@@ -156,6 +159,12 @@ class Rows:
             if node.op != "call_function":
                 told += [(0, _OWN, 0)] * len(tensors)
                 continue
+            if self.exchanged and node.target in (_SCATTER, _WAIT):
+                source = node.all_input_nodes[0]
+                if node.target is _SCATTER or source.target is _SCATTER:
+                    made = source if node.target is _SCATTER else node
+                    told.append((made.meta["val"].untyped_storage().nbytes(), _OWN, 0))
+                    continue
             for tensor, origin in zip(tensors, shares(node), strict=True):
                 if origin is None:
                     told.append((tensor.untyped_storage().nbytes(), _OWN, 0))
@@ -171,11 +180,12 @@ class Rows:
         return start[self.of[self.made]] + place
 
 
-def rows_of(graph: fx.GraphModule, chosen: Share = even) -> Rows:
-    """The columns of a graph; of one that nobody has made yet, without making it. chosen: see
-    `Rows`."""
+def rows_of(graph: fx.GraphModule, chosen: Share = even, *, exchanged: bool = False) -> Rows:
+    """The columns of a graph; of one that nobody has made yet, without making it. chosen,
+    exchanged: see `Rows`."""
     known = unfolded_from(graph)
-    return _read(graph, chosen) if known is None else _unfolded(known, chosen)
+    found = _read(graph, chosen) if known is None else _unfolded(known, chosen)
+    return replace(found, exchanged=exchanged)
 
 
 def _read(graph: fx.GraphModule, chosen: Share) -> Rows:

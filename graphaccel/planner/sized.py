@@ -35,6 +35,8 @@ class SizedProfile:
     gradients: bytes of parameters' gradients, where they are made. passing_forward,
     passing_backward: the most bytes of values that live only within a phase, while the position
     computes. chunks: rows at a time for which a fused op may be asked (`planner.chunks`).
+    exchanges: sums into shards are made of what an all-to-all brings, which takes memory for it
+    (`runtime.gloo`).
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class SizedProfile:
         sizes: Mapping = {**step.sizes, **({BATCH: microbatch} if BATCH in step.sizes else {})}
         resolve = Sizes(sizes)
         self._profile = profile
+        self.exchanges = device.type == "cpu"
         self._known: dict[Hashable, Any] = {}
         kind, first = profile.alike
         parted = [n for n in first if in_chunks(n)]

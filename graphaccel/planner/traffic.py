@@ -7,7 +7,6 @@ that sends most over the axis.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -22,7 +21,12 @@ from graphaccel.planner.communication import (
     send_seconds,
 )
 from graphaccel.planner.cost import Sizes
-from graphaccel.planner.estimate import device_number, gathered_bytes, message_bytes
+from graphaccel.planner.estimate import (
+    device_number,
+    gathered_bytes,
+    message_bytes,
+    reduce_counts,
+)
 from graphaccel.planner.footprint import gathered_sizes
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.profile import Profile, SizedProfile
@@ -90,14 +94,10 @@ def _over_data(
     wires, found = wires_of(cluster, plan), []
     width = 2 if plan.precision.reduce in ("bfloat16", "float16") else 4
     times = plan.microbatches if plan.zero >= 2 and plan.accumulation == "shards" else 1
-    for axes, held in work.summed.items():
-        size = held * width / 4
-        if size <= 0:
-            continue
-        calls = max(1, math.ceil(size / plan.bucket_bytes))
-        if plan.data > 1 and plan.zero == 3:  # a group of parameters at a time
-            calls = len(_groups(profile, work, plan))
-        inner = axes
+    sizes = {axes: held * width / 4 for axes, held in work.summed.items() if held > 0}
+    counts = reduce_counts(profile, work, plan, sizes)
+    for axes, size in sizes.items():
+        calls, inner = counts[axes], axes
         if plan.data > 1 and plan.zero >= 2:
             one = reduce_scatter_seconds(cluster, size / calls, plan.data, plan.replica)
             found.append(("data", "reduce-scatter", calls * times, size * times,

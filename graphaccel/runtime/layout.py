@@ -69,14 +69,28 @@ class Layout:
     def _here(self, whole: torch.Tensor) -> torch.Tensor:
         return self.at(whole, {s.axis: self.mesh.coordinate(s.axis) for s in self.splits})
 
-    @property
+    @cached_property
     def simple(self) -> bool:
         """Whether a shard is a contiguous piece in every dim."""
         return all(split.outer == 1 for split in self.splits)
 
     def own(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's shard; a view of `whole` for a simple layout without padding."""
-        return self.filled(self._here(whole))
+        if not self.simple or self.padded:
+            return self.filled(self._here(whole))
+        for window in self._windows:
+            whole = whole.narrow(*window)
+        return whole
+
+    @cached_property
+    def _windows(self) -> tuple[tuple[int, int, int], ...]:
+        """What `_here` narrows to in a simple layout without padding: (dim, start, size), split
+        after split. An optimizer's step asks for it of every parameter and gradient."""
+        shape, found = list(self.shape), []
+        for split in self.splits:
+            size = shape[split.dim] = shape[split.dim] // self.mesh.size(split.axis)
+            found.append((split.dim, self.mesh.coordinate(split.axis) * size, size))
+        return tuple(found)
 
     def at(self, whole: torch.Tensor, place: dict[str, int]) -> torch.Tensor:
         """What the rank at these coordinates has of the whole, without padding."""

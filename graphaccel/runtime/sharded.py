@@ -120,6 +120,8 @@ class ShardTensor(torch.Tensor):
     ) -> Any:
         """Ops with at least one shard among their arguments."""
         kwargs = kwargs or {}
+        if func is aten.detach.default:  # autograd's, of every gradient in every step
+            return ShardTensor(func(args[0].local), args[0].sharding)
         if func is aten.copy_.default and any(issubclass(kind, DTensor) for kind in types):
             return _copied(*args)
         if any(_foreign(kind) for kind in types):

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphaccel.compat.torch import all_gather_flat
 from graphaccel.errors import GraphMisuse, NotElementwise
+from graphaccel.runtime.gloo import gather_rows
 from graphaccel.runtime.host import HostCopies
 from graphaccel.runtime.layout import Layout
 from graphaccel.runtime.sharded import ShardTensor
@@ -133,31 +133,34 @@ class Twins:
     def _gather(self, parameters: Sequence[nn.Parameter]) -> None:
         """The whole of what rests whole, from the shards of all ranks: in flat buckets, the next
         one travelling while one is unpacked."""
-        flying: tuple[Any, torch.Tensor, list[nn.Parameter]] | None = None
+        flying: tuple[list[Any], torch.Tensor, list[nn.Parameter]] | None = None
         for bucket in self._buckets(parameters):
-            mesh, axes = self.layouts[id(bucket[0])].mesh, "data"
+            mesh = self.layouts[id(bucket[0])].mesh
             pieces = [_local(p, self.layouts[id(p)]).reshape(-1) for p in bucket]
-            flat = torch.cat(pieces)
-            whole = flat.new_empty(mesh.size(axes) * flat.numel())
-            group = mesh.group(axes)
-            work = all_gather_flat(whole, flat, group=group, async_op=True)
+            rows = pieces[0].new_empty(mesh.data, sum(piece.numel() for piece in pieces))
+            torch.cat(pieces, out=rows[mesh.data_index])
+            works = gather_rows(rows, mesh.data_index, mesh.ranks("data"), mesh.data_group)
             if flying is not None:
                 self._unpack(*flying)
-            flying = (work, whole.view(mesh.size(axes), flat.numel()), bucket)
+            flying = (works, rows, bucket)
         if flying is not None:
             self._unpack(*flying)
 
-    def _unpack(self, work: Any, whole: torch.Tensor, bucket: list[nn.Parameter]) -> None:
-        work.wait()
+    def _unpack(self, works: list[Any], whole: torch.Tensor, bucket: list[nn.Parameter]) -> None:
+        for work in works:
+            work.wait()
         offset = 0
         for parameter in bucket:
             layout = self.layouts[id(parameter)]
             split = layout.splits[-1]
             shape = layout.local_shape
-            count = shape.numel()
+            count, own = shape.numel(), layout.mesh.data_index
             parts = whole[:, offset : offset + count].view(len(whole), *shape)
             target = _held(parameter).unflatten(split.dim, (len(whole), shape[split.dim]))
-            target.copy_(parts.movedim(0, split.dim))
+            target = target.movedim(split.dim, 0)
+            for others in (slice(own), slice(own + 1, None)):  # its own is there
+                if len(parts[others]):
+                    target[others].copy_(parts[others])
             offset += count
 
     def _buckets(self, parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
@@ -184,7 +187,7 @@ def _local(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
     if held.shape == layout.local_shape and isinstance(tensor, ShardTensor):
         return held
     done = len(tensor.sharding.splits) if isinstance(tensor, ShardTensor) else 0
-    rest = Layout(held.shape, layout.splits[done:], layout.mesh)
+    rest = Layout(held.shape, layout.splits[done:], layout.mesh) if done else layout
     return rest.own(held)
 
 
