@@ -129,12 +129,15 @@ class Rows:
 
     @cached_property
     def waited(self) -> np.ndarray:
-        """Row → the row at which what it sends has arrived; 0 where it sends nothing."""
+        """Row → the last row at which what it sends must be there; 0 where it sends nothing. Parts
+        that came are added up where nothing is on its way any more."""
         wait = np.array([n.target is _WAIT for n in self.nodes], dtype=bool)[self.of]
         sends = np.array([n.target in _SENDING for n in self.nodes], dtype=bool)[self.of]
         pairs = wait[self.reader] & sends[self.source]
         waited = np.zeros(len(self.of), dtype=np.int64)
-        np.maximum.at(waited, self.source[pairs], self.reader[pairs])
+        adds = np.array([self.exchanged and n.target is _SCATTER for n in self.nodes], dtype=int)
+        source = self.source[pairs]
+        np.maximum.at(waited, source, self.reader[pairs] - adds[self.of[source]])
         return waited
 
     @cached_property
