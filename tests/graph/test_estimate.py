@@ -11,19 +11,21 @@ from hypothesis import strategies as st
 
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.passes.lower_precision import lower_precision
-from graphaccel.planner.cluster import Cluster
+from graphaccel.planner.buckets import bucket_limit
+from graphaccel.planner.cluster import Cluster, OpTime
 from graphaccel.planner.communication import all_reduce_seconds, send_seconds
 from graphaccel.planner.estimate import (
     device_number,
     message_bytes,
     predict,
     predict_seconds,
+    reduce_counts,
 )
-from graphaccel.planner.footprint import predict_memory
+from graphaccel.planner.footprint import gathered_sizes, predict_memory
 from graphaccel.planner.pins import PRECISIONS
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.profile import Profile
-from graphaccel.planner.works import flight, held_together
+from graphaccel.planner.works import flight, held_together, sized_for, stage_works
 from graphaccel.schedule.table import build
 from graphaccel.schedule.validate import in_flight, occupancy
 
@@ -205,3 +207,42 @@ def test_lower_precision_waits_with_fewer_bytes(
     assert 0.5 * full.activation < half.activation < 0.8 * full.activation
     assert through.activation < 0.95 * half.activation
     assert through.parameter == half.parameter == full.parameter
+
+
+def test_buckets_are_those_of_the_passes(gpt: Profile, made_up: MadeUp) -> None:
+    mib = 1 << 20
+    assert bucket_limit(25 * mib, 40 * mib, scattered=False) == 20 * mib
+    assert bucket_limit(25 * mib, 40 * mib, scattered=True) == 10 * mib
+    assert bucket_limit(25 * mib, 2 * mib, scattered=True) == mib
+    assert bucket_limit(25 * mib, 400 * mib, scattered=True) == 25 * mib
+    works = stage_works(gpt, sized_for(gpt, plan(2, data=2), made_up(2)), plan(2, data=2), 0.0)
+    sizes: dict[tuple[str, ...], float] = {(): 40 * mib}
+    for zero, count in ((0, 2), (1, 2), (2, 4)):
+        two = plan(2, data=2, zero=zero)
+        assert reduce_counts(gpt, works[0], two, sizes) == {(): count}
+    groups = reduce_counts(gpt, works[0], plan(2, data=2, zero=3), sizes)
+    assert groups == {(): len(gathered_sizes(gpt, gpt.parameters, plan(2, data=2, zero=3)))}
+
+
+def test_a_step_on_shards_starts_as_many_operations(gpt: Profile, made_up: MadeUp) -> None:
+    """Half of the bytes spare half of what moving bytes takes."""
+    bare = made_up(2)
+    row = OpTime("optimizer", bytes=gpt.trained_bytes, count=gpt.trained_tensors, seconds=0.01)
+    cluster = replace(bare, device=replace(bare.device, measured=(row,)))
+    starts = 10 * bare.device.launch_seconds * gpt.trained_tensors
+    assert predict_seconds(gpt, plan(2, data=2), cluster, 8).optimizer == pytest.approx(0.01)
+    shared = predict_seconds(gpt, plan(2, data=2, zero=1), cluster, 8)
+    assert shared.optimizer == pytest.approx(starts + (0.01 - starts) / 2)
+
+
+@pytest.mark.parametrize(("zero", "times"), [(0, 0), (1, 1), (2, 2)])
+def test_copies_around_buckets_take_what_was_measured(
+    gpt: Profile, made_up: MadeUp, zero: int, times: int
+) -> None:
+    """ZeRO 1 takes parameters in and out of a bucket, 2 writes gradients into one too."""
+    bare = made_up(2)
+    row = OpTime("aten.copy_", "float32", bytes=8 * NUMBERS, seconds=0.02)
+    cluster = replace(bare, device=replace(bare.device, measured=(row,)))
+    two = plan(2, data=2, zero=zero)
+    free, paid = (predict_seconds(gpt, two, where, 8) for where in (bare, cluster))
+    assert paid.communication - free.communication == pytest.approx(times * 0.02, rel=1e-3)

@@ -6,6 +6,7 @@ import operator
 from collections.abc import Callable
 from dataclasses import replace
 from math import prod
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -151,23 +152,24 @@ def test_a_graph_is_bound_to_the_rank_it_runs_on() -> None:
 
 def test_gloo_gathers_into_memory_that_is_there() -> None:
     """Its coalesced all-gather writes over freed memory where several are on their way."""
-    graph, c10d = fx.Graph(), torch.ops._c10d_functional
+    graph, c10d, aten = fx.Graph(), torch.ops._c10d_functional, torch.ops.aten
     x, y = graph.placeholder("x"), graph.placeholder("y")
     x.meta["val"], y.meta["val"] = torch.empty(2, 3), torch.empty(5)
-    one = graph.call_function(c10d.all_gather_into_tensor.default, (x, 2, "group"))
+    one = graph.call_function(c10d.all_gather_into_tensor.default, (x, 2, "tensor"))
     one.meta["val"] = torch.empty(4, 3)
-    two = graph.call_function(c10d.all_gather_into_tensor_coalesced.default, ([x, y], 2, "group"))
+    two = graph.call_function(c10d.all_gather_into_tensor_coalesced.default, ([x, y], 2, "tensor"))
     two.meta["val"] = [torch.empty(4, 3), torch.empty(10)]
     parts = [graph.call_function(operator.getitem, (two, k)) for k in (0, 1)]
     graph.output([one, *parts])
     module = fx.GraphModule({}, graph)
     size = {"pipeline": 1, "data": 1, "expert": 1, "context": 1, "tensor": 2}
-    bind(module, Mesh(0, size))
-    made = [n for n in module.graph.nodes if n.op == "call_function"]
-    assert [n.target for n in made] == [
-        torch.ops.aten.new_empty.default,
-        c10d.all_gather_into_tensor_out.default,
-    ] * 3
-    assert [list(n.args[1]) for n in made[::2]] == [[4, 3], [4, 3], [10]]
-    assert [n.kwargs["out"] for n in made[1::2]] == made[::2]
-    assert list(module.graph.output_node().args[0]) == made[1::2]
+    bind(module, Mesh(1, size, groups={"tensor": SimpleNamespace(group_name="group")}))
+    nodes = list(module.graph.nodes)
+    made = [n for n in nodes if n.target is aten.new_empty.default]
+    assert [list(n.args[1]) for n in made] == [[4, 3], [4, 3], [10]]
+    assert list(module.graph.output_node().args[0]) == made
+    own = [n for n in nodes if n.target is aten.copy_.default]
+    assert [n.args[0].args[1:] for n in own] == [(0, 2, 2), (0, 2, 2), (0, 5, 5)]
+    sent = [n for n in nodes if n.target is c10d.broadcast_.default]
+    assert [n.args[1:] for n in sent] == [(0, "group"), (1, "group")] * 3
+    assert not any("all_gather" in str(n.target) for n in nodes)
