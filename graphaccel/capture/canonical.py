@@ -337,6 +337,17 @@ def _softmax(node: fx.Node) -> None:
         node.args = (source, dim)
 
 
+def _as_type(node: fx.Node) -> None:
+    """What is of that type already is left alone, as T5's scores are."""
+    source, like = node.args
+    assert isinstance(source, fx.Node)
+    assert isinstance(like, fx.Node)
+    was, wanted = source.meta["val"], like.meta["val"]
+    if (was.dtype, was.device) == (wanted.dtype, wanted.device):
+        if all(u.op != "output" for u in node.users):
+            _replace(node, source)
+
+
 def _one_each(node: fx.Node) -> bool:
     """Whether a tensor holds a matrix for every row, `w[experts]`."""
     if node.target is not aten.index.Tensor:
@@ -381,6 +392,7 @@ _REWRITES: dict[Any, Callable[[fx.Node], None]] = {
     aten.triplet_margin_loss.default: _reduced_loss,
     aten.native_dropout.default: _dropout,
     aten.softmax.int: _softmax,
+    aten.type_as.default: _as_type,
     aten.mul.Tensor: _times_one,
     aten.div.Tensor: _times_one,
     aten.adaptive_avg_pool1d.default: _pool,
