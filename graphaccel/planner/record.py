@@ -63,11 +63,16 @@ class Record:
     def incumbent(self) -> Plan | None:
         """The fastest plan that fits so far, its certificate with the gap; None if there is none.
 
-        Its memory is an estimate.
+        Its memory is an estimate. What was built and refused is none.
         """
-        if self.outcome is None or not self.outcome.fitting:
+        if self.outcome is None:
             return None
-        best = min(self.outcome.fitting, key=lambda plan: _seconds(plan))
+        fitting = self.outcome.fitting
+        if self.refused:  # before, this is asked often, of many plans
+            fitting = [plan for plan in fitting if plan.decided(notes=()) not in self.refused]
+        best = min(fitting, key=_seconds, default=None)
+        if best is None:
+            return None
         tally = self.outcome.tally
         if self.done < tally.candidates:
             gap = max(0.0, 1 - self.bound / _seconds(best))

@@ -114,7 +114,7 @@ def search(
         tried.append((outcome, corrected))
     if best is None:
         outcome, corrected = min(tried, key=lambda found: missing(found[0], cluster))
-        raise infeasible(problem, decided, outcome, batch, solve_as_needed, corrected)
+        raise infeasible(problem, decided, outcome, batch, solve_as_needed, corrected, refine)
     if tried:
         over = format_bytes(missing(tried[0][0], cluster))
         notes = (
@@ -125,7 +125,9 @@ def search(
     return replace(
         best,
         pinned=decided.names,
-        alternatives=alternatives(best, outcome.by_mesh, cluster),
+        alternatives=alternatives(
+            best, outcome.by_mesh, cluster, corrected.cluster, record.refused
+        ),
         notes=(
             *outside_notes(step, best, cluster),
             *planned_notes(best),

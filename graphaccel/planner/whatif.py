@@ -14,15 +14,22 @@ program was built. Plans that did not fit once built are left out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 
-from graphaccel.errors import GraphAccelError
+from graphaccel.errors import BadPin, GraphAccelError, InfeasiblePlan
 from graphaccel.messages import format_bytes
-from graphaccel.planner.candidates import WORTH, Shape, shapes
+from graphaccel.planner.candidates import Shape, shapes
 from graphaccel.planner.cluster import Cluster, Collective, Link, OpTime
 from graphaccel.planner.conflicts import agreeing_pins
-from graphaccel.planner.explain import fullest, lost_because, seconds, wider_cluster
+from graphaccel.planner.explain import (
+    as_corrected,
+    fullest,
+    lost_because,
+    no_slower,
+    seconds,
+    wider_cluster,
+)
 from graphaccel.planner.offering import offered
 from graphaccel.planner.offload import offload_text, read_offload
 from graphaccel.planner.pins import NAMES, PRECISIONS, Pins
@@ -35,6 +42,10 @@ from graphaccel.schedule.table import SCHEDULE_NAMES
 _GIB = 2**30
 _OFF = 0.1  # how far each rate of the calibration is moved
 _NEAR = 4  # values of a decision that are tried on either side of the chosen one
+_OF_THE_GRAPH = ("fusions", "outputs")  # pins that graphs are made for before they are planned
+_SOLVED = frozenset({"recompute", "cuts", "loss_chunk", "offload", "cast_once"})  # with a candidate
+
+Replan = Callable[[Mapping[str, object]], Plan]
 
 
 @dataclass(frozen=True)
@@ -97,8 +108,9 @@ class Explanation:
 class Answer:
     """Why not: the best plan under the asked pins against the chosen one.
 
-    verdict: "chosen", "slower", "does not fit" or "can not be". terms: seconds by what they go to,
-    theirs: of the chosen plan. breakdown: bytes at the peak on `rank`. reason: in one sentence.
+    verdict: "chosen", "slower", "as fast", "faster", "does not fit" or "can not be". terms: seconds
+    by what they go to, theirs: of the chosen plan. breakdown: bytes at the peak on `rank`. reason:
+    in one sentence.
     """
 
     asked: str
@@ -113,36 +125,59 @@ class Answer:
     breakdown: Mapping[str, int] | None = None
 
 
-def why_not(record: Record, plan: Plan, asked: Mapping[str, object]) -> Answer:
+def why_not(
+    record: Record, plan: Plan, asked: Mapping[str, object], replan: Replan | None = None
+) -> Answer:
     """The best plan with `asked` pinned besides what is pinned already, built to count its memory.
 
-    asked: a value of None lets go of a pin. Raises ValueError for a record without a problem.
+    asked: a value of None lets go of a pin. replan: plans anew, graphs included, with all the pins
+    that it is given; without it what graphs are made for is refused.
+    Raises ValueError for a record without a problem.
     """
     problem = _problem(record)
-    said = ", ".join(f"{name}={value}" for name, value in asked.items())
+    said = ", ".join(f"{name}={_said(value)}" for name, value in asked.items())
+    given = {**record.given, **asked}
+    remade = [name for name in _OF_THE_GRAPH if name in asked]
+    if remade and replan is None:
+        names = " and ".join(remade)
+        return Answer(said, "can not be", f"graphs are made for {names}: plan anew with it pinned")
     try:
-        pins = _pins(record, problem, {**record.given, **asked})
+        if remade and replan is not None:
+            return _against(record, plan, asked, replan(given), _cluster(record))
+        pins = _pins(record, problem, given)
         outcome = solve_as_needed(problem, pins, record.batch)
         best = _first(outcome.fitting, record)
-        if best is not None and record.refine is not None and not _same(best, plan):
+        if best is not None and _same(best, plan):
+            best = plan  # whose memory is exact
+        elif best is not None and record.refine is not None:
             best = record.refine(best)
+    except InfeasiblePlan as error:
+        return Answer(said, "does not fit", error.message().sentence)
     except GraphAccelError as error:
-        message = error.message()
-        reason = f"{message.sentence}: {message.why}" if message.why else message.sentence
-        return Answer(said, "can not be", reason)
-    fits = best is not None and excess(best, _cluster(record)) <= 0
+        return Answer(said, "can not be", _refusal(error))
     found = best or outcome.closest
     assert found is not None
+    return _against(record, plan, asked, found, _cluster(record) if best else problem.cluster)
+
+
+def _against(
+    record: Record, plan: Plan, asked: Mapping[str, object], found: Plan, cluster: Cluster
+) -> Answer:
+    """`found`, the best plan as `asked`, beside the chosen one. cluster: what it has to fit."""
     assert found.prediction is not None
     assert plan.prediction is not None
-    top = fullest(found)
-    if fits and _same(found, plan):
+    gain = 1 - seconds(found) / seconds(plan)
+    verdict = "faster" if gain >= 0.005 else "as fast" if gain >= 0 else "slower"
+    reason = lost_because(found, plan, cluster)
+    if excess(found, cluster) > 0:
+        verdict = "does not fit"
+    elif _same(found, plan):
         verdict, reason = "chosen", "it is the plan that was chosen"
-    else:
-        verdict = "slower" if fits else "does not fit"
-        reason = lost_because(found, plan, _cluster(record) if best else problem.cluster)
+    elif gain >= 0:
+        reason = no_slower(gain, _against_it(record, plan, asked, gain))
+    top = fullest(found)
     return Answer(
-        said,
+        ", ".join(f"{name}={_said(value)}" for name, value in asked.items()),
         verdict,
         reason,
         found.name,
@@ -153,6 +188,37 @@ def why_not(record: Record, plan: Plan, asked: Mapping[str, object]) -> Answer:
         top.rank,
         top.parts,
     )
+
+
+def _against_it(record: Record, plan: Plan, asked: Mapping[str, object], gain: float) -> str:
+    """Why the search has no say in what was asked; "" where it has."""
+    given = {name: value for name, value in record.given.items() if value is not None}
+    other = [name for name, value in asked.items() if given.get(name, value) != value]
+    if other:
+        return f"{' and '.join(other)} pinned otherwise"
+    names = [name for name, value in asked.items() if value is not None]
+    if "precision" in names and _precision(plan) != asked["precision"]:
+        return "changes numerics: only when pinned"
+    if gain < 0.005:
+        return ""
+    if asked.get("offload") not in (None, "none"):
+        return "what fits without keeps nothing on the host: only when pinned"
+    tried = _SOLVED | {f.name for f in fields(Shape)}
+    unasked = [name for name in names if name not in tried]
+    return f"{' and '.join(unasked)} only when pinned" if unasked else ""
+
+
+def _said(value: object) -> str:
+    return "+".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _refusal(error: GraphAccelError) -> str:
+    """An error in one sentence, with what could be instead."""
+    message = error.message()
+    said = f"{message.sentence}: {message.why}" if message.why else message.sentence
+    if isinstance(error, BadPin) and error.allowed:
+        said += f"; it can be {', '.join(error.allowed)}"
+    return said
 
 
 def explain(record: Record, plan: Plan) -> Explanation:
@@ -174,8 +240,12 @@ def value_of(plan: Plan, name: str, blocks: tuple[str, ...]) -> str:
     if name == "offload":
         return offload_text(plan.offload)
     if name == "precision":
-        return next(n for n, p in PRECISIONS.items() if p == plan.precision)
+        return _precision(plan)
     return str(getattr(plan, name))
+
+
+def _precision(plan: Plan) -> str:
+    return next(n for n, p in PRECISIONS.items() if p == plan.precision)
 
 
 def _decisions(record: Record, problem: Problem, plan: Plan) -> Iterator[Decision]:
@@ -245,15 +315,9 @@ def _choice(record: Record, problem: Problem, plan: Plan, name: str, value: obje
         return Choice(str(value), found.name, None, peak, reason)
     gain = 1 - seconds(best) / seconds(plan)
     if gain >= 0:
-        reason = f"{gain:.0%} faster" if gain >= 0.005 else "as fast"
-        if name in record.pins.names:
-            reason += ", but pinned otherwise"
-        elif name == "precision":
-            reason += ", but changes numerics: only when pinned"
-        elif gain < 0.005:
-            reason += ": ties go to the simpler plan"
-        elif gain < WORTH - 1:
-            reason += ", which is too little to be sure of and to shard more for"
+        pinned = name in record.pins.names
+        numerics = "changes numerics: only when pinned" if name == "precision" else ""
+        reason = no_slower(gain, "pinned otherwise" if pinned else numerics)
     return Choice(str(value), best.name, seconds(best), peak, reason)
 
 
@@ -266,8 +330,10 @@ def _prices(record: Record, problem: Problem, plan: Plan) -> Iterator[Price]:
     for name, factor, changed in _rates(cluster, 2.0):
         yield _price(record, problem, plan, f"{factor:g}x {name}", changed)
     free = replace(record.pins, **{axis: None for axis in plan.mesh}, cuts=None)
-    wider = wider_cluster(cluster, 2)
-    yield _price(record, problem, plan, f"{wider.count} devices", wider, free)
+    assert record.problem is not None
+    wider, change = wider_cluster(record.problem.cluster, 2)
+    wider = as_corrected(wider, record.problem.cluster, cluster)
+    yield _price(record, problem, plan, change, wider, free)
     double = 2 * record.batch
     yield _price(record, problem, plan, f"batch {double}, for each example", cluster, batch=double)
 

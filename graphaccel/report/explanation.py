@@ -6,6 +6,7 @@ from graphaccel.messages import columns, format_bytes
 from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.whatif import Answer, Decision, Explanation
+from graphaccel.report.certainty import room
 from graphaccel.report.format import (
     CATEGORIES,
     clipped,
@@ -64,13 +65,13 @@ def _decision(decision: Decision) -> list[str]:
     return [head, *(clipped(line) for line in columns(rows))]
 
 
-def answer_text(answer: Answer, plan: Plan, cluster: Cluster) -> str:
+def answer_lines(answer: Answer, plan: Plan, cluster: Cluster) -> list[str]:
     """`--why-not`: what the asked plan would be, what binds, by how much it loses."""
-    known = answer.reason.startswith(answer.verdict) or answer.verdict == "slower"
+    known = answer.reason.startswith(answer.verdict) or answer.verdict in ("slower", "faster")
     said = answer.reason if known else f"{answer.verdict}: {answer.reason}"
     lines = [f"WHY NOT  {answer.asked}", *wrapped(said)]
     if answer.seconds is None or answer.peak is None:
-        return "\n".join(lines) + "\n"
+        return lines
     rows: list[tuple[str, ...]] = [("", "asked", "chosen", "difference")]
     chosen = plan.prediction
     assert chosen is not None
@@ -96,7 +97,9 @@ def answer_text(answer: Answer, plan: Plan, cluster: Cluster) -> str:
             for name, size in (answer.breakdown or {}).items()
         )
         lines += wrapped(f"{format_bytes(short)} short on rank {answer.rank}: {parts}")
-    return "\n".join(clipped(line) for line in lines) + "\n"
+        had = room(answer.peak - (answer.breakdown or {}).get("other", 0), cluster)
+        lines += wrapped(f"{had.verdict} to run all the same: {had.reason}")
+    return [clipped(line) for line in lines]
 
 
 def _versus(name: str, asked: float, chosen: float) -> tuple[str, ...]:

@@ -25,8 +25,9 @@ from graphaccel.planner.plan import Plan, Prediction
 from graphaccel.planner.profile import Profile, SizedProfile
 from graphaccel.planner.stages import stage_positions
 from graphaccel.planner.traffic import Traffic, traffic
-from graphaccel.planner.whatif import Explanation
+from graphaccel.planner.whatif import Answer, Explanation
 from graphaccel.planner.works import held_parameters, sized_for, stage_works
+from graphaccel.report.certainty import Calibration, Room, calibration_of, room_of
 from graphaccel.report.format import folded
 from graphaccel.report.plain import from_plain, to_plain
 from graphaccel.schedule.table import COMPUTING
@@ -150,7 +151,11 @@ class Measured:
 
 @dataclass(frozen=True)
 class Facts:
-    """The whole report as data."""
+    """The whole report as data.
+
+    room: whether the fullest device has enough memory. calibration: where its rates are from.
+    answers: to each `--why-not`, in the order in which they were asked.
+    """
 
     model: ModelFacts
     cluster: Cluster
@@ -165,6 +170,9 @@ class Facts:
     measured: Measured | None = None
     traffic: tuple[Traffic, ...] = ()
     resting: tuple[Resting, ...] = ()
+    room: Room | None = None
+    calibration: Calibration | None = None
+    answers: tuple[Answer, ...] = ()
     schema: int = SCHEMA
 
     @property
@@ -218,6 +226,8 @@ def gather(
         recompute=_recompute_price(plan, plan.prediction, profile, sized, cluster),
         traffic=traffic(profile, plan, cluster),
         resting=() if program is None else _resting(plan, program),
+        room=room_of(plan.prediction.memory, cluster),
+        calibration=calibration_of(cluster),
     )
 
 

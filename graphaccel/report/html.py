@@ -73,6 +73,8 @@ def _cards(facts: Facts) -> list[tuple[str, str, str]]:
     )
     free = memory - peak
     verdict = f"{format_bytes(abs(free))} {'free' if free >= 0 else 'too much'}"
+    if facts.room is not None:
+        verdict += f" · {facts.room.verdict}: {facts.room.reason}"
     cards = [
         ("step, predicted", seconds_text(seconds), rate),
         ("peak per device", format_bytes(peak), f"of {format_bytes(memory)}: {verdict}"),

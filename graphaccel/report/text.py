@@ -15,7 +15,8 @@ from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.layouts import Layouts
 from graphaccel.planner.memory import UNEVEN
 from graphaccel.planner.plan import Plan, StageMemory
-from graphaccel.report.explanation import explanation_lines
+from graphaccel.report.certainty import room
+from graphaccel.report.explanation import answer_lines, explanation_lines
 from graphaccel.report.facts import Event, Facts, fold, gather
 from graphaccel.report.format import (
     CATEGORIES,
@@ -71,6 +72,7 @@ def facts_text(facts: Facts) -> str:
     sections = [_head(facts), _decisions(facts), _memory(facts), _time(facts), _why(facts)]
     if facts.explanation is not None:
         sections.append(explanation_lines(facts.explanation, facts.plan))
+    sections += [answer_lines(answer, facts.plan, facts.cluster) for answer in facts.answers]
     return "\n\n".join("\n".join(lines) for lines in sections) + "\n"
 
 
@@ -176,10 +178,13 @@ def _memory(facts: Facts) -> list[str]:
     lines.append(f"  other = context {context}, {cluster.fragmentation:.0%} fragmentation")
     if top.uneven:
         what = f"where {UNEVEN - 1:.0%} more tokens than an even share choose a device's experts"
-        lines.append(f"  +{format_bytes(top.uneven)} {what}")
+        then = max(m.tensors + m.uneven for m in memory)
+        lines.append(f"  +{format_bytes(top.uneven)} {what}: {room(then, cluster).verdict} then")
     free = total - top.peak
     verdict = "fits" if free >= 0 else "does not fit"
     lines.append(f"  {verdict}: {format_bytes(abs(free))} {'free' if free >= 0 else 'too much'}")
+    if facts.room is not None:
+        lines[-1] += f"; {facts.room.verdict}: {facts.room.reason}"
     return lines
 
 
@@ -216,9 +221,12 @@ def _time(facts: Facts) -> list[str]:
         share = f" ({value / p.seconds if p.seconds else 0:.1%})" if name == "bubble" else ""
         terms.append(f"{term_name(name)} {seconds_text(value)}{share}")
     lines = [
-        f"TIME    {seconds_text(p.seconds)} per step (predicted from {_basis(facts)})",
+        f"TIME    {seconds_text(p.seconds)} per step, predicted",
         f"  {' · '.join(terms)}",
     ]
+    rates = facts.calibration
+    if rates is not None:
+        lines.insert(1, f"  calibration level {rates.level}: {rates.source}")
     if facts.traffic:
         sent = [
             (
@@ -247,11 +255,6 @@ def _time(facts: Facts) -> list[str]:
         apart = any(a.kind == "weight" for actions in schedule for a in actions)
         lines.append(f"  {LEGEND_APART if apart else LEGEND}")
     return lines
-
-
-def _basis(facts: Facts) -> str:
-    calls = len(facts.cluster.device.measured)
-    return f"{calls} calls measured on this kind" if calls else "a roofline, not measured"
 
 
 def _as_schedule(events: Sequence[Event]) -> tuple[Schedule, list[list[tuple[float, float]]]]:

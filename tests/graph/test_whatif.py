@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from graphaccel.planner.plan import Plan
 from graphaccel.planner.record import Record
 from graphaccel.planner.search import search
 from graphaccel.planner.whatif import Explanation, explain, why_not
-from graphaccel.report.explanation import answer_text, explanation_lines
+from graphaccel.report.explanation import answer_lines, explanation_lines
 
 Captured = Callable[[str], StepGraph]
 MadeUp = Callable[..., Cluster]
@@ -128,7 +128,8 @@ def test_why_not_text(
         {"microbatches": 16},
     ]
     answers = [why_not(record, plan, pins) for pins in asked]
-    text = "\n".join(answer_text(a, plan, made_up(4, 1000)) for a in answers)
+    told = (answer_lines(answer, plan, made_up(4, 1000)) for answer in answers)
+    text = "\n\n".join("\n".join(lines) for lines in told) + "\n"
     assert max(map(len, text.splitlines())) <= 110
     golden("why-not-gpt", text)
 
@@ -138,6 +139,79 @@ def test_an_unknown_pin_is_answered_too(explained: tuple[Plan, Record, Explanati
     answer = why_not(record, plan, {"warp": 9})
     assert answer.verdict == "can not be"
     assert answer.reason.startswith("warp=9 can not be planned: known pins: data, ")
+
+
+def test_values_that_can_be_are_said(explained: tuple[Plan, Record, Explanation]) -> None:
+    plan, record, _ = explained
+    answer = why_not(record, plan, {"recompute": "bogus"})
+    assert answer.reason.endswith("unknown; it can be none, some, all")
+
+
+def test_a_plan_as_fast_fits_and_is_said_to_be_as_fast(
+    explained: tuple[Plan, Record, Explanation],
+) -> None:
+    plan, record, _ = explained
+    for asked in ({"fallback": "fx"}, {"compile": "inductor"}):
+        answer = why_not(record, plan, asked)
+        assert answer.seconds == seconds(plan)
+        assert (answer.verdict, answer.reason) == (
+            "as fast",
+            "as fast: ties go to the simpler plan",
+        )
+
+
+def test_a_faster_plan_is_said_to_be_faster_and_why_it_was_not_chosen(
+    captured: Captured, made_up: MadeUp
+) -> None:
+    plan, record = run(captured("gpt"), made_up(4), data=1)
+    other = why_not(record, plan, {"data": 4})
+    assert other.seconds is not None
+    assert other.seconds < seconds(plan)
+    assert other.verdict == "faster"
+    assert other.reason.endswith("% faster, but data pinned otherwise")
+    low = why_not(record, plan, {"precision": "bf16"})  # whose graph is not made here
+    assert low.verdict == "as fast"
+    assert low.reason == "as fast, but changes numerics: only when pinned"
+
+
+def test_what_graphs_are_made_for_is_planned_anew(
+    explained: tuple[Plan, Record, Explanation],
+) -> None:
+    plan, record, _ = explained
+    assert plan.prediction is not None
+    alone = why_not(record, plan, {"fusions": "auto"})
+    assert alone.verdict == "can not be"
+    assert "plan anew with it pinned" in alone.reason
+    faster = replace(plan.prediction, seconds=seconds(plan) / 2)
+    told: list[Any] = []
+
+    def replan(pins: Mapping[str, object]) -> Plan:
+        told.append(pins)
+        return replace(plan, fusions=("gelu",), prediction=faster)
+
+    answer = why_not(record, plan, {"fusions": "auto"}, replan)
+    assert told == [{"zero": 0, "fusions": "auto"}]
+    assert answer.seconds == seconds(plan) / 2
+    assert answer.reason == "50% faster, but fusions only when pinned"
+
+
+def test_the_chosen_plan_is_compared_with_itself_as_built(
+    captured: Captured, made_up: MadeUp
+) -> None:
+    def refine(plan: Plan) -> Plan:
+        assert plan.prediction is not None
+        memory = tuple(replace(m, peak=m.peak - 7) for m in plan.prediction.memory)
+        return replace(plan, prediction=replace(plan.prediction, memory=memory))
+
+    record = Record()
+    plan = search(
+        captured("gpt"), made_up(2), pins={}, optimizer_bytes=8, refine=refine, record=record
+    )
+    asked = {"data": plan.data, "zero": plan.zero, "gather_again": plan.gather_again}
+    answer = why_not(record, plan, asked)
+    assert plan.prediction is not None
+    assert answer.verdict == "chosen"
+    assert answer.peak == max(m.peak for m in plan.prediction.memory)
 
 
 def test_what_was_chosen_is_said_to_be(explained: tuple[Plan, Record, Explanation]) -> None:
