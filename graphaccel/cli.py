@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from graphaccel import __version__
 from graphaccel.errors import (
@@ -22,6 +23,7 @@ from graphaccel.errors import (
     UnknownDevice,
     error_classes,
 )
+from graphaccel.schedule.table import SCHEDULE_NAMES
 
 NOTHING_FITS = 3
 INTERRUPTED = 130  # 128 + SIGINT
@@ -97,12 +99,12 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     plan.add_argument("--memory", type=_bytes, metavar="SIZE", help="of one device: 80GiB")
     plan.add_argument("--batch", type=_positive, metavar="N", help="global batch size")
     out = plan.add_argument_group("what to show")
-    out.add_argument("--json", type=Path, metavar="FILE", help="save the plan")
+    out.add_argument("--json", type=_output, metavar="FILE", help="save the plan")
     out.add_argument(
-        "--save-cluster", type=Path, metavar="FILE", help="what was planned for, for --cluster"
+        "--save-cluster", type=_output, metavar="FILE", help="what was planned for, for --cluster"
     )
-    out.add_argument("--html", type=Path, metavar="FILE", help="save the report as one page")
-    out.add_argument("--trace", type=Path, metavar="FILE", help="save the step for Perfetto")
+    out.add_argument("--html", type=_output, metavar="FILE", help="save the report as one page")
+    out.add_argument("--trace", type=_output, metavar="FILE", help="save the step for Perfetto")
     out.add_argument("--format", choices=("text", "json"), default="text", help="of the report")
     out.add_argument("--explain", action="store_true", help="decision by decision, what would help")
     out.add_argument(
@@ -111,7 +113,8 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         action="append",
         default=[],
         metavar="PINS",
-        help='what that plan would be and why it lost: "tensor=4,recompute=none"',
+        help='what that plan would be and why it lost: "tensor=4,recompute=none"; several names '
+        'with + between: "recompute=h.0+h.1"',
     )
     out.add_argument(
         "--measure",
@@ -177,7 +180,25 @@ def _add_pins(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
         choices=("whole", "shards"),
         help="zero 2 and 3: reduce gradients in the last microbatch, or in each, for less memory",
     )
-    pins.add_argument("--recompute", choices=("none", "some", "all"))
+    pins.add_argument(
+        "--recompute",
+        type=_recompute,
+        metavar="WHAT",
+        help="none, some (as much as memory asks for), all, or blocks with commas between",
+    )
+    pins.add_argument("--schedule", choices=SCHEDULE_NAMES, help="of the pipeline")
+    pins.add_argument(
+        "--cuts",
+        type=_names,
+        metavar="NODES",
+        help="ops after which a stage ends, with commas between, as the report names them",
+    )
+    pins.add_argument(
+        "--bucket-bytes",
+        type=_bytes,
+        metavar="SIZE",
+        help="of the gradients that are summed at once: 25MiB",
+    )
     pins.add_argument("--precision", choices=("fp32", "tf32", "bf16", "bf16-params", "fp16", "fp8"))
     pins.add_argument(
         "--compile", choices=("off", "inductor"), help="let Inductor compile the graphs of stages"
@@ -256,7 +277,7 @@ def _add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     calibrate.add_argument("--devices", type=_positive, default=1, metavar="N", help="of the plan")
     calibrate.add_argument("--threads", type=_positive, metavar="N", help="of each process")
     calibrate.add_argument("--cluster", type=Path, metavar="FILE", help="add to what is in it")
-    calibrate.add_argument("--output", type=Path, required=True, metavar="FILE")
+    calibrate.add_argument("--output", type=_output, required=True, metavar="FILE")
     _add_pins(calibrate)
     calibrate.set_defaults(run_command=_calibrate, device=None, memory=None, batch=None, ort=None)
 
@@ -294,7 +315,7 @@ def _add_fusion(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     check.set_defaults(task="check")
     bench = tasks.add_parser("bench", help="time fusions against eager and against a copy")
     bench.add_argument("names", nargs="+", metavar="NAME|FILE.py", help="or `all`")
-    bench.add_argument("--json", type=Path, metavar="FILE", help="save the figures")
+    bench.add_argument("--json", type=_output, metavar="FILE", help="save the figures")
     bench.set_defaults(task="bench")
     fusion.set_defaults(run_command=_fusion)
 
@@ -331,14 +352,36 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _ort(text: str) -> str | tuple[str, ...]:
-    """off, auto or all; otherwise module paths."""
-    return text if text in ("off", "auto", "all") else tuple(text.split(","))
+def _output(text: str) -> Path:
+    """A file that can be written: said before anything is searched or measured for it."""
+    path = Path(text)
+    reason = ""
+    if path.is_dir():
+        reason = "is a folder"
+    elif not path.parent.is_dir():
+        reason = f"can not be written: there is no folder {str(path.parent)!r}"
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        reason = "can not be written"
+    if reason:
+        raise argparse.ArgumentTypeError(f"{text!r} {reason}")
+    return path
 
 
-def _fusions(text: str) -> str | tuple[str, ...]:
-    """off or auto; otherwise names."""
-    return text if text in ("off", "auto") else tuple(text.split(","))
+def _names(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(","))
+    if not all(names):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of names with commas between")
+    return names
+
+
+def _word_or_names(*words: str) -> Callable[[str], str | tuple[str, ...]]:
+    """One of `words`, otherwise names."""
+    return lambda text: text if text in words else _names(text)
+
+
+_ort = _word_or_names("off", "auto", "all")
+_fusions = _word_or_names("off", "auto")
+_recompute = _word_or_names("none", "some", "all")
 
 
 def _stage(text: str) -> tuple[str, int]:
@@ -359,16 +402,24 @@ def _target(text: str) -> tuple[Path, str | None]:
 
 
 _SAID = {"true": True, "false": False}
+_NAMED = {"ort": _ort, "fusions": _fusions, "recompute": _recompute, "cuts": _names}
 
 
-def _pairs(text: str) -> dict[str, int | str]:
-    """{"pipeline": 4, "recompute": "none"} of "pipeline=4,recompute=none"."""
-    found: dict[str, int | str] = {}
+def _pairs(text: str) -> dict[str, Any]:
+    """{"pipeline": 4, "recompute": ("h.0", "h.1")} of "pipeline=4,recompute=h.0+h.1"."""
+    found: dict[str, Any] = {}
     for part in text.split(","):
         name, equals, value = (piece.strip() for piece in part.partition("="))
         if not (name and equals and value):
             raise argparse.ArgumentTypeError(f"{part!r} is not like pipeline=4")
-        found[name] = int(value) if value.lstrip("-").isdecimal() else _SAID.get(value, value)
+        if name in found:
+            raise argparse.ArgumentTypeError(f"{name} is there twice in {text!r}")
+        if name in _NAMED:
+            found[name] = _NAMED[name](value.replace("+", ","))
+        elif name == "bucket_bytes":
+            found[name] = _bytes(value)
+        else:
+            found[name] = int(value) if value.lstrip("-").isdecimal() else _SAID.get(value, value)
     return found
 
 
@@ -389,8 +440,17 @@ def _code(text: str) -> str:
 def _plan(arguments: argparse.Namespace) -> int:
     if arguments.compare is None and (arguments.target is None or arguments.devices is None):
         arguments.usage_error("FILE[:FUNCTION] and --devices N are needed, or --compare FILE FILE")
-    if arguments.cluster is not None and (arguments.device or arguments.memory):
+    if arguments.cluster is not None and (arguments.device, arguments.memory) != (None, None):
         arguments.usage_error("--cluster FILE says which devices: leave --device and --memory out")
+    if arguments.export is not None:
+        beside = {
+            "--format json": arguments.format == "json",
+            "--explain": arguments.explain,
+            "--why-not": arguments.why_not,
+            "--measure": arguments.measure is not None and arguments.html is None,
+        }
+        for option in (option for option, given in beside.items() if given):
+            arguments.usage_error(f"--export prints nothing else: leave {option} out")
     from graphaccel.plan_command import plan_command
 
     return plan_command(arguments)

@@ -45,15 +45,7 @@ def measure(target: tuple[Path, str | None], plan: Plan, batch: int | None, step
     Raises GraphMisuse (GA407) for a plan of other devices than there are here, and for a run that
     fails (its own error is on stderr); TooManyDevices (GA205).
     """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    here = cluster_here(plan.devices, device).device.name
-    if plan.cluster != f"{plan.devices} x {here}":
-        raise GraphMisuse(
-            what=f"--measure runs on this machine, which is {here}, and the plan is for "
-            f"{plan.cluster}",
-            help_line=f"--device {here}, or leave --measure out",
-        )
-    check_devices(plan.devices)
+    check_here(plan.cluster, plan.devices)
     with tempfile.TemporaryDirectory(prefix="graphaccel_") as folder:
         saved, out = Path(folder, "plan.json"), Path(folder, "measured.json")
         plan.save(saved)
@@ -78,12 +70,30 @@ def measure(target: tuple[Path, str | None], plan: Plan, batch: int | None, step
         slowest=max(found["seconds"]),
         memory=tuple(found["memory"]),
         host=tuple(found["host"]),
-        where=_machine(plan.devices, device),
+        where=_machine(plan.devices),
     )
 
 
-def _machine(devices: int, device: torch.device) -> str:
-    if device.type == "cuda":
+def check_here(cluster: str, devices: int) -> None:
+    """Whether plans for `cluster` (`planner.solving.cluster_name`) can be run on this machine.
+
+    Raises GraphMisuse (GA407) for other devices than there are here, TooManyDevices (GA205).
+    """
+    here = cluster_here(devices, _device()).device.name
+    if cluster != f"{devices} x {here}":
+        raise GraphMisuse(
+            what=f"--measure runs on this machine, which is {here}, and the plan is for {cluster}",
+            help_line=f"--device {here}, or leave --measure out",
+        )
+    check_devices(devices)
+
+
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _machine(devices: int) -> str:
+    if _device().type == "cuda":
         return f"{devices} x {torch.cuda.get_device_name()}"
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return f"{devices} process{'es' if devices > 1 else ''} on {cores} CPU cores"

@@ -6,21 +6,22 @@ import argparse
 import os
 import sys
 import time
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from graphaccel.api import cluster_here
-from graphaccel.arguments import read_plan
+from graphaccel.arguments import check_can_run, read_plan
 from graphaccel.capture.batch import batch_leaves, resized
 from graphaccel.compiler import Compiler
 from graphaccel.errors import GraphsNeedGpu
 from graphaccel.handle import assumed_of
 from graphaccel.ir.program import StepProgram
 from graphaccel.jobs import Job, find_job
-from graphaccel.measure import measure
+from graphaccel.measure import check_here, measure
 from graphaccel.model import Model, check_supported, optimizer_bytes
 from graphaccel.planner import whatif
 from graphaccel.planner.cluster import Cluster
@@ -29,9 +30,8 @@ from graphaccel.planner.cluster_file import read_cluster, write_cluster
 from graphaccel.planner.offload import planned_only
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.record import Record
-from graphaccel.planner.solving import solve_all
+from graphaccel.planner.solving import cluster_name, solve_all
 from graphaccel.report.compare import comparison
-from graphaccel.report.explanation import answer_text
 from graphaccel.report.export import export
 from graphaccel.report.facts import Facts, RankMemory, gather, points, run_spans
 from graphaccel.report.format import seconds_text
@@ -42,8 +42,8 @@ from graphaccel.report.trace import trace_json
 PINS = (
     "data", "pipeline", "tensor", "context", "expert", "interleave", "microbatches", "zero",
     "sequence", "scatter_sends", "gather_again", "cast_once", "accumulation", "recompute",
-    "precision", "vocab", "stages", "ort", "compile", "cuda_graphs", "fusions",
-    "loss_chunk", "offload",
+    "precision", "schedule", "cuts", "bucket_bytes", "vocab", "stages", "ort", "compile",
+    "cuda_graphs", "fusions", "loss_chunk", "offload",
 )  # fmt: skip
 INTERRUPTED = 130  # 128 + SIGINT
 _DRAWN = 1500  # candidates that a picture is given; beyond, only those the search solved
@@ -60,16 +60,19 @@ def plan_command(args: argparse.Namespace) -> int:
         a, b = args.compare
         print(comparison(_read(a), _read(b), names=(str(a), str(b))), end="")
         return 0
+    where = chosen_cluster(args)
+    if args.measure is not None:
+        check_here(cluster_name(where), where.count)
     job = find_job(*args.target)
     check_supported(job.model)
     if args.batch is not None:
         job = replace(job, batch=resized(job.batch, batch_leaves(job.batch)[1], args.batch))
-    given = pins_of(args)
-    where = chosen_cluster(args)
     model = Model(job.model, job.loss_fn, optimizer_bytes(job.optimizer))
-    pins = {**job.pins, **given}
+    pins = {**job.pins, **pins_of(args)}
     if pins.get("cuda_graphs") and where.device.name == "cpu":
         raise GraphsNeedGpu(device="cpu")
+    if args.measure is not None:
+        check_can_run(None, pins)
     compiler = Compiler(model, where, pins)
     record = Record(watch=Progress())
     program: StepProgram | None = None
@@ -80,79 +83,158 @@ def plan_command(args: argparse.Namespace) -> int:
         if incumbent is None:
             raise
         plan = incumbent
-    facts = _facts(args, job, compiler, record, plan, program)
-    _show(args, facts, record)
+    found = _Found(args, job, compiler, record, plan, program)
+    written = _save(args, plan)
+    facts, problem = _with_extras(found)
+    try:
+        _show(args, facts)
+    finally:  # of a plan that another system can not run, too
+        _say((*written, *_write(args, facts)), args)
+    if problem is not None:
+        raise problem
     return 0 if program is not None else INTERRUPTED
 
 
-def _facts(
-    args: argparse.Namespace,
-    job: Job,
-    compiler: Compiler,
-    record: Record,
-    plan: Plan,
-    program: StepProgram | None,
-) -> Facts:
-    """All that the asked outputs need to know. program: None where the search was interrupted."""
-    assert record.problem is not None
-    assert record.outcome is not None
-    layouts = record.problem.layouts
-    facts = gather(
-        plan,
-        layouts.whole.step,
-        compiler.cluster,
-        model_name=type(job.model).__name__,
-        assumed=assumed_of(job.optimizer, plan),
-        layouts=layouts,
-        program=program,
-    )
-    drawn = args.html is not None or args.format == "json"
-    if program is not None and (drawn or args.trace is not None):
-        curves = compiler.curves(plan, program, job.batch, run_spans(facts))
+@dataclass(frozen=True)
+class _Found:
+    """A plan, and what it was found with. program: None where the search was interrupted."""
+
+    args: argparse.Namespace
+    job: Job
+    compiler: Compiler
+    record: Record
+    plan: Plan
+    program: StepProgram | None
+
+    def facts(self) -> Facts:
+        """What the plan itself says."""
+        assert self.record.problem is not None
+        layouts = self.record.problem.layouts
+        return gather(
+            self.plan,
+            layouts.whole.step,
+            self.compiler.cluster,
+            model_name=type(self.job.model).__name__,
+            assumed=assumed_of(self.job.optimizer, self.plan),
+            layouts=layouts,
+            program=self.program,
+        )
+
+    def curves(self, facts: Facts) -> Facts:
+        """With the bytes on each rank in the course of the step."""
+        assert self.program is not None
+        spans = run_spans(facts)
+        curves = self.compiler.curves(self.plan, self.program, self.job.batch, spans)
         rows = (RankMemory(rank, samples) for rank, samples in enumerate(curves))
-        facts = replace(facts, memory=tuple(rows))
-    if drawn:
+        return replace(facts, memory=tuple(rows))
+
+    def candidates(self, facts: Facts) -> Facts:
+        """With every candidate, or those that the search solved where they are too many."""
+        record, plan = self.record, self.plan
+        assert record.problem is not None
+        assert record.outcome is not None
         found = record.outcome
-        if program is not None and found.tally.candidates <= _DRAWN:
+        if self.program is not None and found.tally.candidates <= _DRAWN:
             pins = replace(record.pins, spared=plan.offload)
             found = solve_all(record.problem, pins, record.batch, prune=False, build=False)
         plans = (*found.seen, *found.fitting)  # the latter with the times of their schedules
-        facts = replace(facts, candidates=points(plans, plan, compiler.cluster))
-    if program is not None and (args.explain or args.html is not None):
-        facts = replace(facts, explanation=whatif.explain(record, plan))
-    if program is not None and args.measure is not None:
-        ran = measure(args.target, plan, args.batch, args.measure)
-        facts = replace(facts, measured=ran)
-    return facts
+        return replace(facts, candidates=points(plans, plan, self.compiler.cluster))
+
+    def explained(self, facts: Facts) -> Facts:
+        """With the reasons for each decision."""
+        return replace(facts, explanation=whatif.explain(self.record, self.plan))
+
+    def measured(self, facts: Facts) -> Facts:
+        """With what it took here."""
+        args = self.args
+        return replace(facts, measured=measure(args.target, self.plan, args.batch, args.measure))
+
+    def answered(self, asked: Mapping[str, object]) -> Callable[[Facts], Facts]:
+        """With the answer to one more `--why-not`."""
+
+        def replan(pins: Mapping[str, object]) -> Plan:
+            other = Compiler(self.compiler.model, self.compiler.cluster, pins)
+            other.captures = self.compiler.captures
+            return other.choose(self.job.batch)[1]
+
+        def answer(facts: Facts) -> Facts:
+            found = whatif.why_not(self.record, self.plan, asked, replan)
+            return replace(facts, answers=(*facts.answers, found))
+
+        return answer
+
+    def extras(self) -> Iterator[tuple[str, Callable[[Facts], Facts] | None]]:
+        """(what, what adds it) of all that takes time and was asked for; None for what is not
+        begun after Ctrl-C."""
+        args, ended = self.args, self.program is None
+        drawn = args.html is not None or args.format == "json"
+        if drawn or args.trace is not None:
+            yield "memory over the step", None if ended else self.curves
+        if drawn:
+            yield "candidates", self.candidates
+        if args.explain or args.html is not None:
+            yield "decisions", None if ended else self.explained
+        for asked in args.why_not:
+            yield "--why-not", None if ended else self.answered(asked)
+        if args.measure is not None:
+            yield "--measure", None if ended else self.measured
 
 
-def _show(args: argparse.Namespace, facts: Facts, record: Record) -> None:
-    """Print what is printed and write what is written, with a line for each file."""
+def _with_extras(found: _Found) -> tuple[Facts, BaseException | None]:
+    """All that the asked outputs need to know, and what stopped it from being more: the plan that
+    was found is shown in any case."""
+    facts, left = found.facts(), []
+    problem: BaseException | None = None
+    for what, extra in found.extras():
+        if extra is None or problem is not None:
+            left.append(what)
+            continue
+        try:
+            facts = extra(facts)
+        except (KeyboardInterrupt, Exception) as error:
+            problem = error
+            left.append(what)
+    if left:
+        print(f"graphaccel: left out: {', '.join(dict.fromkeys(left))}", file=sys.stderr)
+    return facts, problem
+
+
+def _show(args: argparse.Namespace, facts: Facts) -> None:
+    """Print what is printed."""
     if args.export is not None:
         print(export(facts, args.export), end="")
     elif args.format == "json":
         print(facts.to_json(), end="")
     else:
         print(facts_text(facts if args.explain else replace(facts, explanation=None)), end="")
-    for asked in args.why_not:
-        answer = whatif.why_not(record, facts.plan, asked)
-        print(f"\n{answer_text(answer, facts.plan, facts.cluster)}", end="")
-    written = []
-    if args.json is not None:
-        facts.plan.save(args.json)
-        run = f'graphaccel.optimize(model, plan="{args.json}")'
-        only = facts.plan.precision.planned_only or planned_only(facts.plan.offload)
-        use = "it is planned only, export it" if only else f"run it with  {run}"
-        written.append(f"{args.json}: {use}")
+
+
+def _save(args: argparse.Namespace, plan: Plan) -> list[str]:
+    """Save the plan before anything else can fail; a line that says so."""
+    if args.json is None:
+        return []
+    plan.save(args.json)
+    run = f'graphaccel.optimize(model, plan="{args.json}")'
+    only = plan.precision.planned_only or planned_only(plan.offload)
+    use = "it is planned only, export it" if only else f"run it with  {run}"
+    return [f"{args.json}: {use}"]
+
+
+def _write(args: argparse.Namespace, facts: Facts) -> Iterator[str]:
+    """Write the other files that were asked for, with a line for each."""
     if args.save_cluster is not None:
         write_cluster(facts.cluster, args.save_cluster)
-        written.append(f"{args.save_cluster}: plan for it with  --cluster {args.save_cluster}")
+        yield f"{args.save_cluster}: plan for it with  --cluster {args.save_cluster}"
     if args.html is not None:
         args.html.write_text(html_page(facts), encoding="utf-8")
-        written.append(f"{args.html}: open it in a browser")
+        yield f"{args.html}: open it in a browser"
     if args.trace is not None:
         args.trace.write_text(trace_json(facts), encoding="utf-8")
-        written.append(f"{args.trace}: open it at  https://ui.perfetto.dev")
+        yield f"{args.trace}: open it at  https://ui.perfetto.dev"
+
+
+def _say(written: Iterable[str], args: argparse.Namespace) -> None:
+    """Which files were saved, beside data on the other stream."""
     data = args.format == "json" or args.export is not None
     out = sys.stderr if data else sys.stdout
     for place, line in enumerate(written):
@@ -178,10 +260,13 @@ def chosen_cluster(args: argparse.Namespace) -> Cluster:
     """The cluster of a file, the devices that were named, or what is here."""
     if args.cluster is not None:
         return read_cluster(args.cluster, args.devices)
-    if args.device is None and args.memory is None:
-        kind = "cuda" if torch.cuda.is_available() else "cpu"
-        return cluster_here(args.devices, torch.device(kind))
-    return named_cluster(args.device or "cpu", args.devices, args.memory)
+    if args.device is not None:
+        return named_cluster(args.device, args.devices, args.memory)
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    here = cluster_here(args.devices, torch.device(kind))
+    if args.memory is None:
+        return here
+    return replace(here, device=replace(here.device, memory=args.memory))
 
 
 class Progress:

@@ -29,9 +29,10 @@ def comparison(a: Plan, b: Plan, *, names: tuple[str, str]) -> str:
 
 def _made_for(a: Plan, b: Plan) -> list[str]:
     """What the plans were made for, where it is not the same: then their times can not be
-    compared."""
+    compared. Graphs are those of a model and a batch: with other batches they say nothing of the
+    model."""
     both = (
-        ("model", a.graph, b.graph),
+        *([("model", a.graph, b.graph)] if a.batch == b.batch else []),
         ("cluster", a.cluster, b.cluster),
         ("devices", a.devices, b.devices),
         ("global batch", a.batch, b.batch),

@@ -72,6 +72,18 @@ def test_no_command_is_a_bad_argument(capsys: pytest.CaptureFixture[str]) -> Non
         (["--devices", "2", "--why-not", "tensor"], "'tensor' is not like pipeline=4"),
         (["--devices", "2", "--stage", "h.3"], "a module and its stage, as in h.3=1, not 'h.3'"),
         (["--devices", "2", "--compare", "a.json"], "expected 2 arguments"),
+        (
+            ["--devices", "2", "--why-not", "data=4,data=2"],
+            "data is there twice in 'data=4,data=2'",
+        ),
+        (["--devices", "2", "--json", "nowhere/p.json"], "there is no folder 'nowhere'"),
+        (["--devices", "2", "--html", "."], "'.' is a folder"),
+        (["--devices", "2", "--cuts", "a,,b"], "'a,,b' is no list of names"),
+        (["--devices", "2", "--schedule", "2f2b"], "invalid choice: '2f2b'"),
+        (["--devices", "2", "--export", "deepspeed", "--explain"], "leave --explain out"),
+        (["--devices", "2", "--export", "deepspeed", "--why-not", "data=2"], "leave --why-not out"),
+        (["--devices", "2", "--export", "deepspeed", "--format", "json"], "leave --format json"),
+        (["--devices", "2", "--export", "deepspeed", "--measure", "2"], "leave --measure out"),
     ],
 )
 def test_bad_arguments_of_plan(
@@ -100,9 +112,10 @@ def test_plan_arguments(model_file: Path) -> None:
     choices = "--recompute some --precision bf16 --html r.html --trace t.json --save-cluster c.json"
     choices += " --accumulation shards --vocab data --stage h.3=1 --stage h.4=2 --compile inductor"
     choices += " --fusions auto,-rotary --cuda-graphs --loss-chunk 512"
-    choices += " --offload optimizer"
+    choices += " --offload optimizer --schedule interleaved --cuts a,b --bucket-bytes 25MiB"
     shown = "--format json --measure 3 --explain --why-not pipeline=4,recompute=none"
-    shown += " --why-not data=-1 --why-not sequence=false"
+    shown += " --why-not data=-1 --why-not sequence=false --why-not recompute=h.0+h.1,ort=off"
+    shown += " --why-not bucket_bytes=1MiB,fusions=gelu"
     line = f"{text} {pins} {choices} {shown}"
     arguments = vars(cli.build_parser().parse_args(line.split()))
     del arguments["run_command"], arguments["usage_error"]
@@ -139,7 +152,16 @@ def test_plan_arguments(model_file: Path) -> None:
         "trace": Path("t.json"),
         "format": "json",
         "explain": True,
-        "why_not": [{"pipeline": 4, "recompute": "none"}, {"data": -1}, {"sequence": False}],
+        "schedule": "interleaved",
+        "cuts": ("a", "b"),
+        "bucket_bytes": 25 << 20,
+        "why_not": [
+            {"pipeline": 4, "recompute": "none"},
+            {"data": -1},
+            {"sequence": False},
+            {"recompute": ("h.0", "h.1"), "ort": "off"},
+            {"bucket_bytes": 1 << 20, "fusions": ("gelu",)},
+        ],
         "compare": None,
         "export": None,
         "measure": 3,
@@ -155,6 +177,22 @@ def test_every_value_of_offload_can_be_said(model_file: Path, command: str) -> N
         target = f"{model_file}:job" if command == "plan" else str(model_file)
         line = [command, "--devices", "2", "--offload", value, target]
         assert cli.build_parser().parse_args(line).offload == value
+
+
+def test_blocks_to_compute_again_can_be_named(model_file: Path) -> None:
+    for said, value in (("all", "all"), ("h.0", ("h.0",)), ("h.0,h.2", ("h.0", "h.2"))):
+        line = ["plan", f"{model_file}:job", "--devices", "2", "--recompute", said]
+        assert cli.build_parser().parse_args(line).recompute == value
+
+
+def test_a_file_that_can_not_be_written_is_a_bad_argument(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)  # who runs this may write everywhere
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["plan", "--devices", "2", "--trace", str(tmp_path / "t.json")])
+    assert exit_.value.code == 2
+    assert "t.json' can not be written" in capsys.readouterr().err
 
 
 def test_plan_without_function_and_pins(model_file: Path) -> None:
@@ -206,10 +244,13 @@ def test_pins_of_run_come_before_those_of_the_script(monkeypatch: pytest.MonkeyP
     calls = []
     monkeypatch.setattr(launch, "run_script", lambda *arguments: calls.append(arguments) or 0)
     monkeypatch.setenv(PINS, "{}")
-    flags = "--zero 3 --data 2 --stage head=1 --no-sequence --ort a,b"
+    flags = "--zero 3 --data 2 --stage head=1 --no-sequence --ort a,b --recompute h.0,h.1"
+    flags += " --schedule gpipe --bucket-bytes 1MiB --cuts a"
     assert cli.main(f"run --devices 2 {flags} train.py --zero 1".split()) == 0
     assert calls == [(2, ["train.py", "--zero", "1"], [], False)]
     given = {"zero": 3, "data": 2, "stages": {"head": 1}, "sequence": False, "ort": ("a", "b")}
+    given |= {"recompute": ("h.0", "h.1"), "schedule": "gpipe", "bucket_bytes": 1 << 20}
+    given |= {"cuts": ("a",)}
     assert with_command_line({"zero": 1, "tensor": 2}) == {"tensor": 2, **given}
 
 

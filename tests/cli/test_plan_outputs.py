@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from graphaccel import cli, plan_command
 from graphaccel.planner.plan import Plan
@@ -16,6 +17,18 @@ from graphaccel.report.facts import Facts
 from tests.cli.test_plan import JOBS, MODEL
 
 JOB = ("jobs.py:meta", "--devices", "2", "--device", "h100-80gb", "--batch", "16")
+
+FUSED = """
+import torch
+from torch import nn
+
+
+def job():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 64))
+        example = torch.zeros(8, 64), torch.zeros(8, 64)
+    return model, example, lambda output, wanted: (output - wanted).square().mean()
+"""
 
 
 @pytest.fixture
@@ -75,6 +88,121 @@ def test_why_not_and_explain(folder: Path, capsys: pytest.CaptureFixture[str]) -
         assert line in out
 
 
+def test_answers_are_part_of_the_data(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("--why-not", "pipeline=2", "--why-not", "data=5")
+    assert plan(*JOB, "--format", "json", "--explain", *asked) == 0
+    out, err = capsys.readouterr()
+    facts = Facts.from_json(out)
+    assert [answer.asked for answer in facts.answers] == ["pipeline=2", "data=5"]
+    assert json.loads(out)["answers"][1]["verdict"] == "can not be"
+    assert facts.explanation is not None
+    assert "WHY NOT" not in err
+
+
+def test_fusions_that_were_asked_about_are_planned(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "fused.py").write_text(FUSED)
+    job = ("fused.py:job", *JOB[1:])
+    assert plan(*job, "--format", "json", "--why-not", "fusions=auto") == 0
+    facts = Facts.from_json(capsys.readouterr().out)
+    (answer,) = facts.answers
+    assert plan(*job, "--format", "json", "--fusions", "auto") == 0
+    fused = Facts.from_json(capsys.readouterr().out)
+    assert fused.prediction.seconds < facts.prediction.seconds
+    assert answer.seconds == fused.prediction.seconds
+    assert answer.reason.endswith("% faster, but fusions only when pinned")
+
+
+EXTRAS = {
+    "--explain": ("explain", "decisions"),
+    "--html": ("explain", "decisions"),
+    "--why-not": ("why_not", "--why-not"),
+}
+
+
+@pytest.mark.parametrize("option", EXTRAS)
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
+def test_what_was_found_is_shown_when_something_later_fails(
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    option: str,
+    error: type[BaseException],
+) -> None:
+    def fails(*_: Any) -> None:
+        raise error
+
+    function, left_out = EXTRAS[option]
+    monkeypatch.setattr(plan_command.whatif, function, fails)
+    value = {"--html": ("r.html",), "--why-not": ("data=1",)}.get(option, ())
+    line = (*JOB, option, *value, "--json", "p.json", "--trace", "t.json")
+    if error is KeyboardInterrupt:
+        assert plan(*line) == 130
+    else:
+        with pytest.raises(error):
+            plan(*line)
+    out, err = capsys.readouterr()
+    assert out.startswith("model   Model")
+    assert "\nsaved p.json: run it with" in out
+    assert f"graphaccel: left out: {left_out}\n" in err
+    assert json.loads(Path("t.json").read_text())["traceEvents"]
+    assert Plan.from_json(Path("p.json").read_text()).devices == 2
+    assert Path("r.html").exists() == (option == "--html")
+
+
+def test_what_can_not_be_measured_here_is_said_before_anything_else(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_command, "find_job", lambda *_: pytest.fail("it was loaded"))
+    assert plan(*JOB, "--measure", "2") == 1
+    assert "--measure runs on this machine, which is " in capsys.readouterr().err
+
+
+def test_what_can_not_be_run_is_not_measured(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_command.Compiler, "choose", lambda *_: pytest.fail("it was planned"))
+    line = ("jobs.py:meta", "--devices", "1", "--offload", "optimizer+parameters", "--measure", "2")
+    assert plan(*line) == 1
+    assert "error[GA202]" in capsys.readouterr().err
+
+
+def test_memory_is_that_of_the_devices_that_are_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    from graphaccel.planner.cluster import cluster
+
+    def here(count: int, device: torch.device) -> Any:
+        return cluster("cpu" if device.type == "cpu" else "h200-141gb", count)
+
+    monkeypatch.setattr(plan_command, "cluster_here", here)
+    for cuda, name in ((True, "h200-141gb"), (False, "cpu")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda cuda=cuda: cuda)
+        line = "plan --devices 4 --memory 5GiB".split()
+        found = plan_command.chosen_cluster(cli.build_parser().parse_args(line))
+        assert found == cluster(name, 4, memory=5 << 30)
+
+
+def test_a_device_without_a_name_is_unknown(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan("jobs.py:meta", "--devices", "2", "--device", "", "--memory", "1GiB") == 2
+    assert "error[GA601]: no device named ``" in capsys.readouterr().err
+
+
+def test_pins_that_only_keywords_could_say(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pins = ("--pipeline", "2", "--schedule", "gpipe", "--microbatches", "2")
+    line = (*JOB, *pins, "--bucket-bytes", "1MiB", "--recompute", "layers.1")
+    assert plan(*line, "--json", "p.json") == 0
+    made = Plan.from_json(Path("p.json").read_text())
+    assert (made.schedule, made.bucket_bytes, made.recompute) == ("gpipe", 1 << 20, ("layers.1",))
+    assert plan(*line, "--cuts", ",".join(made.cuts), "--json", "q.json") == 0
+    again = Plan.from_json(Path("q.json").read_text())
+    assert again.cuts == made.cuts
+    assert "cuts" in again.pinned
+
+
 @pytest.mark.parametrize("asked", ["tensor", "=2", "a=1,", ""])
 def test_why_not_is_a_list_of_pins(capsys: pytest.CaptureFixture[str], asked: str) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -106,7 +234,14 @@ def test_plans_for_something_else_are_said_to_be(
     assert plan(*JOB[:-1], "8", "--json", "b.json") == 0
     capsys.readouterr()
     assert plan("--compare", "a.json", "b.json") == 0
-    assert "MADE FOR something else" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "MADE FOR something else" in out
+    assert "  global batch " in out
+    assert "  model " not in out
+    assert plan("jobs.py:apart", *JOB[1:-1], "16", "--json", "c.json") == 0
+    capsys.readouterr()
+    assert plan("--compare", "a.json", "c.json") == 0
+    assert "  model " in capsys.readouterr().out
 
 
 def test_a_file_to_compare_that_is_no_plan(
