@@ -61,7 +61,7 @@ def test_an_author_starts_from_nothing(tmp_path: Path) -> None:
     assert len(lines) < 60
     found = run("check", "squared_relu.py")
     assert re.match(
-        r"squared_relu: 45 calls .* 3 patterns found, 1 negatives .* 6 indices sharded: ok", found
+        r"squared_relu: 75 calls .* 3 patterns found, 1 negatives .* 6 indices sharded: ok", found
     )
     assert "squared_relu forward" in run("bench", "squared_relu.py")
 
