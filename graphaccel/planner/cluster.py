@@ -30,6 +30,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +147,8 @@ class Cluster:
     ``ort``: by build of ONNX Runtime and threads ("training 1.19.2, 2 threads"), region key →
     seconds measured here (torch, ONNX Runtime). ``host``: of each device; where it is not known,
     nothing is kept there.
-    Raises ``ValueError`` when the levels do not grow or the last does not hold all devices.
+    Raises ``ValueError`` when the levels do not grow, one is not made of whole ones of the level
+    inside it (of the last, any number may be there), or the last does not hold all devices.
     """
 
     device: Device
@@ -163,6 +165,8 @@ class Cluster:
             raise ValueError(f"a cluster needs at least one device, not {self.count}")
         if not sizes or sizes != sorted(set(sizes)):
             raise ValueError(f"link levels must grow outwards, not {sizes}")
+        if any(outer % inner for inner, outer in pairwise(sizes[:-1])):
+            raise ValueError(f"each link level must hold whole ones of the last, not {sizes}")
         if sizes[-1] < self.count:
             raise ValueError(f"the last link level holds {sizes[-1]} of {self.count} devices")
 
@@ -324,7 +328,8 @@ def _cuda(
     bandwidth = network_gigabits / 8 * 1e9 * _NETWORK_REACHED
 
     def make(count: int) -> Cluster:
-        outer = (Link(network, 4.0e-6, bandwidth, count),) if count > inner.size else ()
+        nodes = -(-count // inner.size)
+        outer = (Link(network, 4.0e-6, bandwidth, nodes * inner.size),) if nodes > 1 else ()
         return Cluster(
             device, count, (inner, *outer), _CUDA_CONTEXT_BYTES, _CUDA_FRAGMENTATION, host=host
         )

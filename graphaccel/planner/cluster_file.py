@@ -6,6 +6,7 @@ once, with the place in the file.
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -13,6 +14,8 @@ from dataclasses import MISSING, fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from graphaccel.errors import BadCluster
 from graphaccel.planner.cluster import (
@@ -27,10 +30,15 @@ from graphaccel.planner.cluster import (
 
 _MAY_BE_ZERO = {
     "latency_seconds", "launch_seconds", "context_bytes", "fragmentation", "processors",
-    "flops", "bytes", "rows", "columns", "inner", "seconds",
+    "flops", "bytes", "rows", "columns", "inner",
 }  # fmt: skip
 _BOOLEAN = {"shared"}
 _WHOLE = {"memory", "size", "count", "context_bytes", "processors"}
+_SHARES = {"product", "attention", "attention_backward", "fragmentation"}
+_MOST = 2**63 - 1  # bytes are added up as 64-bit integers
+_DTYPES = frozenset(
+    str(d).removeprefix("torch.") for d in vars(torch).values() if isinstance(d, torch.dtype)
+) | {"tfloat32"}
 
 
 def read_cluster(file: Path, devices: int | None = None) -> Cluster:
@@ -68,6 +76,7 @@ def _problems(data: Any, devices: int | None) -> Iterator[str]:
         found += _of_links(links)
     if data.get("host") is not None:
         found += _of_host(data["host"])
+    found += _of_regions(data.get("ort", {}))
     yield from found
     if not found:
         count = data["count"] if devices is None else devices
@@ -89,16 +98,47 @@ def _of_device(device: Any) -> Iterator[str]:
         yield "device.measured is to be a list"
         calls = []
     for place, call in enumerate(calls):
-        if isinstance(call, Mapping):
-            yield from _of_fields(call, OpTime, f"device.measured[{place}].")
-        else:
-            yield f"device.measured[{place}] is to be an object"
+        where = f"device.measured[{place}]"
+        if not isinstance(call, Mapping):
+            yield f"{where} is to be an object"
+            continue
+        yield from _of_fields(call, OpTime, f"{where}.")
+        if "seconds" not in call:
+            yield f"{where}.seconds is missing"
+        if call.get("dtype"):
+            yield from _of_dtype(call["dtype"], f"{where}.dtype")
     rates = device.get("peak_flops", {"float32": 1})
     if not isinstance(rates, Mapping) or "float32" not in rates:
         yield "device.peak_flops is to be an object of FLOP/s by dtype, with float32"
         return
     for dtype, rate in rates.items():
+        yield from _of_dtype(dtype, f"device.peak_flops.{dtype}")
         yield from _of_number(rate, "rate", f"device.peak_flops.{dtype}")
+
+
+def _of_dtype(name: Any, where: str) -> Iterator[str]:
+    if isinstance(name, str) and name not in _DTYPES:
+        near = difflib.get_close_matches(name, sorted(_DTYPES), 1)
+        meant = f"; there is {near[0]}" if near else ""
+        yield f"{where} is no dtype of torch{meant}"
+
+
+def _of_regions(builds: Any) -> Iterator[str]:
+    """What `graphaccel calibrate --ort` measured."""
+    if not isinstance(builds, Mapping):
+        yield "ort is to be an object of what was measured, by build of ONNX Runtime"
+        return
+    for build, regions in builds.items():
+        if not isinstance(regions, Mapping):
+            yield f"ort[{build!r}] is to be an object of seconds by region"
+            continue
+        for region, pair in regions.items():
+            where = f"ort[{build!r}][{region!r}]"
+            if not isinstance(pair, list) or len(pair) != 2:
+                yield f"{where} is to be a list of two: seconds of torch, and of ONNX Runtime"
+                continue
+            for value in pair:
+                yield from _of_number(value, "seconds", where)
 
 
 def _of_host(host: Any) -> Iterator[str]:
@@ -119,13 +159,20 @@ def _of_links(links: Any) -> Iterator[str]:
             continue
         yield from _of_fields(link, Link, f"links[{place}].")
         yield from _of_collectives(link.get("measured", []), f"links[{place}].measured")
-        if isinstance(link.get("size"), int):
-            sizes.append((place, link["size"]))
+        size = link.get("size")
+        if isinstance(size, int) and size > 0:
+            sizes.append((place, size))
     for (_, inner), (place, outer) in pairwise(sizes):
         if outer <= inner:
             yield (
                 f"links[{place}].size is {outer}, and the level inside it has {inner}: levels grow "
                 "outwards"
+            )
+        elif outer % inner:
+            yield (
+                f"links[{place}].size is {outer}, and the level inside it has {inner}: a level is "
+                f"made of whole ones of those inside, as {outer + -outer % inner} would be; "
+                "count may be less"
             )
 
 
@@ -170,9 +217,15 @@ def _of_fields(data: Mapping[str, Any], kind: type, where: str) -> Iterator[str]
 
 
 def _of_number(value: Any, name: str, where: str) -> Iterator[str]:
-    right = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not right or not math.isfinite(value) or (name in _WHOLE and not isinstance(value, int)):
-        yield f"{where} is {value!r}: it is a {'whole ' if name in _WHOLE else ''}number"
+    kind = "whole number" if name in _WHOLE else "number"
+    if isinstance(value, bool) or not isinstance(value, int if name in _WHOLE else (int, float)):
+        yield f"{where} is {value!r}: it is a {kind}"
+    elif isinstance(value, int) and abs(value) > _MOST:
+        yield f"{where} is a number of {len(str(abs(value)))} digits: it is at most {_MOST}"
+    elif not math.isfinite(value):
+        yield f"{where} is {value!r}: it is a {kind}"
     elif value < 0 or (value == 0 and name not in _MAY_BE_ZERO):
         least = "at least 0" if name in _MAY_BE_ZERO else "above 0"
         yield f"{where} is {value:g}: it is {least}"
+    elif value > 1 and name in _SHARES:
+        yield f"{where} is {value:g}: it is a share, at most 1"

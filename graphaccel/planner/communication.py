@@ -3,7 +3,10 @@
 A group is ``group_size`` devices ``stride`` apart, aligned to the levels: device 0, stride, 2 *
 stride, ... A level that holds ``size`` devices holds ``size // stride`` members of it, so the group
 falls into nested subgroups; ``f`` is how many of the subgroups one level below meet on a level and
-``c`` how many members each of those has. With S bytes, latency a and bandwidth B of a level:
+``c`` how many members each of those has. Of groups that neither share a level evenly nor are made
+of whole ones, some lie across its borders (of 3 in nodes of 8 the third has 2 and 1), and the
+slowest decides: only as many devices as divide both are taken to share a level. With S bytes,
+latency a and bandwidth B of a level:
 
 * Bandwidth. A ring takes S * (n - 1) / n bytes past every device, once for reduce_scatter and
   all_gather, twice for all_reduce. Where it leaves a subgroup, the c members share them, each
@@ -30,6 +33,7 @@ both directions of every port). In-switch reduction (NVLS, SHARP) is not counted
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import gcd
 
 from graphaccel.planner.cluster import Cluster, Link
 
@@ -143,7 +147,7 @@ def _levels(cluster: Cluster, group_size: int, stride: int) -> list[_Level]:
     for link in cluster.links:
         members = group_size
         if link is not cluster.links[-1]:
-            members = min(group_size, max(1, link.size // stride))
+            members = max(1, gcd(link.size, group_size * stride) // stride)
         if members > inside:
             below, above = -(-group_size // inside), -(-group_size // members)
             levels.append(_Level(link, -(-members // inside), inside, below - above))

@@ -67,7 +67,7 @@ def axis_rates(cluster: Cluster, plan: Plan, axis: str) -> Rates:
     """
     inner = {"tensor": 1, "context": plan.tensor, "expert": plan.context * plan.tensor}[axis]
     span = inner * getattr(plan, axis)
-    link = next((x for x in cluster.links if x.size >= span), cluster.links[-1])
+    link = next((x for x in cluster.links if x.size % span == 0), cluster.links[-1])
     device = cluster.device
     flops = peak_flops(computing(device, plan.precision), plan.precision.compute)
     tie = 64 / link.bandwidth

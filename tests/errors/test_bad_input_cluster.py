@@ -71,7 +71,9 @@ def _changed(path: str, value: Any) -> dict[str, Any]:
         ("links.0.bandwidth", 0, "links[0].bandwidth is 0: it is above 0"),
         ("links.1.latency_seconds", -1e-6, "links[1].latency_seconds is -1e-06: it is at least 0"),
         ("links.1.size", 8, "links[1].size is 8, and the level inside it has 8: levels grow outwards"),
-        ("links.1.size", 12, "links[1].size is 12, and 16 devices are asked for: the last level reaches all of them"),
+        ("links.1.size", 12, "links[1].size is 12, and the level inside it has 8: a level is made of whole ones of those inside, as 16 would be; count may be less"),
+        ("links.0.size", 5, "links[1].size is 16, and the level inside it has 5: a level is made of whole ones of those inside, as 20 would be; count may be less"),
+        ("count", 32, "links[1].size is 16, and 32 devices are asked for: the last level reaches all of them"),
         ("links.0", "NVLink", "links[0] is to be an object"),
         ("links.0.measured", {}, "links[0].measured is to be a list"),
         ("links.0.measured", [3], "links[0].measured[0] is to be an object"),
@@ -87,8 +89,17 @@ def _changed(path: str, value: Any) -> dict[str, Any]:
         ("device.launch_seconds", "fast", "device.launch_seconds is 'fast': it is a number"),
         ("device.colour", "green", "device.colour is unknown; there are name, memory, peak_flops, memory_bandwidth, launch_seconds, processors, product, attention, attention_backward, measured, crowd"),
         ("device.measured", 7, "device.measured is to be a list"),
-        ("device.measured", [{"op": "product", "seconds": -1}], "device.measured[0].seconds is -1: it is at least 0"),
+        ("device.measured", [{"op": "product", "seconds": -1}], "device.measured[0].seconds is -1: it is above 0"),
+        ("device.measured", [{"op": "product", "seconds": 0}], "device.measured[0].seconds is 0: it is above 0"),
+        ("device.measured", [{"op": "product"}], "device.measured[0].seconds is missing"),
+        ("device.measured", [{"op": "product", "dtype": "float23", "seconds": 1}], "device.measured[0].dtype is no dtype of torch; there is float32"),
         ("device.measured", [{"seconds": 1e-3}], "device.measured[0].op is missing"),
+        ("device.peak_flops.bfloat61", 1e12, "device.peak_flops.bfloat61 is no dtype of torch; there is bfloat16"),
+        ("device.peak_flops.quick", 1e12, "device.peak_flops.quick is no dtype of torch"),
+        ("device.peak_flops.bfloat16", 10**400, "device.peak_flops.bfloat16 is a number of 401 digits: it is at most 9223372036854775807"),
+        ("device.memory", 10**400, "device.memory is a number of 401 digits: it is at most 9223372036854775807"),
+        ("device.product", 700, "device.product is 700: it is a share, at most 1"),
+        ("device.attention", 1.5, "device.attention is 1.5: it is a share, at most 1"),
         ("device.name", "", "device.name is to be a text"),
         ("device", 3, "device is to be an object"),
         ("host", 3, "host is to be an object"),
@@ -98,6 +109,11 @@ def _changed(path: str, value: Any) -> dict[str, Any]:
         ("host.disk", 1, "host.disk is unknown; there are memory, memory_bandwidth, link, shared"),
         ("count", 0, "count is 0: it is above 0"),
         ("count", True, "count is True: it is a whole number"),
+        ("ort", 5, "ort is to be an object of what was measured, by build of ONNX Runtime"),
+        ("ort", {"b": []}, "ort['b'] is to be an object of seconds by region"),
+        ("ort", {"b": {"r": 1}}, "ort['b']['r'] is to be a list of two: seconds of torch, and of ONNX Runtime"),
+        ("ort", {"b": {"r": [1, "x"]}}, "ort['b']['r'] is 'x': it is a number"),
+        ("fragmentation", 50, "fragmentation is 50: it is a share, at most 1"),
         ("fragmentation", float("nan"), "fragmentation is nan: it is a number"),
     ],
 )  # fmt: skip
@@ -109,6 +125,13 @@ def test_a_cluster_file_that_can_not_be(
     with pytest.raises(errors.BadCluster) as caught:
         read_cluster(file)
     assert str(caught.value) == f"error[GA602]: {file} describes no cluster\n  {problem}\n{HELP}"
+
+
+@pytest.mark.parametrize("count", [9, 12, 20])
+def test_a_cluster_of_nodes_that_are_not_all_full_is_read_back(tmp_path: Path, count: int) -> None:
+    file = tmp_path / "c.json"
+    write_cluster(cluster("h100-80gb", count), file)
+    assert read_cluster(file) == cluster("h100-80gb", count)
 
 
 def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:

@@ -27,6 +27,8 @@ from graphaccel.planner.communication import (
     reduce_scatter_seconds,
     send_seconds,
 )
+from graphaccel.planner.placements import axis_rates
+from graphaccel.planner.plan import Plan
 
 # Two nodes and more of four devices: 10 bytes/s at 1 s a hop inside, 2 bytes/s at 3 s outside.
 DEVICE = Device("toy", 1000, {"float32": 1.0}, 1.0, 0.5)
@@ -93,6 +95,7 @@ def test_an_unknown_device_names_the_closest():
         ((INNER,), 5, "the last link level holds 4 of 5 devices"),
         ((OUTER, INNER), 4, "link levels must grow outwards"),
         ((), 1, "link levels must grow outwards"),
+        ((INNER, replace(OUTER, size=6), OUTER), 4, "hold whole ones of the last, not .4, 6, 64."),
         ((INNER,), 0, "at least one device, not 0"),
     ],
 )
@@ -149,6 +152,21 @@ def test_ring_over_one_device_per_node():
     # Two devices apart: two members per node of four.
     seconds = 0.5 + 2 * 1 + 1 * 3 + 400 * 3 / 4 / 2 / 2
     assert reduce_scatter_seconds(TOY, 400, 4, stride=2) == pytest.approx(seconds)
+
+
+def test_groups_across_the_borders_of_nodes_pay_for_the_way_between_them():
+    # Of 3 in nodes of 4 the second group has 1 and 2: 2 hops of 3 s; 2/3 of 300 at 2 bytes/s.
+    assert reduce_scatter_seconds(TOY, 300, 3) == pytest.approx(0.5 + 2 * 3 + 200 / 2)
+    # Of 6 some have 4 and 2: 3 hops inside, 2 outside; 5/6 of 600 through 2 ports each.
+    assert reduce_scatter_seconds(TOY, 600, 6) == pytest.approx(0.5 + 3 * 1 + 2 * 3 + 500 / 2 / 2)
+    # Nodes of 5 of 16 devices, which a file may not have: 4 of them are no node's.
+    five = replace(TOY, count=16, links=(replace(INNER, size=5), replace(OUTER, size=16)))
+    assert reduce_scatter_seconds(five, 400, 4) == reduce_scatter_seconds(TOY, 400, 4, 16)
+
+
+def test_placements_are_priced_on_links_that_every_group_has():
+    rates = [axis_rates(TOY, Plan(64, tensor=n), "tensor").bandwidth for n in (2, 3, 4, 8)]
+    assert rates == [10.0, 2.0, 10.0, 2.0]
 
 
 def test_tree_wins_for_small_messages_over_many_nodes():
