@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from graphaccel.capture.export import OUTSIDE
-from graphaccel.errors import BadPin, GraphMisuse, HookNotKept, Unsupported
+from graphaccel.errors import BadPin, GraphMisuse, HookNotKept
 from graphaccel.messages import Location
+from graphaccel.model import check_parameters
 from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.offload import RUN, offload_text, planned_only, read_offload
 from graphaccel.planner.pins import NAMES, PRECISIONS
@@ -71,8 +72,7 @@ def check_arguments(
             what=f"the model is wrapped in {type(model).__name__}, which a plan replaces",
             help_line="graphaccel.optimize(model.module, optimizer)",
         )
-    if next(model.parameters(), None) is None:
-        raise Unsupported(what="a model without parameters", reason="there is nothing to train")
+    check_parameters(model)
     if optimizer is not None:
         _check_optimizer(model, optimizer)
     check_hooks(model.named_modules())

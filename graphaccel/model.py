@@ -63,7 +63,9 @@ def as_batch(example: Any) -> Batch:
 
 
 def check_supported(module: nn.Module) -> None:
-    """Raises Unsupported (GA208) for what no plan can hold: dtypes, layouts, several devices."""
+    """Raises Unsupported (GA208) for what no plan can hold: no parameters, dtypes, layouts, several
+    devices."""
+    check_parameters(module)
     devices = set()
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if tensor.is_complex() or tensor.is_quantized:
@@ -86,6 +88,12 @@ def check_supported(module: nn.Module) -> None:
             reason="the plan decides where parameters lie",
             help_line="model.to('cpu') before graphaccel.optimize",
         )
+
+
+def check_parameters(module: nn.Module) -> None:
+    """Raises Unsupported (GA208) for a model that has none."""
+    if next(module.parameters(), None) is None:
+        raise Unsupported(what="a model without parameters", reason="there is nothing to train")
 
 
 def optimizer_bytes(optimizer: torch.optim.Optimizer | None) -> float:

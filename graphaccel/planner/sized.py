@@ -72,7 +72,8 @@ class SizedProfile:
         starting = device.launch_seconds * calls
 
         def summed(values: np.ndarray, here: np.ndarray) -> np.ndarray:
-            return np.bincount(place[here], values[here], minlength=length)
+            # of nothing it gives integers, to which no seconds can be added
+            return np.bincount(place[here], values[here], minlength=length).astype(float)
 
         self.sent_forward, self.sent_backward = summed(sent, ahead), summed(sent, ~ahead)
         self.forward, self.backward = summed(seconds, ahead), summed(seconds, ~ahead)

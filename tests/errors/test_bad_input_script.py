@@ -326,11 +326,27 @@ error[GA208]: {what} is not supported
         graphaccel.optimize(model, example_batch=small_batch())
 
 
-def test_a_model_without_parameters() -> None:
+class Constant(nn.Module):
+    """A buffer, and nothing to train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weight).sum()
+
+
+@pytest.mark.parametrize("build", [nn.Flatten, Constant])
+@pytest.mark.parametrize("planned", [False, True])
+def test_a_model_without_parameters(build: Callable[[], nn.Module], planned: bool) -> None:
     text = """\
 error[GA208]: a model without parameters is not supported
   why:  there is nothing to train
   explain: graphaccel explain GA208"""
-    model = nn.Flatten()
+    model = build()
     with refused(errors.Unsupported, text, model):
-        graphaccel.optimize(model, example_batch=small_batch()[:1])
+        if planned:
+            graphaccel.plan(model, small_batch()[:1], devices=2)
+        else:
+            graphaccel.optimize(model, example_batch=small_batch()[:1])

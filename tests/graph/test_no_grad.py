@@ -126,3 +126,20 @@ def test_a_write_that_the_gradient_would_not_know_of_is_refused() -> None:
         "  help: to see torch's own report:  GRAPHACCEL_TRACEBACK=full python train.py",
         "  explain: graphaccel explain GA102",
     ]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-params"])
+def test_a_frozen_model_is_planned(precision: str) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 2))
+    model.requires_grad_(False)
+    made = graphaccel.plan(
+        model,
+        (torch.randn(4, WIDTH), torch.randint(2, (4,))),
+        loss_fn=F.cross_entropy,
+        devices=2,
+        device="h100-80gb",
+        precision=precision,
+    )
+    assert made.prediction is not None
+    assert made.prediction.optimizer == 0
+    assert made.prediction.compute > 0
