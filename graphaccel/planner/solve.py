@@ -63,7 +63,8 @@ def excess(plan: Plan, cluster: Cluster) -> int:
 
 @dataclass
 class Tally:
-    """What became of the candidates, for the certificate."""
+    """What became of the candidates, for the certificate: pruned, solved or impossible each, and
+    infeasible besides if solved, or too big before anything was."""
 
     candidates: int = 0
     infeasible: int = 0
@@ -74,9 +75,8 @@ class Tally:
     def certificate(self, gap: str) -> str:
         """One line."""
         parts = [
-            f"{self.candidates} candidates: {self.infeasible} do not fit",
+            f"{self.candidates} candidates: {self.solved} solved ({self.infeasible} do not fit)",
             f"{self.pruned} pruned by bound",
-            f"{self.solved} solved",
         ]
         if self.impossible:
             parts.append(f"{self.impossible} can not be cut")
@@ -105,7 +105,6 @@ class Outcome:
 
     def missed(self, plan: Plan, cluster: Cluster) -> None:
         """Note a plan that does not fit."""
-        self.tally.infeasible += 1
         if self.closest is None or excess(plan, cluster) < excess(self.closest, cluster):
             self.closest = plan
 

@@ -192,6 +192,7 @@ class _Solving:
         if not self.outcome.fitting:  # which of them misses least, then
             for bound, shape in self.late[:KEPT]:
                 tally.infeasible -= 1
+                tally.solved -= 1
                 self._solve(bound, shape, floor=False)
         yield tally.candidates, math.inf
 
@@ -334,9 +335,10 @@ class _Solving:
             outcome.tally.impossible += 1
             return
         known = outcome.by_mesh.get(mesh_key(plan))
-        outcome.tally.solved += floor
+        outcome.tally.solved += 1
         outcome.seen.append(plan)
         if excess(plan, problem.cluster) > 0:
+            outcome.tally.infeasible += 1
             outcome.missed(plan, problem.cluster)
         else:
             self.settled.add(shape.mesh)
