@@ -99,7 +99,7 @@ def plain(pins: Pins, found: Shape | Plan) -> bool:
     their shards, where there is a data axis."""
     axes = ("tensor", "context", "expert")
     asked = all(getattr(found, axis) == (getattr(pins, axis) or 1) for axis in axes)
-    return asked and (found.zero == (pins.zero or 0) or "parameters" in pins.on_host)
+    return asked and (found.zero == min(pins.zeros) or "parameters" in pins.on_host)
 
 
 def base_layout(pins: Pins) -> Layout:
@@ -184,7 +184,7 @@ def meshes_of(problem: Problem, pins: Pins, batch: int, layout: Layout) -> Itera
     asked = layout == base_layout(pins)
     for data in divisors(outer):
         pipeline = outer // data
-        if pins.zero and data == 1:
+        if min(pins.zeros) and data == 1:
             continue
         if pins.data not in (None, data) or pins.pipeline not in (None, pipeline):
             continue
@@ -260,16 +260,14 @@ def _zeros(
             for kind in kinds if pins.accumulation is None else (pins.accumulation,):
                 yield 3, True, kind
         return
-    yield (pins.zero or 0, *usual)
-    levels = (1, 2) if pins.cast_once else (1, 2, 3)
-    for zero in levels if pins.zero is None else (pins.zero,):
-        if not free and pins.zero is None:
+    first = min(pins.zeros), *usual
+    yield first
+    for zero in pins.zeros:
+        if (zero > first[0] and not free) or (zero == 3 and pins.cast_once):
             return
         agains = (True, once) if zero == 3 and pins.zero is None else (usual[0],)
         kinds = ("whole", "shards") if zero > 1 and microbatches > 1 else (usual[1],)
         for again in agains if pins.gather_again is None else (pins.gather_again,):
             for kind in kinds if pins.accumulation is None else (pins.accumulation,):
-                if kind == "shards" and zero < 2:
-                    continue
-                if (zero, again, kind) != (pins.zero or 0, *usual):
+                if (zero, again, kind) != first:
                     yield zero, again, kind

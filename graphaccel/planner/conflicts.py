@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.errors import BadPin, ConflictingPins, GraphAccelError
 from graphaccel.planner.offload import CHOICES
-from graphaccel.planner.pins import ACCUMULATIONS, AXES, Limits, Pins, divisors, read_pins
+from graphaccel.planner.pins import ACCUMULATIONS, AXES, SWITCHES, Limits, Pins, divisors, read_pins
 from graphaccel.planner.plan import GATHERS
 from graphaccel.schedule.table import SCHEDULE_NAMES
 
@@ -41,11 +41,11 @@ def agreeing_pins(
         return read_pins(given, step, devices, batch, limits)
     except BadPin as error:
         names = conflict(given, check)
-        if len(names) < 2:
-            raise
         core = {name: given[name] for name in names}
         problem = check(core)
         assert isinstance(problem, BadPin)
+        if len(names) < 2:
+            raise problem from error
         found = {name: tuple(_instead(core, name, devices, batch, check)) for name in names}
         raise ConflictingPins(
             pins=core, devices=devices, reason=problem.reason, instead=found
@@ -85,5 +85,6 @@ def _values(name: str, devices: int, batch: int) -> tuple[object, ...]:
         "gather_again": GATHERS,
         "accumulation": ACCUMULATIONS,
         "offload": CHOICES,
+        **dict.fromkeys(SWITCHES, (True, False)),
     }
     return known.get(name, ())

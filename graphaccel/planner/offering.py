@@ -48,11 +48,18 @@ def check_offload(pins: Pins, problem: Problem) -> None:
 
 
 def check_products(pins: Pins, problem: Problem) -> None:
-    """Raises BadPin (GA202) for a precision whose products the devices do not have."""
+    """Raises BadPin (GA202) for a precision whose products the devices do not have; it names those
+    that are no slower there than float32."""
     dtype = PRECISIONS[pins.precision or "fp32"].products
     device = problem.cluster.device
     if dtype and dtype not in device.peak_flops:
-        known = (n for n, p in PRECISIONS.items() if not p.products and p.compute != "float16")
+        usual, rates = device.peak_flops["float32"], device.peak_flops
+        scaled = problem.profile.step.has_loss  # otherwise there is no loss to scale
+        known = (
+            name
+            for name, p in PRECISIONS.items()
+            if not p.products and rates.get(p.compute, 0) >= usual and (scaled or not p.scaled)
+        )
         reason = f"{device.name} has no products in {dtype}"
         raise BadPin(pin="precision", value=pins.precision, reason=reason, allowed=tuple(known))
 

@@ -37,7 +37,7 @@ _COUNTS = (
     "data", "pipeline", "tensor", "context", "expert", "interleave", "microbatches", "bucket_bytes",
     "loss_chunk",
 )  # fmt: skip
-_SWITCHES = ("sequence", "scatter_sends", "cast_once", "cuda_graphs")
+SWITCHES = ("sequence", "scatter_sends", "cast_once", "cuda_graphs")
 NAMES = (
     *_COUNTS, "recompute", "precision", "schedule", "cuts", "outputs",
     "zero", "gather_again", "cast_once", "accumulation", "sequence", "scatter_sends", "pins",
@@ -89,6 +89,15 @@ class Pins:
     def replica(self) -> int:
         """Devices that hold one stage of one replica together."""
         return (self.expert or 1) * (self.context or 1) * (self.tensor or 1)
+
+    @property
+    def zeros(self) -> tuple[int, ...]:
+        """The levels of ZeRO that have what is pinned, ascending."""
+        if self.zero is not None:
+            return (self.zero,)
+        if self.gather_again not in (None, True):
+            return (3,)
+        return (2, 3) if self.accumulation == "shards" else (0, 1, 2, 3)
 
     @property
     def on_host(self) -> tuple[str, ...]:
@@ -157,7 +166,7 @@ def read_pins(
     ):
         if name in given and given[name] not in known:
             raise BadPin(pin=name, value=given[name], reason="unknown", allowed=known)
-    for name in _SWITCHES:
+    for name in SWITCHES:
         if not isinstance(given.get(name, True), bool):
             reason = "it is true or false"
             raise BadPin(pin=name, value=given[name], reason=reason, allowed=("True", "False"))
@@ -176,6 +185,7 @@ def read_pins(
         own = {**placed, **dict(found.pins or ())}
         found = replace(found, pins=tuple(sorted(own.items())))
     _check_zero(found, devices)
+    _check_sequence(found)
     _check_sends(found)
     _check_parameters_away(found)
     _check_casts(found, step)
@@ -291,17 +301,37 @@ def _check_zero(pins: Pins, devices: int) -> None:
         )  # fmt: skip
     sizes = _sizes(pins, devices)
     data = sizes["data"]
-    if zero and data == 1:
-        reason = "with data=1 there is no axis to shard over"
-        raise BadPin(pin="zero", value=zero, reason=reason, allowed=("0",))
-    if pins.accumulation == "shards" and zero is not None and zero < 2:
+    if again not in (None, True) and pins.zeros != (3,):
+        reason = f"with zero={zero} no parameter is gathered"
+        raise BadPin(pin="gather_again", value=again, reason=reason, allowed=("True",))
+    if pins.accumulation == "shards" and min(pins.zeros) < 2:
         reason = f"with zero={zero} every device keeps whole gradients"
         raise BadPin(pin="accumulation", value=pins.accumulation, reason=reason, allowed=("whole",))
+    if min(pins.zeros) and data == 1:
+        raise _without_zero(pins, "with data=1 there is no axis to shard over")
     for name, splits in pins.pins or ():
         for split in splits:
             if sizes[split.axis] == 1:
                 reason = f"{name} is to be sharded over {split.axis}, which has one device"
                 raise BadPin(pin="pins", value={name: split}, reason=reason)
+
+
+def _without_zero(pins: Pins, reason: str, allowed: Sequence[int] = (0,)) -> BadPin:
+    """Of the pin that asks for ZeRO. allowed: its levels that can be."""
+    if pins.zero is not None:
+        levels = tuple(map(str, allowed))
+        return BadPin(pin="zero", value=pins.zero, reason=reason, allowed=levels)
+    if pins.gather_again not in (None, True):
+        said = pins.gather_again
+        return BadPin(pin="gather_again", value=said, reason=reason, allowed=("True",))
+    said = pins.accumulation
+    return BadPin(pin="accumulation", value=said, reason=reason, allowed=("whole",))
+
+
+def _check_sequence(pins: Pins) -> None:
+    if pins.sequence and pins.tensor == 1:
+        reason = "with tensor=1 there are no regions of tensor parallelism to shard between"
+        raise BadPin(pin="sequence", value=True, reason=reason, allowed=("False",))
 
 
 def _check_sends(pins: Pins) -> None:
@@ -317,7 +347,7 @@ def _check_casts(pins: Pins, step: StepGraph) -> None:
     reason = None
     if PRECISIONS[pins.precision or "fp32"].compute == "float32":
         reason = f"with precision={pins.precision or 'fp32'} no parameter is cast"
-    elif pins.zero == 3:
+    elif pins.zeros == (3,):
         reason = "with zero=3 parameters are gathered; gather_again='step' does it once a step"
     elif not step.has_loss:
         reason = "with a loss outside of the graph there is one microbatch"
@@ -423,13 +453,12 @@ def _check_schedule(pins: Pins) -> None:
 
 
 def _check_weights_apart(pins: Pins) -> None:
-    if (pins.zero or 0) > 1:
-        raise BadPin(
-            pin="zero",
-            value=pins.zero,
-            reason="schedule='zero_bubble' adds gradients up after the backward, and ZeRO 2 and 3 "
-            "reduce them inside it",
-            allowed=("0", "1"),
+    if min(pins.zeros) > 1:
+        raise _without_zero(
+            pins,
+            "schedule='zero_bubble' adds gradients up after the backward, and ZeRO 2 and 3 reduce "
+            "them inside it",
+            (0, 1),
         )
     if "activations" in (pins.offload or ()):
         raise BadPin(
@@ -487,6 +516,9 @@ def _check_loss(pins: Pins, step: StepGraph) -> None:
                 "it inside",
                 allowed=(str(whole),),
             )
+    if min(pins.zeros) > 0:
+        reason = "with a loss outside of the graph nothing is in shards; loss_fn= puts it inside"
+        raise _without_zero(pins, reason)
 
 
 def _check_batch(pins: Pins, batch: int, limits: Limits) -> None:
@@ -511,7 +543,7 @@ def base_plan(pins: Pins, devices: int, batch: int, graph: str, cluster: str, ou
         tensor=pins.tensor or 1,
         context=pins.context or 1,
         expert=pins.expert or 1,
-        zero=pins.zero or 0,
+        zero=min(pins.zeros),
         gather_again=True if pins.gather_again is None else pins.gather_again,
         cast_once=bool(pins.cast_once),
         accumulation=pins.accumulation or "whole",

@@ -1,4 +1,4 @@
-"""Devices, links and pins that can not be planned for: class, full text, nothing half done."""
+"""Devices and links that can not be planned for: class, full text, nothing half done."""
 
 # ruff: noqa: E501 (texts are asserted as they are printed)
 
@@ -11,14 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import graphaccel
 from graphaccel import errors
 from graphaccel.planner.cluster import Collective, cluster
 from graphaccel.planner.cluster_file import read_cluster, write_cluster
-from graphaccel.planner.conflicts import conflict
 from tests.support.small import Classifier, small_batch
 
 HELP = """\
@@ -206,84 +203,6 @@ def test_an_unknown_device(name: str, advice: str) -> None:
         graphaccel.plan(Classifier(), small_batch(), devices=1, device=name)
     text = f"error[GA601]: no device named `{name}` in the catalogue\n{advice}"
     assert str(caught.value) == f"{text}  explain: graphaccel explain GA601"
-
-
-@pytest.mark.parametrize(
-    ("pins", "said", "rows", "why", "names"),
-    [
-        (
-            {"data": 4, "microbatches": 2, "pipeline": 4, "recompute": "none"},
-            "data=4 and pipeline=4",
-            ("data=4      with the others:  data=2", "pipeline=4  with the others:  pipeline=2"),
-            "data 4 x pipeline 4 is 16, not 8 devices",
-            "data, pipeline",
-        ),
-        (
-            {"interleave": 2, "schedule": "gpipe", "pipeline": 2},
-            "interleave=2 and schedule='gpipe'",
-            (
-                "interleave=2      with the others:  interleave=1",
-                "schedule='gpipe'  with the others:  schedule='interleaved'",
-            ),
-            "interleave=2 needs a schedule for several stages a rank",
-            "interleave, schedule",
-        ),
-        (
-            {"ort": "all", "schedule": "zero_bubble", "pipeline": 2},
-            "ort='all' and schedule='zero_bubble'",
-            (
-                "ort='all'               leave it out",
-                "schedule='zero_bubble'  with the others:  schedule='gpipe'  schedule='1f1b'  "
-                "schedule='interleaved'",
-            ),
-            "schedule='zero_bubble' takes the weight gradients out of the backward, and a region "
-            "would hold both",
-            "ort, schedule",
-        ),
-        (
-            {"zero": 2, "schedule": "zero_bubble", "pipeline": 2},
-            "zero=2 and schedule='zero_bubble'",
-            (
-                "zero=2                  with the others:  zero=0  zero=1",
-                "schedule='zero_bubble'  with the others:  schedule='gpipe'  schedule='1f1b'  "
-                "schedule='interleaved'",
-            ),
-            "schedule='zero_bubble' adds gradients up after the backward, and ZeRO 2 and 3 reduce "
-            "them inside it",
-            "zero, schedule",
-        ),
-    ],
-)
-def test_pins_that_contradict_each_other(
-    pins: dict[str, Any], said: str, rows: tuple[str, ...], why: str, names: str
-) -> None:
-    with pytest.raises(errors.ConflictingPins) as caught:
-        graphaccel.plan(Classifier(), small_batch(), devices=8, **pins)
-    lines = "".join(f"  {row}\n" for row in rows)
-    assert str(caught.value) == (
-        f"error[GA210]: {said} can not be kept together on 8 devices\n{lines}  why:  {why}\n"
-        f"  help: leave one of them out, and it will be chosen for you:  {names}\n"
-        "  explain: graphaccel explain GA210"
-    )
-
-
-@given(
-    st.lists(st.frozensets(st.sampled_from("abcdef"), min_size=1, max_size=3), max_size=4),
-    st.frozensets(st.sampled_from("abcdef")),
-)
-def test_the_conflicting_set_is_minimal(bad: list[frozenset[str]], pinned: frozenset[str]) -> None:
-    """`bad`: sets of pins that can not be together; any superset of one can not be either."""
-
-    def check(pins: Any) -> errors.GraphAccelError | None:
-        return errors.GraphAccelError() if any(b <= set(pins) for b in bad) else None
-
-    pins = dict.fromkeys(sorted(pinned), 1)
-    if check(pins) is None:
-        return
-    found = conflict(pins, check)
-    assert check(dict.fromkeys(found)) is not None
-    for name in found:
-        assert check({other: 1 for other in found if other != name}) is None
 
 
 def test_a_batch_that_no_number_of_devices_divides() -> None:
