@@ -236,10 +236,12 @@ def launch_backward(
     weighs = wanted[0] and weight is not None
     biases = wanted[1] and bias is not None
     if not x.numel():
-        zeros = (
-            torch.zeros_like(t) if on else None for t, on in ((weight, weighs), (bias, biases))
+        return Gradients(
+            dx,
+            before,
+            torch.zeros_like(weight) if weighs and weight is not None else None,
+            torch.zeros_like(bias) if biases and bias is not None else None,
         )
-        return Gradients(dx, before, *zeros)
     d = x.shape[-1]
     rows = x.numel() // d
     grad_total = None if grad_total is None else grad_total.contiguous()
