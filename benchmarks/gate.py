@@ -129,7 +129,7 @@ def _softmax_kernels(width: int) -> list[Kernel]:
         fixed = {**(mask if forth else {}), **softmax.block(width, each)}
         many = fixed.pop("num_warps")
         function = getattr(module, f"{way}_kernel")
-        most = softmax.WIDEST_FORWARD if forth else softmax.WIDEST_BACKWARD
+        most = getattr(module, f"WIDEST_{way.upper()}")
         found.append(Kernel(f"{name} {way}", function, tuple(types.split()), fixed, many, most))
     return found
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from graphaccel.kernels import row_norm, softmax
+from graphaccel.kernels import row_norm, softmax, softmax_dropout
 
 pytest.importorskip("triton")
 
@@ -71,6 +71,8 @@ def test_kernels_compile_within_their_limits() -> None:
     limits |= {"embedding_layer_norm forward": row_norm.WIDEST_FORWARD}
     limits |= {"softmax forward": softmax.WIDEST_FORWARD}
     limits |= {"softmax backward": softmax.WIDEST_BACKWARD}
+    limits |= {"softmax_dropout forward": softmax_dropout.WIDEST_FORWARD}
+    limits |= {"softmax_dropout backward": softmax.WIDEST_BACKWARD}
     for kernel, widest in limits.items():
         assert (kernel, str(widest)) in compiled
     assert "FAILS" not in out
