@@ -76,7 +76,7 @@ def _forward(
     wide = _wide(x.dtype)
     bias = None if bias is None else bias.to(x.dtype)  # under autocast it is still wide
     loss = torch.zeros((), dtype=wide, device=x.device)
-    dx = torch.empty_like(rows) if every else torch.zeros_like(rows)
+    dx = rows.new_empty(rows.shape) if every else rows.new_zeros(rows.shape)
     dweight = torch.zeros(weight.shape, dtype=_wide(weight.dtype), device=weight.device)
     dbias = torch.zeros(len(weight), dtype=wide, device=x.device)
     count = chunk or chunk_rows(len(weight))
