@@ -109,7 +109,7 @@ def _bytes(world: int, zero: int) -> tuple[dict[str, int], dict[str, int], int]:
     }
     optimizer.zero_grad()
     del state
-    measured["peak"], _ = least_peaks(model, batch, None, others)
+    (measured["peak"], _), _ = least_peaks(model, batch, None, others)
     (memory,) = model.graphaccel.plan.prediction.memory
     predicted = {"parameter": memory.parameter, "optimizer": memory.optimizer}
     predicted["peak"] = model.graphaccel.predicted_peak_bytes
