@@ -17,6 +17,7 @@ from graphaccel.errors import BadPin, GraphMisuse, HookNotKept
 from graphaccel.messages import Location
 from graphaccel.model import check_parameters
 from graphaccel.planner.cluster import Cluster
+from graphaccel.planner.given import check_given, misread
 from graphaccel.planner.offload import RUN, offload_text, planned_only, read_offload
 from graphaccel.planner.pins import NAMES, PRECISIONS
 from graphaccel.planner.plan import Plan
@@ -143,19 +144,28 @@ def check_can_run(given: Plan | None, pins: Mapping[str, Any]) -> None:
 
 
 def read_plan(given: str | Path | Plan | None, pins: Mapping[str, Any]) -> Plan | None:
-    """The plan to run exactly, from its file if need be.
+    """The plan to run exactly, from its file if need be, and checked as far as needs no graph.
 
-    Raises GraphMisuse (GA407) for a file that is no plan, BadPin (GA202) for pins besides a plan.
+    Raises GraphMisuse (GA407) for what is no plan, BadPin (GA202) for pins besides a plan and for
+    decisions that no plan can have, BatchNotDivisible (GA206).
     """
     if given is None:
         return None
     if pins:
         name = next(iter(pins))
         raise BadPin(pin=name, value=pins[name], reason="the plan given as plan= decides it")
-    if isinstance(given, Plan):
-        return given
+    path = "plan" if isinstance(given, Plan) else str(given)
+    plan = given if isinstance(given, Plan) else _from_file(path)
+    reason = misread(plan)
+    if reason is not None:
+        raise _unread(path, reason)
+    check_given(plan, path)
+    return plan
+
+
+def _from_file(path: str) -> Plan:
     try:
-        return Plan.from_json(Path(given).read_text())
+        return Plan.from_json(Path(path).read_text())
     except OSError as error:
         reason, cause = error.strerror or str(error), error
     except KeyError as error:
@@ -164,10 +174,14 @@ def read_plan(given: str | Path | Plan | None, pins: Mapping[str, Any]) -> Plan 
         reason, cause = "it is no plan", error
     except ValueError as error:
         reason, cause = str(error), error
-    raise GraphMisuse(
-        what=f"plan `{given}` can not be read: {reason}",
-        help_line=f"make a new one:  graphaccel plan FILE --devices N --json {given}",
-    ) from cause
+    raise _unread(path, reason) from cause
+
+
+def _unread(path: str, reason: str) -> GraphMisuse:
+    return GraphMisuse(
+        what=f"plan `{path}` can not be read: {reason}",
+        help_line=f"make a new one:  graphaccel plan FILE --devices N --json {path}",
+    )
 
 
 def device_count(asked: int | None, given: Plan | None, cluster: Cluster | None) -> int:

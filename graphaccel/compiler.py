@@ -45,6 +45,7 @@ from graphaccel.passes.localise import localised
 from graphaccel.passes.pipeline import build, placed_fusions, prepared
 from graphaccel.passes.place_ort import Tools
 from graphaccel.planner.cluster import Cluster
+from graphaccel.planner.given import check_fusions, check_given
 from graphaccel.planner.layouts import Layouts, LocalGraph, rates_of
 from graphaccel.planner.memory import UNEVEN, Resident, Sample, rank_curve, rank_memory
 from graphaccel.planner.plan import Chosen, Plan, StageMemory
@@ -517,7 +518,8 @@ class Compiler:
         different = tuple((k, said[k], here[k]) for k in here if said[k] != here[k])
         if different:
             raise PlanMismatch(path=self.path, differences=different)
-        _check_loss(step, self.plan)
+        check_fusions(self.plan, self.path, _device_type(self.cluster))
+        check_given(self.plan, self.path, prepared(step, self.plan))
 
 
 @contextmanager

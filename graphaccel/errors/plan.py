@@ -57,16 +57,25 @@ class InfeasiblePlan(GraphAccelError):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class BadPin(GraphAccelError):
-    """A pinned decision has a value that can not be. allowed: values that can."""
+    """A pinned decision has a value that can not be, or one of a plan that was given (`plan`: what
+    it is called). allowed: values that can."""
 
     code = "GA202"
     pin: str
     value: object
     reason: str
     allowed: tuple[str, ...] = ()
+    plan: str = ""
 
     def message(self) -> Message:
         choices = tuple(f"{self.pin}={value}" for value in self.allowed)
+        if self.plan:
+            new = f"make a new one:  graphaccel plan FILE --devices N --json {self.plan}"
+            return Message(
+                f"plan `{self.plan}` says {self.pin}={self.value!r}, which can not be planned",
+                why=self.reason,
+                help=(new, f"pinned, it is one of:  {'  '.join(choices)}") if choices else (new,),
+            )
         return Message(
             f"{self.pin}={self.value!r} can not be planned",
             why=self.reason,

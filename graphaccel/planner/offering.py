@@ -64,9 +64,9 @@ def check_products(pins: Pins, problem: Problem) -> None:
         raise BadPin(pin="precision", value=pins.precision, reason=reason, allowed=tuple(known))
 
 
-def check_chunk(pins: Pins, problem: Problem) -> None:
+def check_chunk(pins: Pins, in_chunks: bool) -> None:
     """Raises BadPin (GA202) where rows at a time are pinned, and nothing goes over rows so."""
-    if pins.loss_chunk is None or problem.profile.in_chunks:
+    if pins.loss_chunk is None or in_chunks:
         return
     reason = "the graph has no fused head and loss"
     reason += ", which fusions= asks for" if not pins.fusions else ": graphaccel explain says why"

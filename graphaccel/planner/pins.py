@@ -147,6 +147,41 @@ def read_pins(
 
     Raises: BadPin (GA202), NoLoss (GA103), BatchNotDivisible (GA206), SplitRefused (GA207).
     """
+    given = _values(pins)
+    typed: dict[str, Any] = {**given, **_names(given, step)}
+    if "pins" in given:
+        typed["pins"] = _placements(given["pins"], step)
+    if "stages" in given:
+        typed["stages"] = read_stages(given["stages"], step)
+    if "offload" in given:
+        typed["offload"] = read_offload(given["offload"])
+    found = Pins(**typed)
+    _check_loss(found, step)
+    found = _check_mesh(found, devices)
+    if found.vocab is not None:
+        placed = vocabulary_placements(found.vocab, step, _sizes(found, devices))
+        own = {**placed, **dict(found.pins or ())}
+        found = replace(found, pins=tuple(sorted(own.items())))
+    _check_together(found, devices, step.has_loss)
+    _check_batch(found, batch, limits)
+    return found
+
+
+def check_alone(pins: Mapping[str, object], devices: int, batch: int) -> None:
+    """As `read_pins`, as far as that needs no graph."""
+    graph = ("recompute", "ort", "pins", "vocab", "stages", "fusions")
+    given: dict[str, Any] = {n: v for n, v in _values(pins).items() if n not in graph}
+    if "offload" in given:
+        given["offload"] = read_offload(given["offload"])
+    if "cuts" in given:
+        given["cuts"] = _strings("cuts", given["cuts"])
+    found = _check_mesh(Pins(**given), devices)
+    _check_together(found, devices, True)
+    _check_batch(found, batch, Limits())
+
+
+def _values(pins: Mapping[str, object]) -> dict[str, object]:
+    """Those that are not left out, each checked by itself."""
     given = {name: value for name, value in pins.items() if value is not None}
     for name in given:
         if name not in NAMES:
@@ -170,29 +205,17 @@ def read_pins(
         if not isinstance(given.get(name, True), bool):
             reason = "it is true or false"
             raise BadPin(pin=name, value=given[name], reason=reason, allowed=("True", "False"))
-    typed: dict[str, Any] = {**given, **_names(given, step)}
-    if "pins" in given:
-        typed["pins"] = _placements(given["pins"], step)
-    if "stages" in given:
-        typed["stages"] = read_stages(given["stages"], step)
-    if "offload" in given:
-        typed["offload"] = read_offload(given["offload"])
-    found = Pins(**typed)
-    _check_loss(found, step)
-    found = _check_mesh(found, devices)
-    if found.vocab is not None:
-        placed = vocabulary_placements(found.vocab, step, _sizes(found, devices))
-        own = {**placed, **dict(found.pins or ())}
-        found = replace(found, pins=tuple(sorted(own.items())))
-    _check_zero(found, devices)
-    _check_sequence(found)
-    _check_sends(found)
-    _check_parameters_away(found)
-    _check_casts(found, step)
-    _check_schedule(found)
-    _check_stages(found)
-    _check_batch(found, batch, limits)
-    return found
+    return given
+
+
+def _check_together(pins: Pins, devices: int, has_loss: bool) -> None:
+    _check_zero(pins, devices)
+    _check_sequence(pins)
+    _check_sends(pins)
+    _check_parameters_away(pins)
+    _check_casts(pins, has_loss)
+    _check_schedule(pins)
+    _check_stages(pins)
 
 
 def _names(given: Mapping[str, object], step: StepGraph) -> dict[str, object]:
@@ -278,6 +301,13 @@ def _placements(value: object, step: StepGraph) -> tuple[tuple[str, tuple[Sharde
             if split.axis not in AXES or split.axis == "pipeline":
                 reason = "a tensor can be sharded over data, expert, context or tensor, not "
                 raise BadPin(pin="pins", value={name: said}, reason=reason + repr(split.axis))
+            if split.outer < 1 or any(
+                shapes[n][split.dim] % split.outer
+                for n in inside
+                if 0 <= split.dim < len(shapes[n])
+            ):
+                reason = f"dim {split.dim} of {inside[0]} has no {split.outer} equal sections"
+                raise BadPin(pin="pins", value={name: said}, reason=reason)
             with_dim = [n for n in inside if 0 <= split.dim < len(shapes[n])]
             if not with_dim:
                 reason = f"{inside[0]} is {list(shapes[inside[0]])}: it has no dim {split.dim}"
@@ -341,7 +371,7 @@ def _check_sends(pins: Pins) -> None:
             raise BadPin(pin="scatter_sends", value=True, reason=reason, allowed=("False",))
 
 
-def _check_casts(pins: Pins, step: StepGraph) -> None:
+def _check_casts(pins: Pins, has_loss: bool) -> None:
     if not pins.cast_once:
         return
     reason = None
@@ -349,7 +379,7 @@ def _check_casts(pins: Pins, step: StepGraph) -> None:
         reason = f"with precision={pins.precision or 'fp32'} no parameter is cast"
     elif pins.zeros == (3,):
         reason = "with zero=3 parameters are gathered; gather_again='step' does it once a step"
-    elif not step.has_loss:
+    elif not has_loss:
         reason = "with a loss outside of the graph there is one microbatch"
     if reason is not None:
         raise BadPin(pin="cast_once", value=True, reason=reason, allowed=("False",))

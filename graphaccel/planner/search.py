@@ -98,7 +98,7 @@ def search(
     record.asked(problem, decided, batch, dict(pins), refine)
     check_offload(decided, problem)
     check_products(decided, problem)
-    check_chunk(decided, problem)
+    check_chunk(decided, problem.profile.in_chunks)
     best: Plan | None = None
     notes: tuple[str, ...] = ()
     tried: list[tuple[Outcome, Problem]] = []

@@ -119,7 +119,8 @@ def with_cuts_and_blocks(
     are chosen again under each stage's memory. Where a fused op goes over its rows in chunks, fewer
     at a time are tried where that makes a plan fit, or fit with less to compute again.
 
-    Raises: TooManyStages (GA203), BadPin (GA202) where the stages of modules can not be.
+    Raises: TooManyStages (GA203), BadPin (GA202) where the stages of modules can not be, or rows at
+    a time were pinned and nothing goes over rows so.
     """
     best: Plan | None = None
     for tried in _chunked(problem, plan):
@@ -140,7 +141,10 @@ def _order(problem: Problem, plan: Plan) -> tuple[int, float]:
 
 def _chunked(problem: Problem, plan: Plan) -> list[Plan]:
     """The plan with each number of rows at a time that may be asked for; as it is where that was
-    pinned, or nothing goes over rows in chunks."""
+    pinned, or nothing goes over rows in chunks. Raises BadPin (GA202) for both at once."""
+    if "loss_chunk" in plan.pinned and not problem.layouts.of(plan).in_chunks:
+        reason = f"with tensor={plan.tensor} the graph has no fused head and loss"
+        raise BadPin(pin="loss_chunk", value=plan.loss_chunk, reason=reason)
     sizes = problem.sized(plan).chunks
     if not sizes or "loss_chunk" in plan.pinned:
         return [plan]
