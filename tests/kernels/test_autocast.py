@@ -25,12 +25,13 @@ from tests.kernels.test_fuse import AUTOCAST, counted, fused, gradients, step_of
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["bert", "t5"])
 def test_the_committed_table_is_what_is_found(name: str) -> None:
-    """benchmarks/results/fusions.json, which docs/fusions.md shows: counts and bytes of a row."""
+    """benchmarks/results/fusions.json, which docs/fusions.md shows: counts and bytes of a row, with
+    what the chunks of the head move."""
     rows = json.loads((RESULTS / "fusions.json").read_text())["rows"]
     what = (name, "sdpa", "autocast")
     (row,) = (r for r in rows if (r["model"], r["attention"], r["form"]) == what)
     assert measured(*what) == row
-    assert row["bytes_floor"] < row["bytes_after"] < 0.7 * row["bytes_before"]
+    assert row["bytes_floor"] < row["bytes_after"] < 0.75 * row["bytes_before"]
 
 
 class Turned(nn.Module):
