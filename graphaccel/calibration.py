@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -42,8 +42,9 @@ from graphaccel.runtime.gloo import for_gloo
 from graphaccel.runtime.launch import check_devices
 
 c10d = torch.ops._c10d_functional
-_WARM, _STEPS, _RUNS = 2, 5, 5
-_TURNS = 11  # of each collective: other processes disturb them more than they do ops
+_SUMS = {torch.ops.aten.add_.Tensor, torch.ops.aten.copy_.default}  # `accumulate_gradients`
+_WARM, _RUNS = 2, 5
+_TURNS = 11  # of steps and of each collective: other processes disturb them more than ops
 _MOST_SIZES = 4
 _MESSAGES = (1 << 12, 1 << 16, 1 << 20, 1 << 23, 25 << 20)  # bytes; the last is a full bucket
 
@@ -140,37 +141,43 @@ def _of_plan(args: argparse.Namespace, microbatches: int) -> dict[OpTime, float]
         assert loss is not None  # the plan was made with it
         loss.backward()
 
-    def step() -> None:
-        gradients()
-        model.zero_grad()
+    def change() -> None:
+        if optimizer is not None:
+            optimizer.step()
 
-    whole = _median(step)
+    whole, changing = _in_turn([gradients, change], after=model.zero_grad)
     (program,) = model.graphaccel.program.stages  # type: ignore[union-attr]
     alone, total = _nodes(program, microbatches)
     found = {row: seconds * whole / total for row, seconds in alone.items()}
     if optimizer is not None and microbatches == 1:
         trained = [p for p in model.parameters() if p.requires_grad]
-        gradients()  # of zeros a step takes up to twice as long
         size = sum(p.numel() * p.element_size() for p in trained)
-        found[OpTime(OPTIMIZER, bytes=size, count=len(trained))] = _median(optimizer.step)
+        found[OpTime(OPTIMIZER, bytes=size, count=len(trained))] = changing
     return found
 
 
 def _nodes(program: StageProgram, microbatches: int) -> tuple[dict[OpTime, float], float]:
-    """(seconds of a call by what it does, seconds of all calls of a step)."""
+    """(seconds of a call by what it does, seconds of a step's calls that a plan counts).
+
+    What a plan does not count, views and sums over microbatches, is thereby part of what it counts.
+    """
     often = [(program.forward, microbatches)]
     for (first, last), graph in program.backwards.items():
         often.append((graph, 1 if first or last else microbatches - 2))
-    times: dict[OpTime, list[float]] = defaultdict(list)
+    times: dict[OpTime, list[tuple[float, int]]] = defaultdict(list)
     total = 0.0
     for graph, runs in often:
-        seconds = _timed(graph)
-        total += runs * sum(seconds.values())
-        for node, each in seconds.items():
+        for node, each in _timed(graph).items():
             work = program_work(node)
-            if work is not None:
-                times[_row(work)].append(each)
-    return {row: statistics.fmean(each) for row, each in times.items()}, total
+            if work is None:
+                continue
+            times[_row(work)].append((each, runs))
+            total += runs * each * (node.target not in _SUMS)
+    found = {
+        row: sum(seconds * runs for seconds, runs in each) / sum(runs for _, runs in each)
+        for row, each in times.items()
+    }
+    return found, total
 
 
 def _row(work: Work) -> OpTime:
@@ -203,17 +210,6 @@ def _timed(graph: fx.GraphModule) -> dict[fx.Node, float]:
     return {node: statistics.median(each[_WARM:]) for node, each in run.seconds.items()}
 
 
-def _median(run: Callable[[], object]) -> float:
-    for _ in range(_WARM):
-        run()
-    times = []
-    for _ in range(_RUNS):
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
-
-
 def _rates(world: int) -> dict[str, tuple[float, float]]:
     """(seconds of a hop, bytes/s) of each collective, by the least relative error: an all-reduce
     makes a ring's two passes, the others one. A pass has n - 1 hops, on which (n - 1) / n of the
@@ -222,10 +218,8 @@ def _rates(world: int) -> dict[str, tuple[float, float]]:
     for wanted in _MESSAGES:
         data = torch.zeros(wanted // 4 // world * world)
         calls = _collectives(data, world)
-        seconds = torch.tensor(_in_turn(calls.values()))
-        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
         size = data.numel() * data.element_size()
-        for kind, each in zip(calls, seconds.tolist(), strict=True):
+        for kind, each in zip(calls, _in_turn([*calls.values()]), strict=True):
             hops = (2 if kind == "all-reduce" else 1) * (world - 1)
             rows[kind].append([hops / each, hops / world * size / each])
     return {kind: _fitted(found) for kind, found in rows.items()}
@@ -258,18 +252,26 @@ def _called(target: Any, given: torch.Tensor, count: int, *args: Any) -> Callabl
     return lambda: called(given)
 
 
-def _in_turn(calls: Iterable[Callable[[], object]]) -> list[float]:
-    """Median seconds of each call, one run of all after the other: what else the machine does
-    slows them alike."""
+def _in_turn(
+    calls: Sequence[Callable[[], object]], after: Callable[[], object] = lambda: None
+) -> list[float]:
+    """Median seconds of each call, one run of all after the other, as in a step: what else the
+    machine does slows them alike, and each finds the caches as the others leave them. Of processes
+    the slowest counts in each turn: the others wait for it."""
     times: list[list[float]] = []
     for _ in range(_WARM + _TURNS):
         times.append([])
         for call in calls:
-            dist.barrier()
+            if dist.is_initialized():
+                dist.barrier()
             start = time.perf_counter()
             call()
             times[-1].append(time.perf_counter() - start)
-    return [statistics.median(each) for each in zip(*times[_WARM:], strict=True)]
+        after()
+    seconds = torch.tensor(times[_WARM:])
+    if dist.is_initialized():
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    return seconds.median(dim=0).values.tolist()
 
 
 def _fitted(rows: list[list[float]]) -> tuple[float, float]:

@@ -25,6 +25,7 @@ from graphaccel.runtime.executor import (
     is_connection,
 )
 from graphaccel.runtime.inductor import StageCompiler
+from graphaccel.runtime.host_pages import keep_pages
 from graphaccel.runtime.layout import Layout
 from graphaccel.runtime.loss_scale import LossScale
 from graphaccel.runtime.mesh import AXES, Mesh
@@ -106,6 +107,8 @@ class Session:
         Parameter objects keep their identity: optimizers, groups and schedulers go on working.
         """
         self._initial = initial
+        if self.mesh.device.type == "cpu":
+            keep_pages()
         forget_flat_weights(self.model)
         self.homes = dict(homes) | {name: homes[of] for name, of in tied.items() if of in homes}
         if self.mesh.pipeline > 1:
