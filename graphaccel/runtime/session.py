@@ -24,8 +24,8 @@ from graphaccel.runtime.executor import (
     first_line,
     is_connection,
 )
-from graphaccel.runtime.inductor import StageCompiler
 from graphaccel.runtime.host_pages import keep_pages
+from graphaccel.runtime.inductor import StageCompiler
 from graphaccel.runtime.layout import Layout
 from graphaccel.runtime.loss_scale import LossScale
 from graphaccel.runtime.mesh import AXES, Mesh
