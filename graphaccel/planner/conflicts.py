@@ -19,6 +19,9 @@ from graphaccel.planner.plan import GATHERS
 from graphaccel.schedule.table import SCHEDULE_NAMES
 
 Check = Callable[[Mapping[str, object]], GraphAccelError | None]
+_NEVER_CHOSEN = ("precision",)
+"""Pins that the search does not choose where they are left out: a plan then has their default,
+which may be what contradicts another. Dropping them does not tell whether the rest can be."""
 
 
 def agreeing_pins(
@@ -26,13 +29,15 @@ def agreeing_pins(
 ) -> Pins:
     """`read_pins`; where several pins can not be together, the error names the fewest that can not.
 
+    Those in `_NEVER_CHOSEN` are not among them, and stand while the others are dropped.
     Raises: as `read_pins`, and ConflictingPins (GA210).
     """
     given = {name: value for name, value in pins.items() if value is not None}
+    standing = {name: given[name] for name in _NEVER_CHOSEN if name in given}
 
     def check(some: Mapping[str, object]) -> GraphAccelError | None:
         try:
-            read_pins(some, step, devices, batch, limits)
+            read_pins({**standing, **some}, step, devices, batch, limits)
         except BadPin as error:
             return error
         return None
@@ -40,7 +45,8 @@ def agreeing_pins(
     try:
         return read_pins(given, step, devices, batch, limits)
     except BadPin as error:
-        names = conflict(given, check)
+        free = {name: value for name, value in given.items() if name not in standing}
+        names = conflict(free, check)
         core = {name: given[name] for name in names}
         problem = check(core)
         assert isinstance(problem, BadPin)

@@ -377,8 +377,13 @@ def _check_casts(pins: Pins, has_loss: bool) -> None:
     reason = None
     if PRECISIONS[pins.precision or "fp32"].compute == "float32":
         reason = f"with precision={pins.precision or 'fp32'} no parameter is cast"
-    elif pins.zeros == (3,):
+    elif pins.zero == 3:
         reason = "with zero=3 parameters are gathered; gather_again='step' does it once a step"
+    elif pins.zeros == (3,):
+        reason = (
+            f"gather_again={pins.gather_again!r} is of zero=3, which gathers parameters that rest in "
+            "shards; cast_once holds casts of those that rest whole, under zero=0, 1 or 2"
+        )
     elif not has_loss:
         reason = "with a loss outside of the graph there is one microbatch"
     if reason is not None:

@@ -106,6 +106,29 @@ from tests.support.small import WIDTH, Classifier, small_batch
             "accumulation, schedule",
         ),
         (
+            {"cast_once": True, "gather_again": "step", "precision": "bf16"},
+            "cast_once=True and gather_again='step'",
+            ("cast_once=True       with the others:  cast_once=False", "gather_again='step'  with the others:  gather_again=True"),
+            "gather_again='step' is of zero=3, which gathers parameters that rest in shards; cast_once "
+            "holds casts of those that rest whole, under zero=0, 1 or 2",
+            "cast_once, gather_again",
+        ),
+        (
+            {"gather_again": False, "precision": "bf16-params", "data": 4, "cast_once": True},
+            "gather_again=False and cast_once=True",
+            ("gather_again=False  with the others:  gather_again=True", "cast_once=True      with the others:  cast_once=False"),
+            "gather_again=False is of zero=3, which gathers parameters that rest in shards; cast_once "
+            "holds casts of those that rest whole, under zero=0, 1 or 2",
+            "gather_again, cast_once",
+        ),
+        (
+            {"cast_once": True, "precision": "bf16", "zero": 3, "gather_again": True},
+            "cast_once=True and zero=3",
+            ("cast_once=True  with the others:  cast_once=False", "zero=3          with the others:  zero=0  zero=1  zero=2"),
+            "with zero=3 parameters are gathered; gather_again='step' does it once a step",
+            "cast_once, zero",
+        ),
+        (
             {"tensor": 1, "sequence": True},
             "tensor=1 and sequence=True",
             ("tensor=1       with the others:  tensor=2  tensor=4  tensor=8", "sequence=True  with the others:  sequence=False"),
@@ -124,6 +147,19 @@ def test_pins_that_contradict_each_other(
         f"error[GA210]: {said} can not be kept together on 8 devices\n{lines}  why:  {why}\n"
         f"  help: leave one of them out, and it will be chosen for you:  {names}\n"
         "  explain: graphaccel explain GA210"
+    )
+
+
+@pytest.mark.parametrize("more", [{}, {"precision": "fp32"}, {"gather_again": "step"}], ids=str)
+def test_without_a_lower_precision_nothing_is_cast(more: dict[str, Any]) -> None:
+    """The one pin to blame is named: what the others say does not matter."""
+    with pytest.raises(errors.BadPin) as caught:
+        graphaccel.plan(Classifier(), small_batch(), devices=8, cast_once=True, **more)
+    assert str(caught.value) == (
+        "error[GA202]: cast_once=True can not be planned\n"
+        "  why:  with precision=fp32 no parameter is cast\n"
+        "  help: use one of:  cast_once=False\n"
+        "  explain: graphaccel explain GA202"
     )
 
 
