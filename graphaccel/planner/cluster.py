@@ -37,6 +37,8 @@ from typing import Any
 from graphaccel.errors import BadCluster, UnknownDevice
 
 GIB = 2**30
+MOST_DEVICES = 2**20
+"""Of a cluster: several times the largest machines; more is a slip of whoever asks."""
 
 
 @dataclass(frozen=True)
@@ -147,8 +149,9 @@ class Cluster:
     ``ort``: by build of ONNX Runtime and threads ("training 1.19.2, 2 threads"), region key →
     seconds measured here (torch, ONNX Runtime). ``host``: of each device; where it is not known,
     nothing is kept there.
-    Raises ``ValueError`` when the levels do not grow, one is not made of whole ones of the level
-    inside it (of the last, any number may be there), or the last does not hold all devices.
+    Raises ``ValueError`` for no devices or more than ``MOST_DEVICES``, when the levels do not grow,
+    one is not made of whole ones of the level inside it (of the last, any number may be there), or
+    the last does not hold all devices.
     """
 
     device: Device
@@ -163,6 +166,8 @@ class Cluster:
         sizes = [link.size for link in self.links]
         if self.count < 1:
             raise ValueError(f"a cluster needs at least one device, not {self.count}")
+        if self.count > MOST_DEVICES:
+            raise ValueError(too_many_devices(self.count))
         if not sizes or sizes != sorted(set(sizes)):
             raise ValueError(f"link levels must grow outwards, not {sizes}")
         if any(outer % inner for inner, outer in pairwise(sizes[:-1])):
@@ -234,10 +239,12 @@ def cluster(device: str, count: int, memory: int | None = None) -> Cluster:
     ``memory`` in bytes per device overrides the catalogue's. "cpu" is this host: its cores and
     memory shared evenly by ``count`` processes.
     Raises ``graphaccel.errors.UnknownDevice`` (GA601), and ``BadCluster`` (GA602) for a count below
-    one or a memory that holds nothing.
+    one or above ``MOST_DEVICES`` or a memory that holds nothing.
     """
     name = device.lower()
     problems = [] if count > 0 else [f"a cluster needs at least one device, not {count}"]
+    if count > MOST_DEVICES:
+        problems.append(too_many_devices(count))
     if memory is not None and memory <= 0:
         problems.append(f"a memory of {memory} bytes holds nothing")
     if problems:
@@ -249,6 +256,11 @@ def cluster(device: str, count: int, memory: int | None = None) -> Cluster:
     if memory is not None:
         result = replace(result, device=replace(result.device, memory=memory))
     return result
+
+
+def too_many_devices(count: int) -> str:
+    """What is wrong with more than ``MOST_DEVICES``."""
+    return f"a cluster has at most {MOST_DEVICES} devices, not {count}"
 
 
 def device_names() -> tuple[str, ...]:

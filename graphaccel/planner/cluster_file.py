@@ -10,7 +10,7 @@ import difflib
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, fields, replace
+from dataclasses import MISSING, fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,14 @@ import torch
 from graphaccel.errors import BadCluster
 from graphaccel.planner.cluster import (
     COLLECTIVES,
+    MOST_DEVICES,
     Cluster,
     Collective,
     Device,
     Host,
     Link,
     OpTime,
+    too_many_devices,
 )
 
 _MAY_BE_ZERO = {
@@ -55,8 +57,7 @@ def read_cluster(file: Path, devices: int | None = None) -> Cluster:
     problems = tuple(_problems(data, devices))
     if problems:
         raise BadCluster(where=str(file), problems=problems)
-    found = Cluster.from_json(data)
-    return found if devices is None else replace(found, count=devices)
+    return Cluster.from_json(data if devices is None else {**data, "count": devices})
 
 
 def write_cluster(cluster: Cluster, file: Path) -> None:
@@ -81,7 +82,9 @@ def _problems(data: Any, devices: int | None) -> Iterator[str]:
     if not found:
         count = data["count"] if devices is None else devices
         last = links[-1]
-        if last["size"] < count:
+        if count > MOST_DEVICES:
+            yield too_many_devices(count)
+        elif last["size"] < count:
             yield (
                 f"links[{len(links) - 1}].size is {last['size']}, and {count} devices are asked "
                 "for: the last level reaches all of them"

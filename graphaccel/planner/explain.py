@@ -8,7 +8,7 @@ from dataclasses import replace
 from graphaccel.errors import GraphAccelError, InfeasiblePlan
 from graphaccel.messages import format_bytes
 from graphaccel.planner.candidates import WORTH
-from graphaccel.planner.cluster import Cluster, device_names
+from graphaccel.planner.cluster import MOST_DEVICES, Cluster, device_names
 from graphaccel.planner.cluster import cluster as named_cluster
 from graphaccel.planner.offering import askable, offered
 from graphaccel.planner.offload import host_excess, hosts, offload_text
@@ -198,6 +198,8 @@ def _relaxations(
             break
     free = replace(pins, **dict.fromkeys(axes))
     for factor in (2, 4, 8):
+        if asked.cluster.count * factor > MOST_DEVICES:
+            break
         wider, change = wider_cluster(asked.cluster, factor)
         wider = as_corrected(wider, asked.cluster, problem.cluster)
         if attempt(change, replace(problem, cluster=wider), free):

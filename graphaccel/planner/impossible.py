@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from itertools import islice
+
 from graphaccel.errors import BadPin, BatchNotDivisible, SplitRefused
 from graphaccel.planner.offload import RUN, offload_text
-from graphaccel.planner.pins import Pins, divisors
+from graphaccel.planner.pins import Pins
 from graphaccel.planner.solve import Problem
 
 
@@ -35,12 +39,11 @@ def indivisible(count: int, batch: int, stages: int) -> BatchNotDivisible:
     """No data axis and no pipeline of all devices: what would do, near what was asked."""
 
     def possible(devices: int, size: int) -> bool:
-        return any(size % data == 0 and devices // data <= stages for data in divisors(devices))
+        return devices // math.gcd(devices, size) <= stages
 
-    near = sorted(range(1, 2 * count + 1), key=lambda n: (abs(n - count), n))
-    devices = [n for n in near if possible(n, batch)][:3]
-    near = sorted(range(1, 2 * batch + count + 1), key=lambda n: (abs(n - batch), n))
-    batches = [n for n in near if possible(count, n)][:3]
+    devices = islice((n for n in _near(count, 2 * count) if possible(n, batch)), 3)
+    most = 2 * batch + count
+    batches = islice((n for n in _near(batch, most) if possible(count, n)), 3)
     return BatchNotDivisible(
         batch=batch,
         microbatches=1,
@@ -49,3 +52,12 @@ def indivisible(count: int, batch: int, stages: int) -> BatchNotDivisible:
         devices=tuple(sorted(devices)),
         batches=tuple(sorted(batches)),
     )
+
+
+def _near(value: int, most: int) -> Iterator[int]:
+    """Whole numbers from 1 to `most`, by how far they are from `value`, the lower of two first."""
+    for far in range(max(value, most - value + 1)):
+        if value - far >= 1:
+            yield value - far
+        if 0 < far <= most - value:
+            yield value + far

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from math import prod
+from math import isqrt, prod
 from typing import Any
 
 from graphaccel.capture.stepgraph import StepGraph
@@ -135,7 +135,8 @@ def replicate() -> tuple[Sharded, ...]:
 @cache
 def divisors(number: int) -> tuple[int, ...]:
     """All divisors, ascending."""
-    return tuple(n for n in range(1, number + 1) if number % n == 0)
+    small = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
+    return tuple(sorted({*small, *(number // n for n in small)}))
 
 
 def read_pins(

@@ -20,7 +20,7 @@ from dataclasses import dataclass, fields, replace
 from graphaccel.errors import BadPin, GraphAccelError, InfeasiblePlan
 from graphaccel.messages import format_bytes
 from graphaccel.planner.candidates import Shape, shapes
-from graphaccel.planner.cluster import Cluster, Collective, Link, OpTime
+from graphaccel.planner.cluster import MOST_DEVICES, Cluster, Collective, Link, OpTime
 from graphaccel.planner.conflicts import agreeing_pins
 from graphaccel.planner.explain import (
     as_corrected,
@@ -331,9 +331,11 @@ def _prices(record: Record, problem: Problem, plan: Plan) -> Iterator[Price]:
         yield _price(record, problem, plan, f"{factor:g}x {name}", changed)
     free = replace(record.pins, **{axis: None for axis in plan.mesh}, cuts=None)
     assert record.problem is not None
-    wider, change = wider_cluster(record.problem.cluster, 2)
-    wider = as_corrected(wider, record.problem.cluster, cluster)
-    yield _price(record, problem, plan, change, wider, free)
+    asked = record.problem.cluster
+    if 2 * asked.count <= MOST_DEVICES:
+        wider, change = wider_cluster(asked, 2)
+        wider = as_corrected(wider, asked, cluster)
+        yield _price(record, problem, plan, change, wider, free)
     double = 2 * record.batch
     yield _price(record, problem, plan, f"batch {double}, for each example", cluster, batch=double)
 

@@ -105,6 +105,7 @@ def _changed(path: str, value: Any) -> dict[str, Any]:
         ("host.shared", 1, "host.shared is to be true or false"),
         ("host.disk", 1, "host.disk is unknown; there are memory, memory_bandwidth, link, shared"),
         ("count", 0, "count is 0: it is above 0"),
+        ("count", 10**12, "a cluster has at most 1048576 devices, not 1000000000000"),
         ("count", True, "count is True: it is a whole number"),
         ("ort", 5, "ort is to be an object of what was measured, by build of ONNX Runtime"),
         ("ort", {"b": []}, "ort['b'] is to be an object of seconds by region"),
@@ -172,11 +173,19 @@ def test_more_devices_than_the_file_links(tmp_path: Path) -> None:
     assert problem.startswith("links[1].size is 16, and 32 devices are asked for")
 
 
+def test_a_count_that_is_not_asked_for_does_not_matter(tmp_path: Path) -> None:
+    file = tmp_path / "c.json"
+    file.write_text(json.dumps(_changed("count", 10**12)))
+    assert read_cluster(file, 16) == cluster("h100-80gb", 16)
+
+
 @pytest.mark.parametrize(
     ("devices", "memory", "problems"),
     [
         (0, None, ("a cluster needs at least one device, not 0",)),
         (-2, None, ("a cluster needs at least one device, not -2",)),
+        (2**20 + 1, None, ("a cluster has at most 1048576 devices, not 1048577",)),
+        (10**12, -1, ("a cluster has at most 1048576 devices, not 1000000000000", "a memory of -1 bytes holds nothing")),
         (2, 0, ("a memory of 0 bytes holds nothing",)),
         (2, -1, ("a memory of -1 bytes holds nothing",)),
         (0, -1, ("a cluster needs at least one device, not 0", "a memory of -1 bytes holds nothing")),
@@ -205,13 +214,16 @@ def test_an_unknown_device(name: str, advice: str) -> None:
     assert str(caught.value) == f"{text}  explain: graphaccel explain GA601"
 
 
-def test_a_batch_that_no_number_of_devices_divides() -> None:
+@pytest.mark.parametrize(
+    ("devices", "batches"), [(64, "32, 64"), (2**20, "524288, 1048576")]
+)
+def test_a_batch_that_no_number_of_devices_divides(devices: int, batches: str) -> None:
     with pytest.raises(errors.BatchNotDivisible) as caught:
-        graphaccel.plan(Classifier(), small_batch(7), devices=64)
+        graphaccel.plan(Classifier(), small_batch(7), devices=devices)
     assert str(caught.value) == (
-        "error[GA206]: a batch of 7 can not be shared by 64 devices\n"
+        f"error[GA206]: a batch of 7 can not be shared by {devices} devices\n"
         "  why:  no data axis divides both, and the graph has too few stages for a pipeline of all devices\n"
         "  help: use another number of devices:  2, 7, 14\n"
-        "  help: or another global batch:  32, 64\n"
+        f"  help: or another global batch:  {batches}\n"
         "  explain: graphaccel explain GA206"
     )

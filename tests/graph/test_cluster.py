@@ -97,6 +97,7 @@ def test_an_unknown_device_names_the_closest():
         ((), 1, "link levels must grow outwards"),
         ((INNER, replace(OUTER, size=6), OUTER), 4, "hold whole ones of the last, not .4, 6, 64."),
         ((INNER,), 0, "at least one device, not 0"),
+        ((replace(OUTER, size=2**21),), 2**21, "at most 1048576 devices, not 2097152"),
     ],
 )
 def test_impossible_clusters_are_refused(links, count, message):
