@@ -149,9 +149,9 @@ def large_table(result: list[dict[str, Any]]) -> str:
 def search_table(result: dict[str, Any]) -> str:
     """Markdown: how long searches took and what they found (`benchmarks/results/search.json`)."""
     rows = [
-        "| model | layers | H100s | in all | capture | search | programs | load | candidates "
-        "| memory | plan | step | of a device |",
-        "|---" * 13 + "|",
+        "| model | layers | widths | H100s | in all | capture | search | programs | load "
+        "| candidates | memory | plan | step | of a device |",
+        "|---" * 14 + "|",
     ]
     beside = [
         "| model | H100s | mesh | planned | step | of meshes, guessed faster | faster |",
@@ -160,7 +160,7 @@ def search_table(result: dict[str, Any]) -> str:
     for row in result.values():
         known = f"| {row['model']} | "
         rows.append(
-            f"{known}{row['layers']} | {row['devices']:,} | {row['seconds']:.1f} s "
+            f"{known}{row['layers']} | {row['kinds']} | {row['devices']:,} | {row['seconds']:.1f} s "
             f"| {row['capture_seconds']:.1f} s | {row['search_seconds']:.1f} s "
             f"| {row['build_seconds']:.1f} s | {row['load']:.1f} | {row['candidates']:,} "
             f"| {row['peak_gb']:.1f} GB | {row['plan']} | {row['predicted_seconds']:.3g} s "

@@ -166,3 +166,18 @@ def test_a_row_for_each_region(measured: ModuleType) -> None:
     assert "| `GeluGrad` | 500 us | 2000 us | 3000 us |\n" in measured.kernel_table(result)
     with pytest.raises(ValueError, match="has no lines"):
         measured.with_ort_tables("no marks", measured.RESULTS)
+
+
+def test_searches_of_models_with_other_kinds_of_blocks_are_told_apart(measured: ModuleType) -> None:
+    row = {
+        "model": "llama", "layers": 32, "kinds": 1, "devices": 64, "seconds": 15.75,
+        "capture_seconds": 8.5, "search_seconds": 3.5, "build_seconds": 3.75, "load": 1.0,
+        "candidates": 22098, "peak_gb": 0.7, "plan": "data 64", "predicted_seconds": 3.875,
+        "peak_bytes": 2**36, "published": {},
+    }  # fmt: skip
+    table = measured.search_table({"kinds-1": row, "kinds-8": row | {"kinds": 8}}).splitlines()
+    names = [cell.strip() for cell in table[0].split("|")]
+    rows = [[cell.strip() for cell in line.split("|")] for line in table[2:4]]
+    assert [len(cells) for cells in rows] == [len(names)] * 2
+    assert [cells[names.index("widths")] for cells in rows] == ["1", "8"]
+    assert [cells[names.index("H100s")] for cells in rows] == ["64", "64"]
