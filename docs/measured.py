@@ -103,15 +103,22 @@ def kernel_table(result: dict[str, Any]) -> str:
 
 
 def validation_table(result: dict[str, Any]) -> str:
-    """Markdown: how far predictions of published runs are off, a row a source."""
+    """Markdown: how far predictions of published runs are off, a row a source; with the source left
+    out where `--fit` was asked (`result["fit"]`)."""
     said = result["summary"]
-    rows = ["| source | runs | step time off by | bias | memory off by |", "|---|---|---|---|---|"]
+    apart = (result.get("fit") or {"sources": {}})["sources"]
+    rows = [
+        "| source | runs | step time off by | bias | left out | memory off by |",
+        "|---|---|---|---|---|---|",
+    ]
     for name, found in said["sources"].items():
         memory = found.get("memory_mean_absolute")
         told = "" if memory is None else f"{100 * memory:.1f} %"
+        left = apart.get(name, {}).get("left_out")
         rows.append(
             f"| {_source(name)} | {found['runs']} | {100 * found['mean_absolute']:.1f} % "
-            f"| {100 * found['bias']:+.1f} % | {told} |"
+            f"| {100 * found['bias']:+.1f} % | {'' if left is None else f'{100 * left:.1f} %'} "
+            f"| {told} |"
         )
     verdicts = said["verdicts"]
     text = (
@@ -121,7 +128,35 @@ def validation_table(result: dict[str, Any]) -> str:
         + ", ".join(f"{kind} for {n}" for kind, n in sorted(verdicts.items(), key=lambda v: -v[1]))
         + "."
     )
-    return "\n".join([*rows, "", text, ""])
+    return "\n".join([*rows, "", text, *_left_out(apart), ""])
+
+
+_BAR = 0.1  # of the mean error of a step's time, of a source that had no say
+
+
+def _left_out(sources: dict[str, dict[str, Any]]) -> list[str]:
+    """What is to be said of errors with the source left out; nothing where there are none."""
+    known = {name: one for name, one in sources.items() if one["left_out"] is not None}
+    if not known:
+        return []
+    kinds = [
+        [one["left_out"] for name, one in known.items() if name.endswith(" in 8 bits") == eight]
+        for eight in (False, True)
+    ]
+    means = [f"{100 * sum(kind) / len(kind):.1f} %" if kind else "none" for kind in kinds]
+    over = {name: one for name, one in known.items() if one["left_out"] > _BAR}
+    lines = [
+        "",
+        f"Left out: {means[0]} on average over the sources, {means[1]} with products in 8 bits. "
+        f"Against a bar of {100 * _BAR:.0f} %: {len(known) - len(over)} of {len(known)} rows are "
+        "within it" + (", above it are:" if over else "."),
+    ]
+    if over:
+        lines.append("")
+    for name, one in over.items():
+        own = f", without its {' and '.join(one['without'])}" if one["without"] else ""
+        lines.append(f"- {_source(name)}: {100 * one['left_out']:.1f} % over {one['runs']} runs{own}")
+    return lines
 
 
 def _source(name: str) -> str:

@@ -29,13 +29,12 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import RESULTS
-from benchmarks.validation.fit import Sample, fitted, sample
+from benchmarks.validation import fit
 from benchmarks.validation.predict import Predicted, Predictor
-from benchmarks.validation.rows import FOLDER, Run, read
+from benchmarks.validation.rows import IN_EIGHT_BITS, FOLDER, Run, read
 from graphaccel.errors import GraphAccelError
 
 RESULT = RESULTS / "validation.json"
-_EIGHT_BITS = ", products in 8 bits"  # behind the name of a source
 _GRID = 5  # runs of one model on one number of devices that are ranked
 
 
@@ -62,17 +61,19 @@ def main() -> None:
     runs.sort(key=lambda r: (str(r.shape), r.device, r.tensor, r.context, r.devices))
     known: dict[str, Any] = json.loads(RESULT.read_text())["runs"] if RESULT.exists() else {}
     predictor = Predictor(max((run.devices for run in runs), default=1))
-    samples: list[Sample] = []
+    samples: list[fit.Sample] = []
     for run in [] if args.summary else runs[: args.limit]:
         found, predicted = _predicted(predictor, run)
         known[_key(run)] = found
         if args.fit and predicted is not None:
-            samples.append(sample(run, predicted))
+            samples.append(fit.sample(run, predicted))
         print(_line(found), flush=True)
-    _write(known, left_out, len(rows))
+    all_runs = sum(isinstance(row, Run) for row in rows)
+    found_shares = fit.fitted(samples) if samples else None
+    _write(known, left_out, len(rows), found_shares if len(runs[: args.limit]) == all_runs else None)
     print(text(json.loads(RESULT.read_text())))
-    if samples:
-        print(fitted(samples))
+    if found_shares is not None:
+        print(fit.text(found_shares))
 
 
 def _predicted(predictor: Predictor, run: Run) -> tuple[dict[str, Any], Predicted | None]:
@@ -122,7 +123,7 @@ def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     by_source: dict[str, list[dict[str, Any]]] = defaultdict(list)
     grids: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for run in done:
-        by_source[run["source"] + _EIGHT_BITS * bool(run["products"])].append(run)
+        by_source[run["source"] + IN_EIGHT_BITS * bool(run["products"])].append(run)
         grids[run["group"]].append(run)
     ranked = {name: grid for name, grid in grids.items() if len(grid) >= _GRID}
     return {
@@ -138,7 +139,7 @@ def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def _mean(by_source: Mapping[str, Sequence[dict[str, Any]]], *, eight_bits: bool) -> float:
     """Of the sources' errors, each counting the same; 0 where there is none."""
-    chosen = [runs for name, runs in by_source.items() if name.endswith(_EIGHT_BITS) == eight_bits]
+    chosen = [runs for name, runs in by_source.items() if name.endswith(IN_EIGHT_BITS) == eight_bits]
     return statistics.fmean([_figures(r)["mean_absolute"] for r in chosen]) if chosen else 0.0
 
 
@@ -201,14 +202,20 @@ def text(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _write(known: dict[str, Any], left_out: Counter[str], rows: int) -> None:
+def _write(
+    known: dict[str, Any], left_out: Counter[str], rows: int, shares: dict[str, Any] | None
+) -> None:
+    """shares: of a fit of all runs; None keeps those that are there."""
     if not known:
         return
+    if shares is None and RESULT.exists():
+        shares = json.loads(RESULT.read_text()).get("fit")
     body = {
         "name": "validation",
         "command": "python -m benchmarks.validation",
         "rows": rows,
         "left_out": dict(left_out.most_common()),
+        "fit": shares,
         "summary": summary(list(known.values())),
         "runs": known,
     }

@@ -3,9 +3,10 @@
 For each family of devices three numbers: what large products reach of the peak, what a copy reaches
 of the memory's bandwidth, and fused attention (forward and backward alike, as a factor on what was
 measured alone). They are those of a grid with the least mean error, each source counting the same.
-Then each source is left out, and predicted with what the others say; where no other ran on the
-device, with what kernels reach when measured alone (`ALONE`), times what runs of the other families
-reach of that: a device that trains is hotter and shares its memory.
+Then each source is left out, and predicted with what the others say: without the shares that were
+found in its own times (`rows.own_shares`), and, where no other ran on the device, with what kernels
+reach when measured alone (`ALONE`), times what runs of the other families reach of that: a device
+that trains is hotter and shares its memory.
 
 Changing a share scales the time of a microbatch, by all of its nodes; what is sent stays.
 """
@@ -14,12 +15,13 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import product
+from typing import Any
 
 from benchmarks.validation.predict import Predicted
-from benchmarks.validation.rows import Run
+from benchmarks.validation.rows import Run, own_shares
 from graphaccel.planner.cluster import Device, cluster
 from graphaccel.planner.efficiency import Work, gap_seconds, seconds_of
 
@@ -60,42 +62,79 @@ def sample(run: Run, predicted: Predicted) -> Sample:
     return Sample(run, predicted.where.device, works, parts.compute + parts.bubble, rest)
 
 
-def fitted(samples: Sequence[Sample]) -> str:
-    """A table: shares by family, and the error of each source, fitted and left out."""
-    lines = []
-    left: dict[str, list[float]] = defaultdict(list)
-    fit: dict[str, list[float]] = defaultdict(list)
+def fitted(samples: Sequence[Sample]) -> dict[str, Any]:
+    """Of each family its shares and runs. Of each source the mean error of the step time with the
+    shares that all runs support ("fitted") and with what the others say ("left_out": None where no
+    other says anything of the device); "without": what of its system was left out with it."""
     families = _grouped(samples, lambda s: _family(s.run))
     found = {name: _best(members) for name, members in families.items()}
-    for family, members in families.items():
-        shares = found[family]
-        lines.append(
-            f"{family}: products {shares.product:.2f} of the peak, copies {shares.copy:.2f} of the "
-            f"bandwidth, attention x {shares.attention:.1f}; {len(members)} runs"
-        )
-        by_source = _grouped(members, lambda s: s.run.source)
-        for source, own in by_source.items():
-            fit[source] += [abs(_error(s, shares)) for s in own]
-            others = [s for s in members if s.run.source != source]
-            apart = _best(others) if others else _elsewhere(family, found, shares)
-            left[source] += [abs(_error(s, apart)) for s in own]
+    fit: dict[str, list[float]] = defaultdict(list)
+    left: dict[str, list[float] | None] = {}
+    without: dict[str, tuple[str, ...]] = {}
+    for source, members in _grouped(samples, lambda s: s.run.source).items():
+        others = {
+            name: _rest(own, source, found[name])
+            for name, own in families.items()
+        }
+        for one in members:
+            name, family = one.run.reported, _family(one.run)
+            fit[name].append(abs(_error(one, found[family])))
+            apart = others[family] or _elsewhere(family, others)
+            without[name] = own_shares(source)
+            if apart is None:
+                left[name] = None
+            elif (errors := left.setdefault(name, [])) is not None:
+                errors.append(abs(_error(one, apart, without[name])))
+    return {
+        "families": {
+            name: {**asdict(found[name]), "runs": len(members)}
+            for name, members in families.items()
+        },
+        "sources": {
+            name: {
+                "runs": len(errors),
+                "fitted": statistics.mean(errors),
+                "left_out": _mean(left[name]),
+                "without": list(without[name]),
+            }
+            for name, errors in sorted(fit.items())
+        },
+    }
+
+
+def text(figures: dict[str, Any]) -> str:
+    """The figures of `fitted` as lines."""
+    lines = [
+        f"{name}: products {f['product']:.2f} of the peak, copies {f['copy']:.2f} of the "
+        f"bandwidth, attention x {f['attention']:.1f}; {f['runs']} runs"
+        for name, f in figures["families"].items()
+    ]
     lines.append("mean |error| of the step time, fitted on all and with the source left out:")
-    for source in sorted(fit):
-        both = [100 * statistics.mean(errors[source]) for errors in (fit, left)]
-        lines.append(f"{len(fit[source]):5} runs  {both[0]:5.1f} %  {both[1]:5.1f} %  {source}")
-    both = [100 * statistics.mean(map(statistics.mean, e.values())) for e in (fit, left)]
-    lines.append(f"mean over the sources: {both[0]:.1f} %, left out {both[1]:.1f} %")
+    for name, f in figures["sources"].items():
+        apart = "   none " if f["left_out"] is None else f"{100 * f['left_out']:5.1f} %"
+        own = f", without its {' and '.join(f['without'])}" if f["without"] else ""
+        lines.append(f"{f['runs']:5} runs  {100 * f['fitted']:5.1f} %  {apart}  {name}{own}")
     return "\n".join(lines)
 
 
-def _elsewhere(family: str, found: dict[str, Shares], own: Shares) -> Shares:
+def _mean(errors: Sequence[float] | None) -> float | None:
+    return None if errors is None else statistics.mean(errors)
+
+
+def _rest(members: Sequence[Sample], source: str, whole: Shares) -> Shares | None:
+    """What a family's runs support without those of a source; None where no other ran on it."""
+    others = [s for s in members if s.run.source != source]
+    return whole if len(others) == len(members) else _best(others) if others else None
+
+
+def _elsewhere(family: str, others: Mapping[str, Shares | None]) -> Shares | None:
     """What runs on other devices say of a family, where kernels were measured alone on it."""
-    kept = [s.product / ALONE[f] for f, s in found.items() if f in ALONE and f != family]
+    found = {f: s for f, s in others.items() if s is not None and f != family}
+    kept = [s.product / ALONE[f] for f, s in found.items() if f in ALONE]
     if family not in ALONE or not kept:
-        return own
-    others = [s for f, s in found.items() if f != family]
-    copy = statistics.mean(s.copy for s in others)
-    attention = statistics.mean(s.attention for s in others)
+        return None
+    copy = statistics.mean(s.copy for s in found.values())
+    attention = statistics.mean(s.attention for s in found.values())
     return Shares(ALONE[family] * statistics.mean(kept), copy, attention)
 
 
@@ -110,15 +149,26 @@ def _best(samples: Sequence[Sample]) -> Shares:
     return min((Shares(*c) for c in product(_PRODUCTS, _COPIES, _ATTENTION)), key=error)
 
 
-def _error(one: Sample, shares: Shares) -> float:
-    usual = cluster(one.run.device, 1).device
-    library = one.device.product / usual.product
+def _error(one: Sample, shares: Shares, without: Sequence[str] = ()) -> float:
+    """Of the step time with these shares. without: fields of the run's system that are as in the
+    catalogue (`rows.own_shares`)."""
+    usual, system, known = cluster(one.run.device, 1).device, one.run.system, one.device
+    if "launch_seconds" in without:
+        known = replace(known, launch_seconds=usual.launch_seconds)
+    if "hopper" in without and one.run.device.startswith("h100"):
+        known = replace(known, product=known.product / system.hopper)
+    if "attention" in without:
+        known = replace(
+            known,
+            attention=known.attention / system.attention,
+            attention_backward=known.attention_backward / system.attention,
+        )
     device = replace(
-        one.device,
-        product=shares.product * library,
-        attention=one.device.attention * shares.attention,
-        attention_backward=one.device.attention_backward * shares.attention,
-        memory_bandwidth=one.device.memory_bandwidth * shares.copy / copies(one.run.device),
+        known,
+        product=shares.product * known.product / usual.product,
+        attention=known.attention * shares.attention,
+        attention_backward=known.attention_backward * shares.attention,
+        memory_bandwidth=known.memory_bandwidth * shares.copy / copies(one.run.device),
     )
     ratio = _microbatch(one, device) / _microbatch(one, one.device)
     return (one.scaled * ratio + one.rest) / one.run.seconds - 1

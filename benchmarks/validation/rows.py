@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+IN_EIGHT_BITS = ", products in 8 bits"  # behind the name of a source
 FOLDER = Path(__file__).parent / "data"
 DEVICES = {
     "A100": "a100-80gb",
@@ -121,6 +122,20 @@ SYSTEMS = {
     "torchtitan": System(fusions=_LLAMA, gradient_bytes=4, reserved=True, attention=0.6),
 }
 
+# Shares of `SYSTEMS` that only the times of that source say, or that are for it alone. (What NeMo
+# hides of its collectives is said by several sources, and the host time of vTrain's runs by its other
+# file.)
+_OWN = {
+    "ground_truth_single": ("launch_seconds",),
+    "llm-foundry": ("hopper", "attention"),
+    "torchtitan": ("attention",),
+}
+
+
+def own_shares(source: str) -> tuple[str, ...]:
+    """Fields of a source's system that nothing else says: who leaves it out leaves them out."""
+    return next((fields for part, fields in _OWN.items() if part in source), ())
+
 
 @dataclass(frozen=True)
 class Run:
@@ -157,6 +172,11 @@ class Run:
     products: str
     seconds: float
     memory: int | None
+
+    @property
+    def reported(self) -> str:
+        """What its figures stand under: runs in 8 bits apart."""
+        return self.source + IN_EIGHT_BITS * bool(self.products)
 
     @property
     def microbatches(self) -> int:

@@ -181,3 +181,29 @@ def test_searches_of_models_with_other_kinds_of_blocks_are_told_apart(measured: 
     assert [len(cells) for cells in rows] == [len(names)] * 2
     assert [cells[names.index("widths")] for cells in rows] == ["1", "8"]
     assert [cells[names.index("H100s")] for cells in rows] == ["64", "64"]
+
+
+def test_what_a_source_is_off_by_where_the_others_say(measured: ModuleType) -> None:
+    figures = {"runs": 3, "mean_absolute": 0.02, "bias": -0.01, "worst": 0.03}
+    result = {
+        "summary": {
+            "sources": dict.fromkeys(("one (2021)", "two, products in 8 bits", "three"), figures),
+            "predicted": 9, "mean_of_sources": 0.02, "mean_of_eight_bits": 0.02,
+            "verdicts": {"safe": 9},
+        },
+    }  # fmt: skip
+    assert "| one | 3 | 2.0 % | -1.0 % |  |  |" in measured.validation_table(result)
+    assert "Left out" not in measured.validation_table({**result, "fit": None})
+    fit = {
+        "one (2021)": {"runs": 3, "fitted": 0.02, "left_out": 0.06, "without": []},
+        "two, products in 8 bits": {"runs": 3, "fitted": 0.02, "left_out": 0.2, "without": ["hopper"]},
+        "three": {"runs": 3, "fitted": 0.02, "left_out": None, "without": []},
+    }
+    text = measured.validation_table({**result, "fit": {"sources": fit}})
+    assert "| one | 3 | 2.0 % | -1.0 % | 6.0 % |  |" in text
+    assert "| three | 3 | 2.0 % | -1.0 % |  |  |" in text
+    assert text.endswith(
+        "\nLeft out: 6.0 % on average over the sources, 20.0 % with products in 8 bits. Against a "
+        "bar of 10 %: 1 of 2 rows are within it, above it are:\n\n"
+        "- two, products in 8 bits: 20.0 % over 3 runs, without its hopper\n"
+    )
