@@ -8,7 +8,7 @@ each plan takes is asked of its cost model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, product
 from math import comb, inf
@@ -119,15 +119,27 @@ def how_many(problem: Problem, pins: Mapping[str, Any], batch: int) -> int:
     )
 
 
-def every_plan(problem: Problem, pins: Mapping[str, Any], batch: int) -> list[Found]:
-    """All of them, with what they take."""
+def every_plan(
+    problem: Problem,
+    pins: Mapping[str, Any],
+    batch: int,
+    cuts_of: Callable[[Plan], Iterable[tuple[str, ...]]],
+    known: dict[Plan, Found],
+) -> list[Found]:
+    """All of them whose cuts are among those of `cuts_of`, with what they take; `known`: what was
+    found before, memory aside."""
     return [
-        _found(problem, pins, mesh, replace(mesh, cuts=cuts, recompute=blocks, scatter_sends=parts))
+        _once(known, problem, pins, mesh, replace(mesh, cuts=cuts, recompute=blocks, scatter_sends=parts))
         for mesh in meshes(problem, pins, batch)
-        for cuts in combinations(_positions(problem, mesh), mesh.stages - 1)
+        for cuts in cuts_of(mesh)
         for blocks in _sets(problem, pins)
         for parts in ((False, True) if mesh.tensor > 1 and mesh.pipeline > 1 else (False,))
     ]
+
+
+def every_cut(problem: Problem) -> Callable[[Plan], Iterable[tuple[str, ...]]]:
+    """As `cuts_of`: each set of as many cuts as a mesh asks for."""
+    return lambda mesh: combinations(_positions(problem, mesh), mesh.stages - 1)
 
 
 def _positions(problem: Problem, mesh: Plan) -> tuple[str, ...]:
@@ -143,6 +155,14 @@ def _sets(problem: Problem, pins: Mapping[str, Any]) -> list[tuple[str, ...]]:
     if asked is not None:
         return [{"none": (), "all": names}[asked] if isinstance(asked, str) else asked]
     return [some for size in range(len(names) + 1) for some in combinations(names, size)]
+
+
+def _once(
+    known: dict[Plan, Found], problem: Problem, pins: Mapping[str, Any], mesh: Plan, plan: Plan
+) -> Found:
+    if plan not in known:
+        known[plan] = _found(problem, pins, mesh, plan)
+    return known[plan]
 
 
 def _found(problem: Problem, pins: Mapping[str, Any], mesh: Plan, plan: Plan) -> Found:
