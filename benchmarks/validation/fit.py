@@ -20,6 +20,8 @@ from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any
 
+import numpy as np
+
 from benchmarks.validation.predict import Predicted
 from benchmarks.validation.rows import Run, own_shares
 from graphaccel.planner.cluster import Device, cluster
@@ -53,6 +55,17 @@ class Shares:
     attention: float
 
 
+_CHOICES = tuple(Shares(*choice) for choice in product(_PRODUCTS, _COPIES, _ATTENTION))
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """A sample, and how far it is off with each of `_CHOICES`."""
+
+    sample: Sample
+    errors: Sequence[float]
+
+
 def sample(run: Run, predicted: Predicted) -> Sample:
     """A prediction, ready to be made again with other shares."""
     parts = predicted.plan.prediction
@@ -66,17 +79,15 @@ def fitted(samples: Sequence[Sample]) -> dict[str, Any]:
     """Of each family its shares and runs. Of each source the mean error of the step time with the
     shares that all runs support ("fitted") and with what the others say ("left_out": None where no
     other says anything of the device); "without": what of its system was left out with it."""
-    families = _grouped(samples, lambda s: _family(s.run))
+    tried = [_Tried(one, [abs(_error(one, shares)) for shares in _CHOICES]) for one in samples]
+    families = _grouped(tried, lambda t: _family(t.sample.run))
     found = {name: _best(members) for name, members in families.items()}
     fit: dict[str, list[float]] = defaultdict(list)
     left: dict[str, list[float] | None] = {}
     without: dict[str, tuple[str, ...]] = {}
-    for source, members in _grouped(samples, lambda s: s.run.source).items():
-        others = {
-            name: _rest(own, source, found[name])
-            for name, own in families.items()
-        }
-        for one in members:
+    for source, members in _grouped(tried, lambda t: t.sample.run.source).items():
+        others = {name: _rest(own, source, found[name]) for name, own in families.items()}
+        for one in (t.sample for t in members):
             name, family = one.run.reported, _family(one.run)
             fit[name].append(abs(_error(one, found[family])))
             apart = others[family] or _elsewhere(family, others)
@@ -121,9 +132,9 @@ def _mean(errors: Sequence[float] | None) -> float | None:
     return None if errors is None else statistics.mean(errors)
 
 
-def _rest(members: Sequence[Sample], source: str, whole: Shares) -> Shares | None:
+def _rest(members: Sequence[_Tried], source: str, whole: Shares) -> Shares | None:
     """What a family's runs support without those of a source; None where no other ran on it."""
-    others = [s for s in members if s.run.source != source]
+    others = [t for t in members if t.sample.run.source != source]
     return whole if len(others) == len(members) else _best(others) if others else None
 
 
@@ -138,15 +149,11 @@ def _elsewhere(family: str, others: Mapping[str, Shares | None]) -> Shares | Non
     return Shares(ALONE[family] * statistics.mean(kept), copy, attention)
 
 
-def _best(samples: Sequence[Sample]) -> Shares:
-    by_source = _grouped(samples, lambda s: s.run.source)
-
-    def error(shares: Shares) -> float:
-        return statistics.mean(
-            statistics.mean(abs(_error(s, shares)) for s in own) for own in by_source.values()
-        )
-
-    return min((Shares(*c) for c in product(_PRODUCTS, _COPIES, _ATTENTION)), key=error)
+def _best(tried: Sequence[_Tried]) -> Shares:
+    """The shares with the least mean error, each source counting the same."""
+    by_source = _grouped(tried, lambda t: t.sample.run.source)
+    means = [np.mean([t.errors for t in own], axis=0) for own in by_source.values()]
+    return _CHOICES[int(np.mean(means, axis=0).argmin())]
 
 
 def _error(one: Sample, shares: Shares, without: Sequence[str] = ()) -> float:
