@@ -1,4 +1,4 @@
-"""Write the tables of measurements in README.md and docs/ from benchmarks/results.
+            f"| {100 * found['bias']:+.1f} % |{own} {told} |"""Write the tables of measurements in README.md and docs/ from benchmarks/results.
 
     python docs/measured.py
 
@@ -37,7 +37,12 @@ def table(results: list[dict[str, Any]]) -> str:
     results = [r for r in results if "ratio" in r]
     if not results:
         return "No measurements are committed; `benchmarks/README.md` says how to make them.\n"
-    rows = ["| command | graphaccel | against | ratio |", "|---|---|---|---|"]
+    rows = ["| command | graphaccel | against | ratio |", "|    more = " left out |" if apart else ""
+    rows = [
+        f"| source | runs | step time off by | bias |{more} memory off by |",
+        "|---" * (6 if apart else 5) + "|",
+    ]
+|---|---|---|"]
     for result in sorted(results, key=lambda r: r["name"]):
         medians = result["median_seconds"]
         (other,) = set(medians) - {OURS}
@@ -107,18 +112,20 @@ def validation_table(result: dict[str, Any]) -> str:
     out where `--fit` was asked (`result["fit"]`)."""
     said = result["summary"]
     apart = (result.get("fit") or {"sources": {}})["sources"]
+    more = " left out |" if apart else ""
     rows = [
-        "| source | runs | step time off by | bias | left out | memory off by |",
-        "|---|---|---|---|---|---|",
+        f"| source | runs | step time off by | bias |{more} memory off by |",
+        "|---" * (6 if apart else 5) + "|",
     ]
     for name, found in said["sources"].items():
         memory = found.get("memory_mean_absolute")
         told = "" if memory is None else f"{100 * memory:.1f} %"
         left = apart.get(name, {}).get("left_out")
+        known = "" if left is None else f"{100 * left:.1f} %"
+        own = f" {known} |" if apart else ""
         rows.append(
             f"| {_source(name)} | {found['runs']} | {100 * found['mean_absolute']:.1f} % "
-            f"| {100 * found['bias']:+.1f} % | {'' if left is None else f'{100 * left:.1f} %'} "
-            f"| {told} |"
+            f"| {100 * found['bias']:+.1f} % |{own} {told} |"
         )
     verdicts = said["verdicts"]
     text = (

@@ -192,8 +192,8 @@ def test_what_a_source_is_off_by_where_the_others_say(measured: ModuleType) -> N
             "verdicts": {"safe": 9},
         },
     }  # fmt: skip
-    assert "| one | 3 | 2.0 % | -1.0 % |  |  |" in measured.validation_table(result)
-    assert "Left out" not in measured.validation_table({**result, "fit": None})
+    assert "| one | 3 | 2.0 % | -1.0 % |  |\n" in measured.validation_table(result)
+    assert "eft out" not in measured.validation_table({**result, "fit": None})
     fit = {
         "one (2021)": {"runs": 3, "fitted": 0.02, "left_out": 0.06, "without": []},
         "two, products in 8 bits": {"runs": 3, "fitted": 0.02, "left_out": 0.2, "without": ["hopper"]},
