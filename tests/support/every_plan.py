@@ -92,7 +92,7 @@ def _ways(
         if interleave > 1 and pipeline == 1:
             continue
         for zero in range(4):
-            if zero and (data == 1 or not problem.shardable):
+            if (zero and data == 1) or (zero > _least_zero(pins) and not problem.shardable):
                 continue
             schedules: Sequence[str] = ("interleaved",)
             if interleave == 1:
@@ -180,10 +180,15 @@ def _found(problem: Problem, pins: Mapping[str, Any], mesh: Plan, plan: Plan) ->
 
 def _asked_for(pins: Mapping[str, Any], plan: Plan) -> bool:
     """Whether nothing is sharded that was not asked for."""
-    least = 3 if pins.get("gather_again", True) is not True else 0
-    least = max(least, 2 if pins.get("accumulation") == "shards" else 0)
     axes = (plan.tensor, plan.context) == (pins.get("tensor", 1), pins.get("context", 1))
-    return axes and plan.zero == pins.get("zero", least)
+    return axes and plan.zero == _least_zero(pins)
+
+
+def _least_zero(pins: Mapping[str, Any]) -> int:
+    """The level of ZeRO that was asked for, by its number or by what only higher levels have."""
+    if pins.get("gather_again", True) is not True:
+        return int(pins.get("zero", 3))
+    return int(pins.get("zero", 2 if pins.get("accumulation") == "shards" else 0))
 
 
 def best_within(found: Sequence[Found], memory: int) -> float:
