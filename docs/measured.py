@@ -171,6 +171,27 @@ def _source(name: str) -> str:
     return re.sub(r" \(.*\)", "", name)
 
 
+def predicted_table(result: dict[str, Any]) -> str:
+    """Markdown: steps predicted after `graphaccel calibrate`, and run (`predicted.json`)."""
+    rows = ["| model | processes | plan | predicted | measured | off by |", "|---" * 6 + "|"]
+    rows += [
+        f"| {row['model']} | {row['processes']} | {row['plan']}{'' if row['pins'] else ' (own)'} "
+        f"| {1e3 * row['predicted']:.0f} ms | {1e3 * row['measured']:.0f} ms "
+        f"| {100 * (row['predicted'] / row['measured'] - 1):+.1f} % |"
+        for row in result["rows"]
+    ]
+    order = ", ".join(f"{name} {value:.2f}" for name, value in result["spearman"].items())
+    lost = ", ".join(
+        f"{name} {100 * value:+.1f} %" for name, value in result["own_choice_loses"].items()
+    )
+    text = (
+        f"Pinned plans are off by {100 * result['mean_error']:.1f} % on average; rank correlation "
+        f"of predicted and measured: {order}. The plan that is chosen by itself (*own*), against "
+        f"the fastest of those pinned for as many processes: {lost}."
+    )
+    return "\n".join([*rows, "", text, ""])
+
+
 def large_table(result: list[dict[str, Any]]) -> str:
     """Markdown: what planning deeper and deeper models takes, a row a depth (`large.json`)."""
     rows = [
@@ -228,7 +249,7 @@ def with_ort_tables(page: str, folder: Path) -> str:
 def with_validation(page: str, folder: Path) -> str:
     """The page with the tables of published runs, of deep models and of searches. Raises ValueError
     without their marks."""
-    tables = {"validation": validation_table, "large": large_table, "search": search_table}
+    tables = {"validation": validation_table, "large": large_table, "predicted": predicted_table, "search": search_table}
     return _with(page, folder, tables)
 
 

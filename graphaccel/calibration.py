@@ -46,6 +46,7 @@ _SUMS = {torch.ops.aten.add_.Tensor, torch.ops.aten.copy_.default}  # `accumulat
 _WARM, _RUNS = 2, 5
 _TURNS = 11  # of steps and of each collective: other processes disturb them more than ops
 _MOST_SIZES = 4
+_CACHES = 64 << 20  # bytes: in a step, what is sent was not read or written just before
 _MESSAGES = (1 << 12, 1 << 16, 1 << 20, 1 << 23, 25 << 20)  # bytes; the last is a full bucket
 
 
@@ -215,11 +216,13 @@ def _rates(world: int) -> dict[str, tuple[float, float]]:
     makes a ring's two passes, the others one. A pass has n - 1 hops, on which (n - 1) / n of the
     bytes go past every process."""
     rows: dict[str, list[list[float]]] = defaultdict(list)
+    other = torch.zeros(_CACHES // 4)
     for wanted in _MESSAGES:
         data = torch.zeros(wanted // 4 // world * world)
         calls = _collectives(data, world)
+        seconds = _in_turn([*calls.values()], before=lambda: other.add_(1.0))
         size = data.numel() * data.element_size()
-        for kind, each in zip(calls, _in_turn([*calls.values()]), strict=True):
+        for kind, each in zip(calls, seconds, strict=True):
             hops = (2 if kind == "all-reduce" else 1) * (world - 1)
             rows[kind].append([hops / each, hops / world * size / each])
     return {kind: _fitted(found) for kind, found in rows.items()}
@@ -253,15 +256,19 @@ def _called(target: Any, given: torch.Tensor, count: int, *args: Any) -> Callabl
 
 
 def _in_turn(
-    calls: Sequence[Callable[[], object]], after: Callable[[], object] = lambda: None
+    calls: Sequence[Callable[[], object]],
+    before: Callable[[], object] = lambda: None,
+    after: Callable[[], object] = lambda: None,
 ) -> list[float]:
     """Median seconds of each call, one run of all after the other, as in a step: what else the
     machine does slows them alike, and each finds the caches as the others leave them. Of processes
-    the slowest counts in each turn: the others wait for it."""
+    the slowest counts in each turn: the others wait for it. before: of each call; after: of a turn.
+    """
     times: list[list[float]] = []
     for _ in range(_WARM + _TURNS):
         times.append([])
         for call in calls:
+            before()
             if dist.is_initialized():
                 dist.barrier()
             start = time.perf_counter()

@@ -31,7 +31,7 @@ import numpy as np
 from benchmarks.common import RESULTS
 from benchmarks.validation import fit
 from benchmarks.validation.predict import Predicted, Predictor
-from benchmarks.validation.rows import IN_EIGHT_BITS, FOLDER, Run, read
+from benchmarks.validation.rows import FOLDER, IN_EIGHT_BITS, Run, read
 from graphaccel.errors import GraphAccelError
 
 RESULT = RESULTS / "validation.json"
@@ -70,7 +70,9 @@ def main() -> None:
         print(_line(found), flush=True)
     all_runs = sum(isinstance(row, Run) for row in rows)
     found_shares = fit.fitted(samples) if samples else None
-    _write(known, left_out, len(rows), found_shares if len(runs[: args.limit]) == all_runs else None)
+    _write(
+        known, left_out, len(rows), found_shares if len(runs[: args.limit]) == all_runs else None
+    )
     print(text(json.loads(RESULT.read_text())))
     if found_shares is not None:
         print(fit.text(found_shares))
@@ -139,7 +141,9 @@ def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def _mean(by_source: Mapping[str, Sequence[dict[str, Any]]], *, eight_bits: bool) -> float:
     """Of the sources' errors, each counting the same; 0 where there is none."""
-    chosen = [runs for name, runs in by_source.items() if name.endswith(IN_EIGHT_BITS) == eight_bits]
+    chosen = [
+        runs for name, runs in by_source.items() if name.endswith(IN_EIGHT_BITS) == eight_bits
+    ]
     return statistics.fmean([_figures(r)["mean_absolute"] for r in chosen]) if chosen else 0.0
 
 

@@ -32,6 +32,7 @@ from graphaccel.planner.communication import (
     send_seconds,
 )
 from graphaccel.planner.cost import OPTIMIZER
+from graphaccel.planner.crowd import shared_makespan
 from graphaccel.planner.footprint import gathered_sizes, in_parts, predict_memory
 from graphaccel.planner.offload import host_step_seconds
 from graphaccel.planner.outside import gather_seconds
@@ -147,7 +148,15 @@ def predict_seconds(
     if crowd > 1:  # who waits leaves its core to others, until all cores are busy
         busy = [sum(w.forward + w.backward for w in works[r :: plan.pipeline]) for r in ranks]
         least = crowd * plan.microbatches * sum(busy) / len(busy)
-        compute, bubble = max(compute, least), max(0.0, compute + bubble - max(compute, least))
+        whole = max(compute + bubble, least)
+        if simulated:
+            shape = plan.schedule, plan.pipeline, plan.interleave, plan.microbatches
+            own = _durations(plan, [work.alone for work in works])
+            alike = plan.devices // plan.pipeline
+            shared = shared_makespan(shape, own, edges, alike, plan.devices / crowd)
+            whole = max(whole, shared)
+        compute = max(compute, least)
+        bubble = whole - compute
     communication += gather_seconds(profile.step, plan, cluster)
     return Prediction(
         seconds=compute + bubble + communication + optimizer + copies,

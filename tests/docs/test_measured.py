@@ -196,7 +196,12 @@ def test_what_a_source_is_off_by_where_the_others_say(measured: ModuleType) -> N
     assert "eft out" not in measured.validation_table({**result, "fit": None})
     fit = {
         "one (2021)": {"runs": 3, "fitted": 0.02, "left_out": 0.06, "without": []},
-        "two, products in 8 bits": {"runs": 3, "fitted": 0.02, "left_out": 0.2, "without": ["hopper"]},
+        "two, products in 8 bits": {
+            "runs": 3,
+            "fitted": 0.02,
+            "left_out": 0.2,
+            "without": ["hopper"],
+        },
         "three": {"runs": 3, "fitted": 0.02, "left_out": None, "without": []},
     }
     text = measured.validation_table({**result, "fit": {"sources": fit}})

@@ -214,9 +214,7 @@ def test_an_unknown_device(name: str, advice: str) -> None:
     assert str(caught.value) == f"{text}  explain: graphaccel explain GA601"
 
 
-@pytest.mark.parametrize(
-    ("devices", "batches"), [(64, "32, 64"), (2**20, "524288, 1048576")]
-)
+@pytest.mark.parametrize(("devices", "batches"), [(64, "32, 64"), (2**20, "524288, 1048576")])
 def test_a_batch_that_no_number_of_devices_divides(devices: int, batches: str) -> None:
     with pytest.raises(errors.BatchNotDivisible) as caught:
         graphaccel.plan(Classifier(), small_batch(7), devices=devices)

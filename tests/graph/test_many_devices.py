@@ -36,9 +36,7 @@ def test_what_would_do_is_what_is_nearest(count: int, batch: int, stages: int) -
     assert told.batches == tuple(sorted(batches))
 
 
-@pytest.mark.parametrize(
-    ("count", "batches"), [(2**20, (2**19, 2**20)), (2**20 - 3, (2**20 - 3,))]
-)
+@pytest.mark.parametrize(("count", "batches"), [(2**20, (2**19, 2**20)), (2**20 - 3, (2**20 - 3,))])
 def test_of_a_million_devices_what_is_nearest_is_found_soon(
     count: int, batches: tuple[int, ...]
 ) -> None:

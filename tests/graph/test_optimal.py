@@ -160,9 +160,7 @@ def problem_of(drawn: Mapping[str, Any], memory: int = 1 << 40) -> Problem:
 def planned(drawn: Mapping[str, Any], pins: Mapping[str, Any], memory: int) -> Plan | None:
     """The search's plan; None where it says that none fits, without looking for ways out."""
     problem = problem_of(drawn, memory)
-    nothing = errors.InfeasiblePlan(
-        devices=0, memory=0, peak=0, stage=0, closest="", breakdown={}
-    )
+    nothing = errors.InfeasiblePlan(devices=0, memory=0, peak=0, stage=0, closest="", breakdown={})
     with patch("graphaccel.planner.search.infeasible", return_value=nothing):
         try:
             return search(

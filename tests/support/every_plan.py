@@ -129,7 +129,13 @@ def every_plan(
     """All of them whose cuts are among those of `cuts_of`, with what they take; `known`: what was
     found before, memory aside."""
     return [
-        _once(known, problem, pins, mesh, replace(mesh, cuts=cuts, recompute=blocks, scatter_sends=parts))
+        _once(
+            known,
+            problem,
+            pins,
+            mesh,
+            replace(mesh, cuts=cuts, recompute=blocks, scatter_sends=parts),
+        )
         for mesh in meshes(problem, pins, batch)
         for cuts in cuts_of(mesh)
         for blocks in _sets(problem, pins)
