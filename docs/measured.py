@@ -1,4 +1,4 @@
-            f"| {100 * found['bias']:+.1f} % |{own} {told} |"""Write the tables of measurements in README.md and docs/ from benchmarks/results.
+"""Write the tables of measurements in README.md and docs/ from benchmarks/results.
 
     python docs/measured.py
 
@@ -37,12 +37,7 @@ def table(results: list[dict[str, Any]]) -> str:
     results = [r for r in results if "ratio" in r]
     if not results:
         return "No measurements are committed; `benchmarks/README.md` says how to make them.\n"
-    rows = ["| command | graphaccel | against | ratio |", "|    more = " left out |" if apart else ""
-    rows = [
-        f"| source | runs | step time off by | bias |{more} memory off by |",
-        "|---" * (6 if apart else 5) + "|",
-    ]
-|---|---|---|"]
+    rows = ["| command | graphaccel | against | ratio |", "|---|---|---|---|"]
     for result in sorted(results, key=lambda r: r["name"]):
         medians = result["median_seconds"]
         (other,) = set(medians) - {OURS}
@@ -162,7 +157,9 @@ def _left_out(sources: dict[str, dict[str, Any]]) -> list[str]:
         lines.append("")
     for name, one in over.items():
         own = f", without its {' and '.join(one['without'])}" if one["without"] else ""
-        lines.append(f"- {_source(name)}: {100 * one['left_out']:.1f} % over {one['runs']} runs{own}")
+        lines.append(
+            f"- {_source(name)}: {100 * one['left_out']:.1f} % over {one['runs']} runs{own}"
+        )
     return lines
 
 
@@ -223,9 +220,10 @@ def search_table(result: dict[str, Any]) -> str:
     for row in result.values():
         known = f"| {row['model']} | "
         rows.append(
-            f"{known}{row['layers']} | {row['kinds']} | {row['devices']:,} | {row['seconds']:.1f} s "
-            f"| {row['capture_seconds']:.1f} s | {row['search_seconds']:.1f} s "
-            f"| {row['build_seconds']:.1f} s | {row['load']:.1f} | {row['candidates']:,} "
+            f"{known}{row['layers']} | {row['kinds']} | {row['devices']:,} "
+            f"| {row['seconds']:.1f} s | {row['capture_seconds']:.1f} s "
+            f"| {row['search_seconds']:.1f} s | {row['build_seconds']:.1f} s "
+            f"| {row['load']:.1f} | {row['candidates']:,} "
             f"| {row['peak_gb']:.1f} GB | {row['plan']} | {row['predicted_seconds']:.3g} s "
             f"| {row['peak_bytes'] / 2**30:.1f} GiB |"
         )
@@ -249,7 +247,12 @@ def with_ort_tables(page: str, folder: Path) -> str:
 def with_validation(page: str, folder: Path) -> str:
     """The page with the tables of published runs, of deep models and of searches. Raises ValueError
     without their marks."""
-    tables = {"validation": validation_table, "large": large_table, "predicted": predicted_table, "search": search_table}
+    tables = {
+        "validation": validation_table,
+        "large": large_table,
+        "predicted": predicted_table,
+        "search": search_table,
+    }
     return _with(page, folder, tables)
 
 

@@ -123,8 +123,8 @@ SYSTEMS = {
 }
 
 # Shares of `SYSTEMS` that only the times of that source say, or that are for it alone. (What NeMo
-# hides of its collectives is said by several sources, and the host time of vTrain's runs by its other
-# file.)
+# hides of its collectives is said by several sources, and the host time of vTrain's runs by its
+# other file.)
 _OWN = {
     "ground_truth_single": ("launch_seconds",),
     "llm-foundry": ("hopper", "attention"),

@@ -2,8 +2,8 @@
 
 The system gives every process that computes an equal share of the cores (processor sharing:
 Kleinrock, Queueing Systems II, 1976, §4.4; Linux's fair scheduler comes close). One that waits for
-a message leaves its share to the others, so that a step is neither as long as all work on all cores,
-nor as long as the schedule with a core for each.
+a message leaves its share to the others, so that a step takes longer than all work on all cores,
+and longer than the schedule with a core for each.
 """
 
 from __future__ import annotations

@@ -382,8 +382,8 @@ def _check_casts(pins: Pins, has_loss: bool) -> None:
         reason = "with zero=3 parameters are gathered; gather_again='step' does it once a step"
     elif pins.zeros == (3,):
         reason = (
-            f"gather_again={pins.gather_again!r} is of zero=3, which gathers parameters that rest in "
-            "shards; cast_once holds casts of those that rest whole, under zero=0, 1 or 2"
+            f"gather_again={pins.gather_again!r} is of zero=3, which gathers parameters that rest "
+            "in shards; cast_once holds casts of those that rest whole, under zero=0, 1 or 2"
         )
     elif not has_loss:
         reason = "with a loss outside of the graph there is one microbatch"

@@ -1,7 +1,7 @@
 """Every plan of a small problem, by plain loops that know nothing of the search.
 
 What the documents say a plan may be: sizes of the axes that multiply to the devices, schedules,
-levels of ZeRO with their choices, microbatches, every set of cuts among the candidate positions, and
+levels of ZeRO with their choices, microbatches, every set of cuts among the candidate positions and
 every set of blocks to compute again. No bound, no order and no choice of the planner is used; what
 each plan takes is asked of its cost model.
 """
