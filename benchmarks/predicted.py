@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import platform
+import statistics
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -126,7 +127,8 @@ def spearman(a: list[float], b: list[float]) -> float:
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Mean error, rank correlation of each model, and what each own choice loses."""
+    """Mean error, rank correlation of each model, and what each own choice loses. One that is also
+    among those pinned was run twice: the mean of both is what that plan takes."""
     pinned = [r for r in rows if r["pins"]]
     errors = [abs(r["predicted"] / r["measured"] - 1) for r in pinned]
     order = {}
@@ -135,9 +137,13 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         order[name] = spearman([r["predicted"] for r in mine], [r["measured"] for r in mine])
     lost = {}
     for own in (r for r in rows if not r["pins"]):
-        same = [r["measured"] for r in pinned
-                if (r["model"], r["processes"]) == (own["model"], own["processes"])]  # fmt: skip
-        lost[f"{own['model']} {own['processes']}"] = own["measured"] / min(same) - 1
+        here = [r for r in rows if all(r[k] == own[k] for k in ("model", "processes"))]
+        took = {
+            r["plan"]: statistics.fmean(q["measured"] for q in here if q["plan"] == r["plan"])
+            for r in here
+        }
+        best = min(took[r["plan"]] for r in here if r["pins"])
+        lost[f"{own['model']} {own['processes']}"] = took[own["plan"]] / best - 1
     return {"mean_error": sum(errors) / len(errors), "spearman": order, "own_choice_loses": lost}
 
 
