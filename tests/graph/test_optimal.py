@@ -1,0 +1,244 @@
+"""The search against plans of small problems, tried by plain loops (`tests.support.every_plan`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cache
+from math import inf
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from graphaccel import errors
+from graphaccel.capture.batch import flatten_call
+from graphaccel.capture.stepgraph import StepGraph, capture
+from graphaccel.passes.localise import localised
+from graphaccel.planner.bounds import Bounds, columns
+from graphaccel.planner.candidates import Shape
+from graphaccel.planner.cluster import Cluster, Device, Link
+from graphaccel.planner.layouts import Layouts, rates_of
+from graphaccel.planner.pins import Limits, Pins
+from graphaccel.planner.plan import Plan
+from graphaccel.planner.profile import Profile
+from graphaccel.planner.search import search
+from graphaccel.planner.solve import Problem, _cuts
+from graphaccel.planner.solving import weighed
+from tests.support.captures import captured_once
+from tests.support.every_plan import Found, best_within, every_cut, every_plan, how_many
+from tests.support.gpt import GPT
+
+BATCH, TOKENS = 8, 8
+BLOCKS = 1.05
+"""Blocks are chosen by what each saves alone (`planner.recompute`): 1.023 was seen."""
+LIMIT = 1200  # plans of a problem: more are narrowed down by further pins
+REFUSALS = (errors.BadPin, errors.BatchNotDivisible, errors.ConflictingPins, errors.TooManyStages)
+
+
+class Uneven(nn.Module):
+    """Residual layers of other widths inside, and a wide head: float [B, 16], classes [B]."""
+
+    def __init__(self, widths: tuple[int, ...], classes: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, width), nn.GELU(), nn.Linear(width, 16)) for width in widths
+        )
+        self.head = nn.Linear(16, classes)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return F.cross_entropy(self.head(x), y)
+
+
+def _gpt(**sizes: int) -> StepGraph:
+    model = GPT(context=TOKENS, **sizes)
+    ids = torch.zeros((BATCH, TOKENS), dtype=torch.int64)
+    return capture(model, flatten_call((), {"input_ids": ids, "labels": ids.clone()}))
+
+
+def _uneven(widths: tuple[int, ...], classes: int) -> StepGraph:
+    batch = torch.zeros(BATCH, 16), torch.zeros(BATCH, dtype=torch.int64)
+    return capture(Uneven(widths, classes), flatten_call(batch, {}))
+
+
+MODELS: Mapping[str, Callable[[], StepGraph]] = {
+    "gpt of 1": lambda: _gpt(vocabulary=64, width=16, heads=2, layers=1),
+    "gpt of 2": lambda: _gpt(vocabulary=512, width=32, heads=4, layers=2),
+    "uneven of 3": lambda: _uneven((8, 256, 32), 4),
+    "uneven of 4": lambda: _uneven((64, 64, 256, 16), 1024),
+}
+SHARDED = "gpt of 1"
+"""The model whose graph is also offered with its heads and tokens shared out: few graphs."""
+
+
+@cache
+def layouts_of(name: str) -> Layouts:
+    """Of a model, made once; placements are those of one cluster, whatever the drawn links."""
+    step = captured_once(f"optimal {name}", MODELS[name])
+    if name != SHARDED:
+        return Layouts(Profile(step))
+    where = cluster_of(8, 1 << 30, ((8, 1e-6, 1e9),))
+    return Layouts(
+        Profile(step), lambda plan: localised(step, replace(plan, rates=rates_of(where, plan)))
+    )
+
+
+def cluster_of(count: int, memory: int, levels: tuple[tuple[int, float, float], ...]) -> Cluster:
+    """levels: size, seconds of a hop and bytes/s of each level of links; the last one is widened to
+    reach all."""
+    device = Device("made-up", memory, {"float32": 1e10}, 1e9, 1e-6)
+    *inner, (size, latency, bandwidth) = levels
+    sizes = [*inner, (max(size, 8), latency, bandwidth)]
+    links = tuple(Link(f"level {n}", at, rate, size) for n, (size, at, rate) in enumerate(sizes))
+    return Cluster(device, count, links, context_bytes=0, fragmentation=0.05)
+
+
+LATENCIES = st.sampled_from([1e-8, 1e-6, 1e-4])
+RATES = st.sampled_from([1e7, 1e8, 1e9, 1e11])
+LEVELS = st.one_of(
+    st.tuples(st.tuples(st.just(8), LATENCIES, RATES)),
+    st.tuples(
+        st.tuples(st.sampled_from([2, 4]), LATENCIES, RATES),
+        st.tuples(st.just(8), LATENCIES, RATES),
+    ),
+)
+PINS = st.fixed_dictionaries(
+    {},
+    optional={
+        "data": st.sampled_from([1, 2, 4]),
+        "pipeline": st.sampled_from([1, 2, 3, 4]),
+        "microbatches": st.sampled_from([1, 2, 4, 8]),
+        "interleave": st.sampled_from([1, 2]),
+        "recompute": st.sampled_from(["none", "all"]),
+        "zero": st.sampled_from([0, 1, 2, 3]),
+        "gather_again": st.sampled_from([True, False, "step"]),
+        "accumulation": st.sampled_from(["whole", "shards"]),
+    },
+)
+PROBLEMS = st.fixed_dictionaries(
+    {
+        "model": st.sampled_from(sorted(MODELS)),
+        "count": st.integers(1, 8),
+        "batch": st.sampled_from([4, 6, 8, 12]),
+        "optimizer": st.sampled_from([0, 4, 8]),
+        "shardable": st.booleans(),
+        "levels": LEVELS,
+        "pins": PINS,
+        "tightness": st.floats(0, 1),
+    }
+)
+NARROWER = (
+    ("recompute", "none"), ("schedule", "1f1b"), ("interleave", 1), ("accumulation", "whole"),
+    ("gather_again", True), ("tensor", 1), ("context", 1), ("microbatches", 2), ("zero", 0),
+    ("microbatches", 1), ("pipeline", 2), ("pipeline", 1),
+)  # fmt: skip
+
+
+def narrowed(problem: Problem, pins: dict[str, Any], batch: int) -> dict[str, Any]:
+    """With as many further pins as leave few plans to look at, and some."""
+    for name, value in NARROWER:
+        if how_many(problem, pins, batch) <= LIMIT:
+            break
+        more = {name: value, **pins}
+        if how_many(problem, more, batch):
+            pins = more
+    return pins
+
+
+def problem_of(drawn: Mapping[str, Any], memory: int = 1 << 40) -> Problem:
+    where = cluster_of(drawn["count"], memory, drawn["levels"])
+    return Problem(
+        layouts_of(drawn["model"]), where, drawn["optimizer"], Limits(), drawn["shardable"]
+    )
+
+
+def planned(drawn: Mapping[str, Any], pins: Mapping[str, Any], memory: int) -> Plan | None:
+    """The search's plan; None where it says that none fits, without looking for ways out."""
+    problem = problem_of(drawn, memory)
+    nothing = errors.InfeasiblePlan(devices=0, memory=0, peak=0, stage=0, closest="", breakdown={})
+    with patch("graphaccel.planner.search.infeasible", return_value=nothing):
+        try:
+            return search(
+                problem.profile.step, problem.cluster, pins=pins, batch=drawn["batch"],
+                optimizer_bytes=drawn["optimizer"], shardable=drawn["shardable"],
+                profiles=problem.layouts,
+            )  # fmt: skip
+        except errors.InfeasiblePlan:
+            return None
+
+
+@settings(
+    max_examples=40, derandomize=True, database=None, phases=[Phase.explicit, Phase.generate]
+)  # fmt: skip
+@given(PROBLEMS)
+def test_the_search_finds_what_trying_plans_finds(drawn: dict[str, Any]) -> None:
+    """Every mesh, schedule, number of microbatches, level of ZeRO and set of blocks, on the cuts
+    that are even in time, and where the memory is known on those that are even among what fits:
+    the same where memory does not bind, near it where blocks are chosen to save memory."""
+    roomy, batch = problem_of(drawn), drawn["batch"]
+    pins = narrowed(roomy, dict(drawn["pins"]), batch)
+    known: dict[Plan, Found] = {}
+    found = every_plan(roomy, pins, batch, every_cut(roomy), known)
+    if not found:
+        with pytest.raises(REFUSALS):
+            planned(drawn, pins, 1 << 40)
+        return
+    peaks = sorted({one.peak for one in found})
+    between = peaks[int(drawn["tightness"] * (len(peaks) - 1))]
+    for memory in {peaks[0] - 1, peaks[0], between, between + between // 50, peaks[-1]}:
+        tight = problem_of(drawn, memory)
+        own = every_plan(tight, pins, batch, even_cuts(tight), known)
+        plan, best = planned(drawn, pins, memory), best_within(own, memory)
+        assert (plan is None) == (best == inf), (pins, memory)
+        if plan is not None:
+            ours = weighed(plan, Pins(**pins))
+            assert ours >= best * (1 - 1e-9), (plan.name, memory, pins)
+            most = 1 + 1e-9 if memory == peaks[-1] else BLOCKS
+            assert ours <= best * most, (plan.name, plan.cuts, memory, pins)
+            again = planned(drawn, pins, memory)
+            assert again is not None
+            assert plan.to_json() == again.to_json()
+    check_bounds(roomy, found, pins, batch, between)
+
+
+def even_cuts(problem: Problem) -> Callable[[Plan], list[tuple[str, ...]]]:
+    """The cuts of a mesh by their rule (`tests.graph.test_stages` tries them all for it)."""
+
+    def cuts(mesh: Plan) -> list[tuple[str, ...]]:
+        try:
+            return list(_cuts(problem, mesh))
+        except errors.TooManyStages:
+            return []
+
+    return cuts
+
+
+def check_bounds(
+    problem: Problem, found: list[Found], pins: Mapping[str, Any], batch: int, memory: int
+) -> None:
+    """No plan takes less than its mesh's bound, and none fits where the bound says none does."""
+    base = Plan(problem.cluster.count, batch=batch, pinned=tuple(pins))
+    tight = Bounds(problem_with(problem, memory), base)
+    for mesh in {one.mesh for one in found}:
+        own = [one for one in found if one.mesh == mesh]
+        shape = Shape(
+            recompute="none", **{n: getattr(mesh, n) for n in vars(Shape(1, 1, 1, "", 1))
+                                 if n != "recompute"}
+        )  # fmt: skip
+        assert tight.build(shape.layout)
+        (least,) = tight.seconds(columns([shape], batch)).tolist()
+        assert all(least <= one.seconds * (1 + 1e-9) for one in own), (mesh.name, least)
+        (big,) = tight.too_big(columns([shape], batch)).tolist()
+        assert not (big and any(one.peak <= memory for one in own)), mesh.name
+
+
+def problem_with(problem: Problem, memory: int) -> Problem:
+    device = replace(problem.cluster.device, memory=memory)
+    return replace(problem, cluster=replace(problem.cluster, device=device))
