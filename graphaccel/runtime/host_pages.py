@@ -2,9 +2,10 @@
 
 glibc gives freed memory back to the system: that of large tensors at once, of others when enough
 lies free at its heap's end. Each page then has to be zeroed and mapped anew in every step, which
-took 5 to 15 % of small models' steps here, differing from process to process by how their memory
-came to lie. What a step needs at its peak it needs in every step, so nothing is lost by keeping it:
-CUDA's caching allocator does the same. https://man7.org/linux/man-pages/man3/mallopt.3.html
+takes up to a fifth of small models' steps (`python -m benchmarks.host_pages`), differing from
+process to process by how their memory came to lie. What a step needs at its peak it needs in every
+step, as CUDA's caching allocator has it. Between blocks that are kept some memory lies idle: the
+system may show a tenth more. https://man7.org/linux/man-pages/man3/mallopt.3.html
 """
 
 from __future__ import annotations
