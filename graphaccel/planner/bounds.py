@@ -32,7 +32,7 @@ _STEP = GATHERS.index("step")
 class Columns:
     """Shapes of one layout, field by field. again: number in `GATHERS`; shards: whether gradients
     are reduced in each microbatch; small: examples of a microbatch; apart: whether the schedule has
-    the gradients of weights apart."""
+    the gradients of weights apart; gpipe: whether all its forwards are before its backwards."""
 
     layout: Layout
     microbatches: np.ndarray
@@ -44,6 +44,7 @@ class Columns:
     shards: np.ndarray
     small: np.ndarray
     apart: np.ndarray
+    gpipe: np.ndarray
 
     @property
     def once(self) -> np.ndarray:
@@ -60,11 +61,13 @@ def columns(shapes: Sequence[Shape], batch: int) -> Columns:
     """The columns of shapes, all of one layout."""
     rows = [
         (s.microbatches, s.pipeline, s.interleave, s.data, s.zero, GATHERS.index(s.gather_again),
-         s.accumulation == "shards", s.microbatch_size(batch), s.schedule == "zero_bubble")
+         s.accumulation == "shards", s.microbatch_size(batch), s.schedule == "zero_bubble",
+         s.schedule == "gpipe")
         for s in shapes
     ]  # fmt: skip
-    found = np.array(rows, dtype=np.int64).reshape(-1, 9).T
-    return Columns(shapes[0].layout, *found[:6], found[6] > 0, found[7], found[8] > 0)
+    found = np.array(rows, dtype=np.int64).reshape(-1, 10).T
+    held = found[6] > 0, found[7], found[8] > 0, found[9] > 0
+    return Columns(shapes[0].layout, *found[:6], *held)
 
 
 @dataclass(frozen=True)
@@ -156,8 +159,9 @@ class Bounds:
     def _stands(self, layout: Layout) -> Plan:
         return replace(self._base, **vars(layout), data=1, microbatches=1)
 
-    def seconds(self, of: Columns) -> np.ndarray:
-        """Seconds no plan of these axes, microbatches and ZeRO can beat."""
+    def seconds(self, of: Columns, *, even: bool = False) -> np.ndarray:
+        """Seconds no plan of these axes, microbatches and ZeRO can beat. even: of stages that are
+        alike, as most are, which others may beat by some of the time that a device waits."""
         known, sums = self.nearest(of.layout), self.sums(of)
         extra = of.layout.replica // known.replica
         low = (of.zero == 3) & (GATHERS.index(False) != of.again) & (self.gathered < 1)
@@ -168,15 +172,14 @@ class Bounds:
         work = sums.work - 2 * casts
         if extra > 1:
             work = sums.launches + np.maximum(work - sums.launches, 0.0) / extra
-        even = work / of.pipeline
-        idle = (work - even) / of.interleave
+        each = work / of.pipeline
+        idle = (_even_idle if even else least_idle)(of, work, sums.weight)
         if self._problem.cluster.device.crowd > 1:
             idle = np.zeros_like(idle)
-        idle = np.where(of.apart, np.maximum(0.0, idle - 2 * sums.weight), idle)
         moving, late = self._outside(known, of)
         back = sums.backward - casts
         moved = moving.exposed(of, work - back, back)
-        return of.microbatches * even + np.maximum(idle, moved) + late
+        return of.microbatches * each + np.maximum(idle, moved) + late
 
     def too_big(self, of: Columns) -> np.ndarray:
         """Whether what lies on the fullest device all the time, however much is computed again,
@@ -225,6 +228,34 @@ class Bounds:
     def plan(self, layout: Layout, **decided: Any) -> Plan:
         """A plan of this problem on a layout."""
         return replace(self._base, **vars(layout), **decided)
+
+
+def least_idle(of: Columns, work: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """Seconds that a device waits at least in the pipeline, wherever it is cut and however forward
+    and backward are spread over its stages. work: of a microbatch on all S stages; weight: of it,
+    what may be done apart.
+
+    1F1B of m > S microbatches: rank r idles for the stages before it, and twice for those after it
+    but for the S - 1 - r microbatches it has in flight there. By those multiples of these S
+    inequalities that make all stages' coefficients equal, no cuts do better than even ones,
+    m + S - 1 times an S-th of the work. Of m <= S microbatches, of which the first rank runs all
+    forwards while it waits: 2 S / (2 S - m + 1) times the work. GPipe runs all forwards, then all
+    backwards: the even form for any m. Of other schedules: a device runs its part of all
+    microbatches, and all devices run one after another.
+    """
+    m, ranks = of.microbatches, of.pipeline
+    even = (m + ranks - 1) / ranks
+    few = 2 * ranks / (2 * ranks - np.minimum(m, ranks) + 1)
+    times = np.where(of.gpipe | (m > ranks), even, few)
+    once = np.where(of.apart, work - weight, work)
+    plain = (of.interleave == 1) & ~of.apart
+    return np.maximum(0.0, np.where(plain, times * work, once) - m * work / ranks)
+
+
+def _even_idle(of: Columns, work: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """The same of stages that take equally long."""
+    idle = (work - work / of.pipeline) / of.interleave
+    return np.where(of.apart, np.maximum(0.0, idle - 2 * weight), idle)
 
 
 def over_parameters(layout: Layout, known: Layout) -> int:

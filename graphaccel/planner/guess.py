@@ -21,7 +21,7 @@ def guess(bounds: Bounds, of: Columns, least: np.ndarray) -> tuple[np.ndarray, n
 
     What a graph that is not made yet would send is not known: layouts are then guessed too well.
     That context divides no parameter is: each device casts them all, reads them forward and
-    backward and writes their gradients. least: the shapes' bounds.
+    backward and writes their gradients. least: the shapes' bounds with even stages.
     """
     layout, cluster = of.layout, bounds.problem.cluster
     known, sums = bounds.nearest(layout), bounds.sums(of)

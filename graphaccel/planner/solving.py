@@ -12,8 +12,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import astuple, replace
 from itertools import accumulate
 
-import numpy as np
-
 from graphaccel.errors import BadPin, TooManyStages
 from graphaccel.planner.bounds import Bounds, columns
 from graphaccel.planner.candidates import (
@@ -210,8 +208,10 @@ class _Solving:
 
         def push(layout: Layout) -> None:
             known, meshes = self.bounds.nearest(layout), groups[layout]
-            least = np.array([bound for bound, _ in self._told(layout).values()])
-            found = guess(self.bounds, self.columns[layout], least) if meshes else ((), ())
+            found: tuple[Iterable[float], Iterable[bool]] = (), ()
+            if meshes:
+                of = self.columns[layout]
+                found = guess(self.bounds, of, self.bounds.seconds(of, even=True))
             made = self.bounds.built(layout)
             before = guessed.get(layout, math.inf)
             guessed[layout] = float(min(found[0], default=math.inf))

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from graphaccel.capture.batch import flatten_call
 from graphaccel.capture.stepgraph import StepGraph, capture
 from graphaccel.model import without_data
-from graphaccel.planner.bounds import Bounds, columns
-from graphaccel.planner.candidates import Layout, meshes_of
+from graphaccel.planner.bounds import Bounds, columns, least_idle
+from graphaccel.planner.candidates import Layout, Shape, meshes_of
 from graphaccel.planner.cluster import cluster
 from graphaccel.planner.estimate import least_moved
 from graphaccel.planner.pins import Pins, base_plan
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.profile import Profile
+from graphaccel.planner.simulate import play
 from graphaccel.planner.solve import with_cuts_and_blocks
 from graphaccel.planner.solving import seconds
 from graphaccel.planner.wires import wires_of
@@ -70,3 +76,48 @@ def test_no_bound_is_above_what_is_predicted_across_nodes(
         assert made <= predicted * (1 + 1e-9), mesh
         looked += mesh.data > 1
     assert looked > 10
+
+
+SECONDS = st.floats(0.0, 1.0).map(lambda x: round(x, 3))
+
+
+@st.composite
+def pipelines(draw: st.DrawFn) -> tuple[Shape, np.ndarray]:
+    """A schedule, and seconds of each stage's forward, backward, and what of that may be apart."""
+    ranks, microbatches = draw(st.integers(2, 4)), draw(st.integers(1, 9))
+    schedule = draw(st.sampled_from(["1f1b", "gpipe", "interleaved", "zero_bubble"]))
+    each = draw(st.sampled_from([2, 4])) if schedule == "interleaved" else 1
+    rows = draw(st.lists(st.tuples(*3 * [SECONDS]), min_size=ranks * each, max_size=ranks * each))
+    forward, backward, share = np.array(rows).T
+    apart = share * backward if schedule == "zero_bubble" else 0 * share
+    shape = Shape(microbatches, ranks, each, "none", 1, schedule=schedule)
+    return shape, np.stack([forward, backward, apart])
+
+
+@settings(max_examples=400, derandomize=True, database=None, deadline=None)
+@given(pipelines())
+def test_no_cuts_make_a_device_wait_less(drawn: tuple[Shape, np.ndarray]) -> None:
+    """However uneven the stages are, with messages that take no time."""
+    shape, (forward, backward, weight) = drawn
+    messages: dict[Any, float] = {}
+    for stage in range(len(forward) - 1):
+        messages[stage, stage + 1, "forward"] = messages[stage + 1, stage, "backward"] = 0.0
+    played = play(
+        (shape.schedule, shape.pipeline, shape.interleave, shape.microbatches),
+        (forward.tolist(), (backward - weight).tolist(), weight.tolist()),
+        messages, [0.0] * len(forward),
+    ).makespan  # fmt: skip
+    work = np.array([forward.sum() + backward.sum()])
+    of = columns([shape], shape.microbatches)
+    idle = least_idle(of, work, weight.sum())
+    assert played >= (shape.microbatches * work / shape.pipeline + idle)[0] - 1e-9
+
+
+def test_two_unlike_stages_and_two_microbatches() -> None:
+    """The least that 1F1B of these takes: 4/3 of the work, where even stages take 3/2."""
+    forward, backward = [1.0, 1.0], [1.0, 0.0]
+    messages = {(0, 1, "forward"): 0.0, (1, 0, "backward"): 0.0}
+    played = play(("1f1b", 2, 1, 2), (forward, backward, [0.0, 0.0]), messages, [0.0, 0.0])
+    of = columns([Shape(2, 2, 1, "none", 1)], 2)
+    assert played.makespan == pytest.approx(4.0)
+    assert 3.0 + least_idle(of, np.array([3.0]), np.zeros(1)) == pytest.approx(4.0)
