@@ -241,15 +241,17 @@ def least_idle(of: Columns, work: np.ndarray, weight: np.ndarray) -> np.ndarray:
     m + S - 1 times an S-th of the work. Of m <= S microbatches, of which the first rank runs all
     forwards while it waits: 2 S / (2 S - m + 1) times the work. GPipe runs all forwards, then all
     backwards: the even form for any m. Of other schedules: a device runs its part of all
-    microbatches, and all devices run one after another.
+    microbatches, and all devices run one after another; never more than the closed form of
+    `planner.estimate` says, by which candidates are ranked first.
     """
     m, ranks = of.microbatches, of.pipeline
     even = (m + ranks - 1) / ranks
     few = 2 * ranks / (2 * ranks - np.minimum(m, ranks) + 1)
     times = np.where(of.gpipe | (m > ranks), even, few)
-    once = np.where(of.apart, work - weight, work)
     plain = (of.interleave == 1) & ~of.apart
-    return np.maximum(0.0, np.where(plain, times * work, once) - m * work / ranks)
+    idle = np.maximum(0.0, np.where(plain, times, 1.0) * work - m * work / ranks)
+    certain = np.where(of.apart, np.maximum(0.0, idle - weight), idle)
+    return np.minimum(certain, _even_idle(of, work, weight))  # as the closed form has it
 
 
 def _even_idle(of: Columns, work: np.ndarray, weight: np.ndarray) -> np.ndarray:

@@ -220,19 +220,22 @@ def test_the_bound_prunes_nothing_that_wins(find: Search, monkeypatch: pytest.Mo
         assert whole.decided() == plan.decided()
 
 
+def _gap(plan: Plan) -> float:
+    return float(plan.certificate.partition("gap at most ")[2].partition("%")[0]) / 100
+
+
 def test_a_large_problem_is_solved_from_its_promising_end(
     find: Search, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same plan where all are solved that could be faster; else the gap is said, and true."""
+    """The same plan from few candidates; the gap is said, and true."""
     best = find(4, 1200)
     monkeypatch.setattr(solving, "MANY", 0)
     guided = find(4, 1200)
     assert guided.decided() == best.decided()
-    assert "gap 0 within the cost model" in guided.certificate
+    assert _gap(guided) < 0.02
     monkeypatch.setattr(solving, "_SOLVED", 3)
     early = find(4, 1200)
-    said = early.certificate.partition("gap at most ")[2].partition("%")[0]
-    assert 1 - seconds(best) / seconds(early) <= float(said) / 100
+    assert 1 - seconds(best) / seconds(early) <= _gap(early)
     assert "that were not solved none takes less than" in early.certificate
 
 
