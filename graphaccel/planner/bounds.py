@@ -73,7 +73,7 @@ def columns(shapes: Sequence[Shape], batch: int) -> Columns:
 @dataclass(frozen=True)
 class Sums:
     """Of a microbatch on all stages: seconds (casts: of parameters, in one phase; held_casts: those
-    that may be made once a step); bytes of
+    that may be made once a step; again: if all blocks are computed again); bytes of
     parameters, of what is saved if nothing and if all is computed again; the most that live within
     a phase, and the least that a cut sends. Numbers, or columns of them."""
 
@@ -89,6 +89,7 @@ class Sums:
     kept: Any
     passing: Any
     crossing: Any
+    again: Any
 
 
 class Bounds:
@@ -178,7 +179,7 @@ class Bounds:
             idle = np.zeros_like(idle)
         moving, late = self._outside(known, of)
         back = sums.backward - casts
-        moved = moving.exposed(of, work - back, back)
+        moved = _least_exposed(moving, of, work - back, back, sums.again)
         return of.microbatches * each + np.maximum(idle, moved) + late
 
     def too_big(self, of: Columns) -> np.ndarray:
@@ -260,6 +261,21 @@ def _even_idle(of: Columns, work: np.ndarray, weight: np.ndarray) -> np.ndarray:
     return np.where(of.apart, np.maximum(0.0, idle - 2 * weight), idle)
 
 
+def _least_exposed(
+    moving: LeastMoved, of: Columns, forward: np.ndarray, backward: np.ndarray, again: np.ndarray
+) -> np.ndarray:
+    """Seconds of what moves over data that nothing hides, with what is computed again to hide it:
+    more than one collective may hide behind the same second of a backward. The least of a convex
+    function lies at an end or where one of them is hidden."""
+    ends = [np.zeros_like(backward), again]
+    for moved in (moving.reduce, moving.gather, moving.low):
+        beside = np.where(moving.beside > 0, moving.beside, np.inf)
+        ends.append(np.clip(moved / beside - backward, 0.0, again))
+    each = of.microbatches / of.pipeline
+    found = [each * more + moving.exposed(of, forward, backward + more) for more in ends]
+    return np.minimum.reduce(found)
+
+
 def over_parameters(layout: Layout, known: Layout) -> int:
     """Into how many parts at best a layout divides each parameter of one that it is made of:
     context divides none."""
@@ -293,6 +309,7 @@ def _sums(bounds: Bounds, known: Layout, small: int) -> Sums:
         int(sized.saved()[0].sum()),
         int(max(sized.passing_forward.max(), sized.passing_backward.max())),
         min(cuts, default=0),
+        float(sized.again[profile.block_at >= 0].sum()),
     )
 
 

@@ -88,8 +88,9 @@ class Outcome:
     """Solved candidates: fitting, fastest first; the best of each mesh; the one that misses
     least; all of them, in the order in which they were solved; times of schedules that were
     played; why the first that could not be cut could not. kept: how many of the fitting were ranked
-    by playing them. open: candidates that might be faster and were not solved, and seconds that
-    they can not beat; None where there are none.
+    by playing them. whole: every cut and set of blocks was tried (`planner.whole`). open:
+    candidates that might be faster and were not solved, and seconds that they can not beat; None
+    where there are none.
     """
 
     fitting: list[Plan] = field(default_factory=list)
@@ -101,6 +102,7 @@ class Outcome:
     too_many: TooManyStages | None = None
     refused: BadPin | None = None
     kept: int = 0
+    whole: bool = False
     open: tuple[int, float] | None = None
 
     def missed(self, plan: Plan, cluster: Cluster) -> None:
@@ -123,7 +125,7 @@ def with_cuts_and_blocks(
     a time were pinned and nothing goes over rows so.
     """
     best: Plan | None = None
-    for tried in _chunked(problem, plan):
+    for tried in chunked(problem, plan):
         found = _solved(problem, tried, recompute, cuts)
         if best is None or _order(problem, found) < _order(problem, best):
             best = found
@@ -139,7 +141,7 @@ def _order(problem: Problem, plan: Plan) -> tuple[int, float]:
     return max(0, excess(plan, problem.cluster)), plan.prediction.seconds
 
 
-def _chunked(problem: Problem, plan: Plan) -> list[Plan]:
+def chunked(problem: Problem, plan: Plan) -> list[Plan]:
     """The plan with each number of rows at a time that may be asked for; as it is where that was
     pinned, or nothing goes over rows in chunks. Raises BadPin (GA202) for both at once."""
     if "loss_chunk" in plan.pinned and not problem.layouts.of(plan).in_chunks:

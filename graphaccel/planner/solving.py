@@ -33,6 +33,7 @@ from graphaccel.planner.pins import Pins, base_plan
 from graphaccel.planner.plan import GATHERS, Plan, Prediction
 from graphaccel.planner.record import Record
 from graphaccel.planner.solve import Outcome, Problem, excess, with_cuts_and_blocks
+from graphaccel.planner.whole import solve_whole
 
 KEPT = 32
 MANY = 20_000
@@ -98,6 +99,8 @@ def solve_all(
         raise outcome.too_many
     outcome.fitting.sort(key=lambda plan: _rank(plan, pins))
     solving.simulate_best()
+    if prune and outcome.tally.candidates <= MANY and outcome.open is None:
+        solve_whole(problem, pins, solving.bounds, solving.meshes, outcome)
     return outcome
 
 

@@ -111,10 +111,9 @@ PINS: Mapping[str, tuple[Any, ...]] = {
     "gather_again": (True, False, "step"),
     "accumulation": ("whole", "shards"),
 }
-KNOWN = (62, 112, 153, 167, 172, 212, 239, 259, 272)
-"""Of 300 drawn problems those of which it does not hold yet: 62, 112, 153, 212, 272 have a better
-plan than the one found, 167, 239, 259 one that takes less than its bound, and of 172 the search
-and the plans differ in whether one fits."""
+FOUND = (62, 112, 153, 167, 172, 212, 239, 259, 272)
+"""Problems of which it did not hold before: of GPipe, of cuts that are not even, of blocks that
+save more together, of sends in parts that make a plan fit, of bounds of ZeRO 3."""
 
 
 def drawn_by(seed: int) -> dict[str, Any]:
@@ -185,10 +184,7 @@ UNLIKE = {
 faster than of even ones."""
 
 
-@pytest.mark.parametrize(
-    "seed",
-    [*range(60), *(pytest.param(n, marks=pytest.mark.xfail(strict=True)) for n in KNOWN)],
-)
+@pytest.mark.parametrize("seed", [*range(60), *FOUND])
 def test_the_search_finds_what_trying_plans_finds(seed: int) -> None:
     check(drawn_by(seed))
 
@@ -197,10 +193,35 @@ def test_stages_that_are_unlike_each_other() -> None:
     check(UNLIKE)
 
 
+@pytest.mark.parametrize("seed", range(0, 60, 3))
+def test_a_search_of_a_larger_problem_is_near_it(seed: int) -> None:
+    """Where there is too much to try it all: cuts are even, among what fits if memory binds."""
+    drawn = drawn_by(seed)
+    roomy, batch = problem_of(drawn), drawn["batch"]
+    pins = narrowed(roomy, dict(drawn["pins"]), batch)
+    known: dict[Plan, Found] = {}
+    found = every_plan(roomy, pins, batch, even_cuts(roomy), known)
+    with patch("graphaccel.planner.whole._CUTS", -1):
+        for memory in levels(found, drawn):
+            own = every_plan(problem_of(drawn, memory), pins, batch, even_cuts(roomy), known)
+            plan, best = planned(drawn, pins, memory), best_within(own, memory)
+            if plan is not None:
+                most = 1 + 1e-9 if memory == max(one.peak for one in found) else BLOCKS
+                assert weighed(plan, Pins(**pins)) <= best * most, (plan.name, memory, pins)
+
+
+def levels(found: list[Found], drawn: Mapping[str, Any]) -> list[int]:
+    """Bytes of memory: of which nothing fits, little, more, and all."""
+    peaks = sorted({one.peak for one in found})
+    if not peaks:
+        return []
+    between = peaks[int(drawn["tightness"] * (len(peaks) - 1))]
+    return sorted({peaks[0] - 1, peaks[0], between, between + between // 50, peaks[-1]})
+
+
 def check(drawn: Mapping[str, Any]) -> None:
-    """Every mesh, schedule, number of microbatches, level of ZeRO and set of blocks, on the cuts
-    that are even in time, and where the memory is known on those that are even among what fits:
-    the same where memory does not bind, near it where blocks are chosen to save memory."""
+    """Every mesh, schedule, number of microbatches, level of ZeRO, set of cuts and set of blocks:
+    the search has the best that fits, and says so."""
     roomy, batch = problem_of(drawn), drawn["batch"]
     pins = narrowed(roomy, dict(drawn["pins"]), batch)
     known: dict[Plan, Found] = {}
@@ -209,22 +230,19 @@ def check(drawn: Mapping[str, Any]) -> None:
         with pytest.raises(REFUSALS):
             planned(drawn, pins, 1 << 40)
         return
-    peaks = sorted({one.peak for one in found})
-    between = peaks[int(drawn["tightness"] * (len(peaks) - 1))]
-    for memory in {peaks[0] - 1, peaks[0], between, between + between // 50, peaks[-1]}:
-        tight = problem_of(drawn, memory)
-        own = every_plan(tight, pins, batch, even_cuts(tight), known)
-        plan, best = planned(drawn, pins, memory), best_within(own, memory)
+    memories = levels(found, drawn)
+    for memory in memories:
+        plan, best = planned(drawn, pins, memory), best_within(found, memory)
         assert (plan is None) == (best == inf), (pins, memory)
         if plan is not None:
-            ours = weighed(plan, Pins(**pins))
-            assert ours >= best * (1 - 1e-9), (plan.name, memory, pins)
-            most = 1 + 1e-9 if memory == peaks[-1] else BLOCKS
-            assert ours <= best * most, (plan.name, plan.cuts, memory, pins)
+            assert weighed(plan, Pins(**pins)) == pytest.approx(best, rel=1e-9), (
+                plan.name, plan.cuts, plan.recompute, memory, pins,
+            )  # fmt: skip
+            assert "with every cut and every set of blocks" in plan.certificate
             again = planned(drawn, pins, memory)
             assert again is not None
             assert plan.to_json() == again.to_json()
-    check_bounds(roomy, found, pins, batch, between)
+    check_bounds(roomy, found, pins, batch, memories[len(memories) // 2])
 
 
 def even_cuts(problem: Problem) -> Callable[[Plan], list[tuple[str, ...]]]:
