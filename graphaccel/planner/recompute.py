@@ -109,9 +109,9 @@ def _alike(count: int, items: Sequence[Item], needed: float) -> list[int]:
     for a, b in pairs:
         for single in (-1, *range(len(items))):
             less, more = items[single] if single >= 0 else (0.0, 0.0)
-            left = needed - less - (many * items[b][0] if a != b else 0.0)
-            rest = np.ceil(np.maximum(left, 0.0) / items[a][0])
             own = many * (a != b)
+            left = needed - less - own * items[b][0]
+            rest = np.ceil(np.maximum(left, 0.0) / items[a][0])
             price = rest * items[a][1] + own * items[b][1] + more
             price = np.where(rest + own + (single >= 0) <= count, price, np.inf)
             at = int(price.argmin())
