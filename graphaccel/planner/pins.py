@@ -35,12 +35,12 @@ COMPILE = ("off", "inductor")
 AXES = ("pipeline", "data", "expert", "context", "tensor")
 _COUNTS = (
     "data", "pipeline", "tensor", "context", "expert", "interleave", "microbatches", "bucket_bytes",
-    "loss_chunk",
+    "loss_chunk", "shard",
 )  # fmt: skip
 SWITCHES = ("sequence", "scatter_sends", "cast_once", "cuda_graphs")
 NAMES = (
     *_COUNTS, "recompute", "precision", "schedule", "cuts", "outputs",
-    "zero", "gather_again", "cast_once", "accumulation", "sequence", "scatter_sends", "pins",
+    "zero", "shard", "gather_again", "cast_once", "accumulation", "sequence", "scatter_sends", "pins",
     "fusions",
     "vocab", "stages", "ort", "fallback", "compile", "cuda_graphs", "offload",
 )  # fmt: skip
@@ -68,6 +68,7 @@ class Pins:
     context: int | None = None
     expert: int | None = None
     zero: int | None = None
+    shard: int | None = None
     gather_again: bool | str | None = None
     cast_once: bool | None = None
     accumulation: str | None = None
@@ -97,7 +98,15 @@ class Pins:
             return (self.zero,)
         if self.gather_again not in (None, True):
             return (3,)
-        return (2, 3) if self.accumulation == "shards" else (0, 1, 2, 3)
+        if self.accumulation == "shards":
+            return (2, 3)
+        asked = self.shard is not None and not self.over_data
+        return (1, 2, 3) if asked else (0, 1, 2, 3)
+
+    @property
+    def over_data(self) -> bool:
+        """Whether single parameters are to rest sharded over data."""
+        return any(split.axis == "data" for _, splits in self.pins or () for split in splits)
 
     @property
     def on_host(self) -> tuple[str, ...]:
@@ -340,11 +349,28 @@ def _check_zero(pins: Pins, devices: int) -> None:
         raise BadPin(pin="accumulation", value=pins.accumulation, reason=reason, allowed=("whole",))
     if min(pins.zeros) and data == 1:
         raise _without_zero(pins, "with data=1 there is no axis to shard over")
+    _check_shard(pins, data)
     for name, splits in pins.pins or ():
         for split in splits:
             if sizes[split.axis] == 1:
                 reason = f"{name} is to be sharded over {split.axis}, which has one device"
                 raise BadPin(pin="pins", value={name: split}, reason=reason)
+
+
+def _check_shard(pins: Pins, data: int) -> None:
+    """The part of the data axis that ZeRO shards over. data: the largest that axis can be."""
+    if pins.shard is None:
+        return
+    reason = None
+    if pins.shard == 1:
+        reason = "over one device nothing is sharded, which is zero=0"
+    elif pins.zero == 0 and not pins.over_data:
+        reason = "with zero=0 nothing is sharded"
+    elif data % pins.shard:
+        reason = f"data={data} can not be made of groups of {pins.shard}"
+    if reason is not None:
+        allowed = () if pins.zero == 0 else tuple(str(n) for n in divisors(data) if n > 1)
+        raise BadPin(pin="shard", value=pins.shard, reason=reason, allowed=allowed)
 
 
 def _without_zero(pins: Pins, reason: str, allowed: Sequence[int] = (0,)) -> BadPin:
@@ -355,8 +381,10 @@ def _without_zero(pins: Pins, reason: str, allowed: Sequence[int] = (0,)) -> Bad
     if pins.gather_again not in (None, True):
         said = pins.gather_again
         return BadPin(pin="gather_again", value=said, reason=reason, allowed=("True",))
-    said = pins.accumulation
-    return BadPin(pin="accumulation", value=said, reason=reason, allowed=("whole",))
+    if pins.accumulation == "shards":
+        said = pins.accumulation
+        return BadPin(pin="accumulation", value=said, reason=reason, allowed=("whole",))
+    return BadPin(pin="shard", value=pins.shard, reason=reason)
 
 
 def _check_sequence(pins: Pins) -> None:
