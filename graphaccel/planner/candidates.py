@@ -16,6 +16,7 @@ import torch
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import SEQUENCE
 from graphaccel.ir.unfold import distinct_nodes, input_nodes
+from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.cost import counted_packet
 from graphaccel.planner.pins import PRECISIONS, Pins, divisors
 from graphaccel.planner.plan import GATHERS, Plan
@@ -239,21 +240,27 @@ def _schedules(pins: Pins, pipeline: int, interleave: int, zero: int) -> tuple[s
 def _shards(
     problem: Problem, pins: Pins, data: int, replica: int, zero: int
 ) -> tuple[int, ...]:
-    """Over how many devices of the data axis ZeRO shards: 0, all of them, and what was asked for.
-
-    On offer besides: on few devices each part of the axis; on many, parts that fill a level of
-    links together with the axes inside, since a larger group up to there sends over the same ones.
-    """
+    """Over how many devices of the data axis ZeRO shards, as `Plan.shard` says it. With a level that
+    was asked for it is all of them, unless said otherwise: whoever asks for it wants the memory."""
     if pins.shard is not None:
-        fits = data % pins.shard == 0
-        return (0 if pins.shard == data else pins.shard,) if fits else ()
-    if not zero:
-        return (0,)
+        sizes: tuple[int, ...] = (pins.shard,) if data % pins.shard == 0 else ()
+    else:
+        free = zero and pins.zero is None
+        sizes = shard_sizes(problem.cluster, data, replica) if free else (data,)
+    return tuple(0 if size == data else size for size in sizes)
+
+
+def shard_sizes(cluster: Cluster, data: int, replica: int) -> tuple[int, ...]:
+    """Over how many devices of a data axis ZeRO may shard, all of them first.
+
+    On few devices that is each part of the axis; on many, parts that fill a level of links together
+    with the axes inside: up to there a larger part sends over the same links.
+    """
     parts = [n for n in divisors(data) if 1 < n < data]
-    if problem.cluster.count > _FEW:
-        full = {link.size // replica for link in problem.cluster.links if link.size % replica == 0}
+    if cluster.count > _FEW:
+        full = {link.size // replica for link in cluster.links if link.size % replica == 0}
         parts = [n for n in parts if n in full]
-    return (0, *parts)
+    return (data, *parts)
 
 
 def recomputes(problem: Problem, pins: Pins) -> tuple[str | tuple[str, ...], ...]:
