@@ -237,11 +237,12 @@ def _schedules(pins: Pins, pipeline: int, interleave: int, zero: int) -> tuple[s
     return ("1f1b", "zero_bubble") if apart else ("1f1b",)
 
 
-def _shards(
-    problem: Problem, pins: Pins, data: int, replica: int, zero: int
-) -> tuple[int, ...]:
-    """Over how many devices of the data axis ZeRO shards, as `Plan.shard` says it. With a level that
-    was asked for it is all of them, unless said otherwise: whoever asks for it wants the memory."""
+def _shards(problem: Problem, pins: Pins, data: int, replica: int, zero: int) -> tuple[int, ...]:
+    """Over how many devices of the data axis ZeRO shards, as `Plan.shard` says it.
+
+    With a level that was asked for it is all of them, unless said otherwise: whoever asks for it
+    wants the memory.
+    """
     if pins.shard is not None:
         sizes: tuple[int, ...] = (pins.shard,) if data % pins.shard == 0 else ()
     else:

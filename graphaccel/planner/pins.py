@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -12,8 +11,12 @@ from typing import Any
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.errors import BadPin, BatchNotDivisible, NoLoss, SplitRefused
 from graphaccel.ir.program import Sharded
-from graphaccel.ir.unfold import input_nodes
-from graphaccel.planner.module_pins import VOCAB, is_inside, read_stages, vocabulary_placements
+from graphaccel.planner.module_pins import (
+    VOCAB,
+    read_placements,
+    read_stages,
+    vocabulary_placements,
+)
 from graphaccel.planner.offload import offload_text, read_offload
 from graphaccel.planner.plan import Plan, Precision
 from graphaccel.schedule.table import SCHEDULE_NAMES
@@ -40,8 +43,8 @@ _COUNTS = (
 SWITCHES = ("sequence", "scatter_sends", "cast_once", "cuda_graphs")
 NAMES = (
     *_COUNTS, "recompute", "precision", "schedule", "cuts", "outputs",
-    "zero", "shard", "gather_again", "cast_once", "accumulation", "sequence", "scatter_sends", "pins",
-    "fusions",
+    "zero", "shard", "gather_again", "cast_once", "accumulation", "sequence", "scatter_sends",
+    "pins", "fusions",
     "vocab", "stages", "ort", "fallback", "compile", "cuda_graphs", "offload",
 )  # fmt: skip
 
@@ -160,7 +163,7 @@ def read_pins(
     given = _values(pins)
     typed: dict[str, Any] = {**given, **_names(given, step)}
     if "pins" in given:
-        typed["pins"] = _placements(given["pins"], step)
+        typed["pins"] = read_placements(given["pins"], step)
     if "stages" in given:
         typed["stages"] = read_stages(given["stages"], step)
     if "offload" in given:
@@ -169,7 +172,9 @@ def read_pins(
     _check_loss(found, step)
     found = _check_mesh(found, devices)
     if found.vocab is not None:
-        placed = vocabulary_placements(found.vocab, step, _sizes(found, devices))
+        sizes = _sizes(found, devices)
+        sizes["data"] = found.shard or sizes["data"]
+        placed = vocabulary_placements(found.vocab, step, sizes)
         own = {**placed, **dict(found.pins or ())}
         found = replace(found, pins=tuple(sorted(own.items())))
     _check_together(found, devices, step.has_loss)
@@ -280,51 +285,6 @@ def _strings(pin: str, value: object) -> tuple[str, ...]:
         if all(isinstance(item, str) for item in value):
             return tuple(value)
     raise BadPin(pin=pin, value=value, reason="it is a list of names")
-
-
-def _placements(value: object, step: StepGraph) -> tuple[tuple[str, tuple[Sharded, ...]], ...]:
-    """`{"head.weight": shard(0, "tensor")}`, checked against the parameters.
-
-    A module's path stands for the parameters inside that have the dim; longer paths come first.
-    """
-    if not isinstance(value, Mapping):
-        raise BadPin(pin="pins", value=value, reason="it maps parameters' names to placements")
-    nodes = input_nodes(step.graph)
-    shapes = {
-        s.name: tuple(n.meta["val"].shape)
-        for n, s in zip(nodes, step.inputs, strict=True)
-        if s.kind == "parameter"
-    }
-    found: dict[str, tuple[Sharded, ...]] = {}
-    for name, said in sorted(value.items(), key=lambda item: str(item[0]).count(".")):
-        splits = (said,) if isinstance(said, Sharded) else said
-        inside = [name] if name in shapes else [n for n in shapes if is_inside(n, str(name))]
-        if not inside:
-            close = difflib.get_close_matches(str(name), shapes, 1)
-            reason = f"no parameter or module is called {name}"
-            reason += f"; there is {close[0]}" if close else ""
-            raise BadPin(pin="pins", value={name: said}, reason=reason)
-        if not isinstance(splits, tuple) or not all(isinstance(s, Sharded) for s in splits):
-            reason = f"{name} rests under shard(dim, axis), a tuple of them, or replicate()"
-            raise BadPin(pin="pins", value={name: said}, reason=reason)
-        for split in splits:
-            if split.axis not in AXES or split.axis == "pipeline":
-                reason = "a tensor can be sharded over data, expert, context or tensor, not "
-                raise BadPin(pin="pins", value={name: said}, reason=reason + repr(split.axis))
-            if split.outer < 1 or any(
-                shapes[n][split.dim] % split.outer
-                for n in inside
-                if 0 <= split.dim < len(shapes[n])
-            ):
-                reason = f"dim {split.dim} of {inside[0]} has no {split.outer} equal sections"
-                raise BadPin(pin="pins", value={name: said}, reason=reason)
-            with_dim = [n for n in inside if 0 <= split.dim < len(shapes[n])]
-            if not with_dim:
-                reason = f"{inside[0]} is {list(shapes[inside[0]])}: it has no dim {split.dim}"
-                raise BadPin(pin="pins", value={name: said}, reason=reason)
-            inside = with_dim
-        found |= dict.fromkeys(inside, splits)
-    return tuple(sorted(found.items()))
 
 
 def _check_zero(pins: Pins, devices: int) -> None:

@@ -249,8 +249,8 @@ def resident_parts(
     """Bytes that lie on a device for each byte of trained parameter of its stage: parameter,
     gradient and optimizer state, less what ZeRO and the host have; of one plan, or of columns.
 
-    shards: devices that ZeRO shards over. once: gradients are reduced as soon as they are there. held: parameters are gathered once a step
-    and held. gathered: bytes that each then takes."""
+    shards: devices that ZeRO shards over. once: gradients are reduced as soon as they are there.
+    held: parameters are gathered once a step and held. gathered: bytes that each then takes."""
     share, (own, _) = 1 / shards, placed_parameters(1, 1, offload)
     parameter = own * np.where(zero == 3, share, 1.0) + np.where(held, gathered, 0.0)
     gradient = np.where(np.logical_and(np.greater_equal(zero, 2), once), share, 1.0)

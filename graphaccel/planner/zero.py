@@ -3,9 +3,9 @@
 Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, 2020, §5:
 with N data ranks, level 1 keeps 1/N of the optimizer state on each, level 2 of the gradients too,
 level 3 of the parameters too. A parameter is split on the first dim that N divides, so that a shard
-is a tensor in its own right, with a place in a checkpoint. N may be a part of the data ranks: groups
-of N neighbours then hold the same shards, and sum their gradients (hybrid sharding: Zhao et al.,
-PyTorch FSDP, VLDB 2023, §3.2.2).
+is a tensor in its own right, with a place in a checkpoint. N may be a part of the data ranks: each
+group of N neighbours then holds all shards, and those of all groups are summed (hybrid sharding:
+Zhao et al., PyTorch FSDP, VLDB 2023, §3.2.2).
 """
 
 from __future__ import annotations
