@@ -18,11 +18,10 @@ from graphaccel.capture.symbols import SEQUENCE
 from graphaccel.ir.unfold import distinct_nodes, input_nodes
 from graphaccel.planner.cost import counted_packet
 from graphaccel.planner.pins import PRECISIONS, Pins, divisors
-from graphaccel.planner.plan import GATHERS, Plan
+from graphaccel.planner.plan import GATHERS, INTERLEAVES, Plan
 from graphaccel.planner.solve import Problem
 from graphaccel.schedule.table import SCHEDULE_NAMES
 
-_INTERLEAVE = (1, 2, 4)
 WORTH = 1.03
 """How much faster a plan must be to be worth axes or ZeRO that were not asked for: less than the
 model of time can tell apart."""
@@ -219,7 +218,7 @@ def _interleaves(pins: Pins, pipeline: int) -> tuple[int, ...]:
         return (pins.interleave,) if pipeline > 1 or pins.interleave == 1 else ()
     if pipeline == 1 or pins.schedule in ("1f1b", "gpipe", "zero_bubble"):
         return (1,)
-    return _INTERLEAVE
+    return INTERLEAVES
 
 
 def _schedules(pins: Pins, pipeline: int, interleave: int, zero: int) -> tuple[str, ...]:

@@ -13,7 +13,13 @@ from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.errors import BadPin, BatchNotDivisible, NoLoss, SplitRefused
 from graphaccel.ir.program import Sharded
 from graphaccel.ir.unfold import input_nodes
-from graphaccel.planner.module_pins import VOCAB, is_inside, read_stages, vocabulary_placements
+from graphaccel.planner.module_pins import (
+    VOCAB,
+    check_stages,
+    is_inside,
+    read_stages,
+    vocabulary_placements,
+)
 from graphaccel.planner.offload import offload_text, read_offload
 from graphaccel.planner.plan import Plan, Precision
 from graphaccel.schedule.table import SCHEDULE_NAMES
@@ -216,7 +222,8 @@ def _check_together(pins: Pins, devices: int, has_loss: bool) -> None:
     _check_parameters_away(pins)
     _check_casts(pins, has_loss)
     _check_schedule(pins)
-    _check_stages(pins)
+    if pins.stages:
+        check_stages(dict(pins.stages), pins.cuts, pins.pipeline, pins.interleave, pins.schedule)
 
 
 def _names(given: Mapping[str, object], step: StepGraph) -> dict[str, object]:
@@ -452,20 +459,6 @@ def _check_mesh(pins: Pins, devices: int) -> Pins:
             reason = f"{stages - 1} cuts make {stages} stages, for {ranks} pipeline ranks"
             raise BadPin(pin="cuts", value=pins.cuts, reason=reason)
     return pins
-
-
-def _check_stages(pins: Pins) -> None:
-    """The stages that modules were given, against the cuts and the stages that there are."""
-    if not pins.stages:
-        return
-    last, said = max(stage for _, stage in pins.stages), dict(pins.stages)
-    if pins.cuts is not None:
-        raise BadPin(pin="stages", value=said, reason="cuts= says already where stages end")
-    count = (pins.pipeline or last + 1) * (pins.interleave or 1)
-    if last >= count:
-        path = next(path for path, stage in pins.stages if stage == last)
-        reason = f"{path} is to be on stage {last}, and there are {count}, from 0 on"
-        raise BadPin(pin="stages", value=said, reason=reason)
 
 
 def _check_schedule(pins: Pins) -> None:

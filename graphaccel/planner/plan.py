@@ -12,6 +12,8 @@ from graphaccel.ir.program import OrtDeclined, OrtRegion, OrtReport, Sharded
 SCHEMA = 1
 GATHERS: tuple[bool | str, ...] = (True, "step", False)
 """Values of `Plan.gather_again`."""
+INTERLEAVES = (1, 2, 4)
+"""Values of `Plan.interleave` that are offered where it is not pinned."""
 
 
 @dataclass(frozen=True)
