@@ -167,6 +167,12 @@ def _add_pins(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
         choices=(0, 1, 2, 3),
         help="shard over data: 1 optimizer state, 2 and gradients, 3 and parameters",
     )
+    pins.add_argument(
+        "--shard",
+        type=_positive,
+        metavar="N",
+        help="zero: shard over groups of N devices of the data axis, replicated over the rest",
+    )
     for name, what in _CHOICES.items():
         pins.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, help=what)
     pins.add_argument(

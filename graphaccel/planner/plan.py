@@ -136,6 +136,7 @@ class Plan:
     recompute: names of the blocks that are computed again in the backward pass.
     bucket_bytes: size at which a bucket of gradients is sent for all-reduce.
     zero: what is sharded over the data axis: 1 optimizer state, 2 and gradients, 3 and parameters.
+    shard: over how many devices of the data axis, neighbours; 0: all of it. The rest replicates.
     gather_again: zero 3 lets go of parameters after the forward and gathers them again (True),
       keeps them for the microbatch's backward (False), or gathers them once a step and holds them
       for all microbatches ("step").
@@ -185,6 +186,7 @@ class Plan:
     offload: tuple[str, ...] = ()
     outputs: str = "loss"
     zero: int = 0
+    shard: int = 0
     gather_again: bool | str = True
     cast_once: bool = False
     accumulation: str = "whole"
@@ -220,6 +222,21 @@ class Plan:
         return self.expert * self.context * self.tensor
 
     @property
+    def shards(self) -> int:
+        """Devices of the data axis over which ZeRO shards."""
+        return self.shard or self.data
+
+    @property
+    def replicas(self) -> int:
+        """How often the data axis holds what ZeRO shards."""
+        return self.data // self.shards
+
+    @property
+    def shard_axis(self) -> str:
+        """The mesh axis of ZeRO's shards: "shard", or "data" where that is all of it."""
+        return "shard" if self.shard else "data"
+
+    @property
     def gathers_low(self) -> bool:
         """Whether ZeRO 3 gathers parameters in the dtype that they are computed with: where all
         that reads them wants it, and the backward does not read what the forward gathered."""
@@ -252,6 +269,7 @@ class Plan:
             parts[0] += f", {self.schedule.replace('_', ' ')}"
         if self.zero:
             parts.append(f"zero {self.zero}")
+            parts[-1] += f" in groups of {self.shard}" if self.shard else ""
             if self.zero == 3 and self.gather_again is not True:
                 each = " a step" if self.gather_again == "step" else ""
                 parts[-1] += f", gathered once{each}"

@@ -269,7 +269,7 @@ def _resting(plan: Plan, program: StepProgram) -> tuple[Resting, ...]:
                 axis, getattr(plan, axis), _LEVELS[level], len(held), len(names), "; ".join(by_dim)
             )
         )
-    order = ("tensor", "context", "expert", "data")
+    order = ("tensor", "context", "expert", "shard", "data")
     return tuple(sorted(found, key=lambda row: (order.index(row.axis), row.what)))
 
 
