@@ -394,7 +394,7 @@ def _word_or_names(*words: str) -> Callable[[str], str | tuple[str, ...]]:
 
 _ort = _word_or_names("off", "auto", "all")
 _fusions = _word_or_names("off", "auto")
-_recompute = _word_or_names("none", "some", "all")
+_recompute = _word_or_names("none", "some", "selective", "all")
 
 
 def _stage(text: str) -> tuple[str, int]:

@@ -18,7 +18,7 @@ from graphaccel.capture.symbols import SEQUENCE
 from graphaccel.ir.unfold import distinct_nodes, input_nodes
 from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.cost import counted_packet
-from graphaccel.planner.pins import PRECISIONS, Pins, divisors
+from graphaccel.planner.pins import PRECISIONS, RECOMPUTE, Pins, divisors
 from graphaccel.planner.plan import GATHERS, INTERLEAVES, Plan
 from graphaccel.planner.solve import Problem
 from graphaccel.schedule.table import SCHEDULE_NAMES
@@ -71,7 +71,7 @@ class Shape:
     @property
     def order(self) -> tuple[object, ...]:
         """Between equals: fewer microbatches, less pipeline, less of everything."""
-        depth = ("none", "some", "all").index(self.recompute) if isinstance(
+        depth = RECOMPUTE.index(self.recompute) if isinstance(
             self.recompute, str) and self.recompute else 0  # fmt: skip
         return (self.microbatches, self.pipeline, self.interleave, depth, self.data, self.zero,
                 GATHERS.index(self.gather_again), self.accumulation, self.tensor, self.context,

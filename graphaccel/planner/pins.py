@@ -30,7 +30,7 @@ PRECISIONS: Mapping[str, Precision] = {
     "tf32": Precision(products="tfloat32"),
     "fp8": Precision(compute="bfloat16", stream="bfloat16", products="float8_e4m3fn"),
 }
-RECOMPUTE = ("none", "some", "all")
+RECOMPUTE = ("none", "some", "selective", "all")
 OUTPUTS = ("loss", "all")
 ACCUMULATIONS = ("whole", "shards")
 ORT = ("off", "auto", "all")

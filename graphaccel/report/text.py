@@ -142,6 +142,9 @@ def _decisions(facts: Facts) -> list[str]:
         )
     if plan.recompute:
         lines.append(clipped(f"  recompute {fold(plan.recompute, parameters=False)}"))
+    for own in plan.selective:
+        blocks = fold(own.blocks, parameters=False)
+        lines.append(clipped(f"  recompute {blocks} but for {', '.join(own.saved)}"))
     return lines + [clipped(line) for line in ort_lines(plan)]
 
 
