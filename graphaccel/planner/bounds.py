@@ -21,6 +21,7 @@ from graphaccel.errors import BadPin
 from graphaccel.planner.candidates import Layout, Shape
 from graphaccel.planner.estimate import LeastMoved, least_moved, least_optimizer
 from graphaccel.planner.plan import GATHERS, Plan
+from graphaccel.planner.recompute import least_saved
 from graphaccel.planner.solve import Problem, resident_parts
 from graphaccel.planner.stages import candidate_cuts
 
@@ -296,7 +297,7 @@ def _spread(found: Sequence[T], place: np.ndarray) -> T:
 def _sums(bounds: Bounds, known: Layout, small: int) -> Sums:
     plan = bounds.plan(known, data=1, microbatches=1, batch=small)
     profile, sized = bounds.problem.layouts.of(plan), bounds.problem.sized(plan)
-    lean = int(sized.saved(range(len(profile.block_names)))[0].sum())
+    lean = least_saved(profile, sized)
     cuts = candidate_cuts(profile, sized).bytes
     return Sums(
         sized.work,
@@ -311,7 +312,7 @@ def _sums(bounds: Bounds, known: Layout, small: int) -> Sums:
         int(sized.saved()[0].sum()),
         int(max(sized.passing_forward.max(), sized.passing_backward.max())),
         min(cuts, default=0),
-        float(sized.again[profile.block_at >= 0].sum()),
+        float(sized.done_again(profile.all_again)[0].sum()),
     )
 
 

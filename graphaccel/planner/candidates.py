@@ -18,12 +18,11 @@ from graphaccel.capture.symbols import SEQUENCE
 from graphaccel.ir.unfold import distinct_nodes, input_nodes
 from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.cost import counted_packet
-from graphaccel.planner.pins import PRECISIONS, Pins, divisors
-from graphaccel.planner.plan import GATHERS, Plan
+from graphaccel.planner.pins import PRECISIONS, RECOMPUTE, Pins, divisors
+from graphaccel.planner.plan import GATHERS, INTERLEAVES, Plan
 from graphaccel.planner.solve import Problem
 from graphaccel.schedule.table import SCHEDULE_NAMES
 
-_INTERLEAVE = (1, 2, 4)
 _FEW = 8  # devices up to which ZeRO is offered over every part of the data axis
 WORTH = 1.03
 """How much faster a plan must be to be worth axes or ZeRO that were not asked for: less than the
@@ -72,7 +71,7 @@ class Shape:
     @property
     def order(self) -> tuple[object, ...]:
         """Between equals: fewer microbatches, less pipeline, less of everything."""
-        depth = ("none", "some", "all").index(self.recompute) if isinstance(
+        depth = RECOMPUTE.index(self.recompute) if isinstance(
             self.recompute, str) and self.recompute else 0  # fmt: skip
         return (self.microbatches, self.pipeline, self.interleave, depth, self.data, self.zero,
                 GATHERS.index(self.gather_again), self.accumulation, self.tensor, self.context,
@@ -224,7 +223,7 @@ def _interleaves(pins: Pins, pipeline: int) -> tuple[int, ...]:
         return (pins.interleave,) if pipeline > 1 or pins.interleave == 1 else ()
     if pipeline == 1 or pins.schedule in ("1f1b", "gpipe", "zero_bubble"):
         return (1,)
-    return _INTERLEAVE
+    return INTERLEAVES
 
 
 def _schedules(pins: Pins, pipeline: int, interleave: int, zero: int) -> tuple[str, ...]:

@@ -430,11 +430,12 @@ def _optimizer_seconds(
     for row in cluster.device.measured:
         if row.op == OPTIMIZER:
             starts, moves = _measured_optimizer(row, cluster.device)
-            return starts * tensors + moves * gradient
+            return cluster.device.stepping * (starts * tensors + moves * gradient)
     traffic = gradient * (3 + 2 * optimizer_bytes / 4)
     device = cluster.device
     launches = tensors if device.name == "cpu" else math.ceil(tensors / _TENSORS_AT_ONCE)
-    return traffic / device.memory_bandwidth + launches * _OPTIMIZER_OPS * device.launch_seconds
+    seconds = traffic / device.memory_bandwidth + launches * _OPTIMIZER_OPS * device.launch_seconds
+    return device.stepping * seconds
 
 
 def _measured_optimizer(row: OpTime, device: Device) -> tuple[float, float]:
@@ -516,11 +517,12 @@ def least_optimizer(
         if row.op == OPTIMIZER:
             starts, moves = _measured_optimizer(row, device)
             size = profile.trained_bytes / extra / shards
-            return (starts * profile.trained_tensors + moves * size) / plan.pipeline
+            seconds = starts * profile.trained_tensors + moves * size
+            return device.stepping * seconds / plan.pipeline
     traffic = profile.trained_bytes / extra / shards * (3 + 2 * optimizer_bytes / 4)
     launches = profile.trained_tensors / (1 if device.name == "cpu" else _TENSORS_AT_ONCE)
     seconds = traffic / device.memory_bandwidth + launches * _OPTIMIZER_OPS * device.launch_seconds
-    return seconds / plan.pipeline
+    return device.stepping * seconds / plan.pipeline
 
 
 def predict(

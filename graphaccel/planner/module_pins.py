@@ -13,6 +13,7 @@ from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.errors import BadPin
 from graphaccel.ir.program import Sharded
 from graphaccel.ir.unfold import input_nodes
+from graphaccel.planner.plan import INTERLEAVES
 
 aten = torch.ops.aten
 VOCAB = ("data", "tensor")
@@ -132,6 +133,28 @@ def read_stages(value: object, step: StepGraph) -> tuple[tuple[str, int], ...]:
     found = sorted(((str(n), int(s)) for n, s in value.items()), key=lambda p: min(runs[p[0]]))
     _in_order(found, runs)
     return tuple(found)
+
+
+def check_stages(
+    stages: Mapping[str, int],
+    cuts: Sequence[str] | None,
+    pipeline: int | None,
+    interleave: int | None,
+    schedule: str | None,
+) -> None:
+    """The stages that modules were given, against the other pins: the cuts, and as many stages as
+    there can be. Raises BadPin (GA202)."""
+    if cuts is not None:
+        raise BadPin(pin="stages", value=stages, reason="cuts= says already where stages end")
+    if pipeline is None:
+        return
+    several = pipeline > 1 and schedule in (None, "interleaved")
+    most = pipeline * (interleave or (max(INTERLEAVES) if several else 1))
+    path, last = max(stages.items(), key=lambda item: item[1])
+    if last >= most:
+        count = str(most) if interleave or not several else f"{most} at most"
+        reason = f"{path} is to be on stage {last}, and there are {count}, from 0 on"
+        raise BadPin(pin="stages", value=stages, reason=reason)
 
 
 def read_placements(value: object, step: StepGraph) -> tuple[tuple[str, tuple[Sharded, ...]], ...]:

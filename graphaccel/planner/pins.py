@@ -13,6 +13,7 @@ from graphaccel.errors import BadPin, BatchNotDivisible, NoLoss, SplitRefused
 from graphaccel.ir.program import Sharded
 from graphaccel.planner.module_pins import (
     VOCAB,
+    check_stages,
     read_placements,
     read_stages,
     vocabulary_placements,
@@ -29,7 +30,7 @@ PRECISIONS: Mapping[str, Precision] = {
     "tf32": Precision(products="tfloat32"),
     "fp8": Precision(compute="bfloat16", stream="bfloat16", products="float8_e4m3fn"),
 }
-RECOMPUTE = ("none", "some", "all")
+RECOMPUTE = ("none", "some", "selective", "all")
 OUTPUTS = ("loss", "all")
 ACCUMULATIONS = ("whole", "shards")
 ORT = ("off", "auto", "all")
@@ -230,7 +231,8 @@ def _check_together(pins: Pins, devices: int, has_loss: bool) -> None:
     _check_parameters_away(pins)
     _check_casts(pins, has_loss)
     _check_schedule(pins)
-    _check_stages(pins)
+    if pins.stages:
+        check_stages(dict(pins.stages), pins.cuts, pins.pipeline, pins.interleave, pins.schedule)
 
 
 def _names(given: Mapping[str, object], step: StepGraph) -> dict[str, object]:
@@ -440,20 +442,6 @@ def _check_mesh(pins: Pins, devices: int) -> Pins:
             reason = f"{stages - 1} cuts make {stages} stages, for {ranks} pipeline ranks"
             raise BadPin(pin="cuts", value=pins.cuts, reason=reason)
     return pins
-
-
-def _check_stages(pins: Pins) -> None:
-    """The stages that modules were given, against the cuts and the stages that there are."""
-    if not pins.stages:
-        return
-    last, said = max(stage for _, stage in pins.stages), dict(pins.stages)
-    if pins.cuts is not None:
-        raise BadPin(pin="stages", value=said, reason="cuts= says already where stages end")
-    count = (pins.pipeline or last + 1) * (pins.interleave or 1)
-    if last >= count:
-        path = next(path for path, stage in pins.stages if stage == last)
-        reason = f"{path} is to be on stage {last}, and there are {count}, from 0 on"
-        raise BadPin(pin="stages", value=said, reason=reason)
 
 
 def _check_schedule(pins: Pins) -> None:

@@ -396,7 +396,7 @@ def _rank(plan: Plan, pins: Pins) -> tuple[object, ...]:
         plan.microbatches,
         plan.pipeline,
         plan.interleave,
-        len(plan.recompute),
+        len(plan.again),
         plan.zero,
         plan.shard,
         GATHERS.index(plan.gather_again),

@@ -234,8 +234,10 @@ def explain(record: Record, plan: Plan) -> Explanation:
 def value_of(plan: Plan, name: str, blocks: tuple[str, ...]) -> str:
     """A decision of `plan` as the pin of that name says it."""
     if name == "recompute":
-        if not plan.recompute:
+        if not plan.again:
             return "none"
+        if not plan.recompute and set(plan.again) == set(blocks):
+            return "selective"
         return "all" if set(plan.recompute) == set(blocks) else "some"
     if name == "offload":
         return offload_text(plan.offload)

@@ -15,7 +15,7 @@ from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.layouts import Layouts
 from graphaccel.planner.memory import UNEVEN
 from graphaccel.planner.plan import Plan, StageMemory
-from graphaccel.report.certainty import room
+from graphaccel.report.certainty import error_text, reserve_of, reserve_text, room
 from graphaccel.report.explanation import answer_lines, explanation_lines
 from graphaccel.report.facts import Event, Facts, fold, gather
 from graphaccel.report.format import (
@@ -142,6 +142,9 @@ def _decisions(facts: Facts) -> list[str]:
         )
     if plan.recompute:
         lines.append(clipped(f"  recompute {fold(plan.recompute, parameters=False)}"))
+    for own in plan.selective:
+        blocks = fold(own.blocks, parameters=False)
+        lines.append(clipped(f"  recompute {blocks} but for {', '.join(own.saved)}"))
     return lines + [clipped(line) for line in ort_lines(plan)]
 
 
@@ -180,7 +183,7 @@ def _memory(facts: Facts) -> list[str]:
     lines += _host(facts)
     context = format_bytes(cluster.context_bytes)
     lines.append(clipped(f"  peak at: rank {top.rank}, {top.at}"))
-    lines.append(f"  other = context {context}, {cluster.fragmentation:.0%} fragmentation")
+    lines.append(f"  other = context {context}, {reserve_text(reserve_of(cluster))}")
     if top.uneven:
         what = f"where {UNEVEN - 1:.0%} more tokens than an even share choose a device's experts"
         then = max(m.tensors + m.uneven for m in memory)
@@ -231,7 +234,8 @@ def _time(facts: Facts) -> list[str]:
     ]
     rates = facts.calibration
     if rates is not None:
-        lines.insert(1, f"  calibration level {rates.level}: {rates.source}")
+        said = wrapped(f"calibration level {rates.level}: {rates.source}")
+        lines[1:1] = [*said, f"  {error_text(rates)}"]
     if facts.traffic:
         sent = [
             (
