@@ -165,7 +165,7 @@ def _bare(
         "offload_activations", lambda: tuple(offload_activations(p, plan) for p in programs)
     )
     programs = tuple(_apart(p, owned) for p in programs)
-    known = owned, lying.ranks or plan.data, {name: n.meta["val"] for name, n in values.items()}
+    known = owned, lying.ranks or plan.shards, {name: n.meta["val"] for name, n in values.items()}
     lies: Any = {"shared": shared, "groups": lying.groups}
     if plan.gather_again == "step":
         programs = run.call(

@@ -81,17 +81,17 @@ def predict_memory(
     for rank, (of_rank, stage, activation, temporary, made, away) in enumerate(rows):
         parameter, trained, buffers = of_rank
         gradient = trained if split else made
-        shard = trained // (plan.data if plan.zero else 1)
+        shard = trained // (plan.shards if plan.zero else 1)
         optimizer, host = placed_optimizer(shard * optimizer_bytes // 4, shard, plan.offload)
         host += away
         if plan.zero >= 2 and plan.microbatches == 1:
             gradient = made
         elif plan.zero >= 2 and plan.accumulation == "shards":
-            gradient //= plan.data
+            gradient //= plan.shards
         if plan.zero == 3:
-            parameter = parameter // plan.data
+            parameter = parameter // plan.shards
         if "parameters" in plan.offload:  # buffers stay
-            resting = (of_rank[0] - buffers) // (plan.data if plan.zero == 3 else 1)
+            resting = (of_rank[0] - buffers) // (plan.shards if plan.zero == 3 else 1)
             parameter, below = placed_parameters(resting, shard, plan.offload)
             parameter, host = parameter + buffers, host + below
         parameter += once[rank]

@@ -14,6 +14,8 @@ from graphaccel.ir.program import OrtDeclined, OrtRegion, OrtReport, Sharded
 SCHEMA = 1
 GATHERS: tuple[bool | str, ...] = (True, "step", False)
 """Values of `Plan.gather_again`."""
+INTERLEAVES = (1, 2, 4)
+"""Values of `Plan.interleave` that are offered where it is not pinned."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +150,7 @@ class Plan:
     selective: blocks of which that is done but for some values, and those values.
     bucket_bytes: size at which a bucket of gradients is sent for all-reduce.
     zero: what is sharded over the data axis: 1 optimizer state, 2 and gradients, 3 and parameters.
+    shard: over how many devices of the data axis, neighbours; 0: all of it. The rest replicates.
     gather_again: zero 3 lets go of parameters after the forward and gathers them again (True),
       keeps them for the microbatch's backward (False), or gathers them once a step and holds them
       for all microbatches ("step").
@@ -198,6 +201,7 @@ class Plan:
     offload: tuple[str, ...] = ()
     outputs: str = "loss"
     zero: int = 0
+    shard: int = 0
     gather_again: bool | str = True
     cast_once: bool = False
     accumulation: str = "whole"
@@ -231,6 +235,21 @@ class Plan:
     def replica(self) -> int:
         """Devices that hold one stage of one replica together: expert x context x tensor."""
         return self.expert * self.context * self.tensor
+
+    @property
+    def shards(self) -> int:
+        """Devices of the data axis over which ZeRO shards."""
+        return self.shard or self.data
+
+    @property
+    def replicas(self) -> int:
+        """How often the data axis holds what ZeRO shards."""
+        return self.data // self.shards
+
+    @property
+    def shard_axis(self) -> str:
+        """The mesh axis of ZeRO's shards: "shard", or "data" where that is all of it."""
+        return "shard" if self.shard else "data"
 
     @property
     def gathers_low(self) -> bool:
@@ -282,6 +301,7 @@ class Plan:
             parts[0] += f", {self.schedule.replace('_', ' ')}"
         if self.zero:
             parts.append(f"zero {self.zero}")
+            parts[-1] += f" in groups of {self.shard}" if self.shard else ""
             if self.zero == 3 and self.gather_again is not True:
                 each = " a step" if self.gather_again == "step" else ""
                 parts[-1] += f", gathered once{each}"

@@ -214,7 +214,7 @@ def _cuts(problem: Problem, plan: Plan) -> Iterator[tuple[str, ...]]:
         per_parameter_byte=float(
             sum(
                 resident_parts(
-                    plan.data,
+                    plan.shards,
                     plan.zero,
                     plan.microbatches == 1 or plan.accumulation == "shards",
                     plan.holds_gathered,
@@ -239,7 +239,7 @@ def _cuts(problem: Problem, plan: Plan) -> Iterator[tuple[str, ...]]:
 
 
 def resident_parts(
-    data: Any,
+    shards: Any,
     zero: Any,
     once: Any,
     held: Any,
@@ -250,9 +250,9 @@ def resident_parts(
     """Bytes that lie on a device for each byte of trained parameter of its stage: parameter,
     gradient and optimizer state, less what ZeRO and the host have; of one plan, or of columns.
 
-    once: gradients are reduced as soon as they are there. held: parameters are gathered once a step
-    and held. gathered: bytes that each then takes."""
-    share, (own, _) = 1 / data, placed_parameters(1, 1, offload)
+    shards: devices that ZeRO shards over. once: gradients are reduced as soon as they are there.
+    held: parameters are gathered once a step and held. gathered: bytes that each then takes."""
+    share, (own, _) = 1 / shards, placed_parameters(1, 1, offload)
     parameter = own * np.where(zero == 3, share, 1.0) + np.where(held, gathered, 0.0)
     gradient = np.where(np.logical_and(np.greater_equal(zero, 2), once), share, 1.0)
     state = device_state(optimizer_bytes, offload)

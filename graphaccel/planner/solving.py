@@ -398,6 +398,7 @@ def _rank(plan: Plan, pins: Pins) -> tuple[object, ...]:
         plan.interleave,
         len(plan.again),
         plan.zero,
+        plan.shard,
         GATHERS.index(plan.gather_again),
         plan.accumulation,
         plan.tensor,

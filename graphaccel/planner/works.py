@@ -100,7 +100,7 @@ def spared_casts(plan: Plan) -> tuple[float, float]:
     where ZeRO 3 gathers in low precision, a shard is cast; held casts are made once a step."""
     if plan.holds_casts:
         return 1 - 1 / plan.microbatches, 1.0
-    low = 1 - 1 / plan.data if plan.gathers_low else 0.0
+    low = 1 - 1 / plan.shards if plan.gathers_low else 0.0
     return low, low
 
 

@@ -27,7 +27,14 @@ from graphaccel.planner.stages import stage_positions
 from graphaccel.planner.traffic import Traffic, traffic
 from graphaccel.planner.whatif import Answer, Explanation
 from graphaccel.planner.works import held_parameters, sized_for, stage_works
-from graphaccel.report.certainty import Calibration, Room, calibration_of, room_of
+from graphaccel.report.certainty import (
+    Calibration,
+    Reserve,
+    Room,
+    calibration_of,
+    reserve_of,
+    room_of,
+)
 from graphaccel.report.format import folded
 from graphaccel.report.plain import from_plain, to_plain
 from graphaccel.schedule.table import COMPUTING
@@ -140,7 +147,8 @@ class Resting:
 class Measured:
     """A run of the plan: median seconds of `steps` steps, and peak tensor bytes of each pipeline
     rank (none where they could not be measured). where: the machine, in words. host: bytes that
-    each pipeline rank keeps on its host."""
+    each pipeline rank keeps on its host. optimizer: median seconds of the optimizer's
+    step alone."""
 
     steps: int
     seconds: float
@@ -149,13 +157,15 @@ class Measured:
     memory: tuple[int, ...]
     where: str
     host: tuple[int, ...] = ()
+    optimizer: float = 0.0
 
 
 @dataclass(frozen=True)
 class Facts:
     """The whole report as data.
 
-    room: whether the fullest device has enough memory. calibration: where its rates are from.
+    room: whether the fullest device has enough memory. reserve: what its allocator is taken to
+    waste. calibration: where its rates are from.
     answers: to each `--why-not`, in the order in which they were asked.
     """
 
@@ -175,6 +185,7 @@ class Facts:
     room: Room | None = None
     calibration: Calibration | None = None
     answers: tuple[Answer, ...] = ()
+    reserve: Reserve | None = None
     schema: int = SCHEMA
 
     @property
@@ -229,7 +240,8 @@ def gather(
         traffic=traffic(profile, plan, cluster),
         resting=() if program is None else _resting(plan, program),
         room=room_of(plan.prediction.memory, cluster),
-        calibration=calibration_of(cluster),
+        calibration=calibration_of(cluster, plan.precision),
+        reserve=reserve_of(cluster),
     )
 
 
@@ -259,7 +271,7 @@ def _resting(plan: Plan, program: StepProgram) -> tuple[Resting, ...]:
                 axis, getattr(plan, axis), _LEVELS[level], len(held), len(names), "; ".join(by_dim)
             )
         )
-    order = ("tensor", "context", "expert", "data")
+    order = ("tensor", "context", "expert", "shard", "data")
     return tuple(sorted(found, key=lambda row: (order.index(row.axis), row.what)))
 
 
