@@ -49,7 +49,7 @@ def stability(why: Explanation) -> str:
     kept = sum(shift.regret <= 0 for shift in why.shifts)
     worst = max((shift.regret for shift in why.shifts), default=0.0)
     text = f"stays the best in {kept} of {len(why.shifts)} calibrations with one rate 10 % off"
-    return text if worst == 0 else f"{text}; otherwise at most {worst:.1%} slower than the best"
+    return text if worst == 0 else f"{text}; otherwise at most {worst:.1%} slower"
 
 
 def _decision(decision: Decision) -> list[str]:

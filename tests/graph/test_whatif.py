@@ -144,7 +144,7 @@ def test_an_unknown_pin_is_answered_too(explained: tuple[Plan, Record, Explanati
 def test_values_that_can_be_are_said(explained: tuple[Plan, Record, Explanation]) -> None:
     plan, record, _ = explained
     answer = why_not(record, plan, {"recompute": "bogus"})
-    assert answer.reason.endswith("unknown; it can be none, some, all")
+    assert answer.reason.endswith("unknown; it can be none, some, selective, all")
 
 
 def test_a_plan_as_fast_fits_and_is_said_to_be_as_fast(
