@@ -84,9 +84,8 @@ def build(
     sizes: symbol sizes of the batch that will be passed, where they differ from the capture's.
     homes: stages of parameters that already lie somewhere. gradients: False for a forward alone.
     resting: how parameters rest already, where another program of theirs runs. groups: as those
-    that rest sharded over data lie. ranks: on the data axis, for an evaluation, whose plan has
-    none. ort: what placing ONNX Runtime regions needs, where the plan
-    has some.
+    that rest sharded over data lie. ranks: over which ZeRO shards, for an evaluation, whose plan
+    has no data axis. ort: what placing ONNX Runtime regions needs, where the plan has some.
 
     Raises: BadPin (GA202), SplitRefused (GA207), TooManyStages (GA203).
     """
