@@ -16,7 +16,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from torch import fx
 
+from graphaccel.capture.blocks import block_of
 from graphaccel.ir.layers import split
 
 if TYPE_CHECKING:
@@ -39,32 +41,58 @@ def value_labels(block: str, names: Sequence[tuple[str, str]]) -> list[str]:
     return found
 
 
+def block_values(
+    nodes: Iterable[fx.Node], positions: Mapping[str, int]
+) -> dict[str, dict[str, str]]:
+    """Block → what a value of it is called → the node of the forward graph that makes it. nodes: of
+    a joint graph. positions: forward-graph node → its place."""
+    modules: dict[str, str] = {}
+    for node in nodes:
+        origin = node.meta.get("origin", "")
+        if origin in positions:
+            modules[origin] = modules.get(origin) or node.meta.get("module", "")
+    members: dict[str, list[tuple[str, str]]] = defaultdict(list)
+    for origin, module in sorted(modules.items(), key=lambda pair: positions[pair[0]]):
+        members[block_of(module)].append((origin, module))
+    return {
+        block: dict(zip(value_labels(block, own), (origin for origin, _ in own), strict=True))
+        for block, own in members.items()
+        if block
+    }
+
+
 @dataclass(frozen=True, eq=False)
 class Again:
     """What is computed again. saved: block number → which of its positions are saved, by their
     order in the block. rows: joint rows that are done again. inner: storages that are made again
-    where the backward of their block reads them."""
+    where the backward of their block reads them. until: the position of that backward which reads
+    them last; before: the one before whose turn they are made; -1 without one.
+    """
 
     saved: Mapping[int, tuple[int, ...]]
     rows: np.ndarray
     inner: np.ndarray
+    until: np.ndarray
+    before: np.ndarray
 
 
 @dataclass(frozen=True, eq=False)
 class BlockKind:
     """Blocks with the same forward.
 
-    blocks: their numbers. labels: of their positions. rows, makes: [block][...] joint rows that
-    compute something, and storages they make. at: position of a row, by its order. fixed: rows
-    that are never done again; sent: those of gathers, which are never saved. maker: row of each
+    blocks: their numbers. labels: of their positions. places, rows, makes: [block][...] positions,
+    joint rows that compute something, and storages they make. at: position of a row, by its order.
+    fixed: rows that are never done again; sent: those of gathers, which are never saved. maker: row of each
     storage. reads: (row, storage) pairs; storages from `len(maker)` on come from outside. outer:
     those, of the first block. back: own storages that the backward reads; beyond: outside of the
-    block. counted: own storages that one stage makes and keeps; owed: those from outside that do
+    block. lowest, highest: position of the block whose backward reads them last and first, by its
+    order. counted: own storages that one stage makes and keeps; owed: those from outside that do
     not wait for the backward anyway.
     """
 
     blocks: tuple[int, ...]
     labels: tuple[str, ...]
+    places: np.ndarray
     rows: np.ndarray
     makes: np.ndarray
     at: np.ndarray
@@ -75,6 +103,8 @@ class BlockKind:
     outer: np.ndarray
     back: np.ndarray
     beyond: np.ndarray
+    lowest: np.ndarray
+    highest: np.ndarray
     counted: np.ndarray
     owed: np.ndarray
 
@@ -102,6 +132,29 @@ class BlockKind:
                 stack += [int(self.maker[s]) for s in self.sources[row] if s < count]
         return done
 
+    def lives(self, saved: Collection[int]) -> tuple[np.ndarray, np.ndarray]:
+        """(first, last) of the positions, by their order, during whose backward each own storage
+        that is made again lies there: backward goes down from the last. It is made when something
+        made of it is first read. first > last where it is not kept from one position to another.
+        """
+        done, count = self.done_again(saved), len(self.maker)
+        first, last = self.lowest.copy(), self.highest.copy()
+        turn = np.full(len(self.at), -1)
+        makes: list[list[int]] = [[] for _ in self.at]
+        for storage, row in enumerate(self.maker.tolist()):
+            makes[row].append(storage)
+        for row in np.flatnonzero(done)[::-1].tolist():  # what reads a value stands behind it
+            turn[row] = max(int(last[s]) for s in makes[row])
+            for storage in makes[row]:
+                last[storage] = turn[row]
+            for source in self.sources[row]:
+                if source < count:
+                    last[source] = max(last[source], turn[row])
+                    first[source] = min(first[source], turn[row])
+        passing = ~self.back & (first == last)
+        again = done[self.maker] & self.counted & ~passing
+        return np.where(again, first, len(self.labels)), np.where(again, last, -1)
+
     def waiting(self, saved: Collection[int]) -> tuple[np.ndarray, np.ndarray]:
         """(own storages, storages from outside) that wait for the backward on account of this
         block, if it alone is computed again."""
@@ -118,6 +171,7 @@ def again_of(profile: Profile, saved: Mapping[int, tuple[int, ...]]) -> Again:
     """What is computed again where blocks save these of their positions, and nothing else."""
     rows = np.zeros(len(profile.lines.of), dtype=bool)
     inner = np.zeros(len(profile.storages), dtype=bool)
+    until, before = np.full(len(inner), -1), np.full(len(inner), -1)
     for kind in profile.block_kinds if saved else ():
         places = {block: i for i, block in enumerate(kind.blocks)}
         groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
@@ -127,7 +181,12 @@ def again_of(profile: Profile, saved: Mapping[int, tuple[int, ...]]) -> Again:
             done = ~kind.fixed if profile.whole_again else kind.done_again(kept)
             rows[kind.rows[chosen][:, done]] = True
             inner[kind.makes[chosen][:, ~kind.stays(kept)[kind.maker]]] = True
-    return Again(dict(saved), rows, inner)
+            first, last = kind.lives(kept)
+            lying, makes, places = first <= last, kind.makes[chosen], kind.places[chosen]
+            until[makes[:, lying]] = places[:, first[lying]]
+            ended = lying & (last + 1 < len(kind.labels))
+            before[makes[:, ended]] = places[:, last[ended] + 1]
+    return Again(dict(saved), rows, inner, until, before)
 
 
 def chosen_positions(profile: Profile, plan: Plan) -> dict[int, tuple[int, ...]]:
@@ -147,9 +206,9 @@ def chosen_positions(profile: Profile, plan: Plan) -> dict[int, tuple[int, ...]]
 def saved_with(profile: Profile, again: Again) -> tuple[np.ndarray, ...]:
     """What backward finds in memory.
 
-    (storage numbers, positions) of what is saved, (storage numbers, positions) of what is made
-    again. Saved: what backward reads and what is done again reads, unless it is made again in its
-    block and nobody outside that block wants it.
+    (storage numbers, positions) of what is saved, (storage numbers, positions as `Again.until`) of
+    what is made again. Saved: what backward reads and what is done again reads, unless it is made
+    again in its block and nobody outside that block wants it.
     """
     storages = profile.storages
     storage, row, place, ahead = storages.uses
@@ -159,8 +218,8 @@ def saved_with(profile: Profile, again: Again) -> tuple[np.ndarray, ...]:
     first = np.full(len(storages), _FAR)
     np.minimum.at(first, storage[counted], place[counted])
     kept = np.flatnonzero(first < _FAR)
-    made = np.flatnonzero(again.inner & storages.saved & (first == _FAR))
-    return kept, first[kept], made, storages.first_wanted[made]
+    made = np.flatnonzero(again.inner & (again.until >= 0) & (first == _FAR))
+    return kept, first[kept], made, again.until[made]
 
 
 def find_kinds(profile: Profile) -> tuple[BlockKind, ...]:
@@ -196,6 +255,11 @@ class _Kinds:
         away = profile.block_at[storages.uses[2]] != home[storage]
         self.beyond = np.zeros(len(storages), dtype=bool)
         self.beyond[storage[~ahead & away]] = True
+        place = self.place[storages.uses[2]]
+        self.lowest = np.full(len(storages), _FAR)
+        self.highest = np.full(len(storages), -1)
+        np.minimum.at(self.lowest, storage[~ahead & ~away], place[~ahead & ~away])
+        np.maximum.at(self.highest, storage[~ahead & ~away], place[~ahead & ~away])
         leaving = np.zeros(len(lines.of), dtype=bool)
         leaving[storages.made[storage[ahead & away]]] = True
         leaving[lines.roots()[0][lines.results]] = True
@@ -217,7 +281,8 @@ class _Kinds:
         columns = (
             kinds[rows], self.place[profile.node_position[rows]], self.fixed[rows],
             self.local[storages.made[makes]], sizes[makes], self.back[makes], self.beyond[makes],
-            storages.owned[makes], self.local[storages.uses[1][uses]], source, sizes[outer], owed,
+            self.lowest[makes], self.highest[makes], storages.owned[makes],
+            self.local[storages.uses[1][uses]], source, sizes[outer], owed,
         )  # fmt: skip
         return self._labels(block), *((len(c), c.tobytes()) for c in columns)
 
@@ -229,6 +294,7 @@ class _Kinds:
         return BlockKind(
             tuple(blocks),
             self._labels(first),
+            np.stack([self.positions[b] for b in blocks]),
             np.stack([self.rows[b] for b in blocks]),
             np.stack([self.makes[b] for b in blocks]),
             self.place[profile.node_position[rows]],
@@ -239,6 +305,8 @@ class _Kinds:
             outer,
             self.back[makes],
             self.beyond[makes],
+            self.lowest[makes],
+            self.highest[makes],
             storages.owned[makes],
             storages.owned[outer] & ~self.back[outer],
         )

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from graphaccel.planner.again import Again
 from graphaccel.planner.away import away_bytes, beside
 from graphaccel.planner.motion import Motion, in_motion, motion_key
 from graphaccel.planner.plan import Plan
@@ -49,7 +50,8 @@ def stage_peaks(
     """
     key = "stages", plan.cuts
     first, stage = sized.once(key, lambda: _stages(works))
-    saved, again = sized.saved(profile.again(plan))
+    again = profile.again(plan)
+    saved, _ = sized.saved(again)
     away = away_bytes(profile, sized, plan)
     running = _within(saved - away, first, stage)
     forward, backward = sized.passing_forward, sized.passing_backward
@@ -60,9 +62,9 @@ def stage_peaks(
     if not motion_key(plan):  # they stay where they are added up
         added = sized.passing_added(plan.holds_casts)
         backward = np.where(accumulated[stage], added, backward)
-    if again.any():  # alive from the block's end down to where backward reads it
+    if again.rows.any():
         groups = sized.once(("blocks", plan.cuts), lambda: _blocks(profile, stage))
-        backward = backward + _remade(again, *groups)
+        backward = backward + _remade(_coming(profile, sized, again, stage), *groups)
     if "activations" in plan.offload:
         spans = [slice(work.first, work.end) for work in works]
         moved = np.concatenate([beside(profile, away, here) for here in spans])
@@ -135,6 +137,17 @@ def _blocks(profile: Profile, stage: np.ndarray) -> tuple[np.ndarray, np.ndarray
     order = np.argsort(number, kind="stable")
     _, start, group = np.unique(number[order], return_index=True, return_inverse=True)
     return inside[order], group, start
+
+
+def _coming(profile: Profile, sized: SizedProfile, again: Again, stage: np.ndarray) -> np.ndarray:
+    """Bytes per position by which what blocks make again grows from the one before: from where
+    backward reads it last up to where it is made, or to the stage's end."""
+    _, _, made, until = profile.saved(again)
+    before, size = again.before[made], sized.bytes[made]
+    within = (before >= 0) & (stage[before] == stage[until])
+    found = np.bincount(until, size, minlength=len(profile))
+    found -= np.bincount(before[within], size[within], minlength=len(profile))
+    return found.astype(np.int64)
 
 
 def _remade(

@@ -42,11 +42,11 @@ def ways_of(profile: Profile, sized: SizedProfile) -> tuple[tuple[Way, ...], ...
     and seconds, from the fewest seconds to the fewest bytes; only what keeps less than all does.
     """
     return sized.once(
-        "ways", lambda: tuple(_ways(_Body(profile, sized, k)) for k in profile.block_kinds)
+        "ways", lambda: tuple(_ways(Body(profile, sized, k)) for k in profile.block_kinds)
     )
 
 
-def _ways(body: _Body) -> tuple[Way, ...]:
+def _ways(body: Body) -> tuple[Way, ...]:
     tried = {(), *body.hull()}
     found = sorted({body.way(saved) for saved in tried}, key=lambda w: (w.seconds, -w.less))
     front: list[Way] = []
@@ -56,7 +56,7 @@ def _ways(body: _Body) -> tuple[Way, ...]:
     return tuple(front)
 
 
-class _Body:
+class Body:
     """A kind of block at one size: what its ops take and its values hold."""
 
     def __init__(self, profile: Profile, sized: SizedProfile, kind: BlockKind) -> None:

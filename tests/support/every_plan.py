@@ -2,7 +2,8 @@
 
 What the documents say a plan may be: sizes of the axes that multiply to the devices, schedules,
 levels of ZeRO with their choices, microbatches, every set of cuts among the candidate positions and
-every set of blocks to compute again. No bound, no order and no choice of the planner is used; what
+every set of blocks to compute again, each in any of its ways (`tests.graph.test_selective` tries
+what they are). No bound, no order and no choice of the planner is used; what
 each plan takes is asked of its cost model.
 """
 
@@ -20,6 +21,7 @@ from graphaccel.ir.unfold import distinct_nodes
 from graphaccel.planner.estimate import predict_seconds
 from graphaccel.planner.footprint import predict_memory
 from graphaccel.planner.plan import Plan
+from graphaccel.planner.recompute import block_options
 from graphaccel.planner.solve import Problem
 from graphaccel.planner.stages import candidate_cuts
 
@@ -123,7 +125,7 @@ def _ways(
 def how_many(problem: Problem, pins: Mapping[str, Any], batch: int) -> int:
     """How many plans there are."""
     return sum(
-        comb(len(_positions(problem, mesh)), mesh.stages - 1) * len(_sets(problem, pins))
+        comb(len(_positions(problem, mesh)), mesh.stages - 1) * len(_sets(problem, pins, mesh))
         for mesh in meshes(problem, pins, batch)
     )
 
@@ -143,11 +145,11 @@ def every_plan(
             problem,
             pins,
             mesh,
-            replace(mesh, cuts=cuts, recompute=blocks, scatter_sends=parts),
+            replace(mesh, cuts=cuts, scatter_sends=parts).doing_again(blocks),
         )
         for mesh in meshes(problem, pins, batch)
         for cuts in cuts_of(mesh)
-        for blocks in _sets(problem, pins)
+        for blocks in _sets(problem, pins, mesh)
         for parts in ((False, True) if mesh.tensor > 1 and mesh.pipeline > 1 else (False,))
     ]
 
@@ -164,12 +166,20 @@ def _positions(problem: Problem, mesh: Plan) -> tuple[str, ...]:
     )
 
 
-def _sets(problem: Problem, pins: Mapping[str, Any]) -> list[tuple[str, ...]]:
+def _sets(
+    problem: Problem, pins: Mapping[str, Any], mesh: Plan
+) -> list[dict[str, tuple[str, ...]]]:
+    """Blocks that are computed again → what is saved of each."""
     names = problem.profile.block_names
     asked = pins.get("recompute")
     if asked is not None:
-        return [{"none": (), "all": names}[asked] if isinstance(asked, str) else asked]
-    return [some for size in range(len(names) + 1) for some in combinations(names, size)]
+        whole = {"none": (), "all": names}[asked] if isinstance(asked, str) else asked
+        return [dict.fromkeys(whole, ())]
+    options = block_options(problem.layouts.of(mesh), problem.sized(mesh))
+    return [
+        {own.name: own.saved for own in chosen if own is not None}
+        for chosen in product(*((None, *own) for own in options))
+    ]
 
 
 def _once(
