@@ -120,7 +120,8 @@ def test_what_is_done_again_is_what_is_said(name: str, captured: Captured, made_
         calls = sorted(n.meta["origin"] for n in made if not is_view(n))
         rows = profile.again(plan).rows
         told = sorted(profile.names[at] for at in profile.node_position[rows].tolist())
-        released = {n.meta["origin"] for n, r in zip(profile.nodes, profile.node_released) if r}
+        flags = zip(profile.nodes, profile.node_released, strict=True)
+        released = {n.meta["origin"] for n, gone in flags if gone}
         assert [c for c in calls if c not in released] == told, saved
 
 
