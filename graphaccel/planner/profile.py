@@ -432,11 +432,35 @@ class Profile:
             inner = again[self.block_at[storages.at]] & ~storages.kept
             counted = (back | again[block]) & ~(inner[storage] & (block == own))
             first = np.full(len(storages), _FAR)
-            np.minimum.at(first, storage[counted], place[counted])
+            used, start = self._used
+            if len(used):
+                first[used] = np.minimum.reduceat(np.where(counted, place, _FAR), start)
             kept = np.flatnonzero(first < _FAR)
             made = np.flatnonzero(inner & storages.saved & (first == _FAR))
             self._saved[chosen] = (kept, first[kept], made, storages.first_wanted[made])
         return self._saved[chosen]
+
+    @cached_property
+    def alone(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """What changes of `saved` where one block alone is computed again: (storages that are not
+        saved any more, by which block; storages that are saved besides, by which block)."""
+        storage, _, back, block, own = self._wanted
+        count = len(self.storages)
+        saved, outside = np.zeros(count, dtype=bool), np.zeros(count, dtype=bool)
+        saved[storage[back]] = True
+        outside[storage[back & (block != own)]] = True
+        at = self.block_at[self.storages.at]
+        made = (at >= 0) & ~self.storages.kept  # again where its block is
+        lost = np.flatnonzero(saved & ~outside & made)
+        enters = (block >= 0) & ~saved[storage] & ~(made[storage] & (block == own))
+        blocks = max(1, len(self.block_names))
+        pairs = np.unique(storage[enters] * blocks + block[enters])
+        return lost, at[lost], pairs // blocks, pairs % blocks
+
+    @cached_property
+    def _used(self) -> tuple[np.ndarray, np.ndarray]:
+        """(storages that `_wanted` has uses of, where those of each start)."""
+        return np.unique(self._wanted[0], return_index=True)
 
     @cached_property
     def _wanted(self) -> tuple[np.ndarray, ...]:

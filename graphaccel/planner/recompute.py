@@ -39,14 +39,16 @@ def block_options(profile: Profile, sized: SizedProfile) -> tuple[BlockOption, .
 
 
 def _block_options(profile: Profile, sized: SizedProfile) -> tuple[BlockOption, ...]:
-    keep = int(sized.bytes[profile.saved(())[0]].sum())
+    lost, block, more, enters = profile.alone
+    count = len(profile.block_names)
+    saving = np.zeros(count, dtype=np.int64)
+    np.add.at(saving, block, sized.bytes[lost])
+    np.subtract.at(saving, enters, sized.bytes[more])
     seconds = sized.block_seconds()
-    options = []
-    for block, name in enumerate(profile.block_names):
-        saving = keep - int(sized.bytes[profile.saved((block,))[0]].sum())
-        if saving > 0:
-            options.append(BlockOption(block, name, saving, float(seconds[block])))
-    return tuple(options)
+    return tuple(
+        BlockOption(number, profile.block_names[number], int(saving[number]), float(seconds[number]))
+        for number in np.flatnonzero(saving > 0).tolist()
+    )
 
 
 def cheapest(savings: Sequence[float], prices: Sequence[float], needed: float) -> list[int] | None:

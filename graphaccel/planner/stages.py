@@ -198,6 +198,19 @@ class Room:
         found = np.searchsorted(least, least - max(limit.budget) * (1 + 1e-9) - 1.0)
         return np.minimum(found, np.arange(len(least)))
 
+    def enough(self, limit: StageLimit, stages: int) -> bool:
+        """Whether stages, each as long as its memory lets it be, come to the end; otherwise no
+        split fits: part of a segment that fits does too."""
+        far, last = 0, len(self.held) - 1
+        for stage in range(stages):
+            fixed = (self.held[far + 1 :] - self.held[far]) * limit.per_parameter_byte
+            fixed = fixed + np.maximum.accumulate(self.passing[far:])
+            fits = Fits(fixed, self.waiting[far + 1 :] - self.waiting[far], limit)
+            far += int(fits.on(stage, slice(None)).sum())
+            if far == last:
+                return True
+        return False
+
     def fits(self, limit: StageLimit, i: np.ndarray, j: np.ndarray) -> Fits:
         """What stages may be of the segments from `i` to `j`: windows of points that end before
         `j`, in rows."""
@@ -234,6 +247,8 @@ def split_evenly(
     most = _evenly_spaced(chain, stages)
     back = np.zeros(points, dtype=np.int64)
     if room is not None and limit is not None:
+        if not room.enough(limit, stages):
+            return None
         back = room.first(limit)
     while True:
         first = np.maximum(back, np.searchsorted(chain.work, chain.work - most * _NEAR) - 1)
