@@ -7,8 +7,8 @@ Face class on the meta device, each in a process of its own, with AdamW and para
 where they are used. Without names
 all cases run; others keep their row. Seconds: of the model and its capture, of the search, of
 building the programs of the plans that it proves, and of all of it with the text of the report. A
-published plan is planned with its mesh pinned, and not built; "usual" is one that nobody published. Its place among all meshes: how many
-a rough guess (`planner.guess`, too kind to most) says to be faster, and how many of those fit and
+published plan is planned with its mesh pinned, and not built; "usual" is one that nobody published.
+Its place among all meshes: how many a rough guess (`planner.guess`, too kind to most) says to be faster, and how many of those fit and
 are faster indeed when they are solved, both in closed form.
 """
 
@@ -69,8 +69,8 @@ CASES = {
     "gpt3-175b-1024": Case(
         "gpt3-175b", 1024, 2048, 2048, 96, 1, {"nvidia": _mesh(4, 8), "usual": _mesh(8, 8)}
     ),
-    # Megatron-Bridge, perf_recipes.llama.h100.llama3: llama3_70b_pretrain_64gpu_h100_bf16_config and
-    # llama3_8b_pretrain_8gpu_h100_bf16_config; batch of the latter from the performance summary.
+    # Megatron-Bridge, perf_recipes.llama.h100.llama3: llama3_70b_pretrain_64gpu_h100_bf16_config,
+    # llama3_8b_pretrain_8gpu_h100_bf16_config; the latter's batch from its performance summary.
     "70b-64": Case(
         "llama-3-70b", 64, 256, 8192, 80, 1, {"nvidia": _mesh(4, 4, 2), "usual": _mesh(4, 4)}
     ),

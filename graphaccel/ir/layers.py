@@ -173,7 +173,10 @@ def items_of(layered: Layered, runs: Sequence[Run], copied: Sequence[int]) -> li
                         item.middle, item.copy = number, copy
     _follow(items, layered.following)
     given = [item for item in items if item.section == "input"]
-    for own, names in ((given, layered.input_values), (items[-len(specs):], layered.output_values)):
+    for own, names in (
+        (given, layered.input_values),
+        (items[-len(specs) :], layered.output_values),
+    ):
         for item, name in zip(own, names, strict=False):
             item.value = name
     return items

@@ -5,7 +5,7 @@ A cut is a node of the forward graph. Few layers have the same nodes, and other 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from graphaccel.capture.stepgraph import StepGraph

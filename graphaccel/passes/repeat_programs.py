@@ -101,7 +101,9 @@ def repeat_programs(
             prepare_inputs=_inputs(short.prepare_inputs, before),
             prepare_outputs=_outputs(short.prepare_outputs, before),
         )
-    held = {name for few in (*short.parameters, *short.buffers) for name in copies(rows, few, LAYERS)}
+    held = {
+        name for few in (*short.parameters, *short.buffers) for name in copies(rows, few, LAYERS)
+    }
     return replace(
         short,
         forward=forward.module(short.forward),

@@ -25,6 +25,7 @@ from graphaccel.passes.chunk_loss import chunk_loss
 from graphaccel.passes.cut_stages import cut_stages
 from graphaccel.passes.equal_stages import Twin, equal_stages
 from graphaccel.passes.exact_microbatch import LocalStep, exact_microbatch
+from graphaccel.passes.few_layers import cut_layers, ends_among, stage_ends
 from graphaccel.passes.gather_parameters import gather_parameters
 from graphaccel.passes.hold_casts import hold_casts
 from graphaccel.passes.hold_parameters import hold_parameters
@@ -35,7 +36,6 @@ from graphaccel.passes.place_ort import Tools, place_ort
 from graphaccel.passes.recompute import recompute
 from graphaccel.passes.reduce_shards import reduce_shards
 from graphaccel.passes.release_parameters import release_parameters
-from graphaccel.passes.few_layers import cut_layers, ends_among, stage_ends
 from graphaccel.passes.repeat_layers import repeat_layers
 from graphaccel.passes.repeat_programs import LAYERS, check_messages, repeat_programs, rows_of
 from graphaccel.passes.repeat_stages import repeat_stages

@@ -46,7 +46,9 @@ def _block_options(profile: Profile, sized: SizedProfile) -> tuple[BlockOption, 
     np.subtract.at(saving, enters, sized.bytes[more])
     seconds = sized.block_seconds()
     return tuple(
-        BlockOption(number, profile.block_names[number], int(saving[number]), float(seconds[number]))
+        BlockOption(
+            number, profile.block_names[number], int(saving[number]), float(seconds[number])
+        )
         for number in np.flatnonzero(saving > 0).tolist()
     )
 
