@@ -4,12 +4,12 @@
 
 A case is a model on a number of GPUs, H100s where nothing else is said, planned from its Hugging
 Face class on the meta device, each in a process of its own, with AdamW and parameters cast to bf16
-where they are used. Without names
-all cases run; others keep their row. Seconds: of the model and its capture, of the search, of
-building the programs of the plans that it proves, and of all of it with the text of the report. A
-published plan is planned with its mesh pinned, and not built; "usual" is one that nobody published.
-Its place among all meshes: how many a rough guess (`planner.guess`, too kind to most) says to be faster, and how many of those fit and
-are faster indeed when they are solved, both in closed form.
+where they are used. Without names all cases run; others keep their row. Seconds: of the model and
+its capture, of the search, of building the programs of the plans that it proves, and of all of it
+with the text of the report. A published plan is planned with its mesh pinned, and not built;
+"usual" is one that nobody published. Its place among all meshes: how many a rough guess
+(`planner.guess`, too kind to most) says to be faster, and how many of those fit and are faster
+indeed when they are solved, both in closed form.
 """
 
 from __future__ import annotations
