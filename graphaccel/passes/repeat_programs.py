@@ -18,7 +18,7 @@ because a layer gathers and reduces for its neighbours: the one that is copied h
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 
@@ -44,20 +44,21 @@ _TRAVELS = ("saved", "sent", "received")  # kinds of values that are called afte
 
 def rows_of(
     runs: Sequence[Run],
-    chosen: Collection[str],
+    treated: Mapping[str, object],
     ends: Mapping[Run, Sequence[int]] | None = None,
 ) -> tuple[Run, ...]:
-    """Rows of more than `LAYERS` layers of one stage of which all are chosen, or none.
+    """Rows of more than `LAYERS` layers of one stage that are treated alike.
 
-    chosen: blocks. ends: of runs, the layers within or after which a stage ends, ascending."""
+    treated: block → how, where that is not as usual. ends: of runs, the layers within or after
+    which a stage ends, ascending."""
     rows = []
     for run in runs:
         start, last = 0, (ends or {}).get(run, ())
-
-        def alike(n: int, run: Run = run, last: Sequence[int] = last) -> tuple[bool, int, bool]:
-            return block_of(run.layer(n)) in chosen, bisect_left(last, n), n in last
-
-        for _, row in groupby(range(run.count), alike):
+        how = [
+            (treated.get(block_of(run.layer(n))), bisect_left(last, n), n in last)
+            for n in range(run.count)
+        ]
+        for _, row in groupby(how):
             count = len(list(row))
             if count > LAYERS:
                 rows.append(Run(run.path, run.first + start, count))

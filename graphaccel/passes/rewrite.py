@@ -168,7 +168,7 @@ def _bare(
         "offload_activations", lambda: tuple(offload_activations(p, plan) for p in programs)
     )
     programs = tuple(_apart(p, owned) for p in programs)
-    known = owned, lying.ranks or plan.data, {name: n.meta["val"] for name, n in values.items()}
+    known = owned, lying.ranks or plan.shards, {name: n.meta["val"] for name, n in values.items()}
     lies: Any = {"shared": shared, "groups": lying.groups}
     if plan.gather_again == "step":
         programs = run.call(
@@ -233,7 +233,7 @@ def _of_few(run: Runner, step: StepGraph, plan: Plan, sizes: Sizes | None) -> Re
     """The programs of all layers, made of those of few. Raises NotRepeated."""
     assert step.repeats is not None
     cuts = stage_ends(step, plan.cuts)
-    rows = rows_of(step.repeats.runs, plan.recompute, cut_layers(cuts))
+    rows = rows_of(step.repeats.runs, plan.again, cut_layers(cuts))
     if not rows or not _fewer(rows, step):
         raise NotRepeated("the plan treats too few layers in a row alike")
     few = [LAYERS] * len(rows)
@@ -243,8 +243,12 @@ def _of_few(run: Runner, step: StepGraph, plan: Plan, sizes: Sizes | None) -> Re
     made = []
     for each, count in zip(steps, counts, strict=True):
         local, axes = _repeated(run, each, *sharded)
-        chosen = (b.name for b in each.blocks if copies(rows, b.name, count)[0] in plan.recompute)
-        own = replace(plan, recompute=tuple(chosen), cuts=ends_among(cuts, rows, count, each))
+        own = plan.doing_again({
+            b.name: plan.again[full]
+            for b in each.blocks
+            if (full := copies(rows, b.name, count)[0]) in plan.again
+        })  # fmt: skip
+        own = replace(own, cuts=ends_among(cuts, rows, count, each))
         made.append(_bare(run, each, own, local, axes, Lying(), None, twins=False))
     if any(each.weights for each in made):
         raise NotRepeated("gradients of weights are apart")
