@@ -246,7 +246,9 @@ def least_idle(of: Columns, work: np.ndarray, weight: np.ndarray) -> np.ndarray:
     forwards while it waits: 2 S / (2 S - m + 1) times the work. GPipe runs all forwards, then all
     backwards: the even form for any m. Of other schedules: a device runs its part of all
     microbatches, and all devices run one after another; never more than the closed form of
-    `planner.estimate` says, by which candidates are ranked first.
+    `planner.estimate` says, by which candidates are ranked first. Even stages are not the least of
+    an interleaved schedule: of 2 ranks with 2 stages each, 4 microbatches take 2.25 times the work,
+    and 2.133 times with forwards of 3, 3, 3, 6 and backwards of 5, 5, 5, 0.
     """
     m, ranks = of.microbatches, of.pipeline
     even = (m + ranks - 1) / ranks
