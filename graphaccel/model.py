@@ -49,10 +49,11 @@ class Model:
         }
 
         def stepped(names: Sequence[str]) -> int:
-            held = [n for n in names if n in states]
-            apart = [resting[n] for n in held if states[n] < resting[n]]
+            held = {n for n in names if n in states}
+            apart = [resting[n] for n in parameters if n in held and states[n] < resting[n]]
             fused = bool(plan.fusions)
-            return step_bytes(plan, self.stepping, [states[n] for n in held], apart, fused)
+            sizes = [states[n] for n in parameters if n in held]
+            return step_bytes(plan, self.stepping, sum(sizes), sizes, apart, fused)
 
         built = (*self.module.parameters(), *self.module.buffers())
         return Resident(

@@ -1,9 +1,9 @@
 """What an optimizer holds and makes in a step, found by stepping a few numbers.
 
-A copy of the user's optimizer, which shares nothing that is written with it, steps two matrices of
-n bytes, then four. With a and b the most that lived beside parameters, gradients and state, it makes
-(b - a) / 2n for each byte of all tensors together, and what is left of b for the largest one: a loop
-still has what it made of the tensor before.
+A copy of the user's optimizer, which shares nothing that is written with it, steps one matrix of n
+bytes, two, and four. With a, b and c the most that lived beside parameters, gradients and state, it
+makes (c - b) / 2n for each byte of all tensors together, what is left of a for each by itself, and
+what is then left of c for the one before it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def tried_step(optimizer: Optimizer, device_type: str) -> Tried | None:
         max(one.state for one in found),
         Stepping(
             max(one.stepping.together for one in found),
-            max(one.stepping.largest for one in found),
+            max(one.stepping.each for one in found),
+            max(one.stepping.before for one in found),
         ),
     )
 
@@ -69,11 +70,12 @@ def stepping_of(optimizer: Optimizer | None, device_type: str) -> Stepping:
 
 
 def _of_group(optimizer: Optimizer, settings: dict[str, Any]) -> Tried:
-    two, four = (_step(optimizer, settings, count) for count in (2, 4))
+    one, two, four = (_step(optimizer, settings, count) for count in (1, 2, 4))
     together = max(0.0, (four[1] - two[1]) / (2 * _SIZE))
-    largest = max(0.0, four[1] / _SIZE - 4 * together)
+    each = max(0.0, one[1] / _SIZE - together)
+    before = max(0.0, four[1] / _SIZE - 4 * together - each)
     state = (four[0] - two[0]) / (2 * _SIZE)
-    return Tried(round(state, 3), Stepping(round(together, 2), round(largest, 2)))
+    return Tried(round(state, 3), Stepping(*(round(n, 2) for n in (together, each, before))))
 
 
 def _step(optimizer: Optimizer, settings: dict[str, Any], count: int) -> tuple[int, int]:

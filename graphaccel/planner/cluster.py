@@ -324,8 +324,8 @@ def parse_bytes(text: str) -> int:
 
 RESERVED = 0.07
 """What PyTorch's CUDA allocator reserves beyond the tensors, as a share of them: the 90th
-percentile (0.069; 0.033 to 0.093, mean 0.051) of the 27 published runs that say both (SimuMax, B200;
-benchmarks/validation/data)."""
+percentile (0.069; 0.033 to 0.093, mean 0.051) of the 27 published runs that say both (SimuMax,
+B200; benchmarks/validation/data)."""
 _CUDA_CONTEXT_BYTES = 3 * GIB // 2
 _CUDA_LAUNCH_SECONDS = 7e-6
 _NETWORK_REACHED = 0.95

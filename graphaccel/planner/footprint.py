@@ -108,9 +108,7 @@ def predict_memory(
         at = peaks.at(profile, stage)
         share = plan.data if plan.zero else 1
         apart = [trained] if plan.zero in (1, 2) and plan.data > 1 else []
-        made = step_bytes(
-            plan, stepping, [shard - largest // share, largest // share], apart, bool(plan.fusions)
-        )
+        made = step_bytes(plan, stepping, shard, [largest // share] * 2, apart, bool(plan.fusions))
         if resting + gradient + optimizer + whole_batch + made > tensors:
             parameter, activation, temporary, at = resting, whole_batch, made, STEP
             tensors = parameter + gradient + optimizer + activation + temporary

@@ -19,28 +19,36 @@ _FLYING = 2
 
 @dataclass(frozen=True)
 class Stepping:
-    """Bytes that a step makes for each byte of parameters that it steps (together), and of the
-    largest of them (largest)."""
+    """Bytes that a step makes for each byte of parameters that it steps: of all together, of each
+    one by itself, and of the one before it, which a loop lets go of late."""
 
     together: float = 0.0
-    largest: float = 0.0
+    each: float = 0.0
+    before: float = 0.0
 
-    def needed(self, stepped: int, largest: int) -> int:
-        """Bytes for so many of parameters, and of the largest one."""
-        return int(self.together * stepped + self.largest * largest)
+    def needed(self, stepped: int, sizes: Sequence[int]) -> int:
+        """The most for so many bytes of parameters; sizes: of each, in the order of the step."""
+        pairs = zip(sizes, [0, *sizes], strict=False)
+        one = max((self.each * own + self.before * last for own, last in pairs), default=0.0)
+        return int(self.together * stepped + one)
 
 
 NOTHING = Stepping()
 
 
 def step_bytes(
-    plan: Plan, stepping: Stepping, states: Sequence[int], whole: Sequence[int], fused: bool
+    plan: Plan,
+    stepping: Stepping,
+    stepped: int,
+    sizes: Sequence[int],
+    whole: Sequence[int],
+    fused: bool,
 ) -> int:
-    """The most that a rank's step makes at once. states: bytes of what is stepped of each parameter
-    here; whole: of those of which the step has a shard and which rest whole. fused: the step is
-    ours (`runtime.optimizer_step`)."""
+    """The most that a rank's step makes at once. stepped: bytes of parameters; sizes: of each, or
+    of the largest twice; whole: of those of which the step has a shard and which rest whole. fused:
+    the step is ours (`runtime.optimizer_step`)."""
     here = not fused and "optimizer" not in plan.offload
-    made = stepping.needed(sum(states), max(states, default=0)) if here else 0
+    made = stepping.needed(stepped, sizes) if here else 0
     return max(made, _gathered(whole, plan.bucket_bytes))
 
 
