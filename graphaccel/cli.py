@@ -167,6 +167,12 @@ def _add_pins(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
         choices=(0, 1, 2, 3),
         help="shard over data: 1 optimizer state, 2 and gradients, 3 and parameters",
     )
+    pins.add_argument(
+        "--shard",
+        type=_positive,
+        metavar="N",
+        help="zero: shard over groups of N devices of the data axis, replicated over the rest",
+    )
     for name, what in _CHOICES.items():
         pins.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, help=what)
     pins.add_argument(
@@ -191,7 +197,8 @@ def _add_pins(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
         "--recompute",
         type=_recompute,
         metavar="WHAT",
-        help="none, some (as much as memory asks for), all, or blocks with commas between",
+        help="none, some (as much as memory asks for), selective (of every block what memory asks "
+        "for), all, or blocks with commas between",
     )
     pins.add_argument("--schedule", choices=SCHEDULE_NAMES, help="of the pipeline")
     pins.add_argument(
@@ -388,7 +395,7 @@ def _word_or_names(*words: str) -> Callable[[str], str | tuple[str, ...]]:
 
 _ort = _word_or_names("off", "auto", "all")
 _fusions = _word_or_names("off", "auto")
-_recompute = _word_or_names("none", "some", "all")
+_recompute = _word_or_names("none", "some", "selective", "all")
 
 
 def _stage(text: str) -> tuple[str, int]:

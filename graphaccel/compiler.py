@@ -427,7 +427,7 @@ class Compiler:
             gradients=False,
             resting=self.resting,
             groups=groups,
-            ranks=plan.data,
+            ranks=plan.shards,
             ort=self._ort(alone),
         )
 

@@ -43,7 +43,7 @@ from graphaccel.report.trace import trace_json
 
 PINS = (
     "data", "pipeline", "tensor", "context", "expert", "interleave", "microbatches", "zero",
-    "sequence", "scatter_sends", "gather_again", "cast_once", "accumulation", "recompute",
+    "shard", "sequence", "scatter_sends", "gather_again", "cast_once", "accumulation", "recompute",
     "precision", "schedule", "cuts", "bucket_bytes", "vocab", "stages", "ort", "compile",
     "cuda_graphs", "fusions", "loss_chunk", "offload",
 )  # fmt: skip

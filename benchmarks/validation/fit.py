@@ -189,7 +189,10 @@ def _microbatch(one: Sample, device: Device) -> float:
 
 def copies(device: str) -> float:
     """The share of the datasheet's bandwidth that the catalogue counts on."""
-    paper = {"a100-40gb": 1.555, "a100-80gb": 2.039, "h100-80gb": 3.35, "b200-192gb": 7.7}
+    paper = {
+        "a100-40gb": 1.555, "a100-80gb": 2.039, "h100-80gb": 3.35, "b200-192gb": 7.7,
+        "b300-288gb": 8.0, "gb200-192gb": 8.0, "gb300-288gb": 8.0,
+    }  # fmt: skip
     return cluster(device, 1).device.memory_bandwidth / paper[device] / 1e12
 
 

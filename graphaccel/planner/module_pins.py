@@ -12,10 +12,12 @@ from torch import fx
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.errors import BadPin
 from graphaccel.ir.program import Sharded
+from graphaccel.ir.unfold import input_nodes
 from graphaccel.planner.plan import INTERLEAVES
 
 aten = torch.ops.aten
 VOCAB = ("data", "tensor")
+SHARDING = ("data", "expert", "context", "tensor")
 _PRODUCTS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default})
 _LOOKS = frozenset(
     {
@@ -153,6 +155,51 @@ def check_stages(
         count = str(most) if interleave or not several else f"{most} at most"
         reason = f"{path} is to be on stage {last}, and there are {count}, from 0 on"
         raise BadPin(pin="stages", value=stages, reason=reason)
+
+
+def read_placements(value: object, step: StepGraph) -> tuple[tuple[str, tuple[Sharded, ...]], ...]:
+    """`{"head.weight": shard(0, "tensor")}`, checked against the parameters.
+
+    A module's path stands for the parameters inside that have the dim; longer paths come first.
+    """
+    if not isinstance(value, Mapping):
+        raise BadPin(pin="pins", value=value, reason="it maps parameters' names to placements")
+    nodes = input_nodes(step.graph)
+    shapes = {
+        s.name: tuple(n.meta["val"].shape)
+        for n, s in zip(nodes, step.inputs, strict=True)
+        if s.kind == "parameter"
+    }
+    found: dict[str, tuple[Sharded, ...]] = {}
+    for name, said in sorted(value.items(), key=lambda item: str(item[0]).count(".")):
+        splits = (said,) if isinstance(said, Sharded) else said
+        inside = [name] if name in shapes else [n for n in shapes if is_inside(n, str(name))]
+        if not inside:
+            close = difflib.get_close_matches(str(name), shapes, 1)
+            reason = f"no parameter or module is called {name}"
+            reason += f"; there is {close[0]}" if close else ""
+            raise BadPin(pin="pins", value={name: said}, reason=reason)
+        if not isinstance(splits, tuple) or not all(isinstance(s, Sharded) for s in splits):
+            reason = f"{name} rests under shard(dim, axis), a tuple of them, or replicate()"
+            raise BadPin(pin="pins", value={name: said}, reason=reason)
+        for split in splits:
+            if split.axis not in SHARDING:
+                reason = "a tensor can be sharded over data, expert, context or tensor, not "
+                raise BadPin(pin="pins", value={name: said}, reason=reason + repr(split.axis))
+            if split.outer < 1 or any(
+                shapes[n][split.dim] % split.outer
+                for n in inside
+                if 0 <= split.dim < len(shapes[n])
+            ):
+                reason = f"dim {split.dim} of {inside[0]} has no {split.outer} equal sections"
+                raise BadPin(pin="pins", value={name: said}, reason=reason)
+            with_dim = [n for n in inside if 0 <= split.dim < len(shapes[n])]
+            if not with_dim:
+                reason = f"{inside[0]} is {list(shapes[inside[0]])}: it has no dim {split.dim}"
+                raise BadPin(pin="pins", value={name: said}, reason=reason)
+            inside = with_dim
+        found |= dict.fromkeys(inside, splits)
+    return tuple(sorted(found.items()))
 
 
 def is_inside(path: str, module: str) -> bool:

@@ -100,7 +100,10 @@ def _decisions(facts: Facts) -> list[str]:
     if plan.pinned:
         lines += wrapped(f"pinned: {', '.join(plan.pinned)}")
     parts = plural(plan.microbatches, "microbatch")
-    lines.append(f"  batch {plan.batch} = data {plan.data} x {parts} of {plan.microbatch_size}")
+    split = f"data {plan.data}"
+    if plan.shard:
+        split += f" (replicate {plan.replicas} x shard {plan.shard})"
+    lines.append(f"  batch {plan.batch} = {split} x {parts} of {plan.microbatch_size}")
     if plan.data > 1:
         lines.append(f"  {_summed(plan)}")
     for row in facts.resting:
@@ -140,6 +143,9 @@ def _decisions(facts: Facts) -> list[str]:
         )
     if plan.recompute:
         lines.append(clipped(f"  recompute {fold(plan.recompute, parameters=False)}"))
+    for own in plan.selective:
+        blocks = fold(own.blocks, parameters=False)
+        lines.append(clipped(f"  recompute {blocks} but for {', '.join(own.saved)}"))
     return lines + [clipped(line) for line in ort_lines(plan)]
 
 
@@ -148,11 +154,13 @@ def _summed(plan: Plan) -> str:
     buckets = f"in buckets of {format_bytes(plan.bucket_bytes)}"
     if plan.zero < 2:
         text = f"gradients summed over data {plan.data} {buckets}"
-        return f"{text}, parameters gathered after the optimizer" if plan.zero else text
+        over = f" over shard {plan.shard}" if plan.shard else ""
+        return f"{text}, parameters gathered{over} after the optimizer" if plan.zero else text
     groups = "a block at a time" if plan.zero == 3 else buckets
     each = plan.microbatches > 1 and plan.accumulation == "shards"
     often = ", in each microbatch" if each else ", once a step" * (plan.microbatches > 1)
-    return f"gradients reduce-scattered over data {plan.data} {groups}{often}"
+    text = f"gradients reduce-scattered over {plan.shard_axis} {plan.shards} {groups}{often}"
+    return f"{text}, their shards summed over replicate {plan.replicas}" if plan.shard else text
 
 
 def _memory(facts: Facts) -> list[str]:
