@@ -221,10 +221,9 @@ class Compiler:
     def _refine_rates(self, step: StepGraph, sizes: Mapping) -> None:
         """By steps of this model that were run (`planner.refined`)."""
         if self.cluster.steps:
-            pinned = self.pins.get("precision") or "fp32"
-            precision = pinned if self.plan is None else precision_name(self.plan.precision)
-            key = model_key(self.layouts(step, sizes).whole)
-            self.cluster = refined(self.cluster, key, precision)
+            pinned, given = self.pins.get("precision") or "fp32", self.plan
+            name = pinned if given is None else precision_name(given.precision)
+            self.cluster = refined(self.cluster, model_key(self.layouts(step, sizes).whole), name)
 
     def _refuse_missing(self, step: StepGraph, *limits: str | None) -> None:
         """Raises MissingRule (GA301) where a pin splits the batch at an op without a rule."""
