@@ -21,7 +21,6 @@ CASES: dict[str, tuple[type, dict[str, Any]]] = {
     "AdamW, fused": (optim.AdamW, {"fused": True}),
     "AdamW, amsgrad": (optim.AdamW, {"amsgrad": True}),
     "SGD, momentum": (optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}),
-    "Adagrad": (optim.Adagrad, {}),
     "RMSprop, foreach": (optim.RMSprop, {"foreach": True}),
     "Adadelta": (optim.Adadelta, {}),
 }
