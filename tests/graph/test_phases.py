@@ -1,4 +1,4 @@
-"""What a step of the optimizer needs is part of the peak, of whether a plan fits, and of reports."""
+"""What the optimizer's step needs is part of the peak, of what fits, and of reports."""
 
 from __future__ import annotations
 
