@@ -41,6 +41,7 @@ from graphaccel.planner.plan import GATHERS, Plan, Prediction
 from graphaccel.planner.profile import Profile, SizedProfile
 from graphaccel.planner.simulate import Timeline, play, simulate
 from graphaccel.planner.stages import stage_positions
+from graphaccel.planner.stepping import NOTHING, Stepping
 from graphaccel.planner.uploads import with_uploads
 from graphaccel.planner.wires import wires_of
 from graphaccel.planner.works import StageWork, held_parameters, sized_for, stage_works
@@ -526,9 +527,15 @@ def least_optimizer(
 
 
 def predict(
-    profile: Profile, plan: Plan, cluster: Cluster, optimizer_bytes: int, *, simulated: bool = True
+    profile: Profile,
+    plan: Plan,
+    cluster: Cluster,
+    optimizer_bytes: int,
+    stepping: Stepping = NOTHING,
+    *,
+    simulated: bool = True,
 ) -> Plan:
     """`plan` with its prediction: seconds and memory."""
     seconds = predict_seconds(profile, plan, cluster, optimizer_bytes, simulated=simulated)
-    memory = predict_memory(profile, plan, cluster, optimizer_bytes)
+    memory = predict_memory(profile, plan, cluster, optimizer_bytes, stepping)
     return replace(plan, prediction=replace(seconds, memory=memory))
