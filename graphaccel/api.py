@@ -183,6 +183,9 @@ def cluster_here(count: int, device: torch.device) -> Cluster:
     for known in (
         "h200-141gb",
         "h100-80gb",
+        "gb300-288gb",
+        "gb200-192gb",
+        "b300-288gb",
         "b200-192gb",
         "a100-80gb",
         "v100-32gb",

@@ -5,21 +5,29 @@ multiplies by an efficiency of its own. Datasheet numbers and the factors applie
 
 * Peaks, memory bandwidth, NVLink: NVIDIA V100 datasheet (Jan 2020), A100 datasheet (June 2021),
   H100 datasheet (SXM5, Tensor Core figures without sparsity), H200 datasheet (Nov 2023), HGX B200
-  (Blackwell datasheet, 2024), Ada GPU architecture whitepaper (RTX 4090, FP32 accumulation).
+  and GB200 NVL72 (Blackwell datasheet, 2024), HGX B300 and GB300 NVL72 (Blackwell Ultra datasheet,
+  2025), Ada GPU architecture whitepaper (RTX 4090, FP32 accumulation). Figures of a rack or board
+  are divided by its 72 or 8 devices. "float4_e2m1fn_x2" is NVFP4.
 * A copy reaches 0.9 of the memory bandwidth (3.0 of 3.35 TB/s on H100, 4.3 of 4.8 on H200).
 * NVLink per link and direction as NCCL counts on it (``src/graph/topo.h``): 20 GB/s (V100, A100),
   20.6 (H100, H200), 40.1 (B200), of 25, 25, 26.5 and 50. Latencies per hop are those of its ring
   with the LL128 protocol (``src/graph/tuning.cc``): 1.9 us NVLink, 2.5 us PCIe, 4.0 us network.
-* Networks as in NVIDIA's own DGX of that generation, shared evenly by eight devices; 0.95 reached.
+* Networks as in NVIDIA's own DGX of that generation, shared evenly by its devices (a rack of GB200
+  has one ConnectX-7 for each, B300 and GB300 one ConnectX-8); 0.95 reached. NVLink joins eight
+  devices, those of an NVL72 rack all 72.
 * Hosts are NVIDIA's DGX of that generation, shared evenly by eight devices: system memory (512 GB
-  in DGX-1, 1 and 2 TB in DGX A100 of 40 and 80 GB, 2 TB in DGX H100, H200 and B200), of which a
-  tenth is left to the system, and all channels of two sockets (8 DDR4-2133, 16 DDR4-3200, 16
-  DDR5-4800, 16 DDR5-5600). For the RTX 4090 a server like that of the A100 with 512 GB is assumed.
+  in DGX-1, 1 and 2 TB in DGX A100 of 40 and 80 GB, 2 TB in DGX H100, H200, B200 and B300), of which
+  a tenth is left to the system, and all channels of two sockets (8 DDR4-2133, 16 DDR4-3200, 16
+  DDR5-4800, 16 DDR5-5600, 16 DDR5-6400). For the RTX 4090 a server like that of the A100 with
+  512 GB is assumed. Two devices of an NVL72 rack share a Grace: 17 TB of LPDDR5X for 36 of them, at
+  18.4 (GB200) and 14.3 TB/s (GB300).
 * Links to the host: PCIe x16 of the device's datasheet (3.0: V100; 4.0: A100, RTX 4090; 5.0: H100,
-  H200, B200), 15.75, 31.5 and 63 GB/s each way. A copy from pinned memory reaches 0.8 of that. That
-  devices share an uplink of the host's switches is not in it.
+  H200, B200, and of B300 its host's), 15.75, 31.5 and 63 GB/s each way; NVLink-C2C of a Grace, 450
+  GB/s each way for two. A copy from pinned memory reaches 0.8 of that. That devices share an uplink
+  of the host's switches is not in it.
 * Memory is what the CUDA runtime reports, e.g. in PyTorch's "total capacity of 79.11 GiB": a little
-  under the number in the name. ``b200-192gb`` carries 192 GB, of which 180 GB are enabled.
+  under the number in the name. ``b200-192gb`` carries 192 GB, of which 180 GB are enabled. For
+  GB200, B300 and GB300 0.996 of what nvidia-smi says, 189471, 275040 and 284208 MiB, as for B200.
 """
 
 from __future__ import annotations
@@ -37,6 +45,8 @@ from typing import Any
 from graphaccel.errors import BadCluster, UnknownDevice
 
 GIB = 2**30
+SCHEMA = 1
+"""Of a cluster as JSON; files without one are of this, too."""
 MOST_DEVICES = 2**20
 """Of a cluster: several times the largest machines; more is a slip of whoever asks."""
 
@@ -66,9 +76,11 @@ class Device:
     "tfloat32"); ``memory_bandwidth`` in bytes/s that a copy reaches, reads and writes counted;
     ``launch_seconds`` is the time a process needs to start an operation. ``processors`` work side
     by side (streaming multiprocessors; 0: not known). Of the peak, large matrix products reach the
-    share ``product``, fused attention ``attention`` and its backward ``attention_backward``, FLOPs
-    that a causal mask spares not counted. ``measured``: what ops really took
-    (`graphaccel calibrate`), where it was measured with ``crowd`` processes on each core.
+    share ``product`` (in 8 bits or fewer ``product_8_bits``, 0: the same), fused attention
+    ``attention`` and its backward ``attention_backward``, FLOPs that a causal mask spares not
+    counted. ``measured``: what ops really took (`graphaccel calibrate`), where it was measured with
+    ``crowd`` processes on each core. ``stepping``: how many times as long an optimizer's step takes
+    as its bytes say (`planner.refined`).
     """
 
     name: str
@@ -82,6 +94,8 @@ class Device:
     attention_backward: float = 0.5
     measured: tuple[OpTime, ...] = ()
     crowd: float = 1.0
+    stepping: float = 1.0
+    product_8_bits: float = 0.0
 
     @property
     def type(self) -> str:
@@ -126,6 +140,30 @@ class Link:
 
 
 @dataclass(frozen=True)
+class StepTime:
+    """A step that was run (`graphaccel plan --measure N --refine FILE`), beside what it was
+    predicted to take by the cluster's own rates; all in seconds.
+
+    ``model``: its key (`planner.refined.model_key`), ``name`` in words; ``precision``: the pin;
+    ``plan``: its name, on ``devices``. ``compute`` (with what waits for it in a pipeline),
+    ``communication``, ``optimizer``: predicted. ``took``: forward and backward, measured, and
+    ``optimizer_took`` the optimizer's step; 0 where its time has communication in it: it is then
+    part of ``took``.
+    """
+
+    model: str
+    name: str
+    precision: str
+    plan: str
+    devices: int
+    compute: float
+    communication: float
+    optimizer: float
+    took: float
+    optimizer_took: float = 0.0
+
+
+@dataclass(frozen=True)
 class Host:
     """A device's share of the machine that it is in, for what a plan keeps there.
 
@@ -148,7 +186,8 @@ class Cluster:
     ``fragmentation`` is what the allocator reserves beyond the tensors, as a share of them.
     ``ort``: by build of ONNX Runtime and threads ("training 1.19.2, 2 threads"), region key →
     seconds measured here (torch, ONNX Runtime). ``host``: of each device; where it is not known,
-    nothing is kept there.
+    nothing is kept there. ``steps``: what whole steps took. ``refined_by``: those by which the
+    rates are corrected already (`planner.refined`); no part of a file.
     Raises ``ValueError`` for no devices or more than ``MOST_DEVICES``, when the levels do not grow,
     one is not made of whole ones of the level inside it (of the last, any number may be there), or
     the last does not hold all devices.
@@ -161,6 +200,8 @@ class Cluster:
     fragmentation: float
     ort: Mapping[str, Mapping[str, tuple[float, float]]] = field(default_factory=dict, hash=False)
     host: Host | None = None
+    steps: tuple[StepTime, ...] = ()
+    refined_by: tuple[StepTime, ...] = ()
 
     def __post_init__(self) -> None:
         sizes = [link.size for link in self.links]
@@ -199,6 +240,7 @@ class Cluster:
     def to_json(self) -> dict[str, Any]:
         """Plain dicts, lists, strings and numbers; ``from_json`` reads them back."""
         return {
+            "schema": SCHEMA,
             "device": {**asdict(self.device), "peak_flops": dict(self.device.peak_flops)},
             "count": self.count,
             "links": [asdict(link) for link in self.links],
@@ -206,13 +248,14 @@ class Cluster:
             "fragmentation": self.fragmentation,
             **({"ort": {k: dict(v) for k, v in self.ort.items()}} if self.ort else {}),
             **({"host": asdict(self.host)} if self.host is not None else {}),
+            **({"steps": [asdict(step) for step in self.steps]} if self.steps else {}),
         }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Cluster:
         """The inverse of ``to_json``. Raises ``ValueError`` for missing or unknown fields."""
         try:
-            fields = dict(data)
+            fields = {key: value for key, value in data.items() if key != "schema"}
             device = dict(fields["device"])
             device["measured"] = tuple(OpTime(**row) for row in device.get("measured", ()))
             fields["device"] = Device(**device)
@@ -223,6 +266,7 @@ class Cluster:
             }
             if fields.get("host") is not None:
                 fields["host"] = Host(**fields["host"])
+            fields["steps"] = tuple(StepTime(**row) for row in fields.get("steps", ()))
             return cls(**fields)
         except (AttributeError, KeyError, TypeError) as problem:
             raise ValueError(f"this is no cluster description: {problem}") from problem
@@ -287,9 +331,10 @@ def parse_bytes(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2] or "b"])
 
 
-# Beyond the tensors, reserved / allocated was 1.028 to 1.093 with a 90th percentile of 1.071 over
-# published CUDA training runs (SimuMax, 43 rows on B200).
-_CUDA_FRAGMENTATION = 0.07
+RESERVED = 0.07
+"""What PyTorch's CUDA allocator reserves beyond the tensors, as a share of them: the 90th
+percentile (0.069; 0.033 to 0.093, mean 0.051) of the 27 published runs that say both (SimuMax,
+B200; benchmarks/validation/data)."""
 _CUDA_CONTEXT_BYTES = 3 * GIB // 2
 _CUDA_LAUNCH_SECONDS = 7e-6
 _NETWORK_REACHED = 0.95
@@ -305,12 +350,14 @@ class _Kernels:
     attention: float
     attention_backward: float
     copy: float = 0.9
+    product_8_bits: float = 0.0
 
 
 _OF_V100 = _Kernels(80, 0.7, 0.4, 0.3)
 _OF_A100 = _Kernels(108, 0.70, 0.8, 0.66, 0.8)
 _OF_H100 = _Kernels(132, 0.72, 0.6, 0.49)
 _OF_B200 = _Kernels(148, 0.46, 0.71, 0.6, 0.69)
+_OF_NVL72 = replace(_OF_B200, processors=152)
 _OF_ADA = _Kernels(128, 0.8, 0.6, 0.5)
 
 
@@ -336,15 +383,14 @@ def _cuda(
         kernels.product,
         kernels.attention,
         kernels.attention_backward,
+        product_8_bits=kernels.product_8_bits,
     )
     bandwidth = network_gigabits / 8 * 1e9 * _NETWORK_REACHED
 
     def make(count: int) -> Cluster:
         nodes = -(-count // inner.size)
         outer = (Link(network, 4.0e-6, bandwidth, nodes * inner.size),) if nodes > 1 else ()
-        return Cluster(
-            device, count, (inner, *outer), _CUDA_CONTEXT_BYTES, _CUDA_FRAGMENTATION, host=host
-        )
+        return Cluster(device, count, (inner, *outer), _CUDA_CONTEXT_BYTES, RESERVED, host=host)
 
     return make
 
@@ -399,8 +445,14 @@ def _host(gibibytes: int, channels: int, transfers: float, pcie: int) -> Host:
     return Host(int(0.9 * gibibytes * GIB / 8), bandwidth, _PCIE[pcie] * _COPIED)
 
 
-def _nvlink(generation: int, links: int, gigabytes_per_link: float) -> Link:
-    return Link(f"NVLink {generation}", 1.9e-6, links * gigabytes_per_link * 1e9, 8)
+def _grace(terabytes_per_second: float) -> Host:
+    """Of one of the 72 devices of an NVL72 rack."""
+    bandwidth = terabytes_per_second * 1e12 * _COPIED / 72
+    return Host(int(0.9 * 17e12 / 72), bandwidth, min(450e9 / 2 * _COPIED, bandwidth))
+
+
+def _nvlink(generation: int, links: int, gigabytes_per_link: float, size: int = 8) -> Link:
+    return Link(f"NVLink {generation}", 1.9e-6, links * gigabytes_per_link * 1e9, size)
 
 
 _A100 = {"float64": 9.7, "float32": 19.5, "tfloat32": 156, "bfloat16": 312, "float16": 312}
@@ -410,8 +462,14 @@ _H100 = {
 }  # fmt: skip
 _B200 = {
     "float64": 37, "float32": 75, "tfloat32": 1100, "bfloat16": 2250, "float16": 2250,
-    "float8_e4m3fn": 4500,
+    "float8_e4m3fn": 4500, "float4_e2m1fn_x2": 9000,
 }  # fmt: skip
+_B300 = {**_B200, "float64": 1.25, "float4_e2m1fn_x2": 13500}
+_GB200 = {
+    "float64": 40, "float32": 80, "tfloat32": 1250, "bfloat16": 2500, "float16": 2500,
+    "float8_e4m3fn": 5000, "float4_e2m1fn_x2": 10000,
+}  # fmt: skip
+_GB300 = {**_GB200, "float64": 1.39, "float4_e2m1fn_x2": 15000}
 _ADA = {
     "float64": 1.29, "float32": 82.6, "tfloat32": 82.6, "bfloat16": 165.2, "float16": 165.2,
     "float8_e4m3fn": 330.3,
@@ -488,6 +546,39 @@ _CATALOGUE: Mapping[str, Callable[[int], Cluster]] = {
         400,
         _OF_B200,
         _host(2048, 16, 5600, 5),
+    ),
+    "b300-288gb": _cuda(
+        "b300-288gb",
+        267.5,
+        _B300,
+        8.0,
+        _nvlink(5, 18, 40.1),
+        "InfiniBand XDR",
+        800,
+        _OF_B200,
+        _host(2048, 16, 6400, 5),
+    ),
+    "gb200-192gb": _cuda(
+        "gb200-192gb",
+        184.3,
+        _GB200,
+        8.0,
+        _nvlink(5, 18, 40.1, 72),
+        "InfiniBand NDR",
+        400,
+        _OF_NVL72,
+        _grace(18.4),
+    ),
+    "gb300-288gb": _cuda(
+        "gb300-288gb",
+        276.4,
+        _GB300,
+        8.0,
+        _nvlink(5, 18, 40.1, 72),
+        "InfiniBand XDR",
+        800,
+        _OF_NVL72,
+        _grace(14.3),
     ),
     "rtx4090-24gb": _cuda(
         "rtx4090-24gb",

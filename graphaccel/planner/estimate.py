@@ -27,6 +27,7 @@ from graphaccel.planner.cluster import Cluster, Device, OpTime
 from graphaccel.planner.communication import (
     INTERFERENCE,
     all_gather_seconds,
+    all_reduce_seconds,
     exposed_seconds,
     link_between,
     reduce_scatter_seconds,
@@ -128,7 +129,7 @@ def predict_seconds(
     crowd, ranks = cluster.device.crowd, range(plan.pipeline)
     if crowd != 1:
         works = tuple(work.shorter(crowd) for work in works)
-    share = plan.data if plan.zero else 1
+    share = plan.shards if plan.zero else 1
     held = {
         (sum(w.gradient for w in works[r :: plan.pipeline]),
          sum(w.tensors for w in works[r :: plan.pipeline]))
@@ -280,23 +281,26 @@ def _reduce_seconds(profile: Profile, work: StageWork, plan: Plan, cluster: Clus
     """Seconds by which what moves over data makes a step longer on a stage: its gradients beside
     the last microbatch's backward, or beside each; parameters (`_gathered`) beside forward and
     backward, or after the optimizer."""
-    reduced, copies = _summed(profile, work, plan, cluster)
+    before, last, copies = _summed(profile, work, plan, cluster)
     summing = plan.microbatches if plan.accumulation == "shards" and plan.zero >= 2 else 1
     beside = work.weight if plan.schedule == "zero_bubble" else work.backward
+
+    def backwards(*gathered: tuple[float, float]) -> float:
+        """Of the backwards that sum gradients, beside which others gather parameters."""
+        found = _exposed(cluster, beside, last, *gathered)
+        return found + (summing - 1) * _exposed(cluster, beside, before, *gathered) + copies
+
     if not plan.zero or plan.data == 1:
-        return _exposed(cluster, beside, reduced)
+        return _exposed(cluster, beside, last)
     if plan.zero < 3:
-        after = _gathered_after(work, plan, cluster)
-        return summing * _exposed(cluster, beside, reduced) + copies + after
+        return backwards() + _gathered_after(work, plan, cluster)
     gathered, more = _gathered(profile, work, plan, cluster)
     gathering = 1 if plan.holds_gathered else plan.microbatches
-    ahead = _exposed(cluster, work.forward, gathered) + more
+    ahead = gathering * (_exposed(cluster, work.forward, gathered) + more)
     if plan.gather_again is not True:
-        return summing * _exposed(cluster, beside, reduced) + copies + gathering * ahead
-    both = _exposed(cluster, beside, reduced, gathered)
-    alone = _exposed(cluster, beside, gathered)
-    back = summing * both + (gathering - summing) * alone + gathering * more
-    return back + copies + gathering * ahead
+        return backwards() + ahead
+    alone = (gathering - summing) * _exposed(cluster, beside, gathered)
+    return backwards(gathered) + alone + gathering * more + ahead
 
 
 def _exposed(cluster: Cluster, beside: float, *moves: tuple[float, float]) -> float:
@@ -307,20 +311,23 @@ def _exposed(cluster: Cluster, beside: float, *moves: tuple[float, float]) -> fl
 
 def _summed(
     profile: Profile, work: StageWork, plan: Plan, cluster: Cluster
-) -> tuple[tuple[float, float], float]:
-    """((seconds of a stage's gradient all-reduces, those of the slowest one), seconds of copies
-    around them in a step). What is a partial sum over other axes too is summed over all of them at
-    once.
-    """
+) -> tuple[tuple[float, float], tuple[float, float], float]:
+    """(what each microbatch that sums a stage's gradients moves, what the last one moves, seconds
+    of copies around it in a step); what is moved: (seconds, those of its slowest collective)."""
     width = 2 if plan.precision.reduce in ("bfloat16", "float16") else 4
     sizes = {axes: size * width / 4 for axes, size in work.summed.items() if size > 0}
     counts = reduce_counts(profile, work, plan, sizes)
     one = {x: _bucketed(cluster, sizes[x] / counts[x], x, plan) for x in sizes}
-    total = sum(counts[axes] * seconds for axes, seconds in one.items())
+
+    def moved(seconds: Mapping[tuple[str, ...], float]) -> tuple[float, float]:
+        total = sum(counts[axes] * each for axes, each in seconds.items())
+        return total, max(seconds.values(), default=0.0)
+
     copies = 0.0
     if plan.zero >= 2 and plan.data > 1:  # written into its group's flat tensor, or added there
         copies = plan.microbatches * copy_seconds(sum(sizes.values()), cluster.device)
-    return (total, max(one.values(), default=0.0)), copies
+    before = moved({axes: scattered for axes, (scattered, _) in one.items()})
+    return before, moved({axes: sum(each) for axes, each in one.items()}), copies
 
 
 def reduce_counts(
@@ -364,22 +371,32 @@ def _groups(profile: Profile, work: StageWork, plan: Plan) -> tuple[int, ...]:
 
 
 def _gathers(cluster: Cluster, sizes: Sequence[float], plan: Plan) -> float:
-    each = {s: all_gather_seconds(cluster, s, plan.data, plan.replica) for s in set(sizes)}
+    each = {s: all_gather_seconds(cluster, s, plan.shards, plan.replica) for s in set(sizes)}
     return sum(each[size] for size in sizes)
 
 
-def _bucketed(cluster: Cluster, size: float, axes: tuple[str, ...], plan: Plan) -> float:
-    """Seconds to sum a bucket of `size` bytes of gradients over data and `axes`.
+def _bucketed(
+    cluster: Cluster, size: float, axes: tuple[str, ...], plan: Plan
+) -> tuple[float, float]:
+    """Seconds to sum a bucket of `size` bytes of gradients over data and `axes`: (to scatter it, in
+    each microbatch that reduces it; of what the last one does besides).
 
-    ZeRO 2 and 3 scatter it over data; the shards are then summed over the other axes.
+    ZeRO 2 and 3 scatter it over the devices that shard; the shards are then summed.
     """
-    wires = wires_of(cluster, plan)
     if size <= 0:
-        return 0.0
+        return 0.0, 0.0
     if plan.zero < 2 or plan.data == 1:
-        return wires.all_reduce(size, ("data", *axes))
-    seconds = reduce_scatter_seconds(cluster, size, plan.data, stride=plan.replica)
-    return seconds + wires.all_reduce(size / plan.data, axes)
+        return 0.0, wires_of(cluster, plan).all_reduce(size, ("data", *axes))
+    seconds = reduce_scatter_seconds(cluster, size, plan.shards, stride=plan.replica)
+    return seconds, shards_seconds(cluster, size / plan.shards, axes, plan)
+
+
+def shards_seconds(cluster: Cluster, size: float, axes: tuple[str, ...], plan: Plan) -> float:
+    """Seconds to sum shards of `size` bytes of gradients over their replicas and `axes`: one
+    all-reduce over both, which takes no longer than one after the other."""
+    apart = plan.replica * plan.shards
+    between = all_reduce_seconds(cluster, size, plan.replicas, apart)
+    return between + wires_of(cluster, plan).all_reduce(size, axes)
 
 
 def _shared_bytes(profile: Profile, works: Sequence[StageWork]) -> list[int]:
@@ -431,11 +448,12 @@ def _optimizer_seconds(
     for row in cluster.device.measured:
         if row.op == OPTIMIZER:
             starts, moves = _measured_optimizer(row, cluster.device)
-            return starts * tensors + moves * gradient
+            return cluster.device.stepping * (starts * tensors + moves * gradient)
     traffic = gradient * (3 + 2 * optimizer_bytes / 4)
     device = cluster.device
     launches = tensors if device.name == "cpu" else math.ceil(tensors / _TENSORS_AT_ONCE)
-    return traffic / device.memory_bandwidth + launches * _OPTIMIZER_OPS * device.launch_seconds
+    seconds = traffic / device.memory_bandwidth + launches * _OPTIMIZER_OPS * device.launch_seconds
+    return device.stepping * seconds
 
 
 def _measured_optimizer(row: OpTime, device: Device) -> tuple[float, float]:
@@ -448,11 +466,13 @@ def _measured_optimizer(row: OpTime, device: Device) -> tuple[float, float]:
 @dataclass(frozen=True)
 class LeastMoved:
     """Seconds to reduce all gradients and to gather all parameters over the data axis, of a device;
-    beside: the share of a phase's seconds, all stages together, that they may hide behind, and
-    slows: by how much a phase is longer for a second that hides; low: of gathering them in the
-    dtype in which they are read. Numbers, or columns of them."""
+    scatter: of reducing, what each microbatch does; beside: the share of a phase's seconds, all
+    stages together, that they may hide behind, and slows: by how much a phase is longer for a
+    second that hides; low: of gathering them in the dtype in which they are read. Numbers, or
+    columns of them."""
 
     reduce: Any
+    scatter: Any
     gather: Any
     beside: Any
     low: Any
@@ -470,9 +490,13 @@ class LeastMoved:
         gather = np.where(never, self.gather, self.low)
         gathering = np.where(always | never, of.microbatches, 1)
         summing = np.where(shards, of.microbatches, 1)
-        reduces = summing * least(self.reduce, backward)
-        again = (gathering - summing) * least(gather, backward)
-        again = again + summing * least(gather + self.reduce, backward)
+
+        def backwards(more: Any) -> np.ndarray:
+            before = (summing - 1) * least(self.scatter + more, backward)
+            return before + least(self.reduce + more, backward)
+
+        reduces = backwards(0.0)
+        again = backwards(gather) + (gathering - summing) * least(gather, backward)
         third = gathering * least(gather, forward) + np.where(always, again, reduces)
         return np.where(of.zero == 3, third, reduces + np.where(of.zero == 0, 0.0, self.gather))
 
@@ -485,14 +509,14 @@ def least_moved(profile: Profile, plan: Plan, cluster: Cluster, extra: int = 1) 
     all in one node a sum may take less than over data alone.
     """
     if plan.data == 1:
-        return LeastMoved(0.0, 0.0, 0.0, 0.0, 0.0)
+        return LeastMoved(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
     def seconds(move: Callable[[float], float], size: float) -> float:
         """Latencies are left out where stages may hold nothing that moves."""
         return move(size) if plan.pipeline == 1 else max(0.0, move(size) - move(1))
 
     def gather(size: float) -> float:
-        return all_gather_seconds(cluster, size, plan.data, plan.replica)
+        return all_gather_seconds(cluster, size, plan.shards, plan.replica)
 
     others = [axis for axis in ("context", "tensor", "expert") if getattr(plan, axis) > 1]
     groups = [axes for n in range(len(others) + 1) for axes in combinations(others, n)]
@@ -501,10 +525,11 @@ def least_moved(profile: Profile, plan: Plan, cluster: Cluster, extra: int = 1) 
     low = trained / 2 if plan.precision.stream != "float32" else trained
 
     def summed(axes: tuple[str, ...]) -> float:
-        return seconds(lambda size: _bucketed(cluster, size, axes, plan), trained * width / 4)
+        return seconds(lambda size: sum(_bucketed(cluster, size, axes, plan)), trained * width / 4)
 
     return LeastMoved(
         min(map(summed, groups)),
+        seconds(lambda size: _bucketed(cluster, size, (), plan)[0], trained * width / 4),
         seconds(gather, trained),
         0.0 if cluster.device.type == "cpu" else 1 / plan.pipeline,
         seconds(gather, low),
@@ -516,16 +541,17 @@ def least_optimizer(
     profile: Profile, plan: Plan, cluster: Cluster, optimizer_bytes: int, extra: int = 1
 ) -> float:
     """Seconds of the optimizer where every stage has an equal part. extra: as in `least_moved`."""
-    device, shards = cluster.device, plan.data if plan.zero else 1
+    device, shards = cluster.device, plan.shards if plan.zero else 1
     for row in device.measured:
         if row.op == OPTIMIZER:
             starts, moves = _measured_optimizer(row, device)
             size = profile.trained_bytes / extra / shards
-            return (starts * profile.trained_tensors + moves * size) / plan.pipeline
+            seconds = starts * profile.trained_tensors + moves * size
+            return device.stepping * seconds / plan.pipeline
     traffic = profile.trained_bytes / extra / shards * (3 + 2 * optimizer_bytes / 4)
     launches = profile.trained_tensors / (1 if device.name == "cpu" else _TENSORS_AT_ONCE)
     seconds = traffic / device.memory_bandwidth + launches * _OPTIMIZER_OPS * device.launch_seconds
-    return seconds / plan.pipeline
+    return device.stepping * seconds / plan.pipeline
 
 
 def predict(

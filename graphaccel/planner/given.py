@@ -79,6 +79,7 @@ def pins_of(plan: Plan) -> dict[str, Any]:
     pins["precision"] = named[precision]
     pins["pins"] = dict(pins.pop("placements"))
     pins["loss_chunk"] = plan.loss_chunk or None  # what the op takes by itself
+    pins["shard"] = plan.shard or None  # all of data
     if plan.tensor == 1:
         del pins["sequence"]
     return pins
@@ -89,6 +90,9 @@ def _check_counts(plan: Plan) -> None:
         if getattr(plan, name) < 1:
             reason = "it is a count of at least 1"
             raise BadPin(pin=name, value=getattr(plan, name), reason=reason)
+    if plan.shard == plan.data:
+        reason = f"a plan says 0 for all of data={plan.data}"
+        raise BadPin(pin="shard", value=plan.shard, reason=reason, allowed=("0",))
 
 
 def _check_rates(plan: Plan) -> None:

@@ -204,7 +204,7 @@ def test_devices_that_can_not_be(
     ("name", "advice"),
     [
         ("H100", "  help: did you mean:  --device h100-80gb\n  help: did you mean:  --device v100-32gb\n  help: did you mean:  --device a100-80gb\n"),
-        ("?", "  help: there are:  cpu, v100-32gb, a100-40gb, a100-80gb, h100-80gb, h200-141gb, b200-192gb, rtx4090-24gb\n"),
+        ("?", "  help: there are:  cpu, v100-32gb, a100-40gb, a100-80gb, h100-80gb, h200-141gb, b200-192gb, b300-288gb, gb200-192gb, gb300-288gb, rtx4090-24gb\n"),
     ],
 )  # fmt: skip
 def test_an_unknown_device(name: str, advice: str) -> None:

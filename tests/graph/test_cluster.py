@@ -3,11 +3,14 @@
 import json
 import os
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from graphaccel.api import cluster_here
 from graphaccel.errors import UnknownDevice
 from graphaccel.planner.cluster import (
     COLLECTIVES,
@@ -61,6 +64,40 @@ def test_memory_is_close_below_the_names(name):
 def test_only_one_node_needs_no_network():
     assert [link.name for link in cluster("h100-80gb", 8).links] == ["NVLink 4"]
     assert [link.name for link in cluster("H100-80GB", 9).links] == ["NVLink 4", "InfiniBand NDR"]
+
+
+@pytest.mark.parametrize("name", ["gb200-192gb", "gb300-288gb"])
+def test_a_rack_is_one_domain_of_nvlink(name):
+    assert [link.size for link in cluster(name, 72).links] == [72]
+    assert [link.size for link in cluster(name, 256).links] == [72, 288]
+    assert cluster(name, 256).links[1].bandwidth < cluster(name, 72).links[0].bandwidth / 6
+
+
+def test_what_blackwell_is_ahead_by():
+    """Of the Blackwell Ultra datasheet: in 4 bits half as much again, not more in others."""
+    for board, ultra in (("b200-192gb", "b300-288gb"), ("gb200-192gb", "gb300-288gb")):
+        old, new = (cluster(name, 1).device.peak_flops for name in (board, ultra))
+        assert new["float4_e2m1fn_x2"] == 1.5 * old["float4_e2m1fn_x2"]
+        assert new["bfloat16"] == old["bfloat16"] == old["float8_e4m3fn"] / 2
+        assert cluster(ultra, 1).device.memory > 1.49 * cluster(board, 1).device.memory
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("NVIDIA GB300", "gb300-288gb"),
+        ("NVIDIA GB200", "gb200-192gb"),
+        ("NVIDIA B300 SXM6 AC", "b300-288gb"),
+        ("NVIDIA B200", "b200-192gb"),
+        ("NVIDIA H100 80GB HBM3", "h100-80gb"),
+    ],
+)
+def test_the_driver_s_name_finds_the_entry(name, known, monkeypatch):
+    found = SimpleNamespace(name=name, total_memory=7 * GIB)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    device = cluster_here(2, torch.device("cuda", 0)).device
+    assert (device.name, device.memory) == (known, 7 * GIB)
 
 
 def test_v100_has_no_bfloat16():
@@ -270,7 +307,7 @@ def test_measured_collectives_survive_json(names, latency, bandwidth):
 def test_hosts_are_slower_than_their_devices_and_shared_by_them():
     for name in device_names():
         entry = cluster(name, 8)
-        assert 0 < entry.host.link < entry.host.memory_bandwidth <= entry.device.memory_bandwidth
+        assert 0 < entry.host.link <= entry.host.memory_bandwidth <= entry.device.memory_bandwidth
         assert entry.host.memory < 2**41 / 8
         assert entry.host.shared == (name == "cpu")
     assert cluster("cpu", 4).host.memory == cluster("cpu", 4).device.memory
