@@ -197,7 +197,8 @@ def _add_pins(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
         "--recompute",
         type=_recompute,
         metavar="WHAT",
-        help="none, some (as much as memory asks for), all, or blocks with commas between",
+        help="none, some (as much as memory asks for), selective (of every block what memory asks "
+        "for), all, or blocks with commas between",
     )
     pins.add_argument("--schedule", choices=SCHEDULE_NAMES, help="of the pipeline")
     pins.add_argument(

@@ -17,14 +17,13 @@ Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016.
 from __future__ import annotations
 
 import operator
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 
 import torch
 from torch import fx
 
 from graphaccel.capture.blocks import block_of
-from graphaccel.planner.again import value_labels
+from graphaccel.planner.again import block_values
 from graphaccel.planner.cost import is_view
 from graphaccel.planner.plan import Plan
 from graphaccel.rules.collectives import is_message
@@ -63,22 +62,12 @@ def recompute(graph: fx.GraphModule, plan: Plan, positions: Mapping[str, int]) -
 
 
 def _saved(graph: fx.GraphModule, plan: Plan, positions: Mapping[str, int]) -> set[str]:
-    """Nodes of the forward graph whose values the plan saves. Raises ValueError for a value that a
+    """Nodes of the forward graph whose values the plan saves. Raises KeyError for a value that a
     block does not have."""
-    modules: dict[str, str] = {}
-    for node in graph.graph.nodes if plan.selective else ():
-        origin = node.meta.get("origin", "")
-        if origin in positions:
-            modules[origin] = modules.get(origin) or node.meta.get("module", "")
-    members: dict[str, list[tuple[str, str]]] = defaultdict(list)
-    for origin, module in sorted(modules.items(), key=lambda pair: positions[pair[0]]):
-        members[block_of(module)].append((origin, module))
-    found: set[str] = set()
-    for own in plan.selective:
-        for block in own.blocks:
-            labels = value_labels(block, members[block])
-            found.update(members[block][labels.index(label)][0] for label in own.saved)
-    return found
+    known = block_values(graph.graph.nodes, positions) if plan.selective else {}
+    return {
+        known[block][label] for own in plan.selective for block in own.blocks for label in own.saved
+    }
 
 
 def _candidates(

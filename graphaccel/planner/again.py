@@ -16,7 +16,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from torch import fx
 
+from graphaccel.capture.blocks import block_of
 from graphaccel.ir.layers import split
 
 if TYPE_CHECKING:
@@ -37,6 +39,26 @@ def value_labels(block: str, names: Sequence[tuple[str, str]]) -> list[str]:
         seen[label] += 1
         found.append(label if seen[label] == 1 else f"{label} {seen[label]}")
     return found
+
+
+def block_values(
+    nodes: Iterable[fx.Node], positions: Mapping[str, int]
+) -> dict[str, dict[str, str]]:
+    """Block → what a value of it is called → the node of the forward graph that makes it. nodes: of
+    a joint graph. positions: forward-graph node → its place."""
+    modules: dict[str, str] = {}
+    for node in nodes:
+        origin = node.meta.get("origin", "")
+        if origin in positions:
+            modules[origin] = modules.get(origin) or node.meta.get("module", "")
+    members: dict[str, list[tuple[str, str]]] = defaultdict(list)
+    for origin, module in sorted(modules.items(), key=lambda pair: positions[pair[0]]):
+        members[block_of(module)].append((origin, module))
+    return {
+        block: dict(zip(value_labels(block, own), (origin for origin, _ in own), strict=True))
+        for block, own in members.items()
+        if block
+    }
 
 
 @dataclass(frozen=True, eq=False)

@@ -39,7 +39,7 @@ COMPILE = ("off", "inductor")
 AXES = ("pipeline", "data", "expert", "context", "tensor")
 _COUNTS = (
     "data", "pipeline", "tensor", "context", "expert", "interleave", "microbatches", "bucket_bytes",
-    "loss_chunk", "shard",
+    "loss_chunk",
 )  # fmt: skip
 SWITCHES = ("sequence", "scatter_sends", "cast_once", "cuda_graphs")
 NAMES = (
@@ -202,7 +202,7 @@ def _values(pins: Mapping[str, object]) -> dict[str, object]:
     for name in given:
         if name not in NAMES:
             raise BadPin(pin=name, value=given[name], reason=f"known pins: {', '.join(NAMES)}")
-    for name in _COUNTS:
+    for name in (*_COUNTS, "shard"):
         value = given.get(name, 1)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise BadPin(pin=name, value=value, reason="it is a count of at least 1")

@@ -276,7 +276,9 @@ class Plan:
         return {**dict.fromkeys(self.recompute, ()), **several}
 
     def doing_again(self, saved: Mapping[str, tuple[str, ...]]) -> Plan:
-        """This plan with other blocks computed again: block → what is saved of it, () if nothing."""
+        """This plan with other blocks computed again: block → what is saved of it, () if nothing
+        is.
+        """
         groups: dict[tuple[str, ...], list[str]] = {}
         for block, values in saved.items():
             groups.setdefault(values, []).append(block)

@@ -49,6 +49,9 @@ def _common(facts: Facts, refused: list[str], target: str) -> None:
                        'torch.backends.cuda.matmul.fp32_precision = "tf32"')  # fmt: skip
     if plan.precision.planned_only and target != "Megatron-LM":
         refused.append(f"products in 8 bits: {target} has them by settings of its own")
+    if plan.selective:
+        refused.append(f"which values recomputed blocks save: {target} has that by ops or modules "
+                       "of its own")  # fmt: skip
     if "activations" in plan.offload:
         refused.append(f"activations on the host: {target} has that by module, or not at all")
     if len(facts.stages) > 1 and not all(stage.whole_blocks for stage in facts.stages):

@@ -15,7 +15,7 @@ so that the ranks whose shards make a whole are the nearer ones. "data" still na
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
@@ -30,20 +30,21 @@ from graphaccel.planner.plan import Plan
 
 AXES = ("pipeline", "data", "expert", "context", "tensor")
 _PARTS = ("replicate", "shard")  # of the data axis, from the outside in
+_ORDER = ("pipeline", "data", *_PARTS, "expert", "context", "tensor")
 
 
 def axes_of(name: Any) -> tuple[str, ...]:
     """The axes in `data` or `data+tensor`; none for anything else."""
     parts = tuple(name.split("+")) if isinstance(name, str) else ()
-    return parts if parts and all(part in AXES + _PARTS for part in parts) else ()
+    return parts if parts and all(part in _ORDER for part in parts) else ()
 
 
 @dataclass(frozen=True)
 class Mesh:
     """This rank's place and the groups it needs. A group of one is None: nothing to say.
 
-    sizes: axis → devices, from the outside in; "replicate" and "shard" in the place of "data" where
-    that is two axes. groups: axis, or several joined by "+" from the outside in → the group of the
+    sizes: axis → devices; "replicate" and "shard" in the place of "data" where that is two axes.
+    groups: axis, or several joined by "+" from the outside in → the group of the
     ranks that differ from this one on those axes only.
     shared_groups: sorted pipeline coordinates → the group of those ranks within this replica.
     channels: (source rank, destination rank, direction) → group (NCCL knows no tags; gloo needs
@@ -80,7 +81,12 @@ class Mesh:
 
     def joined(self, names: Collection[str]) -> str:
         """Axes from the outside in, joined by "+"."""
-        return "+".join(axis for axis in self.sizes if axis in names)
+        return "+".join(axis for axis in self.axes if axis in names)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes of `sizes`, from the outside in."""
+        return _outside_in(self.sizes)
 
     def _parts(self, axes: str) -> tuple[str, ...]:
         """The axes of `sizes` that one or several joined by "+" consist of."""
@@ -92,7 +98,7 @@ class Mesh:
         """Make the groups that are not there yet. Collective: every rank asks for the same ones."""
         for axes in sorted(set(wanted) - set(self.groups)):
             names = self._parts(axes)
-            others = [axis for axis in self.sizes if axis not in names]
+            others = [axis for axis in self.axes if axis not in names]
             for place in product(*(range(self.sizes[axis]) for axis in others)):
                 ranks = _ranks(self.sizes, names, dict(zip(others, place, strict=True)))
                 group = new_group(ranks, self.timeout)
@@ -160,9 +166,13 @@ class Mesh:
 def coordinates(sizes: dict[str, int], rank: int) -> dict[str, int]:
     """A rank's place on each axis."""
     found = {}
-    for axis in reversed(sizes):
+    for axis in reversed(_outside_in(sizes)):
         rank, found[axis] = divmod(rank, sizes[axis])
     return found
+
+
+def _outside_in(sizes: Mapping[str, int]) -> tuple[str, ...]:
+    return tuple(axis for axis in _ORDER if axis in sizes)
 
 
 def _ranks(sizes: dict[str, int], along: tuple[str, ...], at: dict[str, int]) -> list[int]:
@@ -171,7 +181,7 @@ def _ranks(sizes: dict[str, int], along: tuple[str, ...], at: dict[str, int]) ->
     for place in product(*(range(sizes[axis]) for axis in along)):
         coordinate = {**at, **dict(zip(along, place, strict=True))}
         rank = 0
-        for axis in sizes:
+        for axis in _outside_in(sizes):
             rank = rank * sizes[axis] + coordinate[axis]
         ranks.append(rank)
     return ranks

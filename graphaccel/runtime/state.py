@@ -33,7 +33,7 @@ def stage_meshes(session: Session) -> dict[int, DeviceMesh]:
     if mesh.pipeline == 1 and not session.states and not session.parameters:
         return {}
     inner = mesh.world // mesh.pipeline
-    axes = [axis for axis, size in mesh.sizes.items() if size > 1 and axis != "pipeline"]
+    axes = [axis for axis in mesh.axes[1:] if mesh.sizes[axis] > 1]
     mesh.ensure(axes)
     shape = [mesh.sizes[axis] for axis in axes] or [1]
     found = {}
@@ -56,7 +56,7 @@ def placements(layout: Layout, meshes: DeviceMesh) -> list[Any]:
     """A layout as DTensor says it, for each dim of the mesh. DTensor splits over the outer axes
     first: where an inner axis has cut the same dim before, the outer one takes a strided part."""
     found: list[Any] = []
-    order = list(layout.mesh.sizes)
+    order = layout.mesh.axes
     for axis in meshes.mesh_dim_names or ():
         number = next((i for i, s in enumerate(layout.splits) if s.axis == axis), None)
         if number is None:

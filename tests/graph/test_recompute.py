@@ -57,9 +57,7 @@ def cheapest_of_all(blocks: list[list[tuple[int, int]]], needed: int) -> float |
     st.integers(1, 8), st.floats(0.01, 1.0),
 )  # fmt: skip
 @settings(deadline=None)
-def test_many_blocks_that_are_alike(
-    steps: list[tuple[int, int]], count: int, share: float
-) -> None:
+def test_many_blocks_that_are_alike(steps: list[tuple[int, int]], count: int, share: float) -> None:
     """Each way saves more than the one before it, and takes longer."""
     items = [(float(s), float(p)) for s, p in np.cumsum(steps, axis=0).tolist()]
     needed = items[-1][0] * count * share
