@@ -161,28 +161,36 @@ class _Errors:
 
 def _found(samples: Sequence[Sample], errors: _Errors) -> Found:
     """What these runs support."""
+    launch, found = _LAUNCHES[0], _whole(samples, errors, _LAUNCHES[0])
     eager = [s for s in samples if s.run.system.launch_seconds is not None]
-    families = _grouped(samples, lambda s: _family(s.run))
-    launch, found = _LAUNCHES[0], dict[str, Shares]()
-    for _ in range(_ROUNDS):
-        found = {}
-        for name, own in families.items():
-            whole = [s for s in own if not s.run.products]
-            if whole:
-                found[name] = _best(whole, _CHOICES, lambda s, x: errors.of(s, x, launch))
-        for name in families:
-            if name not in found and (apart := _elsewhere(name, found)) is not None:
-                found[name] = apart
-        if eager:
-            launch = _best(
-                eager, _LAUNCHES, lambda s, x: errors.of(s, found[_family(s.run)], x)
-            )
-    for name, own in families.items():
+    for _ in range(_ROUNDS if eager else 0):
+        launch = _launch(eager, found, errors)
+        found = _whole(samples, errors, launch)
+    for name, own in _grouped(samples, lambda s: _family(s.run)).items():
         few = [s for s in own if s.run.products]
         if few and name in found:
             choices = [replace(found[name], eight_bits=share) for share in _PRODUCTS]
             found[name] = _best(few, choices, lambda s, x: errors.of(s, x, launch))
     return Found(_with_eight_bits(found), launch)
+
+
+def _launch(eager: Sequence[Sample], found: Mapping[str, Shares], errors: _Errors) -> float:
+    """The host time of an operation that runs support which start them eagerly."""
+    return _best(eager, _LAUNCHES, lambda s, x: errors.of(s, found[_family(s.run)], x))
+
+
+def _whole(samples: Sequence[Sample], errors: _Errors, launch: float) -> dict[str, Shares]:
+    """Shares of families, as runs say that have no products in 8 bits."""
+    found = {}
+    families = _grouped(samples, lambda s: _family(s.run))
+    for name, own in families.items():
+        whole = [s for s in own if not s.run.products]
+        if whole:
+            found[name] = _best(whole, _CHOICES, lambda s, x: errors.of(s, x, launch))
+    for name in families:
+        if name not in found and (apart := _elsewhere(name, found)) is not None:
+            found[name] = apart
+    return found
 
 
 def _with_eight_bits(found: Mapping[str, Shares]) -> dict[str, Shares]:
@@ -210,7 +218,9 @@ def _elsewhere(family: str, others: Mapping[str, Shares]) -> Shares | None:
     return _with_eight_bits({**found, family: shares})[family]
 
 
-def _best(samples: Sequence[Sample], choices: Sequence[T], error: Callable[[Sample, T], float]) -> T:
+def _best(
+    samples: Sequence[Sample], choices: Sequence[T], error: Callable[[Sample, T], float]
+) -> T:
     """The choice with the least mean error, each source counting the same."""
     by_source = _grouped(samples, lambda s: s.run.source).values()
 

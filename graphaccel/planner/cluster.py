@@ -343,7 +343,7 @@ _NETWORK_REACHED = 0.95
 @dataclass(frozen=True)
 class _Kernels:
     """Processors of a device, and the share of the datasheet that kernels reach on it: products and
-    attention of the peak, copies of the memory's bandwidth."""
+    attention of the peak, copies of the memory's bandwidth (`benchmarks.validation --fit`)."""
 
     processors: int
     product: float
@@ -355,8 +355,8 @@ class _Kernels:
 
 _OF_V100 = _Kernels(80, 0.7, 0.4, 0.3)
 _OF_A100 = _Kernels(108, 0.70, 0.8, 0.66, 0.8)
-_OF_H100 = _Kernels(132, 0.72, 0.6, 0.49)
-_OF_B200 = _Kernels(148, 0.46, 0.71, 0.6, 0.69)
+_OF_H100 = _Kernels(132, 0.72, 0.6, 0.49, product_8_bits=0.64)
+_OF_B200 = _Kernels(148, 0.46, 0.71, 0.6, 0.69, 0.56)
 _OF_NVL72 = replace(_OF_B200, processors=152)
 _OF_ADA = _Kernels(128, 0.8, 0.6, 0.5)
 
