@@ -16,13 +16,16 @@ from graphaccel.compiler import Compiler
 from graphaccel.ir.program import Sharded
 from graphaccel.model import Model, as_batch
 from graphaccel.planner.cluster import Cluster, cluster
+from graphaccel.planner.communication import INTERFERENCE, all_gather_seconds, exposed_seconds
 from graphaccel.planner.cost import Sizes, node_work
 from graphaccel.planner.efficiency import Work, computing
+from graphaccel.planner.footprint import gathered_sizes
 from graphaccel.planner.layouts import Layouts
 from graphaccel.planner.pins import replicate
 from graphaccel.planner.plan import Plan, Precision, StageMemory
 from graphaccel.planner.profile import Profile
 from graphaccel.planner.search import search
+from graphaccel.planner.works import held_parameters
 
 # Bytes of optimizer state for each 4 bytes of 16-bit weights: float32 weights and two moments.
 _STATE = 24
@@ -100,7 +103,8 @@ class Predictor:
         said = int(fullest * (1 + real.fragmentation)) if run.system.reserved else fullest
         # What products in 8 bits keep for the backward is in 8 bits there, and not counted so here.
         verdict = real.verdict(fullest) if not run.products else "not told"
-        return Predicted(timed.prediction.seconds, said, verdict, timed, where, profile)
+        seconds = timed.prediction.seconds + _waited(run, profile, timed, where)
+        return Predicted(seconds, said, verdict, timed, where, profile)
 
     def _planned(self, run: Run, fusions: tuple[str, ...], where: Cluster) -> tuple[Plan, Profile]:
         """The run's plan with such kernels, and what a device of it runs."""
@@ -138,10 +142,11 @@ def _cluster(run: Run, devices: int) -> Cluster:
         where.device,
         memory=_ENDLESS,
         launch_seconds=system.launch_seconds or where.device.launch_seconds,
-        product=where.device.product * (system.hopper if run.device.startswith("h100") else 1.0),
     )
-    # Rows of a causal mask are spread evenly over context there; ours are under a mask.
-    attention = system.attention * (2 if run.context > 1 else 1)
+    older = run.device.startswith(("a100", "v100"))
+    attention = system.attention if older else system.attention_hopper
+    if run.context > 1:  # rows of a causal mask are spread evenly there; ours are under a mask
+        attention *= 2
     device = replace(
         device,
         attention=attention * device.attention,
@@ -149,10 +154,12 @@ def _cluster(run: Run, devices: int) -> Cluster:
     )
     device = computing(device, Precision(run.precision, products=run.products))
     inner, *outer = where.links
+    # In pieces beside products all but one piece hides, as over data.
+    exposed = exposed_seconds(device, 1.0, 1 / run.tensor, 1.0) if system.split else 1.0
     inner = replace(
         inner,
-        bandwidth=inner.bandwidth / system.exposed,
-        latency_seconds=inner.latency_seconds * system.exposed,
+        bandwidth=inner.bandwidth / exposed,
+        latency_seconds=inner.latency_seconds * exposed,
     )
     if system.network_gigabits:
         outer = [replace(x, bandwidth=system.network_gigabits * 1e9 / 8 * 0.95) for x in outer]
@@ -168,7 +175,7 @@ def _pins(run: Run, profile: Profile) -> dict[str, object]:
         "expert": 1,
         "microbatches": run.microbatches,
         "recompute": run.system.recompute or run.recompute,
-        "zero": run.zero if run.data > 1 else 0,
+        **_zero(run),
         "sequence": run.sequence_parallel,
     }
     if run.tensor > 1 or run.context > 1:
@@ -182,9 +189,30 @@ def _pins(run: Run, profile: Profile) -> dict[str, object]:
             pins["scatter_sends"] = True  # Megatron-LM does so unless told otherwise
     if not run.system.overlaps:
         pins["bucket_bytes"] = _ENDLESS  # one all-reduce, after the last backward
-    if run.zero >= 2 and run.data > 1:
-        pins["accumulation"] = "shards"  # FSDP reduces after every microbatch
     return pins
+
+
+def _zero(run: Run) -> dict[str, object]:
+    """What is sharded over data. FSDP's SHARD_GRAD_OP gathers a block's parameters once in each
+    microbatch, and sums after every one."""
+    if run.data == 1:
+        return {"zero": 0}
+    if run.zero >= 2:
+        return {"zero": 3, "gather_again": run.zero == 3, "accumulation": "shards"}
+    if run.zero and run.system.gathers_beside:
+        return {"zero": 3, "gather_again": "step"}
+    return {"zero": run.zero}
+
+
+def _waited(run: Run, profile: Profile, plan: Plan, where: Cluster) -> float:
+    """Seconds a step waits longer for parameters that are gathered for the backward, where no
+    computing runs beside it."""
+    if run.system.prefetches or plan.gather_again is not True or plan.zero < 3:
+        return 0.0
+    span = 0, len(profile)
+    sizes = gathered_sizes(profile, held_parameters(profile, [span]), plan)
+    each = [all_gather_seconds(where, size, plan.data, plan.replica) for size in sizes]
+    return plan.microbatches * (1 - INTERFERENCE) * (sum(each) - max(each, default=0.0))
 
 
 def _megatron(profile: Profile, tensor: int) -> dict[str, Sharded | tuple[Sharded, ...]]:
