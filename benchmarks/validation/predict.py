@@ -6,20 +6,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-import torch
-from torch import nn
 
+from benchmarks.validation.models import model_of, placements
 from benchmarks.validation.rows import Run
-from graphaccel.capture.batch import Batch
 from graphaccel.capture.symbols import BATCH
 from graphaccel.compiler import Compiler
-from graphaccel.ir.program import Sharded
-from graphaccel.model import Model, as_batch
-from graphaccel.planner.cluster import Cluster, cluster
+from graphaccel.model import Model
+from graphaccel.planner.cluster import GIB, Cluster, cluster
 from graphaccel.planner.cost import Sizes, node_work
 from graphaccel.planner.efficiency import Work, computing
 from graphaccel.planner.layouts import Layouts
-from graphaccel.planner.pins import replicate
 from graphaccel.planner.plan import Plan, Precision, StageMemory
 from graphaccel.planner.profile import Profile
 from graphaccel.planner.search import search
@@ -27,26 +23,18 @@ from graphaccel.planner.search import search
 # Bytes of optimizer state for each 4 bytes of 16-bit weights: float32 weights and two moments.
 _STATE = 24
 _ENDLESS = 2**60
-# How Megatron-LM shards over the tensor axis (arXiv 1909.08053, section 3): names of parameters by
-# their end. A fused query, key and value weight is cut in three.
-_SHARDED = {
-    "embed_tokens.weight": Sharded("tensor", 0), "lm_head.weight": Sharded("tensor", 0),
-    "q_proj.weight": Sharded("tensor", 0), "k_proj.weight": Sharded("tensor", 0),
-    "v_proj.weight": Sharded("tensor", 0), "o_proj.weight": Sharded("tensor", 1),
-    "gate_proj.weight": Sharded("tensor", 0), "up_proj.weight": Sharded("tensor", 0),
-    "down_proj.weight": Sharded("tensor", 1),
-    "wte.weight": Sharded("tensor", 0), "c_proj.weight": Sharded("tensor", 0),
-    "c_attn.weight": Sharded("tensor", 1, 3), "c_attn.bias": Sharded("tensor", 0, 3),
-    "c_fc.weight": Sharded("tensor", 1), "c_fc.bias": Sharded("tensor", 0),
-}  # fmt: skip
+_PAPER = {"h100-80gb": 3.35}  # TB/s of memory, of devices that a system has with another
+# Operations are no decision of ours: of all that is made again, those that are kept come off.
+_RECOMPUTE = {"none": "none", "all": "all", "operations": "all"}
 
 
 @dataclass(frozen=True)
 class Predicted:
-    """seconds of a step; bytes at the peak of the fullest rank, as the source counts them; what is
-    said of memory: "safe", "likely", "risky" or "impossible" ("not told": of products in 8 bits);
-    what it was predicted on."""
+    """The run, decided where its row does not; seconds of a step; bytes at the peak of the fullest
+    rank, as the source counts them; what is said of memory: "safe", "likely", "risky" or
+    "impossible" ("not told": of products in 8 bits); what it was predicted on."""
 
+    run: Run
     seconds: float
     memory: int
     verdict: str
@@ -88,17 +76,34 @@ class Predictor:
     def predict(self, run: Run) -> Predicted:
         """Raises what planning raises, but for memory: a run that really ran is never refused."""
         where, system = _cluster(run, run.devices), run.system
+        run = self._decided(run, where)
         plan, profile = self._planned(run, system.fusions, where)
         assert plan.prediction is not None
         kept = _kept(run, profile, plan, where)
         timed, profile = self._planned(run, system.fusions + system.timed, where)
         assert timed.prediction is not None
         fullest = max(_as_theirs(m, run, kept) for m in plan.prediction.memory)
-        real = cluster(run.device, run.devices)
+        real = _real(run, run.devices)
         said = int(fullest * (1 + real.fragmentation)) if run.system.reserved else fullest
         # What products in 8 bits keep for the backward is in 8 bits there, and not counted so here.
         verdict = real.verdict(fullest) if not run.products else "not told"
-        return Predicted(timed.prediction.seconds, said, verdict, timed, where, profile)
+        return Predicted(run, timed.prediction.seconds, said, verdict, timed, where, profile)
+
+    def _decided(self, run: Run, where: Cluster) -> Run:
+        """With the microbatches and stages that the planner chooses, where the row has none."""
+        if run.microbatch and run.interleave:
+            return run
+        device = replace(where.device, memory=_real(run, run.devices).device.memory)
+        plan, _ = self._planned(run, run.system.fusions, replace(where, device=device))
+        size = plan.microbatch_size // run.expert
+        said = f"{plan.microbatches} microbatches of {size}"
+        said += f", {plan.interleave} stages a rank" if run.interleave == 0 else ""
+        return replace(
+            run,
+            microbatch=size,
+            interleave=plan.interleave,
+            assumed=(*run.assumed, f"{said}: the planner's choice"),
+        )
 
     def _planned(self, run: Run, fusions: tuple[str, ...], where: Cluster) -> tuple[Plan, Profile]:
         """The run's plan with such kernels, and what a device of it runs."""
@@ -117,7 +122,7 @@ class Predictor:
         """The layouts of the run's model on devices of this kind."""
         shape = run.shape, run.device
         if (known := self._layouts.get((shape, fusions))) is None:
-            module, batch = _made(run)
+            module, batch = model_of(run)
             where = _cluster(run, self._most)
             pins = {"fusions": fusions or "off"}
             compiler = Compiler(Model(module, None, _STATE / 4), where, pins)
@@ -129,9 +134,25 @@ class Predictor:
         return known
 
 
+def _real(run: Run, devices: int) -> Cluster:
+    """Of the catalogue, with the memory of the run's system where that is another. Jobs on racks of
+    72 take the same number of nodes of each, and powers of two of devices: 64."""
+    where = cluster(run.device, devices)
+    if run.system.device is not None:
+        gibibytes, terabytes = run.system.device
+        copied = where.device.memory_bandwidth * terabytes / _PAPER[run.device]
+        device = replace(where.device, memory=int(gibibytes * GIB), memory_bandwidth=copied)
+        where = replace(where, device=device)
+    inner, *outer = where.links
+    if outer and inner.size == 72:
+        nodes = -(-devices // 64)
+        where = replace(where, links=(replace(inner, size=64), replace(outer[0], size=64 * nodes)))
+    return where
+
+
 def _cluster(run: Run, devices: int) -> Cluster:
     """Of devices that hold everything and otherwise are as the run's system made use of them."""
-    where, system = cluster(run.device, devices), run.system
+    where, system = _real(run, devices), run.system
     device = replace(
         where.device,
         memory=_ENDLESS,
@@ -159,23 +180,25 @@ def _cluster(run: Run, devices: int) -> Cluster:
 
 def _pins(run: Run, profile: Profile) -> dict[str, object]:
     pins: dict[str, object] = {
-        "data": run.data,
+        "data": run.data // run.expert,
         "pipeline": run.pipeline,
         "tensor": run.tensor,
         "context": run.context,
-        "expert": 1,
-        "microbatches": run.microbatches,
-        "recompute": run.system.recompute or run.recompute,
-        "zero": run.zero if run.data > 1 else 0,
+        "expert": run.expert,
+        "recompute": run.system.recompute or _RECOMPUTE[run.recompute],
+        "zero": run.zero if run.data > run.expert else 0,
         "sequence": run.sequence_parallel,
     }
-    if run.tensor > 1 or run.context > 1:
-        pins["pins"] = _megatron(profile, run.tensor)
+    if run.tensor > 1 or run.context > 1 or run.expert > 1:
+        pins["pins"] = placements(profile, run.tensor, run.expert)
+    if run.microbatch:
+        pins["microbatches"] = run.microbatches
     if run.pipeline > 1:
-        pins["interleave"] = run.interleave
-        pins["schedule"] = "1f1b" if run.interleave == 1 else "interleaved"
-        if (cuts := _cuts(run, profile)) is not None:
-            pins["cuts"] = cuts
+        if run.interleave:
+            pins["interleave"] = run.interleave
+            pins["schedule"] = "1f1b" if run.interleave == 1 else "interleaved"
+            if (cuts := _cuts(run, profile)) is not None:
+                pins["cuts"] = cuts
         if run.tensor > 1:
             pins["scatter_sends"] = True  # Megatron-LM does so unless told otherwise
     if not run.system.overlaps:
@@ -183,16 +206,6 @@ def _pins(run: Run, profile: Profile) -> dict[str, object]:
     if run.zero >= 2 and run.data > 1:
         pins["accumulation"] = "shards"  # FSDP reduces after every microbatch
     return pins
-
-
-def _megatron(profile: Profile, tensor: int) -> dict[str, Sharded | tuple[Sharded, ...]]:
-    """Where weights rest; on no other axis are they split."""
-    found: dict[str, Sharded | tuple[Sharded, ...]] = {}
-    for parameter in profile.parameters:
-        end = ".".join(parameter.name.split(".")[-2:])
-        if end in _SHARDED:
-            found[parameter.name] = _SHARDED[end] if tensor > 1 else replicate()
-    return found
 
 
 def _cuts(run: Run, profile: Profile) -> tuple[str, ...] | None:
@@ -258,35 +271,3 @@ def _kept(run: Run, profile: Profile, plan: Plan, where: Cluster) -> float:
             size /= dims[2]
         theirs += size
     return theirs / whole if whole else 1.0
-
-
-def _made(run: Run) -> tuple[nn.Module, Batch]:
-    import transformers
-
-    attention = "sdpa" if run.system.fused_attention else "eager"
-    common: dict[str, Any] = {
-        "vocab_size": run.vocabulary, "use_cache": False, "attn_implementation": attention,
-    }  # fmt: skip
-    if run.kind != "gpt":
-        common |= {
-            "hidden_size": run.hidden, "intermediate_size": run.ffn,
-            "num_hidden_layers": run.layers, "num_attention_heads": run.heads,
-            "num_key_value_heads": run.kv_heads, "max_position_embeddings": run.sequence,
-        }  # fmt: skip
-    if run.kind == "llama":
-        module: Any = transformers.LlamaForCausalLM, transformers.LlamaConfig(**common)
-    elif run.kind == "nemotron":
-        module = transformers.NemotronForCausalLM, transformers.NemotronConfig(**common)
-    else:
-        config = transformers.GPT2Config(
-            n_embd=run.hidden, n_inner=run.ffn, n_layer=run.layers, n_head=run.heads,
-            n_positions=run.sequence, resid_pdrop=run.system.dropout,
-            embd_pdrop=run.system.dropout,
-            attn_pdrop=0.0 if run.system.fused_attention else run.system.dropout,
-            bos_token_id=0, eos_token_id=0, activation_function="gelu_pytorch_tanh", **common,
-        )  # fmt: skip
-        module = transformers.GPT2LMHeadModel, config
-    with torch.device("meta"):
-        made = module[0](module[1]).train().to(getattr(torch, run.precision))
-        tokens = torch.zeros(2, run.sequence, dtype=torch.int64)
-    return made, as_batch({"input_ids": tokens, "labels": tokens})
