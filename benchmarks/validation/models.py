@@ -10,7 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from benchmarks.validation.mixtures import MIXTURES
 from benchmarks.validation.rows import Run
@@ -51,6 +52,22 @@ def placements(profile: Profile, tensor: int, expert: int) -> dict[str, Any]:
     return found
 
 
+_PADDED = "sdpa with values padded"
+
+
+def _padded(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **more: Any
+) -> tuple[Tensor, None]:
+    """Fused attention of [batch, heads, tokens, width] whose values are narrower than its keys, as
+    Hugging Face's flash attention has it: they are padded, and what comes of that is dropped."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    width = value.shape[-1]
+    value = F.pad(value, [0, query.shape[-1] - width])
+    made = sdpa_attention_forward(module, query, key, value, mask, **more)[0]
+    return made[..., :width], None
+
+
 def model_of(run: Run) -> tuple[nn.Module, Batch]:
     """A run's model without weights, and a batch of two sequences."""
     import transformers
@@ -77,6 +94,12 @@ def model_of(run: Run) -> tuple[nn.Module, Batch]:
     if name is None:
         mixture = MIXTURES[run.kind]
         name, config = mixture.family, {**config, **mixture.more}
+        if "kv_lora_rank" in config:
+            from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+            transformers.AttentionInterface.register(_PADDED, _padded)
+            AttentionMaskInterface.register(_PADDED, sdpa_mask)
+            config["attn_implementation"] = _PADDED
     head = "LMHeadModel" if run.kind == "gpt" else "ForCausalLM"
     with torch.device("meta"):
         module = getattr(transformers, name + head)(

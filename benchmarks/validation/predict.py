@@ -7,14 +7,16 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.validation.mixtures import MIXTURES
 from benchmarks.validation.models import model_of, placements
 from benchmarks.validation.rows import Run
 from graphaccel.capture.symbols import BATCH
 from graphaccel.compiler import Compiler
+from graphaccel.errors import InfeasiblePlan
 from graphaccel.model import Model
 from graphaccel.planner.cluster import GIB, Cluster, cluster
 from graphaccel.planner.cost import Sizes, node_work
-from graphaccel.planner.efficiency import Work, computing
+from graphaccel.planner.efficiency import Work, computing, seconds_of
 from graphaccel.planner.layouts import Layouts
 from graphaccel.planner.plan import Plan, Precision, StageMemory
 from graphaccel.planner.profile import Profile
@@ -23,6 +25,7 @@ from graphaccel.planner.search import search
 # Bytes of optimizer state for each 4 bytes of 16-bit weights: float32 weights and two moments.
 _STATE = 24
 _ENDLESS = 2**60
+_EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _PAPER = {"h100-80gb": 3.35}  # TB/s of memory, of devices that a system has with another
 # Operations are no decision of ours: of all that is made again, those that are kept come off.
 _RECOMPUTE = {"none": "none", "all": "all", "operations": "all"}
@@ -87,14 +90,22 @@ class Predictor:
         said = int(fullest * (1 + real.fragmentation)) if run.system.reserved else fullest
         # What products in 8 bits keep for the backward is in 8 bits there, and not counted so here.
         verdict = real.verdict(fullest) if not run.products else "not told"
-        return Predicted(run, timed.prediction.seconds, said, verdict, timed, where, profile)
+        seconds = timed.prediction.seconds
+        if run.recompute == "operations":
+            seconds -= timed.microbatches * _kept_seconds(profile, timed, where)
+        return Predicted(run, seconds, said, verdict, timed, where, profile)
 
     def _decided(self, run: Run, where: Cluster) -> Run:
         """With the microbatches and stages that the planner chooses, where the row has none."""
         if run.microbatch and run.interleave:
             return run
         device = replace(where.device, memory=_real(run, run.devices).device.memory)
-        plan, _ = self._planned(run, run.system.fusions, replace(where, device=device))
+        real, fits = replace(where, device=device), ""
+        try:
+            plan, _ = self._planned(run, run.system.fusions, real)
+        except InfeasiblePlan:  # by our count; it ran
+            plan, _ = self._planned(run, run.system.fusions, where)
+            fits = ", none of which fits"
         size = plan.microbatch_size // run.expert
         said = f"{plan.microbatches} microbatches of {size}"
         said += f", {plan.interleave} stages a rank" if run.interleave == 0 else ""
@@ -102,7 +113,7 @@ class Predictor:
             run,
             microbatch=size,
             interleave=plan.interleave,
-            assumed=(*run.assumed, f"{said}: the planner's choice"),
+            assumed=(*run.assumed, f"{said}: the planner's choice{fits}"),
         )
 
     def _planned(self, run: Run, fusions: tuple[str, ...], where: Cluster) -> tuple[Plan, Profile]:
@@ -226,10 +237,59 @@ def _cuts(run: Run, profile: Profile) -> tuple[str, ...] | None:
 def _as_theirs(memory: StageMemory, run: Run, kept: float) -> int:
     """Bytes of a rank's tensors. Gradients are as wide as those of the system; Megatron-LM shards
     the optimizer over the context axis too. kept: share of what waits for the backward."""
+    if run.system.fsdp2:
+        return _fsdp2(memory, run)
     wider = int(memory.gradient * (run.system.gradient_bytes / 2 - 1))
     shared = memory.optimizer - memory.optimizer // run.context if run.zero else 0
+    if run.zero and run.expert > 1:
+        dense = max(0, memory.optimizer - _STATE // 2 * _of_experts(memory.rank, run))
+        shared += dense - dense // run.expert
     more = _megatron_core(memory, run) if run.system.megatron_core else 0
     return memory.tensors + wider - shared - int((1 - kept) * memory.activation) + more
+
+
+def _of_experts(rank: int, run: Run) -> int:
+    """Numbers of the experts that a device of a pipeline rank holds, where its stages are of equally
+    many layers. The others' state Megatron-LM shards over all ranks of data, those that share
+    experts too."""
+    more = MIXTURES[run.kind].more
+    count = next(int(str(more[n])) for n in _EXPERT_COUNTS if n in more)
+    width = int(str(more.get("moe_intermediate_size", run.ffn)))
+    dense, stages = int(str(more.get("first_k_dense_replace", 0))), run.pipeline * run.interleave
+    layers = sum(
+        layer >= dense and layer * stages // run.layers % run.pipeline == rank
+        for layer in range(run.layers)
+    )
+    return layers * count * 3 * width * run.hidden // run.expert // run.tensor
+
+
+def _fsdp2(memory: StageMemory, run: Run) -> int:
+    """Bytes of a rank of torchtitan (pytorch/torchtitan@9dec370), as its allocator has them.
+
+    What rests are shards over the data and context axes of float32 weights and two moments: 12
+    bytes a number, as we count of the optimizer; no weights of 16 bits besides
+    (`apply_fsdp`, `parallel_dims.py`). Gradients are float32. Of what is gathered the root, with
+    the embedding and the head, stays so until the backward, and so does the last layer. Operations
+    that are kept (`_save_list`): of a layer's products each second one from the first on, and
+    attention; eager PyTorch keeps the last product too, which no backward reads.
+    """
+    tokens = run.microbatch * run.sequence // run.context
+    resting = memory.optimizer // 6
+    gathered = max(0, memory.parameter - resting)
+    if run.pipeline == 1:
+        layer = run.hidden * (2 * run.hidden * (1 + run.kv_heads / run.heads) + 3 * run.ffn)
+        gathered += 2 * (run.vocabulary * run.hidden + int(layer)) // run.tensor
+    total = memory.optimizer // run.context + 2 * memory.gradient // run.context + gathered
+    if run.recompute == "operations":
+        width = 2 * run.hidden + run.kv_heads * run.hidden // run.heads + run.ffn
+        width += 0 if run.system.fusions else run.hidden
+        total += 2 * tokens * run.layers * width
+    at_loss = any(part in memory.at for part in ("log_softmax", "nll_loss", "cross_entropy"))
+    if at_loss and "cross_entropy" not in run.system.fusions:
+        # Logits of 16 bits are let go of before their gradient is made, but what they leave has no
+        # room for it: it is of float32, and what lies beside it is in use.
+        total += 2 * tokens * run.vocabulary // run.tensor
+    return total + memory.activation + memory.temporary
 
 
 def _megatron_core(memory: StageMemory, run: Run) -> int:
@@ -247,6 +307,22 @@ def _megatron_core(memory: StageMemory, run: Run) -> int:
         tokens = run.microbatch * run.sequence // run.context
         more += 2 * tokens * run.vocabulary // run.tensor - memory.temporary
     return more
+
+
+def _kept_seconds(profile: Profile, plan: Plan, where: Cluster) -> float:
+    """Of a microbatch's forward, what `Run.recompute` "operations" does not make again."""
+    sizes = Sizes({**profile.step.sizes, BATCH: plan.microbatch_size})
+    kinds, first = profile.alike
+    works = [node_work(node, sizes) for node in first]
+    blocks, total = profile.block_at[profile.node_position], 0.0
+    for number in range(len(profile.block_names)):
+        products = 0
+        for kind in kinds[(blocks == number) & profile.node_forward].tolist():
+            work = works[kind]
+            products += work.kind == "product"
+            if work.kind == "attention" or (work.kind == "product" and products % 2):
+                total += seconds_of(work, where.device)
+    return total
 
 
 def _kept(run: Run, profile: Profile, plan: Plan, where: Cluster) -> float:
