@@ -249,9 +249,9 @@ def _as_theirs(memory: StageMemory, run: Run, kept: float) -> int:
 
 
 def _of_experts(rank: int, run: Run) -> int:
-    """Numbers of the experts that a device of a pipeline rank holds, where its stages are of equally
-    many layers. The others' state Megatron-LM shards over all ranks of data, those that share
-    experts too."""
+    """Numbers of the experts that a device of a pipeline rank holds, where its stages have equally
+    many layers each. State of the others Megatron-LM shards over all ranks of data, those that
+    share experts too."""
     more = MIXTURES[run.kind].more
     count = next(int(str(more[n])) for n in _EXPERT_COUNTS if n in more)
     width = int(str(more.get("moe_intermediate_size", run.ffn)))
