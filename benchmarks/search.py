@@ -2,11 +2,12 @@
 
     python -m benchmarks.search [CASE ...]      # writes benchmarks/results/search.json
 
-A case is a model on a number of H100s, planned from its Hugging Face class on the meta device, each
-in a process of its own, with AdamW and parameters cast to bf16 where they are used. Without names
+A case is a model on a number of GPUs, H100s where nothing else is said, planned from its Hugging
+Face class on the meta device, each in a process of its own, with AdamW and parameters cast to bf16
+where they are used. Without names
 all cases run; others keep their row. Seconds: of the model and its capture, of the search, of
 building the programs of the plans that it proves, and of all of it with the text of the report. A
-published plan is planned with its mesh pinned, and not built. Its place among all meshes: how many
+published plan is planned with its mesh pinned, and not built; "usual" is one that nobody published. Its place among all meshes: how many
 a rough guess (`planner.guess`, too kind to most) says to be faster, and how many of those fit and
 are faster indeed when they are solved, both in closed form.
 """
@@ -37,7 +38,8 @@ RESULT = RESULTS / "search.json"
 @dataclass(frozen=True)
 class Case:
     """A model, the global batch and its length in tokens, devices, kinds of blocks (of other widths
-    inside), and meshes that were published or are usual: by name, their pins."""
+    inside), and meshes that were published or are usual: by name, their pins. device: of the
+    catalogue. answer: tokens of the decoder, where there is one."""
 
     model: str
     devices: int
@@ -46,6 +48,8 @@ class Case:
     layers: int
     kinds: int = 1
     published: dict[str, dict[str, int]] = field(default_factory=dict)
+    device: str = "h100-80gb"
+    answer: int = 0
 
 
 def _llama_405b(devices: int, **published: dict[str, int]) -> Case:
@@ -61,14 +65,31 @@ CASES = {
     "405b-1024": _llama_405b(1024, llama3=_mesh(8, 16), nvidia=_mesh(8, 8, 2)),
     "405b-4096": _llama_405b(4096, llama3=_mesh(8, 16), nvidia=_mesh(8, 8, 2)),
     "405b-16384": _llama_405b(16384, llama3=_mesh(8, 16)),
-    # Narayanan et al. (arXiv 2104.04473), and the usual choices of Megatron-LM.
-    "gpt3-175b-1024": Case("gpt3-175b", 1024, 1536, 2048, 96, 1, {"megatron": _mesh(8, 8)}),
-    "70b-64": Case("llama-3-70b", 64, 256, 8192, 80, 1, {"usual": _mesh(4, 4)}),
-    "8b-8": Case("llama-3-8b", 8, 64, 8192, 32, 1, {"usual": _mesh(1, 1)}),
-    "mixtral-64": Case("mixtral-8x7b", 64, 256, 4096, 32, 1, {"usual": {"expert": 8}}),
-    "bert-large-64": Case("bert-large", 64, 4096, 512, 24, 1, {"usual": _mesh(1, 1)}),
-    "t5-11b-64": Case("t5-11b", 64, 512, 512, 24, 1, {"usual": _mesh(8, 1)}),
-    "vit-g-64": Case("vit-g", 64, 4096, 256, 40, 1, {"usual": _mesh(1, 1)}),
+    # NVIDIA/dgxc-benchmarking v25.02, nemo_megatron/README_175b.md, the row of 1,024 H100s.
+    "gpt3-175b-1024": Case(
+        "gpt3-175b", 1024, 2048, 2048, 96, 1, {"nvidia": _mesh(4, 8), "usual": _mesh(8, 8)}
+    ),
+    # Megatron-Bridge, perf_recipes.llama.h100.llama3: llama3_70b_pretrain_64gpu_h100_bf16_config and
+    # llama3_8b_pretrain_8gpu_h100_bf16_config; batch of the latter from the performance summary.
+    "70b-64": Case(
+        "llama-3-70b", 64, 256, 8192, 80, 1, {"nvidia": _mesh(4, 4, 2), "usual": _mesh(4, 4)}
+    ),
+    "8b-8": Case(
+        "llama-3-8b", 8, 128, 8192, 32, 1, {"nvidia": _mesh(1, 1, 2), "usual": _mesh(1, 1)}
+    ),
+    # NeMo-Framework-Launcher, conf/training: mixtral/mixtral_8x7b.yaml, t5/11b.yaml (which is the
+    # size of T5 1.1 XXL, and a decoder of 128 tokens), vit/g_14.yaml. That ViTs are for A100s is
+    # said in the NeMo user guide; that T5 is, is taken from its age.
+    "mixtral-64": Case(
+        "mixtral-8x7b", 64, 256, 4096, 32, 1,
+        {"nvidia": {"expert": 8, "pipeline": 4}, "usual": {"expert": 8}},
+    ),
+    "t5-11b-160": Case(
+        "t5-11b", 160, 1920, 512, 24, 1, {"nvidia": _mesh(4, 1)}, "a100-80gb", 128
+    ),
+    "vit-g-32": Case("vit-g", 32, 4096, 256, 40, 1, {"nvidia": _mesh(1, 1)}, "a100-80gb"),
+    # mlcommons/training_results_v3.1, NVIDIA, bert: config_DGXH100_8x8x36x1_pack.sh.
+    "bert-large-64": Case("bert-large", 64, 2304, 512, 24, 1, {"nvidia": _mesh(1, 1)}),
     # growing machines and models
     **{f"8b-{n}": Case("llama-3-8b", n, 2048, 8192, 32) for n in (64, 512, 4096, 16384)},
     **{f"layers-{n}": Case("llama-3-8b", 64, 256, 8192, n) for n in (2, 8, 32, 126, 512, 1000)},
@@ -82,7 +103,7 @@ _SIZES = {  # hidden, ffn, heads, heads of keys, vocabulary
     "gpt3-175b": (12288, 49152, 96, 96, 51200),
     "mixtral-8x7b": (4096, 14336, 32, 8, 32000),
     "bert-large": (1024, 4096, 16, 16, 30522),
-    "t5-11b": (1024, 65536, 128, 128, 32128),
+    "t5-11b": (4096, 10240, 64, 64, 29184),
     "vit-g": (1408, 6144, 16, 16, 1000),
 }
 
@@ -120,11 +141,12 @@ def model_of(case: Case) -> tuple[Any, Any]:
             model = hf.BertForMaskedLM(hf.BertConfig(**usual))
         elif family == "t5":
             config = hf.T5Config(
-                d_model=hidden, d_ff=ffn, d_kv=128, num_layers=case.layers, num_heads=heads,
-                pad_token_id=0, decoder_start_token_id=0,
+                d_model=hidden, d_ff=ffn, d_kv=64, num_layers=case.layers, num_heads=heads,
+                feed_forward_proj="gated-gelu", pad_token_id=0, decoder_start_token_id=0,
                 vocab_size=vocabulary, use_cache=False,
             )  # fmt: skip
             model = hf.T5ForConditionalGeneration(config)
+            batch["labels"] = torch.empty(case.batch, case.answer, dtype=torch.int64)
         elif family == "vit":
             model = hf.ViTForImageClassification(
                 hf.ViTConfig(**usual, image_size=224, patch_size=14, num_labels=vocabulary)
@@ -180,7 +202,7 @@ def measured(name: str) -> dict[str, Any]:
     case, record = CASES[name], Record()
     begin = time.perf_counter()
     module, batch = model_of(case)
-    where, pins = cluster("h100-80gb", case.devices), {"precision": "bf16-params"}
+    where, pins = cluster(case.device, case.devices), {"precision": "bf16-params"}
     compiler = Timed(Model(module, None, 2.0), where, pins)
     step, sizes = compiler.capture(batch)
     captured = time.perf_counter()
@@ -193,8 +215,8 @@ def measured(name: str) -> dict[str, Any]:
     assert record.problem is not None
     assert record.outcome is not None
     row: dict[str, Any] = {
-        "model": case.model, "devices": case.devices, "layers": case.layers,
-        "kinds": case.kinds,
+        "model": case.model, "devices": case.devices, "device": case.device,
+        "layers": case.layers, "kinds": case.kinds,
         "capture_seconds": captured - begin,
         "search_seconds": chosen - captured - compiler.building,
         "build_seconds": compiler.building, "seconds": end - begin,

@@ -220,7 +220,7 @@ def search_table(result: dict[str, Any]) -> str:
     for row in result.values():
         known = f"| {row['model']} | "
         rows.append(
-            f"{known}{row['layers']} | {row['kinds']} | {row['devices']:,} "
+            f"{known}{row['layers']} | {row['kinds']} | {_devices(row)} "
             f"| {row['seconds']:.1f} s | {row['capture_seconds']:.1f} s "
             f"| {row['search_seconds']:.1f} s | {row['build_seconds']:.1f} s "
             f"| {row['load']:.1f} | {row['candidates']:,} "
@@ -233,10 +233,16 @@ def search_table(result: dict[str, Any]) -> str:
                 for many in (theirs["guessed_faster"], theirs.get("faster"))
             )
             beside.append(
-                f"{known}{row['devices']:,} | {who} | {theirs['plan']} "
+                f"{known}{_devices(row)} | {who} | {theirs['plan']} "
                 f"| {theirs['predicted_seconds']:.3g} s | {guessed} | {faster} |"
             )
     return "\n".join([*rows, "", *beside, ""])
+
+
+def _devices(row: dict[str, Any]) -> str:
+    """How many, and which if they are not what the column says."""
+    other = row.get("device", "h100-80gb").partition("-")[0].upper()
+    return f"{row['devices']:,}" + (f" {other}s" if other != "H100" else "")
 
 
 def with_ort_tables(page: str, folder: Path) -> str:

@@ -123,6 +123,13 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         help="run the plan here for some steps, and show what it took beside what was predicted",
     )
     out.add_argument(
+        "--refine",
+        type=_output,
+        metavar="FILE",
+        help="with --measure: put what the step took into a cluster file, by which later plans "
+        "with --cluster FILE are predicted",
+    )
+    out.add_argument(
         "--export",
         choices=("torchtitan", "megatron", "deepspeed", "accelerate"),
         help="print the plan as the configuration of that system, and nothing else",
@@ -160,6 +167,12 @@ def _add_pins(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
         choices=(0, 1, 2, 3),
         help="shard over data: 1 optimizer state, 2 and gradients, 3 and parameters",
     )
+    pins.add_argument(
+        "--shard",
+        type=_positive,
+        metavar="N",
+        help="zero: shard over groups of N devices of the data axis, replicated over the rest",
+    )
     for name, what in _CHOICES.items():
         pins.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, help=what)
     pins.add_argument(
@@ -184,7 +197,8 @@ def _add_pins(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
         "--recompute",
         type=_recompute,
         metavar="WHAT",
-        help="none, some (as much as memory asks for), all, or blocks with commas between",
+        help="none, some (as much as memory asks for), selective (of every block what memory asks "
+        "for), all, or blocks with commas between",
     )
     pins.add_argument("--schedule", choices=SCHEDULE_NAMES, help="of the pipeline")
     pins.add_argument(
@@ -381,7 +395,7 @@ def _word_or_names(*words: str) -> Callable[[str], str | tuple[str, ...]]:
 
 _ort = _word_or_names("off", "auto", "all")
 _fusions = _word_or_names("off", "auto")
-_recompute = _word_or_names("none", "some", "all")
+_recompute = _word_or_names("none", "some", "selective", "all")
 
 
 def _stage(text: str) -> tuple[str, int]:
@@ -442,6 +456,11 @@ def _plan(arguments: argparse.Namespace) -> int:
         arguments.usage_error("FILE[:FUNCTION] and --devices N are needed, or --compare FILE FILE")
     if arguments.cluster is not None and (arguments.device, arguments.memory) != (None, None):
         arguments.usage_error("--cluster FILE says which devices: leave --device and --memory out")
+    refined = arguments.refine
+    if refined is not None and arguments.measure is None:
+        arguments.usage_error("--refine FILE is told what --measure STEPS finds: give both")
+    if refined is not None and refined.exists() and arguments.cluster != refined:
+        arguments.usage_error(f"{refined} exists: add to it with --cluster {refined}")
     if arguments.export is not None:
         beside = {
             "--format json": arguments.format == "json",

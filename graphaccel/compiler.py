@@ -51,6 +51,7 @@ from graphaccel.planner.memory import UNEVEN, Resident, Sample, rank_curve, rank
 from graphaccel.planner.plan import Chosen, Plan, StageMemory
 from graphaccel.planner.profile import Profile
 from graphaccel.planner.record import Record
+from graphaccel.planner.refined import model_key, precision_name, refined
 from graphaccel.planner.search import search
 from graphaccel.planner.solving import cluster_name
 from graphaccel.report.format import folded
@@ -167,6 +168,7 @@ class Compiler:
 
     def _choose(self, batch: Batch, record: Record | None) -> tuple[StepGraph, Plan, StepProgram]:
         step, sizes = self.capture(batch)
+        self._refine_rates(step, sizes)
         if self.plan is not None:
             self._check_plan(step, sizes)
             plan, program = self.refine(step, self.plan, batch, sizes)
@@ -213,6 +215,14 @@ class Compiler:
         self.plan, self.resting = plan, program.resting
         progress("plan", plan.name, time.perf_counter() - start)
         return step, plan, program
+
+    def _refine_rates(self, step: StepGraph, sizes: Mapping) -> None:
+        """By steps of this model that were run (`planner.refined`)."""
+        if self.cluster.steps:
+            pinned = self.pins.get("precision") or "fp32"
+            precision = pinned if self.plan is None else precision_name(self.plan.precision)
+            key = model_key(self.layouts(step, sizes).whole)
+            self.cluster = refined(self.cluster, key, precision)
 
     def _refuse_missing(self, step: StepGraph, *limits: str | None) -> None:
         """Raises MissingRule (GA301) where a pin splits the batch at an op without a rule."""
@@ -410,7 +420,7 @@ class Compiler:
             gradients=False,
             resting=self.resting,
             groups=groups,
-            ranks=plan.data,
+            ranks=plan.shards,
             ort=self._ort(alone),
         )
 

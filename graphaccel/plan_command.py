@@ -17,7 +17,7 @@ from graphaccel.api import cluster_here
 from graphaccel.arguments import check_can_run, read_plan
 from graphaccel.capture.batch import batch_leaves, resized
 from graphaccel.compiler import Compiler
-from graphaccel.errors import GraphsNeedGpu
+from graphaccel.errors import GraphMisuse, GraphsNeedGpu
 from graphaccel.handle import assumed_of
 from graphaccel.ir.program import StepProgram
 from graphaccel.jobs import Job, find_job
@@ -27,9 +27,11 @@ from graphaccel.planner import whatif
 from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.cluster import cluster as named_cluster
 from graphaccel.planner.cluster_file import read_cluster, write_cluster
+from graphaccel.planner.estimate import predict_seconds
 from graphaccel.planner.offload import planned_only
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.record import Record
+from graphaccel.planner.refined import model_key, step_time, with_step
 from graphaccel.planner.solving import cluster_name, solve_all
 from graphaccel.report.compare import comparison
 from graphaccel.report.export import export
@@ -41,7 +43,7 @@ from graphaccel.report.trace import trace_json
 
 PINS = (
     "data", "pipeline", "tensor", "context", "expert", "interleave", "microbatches", "zero",
-    "sequence", "scatter_sends", "gather_again", "cast_once", "accumulation", "recompute",
+    "shard", "sequence", "scatter_sends", "gather_again", "cast_once", "accumulation", "recompute",
     "precision", "schedule", "cuts", "bucket_bytes", "vocab", "stages", "ort", "compile",
     "cuda_graphs", "fusions", "loss_chunk", "offload",
 )  # fmt: skip
@@ -83,13 +85,13 @@ def plan_command(args: argparse.Namespace) -> int:
         if incumbent is None:
             raise
         plan = incumbent
-    found = _Found(args, job, compiler, record, plan, program)
+    found = _Found(args, job, where, compiler, record, plan, program)
     written = _save(args, plan)
     facts, problem = _with_extras(found)
     try:
         _show(args, facts)
     finally:  # of a plan that another system can not run, too
-        _say((*written, *_write(args, facts)), args)
+        _say((*written, *_write(found, facts)), args)
     if problem is not None:
         raise problem
     return 0 if program is not None else INTERRUPTED
@@ -97,10 +99,12 @@ def plan_command(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class _Found:
-    """A plan, and what it was found with. program: None where the search was interrupted."""
+    """A plan, and what it was found with. where: the cluster with its own rates, before steps that
+    were measured corrected them. program: None where the search was interrupted."""
 
     args: argparse.Namespace
     job: Job
+    where: Cluster
     compiler: Compiler
     record: Record
     plan: Plan
@@ -147,7 +151,30 @@ class _Found:
     def measured(self, facts: Facts) -> Facts:
         """With what it took here."""
         args = self.args
+        if args.refine is not None and self.plan.offload:
+            raise GraphMisuse(
+                what="--refine of a plan that keeps something on the host: copies are timed with "
+                "the rest of the step, and no rate is told from another",
+                help_line="--offload none, or leave --refine out",
+            )
         return replace(facts, measured=measure(args.target, self.plan, args.batch, args.measure))
+
+    def with_measured(self, facts: Facts) -> Cluster:
+        """The cluster with the step that was measured."""
+        problem, measured, plan = self.record.problem, facts.measured, self.plan
+        assert problem is not None
+        assert measured is not None
+        profile = problem.layouts.of(plan)
+        predicted = predict_seconds(profile, plan, self.where, problem.optimizer_bytes)
+        step = step_time(
+            plan,
+            predicted,
+            model_key(problem.layouts.whole),
+            type(self.job.model).__name__,
+            measured.seconds,
+            measured.optimizer,
+        )
+        return with_step(self.where, step)
 
     def answered(self, asked: Mapping[str, object]) -> Callable[[Facts], Facts]:
         """With the answer to one more `--why-not`."""
@@ -220,11 +247,15 @@ def _save(args: argparse.Namespace, plan: Plan) -> list[str]:
     return [f"{args.json}: {use}"]
 
 
-def _write(args: argparse.Namespace, facts: Facts) -> Iterator[str]:
+def _write(found: _Found, facts: Facts) -> Iterator[str]:
     """Write the other files that were asked for, with a line for each."""
+    args = found.args
     if args.save_cluster is not None:
-        write_cluster(facts.cluster, args.save_cluster)
+        write_cluster(found.where, args.save_cluster)
         yield f"{args.save_cluster}: plan for it with  --cluster {args.save_cluster}"
+    if args.refine is not None and facts.measured is not None:
+        write_cluster(found.with_measured(facts), args.refine)
+        yield f"{args.refine}: predicted by this step are plans with  --cluster {args.refine}"
     if args.html is not None:
         args.html.write_text(html_page(facts), encoding="utf-8")
         yield f"{args.html}: open it in a browser"

@@ -59,12 +59,14 @@ class Predicted:
 
 
 class _Redrawn(Layouts):
-    """Of systems that draw random numbers and send again where they recompute; ours keeps both."""
+    """Of systems that do all of a block's forward again where they recompute it, drawing random
+    numbers and sending; ours does what the backward reads again, and keeps both."""
 
     def of(self, plan: Plan) -> Profile:
         """The profile of the graph that a device of `plan` runs."""
         profile = super().of(plan)
         profile.storages.kept[:] = False
+        profile.whole_again = True
         return profile
 
 
@@ -334,9 +336,8 @@ def _kept(run: Run, profile: Profile, plan: Plan, where: Cluster) -> float:
     CPU, each is repeated for its queries.
     """
     sized = profile.sized(plan.microbatch_size, where.device)
-    numbers = [profile.block_names.index(name) for name in plan.recompute]
     whole = theirs = 0.0
-    for place in profile.saved(numbers)[0].tolist():
+    for place in profile.saved(profile.again(plan))[0].tolist():
         tensor, size = profile.tensors[profile.storages.tensor[place]], float(sized.bytes[place])
         dims = tensor.node.meta["dims"]
         dims = dims[tensor.item] if tensor.item >= 0 else dims

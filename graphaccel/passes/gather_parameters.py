@@ -55,7 +55,7 @@ def gather_parameters(
 ) -> StageProgram:
     """The program reading flat shards ("shards") instead of the parameters that rest sharded.
 
-    ranks: on the data axis. values: fake parameters as the graph reads them, by name. shared:
+    ranks: over which ZeRO shards. values: fake parameters as the graph reads them, by name. shared:
     parameters that other stages hold too. groups: those of the first program, where parameters lie
     already. last: whether this is the last stage.
     """
@@ -109,6 +109,11 @@ class _Shards:
     owned: Mapping[str, Owned]
     values: Mapping[str, torch.Tensor]
     ranks: int
+
+    @property
+    def axis(self) -> str:
+        """The mesh axis it is split over."""
+        return self.owned[self.group[0]].split.axis
 
     @property
     def count(self) -> int:
@@ -216,7 +221,7 @@ class _Gathering:
             flat = self._call(before, cast, (flat,), flat.meta["val"].to(region.low), kind)
         value = flat.meta["val"]
         whole = value.new_empty(value.numel() * ranks)
-        args = (flat, ranks, "data")
+        args = (flat, ranks, region.shards.axis)
         return self._call(before, c10d.all_gather_into_tensor.default, args, whole)
 
     def _unpack(self, region: _Region, issued: fx.Node) -> None:

@@ -58,7 +58,7 @@ def hold_parameters(
 ) -> StageProgram:
     """The program whose microbatches read "held" parameters, which its `prepare` makes of "shards".
 
-    ranks: on the data axis. values: fake parameters as the graph reads them, by name. shared:
+    ranks: over which ZeRO shards. values: fake parameters as the graph reads them, by name. shared:
     parameters that other stages hold too. groups: those of the first program, where parameters lie
     already. Without a backward, or without parameters that rest sharded, it stays as it is.
     """
@@ -135,7 +135,7 @@ class _Prepare:
             self._about(own[-1], name)
         like = [node.meta["val"] for node in own]
         whole = [v.new_empty((v.shape[0] * self.ranks, *v.shape[1:])) for v in like]
-        arguments = (own, self.ranks, "data")
+        arguments = (own, self.ranks, self.owned[group[0]].split.axis)
         sent = self._node(c10d.all_gather_into_tensor_coalesced.default, arguments, whole)
         self._about(sent, members[0])
         for place, name in enumerate(members):

@@ -9,6 +9,7 @@ before (block h.0 recomputed)                  after
 Kept all the same: what other blocks read (the blocks' inputs), what random ops give (a mask is
 drawn once), and what collectives give, but for gathers: a rank would keep what all of them have
 (Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, 2022, §4.2.2).
+Of blocks that the plan has selectively, the values it names besides (Korthikanti et al., §4.1).
 Each clone stands just before its first use, so one block's activations live at a time.
 Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016.
 """
@@ -22,6 +23,8 @@ import torch
 from torch import fx
 
 from graphaccel.capture.blocks import block_of
+from graphaccel.planner.again import block_values
+from graphaccel.planner.cost import is_view
 from graphaccel.planner.plan import Plan
 from graphaccel.rules.collectives import is_message
 from graphaccel.rules.propagate import is_random
@@ -36,8 +39,7 @@ def recompute(graph: fx.GraphModule, plan: Plan, positions: Mapping[str, int]) -
     positions: forward-graph node name → its place: what crosses a cut of the plan is kept, or a
     later stage would have to ask an earlier one to compute again.
     """
-    chosen = set(plan.recompute)
-    if not chosen:
+    if not plan.recompute and not plan.selective:
         return graph
     ends = sorted(positions[name] for name in plan.cuts)
 
@@ -45,7 +47,7 @@ def recompute(graph: fx.GraphModule, plan: Plan, positions: Mapping[str, int]) -
         place = positions.get(node.meta.get("origin", ""), 0)
         return sum(place > end for end in ends)
 
-    candidates = _candidates(graph, chosen, stage)
+    candidates = _candidates(graph, plan, _saved(graph, plan, positions), stage)
     clones: dict[fx.Node, fx.Node] = {}
     for node in list(graph.graph.nodes):
         if node.meta.get("phase") != "backward":
@@ -59,15 +61,29 @@ def recompute(graph: fx.GraphModule, plan: Plan, positions: Mapping[str, int]) -
     return graph
 
 
+def _saved(graph: fx.GraphModule, plan: Plan, positions: Mapping[str, int]) -> set[str]:
+    """Nodes of the forward graph whose values the plan saves. Raises KeyError for a value that a
+    block does not have."""
+    known = block_values(graph.graph.nodes, positions) if plan.selective else {}
+    return {
+        known[block][label] for own in plan.selective for block in own.blocks for label in own.saved
+    }
+
+
 def _candidates(
-    graph: fx.GraphModule, chosen: set[str], stage: Callable[[fx.Node], int]
+    graph: fx.GraphModule, plan: Plan, saved: set[str], stage: Callable[[fx.Node], int]
 ) -> set[fx.Node]:
+    chosen = {*plan.recompute, *(block for own in plan.selective for block in own.blocks)}
     found: set[fx.Node] = set()
+    leaving = _leaving(graph, stage)
     for node in graph.graph.nodes:
         if node.op != "call_function" or node.meta.get("phase") != "forward":
             continue
-        block = block_of(node.meta.get("module", ""))
-        if block not in chosen or _kept(node, block, stage):
+        if block_of(node.meta.get("module", "")) not in chosen or node in leaving:
+            continue
+        if is_random(node) or (is_message(node.target) and not _gathers(node)):
+            continue
+        if node.meta.get("origin") in saved and not (is_view(node) or _gathers(node)):
             continue
         if node.target is operator.getitem and node.args[0] not in found:
             continue
@@ -75,17 +91,25 @@ def _candidates(
     return found
 
 
-def _kept(node: fx.Node, block: str, stage: Callable[[fx.Node], int]) -> bool:
-    """Random or communicating ops, but for gathers, and values that leave the block or the stage in
-    the forward."""
-    if is_random(node) or (is_message(node.target) and not _gathers(node)):
-        return True
-    return any(
-        user.op == "output"
-        or (user.meta.get("phase") == "forward" and block_of(user.meta.get("module", "")) != block)
-        or stage(user) != stage(node)
-        for user in node.users
-    )
+def _leaving(graph: fx.GraphModule, stage: Callable[[fx.Node], int]) -> set[fx.Node]:
+    """Values that leave their block or stage in the forward, and those that views of them do."""
+    found: set[fx.Node] = set()
+    for node in reversed(graph.graph.nodes):
+        if node.op != "call_function" or node.meta.get("phase") != "forward":
+            continue
+        block = block_of(node.meta.get("module", ""))
+        if any(
+            user.op == "output"
+            or (
+                user.meta.get("phase") == "forward"
+                and block_of(user.meta.get("module", "")) != block
+            )
+            or stage(user) != stage(node)
+            or (user in found and is_view(user) and user.args[0] is node)
+            for user in node.users
+        ):
+            found.add(node)
+    return found
 
 
 def _gathers(node: fx.Node) -> bool:

@@ -14,7 +14,9 @@ in which gradients are ready. A gradient is written into its group's flat tensor
 one rank's shard after the other; the reduce-scatter starts when the group is complete and is waited
 for when the next one starts. With several microbatches there are two ways (`Plan.accumulation`):
 "whole" adds them up in the flat tensor and reduces it once, "shards" reduces in every microbatch
-and adds up the shards, for 1/N of the memory and as many times the traffic.
+and adds up the shards, for 1/N of the memory and as many times the traffic. Where only a part of
+the data axis shards, replicas of a shard are summed in the last microbatch: an all-reduce of the
+shard, issued when its reduce-scatter is there and waited for when that of the next group is.
 Rajbhandari et al., ZeRO, 2020, §5.2. Stands last: it brings in-place ops.
 """
 
@@ -127,7 +129,9 @@ class _Reducing:
         """seen: values that were made already, by (op, value, arguments): layers are alike."""
         self.partial, self.seen = partial, seen
         self.module, self.program, self.groups, self.owned = module, program, groups, owned
-        self.ranks, self.first, self.last = plan.data, *moment
+        self.ranks, self.first, self.last = plan.shards, *moment
+        self.others = ("replicate",) if plan.replicas > 1 else ()
+        self.flying: list[fx.Node] = []
         self.single = plan.microbatches == 1
         self.whole = not self.single and plan.accumulation == "whole"
         self.graph = fx.Graph()
@@ -150,12 +154,13 @@ class _Reducing:
             if self.whole and not self.last:
                 outputs[group] = flat
                 continue
-            sent = self._issue(flat, newest)
+            sent = self._issue(flat, newest, self.owned[group[0]].split.axis)
             if pending is not None:
                 outputs[pending[0]] = self._wait(*pending, carried, sent.next)
             pending = (group, sent)
         if pending is not None:
             outputs[pending[0]] = self._wait(*pending, carried, self.graph.output_node())
+        self._land(self.graph.output_node())
         kept = [
             n for n, v in zip(results, self.program.backward_outputs, strict=True)
             if v.kind != "shard"
@@ -239,10 +244,10 @@ class _Reducing:
             self.seen[key] = (op(value, *args), value)  # with what it was made of: ids stay taken
         return self.seen[key][0]
 
-    def _issue(self, flat: fx.Node, newest: fx.Node) -> fx.Node:
+    def _issue(self, flat: fx.Node, newest: fx.Node, axis: str) -> fx.Node:
         value = flat.meta["val"]
         own = self._value(_empty, value, value.numel() // self.ranks)
-        args = (flat, "sum", self.ranks, "data")
+        args = (flat, "sum", self.ranks, axis)
         return self._call(newest.next, c10d.reduce_scatter_tensor.default, args, own)
 
     def _wait(
@@ -253,6 +258,7 @@ class _Reducing:
         before: fx.Node,
     ) -> fx.Node:
         """The sum, added to that of the microbatches before where it is not carried whole."""
+        self._land(before)
         value = sent.meta["val"]
         here = self._call(before, c10d.wait_tensor.default, (sent,), value)
         if not self.whole and group in carried:
@@ -263,29 +269,32 @@ class _Reducing:
         return here
 
     def _sum_over_others(self, group: tuple[str, ...], here: fx.Node, before: fx.Node) -> None:
-        """Neighbours that are partial sums over the same other axes, in place, all of them sent
-        before the first is waited for."""
+        """Neighbours that are partial sums over the same other axes, in place, on their way until
+        `_land`."""
         sizes = self.sizes
         pieces: list[list[Any]] = []  # axes, start, length
         offset = 0
         for name in group:
-            axes = "+".join(self.partial.get(name, ()))
+            axes = "+".join((*self.others, *self.partial.get(name, ())))
             if pieces and pieces[-1][0] == axes:
                 pieces[-1][2] += sizes[name]
             else:
                 pieces.append([axes, offset, sizes[name]])
             offset += sizes[name]
-        sent = []
         for axes, start, length in pieces:
             if axes:
                 args = (here, 0, start, length)
                 value = self._value(aten.narrow.default, here.meta["val"], *args[1:])
                 piece = self._call(before, aten.narrow.default, args, value)
-                sent.append(
+                self.flying.append(
                     self._call(before, c10d.all_reduce_.default, (piece, "sum", axes), value)
                 )
-        for node in sent:
+
+    def _land(self, before: fx.Node) -> None:
+        """Wait for the sums that are on their way."""
+        for node in self.flying:
             self._call(before, c10d.wait_tensor.default, (node,), node.meta["val"])
+        self.flying = []
 
     def _after(self, node: fx.Node) -> fx.Node:
         """The node before which to insert so as to stand behind `node`, and behind all inputs."""

@@ -16,7 +16,7 @@ because a layer gathers and reduces for its neighbours: the one that is copied h
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 
@@ -40,12 +40,14 @@ LAYERS = 4
 Saved = Mapping[tuple[str, int], str]
 
 
-def rows_of(runs: Sequence[Run], chosen: Collection[str]) -> tuple[Run, ...]:
-    """Rows of more than `LAYERS` layers of which all are chosen, or none. chosen: blocks."""
+def rows_of(runs: Sequence[Run], treated: Mapping[str, object]) -> tuple[Run, ...]:
+    """Rows of more than `LAYERS` layers that are treated alike. treated: block → how, where that is
+    not as usual."""
     rows = []
     for run in runs:
         start = 0
-        for _, row in groupby(range(run.count), lambda n, r=run: block_of(r.layer(n)) in chosen):
+        how = [treated.get(block_of(run.layer(n))) for n in range(run.count)]
+        for _, row in groupby(how):
             count = len(list(row))
             if count > LAYERS:
                 rows.append(Run(run.path, run.first + start, count))

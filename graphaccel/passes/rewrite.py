@@ -165,7 +165,7 @@ def _bare(
         "offload_activations", lambda: tuple(offload_activations(p, plan) for p in programs)
     )
     programs = tuple(_apart(p, owned) for p in programs)
-    known = owned, lying.ranks or plan.data, {name: n.meta["val"] for name, n in values.items()}
+    known = owned, lying.ranks or plan.shards, {name: n.meta["val"] for name, n in values.items()}
     lies: Any = {"shared": shared, "groups": lying.groups}
     if plan.gather_again == "step":
         programs = run.call(
@@ -229,7 +229,7 @@ def _apart(program: StageProgram, owned: Mapping[str, Owned]) -> StageProgram:
 def _of_few(run: Runner, step: StepGraph, plan: Plan, sizes: Sizes | None) -> Rewritten:
     """The program of all layers, made of those of few. Raises NotRepeated."""
     assert step.repeats is not None
-    rows = rows_of(step.repeats.runs, plan.recompute)
+    rows = rows_of(step.repeats.runs, plan.again)
     few = [LAYERS] * len(rows)
     counts = [few, *([n + (r == more) for r, n in enumerate(few)] for more in range(len(rows)))]
     steps = [_with_rows(step, rows, each) for each in counts]
@@ -239,8 +239,11 @@ def _of_few(run: Runner, step: StepGraph, plan: Plan, sizes: Sizes | None) -> Re
     made = []
     for each, count in zip(steps, counts, strict=True):
         local, axes = _repeated(run, each, *sharded)
-        chosen = (b.name for b in each.blocks if copies(rows, b.name, count)[0] in plan.recompute)
-        own = replace(plan, recompute=tuple(chosen))
+        own = plan.doing_again({
+            b.name: plan.again[full]
+            for b in each.blocks
+            if (full := copies(rows, b.name, count)[0]) in plan.again
+        })  # fmt: skip
         made.append(_bare(run, each, own, local, axes, Lying(), None))
     if any(each.weights for each in made):
         raise NotRepeated("gradients of weights are apart")

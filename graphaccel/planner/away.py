@@ -24,12 +24,12 @@ def away_bytes(profile: Profile, sized: SizedProfile, plan: Plan) -> np.ndarray:
         return np.zeros(len(profile), dtype=np.int64)
 
     def made() -> np.ndarray:
-        kept, at, *_ = profile.saved(profile.numbers(plan.recompute))
+        kept, at, *_ = profile.saved(profile.again(plan))
         large = sized.bytes[kept] >= LARGE
         size = sized.bytes[kept[large]]
         return np.bincount(at[large], size, minlength=len(profile)).astype(np.int64)
 
-    return sized.once(("away", plan.recompute), made)
+    return sized.once(("away", plan.recompute, plan.selective), made)
 
 
 def beside(profile: Profile, away: np.ndarray, here: slice) -> np.ndarray:

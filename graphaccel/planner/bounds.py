@@ -21,6 +21,7 @@ from graphaccel.errors import BadPin
 from graphaccel.planner.candidates import Layout, Shape
 from graphaccel.planner.estimate import LeastMoved, least_moved, least_optimizer
 from graphaccel.planner.plan import GATHERS, Plan
+from graphaccel.planner.recompute import least_saved
 from graphaccel.planner.solve import Problem, resident_parts
 from graphaccel.planner.stages import candidate_cuts
 
@@ -32,7 +33,8 @@ _STEP = GATHERS.index("step")
 class Columns:
     """Shapes of one layout, field by field. again: number in `GATHERS`; shards: whether gradients
     are reduced in each microbatch; small: examples of a microbatch; apart: whether the schedule has
-    the gradients of weights apart; gpipe: whether all its forwards are before its backwards."""
+    the gradients of weights apart; gpipe: whether all its forwards are before its backwards; over:
+    how many devices ZeRO shards over."""
 
     layout: Layout
     microbatches: np.ndarray
@@ -45,6 +47,7 @@ class Columns:
     small: np.ndarray
     apart: np.ndarray
     gpipe: np.ndarray
+    over: np.ndarray
 
     @property
     def once(self) -> np.ndarray:
@@ -62,11 +65,11 @@ def columns(shapes: Sequence[Shape], batch: int) -> Columns:
     rows = [
         (s.microbatches, s.pipeline, s.interleave, s.data, s.zero, GATHERS.index(s.gather_again),
          s.accumulation == "shards", s.microbatch_size(batch), s.schedule == "zero_bubble",
-         s.schedule == "gpipe")
+         s.schedule == "gpipe", s.shard or s.data)
         for s in shapes
     ]  # fmt: skip
-    found = np.array(rows, dtype=np.int64).reshape(-1, 10).T
-    held = found[6] > 0, found[7], found[8] > 0, found[9] > 0
+    found = np.array(rows, dtype=np.int64).reshape(-1, 11).T
+    held = found[6] > 0, found[7], found[8] > 0, found[9] > 0, found[10]
     return Columns(shapes[0].layout, *found[:6], *held)
 
 
@@ -166,7 +169,7 @@ class Bounds:
         known, sums = self.nearest(of.layout), self.sums(of)
         extra = of.layout.replica // known.replica
         low = (of.zero == 3) & (GATHERS.index(False) != of.again) & (self.gathered < 1)
-        casts = np.where(low, sums.casts * (1 - 1 / of.data), 0.0)
+        casts = np.where(low, sums.casts * (1 - 1 / of.over), 0.0)
         if self._casts_once:  # perhaps
             held = (of.microbatches > 1) & ~((of.zero == 3) & (of.data > 1))
             casts = np.where(held, sums.held_casts, casts)
@@ -197,7 +200,7 @@ class Bounds:
         sums = self.sums(of)
         state = self._problem.optimizer_bytes
         parameter, gradient, optimizer = resident_parts(
-            of.data, of.zero, of.once, of.held, state, self.gathered, self.offload
+            of.over, of.zero, of.once, of.held, state, self.gathered, self.offload
         )
         kept = (of.microbatches > 1) | ((of.data > 1) & (of.zero < 2))
         return (
@@ -214,7 +217,7 @@ class Bounds:
         return _spread(found, place)
 
     def _outside(self, known: Layout, of: Columns) -> tuple[LeastMoved, np.ndarray]:
-        asked = np.stack([of.data, of.pipeline, np.minimum(of.zero, 2)])
+        asked = np.stack([of.data, of.pipeline, np.minimum(of.zero, 2), of.over])
         kinds, place = np.unique(asked, axis=1, return_inverse=True)
         found = [self._once(_outside, known, of.layout, *kind) for kind in kinds.T.tolist()]
         late = np.array([seconds for _, seconds in found])
@@ -268,7 +271,7 @@ def _least_exposed(
     more than one collective may hide behind the same second of a backward. The least of a convex
     function lies at an end or where one of them is hidden."""
     ends = [np.zeros_like(backward), again]
-    for moved in (moving.reduce, moving.gather, moving.low):
+    for moved in (moving.reduce, moving.scatter, moving.gather, moving.low):
         beside = np.where(moving.beside > 0, moving.beside, np.inf)
         ends.append(np.clip(moved / beside - backward, 0.0, again))
     each = of.microbatches / of.pipeline
@@ -294,7 +297,7 @@ def _spread(found: Sequence[T], place: np.ndarray) -> T:
 def _sums(bounds: Bounds, known: Layout, small: int) -> Sums:
     plan = bounds.plan(known, data=1, microbatches=1, batch=small)
     profile, sized = bounds.problem.layouts.of(plan), bounds.problem.sized(plan)
-    lean = int(sized.saved(range(len(profile.block_names)))[0].sum())
+    lean = least_saved(profile, sized)
     cuts = candidate_cuts(profile, sized).bytes
     return Sums(
         sized.work,
@@ -309,16 +312,17 @@ def _sums(bounds: Bounds, known: Layout, small: int) -> Sums:
         int(sized.saved()[0].sum()),
         int(max(sized.passing_forward.max(), sized.passing_backward.max())),
         min(cuts, default=0),
-        float(sized.again[profile.block_at >= 0].sum()),
+        float(sized.done_again(profile.all_again)[0].sum()),
     )
 
 
 def _outside(
-    bounds: Bounds, known: Layout, layout: Layout, data: int, pipeline: int, zero: int
+    bounds: Bounds, known: Layout, layout: Layout, data: int, pipeline: int, zero: int, over: int
 ) -> tuple[LeastMoved, float]:
     """What moves over data, and the seconds of the optimizer."""
     problem, extra = bounds.problem, over_parameters(layout, known)
-    plan = bounds.plan(layout, data=data, pipeline=pipeline, zero=zero)
+    shard = over if over < data else 0
+    plan = bounds.plan(layout, data=data, pipeline=pipeline, zero=zero, shard=shard)
     profile = problem.layouts.of(bounds.plan(known, data=1, microbatches=1))
     moving = least_moved(profile, plan, problem.cluster, extra)
     return moving, least_optimizer(profile, plan, problem.cluster, problem.optimizer_bytes, extra)

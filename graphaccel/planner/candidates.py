@@ -16,13 +16,14 @@ import torch
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import SEQUENCE
 from graphaccel.ir.unfold import distinct_nodes, input_nodes
+from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.cost import counted_packet
-from graphaccel.planner.pins import PRECISIONS, Pins, divisors
-from graphaccel.planner.plan import GATHERS, Plan
+from graphaccel.planner.pins import PRECISIONS, RECOMPUTE, Pins, divisors
+from graphaccel.planner.plan import GATHERS, INTERLEAVES, Plan
 from graphaccel.planner.solve import Problem
 from graphaccel.schedule.table import SCHEDULE_NAMES
 
-_INTERLEAVE = (1, 2, 4)
+_FEW = 8  # devices up to which ZeRO is offered over every part of the data axis
 WORTH = 1.03
 """How much faster a plan must be to be worth axes or ZeRO that were not asked for: less than the
 model of time can tell apart."""
@@ -65,15 +66,16 @@ class Shape:
     context: int = 1
     expert: int = 1
     schedule: str = "1f1b"
+    shard: int = 0
 
     @property
     def order(self) -> tuple[object, ...]:
         """Between equals: fewer microbatches, less pipeline, less of everything."""
-        depth = ("none", "some", "all").index(self.recompute) if isinstance(
+        depth = RECOMPUTE.index(self.recompute) if isinstance(
             self.recompute, str) and self.recompute else 0  # fmt: skip
         return (self.microbatches, self.pipeline, self.interleave, depth, self.data, self.zero,
                 GATHERS.index(self.gather_again), self.accumulation, self.tensor, self.context,
-                self.expert, SCHEDULE_NAMES.index(self.schedule))  # fmt: skip
+                self.expert, SCHEDULE_NAMES.index(self.schedule), self.shard)  # fmt: skip
 
     @property
     def mesh(self) -> Shape:
@@ -203,10 +205,12 @@ def meshes_of(problem: Problem, pins: Pins, batch: int, layout: Layout) -> Itera
                 if not asked and batch // (data * microbatches) % layout.expert:
                     continue
                 for zero in _zeros(problem, pins, data, microbatches):
-                    for schedule in _schedules(pins, pipeline, interleave, zero[0]):
+                    schedules = _schedules(pins, pipeline, interleave, zero[0])
+                    parts = _shards(problem, pins, data, layout.replica, zero[0])
+                    for schedule, shard in product(schedules, parts):
                         yield Shape(
                             microbatches, pipeline, interleave, "", data, *zero,
-                            layout.tensor, layout.context, layout.expert, schedule,
+                            layout.tensor, layout.context, layout.expert, schedule, shard,
                         )  # fmt: skip
 
 
@@ -219,7 +223,7 @@ def _interleaves(pins: Pins, pipeline: int) -> tuple[int, ...]:
         return (pins.interleave,) if pipeline > 1 or pins.interleave == 1 else ()
     if pipeline == 1 or pins.schedule in ("1f1b", "gpipe", "zero_bubble"):
         return (1,)
-    return _INTERLEAVE
+    return INTERLEAVES
 
 
 def _schedules(pins: Pins, pipeline: int, interleave: int, zero: int) -> tuple[str, ...]:
@@ -230,6 +234,33 @@ def _schedules(pins: Pins, pipeline: int, interleave: int, zero: int) -> tuple[s
     apart = pipeline > 1 and zero < 2 and pins.ort in (None, "auto", "off")
     apart = apart and not {"activations", "parameters"} & set(pins.on_host)
     return ("1f1b", "zero_bubble") if apart else ("1f1b",)
+
+
+def _shards(problem: Problem, pins: Pins, data: int, replica: int, zero: int) -> tuple[int, ...]:
+    """Over how many devices of the data axis ZeRO shards, as `Plan.shard` says it.
+
+    With a level that was asked for it is all of them, unless said otherwise: whoever asks for it
+    wants the memory.
+    """
+    if pins.shard is not None:
+        sizes: tuple[int, ...] = (pins.shard,) if data % pins.shard == 0 else ()
+    else:
+        free = zero and pins.zero is None
+        sizes = shard_sizes(problem.cluster, data, replica) if free else (data,)
+    return tuple(0 if size == data else size for size in sizes)
+
+
+def shard_sizes(cluster: Cluster, data: int, replica: int) -> tuple[int, ...]:
+    """Over how many devices of a data axis ZeRO may shard, all of them first.
+
+    On few devices that is each part of the axis; on many, parts that fill a level of links together
+    with the axes inside: up to there a larger part sends over the same links.
+    """
+    parts = [n for n in divisors(data) if 1 < n < data]
+    if cluster.count > _FEW:
+        full = {link.size // replica for link in cluster.links if link.size % replica == 0}
+        parts = [n for n in parts if n in full]
+    return (data, *parts)
 
 
 def recomputes(problem: Problem, pins: Pins) -> tuple[str | tuple[str, ...], ...]:

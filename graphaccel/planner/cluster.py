@@ -45,6 +45,8 @@ from typing import Any
 from graphaccel.errors import BadCluster, UnknownDevice
 
 GIB = 2**30
+SCHEMA = 1
+"""Of a cluster as JSON; files without one are of this, too."""
 MOST_DEVICES = 2**20
 """Of a cluster: several times the largest machines; more is a slip of whoever asks."""
 
@@ -77,6 +79,8 @@ class Device:
     share ``product``, fused attention ``attention`` and its backward ``attention_backward``, FLOPs
     that a causal mask spares not counted. ``measured``: what ops really took
     (`graphaccel calibrate`), where it was measured with ``crowd`` processes on each core.
+    ``stepping``: how many times as long an optimizer's step takes as its bytes say
+    (`planner.refined`).
     """
 
     name: str
@@ -90,6 +94,7 @@ class Device:
     attention_backward: float = 0.5
     measured: tuple[OpTime, ...] = ()
     crowd: float = 1.0
+    stepping: float = 1.0
 
     @property
     def type(self) -> str:
@@ -134,6 +139,30 @@ class Link:
 
 
 @dataclass(frozen=True)
+class StepTime:
+    """A step that was run (`graphaccel plan --measure N --refine FILE`), beside what it was
+    predicted to take by the cluster's own rates; all in seconds.
+
+    ``model``: its key (`planner.refined.model_key`), ``name`` in words; ``precision``: the pin;
+    ``plan``: its name, on ``devices``. ``compute`` (with what waits for it in a pipeline),
+    ``communication``, ``optimizer``: predicted. ``took``: forward and backward, measured, and
+    ``optimizer_took`` the optimizer's step; 0 where its time has communication in it: it is then
+    part of ``took``.
+    """
+
+    model: str
+    name: str
+    precision: str
+    plan: str
+    devices: int
+    compute: float
+    communication: float
+    optimizer: float
+    took: float
+    optimizer_took: float = 0.0
+
+
+@dataclass(frozen=True)
 class Host:
     """A device's share of the machine that it is in, for what a plan keeps there.
 
@@ -156,7 +185,8 @@ class Cluster:
     ``fragmentation`` is what the allocator reserves beyond the tensors, as a share of them.
     ``ort``: by build of ONNX Runtime and threads ("training 1.19.2, 2 threads"), region key →
     seconds measured here (torch, ONNX Runtime). ``host``: of each device; where it is not known,
-    nothing is kept there.
+    nothing is kept there. ``steps``: what whole steps took. ``refined_by``: those by which the
+    rates are corrected already (`planner.refined`); no part of a file.
     Raises ``ValueError`` for no devices or more than ``MOST_DEVICES``, when the levels do not grow,
     one is not made of whole ones of the level inside it (of the last, any number may be there), or
     the last does not hold all devices.
@@ -169,6 +199,8 @@ class Cluster:
     fragmentation: float
     ort: Mapping[str, Mapping[str, tuple[float, float]]] = field(default_factory=dict, hash=False)
     host: Host | None = None
+    steps: tuple[StepTime, ...] = ()
+    refined_by: tuple[StepTime, ...] = ()
 
     def __post_init__(self) -> None:
         sizes = [link.size for link in self.links]
@@ -207,6 +239,7 @@ class Cluster:
     def to_json(self) -> dict[str, Any]:
         """Plain dicts, lists, strings and numbers; ``from_json`` reads them back."""
         return {
+            "schema": SCHEMA,
             "device": {**asdict(self.device), "peak_flops": dict(self.device.peak_flops)},
             "count": self.count,
             "links": [asdict(link) for link in self.links],
@@ -214,13 +247,14 @@ class Cluster:
             "fragmentation": self.fragmentation,
             **({"ort": {k: dict(v) for k, v in self.ort.items()}} if self.ort else {}),
             **({"host": asdict(self.host)} if self.host is not None else {}),
+            **({"steps": [asdict(step) for step in self.steps]} if self.steps else {}),
         }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Cluster:
         """The inverse of ``to_json``. Raises ``ValueError`` for missing or unknown fields."""
         try:
-            fields = dict(data)
+            fields = {key: value for key, value in data.items() if key != "schema"}
             device = dict(fields["device"])
             device["measured"] = tuple(OpTime(**row) for row in device.get("measured", ()))
             fields["device"] = Device(**device)
@@ -231,6 +265,7 @@ class Cluster:
             }
             if fields.get("host") is not None:
                 fields["host"] = Host(**fields["host"])
+            fields["steps"] = tuple(StepTime(**row) for row in fields.get("steps", ()))
             return cls(**fields)
         except (AttributeError, KeyError, TypeError) as problem:
             raise ValueError(f"this is no cluster description: {problem}") from problem
@@ -295,9 +330,10 @@ def parse_bytes(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2] or "b"])
 
 
-# Beyond the tensors, reserved / allocated was 1.028 to 1.093 with a 90th percentile of 1.071 over
-# published CUDA training runs (SimuMax, 43 rows on B200).
-_CUDA_FRAGMENTATION = 0.07
+RESERVED = 0.07
+"""What PyTorch's CUDA allocator reserves beyond the tensors, as a share of them: the 90th
+percentile (0.069; 0.033 to 0.093, mean 0.051) of the 27 published runs that say both (SimuMax,
+B200; benchmarks/validation/data)."""
 _CUDA_CONTEXT_BYTES = 3 * GIB // 2
 _CUDA_LAUNCH_SECONDS = 7e-6
 _NETWORK_REACHED = 0.95
@@ -351,9 +387,7 @@ def _cuda(
     def make(count: int) -> Cluster:
         nodes = -(-count // inner.size)
         outer = (Link(network, 4.0e-6, bandwidth, nodes * inner.size),) if nodes > 1 else ()
-        return Cluster(
-            device, count, (inner, *outer), _CUDA_CONTEXT_BYTES, _CUDA_FRAGMENTATION, host=host
-        )
+        return Cluster(device, count, (inner, *outer), _CUDA_CONTEXT_BYTES, RESERVED, host=host)
 
     return make
 

@@ -21,21 +21,24 @@ from graphaccel.errors import BadCluster
 from graphaccel.planner.cluster import (
     COLLECTIVES,
     MOST_DEVICES,
+    SCHEMA,
     Cluster,
     Collective,
     Device,
     Host,
     Link,
     OpTime,
+    StepTime,
     too_many_devices,
 )
 
 _MAY_BE_ZERO = {
     "latency_seconds", "launch_seconds", "context_bytes", "fragmentation", "processors",
-    "flops", "bytes", "rows", "columns", "inner",
+    "flops", "bytes", "rows", "columns", "inner", "compute", "communication", "optimizer",
+    "optimizer_took",
 }  # fmt: skip
 _BOOLEAN = {"shared"}
-_WHOLE = {"memory", "size", "count", "context_bytes", "processors"}
+_WHOLE = {"memory", "size", "count", "context_bytes", "processors", "devices"}
 _SHARES = {"product", "attention", "attention_backward", "fragmentation"}
 _MOST = 2**63 - 1  # bytes are added up as 64-bit integers
 _DTYPES = frozenset(
@@ -69,7 +72,9 @@ def _problems(data: Any, devices: int | None) -> Iterator[str]:
     if not isinstance(data, Mapping):
         yield "it is to be an object with device, count, links, context_bytes and fragmentation"
         return
-    found = list(_of_fields(data, Cluster, ""))
+    if data.get("schema", SCHEMA) != SCHEMA:
+        yield f"schema is {data['schema']!r}; this version reads {SCHEMA}"
+    found = list(_of_fields({k: v for k, v in data.items() if k != "schema"}, Cluster, ""))
     device, links = data.get("device"), data.get("links")
     if "device" in data:
         found += _of_device(device)
@@ -78,6 +83,7 @@ def _problems(data: Any, devices: int | None) -> Iterator[str]:
     if data.get("host") is not None:
         found += _of_host(data["host"])
     found += _of_regions(data.get("ort", {}))
+    found += _of_steps(data.get("steps", []))
     yield from found
     if not found:
         count = data["count"] if devices is None else devices
@@ -144,6 +150,18 @@ def _of_regions(builds: Any) -> Iterator[str]:
                 yield from _of_number(value, "seconds", where)
 
 
+def _of_steps(steps: Any) -> Iterator[str]:
+    """What `graphaccel plan --measure N --refine FILE` measured."""
+    if not isinstance(steps, list):
+        yield "steps is to be a list"
+        return
+    for place, step in enumerate(steps):
+        if isinstance(step, Mapping):
+            yield from _of_fields(step, StepTime, f"steps[{place}].")
+        else:
+            yield f"steps[{place}] is to be an object"
+
+
 def _of_host(host: Any) -> Iterator[str]:
     if isinstance(host, Mapping):
         yield from _of_fields(host, Host, "host.")
@@ -198,15 +216,15 @@ def _of_collectives(rows: Any, where: str) -> Iterator[str]:
 
 
 def _of_fields(data: Mapping[str, Any], kind: type, where: str) -> Iterator[str]:
-    names = [f.name for f in fields(kind)]
+    names = [f.name for f in fields(kind) if f.name != "refined_by"]
     needed = {f.name for f in fields(kind) if f.default is MISSING}
     for name in names:
-        if name in ("ort", "host"):
-            continue  # what `graphaccel calibrate --ort` measured, or not there; `_of_host`
+        if kind is Cluster and name in ("ort", "host", "steps"):
+            continue  # told by functions of their own
         if name not in data:
             if name in needed:
                 yield f"{where}{name} is missing"
-        elif name in ("name", "op", "dtype"):
+        elif name in ("name", "op", "dtype", "model", "precision", "plan"):
             if not isinstance(data[name], str) or (not data[name] and name != "dtype"):
                 yield f"{where}{name} is to be a text"
         elif name in _BOOLEAN:

@@ -81,7 +81,7 @@ def _instead(
 
 
 def _values(name: str, devices: int, batch: int) -> tuple[object, ...]:
-    if name in AXES:
+    if name in (*AXES, "shard"):
         return divisors(devices)
     known: Mapping[str, tuple[object, ...]] = {
         "microbatches": divisors(batch),

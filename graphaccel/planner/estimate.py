@@ -27,6 +27,7 @@ from graphaccel.planner.cluster import Cluster, Device, OpTime
 from graphaccel.planner.communication import (
     OVERLAP,
     all_gather_seconds,
+    all_reduce_seconds,
     link_between,
     reduce_scatter_seconds,
     send_seconds,
@@ -127,7 +128,7 @@ def predict_seconds(
     crowd, ranks = cluster.device.crowd, range(plan.pipeline)
     if crowd != 1:
         works = tuple(work.shorter(crowd) for work in works)
-    share = plan.data if plan.zero else 1
+    share = plan.shards if plan.zero else 1
     held = {
         (sum(w.gradient for w in works[r :: plan.pipeline]),
          sum(w.tensors for w in works[r :: plan.pipeline]))
@@ -286,15 +287,21 @@ def _reduce_seconds(profile: Profile, work: StageWork, plan: Plan, cluster: Clus
     sizes = {axes: size * width / 4 for axes, size in work.summed.items() if size > 0}
     counts = reduce_counts(profile, work, plan, sizes)
     one = {x: _bucketed(cluster, sizes[x] / counts[x], x, plan) for x in sizes}
-    exposed = total = sum(counts[axes] * seconds for axes, seconds in one.items())
-    if cluster.device.name != "cpu" and total:
-        beside = work.weight if plan.schedule == "zero_bubble" else work.backward
-        exposed = max(*one.values(), total - OVERLAP * beside)
+    hidden = 0.0
+    if cluster.device.name != "cpu":
+        hidden = OVERLAP * (work.weight if plan.schedule == "zero_bubble" else work.backward)
+
+    def left(seconds: Mapping[tuple[str, ...], float]) -> float:
+        total = sum(counts[axes] * each for axes, each in seconds.items())
+        return total if not hidden else max(total - hidden, *seconds.values(), 0.0)
+
+    exposed = left({axes: sum(each) for axes, each in one.items()})
     if plan.zero >= 2 and plan.data > 1:  # written into its group's flat tensor, or added there
         whole = sum(sizes.values())
         copies = copy_seconds(whole, cluster.device)
         if plan.accumulation == "shards":
-            exposed *= plan.microbatches
+            before = left({axes: scattered for axes, (scattered, _) in one.items()})
+            exposed += (plan.microbatches - 1) * before
         exposed += plan.microbatches * copies
     return exposed + _gather_seconds(profile, work, plan, cluster)
 
@@ -346,22 +353,32 @@ def _groups(profile: Profile, work: StageWork, plan: Plan) -> tuple[int, ...]:
 
 
 def _gathers(cluster: Cluster, sizes: Sequence[float], plan: Plan) -> float:
-    each = {s: all_gather_seconds(cluster, s, plan.data, plan.replica) for s in set(sizes)}
+    each = {s: all_gather_seconds(cluster, s, plan.shards, plan.replica) for s in set(sizes)}
     return sum(each[size] for size in sizes)
 
 
-def _bucketed(cluster: Cluster, size: float, axes: tuple[str, ...], plan: Plan) -> float:
-    """Seconds to sum a bucket of `size` bytes of gradients over data and `axes`.
+def _bucketed(
+    cluster: Cluster, size: float, axes: tuple[str, ...], plan: Plan
+) -> tuple[float, float]:
+    """Seconds to sum a bucket of `size` bytes of gradients over data and `axes`: (to scatter it, in
+    each microbatch that reduces it; of what the last one does besides).
 
-    ZeRO 2 and 3 scatter it over data; the shards are then summed over the other axes.
+    ZeRO 2 and 3 scatter it over the devices that shard; the shards are then summed.
     """
-    wires = wires_of(cluster, plan)
     if size <= 0:
-        return 0.0
+        return 0.0, 0.0
     if plan.zero < 2 or plan.data == 1:
-        return wires.all_reduce(size, ("data", *axes))
-    seconds = reduce_scatter_seconds(cluster, size, plan.data, stride=plan.replica)
-    return seconds + wires.all_reduce(size / plan.data, axes)
+        return 0.0, wires_of(cluster, plan).all_reduce(size, ("data", *axes))
+    seconds = reduce_scatter_seconds(cluster, size, plan.shards, stride=plan.replica)
+    return seconds, shards_seconds(cluster, size / plan.shards, axes, plan)
+
+
+def shards_seconds(cluster: Cluster, size: float, axes: tuple[str, ...], plan: Plan) -> float:
+    """Seconds to sum shards of `size` bytes of gradients over their replicas and `axes`: one
+    all-reduce over both, which takes no longer than one after the other."""
+    apart = plan.replica * plan.shards
+    between = all_reduce_seconds(cluster, size, plan.replicas, apart)
+    return between + wires_of(cluster, plan).all_reduce(size, axes)
 
 
 def _shared_bytes(profile: Profile, works: Sequence[StageWork]) -> list[int]:
@@ -413,11 +430,12 @@ def _optimizer_seconds(
     for row in cluster.device.measured:
         if row.op == OPTIMIZER:
             starts, moves = _measured_optimizer(row, cluster.device)
-            return starts * tensors + moves * gradient
+            return cluster.device.stepping * (starts * tensors + moves * gradient)
     traffic = gradient * (3 + 2 * optimizer_bytes / 4)
     device = cluster.device
     launches = tensors if device.name == "cpu" else math.ceil(tensors / _TENSORS_AT_ONCE)
-    return traffic / device.memory_bandwidth + launches * _OPTIMIZER_OPS * device.launch_seconds
+    seconds = traffic / device.memory_bandwidth + launches * _OPTIMIZER_OPS * device.launch_seconds
+    return device.stepping * seconds
 
 
 def _measured_optimizer(row: OpTime, device: Device) -> tuple[float, float]:
@@ -430,10 +448,12 @@ def _measured_optimizer(row: OpTime, device: Device) -> tuple[float, float]:
 @dataclass(frozen=True)
 class LeastMoved:
     """Seconds to reduce all gradients and to gather all parameters over the data axis, of a device;
-    beside: the share of a phase's seconds, all stages together, that they may hide behind; low: of
-    gathering them in the dtype in which they are read. Numbers, or columns of them."""
+    scatter: of reducing, what each microbatch does; beside: the share of a phase's seconds, all
+    stages together, that they may hide behind; low: of gathering them in the dtype in which they
+    are read. Numbers, or columns of them."""
 
     reduce: Any
+    scatter: Any
     gather: Any
     beside: Any
     low: Any
@@ -443,7 +463,8 @@ class LeastMoved:
         a microbatch, all stages."""
         always, never = (of.again == GATHERS.index(again) for again in (True, False))
         least = np.maximum(0.0, self.reduce - self.beside * backward)
-        least = np.where((of.zero >= 2) & of.shards, least * of.microbatches, least)
+        before = (of.microbatches - 1) * np.maximum(0.0, self.scatter - self.beside * backward)
+        least = least + np.where((of.zero >= 2) & of.shards, before, 0.0)
         gather = np.where(never, self.gather, self.low)
         times = np.where(always | never, of.microbatches, 1)
         ahead = times * np.maximum(0.0, gather - self.beside * forward)
@@ -460,14 +481,14 @@ def least_moved(profile: Profile, plan: Plan, cluster: Cluster, extra: int = 1) 
     all in one node a sum may take less than over data alone.
     """
     if plan.data == 1:
-        return LeastMoved(0.0, 0.0, 0.0, 0.0)
+        return LeastMoved(0.0, 0.0, 0.0, 0.0, 0.0)
 
     def seconds(move: Callable[[float], float], size: float) -> float:
         """Latencies are left out where stages may hold nothing that moves."""
         return move(size) if plan.pipeline == 1 else max(0.0, move(size) - move(1))
 
     def gather(size: float) -> float:
-        return all_gather_seconds(cluster, size, plan.data, plan.replica)
+        return all_gather_seconds(cluster, size, plan.shards, plan.replica)
 
     others = [axis for axis in ("context", "tensor", "expert") if getattr(plan, axis) > 1]
     groups = [axes for n in range(len(others) + 1) for axes in combinations(others, n)]
@@ -476,10 +497,11 @@ def least_moved(profile: Profile, plan: Plan, cluster: Cluster, extra: int = 1) 
     low = trained / 2 if plan.precision.stream != "float32" else trained
 
     def summed(axes: tuple[str, ...]) -> float:
-        return seconds(lambda size: _bucketed(cluster, size, axes, plan), trained * width / 4)
+        return seconds(lambda size: sum(_bucketed(cluster, size, axes, plan)), trained * width / 4)
 
     return LeastMoved(
         min(map(summed, groups)),
+        seconds(lambda size: _bucketed(cluster, size, (), plan)[0], trained * width / 4),
         seconds(gather, trained),
         0.0 if cluster.device.name == "cpu" else OVERLAP / plan.pipeline,
         seconds(gather, low),
@@ -490,16 +512,17 @@ def least_optimizer(
     profile: Profile, plan: Plan, cluster: Cluster, optimizer_bytes: int, extra: int = 1
 ) -> float:
     """Seconds of the optimizer where every stage has an equal part. extra: as in `least_moved`."""
-    device, shards = cluster.device, plan.data if plan.zero else 1
+    device, shards = cluster.device, plan.shards if plan.zero else 1
     for row in device.measured:
         if row.op == OPTIMIZER:
             starts, moves = _measured_optimizer(row, device)
             size = profile.trained_bytes / extra / shards
-            return (starts * profile.trained_tensors + moves * size) / plan.pipeline
+            seconds = starts * profile.trained_tensors + moves * size
+            return device.stepping * seconds / plan.pipeline
     traffic = profile.trained_bytes / extra / shards * (3 + 2 * optimizer_bytes / 4)
     launches = profile.trained_tensors / (1 if device.name == "cpu" else _TENSORS_AT_ONCE)
     seconds = traffic / device.memory_bandwidth + launches * _OPTIMIZER_OPS * device.launch_seconds
-    return seconds / plan.pipeline
+    return device.stepping * seconds / plan.pipeline
 
 
 def predict(

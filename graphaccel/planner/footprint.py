@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -41,7 +40,7 @@ def predict_memory(
     none).
     """
     sized = sized_for(profile, plan, cluster)
-    works = stage_works(profile, sized, replace(plan, recompute=()), cluster.device.launch_seconds)
+    works = stage_works(profile, sized, plan.doing_again({}), cluster.device.launch_seconds)
     split = plan.microbatches > 1 or plan.data > 1
     whole_batch = sized.batch_bytes * plan.data * plan.microbatches
     whole_batch += output_bytes(profile.step, plan.batch)
@@ -54,12 +53,11 @@ def predict_memory(
                  for r in range(plan.pipeline)],
     )  # fmt: skip
     moved = motion_key(plan), plan.offload, plan.holds_casts
-    key = ("peaks", plan.cuts, plan.recompute, split, moved)
+    key = ("peaks", plan.cuts, plan.recompute, plan.selective, split, moved)
     peaks = sized.once(key, lambda: stage_peaks(profile, sized, works, plan))
-    numbers = profile.numbers(plan.recompute)
     sent = sized.once(
-        ("sent", plan.cuts, plan.recompute, plan.scatter_sends),
-        lambda: _sent(profile, sized, works, numbers, plan),
+        ("sent", plan.cuts, plan.recompute, plan.selective, plan.scatter_sends),
+        lambda: _sent(profile, sized, works, plan),
     )
     each = peaks.kept + sent
     waiting = held_together(plan, each)
@@ -83,17 +81,17 @@ def predict_memory(
     for rank, (of_rank, stage, activation, temporary, made, away) in enumerate(rows):
         parameter, trained, buffers = of_rank
         gradient = trained if split else made
-        shard = trained // (plan.data if plan.zero else 1)
+        shard = trained // (plan.shards if plan.zero else 1)
         optimizer, host = placed_optimizer(shard * optimizer_bytes // 4, shard, plan.offload)
         host += away
         if plan.zero >= 2 and plan.microbatches == 1:
             gradient = made
         elif plan.zero >= 2 and plan.accumulation == "shards":
-            gradient //= plan.data
+            gradient //= plan.shards
         if plan.zero == 3:
-            parameter = parameter // plan.data
+            parameter = parameter // plan.shards
         if "parameters" in plan.offload:  # buffers stay
-            resting = (of_rank[0] - buffers) // (plan.data if plan.zero == 3 else 1)
+            resting = (of_rank[0] - buffers) // (plan.shards if plan.zero == 3 else 1)
             parameter, below = placed_parameters(resting, shard, plan.offload)
             parameter, host = parameter + buffers, host + below
         parameter += once[rank]
@@ -119,11 +117,7 @@ def in_parts(profile: Profile, sized: SizedProfile, plan: Plan) -> np.ndarray:
 
 
 def _sent(
-    profile: Profile,
-    sized: SizedProfile,
-    works: Sequence[StageWork],
-    recomputed: Sequence[int],
-    plan: Plan,
+    profile: Profile, sized: SizedProfile, works: Sequence[StageWork], plan: Plan
 ) -> np.ndarray:
     """Bytes of what each stage sends on of one microbatch, but for what its backward needs itself:
     it lies there until that microbatch's gradient comes back (`schedule.walk`). Parts are copies.
@@ -131,7 +125,7 @@ def _sent(
     ends = np.array([work.end - 1 for work in works])
     crossing = profile.crossing
     source = np.searchsorted(ends, crossing.at)
-    kept, kept_at, *_ = profile.saved(recomputed)
+    kept, kept_at, *_ = profile.saved(profile.again(plan))
     wanted = np.full(len(profile.storages), -1)
     wanted[kept] = np.searchsorted(ends, kept_at)
     far = np.searchsorted(ends, crossing.last) != source

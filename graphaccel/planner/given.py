@@ -17,11 +17,14 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.errors import BadPin
 from graphaccel.kernels.registry import enabled, without_tensor_axis
+from graphaccel.planner.again import block_values
 from graphaccel.planner.conversions import Rates
 from graphaccel.planner.cost import in_chunks
 from graphaccel.planner.offering import check_chunk
 from graphaccel.planner.pins import PRECISIONS, Limits, check_alone, read_pins
 from graphaccel.planner.plan import Plan
+
+_NO_PIN = ("rates", "selective")  # found with other decisions, never asked for
 
 
 def misread(plan: Plan) -> str | None:
@@ -51,6 +54,7 @@ def check_given(plan: Plan, path: str, step: StepGraph | None = None) -> None:
             check_alone(pins, plan.devices, plan.batch)
             return
         found = read_pins(pins, step, plan.devices, plan.batch, Limits())
+        _check_selective(plan, step)
         check_chunk(found, any(map(in_chunks, step.graph.graph.nodes)))
     except BadPin as error:
         raise replace(error, plan=path) from error
@@ -70,7 +74,7 @@ def check_fusions(plan: Plan, path: str, device: str) -> None:
 
 def pins_of(plan: Plan) -> dict[str, Any]:
     """The pins that ask for this plan. Raises BadPin (GA202) for a precision that none asks for."""
-    pins = {name: value for name, value in plan.decisions.items() if name != "rates"}
+    pins = {name: value for name, value in plan.decisions.items() if name not in _NO_PIN}
     named = {precision: name for name, precision in PRECISIONS.items()}
     precision = pins["precision"]
     if precision not in named:
@@ -79,6 +83,7 @@ def pins_of(plan: Plan) -> dict[str, Any]:
     pins["precision"] = named[precision]
     pins["pins"] = dict(pins.pop("placements"))
     pins["loss_chunk"] = plan.loss_chunk or None  # what the op takes by itself
+    pins["shard"] = plan.shard or None  # all of data
     if plan.tensor == 1:
         del pins["sequence"]
     return pins
@@ -89,6 +94,9 @@ def _check_counts(plan: Plan) -> None:
         if getattr(plan, name) < 1:
             reason = "it is a count of at least 1"
             raise BadPin(pin=name, value=getattr(plan, name), reason=reason)
+    if plan.shard == plan.data:
+        reason = f"a plan says 0 for all of data={plan.data}"
+        raise BadPin(pin="shard", value=plan.shard, reason=reason, allowed=("0",))
 
 
 def _check_rates(plan: Plan) -> None:
@@ -102,6 +110,28 @@ def _check_rates(plan: Plan) -> None:
         if told != axes or len(rates) != len(known) or not all(0 <= r < math.inf for r in rates):
             reason = f"it has {', '.join(known)} of each of: {', '.join(axes) or 'no axis'}"
             raise BadPin(pin="rates", value=plan.rates, reason=reason)
+
+
+def _check_selective(plan: Plan, step: StepGraph) -> None:
+    """Blocks and values that there are, each block once."""
+    if not plan.selective:
+        return
+    known = block_values(step.graph.graph.nodes, step.positions)
+    seen = set(plan.recompute)
+    for own in plan.selective:
+        for block in own.blocks:
+            reason = ""
+            if block not in known:
+                reason = f"{block} is no block; blocks: {', '.join(known) or 'none'}"
+            elif block in seen:
+                reason = f"{block} is said twice"
+            elif unknown := [label for label in own.saved if label not in known[block]]:
+                reason = f"{block} has no value {unknown[0]!r}; it has {', '.join(known[block])}"
+            elif not own.saved:
+                reason = f"nothing of {block} is saved: it belongs to recompute"
+            if reason:
+                raise BadPin(pin="selective", value=own, reason=reason)
+            seen.add(block)
 
 
 def _is(value: object, hint: Any) -> bool:

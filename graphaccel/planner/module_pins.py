@@ -12,9 +12,12 @@ from torch import fx
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.errors import BadPin
 from graphaccel.ir.program import Sharded
+from graphaccel.ir.unfold import input_nodes
+from graphaccel.planner.plan import INTERLEAVES
 
 aten = torch.ops.aten
 VOCAB = ("data", "tensor")
+SHARDING = ("data", "expert", "context", "tensor")
 _PRODUCTS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default})
 _LOOKS = frozenset(
     {
@@ -130,6 +133,73 @@ def read_stages(value: object, step: StepGraph) -> tuple[tuple[str, int], ...]:
     found = sorted(((str(n), int(s)) for n, s in value.items()), key=lambda p: min(runs[p[0]]))
     _in_order(found, runs)
     return tuple(found)
+
+
+def check_stages(
+    stages: Mapping[str, int],
+    cuts: Sequence[str] | None,
+    pipeline: int | None,
+    interleave: int | None,
+    schedule: str | None,
+) -> None:
+    """The stages that modules were given, against the other pins: the cuts, and as many stages as
+    there can be. Raises BadPin (GA202)."""
+    if cuts is not None:
+        raise BadPin(pin="stages", value=stages, reason="cuts= says already where stages end")
+    if pipeline is None:
+        return
+    several = pipeline > 1 and schedule in (None, "interleaved")
+    most = pipeline * (interleave or (max(INTERLEAVES) if several else 1))
+    path, last = max(stages.items(), key=lambda item: item[1])
+    if last >= most:
+        count = str(most) if interleave or not several else f"{most} at most"
+        reason = f"{path} is to be on stage {last}, and there are {count}, from 0 on"
+        raise BadPin(pin="stages", value=stages, reason=reason)
+
+
+def read_placements(value: object, step: StepGraph) -> tuple[tuple[str, tuple[Sharded, ...]], ...]:
+    """`{"head.weight": shard(0, "tensor")}`, checked against the parameters.
+
+    A module's path stands for the parameters inside that have the dim; longer paths come first.
+    """
+    if not isinstance(value, Mapping):
+        raise BadPin(pin="pins", value=value, reason="it maps parameters' names to placements")
+    nodes = input_nodes(step.graph)
+    shapes = {
+        s.name: tuple(n.meta["val"].shape)
+        for n, s in zip(nodes, step.inputs, strict=True)
+        if s.kind == "parameter"
+    }
+    found: dict[str, tuple[Sharded, ...]] = {}
+    for name, said in sorted(value.items(), key=lambda item: str(item[0]).count(".")):
+        splits = (said,) if isinstance(said, Sharded) else said
+        inside = [name] if name in shapes else [n for n in shapes if is_inside(n, str(name))]
+        if not inside:
+            close = difflib.get_close_matches(str(name), shapes, 1)
+            reason = f"no parameter or module is called {name}"
+            reason += f"; there is {close[0]}" if close else ""
+            raise BadPin(pin="pins", value={name: said}, reason=reason)
+        if not isinstance(splits, tuple) or not all(isinstance(s, Sharded) for s in splits):
+            reason = f"{name} rests under shard(dim, axis), a tuple of them, or replicate()"
+            raise BadPin(pin="pins", value={name: said}, reason=reason)
+        for split in splits:
+            if split.axis not in SHARDING:
+                reason = "a tensor can be sharded over data, expert, context or tensor, not "
+                raise BadPin(pin="pins", value={name: said}, reason=reason + repr(split.axis))
+            if split.outer < 1 or any(
+                shapes[n][split.dim] % split.outer
+                for n in inside
+                if 0 <= split.dim < len(shapes[n])
+            ):
+                reason = f"dim {split.dim} of {inside[0]} has no {split.outer} equal sections"
+                raise BadPin(pin="pins", value={name: said}, reason=reason)
+            with_dim = [n for n in inside if 0 <= split.dim < len(shapes[n])]
+            if not with_dim:
+                reason = f"{inside[0]} is {list(shapes[inside[0]])}: it has no dim {split.dim}"
+                raise BadPin(pin="pins", value={name: said}, reason=reason)
+            inside = with_dim
+        found |= dict.fromkeys(inside, splits)
+    return tuple(sorted(found.items()))
 
 
 def is_inside(path: str, module: str) -> bool:

@@ -55,7 +55,7 @@ def motion_key(plan: Plan) -> tuple[object, ...]:
     once = plan.microbatches == 1
     each = once or plan.accumulation == "shards"
     again = plan.gather_again, plan.gathers_low
-    return (plan.zero == 3, plan.data, *again, once, each, plan.bucket_bytes)
+    return (plan.zero == 3, plan.shards, *again, once, each, plan.bucket_bytes)
 
 
 def in_motion(
@@ -76,7 +76,7 @@ def in_motion(
     if plan.microbatches == 1 or plan.accumulation == "shards":
         _collect(moving, plan, regions)
     else:  # the whole gradients lie there all the time; their shards are made one by one
-        moving.backward += max((r.trained for r in regions), default=0) // plan.data
+        moving.backward += max((r.trained for r in regions), default=0) // plan.shards
         moving.ready += sum(r.trained for r in regions)
     if exchanged:  # what comes of a group, from when it is sent until the next one is
         for k, region in enumerate(regions):
@@ -160,7 +160,7 @@ def _collect(moving: Motion, plan: Plan, regions: Sequence[_Region]) -> None:
     for k, region in enumerate(regions):
         sent = regions[k - 1].first if k else 0
         moving.backward[sent : region.last + 1] += region.trained
-        share = region.trained // plan.data
+        share = region.trained // plan.shards
         if plan.microbatches == 1:
             moving.ready[: region.first + 1] += share
         else:

@@ -49,8 +49,7 @@ def stage_peaks(
     """
     key = "stages", plan.cuts
     first, stage = sized.once(key, lambda: _stages(works))
-    recomputed = profile.numbers(plan.recompute)
-    saved, again = sized.saved(recomputed)
+    saved, again = sized.saved(profile.again(plan))
     away = away_bytes(profile, sized, plan)
     running = _within(saved - away, first, stage)
     forward, backward = sized.passing_forward, sized.passing_backward

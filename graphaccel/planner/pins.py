@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -12,8 +11,13 @@ from typing import Any
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.errors import BadPin, BatchNotDivisible, NoLoss, SplitRefused
 from graphaccel.ir.program import Sharded
-from graphaccel.ir.unfold import input_nodes
-from graphaccel.planner.module_pins import VOCAB, is_inside, read_stages, vocabulary_placements
+from graphaccel.planner.module_pins import (
+    VOCAB,
+    check_stages,
+    read_placements,
+    read_stages,
+    vocabulary_placements,
+)
 from graphaccel.planner.offload import offload_text, read_offload
 from graphaccel.planner.plan import Plan, Precision
 from graphaccel.schedule.table import SCHEDULE_NAMES
@@ -26,7 +30,7 @@ PRECISIONS: Mapping[str, Precision] = {
     "tf32": Precision(products="tfloat32"),
     "fp8": Precision(compute="bfloat16", stream="bfloat16", products="float8_e4m3fn"),
 }
-RECOMPUTE = ("none", "some", "all")
+RECOMPUTE = ("none", "some", "selective", "all")
 OUTPUTS = ("loss", "all")
 ACCUMULATIONS = ("whole", "shards")
 ORT = ("off", "auto", "all")
@@ -40,8 +44,8 @@ _COUNTS = (
 SWITCHES = ("sequence", "scatter_sends", "cast_once", "cuda_graphs")
 NAMES = (
     *_COUNTS, "recompute", "precision", "schedule", "cuts", "outputs",
-    "zero", "gather_again", "cast_once", "accumulation", "sequence", "scatter_sends", "pins",
-    "fusions",
+    "zero", "shard", "gather_again", "cast_once", "accumulation", "sequence", "scatter_sends",
+    "pins", "fusions",
     "vocab", "stages", "ort", "fallback", "compile", "cuda_graphs", "offload",
 )  # fmt: skip
 
@@ -68,6 +72,7 @@ class Pins:
     context: int | None = None
     expert: int | None = None
     zero: int | None = None
+    shard: int | None = None
     gather_again: bool | str | None = None
     cast_once: bool | None = None
     accumulation: str | None = None
@@ -97,7 +102,15 @@ class Pins:
             return (self.zero,)
         if self.gather_again not in (None, True):
             return (3,)
-        return (2, 3) if self.accumulation == "shards" else (0, 1, 2, 3)
+        if self.accumulation == "shards":
+            return (2, 3)
+        asked = self.shard is not None and not self.over_data
+        return (1, 2, 3) if asked else (0, 1, 2, 3)
+
+    @property
+    def over_data(self) -> bool:
+        """Whether single parameters are to rest sharded over data."""
+        return any(split.axis == "data" for _, splits in self.pins or () for split in splits)
 
     @property
     def on_host(self) -> tuple[str, ...]:
@@ -151,7 +164,7 @@ def read_pins(
     given = _values(pins)
     typed: dict[str, Any] = {**given, **_names(given, step)}
     if "pins" in given:
-        typed["pins"] = _placements(given["pins"], step)
+        typed["pins"] = read_placements(given["pins"], step)
     if "stages" in given:
         typed["stages"] = read_stages(given["stages"], step)
     if "offload" in given:
@@ -160,7 +173,9 @@ def read_pins(
     _check_loss(found, step)
     found = _check_mesh(found, devices)
     if found.vocab is not None:
-        placed = vocabulary_placements(found.vocab, step, _sizes(found, devices))
+        sizes = _sizes(found, devices)
+        sizes["data"] = found.shard or sizes["data"]
+        placed = vocabulary_placements(found.vocab, step, sizes)
         own = {**placed, **dict(found.pins or ())}
         found = replace(found, pins=tuple(sorted(own.items())))
     _check_together(found, devices, step.has_loss)
@@ -187,7 +202,7 @@ def _values(pins: Mapping[str, object]) -> dict[str, object]:
     for name in given:
         if name not in NAMES:
             raise BadPin(pin=name, value=given[name], reason=f"known pins: {', '.join(NAMES)}")
-    for name in _COUNTS:
+    for name in (*_COUNTS, "shard"):
         value = given.get(name, 1)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise BadPin(pin=name, value=value, reason="it is a count of at least 1")
@@ -216,7 +231,8 @@ def _check_together(pins: Pins, devices: int, has_loss: bool) -> None:
     _check_parameters_away(pins)
     _check_casts(pins, has_loss)
     _check_schedule(pins)
-    _check_stages(pins)
+    if pins.stages:
+        check_stages(dict(pins.stages), pins.cuts, pins.pipeline, pins.interleave, pins.schedule)
 
 
 def _names(given: Mapping[str, object], step: StepGraph) -> dict[str, object]:
@@ -273,51 +289,6 @@ def _strings(pin: str, value: object) -> tuple[str, ...]:
     raise BadPin(pin=pin, value=value, reason="it is a list of names")
 
 
-def _placements(value: object, step: StepGraph) -> tuple[tuple[str, tuple[Sharded, ...]], ...]:
-    """`{"head.weight": shard(0, "tensor")}`, checked against the parameters.
-
-    A module's path stands for the parameters inside that have the dim; longer paths come first.
-    """
-    if not isinstance(value, Mapping):
-        raise BadPin(pin="pins", value=value, reason="it maps parameters' names to placements")
-    nodes = input_nodes(step.graph)
-    shapes = {
-        s.name: tuple(n.meta["val"].shape)
-        for n, s in zip(nodes, step.inputs, strict=True)
-        if s.kind == "parameter"
-    }
-    found: dict[str, tuple[Sharded, ...]] = {}
-    for name, said in sorted(value.items(), key=lambda item: str(item[0]).count(".")):
-        splits = (said,) if isinstance(said, Sharded) else said
-        inside = [name] if name in shapes else [n for n in shapes if is_inside(n, str(name))]
-        if not inside:
-            close = difflib.get_close_matches(str(name), shapes, 1)
-            reason = f"no parameter or module is called {name}"
-            reason += f"; there is {close[0]}" if close else ""
-            raise BadPin(pin="pins", value={name: said}, reason=reason)
-        if not isinstance(splits, tuple) or not all(isinstance(s, Sharded) for s in splits):
-            reason = f"{name} rests under shard(dim, axis), a tuple of them, or replicate()"
-            raise BadPin(pin="pins", value={name: said}, reason=reason)
-        for split in splits:
-            if split.axis not in AXES or split.axis == "pipeline":
-                reason = "a tensor can be sharded over data, expert, context or tensor, not "
-                raise BadPin(pin="pins", value={name: said}, reason=reason + repr(split.axis))
-            if split.outer < 1 or any(
-                shapes[n][split.dim] % split.outer
-                for n in inside
-                if 0 <= split.dim < len(shapes[n])
-            ):
-                reason = f"dim {split.dim} of {inside[0]} has no {split.outer} equal sections"
-                raise BadPin(pin="pins", value={name: said}, reason=reason)
-            with_dim = [n for n in inside if 0 <= split.dim < len(shapes[n])]
-            if not with_dim:
-                reason = f"{inside[0]} is {list(shapes[inside[0]])}: it has no dim {split.dim}"
-                raise BadPin(pin="pins", value={name: said}, reason=reason)
-            inside = with_dim
-        found |= dict.fromkeys(inside, splits)
-    return tuple(sorted(found.items()))
-
-
 def _check_zero(pins: Pins, devices: int) -> None:
     zero = pins.zero
     if zero is not None and (isinstance(zero, bool) or zero not in (0, 1, 2, 3)):
@@ -340,11 +311,28 @@ def _check_zero(pins: Pins, devices: int) -> None:
         raise BadPin(pin="accumulation", value=pins.accumulation, reason=reason, allowed=("whole",))
     if min(pins.zeros) and data == 1:
         raise _without_zero(pins, "with data=1 there is no axis to shard over")
+    _check_shard(pins, data)
     for name, splits in pins.pins or ():
         for split in splits:
             if sizes[split.axis] == 1:
                 reason = f"{name} is to be sharded over {split.axis}, which has one device"
                 raise BadPin(pin="pins", value={name: split}, reason=reason)
+
+
+def _check_shard(pins: Pins, data: int) -> None:
+    """The part of the data axis that ZeRO shards over. data: the largest that axis can be."""
+    if pins.shard is None:
+        return
+    reason = None
+    if pins.shard == 1:
+        reason = "over one device nothing is sharded, which is zero=0"
+    elif pins.zero == 0 and not pins.over_data:
+        reason = "with zero=0 nothing is sharded"
+    elif data % pins.shard:
+        reason = f"data={data} can not be made of groups of {pins.shard}"
+    if reason is not None:
+        allowed = () if pins.zero == 0 else tuple(str(n) for n in divisors(data) if n > 1)
+        raise BadPin(pin="shard", value=pins.shard, reason=reason, allowed=allowed)
 
 
 def _without_zero(pins: Pins, reason: str, allowed: Sequence[int] = (0,)) -> BadPin:
@@ -355,8 +343,10 @@ def _without_zero(pins: Pins, reason: str, allowed: Sequence[int] = (0,)) -> Bad
     if pins.gather_again not in (None, True):
         said = pins.gather_again
         return BadPin(pin="gather_again", value=said, reason=reason, allowed=("True",))
-    said = pins.accumulation
-    return BadPin(pin="accumulation", value=said, reason=reason, allowed=("whole",))
+    if pins.accumulation == "shards":
+        said = pins.accumulation
+        return BadPin(pin="accumulation", value=said, reason=reason, allowed=("whole",))
+    return BadPin(pin="shard", value=pins.shard, reason=reason)
 
 
 def _check_sequence(pins: Pins) -> None:
@@ -452,20 +442,6 @@ def _check_mesh(pins: Pins, devices: int) -> Pins:
             reason = f"{stages - 1} cuts make {stages} stages, for {ranks} pipeline ranks"
             raise BadPin(pin="cuts", value=pins.cuts, reason=reason)
     return pins
-
-
-def _check_stages(pins: Pins) -> None:
-    """The stages that modules were given, against the cuts and the stages that there are."""
-    if not pins.stages:
-        return
-    last, said = max(stage for _, stage in pins.stages), dict(pins.stages)
-    if pins.cuts is not None:
-        raise BadPin(pin="stages", value=said, reason="cuts= says already where stages end")
-    count = (pins.pipeline or last + 1) * (pins.interleave or 1)
-    if last >= count:
-        path = next(path for path, stage in pins.stages if stage == last)
-        reason = f"{path} is to be on stage {last}, and there are {count}, from 0 on"
-        raise BadPin(pin="stages", value=said, reason=reason)
 
 
 def _check_schedule(pins: Pins) -> None:

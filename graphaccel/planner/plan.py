@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ from graphaccel.ir.program import OrtDeclined, OrtRegion, OrtReport, Sharded
 SCHEMA = 1
 GATHERS: tuple[bool | str, ...] = (True, "step", False)
 """Values of `Plan.gather_again`."""
+INTERLEAVES = (1, 2, 4)
+"""Values of `Plan.interleave` that are offered where it is not pinned."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,17 @@ class Precision:
     def planned_only(self) -> bool:
         """Whether the runtime can not do it."""
         return self.products.startswith("float8")
+
+
+@dataclass(frozen=True)
+class Selective:
+    """Blocks that are computed again in the backward but for some values, which are saved.
+
+    saved: what they are called in a block (`planner.again.value_labels`).
+    """
+
+    blocks: tuple[str, ...]
+    saved: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -131,9 +146,11 @@ class Plan:
     Mesh axes: pipeline x data x expert x context x tensor = devices, the last one innermost.
     `interleave` stages lie on each pipeline rank; stage k is on pipeline rank k % pipeline.
     cuts: names of the forward-graph nodes after which a stage ends.
-    recompute: names of the blocks that are computed again in the backward pass.
+    recompute: names of the blocks that are computed again in the backward pass as a whole.
+    selective: blocks of which that is done but for some values, and those values.
     bucket_bytes: size at which a bucket of gradients is sent for all-reduce.
     zero: what is sharded over the data axis: 1 optimizer state, 2 and gradients, 3 and parameters.
+    shard: over how many devices of the data axis, neighbours; 0: all of it. The rest replicates.
     gather_again: zero 3 lets go of parameters after the forward and gathers them again (True),
       keeps them for the microbatch's backward (False), or gathers them once a step and holds them
       for all microbatches ("step").
@@ -172,6 +189,7 @@ class Plan:
     schedule: str = "1f1b"
     cuts: tuple[str, ...] = ()
     recompute: tuple[str, ...] = ()
+    selective: tuple[Selective, ...] = ()
     precision: Precision = field(default_factory=Precision)
     bucket_bytes: int = 25 << 20
     fusions: tuple[str, ...] = ()
@@ -183,6 +201,7 @@ class Plan:
     offload: tuple[str, ...] = ()
     outputs: str = "loss"
     zero: int = 0
+    shard: int = 0
     gather_again: bool | str = True
     cast_once: bool = False
     accumulation: str = "whole"
@@ -218,6 +237,21 @@ class Plan:
         return self.expert * self.context * self.tensor
 
     @property
+    def shards(self) -> int:
+        """Devices of the data axis over which ZeRO shards."""
+        return self.shard or self.data
+
+    @property
+    def replicas(self) -> int:
+        """How often the data axis holds what ZeRO shards."""
+        return self.data // self.shards
+
+    @property
+    def shard_axis(self) -> str:
+        """The mesh axis of ZeRO's shards: "shard", or "data" where that is all of it."""
+        return "shard" if self.shard else "data"
+
+    @property
     def gathers_low(self) -> bool:
         """Whether ZeRO 3 gathers parameters in the dtype that they are computed with: where all
         that reads them wants it, and the backward does not read what the forward gathered."""
@@ -235,6 +269,23 @@ class Plan:
         low = self.precision.compute != "float32" and "parameters" not in self.offload
         return self.cast_once and low and not (self.zero == 3 and self.data > 1)
 
+    @cached_property
+    def again(self) -> dict[str, tuple[str, ...]]:
+        """Block that is computed again → what is saved of it, () if nothing."""
+        several = {block: own.saved for own in self.selective for block in own.blocks}
+        return {**dict.fromkeys(self.recompute, ()), **several}
+
+    def doing_again(self, saved: Mapping[str, tuple[str, ...]]) -> Plan:
+        """This plan with other blocks computed again: block → what is saved of it, () if nothing
+        is.
+        """
+        groups: dict[tuple[str, ...], list[str]] = {}
+        for block, values in saved.items():
+            groups.setdefault(values, []).append(block)
+        whole = tuple(groups.pop((), ()))
+        selective = tuple(Selective(tuple(blocks), values) for values, blocks in groups.items())
+        return replace(self, recompute=whole, selective=selective)
+
     @property
     def decisions(self) -> dict[str, Any]:
         """Everything that was decided, by field name."""
@@ -250,6 +301,7 @@ class Plan:
             parts[0] += f", {self.schedule.replace('_', ' ')}"
         if self.zero:
             parts.append(f"zero {self.zero}")
+            parts[-1] += f" in groups of {self.shard}" if self.shard else ""
             if self.zero == 3 and self.gather_again is not True:
                 each = " a step" if self.gather_again == "step" else ""
                 parts[-1] += f", gathered once{each}"
@@ -257,8 +309,11 @@ class Plan:
                 parts[-1] += ", reduced in each microbatch"
         if self.microbatches > 1:
             parts.append(f"{self.microbatches} microbatches of {self.microbatch_size}")
-        if self.recompute:
-            parts.append(f"recompute {len(self.recompute)} blocks")
+        if self.recompute or self.selective:
+            several = sum(len(own.blocks) for own in self.selective)
+            whole = f"{len(self.recompute)} blocks" if self.recompute else ""
+            part = f"{several} {'' if whole else 'blocks '}selectively" if several else ""
+            parts.append("recompute " + ", ".join(filter(None, (whole, part))))
         if self.offload:
             parts.append(f"{' and '.join(self.offload)} on the host")
         if self.precision.compute != "float32":
@@ -309,10 +364,14 @@ class Plan:
         plain: dict[str, Any] = {
             k: tuple(v) if isinstance(v, list) else v
             for k, v in data.items()
-            if k not in ("precision", "alternatives", "placements", "rates")
+            if k not in ("precision", "alternatives", "placements", "rates", "selective")
         }
         return Plan(
             **plain,
+            selective=tuple(
+                Selective(tuple(own["blocks"]), tuple(own["saved"]))
+                for own in data.get("selective", ())
+            ),
             placements=tuple(
                 (name, tuple(Sharded(**s) for s in splits))
                 for name, splits in data.get("placements", ())

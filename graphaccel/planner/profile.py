@@ -21,11 +21,20 @@ from graphaccel.capture.blocks import block_of
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.ir.layers import NotRepeated
 from graphaccel.ir.unfold import node_names
+from graphaccel.planner.again import (
+    Again,
+    BlockKind,
+    again_of,
+    chosen_positions,
+    find_kinds,
+    saved_with,
+)
 from graphaccel.planner.cluster import Device
 from graphaccel.planner.cost import RESHAPES, TRANSPOSES, first_input, in_chunks, is_view
 from graphaccel.planner.lines import Lines, read_lines, unfolded
+from graphaccel.planner.plan import Plan
 from graphaccel.planner.sized import SizedProfile
-from graphaccel.planner.wires import Wires, is_kept
+from graphaccel.planner.wires import KINDS, Wires, is_kept
 from graphaccel.rules.propagate import is_random
 
 _HELD = ("parameter", "buffer", "tangent")  # what one stage has and others do not
@@ -182,7 +191,9 @@ class Profile:
         self.storages = self._find_storages()
         self.parameters = self._find_parameters()
         self._sized: dict[Any, SizedProfile] = {}
-        self._saved: dict[frozenset[int], tuple[np.ndarray, ...]] = {}
+        self.whole_again = False
+        """Whether computing a block again does all of its forward, as other systems do."""
+        self._saved: dict[Again, tuple[np.ndarray, ...]] = {}
         self._known: dict[Hashable, Any] = {}
 
     def __len__(self) -> int:
@@ -416,37 +427,32 @@ class Profile:
             found[name] = Parameter(name, size, trainable, tuple(sorted(positions)))
         return tuple(found.values())
 
-    def saved(self, recomputed: Iterable[int]) -> tuple[np.ndarray, ...]:
-        """What backward finds in memory when some blocks (numbers) are computed again.
+    def again(self, plan: Plan) -> Again:
+        """What `plan` computes again."""
+        key = "again", plan.recompute, plan.selective
+        return self.once(key, lambda: self.saving(chosen_positions(self, plan)))
 
-        (storage numbers, positions) of what is saved, (storage numbers, positions) of what is made
-        again. Saved: what backward reads, unless it was made inside a recomputed block and nobody
-        outside that block wants it; what random ops made there; what enters a recomputed block.
-        """
-        chosen = frozenset(recomputed)
-        if chosen not in self._saved:
-            storages = self.storages
-            storage, place, back, block, own = self._wanted
-            again = np.zeros(len(self.block_names) + 1, dtype=bool)  # the last: of no block
-            again[list(chosen)] = True
-            inner = again[self.block_at[storages.at]] & ~storages.kept
-            counted = (back | again[block]) & ~(inner[storage] & (block == own))
-            first = np.full(len(storages), _FAR)
-            np.minimum.at(first, storage[counted], place[counted])
-            kept = np.flatnonzero(first < _FAR)
-            made = np.flatnonzero(inner & storages.saved & (first == _FAR))
-            self._saved[chosen] = (kept, first[kept], made, storages.first_wanted[made])
-        return self._saved[chosen]
+    def saving(self, saved: Mapping[int, tuple[int, ...]]) -> Again:
+        """What is computed again where blocks (numbers) save these of their positions, by their
+        order in the block, and nothing else."""
+        key = "saving", frozenset(saved.items())
+        return self.once(key, lambda: again_of(self, saved))
+
+    @property
+    def all_again(self) -> Again:
+        """Every block as a whole."""
+        return self.saving(dict.fromkeys(range(len(self.block_names)), ()))
+
+    def saved(self, again: Again) -> tuple[np.ndarray, ...]:
+        """What backward finds in memory (`planner.again.saved_with`)."""
+        if again not in self._saved:
+            self._saved[again] = saved_with(self, again)
+        return self._saved[again]
 
     @cached_property
-    def _wanted(self) -> tuple[np.ndarray, ...]:
-        """Uses of what one stage makes: (storage, position, whether it is in the backward, block,
-        block that made it)."""
-        storage, _, place, ahead = self.storages.uses
-        owned = self.storages.owned[storage]
-        storage, place = storage[owned], place[owned]
-        blocks = self.block_at[place], self.block_at[self.storages.at[storage]]
-        return (storage, place, ~ahead[owned], *blocks)
+    def block_kinds(self) -> tuple[BlockKind, ...]:
+        """The blocks by kind: those of one have the same forward."""
+        return find_kinds(self)
 
     @cached_property
     def crossing(self) -> Crossing:
@@ -499,11 +505,14 @@ class Profile:
         return found, source[storages.made[found]], storages.at[found]
 
     @cached_property
-    def node_again(self) -> np.ndarray:
-        """Calls of the forward that computing their block again does again."""
-        kept = np.zeros(len(self.lines.of), dtype=bool)
-        kept[self.storages.made[self.storages.kept]] = True
-        return self.node_forward & ~kept & ~self.node_released
+    def node_views(self) -> np.ndarray:
+        """Calls that only look at what another made."""
+        return self.lines.told([is_view(n) for n in self.lines.nodes])
+
+    @cached_property
+    def node_gathers(self) -> np.ndarray:
+        """Calls that gather what other devices have."""
+        return self.lines.told([KINDS.get(n.target) == "all-gather" for n in self.lines.nodes])
 
     @cached_property
     def _of_parameters(self) -> np.ndarray:

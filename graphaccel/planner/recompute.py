@@ -1,84 +1,126 @@
-"""Which blocks to compute again in the backward pass, to save memory.
+"""Which blocks to compute again in the backward pass, and how much of each, to save memory.
 
-A recomputed block keeps only what enters it, what others want of it, and the results of random
-ops; the rest is made again, one block at a time. Its price is its forward once more (Chen et al.,
-"Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174). Choosing blocks is a knapsack:
-the fewest seconds that save the bytes needed.
+A block that is recomputed whole keeps only what enters it, what others want of it, and the results
+of random ops; the rest is made again, one block at a time (Chen et al., "Training Deep Nets with
+Sublinear Memory Cost", arXiv:1604.06174). Selectively it saves some values more
+(`planner.selective`). Choosing for each block is a knapsack of which each block fills at most one
+place: the fewest seconds that save the bytes needed.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 import numpy as np
 
 from graphaccel.planner.profile import Profile, SizedProfile
+from graphaccel.planner.selective import ways_of
 
 _UNITS = 2000
+_TABLE = 64  # options of all blocks together, from which on blocks that are alike are counted
+
+Item = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class BlockOption:
-    """Recomputing one block: bytes saved for one microbatch in flight, and seconds of its
-    forward.
+    """A way of recomputing one block: bytes saved for one microbatch in flight, seconds of what is
+    done again, and what the values are called that stay saved; none if it is recomputed whole.
     """
 
     block: int
     name: str
     saved_bytes: int
     seconds: float
+    saved: tuple[str, ...] = ()
 
 
-def block_options(profile: Profile, sized: SizedProfile) -> tuple[BlockOption, ...]:
-    """What recomputing each block alone would save and cost; blocks that save nothing are left
-    out.
+def block_options(profile: Profile, sized: SizedProfile) -> tuple[tuple[BlockOption, ...], ...]:
+    """What recomputing each block alone would save and cost, in each of its ways, the fewest
+    seconds first; ways that save nothing are left out.
     """
     return sized.once("block options", lambda: _block_options(profile, sized))
 
 
-def _block_options(profile: Profile, sized: SizedProfile) -> tuple[BlockOption, ...]:
-    keep = int(sized.bytes[profile.saved(())[0]].sum())
-    seconds = sized.block_seconds()
-    options = []
-    for block, name in enumerate(profile.block_names):
-        saving = keep - int(sized.bytes[profile.saved((block,))[0]].sum())
-        if saving > 0:
-            options.append(BlockOption(block, name, saving, float(seconds[block])))
-    return tuple(options)
+def _block_options(profile: Profile, sized: SizedProfile) -> tuple[tuple[BlockOption, ...], ...]:
+    found: list[tuple[BlockOption, ...]] = [()] * len(profile.block_names)
+    for kind, ways in zip(profile.block_kinds, ways_of(profile, sized), strict=True):
+        told = [(w.less, w.seconds, tuple(kind.labels[i] for i in w.saved)) for w in ways]
+        for block in kind.blocks:
+            name = profile.block_names[block]
+            found[block] = tuple(BlockOption(block, name, *each) for each in told)
+    return tuple(found)
 
 
-def cheapest(savings: Sequence[float], prices: Sequence[float], needed: float) -> list[int] | None:
-    """Indices of the items with the least total price whose savings reach `needed`; None if none
-    do.
+def least_saved(profile: Profile, sized: SizedProfile) -> int:
+    """Bytes of a microbatch that wait for the backward at least, whatever is computed again."""
+    leanest = {
+        block: ways[-1].saved
+        for kind, ways in zip(profile.block_kinds, ways_of(profile, sized), strict=True)
+        for block in (kind.blocks if ways else ())
+    }
+    several = (profile.saving({}), profile.all_again, profile.saving(leanest))
+    return min(int(sized.saved(again)[0].sum()) for again in several)
 
-    Exact but for rounding: savings are counted in 1/2000 of the need, rounded down.
+
+def cheapest(blocks: Sequence[Sequence[Item]], needed: float) -> list[int] | None:
+    """For each block the item that is chosen of it, -1 for none: those with the least total price
+    whose savings reach `needed`; None if none do. blocks: of each its items, (saving, price).
+
+    Exact but for rounding: savings are counted in 1/2000 of the need, rounded down. Of many blocks
+    that are alike, only two kinds of items and one item more are chosen: the best choice without
+    whole numbers has two, so that no more than the price of one item can be lost.
     """
     if needed <= 0:
-        return []
-    if sum(savings) < needed:
+        return [-1] * len(blocks)
+    if sum(max((s for s, _ in items), default=0) for items in blocks) < needed:
         return None
-    units = [min(_UNITS, int(s / needed * _UNITS)) for s in savings]
-    if sum(units) < _UNITS:
-        return list(range(len(savings)))
-    if len(set(units)) == len(set(prices)) == 1 and prices[0] > 0:  # what the table would say
-        return list(range(math.ceil(_UNITS / units[0])))
+    if len(set(map(tuple, blocks))) == 1 and len(blocks) * len(blocks[0]) > _TABLE:
+        return _alike(len(blocks), blocks[0], needed)
+    units = [[min(_UNITS, int(s / needed * _UNITS)) for s, _ in items] for items in blocks]
+    if sum(max(own, default=0) for own in units) < _UNITS:
+        return [max(range(len(i)), key=lambda k, i=i: i[k][0], default=-1) for i in blocks]
     best = np.full(_UNITS + 1, np.inf)
     best[0] = 0.0
-    taken = np.zeros((len(units), _UNITS + 1), dtype=bool)
+    taken = np.full((len(blocks), _UNITS + 1), -1, dtype=np.int8)
     with_item = np.empty_like(best)
-    for item, (unit, price) in enumerate(zip(units, prices, strict=True)):
-        with_item[:unit] = best[0] + price  # more than is needed
-        np.add(best[: _UNITS + 1 - unit], price, out=with_item[unit:])
-        np.less(with_item, best, out=taken[item])
-        np.minimum(best, with_item, out=best)
-    chosen, left = [], _UNITS
-    for item in range(len(units) - 1, -1, -1):
-        if taken[item, left]:
-            chosen.append(item)
-            left = max(left - units[item], 0)
-    return chosen[::-1]
+    for block, items in enumerate(blocks):
+        before = best.copy()
+        for item, (unit, (_, price)) in enumerate(zip(units[block], items, strict=True)):
+            with_item[:unit] = before[0] + price  # more than is needed
+            np.add(before[: _UNITS + 1 - unit], price, out=with_item[unit:])
+            taken[block, with_item < best] = item
+            np.minimum(best, with_item, out=best)
+    chosen, left = [-1] * len(blocks), _UNITS
+    for block in range(len(blocks) - 1, -1, -1):
+        item = chosen[block] = int(taken[block, left])
+        if item >= 0:
+            left = max(left - units[block][item], 0)
+    return chosen
+
+
+def _alike(count: int, items: Sequence[Item], needed: float) -> list[int]:
+    """`cheapest` of `count` blocks with the same items: those that save most come first."""
+    best: tuple[float, list[int]] | None = None
+    many = np.arange(count + 1)
+    pairs = [*combinations(range(len(items)), 2), *((i, i) for i in range(len(items)))]
+    for a, b in pairs:
+        for single in (-1, *range(len(items))):
+            less, more = items[single] if single >= 0 else (0.0, 0.0)
+            own = many * (a != b)
+            left = needed - less - own * items[b][0]
+            rest = np.ceil(np.maximum(left, 0.0) / items[a][0])
+            price = rest * items[a][1] + own * items[b][1] + more
+            price = np.where(rest + own + (single >= 0) <= count, price, np.inf)
+            at = int(price.argmin())
+            if best is None or price[at] < best[0]:
+                extra = [single] * (single >= 0)
+                best = float(price[at]), [a] * int(rest[at]) + [b] * int(own[at]) + extra
+    assert best is not None
+    chosen = sorted(best[1], key=lambda item: -items[item][0])
+    return chosen + [-1] * (count - len(chosen))
 
 
 def every_second(names: Sequence[str]) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -16,6 +16,7 @@ from graphaccel.planner.efficiency import gap_seconds, seconds_of
 from graphaccel.planner.wires import KINDS, Wires
 
 if TYPE_CHECKING:
+    from graphaccel.planner.again import Again
     from graphaccel.planner.profile import Profile, Tensor
 
 T = TypeVar("T")
@@ -27,8 +28,7 @@ class SizedProfile:
     forward, backward: seconds of the device; weight: those of the backward that give gradients of
     parameters alone; sent_forward, sent_backward: those of collectives
     among them; host_forward, host_backward: seconds in which the process starts the ops, which goes
-    on beside the device. again, sent_again, host_again: of the forward's, what is done again where
-    a block is computed again. casts: of the forward's, and as much of the backward's, what giving
+    on beside the device. casts: of the forward's, and as much of the backward's, what giving
     parameters another dtype takes besides starting it; held_casts: of those that may be made once a
     step, and held_starts: seconds in which the process starts them. launches: seconds of the device
     that starting ops takes. bytes: of each storage.
@@ -78,16 +78,14 @@ class SizedProfile:
         self.sent_forward, self.sent_backward = summed(sent, ahead), summed(sent, ~ahead)
         self.forward, self.backward = summed(seconds, ahead), summed(seconds, ~ahead)
         self.host_forward, self.host_backward = summed(starting, ahead), summed(starting, ~ahead)
-        again, released = profile.node_again, profile.node_released
-        self.again, self.sent_again = summed(seconds, again), summed(sent, again)
-        self.host_again = summed(starting, again)
+        released = profile.node_released
         self.casts = summed(seconds - gap * calls, released)
         self.held_casts = summed(seconds - gap * calls, profile.node_held)
         self.held_starts = summed(starting, profile.node_held)
         if released.any():
             self.backward += summed(seconds, released)
             self.host_backward += summed(starting, released)
-        self._seconds = seconds
+        self._seconds, self._sent, self._starting = seconds, sent, starting
         taken = [chunk_bytes(n, resolve, chunk) if n in parted else 0 for n in first]
         self._taken = np.array(taken, dtype=np.int64)[kind]
         of, tensors = profile.alike_storages
@@ -201,23 +199,36 @@ class SizedProfile:
         gone[order] = np.cumsum(change)[:-1]
         return gone
 
-    def saved(self, recomputed: Iterable[int] = ()) -> tuple[np.ndarray, np.ndarray]:
+    def saved(self, again: Again | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Bytes per position that wait for backward, and that are made again for it."""
-        chosen = frozenset(recomputed)
+        again = self._profile.saving({}) if again is None else again
 
         def made() -> tuple[np.ndarray, np.ndarray]:
-            kept, kept_at, again, again_at = self._profile.saved(chosen)
-            return self._at(kept_at, self.bytes[kept]), self._at(again_at, self.bytes[again])
+            kept, kept_at, remade, remade_at = self._profile.saved(again)
+            return self._at(kept_at, self.bytes[kept]), self._at(remade_at, self.bytes[remade])
 
-        return self.once(("saved", chosen), made)
+        return self.once(("saved", again), made)
 
-    def block_seconds(self) -> np.ndarray:
-        """What computing each block again costs, in seconds."""
-        block = self._profile.block_at
-        inside = block >= 0
-        return np.bincount(
-            block[inside], self.again[inside], minlength=len(self._profile.block_names)
-        )
+    def done_again(self, again: Again) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Seconds per position of what is done again for the backward: of the device, those of
+        collectives among them, and those in which the process starts the ops."""
+
+        def made() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+            here, length = again.rows, len(self._profile)
+            place = self._profile.node_position[here]
+            columns = (self._seconds, self._sent, self._starting)
+            seconds, sent, starting = (
+                np.bincount(place, values[here], minlength=length).astype(float)
+                for values in columns
+            )
+            return seconds, sent, starting
+
+        return self.once(("again", again), made)
+
+    @property
+    def row_seconds(self) -> np.ndarray:
+        """Seconds of the device for each joint row."""
+        return self._seconds
 
 
 def _bytes(tensor: Tensor, sizes: Sizes) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -117,9 +117,10 @@ def with_cuts_and_blocks(
     """`plan` with cuts, recomputed blocks and its prediction (time in closed form).
 
     recompute: "none", "all", "some" (as much as memory asks for; every second block if it asks for
-    none) or names. Cuts are even in time; where that does not fit however much is recomputed, they
-    are chosen again under each stage's memory. Where a fused op goes over its rows in chunks, fewer
-    at a time are tried where that makes a plan fit, or fit with less to compute again.
+    none), "selective" (every block, but for values that it saves, as memory asks for) or names.
+    Cuts are even in time; where that does not fit however much is recomputed, they are chosen again
+    under each stage's memory. Where a fused op goes over its rows in chunks, fewer at a time are
+    tried where that makes a plan fit, or fit with less to compute again.
 
     Raises: TooManyStages (GA203), BadPin (GA202) where the stages of modules can not be, or rows at
     a time were pinned and nothing goes over rows so.
@@ -129,7 +130,7 @@ def with_cuts_and_blocks(
         found = _solved(problem, tried, recompute, cuts)
         if best is None or _order(problem, found) < _order(problem, best):
             best = found
-        if excess(best, problem.cluster) <= 0 and recompute != "some":
+        if excess(best, problem.cluster) <= 0 and recompute not in ("some", "selective"):
             break  # fewer rows at a time take longer
     assert best is not None
     return best
@@ -213,7 +214,7 @@ def _cuts(problem: Problem, plan: Plan) -> Iterator[tuple[str, ...]]:
         per_parameter_byte=float(
             sum(
                 resident_parts(
-                    plan.data,
+                    plan.shards,
                     plan.zero,
                     plan.microbatches == 1 or plan.accumulation == "shards",
                     plan.holds_gathered,
@@ -230,7 +231,7 @@ def _cuts(problem: Problem, plan: Plan) -> Iterator[tuple[str, ...]]:
         ("fitting", stages, *seconds, pinned, limit),
         lambda: choose_cuts(
             profile, sized, stages, *seconds,
-            saved=sized.saved(range(len(profile.block_names)))[0], limit=limit, pinned=pinned,
+            saved=sized.saved(profile.all_again)[0], limit=limit, pinned=pinned,
         ),
     )  # fmt: skip
     if fitting not in (None, even):
@@ -238,7 +239,7 @@ def _cuts(problem: Problem, plan: Plan) -> Iterator[tuple[str, ...]]:
 
 
 def resident_parts(
-    data: Any,
+    shards: Any,
     zero: Any,
     once: Any,
     held: Any,
@@ -249,9 +250,9 @@ def resident_parts(
     """Bytes that lie on a device for each byte of trained parameter of its stage: parameter,
     gradient and optimizer state, less what ZeRO and the host have; of one plan, or of columns.
 
-    once: gradients are reduced as soon as they are there. held: parameters are gathered once a step
-    and held. gathered: bytes that each then takes."""
-    share, (own, _) = 1 / data, placed_parameters(1, 1, offload)
+    shards: devices that ZeRO shards over. once: gradients are reduced as soon as they are there.
+    held: parameters are gathered once a step and held. gathered: bytes that each then takes."""
+    share, (own, _) = 1 / shards, placed_parameters(1, 1, offload)
     parameter = own * np.where(zero == 3, share, 1.0) + np.where(held, gathered, 0.0)
     gradient = np.where(np.logical_and(np.greater_equal(zero, 2), once), share, 1.0)
     state = device_state(optimizer_bytes, offload)
@@ -260,63 +261,78 @@ def resident_parts(
 
 def _with_blocks(problem: Problem, plan: Plan, recompute: str | Sequence[str]) -> Plan:
     """The plan with its recomputed blocks and its prediction."""
-    names = problem.layouts.of(plan).block_names
+    profile = problem.layouts.of(plan)
+    names = profile.block_names
     if recompute == "none":
-        chosen: tuple[str, ...] = ()
+        chosen: Mapping[str, tuple[str, ...]] = {}
     elif recompute == "all":
-        chosen = names
+        chosen = dict.fromkeys(names, ())
     elif recompute == "some":
-        chosen = _needed(problem, plan) or every_second(names)
+        chosen = _needed(problem, plan, block_options(profile, problem.sized(plan)), 0)
+        chosen = chosen or dict.fromkeys(every_second(names), ())
+    elif recompute == "selective":
+        chosen = _needed(problem, plan, _selective(problem, plan), 1)
     else:
-        chosen = tuple(recompute)
-    plan = replace(plan, recompute=chosen)
-    return problem.predicted(plan, simulated=False)
+        chosen = dict.fromkeys(recompute, ())
+    return problem.predicted(plan.doing_again(chosen), simulated=False)
 
 
-def _needed(problem: Problem, plan: Plan) -> tuple[str, ...]:
-    """The blocks with the fewest seconds that make every rank fit, or all of a rank's if none
-    do.
+def _selective(problem: Problem, plan: Plan) -> tuple[tuple[BlockOption, ...], ...]:
+    """The options of each block in which it saves some values."""
+    options = block_options(problem.layouts.of(plan), problem.sized(plan))
+    return tuple(tuple(o for o in own if o.saved) for own in options)
+
+
+def _needed(
+    problem: Problem, plan: Plan, options: Sequence[Sequence[BlockOption]], least: int
+) -> dict[str, tuple[str, ...]]:
+    """What to compute again, block → what is saved of it: with the fewest seconds that make every
+    rank fit, or the most that all of a rank's blocks can save if none do. options: of each block.
+    least: how many of them, the first ones, are taken where memory asks for nothing: 0 or 1.
     """
     profile, cluster = problem.layouts.of(plan), problem.cluster
-    sized = problem.sized(plan)
-    options = block_options(profile, sized)
-    if not options:
-        return ()
+    if not any(options):
+        return {}
     waiting = flight(plan)
     ends = np.array([end for _, end in stage_positions(profile, plan.cuts)])
     stages = np.searchsorted(ends, profile.block_first, side="right").tolist()
-    stage_of = {o.block: stages[o.block] for o in options}
-    lying: list[list[BlockOption]] = [[] for _ in range(plan.pipeline)]
-    for option in options:
-        lying[stage_of[option.block] % plan.pipeline].append(option)
-    names = [[o.name for o in own] for own in lying]
-    prices = [[o.seconds for o in own] for own in lying]
-    savings = [[o.saved_bytes * waiting[stage_of[o.block]] for o in own] for own in lying]
-    chosen: frozenset[str] = frozenset()
+    lying: list[list[Sequence[BlockOption]]] = [[] for _ in range(plan.pipeline)]
+    for stage, own in zip(stages, options, strict=True):
+        if own:
+            lying[stage % plan.pipeline].append(own)
+
+    def beyond(own: Sequence[BlockOption]) -> list[tuple[float, float]]:
+        saved, seconds = (own[0].saved_bytes, own[0].seconds) if least else (0, 0.0)
+        count = waiting[stages[own[0].block]]
+        return [((o.saved_bytes - saved) * count, o.seconds - seconds) for o in own[least:]]
+
+    items = [[beyond(own) for own in blocks] for blocks in lying]
+    chosen = {own[0].name: own[0].saved for own in options if own and least}
     needs = [0.0] * plan.pipeline
     over: list[int] = []
     for _ in range(_ROUNDS):
         if not over:
-            blocks = tuple(n for n in profile.block_names if n in chosen)
-            memory = predict_memory(
-                profile, replace(plan, recompute=blocks), cluster, problem.optimizer_bytes
-            )
+            tried = plan.doing_again({n: chosen[n] for n in profile.block_names if n in chosen})
+            memory = predict_memory(profile, tried, cluster, problem.optimizer_bytes)
             over = [m.tensors - cluster.tensor_budget for m in memory]
         before, more = chosen, False
         for rank, missing in enumerate(over):
             if missing <= 0:
                 continue
             needs[rank] += missing
-            picked = cheapest(savings[rank], prices[rank], needs[rank])
+            picked = cheapest(items[rank], needs[rank])
             more = more or picked is not None
-            own = names[rank]
-            take = own if picked is None else [own[i] for i in picked]
-            chosen = chosen.difference(own).union(take)
+            blocks = lying[rank]
+            take = [len(own) - 1 - least for own in blocks] if picked is None else picked
+            gone = {own[0].name for own in blocks}
+            chosen = {name: saved for name, saved in chosen.items() if name not in gone}
+            chosen |= {own[0].name: own[k + least].saved
+                       for own, k in zip(blocks, take, strict=True) if k + least >= 0}  # fmt: skip
         if chosen != before:
             over = []  # to be found anew
         elif not more:  # all fit, or those that do not have nothing left to compute again
             break
-    return tuple(name for name in profile.block_names if name in chosen)
+    return {name: chosen[name] for name in profile.block_names if name in chosen}
 
 
 def scaled(problem: Problem, plan: Plan, exact: Plan) -> Problem:

@@ -16,7 +16,6 @@ from graphaccel.capture.symbols import BATCH
 from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.communication import (
     all_gather_seconds,
-    all_reduce_seconds,
     reduce_scatter_seconds,
     send_seconds,
 )
@@ -26,6 +25,7 @@ from graphaccel.planner.estimate import (
     gathered_bytes,
     message_bytes,
     reduce_counts,
+    shards_seconds,
 )
 from graphaccel.planner.footprint import gathered_sizes
 from graphaccel.planner.plan import Plan
@@ -78,7 +78,7 @@ def traffic(profile: Profile, plan: Plan, cluster: Cluster) -> tuple[Traffic, ..
         one = all_gather_seconds(cluster, size, plan.tensor)
         rows[stage % plan.pipeline] = times, size * times, one * times
         found["tensor", "all-gather"].append(rows)
-    order = ("tensor", "context", "expert", "data", "pipeline")
+    order = ("tensor", "context", "expert", "shard", "replicate", "data", "pipeline")
     summed = {key: np.sum(rows, axis=0) for key, rows in found.items()}
     made = []
     for (axis, kind), rows in summed.items():
@@ -99,22 +99,24 @@ def _over_data(
     for axes, size in sizes.items():
         calls, inner = counts[axes], axes
         if plan.data > 1 and plan.zero >= 2:
-            one = reduce_scatter_seconds(cluster, size / calls, plan.data, plan.replica)
-            found.append(("data", "reduce-scatter", calls * times, size * times,
+            one = reduce_scatter_seconds(cluster, size / calls, plan.shards, plan.replica)
+            found.append((plan.shard_axis, "reduce-scatter", calls * times, size * times,
                           calls * times * one))  # fmt: skip
-            size /= plan.data
-        elif plan.data > 1:
-            inner = ("data", *axes)
-        if wires.group(inner)[0] > 1:
-            one = all_reduce_seconds(cluster, size / calls, *wires.group(inner))
+            size /= plan.shards
+            inner = (*(("replicate",) if plan.replicas > 1 else ()), *axes)
+            one = shards_seconds(cluster, size / calls, axes, plan)
+        else:
+            inner = (*(("data",) if plan.data > 1 else ()), *axes)
+            one = wires.all_reduce(size / calls, inner)
+        if inner:
             found.append(("+".join(inner), "all-reduce", calls, size, calls * one))
     if plan.zero and plan.data > 1:
         sizes = [work.gradient] if plan.zero < 3 else _groups(profile, work, plan)
         again = 1
         if plan.zero == 3 and not plan.holds_gathered:
             again = plan.microbatches * (2 if plan.gather_again else 1)
-        seconds = sum(all_gather_seconds(cluster, n, plan.data, plan.replica) for n in sizes)
-        found.append(("data", "all-gather", len(sizes) * again, sum(sizes) * again,
+        seconds = sum(all_gather_seconds(cluster, n, plan.shards, plan.replica) for n in sizes)
+        found.append((plan.shard_axis, "all-gather", len(sizes) * again, sum(sizes) * again,
                       seconds * again))  # fmt: skip
     return found
 

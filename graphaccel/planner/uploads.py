@@ -86,12 +86,12 @@ def _read(profile: Profile, span: tuple[int, int]) -> list[_Use]:
     ]
 
 
-def _shards(stretches: Sequence[_Stretch], data: int) -> list[_Stretch]:
+def _shards(stretches: Sequence[_Stretch], ranks: int) -> list[_Stretch]:
     """The shards of what is gathered: each from where it is sent to where it has arrived, before
     its first use."""
     sent = [0, *(one.first for one in stretches)]
     return [
-        _Stretch(start, max(start, one.first - 1), one.bytes // data)
+        _Stretch(start, max(start, one.first - 1), one.bytes // ranks)
         for start, one in zip(sent, stretches, strict=False)
     ]
 
@@ -105,11 +105,11 @@ def uploaded(profile: Profile, plan: Plan, span: tuple[int, int]) -> tuple[np.nd
         late = [replace(u, place=length - 1 - u.last, last=length - 1 - u.place) for u in uses]
         ways = [_stretches(uses), _stretches(late)]
         if plan.zero == 3:
-            ways = [_shards(way, plan.data) for way in ways]
+            ways = [_shards(way, plan.shards) for way in ways]
         forward, backward = (_there(way, length) for way in ways)
         return forward, backward[::-1]
 
-    return profile.once(("uploaded", span, plan.zero == 3, plan.data), found)
+    return profile.once(("uploaded", span, plan.zero == 3, plan.shards), found)
 
 
 def uploaded_rows(rows: Rows, values: Sequence[Value]) -> np.ndarray:
@@ -153,7 +153,7 @@ def with_uploads(
     """
     assert cluster.host is not None
     link, hidden = cluster.host.link, 0.0 if cluster.host.shared else OVERLAP
-    shards = plan.data if plan.zero == 3 else 1
+    shards = plan.shards if plan.zero == 3 else 1
     found = []
     for own, work in zip(beside, works, strict=True):
         span = own.first, own.end

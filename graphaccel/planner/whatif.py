@@ -19,7 +19,7 @@ from dataclasses import dataclass, fields, replace
 
 from graphaccel.errors import BadPin, GraphAccelError, InfeasiblePlan
 from graphaccel.messages import format_bytes
-from graphaccel.planner.candidates import Shape, shapes
+from graphaccel.planner.candidates import Shape, shapes, shard_sizes
 from graphaccel.planner.cluster import MOST_DEVICES, Cluster, Collective, Link, OpTime
 from graphaccel.planner.conflicts import agreeing_pins
 from graphaccel.planner.explain import (
@@ -234,13 +234,17 @@ def explain(record: Record, plan: Plan) -> Explanation:
 def value_of(plan: Plan, name: str, blocks: tuple[str, ...]) -> str:
     """A decision of `plan` as the pin of that name says it."""
     if name == "recompute":
-        if not plan.recompute:
+        if not plan.again:
             return "none"
+        if not plan.recompute and set(plan.again) == set(blocks):
+            return "selective"
         return "all" if set(plan.recompute) == set(blocks) else "some"
     if name == "offload":
         return offload_text(plan.offload)
     if name == "precision":
         return _precision(plan)
+    if name == "shard":
+        return str(plan.shards)
     return str(getattr(plan, name))
 
 
@@ -272,6 +276,8 @@ def _values(record: Record, problem: Problem, plan: Plan, name: str) -> list:
     """The values of a decision that can be planned with everything else free or as pinned."""
     if name in ("gather_again", "accumulation") and plan.zero < (3 if "gather" in name else 2):
         return []  # nothing to decide
+    if name == "shard":
+        return sorted(shard_sizes(problem.cluster, plan.data, plan.replica)) if plan.zero else []
     if name == "schedule":
         return list(SCHEDULE_NAMES) if plan.pipeline > 1 else []
     if name in {f.name for f in fields(Shape)}:

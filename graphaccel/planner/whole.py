@@ -1,4 +1,5 @@
-"""Small problems, whole: every cut and every set of blocks, of what the bounds leave over.
+"""Small problems, whole: every cut and every set of blocks, of what the bounds leave over, each
+block recomputed in any of its ways.
 
 `planner.solve` cuts evenly in time and computes again what each block alone saves: near the best,
 and not always it. Where few cuts are left to try, all are: each is played with nothing computed
@@ -12,13 +13,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain, combinations
+from itertools import combinations, product
 
 from graphaccel.planner.bounds import Bounds, columns
 from graphaccel.planner.candidates import WORTH, Layout, Shape, plain
 from graphaccel.planner.explain import mesh_key, seconds
 from graphaccel.planner.pins import Pins
 from graphaccel.planner.plan import Plan
+from graphaccel.planner.recompute import block_options
 from graphaccel.planner.solve import Outcome, Problem, chunked, excess
 from graphaccel.planner.stages import candidate_cuts
 
@@ -33,7 +35,7 @@ def solve_whole(
 ) -> None:  # fmt: skip
     """Put what is better than the best of `outcome` before it; its `whole` says whether everything
     was tried. Where stages or "some" blocks were pinned, nothing is."""
-    if problem.stages or pins.recompute == "some":
+    if problem.stages or pins.recompute in ("some", "selective"):
         return
     best = outcome.fitting[0] if outcome.fitting else None
     limit = math.inf if best is None else seconds(best) * _weight(pins, best)
@@ -55,7 +57,7 @@ def solve_whole(
                     outcome.whole = False
                     break
                 tried += 1
-                one = problem.predicted(replace(plan, recompute=blocks), simulated=True)
+                one = problem.predicted(plan.doing_again(blocks), simulated=True)
                 if not blocks:
                     floor = _floor(one)
                 time = seconds(one) * _weight(pins, one)
@@ -140,14 +142,21 @@ def _plans(problem: Problem, pins: Pins, plan: Plan) -> Iterator[Plan]:
                     yield held
 
 
-def _sets(problem: Problem, pins: Pins, plan: Plan) -> Iterator[tuple[str, ...]]:
-    """Sets of blocks, the smallest first."""
-    names = problem.layouts.of(plan).block_names
-    if pins.recompute is None:
-        return chain.from_iterable(combinations(names, n) for n in range(len(names) + 1))
-    if isinstance(pins.recompute, str):
-        return iter([names if pins.recompute == "all" else ()])
-    return iter([tuple(pins.recompute)])
+def _sets(problem: Problem, pins: Pins, plan: Plan) -> Iterator[dict[str, tuple[str, ...]]]:
+    """Sets of blocks with what is saved of each, the smallest first."""
+    profile = problem.layouts.of(plan)
+    names = profile.block_names
+    if pins.recompute is not None:
+        whole = {"none": (), "all": names}
+        chosen = whole[pins.recompute] if isinstance(pins.recompute, str) else pins.recompute
+        return iter([dict.fromkeys(chosen, ())])
+    options = [own for own in block_options(profile, problem.sized(plan)) if own]
+    return (
+        {own.name: own.saved for own in ways}
+        for size in range(len(options) + 1)
+        for blocks in combinations(options, size)
+        for ways in product(*blocks)
+    )
 
 
 def _floor(plan: Plan) -> float:

@@ -84,7 +84,7 @@ def stage_works(
     graph.
     """
     spared = plan.holds_casts, recorded(plan), *spared_casts(plan)
-    key = ("works", plan.cuts, plan.recompute, launch_seconds, spared)
+    key = ("works", plan.cuts, plan.recompute, plan.selective, launch_seconds, spared)
     return sized.once(key, lambda: _stage_works(profile, sized, plan, launch_seconds))
 
 
@@ -100,26 +100,22 @@ def spared_casts(plan: Plan) -> tuple[float, float]:
     where ZeRO 3 gathers in low precision, a shard is cast; held casts are made once a step."""
     if plan.holds_casts:
         return 1 - 1 / plan.microbatches, 1.0
-    low = 1 - 1 / plan.data if plan.gathers_low else 0.0
+    low = 1 - 1 / plan.shards if plan.gathers_low else 0.0
     return low, low
 
 
 def _stage_works(
     profile: Profile, sized: SizedProfile, plan: Plan, launch_seconds: float
 ) -> tuple[StageWork, ...]:
-    again = np.isin(profile.block_at, profile.numbers(plan.recompute))
-
-    def remade(own: np.ndarray, more: np.ndarray) -> np.ndarray:
-        return own + np.where(again, more, 0.0)
-
+    again, sent_again, host_again = sized.done_again(profile.again(plan))
     ahead_of, back_of = spared_casts(plan)
     casts = sized.held_casts if plan.holds_casts else sized.casts
     forward = sized.forward - ahead_of * casts
-    backward = remade(sized.backward - back_of * casts, sized.again)
-    sent = remade(sized.sent_backward, sized.sent_again)
+    backward = sized.backward - back_of * casts + again
+    sent = sized.sent_backward + sent_again
     starts = sized.held_starts if plan.holds_casts else np.zeros(len(profile), dtype=float)
     starting = sized.host_forward - ahead_of * starts
-    host = remade(sized.host_backward - back_of * starts, sized.host_again)
+    host = sized.host_backward - back_of * starts + host_again
     if recorded(plan):
         starting, host = np.zeros_like(starting), np.zeros_like(host)
     action = _LAUNCHES_AN_ACTION * launch_seconds

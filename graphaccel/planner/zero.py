@@ -1,14 +1,17 @@
-"""What ZeRO shards, and how: a dim of each parameter, over the data axis.
+"""What ZeRO shards, and how: a dim of each parameter, over the data axis or a part of it.
 
 Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, 2020, §5:
 with N data ranks, level 1 keeps 1/N of the optimizer state on each, level 2 of the gradients too,
 level 3 of the parameters too. A parameter is split on the first dim that N divides, so that a shard
-is a tensor in its own right, with a place in a checkpoint.
+is a tensor in its own right, with a place in a checkpoint. N may be a part of the data ranks: each
+group of N neighbours then holds all shards, and those of all groups are summed (hybrid sharding:
+Zhao et al., PyTorch FSDP, VLDB 2023, §3.2.2).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.errors import BadPin
@@ -25,12 +28,12 @@ def owned_shards(
 ) -> tuple[dict[str, Owned], dict[str, str]]:
     """(parameter → what is sharded of it, parameter → why it stays whole).
 
-    resting: splits over other axes, applied before. ranks: on the data axis, where the plan is one
-    of an evaluation, which has none.
+    resting: splits over other axes, applied before. ranks: over which ZeRO shards, where the plan
+    is one of an evaluation, which has no data axis.
 
     Raises: BadPin (GA202) for a pinned dim that the axis does not divide.
     """
-    ranks = plan.data if ranks is None else ranks
+    ranks = plan.shards if ranks is None else ranks
     pinned = dict(plan.placements)
     owned: dict[str, Owned] = {}
     whole: dict[str, str] = {}
@@ -47,7 +50,7 @@ def owned_shards(
         splits = resting.get(name, ())
         if asked:
             _check(name, value.shape, splits, asked[0], plan, ranks)
-            owned[name] = Owned(level, asked[0])
+            owned[name] = Owned(level, replace(asked[0], axis=plan.shard_axis))
         elif not value.is_contiguous():
             whole[name] = "it is not contiguous in memory"
         else:
@@ -55,7 +58,7 @@ def owned_shards(
             if dim is None:
                 whole[name] = f"no dim of {list(value.shape)} can be shared by {ranks}"
             else:
-                owned[name] = Owned(level, Sharded("data", dim))
+                owned[name] = Owned(level, Sharded(plan.shard_axis, dim))
     return owned, whole
 
 
@@ -96,6 +99,6 @@ def _check(
         raise BadPin(
             pin="pins",
             value={name: asked},
-            reason=f"dim {asked.dim} of {name} {list(shape)} can not be shared evenly by data "
-            f"{ranks}",
+            reason=f"dim {asked.dim} of {name} {list(shape)} can not be shared evenly by "
+            f"{plan.shard_axis} {ranks}",
         )

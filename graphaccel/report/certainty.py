@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from graphaccel.messages import format_bytes
-from graphaccel.planner.cluster import Cluster, device_names
+from graphaccel.planner.cluster import RESERVED, Cluster, device_names
 from graphaccel.planner.cluster import cluster as named_cluster
-from graphaccel.planner.plan import StageMemory
+from graphaccel.planner.plan import Precision, StageMemory
+from graphaccel.planner.refined import scales
 
 
 @dataclass(frozen=True)
@@ -21,13 +22,61 @@ class Room:
 
 
 @dataclass(frozen=True)
+class Reserve:
+    """What the allocator is taken to reserve beyond tensors, as a share of them. quantile: of the
+    runs that it was seen in, so that in so many of them less was; None where it is given with the
+    cluster, or assumed. source: in words."""
+
+    share: float
+    quantile: float | None
+    source: str
+
+
+@dataclass(frozen=True)
 class Calibration:
     """Where the rates of times are from. level: 0 rates as they were given, of the catalogue or of
-    a file; 1 measured (`graphaccel calibrate`). source: in words. calls: measured ones."""
+    a file; 1 measured (`graphaccel calibrate`); 2 and corrected by a step of the model that was run
+    (`--refine`). source: in words. calls: measured ones; steps: those run. error: of a step's time,
+    as a share of it, that is to be expected; None where nothing was compared. error_of: of what
+    comparison it is the mean."""
 
     level: int
     source: str
     calls: int = 0
+    steps: int = 0
+    error: float | None = None
+    error_of: str = ""
+
+
+# Mean errors of a step's time, of what is committed in benchmarks/results: tests/graph/
+# test_certainty.py works them out anew.
+_LEFT_OUT = {False: 0.13, True: 0.12}
+"""validation.json: published runs on GPUs, each source predicted by constants that are fitted
+without it, mean over the sources; of plans with products in 8 bits, too."""
+_COMPARED = ("a100", "b200", "h100", "h200")
+"""Kinds of devices with such runs; H200 has the constants of H100."""
+_CALIBRATED = 0.07
+"""predicted.json: 18 plans of three small models after `graphaccel calibrate`, on CPU processes."""
+_REFINED = 0.05
+"""predicted.json: each of those plans, scaled by the ratio of another one of its model on as many
+processes."""
+
+
+def reserve_of(cluster: Cluster) -> Reserve:
+    """Of the allocator of a cluster's devices."""
+    share = cluster.fragmentation
+    if cluster.device.type == "cuda" and share == RESERVED:
+        return Reserve(share, 0.9, "of 27 published runs on B200")
+    if cluster.device.type == "cpu":
+        return Reserve(share, None, "assumed of the C library, not measured")
+    return Reserve(share, None, "given with the cluster")
+
+
+def reserve_text(reserve: Reserve) -> str:
+    """What `other` has beside the context, in words."""
+    if reserve.quantile is None:
+        return f"{reserve.share:.0%} fragmentation ({reserve.source})"
+    return f"{reserve.share:.0%} fragmentation (quantile {reserve.quantile:g} {reserve.source})"
 
 
 def room(tensors: int, cluster: Cluster) -> Room:
@@ -51,15 +100,49 @@ def room_of(memory: Sequence[StageMemory], cluster: Cluster) -> Room | None:
     return room(max(m.tensors for m in memory), cluster) if memory else None
 
 
-def calibration_of(cluster: Cluster) -> Calibration:
-    """By what is known of the cluster."""
-    calls = len(cluster.device.measured)
+def calibration_of(cluster: Cluster, precision: Precision | None = None) -> Calibration:
+    """By what is known of the cluster, for a plan of that precision (in 8 bits or not)."""
+    calls, steps = len(cluster.device.measured), cluster.refined_by
+    known = f"{calls} calls measured on this kind" if calls else _given(cluster)
+    if steps:
+        known = known if calls else "figures of its file"
+        by = scales(steps)
+        factors = f"computing x {by.compute:.2f}, communication x {by.communication:.2f}, "
+        factors += f"optimizer x {by.optimizer:.2f}"
+        run = "a step that was run" if len(steps) == 1 else f"{len(steps)} steps that were run"
+        return Calibration(
+            2, f"{known}, corrected by {run}: {factors}", calls, len(steps), _REFINED,
+            "other plans of a model of which a step was run, on CPU processes",
+        )  # fmt: skip
     if calls:
-        return Calibration(1, f"{calls} calls measured on this kind", calls)
+        return Calibration(
+            1, known, calls, error=_CALIBRATED, error_of="plans of small models on CPU processes"
+        )
+    compared = cluster.device.name.startswith(_COMPARED) and known == _CATALOGUE
+    if not compared:
+        return Calibration(0, known)
+    eight = precision is not None and precision.planned_only
+    return Calibration(
+        0, known, error=_LEFT_OUT[eight],
+        error_of="published runs of sources that had no part in the figures",
+    )  # fmt: skip
+
+
+def error_text(calibration: Calibration) -> str:
+    """The error to expect, in words."""
+    if calibration.error is None:
+        return "error to expect: not known, no run on such a device was compared"
+    return f"error to expect: {calibration.error:.0%}, the mean over {calibration.error_of}"
+
+
+_CATALOGUE = "catalogue figures, not measured"
+
+
+def _given(cluster: Cluster) -> str:
     name = cluster.device.name
     if name in device_names():
         known = named_cluster(name, cluster.count)
         same = replace(cluster.device, memory=known.device.memory) == known.device
         if same and cluster.links == known.links:
-            return Calibration(0, "catalogue figures, not measured")
-    return Calibration(0, "figures given for the cluster, not measured here")
+            return _CATALOGUE
+    return "figures given for the cluster, not measured here"

@@ -59,10 +59,11 @@ def said(name: str, value: Any) -> str:
     """A decision's value in short."""
     if name in _SIZES and isinstance(value, int):
         return format_bytes(value)
+    if name == "selective":
+        value = tuple(block for own in value for block in own.blocks)
     if isinstance(value, tuple):
-        folded = (
-            fold(value, parameters=False) if name == "recompute" else ", ".join(map(str, value))
-        )
+        blocks = name in ("recompute", "selective")
+        folded = fold(value, parameters=False) if blocks else ", ".join(map(str, value))
         return (
             folded if 0 < len(folded) <= _LONGEST else f"{len(value)} places" if value else "none"
         )

@@ -49,6 +49,9 @@ def _common(facts: Facts, refused: list[str], target: str) -> None:
                        'torch.backends.cuda.matmul.fp32_precision = "tf32"')  # fmt: skip
     if plan.precision.planned_only and target != "Megatron-LM":
         refused.append(f"products in 8 bits: {target} has them by settings of its own")
+    if plan.selective:
+        refused.append(f"which values recomputed blocks save: {target} has that by ops or modules "
+                       "of its own")  # fmt: skip
     if "activations" in plan.offload:
         refused.append(f"activations on the host: {target} has that by module, or not at all")
     if len(facts.stages) > 1 and not all(stage.whole_blocks for stage in facts.stages):
@@ -106,8 +109,8 @@ def _torchtitan(facts: Facts, refused: list[str]) -> str:
     if plan.holds_gathered and plan.microbatches > 1 and plan.pipeline == 1:
         refused.append(_PER_MICROBATCH)
     rows: list[tuple[str, Any]] = [
-        ("parallelism.data_parallel_replicate_degree", 1 if sharded else plan.data),
-        ("parallelism.data_parallel_shard_degree", plan.data if sharded else 1),
+        ("parallelism.data_parallel_replicate_degree", plan.replicas if sharded else plan.data),
+        ("parallelism.data_parallel_shard_degree", plan.shards if sharded else 1),
         ("parallelism.tensor_parallel_degree", plan.tensor),
         ("parallelism.context_parallel_degree", plan.context),
         ("parallelism.expert_parallel_degree", plan.expert),
@@ -200,8 +203,12 @@ def _megatron(facts: Facts, refused: list[str]) -> str:
     elif plan.zero > 1:
         kept = {2: "optim_grads", 3: "optim_grads_params"}[plan.zero]
         flags += [("use-megatron-fsdp", None), ("data-parallel-sharding-strategy", kept)]
+        if plan.shard:  # `no_shard`: nothing more is sharded over the replicas
+            flags.append(("outer-dp-sharding-strategy", "no_shard"))
         if plan.zero == 3 and not plan.gather_again:
             refused.append("gather_again=False: its FSDP gathers again for the backward")
+    if plan.shard:
+        flags.append(("num-distributed-optimizer-instances", plan.replicas))
     if "parameters" in plan.offload:
         refused.append("parameters on the host: its CPU offload is of optimizer state alone")
     elif "optimizer" in plan.offload and plan.zero != 1 and not plan.holds_gathered:
@@ -273,6 +280,12 @@ def _deepspeed(facts: Facts, refused: list[str]) -> str:
             "reduce_bucket_size": plan.bucket_bytes // _FP32,
         },
     }
+    if plan.shard and stage < 3:
+        refused.append(f"zero {stage} in groups of {plan.shard}: its MiCS is of zero 3")
+    elif plan.shard and plan.offload:
+        refused.append(f"zero 3 in groups of {plan.shard}: its MiCS keeps nothing on the host")
+    elif plan.shard:
+        content["zero_optimization"]["mics_shard_size"] = plan.shard
     if "optimizer" in plan.offload and not stage:
         refused.append("optimizer state on the host without zero: it is part of its ZeRO")
     elif "optimizer" in plan.offload:
@@ -336,8 +349,8 @@ def _accelerate(facts: Facts, refused: list[str]) -> str:
             f"  fsdp_offload_params: {str('parameters' in plan.offload).lower()}",
             "  fsdp_state_dict_type: SHARDED_STATE_DICT",
             "parallelism_config:",
-            "  parallelism_config_dp_replicate_size: 1",
-            f"  parallelism_config_dp_shard_size: {plan.data}",
+            f"  parallelism_config_dp_replicate_size: {plan.replicas}",
+            f"  parallelism_config_dp_shard_size: {plan.shards}",
             f"  parallelism_config_tp_size: {plan.tensor}",
             f"  parallelism_config_cp_size: {plan.context}",
         ]

@@ -27,7 +27,14 @@ from graphaccel.planner.stages import stage_positions
 from graphaccel.planner.traffic import Traffic, traffic
 from graphaccel.planner.whatif import Answer, Explanation
 from graphaccel.planner.works import held_parameters, sized_for, stage_works
-from graphaccel.report.certainty import Calibration, Room, calibration_of, room_of
+from graphaccel.report.certainty import (
+    Calibration,
+    Reserve,
+    Room,
+    calibration_of,
+    reserve_of,
+    room_of,
+)
 from graphaccel.report.format import folded
 from graphaccel.report.plain import from_plain, to_plain
 from graphaccel.schedule.table import COMPUTING
@@ -56,7 +63,8 @@ class StageFacts:
     """One stage. holds: its parameters, folded; bytes: theirs. forward, backward: seconds a
     microbatch. cut: the node after which it ends, in `cut_module`; crossing: bytes a microbatch
     sends over that cut, one way. blocks: how many begin in it; whole_blocks: none of them goes on
-    elsewhere. recomputed: how many of them are computed again; recomputed_first: they come first.
+    elsewhere. recomputed: how many of them are computed again as a
+    whole, selectively: but for some values; recomputed_first: the former come first.
     """
 
     stage: int
@@ -72,6 +80,7 @@ class StageFacts:
     blocks: int = 0
     whole_blocks: bool = True
     recomputed: int = 0
+    selectively: int = 0
     recomputed_first: bool = True
 
 
@@ -138,7 +147,8 @@ class Resting:
 class Measured:
     """A run of the plan: median seconds of `steps` steps, and peak tensor bytes of each pipeline
     rank (none where they could not be measured). where: the machine, in words. host: bytes that
-    each pipeline rank keeps on its host."""
+    each pipeline rank keeps on its host. optimizer: median seconds of the optimizer's
+    step alone."""
 
     steps: int
     seconds: float
@@ -147,13 +157,15 @@ class Measured:
     memory: tuple[int, ...]
     where: str
     host: tuple[int, ...] = ()
+    optimizer: float = 0.0
 
 
 @dataclass(frozen=True)
 class Facts:
     """The whole report as data.
 
-    room: whether the fullest device has enough memory. calibration: where its rates are from.
+    room: whether the fullest device has enough memory. reserve: what its allocator is taken to
+    waste. calibration: where its rates are from.
     answers: to each `--why-not`, in the order in which they were asked.
     """
 
@@ -173,6 +185,7 @@ class Facts:
     room: Room | None = None
     calibration: Calibration | None = None
     answers: tuple[Answer, ...] = ()
+    reserve: Reserve | None = None
     schema: int = SCHEMA
 
     @property
@@ -227,7 +240,8 @@ def gather(
         traffic=traffic(profile, plan, cluster),
         resting=() if program is None else _resting(plan, program),
         room=room_of(plan.prediction.memory, cluster),
-        calibration=calibration_of(cluster),
+        calibration=calibration_of(cluster, plan.precision),
+        reserve=reserve_of(cluster),
     )
 
 
@@ -257,7 +271,7 @@ def _resting(plan: Plan, program: StepProgram) -> tuple[Resting, ...]:
                 axis, getattr(plan, axis), _LEVELS[level], len(held), len(names), "; ".join(by_dim)
             )
         )
-    order = ("tensor", "context", "expert", "data")
+    order = ("tensor", "context", "expert", "shard", "data")
     return tuple(sorted(found, key=lambda row: (order.index(row.axis), row.what)))
 
 
@@ -327,7 +341,6 @@ def _stages(
     plan: Plan, profile: Profile, sized: SizedProfile, cluster: Cluster
 ) -> tuple[StageFacts, ...]:
     works = stage_works(profile, sized, plan, cluster.device.launch_seconds)
-    chosen = set(plan.recompute)
     spans = stage_positions(profile, plan.cuts)
     inside = [_blocks(profile, span) for span in spans]
     sent = message_bytes(profile, sized, plan)
@@ -335,7 +348,8 @@ def _stages(
     for stage, (span, work) in enumerate(zip(spans, works, strict=True)):
         elsewhere = {b for other in (*inside[:stage], *inside[stage + 1 :]) for b in other}
         own = [b for b in inside[stage] if not any(b in before for before in inside[:stage])]
-        again = [profile.block_names[b] in chosen for b in own]
+        names = [profile.block_names[b] for b in own]
+        again = [plan.again.get(name) == () for name in names]
         held = held_parameters(profile, [span])
         cut = plan.cuts[stage] if stage < len(plan.cuts) else ""
         module = profile.modules[profile.position[cut]] if cut else ""
@@ -358,6 +372,7 @@ def _stages(
                 blocks=len(own),
                 whole_blocks=not elsewhere & set(inside[stage]),
                 recomputed=sum(again),
+                selectively=sum(bool(plan.again.get(name)) for name in names),
                 recomputed_first=again == sorted(again, reverse=True),
             )
         )
@@ -391,20 +406,15 @@ def _recompute_price(
     plan: Plan, prediction: Prediction, profile: Profile, sized: SizedProfile, cluster: Cluster
 ) -> RecomputePrice | None:
     """What recomputation costs, and the memory from which it would not be needed."""
-    if not plan.recompute or not prediction.memory:
+    if not plan.again or not prediction.memory:
         return None
-    chosen = set(plan.recompute)
-    again = sum(
-        seconds
-        for name, seconds in zip(profile.block_names, sized.block_seconds(), strict=True)
-        if name in chosen
-    )
+    again = sized.done_again(profile.again(plan))[0].sum()
     share = float(again) * plan.microbatches / plan.pipeline / prediction.seconds
     spans = stage_positions(profile, plan.cuts)[:: plan.pipeline]  # of rank 0
     trained = sum(p.bytes for p in held_parameters(profile, spans) if p.trainable)
     state = round(4 * prediction.memory[0].optimizer / trained) if trained else 0
-    kept = predict_memory(profile, plan.decided(recompute=()), cluster, state)
-    return RecomputePrice(len(plan.recompute), share, max(k.peak for k in kept))
+    kept = predict_memory(profile, plan.decided(recompute=(), selective=()), cluster, state)
+    return RecomputePrice(len(plan.again), share, max(k.peak for k in kept))
 
 
 def fold(names: Sequence[str], *, parameters: bool = True) -> str:

@@ -8,6 +8,7 @@ import jinja2
 
 from graphaccel.messages import format_bytes
 from graphaccel.report import charts
+from graphaccel.report.certainty import error_text
 from graphaccel.report.explanation import stability
 from graphaccel.report.facts import Facts
 from graphaccel.report.format import CATEGORIES, plural, seconds_text, term_name
@@ -35,6 +36,7 @@ def html_page(facts: Facts) -> str:
     environment.filters["seconds"] = seconds_text
     environment.filters["bytes"] = format_bytes
     environment.filters["term"] = term_name
+    environment.filters["error_text"] = error_text
     memory, memory_note = charts.memory_charts(facts)
     kinds = {area.kind for chart in memory for area in chart.areas}
     why = facts.explanation

@@ -15,7 +15,7 @@ from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.layouts import Layouts
 from graphaccel.planner.memory import UNEVEN
 from graphaccel.planner.plan import Plan, StageMemory
-from graphaccel.report.certainty import room
+from graphaccel.report.certainty import error_text, reserve_of, reserve_text, room
 from graphaccel.report.explanation import answer_lines, explanation_lines
 from graphaccel.report.facts import Event, Facts, fold, gather
 from graphaccel.report.format import (
@@ -99,7 +99,10 @@ def _decisions(facts: Facts) -> list[str]:
     if plan.pinned:
         lines += wrapped(f"pinned: {', '.join(plan.pinned)}")
     parts = plural(plan.microbatches, "microbatch")
-    lines.append(f"  batch {plan.batch} = data {plan.data} x {parts} of {plan.microbatch_size}")
+    split = f"data {plan.data}"
+    if plan.shard:
+        split += f" (replicate {plan.replicas} x shard {plan.shard})"
+    lines.append(f"  batch {plan.batch} = {split} x {parts} of {plan.microbatch_size}")
     if plan.data > 1:
         lines.append(f"  {_summed(plan)}")
     for row in facts.resting:
@@ -139,6 +142,9 @@ def _decisions(facts: Facts) -> list[str]:
         )
     if plan.recompute:
         lines.append(clipped(f"  recompute {fold(plan.recompute, parameters=False)}"))
+    for own in plan.selective:
+        blocks = fold(own.blocks, parameters=False)
+        lines.append(clipped(f"  recompute {blocks} but for {', '.join(own.saved)}"))
     return lines + [clipped(line) for line in ort_lines(plan)]
 
 
@@ -147,11 +153,13 @@ def _summed(plan: Plan) -> str:
     buckets = f"in buckets of {format_bytes(plan.bucket_bytes)}"
     if plan.zero < 2:
         text = f"gradients summed over data {plan.data} {buckets}"
-        return f"{text}, parameters gathered after the optimizer" if plan.zero else text
+        over = f" over shard {plan.shard}" if plan.shard else ""
+        return f"{text}, parameters gathered{over} after the optimizer" if plan.zero else text
     groups = "a block at a time" if plan.zero == 3 else buckets
     each = plan.microbatches > 1 and plan.accumulation == "shards"
     often = ", in each microbatch" if each else ", once a step" * (plan.microbatches > 1)
-    return f"gradients reduce-scattered over data {plan.data} {groups}{often}"
+    text = f"gradients reduce-scattered over {plan.shard_axis} {plan.shards} {groups}{often}"
+    return f"{text}, their shards summed over replicate {plan.replicas}" if plan.shard else text
 
 
 def _memory(facts: Facts) -> list[str]:
@@ -175,7 +183,7 @@ def _memory(facts: Facts) -> list[str]:
     lines += _host(facts)
     context = format_bytes(cluster.context_bytes)
     lines.append(clipped(f"  peak at: rank {top.rank}, {top.at}"))
-    lines.append(f"  other = context {context}, {cluster.fragmentation:.0%} fragmentation")
+    lines.append(f"  other = context {context}, {reserve_text(reserve_of(cluster))}")
     if top.uneven:
         what = f"where {UNEVEN - 1:.0%} more tokens than an even share choose a device's experts"
         then = max(m.tensors + m.uneven for m in memory)
@@ -226,7 +234,8 @@ def _time(facts: Facts) -> list[str]:
     ]
     rates = facts.calibration
     if rates is not None:
-        lines.insert(1, f"  calibration level {rates.level}: {rates.source}")
+        said = wrapped(f"calibration level {rates.level}: {rates.source}")
+        lines[1:1] = [*said, f"  {error_text(rates)}"]
     if facts.traffic:
         sent = [
             (

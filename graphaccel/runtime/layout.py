@@ -13,7 +13,7 @@ import torch
 
 from graphaccel.compat.torch import all_gather_flat
 from graphaccel.ir.program import Sharded
-from graphaccel.runtime.mesh import AXES, Mesh
+from graphaccel.runtime.mesh import Mesh
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,7 @@ class Layout:
     @cached_property
     def axes(self) -> str:
         """The axes it is split over, from the outside in, joined by "+"."""
-        names = {split.axis for split in self.splits}
-        return "+".join(axis for axis in AXES if axis in names)
+        return self.mesh.joined({split.axis for split in self.splits})
 
     @cached_property
     def local_shape(self) -> torch.Size:

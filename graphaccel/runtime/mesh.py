@@ -5,12 +5,17 @@ Axes from the outside in: pipeline, data, expert, context, tensor. With coordina
     rank = (((p * data + d) * expert + e) * context + c) * tensor + t
 
 so that ranks that say most to each other are neighbours. Stage k lies on pipeline coordinate
-k % pipeline, and messages between stages go to the rank with the same other coordinates.
+k % pipeline, and messages between stages go to the rank with the same other coordinates. Where ZeRO
+shards over a part of the data axis, that is two: replicate, and within it shard,
+
+    d = r * shard + s
+
+so that the ranks whose shards make a whole are the nearer ones. "data" still names both together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
@@ -24,20 +29,23 @@ import torch.distributed as dist
 from graphaccel.planner.plan import Plan
 
 AXES = ("pipeline", "data", "expert", "context", "tensor")
+_PARTS = ("replicate", "shard")  # of the data axis, from the outside in
+_ORDER = ("pipeline", "data", *_PARTS, "expert", "context", "tensor")
 
 
 def axes_of(name: Any) -> tuple[str, ...]:
     """The axes in `data` or `data+tensor`; none for anything else."""
     parts = tuple(name.split("+")) if isinstance(name, str) else ()
-    return parts if parts and all(part in AXES for part in parts) else ()
+    return parts if parts and all(part in _ORDER for part in parts) else ()
 
 
 @dataclass(frozen=True)
 class Mesh:
     """This rank's place and the groups it needs. A group of one is None: nothing to say.
 
-    sizes: axis → devices. groups: axis, or several joined by "+" in the order of AXES → the group
-    of the ranks that differ from this one on those axes only.
+    sizes: axis → devices; "replicate" and "shard" in the place of "data" where that is two axes.
+    groups: axis, or several joined by "+" from the outside in → the group of the
+    ranks that differ from this one on those axes only.
     shared_groups: sorted pipeline coordinates → the group of those ranks within this replica.
     channels: (source rank, destination rank, direction) → group (NCCL knows no tags; gloo needs
     none).
@@ -54,12 +62,12 @@ class Mesh:
 
     def size(self, axes: str) -> int:
         """Devices on an axis, or on several joined by "+"."""
-        return prod(self.sizes[axis] for axis in axes_of(axes))
+        return prod(self.sizes[axis] for axis in self._parts(axes))
 
     def coordinate(self, axes: str) -> int:
         """This rank's place on an axis; on several, counted with the last one innermost."""
         place = 0
-        for axis in axes_of(axes):
+        for axis in self._parts(axes):
             place = place * self.sizes[axis] + self._coordinates[axis]
         return place
 
@@ -69,13 +77,28 @@ class Mesh:
 
     def ranks(self, axes: str) -> list[int]:
         """The ranks of `group(axes)`, in the order of their coordinate."""
-        return _ranks(self.sizes, axes_of(axes), self._coordinates)
+        return _ranks(self.sizes, self._parts(axes), self._coordinates)
+
+    def joined(self, names: Collection[str]) -> str:
+        """Axes from the outside in, joined by "+"."""
+        return "+".join(axis for axis in self.axes if axis in names)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes of `sizes`, from the outside in."""
+        return _outside_in(self.sizes)
+
+    def _parts(self, axes: str) -> tuple[str, ...]:
+        """The axes of `sizes` that one or several joined by "+" consist of."""
+        split = "data" not in self.sizes
+        named = (_PARTS if split and axis == "data" else (axis,) for axis in axes_of(axes))
+        return tuple(part for parts in named for part in parts)
 
     def ensure(self, wanted: Iterable[str]) -> None:
         """Make the groups that are not there yet. Collective: every rank asks for the same ones."""
         for axes in sorted(set(wanted) - set(self.groups)):
-            names = axes_of(axes)
-            others = [axis for axis in AXES if axis not in names]
+            names = self._parts(axes)
+            others = [axis for axis in self.axes if axis not in names]
             for place in product(*(range(self.sizes[axis]) for axis in others)):
                 ranks = _ranks(self.sizes, names, dict(zip(others, place, strict=True)))
                 group = new_group(ranks, self.timeout)
@@ -94,7 +117,7 @@ class Mesh:
     @property
     def data(self) -> int:
         """Devices on the data axis."""
-        return self.sizes["data"]
+        return self.size("data")
 
     @property
     def pipeline(self) -> int:
@@ -104,7 +127,7 @@ class Mesh:
     @property
     def data_index(self) -> int:
         """This rank's place on the data axis."""
-        return self._coordinates["data"]
+        return self.coordinate("data")
 
     @property
     def pipeline_index(self) -> int:
@@ -143,9 +166,13 @@ class Mesh:
 def coordinates(sizes: dict[str, int], rank: int) -> dict[str, int]:
     """A rank's place on each axis."""
     found = {}
-    for axis in reversed(AXES):
+    for axis in reversed(_outside_in(sizes)):
         rank, found[axis] = divmod(rank, sizes[axis])
     return found
+
+
+def _outside_in(sizes: Mapping[str, int]) -> tuple[str, ...]:
+    return tuple(axis for axis in _ORDER if axis in sizes)
 
 
 def _ranks(sizes: dict[str, int], along: tuple[str, ...], at: dict[str, int]) -> list[int]:
@@ -154,7 +181,7 @@ def _ranks(sizes: dict[str, int], along: tuple[str, ...], at: dict[str, int]) ->
     for place in product(*(range(sizes[axis]) for axis in along)):
         coordinate = {**at, **dict(zip(along, place, strict=True))}
         rank = 0
-        for axis in AXES:
+        for axis in _outside_in(sizes):
             rank = rank * sizes[axis] + coordinate[axis]
         ranks.append(rank)
     return ranks
@@ -168,7 +195,7 @@ def build_mesh(
     Others are made when a program with collectives over them comes (`Mesh.ensure`).
     shared: sets of stages that hold the same parameter.
     """
-    sizes = {axis: getattr(plan, axis) for axis in AXES}
+    sizes = _sizes(plan)
     if plan.devices == 1:
         return Mesh(0, sizes, device, timeout)
     mesh = Mesh(dist.get_rank(), sizes, device, timeout)
@@ -188,6 +215,17 @@ def build_mesh(
     if dist.get_backend() == "nccl":
         _make_channels(mesh, inner)
     return mesh
+
+
+def _sizes(plan: Plan) -> dict[str, int]:
+    """Axis → devices, from the outside in."""
+    sizes = {}
+    for axis in AXES:
+        if axis == "data" and plan.replicas > 1:
+            sizes |= {"replicate": plan.replicas, "shard": plan.shards}
+        else:
+            sizes[axis] = getattr(plan, axis)
+    return sizes
 
 
 def new_group(ranks: list[int], timeout: timedelta) -> Any:

@@ -28,7 +28,7 @@ from graphaccel.runtime.host_pages import keep_pages
 from graphaccel.runtime.inductor import StageCompiler
 from graphaccel.runtime.layout import Layout
 from graphaccel.runtime.loss_scale import LossScale
-from graphaccel.runtime.mesh import AXES, Mesh
+from graphaccel.runtime.mesh import Mesh
 from graphaccel.runtime.outside import HandIn, OutsideExecutor
 from graphaccel.runtime.record import Record
 from graphaccel.runtime.remote import RemoteTensor
@@ -172,7 +172,7 @@ class Session:
             ):
                 if splits:
                     layouts[name] = Layout(parameter.shape, splits, self.mesh)
-        self.mesh.ensure(sorted(_all_axes(program)))
+        self.mesh.ensure(sorted(_all_axes(program, self.mesh)))
         shards: dict[str, torch.Tensor] = {}
         with torch.no_grad():
             for group in self.groups:
@@ -378,10 +378,10 @@ def _shard_state(parameter: nn.Parameter, layout: Layout, optimizer: Any) -> Non
             state[key] = layout.own(value).clone()
 
 
-def _all_axes(program: StepProgram) -> set[str]:
+def _all_axes(program: StepProgram, mesh: Mesh) -> set[str]:
     """The axes, joined by "+", over which something of any stage is sharded."""
     names = {*program.resting, *program.owned}
     splits = [f(n) for n in names for f in (program.gradient_splits, program.state_splits)]
     splits += [program.resting.get(n, ()) for n in names]
     sets = [{s.axis for s in found} for found in splits]
-    return {"+".join(axis for axis in AXES if axis in found) for found in sets if found}
+    return {mesh.joined(found) for found in sets if found}

@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from graphaccel.compat.torch import StridedShard, submesh
 from graphaccel.runtime.layout import Layout
-from graphaccel.runtime.mesh import AXES
 from graphaccel.runtime.remote import RemoteTensor
 from graphaccel.runtime.session import Session
 from graphaccel.runtime.sharded import ShardTensor
@@ -34,7 +33,7 @@ def stage_meshes(session: Session) -> dict[int, DeviceMesh]:
     if mesh.pipeline == 1 and not session.states and not session.parameters:
         return {}
     inner = mesh.world // mesh.pipeline
-    axes = [axis for axis in AXES[1:] if mesh.sizes[axis] > 1]
+    axes = [axis for axis in mesh.axes[1:] if mesh.sizes[axis] > 1]
     mesh.ensure(axes)
     shape = [mesh.sizes[axis] for axis in axes] or [1]
     found = {}
@@ -57,6 +56,7 @@ def placements(layout: Layout, meshes: DeviceMesh) -> list[Any]:
     """A layout as DTensor says it, for each dim of the mesh. DTensor splits over the outer axes
     first: where an inner axis has cut the same dim before, the outer one takes a strided part."""
     found: list[Any] = []
+    order = layout.mesh.axes
     for axis in meshes.mesh_dim_names or ():
         number = next((i for i, s in enumerate(layout.splits) if s.axis == axis), None)
         if number is None:
@@ -65,7 +65,7 @@ def placements(layout: Layout, meshes: DeviceMesh) -> list[Any]:
         split = layout.splits[number]
         sections = split.outer
         for other in layout.splits[:number]:
-            if other.dim == split.dim and AXES.index(other.axis) > AXES.index(axis):
+            if other.dim == split.dim and order.index(other.axis) > order.index(axis):
                 sections *= layout.mesh.size(other.axis)
         found.append(StridedShard(split.dim, sections) if sections > 1 else Shard(split.dim))
     return found or [Replicate()]

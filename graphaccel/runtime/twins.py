@@ -135,11 +135,13 @@ class Twins:
         one travelling while one is unpacked."""
         flying: tuple[list[Any], torch.Tensor, list[nn.Parameter]] | None = None
         for bucket in self._buckets(parameters):
-            mesh = self.layouts[id(bucket[0])].mesh
+            layout = self.layouts[id(bucket[0])]
+            mesh, axis = layout.mesh, layout.splits[-1].axis
+            place = mesh.coordinate(axis)
             pieces = [_local(p, self.layouts[id(p)]).reshape(-1) for p in bucket]
-            rows = pieces[0].new_empty(mesh.data, sum(piece.numel() for piece in pieces))
-            torch.cat(pieces, out=rows[mesh.data_index])
-            works = gather_rows(rows, mesh.data_index, mesh.ranks("data"), mesh.data_group)
+            rows = pieces[0].new_empty(mesh.size(axis), sum(piece.numel() for piece in pieces))
+            torch.cat(pieces, out=rows[place])
+            works = gather_rows(rows, place, mesh.ranks(axis), mesh.group(axis))
             if flying is not None:
                 self._unpack(*flying)
             flying = (works, rows, bucket)
@@ -154,7 +156,7 @@ class Twins:
             layout = self.layouts[id(parameter)]
             split = layout.splits[-1]
             shape = layout.local_shape
-            count, own = shape.numel(), layout.mesh.data_index
+            count, own = shape.numel(), layout.mesh.coordinate(split.axis)
             parts = whole[:, offset : offset + count].view(len(whole), *shape)
             target = _held(parameter).unflatten(split.dim, (len(whole), shape[split.dim]))
             target = target.movedim(split.dim, 0)

@@ -49,6 +49,50 @@ def test_measured_beside_predicted(folder: Path, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.multiprocess
+def test_a_step_refines_a_cluster_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = ("plan", "jobs.py:meta", "--devices", "2", "--batch", "16")
+    pins = ("--data", "2", "--microbatches", "1", "--zero", "0", "--format", "json")
+    told = ("--measure", "3", "--refine", "cluster.json")
+    assert cli.main([*job, "--device", "cpu", *pins, *told]) == 0
+    out, err = capsys.readouterr()
+    ran = Facts.from_json(out)
+    assert ran.measured is not None
+    assert ran.calibration is not None
+    assert ran.calibration.level == 0
+    assert (
+        "saved cluster.json: predicted by this step are plans with  --cluster cluster.json" in err
+    )
+    (step,) = read_cluster(Path("cluster.json")).steps
+    assert step.took + step.optimizer_took == pytest.approx(ran.measured.seconds)
+    assert cli.main([*job, *pins, "--cluster", "cluster.json"]) == 0
+    facts = Facts.from_json(capsys.readouterr().out)
+    assert facts.calibration is not None
+    assert facts.calibration.level == 2
+    assert facts.prediction.seconds == pytest.approx(ran.measured.seconds, rel=0.02)
+    assert cli.main([*job, *pins, "--cluster", "cluster.json", "--save-cluster", "same.json"]) == 0
+    assert read_cluster(Path("same.json")) == read_cluster(Path("cluster.json"))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (("--refine", "new.json"), "--refine FILE is told what --measure STEPS finds: give both"),
+        (
+            ("--refine", "net.py", "--measure", "1"),
+            "net.py exists: add to it with --cluster net.py",
+        ),
+    ],
+)
+def test_what_can_not_be_refined(
+    folder: Path, capsys: pytest.CaptureFixture[str], given: tuple[str, ...], said: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["plan", "jobs.py:plain", "--devices", "2", *given])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.multiprocess
 def test_calibrate_then_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = ("jobs.py:plain", "--devices", "2", "--threads", "1")
     assert cli.main(["calibrate", *job, "--output", "cluster.json"]) == 0

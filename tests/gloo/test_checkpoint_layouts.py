@@ -40,6 +40,9 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "zero3 in a pipeline": (4, {"data": 2, "zero": 3, "pipeline": 2, "microbatches": 2}),
     "tensor and data": (4, {"data": 2, "tensor": 2, "zero": 3}),
     "pipeline of four": (4, {"pipeline": 4, "microbatches": 4}),
+    "zero3 replicated": (4, {"data": 4, "zero": 3, "shard": 2}),
+    "zero1 replicated": (4, {"data": 4, "zero": 1, "shard": 2}),
+    "zero2 replicated, tensor": (8, {"data": 4, "zero": 2, "shard": 2, "tensor": 2}),
     "gathered once": (2, {"data": 2, "zero": 3, "gather_again": "step", "microbatches": 2}),
     "zero1 on the host": (2, {"data": 2, "zero": 1, "offload": "optimizer"}),
     "pipeline on the host": (2, {"pipeline": 2, "microbatches": 2, "offload": "optimizer"}),
@@ -57,6 +60,10 @@ WAYS = [
     ("zero3", "zero1 on the host"),
     ("zero1 on the host", "pipeline on the host"),
     ("pipeline on the host", "zero3"),
+    ("zero3", "zero3 replicated"),
+    ("zero3 replicated", "zero3"),
+    ("zero1 replicated", "zero2 replicated, tensor"),
+    ("zero2 replicated, tensor", "zero1 replicated"),
 ]
 
 

@@ -33,6 +33,9 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "tensor": (2, {"tensor": 2, "data": 1}),
     "pipeline": (2, {"pipeline": 2, "microbatches": 4}),
     "zero3-tensor": (4, {"data": 2, "zero": 3, "tensor": 2}),
+    "zero1-replicated": (4, {"data": 4, "zero": 1, "shard": 2}),
+    "zero2-replicated": (4, {"data": 4, "zero": 2, "shard": 2}),
+    "zero3-replicated": (4, {"data": 4, "zero": 3, "shard": 2}),
 }
 BOUND = 0.05  # gradients of these models are larger
 

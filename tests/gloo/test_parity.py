@@ -32,9 +32,9 @@ ZERO_BUBBLE: dict[str, tuple[int, dict[str, Any]]] = {
         {"data": 2, "pipeline": 2, "schedule": "zero_bubble", "microbatches": 2},
     ),
 }
-RECOMPUTE = ("none", "some", "all")
+RECOMPUTE = ("none", "some", "selective", "all")
 CASES = [
-    pytest.param(model, plan, RECOMPUTE[(i + j) % 3], id=f"{model}-{plan}-{RECOMPUTE[(i + j) % 3]}")
+    pytest.param(model, plan, RECOMPUTE[(i + j) % 4], id=f"{model}-{plan}-{RECOMPUTE[(i + j) % 4]}")
     for i, model in enumerate(ZOO)
     for j, plan in enumerate(PLANS)
     if (j - i) % len(PLANS) in (0, 2)
@@ -43,6 +43,7 @@ APART = [
     ("gpt", "pipeline2-zero_bubble", "none"),
     ("t5", "pipeline4-zero_bubble", "some"),
     ("vit", "data2-pipeline2-zero_bubble", "all"),
+    ("gpt", "pipeline2-zero_bubble", "selective"),
 ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping
 from functools import cache
+from math import prod
 from typing import Any
 
 import pytest
@@ -22,7 +23,11 @@ PLANS = {
     "tensor": {"tensor": 2, "recompute": "all"},
     "zero": {"data": 2, "zero": 3},
     "once": {"data": 2, "zero": 3, "gather_again": "step", "microbatches": 2},
-}
+    "replicated": {"data": 4, "zero": 3, "shard": 2},
+    "replicated once": {
+        "data": 4, "zero": 3, "shard": 2, "gather_again": "step", "microbatches": 2,
+    },
+}  # fmt: skip
 SMALL = 1e-3  # of the largest gradient: below, rounding is all there is
 CASES = [
     ("gpt", "data", "bf16"),
@@ -33,6 +38,8 @@ CASES = [
     ("llama", "zero", "bf16-params"),
     ("llama", "once", "bf16-params"),
     ("gpt", "once", "bf16"),
+    ("llama", "replicated", "bf16-params"),
+    ("gpt", "replicated once", "bf16"),
     ("t5", "tensor", "bf16"),
     ("bert", "data", "bf16-params"),
     ("vit", "data", "bf16-params"),
@@ -85,7 +92,8 @@ def test_gradients_are_as_good_as_eager_ones(
     pool: Pool, model: str, plan: str, precision: str
 ) -> None:
     pins = PLANS[plan] | {"precision": precision}
-    got = pool.run(2, run_plan, model, "float32", pins, 1)
+    world = prod(PLANS[plan].get(axis, 1) for axis in ("data", "pipeline", "tensor"))
+    got = pool.run(world, run_plan, model, "float32", pins, 1)
     ours = {n: g for rank in got for n, g in rank["grads"].items()}
     truth, eager = _eager(model, "float64"), _eager(model, precision)
     assert set(ours) >= set(truth)

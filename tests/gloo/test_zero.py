@@ -69,12 +69,22 @@ def test_one_step_in_float64_is_that_of_one_device(pool: Pool, model: str, plan:
         assert rank["peak_predicted"] == pytest.approx(rank["peak_measured"], rel=0.02)
 
 
+@pytest.mark.parametrize("recompute", ["selective", "all"])
 @pytest.mark.parametrize("plan", ["zero3", "zero3-kept"])
-def test_the_peak_where_blocks_are_recomputed(pool: Pool, plan: str) -> None:
+def test_the_peak_where_blocks_are_recomputed(pool: Pool, plan: str, recompute: str) -> None:
     """Then it lies in the backward, where gradients are on their way."""
-    world, pins = pins_for("gpt", plan, "all")
+    world, pins = pins_for("gpt", plan, recompute)
     for rank in pool.run(world, run_plan, "gpt", "float64", pins, 1):
         assert rank["peak_predicted"] == pytest.approx(rank["peak_measured"], rel=0.005)
+
+
+@pytest.mark.parametrize(("model", "plan"), [("llama", "zero3-tensor2"), ("t5", "zero3-pipeline2")])
+def test_one_step_with_blocks_recomputed_selectively(pool: Pool, model: str, plan: str) -> None:
+    world, pins = pins_for(model, plan, "selective")
+    got = pool.run(world, run_plan, model, "float64", pins, 2)
+    compare(_reference(model, "float64", 2), got).check(1e-10, 1e-10)
+    for rank in got:
+        assert rank["peak_predicted"] == pytest.approx(rank["peak_measured"], rel=0.02)
 
 
 @pytest.mark.parametrize(("model", "plan"), [("gpt", "zero3"), ("llama", "zero1")])

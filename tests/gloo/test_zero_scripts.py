@@ -33,8 +33,13 @@ PLANS: tuple[tuple[int, dict[str, Any]], ...] = (
     (2, {"data": 2, "zero": 3}),
     (2, {"data": 2, "zero": 3, "gather_again": "step", "microbatches": 2}),
     (4, {"data": 2, "zero": 3, "pipeline": 2, "microbatches": 2}),
+    (4, {"data": 4, "zero": 1, "shard": 2}),
+    (4, {"data": 4, "zero": 3, "shard": 2}),
 )
-IDS = ("zero1", "zero2", "zero3", "zero3-once", "zero3-pipeline2")
+IDS = (
+    "zero1", "zero2", "zero3", "zero3-once", "zero3-pipeline2", "zero1-replicated",
+    "zero3-replicated",
+)  # fmt: skip
 BY_MODULE = {
     "data": 2, "zero": 1, "pins": {"blocks.0": shard(0, "data"), "blocks.1": replicate()},
 }  # fmt: skip

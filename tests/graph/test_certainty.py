@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+import csv
+import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
 
+import numpy as np
 import pytest
 
-from graphaccel.planner.cluster import Cluster, OpTime, cluster
-from graphaccel.report.certainty import Calibration, calibration_of, room
+from graphaccel.planner.cluster import Cluster, OpTime, StepTime, cluster
+from graphaccel.planner.pins import PRECISIONS
+from graphaccel.planner.plan import Precision
+from graphaccel.report.certainty import (
+    Calibration,
+    calibration_of,
+    reserve_of,
+    reserve_text,
+    room,
+)
 from graphaccel.report.explanation import answer_lines
 from graphaccel.report.facts import Facts
 from graphaccel.report.html import html_page
 from graphaccel.report.text import facts_text
 
 GIB = 2**30
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 def test_room_on_a_device() -> None:
@@ -33,14 +48,57 @@ def test_room_on_a_device() -> None:
 
 def test_where_rates_are_from() -> None:
     known = cluster("h100-80gb", 16, memory=40 * GIB)
-    assert calibration_of(known) == Calibration(0, "catalogue figures, not measured")
+    said = calibration_of(known)
+    assert (said.level, said.source) == (0, "catalogue figures, not measured")
+    assert calibration_of(cluster("v100-32gb", 4)) == replace(said, error=None, error_of="")
     other = replace(known, device=replace(known.device, memory_bandwidth=1e12))
     given = Calibration(0, "figures given for the cluster, not measured here")
     assert calibration_of(other) == given
     linked = replace(known, links=(replace(known.links[0], bandwidth=1e9), known.links[1]))
     assert calibration_of(linked) == given
     measured = replace(known, device=replace(known.device, measured=(OpTime("aten.add"),) * 3))
-    assert calibration_of(measured) == Calibration(1, "3 calls measured on this kind", 3)
+    said = calibration_of(measured)
+    assert (said.level, said.source, said.calls) == (1, "3 calls measured on this kind", 3)
+
+
+def test_errors_to_expect_are_those_of_the_results() -> None:
+    """The package has figures of benchmarks/results in it: when those change, it has to as well."""
+    known = cluster("h100-80gb", 8)
+    left_out = json.loads((RESULTS / "validation.json").read_text())["fit"]["sources"]
+    for eight, precision in ((False, Precision()), (True, PRECISIONS["fp8"])):
+        errors = [
+            one["left_out"]
+            for name, one in left_out.items()
+            if name.endswith(" in 8 bits") == eight and one["left_out"] is not None
+        ]
+        assert calibration_of(known, precision).error == round(fmean(errors), 2)
+    predicted = json.loads((RESULTS / "predicted.json").read_text())
+    measured = replace(known, device=replace(known.device, measured=(OpTime("aten.add"),)))
+    assert calibration_of(measured).error == round(predicted["mean_error"], 2)
+    rows = [row for row in predicted["rows"] if row["pins"]]
+    pairs = [
+        (one["measured"] / one["predicted"], other)
+        for one in rows
+        for other in rows
+        if one is not other
+        and (one["model"], one["processes"]) == (other["model"], other["processes"])
+    ]
+    errors = [abs(by * o["predicted"] / o["measured"] - 1) for by, o in pairs]
+    step = StepTime("key", "gpt", "fp32", "data 1", 1, 1.0, 0.0, 0.1, 1.0, 0.1)
+    assert calibration_of(replace(known, refined_by=(step,))).error == round(fmean(errors), 2)
+
+
+def test_the_reserve_is_a_quantile_of_published_runs() -> None:
+    with (RESULTS.parent / "validation/data/validation_rows.csv").open() as file:
+        told = [
+            float(said[1]) / float(row["measured_mem_GB"]) - 1
+            for row in csv.DictReader(file)
+            if (said := re.search(r"reserved ([0-9.]+)", row["notes"]))
+        ]
+    assert len(told) == 27
+    reserve = reserve_of(cluster("h100-80gb", 8))
+    assert reserve.share == round(float(np.quantile(told, 0.9)), 2)
+    assert reserve_text(reserve) == ("7% fragmentation (quantile 0.9 of 27 published runs on B200)")
 
 
 def test_reports_say_both(facts: Facts) -> None:
@@ -50,6 +108,8 @@ def test_reports_say_both(facts: Facts) -> None:
     said = f"{facts.room.verdict}: {facts.room.reason}"
     assert f" free; {said}\n" in text
     assert f"\n  calibration level 0: {facts.calibration.source}\n" in text
+    assert facts.reserve is not None
+    assert "\n  error to expect: not known, no run on such a device was compared\n" in text
     again = Facts.from_json(facts.to_json())
     assert (again.room, again.calibration) == (facts.room, facts.calibration)
     page = html_page(facts).split('<section id="text">')[0]

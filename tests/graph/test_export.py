@@ -189,6 +189,25 @@ def test_parameters_gathered_once_a_step() -> None:
     assert "config.parallelism.fsdp_reshard_after_forward = 'never'" in text
 
 
+def test_zero_over_a_part_of_the_data_axis() -> None:
+    said = configured(export(facts(data=8, zero=3, shard=4), "torchtitan"))
+    assert said["data_parallel_replicate_degree"] == 2
+    assert said["data_parallel_shard_degree"] == 4
+    text = export(facts(data=8, zero=3, shard=4), "accelerate")
+    assert "parallelism_config_dp_replicate_size: 2\n" in text
+    assert "parallelism_config_dp_shard_size: 4\n" in text
+    zero = json.loads(export(facts(data=8, zero=3, shard=4), "deepspeed"))["zero_optimization"]
+    assert (zero["stage"], zero["mics_shard_size"]) == (3, 4)
+    assert "--num-distributed-optimizer-instances" not in export(facts(data=8, zero=1), "megatron")
+    flags = export(facts(data=8, zero=1, shard=2), "megatron")
+    assert "--use-distributed-optimizer\n--num-distributed-optimizer-instances 4\n" in flags
+    flags = export(facts(data=8, zero=2, shard=4), "megatron")
+    assert (
+        "--data-parallel-sharding-strategy optim_grads\n--outer-dp-sharding-strategy no_shard\n"
+        "--num-distributed-optimizer-instances 2\n"
+    ) in flags
+
+
 def test_accelerate() -> None:
     text = export(facts(data=4, tensor=2, microbatches=4, zero=3, precision=BF16), "accelerate")
     rows = dict(re.findall(r"^\s*(\w+): (.+)$", text, flags=re.M))
@@ -242,6 +261,8 @@ def test_accelerate() -> None:
         ("deepspeed", facts(data=2, offload=STATE), "optimizer state on the host without zero: "),
         ("megatron", facts(data=2, offload=STATE), "optimizer state on the host: "),
         ("deepspeed", facts(data=2, zero=2, offload=("activations",)), "activations on the host: "),
+        ("deepspeed", facts(data=4, zero=2, shard=2), "zero 2 in groups of 2: "),
+        ("deepspeed", facts(data=4, zero=3, shard=2, offload=STATE), "zero 3 in groups of 2: "),
         ("megatron", facts(data=2, zero=3, offload=ALL), "parameters on the host: "),
         ("torchtitan", facts(offload=ALL), "parameters on the host with data 1: "),
         ("accelerate", facts(offload=ALL), "parameters on the host with data 1: "),

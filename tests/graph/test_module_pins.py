@@ -107,6 +107,18 @@ def test_the_search_makes_as_many_stages_as_are_named(captured: Captured, made_u
     assert plan.stages > 1
 
 
+def test_a_stage_beyond_the_ranks_asks_for_several_on_each(
+    captured: Captured, made_up: MadeUp
+) -> None:
+    pins = {"stages": {"blocks.2": 3}, "pipeline": 2, "microbatches": 4}
+    plan = search(captured("gpt"), made_up(2, 1 << 20), pins=pins, optimizer_bytes=8)
+    assert plan.stages > 3
+    profile = Profile(captured("gpt"))
+    first, end = stage_positions(profile, plan.cuts)[3]
+    inside = [at for at, module in enumerate(profile.modules) if is_inside(module, "blocks.2")]
+    assert first <= min(inside) <= max(inside) < end
+
+
 @pytest.mark.parametrize(
     ("name", "pins", "text"),
     [
@@ -119,7 +131,9 @@ def test_the_search_makes_as_many_stages_as_are_named(captured: Captured, made_u
         ("gpt", {"stages": {"blocks.1": -1}}, "stages={'blocks.1': -1} can not be planned\n  why:  a stage is a number from 0 on\n  help: leave stages out and it will be chosen for you"),
         ("gpt", {"stages": {"blocks.3": 0, "blocks.1": 1}}, "stages={'blocks.1': 1, 'blocks.3': 0} can not be planned\n  why:  blocks.1 runs before blocks.3, so it can not be on a later stage\n  help: leave stages out and it will be chosen for you"),
         ("gpt", {"stages": {"blocks.1": 0, "blocks.1.norm_1": 1}}, "stages={'blocks.1': 0, 'blocks.1.norm_1': 1} can not be planned\n  why:  blocks.1 still runs when blocks.1.norm_1 does, so both are on one stage\n  help: leave stages out and it will be chosen for you"),
-        ("gpt", {"stages": {"blocks.1": 5}, "pipeline": 5}, "stages={'blocks.1': 5} can not be planned\n  why:  blocks.1 is to be on stage 5, and there are 5, from 0 on\n  help: leave stages out and it will be chosen for you"),
+        ("gpt", {"stages": {"blocks.1": 8}, "pipeline": 2}, "stages={'blocks.1': 8} can not be planned\n  why:  blocks.1 is to be on stage 8, and there are 8 at most, from 0 on\n  help: leave stages out and it will be chosen for you"),
+        ("gpt", {"stages": {"blocks.1": 3}, "pipeline": 2, "schedule": "1f1b"}, "stages={'blocks.1': 3} can not be planned\n  why:  blocks.1 is to be on stage 3, and there are 2, from 0 on\n  help: leave stages out and it will be chosen for you"),
+        ("gpt", {"stages": {"blocks.1": 5}, "pipeline": 5, "interleave": 1}, "stages={'blocks.1': 5} can not be planned\n  why:  blocks.1 is to be on stage 5, and there are 5, from 0 on\n  help: leave stages out and it will be chosen for you"),
         ("gpt", {"stages": {"blocks.1": 1}, "cuts": ["add_4"]}, "stages={'blocks.1': 1} can not be planned\n  why:  cuts= says already where stages end\n  help: leave stages out and it will be chosen for you"),
     ],
 )  # fmt: skip

@@ -111,6 +111,8 @@ PINS: Mapping[str, tuple[Any, ...]] = {
     "gather_again": (True, False, "step"),
     "accumulation": ("whole", "shards"),
 }
+HYBRID = range(60, 100)
+"""Seeds of problems with a data axis that ZeRO may shard over a part of."""
 FOUND = (62, 112, 153, 167, 172, 212, 239, 259, 272)
 """Problems of which it did not hold before: of GPipe, of cuts that are not even, of blocks that
 save more together, of sends in parts that make a plan fit, of bounds of ZeRO 3."""
@@ -187,6 +189,16 @@ faster than of even ones."""
 @pytest.mark.parametrize("seed", [*range(60), *FOUND])
 def test_the_search_finds_what_trying_plans_finds(seed: int) -> None:
     check(drawn_by(seed))
+
+
+@pytest.mark.parametrize("seed", HYBRID)
+def test_it_finds_the_part_of_the_data_axis_to_shard_over(seed: int) -> None:
+    drawn, draw = drawn_by(seed), Random(-seed)
+    pins = {name: value for name, value in drawn["pins"].items() if name != "pipeline"}
+    pins = {"data": draw.choice((4, 6, 8)), **pins} if draw.random() < 0.5 else pins
+    if draw.random() < 0.5:
+        pins["shard"] = draw.choice((2, 2, 4))
+    check({**drawn, "count": draw.choice((4, 6, 8)), "pins": pins})
 
 
 def test_stages_that_are_unlike_each_other() -> None:

@@ -88,7 +88,7 @@ def columns(profile: Profile, cluster: Cluster, plan: Plan) -> list[object]:
         profile.storages,
         profile.sized(3, cluster.device, wires=wires_of(cluster, plan)),
     )
-    lines, kept = profile.lines, profile.saved((1, 4))
+    lines, kept = profile.lines, profile.saved(profile.saving({1: (), 4: ()}))
     arrays = [
         lines.place, lines.reader, lines.source, lines.inputs, lines.results, profile.block_at,
         profile.node_weight, profile.node_forward, *storages.uses, *kept, profile.crossing.storage,

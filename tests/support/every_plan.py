@@ -56,9 +56,13 @@ def meshes(problem: Problem, pins: Mapping[str, Any], batch: int) -> Iterator[Pl
                 axes = {"tensor": tensor, "context": context, "pipeline": pipeline, "data": data}
                 for more in _ways(problem, pins, pipeline, data, microbatches):
                     plan = Plan(count, batch=batch, microbatches=microbatches, **axes, **more)
-                    if all(getattr(plan, name) == value for name, value in pins.items()
+                    if all(_decided(plan, name) == value for name, value in pins.items()
                            if name != "recompute"):  # fmt: skip
                         yield plan
+
+
+def _decided(plan: Plan, name: str) -> Any:
+    return plan.shards if name == "shard" and plan.zero else getattr(plan, name)
 
 
 def _shardable(problem: Problem, tensor: int, context: int) -> bool:
@@ -104,12 +108,15 @@ def _ways(
             if pins.get("zero") == 3 and "gather_again" not in pins:
                 agains = (True,)  # who asks for it wants the memory
             kinds = ("whole", "shards") if zero > 1 else ("whole",)
-            for schedule, again, kind in product(schedules, agains, kinds):
+            parts: Sequence[int] = (0,)
+            if zero and ("zero" not in pins or "shard" in pins):
+                parts = (0, *(n for n in range(2, data) if data % n == 0))
+            for schedule, again, kind, shard in product(schedules, agains, kinds, parts):
                 if kind == "shards" and microbatches == 1 and "accumulation" not in pins:
                     continue  # the same as whole
                 yield {
                     "interleave": interleave, "zero": zero, "schedule": schedule,
-                    "gather_again": again, "accumulation": kind,
+                    "gather_again": again, "accumulation": kind, "shard": shard,
                 }  # fmt: skip
 
 
@@ -196,7 +203,8 @@ def _least_zero(pins: Mapping[str, Any]) -> int:
     """The level of ZeRO that was asked for, by its number or by what only higher levels have."""
     if pins.get("gather_again", True) is not True:
         return int(pins.get("zero", 3))
-    return int(pins.get("zero", 2 if pins.get("accumulation") == "shards" else 0))
+    least = 2 if pins.get("accumulation") == "shards" else int("shard" in pins)
+    return int(pins.get("zero", least))
 
 
 def best_within(found: Sequence[Found], memory: int) -> float:
