@@ -92,10 +92,13 @@ class Predictor:
         said = int(fullest * (1 + real.fragmentation)) if run.system.reserved else fullest
         # What products in 8 bits keep for the backward is in 8 bits there, and not counted so here.
         verdict = real.verdict(fullest) if not run.products else "not told"
-        seconds = timed.prediction.seconds
         if run.recompute == "operations":
-            seconds -= timed.microbatches * _kept_seconds(profile, timed, where)
-        return Predicted(run, seconds, said, verdict, timed, where, profile)
+            spared = timed.microbatches * _kept_seconds(profile, timed, where)
+            parts = timed.prediction
+            parts = replace(parts, seconds=parts.seconds - spared, compute=parts.compute - spared)
+            timed = replace(timed, prediction=parts)
+        assert timed.prediction is not None
+        return Predicted(run, timed.prediction.seconds, said, verdict, timed, where, profile)
 
     def _decided(self, run: Run, where: Cluster) -> Run:
         """With the microbatches and stages that the planner chooses, where the row has none."""

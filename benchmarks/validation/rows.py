@@ -293,7 +293,8 @@ def _run(row: dict[str, str]) -> Run | str:
         microbatch=number("micro_batch"),
         batch=number("global_batch"),
         recompute={"full": "all", "selective(op)": "operations"}.get(row["recompute"], "none"),
-        sequence_parallel=row["sequence_parallel"] == "1",
+        # Megatron-LM refuses experts on an axis of their own beside a tensor axis without it.
+        sequence_parallel=row["sequence_parallel"] == "1" or (expert > 1 and tensor > 1),
         zero=3 if zero.startswith(("3", "FSDP")) else int(zero) if zero.isdigit() else system.zero,
         precision=PRECISIONS.get(row["precision"], "bfloat16"),
         products=_PRODUCTS.get(row["precision"], ""),
