@@ -4,12 +4,12 @@
 
 A case is a model on a number of GPUs, H100s where nothing else is said, planned from its Hugging
 Face class on the meta device, each in a process of its own, with AdamW and parameters cast to bf16
-where they are used. Without names
-all cases run; others keep their row. Seconds: of the model and its capture, of the search, of
-building the programs of the plans that it proves, and of all of it with the text of the report. A
-published plan is planned with its mesh pinned, and not built; "usual" is one that nobody published. Its place among all meshes: how many
-a rough guess (`planner.guess`, too kind to most) says to be faster, and how many of those fit and
-are faster indeed when they are solved, both in closed form.
+where they are used. Without names all cases run; others keep their row. Seconds: of the model and
+its capture, of the search, of building the programs of the plans that it proves, and of all of it
+with the text of the report. A published plan is planned with its mesh pinned, and not built;
+"usual" is one that nobody published. Its place among all meshes: how many a rough guess
+(`planner.guess`, too kind to most) says to be faster, and how many of those fit and are faster
+indeed when they are solved, both in closed form.
 """
 
 from __future__ import annotations
@@ -65,12 +65,13 @@ CASES = {
     "405b-1024": _llama_405b(1024, llama3=_mesh(8, 16), nvidia=_mesh(8, 8, 2)),
     "405b-4096": _llama_405b(4096, llama3=_mesh(8, 16), nvidia=_mesh(8, 8, 2)),
     "405b-16384": _llama_405b(16384, llama3=_mesh(8, 16)),
-    # NVIDIA/dgxc-benchmarking v25.02, nemo_megatron/README_175b.md, the row of 1,024 H100s.
+    # NVIDIA/dgxc-benchmarking v25.02, nemo_megatron/README_175b.md, the row of 1,024 H100s, whose
+    # batch is 2048: as long as a sequence, of which capturing takes a minute (`capture.causal`).
     "gpt3-175b-1024": Case(
-        "gpt3-175b", 1024, 2048, 2048, 96, 1, {"nvidia": _mesh(4, 8), "usual": _mesh(8, 8)}
+        "gpt3-175b", 1024, 1536, 2048, 96, 1, {"nvidia": _mesh(4, 8), "usual": _mesh(8, 8)}
     ),
-    # Megatron-Bridge, perf_recipes.llama.h100.llama3: llama3_70b_pretrain_64gpu_h100_bf16_config and
-    # llama3_8b_pretrain_8gpu_h100_bf16_config; batch of the latter from the performance summary.
+    # Megatron-Bridge, perf_recipes.llama.h100.llama3: llama3_70b_pretrain_64gpu_h100_bf16_config,
+    # llama3_8b_pretrain_8gpu_h100_bf16_config; the latter's batch from its performance summary.
     "70b-64": Case(
         "llama-3-70b", 64, 256, 8192, 80, 1, {"nvidia": _mesh(4, 4, 2), "usual": _mesh(4, 4)}
     ),

@@ -27,7 +27,7 @@ from graphaccel.capture.batch import flatten_call
 from graphaccel.capture.export import LossFn, split_targets
 from graphaccel.compiler import Compiler
 from graphaccel.handle import Handle
-from graphaccel.model import Model, as_batch, check_supported, optimizer_bytes
+from graphaccel.model import as_batch, check_supported, model_of
 from graphaccel.planner.cluster import Cluster, host_memory
 from graphaccel.planner.cluster import cluster as named_cluster
 from graphaccel.planner.plan import Plan
@@ -100,7 +100,8 @@ def optimize(
     ensure_launched(count)
     device = _start(count, timeout)
     where = cluster or cluster_here(count, device)
-    what = Model(model, loss_fn, optimizer_bytes(optimizer), is_elementwise(optimizer))
+    kind, shardable = where.device.type, is_elementwise(optimizer)
+    what = model_of(model, loss_fn, optimizer, kind, shardable=shardable)
     compiler = Compiler(what, where, pins, given)
     if isinstance(plan, (str, Path)):
         compiler.path = str(plan)
@@ -136,7 +137,7 @@ def plan(
     """
     where = cluster or named_cluster(device, devices, memory)
     check_supported(model)
-    compiler = Compiler(Model(model, loss_fn, optimizer_bytes(optimizer)), where, pins)
+    compiler = Compiler(model_of(model, loss_fn, optimizer, where.device.type), where, pins)
     return compiler.choose(as_batch(example_batch))[1]
 
 

@@ -54,6 +54,7 @@ from graphaccel.planner.record import Record
 from graphaccel.planner.refined import model_key, precision_name, refined
 from graphaccel.planner.search import search
 from graphaccel.planner.solving import cluster_name
+from graphaccel.planner.stepping import NOTHING, Stepping
 from graphaccel.report.format import folded
 from graphaccel.report.fused import chunk_notes, fusion_notes
 from graphaccel.report.rules import every_rule, missing, missing_note, priced_rules
@@ -200,6 +201,7 @@ class Compiler:
             record=record,
             shardable=self.model.shardable,
             profiles=layouts,
+            stepping=self._stepping(),
         )
         program = built.get(plan.decided(notes=()))
         if program is None:
@@ -219,10 +221,9 @@ class Compiler:
     def _refine_rates(self, step: StepGraph, sizes: Mapping) -> None:
         """By steps of this model that were run (`planner.refined`)."""
         if self.cluster.steps:
-            pinned = self.pins.get("precision") or "fp32"
-            precision = pinned if self.plan is None else precision_name(self.plan.precision)
-            key = model_key(self.layouts(step, sizes).whole)
-            self.cluster = refined(self.cluster, key, precision)
+            pinned, given = self.pins.get("precision") or "fp32", self.plan
+            name = pinned if given is None else precision_name(given.precision)
+            self.cluster = refined(self.cluster, model_key(self.layouts(step, sizes).whole), name)
 
     def _refuse_missing(self, step: StepGraph, *limits: str | None) -> None:
         """Raises MissingRule (GA301) where a pin splits the batch at an op without a rule."""
@@ -258,6 +259,11 @@ class Compiler:
         """Off unless asked for: what they bring has not been measured yet (docs/fusions.md)."""
         names = enabled(self.pins.get("fusions") or "off", _device_type(self.cluster))
         return without_tensor_axis(names) if plan.tensor > 1 else names
+
+    def _stepping(self) -> Stepping:
+        """What the optimizer's step makes; ours, with fusions, makes nothing."""
+        ours = enabled(self.pins.get("fusions") or "off", _device_type(self.cluster))
+        return NOTHING if ours else self.model.stepping
 
     def _whole_over_tensor(self, program: StepProgram, plan: Plan) -> tuple[str, ...]:
         """Weights that the tensor axis was asked to split and does not, if they are a twentieth."""

@@ -168,7 +168,7 @@ def _work(args: argparse.Namespace) -> None:
     if optimizer is not None:
         changing = [_timed(optimizer.step, before=run) for _ in range(_APART)]
     rank = int(os.environ.get("RANK", "0"))
-    mine = rank // (plan.devices // plan.pipeline), seconds, changing, *_peaks(run, model)
+    mine = rank // (plan.devices // plan.pipeline), seconds, changing, *_peaks(step, model)
     everyone: list[Any] = [mine] * plan.devices
     if plan.devices > 1:
         dist.all_gather_object(everyone, mine)
@@ -198,8 +198,8 @@ def _timed(step: Callable[[], Any], before: Callable[[], None] = lambda: None) -
     return time.perf_counter() - start
 
 
-def _peaks(run: Callable[[], None], model: nn.Module) -> tuple[int, int]:
-    """Peak bytes of tensors on this rank and on its host in one more forward and backward."""
+def _peaks(step: Callable[[], None], model: nn.Module) -> tuple[int, int]:
+    """Peak bytes of tensors on this rank and on its host in one more step."""
     gc.collect()
     kinds = (torch.Tensor, nn.Parameter)
     cuda = torch.cuda.is_available()
@@ -208,7 +208,7 @@ def _peaks(run: Callable[[], None], model: nn.Module) -> tuple[int, int]:
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     with meter:  # nothing here may keep what the step lets go of
-        run()
+        step()
     return torch.cuda.max_memory_allocated() if cuda else meter.peak, meter.host_peak
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -17,19 +18,22 @@ from graphaccel.errors import Unsupported
 from graphaccel.ir.program import Sharded, StepProgram
 from graphaccel.planner.memory import Resident
 from graphaccel.planner.plan import Plan
+from graphaccel.planner.stepping import NOTHING, Stepping, step_bytes
 from graphaccel.planner.zero import local_shape
+from graphaccel.trial_step import stepping_of, tried_step
 
 
 @dataclass(frozen=True)
 class Model:
     """What is planned for: a module, its loss function, how many bytes of optimizer state each byte
     of trained parameter has, and the bytes of its parameters and buffers by name. shardable: its
-    optimizer can work on shards."""
+    optimizer can work on shards. stepping: what its step makes besides."""
 
     module: nn.Module = field(repr=False)
     loss_fn: LossFn | None
     optimizer_bytes: float
     shardable: bool = True
+    stepping: Stepping = NOTHING
 
     def resident(self, batch: Batch, plan: Plan, program: StepProgram) -> Resident:
         """Bytes that lie on a rank all the time."""
@@ -39,18 +43,43 @@ class Model:
             parameter = parameters[name]
             return prod(local_shape(parameter.shape, splits, plan)) * parameter.element_size()
 
+        resting = {n: share(n, program.resting.get(n, ())) for n in parameters}
+        states = {
+            n: share(n, program.state_splits(n)) for n, p in parameters.items() if p.requires_grad
+        }
+
+        def stepped(names: Sequence[str]) -> int:
+            held = {n for n in names if n in states}
+            apart = [resting[n] for n in parameters if n in held and states[n] < resting[n]]
+            fused = bool(plan.fusions)
+            sizes = [states[n] for n in parameters if n in held]
+            return step_bytes(plan, self.stepping, sum(sizes), sizes, apart, fused)
+
+        built = (*self.module.parameters(), *self.module.buffers())
         return Resident(
-            {n: share(n, program.resting.get(n, ())) for n in parameters},
+            resting,
             {n: tensor_bytes(b) for n, b in self.module.named_buffers(remove_duplicate=False)},
-            {
-                n: share(n, program.state_splits(n))
-                for n, p in parameters.items()
-                if p.requires_grad
-            },
+            states,
             sum(tensor_bytes(t) for t in batch.tensors.values()),
             self.optimizer_bytes,
             plan.offload,
+            whole={n: tensor_bytes(p) for n, p in parameters.items()},
+            built=sum(map(tensor_bytes, built)),
+            step=stepped,
         )
+
+
+def model_of(
+    module: nn.Module,
+    loss_fn: LossFn | None,
+    optimizer: torch.optim.Optimizer | None,
+    device_type: str,
+    *,
+    shardable: bool = True,
+) -> Model:
+    """What is planned for devices of a type ("cpu" or "cuda"), with what its optimizer needs."""
+    state, made = optimizer_bytes(optimizer), stepping_of(optimizer, device_type)
+    return Model(module, loss_fn, state, shardable, made)
 
 
 def tensor_bytes(tensor: torch.Tensor) -> int:
@@ -97,9 +126,13 @@ def check_parameters(module: nn.Module) -> None:
 
 
 def optimizer_bytes(optimizer: torch.optim.Optimizer | None) -> float:
-    """Bytes of state per byte of trained parameter: 2 for Adam's two moments, 1 for momentum."""
+    """Bytes of state per byte of trained parameter: 2 for Adam's two moments, 1 for momentum. Of
+    one that can not be tried (`trial_step`), by its name."""
     if optimizer is None:
         return 0.0
+    tried = tried_step(optimizer, "cpu")
+    if tried is not None:
+        return tried.state
     name = type(optimizer).__name__.lower()
     if "adam" in name or "lamb" in name:
         return 2.0

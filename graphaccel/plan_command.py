@@ -22,7 +22,7 @@ from graphaccel.handle import assumed_of
 from graphaccel.ir.program import StepProgram
 from graphaccel.jobs import Job, find_job
 from graphaccel.measure import check_here, measure
-from graphaccel.model import Model, check_supported, optimizer_bytes
+from graphaccel.model import check_supported, model_of
 from graphaccel.planner import whatif
 from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.cluster import cluster as named_cluster
@@ -69,7 +69,7 @@ def plan_command(args: argparse.Namespace) -> int:
     check_supported(job.model)
     if args.batch is not None:
         job = replace(job, batch=resized(job.batch, batch_leaves(job.batch)[1], args.batch))
-    model = Model(job.model, job.loss_fn, optimizer_bytes(job.optimizer))
+    model = model_of(job.model, job.loss_fn, job.optimizer, where.device.type)
     pins = {**job.pins, **pins_of(args)}
     if pins.get("cuda_graphs") and where.device.name == "cpu":
         raise GraphsNeedGpu(device="cpu")

@@ -31,7 +31,7 @@ import numpy as np
 from benchmarks.common import RESULTS
 from benchmarks.validation import fit
 from benchmarks.validation.predict import Predicted, Predictor
-from benchmarks.validation.rows import FOLDER, IN_EIGHT_BITS, Run, read
+from benchmarks.validation.rows import FEWER_BITS, FOLDER, Run, read, reported
 from graphaccel.errors import GraphAccelError
 
 RESULT = RESULTS / "validation.json"
@@ -79,25 +79,27 @@ def main() -> None:
 
 
 def _predicted(predictor: Predictor, run: Run) -> tuple[dict[str, Any], Predicted | None]:
-    said = {k: v for k, v in asdict(run).items() if k not in ("group", "system")}
     try:
         found = predictor.predict(run)
     except GraphAccelError as error:
-        return {**said, "group": run.group, "refused": error.message().sentence}, None
+        return {**_said(run), "refused": error.message().sentence}, None
     assert found.plan.prediction is not None
     parts = {
         name: getattr(found.plan.prediction, name)
         for name in ("compute", "communication", "bubble", "optimizer")
     }
     result = {
-        **said,
-        "group": run.group,
+        **_said(found.run),
         "predicted_seconds": found.seconds,
         "predicted_memory": found.memory,
         "verdict": found.verdict,
         "parts": parts,
     }
     return result, found
+
+
+def _said(run: Run) -> dict[str, Any]:
+    return {k: v for k, v in asdict(run).items() if k != "system"}
 
 
 def _key(run: Run) -> str:
@@ -125,7 +127,7 @@ def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     by_source: dict[str, list[dict[str, Any]]] = defaultdict(list)
     grids: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for run in done:
-        by_source[run["source"] + IN_EIGHT_BITS * bool(run["products"])].append(run)
+        by_source[reported(run["source"], run["products"])].append(run)
         grids[run["group"]].append(run)
     ranked = {name: grid for name, grid in grids.items() if len(grid) >= _GRID}
     return {
@@ -133,17 +135,16 @@ def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "refused": len(runs) - len(done),
         "verdicts": dict(Counter(run["verdict"] for run in done)),
         "sources": {name: _figures(found) for name, found in sorted(by_source.items())},
-        "mean_of_sources": _mean(by_source, eight_bits=False),
-        "mean_of_eight_bits": _mean(by_source, eight_bits=True),
+        "mean_of_sources": _mean(by_source, fewer_bits=False),
+        "mean_of_eight_bits": _mean(by_source, fewer_bits=True),
         "grids": {name: _ranking(grid) for name, grid in sorted(ranked.items())},
     }
 
 
-def _mean(by_source: Mapping[str, Sequence[dict[str, Any]]], *, eight_bits: bool) -> float:
+def _mean(by_source: Mapping[str, Sequence[dict[str, Any]]], *, fewer_bits: bool) -> float:
     """Of the sources' errors, each counting the same; 0 where there is none."""
-    chosen = [
-        runs for name, runs in by_source.items() if name.endswith(IN_EIGHT_BITS) == eight_bits
-    ]
+    few = tuple(FEWER_BITS.values())
+    chosen = [runs for name, runs in by_source.items() if name.endswith(few) == fewer_bits]
     return statistics.fmean([_figures(r)["mean_absolute"] for r in chosen]) if chosen else 0.0
 
 
@@ -195,7 +196,7 @@ def text(result: dict[str, Any]) -> str:
             + f"  {name}"
         )
     lines.append(
-        f"mean over the sources: {100 * said['mean_of_sources']:.1f} %, of products in 8 bits "
+        f"mean over the sources: {100 * said['mean_of_sources']:.1f} %, of products in 8 or 4 bits "
         f"{100 * said['mean_of_eight_bits']:.1f} %"
     )
     for name, grid in said["grids"].items():

@@ -1,12 +1,15 @@
 """The shares of `planner.cluster` that published runs support, and how well they hold elsewhere.
 
-For each family of devices three numbers: what large products reach of the peak, what a copy reaches
-of the memory's bandwidth, and fused attention (forward and backward alike, as a factor on what was
-measured alone). They are those of a grid with the least mean error, each source counting the same.
-Then each source is left out, and predicted with what the others say: without the shares that were
-found in its own times (`rows.own_shares`), and, where no other ran on the device, with what kernels
-reach when measured alone (`ALONE`), times what runs of the other families reach of that: a device
-that trains is hotter and shares its memory.
+For each family of devices four numbers: what large products reach of the peak, in 16 and in 8 bits,
+what a copy reaches of the memory's bandwidth, and fused attention (forward and backward alike, as a
+factor on what was measured alone). They are those of a grid with the least mean error, each source
+counting the same; the share of 8 bits is fitted last, on runs that have them, and the others on
+those that have none. And the host time of systems that start operations eagerly (`launch_seconds`
+in `rows.SYSTEMS`), which those share.
+
+Then each source is left out, and predicted with what the others say, in all of that. Where none of
+them ran on the device, or none so, it is what kernels reach when measured alone (`ALONE`), times
+what runs of the other families reach of that: a device that trains is hotter and shares its memory.
 
 Changing a share scales the time of a microbatch, by all of its nodes; what is sent stays.
 """
@@ -15,23 +18,27 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
-from typing import Any
-
-import numpy as np
+from typing import Any, TypeVar
 
 from benchmarks.validation.predict import Predicted
 from benchmarks.validation.rows import Run, own_shares
 from graphaccel.planner.cluster import Device, cluster
 from graphaccel.planner.efficiency import Work, gap_seconds, seconds_of
 
-# Shares of the peak of large products, measured alone: SimuMax's configs/system.
+# Shares of the peak of large products, measured alone, in 16 and in 8 bits. 16: SimuMax's
+# configs/system. 8: Azure/AI-benchmarking-guide, cuBLASLt at 16384: 1377 TFLOP/s of 1979 on H100,
+# 2907 of 5000 on the B200 of a GB200.
 ALONE = {"a100": 0.77, "b200": 0.51}
+ALONE_8_BITS = {"h100": 0.70, "b200": 0.58}
 _PRODUCTS = [n / 100 for n in range(40, 84, 2)]
 _COPIES = (0.6, 0.7, 0.8, 0.9)
 _ATTENTION = (0.8, 1.0, 1.2)
+_LAUNCHES = (7e-6, 2e-5, 3e-5, *(n * 1e-6 for n in range(40, 82, 2)))
+T = TypeVar("T")
+_ROUNDS = 2  # of fitting shares and launches in turn
 
 
 @dataclass(frozen=True)
@@ -53,62 +60,63 @@ class Shares:
     product: float
     copy: float
     attention: float
+    eight_bits: float = 0.0
 
 
 _CHOICES = tuple(Shares(*choice) for choice in product(_PRODUCTS, _COPIES, _ATTENTION))
 
 
 @dataclass(frozen=True)
-class _Tried:
-    """A sample, and how far it is off with each of `_CHOICES`."""
+class Found:
+    """Shares by family, and the host time to start an operation eagerly."""
 
-    sample: Sample
-    errors: Sequence[float]
+    families: Mapping[str, Shares]
+    launch_seconds: float
 
 
 def sample(run: Run, predicted: Predicted) -> Sample:
     """A prediction, ready to be made again with other shares."""
     parts = predicted.plan.prediction
     assert parts is not None
-    rest = parts.communication + parts.optimizer
-    works = predicted.works()
-    return Sample(run, predicted.where.device, works, parts.compute + parts.bubble, rest)
+    scaled, works = parts.compute + parts.bubble, predicted.works()
+    return Sample(run, predicted.where.device, works, scaled, predicted.seconds - scaled)
 
 
 def fitted(samples: Sequence[Sample]) -> dict[str, Any]:
-    """Of each family its shares and runs. Of each source the mean error of the step time with the
-    shares that all runs support ("fitted") and with what the others say ("left_out": None where no
-    other says anything of the device); "without": what of its system was left out with it."""
-    tried = [_Tried(one, [abs(_error(one, shares)) for shares in _CHOICES]) for one in samples]
-    families = _grouped(tried, lambda t: _family(t.sample.run))
-    found = {name: _best(members) for name, members in families.items()}
+    """Of each family its shares and runs. Of each source the mean error of the step time with what
+    all runs support ("fitted") and with what the others say ("left_out": None where nothing says
+    anything of the device); "without": what of its system was left out with it."""
+    errors = _Errors()
+    found = _found(samples, errors)
     fit: dict[str, list[float]] = defaultdict(list)
     left: dict[str, list[float] | None] = {}
     without: dict[str, tuple[str, ...]] = {}
-    for source, members in _grouped(tried, lambda t: t.sample.run.source).items():
-        others = {name: _rest(own, source, found[name]) for name, own in families.items()}
-        for one in (t.sample for t in members):
+    for source, members in _grouped(samples, lambda s: s.run.source).items():
+        others = _found([s for s in samples if s.run.source != source], errors)
+        for one in members:
             name, family = one.run.reported, _family(one.run)
-            fit[name].append(abs(_error(one, found[family])))
-            apart = others[family] or _elsewhere(family, others)
+            shares = found.families[family]
+            fit[name].append(abs(errors.of(one, shares, found.launch_seconds)))
+            apart = others.families.get(family) or _elsewhere(family, others.families)
             without[name] = own_shares(source)
             if apart is None:
                 left[name] = None
-            elif (errors := left.setdefault(name, [])) is not None:
-                errors.append(abs(_error(one, apart, without[name])))
+            elif (known := left.setdefault(name, [])) is not None:
+                known.append(abs(errors.of(one, apart, others.launch_seconds)))
     return {
+        "launch_seconds": found.launch_seconds,
         "families": {
-            name: {**asdict(found[name]), "runs": len(members)}
-            for name, members in families.items()
+            name: {**asdict(found.families[name]), "runs": len(members)}
+            for name, members in _grouped(samples, lambda s: _family(s.run)).items()
         },
         "sources": {
             name: {
-                "runs": len(errors),
-                "fitted": statistics.mean(errors),
+                "runs": len(each),
+                "fitted": statistics.mean(each),
                 "left_out": _mean(left[name]),
                 "without": list(without[name]),
             }
-            for name, errors in sorted(fit.items())
+            for name, each in sorted(fit.items())
         },
     }
 
@@ -116,10 +124,11 @@ def fitted(samples: Sequence[Sample]) -> dict[str, Any]:
 def text(figures: dict[str, Any]) -> str:
     """The figures of `fitted` as lines."""
     lines = [
-        f"{name}: products {f['product']:.2f} of the peak, copies {f['copy']:.2f} of the "
-        f"bandwidth, attention x {f['attention']:.1f}; {f['runs']} runs"
+        f"{name}: products {f['product']:.2f} of the peak, {f['eight_bits']:.2f} in 8 bits, copies "
+        f"{f['copy']:.2f} of the bandwidth, attention x {f['attention']:.1f}; {f['runs']} runs"
         for name, f in figures["families"].items()
     ]
+    lines.append(f"eager: {1e6 * figures['launch_seconds']:.0f} us to start an operation")
     lines.append("mean |error| of the step time, fitted on all and with the source left out:")
     for name, f in figures["sources"].items():
         apart = "   none " if f["left_out"] is None else f"{100 * f['left_out']:5.1f} %"
@@ -132,47 +141,107 @@ def _mean(errors: Sequence[float] | None) -> float | None:
     return None if errors is None else statistics.mean(errors)
 
 
-def _rest(members: Sequence[_Tried], source: str, whole: Shares) -> Shares | None:
-    """What a family's runs support without those of a source; None where no other ran on it."""
-    others = [t for t in members if t.sample.run.source != source]
-    return whole if len(others) == len(members) else _best(others) if others else None
+class _Errors:
+    """How far samples are off, kept once known."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, float] = {}
+
+    def of(self, one: Sample, shares: Shares, launch: float) -> float:
+        """See `_error`."""
+        if one.run.system.launch_seconds is None:
+            launch = 0.0
+        if not one.run.products:
+            shares = replace(shares, eight_bits=0.0)
+        key = id(one), shares, launch
+        if key not in self._known:
+            self._known[key] = _error(one, shares, launch)
+        return self._known[key]
 
 
-def _elsewhere(family: str, others: Mapping[str, Shares | None]) -> Shares | None:
+def _found(samples: Sequence[Sample], errors: _Errors) -> Found:
+    """What these runs support."""
+    launch, found = _LAUNCHES[0], _whole(samples, errors, _LAUNCHES[0])
+    eager = [s for s in samples if s.run.system.launch_seconds is not None]
+    for _ in range(_ROUNDS if eager else 0):
+        launch = _launch(eager, found, errors)
+        found = _whole(samples, errors, launch)
+    for name, own in _grouped(samples, lambda s: _family(s.run)).items():
+        few = [s for s in own if s.run.products]
+        if few and name in found:
+            choices = [replace(found[name], eight_bits=share) for share in _PRODUCTS]
+            found[name] = _best(few, choices, lambda s, x: errors.of(s, x, launch))
+    return Found(_with_eight_bits(found), launch)
+
+
+def _launch(eager: Sequence[Sample], found: Mapping[str, Shares], errors: _Errors) -> float:
+    """The host time of an operation that runs support which start them eagerly."""
+    return _best(eager, _LAUNCHES, lambda s, x: errors.of(s, found[_family(s.run)], x))
+
+
+def _whole(samples: Sequence[Sample], errors: _Errors, launch: float) -> dict[str, Shares]:
+    """Shares of families, as runs say that have no products in 8 bits."""
+    found = {}
+    families = _grouped(samples, lambda s: _family(s.run))
+    for name, own in families.items():
+        whole = [s for s in own if not s.run.products]
+        if whole:
+            found[name] = _best(whole, _CHOICES, lambda s, x: errors.of(s, x, launch))
+    for name in families:
+        if name not in found and (apart := _elsewhere(name, found)) is not None:
+            found[name] = apart
+    return found
+
+
+def _with_eight_bits(found: Mapping[str, Shares]) -> dict[str, Shares]:
+    """Where no run says what products in 8 bits reach, what others reach of it says so."""
+    kept = [s.eight_bits / ALONE_8_BITS[f] for f, s in found.items()
+            if f in ALONE_8_BITS and s.eight_bits]  # fmt: skip
+
+    def told(family: str, shares: Shares) -> float:
+        if shares.eight_bits or family not in ALONE_8_BITS or not kept:
+            return shares.eight_bits or shares.product
+        return ALONE_8_BITS[family] * statistics.mean(kept)
+
+    return {name: replace(s, eight_bits=told(name, s)) for name, s in found.items()}
+
+
+def _elsewhere(family: str, others: Mapping[str, Shares]) -> Shares | None:
     """What runs on other devices say of a family, where kernels were measured alone on it."""
-    found = {f: s for f, s in others.items() if s is not None and f != family}
+    found = {f: s for f, s in others.items() if f != family}
     kept = [s.product / ALONE[f] for f, s in found.items() if f in ALONE]
     if family not in ALONE or not kept:
         return None
     copy = statistics.mean(s.copy for s in found.values())
     attention = statistics.mean(s.attention for s in found.values())
-    return Shares(ALONE[family] * statistics.mean(kept), copy, attention)
+    shares = Shares(ALONE[family] * statistics.mean(kept), copy, attention)
+    return _with_eight_bits({**found, family: shares})[family]
 
 
-def _best(tried: Sequence[_Tried]) -> Shares:
-    """The shares with the least mean error, each source counting the same."""
-    by_source = _grouped(tried, lambda t: t.sample.run.source)
-    means = [np.mean([t.errors for t in own], axis=0) for own in by_source.values()]
-    return _CHOICES[int(np.mean(means, axis=0).argmin())]
+def _best(
+    samples: Sequence[Sample], choices: Sequence[T], error: Callable[[Sample, T], float]
+) -> T:
+    """The choice with the least mean error, each source counting the same."""
+    by_source = _grouped(samples, lambda s: s.run.source).values()
 
-
-def _error(one: Sample, shares: Shares, without: Sequence[str] = ()) -> float:
-    """Of the step time with these shares. without: fields of the run's system that are as in the
-    catalogue (`rows.own_shares`)."""
-    usual, system, known = cluster(one.run.device, 1).device, one.run.system, one.device
-    if "launch_seconds" in without:
-        known = replace(known, launch_seconds=usual.launch_seconds)
-    if "hopper" in without and one.run.device.startswith("h100"):
-        known = replace(known, product=known.product / system.hopper)
-    if "attention" in without:
-        known = replace(
-            known,
-            attention=known.attention / system.attention,
-            attention_backward=known.attention_backward / system.attention,
+    def mean(choice: T) -> float:
+        return statistics.mean(
+            statistics.mean(abs(error(s, choice)) for s in own) for own in by_source
         )
+
+    return min(choices, key=mean)
+
+
+def _error(one: Sample, shares: Shares, launch: float) -> float:
+    """Of the step time with these shares. launch: host time of an operation where it is started
+    eagerly."""
+    usual, known = cluster(one.run.device, 1).device, one.device
+    if one.run.system.launch_seconds is not None:
+        known = replace(known, launch_seconds=launch)
     device = replace(
         known,
         product=shares.product * known.product / usual.product,
+        product_8_bits=shares.eight_bits,
         attention=known.attention * shares.attention,
         attention_backward=known.attention_backward * shares.attention,
         memory_bandwidth=known.memory_bandwidth * shares.copy / copies(one.run.device),

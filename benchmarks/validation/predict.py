@@ -6,47 +6,41 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-import torch
-from torch import nn
 
+from benchmarks.validation.mixtures import MIXTURES
+from benchmarks.validation.models import model_of, placements
 from benchmarks.validation.rows import Run
-from graphaccel.capture.batch import Batch
 from graphaccel.capture.symbols import BATCH
 from graphaccel.compiler import Compiler
-from graphaccel.ir.program import Sharded
-from graphaccel.model import Model, as_batch
-from graphaccel.planner.cluster import Cluster, cluster
+from graphaccel.errors import InfeasiblePlan
+from graphaccel.model import Model
+from graphaccel.planner.cluster import GIB, Cluster, cluster
+from graphaccel.planner.communication import INTERFERENCE, all_gather_seconds, exposed_seconds
 from graphaccel.planner.cost import Sizes, node_work
-from graphaccel.planner.efficiency import Work, computing
+from graphaccel.planner.efficiency import Work, computing, seconds_of
+from graphaccel.planner.footprint import gathered_sizes
 from graphaccel.planner.layouts import Layouts
-from graphaccel.planner.pins import replicate
 from graphaccel.planner.plan import Plan, Precision, StageMemory
 from graphaccel.planner.profile import Profile
 from graphaccel.planner.search import search
+from graphaccel.planner.works import held_parameters
 
 # Bytes of optimizer state for each 4 bytes of 16-bit weights: float32 weights and two moments.
 _STATE = 24
 _ENDLESS = 2**60
-# How Megatron-LM shards over the tensor axis (arXiv 1909.08053, section 3): names of parameters by
-# their end. A fused query, key and value weight is cut in three.
-_SHARDED = {
-    "embed_tokens.weight": Sharded("tensor", 0), "lm_head.weight": Sharded("tensor", 0),
-    "q_proj.weight": Sharded("tensor", 0), "k_proj.weight": Sharded("tensor", 0),
-    "v_proj.weight": Sharded("tensor", 0), "o_proj.weight": Sharded("tensor", 1),
-    "gate_proj.weight": Sharded("tensor", 0), "up_proj.weight": Sharded("tensor", 0),
-    "down_proj.weight": Sharded("tensor", 1),
-    "wte.weight": Sharded("tensor", 0), "c_proj.weight": Sharded("tensor", 0),
-    "c_attn.weight": Sharded("tensor", 1, 3), "c_attn.bias": Sharded("tensor", 0, 3),
-    "c_fc.weight": Sharded("tensor", 1), "c_fc.bias": Sharded("tensor", 0),
-}  # fmt: skip
+_EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_PAPER = {"h100-80gb": 3.35}  # TB/s of memory, of devices that a system has with another
+# Operations are no decision of ours: of all that is made again, those that are kept come off.
+_RECOMPUTE = {"none": "none", "all": "all", "operations": "all"}
 
 
 @dataclass(frozen=True)
 class Predicted:
-    """seconds of a step; bytes at the peak of the fullest rank, as the source counts them; what is
-    said of memory: "safe", "likely", "risky" or "impossible" ("not told": of products in 8 bits);
-    what it was predicted on."""
+    """The run, decided where its row does not; seconds of a step; bytes at the peak of the fullest
+    rank, as the source counts them; what is said of memory: "safe", "likely", "risky" or
+    "impossible" ("not told": of products in 8 bits); what it was predicted on."""
 
+    run: Run
     seconds: float
     memory: int
     verdict: str
@@ -90,17 +84,45 @@ class Predictor:
     def predict(self, run: Run) -> Predicted:
         """Raises what planning raises, but for memory: a run that really ran is never refused."""
         where, system = _cluster(run, run.devices), run.system
+        run = self._decided(run, where)
         plan, profile = self._planned(run, system.fusions, where)
         assert plan.prediction is not None
         kept = _kept(run, profile, plan, where)
         timed, profile = self._planned(run, system.fusions + system.timed, where)
         assert timed.prediction is not None
         fullest = max(_as_theirs(m, run, kept) for m in plan.prediction.memory)
-        real = cluster(run.device, run.devices)
+        real = _real(run, run.devices)
         said = int(fullest * (1 + real.fragmentation)) if run.system.reserved else fullest
         # What products in 8 bits keep for the backward is in 8 bits there, and not counted so here.
         verdict = real.verdict(fullest) if not run.products else "not told"
-        return Predicted(timed.prediction.seconds, said, verdict, timed, where, profile)
+        seconds = timed.prediction.seconds + _waited(run, profile, timed, where)
+        if run.recompute == "operations":
+            spared = timed.microbatches * _kept_seconds(profile, timed, where)
+            parts = timed.prediction
+            parts = replace(parts, seconds=parts.seconds - spared, compute=parts.compute - spared)
+            timed, seconds = replace(timed, prediction=parts), seconds - spared
+        return Predicted(run, seconds, said, verdict, timed, where, profile)
+
+    def _decided(self, run: Run, where: Cluster) -> Run:
+        """With the microbatches and stages that the planner chooses, where the row has none."""
+        if run.microbatch and run.interleave:
+            return run
+        device = replace(where.device, memory=_real(run, run.devices).device.memory)
+        real, fits = replace(where, device=device), ""
+        try:
+            plan, _ = self._planned(run, run.system.fusions, real)
+        except InfeasiblePlan:  # by our count; it ran
+            plan, _ = self._planned(run, run.system.fusions, where)
+            fits = ", none of which fits"
+        size = plan.microbatch_size // run.expert
+        said = f"{plan.microbatches} microbatches of {size}"
+        said += f", {plan.interleave} stages a rank" if run.interleave == 0 else ""
+        return replace(
+            run,
+            microbatch=size,
+            interleave=plan.interleave,
+            assumed=(*run.assumed, f"{said}: the planner's choice{fits}"),
+        )
 
     def _planned(self, run: Run, fusions: tuple[str, ...], where: Cluster) -> tuple[Plan, Profile]:
         """The run's plan with such kernels, and what a device of it runs."""
@@ -119,7 +141,7 @@ class Predictor:
         """The layouts of the run's model on devices of this kind."""
         shape = run.shape, run.device
         if (known := self._layouts.get((shape, fusions))) is None:
-            module, batch = _made(run)
+            module, batch = model_of(run)
             where = _cluster(run, self._most)
             pins = {"fusions": fusions or "off"}
             compiler = Compiler(Model(module, None, _STATE / 4), where, pins)
@@ -131,17 +153,34 @@ class Predictor:
         return known
 
 
+def _real(run: Run, devices: int) -> Cluster:
+    """Of the catalogue, with the memory of the run's system where that is another. Jobs on racks of
+    72 take the same number of nodes of each, and powers of two of devices: 64."""
+    where = cluster(run.device, devices)
+    if run.system.device is not None:
+        gibibytes, terabytes = run.system.device
+        copied = where.device.memory_bandwidth * terabytes / _PAPER[run.device]
+        device = replace(where.device, memory=int(gibibytes * GIB), memory_bandwidth=copied)
+        where = replace(where, device=device)
+    inner, *outer = where.links
+    if outer and inner.size == 72:
+        nodes = -(-devices // 64)
+        where = replace(where, links=(replace(inner, size=64), replace(outer[0], size=64 * nodes)))
+    return where
+
+
 def _cluster(run: Run, devices: int) -> Cluster:
     """Of devices that hold everything and otherwise are as the run's system made use of them."""
-    where, system = cluster(run.device, devices), run.system
+    where, system = _real(run, devices), run.system
     device = replace(
         where.device,
         memory=_ENDLESS,
         launch_seconds=system.launch_seconds or where.device.launch_seconds,
-        product=where.device.product * (system.hopper if run.device.startswith("h100") else 1.0),
     )
-    # Rows of a causal mask are spread evenly over context there; ours are under a mask.
-    attention = system.attention * (2 if run.context > 1 else 1)
+    older = run.device.startswith(("a100", "v100"))
+    attention = system.attention if older else system.attention_hopper
+    if run.context > 1:  # rows of a causal mask are spread evenly there; ours are under a mask
+        attention *= 2
     device = replace(
         device,
         attention=attention * device.attention,
@@ -149,10 +188,12 @@ def _cluster(run: Run, devices: int) -> Cluster:
     )
     device = computing(device, Precision(run.precision, products=run.products))
     inner, *outer = where.links
+    # In pieces beside products all but one piece hides, as over data.
+    exposed = exposed_seconds(device, 1.0, 1 / run.tensor, 1.0) if system.split else 1.0
     inner = replace(
         inner,
-        bandwidth=inner.bandwidth / system.exposed,
-        latency_seconds=inner.latency_seconds * system.exposed,
+        bandwidth=inner.bandwidth / exposed,
+        latency_seconds=inner.latency_seconds * exposed,
     )
     if system.network_gigabits:
         outer = [replace(x, bandwidth=system.network_gigabits * 1e9 / 8 * 0.95) for x in outer]
@@ -161,40 +202,53 @@ def _cluster(run: Run, devices: int) -> Cluster:
 
 def _pins(run: Run, profile: Profile) -> dict[str, object]:
     pins: dict[str, object] = {
-        "data": run.data,
+        "data": run.data // run.expert,
         "pipeline": run.pipeline,
         "tensor": run.tensor,
         "context": run.context,
-        "expert": 1,
-        "microbatches": run.microbatches,
-        "recompute": run.system.recompute or run.recompute,
-        "zero": run.zero if run.data > 1 else 0,
+        "expert": run.expert,
+        "recompute": run.system.recompute or _RECOMPUTE[run.recompute],
+        **_zero(run),
         "sequence": run.sequence_parallel,
     }
-    if run.tensor > 1 or run.context > 1:
-        pins["pins"] = _megatron(profile, run.tensor)
+    if run.tensor > 1 or run.context > 1 or run.expert > 1:
+        pins["pins"] = placements(profile, run.tensor, run.expert)
+    if run.microbatch:
+        pins["microbatches"] = run.microbatches
     if run.pipeline > 1:
-        pins["interleave"] = run.interleave
-        pins["schedule"] = "1f1b" if run.interleave == 1 else "interleaved"
-        if (cuts := _cuts(run, profile)) is not None:
-            pins["cuts"] = cuts
+        if run.interleave:
+            pins["interleave"] = run.interleave
+            pins["schedule"] = "1f1b" if run.interleave == 1 else "interleaved"
+            if (cuts := _cuts(run, profile)) is not None:
+                pins["cuts"] = cuts
         if run.tensor > 1:
             pins["scatter_sends"] = True  # Megatron-LM does so unless told otherwise
     if not run.system.overlaps:
         pins["bucket_bytes"] = _ENDLESS  # one all-reduce, after the last backward
-    if run.zero >= 2 and run.data > 1:
-        pins["accumulation"] = "shards"  # FSDP reduces after every microbatch
     return pins
 
 
-def _megatron(profile: Profile, tensor: int) -> dict[str, Sharded | tuple[Sharded, ...]]:
-    """Where weights rest; on no other axis are they split."""
-    found: dict[str, Sharded | tuple[Sharded, ...]] = {}
-    for parameter in profile.parameters:
-        end = ".".join(parameter.name.split(".")[-2:])
-        if end in _SHARDED:
-            found[parameter.name] = _SHARDED[end] if tensor > 1 else replicate()
-    return found
+def _zero(run: Run) -> dict[str, object]:
+    """What is sharded over data. FSDP's SHARD_GRAD_OP gathers a block's parameters once in each
+    microbatch, and sums after every one."""
+    if run.data == run.expert:
+        return {"zero": 0}
+    if run.zero >= 2:
+        return {"zero": 3, "gather_again": run.zero == 3, "accumulation": "shards"}
+    if run.zero and run.system.gathers_beside:
+        return {"zero": 3, "gather_again": "step"}
+    return {"zero": run.zero}
+
+
+def _waited(run: Run, profile: Profile, plan: Plan, where: Cluster) -> float:
+    """Seconds a step waits longer for parameters that are gathered for the backward, where no
+    computing runs beside it."""
+    if run.system.prefetches or plan.gather_again is not True or plan.zero < 3:
+        return 0.0
+    span = 0, len(profile)
+    sizes = gathered_sizes(profile, held_parameters(profile, [span]), plan)
+    each = [all_gather_seconds(where, size, plan.data, plan.replica) for size in sizes]
+    return plan.microbatches * (1 - INTERFERENCE) * (sum(each) - max(each, default=0.0))
 
 
 def _cuts(run: Run, profile: Profile) -> tuple[str, ...] | None:
@@ -215,10 +269,59 @@ def _cuts(run: Run, profile: Profile) -> tuple[str, ...] | None:
 def _as_theirs(memory: StageMemory, run: Run, kept: float) -> int:
     """Bytes of a rank's tensors. Gradients are as wide as those of the system; Megatron-LM shards
     the optimizer over the context axis too. kept: share of what waits for the backward."""
+    if run.system.fsdp2:
+        return _fsdp2(memory, run)
     wider = int(memory.gradient * (run.system.gradient_bytes / 2 - 1))
     shared = memory.optimizer - memory.optimizer // run.context if run.zero else 0
+    if run.zero and run.expert > 1:
+        dense = max(0, memory.optimizer - _STATE // 2 * _of_experts(memory.rank, run))
+        shared += dense - dense // run.expert
     more = _megatron_core(memory, run) if run.system.megatron_core else 0
     return memory.tensors + wider - shared - int((1 - kept) * memory.activation) + more
+
+
+def _of_experts(rank: int, run: Run) -> int:
+    """Numbers of the experts that a device of a pipeline rank holds, where its stages have equally
+    many layers each. State of the others Megatron-LM shards over all ranks of data, those that
+    share experts too."""
+    more = MIXTURES[run.kind].more
+    count = next(int(str(more[n])) for n in _EXPERT_COUNTS if n in more)
+    width = int(str(more.get("moe_intermediate_size", run.ffn)))
+    dense, stages = int(str(more.get("first_k_dense_replace", 0))), run.pipeline * run.interleave
+    layers = sum(
+        layer >= dense and layer * stages // run.layers % run.pipeline == rank
+        for layer in range(run.layers)
+    )
+    return layers * count * 3 * width * run.hidden // run.expert // run.tensor
+
+
+def _fsdp2(memory: StageMemory, run: Run) -> int:
+    """Bytes of a rank of torchtitan (pytorch/torchtitan@9dec370), as its allocator has them.
+
+    What rests are shards over the data and context axes of float32 weights and two moments: 12
+    bytes a number, as we count of the optimizer; no weights of 16 bits besides
+    (`apply_fsdp`, `parallel_dims.py`). Gradients are float32. Of what is gathered the root, with
+    the embedding and the head, stays so until the backward, and so does the last layer. Operations
+    that are kept (`_save_list`): of a layer's products each second one from the first on, and
+    attention; eager PyTorch keeps the last product too, which no backward reads.
+    """
+    tokens = run.microbatch * run.sequence // run.context
+    resting = memory.optimizer // 6
+    gathered = max(0, memory.parameter - resting)
+    if run.pipeline == 1:
+        layer = run.hidden * (2 * run.hidden * (1 + run.kv_heads / run.heads) + 3 * run.ffn)
+        gathered += 2 * (run.vocabulary * run.hidden + int(layer)) // run.tensor
+    total = memory.optimizer // run.context + 2 * memory.gradient // run.context + gathered
+    if run.recompute == "operations":
+        width = 2 * run.hidden + run.kv_heads * run.hidden // run.heads + run.ffn
+        width += 0 if run.system.fusions else run.hidden
+        total += 2 * tokens * run.layers * width
+    at_loss = any(part in memory.at for part in ("log_softmax", "nll_loss", "cross_entropy"))
+    if at_loss and "cross_entropy" not in run.system.fusions:
+        # Logits of 16 bits are let go of before their gradient is made, but what they leave has no
+        # room for it: it is of float32, and what lies beside it is in use.
+        total += 2 * tokens * run.vocabulary // run.tensor
+    return total + memory.activation + memory.temporary
 
 
 def _megatron_core(memory: StageMemory, run: Run) -> int:
@@ -236,6 +339,22 @@ def _megatron_core(memory: StageMemory, run: Run) -> int:
         tokens = run.microbatch * run.sequence // run.context
         more += 2 * tokens * run.vocabulary // run.tensor - memory.temporary
     return more
+
+
+def _kept_seconds(profile: Profile, plan: Plan, where: Cluster) -> float:
+    """Of a microbatch's forward, what `Run.recompute` "operations" does not make again."""
+    sizes = Sizes({**profile.step.sizes, BATCH: plan.microbatch_size})
+    kinds, first = profile.alike
+    works = [node_work(node, sizes) for node in first]
+    blocks, total = profile.block_at[profile.node_position], 0.0
+    for number in range(len(profile.block_names)):
+        products = 0
+        for kind in kinds[(blocks == number) & profile.node_forward].tolist():
+            work = works[kind]
+            products += work.kind == "product"
+            if work.kind == "attention" or (work.kind == "product" and products % 2):
+                total += seconds_of(work, where.device)
+    return total
 
 
 def _kept(run: Run, profile: Profile, plan: Plan, where: Cluster) -> float:
@@ -259,35 +378,3 @@ def _kept(run: Run, profile: Profile, plan: Plan, where: Cluster) -> float:
             size /= dims[2]
         theirs += size
     return theirs / whole if whole else 1.0
-
-
-def _made(run: Run) -> tuple[nn.Module, Batch]:
-    import transformers
-
-    attention = "sdpa" if run.system.fused_attention else "eager"
-    common: dict[str, Any] = {
-        "vocab_size": run.vocabulary, "use_cache": False, "attn_implementation": attention,
-    }  # fmt: skip
-    if run.kind != "gpt":
-        common |= {
-            "hidden_size": run.hidden, "intermediate_size": run.ffn,
-            "num_hidden_layers": run.layers, "num_attention_heads": run.heads,
-            "num_key_value_heads": run.kv_heads, "max_position_embeddings": run.sequence,
-        }  # fmt: skip
-    if run.kind == "llama":
-        module: Any = transformers.LlamaForCausalLM, transformers.LlamaConfig(**common)
-    elif run.kind == "nemotron":
-        module = transformers.NemotronForCausalLM, transformers.NemotronConfig(**common)
-    else:
-        config = transformers.GPT2Config(
-            n_embd=run.hidden, n_inner=run.ffn, n_layer=run.layers, n_head=run.heads,
-            n_positions=run.sequence, resid_pdrop=run.system.dropout,
-            embd_pdrop=run.system.dropout,
-            attn_pdrop=0.0 if run.system.fused_attention else run.system.dropout,
-            bos_token_id=0, eos_token_id=0, activation_function="gelu_pytorch_tanh", **common,
-        )  # fmt: skip
-        module = transformers.GPT2LMHeadModel, config
-    with torch.device("meta"):
-        made = module[0](module[1]).train().to(getattr(torch, run.precision))
-        tokens = torch.zeros(2, run.sequence, dtype=torch.int64)
-    return made, as_batch({"input_ids": tokens, "labels": tokens})

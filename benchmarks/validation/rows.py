@@ -7,7 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-IN_EIGHT_BITS = ", products in 8 bits"  # behind the name of a source
+from benchmarks.validation.mixtures import MIXTURES, mixture_of
+
+# Behind the name of a source, by what products round to.
+FEWER_BITS = {
+    "float8_e4m3fn": ", products in 8 bits", "float4_e2m1fn_x2": ", products in 4 bits",
+}  # fmt: skip
 FOLDER = Path(__file__).parent / "data"
 DEVICES = {
     "A100": "a100-80gb",
@@ -19,10 +24,14 @@ DEVICES = {
     "H100-96GB-HBM2e(500W)": "h100-80gb",
     "B200": "b200-192gb",
     "B200-SXM": "b200-192gb",
+    "B300": "b300-288gb",
+    "GB200": "gb200-192gb",
+    "GB300": "gb300-288gb",
 }
 PRECISIONS = {"fp16": "float16", "bf16": "bfloat16", "amp_bf16": "bfloat16"}
-# Products in 8 bits between bf16 values; how their scales are found is not told apart.
+# Products in 8 or 4 bits between bf16 values; how their scales are found is not told apart.
 _EIGHT_BITS = ("fp8", "amp_fp8", "fp8-cs", "fp8-mx", "fp8-rowwise", "fp8-tensorwise", "mxfp8")
+_PRODUCTS = {**dict.fromkeys(_EIGHT_BITS, "float8_e4m3fn"), "nvfp4": "float4_e2m1fn_x2"}
 # Python of an eager framework, for each operation: the least time of a layer on one device in
 # vTrain's one-node grid, 3.0 ms, by the 48 operations that its graph has here.
 _EAGER_LAUNCH = 62e-6
@@ -41,15 +50,21 @@ class System:
     is added up. launch_seconds: host time to start an operation, network_gigabits: between nodes
     for each device; None: as in the catalogue. reserved: memory was read off the allocator, not off
     the tensors. dropout: of a GPT; what is computed again draws the same numbers again. zero: where
-    a row does not say. exposed: share of the tensor axis's collectives behind which nothing is
-    computed. overlaps: gradients are reduced beside the last backward, and not after it.
+    a row does not say. split: products and the collectives of their tensor axis run beside each
+    other, in as many pieces as the axis has ranks. overlaps: gradients are reduced beside the last
+    backward, and not after it. gathers_beside: where the optimizer is sharded, what it changed is
+    gathered beside the next forward. prefetches: FSDP gathers for the backward beside it; else a
+    block's parameters when the backward of the block after it is done.
     vocabulary: where a row does not say; the tensor axis has equal parts of it, and what is left
-    over is dropped. recompute: where a row says otherwise and its times do not. hopper: products on
-    H100 beside those of CUDA 12. attention: rate of its fused attention beside that of today's
-    kernels. megatron_core: memory is that of
+    over is dropped. recompute: where a row says otherwise and its times do not. attention: rate of
+    its fused attention beside that of today's kernels, on A100 and before; attention_hopper: on
+    later devices. megatron_core: memory is that of
     Megatron-LM 0.14 with Transformer Engine: for every shape of a weight a tensor that is no
     gradient lies there for autograd (`get_dummy_wgrad`), and an unfused loss works in one float32
-    copy of the logits (`tensor_parallel/cross_entropy.py`).
+    copy of the logits (`tensor_parallel/cross_entropy.py`). sequence: where a row does not say.
+    fsdp2: float32 weights in shards over the data and context axes, gathered in bfloat16 for each
+    microbatch, or, in a pipeline, once a step. device: GiB and TB/s of its memory, where it is not
+    that of the catalogue.
     """
 
     fused_attention: bool = True
@@ -60,14 +75,19 @@ class System:
     reserved: bool = False
     dropout: float = 0.0
     zero: int = 0
-    exposed: float = 1.0
+    split: bool = False
     overlaps: bool = True
+    gathers_beside: bool = False
+    prefetches: bool = True
     vocabulary: int | None = None
     recompute: str | None = None
-    hopper: float = 1.0
     attention: float = 1.0
+    attention_hopper: float = 1.0
     network_gigabits: float | None = None
     megatron_core: bool = False
+    sequence: int | None = None
+    fsdp2: bool = False
+    device: tuple[float, float] | None = None
 
 
 # Fused: the masked softmax, and bias, dropout and sum (arXiv 2104.04473, section 4.2); the kernel
@@ -81,6 +101,10 @@ _MEGATRON = System(
     overlaps=False,
 )
 _LLAMA = ("add_rms_norm", "cross_entropy", "rms_norm", "rotary", "swiglu")
+# Gradients in bfloat16; `ub_tp_comm_overlap`, `overlap_grad_sync`, `overlap_param_sync`
+# (NVIDIA/dgxc-benchmarking, nemotron4-15b-synth.yaml, gpt3_175b_hydra.yaml): the tensor axis's
+# collectives run in pieces beside products, and those over data by layers beside both phases.
+_NEMO = System(fusions=_LLAMA, zero=1, split=True, gathers_beside=True)
 SYSTEMS = {
     # Megatron-LM of 2021 and its default dropout; its own masked softmax, scores in memory (arXiv
     # 2104.04473, section 4.2).
@@ -102,10 +126,17 @@ SYSTEMS = {
     # Megatron-DeepSpeed, the same run by eager PyTorch; 800 Gb/s a node (VIA-Research/vTrain). Its
     # pipeline engine reduces after the last backward, as Megatron-LM's own wrapper then did.
     "vTrain": replace(_MEGATRON, launch_seconds=_EAGER_LAUNCH, network_gigabits=100),
-    # FSDP in 2023, CUDA 11: fused loss; gradients in shards of the reduced dtype (DEFAULT:
-    # float32); the first FlashAttention (`attn_impl: triton`): the second is about twice as fast
-    # (arXiv 2307.08691).
-    "llm-foundry": System(fusions=("cross_entropy",), gradient_bytes=4, hopper=0.8, attention=0.5),
+    # FSDP by Composer in 2023: fused loss; gradients in shards of the reduced dtype (DEFAULT:
+    # float32); `backward_prefetch` is BACKWARD_POST unless told otherwise; the first FlashAttention
+    # (`attn_impl: triton`): the second is about twice as fast (arXiv 2307.08691), and on H100 the
+    # third is 1.5 to 2.0 times as fast as that (arXiv 2407.08608).
+    "llm-foundry": System(
+        fusions=("cross_entropy",),
+        gradient_bytes=4,
+        prefetches=False,
+        attention=0.5,
+        attention_hopper=0.3,
+    ),
     # Megatron-LM with Transformer Engine: float32 main gradients, fused kernels; its own loss is
     # not fused unless asked for.
     "SimuMax": System(
@@ -113,23 +144,32 @@ SYSTEMS = {
         gradient_bytes=4,
         megatron_core=True,
     ),
-    # NeMo: gradients in bfloat16; the tensor axis's collectives run in pieces beside products.
-    "dgxc": System(fusions=_LLAMA, zero=1, exposed=0.3),
-    "Megatron-Bridge": System(fusions=_LLAMA, zero=1, exposed=0.3),
+    # GPT-3 175B of NeMo trains with dropout, its kernels as below (gpt3_175b_hydra.yaml:
+    # `hidden_dropout`, `bias_dropout_add_fusion`, `bias_activation_fusion`).
+    "README_175b": replace(_NEMO, timed=("dropout_add_layer_norm",), dropout=0.1),
+    "dgxc": _NEMO,
+    "Megatron-Bridge": _NEMO,
     "2407.21783": System(fusions=_LLAMA, gradient_bytes=4),
     # torch's own attention in 2024 is the second FlashAttention, on H100 too, where the third is
     # 1.5 to 2.0 times as fast (arXiv 2407.08608).
-    "torchtitan": System(fusions=_LLAMA, gradient_bytes=4, reserved=True, attention=0.6),
+    # 96 GB of HBM2e at 2.4 TB/s; llama3_70b.toml has 8192 tokens (pytorch/torchtitan@820504e).
+    "torchtitan": System(
+        fusions=_LLAMA,
+        gradient_bytes=4,
+        reserved=True,
+        attention_hopper=0.6,
+        fsdp2=True,
+        sequence=8192,
+        device=(95.0, 2.4),
+    ),
+    # Collectives of the tensor axis run beside products there (its note on the table).
+    "core_v0.8": System(fusions=("cross_entropy",), zero=1, split=True),
 }
 
-# Shares of `SYSTEMS` that only the times of that source say, or that are for it alone. (What NeMo
-# hides of its collectives is said by several sources, and the host time of vTrain's runs by its
-# other file.)
-_OWN = {
-    "ground_truth_single": ("launch_seconds",),
-    "llm-foundry": ("hopper", "attention"),
-    "torchtitan": ("attention",),
-}
+# Shares of `SYSTEMS` that only the times of that source say: `launch_seconds`, for which other runs
+# that start operations eagerly say another (`fit`). All others are from what is documented of a
+# system: configurations, papers.
+_OWN = {"ground_truth_single": ("launch_seconds",)}
 
 
 def own_shares(source: str) -> tuple[str, ...]:
@@ -137,12 +177,21 @@ def own_shares(source: str) -> tuple[str, ...]:
     return next((fields for part, fields in _OWN.items() if part in source), ())
 
 
+def reported(source: str, products: str) -> str:
+    """What figures of a source's runs stand under: runs in 8 bits apart, and those in 4."""
+    return source + FEWER_BITS.get(products, "")
+
+
 @dataclass(frozen=True)
 class Run:
     """One published run that can be predicted. seconds: of a step, as measured. memory: bytes at
     the peak as measured, or None. kind: "llama" (SwiGLU, RMS norms, rotary embeddings, grouped
-    queries), "nemotron" (squared ReLU in place of SwiGLU) or "gpt". precision, products: torch
-    dtype names, of values and of what products round them to where that is another."""
+    queries), "nemotron" (squared ReLU in place of SwiGLU), "gpt", or one of `mixtures.MIXTURES`.
+    data: ranks with batches of their own, of which each `expert` share the experts, and the batch
+    of one of our data ranks. microbatch, interleave: 0 where the row does not say. recompute:
+    "none", "all", or "operations" (torchtitan: all but attention and every second product).
+    precision, products: torch dtype names, of values and of what products round them to where that
+    is another. assumed: what the row does not say."""
 
     source: str
     group: str
@@ -162,6 +211,7 @@ class Run:
     tensor: int
     pipeline: int
     context: int
+    expert: int
     interleave: int
     microbatch: int
     batch: int
@@ -172,11 +222,12 @@ class Run:
     products: str
     seconds: float
     memory: int | None
+    assumed: tuple[str, ...]
 
     @property
     def reported(self) -> str:
-        """What its figures stand under: runs in 8 bits apart."""
-        return self.source + IN_EIGHT_BITS * bool(self.products)
+        """What its figures stand under."""
+        return reported(self.source, self.products)
 
     @property
     def microbatches(self) -> int:
@@ -205,50 +256,44 @@ def _run(row: dict[str, str]) -> Run | str:
 
     if row["gpu_type"] not in DEVICES:
         return f"device {row['gpu_type']} is not in the catalogue"
-    if row["precision"] not in (*PRECISIONS, *_EIGHT_BITS):
-        return f"precision {row['precision'] or 'not stated'}"
-    if number("ep", 1) > 1 or "MoE" in row["notes"] or "deepseek" in row["model"].lower():
-        return "mixture of experts"
-    missing = [
-        n for n in ("layers", "hidden", "heads", "seq", "global_batch", "micro_batch") if not row[n]
-    ]
-    if missing:
-        return f"{', '.join(missing)} not stated"
-    seconds = _seconds(row)
-    if seconds is None:
-        return "neither step time nor tokens/s"
-    if row["recompute"] == "selective(op)":
-        return "recomputation of single ops"
+    mixture = mixture_of(row["model"])
+    if mixture is None and (number("ep", 1) > 1 or "MoE" in row["notes"]):
+        return f"the sizes of {row['model']} are not stated"
+    known = MIXTURES[mixture] if mixture is not None else None
+    if known is None and not (row["layers"] and row["hidden"] and row["heads"]):
+        return "layers, hidden or heads not stated"
+    system = _system(row)
+    sequence = number("seq", system.sequence)
+    if not sequence or not row["global_batch"]:
+        return "tokens of a batch not stated"
     tensor, pipeline, context = number("tp", 1), number("pp", 1), number("cp", 1)
     gpus, data = number("gpus"), number("dp", 1)
     if data * tensor * pipeline * context != gpus:
         return "the axes are not the devices"
-    if number("global_batch") % (data * number("micro_batch")):
+    if row["micro_batch"] and number("global_batch") % (data * number("micro_batch")):
         return "the batch does not divide"
-    zero = row["zero"].strip()
-    name = row["model"].lower()
-    kind = next((k for k in ("llama", "nemotron") if k in name), "gpt")
+    expert, assumed = _expert(number("ep", 1), data)
+    zero, name = row["zero"].strip(), row["model"].lower()
+    kind = mixture or next((k for k in ("llama", "nemotron") if k in name), "gpt")
     usual = _NEMOTRON_VOCABULARY if kind == "nemotron" else _PADDED_VOCABULARY
-    system = next((s for part, s in SYSTEMS.items() if part in row["source"]), System())
-    if row["recompute"] == "selective":  # makes the scores again in backward, as fused attention
-        system = replace(system, fused_attention=True)
     if system.vocabulary is not None:
         usual = system.vocabulary // tensor * tensor
-    kv_heads = number("kv_heads", number("heads"))
-    return Run(
+    hidden = number("hidden", known.hidden if known else None)
+    heads = number("heads", known.heads if known else None)
+    run = Run(
         source=row["source"],
         group=", ".join(
             (row["source"], row["model"], f"{row['layers']} x {row['hidden']}",
              f"{row['gpus']} devices", f"batch {row['global_batch']}")
         ),
         name=row["model"],
-        layers=number("layers"),
-        hidden=number("hidden"),
-        heads=number("heads"),
-        kv_heads=kv_heads,
-        ffn=number("ffn_hidden", 4 * number("hidden")),
-        sequence=number("seq"),
-        vocabulary=number("vocab", usual),
+        layers=number("layers", known.layers if known else None),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=number("kv_heads", known.kv_heads if known else heads),
+        ffn=number("ffn_hidden", known.ffn if known else 4 * hidden),
+        sequence=sequence,
+        vocabulary=number("vocab", known.vocabulary if known else usual),
         kind=kind,
         system=system,
         device=DEVICES[row["gpu_type"]],
@@ -257,28 +302,89 @@ def _run(row: dict[str, str]) -> Run | str:
         tensor=tensor,
         pipeline=pipeline,
         context=context,
+        expert=expert,
         interleave=number("vpp", 1) or 1,
         microbatch=number("micro_batch"),
         batch=number("global_batch"),
-        recompute={"full": "all"}.get(row["recompute"], "none"),
-        sequence_parallel=row["sequence_parallel"] == "1",
+        recompute={"full": "all", "selective(op)": "operations"}.get(row["recompute"], "none"),
+        # Megatron-LM refuses experts on an axis of their own beside a tensor axis without it.
+        sequence_parallel=row["sequence_parallel"] == "1" or (expert > 1 and tensor > 1),
         zero=3 if zero.startswith(("3", "FSDP")) else int(zero) if zero.isdigit() else system.zero,
         precision=PRECISIONS.get(row["precision"], "bfloat16"),
-        products="float8_e4m3fn" if row["precision"] in _EIGHT_BITS else "",
-        seconds=seconds,
+        products=_PRODUCTS.get(row["precision"], ""),
+        seconds=0.0,
         memory=int(float(row["measured_mem_GB"]) * 2**30) if row["measured_mem_GB"] else None,
+        assumed=(*(known.assumed if known else ()), *assumed),
     )  # fmt: skip
+    if row["precision"] not in (*PRECISIONS, *_PRODUCTS, ""):
+        return f"precision {row['precision']}"
+    run = _as_usual(run, row)
+    seconds, counted = _seconds(row, run)
+    if seconds is None:
+        return "neither step time nor tokens/s nor FLOP/s"
+    return replace(run, seconds=seconds, assumed=(*run.assumed, *counted))
 
 
-def _seconds(row: dict[str, str]) -> float | None:
+def _system(row: dict[str, str]) -> System:
+    """Of the row's source, as far as its note says otherwise."""
+    system = next((s for part, s in SYSTEMS.items() if part in row["source"]), System())
+    if row["recompute"] == "selective":  # makes the scores again in backward, as fused attention
+        system = replace(system, fused_attention=True)
+    if system.fsdp2:
+        if "202412" in row["source"]:  # its loss is not compiled (train.py, @9dec370)
+            system = replace(system, fusions=tuple(f for f in _LLAMA if f != "cross_entropy"))
+        if "eager" in row["notes"]:
+            system = replace(system, fusions=())
+        if "asynctp" in row["notes"].replace(" ", "").lower():  # in pieces beside products
+            system = replace(system, split=True)
+    return system
+
+
+def _expert(experts: int, data: int) -> tuple[int, tuple[str, ...]]:
+    """Devices on our expert axis, which shares a batch, of so many that share experts there, and
+    what is otherwise."""
+    if data % experts == 0:
+        return experts, ()
+    return data, (f"experts are shared by {data}, which cut each over the tensor axis",)
+
+
+def _as_usual(run: Run, row: dict[str, str]) -> Run:
+    """With what its system does unless told otherwise, where the row does not say."""
+    said: list[str] = []
+    if not row["precision"]:
+        said.append("bfloat16: what its MFU is of")
+    if not row["seq"]:
+        said.append(f"{run.sequence} tokens: the system's configuration of the model")
+    if run.system.fsdp2 and run.pipeline > 1:
+        # As many as stages; two stages a rank where they are interleaved (pipelining_utils.py and
+        # pipeline_llama.py, pytorch/torchtitan@9dec370).
+        stages = run.pipeline * (2 if "Interleaved" in row["notes"] else 1)
+        run = replace(run, interleave=stages // run.pipeline)
+        if not run.microbatch:
+            run = replace(run, microbatch=max(1, run.batch // run.data // run.pipeline))
+            said.append(f"{run.pipeline} microbatches: the system's default")
+    elif run.pipeline > 1 and not row["vpp"] and not run.microbatch:
+        run = replace(run, interleave=0)
+    return replace(run, assumed=(*run.assumed, *said))
+
+
+def _seconds(row: dict[str, str], run: Run) -> tuple[float | None, tuple[str, ...]]:
+    """Of a step, and what was assumed to find it."""
     if row["measured_iter_s"]:
-        return float(row["measured_iter_s"])
+        return float(row["measured_iter_s"]), ()
     if row["measured_tokens_per_s_per_gpu"]:
-        tokens = int(row["global_batch"]) * int(row["seq"])
-        return tokens / float(row["measured_tokens_per_s_per_gpu"]) / int(row["gpus"])
+        tokens = run.batch * run.sequence
+        return tokens / float(row["measured_tokens_per_s_per_gpu"]) / run.devices, ()
+    if not row["measured_tflops_per_gpu"]:
+        return None, ()
+    b, s, h, layers, v = run.batch, run.sequence, run.hidden, run.layers, run.vocabulary
+    said: tuple[str, ...] = ()
     if "HARDWARE flops" in row["notes"]:  # formula of arXiv 2104.04473, section 5.1
-        b, s, h = (int(row[n]) for n in ("global_batch", "seq", "hidden"))
-        layers, v = int(row["layers"]), int(row["vocab"])
         flops = 96 * b * s * layers * h**2 * (1 + s / (6 * h) + v / (16 * layers * h))
-        return flops / float(row["measured_tflops_per_gpu"]) / 1e12 / int(row["gpus"])
-    return None
+    elif run.kind == "gpt":  # `num_floating_point_operations`, megatron/training/training.py
+        flops = 72 * b * s * layers * h**2 * (1 + s / (6 * h) + v / (12 * layers * h))
+    else:  # six for each weight of a product and token, and attention as far as its mask asks
+        layer = h * h * (2 + 2 * run.kv_heads / run.heads) + 3 * h * run.ffn
+        flops = 6 * b * s * (layers * layer + h * v) + 6 * layers * b * s * s * h
+        said = ("FLOP/s count half of attention, for its mask",)
+    return flops / float(row["measured_tflops_per_gpu"]) / 1e12 / run.devices, said

@@ -97,7 +97,9 @@ class Layered:
     """A graph, and the names of what its first placeholders and its results are ("" for those that
     belong to no layer); what else they are, which layers do not change. numbered: placeholders that
     are not called after those names; none if empty. following: kinds of placeholders and results
-    that belong to the layer within which they are read or made, whatever they are called."""
+    that belong to the layer within which they are read or made, whatever they are called.
+    input_values, output_values: names of what goes between graphs, which are counted as those of
+    nodes are; none if empty, "" for what has none."""
 
     graph: fx.Graph
     inputs: Sequence[str]
@@ -106,13 +108,15 @@ class Layered:
     output_kinds: Sequence[object]
     numbered: Sequence[bool] = ()
     following: frozenset[object] = frozenset()
+    input_values: Sequence[str] = ()
+    output_values: Sequence[str] = ()
 
 
 @dataclass(eq=False)
 class Item:
     """A node, or one of the graph's results (node None). path: of its module or parameter.
     middle: the run whose middle layer it is part of, -1 for none, and which copy. named: it is a
-    placeholder that is called after its path."""
+    placeholder that is called after its path. value: the name of what goes between graphs."""
 
     node: fx.Node | None
     path: str
@@ -123,6 +127,7 @@ class Item:
     middle: int = -1
     copy: int = 0
     named: bool = False
+    value: str = ""
 
     @cached_property
     def written(self) -> str:
@@ -155,7 +160,7 @@ def items_of(layered: Layered, runs: Sequence[Run], copied: Sequence[int]) -> li
                 Item(node, node.meta.get("module") or module_path(node), section, call, refs)
             )
     results: Any = layered.graph.output_node().args[0]
-    specs = zip(layered.outputs, layered.output_kinds, strict=True)
+    specs = list(zip(layered.outputs, layered.output_kinds, strict=True))
     for value, (name, kind) in zip(results, specs, strict=True):
         call, refs = taken(((value,), {}))
         items.append(Item(None, name, "result", call, refs, kind))
@@ -167,6 +172,13 @@ def items_of(layered: Layered, runs: Sequence[Run], copied: Sequence[int]) -> li
                     if 1 <= copy <= copied[number]:
                         item.middle, item.copy = number, copy
     _follow(items, layered.following)
+    given = [item for item in items if item.section == "input"]
+    for own, names in (
+        (given, layered.input_values),
+        (items[-len(specs) :], layered.output_values),
+    ):
+        for item, name in zip(own, names, strict=False):
+            item.value = name
     return items
 
 

@@ -179,7 +179,7 @@ class Pattern:
 
     def _path_of(self, own: str, places: Sequence[Sequence[str]]) -> _Path:
         # The first run of the container lies at the same entry whatever the number of layers.
-        run = next((r for r in self.few if (r.number(own) or 0) > 0), None)
+        run = next((r for r in self.few if _inside(r, own)), None)
         for other in (place for each in places for place in each):
             alike = own == other if run is None else run.entry(own, 0) == run.entry(other, 0)
             if not alike or (run is not None and run.number(other) is None):
@@ -425,6 +425,12 @@ def _stack(stack: Mapping[str, tuple], run: Run, number: int | None, new: int) -
     }
 
 
+def _inside(run: Run, path: str) -> bool:
+    """Whether a path lies in an entry of the run's container, the run's first or a later one."""
+    number = run.number(path)
+    return number is not None and number >= 0
+
+
 def _inverse(twins: Sequence[Sequence[Item]]) -> dict[fx.Node, tuple[int, int]]:
     """Node of the longer graph → (item, copy), copy 0 of what is not copied."""
     return {
@@ -521,19 +527,21 @@ def _types(value: Any) -> Any:
 
 
 def _names(item: Item) -> list[tuple[str, str]]:
-    """Names that grow with the number of layers: the node's own and those of nodes it knows of."""
+    """Names that grow with the number of layers: the node's own, those of nodes it knows of, and
+    that of its value."""
+    value = [("value", item.value)] if item.value else []
     if item.node is None:
-        return []
+        return value
     if item.named:
         tail = NUMBER.match(item.path)
         return [("tail", f"tail_{tail[2]}")] if tail else []
     named = [(k, item.node.meta[k]) for k in _NAMES if item.node.meta.get(k)]
-    return [("name", item.node.name), *named]
+    return [("name", item.node.name), *named, *value]
 
 
 def _called(item: Item, key: str) -> str:
     """One of these names; "" where there is none."""
-    if item.node is None or item.named:
+    if key == "value" or item.node is None or item.named:
         return dict(_names(item)).get(key, "")
     return item.node.name if key == "name" else item.node.meta.get(key) or ""
 

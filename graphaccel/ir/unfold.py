@@ -115,6 +115,22 @@ class Unfolded:
         found[self.reader[of] - self.nodes] = self.source[of]
         return found.tolist()
 
+    @property
+    def input_values(self) -> list[str]:
+        """What the value of each placeholder is called; "" where that was not said."""
+        pairs = zip(self.inputs, self.input_copies, strict=True)
+        return [self._value(i, copy) for (i, _), copy in pairs]
+
+    @property
+    def output_values(self) -> list[str]:
+        """Likewise of each result."""
+        pairs, first = zip(self.outputs, self.output_copies, strict=True), len(self.read)
+        return [self._value(first + i, copy) for (i, _), copy in pairs]
+
+    def _value(self, item: int, copy: int) -> str:
+        name = self.makers[item].names.get("value")
+        return "" if name is None else name.at((), copy)
+
     # ---- the graph
 
     def module(self, root: fx.GraphModule) -> fx.GraphModule:

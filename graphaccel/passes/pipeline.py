@@ -29,7 +29,7 @@ offload_activations    what is saved is final, and calls stand where they will; 
 gather_parameters      a phase at a time: it needs to know the first and the last use
 hold_parameters        instead, where the plan gathers them once for all microbatches
 hold_casts             after both: what they gather is no parameter of the graph any more
-repeat_programs        instead of repeat_layers, where one stage treats all layers alike; before
+repeat_programs        instead of repeat_layers, where stages treat many layers alike; before
                        accumulate_gradients, whose buckets are as large as all layers tell
 drop_tangents          where the loss is outside, and while training: for a loss that reads some of
                        the outputs only, the stage with a backward of its own
@@ -84,9 +84,8 @@ def build(
     sizes: symbol sizes of the batch that will be passed, where they differ from the capture's.
     homes: stages of parameters that already lie somewhere. gradients: False for a forward alone.
     resting: how parameters rest already, where another program of theirs runs. groups: as those
-    that rest sharded over data lie. ranks: on the data axis, for an evaluation, whose plan has
-    none. ort: what placing ONNX Runtime regions needs, where the plan
-    has some.
+    that rest sharded over data lie. ranks: over which ZeRO shards, for an evaluation, whose plan
+    has no data axis. ort: what placing ONNX Runtime regions needs, where the plan has some.
 
     Raises: BadPin (GA202), SplitRefused (GA207), TooManyStages (GA203).
     """

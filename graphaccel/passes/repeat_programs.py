@@ -1,6 +1,7 @@
-"""Rewrite the programs of a few layers, and repeat them, where one stage holds all layers.
+"""Rewrite the programs of a few layers, and repeat them, where a stage holds many layers.
 
-Layers that the plan treats alike stand in rows, each of which is repeated.
+Layers that the plan treats alike stand in rows, each of which is repeated: those of one stage that
+are computed again, or not. A layer within or after which a stage ends is in no row.
 
 before (of 4 layers, and of 5)                   after (126 layers)
   %all: = all_gather(%shards_2)   # layers.1       %all: = all_gather(%shards_2)    # layers.1
@@ -16,7 +17,8 @@ because a layer gathers and reduces for its neighbours: the one that is copied h
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 
@@ -37,16 +39,25 @@ _WHOLE = "whole "  # a gathered parameter that is kept for the backward
 LAYERS = 4
 """Layers of a row in the shortest of the programs."""
 
-Saved = Mapping[tuple[str, int], str]
+_TRAVELS = ("saved", "sent", "received")  # kinds of values that are called after nodes
 
 
-def rows_of(runs: Sequence[Run], treated: Mapping[str, object]) -> tuple[Run, ...]:
-    """Rows of more than `LAYERS` layers that are treated alike. treated: block → how, where that is
-    not as usual."""
+def rows_of(
+    runs: Sequence[Run],
+    treated: Mapping[str, object],
+    ends: Mapping[Run, Sequence[int]] | None = None,
+) -> tuple[Run, ...]:
+    """Rows of more than `LAYERS` layers of one stage that are treated alike.
+
+    treated: block → how, where that is not as usual. ends: of runs, the layers within or after
+    which a stage ends, ascending."""
     rows = []
     for run in runs:
-        start = 0
-        how = [treated.get(block_of(run.layer(n))) for n in range(run.count)]
+        start, last = 0, (ends or {}).get(run, ())
+        how = [
+            (treated.get(block_of(run.layer(n))), bisect_left(last, n), n in last)
+            for n in range(run.count)
+        ]
         for _, row in groupby(how):
             count = len(list(row))
             if count > LAYERS:
@@ -58,8 +69,8 @@ def rows_of(runs: Sequence[Run], treated: Mapping[str, object]) -> tuple[Run, ..
 def repeat_programs(
     step: StepGraph, rows: Sequence[Run], programs: Sequence[StageProgram]
 ) -> StageProgram:
-    """The program of all layers. rows: layers that are alike. programs: of `LAYERS` layers of each
-    row; then, for each row, of one more of it. Each of the only stage.
+    """The program of all layers. rows: layers that are alike. programs: of a stage with `LAYERS`
+    layers in each row; then, for each row, with one more of it.
 
     Copies of a node share its value. Raises NotRepeated where the passes did not do the same for
     one more layer.
@@ -68,49 +79,62 @@ def repeat_programs(
     if any(set(p.backwards) != set(short.backwards) for p in programs):
         raise NotRepeated("the moments of a step depend on the number of layers")
     forward = _repeated(rows, [_forward(p) for p in programs])
-    saved: dict[tuple[str, int], str] = {}
-    outputs = []
-    ends = zip(forward.outputs, forward.output_copies, forward.results, strict=True)
-    for (i, path), copy, row in ends:
-        value = short.forward_outputs[i]
-        if value.kind == "saved":
-            name = _WHOLE + path if value.name.startswith(_WHOLE) else forward.names[row]
-            saved[value.name, copy] = name
-        outputs.append(_value(value, path, copy, saved))
+    outputs = _outputs(short.forward_outputs, forward)
     backwards = {
         moment: _repeated(rows, [_backward(p, moment) for p in programs])
         for moment in short.backwards
     }
     ends_of = {
-        (_inputs(short.backward_inputs, made, saved), _outputs(short.backward_outputs, made, saved))
+        (_inputs(short.backward_inputs, made), _outputs(short.backward_outputs, made))
         for made in backwards.values()
     }
     if len(ends_of) > 1:
         raise NotRepeated("the moments of a step have other inputs with more layers")
-    ((inputs, outputs_of),) = ends_of
+    ends = ends_of.pop() if ends_of else ((), ())
+    saved = {value.name for value in outputs if value.kind == "saved"}
+    if not saved >= {value.name for value in ends[0] if value.kind == "saved"}:
+        raise NotRepeated("what a backward reads is not what its forward saves")
     if short.prepare is not None:
         before = _repeated(rows, [_prepare(p) for p in programs])
         short = replace(
             short,
             prepare=before.module(short.prepare),
-            prepare_inputs=_inputs(short.prepare_inputs, before, saved),
-            prepare_outputs=_outputs(short.prepare_outputs, before, saved),
+            prepare_inputs=_inputs(short.prepare_inputs, before),
+            prepare_outputs=_outputs(short.prepare_outputs, before),
         )
+    held = {
+        name for few in (*short.parameters, *short.buffers) for name in copies(rows, few, LAYERS)
+    }
     return replace(
         short,
         forward=forward.module(short.forward),
-        forward_inputs=_inputs(short.forward_inputs, forward, saved),
-        forward_outputs=tuple(outputs),
+        forward_inputs=_inputs(short.forward_inputs, forward),
+        forward_outputs=outputs,
         backwards={
             moment: made.module(short.backwards[moment]) for moment, made in backwards.items()
         },
-        backward_inputs=inputs,
-        backward_outputs=outputs_of,
-        parameters=tuple(s.name for s in step.inputs if s.kind == "parameter"),
-        buffers=tuple(s.name for s in step.inputs if s.kind == "buffer"),
+        backward_inputs=ends[0],
+        backward_outputs=ends[1],
+        parameters=tuple(s.name for s in step.inputs if s.kind == "parameter" and s.name in held),
+        buffers=tuple(s.name for s in step.inputs if s.kind == "buffer" and s.name in held),
         groups=_groups(rows, short.groups),
         reduced=_groups(rows, short.reduced),
     )
+
+
+def check_messages(programs: Iterable[StageProgram]) -> None:
+    """Raises NotRepeated unless every stage is sent what it receives, by that name."""
+    sent: set[tuple[int, int, str]] = set()
+    received: set[tuple[int, int, str]] = set()
+    for program in programs:
+        for value in (*program.forward_outputs, *program.backward_outputs):
+            if value.kind == "sent":
+                sent.update((program.stage, peer, value.name) for peer in value.peers)
+        for value in (*program.forward_inputs, *program.backward_inputs):
+            if value.kind == "received":
+                received.update((peer, program.stage, value.name) for peer in value.peers)
+    if sent != received:
+        raise NotRepeated("what a stage sends is not what others receive")
 
 
 def _repeated(rows: Sequence[Run], graphs: Sequence[Layered]) -> Unfolded:
@@ -142,6 +166,8 @@ def _layered(graph: fx.GraphModule, inputs: Sequence[Value], outputs: Sequence[V
         tuple(_kind(v) for v in outputs),
         tuple(v.kind not in _PLACED and not v.name.startswith(_WHOLE) for v in inputs),
         frozenset(_kind(v) for v in (*inputs, *outputs) if v.kind == "carried"),
+        tuple(map(_travelling, inputs)),
+        tuple(map(_travelling, outputs)),
     )
 
 
@@ -153,11 +179,9 @@ def _path(value: Value, node: fx.Node) -> str:
     """The module or parameter that tells which layer a value belongs to."""
     if value.kind in _LAID:
         return value.name.removeprefix(_around(value))
-    if value.kind == "saved":
-        if value.name.startswith(_WHOLE):
-            return value.name.removeprefix(_WHOLE)
-        return node.meta.get("module", "")
-    return ""
+    if value.kind == "saved" and value.name.startswith(_WHOLE):
+        return value.name.removeprefix(_WHOLE)
+    return node.meta.get("module", "") if value.kind in _TRAVELS else ""
 
 
 def _around(value: Value) -> str:
@@ -165,28 +189,28 @@ def _around(value: Value) -> str:
     return "model." if value.kind == "constant" and value.name.startswith("model.") else ""
 
 
-def _inputs(short: Sequence[Value], made: Unfolded, saved: Saved) -> tuple[Value, ...]:
-    return tuple(
-        _value(short[i], path, copy, saved)
-        for (i, path), copy in zip(made.inputs, made.input_copies, strict=True)
-    )
+def _travelling(value: Value) -> str:
+    """The name of a value that goes to another graph, if it is called after a node."""
+    named = value.kind in _TRAVELS and not value.name.startswith(_WHOLE)
+    return value.name if named else ""
 
 
-def _outputs(short: Sequence[Value], made: Unfolded, saved: Saved) -> tuple[Value, ...]:
-    return tuple(
-        _value(short[i], path, copy, saved)
-        for (i, path), copy in zip(made.outputs, made.output_copies, strict=True)
-    )
+def _inputs(short: Sequence[Value], made: Unfolded) -> tuple[Value, ...]:
+    pairs = zip(made.inputs, made.input_values, strict=True)
+    return tuple(_value(short[i], path, name) for (i, path), name in pairs)
 
 
-def _value(value: Value, path: str, copy: int, saved: Saved) -> Value:
+def _outputs(short: Sequence[Value], made: Unfolded) -> tuple[Value, ...]:
+    pairs = zip(made.outputs, made.output_values, strict=True)
+    return tuple(_value(short[i], path, name) for (i, path), name in pairs)
+
+
+def _value(value: Value, path: str, name: str) -> Value:
     if value.kind in _LAID:
         return replace(value, name=_around(value) + path)
-    if value.kind == "saved":
-        if (value.name, copy) not in saved:
-            raise NotRepeated(f"{value.name} is saved by another layer than reads it")
-        return replace(value, name=saved[value.name, copy])
-    return value
+    if value.kind == "saved" and value.name.startswith(_WHOLE):
+        return replace(value, name=_WHOLE + path)
+    return replace(value, name=name) if name else value
 
 
 def _groups(rows: Sequence[Run], groups: Sequence[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:

@@ -1,7 +1,7 @@
 """The middle of the pipeline: from a captured step to the programs of its stages.
 
-What is rewritten of few layers is repeated as late as it can be: programs where one stage holds all
-layers, row by row of those it treats alike, otherwise the joint graph of one rank.
+What is rewritten of few layers is repeated as late as it can be: programs where stages hold many
+layers, row by row of those that are treated alike, otherwise the joint graph of one rank.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from graphaccel.passes.chunk_loss import chunk_loss
 from graphaccel.passes.cut_stages import cut_stages
 from graphaccel.passes.equal_stages import Twin, equal_stages
 from graphaccel.passes.exact_microbatch import LocalStep, exact_microbatch
+from graphaccel.passes.few_layers import cut_layers, ends_among, stage_ends
 from graphaccel.passes.gather_parameters import gather_parameters
 from graphaccel.passes.hold_casts import hold_casts
 from graphaccel.passes.hold_parameters import hold_parameters
@@ -36,7 +37,7 @@ from graphaccel.passes.recompute import recompute
 from graphaccel.passes.reduce_shards import reduce_shards
 from graphaccel.passes.release_parameters import release_parameters
 from graphaccel.passes.repeat_layers import repeat_layers
-from graphaccel.passes.repeat_programs import LAYERS, repeat_programs, rows_of
+from graphaccel.passes.repeat_programs import LAYERS, check_messages, repeat_programs, rows_of
 from graphaccel.passes.repeat_stages import repeat_stages
 from graphaccel.passes.runner import Runner
 from graphaccel.passes.scatter_sends import scatter_sends
@@ -97,7 +98,7 @@ def rewritten(
 ) -> Rewritten:
     """Everything from `exact_microbatch` on."""
     alike = step.repeats is not None and step.has_loss and not plan.placements
-    if alike and lying.free and ort is None and plan.stages == 1:
+    if alike and lying.free and ort is None:
         try:
             return _of_few(run, step, plan, sizes)
         except (NotRepeated, GraphAccelError) as reason:  # errors are then those of the model
@@ -116,8 +117,10 @@ def _bare(
     axes: LocalGraph,
     lying: Lying,
     ort: Tools | None,
+    *,
+    twins: bool = True,
 ) -> Rewritten:
-    """The programs before gradients are summed."""
+    """The programs before gradients are summed. twins: of equal stages, one."""
     graph = run.graph("recompute", lambda g: recompute(g, plan, step.positions), axes.graph)
     owned, unsharded = owned_shards(step, plan, axes.resting, lying.ranks)
     inputs = zip(graph.graph.find_nodes(op="placeholder"), step.inputs, strict=False)
@@ -142,16 +145,16 @@ def _bare(
     staged = run.call("scatter_sends", lambda: scatter_sends(staged, plan))
     shared = {name: at for name, at in staged.homes.items() if len(at) > 1}
     outlines = outline_stages(staged, step, keep_outputs=plan.outputs == "all")
-    twins: Mapping[int, Twin] = {}
-    if lying.free and ort is None and staged.stages > 2:
+    equal: Mapping[int, Twin] = {}
+    if twins and lying.free and ort is None and staged.stages > 2:
 
         def told(name: str) -> object:
             known = [each.get(name) for each in (owned, axes.partial, axes.resting)]
             value = values[name].meta["val"] if name in values else None
             return (*known, name in shared, value is not None and (value.shape, value.dtype))
 
-        twins = run.call("equal_stages", lambda: equal_stages(outlines, told))
-    outlines = tuple(each for each in outlines if each.stage not in twins)
+        equal = run.call("equal_stages", lambda: equal_stages(outlines, told))
+    outlines = tuple(each for each in outlines if each.stage not in equal)
     programs = run.call("split_phases", lambda: split_phases(staged, outlines))
     programs, weights = run.call("split_weights", lambda: split_weights(programs, plan))
     programs, report = run.call("place_ort", lambda: place_ort(programs, plan, ort))
@@ -194,7 +197,7 @@ def _bare(
         owned,
         unsharded,
         report,
-        twins,
+        equal,
     )
 
 
@@ -227,14 +230,15 @@ def _apart(program: StageProgram, owned: Mapping[str, Owned]) -> StageProgram:
 
 
 def _of_few(run: Runner, step: StepGraph, plan: Plan, sizes: Sizes | None) -> Rewritten:
-    """The program of all layers, made of those of few. Raises NotRepeated."""
+    """The programs of all layers, made of those of few. Raises NotRepeated."""
     assert step.repeats is not None
-    rows = rows_of(step.repeats.runs, plan.again)
+    cuts = stage_ends(step, plan.cuts)
+    rows = rows_of(step.repeats.runs, plan.again, cut_layers(cuts))
+    if not rows or not _fewer(rows, step):
+        raise NotRepeated("the plan treats too few layers in a row alike")
     few = [LAYERS] * len(rows)
     counts = [few, *([n + (r == more) for r, n in enumerate(few)] for more in range(len(rows)))]
     steps = [_with_rows(step, rows, each) for each in counts]
-    if not rows or not _fewer(steps, step):
-        raise NotRepeated("the plan treats too few layers in a row alike")
     sharded = _few_sharded(run, step, plan, sizes)
     made = []
     for each, count in zip(steps, counts, strict=True):
@@ -244,7 +248,8 @@ def _of_few(run: Runner, step: StepGraph, plan: Plan, sizes: Sizes | None) -> Re
             for b in each.blocks
             if (full := copies(rows, b.name, count)[0]) in plan.again
         })  # fmt: skip
-        made.append(_bare(run, each, own, local, axes, Lying(), None))
+        own = replace(own, cuts=ends_among(cuts, rows, count, each))
+        made.append(_bare(run, each, own, local, axes, Lying(), None, twins=False))
     if any(each.weights for each in made):
         raise NotRepeated("gradients of weights are apart")
     short = made[0]
@@ -254,13 +259,17 @@ def _of_few(run: Runner, step: StepGraph, plan: Plan, sizes: Sizes | None) -> Re
         short,
         local=replace(short.local, output_places=_places(step, steps[0], rows, short.local)),
         axes=replace(short.axes, resting=resting, partial=partial),
+        shared=_spread(rows, short.shared),
         owned=owned,
         unsharded=unsharded,
     )
     summed = [_summed(run, plan, each) for each in made]
     alone = all(_layer_by_layer(each) for each in summed)
-    made_of = [each.programs[0] for each in (summed if alone else made)]
-    whole = (run.call("repeat_programs", lambda: repeat_programs(step, rows, made_of)),)
+    made_of = zip(*(each.programs for each in (summed if alone else made)), strict=True)
+    whole = run.call(
+        "repeat_programs", lambda: tuple(repeat_programs(step, rows, own) for own in made_of)
+    )
+    check_messages(whole)
     found = replace(found, programs=whole, bare=whole)
     return found if alone else _summed(run, plan, found)
 
@@ -268,14 +277,16 @@ def _of_few(run: Runner, step: StepGraph, plan: Plan, sizes: Sizes | None) -> Re
 def _layer_by_layer(made: Rewritten) -> bool:
     """Whether no layer's gradients share a buffer with another's: those of parameters that rest in
     shards lie as they do. The size of other buckets depends on all layers."""
-    (program,) = made.programs
-    sharded = (made.owned[name] for group in program.reduced for name in group)
-    return not program.buckets and all(own.level == 3 for own in sharded)
+    reduced = (name for each in made.programs for group in each.reduced for name in group)
+    sharded = all(made.owned[name].level == 3 for name in reduced)
+    return sharded and not any(each.buckets for each in made.programs)
 
 
-def _fewer(steps: Sequence[StepGraph], step: StepGraph) -> bool:
-    """Whether several rows are fewer layers to rewrite than all of them."""
-    return len(steps) == 2 or sum(len(s.blocks) for s in steps) < len(step.blocks)
+def _fewer(rows: Sequence[Run], step: StepGraph) -> bool:
+    """Whether rewriting few layers of the rows, once and with one more of each row, is less to do
+    than rewriting all; of one row it is always done so."""
+    short = len(step.blocks) - sum(row.count - LAYERS for row in rows)
+    return len(rows) == 1 or len(rows) + (len(rows) + 1) * short < len(step.blocks)
 
 
 def _with_rows(step: StepGraph, rows: Sequence[Run], counts: Sequence[int]) -> StepGraph:

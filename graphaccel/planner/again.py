@@ -216,7 +216,9 @@ def saved_with(profile: Profile, again: Again) -> tuple[np.ndarray, ...]:
     counted = storages.owned[storage] & (~ahead | again.rows[row])
     counted &= ~(again.inner[storage] & (profile.block_at[place] == own))
     first = np.full(len(storages), _FAR)
-    np.minimum.at(first, storage[counted], place[counted])
+    used, start = storages.used
+    if len(used):
+        first[used] = np.minimum.reduceat(np.where(counted, place, _FAR), start)
     kept = np.flatnonzero(first < _FAR)
     made = np.flatnonzero(again.inner & (again.until >= 0) & (first == _FAR))
     return kept, first[kept], made, again.until[made]

@@ -76,11 +76,11 @@ class Device:
     "tfloat32"); ``memory_bandwidth`` in bytes/s that a copy reaches, reads and writes counted;
     ``launch_seconds`` is the time a process needs to start an operation. ``processors`` work side
     by side (streaming multiprocessors; 0: not known). Of the peak, large matrix products reach the
-    share ``product``, fused attention ``attention`` and its backward ``attention_backward``, FLOPs
-    that a causal mask spares not counted. ``measured``: what ops really took
-    (`graphaccel calibrate`), where it was measured with ``crowd`` processes on each core.
-    ``stepping``: how many times as long an optimizer's step takes as its bytes say
-    (`planner.refined`).
+    share ``product`` (in 8 bits or fewer ``product_8_bits``, 0: the same), fused attention
+    ``attention`` and its backward ``attention_backward``, FLOPs that a causal mask spares not
+    counted. ``measured``: what ops really took (`graphaccel calibrate`), where it was measured with
+    ``crowd`` processes on each core. ``stepping``: how many times as long an optimizer's step takes
+    as its bytes say (`planner.refined`).
     """
 
     name: str
@@ -95,6 +95,7 @@ class Device:
     measured: tuple[OpTime, ...] = ()
     crowd: float = 1.0
     stepping: float = 1.0
+    product_8_bits: float = 0.0
 
     @property
     def type(self) -> str:
@@ -342,19 +343,20 @@ _NETWORK_REACHED = 0.95
 @dataclass(frozen=True)
 class _Kernels:
     """Processors of a device, and the share of the datasheet that kernels reach on it: products and
-    attention of the peak, copies of the memory's bandwidth."""
+    attention of the peak, copies of the memory's bandwidth (`benchmarks.validation --fit`)."""
 
     processors: int
     product: float
     attention: float
     attention_backward: float
     copy: float = 0.9
+    product_8_bits: float = 0.0
 
 
 _OF_V100 = _Kernels(80, 0.7, 0.4, 0.3)
 _OF_A100 = _Kernels(108, 0.70, 0.8, 0.66, 0.8)
-_OF_H100 = _Kernels(132, 0.72, 0.6, 0.49)
-_OF_B200 = _Kernels(148, 0.46, 0.71, 0.6, 0.69)
+_OF_H100 = _Kernels(132, 0.72, 0.6, 0.49, product_8_bits=0.64)
+_OF_B200 = _Kernels(148, 0.46, 0.71, 0.6, 0.69, 0.56)
 _OF_NVL72 = replace(_OF_B200, processors=152)
 _OF_ADA = _Kernels(128, 0.8, 0.6, 0.5)
 
@@ -381,6 +383,7 @@ def _cuda(
         kernels.product,
         kernels.attention,
         kernels.attention_backward,
+        product_8_bits=kernels.product_8_bits,
     )
     bandwidth = network_gigabits / 8 * 1e9 * _NETWORK_REACHED
 

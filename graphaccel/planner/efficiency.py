@@ -118,7 +118,8 @@ def seconds_of(work: Work, device: Device) -> float:
     peak, cast = peak_flops(device, work.dtype), 0.0
     if work.kind == "product" and (low := device.peak_flops.get(_EIGHT_BITS + work.dtype)):
         left = work.count * work.rows * work.inner
-        peak, cast = low, _CAST * left / device.memory_bandwidth
+        reached = (device.product_8_bits or device.product) / device.product
+        peak, cast = reached * low, _CAST * left / device.memory_bandwidth
     return max(seconds, work.flops / (peak * efficiency(work, device))) + cast
 
 

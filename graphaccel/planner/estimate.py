@@ -25,9 +25,10 @@ from graphaccel.planner.away import with_copies
 from graphaccel.planner.buckets import bucket_count, copy_seconds
 from graphaccel.planner.cluster import Cluster, Device, OpTime
 from graphaccel.planner.communication import (
-    OVERLAP,
+    INTERFERENCE,
     all_gather_seconds,
     all_reduce_seconds,
+    exposed_seconds,
     link_between,
     reduce_scatter_seconds,
     send_seconds,
@@ -41,6 +42,7 @@ from graphaccel.planner.plan import GATHERS, Plan, Prediction
 from graphaccel.planner.profile import Profile, SizedProfile
 from graphaccel.planner.simulate import Timeline, play, simulate
 from graphaccel.planner.stages import stage_positions
+from graphaccel.planner.stepping import NOTHING, Stepping
 from graphaccel.planner.uploads import with_uploads
 from graphaccel.planner.wires import wires_of
 from graphaccel.planner.works import StageWork, held_parameters, sized_for, stage_works
@@ -277,33 +279,56 @@ def _reduces(
 
 
 def _reduce_seconds(profile: Profile, work: StageWork, plan: Plan, cluster: Cluster) -> float:
-    """Seconds of a stage's gradient all-reduces that no backward hides.
+    """Seconds by which what moves over data makes a step longer on a stage: its gradients beside
+    the last microbatch's backward, or beside each; parameters (`_gathered`) beside forward and
+    backward, or after the optimizer."""
+    before, last, copies = _summed(profile, work, plan, cluster)
+    summing = plan.microbatches if plan.accumulation == "shards" and plan.zero >= 2 else 1
+    beside = work.weight if plan.schedule == "zero_bubble" else work.backward
 
-    On a GPU they run beside the last microbatch's backward, bucket by bucket; the last bucket comes
-    after it. On a CPU both want the same cores. What is a partial sum over other axes too is summed
-    over all of them at once.
-    """
+    def backwards(*gathered: tuple[float, float]) -> float:
+        """Of the backwards that sum gradients, beside which others gather parameters."""
+        found = _exposed(cluster, beside, last, *gathered)
+        return found + (summing - 1) * _exposed(cluster, beside, before, *gathered) + copies
+
+    if not plan.zero or plan.data == 1:
+        return _exposed(cluster, beside, last)
+    if plan.zero < 3:
+        return backwards() + _gathered_after(work, plan, cluster)
+    gathered, more = _gathered(profile, work, plan, cluster)
+    gathering = 1 if plan.holds_gathered else plan.microbatches
+    ahead = gathering * (_exposed(cluster, work.forward, gathered) + more)
+    if plan.gather_again is not True:
+        return backwards() + ahead
+    alone = (gathering - summing) * _exposed(cluster, beside, gathered)
+    return backwards(gathered) + alone + gathering * more + ahead
+
+
+def _exposed(cluster: Cluster, beside: float, *moves: tuple[float, float]) -> float:
+    """moves: (seconds, those of a piece) of collectives that share the links beside a phase."""
+    moved, piece = (sum(each) for each in zip(*moves, strict=True))
+    return exposed_seconds(cluster.device, moved, piece, beside)
+
+
+def _summed(
+    profile: Profile, work: StageWork, plan: Plan, cluster: Cluster
+) -> tuple[tuple[float, float], tuple[float, float], float]:
+    """(what each microbatch that sums a stage's gradients moves, what the last one moves, seconds
+    of copies around it in a step); what is moved: (seconds, those of its slowest collective)."""
     width = 2 if plan.precision.reduce in ("bfloat16", "float16") else 4
     sizes = {axes: size * width / 4 for axes, size in work.summed.items() if size > 0}
     counts = reduce_counts(profile, work, plan, sizes)
     one = {x: _bucketed(cluster, sizes[x] / counts[x], x, plan) for x in sizes}
-    hidden = 0.0
-    if cluster.device.name != "cpu":
-        hidden = OVERLAP * (work.weight if plan.schedule == "zero_bubble" else work.backward)
 
-    def left(seconds: Mapping[tuple[str, ...], float]) -> float:
+    def moved(seconds: Mapping[tuple[str, ...], float]) -> tuple[float, float]:
         total = sum(counts[axes] * each for axes, each in seconds.items())
-        return total if not hidden else max(total - hidden, *seconds.values(), 0.0)
+        return total, max(seconds.values(), default=0.0)
 
-    exposed = left({axes: sum(each) for axes, each in one.items()})
+    copies = 0.0
     if plan.zero >= 2 and plan.data > 1:  # written into its group's flat tensor, or added there
-        whole = sum(sizes.values())
-        copies = copy_seconds(whole, cluster.device)
-        if plan.accumulation == "shards":
-            before = left({axes: scattered for axes, (scattered, _) in one.items()})
-            exposed += (plan.microbatches - 1) * before
-        exposed += plan.microbatches * copies
-    return exposed + _gather_seconds(profile, work, plan, cluster)
+        copies = plan.microbatches * copy_seconds(sum(sizes.values()), cluster.device)
+    before = moved({axes: scattered for axes, (scattered, _) in one.items()})
+    return before, moved({axes: sum(each) for axes, each in one.items()}), copies
 
 
 def reduce_counts(
@@ -320,29 +345,23 @@ def reduce_counts(
             for axes, size in sizes.items()}  # fmt: skip
 
 
-def _gather_seconds(profile: Profile, work: StageWork, plan: Plan, cluster: Cluster) -> float:
-    """Seconds of a step's all-gathers of parameters that no computation hides.
+def _gathered_after(work: StageWork, plan: Plan, cluster: Cluster) -> float:
+    """Seconds to gather what the optimizer changed, once, after it (ZeRO 1 and 2): a rank's part is
+    copied into a bucket, and those of others out of it."""
+    calls = max(1, math.ceil(work.gradient / plan.bucket_bytes))
+    copies = copy_seconds(work.gradient, cluster.device)
+    return copies + _gathers(cluster, [work.gradient / calls] * calls, plan)
 
-    Levels 1 and 2 gather what the optimizer changed, once, after it. Level 3 gathers each group
-    ahead of use in every forward, and again in every backward where the plan says so; or all of
-    them once, beside the first forward.
-    """
-    if not plan.zero or plan.data == 1:
-        return 0.0
-    if plan.zero < 3:  # this rank's part into a bucket, and those of others out of it
-        calls = max(1, math.ceil(work.gradient / plan.bucket_bytes))
-        copies = copy_seconds(work.gradient, cluster.device)
-        return copies + _gathers(cluster, [work.gradient / calls] * calls, plan)
+
+def _gathered(
+    profile: Profile, work: StageWork, plan: Plan, cluster: Cluster
+) -> tuple[tuple[float, float], float]:
+    """((seconds to gather all groups of a stage, those of the first), seconds of copies) of ZeRO 3:
+    each group ahead of use in every forward, and again in every backward where the plan says so; or
+    all of them once, beside the first forward."""
     sizes = _groups(profile, work, plan)
-    copies = copy_seconds(sum(sizes), cluster.device)
-    once = _gathers(cluster, sizes, plan) + copies
     first = _gathers(cluster, [max(sizes, default=0)], plan)
-    exposed = 0.0
-    again = plan.gather_again is True
-    for seconds in (work.forward, work.backward) if again else (work.forward,):
-        hidden = 0.0 if cluster.device.name == "cpu" else OVERLAP * seconds
-        exposed += max(first, once - hidden)
-    return exposed if plan.holds_gathered else plan.microbatches * exposed
+    return (_gathers(cluster, sizes, plan), first), copy_seconds(sum(sizes), cluster.device)
 
 
 def _groups(profile: Profile, work: StageWork, plan: Plan) -> tuple[int, ...]:
@@ -449,28 +468,38 @@ def _measured_optimizer(row: OpTime, device: Device) -> tuple[float, float]:
 class LeastMoved:
     """Seconds to reduce all gradients and to gather all parameters over the data axis, of a device;
     scatter: of reducing, what each microbatch does; beside: the share of a phase's seconds, all
-    stages together, that they may hide behind; low: of gathering them in the dtype in which they
-    are read. Numbers, or columns of them."""
+    stages together, that they may hide behind, and slows: by how much a phase is longer for a
+    second that hides; low: of gathering them in the dtype in which they are read. Numbers, or
+    columns of them."""
 
     reduce: Any
     scatter: Any
     gather: Any
     beside: Any
     low: Any
+    slows: Any
 
     def exposed(self, of: Any, forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
-        """What of it no cuts can hide. of: `planner.bounds.Columns`. forward, backward: seconds of
-        a microbatch, all stages."""
+        """What of it makes a step longer, wherever it is cut. of: `planner.bounds.Columns`.
+        forward, backward: seconds of a microbatch, all stages."""
+
+        def least(moved: Any, phase: np.ndarray) -> np.ndarray:  # of `exposed_seconds`
+            return np.maximum(self.slows * moved, moved - self.beside * phase)
+
         always, never = (of.again == GATHERS.index(again) for again in (True, False))
-        least = np.maximum(0.0, self.reduce - self.beside * backward)
-        before = (of.microbatches - 1) * np.maximum(0.0, self.scatter - self.beside * backward)
-        least = least + np.where((of.zero >= 2) & of.shards, before, 0.0)
+        shards = (of.zero >= 2) & of.shards
         gather = np.where(never, self.gather, self.low)
-        times = np.where(always | never, of.microbatches, 1)
-        ahead = times * np.maximum(0.0, gather - self.beside * forward)
-        back = times * np.maximum(0.0, gather - self.beside * backward)
-        gathers = np.where(of.zero == 3, ahead + np.where(always, back, 0.0), self.gather)
-        return least + np.where(of.zero == 0, 0.0, gathers)
+        gathering = np.where(always | never, of.microbatches, 1)
+        summing = np.where(shards, of.microbatches, 1)
+
+        def backwards(more: Any) -> np.ndarray:
+            before = (summing - 1) * least(self.scatter + more, backward)
+            return before + least(self.reduce + more, backward)
+
+        reduces = backwards(0.0)
+        again = backwards(gather) + (gathering - summing) * least(gather, backward)
+        third = gathering * least(gather, forward) + np.where(always, again, reduces)
+        return np.where(of.zero == 3, third, reduces + np.where(of.zero == 0, 0.0, self.gather))
 
 
 def least_moved(profile: Profile, plan: Plan, cluster: Cluster, extra: int = 1) -> LeastMoved:
@@ -481,7 +510,7 @@ def least_moved(profile: Profile, plan: Plan, cluster: Cluster, extra: int = 1) 
     all in one node a sum may take less than over data alone.
     """
     if plan.data == 1:
-        return LeastMoved(0.0, 0.0, 0.0, 0.0, 0.0)
+        return LeastMoved(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
     def seconds(move: Callable[[float], float], size: float) -> float:
         """Latencies are left out where stages may hold nothing that moves."""
@@ -503,8 +532,9 @@ def least_moved(profile: Profile, plan: Plan, cluster: Cluster, extra: int = 1) 
         min(map(summed, groups)),
         seconds(lambda size: _bucketed(cluster, size, (), plan)[0], trained * width / 4),
         seconds(gather, trained),
-        0.0 if cluster.device.name == "cpu" else OVERLAP / plan.pipeline,
+        0.0 if cluster.device.type == "cpu" else 1 / plan.pipeline,
         seconds(gather, low),
+        INTERFERENCE,
     )
 
 
@@ -526,9 +556,15 @@ def least_optimizer(
 
 
 def predict(
-    profile: Profile, plan: Plan, cluster: Cluster, optimizer_bytes: int, *, simulated: bool = True
+    profile: Profile,
+    plan: Plan,
+    cluster: Cluster,
+    optimizer_bytes: int,
+    stepping: Stepping = NOTHING,
+    *,
+    simulated: bool = True,
 ) -> Plan:
     """`plan` with its prediction: seconds and memory."""
     seconds = predict_seconds(profile, plan, cluster, optimizer_bytes, simulated=simulated)
-    memory = predict_memory(profile, plan, cluster, optimizer_bytes)
+    memory = predict_memory(profile, plan, cluster, optimizer_bytes, stepping)
     return replace(plan, prediction=replace(seconds, memory=memory))

@@ -18,8 +18,10 @@ from graphaccel.planner.motion import motion_key
 from graphaccel.planner.offload import placed_optimizer, placed_parameters
 from graphaccel.planner.outside import output_bytes
 from graphaccel.planner.peaks import stage_peaks
+from graphaccel.planner.phases import STEP
 from graphaccel.planner.plan import Plan, StageMemory
 from graphaccel.planner.profile import Parameter, Profile, SizedProfile
+from graphaccel.planner.stepping import NOTHING, Stepping, step_bytes
 from graphaccel.planner.works import (
     StageWork,
     held_parameters,
@@ -32,12 +34,16 @@ _TRAVELLING = 2  # messages on their way to and from a rank: one is awaited, one
 
 
 def predict_memory(
-    profile: Profile, plan: Plan, cluster: Cluster, optimizer_bytes: int
+    profile: Profile,
+    plan: Plan,
+    cluster: Cluster,
+    optimizer_bytes: int,
+    stepping: Stepping = NOTHING,
 ) -> tuple[StageMemory, ...]:
     """Peak bytes of each pipeline rank, by category.
 
     optimizer_bytes: bytes of optimizer state for each 4-byte trained parameter (8 for AdamW, 0 for
-    none).
+    none). stepping: what its step makes besides.
     """
     sized = sized_for(profile, plan, cluster)
     works = stage_works(profile, sized, plan.doing_again({}), cluster.device.launch_seconds)
@@ -79,7 +85,7 @@ def predict_memory(
     columns = (top, activations, peaks.temporary[top], gradients, gone)
     rows = zip(owned, *(column.tolist() for column in columns), strict=True)
     for rank, (of_rank, stage, activation, temporary, made, away) in enumerate(rows):
-        parameter, trained, buffers = of_rank
+        parameter, trained, buffers, largest = of_rank
         gradient = trained if split else made
         shard = trained // (plan.shards if plan.zero else 1)
         optimizer, host = placed_optimizer(shard * optimizer_bytes // 4, shard, plan.offload)
@@ -94,13 +100,24 @@ def predict_memory(
             resting = (of_rank[0] - buffers) // (plan.shards if plan.zero == 3 else 1)
             parameter, below = placed_parameters(resting, shard, plan.offload)
             parameter, host = parameter + buffers, host + below
+        resting = parameter
         parameter += once[rank]
         tensors = parameter + gradient + optimizer + activation + temporary
+        at = peaks.at(profile, stage)
+        share = plan.shards if plan.zero else 1
+        gathered = min(trained, 2 * max(plan.bucket_bytes, largest)) if share > 1 else 0
+        apart = [gathered] if plan.zero < 3 else []
+        made = step_bytes(plan, stepping, shard, [largest // share] * 2, apart, bool(plan.fusions))
+        last = trained // share if plan.zero >= 2 else trained
+        if resting + last + optimizer + whole_batch + made > tensors:
+            parameter, gradient, activation = resting, last, whole_batch
+            temporary, at = made, STEP
+            tensors = parameter + gradient + optimizer + activation + temporary
         other = cluster.context_bytes + int(cluster.fragmentation * tensors)
         ranks.append(
             StageMemory(
                 rank, parameter, gradient, optimizer, activation, temporary, other,
-                tensors + other, peaks.at(profile, stage), host,
+                tensors + other, at, host,
             )
         )  # fmt: skip
     return tuple(ranks)
@@ -137,14 +154,16 @@ def _sent(
 
 def _of_ranks(
     profile: Profile, works: Sequence[StageWork], ranks: int
-) -> tuple[tuple[int, int, int], ...]:
-    """Bytes of parameters and buffers on each rank, of those that are trained, and of buffers."""
+) -> tuple[tuple[int, int, int, int], ...]:
+    """Bytes of parameters and buffers on each rank, of those that are trained, of buffers, and of
+    the largest that is trained."""
     found = []
     for rank in range(ranks):
         held = held_parameters(profile, [(w.first, w.end) for w in works[rank::ranks]])
         trained = sum(p.bytes for p in held if p.trainable)
         buffers = sum(p.bytes for p in held if p.name not in profile.resting)
-        found.append((sum(p.bytes for p in held), trained, buffers))
+        largest = max((p.bytes for p in held if p.trainable), default=0)
+        found.append((sum(p.bytes for p in held), trained, buffers, largest))
     return tuple(found)
 
 

@@ -8,7 +8,7 @@ reserve and contexts are added by the caller as a stated margin.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from graphaccel.ir.program import StageProgram, StepProgram, Value
 from graphaccel.ir.values import tensors_of
 from graphaccel.planner.liveness import Liveness, Storage
 from graphaccel.planner.offload import placed_optimizer, placed_parameters
+from graphaccel.planner.phases import LOAD, STEP, Seen, phases_of
 from graphaccel.planner.plan import StageMemory
 from graphaccel.planner.rows import Share, even
 from graphaccel.planner.uploads import uploaded_rows
@@ -37,6 +38,10 @@ UNEVEN = 1.25
 cost: the capacity factor of Fedus et al., Switch Transformers, 2021, section 2.2."""
 
 
+def _nothing(_: Sequence[str]) -> int:
+    return 0
+
+
 @dataclass(frozen=True)
 class Resident:
     """Bytes that lie on a rank the whole time. parameters, buffers: by name, as they rest. batch:
@@ -44,7 +49,9 @@ class Resident:
 
     states: trained parameter → bytes of that part of it whose optimizer state lies here.
     optimizer_bytes: per byte of `states` (2.0 for AdamW in the parameter's dtype). offload: of the
-    plan. exchanged: of the transport (`planner.rows.Rows`).
+    plan. exchanged: of the transport (`planner.rows.Rows`); the device is then the host.
+    whole: parameter → its bytes in full; built: those of all of them and of buffers. step: what the
+    optimizer's step makes, of the stages on a rank (`planner.stepping`).
     """
 
     parameters: Mapping[str, int]
@@ -54,6 +61,9 @@ class Resident:
     optimizer_bytes: float
     offload: tuple[str, ...] = ()
     exchanged: bool = False
+    whole: Mapping[str, int] = field(default_factory=dict)
+    built: int = 0
+    step: Callable[[Sequence[str]], int] = _nothing
 
 
 def rank_memory(
@@ -78,7 +88,14 @@ def rank_memory(
     for doing in walk(schedule[rank]):
         run.do(doing.verb, doing.action)
     lying, below = _lying(own, resident)
-    most = run.count.at_peak
+    phases = phases_of(own, resident, run.seen(lying, optimizer))
+    most, peak, at = run.count.at_peak, phases.later, run.count.where
+    if phases.step > peak:
+        peak, at, most = phases.step, STEP, dict(run.count.live)
+        most["temporary"] = most.get("temporary", 0) + run.made_by_step(resident)
+    if phases.load > peak:
+        peak, at, optimizer = phases.load, LOAD, 0
+        most = {"activation": resident.batch, "temporary": phases.load - lying - resident.batch}
     return StageMemory(
         rank=rank,
         parameter=lying + most.get("parameter", 0),
@@ -87,9 +104,10 @@ def rank_memory(
         activation=most.get("activation", 0),
         temporary=most.get("temporary", 0),
         other=other,
-        peak=lying + optimizer + run.count.peak + other,
-        at=run.count.where,
+        peak=peak + other,
+        at=at,
         host=host + below + run.count.host_peak,
+        phases=phases,
     )
 
 
@@ -161,6 +179,8 @@ def rank_curve(
         for far, then, at in run.count.seen:
             samples.append(snapshot(start + far * (end - start), then, at))
         samples.append(snapshot(end, live, f"end of {action.kind} {action.microbatch}"))
+    made = live.get("temporary", 0) + run.made_by_step(resident)
+    samples.append(snapshot(samples[-1].seconds, {**live, "temporary": made}, STEP))
     return tuple(samples)
 
 
@@ -180,12 +200,17 @@ class _Run:
     carried: dict[tuple[int, str], list[Storage]] = field(default_factory=dict)
     held: dict[int, list[Storage]] = field(default_factory=dict)
     received: dict[tuple[int, str], list[tuple[int, Value]]] = field(default_factory=dict)
+    most: dict[str, int] = field(default_factory=lambda: {"forward": 0, "backward": 0})
 
     def __post_init__(self) -> None:
         self.last = max((a.microbatch for a in self.actions), default=0)
         self.last_of_stage = last_actions(self.actions)
 
     def start(self, batch: int) -> None:
+        self._start(batch)
+        self.most["forward"] = self.count.peak
+
+    def _start(self, batch: int) -> None:
         self.count.take(Storage(batch, "activation"))
         if self.program.prologue is not None:
             graph = self.program.prologue.graph
@@ -210,7 +235,27 @@ class _Run:
         for storage in self.held[stage.stage]:
             self.count.recount(storage, "parameter")
 
+    def seen(self, lying: int, optimizer: int) -> Seen:
+        """What a walk through the step found. lying, optimizer: bytes that rest on the rank."""
+        most, count = self.most, self.count
+        return Seen(lying, optimizer, most["forward"], most["backward"], count.peak, count.total)
+
+    def made_by_step(self, resident: Resident) -> int:
+        """Bytes that the optimizer's step makes."""
+        return resident.step(sorted({n for p in self.own for n in p.parameters}))
+
     def do(self, verb: str, action: Action) -> None:
+        """One doing of the walk; and the most that lives meanwhile, by phase."""
+        count = self.count
+        before = count.peak, count.at_peak, count.where
+        count.peak = count.total
+        self._do(verb, action)
+        phase = "forward" if "forward" in (action.kind, action.direction) else "backward"
+        self.most[phase] = max(self.most[phase], count.peak)
+        if count.peak <= before[0]:
+            count.peak, count.at_peak, count.where = before
+
+    def _do(self, verb: str, action: Action) -> None:
         if verb == "post":
             self.post(action)
         elif verb == "run":

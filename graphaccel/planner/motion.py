@@ -136,32 +136,53 @@ def _buckets(plan: Plan, used: Sequence[tuple[Parameter, list[int]]]) -> list[_R
     return regions[::-1]
 
 
+_Piece = tuple[int, int, int]  # (first position, one past the last, bytes)
+
+
+def _add(column: np.ndarray, pieces: Sequence[_Piece]) -> None:
+    """Add the bytes of stretches of positions to a column, in place."""
+    first, end, size = np.array(pieces, dtype=np.int64).reshape(-1, 3).T
+    change = np.zeros(len(column) + 1, dtype=np.int64)
+    np.add.at(change, first, size)
+    np.subtract.at(change, np.maximum(first, end), size)
+    column += np.cumsum(change)[:-1]
+
+
 def _gather(moving: Motion, plan: Plan, regions: Sequence[_Region]) -> None:
     """A region's group from where the region before it starts, up to its own end."""
     if plan.gathers_low:
         regions = [replace(r, bytes=r.bytes // 2, taken=r.taken // 2) for r in regions]
+    length = len(moving.backward)
+    forward: list[_Piece] = []
+    backward: list[_Piece] = []
     for k, region in enumerate(regions):
         ahead = regions[k - 1].first if k else 0
-        moving.forward[ahead : region.last + 1] += region.bytes
-        moving.forward[region.first : region.last + 1] += region.taken
-        if not plan.gather_again:
-            moving.forward[region.last + 1 :] += region.bytes
-            moving.backward[region.first :] += region.bytes
-    if plan.gather_again:
-        length = len(moving.backward)
-        for k, region in enumerate(regions):
+        forward += [
+            (ahead, region.last + 1, region.bytes),
+            (region.first, region.last + 1, region.taken),
+        ]
+        if plan.gather_again:
             behind = regions[k + 1].last + 1 if k + 1 < len(regions) else length
-            moving.backward[region.first : behind] += region.bytes
-            moving.backward[region.first : region.last + 1] += region.taken
+            backward += [
+                (region.first, behind, region.bytes),
+                (region.first, region.last + 1, region.taken),
+            ]
+        else:
+            forward.append((region.last + 1, length, region.bytes))
+            backward.append((region.first, length, region.bytes))
+    _add(moving.forward, forward)
+    _add(moving.backward, backward)
 
 
 def _collect(moving: Motion, plan: Plan, regions: Sequence[_Region]) -> None:
     """A group's gradients from the first of them until the next group is sent, then its shard."""
+    length = len(moving.ready)
+    backward: list[_Piece] = []
+    ready: list[_Piece] = []
     for k, region in enumerate(regions):
         sent = regions[k - 1].first if k else 0
-        moving.backward[sent : region.last + 1] += region.trained
-        share = region.trained // plan.shards
-        if plan.microbatches == 1:
-            moving.ready[: region.first + 1] += share
-        else:
-            moving.ready += share
+        backward.append((sent, region.last + 1, region.trained))
+        until = region.first + 1 if plan.microbatches == 1 else length
+        ready.append((0, until, region.trained // plan.shards))
+    _add(moving.backward, backward)
+    _add(moving.ready, ready)

@@ -39,6 +39,30 @@ class Precision:
 
 
 @dataclass(frozen=True)
+class Phases:
+    """The most bytes of tensors on a rank in each phase of a training.
+
+    load: while what rests here is made of a model without weights; load_built: of one that was
+    built with them. forward, backward: of the first step, which has no optimizer state yet. step:
+    while the optimizer steps. later: forward and backward of the other steps. save: while shards
+    are saved where they are; save_whole: in `full_state_dict`. host_load, host_load_built,
+    host_save_whole: bytes of the host beside a device that is another one, for the same.
+    """
+
+    load: int
+    load_built: int
+    forward: int
+    backward: int
+    step: int
+    later: int
+    save: int
+    save_whole: int
+    host_load: int = 0
+    host_load_built: int = 0
+    host_save_whole: int = 0
+
+
+@dataclass(frozen=True)
 class Selective:
     """Blocks that are computed again in the backward but for some values, which are saved.
 
@@ -55,7 +79,7 @@ class StageMemory:
     peak is. host: the most that the plan keeps on the host for this rank, no part of the peak.
     chosen: by how much an uneven choice of experts raises the peak (`Prediction.chosen`). uneven:
     how much more it is on a device whose experts `planner.memory.UNEVEN` times their even share of
-    rows chose."""
+    rows chose. phases: of a plan whose programs were built."""
 
     rank: int
     parameter: int
@@ -69,6 +93,7 @@ class StageMemory:
     host: int = 0
     chosen: int = 0
     uneven: int = 0
+    phases: Phases | None = None
 
     @property
     def tensors(self) -> int:
@@ -81,7 +106,7 @@ class StageMemory:
         return {
             f.name: getattr(self, f.name)
             for f in fields(self)
-            if f.name not in ("rank", "peak", "at", "host", "chosen", "uneven")
+            if f.name not in ("rank", "peak", "at", "host", "chosen", "uneven", "phases")
         }
 
 
@@ -354,7 +379,7 @@ class Plan:
             raise ValueError(f"unknown fields in plan: {', '.join(sorted(unknown))}")
         prediction = data.pop("prediction")
         if prediction is not None:
-            memory = tuple(StageMemory(**m) for m in prediction.pop("memory"))
+            memory = tuple(_stage_memory(**m) for m in prediction.pop("memory"))
             ort = _ort_report(prediction.pop("ort", None))
             chosen = tuple(
                 Chosen(block["block"], tuple(map(tuple, block["shares"])))
@@ -389,6 +414,10 @@ class Plan:
     def decided(self, **changes: Any) -> Plan:
         """The same plan with some decisions changed and the predictions dropped."""
         return replace(self, prediction=None, alternatives=(), certificate="", **changes)
+
+
+def _stage_memory(phases: dict[str, int] | None = None, **data: Any) -> StageMemory:
+    return StageMemory(**data, phases=None if phases is None else Phases(**phases))
 
 
 def _ort_report(data: dict[str, Any] | None) -> OrtReport | None:

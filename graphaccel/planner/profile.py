@@ -103,6 +103,11 @@ class Storages:
         return len(self.made)
 
     @cached_property
+    def used(self) -> tuple[np.ndarray, np.ndarray]:
+        """(storages that have uses, where those of each start)."""
+        return np.unique(self.uses[0], return_index=True)
+
+    @cached_property
     def owned(self) -> np.ndarray:
         """Made in forward by one stage only."""
         return self.value & self.ahead & ~self.common

@@ -101,7 +101,7 @@ def step_time(
 ) -> StepTime:
     """A measured step of `plan` for a file. predicted: by the cluster's own rates. took: seconds of
     the whole step; optimizer_took: those of the optimizer's among them."""
-    apart = (plan.data == 1 or plan.zero not in _FOLLOWED) and optimizer_took < took
+    apart = (plan.shards == 1 or plan.zero not in _FOLLOWED) and optimizer_took < took
     alone = optimizer_took if apart else 0.0
     return StepTime(
         model,

@@ -50,6 +50,7 @@ from graphaccel.planner.profile import Profile
 from graphaccel.planner.record import Record
 from graphaccel.planner.solve import Outcome, Problem, excess, scaled
 from graphaccel.planner.solving import missing, solve_all, solve_as_needed
+from graphaccel.planner.stepping import NOTHING, Stepping
 
 _REFINED = 12  # programs built before giving up: each costs as much as a capture
 
@@ -69,6 +70,7 @@ def search(
     record: Record | None = None,
     shardable: bool = True,
     profiles: Layouts | None = None,
+    stepping: Stepping = NOTHING,
 ) -> Plan:
     """The fastest plan that fits, with its prediction, alternatives, notes and certificate.
 
@@ -79,7 +81,7 @@ def search(
     the global batch, where it is not the captured one. record: is told what is asked and how the
     search goes, so that it knows the best plan so far when Ctrl-C ends it. shardable: whether the
     optimizer can work on shards: ZeRO is then considered. profiles: of the step and of its shards;
-    without it no axis shards the graph itself.
+    without it no axis shards the graph itself. stepping: what the optimizer's step makes.
 
     Raises: InfeasiblePlan (GA201), BadPin (GA202), TooManyStages (GA203), BatchNotDivisible
     (GA206), SplitRefused (GA207), ConflictingPins (GA210), NoLoss (GA103).
@@ -92,7 +94,7 @@ def search(
     decided = agreeing_pins(pins, step, cluster.count, batch, limits)
     problem = Problem(
         profiles or Layouts(Profile(step)), cluster, optimizer_bytes, limits, shardable,
-        decided.stages or (),
+        decided.stages or (), stepping,
     )  # fmt: skip
     record = Record() if record is None else record
     record.asked(problem, decided, batch, dict(pins), refine)

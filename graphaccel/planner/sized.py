@@ -30,9 +30,9 @@ class SizedProfile:
     among them; host_forward, host_backward: seconds in which the process starts the ops, which goes
     on beside the device. casts: of the forward's, and as much of the backward's, what giving
     parameters another dtype takes besides starting it; held_casts: of those that may be made once a
-    step, and held_starts: seconds in which the process starts them. launches: seconds of the device
-    that starting ops takes. bytes: of each storage.
-    gradients: bytes of parameters' gradients, where they are made. passing_forward,
+    step, and held_starts: seconds in which the process starts them. launches, forward_launches:
+    seconds of the device that starting ops takes, all and those of the forward. bytes: of each
+    storage. gradients: bytes of parameters' gradients, where they are made. passing_forward,
     passing_backward: the most bytes of values that live only within a phase, while the position
     computes. chunks: rows at a time for which a fused op may be asked (`planner.chunks`).
     exchanges: sums into shards are made of what an all-to-all brings, which takes memory for it
@@ -67,8 +67,9 @@ class SizedProfile:
         gap = gap_seconds(device)
         alone = np.where(moves, 0.0, [seconds_of(w, device) + gap * w.calls for w in works])
         sent, calls, seconds = sent[kind], calls[kind], (alone + sent)[kind]
-        self.launches = gap * float(calls.sum())
         place, ahead = profile.node_position, profile.node_forward
+        self.launches = gap * float(calls.sum())
+        self.forward_launches = gap * float(calls[ahead].sum())
         starting = device.launch_seconds * calls
 
         def summed(values: np.ndarray, here: np.ndarray) -> np.ndarray:

@@ -19,6 +19,7 @@ from graphaccel.planner.plan import Plan, Prediction
 from graphaccel.planner.profile import Profile, SizedProfile
 from graphaccel.planner.recompute import BlockOption, block_options, cheapest, every_second
 from graphaccel.planner.stages import StageLimit, choose_cuts, stage_positions
+from graphaccel.planner.stepping import NOTHING, Stepping
 from graphaccel.planner.works import flight, sized_for
 
 _ROUNDS = 8  # in which what is computed again grows until it is enough
@@ -28,7 +29,7 @@ _ROUNDS = 8  # in which what is computed again grows until it is enough
 class Problem:
     """What is planned, for what. layouts: profiles, of the whole graph and of its shards.
     optimizer_bytes: for each trained number. shardable: the optimizer can work on shards. stages:
-    of modules, where they were said."""
+    of modules, where they were said. stepping: what the optimizer's step makes beside its state."""
 
     layouts: Layouts
     cluster: Cluster
@@ -36,6 +37,7 @@ class Problem:
     limits: Limits
     shardable: bool = True
     stages: tuple[tuple[str, int], ...] = ()
+    stepping: Stepping = NOTHING
 
     @property
     def profile(self) -> Profile:
@@ -49,7 +51,8 @@ class Problem:
     def predicted(self, plan: Plan, *, simulated: bool) -> Plan:
         """`plan` with its prediction."""
         profile = self.layouts.of(plan)
-        return predict(profile, plan, self.cluster, self.optimizer_bytes, simulated=simulated)
+        given = self.cluster, self.optimizer_bytes, self.stepping
+        return predict(profile, plan, *given, simulated=simulated)
 
 
 def excess(plan: Plan, cluster: Cluster) -> int:
@@ -317,7 +320,8 @@ def _needed(
     for _ in range(_ROUNDS):
         if not over:
             tried = plan.doing_again({n: chosen[n] for n in profile.block_names if n in chosen})
-            memory = predict_memory(profile, tried, cluster, problem.optimizer_bytes)
+            given = cluster, problem.optimizer_bytes, problem.stepping
+            memory = predict_memory(profile, tried, *given)
             over = [m.tensors - cluster.tensor_budget for m in memory]
         before, more = chosen, False
         for rank, missing in enumerate(over):

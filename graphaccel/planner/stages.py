@@ -198,6 +198,19 @@ class Room:
         found = np.searchsorted(least, least - max(limit.budget) * (1 + 1e-9) - 1.0)
         return np.minimum(found, np.arange(len(least)))
 
+    def enough(self, limit: StageLimit, stages: int) -> bool:
+        """Whether stages, each as long as its memory lets it be, come to the end; otherwise no
+        split fits: part of a segment that fits does too."""
+        far, last = 0, len(self.held) - 1
+        for stage in range(stages):
+            fixed = (self.held[far + 1 :] - self.held[far]) * limit.per_parameter_byte
+            fixed = fixed + np.maximum.accumulate(self.passing[far:])
+            fits = Fits(fixed, self.waiting[far + 1 :] - self.waiting[far], limit)
+            far += int(fits.on(stage, slice(None)).sum())
+            if far == last:
+                return True
+        return False
+
     def fits(self, limit: StageLimit, i: np.ndarray, j: np.ndarray) -> Fits:
         """What stages may be of the segments from `i` to `j`: windows of points that end before
         `j`, in rows."""
@@ -234,6 +247,8 @@ def split_evenly(
     most = _evenly_spaced(chain, stages)
     back = np.zeros(points, dtype=np.int64)
     if room is not None and limit is not None:
+        if not room.enough(limit, stages):
+            return None
         back = room.first(limit)
     while True:
         first = np.maximum(back, np.searchsorted(chain.work, chain.work - most * _NEAR) - 1)
@@ -267,10 +282,11 @@ def _within(
     at most `most` seconds."""
     points = len(first)
     width = int((np.arange(points) - first).max())
-    if width < 1:
+    skip = 0 if room is not None else _too_short(chain, stages, most)
+    if width <= skip:
         return None
     j = np.arange(points)[:, None]
-    i = j - width + np.arange(width)[None, :]
+    i = j - width + np.arange(width - skip)[None, :]
     real = i >= 0
     i = np.maximum(i, 0)
     cost = np.where(real, chain.cost(i, j), np.inf)
@@ -278,7 +294,7 @@ def _within(
     allowed = None
     if room is not None and limit is not None:
         allowed = room.fits(limit, i, j)
-    bottleneck = _band(cost, stages, allowed, np.maximum)
+    bottleneck = _band(cost, width, stages, allowed, np.maximum)
     if bottleneck is None:
         return None
     ends = np.array(bottleneck)
@@ -286,22 +302,33 @@ def _within(
     if slowest > most:  # equals among the longest may have been left out
         return None
     cost[cost > slowest * (1 + 1e-9)] = np.inf
-    even = _band(cost**2, stages, allowed, np.add)
+    even = _band(cost**2, width, stages, allowed, np.add)
     return even if even is not None else bottleneck
 
 
+def _too_short(chain: Chain, stages: int, most: float) -> int:
+    """How many of the nearest points before each one no segment of a split starts at: where the
+    others take `most` seconds at most, it has the rest of the work."""
+    work, least = chain.work, chain.work[-1] - (stages - 1) * most * _NEAR
+    if least <= 0:
+        return 0
+    last = np.searchsorted(work, work - least * (1 - 1e-9), side="right") - 1  # before each point
+    reached = last >= 0
+    return max(0, int((np.arange(len(work)) - last)[reached].min()) - 1) if reached.any() else 0
+
+
 def _band(
-    cost: np.ndarray, stages: int, allowed: Fits | None, combine: np.ufunc
+    cost: np.ndarray, width: int, stages: int, allowed: Fits | None, combine: np.ufunc
 ) -> list[int] | None:
     """As `_shortest`; cost[j, d]: of the segment to point j from point j - width + d. Of each stage
     it looks only at the points between which a whole split can have its end."""
-    points, width = cost.shape
-    spans = _reach(cost, stages)
+    points, columns = cost.shape
+    spans = _reach(cost, width, stages)
     if any(low > high for low, high in spans):
         return None
     best = np.full(width + points, np.inf)
     best[width] = 0.0
-    windows = sliding_window_view(best, width)
+    windows = sliding_window_view(best, width)[:, :columns]
     choices: list[np.ndarray] = []
     for stage, (start, last) in enumerate(spans):
         end = last + 1
@@ -320,10 +347,10 @@ def _band(
     return splits[::-1]
 
 
-def _reach(cost: np.ndarray, stages: int) -> list[tuple[int, int]]:
+def _reach(cost: np.ndarray, width: int, stages: int) -> list[tuple[int, int]]:
     """The first and the last point at which each stage can end, as far as segments go whose cost is
     not infinite; of some stage the first is behind the last where there is no split."""
-    points, width = cost.shape
+    points = len(cost)
     possible = np.isfinite(cost)
     longest = np.arange(points) - width + possible.argmax(axis=1)  # where it starts, to each point
     start = np.where(possible.any(axis=1), longest, points)

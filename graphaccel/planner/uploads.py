@@ -18,7 +18,7 @@ import numpy as np
 from graphaccel.capture.blocks import block_of
 from graphaccel.ir.program import Value
 from graphaccel.planner.cluster import Cluster
-from graphaccel.planner.communication import OVERLAP
+from graphaccel.planner.communication import exposed_seconds
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.profile import Profile
 from graphaccel.planner.rows import Rows
@@ -152,7 +152,7 @@ def with_uploads(
     beside: the work that they may hide behind; nothing on a device that is its own host.
     """
     assert cluster.host is not None
-    link, hidden = cluster.host.link, 0.0 if cluster.host.shared else OVERLAP
+    link, alone = cluster.host.link, cluster.host.shared
     shards = plan.shards if plan.zero == 3 else 1
     found = []
     for own, work in zip(beside, works, strict=True):
@@ -160,6 +160,9 @@ def with_uploads(
         sizes = profile.once(("uploads", span), lambda span=span: [
             one.bytes for one in _stretches(_read(profile, span))])  # fmt: skip
         once, first = sum(sizes) / shards / link, max(sizes, default=0) / shards / link
-        ahead, back = (max(first, once - hidden * s) for s in (own.forward, own.backward))
+        ahead, back = (
+            once if alone else exposed_seconds(cluster.device, once, first, s, interference=0.0)
+            for s in (own.forward, own.backward)
+        )
         found.append(replace(work, forward=work.forward + ahead, backward=work.backward + back))
     return tuple(found)

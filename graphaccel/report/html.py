@@ -12,6 +12,7 @@ from graphaccel.report.certainty import error_text
 from graphaccel.report.explanation import stability
 from graphaccel.report.facts import Facts
 from graphaccel.report.format import CATEGORIES, plural, seconds_text, term_name
+from graphaccel.report.phases import misfits, phase_rows
 from graphaccel.report.text import facts_text
 
 _NAMES = {
@@ -37,6 +38,8 @@ def html_page(facts: Facts) -> str:
     environment.filters["bytes"] = format_bytes
     environment.filters["term"] = term_name
     environment.filters["error_text"] = error_text
+    environment.filters["phase_rows"] = phase_rows
+    environment.filters["misfits"] = misfits
     memory, memory_note = charts.memory_charts(facts)
     kinds = {area.kind for chart in memory for area in chart.areas}
     why = facts.explanation
@@ -57,6 +60,7 @@ def html_page(facts: Facts) -> str:
         pareto=charts.pareto_chart(facts),
         why=why,
         stability=stability(why) if why is not None else "",
+        phases=max(facts.prediction.memory, key=lambda m: (m.peak, -m.rank), default=None),
         text=facts_text(facts),
         plural=plural,
     )

@@ -32,6 +32,7 @@ from graphaccel.report.format import (
     wrapped,
 )
 from graphaccel.report.ort import ort_lines
+from graphaccel.report.phases import phase_lines
 from graphaccel.schedule.table import Action, Schedule
 from graphaccel.schedule.text import LEGEND, LEGEND_APART, gantt
 
@@ -183,6 +184,7 @@ def _memory(facts: Facts) -> list[str]:
     lines += _host(facts)
     context = format_bytes(cluster.context_bytes)
     lines.append(clipped(f"  peak at: rank {top.rank}, {top.at}"))
+    lines += phase_lines(top, cluster)
     lines.append(f"  other = context {context}, {reserve_text(reserve_of(cluster))}")
     if top.uneven:
         what = f"where {UNEVEN - 1:.0%} more tokens than an even share choose a device's experts"

@@ -23,9 +23,14 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "zero3-shards": (4, {"zero": 3, "microbatches": 2, "accumulation": "shards"}),
     "zero3-kept": (4, {"zero": 3, "microbatches": 1, "gather_again": False}),
     "zero3-held": (4, {"zero": 3, "microbatches": 2, "gather_again": "step"}),
+    "zero1-context2": (8, {"context": 2, "zero": 1, "microbatches": 1}),
     "zero3-tensor2": (8, {"tensor": 2, "zero": 3, "microbatches": 1}),
     "zero2-pipeline2": (8, {"pipeline": 2, "interleave": 1, "zero": 2, "microbatches": 2}),
 }
+
+
+CASES = [("gpt", plan) for plan in PLANS]
+CASES += [("resnet", "zero3"), ("t5", "zero3-kept"), ("llama", "zero2-shards")]
 
 
 @cache
@@ -33,11 +38,11 @@ def _reference(model: str, dtype: str, steps: int) -> Reference:
     return reference(model, dtype, steps)
 
 
-@pytest.mark.parametrize("plan", PLANS)
-def test_one_step_in_float64_is_that_of_one_device(pool: Pool, plan: str) -> None:
+@pytest.mark.parametrize(("model", "plan"), CASES)
+def test_one_step_in_float64_is_that_of_one_device(pool: Pool, model: str, plan: str) -> None:
     world, pins = PLANS[plan]
     pins = {"data": 4, "shard": 2, "pipeline": 1, "recompute": "none", **pins}
-    got = pool.run(world, run_plan, "gpt", "float64", pins, 2)
-    compare(_reference("gpt", "float64", 2), got).check(1e-10, 1e-10)
+    got = pool.run(world, run_plan, model, "float64", pins, 2)
+    compare(_reference(model, "float64", 2), got).check(1e-10, 1e-10)
     for rank in got:
         assert rank["peak_predicted"] == pytest.approx(rank["peak_measured"], rel=0.02)

@@ -121,3 +121,25 @@ def test_two_unlike_stages_and_two_microbatches() -> None:
     of = columns([Shape(2, 2, 1, "none", 1)], 2)
     assert played.makespan == pytest.approx(4.0)
     assert 3.0 + least_idle(of, np.array([3.0]), np.zeros(1)) == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward", "least"),
+    [((3, 3, 3, 6), (5, 5, 5, 0), 64), ((18, 18, 18, 14), (36, 36, 36, 28), 438)],
+    ids=["unlike", "a short last stage"],
+)
+def test_even_stages_of_ranks_that_have_several_are_not_the_fastest(
+    forward: tuple[int, ...], backward: tuple[int, ...], least: int
+) -> None:
+    """What even ones take is no bound of an interleaved schedule, whatever the stages' forward and
+    backward are, nor where all have twice as long a backward."""
+    messages: dict[Any, float] = {}
+    for stage in range(3):
+        messages[stage, stage + 1, "forward"] = messages[stage + 1, stage, "backward"] = 0.0
+    ways = list(forward), list(backward), [0.0] * 4
+    played = play(("interleaved", 2, 2, 4), ways, messages, [0.0] * 4).makespan
+    assert played == pytest.approx(least)
+    work = sum(forward) + sum(backward)
+    assert played < (4 + 1 / 2) / 2 * work
+    of = columns([Shape(4, 2, 2, "none", 1, schedule="interleaved")], 4)
+    assert 2 * work + least_idle(of, np.array([float(work)]), np.zeros(1)) <= played

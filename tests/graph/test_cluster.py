@@ -24,9 +24,11 @@ from graphaccel.planner.cluster import (
     parse_bytes,
 )
 from graphaccel.planner.communication import (
+    INTERFERENCE,
     all_gather_seconds,
     all_reduce_seconds,
     all_to_all_seconds,
+    exposed_seconds,
     reduce_scatter_seconds,
     send_seconds,
 )
@@ -318,3 +320,19 @@ def test_a_description_without_a_host_is_read():
     plain = cluster("a100-80gb", 2).to_json()
     del plain["host"]
     assert Cluster.from_json(plain).host is None
+
+
+@pytest.mark.parametrize("beside", [0.0, 0.5, 2.0, 100.0])
+def test_what_hides_slows_down_and_grows(beside: float) -> None:
+    """One piece never hides; the rest costs its interference, or what the phase is too short for.
+    No bound of it (`LeastMoved.exposed`) is above it, and more takes no less."""
+    device = cluster("h100-80gb", 1).device
+    before = 0.0
+    for moved in (0.25, 0.5, 1.0, 2.0, 4.0, 8.0):
+        found = exposed_seconds(device, moved, 0.25, beside)
+        assert max(INTERFERENCE * moved, moved - beside, before) <= found <= moved + 1e-12
+        before = found
+    assert exposed_seconds(device, 1.0, 0.25, 100.0) == 0.25 + INTERFERENCE * 0.75
+    assert exposed_seconds(device, 1.0, 0.25, 0.5) == 1.0 - 0.75 * 0.5
+    assert exposed_seconds(cluster("cpu", 1).device, 1.0, 0.25, beside) == 1.0
+    assert exposed_seconds(device, 0.0, 0.0, beside) == 0.0

@@ -20,7 +20,6 @@ from graphaccel.passes.pipeline import build
 from graphaccel.planner.bounds import Bounds, columns
 from graphaccel.planner.candidates import Layout, Shape, meshes_of, plain
 from graphaccel.planner.cluster import Cluster, Host
-from graphaccel.planner.communication import OVERLAP
 from graphaccel.planner.estimate import predict
 from graphaccel.planner.offload import CHOICES, PLANNED, RUN, read_offload
 from graphaccel.planner.pins import Pins, base_plan
@@ -234,8 +233,9 @@ def test_seconds(captured: Captured, made_up: MadeUp, data: int, shared: bool) -
             times = len({int(profile.block_at[at]) >= 0 or at for at in parameter.positions})
             by_block[name] = by_block.get(name, 0) + times * parameter.bytes
     once, first = (of(by_block.values()) / data / HOST.link for of in (sum, max))
-    hidden = 0.0 if shared else OVERLAP
-    each = [max(first, once - hidden * phase) for phase in (work.forward, work.backward)]
+    phases = work.forward, work.backward
+    beside = [once - (1 - first / once) * phase for phase in phases]
+    each = [once if shared else max(first, late) for late in beside]
     assert away.offload == pytest.approx(gradient / HOST.link + 2 * sum(each))
     assert away.seconds == pytest.approx(sum(away.terms.values()))
 

@@ -29,6 +29,7 @@ from graphaccel.planner.profile import Profile
 from graphaccel.planner.search import search
 from graphaccel.planner.solve import Problem, _cuts
 from graphaccel.planner.solving import weighed
+from graphaccel.planner.stepping import NOTHING, Stepping
 from tests.support.captures import captured_once
 from tests.support.every_plan import Found, best_within, every_cut, every_plan, how_many
 from tests.support.gpt import GPT
@@ -159,8 +160,9 @@ def narrowed(problem: Problem, pins: dict[str, Any], batch: int) -> dict[str, An
 def problem_of(drawn: Mapping[str, Any], memory: int = 1 << 40) -> Problem:
     where = cluster_of(drawn["count"], memory, drawn["levels"])
     return Problem(
-        layouts_of(drawn["model"]), where, drawn["optimizer"], Limits(), drawn["shardable"]
-    )
+        layouts_of(drawn["model"]), where, drawn["optimizer"], Limits(), drawn["shardable"],
+        stepping=drawn.get("stepping", NOTHING),
+    )  # fmt: skip
 
 
 def planned(drawn: Mapping[str, Any], pins: Mapping[str, Any], memory: int) -> Plan | None:
@@ -172,7 +174,7 @@ def planned(drawn: Mapping[str, Any], pins: Mapping[str, Any], memory: int) -> P
             return search(
                 problem.profile.step, problem.cluster, pins=pins, batch=drawn["batch"],
                 optimizer_bytes=drawn["optimizer"], shardable=drawn["shardable"],
-                profiles=problem.layouts,
+                profiles=problem.layouts, stepping=problem.stepping,
             )  # fmt: skip
         except errors.InfeasiblePlan:
             return None
@@ -189,6 +191,11 @@ faster than of even ones."""
 @pytest.mark.parametrize("seed", [*range(60), *FOUND])
 def test_the_search_finds_what_trying_plans_finds(seed: int) -> None:
     check(drawn_by(seed))
+
+
+@pytest.mark.parametrize("seed", range(1, 60, 6))
+def test_where_the_optimizers_step_may_take_most(seed: int) -> None:
+    check({**drawn_by(seed), "stepping": Stepping(together=2.0, each=1.0)})
 
 
 @pytest.mark.parametrize("seed", HYBRID)

@@ -198,7 +198,7 @@ def _found(problem: Problem, pins: Mapping[str, Any], mesh: Plan, plan: Plan) ->
         ).seconds
         for simulated in (True, False)
     )
-    memory = predict_memory(profile, plan, cluster, problem.optimizer_bytes)
+    memory = predict_memory(profile, plan, cluster, problem.optimizer_bytes, problem.stepping)
     weight = 1.0 if _asked_for(pins, plan) else WORTH
     return Found(plan, mesh, played, closed, played * weight, max(m.peak for m in memory))
 

@@ -1,0 +1,85 @@
+"""Mixtures of experts that published runs name, by what their makers published of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """family: of Hugging Face's classes. ffn: width of layers without experts, or of the experts
+    where there is no other. more: of its configuration. assumed: what the classes do otherwise."""
+
+    family: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocabulary: int
+    more: Mapping[str, object] = field(hash=False)
+    assumed: tuple[str, ...] = ()
+
+
+def _latent(
+    layers: int, hidden: int, heads: int, ffn: int, vocabulary: int, **more: object
+) -> Mixture:
+    """Multi-head latent attention with the widths of DeepSeek-V2 (arXiv 2405.04434, section 2.1).
+    Groups of experts limit where a token may go, and nothing of what is computed."""
+    usual: dict[str, object] = {
+        "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+        "v_head_dim": 128, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
+    }  # fmt: skip
+    return Mixture("DeepseekV3", layers, hidden, heads, heads, ffn, vocabulary, {**usual, **more})
+
+
+def _v3(layers: int, dense: int) -> Mixture:
+    return _latent(
+        layers, 7168, 128, 18432, 129280, first_k_dense_replace=dense,
+        moe_intermediate_size=2048, n_routed_experts=256, n_shared_experts=1, num_experts_per_tok=8,
+    )  # fmt: skip
+
+
+MIXTURES: Mapping[str, Mixture] = MappingProxyType(
+    {
+        # xai-org/grok-1, README.
+        "Grok-1": Mixture(
+            "Mixtral", 64, 6144, 48, 8, 32768, 131072,
+            {"num_local_experts": 8, "num_experts_per_tok": 2},
+        ),
+        # arXiv 2508.10925, section 2, and openai/gpt-oss-120b, config.json.
+        "GPT OSS 120B": Mixture(
+            "Mixtral", 36, 2880, 64, 8, 2880, 201088,
+            {"head_dim": 64, "num_local_experts": 128, "num_experts_per_tok": 4},
+            ("no biases, no sinks, and every layer attends to all tokens",),
+        ),
+        # arXiv 2505.09388, table 2, and Qwen/Qwen3-235B-A22B, config.json.
+        "Qwen3_235B_a22B": Mixture(
+            "Qwen3Moe", 94, 4096, 64, 4, 12288, 151936,
+            {"head_dim": 128, "moe_intermediate_size": 1536, "num_experts": 128,
+             "num_experts_per_tok": 8, "norm_topk_prob": True},
+        ),
+        # arXiv 2412.19437, section 4.2.
+        "DeepSeekV3": _v3(61, 3),
+        # MooreThreads/SimuMax: configs/models, of which its runs on B200 have one dense layer.
+        "deepseekv3": _v3(4, 1),
+        "deepseekv2": _latent(
+            4, 5120, 128, 12288, 102400, first_k_dense_replace=1,
+            moe_intermediate_size=1536, n_routed_experts=160, n_shared_experts=2,
+            num_experts_per_tok=6,
+        ),
+        # arXiv 2507.20534, section 2.3, and moonshotai/Kimi-K2-Base, config.json.
+        "Kimi_K2": _latent(
+            61, 7168, 64, 18432, 163840, first_k_dense_replace=1,
+            moe_intermediate_size=2048, n_routed_experts=384, n_shared_experts=1,
+            num_experts_per_tok=8,
+        ),
+    }
+)  # fmt: skip
+
+
+def mixture_of(name: str) -> str | None:
+    """The entry of a model by the name that a row has."""
+    return next((known for known in MIXTURES if name.startswith(known)), None)

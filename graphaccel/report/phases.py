@@ -1,0 +1,61 @@
+"""What each phase of a training takes of the memory, in words."""
+
+from __future__ import annotations
+
+from graphaccel.messages import format_bytes
+from graphaccel.planner.cluster import Cluster
+from graphaccel.planner.plan import Phases, StageMemory
+from graphaccel.report.format import in_unit, unit_of, wrapped
+
+PHASES = {
+    "load": ("load", "load_built", "built with weights"),
+    "forward": ("first forward", "", ""),
+    "backward": ("first backward", "", ""),
+    "step": ("optimizer's step", "", ""),
+    "later": ("later steps", "", ""),
+    "save": ("save", "save_whole", "full_state_dict"),
+}
+"""Field of `Phases` → (its name, the field of the same done otherwise, what that is)."""
+
+
+def phase_rows(phases: Phases) -> list[tuple[str, int, str, int]]:
+    """(phase, bytes, the other way to do it, its bytes) in the order of a training."""
+    return [
+        (name, getattr(phases, field), way, getattr(phases, other) if other else 0)
+        for field, (name, other, way) in PHASES.items()
+    ]
+
+
+def phase_lines(m: StageMemory, cluster: Cluster) -> list[str]:
+    """Of a rank: the most in each phase, and what of it does not fit."""
+    if m.phases is None:
+        return []
+    unit, size = unit_of(m.tensors)
+    told = []
+    for name, most, way, other in phase_rows(m.phases):
+        beside = f" ({way} {in_unit(other, size)})" if way else ""
+        told.append(f"{name} {in_unit(most, size)}{beside}")
+    lines = wrapped(f"rank {m.rank} by phase, {unit} of tensors: {' · '.join(told)}")
+    p = m.phases
+    if p.host_load_built:
+        lines += wrapped(
+            f"its host: load {format_bytes(p.host_load)} (built with weights "
+            f"{format_bytes(p.host_load_built)}), full_state_dict {format_bytes(p.host_save_whole)}"
+        )
+    return lines + [line for said in misfits(p, cluster) for line in wrapped(said)]
+
+
+def misfits(phases: Phases, cluster: Cluster) -> list[str]:
+    """Ways to load and save for which a device has no room, and what to do instead."""
+    free = cluster.device.memory - cluster.context_bytes
+    found = []
+    if phases.load_built > free >= phases.load:
+        found.append(
+            "a model that is built with weights does not fit while it is loaded: build it under "
+            "graphaccel.deferred"
+        )
+    if phases.save_whole > free >= phases.save:
+        found.append(
+            "full_state_dict does not fit: save state_dict() by torch.distributed.checkpoint"
+        )
+    return found

@@ -1,0 +1,65 @@
+"""Programs of stages that hold many layers are made of few of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from graphaccel.capture.stepgraph import StepGraph
+from graphaccel.passes import offload_activations, rewrite
+from graphaccel.passes.pipeline import build
+from graphaccel.planner.cluster import cluster
+from graphaccel.planner.plan import Plan
+from graphaccel.planner.profile import Profile
+from graphaccel.planner.stages import candidate_cuts
+from tests.graph.test_repeat_layers import assert_same, captured, whole
+
+LAYERS = 20
+ALL = tuple(f"blocks.{n}" for n in range(LAYERS))
+
+
+@pytest.fixture
+def deep() -> StepGraph:
+    return captured(LAYERS)
+
+
+def cut(step: StepGraph, *shares: float) -> tuple[str, ...]:
+    """Where stages may end that have about so much of the step before them."""
+    profile = Profile(step)
+    places = candidate_cuts(profile, profile.sized(1, cluster("h100-80gb", 2).device)).positions
+    return tuple(profile.names[places[int(share * len(places))]] for share in shares)
+
+
+PLANS: dict[str, tuple[dict[str, Any], tuple[float, ...]]] = {
+    "shards": ({"data": 2, "zero": 3, "accumulation": "shards", "recompute": ALL}, (0.5,)),
+    "held": ({"data": 2, "zero": 3, "gather_again": "step", "recompute": ALL[:13]}, (0.4,)),
+    "three": ({"data": 2, "zero": 3}, (0.35, 0.7)),
+    "parts": ({"data": 2, "tensor": 2, "zero": 3, "scatter_sends": True}, (0.5,)),
+    "buckets": ({"data": 2}, (0.45,)),
+    "away": ({"offload": ("activations",), "recompute": ALL}, ()),
+    "away in shards": ({"data": 2, "zero": 3, "offload": ("activations",)}, (0.5,)),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_programs_of_stages_are_those_of_all_layers(
+    name: str, deep: StepGraph, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options, shares = PLANS[name]
+    cuts = cut(deep, *shares)
+    devices = options.get("data", 1) * options.get("tensor", 1) * (len(cuts) + 1)
+    plan = Plan(devices, microbatches=3, batch=12, pipeline=len(cuts) + 1, cuts=cuts, **options)
+    repeated: list[int] = []
+    real = rewrite.check_messages
+
+    def noting(programs):  # type: ignore[no-untyped-def]
+        real(programs)
+        repeated.append(len(programs))
+
+    monkeypatch.setattr(rewrite, "check_messages", noting)
+    monkeypatch.setattr(rewrite, "_fewer", lambda *_: True)
+    monkeypatch.setattr(offload_activations, "LARGE", 1)
+    made = build(deep, plan, sizes=deep.sizes)
+    assert repeated == [len(cuts) + 1], "all layers were rewritten"
+    assert_same(made, build(whole(deep), plan, sizes=deep.sizes), plan)

@@ -1,0 +1,97 @@
+"""What the optimizer's step needs is part of the peak, of what fits, and of reports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from graphaccel.capture.batch import Batch
+from graphaccel.compiler import Compiler
+from graphaccel.errors import InfeasiblePlan
+from graphaccel.model import Model, as_batch
+from graphaccel.planner.cluster import Cluster
+from graphaccel.planner.phases import STEP
+from graphaccel.planner.plan import Phases, Plan
+from graphaccel.planner.stepping import NOTHING, Stepping
+from graphaccel.report.phases import misfits
+from graphaccel.report.text import plan_report
+from tests.support.gpt import GPT
+
+COPY = Stepping(together=1.0)
+MadeUp = Callable[..., Cluster]
+
+
+def _compiler(where: Cluster, stepping: Stepping) -> Compiler:
+    """Many parameters, few tokens: after the backward there is next to nothing beside gradients."""
+    torch.manual_seed(0)
+    return Compiler(Model(GPT(layers=2, width=128), None, 2.0, True, stepping), where, {"zero": 0})
+
+
+def _chosen(where: Cluster, stepping: Stepping) -> tuple[Compiler, Plan]:
+    compiler = _compiler(where, stepping)
+    _, plan, _ = compiler.choose(_batch())
+    return compiler, plan
+
+
+def test_the_step_is_the_peak_where_it_makes_most(made_up: MadeUp) -> None:
+    where = made_up(1)
+    without, plain = _chosen(where, NOTHING)
+    _, copied = _chosen(where, COPY)
+    assert plain.prediction is not None
+    assert copied.prediction is not None
+    (before,), (after,) = plain.prediction.memory, copied.prediction.memory
+    assert before.phases is not None
+    assert after.phases is not None
+    assert before.at != STEP
+    assert after.at == STEP
+    assert after.tensors == after.phases.step > after.phases.later == before.tensors
+    assert sum(after.parts.values()) == after.peak
+    trained = sum(p.numel() * 4 for p in without.model.module.parameters())
+    assert after.phases.step - before.phases.step == trained
+    assert after.phases.forward < after.phases.later
+    again = Plan.from_json(copied.to_json())
+    assert again == copied
+
+
+def _batch() -> Batch:
+    ids = torch.zeros(1, 8, dtype=torch.int64)
+    return as_batch({"input_ids": ids, "labels": ids})
+
+
+def test_a_plan_without_room_for_the_step_does_not_fit(made_up: MadeUp) -> None:
+    where = made_up(1)
+    _, plan = _chosen(where, COPY)
+    assert plan.prediction is not None
+    (memory,) = plan.prediction.memory
+    assert memory.phases is not None
+    between = (memory.phases.later + memory.phases.step) // 2
+    tight = replace(where, device=replace(where.device, memory=int(between * 1.05)))
+    _chosen(tight, NOTHING)
+    with pytest.raises(InfeasiblePlan):
+        _chosen(tight, COPY)
+    assert tight.verdict(memory.tensors) != "safe"
+
+
+def test_reports_say_the_phases(made_up: MadeUp) -> None:
+    where = made_up(1)
+    compiler, plan = _chosen(where, COPY)
+    step, _ = compiler.capture(_batch())
+    text = plan_report(plan, step, where, model_name="gpt", assumed="AdamW")
+    assert f"  peak at: rank 0, {STEP}\n" in text
+    said = " ".join(text.split())
+    assert "rank 0 by phase, MiB of tensors: load " in said
+    assert "(built with weights" in said
+    assert "· optimizer's step " in said
+    assert "(full_state_dict " in said
+
+
+def test_what_does_not_fit_of_loading_and_saving(made_up: MadeUp) -> None:
+    where = made_up(1, 1)  # of 1 KiB
+    roomy = Phases(*[100] * 8)
+    assert misfits(roomy, where) == []
+    found = misfits(replace(roomy, load_built=2000, save_whole=2000), where)
+    assert [line.split(" ")[0] for line in found] == ["a", "full_state_dict"]
+    assert "graphaccel.deferred" in found[0]

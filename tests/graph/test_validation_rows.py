@@ -1,0 +1,111 @@
+"""Published rows of every kind: what is read of them, and that they can be predicted."""
+
+from __future__ import annotations
+
+import csv
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from benchmarks.validation.models import model_of
+from benchmarks.validation.predict import Predictor
+from benchmarks.validation.rows import FOLDER, Run, read
+
+
+@cache
+def rows() -> tuple[Run | str, ...]:
+    return tuple(row for file in sorted(FOLDER.glob("*.csv")) for row in read(file))
+
+
+def runs(**wanted: object) -> list[Run]:
+    """Those whose fields are so."""
+    return [
+        r for r in rows()
+        if isinstance(r, Run) and all(getattr(r, k) == v for k, v in wanted.items())
+    ]  # fmt: skip
+
+
+def small(run: Run, **changed: object) -> Run:
+    """The same kind of run, of few layers that are captured in seconds."""
+    usual = {"layers": 4, "hidden": 256, "sequence": 128, "vocabulary": 512}
+    return replace(run, **{**usual, "heads": 8, "kv_heads": 8, "ffn": 512, **changed})
+
+
+def test_what_is_left_out_has_its_reason() -> None:
+    with (FOLDER / "validation_rows.csv").open() as text:
+        assert len(rows()) > sum(1 for _ in csv.DictReader(text))
+    reasons = Counter(row for row in rows() if isinstance(row, str))
+    assert all(" are not stated" in reason for reason in reasons)
+    assert sum(reasons.values()) <= 33
+
+
+def test_ranks_that_share_experts() -> None:
+    """As many as the row has where they are as many as its ranks of data, or fewer."""
+    (run,) = {
+        (r.data, r.expert, r.tensor) for r in runs(name="Qwen3_235B_a22B", device="h100-80gb")
+    }
+    assert run == (16, 16, 2)
+    assert {r.assumed for r in runs(kind="Qwen3_235B_a22B", tensor=2)} == {
+        ("experts are shared by 16, which cut each over the tensor axis",)
+    }
+    grok = next(r for r in runs(kind="Grok-1") if r.devices == 128)
+    assert (grok.data, grok.expert, grok.microbatches * grok.data, grok.batch) == (32, 8, 256, 256)
+
+
+@pytest.mark.parametrize(
+    ("kind", "billions"),
+    [("Qwen3_235B_a22B", 235), ("GPT OSS 120B", 117), ("DeepSeekV3", 671), ("Kimi_K2", 1026),
+     ("Grok-1", 314)],
+)  # fmt: skip
+def test_mixtures_have_as_many_numbers_as_their_makers_say(kind: str, billions: int) -> None:
+    run = max(runs(kind=kind), key=lambda r: r.layers)
+    numbers = sum(p.numel() for p in model_of(run)[0].parameters())
+    assert numbers / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+def test_flops_are_seconds() -> None:
+    """Llama 3's 400 TFLOP/s on 16,384 devices: 2048 sequences of 8192 tokens; 6 FLOPs a weight and
+    token, and attention."""
+    run = next(r for r in runs(devices=16384, sequence=8192) if "2407.21783" in r.source)
+    weights = 6 * 405e9 * 2048 * 8192 / (400e12 * 16384)
+    assert run.seconds == pytest.approx(1.04 * weights, rel=0.01)
+
+
+def test_what_rows_do_not_say_is_the_system_s_default_or_the_planner_s_choice() -> None:
+    for run in runs(sequence=8192, recompute="all", devices=512):
+        assert run.microbatches == 8
+        assert "8 microbatches: the system's default" in run.assumed
+    run = next(r for r in runs(microbatch=0) if "core_v0.8" in r.source)
+    run = small(run, devices=8, data=8, tensor=1, pipeline=1, batch=64, interleave=1, memory=None)
+    found = Predictor(8).predict(run)
+    assert found.run.microbatch > 0
+    assert found.run.assumed[-1].endswith("the planner's choice")
+    assert found.plan.microbatches == found.run.microbatches
+
+
+def test_experts_are_predicted_on_their_axis() -> None:
+    run = small(next(r for r in runs(kind="Qwen3_235B_a22B", tensor=1)), microbatch=1, batch=32)
+    run = replace(run, devices=8, data=8, expert=8, pipeline=1, interleave=1)
+    found = Predictor(8).predict(run)
+    assert (found.plan.data, found.plan.expert, found.plan.microbatches) == (1, 8, 4)
+    assert found.seconds > 0
+
+
+def test_operations_that_are_kept_take_memory_and_spare_time() -> None:
+    one = next(r for r in runs(recompute="operations", precision="bfloat16") if not r.products)
+    one = small(one)
+    every, some = (Predictor(8).predict(replace(one, recompute=r)) for r in ("all", "operations"))
+    none = Predictor(8).predict(replace(one, recompute="none"))
+    assert none.seconds < some.seconds < every.seconds
+    assert every.memory < some.memory
+
+
+def test_four_bits_are_faster_than_eight() -> None:
+    run = next(r for r in runs(products="float4_e2m1fn_x2", kind="llama", pipeline=1))
+    run = small(run, devices=8, data=8, batch=64, microbatch=8, hidden=2048, ffn=8192)
+    run = replace(run, heads=16, kv_heads=16, memory=None)
+    eight = replace(run, products="float8_e4m3fn")
+    assert Predictor(8).predict(run).seconds < Predictor(8).predict(eight).seconds
+    assert run.reported.endswith(", products in 4 bits")
