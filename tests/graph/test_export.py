@@ -13,7 +13,7 @@ import pytest
 from graphaccel.errors import CannotExport
 from graphaccel.planner.cluster import cluster
 from graphaccel.planner.pins import PRECISIONS
-from graphaccel.planner.plan import Plan, Precision
+from graphaccel.planner.plan import Plan, Precision, Selective
 from graphaccel.report.export import TARGETS, export
 from graphaccel.report.facts import Facts, ModelFacts, StageFacts
 
@@ -266,6 +266,11 @@ def test_accelerate() -> None:
         ("megatron", facts(data=2, zero=3, offload=ALL), "parameters on the host: "),
         ("torchtitan", facts(offload=ALL), "parameters on the host with data 1: "),
         ("accelerate", facts(offload=ALL), "parameters on the host with data 1: "),
+        (
+            "megatron",
+            facts(selective=(Selective(("layers.0",), ("add",)),)),
+            "which values recomputed blocks save",
+        ),
     ],
 )
 def test_what_a_target_can_not_say_is_refused(target: str, made: Facts, reason: str) -> None:
