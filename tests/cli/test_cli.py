@@ -106,8 +106,8 @@ def test_plan_arguments(model_file: Path) -> None:
     text = f"plan {model_file}:job --devices 8 --device h100-80gb --memory 1.5GiB --batch 64"
     pins = "--json p.json --data 2 --pipeline 4 --interleave 2 --microbatches 8"
     pins += (
-        " --tensor 2 --context 2 --expert 2 --zero 3 --no-sequence --scatter-sends --gather-again"
-        " --no-cast-once"
+        " --tensor 2 --context 2 --expert 2 --zero 3 --shard 2 --no-sequence --scatter-sends"
+        " --gather-again --no-cast-once"
     )
     choices = "--recompute some --precision bf16 --html r.html --trace t.json --save-cluster c.json"
     choices += " --accumulation shards --vocab data --stage h.3=1 --stage h.4=2 --compile inductor"
@@ -134,6 +134,8 @@ def test_plan_arguments(model_file: Path) -> None:
         "context": 2,
         "expert": 2,
         "zero": 3,
+        "shard": 2,
+        "refine": None,
         "sequence": False,
         "scatter_sends": True,
         "gather_again": True,
