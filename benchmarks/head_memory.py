@@ -87,7 +87,7 @@ def measured(fusions: Any) -> dict[str, Any]:
             loss.backward()
         del loss
         optimizer.zero_grad()
-    return {"measured": meter.peak, "predicted": model.graphaccel.predicted_peak_bytes}
+    return {"measured": meter.peak, "predicted": model.graphaccel.predicted_pass_bytes}
 
 
 def main() -> None:

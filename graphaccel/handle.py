@@ -105,6 +105,13 @@ class Handle:
         return None if self._memory is None else self._memory.tensors
 
     @property
+    def predicted_pass_bytes(self) -> int | None:
+        """Predicted most bytes of tensors on this rank in a forward and backward, beside the
+        optimizer's state."""
+        phases = None if self._memory is None else self._memory.phases
+        return None if phases is None else phases.later
+
+    @property
     def predicted_host_bytes(self) -> int | None:
         """Predicted peak bytes that the plan keeps on the host for this rank."""
         return None if self._memory is None else self._memory.host

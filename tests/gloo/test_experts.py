@@ -74,7 +74,7 @@ def _one_sided() -> tuple[float, float, dict[str, float], float]:
         for _ in range(3):  # a thread that sends may let go of a tensor late: the least is the step
             model.zero_grad()
             measured.append(peaks_of_a_step(model, batch, loss_fn, others)[0])
-        predicted = handle.predicted_peak_bytes
+        predicted = handle.predicted_pass_bytes
         tried = handle.plan.prediction.chosen
         ((shares,),) = {block.shares for block in tried}
         assert sorted(shares) == [0.0, 2.0]

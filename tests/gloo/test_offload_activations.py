@@ -106,7 +106,7 @@ def _planned(
     return losses, state, {
         "device": device,
         "host": host,
-        "device predicted": handle.predicted_peak_bytes,
+        "device predicted": handle.predicted_pass_bytes,
         "host predicted": handle.predicted_host_bytes,
     }  # fmt: skip
 

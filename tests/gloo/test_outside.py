@@ -276,7 +276,7 @@ def _peak() -> tuple[int, int]:
         del y
         model.zero_grad()
         model.graphaccel._session._buckets._kept.clear()
-    return model.graphaccel.predicted_peak_bytes, min(peaks)
+    return model.graphaccel.predicted_pass_bytes, min(peaks)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -122,7 +122,7 @@ def _bytes(world: int, zero: int) -> tuple[dict[str, int], dict[str, int], int]:
     (measured["peak"], _), _ = least_peaks(model, batch, None, others)
     (memory,) = model.graphaccel.plan.prediction.memory
     predicted = {"parameter": memory.parameter, "optimizer": memory.optimizer}
-    predicted["peak"] = model.graphaccel.predicted_peak_bytes
+    predicted["peak"] = model.graphaccel.predicted_pass_bytes
     return measured, predicted, whole
 
 

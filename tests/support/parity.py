@@ -129,7 +129,7 @@ def run_plan(
             "state": copies if rank == 0 else {},
         }
         others += [value.untyped_storage() for value in (*copies.values(), *grads.values())]
-        result["peak_predicted"] = model.graphaccel.predicted_peak_bytes
+        result["peak_predicted"] = model.graphaccel.predicted_pass_bytes
         result["host_predicted"] = model.graphaccel.predicted_host_bytes
         predicted = result["peak_predicted"], result["host_predicted"]
         peaks, result["steps_measured"] = least_peaks(model, batch, loss_fn, others, predicted)
