@@ -84,7 +84,7 @@ def _changed(path: str, value: Any) -> dict[str, Any]:
         ("device.peak_flops.float32", 0, "device.peak_flops.float32 is 0: it is above 0"),
         ("device.peak_flops.float32", ..., "device.peak_flops is to be an object of FLOP/s by dtype, with float32"),
         ("device.launch_seconds", "fast", "device.launch_seconds is 'fast': it is a number"),
-        ("device.colour", "green", "device.colour is unknown; there are name, memory, peak_flops, memory_bandwidth, launch_seconds, processors, product, attention, attention_backward, measured, crowd, stepping"),
+        ("device.colour", "green", "device.colour is unknown; there are name, memory, peak_flops, memory_bandwidth, launch_seconds, processors, product, attention, attention_backward, measured, crowd, stepping, product_8_bits"),
         ("device.measured", 7, "device.measured is to be a list"),
         ("device.measured", [{"op": "product", "seconds": -1}], "device.measured[0].seconds is -1: it is above 0"),
         ("device.measured", [{"op": "product", "seconds": 0}], "device.measured[0].seconds is 0: it is above 0"),

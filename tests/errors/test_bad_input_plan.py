@@ -176,7 +176,7 @@ error[GA202]: {said} can not be planned
             {"recompute": ["blocks.7"]},
             "recompute=('blocks.7',)",
             "blocks.7 is no block; blocks: none",
-            "use one of:  recompute=none  recompute=some  recompute=all",
+            "use one of:  recompute=none  recompute=some  recompute=selective  recompute=all",
         ),
         (
             {"cuts": ["nowhere"]},

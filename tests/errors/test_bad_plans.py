@@ -93,7 +93,7 @@ BAD: list[tuple[dict[str, Any], str, str, str]] = [
     ),
     ({"rates": (("tensor", (1.0,)),)}, "rates=(('tensor', (1.0,)),)", "it has flops, memory, launch, bandwidth, latency of each of: no axis", ""),
     # Against the graph.
-    ({"recompute": ("nope",)}, "recompute=('nope',)", "nope is no block; blocks: blocks.0, blocks.1", "recompute=none  recompute=some  recompute=all"),
+    ({"recompute": ("nope",)}, "recompute=('nope',)", "nope is no block; blocks: blocks.0, blocks.1", "recompute=none  recompute=some  recompute=selective  recompute=all"),
     ({"ort": ("nope",)}, "ort=('nope',)", "no op belongs to nope", "ort=off  ort=auto  ort=all"),
     ({"placements": PLACED}, f"pins={dict(PLACED)!r}", "no parameter or module is called blocks.2.weight; there is blocks.1.0.weight", ""),
     ({"placements": (("blocks.1.0.weight", (Sharded("data", 0, 3),)),)}, "pins={'blocks.1.0.weight': (Sharded(axis='data', dim=0, outer=3),)}", "dim 0 of blocks.1.0.weight has no 3 equal sections", ""),
