@@ -32,14 +32,14 @@ from graphaccel.planner.cluster import (
     too_many_devices,
 )
 
-_MAY_BE_ZERO = {
+_MAY_BE_ZERO = {"product_8_bits", 
     "latency_seconds", "launch_seconds", "context_bytes", "fragmentation", "processors",
     "flops", "bytes", "rows", "columns", "inner", "compute", "communication", "optimizer",
     "optimizer_took",
 }  # fmt: skip
 _BOOLEAN = {"shared"}
 _WHOLE = {"memory", "size", "count", "context_bytes", "processors", "devices"}
-_SHARES = {"product", "attention", "attention_backward", "fragmentation"}
+_SHARES = {"product", "product_8_bits", "attention", "attention_backward", "fragmentation"}
 _MOST = 2**63 - 1  # bytes are added up as 64-bit integers
 _DTYPES = frozenset(
     str(d).removeprefix("torch.") for d in vars(torch).values() if isinstance(d, torch.dtype)

@@ -246,14 +246,15 @@ def test_nothing_that_is_best_is_ruled_out(
     captured: Captured, made_up: MadeUp, offload: str, pins: dict[str, Any]
 ) -> None:
     """The search finds what trying everything finds, where there is room and where there is little;
-    over data in shards, of which none is gathered for longer than a block."""
+    over data in shards, of which none is gathered for longer than a block. It may find more: cuts
+    and blocks of small problems are tried whole (`planner.whole`)."""
     step = captured("gpt")
     for kib in (16 * 1024, 540):
         where, record = _where(made_up, 2, kib), Record()
         plan = _find(step, where, record, offload=offload, **pins)
         assert record.problem is not None
         every = solve_all(record.problem, record.pins, record.batch, prune=False)
-        assert _seconds(plan) == pytest.approx(min(map(_seconds, every.fitting)))
+        assert _seconds(plan) <= min(map(_seconds, every.fitting)) * (1 + 1e-9)
         assert every.seen
         for other in every.seen:
             assert other.zero == (3 if other.data > 1 else 0)
