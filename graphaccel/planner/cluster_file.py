@@ -32,9 +32,9 @@ from graphaccel.planner.cluster import (
     too_many_devices,
 )
 
-_MAY_BE_ZERO = {"product_8_bits", 
-    "latency_seconds", "launch_seconds", "context_bytes", "fragmentation", "processors",
-    "flops", "bytes", "rows", "columns", "inner", "compute", "communication", "optimizer",
+_MAY_BE_ZERO = {
+    "product_8_bits", "latency_seconds", "launch_seconds", "context_bytes", "fragmentation",
+    "processors", "flops", "bytes", "rows", "columns", "inner", "compute", "communication", "optimizer",
     "optimizer_took",
 }  # fmt: skip
 _BOOLEAN = {"shared"}
