@@ -34,8 +34,8 @@ from graphaccel.planner.cluster import (
 
 _MAY_BE_ZERO = {
     "product_8_bits", "latency_seconds", "launch_seconds", "context_bytes", "fragmentation",
-    "processors", "flops", "bytes", "rows", "columns", "inner", "compute", "communication", "optimizer",
-    "optimizer_took",
+    "processors", "flops", "bytes", "rows", "columns", "inner", "compute", "communication",
+    "optimizer", "optimizer_took",
 }  # fmt: skip
 _BOOLEAN = {"shared"}
 _WHOLE = {"memory", "size", "count", "context_bytes", "processors", "devices"}
