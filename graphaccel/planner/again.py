@@ -83,11 +83,12 @@ class BlockKind:
     blocks: their numbers. labels: of their positions. places, rows, makes: [block][...]
     positions, joint rows that compute something, and storages they make. at: position of a row,
     by its order. fixed: rows that are never done again; sent: those of gathers, which are never
-    saved; cast: those that give a parameter in another dtype, which backward does itself. maker: row of each storage. reads: (row, storage) pairs; storages from `len(maker)` on
-    come from outside. outer: those, of the first block. back: own storages that the backward
-    reads; beyond: outside of the block. lowest, highest: position of the block whose backward
-    reads them last and first, by its order. counted: own storages that one stage makes and keeps;
-    owed: those from outside that do not wait for the backward anyway.
+    saved; cast: those that give a parameter in another dtype, which backward does itself. maker:
+    row of each storage. reads: (row, storage) pairs; storages from `len(maker)` on come from
+    outside. outer: those, of the first block. back: own storages that the backward reads; beyond:
+    outside of the block. lowest, highest: position of the block whose backward reads them last and
+    first, by its order. counted: own storages that one stage makes and keeps; owed: those from
+    outside that do not wait for the backward anyway.
     """
 
     blocks: tuple[int, ...]
