@@ -40,6 +40,7 @@ from graphaccel.planner.offload import host_step_seconds
 from graphaccel.planner.outside import gather_seconds
 from graphaccel.planner.plan import GATHERS, Plan, Prediction
 from graphaccel.planner.profile import Profile, SizedProfile
+from graphaccel.planner.shares import kept_bytes, kept_trained, kept_whole
 from graphaccel.planner.simulate import Timeline, play, simulate
 from graphaccel.planner.stages import stage_positions
 from graphaccel.planner.stepping import NOTHING, Stepping
@@ -130,14 +131,9 @@ def predict_seconds(
     crowd, ranks = cluster.device.crowd, range(plan.pipeline)
     if crowd != 1:
         works = tuple(work.shorter(crowd) for work in works)
-    share = plan.shards if plan.zero else 1
-    held = {
-        (sum(w.gradient for w in works[r :: plan.pipeline]),
-         sum(w.tensors for w in works[r :: plan.pipeline]))
-        for r in ranks
-    }  # fmt: skip
+    held = {_stepped(profile, plan, works[r :: plan.pipeline]) for r in ranks}
     optimizer, copies = max(
-        _step_seconds(*each, cluster, optimizer_bytes, share, plan.offload) for each in held
+        _step_seconds(*each, cluster, optimizer_bytes, plan.offload) for each in held
     )
     price = _played if simulated else _closed
     compute, bubble, communication = price(plan, works, edges, reduces)
@@ -270,6 +266,7 @@ def _reduces(
     found = []
     for stage, work in enumerate(works):
         alike: object = work.gradient, work.partial, work.backward, work.weight
+        alike = alike, kept_bytes(profile, plan, [(work.first, work.end)])
         if plan.zero == 3 and plan.data > 1:  # what is held matters
             alike = alike, work.forward, _groups(profile, work, plan)
         if alike not in known:
@@ -294,7 +291,7 @@ def _reduce_seconds(profile: Profile, work: StageWork, plan: Plan, cluster: Clus
     if not plan.zero or plan.data == 1:
         return _exposed(cluster, beside, last)
     if plan.zero < 3:
-        return backwards() + _gathered_after(work, plan, cluster)
+        return backwards() + _gathered_after(profile, work, plan, cluster)
     gathered, more = _gathered(profile, work, plan, cluster)
     gathering = 1 if plan.holds_gathered else plan.microbatches
     ahead = gathering * (_exposed(cluster, work.forward, gathered) + more)
@@ -319,6 +316,9 @@ def _summed(
     sizes = {axes: size * width / 4 for axes, size in work.summed.items() if size > 0}
     counts = reduce_counts(profile, work, plan, sizes)
     one = {x: _bucketed(cluster, sizes[x] / counts[x], x, plan) for x in sizes}
+    if plan.zero >= 2:  # what stays whole is not scattered: its sum is gathered besides
+        kept = kept_bytes(profile, plan, [(work.first, work.end)]).trained / max(1, work.gradient)
+        one = {x: (scattered * (1 + kept), rest) for x, (scattered, rest) in one.items()}
 
     def moved(seconds: Mapping[tuple[str, ...], float]) -> tuple[float, float]:
         total = sum(counts[axes] * each for axes, each in seconds.items())
@@ -345,12 +345,15 @@ def reduce_counts(
             for axes, size in sizes.items()}  # fmt: skip
 
 
-def _gathered_after(work: StageWork, plan: Plan, cluster: Cluster) -> float:
+def _gathered_after(profile: Profile, work: StageWork, plan: Plan, cluster: Cluster) -> float:
     """Seconds to gather what the optimizer changed, once, after it (ZeRO 1 and 2): a rank's part is
     copied into a bucket, and those of others out of it."""
-    calls = max(1, math.ceil(work.gradient / plan.bucket_bytes))
-    copies = copy_seconds(work.gradient, cluster.device)
-    return copies + _gathers(cluster, [work.gradient / calls] * calls, plan)
+    shared = work.gradient - kept_bytes(profile, plan, [(work.first, work.end)]).trained
+    if not shared:
+        return 0.0
+    calls = math.ceil(shared / plan.bucket_bytes)
+    copies = copy_seconds(shared, cluster.device)
+    return copies + _gathers(cluster, [shared / calls] * calls, plan)
 
 
 def _gathered(
@@ -360,14 +363,15 @@ def _gathered(
     each group ahead of use in every forward, and again in every backward where the plan says so; or
     all of them once, beside the first forward."""
     sizes = _groups(profile, work, plan)
-    first = _gathers(cluster, [max(sizes, default=0)], plan)
+    first = _gathers(cluster, sorted(sizes)[-1:], plan)
     return (_gathers(cluster, sizes, plan), first), copy_seconds(sum(sizes), cluster.device)
 
 
 def _groups(profile: Profile, work: StageWork, plan: Plan) -> tuple[int, ...]:
     """Bytes of what ZeRO 3 gathers at once of a stage."""
     span = (work.first, work.end)
-    return profile.once(("groups", span, plan.gathers_low), lambda: tuple(
+    key = "groups", span, plan.gathers_low, kept_whole(profile, plan)
+    return profile.once(key, lambda: tuple(
         gathered_sizes(profile, held_parameters(profile, [span]), plan)))  # fmt: skip
 
 
@@ -423,29 +427,31 @@ def _shared_seconds(size: int, plan: Plan, cluster: Cluster, stage: int) -> floa
     return 2 * send_seconds(cluster, size, device_number(plan, rank), other)
 
 
+def _stepped(profile: Profile, plan: Plan, works: Sequence[StageWork]) -> tuple[float, int]:
+    """(bytes of gradients that a rank's optimizer steps, of how many tensors)."""
+    trained, tensors = sum(w.gradient for w in works), sum(w.tensors for w in works)
+    if not plan.zero:
+        return trained, tensors
+    kept = kept_bytes(profile, plan, [(w.first, w.end) for w in works]).trained
+    return kept + (trained - kept) / plan.shards, tensors
+
+
 def _step_seconds(
-    trained: int,
-    tensors: int,
-    cluster: Cluster,
-    optimizer_bytes: int,
-    shards: int,
-    offload: Sequence[str],
+    gradient: float, tensors: int, cluster: Cluster, optimizer_bytes: int, offload: Sequence[str]
 ) -> tuple[float, float]:
     """(seconds of the optimizer's step, of copies to and from the host around it)."""
-    seconds = _optimizer_seconds(trained, tensors, cluster, optimizer_bytes, shards)
+    seconds = _optimizer_seconds(gradient, tensors, cluster, optimizer_bytes)
     if "optimizer" not in offload:
         return seconds, 0.0
-    gradient = trained / shards
     return host_step_seconds(gradient, tensors, optimizer_bytes, cluster, seconds, offload)
 
 
 def _optimizer_seconds(
-    trained: int, tensors: int, cluster: Cluster, optimizer_bytes: int, shards: int = 1
+    gradient: float, tensors: int, cluster: Cluster, optimizer_bytes: int
 ) -> float:
     """Read parameter, gradient and state, write parameter and state, at memory bandwidth.
 
-    trained: bytes of gradients of so many tensors. shards: ranks that share the work (ZeRO)."""
-    gradient = trained / shards
+    gradient: bytes of so many tensors."""
     for row in cluster.device.measured:
         if row.op == OPTIMIZER:
             starts, moves = _measured_optimizer(row, cluster.device)
@@ -523,7 +529,10 @@ def least_moved(profile: Profile, plan: Plan, cluster: Cluster, extra: int = 1) 
     groups = [axes for n in range(len(others) + 1) for axes in combinations(others, n)]
     width = 2 if plan.precision.reduce in ("bfloat16", "float16") else 4
     trained = profile.trained_bytes / extra / plan.pipeline
-    low = trained / 2 if plan.precision.stream != "float32" else trained
+    # What is certainly shared: dims that the ranks of ZeRO and of what shards further divide.
+    whole = kept_trained(profile, plan, plan.shards * extra)
+    shared = trained - whole / extra / plan.pipeline
+    low = shared / 2 if plan.precision.stream != "float32" else shared
 
     def summed(axes: tuple[str, ...]) -> float:
         return seconds(lambda size: sum(_bucketed(cluster, size, axes, plan)), trained * width / 4)
@@ -531,7 +540,7 @@ def least_moved(profile: Profile, plan: Plan, cluster: Cluster, extra: int = 1) 
     return LeastMoved(
         min(map(summed, groups)),
         seconds(lambda size: _bucketed(cluster, size, (), plan)[0], trained * width / 4),
-        seconds(gather, trained),
+        seconds(gather, shared),
         0.0 if cluster.device.type == "cpu" else 1 / plan.pipeline,
         seconds(gather, low),
         INTERFERENCE,

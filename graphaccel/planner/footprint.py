@@ -21,6 +21,7 @@ from graphaccel.planner.peaks import stage_peaks
 from graphaccel.planner.phases import STEP
 from graphaccel.planner.plan import Plan, StageMemory
 from graphaccel.planner.profile import Parameter, Profile, SizedProfile
+from graphaccel.planner.shares import kept_bytes, kept_whole, share_bytes
 from graphaccel.planner.stepping import NOTHING, Stepping, step_bytes
 from graphaccel.planner.works import (
     StageWork,
@@ -87,17 +88,18 @@ def predict_memory(
     for rank, (of_rank, stage, activation, temporary, made, away) in enumerate(rows):
         parameter, trained, buffers, largest = of_rank
         gradient = trained if split else made
-        shard = trained // (plan.shards if plan.zero else 1)
+        kept = kept_bytes(profile, plan, _spans(works[rank :: plan.pipeline]))
+        shard = share_bytes(trained, kept.trained, plan) if plan.zero else trained
         optimizer, host = placed_optimizer(shard * optimizer_bytes // 4, shard, plan.offload)
         host += away
         if plan.zero >= 2 and plan.microbatches == 1:
             gradient = made
         elif plan.zero >= 2 and plan.accumulation == "shards":
-            gradient //= plan.shards
+            gradient = share_bytes(gradient, kept.trained, plan)
         if plan.zero == 3:
-            parameter = parameter // plan.shards
+            parameter = share_bytes(parameter, kept.held + buffers, plan)
         if "parameters" in plan.offload:  # buffers stay
-            resting = (of_rank[0] - buffers) // (plan.shards if plan.zero == 3 else 1)
+            resting = parameter - buffers
             parameter, below = placed_parameters(resting, shard, plan.offload)
             parameter, host = parameter + buffers, host + below
         resting = parameter
@@ -105,10 +107,11 @@ def predict_memory(
         tensors = parameter + gradient + optimizer + activation + temporary
         at = peaks.at(profile, stage)
         share = plan.shards if plan.zero else 1
-        gathered = min(trained, 2 * max(plan.bucket_bytes, largest)) if share > 1 else 0
+        shared = trained - kept.trained
+        gathered = min(shared, 2 * max(plan.bucket_bytes, largest)) if share > 1 else 0
         apart = [gathered] if plan.zero < 3 else []
         made = step_bytes(plan, stepping, shard, [largest // share] * 2, apart, bool(plan.fusions))
-        last = trained // share if plan.zero >= 2 else trained
+        last = shard if plan.zero >= 2 else trained
         if resting + last + optimizer + whole_batch + made > tensors:
             parameter, gradient, activation = resting, last, whole_batch
             temporary, at = made, STEP
@@ -159,12 +162,16 @@ def _of_ranks(
     the largest that is trained."""
     found = []
     for rank in range(ranks):
-        held = held_parameters(profile, [(w.first, w.end) for w in works[rank::ranks]])
+        held = held_parameters(profile, _spans(works[rank::ranks]))
         trained = sum(p.bytes for p in held if p.trainable)
         buffers = sum(p.bytes for p in held if p.name not in profile.resting)
         largest = max((p.bytes for p in held if p.trainable), default=0)
         found.append((sum(p.bytes for p in held), trained, buffers, largest))
     return tuple(found)
+
+
+def _spans(works: Sequence[StageWork]) -> tuple[tuple[int, int], ...]:
+    return tuple((work.first, work.end) for work in works)
 
 
 def _made_once(
@@ -187,7 +194,7 @@ def _made_once(
         p.bytes
         for work in works
         for p in held_parameters(profile, [(work.first, work.end)])
-        if p.name in profile.resting
+        if p.name in profile.resting and p.name not in kept_whole(profile, plan)
     )
     return found // 2 if plan.gathers_low else found
 
@@ -196,7 +203,10 @@ def gathered_sizes(profile: Profile, held: Sequence[Parameter], plan: Plan) -> l
     """Bytes of what ZeRO 3 gathers at once: parameters by the block that reads them, and outside
     blocks each, in the dtype in which they travel."""
     groups: dict[str, int] = defaultdict(int)
+    kept = kept_whole(profile, plan)
     for parameter in held:
+        if parameter.name in kept:
+            continue
         blocks = {int(profile.block_at[p]) for p in parameter.positions}
         one = blocks.pop() if len(blocks) == 1 else -1
         groups[profile.block_names[one] if one >= 0 else parameter.name] += parameter.bytes

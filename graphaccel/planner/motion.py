@@ -16,6 +16,7 @@ import numpy as np
 from graphaccel.planner.buckets import bucket_limit
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.profile import Parameter, Profile
+from graphaccel.planner.shares import kept_whole
 
 
 @dataclass
@@ -69,7 +70,8 @@ def in_motion(
         return None
     first, end = span
     moving = Motion(*np.zeros((3, end - first), dtype=np.int64))
-    key = ("regions", span, plan.zero == 3, plan.bucket_bytes)
+    kept = kept_whole(profile, plan)
+    key = ("regions", span, plan.zero == 3, plan.bucket_bytes, kept)
     regions = profile.once(key, lambda: _regions(profile, plan, span))
     if plan.zero == 3 and not plan.holds_gathered:
         _gather(moving, plan, regions)
@@ -87,9 +89,10 @@ def in_motion(
 
 def _regions(profile: Profile, plan: Plan, span: tuple[int, int]) -> list[_Region]:
     first, end = span
+    kept = kept_whole(profile, plan)
     inside = [(p, [at - first for at in p.positions if first <= at < end])
               for p in map(profile.parameters.__getitem__, profile.read([span]))
-              if p.name in profile.resting]  # fmt: skip
+              if p.name in profile.resting and p.name not in kept]  # fmt: skip
     used = [(p, places) for p, places in inside if places]
     return _blocks(profile, plan, first, used) if plan.zero == 3 else _buckets(plan, used)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import BATCH
@@ -155,4 +156,41 @@ def test_casts_of_parameters_do_not_wait_for_the_backward(recompute: str) -> Non
     plan = with_cuts_and_blocks(problem, base, recompute, None)
     exact, _ = compiler.refine(step, plan, as_batch(batch), sizes)
     for guess, real in zip(plan.prediction.memory, exact.prediction.memory, strict=True):
+        assert guess.tensors == pytest.approx(real.tensors, rel=0.005)
+
+
+class Odd(nn.Module):
+    """Of its matrices 4 ranks can divide one, and not the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(50, 64, bias=False)
+        self.narrow = nn.Linear(64, 50, bias=False)
+        self.odd = nn.Linear(50, 50, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.odd(self.narrow(torch.tanh(self.wide(x)))).square().mean()
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_what_zero_can_not_divide_is_counted_whole(
+    zero: int, microbatches: int, made_up: MadeUp
+) -> None:
+    cluster, batch = made_up(4, 1 << 20), as_batch({"x": torch.randn(8, 50)})
+    pins = {"data": 4, "zero": zero, "microbatches": microbatches}
+    compiler = Compiler(Model(Odd(), None, 2.0), cluster, pins)
+    step, sizes = compiler.capture(batch)
+    problem = Problem(compiler.layouts(step, sizes), cluster, 8, Limits())
+    base = base_plan(Pins(), 4, 8, "", "", "loss")
+    base = replace(base, data=4, zero=zero, microbatches=microbatches)
+    plan = with_cuts_and_blocks(problem, base, "none", None)
+    exact, _ = compiler.refine(step, plan, batch, sizes)
+    assert plan.prediction is not None
+    assert exact.prediction is not None
+    (guess,), (real,) = plan.prediction.memory, exact.prediction.memory
+    own = 50 * 64 * 2 // 4 + 50 * 50  # numbers of which a rank keeps state
+    assert guess.optimizer == real.optimizer == 8 * own
+    assert guess.parameter == real.parameter == (4 * own if zero == 3 else 4 * 8900)
+    if zero == 1:  # the peak is in the optimizer's step
         assert guess.tensors == pytest.approx(real.tensors, rel=0.005)
