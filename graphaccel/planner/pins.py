@@ -19,6 +19,7 @@ from graphaccel.planner.module_pins import (
     vocabulary_placements,
 )
 from graphaccel.planner.offload import offload_text, read_offload
+from graphaccel.planner.order import AXES
 from graphaccel.planner.plan import Plan, Precision
 from graphaccel.schedule.table import SCHEDULE_NAMES
 
@@ -36,7 +37,6 @@ ACCUMULATIONS = ("whole", "shards")
 ORT = ("off", "auto", "all")
 FALLBACK = ("error", "fx")
 COMPILE = ("off", "inductor")
-AXES = ("pipeline", "data", "expert", "context", "tensor")
 _COUNTS = (
     "data", "pipeline", "tensor", "context", "expert", "interleave", "microbatches", "bucket_bytes",
     "loss_chunk",
