@@ -35,7 +35,7 @@ def usual_inside(plan: Plan) -> bool:
 
 def read_order(said: object, sizes: Mapping[str, int | None]) -> tuple[str, ...]:
     """A pinned order with every axis: those that it leaves out have one device, so that it does not
-    matter where they stand.
+    matter where they stand; they are put before the axis that usually follows them.
 
     sizes: axis → devices that are pinned. Raises BadPin (GA202).
     """
@@ -52,8 +52,12 @@ def read_order(said: object, sizes: Mapping[str, int | None]) -> tuple[str, ...]
             raise refused(f"{axis} is no axis of the mesh")
         if list(said).count(axis) > 1:
             raise refused(f"{axis} is there twice")
-    left = [axis for axis in AXES if axis not in said]
-    for axis in left:
-        if (sizes[axis] or 1) > 1:
+    found, place = list(said), len(said)
+    for axis in reversed(AXES):
+        if axis in said:
+            place = found.index(axis)
+        elif (sizes[axis] or 1) > 1:
             raise refused(f"{axis}={sizes[axis]} has no place in it")
-    return (*said, *left)
+        else:
+            found.insert(place, axis)
+    return tuple(found)

@@ -208,6 +208,39 @@ def test_it_finds_the_part_of_the_data_axis_to_shard_over(seed: int) -> None:
     check({**drawn, "count": draw.choice((4, 6, 8)), "pins": pins})
 
 
+NODES = range(300, 330)
+"""Seeds of problems on two nodes, with data and a pipeline: which of them crosses is a choice."""
+SWAPPED = 310
+"""One whose best plan has data outside the pipeline."""
+
+
+def on_two_nodes(seed: int) -> dict[str, Any]:
+    drawn, draw = drawn_by(seed), Random(-seed)
+    count = draw.choice((4, 6, 8))
+    near, far = draw.choice(((1e-6, 1e9), (1e-6, 1e11))), draw.choice(((1e-5, 1e7), (1e-4, 1e8)))
+    levels = (count // 2, *near), (8, *far)
+    pins = {**drawn["pins"], "data": count // 2, "pipeline": 2}
+    pins.pop("microbatches", None)
+    return {**drawn, "count": count, "batch": 12, "levels": levels, "pins": pins}
+
+
+@pytest.mark.parametrize("seed", NODES)
+def test_it_finds_the_order_of_the_axes(seed: int) -> None:
+    check(on_two_nodes(seed))
+
+
+def test_the_best_plan_may_have_another_order() -> None:
+    drawn = on_two_nodes(SWAPPED)
+    roomy = problem_of(drawn)
+    pins = narrowed(roomy, dict(drawn["pins"]), drawn["batch"])
+    plan = planned(drawn, pins, 1 << 40)
+    assert plan is not None
+    assert plan.reordered == ("data", "pipeline")
+    usual = planned(drawn, {**pins, "order": ("pipeline", "data")}, 1 << 40)
+    assert usual is not None
+    assert weighed(plan, Pins(**pins)) < weighed(usual, Pins(**pins)) * 0.98
+
+
 def test_stages_that_are_unlike_each_other() -> None:
     check(UNLIKE)
 
