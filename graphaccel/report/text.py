@@ -152,10 +152,10 @@ def _decisions(facts: Facts) -> list[str]:
 
 
 def _apart(plan: Plan) -> str:
-    """How far apart ranks that are next to each other on an axis are, where the plan has an order
+    """How far apart devices that are next to each other on an axis are, where the plan has an order
     of its own: the outermost axis crosses nodes first."""
     each = [f"{axis} {plan.stride(axis)}" for axis in plan.reordered]
-    return f"{', '.join(each)} ranks apart"
+    return f"{', '.join(each)} devices apart"
 
 
 def _summed(plan: Plan) -> str:
