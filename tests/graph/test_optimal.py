@@ -23,6 +23,7 @@ from graphaccel.planner.bounds import Bounds, columns
 from graphaccel.planner.candidates import Shape
 from graphaccel.planner.cluster import Cluster, Device, Link
 from graphaccel.planner.layouts import Layouts, rates_of
+from graphaccel.planner.order import AXES
 from graphaccel.planner.pins import Limits, Pins
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.profile import Profile
@@ -227,6 +228,17 @@ def on_two_nodes(seed: int) -> dict[str, Any]:
 @pytest.mark.parametrize("seed", NODES)
 def test_it_finds_the_order_of_the_axes(seed: int) -> None:
     check(on_two_nodes(seed))
+
+
+@pytest.mark.parametrize("seed", range(400, 410))
+def test_any_order_can_be_pinned(seed: int) -> None:
+    """Bounds and search count collectives in the graph as far apart as they then are."""
+    drawn, draw = on_two_nodes(seed), Random(seed)
+    order = tuple(draw.sample(AXES, len(AXES)))
+    layout = {"tensor": draw.choice((1, 2)), "context": draw.choice((1, 2))}
+    own = {"model": SHARDED, "count": 8, "batch": 8, "pins": {"order": order, **layout}}
+    check({**drawn, **own, "levels": ((draw.choice((2, 4)), *drawn["levels"][0][1:]),
+                                      drawn["levels"][1])})  # fmt: skip
 
 
 def test_the_best_plan_may_have_another_order() -> None:

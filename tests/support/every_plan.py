@@ -57,7 +57,7 @@ def meshes(problem: Problem, pins: Mapping[str, Any], batch: int) -> Iterator[Pl
                     continue
                 axes = {"tensor": tensor, "context": context, "pipeline": pipeline, "data": data}
                 for order, more in product(
-                    _orders(problem, pipeline, data),
+                    _orders(problem, pins, pipeline, data),
                     _ways(problem, pins, pipeline, data, microbatches),
                 ):
                     plan = Plan(count, batch=batch, microbatches=microbatches, **axes, **more,
@@ -67,8 +67,12 @@ def meshes(problem: Problem, pins: Mapping[str, Any], batch: int) -> Iterator[Pl
                         yield plan
 
 
-def _orders(problem: Problem, pipeline: int, data: int) -> list[tuple[str, ...]]:
+def _orders(
+    problem: Problem, pins: Mapping[str, Any], pipeline: int, data: int
+) -> list[tuple[str, ...]]:
     """Pipeline or data outermost, where there are both, and links of which some reach further."""
+    if "order" in pins:
+        return [pins["order"]]
     inner = ("expert", "context", "tensor")
     found = [("pipeline", "data", *inner)]
     if len(problem.cluster.links) > 1 and pipeline > 1 and data > 1:
