@@ -1,5 +1,5 @@
 """Small problems, whole: every cut and every set of blocks, of what the bounds leave over, each
-block recomputed in any of its ways.
+block recomputed in any of its ways, and the axes in each order that is offered.
 
 `planner.solve` cuts evenly in time and computes again what each block alone saves: near the best,
 and not always it. Where few cuts are left to try, all are: each is played with nothing computed
