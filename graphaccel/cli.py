@@ -162,6 +162,12 @@ def _add_pins(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     for name, what in _COUNTS.items():
         pins.add_argument(f"--{name}", type=_positive, metavar="N", help=what)
     pins.add_argument(
+        "--order",
+        type=_names,
+        metavar="AXES",
+        help="of the mesh axes over the devices, the outermost first, with commas between",
+    )
+    pins.add_argument(
         "--zero",
         type=int,
         choices=(0, 1, 2, 3),
@@ -416,7 +422,13 @@ def _target(text: str) -> tuple[Path, str | None]:
 
 
 _SAID = {"true": True, "false": False}
-_NAMED = {"ort": _ort, "fusions": _fusions, "recompute": _recompute, "cuts": _names}
+_NAMED = {
+    "order": _names,
+    "ort": _ort,
+    "fusions": _fusions,
+    "recompute": _recompute,
+    "cuts": _names,
+}
 
 
 def _pairs(text: str) -> dict[str, Any]:

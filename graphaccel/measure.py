@@ -30,6 +30,7 @@ from graphaccel.capture.batch import Batch, batch_leaves, resized
 from graphaccel.capture.export import find_loss
 from graphaccel.errors import GraphMisuse
 from graphaccel.jobs import Job, find_job
+from graphaccel.planner.order import coordinates
 from graphaccel.planner.plan import Plan
 from graphaccel.report.facts import Measured
 from graphaccel.runtime.launch import check_devices
@@ -168,7 +169,8 @@ def _work(args: argparse.Namespace) -> None:
     if optimizer is not None:
         changing = [_timed(optimizer.step, before=run) for _ in range(_APART)]
     rank = int(os.environ.get("RANK", "0"))
-    mine = rank // (plan.devices // plan.pipeline), seconds, changing, *_peaks(step, model)
+    stage = coordinates(plan.sizes, rank)["pipeline"]
+    mine = stage, seconds, changing, *_peaks(step, model)
     everyone: list[Any] = [mine] * plan.devices
     if plan.devices > 1:
         dist.all_gather_object(everyone, mine)

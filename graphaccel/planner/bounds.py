@@ -19,7 +19,9 @@ import numpy as np
 
 from graphaccel.errors import BadPin
 from graphaccel.planner.candidates import Layout, Shape
+from graphaccel.planner.efficiency import computing
 from graphaccel.planner.estimate import LeastMoved, least_moved, least_optimizer
+from graphaccel.planner.ordering import orders, usual_inside
 from graphaccel.planner.plan import GATHERS, Plan
 from graphaccel.planner.recompute import least_saved
 from graphaccel.planner.solve import Problem, resident_parts
@@ -277,6 +279,12 @@ def over_parameters(layout: Layout, known: Layout) -> int:
     return layout.tensor * layout.expert // (known.tensor * known.expert)
 
 
+def _least(found: Sequence[LeastMoved]) -> LeastMoved:
+    """The least of each number."""
+    names = [field.name for field in fields(LeastMoved)]
+    return LeastMoved(**{name: min(getattr(one, name) for one in found) for name in names})
+
+
 def _spread(found: Sequence[T], place: np.ndarray) -> T:
     """One of columns, of several of numbers. place: which of them each row has."""
     names = [field.name for field in fields(cast(Any, found[0]))]
@@ -289,6 +297,9 @@ def _spread(found: Sequence[T], place: np.ndarray) -> T:
 def _sums(bounds: Bounds, known: Layout, small: int) -> Sums:
     plan = bounds.plan(known, data=1, microbatches=1, batch=small)
     profile, sized = bounds.problem.layouts.of(plan), bounds.problem.sized(plan)
+    if not usual_inside(plan):  # how far they reach depends on the other axes: counted as free
+        device = computing(bounds.problem.cluster.device, plan.precision)
+        sized = profile.sized(plan.microbatch_size, device, None, plan.loss_chunk)
     lean = least_saved(profile, sized)
     cuts = candidate_cuts(profile, sized).bytes
     return Sums(
@@ -311,10 +322,12 @@ def _sums(bounds: Bounds, known: Layout, small: int) -> Sums:
 def _outside(
     bounds: Bounds, known: Layout, layout: Layout, data: int, pipeline: int, zero: int, over: int
 ) -> tuple[LeastMoved, float]:
-    """What moves over data, and the seconds of the optimizer."""
+    """What moves over data at least, in any order of the axes that is offered, and the seconds of
+    the optimizer."""
     problem, extra = bounds.problem, over_parameters(layout, known)
     shard = over if over < data else 0
     plan = bounds.plan(layout, data=data, pipeline=pipeline, zero=zero, shard=shard)
     profile = problem.layouts.of(bounds.plan(known, data=1, microbatches=1))
-    moving = least_moved(profile, plan, problem.cluster, extra)
+    ways = [replace(plan, order=order) for order in orders(problem.cluster, plan)]
+    moving = _least([least_moved(profile, one, problem.cluster, extra) for one in ways])
     return moving, least_optimizer(profile, plan, problem.cluster, problem.optimizer_bytes, extra)

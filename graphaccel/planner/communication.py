@@ -5,7 +5,9 @@ stride, ... A level that holds ``size`` devices holds ``size // stride`` members
 falls into nested subgroups; ``f`` is how many of the subgroups one level below meet on a level and
 ``c`` how many members each of those has. Of groups that neither share a level evenly nor are made
 of whole ones, some lie across its borders (of 3 in nodes of 8 the third has 2 and 1), and the
-slowest decides: only as many devices as divide both are taken to share a level. With S bytes,
+slowest decides: only as many devices as divide both are taken to share a level. A group over axes
+that are not next to each other (``further``) is such a group again and again, further apart: a
+level holds so many times as many of its members. With S bytes,
 latency a and bandwidth B of a level:
 
 * Bandwidth. A ring takes S * (n - 1) / n bytes past every device, once for reduce_scatter and
@@ -41,10 +43,12 @@ both directions of every port). In-switch reduction (NVLS, SHARP) is not counted
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import gcd
+from math import gcd, prod
 
 from graphaccel.planner.cluster import Cluster, Device, Link
 
+Further = tuple[tuple[int, int], ...]
+"""(how often, how far apart) a group is there again, as `planner.order.group_of` says it."""
 _TREE_BANDWIDTH = 0.92
 _SLOWED = 0.189  # by how much longer computing takes while a collective runs beside it
 INTERFERENCE = _SLOWED / (1 + _SLOWED)
@@ -62,12 +66,14 @@ class _Level:
     ring_hops: int
 
 
-def all_reduce_seconds(cluster: Cluster, size: float, group_size: int, stride: int = 1) -> float:
+def all_reduce_seconds(
+    cluster: Cluster, size: float, group_size: int, stride: int = 1, further: Further = ()
+) -> float:
     """Seconds to sum ``size`` bytes over the group, result everywhere.
 
     Raises ``ValueError``, like all functions here, for a group the cluster does not hold.
     """
-    levels = _levels(cluster, group_size, stride)
+    levels = _levels(cluster, group_size, stride, further)
     if not levels or size <= 0:
         return 0.0
     ring = 2 * _ring_seconds(levels, size, "all-reduce")
@@ -83,30 +89,34 @@ def all_reduce_seconds(cluster: Cluster, size: float, group_size: int, stride: i
 
 
 def reduce_scatter_seconds(
-    cluster: Cluster, size: float, group_size: int, stride: int = 1
+    cluster: Cluster, size: float, group_size: int, stride: int = 1, further: Further = ()
 ) -> float:
     """Seconds to sum ``size`` bytes over the group, each member keeping its share."""
-    levels = _levels(cluster, group_size, stride)
+    levels = _levels(cluster, group_size, stride, further)
     if not levels or size <= 0:
         return 0.0
     return cluster.device.launch_seconds + _ring_seconds(levels, size, "reduce-scatter")
 
 
-def all_gather_seconds(cluster: Cluster, size: float, group_size: int, stride: int = 1) -> float:
+def all_gather_seconds(
+    cluster: Cluster, size: float, group_size: int, stride: int = 1, further: Further = ()
+) -> float:
     """Seconds until every member has all ``size`` bytes, of which each brings its share."""
-    levels = _levels(cluster, group_size, stride)
+    levels = _levels(cluster, group_size, stride, further)
     if not levels or size <= 0:
         return 0.0
     return cluster.device.launch_seconds + _ring_seconds(levels, size, "all-gather")
 
 
-def all_to_all_seconds(cluster: Cluster, size: float, group_size: int, stride: int = 1) -> float:
+def all_to_all_seconds(
+    cluster: Cluster, size: float, group_size: int, stride: int = 1, further: Further = ()
+) -> float:
     """Seconds to exchange ``size`` bytes per member, an equal part for every member.
 
     Pairwise exchange: n - 1 messages each, to as many members as each level reaches; levels work at
     the same time.
     """
-    levels = _levels(cluster, group_size, stride)
+    levels = _levels(cluster, group_size, stride, further)
     if not levels or size <= 0:
         return 0.0
     latency = slowest = 0.0
@@ -164,18 +174,19 @@ def _ring_seconds(levels: list[_Level], size: float, collective: str) -> float:
     return latency + slowest
 
 
-def _levels(cluster: Cluster, group_size: int, stride: int) -> list[_Level]:
+def _levels(cluster: Cluster, group_size: int, stride: int, further: Further = ()) -> list[_Level]:
     """The levels on which members of the group meet, innermost first; none for a single member."""
-    if group_size < 1 or stride < 1 or (group_size - 1) * stride >= cluster.count:
-        raise ValueError(
-            f"a group of {group_size} devices {stride} apart does not fit {cluster.count} devices"
-        )
+    runs = (group_size, stride), *further
+    last = sum((many - 1) * apart for many, apart in runs)
+    if any(many < 1 or apart < 1 for many, apart in runs) or last >= cluster.count:
+        said = " and again ".join(f"{many} devices {apart} apart" for many, apart in runs)
+        raise ValueError(f"a group of {said} does not fit {cluster.count} devices")
     levels: list[_Level] = []
-    inside = 1
+    group_size, inside = prod(many for many, _ in runs), 1
     for link in cluster.links:
         members = group_size
         if link is not cluster.links[-1]:
-            members = max(1, gcd(link.size, group_size * stride) // stride)
+            members = prod(max(1, gcd(link.size, many * apart) // apart) for many, apart in runs)
         if members > inside:
             below, above = -(-group_size // inside), -(-group_size // members)
             levels.append(_Level(link, -(-members // inside), inside, below - above))

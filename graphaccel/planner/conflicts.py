@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator, Mapping
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.errors import BadPin, ConflictingPins, GraphAccelError
 from graphaccel.planner.offload import CHOICES
-from graphaccel.planner.pins import ACCUMULATIONS, AXES, SWITCHES, Limits, Pins, divisors, read_pins
+from graphaccel.planner.order import AXES
+from graphaccel.planner.pins import ACCUMULATIONS, SWITCHES, Limits, Pins, divisors, read_pins
 from graphaccel.planner.plan import GATHERS
 from graphaccel.schedule.table import SCHEDULE_NAMES
 

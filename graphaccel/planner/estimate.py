@@ -5,9 +5,9 @@ Memory is that of `planner.footprint`. Time plays the schedule against each stag
     step = makespan of the schedule with its messages and what is left of the gradient all-reduces
          + optimizer
 
-Devices are numbered pipeline, data, expert, context, tensor from the outside in: what says most
-has the nearest neighbours (the order of Megatron-LM). Under the last three the profile is that of
-the graph of one of their devices (`planner.layouts`), in which their collectives stand as nodes.
+Devices are numbered in the plan's order of the axes (`planner.order`). Under tensor, context and
+expert the profile is that of the graph of one of their devices (`planner.layouts`), in which their
+collectives stand as nodes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from graphaccel.planner.cluster import Cluster, Device, OpTime
 from graphaccel.planner.communication import (
     INTERFERENCE,
     all_gather_seconds,
-    all_reduce_seconds,
     exposed_seconds,
     link_between,
     reduce_scatter_seconds,
@@ -37,6 +36,7 @@ from graphaccel.planner.cost import OPTIMIZER
 from graphaccel.planner.crowd import shared_makespan
 from graphaccel.planner.footprint import gathered_sizes, in_parts, predict_memory
 from graphaccel.planner.offload import host_step_seconds
+from graphaccel.planner.order import number_of
 from graphaccel.planner.outside import gather_seconds
 from graphaccel.planner.plan import GATHERS, Plan, Prediction
 from graphaccel.planner.profile import Profile, SizedProfile
@@ -57,8 +57,11 @@ _TENSORS_AT_ONCE = 100
 
 
 def device_number(plan: Plan, pipeline_rank: int, data_rank: int = 0) -> int:
-    """The device that pipeline rank `pipeline_rank` of replica `data_rank` runs on."""
-    return (pipeline_rank * plan.data + data_rank) * plan.replica
+    """The device that pipeline rank `pipeline_rank` of replica `data_rank` runs on, the first of
+    those that hold the stage together."""
+    between, within = divmod(data_rank, plan.shards)
+    place = {"pipeline": pipeline_rank, "data": data_rank, "replicate": between, "shard": within}
+    return number_of(plan.sizes, place)
 
 
 def scatters(plan: Plan, cluster: Cluster) -> bool:
@@ -68,7 +71,7 @@ def scatters(plan: Plan, cluster: Cluster) -> bool:
         return False
     numbers = [device_number(plan, rank) for rank in range(plan.pipeline)]
     between = min(link_between(cluster, *pair).bandwidth for pair in pairwise(numbers))
-    return link_between(cluster, 0, plan.tensor - 1).bandwidth > between
+    return link_between(cluster, 0, (plan.tensor - 1) * plan.stride("tensor")).bandwidth > between
 
 
 def message_bytes(
@@ -248,11 +251,12 @@ def _edge_seconds(
                 numbers = device_number(plan, a), device_number(plan, b)
                 seconds[source, destination, way] = send_seconds(cluster, size, *numbers)
                 whole = gathered.get((source, destination, way), 0)
-                seconds[source, destination, way] += all_gather_seconds(cluster, whole, plan.tensor)
+                seconds[source, destination, way] += all_gather_seconds(cluster, whole, *tensor)
         return seconds
 
     gathered = gathered_bytes(profile, sized, plan)
-    mesh = plan.pipeline, plan.data, plan.replica, plan.scatter_sends
+    tensor = plan.tensor, plan.stride("tensor")
+    mesh = plan.pipeline, plan.stride("pipeline"), *tensor, plan.scatter_sends
     key = ("edges", plan.cuts, *mesh, cluster.links, cluster.count)
     return sized.once(key, made)
 
@@ -376,7 +380,8 @@ def _groups(profile: Profile, work: StageWork, plan: Plan) -> tuple[int, ...]:
 
 
 def _gathers(cluster: Cluster, sizes: Sequence[float], plan: Plan) -> float:
-    each = {s: all_gather_seconds(cluster, s, plan.shards, plan.replica) for s in set(sizes)}
+    apart = plan.stride("data")
+    each = {s: all_gather_seconds(cluster, s, plan.shards, apart) for s in set(sizes)}
     return sum(each[size] for size in sizes)
 
 
@@ -392,16 +397,15 @@ def _bucketed(
         return 0.0, 0.0
     if plan.zero < 2 or plan.data == 1:
         return 0.0, wires_of(cluster, plan).all_reduce(size, ("data", *axes))
-    seconds = reduce_scatter_seconds(cluster, size, plan.shards, stride=plan.replica)
+    seconds = reduce_scatter_seconds(cluster, size, plan.shards, plan.stride("data"))
     return seconds, shards_seconds(cluster, size / plan.shards, axes, plan)
 
 
 def shards_seconds(cluster: Cluster, size: float, axes: tuple[str, ...], plan: Plan) -> float:
     """Seconds to sum shards of `size` bytes of gradients over their replicas and `axes`: one
     all-reduce over both, which takes no longer than one after the other."""
-    apart = plan.replica * plan.shards
-    between = all_reduce_seconds(cluster, size, plan.replicas, apart)
-    return between + wires_of(cluster, plan).all_reduce(size, axes)
+    wires = wires_of(cluster, plan)
+    return wires.all_reduce(size, ("replicate",)) + wires.all_reduce(size, axes)
 
 
 def _shared_bytes(profile: Profile, works: Sequence[StageWork]) -> list[int]:
@@ -523,7 +527,7 @@ def least_moved(profile: Profile, plan: Plan, cluster: Cluster, extra: int = 1) 
         return move(size) if plan.pipeline == 1 else max(0.0, move(size) - move(1))
 
     def gather(size: float) -> float:
-        return all_gather_seconds(cluster, size, plan.shards, plan.replica)
+        return all_gather_seconds(cluster, size, plan.shards, plan.stride("data"))
 
     others = [axis for axis in ("context", "tensor", "expert") if getattr(plan, axis) > 1]
     groups = [axes for n in range(len(others) + 1) for axes in combinations(others, n)]

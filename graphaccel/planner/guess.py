@@ -7,10 +7,13 @@ solved, never what is said of them.
 
 from __future__ import annotations
 
+from math import prod
+
 import numpy as np
 
 from graphaccel.planner.bounds import Bounds, Columns, over_parameters
 from graphaccel.planner.communication import send_seconds
+from graphaccel.planner.ordering import orders
 
 _CROWDED = 1.5
 
@@ -37,10 +40,7 @@ def guess(bounds: Bounds, of: Columns, least: np.ndarray) -> tuple[np.ndarray, n
     slower = again * (sums.work - sums.backward) / extra / of.pipeline
     stages = of.pipeline * of.interleave
     size = sums.crossing / layout.context * known.context
-    far = np.where(of.pipeline > 1, layout.replica * of.data, 0)
-    pairs = zip(size.tolist(), far.tolist(), strict=True)
-    one = {pair: send_seconds(cluster, pair[0], 0, pair[1]) for pair in set(pairs)}
-    sends = np.array([one[pair] for pair in zip(size.tolist(), far.tolist(), strict=True)])
+    sends = _sends(bounds, of, size)
     waits = (of.pipeline - 1) / of.interleave
     precision = bounds.plan(layout).precision
     read = sums.held * (0.5 if precision.compute != "float32" else 1.0)
@@ -48,6 +48,24 @@ def guess(bounds: Bounds, of: Columns, least: np.ndarray) -> tuple[np.ndarray, n
     slower = slower + whole / of.pipeline
     about = least + (of.microbatches + waits) * slower + 2 * (stages - 1) * sends
     return np.where(lean > room, np.inf, about), kept > _CROWDED * np.maximum(room, 0.0)
+
+
+def _sends(bounds: Bounds, of: Columns, size: np.ndarray) -> np.ndarray:
+    """Seconds of a message of `size` bytes to the next stage, the order in which it takes least."""
+    layout, cluster = of.layout, bounds.problem.cluster
+    plan = bounds.plan(layout, data=2, pipeline=2)  # of several devices on both
+    least = np.full(len(size), np.inf)
+    for order in orders(cluster, plan):
+        apart = prod(
+            (of.data if axis == "data" else getattr(layout, axis)
+             for axis in order[order.index("pipeline") + 1 :]),
+            start=np.ones_like(of.data),
+        )  # fmt: skip
+        far = np.where(of.pipeline > 1, apart, 0).tolist()
+        pairs = list(zip(size.tolist(), far, strict=True))
+        one = {pair: send_seconds(cluster, pair[0], 0, pair[1]) for pair in set(pairs)}
+        least = np.minimum(least, [one[pair] for pair in pairs])
+    return least
 
 
 def in_flight(of: Columns) -> np.ndarray:

@@ -19,6 +19,8 @@ from graphaccel.planner.module_pins import (
     vocabulary_placements,
 )
 from graphaccel.planner.offload import offload_text, read_offload
+from graphaccel.planner.order import AXES
+from graphaccel.planner.ordering import read_order
 from graphaccel.planner.plan import Plan, Precision
 from graphaccel.schedule.table import SCHEDULE_NAMES
 
@@ -36,14 +38,13 @@ ACCUMULATIONS = ("whole", "shards")
 ORT = ("off", "auto", "all")
 FALLBACK = ("error", "fx")
 COMPILE = ("off", "inductor")
-AXES = ("pipeline", "data", "expert", "context", "tensor")
 _COUNTS = (
     "data", "pipeline", "tensor", "context", "expert", "interleave", "microbatches", "bucket_bytes",
     "loss_chunk",
 )  # fmt: skip
 SWITCHES = ("sequence", "scatter_sends", "cast_once", "cuda_graphs")
 NAMES = (
-    *_COUNTS, "recompute", "precision", "schedule", "cuts", "outputs",
+    *_COUNTS, "order", "recompute", "precision", "schedule", "cuts", "outputs",
     "zero", "shard", "gather_again", "cast_once", "accumulation", "sequence", "scatter_sends",
     "pins", "fusions",
     "vocab", "stages", "ort", "fallback", "compile", "cuda_graphs", "offload",
@@ -71,6 +72,7 @@ class Pins:
     tensor: int | None = None
     context: int | None = None
     expert: int | None = None
+    order: tuple[str, ...] | None = None
     zero: int | None = None
     shard: int | None = None
     gather_again: bool | str | None = None
@@ -169,7 +171,7 @@ def read_pins(
         typed["stages"] = read_stages(given["stages"], step)
     if "offload" in given:
         typed["offload"] = read_offload(given["offload"])
-    found = Pins(**typed)
+    found = _ordered(Pins(**typed))
     _check_loss(found, step)
     found = _check_mesh(found, devices)
     if found.vocab is not None:
@@ -191,7 +193,7 @@ def check_alone(pins: Mapping[str, object], devices: int, batch: int) -> None:
         given["offload"] = read_offload(given["offload"])
     if "cuts" in given:
         given["cuts"] = _strings("cuts", given["cuts"])
-    found = _check_mesh(Pins(**given), devices)
+    found = _check_mesh(_ordered(Pins(**given)), devices)
     _check_together(found, devices, True)
     _check_batch(found, batch, Limits())
 
@@ -287,6 +289,15 @@ def _strings(pin: str, value: object) -> tuple[str, ...]:
         if all(isinstance(item, str) for item in value):
             return tuple(value)
     raise BadPin(pin=pin, value=value, reason="it is a list of names")
+
+
+def _ordered(pins: Pins) -> Pins:
+    """With every axis in the order: one that it leaves out has one device, wherever it stands."""
+    if pins.order is None:
+        return pins
+    order = read_order(pins.order, {axis: getattr(pins, axis) for axis in AXES})
+    left = {axis: 1 for axis in AXES if axis not in pins.order}
+    return replace(pins, order=order, **left)
 
 
 def _check_zero(pins: Pins, devices: int) -> None:
@@ -555,6 +566,7 @@ def base_plan(pins: Pins, devices: int, batch: int, graph: str, cluster: str, ou
         tensor=pins.tensor or 1,
         context=pins.context or 1,
         expert=pins.expert or 1,
+        order=pins.order or AXES,
         zero=min(pins.zeros),
         gather_again=True if pins.gather_again is None else pins.gather_again,
         cast_once=bool(pins.cast_once),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from graphaccel.ir.program import OrtDeclined, OrtRegion, OrtReport, Sharded
+from graphaccel.planner.order import AXES, PARTS, stride
 
 SCHEMA = 1
 GATHERS: tuple[bool | str, ...] = (True, "step", False)
@@ -168,7 +169,9 @@ class Alternative:
 class Plan:
     """The decisions, the predictions, and what they were made for.
 
-    Mesh axes: pipeline x data x expert x context x tensor = devices, the last one innermost.
+    Mesh axes: pipeline x data x expert x context x tensor = devices.
+    order: the axes from the outermost, whose neighbours are furthest apart, to the innermost
+      (`planner.order`).
     `interleave` stages lie on each pipeline rank; stage k is on pipeline rank k % pipeline.
     cuts: names of the forward-graph nodes after which a stage ends.
     recompute: names of the blocks that are computed again in the backward pass as a whole.
@@ -209,6 +212,7 @@ class Plan:
     tensor: int = 1
     context: int = 1
     expert: int = 1
+    order: tuple[str, ...] = AXES
     interleave: int = 1
     microbatches: int = 1
     schedule: str = "1f1b"
@@ -255,6 +259,31 @@ class Plan:
         inner = {axis: getattr(self, axis) for axis in ("expert", "context", "tensor")}
         inner = {axis: size for axis, size in inner.items() if size > 1}
         return {"data": self.data, **inner, "pipeline": self.pipeline}
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """Axis → devices on it, from the outside in; "replicate" and "shard" in the place of data
+        where ZeRO shards over a part of it."""
+        found: dict[str, int] = {}
+        for axis in self.order:
+            if axis == "data" and self.replicas > 1:
+                found |= dict(zip(PARTS, (self.replicas, self.shards), strict=True))
+            else:
+                found[axis] = getattr(self, axis)
+        return found
+
+    def stride(self, axis: str) -> int:
+        """How far apart neighbours on an axis are, in device numbers. Of data, where that is two,
+        on the part that ZeRO shards over."""
+        sizes = self.sizes
+        return stride(sizes, "shard" if axis == "data" and axis not in sizes else axis)
+
+    @property
+    def reordered(self) -> tuple[str, ...]:
+        """The axes of several devices from the outside in, where that is not the usual order."""
+        own, usual = ([axis for axis in order if getattr(self, axis) > 1]
+                      for order in (self.order, AXES))  # fmt: skip
+        return tuple(own) if own != usual else ()
 
     @property
     def replica(self) -> int:
@@ -322,6 +351,8 @@ class Plan:
         parts = [" x ".join(f"{axis} {size}" for axis, size in self.mesh.items())]
         if self.interleave > 1:
             parts[0] += f" x interleave {self.interleave}"
+        if self.reordered:
+            parts[0] += f" in the order {', '.join(self.reordered)}"
         if self.pipeline > 1 and self.schedule not in ("1f1b", "interleaved"):
             parts[0] += f", {self.schedule.replace('_', ' ')}"
         if self.zero:
@@ -377,6 +408,8 @@ class Plan:
         unknown = set(data) - {f.name for f in fields(Plan)}
         if unknown:
             raise ValueError(f"unknown fields in plan: {', '.join(sorted(unknown))}")
+        if sorted(data.get("order", AXES)) != sorted(AXES):
+            raise ValueError(f"order {data['order']!r} is not one of {', '.join(AXES)}")
         prediction = data.pop("prediction")
         if prediction is not None:
             memory = tuple(_stage_memory(**m) for m in prediction.pop("memory"))

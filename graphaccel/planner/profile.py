@@ -238,7 +238,7 @@ class Profile:
         wires: prices of the collectives in the graph, where it has some. chunk: see `SizedProfile`.
         """
         if wires is not None:  # no call of the graph goes over data, which is outside of the others
-            wires = replace(wires, data=1)
+            wires = wires.inside
         # memory changes no number here
         key = (microbatch, replace(device, memory=0), wires, chunk)
         if key not in self._sized:

@@ -2,7 +2,8 @@
 
 Every candidate is a choice of tensor x context x expert x data x pipeline x interleave x schedule x
 ZeRO x microbatches x recompute (precision only when pinned: it changes numerics). Solving one means
-choosing its cuts and the blocks to compute again, and predicting memory and time in closed form.
+choosing its cuts and the blocks to compute again, and predicting memory and time in closed form, in
+each order of its axes that is offered (`planner.ordering`).
 
 First come the candidates that shard nothing that was not asked for. Of these, one is not solved
 when its lower bound (`planner.bounds`) is above the 32nd best found so far. Then the others,

@@ -32,7 +32,7 @@ from graphaccel.planner.offering import offered
 from graphaccel.planner.pins import Pins, base_plan
 from graphaccel.planner.plan import GATHERS, Plan, Prediction
 from graphaccel.planner.record import Record
-from graphaccel.planner.solve import Outcome, Problem, excess, with_cuts_and_blocks
+from graphaccel.planner.solve import Outcome, Problem, excess, in_orders
 from graphaccel.planner.whole import solve_whole
 
 KEPT = 32
@@ -327,7 +327,7 @@ class _Solving:
             return
         plan = shape.on(self.base)
         try:
-            plan = with_cuts_and_blocks(problem, plan, shape.recompute, pins.cuts)
+            found = in_orders(problem, plan, shape.recompute, pins.cuts)
         except TooManyStages as error:
             if outcome.too_many is None or error.asked < outcome.too_many.asked:
                 outcome.too_many = error
@@ -337,14 +337,22 @@ class _Solving:
             outcome.refused = outcome.refused or error
             outcome.tally.impossible += 1
             return
-        known = outcome.by_mesh.get(mesh_key(plan))
         outcome.tally.solved += 1
-        outcome.seen.append(plan)
-        if excess(plan, problem.cluster) > 0:
+        fitting = [self._solved(one) for one in found]
+        if any(fitting):
+            self.settled.add(shape.mesh)
+        else:
             outcome.tally.infeasible += 1
+
+    def _solved(self, plan: Plan) -> bool:
+        """Note a solved candidate in one order of its axes: whether it fits."""
+        problem, pins, outcome = self.problem, self.pins, self.outcome
+        known = outcome.by_mesh.get(mesh_key(plan))
+        outcome.seen.append(plan)
+        fits = excess(plan, problem.cluster) <= 0
+        if not fits:
             outcome.missed(plan, problem.cluster)
         else:
-            self.settled.add(shape.mesh)
             outcome.fitting.append(plan)
             bisect.insort(self.times, weighed(plan, pins))
             long = plan.microbatches * plan.stages > _PLAYED  # playing it takes seconds
@@ -352,6 +360,7 @@ class _Solving:
                 self.limit = min(self.limit, self._weigh(plan, self._played(plan).seconds))
         if _better(plan, known, problem.cluster, pins):
             outcome.by_mesh[mesh_key(plan)] = plan
+        return fits
 
     def _weigh(self, plan: Plan, seconds: float) -> float:
         return seconds if plain(self.pins, plan) else seconds * WORTH
@@ -404,6 +413,7 @@ def _rank(plan: Plan, pins: Pins) -> tuple[object, ...]:
         plan.tensor,
         plan.context,
         plan.expert,
+        bool(plan.reordered),
     )
 
 

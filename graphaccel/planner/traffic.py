@@ -75,7 +75,7 @@ def traffic(profile: Profile, plan: Plan, cluster: Cluster) -> tuple[Traffic, ..
         found["pipeline", "send"].append(rows)
     for (_, stage, _), size in gathered_bytes(profile, sized, plan).items():
         rows, times = np.zeros((plan.pipeline, 3)), plan.microbatches
-        one = all_gather_seconds(cluster, size, plan.tensor)
+        one = all_gather_seconds(cluster, size, plan.tensor, plan.stride("tensor"))
         rows[stage % plan.pipeline] = times, size * times, one * times
         found["tensor", "all-gather"].append(rows)
     order = ("tensor", "context", "expert", "shard", "replicate", "data", "pipeline")
@@ -99,7 +99,7 @@ def _over_data(
     for axes, size in sizes.items():
         calls, inner = counts[axes], axes
         if plan.data > 1 and plan.zero >= 2:
-            one = reduce_scatter_seconds(cluster, size / calls, plan.shards, plan.replica)
+            one = reduce_scatter_seconds(cluster, size / calls, plan.shards, plan.stride("data"))
             found.append((plan.shard_axis, "reduce-scatter", calls * times, size * times,
                           calls * times * one))  # fmt: skip
             size /= plan.shards
@@ -115,7 +115,9 @@ def _over_data(
         again = 1
         if plan.zero == 3 and not plan.holds_gathered:
             again = plan.microbatches * (2 if plan.gather_again else 1)
-        seconds = sum(all_gather_seconds(cluster, n, plan.shards, plan.replica) for n in sizes)
+        seconds = sum(
+            all_gather_seconds(cluster, n, plan.shards, plan.stride("data")) for n in sizes
+        )
         found.append((plan.shard_axis, "all-gather", len(sizes) * again, sum(sizes) * again,
                       seconds * again))  # fmt: skip
     return found

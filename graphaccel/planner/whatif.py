@@ -32,6 +32,8 @@ from graphaccel.planner.explain import (
 )
 from graphaccel.planner.offering import offered
 from graphaccel.planner.offload import offload_text, read_offload
+from graphaccel.planner.order import AXES
+from graphaccel.planner.ordering import orders
 from graphaccel.planner.pins import NAMES, PRECISIONS, Pins
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.record import Record
@@ -43,7 +45,9 @@ _GIB = 2**30
 _OFF = 0.1  # how far each rate of the calibration is moved
 _NEAR = 4  # values of a decision that are tried on either side of the chosen one
 _OF_THE_GRAPH = ("fusions", "outputs")  # pins that graphs are made for before they are planned
-_SOLVED = frozenset({"recompute", "cuts", "loss_chunk", "offload", "cast_once"})  # with a candidate
+_SOLVED = frozenset(
+    {"order", "recompute", "cuts", "loss_chunk", "offload", "cast_once"}
+)  # with a candidate
 
 Replan = Callable[[Mapping[str, object]], Plan]
 
@@ -245,7 +249,7 @@ def value_of(plan: Plan, name: str, blocks: tuple[str, ...]) -> str:
         return _precision(plan)
     if name == "shard":
         return str(plan.shards)
-    return str(getattr(plan, name))
+    return _said(plan.order) if name == "order" else str(getattr(plan, name))
 
 
 def _precision(plan: Plan) -> str:
@@ -260,7 +264,7 @@ def _decisions(record: Record, problem: Problem, plan: Plan) -> Iterator[Decisio
         if not hasattr(plan, name) or not (values or pinned):
             continue
         chosen = value_of(plan, name, blocks)
-        others = [v for v in values if str(v) != chosen]
+        others = [v for v in values if _said(v) != chosen]
         if others and all(isinstance(v, int) and not isinstance(v, bool) for v in others):
             number = int(chosen)
             below = sorted((v for v in others if v < number), reverse=True)[:_NEAR]
@@ -278,6 +282,9 @@ def _values(record: Record, problem: Problem, plan: Plan, name: str) -> list:
         return []  # nothing to decide
     if name == "shard":
         return sorted(shard_sizes(problem.cluster, plan.data, plan.replica)) if plan.zero else []
+    if name == "order":
+        found = orders(problem.cluster, replace(plan, order=AXES, pinned=()))
+        return list(found) if len(found) > 1 else []
     if name == "schedule":
         return list(SCHEDULE_NAMES) if plan.pipeline > 1 else []
     if name in {f.name for f in fields(Shape)}:
@@ -305,26 +312,27 @@ def _loose(pins: Pins, name: str) -> Pins:
 
 def _choice(record: Record, problem: Problem, plan: Plan, name: str, value: object) -> Choice:
     """The best plan with `value`; what else follows from the chosen mesh is planned anew."""
+    said = _said(value)
     pin = read_offload(value) if name == "offload" else value
     wanted = _loose(replace(record.pins, **{name: pin}), name)
     try:
         outcome = solve_as_needed(problem, wanted, record.batch)
     except GraphAccelError as error:
-        return Choice(str(value), "", None, None, error.message().sentence)
+        return Choice(said, "", None, None, error.message().sentence)
     best = _first(outcome.fitting, record)
     found = best or outcome.closest
     if found is None:
-        return Choice(str(value), "", None, None, "no plan")
+        return Choice(said, "", None, None, "no plan")
     peak = fullest(found).peak
     reason = lost_because(found, plan, problem.cluster)
     if best is None:
-        return Choice(str(value), found.name, None, peak, reason)
+        return Choice(said, found.name, None, peak, reason)
     gain = 1 - seconds(best) / seconds(plan)
     if gain >= 0:
         pinned = name in record.pins.names
         numerics = "changes numerics: only when pinned" if name == "precision" else ""
         reason = no_slower(gain, "pinned otherwise" if pinned else numerics)
-    return Choice(str(value), best.name, seconds(best), peak, reason)
+    return Choice(said, best.name, seconds(best), peak, reason)
 
 
 def _prices(record: Record, problem: Problem, plan: Plan) -> Iterator[Price]:

@@ -1,5 +1,5 @@
 """Small problems, whole: every cut and every set of blocks, of what the bounds leave over, each
-block recomputed in any of its ways.
+block recomputed in any of its ways, and the axes in each order that is offered.
 
 `planner.solve` cuts evenly in time and computes again what each block alone saves: near the best,
 and not always it. Where few cuts are left to try, all are: each is played with nothing computed
@@ -18,13 +18,14 @@ from itertools import combinations, product
 from graphaccel.planner.bounds import Bounds, columns
 from graphaccel.planner.candidates import WORTH, Layout, Shape, plain
 from graphaccel.planner.explain import mesh_key, seconds
+from graphaccel.planner.ordering import orders
 from graphaccel.planner.pins import Pins
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.recompute import block_options
 from graphaccel.planner.solve import Outcome, Problem, chunked, excess
 from graphaccel.planner.stages import candidate_cuts
 
-_CUTS = 1500  # of all candidates together, more are not tried
+_CUTS = 1500  # of all candidates and orders of their axes together, more are not tried
 _PLANS = 4000  # that are played: some seconds at most
 _BETTER = 1 - 1e-9
 
@@ -120,21 +121,23 @@ def _positions(problem: Problem, plan: Plan) -> tuple[str, ...]:
 
 def _how_many(problem: Problem, pins: Pins, plan: Plan) -> int:
     if pins.cuts is not None or plan.stages == 1:
-        return 1
-    return math.comb(len(_positions(problem, plan)), plan.stages - 1)
+        return len(orders(problem.cluster, plan))
+    cuts = math.comb(len(_positions(problem, plan)), plan.stages - 1)
+    return cuts * len(orders(problem.cluster, plan))
 
 
 def _plans(problem: Problem, pins: Pins, plan: Plan) -> Iterator[Plan]:
     """Of one candidate, all but its blocks."""
     free = "scatter_sends" not in plan.pinned and plan.tensor > 1 and plan.pipeline > 1
-    for chunk in chunked(problem, plan):
+    several = product(orders(problem.cluster, plan), chunked(problem, plan))
+    for order, chunk in several:
         if pins.cuts is not None:
             cuts: Iterator[tuple[str, ...]] = iter([pins.cuts])
         else:
             cuts = combinations(_positions(problem, plan), plan.stages - 1)
         for choice in cuts:
             for parts in (False, True) if free else (plan.scatter_sends,):
-                one = replace(chunk, cuts=choice, scatter_sends=parts)
+                one = replace(chunk, order=order, cuts=choice, scatter_sends=parts)
                 yield one
                 held = replace(one, cast_once=True)
                 casts = plan.microbatches > 1 and "cast_once" not in plan.pinned

@@ -1,13 +1,13 @@
 """What the collectives inside a graph cost: those of the tensor, context and expert axes.
 
-Devices are numbered pipeline, data, expert, context, tensor from the outside in, so that the
-members of an axis stand as far apart as all axes inside it together hold devices.
+The members of an axis stand as far apart as all axes inside it together hold devices
+(`planner.order`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -21,10 +21,11 @@ from graphaccel.planner.communication import (
     reduce_scatter_seconds,
 )
 from graphaccel.planner.cost import Resolve, tensor_bytes
+from graphaccel.planner.order import PARTS, Group, group_of, stride
 from graphaccel.planner.plan import Plan
 
 _c10d = torch.ops._c10d_functional
-_INNERMOST_FIRST = ("tensor", "context", "expert", "data")
+_OUTSIDE = ("pipeline", "data", *PARTS)
 KINDS = {
     _c10d.all_reduce.default: "all-reduce",
     _c10d.all_gather_into_tensor.default: "all-gather",
@@ -48,25 +49,23 @@ def is_kept(node: fx.Node) -> bool:
 
 @dataclass(frozen=True)
 class Wires:
-    """The axes of a mesh on a cluster's links."""
+    """The axes of a mesh on a cluster's links: (axis, devices, stride) of those with several
+    devices."""
 
     cluster: Cluster
-    tensor: int = 1
-    context: int = 1
-    expert: int = 1
-    data: int = 1
+    axes: tuple[tuple[str, int, int], ...] = ()
 
-    def group(self, axes: Sequence[str]) -> tuple[int, int]:
-        """(devices, how far apart they are) of the group over some axes together."""
-        size, stride, inside = 1, 0, 1
-        for axis in _INNERMOST_FIRST:
-            ranks = getattr(self, axis)
-            if axis in axes and ranks > 1:
-                size, stride = size * ranks, stride or inside
-            inside *= ranks
-        return size, stride or 1
+    def group(self, axes: Collection[str]) -> Group:
+        """The devices of the group over some axes together; of none, one device."""
+        names = {*axes, *(PARTS if "data" in axes else ())}
+        return group_of((size, apart) for axis, size, apart in self.axes if axis in names)
 
-    def all_reduce(self, size: float, axes: Sequence[str]) -> float:
+    @property
+    def inside(self) -> Wires:
+        """Of the axes that calls of a graph go over."""
+        return replace(self, axes=tuple(own for own in self.axes if own[0] not in _OUTSIDE))
+
+    def all_reduce(self, size: float, axes: Collection[str]) -> float:
         """Seconds to sum `size` bytes over some axes together; 0 where they have one device."""
         return all_reduce_seconds(self.cluster, size, *self.group(axes))
 
@@ -75,10 +74,8 @@ class Wires:
         kind = KINDS.get(node.target)
         if kind is None:
             return 0.0
-        return _SECONDS[kind](self.cluster, sent_bytes(node, sizes), *self._of(node))
-
-    def _of(self, node: fx.Node) -> tuple[int, int]:
-        return self.group(str(node.args[-1]).split("+"))
+        group = self.group(str(node.args[-1]).split("+"))
+        return _SECONDS[kind](self.cluster, sent_bytes(node, sizes), *group)
 
 
 def sent_bytes(node: fx.Node, sizes: Resolve) -> int:
@@ -90,4 +87,6 @@ def sent_bytes(node: fx.Node, sizes: Resolve) -> int:
 
 def wires_of(cluster: Cluster, plan: Plan) -> Wires:
     """The wires of a plan's mesh; memory changes no price, so that it is left out."""
-    return Wires(cluster.bare, plan.tensor, plan.context, plan.expert, plan.data)
+    sizes = plan.sizes
+    own = [(axis, size, stride(sizes, axis)) for axis, size in sizes.items() if size > 1]
+    return Wires(cluster.bare, tuple(sorted(own)))

@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from graphaccel.errors import CannotExport
+from graphaccel.planner.order import AXES
+from graphaccel.planner.ordering import DATA_OUTSIDE
 from graphaccel.planner.plan import Plan
 from graphaccel.report.facts import Facts
 
@@ -42,6 +44,9 @@ def _common(facts: Facts, refused: list[str], target: str) -> None:
     if plan.placements:
         names = ", ".join(name for name, _ in plan.placements)
         refused.append(f"how single parameters rest ({names}): {target} decides that for a module")
+    if plan.reordered and target != "Megatron-LM":
+        refused.append(f"axes in the order {', '.join(plan.reordered)}: the mesh of {target} has "
+                       f"{', '.join(axis for axis in AXES if axis in plan.reordered)}")  # fmt: skip
     if plan.outputs != "loss":
         refused.append(f'outputs="{plan.outputs}": {target} computes the loss only')
     if plan.precision.products == "tfloat32":
@@ -173,6 +178,11 @@ def _megatron(facts: Facts, refused: list[str]) -> str:
         flags.append(("sequence-parallel", None))
     if plan.expert > 1:
         flags.append(("moe-token-dispatcher-type", "alltoall"))
+    if plan.reordered:
+        if plan.reordered != tuple(axis for axis in DATA_OUTSIDE if axis in plan.reordered):
+            refused.append(f"axes in the order {', '.join(plan.reordered)}: it has pipeline or "
+                           "data outermost, and tensor innermost")  # fmt: skip
+        flags.append(("use-tp-pp-dp-mapping", None))
     if plan.pipeline > 1:
         flags.append(("pipeline-model-parallel-layout", _layout(_layers(facts))))
         if plan.tensor > 1 and not plan.scatter_sends and not plan.sequence:

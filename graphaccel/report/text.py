@@ -104,6 +104,8 @@ def _decisions(facts: Facts) -> list[str]:
     if plan.shard:
         split += f" (replicate {plan.replicas} x shard {plan.shard})"
     lines.append(f"  batch {plan.batch} = {split} x {parts} of {plan.microbatch_size}")
+    if plan.reordered:
+        lines += wrapped(f"neighbours on an axis: {_apart(plan)}")
     if plan.data > 1:
         lines.append(f"  {_summed(plan)}")
     for row in facts.resting:
@@ -147,6 +149,13 @@ def _decisions(facts: Facts) -> list[str]:
         blocks = fold(own.blocks, parameters=False)
         lines.append(clipped(f"  recompute {blocks} but for {', '.join(own.saved)}"))
     return lines + [clipped(line) for line in ort_lines(plan)]
+
+
+def _apart(plan: Plan) -> str:
+    """How far apart devices that are next to each other on an axis are, where the plan has an order
+    of its own: the outermost axis crosses nodes first."""
+    each = [f"{axis} {plan.stride(axis)}" for axis in plan.reordered]
+    return f"{', '.join(each)} devices apart"
 
 
 def _summed(plan: Plan) -> str:

@@ -1,50 +1,43 @@
 """Process groups of a mesh with named axes: who talks to whom.
 
-Axes from the outside in: pipeline, data, expert, context, tensor. With coordinates p, d, e, c, t
-
-    rank = (((p * data + d) * expert + e) * context + c) * tensor + t
-
-so that ranks that say most to each other are neighbours. Stage k lies on pipeline coordinate
-k % pipeline, and messages between stages go to the rank with the same other coordinates. Where ZeRO
-shards over a part of the data axis, that is two: replicate, and within it shard,
-
-    d = r * shard + s
-
-so that the ranks whose shards make a whole are the nearer ones. "data" still names both together.
+The plan says in which order the axes lie over the ranks (`planner.order`): by default so that ranks
+that say most to each other are neighbours. Stage k lies on pipeline coordinate k % pipeline, and
+messages between stages go to the rank with the same other coordinates. Where ZeRO shards over a
+part of the data axis, that is two: replicate, and within it shard, so that the ranks whose shards
+make a whole are the nearer ones. "data" still names both together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
-from itertools import product
+from itertools import permutations, product
 from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from graphaccel.planner.order import AXES, PARTS, coordinates, members, number_of
 from graphaccel.planner.plan import Plan
 
-AXES = ("pipeline", "data", "expert", "context", "tensor")
-_PARTS = ("replicate", "shard")  # of the data axis, from the outside in
-_ORDER = ("pipeline", "data", *_PARTS, "expert", "context", "tensor")
+_NAMES = (*AXES, *PARTS)
 
 
 def axes_of(name: Any) -> tuple[str, ...]:
     """The axes in `data` or `data+tensor`; none for anything else."""
     parts = tuple(name.split("+")) if isinstance(name, str) else ()
-    return parts if parts and all(part in _ORDER for part in parts) else ()
+    return parts if parts and all(part in _NAMES for part in parts) else ()
 
 
 @dataclass(frozen=True)
 class Mesh:
     """This rank's place and the groups it needs. A group of one is None: nothing to say.
 
-    sizes: axis → devices; "replicate" and "shard" in the place of "data" where that is two axes.
-    groups: axis, or several joined by "+" from the outside in → the group of the
+    sizes: axis → devices, from the outside in; "replicate" and "shard" in the place of "data" where
+    that is two axes. groups: axis, or several joined by "+" in any order → the group of the
     ranks that differ from this one on those axes only.
     shared_groups: sorted pipeline coordinates → the group of those ranks within this replica.
     channels: (source rank, destination rank, direction) → group (NCCL knows no tags; gloo needs
@@ -65,7 +58,7 @@ class Mesh:
         return prod(self.sizes[axis] for axis in self._parts(axes))
 
     def coordinate(self, axes: str) -> int:
-        """This rank's place on an axis; on several, counted with the last one innermost."""
+        """This rank's place on an axis; on several, in the group over them."""
         place = 0
         for axis in self._parts(axes):
             place = place * self.sizes[axis] + self._coordinates[axis]
@@ -77,7 +70,7 @@ class Mesh:
 
     def ranks(self, axes: str) -> list[int]:
         """The ranks of `group(axes)`, in the order of their coordinate."""
-        return _ranks(self.sizes, self._parts(axes), self._coordinates)
+        return members(self.sizes, self._parts(axes), self._coordinates)
 
     def joined(self, names: Collection[str]) -> str:
         """Axes from the outside in, joined by "+"."""
@@ -86,13 +79,13 @@ class Mesh:
     @property
     def axes(self) -> tuple[str, ...]:
         """The axes of `sizes`, from the outside in."""
-        return _outside_in(self.sizes)
+        return tuple(self.sizes)
 
     def _parts(self, axes: str) -> tuple[str, ...]:
-        """The axes of `sizes` that one or several joined by "+" consist of."""
-        split = "data" not in self.sizes
-        named = (_PARTS if split and axis == "data" else (axis,) for axis in axes_of(axes))
-        return tuple(part for parts in named for part in parts)
+        """The axes of `sizes` that one or several joined by "+" consist of, from the outside in: in
+        the order in which torch numbers the ranks of a group."""
+        named = {*axes_of(axes), *(PARTS if "data" in axes_of(axes) else ())}
+        return tuple(axis for axis in self.sizes if axis in named)
 
     def ensure(self, wanted: Iterable[str]) -> None:
         """Make the groups that are not there yet. Collective: every rank asks for the same ones."""
@@ -100,7 +93,7 @@ class Mesh:
             names = self._parts(axes)
             others = [axis for axis in self.axes if axis not in names]
             for place in product(*(range(self.sizes[axis]) for axis in others)):
-                ranks = _ranks(self.sizes, names, dict(zip(others, place, strict=True)))
+                ranks = members(self.sizes, names, dict(zip(others, place, strict=True)))
                 group = new_group(ranks, self.timeout)
                 if self.rank in ranks:
                     self.groups[axes] = group
@@ -159,32 +152,13 @@ class Mesh:
 
     def rank_of(self, stage: int) -> int:
         """The rank that holds a stage of this rank's replica."""
-        inner = self.world // self.pipeline
-        return (stage % self.pipeline) * inner + self.rank % inner
+        place = {**self._coordinates, "pipeline": stage % self.pipeline}
+        return number_of(self.sizes, place)
 
-
-def coordinates(sizes: dict[str, int], rank: int) -> dict[str, int]:
-    """A rank's place on each axis."""
-    found = {}
-    for axis in reversed(_outside_in(sizes)):
-        rank, found[axis] = divmod(rank, sizes[axis])
-    return found
-
-
-def _outside_in(sizes: Mapping[str, int]) -> tuple[str, ...]:
-    return tuple(axis for axis in _ORDER if axis in sizes)
-
-
-def _ranks(sizes: dict[str, int], along: tuple[str, ...], at: dict[str, int]) -> list[int]:
-    """Ranks that take every coordinate on `along` and stand at `at` on the other axes."""
-    ranks = []
-    for place in product(*(range(sizes[axis]) for axis in along)):
-        coordinate = {**at, **dict(zip(along, place, strict=True))}
-        rank = 0
-        for axis in _outside_in(sizes):
-            rank = rank * sizes[axis] + coordinate[axis]
-        ranks.append(rank)
-    return ranks
+    def holders(self, pipeline: int) -> list[int]:
+        """The ranks at a pipeline coordinate, in the order of their other coordinates."""
+        others = [axis for axis in self.axes if axis != "pipeline"]
+        return members(self.sizes, others, {"pipeline": pipeline})
 
 
 def build_mesh(
@@ -195,37 +169,23 @@ def build_mesh(
     Others are made when a program with collectives over them comes (`Mesh.ensure`).
     shared: sets of stages that hold the same parameter.
     """
-    sizes = _sizes(plan)
     if plan.devices == 1:
-        return Mesh(0, sizes, device, timeout)
-    mesh = Mesh(dist.get_rank(), sizes, device, timeout)
+        return Mesh(0, plan.sizes, device, timeout)
+    mesh = Mesh(dist.get_rank(), plan.sizes, device, timeout)
     mesh.ensure(["+".join(AXES), "data", "pipeline"])
     if plan.devices == plan.pipeline * plan.data:
         mesh.groups["pipeline+data"] = mesh.world_group
     else:
         mesh.ensure(["pipeline+data"])
-    inner = mesh.world // mesh.pipeline
     places = sorted({tuple(sorted({s % plan.pipeline for s in stages})) for stages in shared})
     for pipeline in places:
-        for r in range(inner):
-            ranks = [p * inner + r for p in pipeline]
-            group = new_group(ranks, timeout)
+        for ranks in zip(*(mesh.holders(p) for p in pipeline), strict=True):
+            group = new_group(list(ranks), timeout)
             if mesh.rank in ranks:
                 mesh.shared_groups[pipeline] = group
     if dist.get_backend() == "nccl":
-        _make_channels(mesh, inner)
+        _make_channels(mesh)
     return mesh
-
-
-def _sizes(plan: Plan) -> dict[str, int]:
-    """Axis → devices, from the outside in."""
-    sizes = {}
-    for axis in AXES:
-        if axis == "data" and plan.replicas > 1:
-            sizes |= {"replicate": plan.replicas, "shard": plan.shards}
-        else:
-            sizes[axis] = getattr(plan, axis)
-    return sizes
 
 
 def new_group(ranks: list[int], timeout: timedelta) -> Any:
@@ -233,13 +193,10 @@ def new_group(ranks: list[int], timeout: timedelta) -> Any:
     return dist.new_group(ranks, timeout=timeout) if len(ranks) > 1 else None
 
 
-def _make_channels(mesh: Mesh, inner: int) -> None:
+def _make_channels(mesh: Mesh) -> None:
     """One communicator per ordered pair and direction: NCCL serialises what shares one."""
-    for r in range(inner):
-        for source, destination in product(range(mesh.pipeline), repeat=2):
-            if source == destination:
-                continue
-            pair = (source * inner + r, destination * inner + r)
+    for replica in zip(*(mesh.holders(p) for p in range(mesh.pipeline)), strict=True):
+        for pair in permutations(replica, 2):
             for direction in ("forward", "backward"):
                 group = dist.new_group(sorted(pair), timeout=mesh.timeout)
                 mesh.channels[(*pair, direction)] = group

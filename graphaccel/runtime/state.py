@@ -32,13 +32,12 @@ def stage_meshes(session: Session) -> dict[int, DeviceMesh]:
     mesh = session.mesh
     if mesh.pipeline == 1 and not session.states and not session.parameters:
         return {}
-    inner = mesh.world // mesh.pipeline
-    axes = [axis for axis in mesh.axes[1:] if mesh.sizes[axis] > 1]
+    axes = [axis for axis in mesh.axes if axis != "pipeline" and mesh.sizes[axis] > 1]
     mesh.ensure(axes)
     shape = [mesh.sizes[axis] for axis in axes] or [1]
     found = {}
     for p in range(mesh.pipeline):
-        ranks = torch.arange(p * inner, (p + 1) * inner).view(shape)
+        ranks = torch.tensor(mesh.holders(p)).view(shape)
         if p == mesh.pipeline_index and axes:
             groups = [mesh.group(axis) for axis in axes]
             found[p] = DeviceMesh.from_group(

@@ -79,6 +79,7 @@ def test_no_command_is_a_bad_argument(capsys: pytest.CaptureFixture[str]) -> Non
         (["--devices", "2", "--json", "nowhere/p.json"], "there is no folder 'nowhere'"),
         (["--devices", "2", "--html", "."], "'.' is a folder"),
         (["--devices", "2", "--cuts", "a,,b"], "'a,,b' is no list of names"),
+        (["--devices", "2", "--order", "data,,tensor"], "'data,,tensor' is no list of names"),
         (["--devices", "2", "--schedule", "2f2b"], "invalid choice: '2f2b'"),
         (["--devices", "2", "--export", "deepspeed", "--explain"], "leave --explain out"),
         (["--devices", "2", "--export", "deepspeed", "--why-not", "data=2"], "leave --why-not out"),
@@ -106,8 +107,8 @@ def test_plan_arguments(model_file: Path) -> None:
     text = f"plan {model_file}:job --devices 8 --device h100-80gb --memory 1.5GiB --batch 64"
     pins = "--json p.json --data 2 --pipeline 4 --interleave 2 --microbatches 8"
     pins += (
-        " --tensor 2 --context 2 --expert 2 --zero 3 --shard 2 --no-sequence --scatter-sends"
-        " --gather-again --no-cast-once"
+        " --tensor 2 --context 2 --expert 2 --order data,pipeline --zero 3 --shard 2"
+        " --no-sequence --scatter-sends --gather-again --no-cast-once"
     )
     choices = "--recompute some --precision bf16 --html r.html --trace t.json --save-cluster c.json"
     choices += " --accumulation shards --vocab data --stage h.3=1 --stage h.4=2 --compile inductor"
@@ -115,7 +116,7 @@ def test_plan_arguments(model_file: Path) -> None:
     choices += " --offload optimizer --schedule interleaved --cuts a,b --bucket-bytes 25MiB"
     shown = "--format json --measure 3 --explain --why-not pipeline=4,recompute=none"
     shown += " --why-not data=-1 --why-not sequence=false --why-not recompute=h.0+h.1,ort=off"
-    shown += " --why-not bucket_bytes=1MiB,fusions=gelu"
+    shown += " --why-not bucket_bytes=1MiB,fusions=gelu,order=data+pipeline"
     line = f"{text} {pins} {choices} {shown}"
     arguments = vars(cli.build_parser().parse_args(line.split()))
     del arguments["run_command"], arguments["usage_error"]
@@ -133,6 +134,7 @@ def test_plan_arguments(model_file: Path) -> None:
         "tensor": 2,
         "context": 2,
         "expert": 2,
+        "order": ("data", "pipeline"),
         "zero": 3,
         "shard": 2,
         "refine": None,
@@ -162,7 +164,7 @@ def test_plan_arguments(model_file: Path) -> None:
             {"data": -1},
             {"sequence": False},
             {"recompute": ("h.0", "h.1"), "ort": "off"},
-            {"bucket_bytes": 1 << 20, "fusions": ("gelu",)},
+            {"bucket_bytes": 1 << 20, "fusions": ("gelu",), "order": ("data", "pipeline")},
         ],
         "compare": None,
         "export": None,

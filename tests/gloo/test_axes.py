@@ -22,10 +22,11 @@ from graphaccel.handle import choose_together
 from graphaccel.ir.program import Sharded, StepProgram
 from graphaccel.kernels.register import fusion_of
 from graphaccel.model import Model, as_batch
+from graphaccel.planner.order import coordinates
 from graphaccel.planner.plan import Plan
 from graphaccel.rules.shard import Shard
 from graphaccel.runtime.executor import Executor, Held
-from graphaccel.runtime.mesh import build_mesh, coordinates
+from graphaccel.runtime.mesh import build_mesh
 from graphaccel.runtime.share import share_capture
 from tests.support.captures import read_captures, write_captures
 from tests.support.casts import lift_loss_cast

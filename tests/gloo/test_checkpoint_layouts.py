@@ -38,6 +38,11 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "zero1": (2, {"data": 2, "zero": 1}),
     "zero2 on four": (4, {"data": 4, "zero": 2}),
     "zero3 in a pipeline": (4, {"data": 2, "zero": 3, "pipeline": 2, "microbatches": 2}),
+    "zero3 around a pipeline": (
+        4,
+        {"data": 2, "zero": 3, "pipeline": 2, "microbatches": 2, "order": ("data", "pipeline")},
+    ),
+    "tensor around data": (4, {"data": 2, "tensor": 2, "zero": 3, "order": ("tensor", "data")}),
     "tensor and data": (4, {"data": 2, "tensor": 2, "zero": 3}),
     "pipeline of four": (4, {"pipeline": 4, "microbatches": 4}),
     "zero3 replicated": (4, {"data": 4, "zero": 3, "shard": 2}),
@@ -64,6 +69,9 @@ WAYS = [
     ("zero3 replicated", "zero3"),
     ("zero1 replicated", "zero2 replicated, tensor"),
     ("zero2 replicated, tensor", "zero1 replicated"),
+    ("zero3 in a pipeline", "zero3 around a pipeline"),
+    ("zero3 around a pipeline", "tensor around data"),
+    ("tensor around data", "zero3"),
 ]
 
 

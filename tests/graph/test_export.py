@@ -110,6 +110,29 @@ def test_megatron() -> None:
     ]
 
 
+def test_megatron_has_data_outside_the_pipeline() -> None:
+    settings = {"data": 2, "pipeline": 2, "tensor": 2, "microbatches": 4}
+    usual = export(facts(4, 4, **settings), "megatron")
+    assert "--use-tp-pp-dp-mapping" not in usual
+    other = facts(4, 4, **settings, order=("data", "pipeline", "expert", "context", "tensor"))
+    flags = export(other, "megatron").splitlines()
+    assert "--use-tp-pp-dp-mapping" in flags
+    assert [flag for flag in flags[1:] if "mapping" not in flag] == usual.splitlines()[1:]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_an_order_that_a_target_does_not_have(target: str) -> None:
+    made = facts(
+        data=4, tensor=2, zero=2, order=("tensor", "data", "expert", "context", "pipeline")
+    )
+    with pytest.raises(CannotExport) as caught:
+        export(made, target)
+    assert sum("in the order tensor, data" in reason for reason in caught.value.reasons) == 1
+    order = "data", "pipeline", "expert", "context", "tensor"
+    same = replace(made, plan=replace(made.plan, order=order))
+    assert export(same, target)  # there is no pipeline
+
+
 def test_megatron_multiplies_in_8_bits() -> None:
     said = export(facts(data=8, precision=PRECISIONS["fp8"]), "megatron").splitlines()
     assert {"--bf16", "--fp8-format hybrid"} <= set(said)

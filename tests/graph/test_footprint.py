@@ -25,7 +25,7 @@ from graphaccel.planner.pins import Limits, Pins, base_plan
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.profile import Profile
 from graphaccel.planner.solve import Problem, with_cuts_and_blocks
-from graphaccel.planner.wires import Wires
+from graphaccel.planner.wires import wires_of
 from graphaccel.planner.works import stage_works
 from tests.support.zoo import ALL
 
@@ -115,12 +115,14 @@ def test_sizes_grow_as_those_of_the_whole_graph(captured: Captured, made_up: Mad
 
 
 def test_axes_lie_on_the_links_they_reach(made_up: MadeUp) -> None:
-    wires = Wires(made_up(16), tensor=2, context=2, expert=1, data=4)
-    assert wires.group(["tensor"]) == (2, 1)
-    assert wires.group(["context"]) == (2, 2)
-    assert wires.group(["data"]) == (4, 4)
-    assert wires.group(["data", "tensor"]) == (8, 1)
-    assert wires.group(["expert"]) == (1, 1)
+    plan = Plan(16, tensor=2, context=2, expert=1, data=4)
+    wires = wires_of(made_up(16), plan)
+    assert wires.group(["tensor"]) == (2, 1, ())
+    assert wires.group(["context"]) == (2, 2, ())
+    assert wires.group(["data"]) == (4, 4, ())
+    assert wires.group(["context", "tensor"]) == (4, 1, ())
+    assert wires.group(["data", "tensor"]) == (2, 1, ((4, 4),))
+    assert wires.group(["expert"]) == (1, 1, ())
     inner, outer = wires.all_reduce(1e6, ["tensor"]), wires.all_reduce(1e6, ["data"])
     assert inner == all_reduce_seconds(made_up(16), 1e6, 2)
     assert outer == all_reduce_seconds(made_up(16), 1e6, 4, stride=4) > inner

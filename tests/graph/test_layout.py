@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphaccel.ir.program import Sharded
+from graphaccel.planner.order import AXES, coordinates
 from graphaccel.runtime.layout import Layout
-from graphaccel.runtime.mesh import AXES, Mesh, coordinates
+from graphaccel.runtime.mesh import Mesh
 
 SIZES = {"pipeline": 1, "data": 2, "expert": 1, "context": 1, "tensor": 3}
 

@@ -20,22 +20,43 @@ from graphaccel.errors import BadPin
 from graphaccel.passes.localise import localised
 from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.layouts import Layouts, LocalGraph, rates_of
+from graphaccel.planner.order import AXES, coordinates, number_of, stride
 from graphaccel.planner.pins import Limits, read_pins
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.profile import Profile
 from graphaccel.planner.search import search
 from graphaccel.runtime.bind import bind
-from graphaccel.runtime.mesh import AXES, Mesh, axes_of, coordinates
+from graphaccel.runtime.mesh import Mesh, axes_of
 
-sizes = st.fixed_dictionaries({axis: st.integers(1, 3) for axis in AXES})
+
+@st.composite
+def meshes(draw: st.DrawFn) -> dict[str, int]:
+    """Sizes of the axes, in any order."""
+    return {axis: draw(st.integers(1, 3)) for axis in draw(st.permutations(AXES))}
+
+
+sizes = meshes()
 
 
 @given(sizes, st.data())
-def test_tensor_is_the_innermost_axis(size: dict[str, int], data: st.DataObject) -> None:
+def test_the_last_axis_is_the_innermost(size: dict[str, int], data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, prod(size.values()) - 1))
-    p, d, e, c, t = (coordinates(size, rank)[axis] for axis in AXES)
-    inner = (((p * size["data"] + d) * size["expert"] + e) * size["context"] + c) * size["tensor"]
-    assert rank == inner + t
+    at = coordinates(size, rank)
+    a, b, c, d, e = (at[axis] for axis in size)
+    _, two, three, four, five = size.values()
+    assert rank == (((a * two + b) * three + c) * four + d) * five + e
+    assert number_of(size, at) == rank
+    for axis in size:
+        if at[axis]:
+            assert rank - number_of(size, {**at, axis: at[axis] - 1}) == stride(size, axis)
+
+
+def test_the_tensor_axis_is_the_innermost_unless_said_otherwise() -> None:
+    plan = Plan(32, pipeline=2, data=2, expert=2, context=2, tensor=2)
+    assert tuple(plan.sizes) == ("pipeline", "data", "expert", "context", "tensor")
+    other = replace(plan, order=("tensor", "data", "expert", "context", "pipeline"), shard=1)
+    assert tuple(other.sizes) == ("tensor", "replicate", "shard", "expert", "context", "pipeline")
+    assert [other.stride(axis) for axis in ("tensor", "data", "pipeline")] == [16, 8, 1]
 
 
 @given(sizes, st.data())
@@ -44,7 +65,7 @@ def test_ranks_of_a_group_differ_on_its_axes_only(
 ) -> None:
     rank = data.draw(st.integers(0, prod(size.values()) - 1))
     chosen = data.draw(st.lists(st.sampled_from(AXES), min_size=1, unique=True))
-    name = "+".join(axis for axis in AXES if axis in chosen)
+    name = "+".join(chosen)  # in any order
     mesh = Mesh(rank, size)
     ranks = mesh.ranks(name)
     assert len(ranks) == len(set(ranks)) == mesh.size(name)

@@ -23,6 +23,7 @@ from graphaccel.planner.bounds import Bounds, columns
 from graphaccel.planner.candidates import Shape
 from graphaccel.planner.cluster import Cluster, Device, Link
 from graphaccel.planner.layouts import Layouts, rates_of
+from graphaccel.planner.order import AXES
 from graphaccel.planner.pins import Limits, Pins
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.profile import Profile
@@ -208,6 +209,63 @@ def test_it_finds_the_part_of_the_data_axis_to_shard_over(seed: int) -> None:
     check({**drawn, "count": draw.choice((4, 6, 8)), "pins": pins})
 
 
+NODES = range(300, 330)
+"""Seeds of problems on two nodes, with data and a pipeline: which of them crosses is a choice."""
+SWAPPED = 310
+"""One whose best plan has data outside the pipeline."""
+
+
+def on_two_nodes(seed: int) -> dict[str, Any]:
+    drawn, draw = drawn_by(seed), Random(-seed)
+    count = draw.choice((4, 6, 8))
+    near, far = draw.choice(((1e-6, 1e9), (1e-6, 1e11))), draw.choice(((1e-5, 1e7), (1e-4, 1e8)))
+    levels = (count // 2, *near), (8, *far)
+    pins = {**drawn["pins"], "data": count // 2, "pipeline": 2}
+    pins.pop("microbatches", None)
+    return {**drawn, "count": count, "batch": 12, "levels": levels, "pins": pins}
+
+
+@pytest.mark.parametrize("seed", NODES)
+def test_it_finds_the_order_of_the_axes(seed: int) -> None:
+    check(on_two_nodes(seed))
+
+
+SLOW_NEAR, FAST_FAR = (1e-4, 1e6), (1e-7, 1e11)
+"""Links inside a node that are slower than those between nodes: what a bound takes to be near would
+be too dear."""
+
+
+@pytest.mark.parametrize("seed", range(400, 408))
+def test_any_order_can_be_pinned(seed: int) -> None:
+    """Bounds and search count collectives in the graph as far apart as they then are."""
+    drawn, draw = on_two_nodes(seed), Random(seed)
+    others = draw.sample([axis for axis in AXES if axis != "context"], len(AXES) - 1)
+    pins = {"order": ("context", *others), "tensor": draw.choice((1, 2)), "context": 2}
+    near, far = (SLOW_NEAR, FAST_FAR) if seed % 2 else (own[1:] for own in drawn["levels"])
+    levels = (4, *near), (8, *far)
+    own = {"model": SHARDED, "count": 8, "batch": 8, "pins": pins, "levels": levels}
+    check({**drawn, **own})
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_data_may_be_quicker_between_nodes(zero: int) -> None:
+    drawn, levels = on_two_nodes(410), ((4, *SLOW_NEAR), (8, *FAST_FAR))
+    pins = {"data": 2, "pipeline": 4, "microbatches": 1, "recompute": "none", "zero": zero}
+    check({**drawn, "model": "uneven of 4", "count": 8, "pins": pins, "levels": levels})
+
+
+def test_the_best_plan_may_have_another_order() -> None:
+    drawn = on_two_nodes(SWAPPED)
+    roomy = problem_of(drawn)
+    pins = narrowed(roomy, dict(drawn["pins"]), drawn["batch"])
+    plan = planned(drawn, pins, 1 << 40)
+    assert plan is not None
+    assert plan.reordered == ("data", "pipeline")
+    usual = planned(drawn, {**pins, "order": ("pipeline", "data")}, 1 << 40)
+    assert usual is not None
+    assert weighed(plan, Pins(**pins)) < weighed(usual, Pins(**pins)) * 0.98
+
+
 def test_stages_that_are_unlike_each_other() -> None:
     check(UNLIKE)
 
@@ -280,7 +338,8 @@ def check_bounds(
     problem: Problem, found: list[Found], pins: Mapping[str, Any], batch: int, memory: int
 ) -> None:
     """No plan takes less than its mesh's bound, and none fits where the bound says none does."""
-    base = Plan(problem.cluster.count, batch=batch, pinned=tuple(pins))
+    order = pins.get("order", AXES)
+    base = Plan(problem.cluster.count, batch=batch, pinned=tuple(pins), order=order)
     tight = Bounds(problem_with(problem, memory), base)
     for mesh in {one.mesh for one in found}:
         own = [one for one in found if one.mesh == mesh]

@@ -26,6 +26,12 @@ CASES = {
         16 * 1024,
         {"data": 2, "pipeline": 2, "interleave": 1, "microbatches": 4},
     ),
+    "gpt-order": (
+        "gpt",
+        8,
+        16 * 1024,
+        {"order": ("data", "pipeline"), "data": 4, "pipeline": 2, "schedule": "1f1b", "zero": 0},
+    ),
     "gpt-tight": ("gpt", 2, 1000, {}),
     "t5-interleaved": ("t5", 2, 16 * 1024, {"pipeline": 2, "interleave": 2, "microbatches": 4}),
     "vit-one-device": ("vit", 1, 16 * 1024, {}),

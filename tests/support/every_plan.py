@@ -56,11 +56,28 @@ def meshes(problem: Problem, pins: Mapping[str, Any], batch: int) -> Iterator[Pl
                 if batch // data % microbatches:
                     continue
                 axes = {"tensor": tensor, "context": context, "pipeline": pipeline, "data": data}
-                for more in _ways(problem, pins, pipeline, data, microbatches):
-                    plan = Plan(count, batch=batch, microbatches=microbatches, **axes, **more)
+                for order, more in product(
+                    _orders(problem, pins, pipeline, data),
+                    _ways(problem, pins, pipeline, data, microbatches),
+                ):
+                    plan = Plan(count, batch=batch, microbatches=microbatches, **axes, **more,
+                                order=order)  # fmt: skip
                     if all(_decided(plan, name) == value for name, value in pins.items()
                            if name != "recompute"):  # fmt: skip
                         yield plan
+
+
+def _orders(
+    problem: Problem, pins: Mapping[str, Any], pipeline: int, data: int
+) -> list[tuple[str, ...]]:
+    """Pipeline or data outermost, where there are both, and links of which some reach further."""
+    if "order" in pins:
+        return [pins["order"]]
+    inner = ("expert", "context", "tensor")
+    found = [("pipeline", "data", *inner)]
+    if len(problem.cluster.links) > 1 and pipeline > 1 and data > 1:
+        found.append(("data", "pipeline", *inner))
+    return found
 
 
 def _decided(plan: Plan, name: str) -> Any:

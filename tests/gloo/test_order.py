@@ -1,0 +1,75 @@
+"""Mesh axes in other orders over the ranks: the step of one device."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from graphaccel.planner.order import AXES, coordinates
+from tests.support.parity import Reference, build, compare, reference, run_plan
+from tests.support.pool import Pool
+
+pytestmark = pytest.mark.multiprocess
+
+PLANS: dict[str, tuple[int, dict[str, Any]]] = {
+    "tensor, pipeline": (4, {"tensor": 2, "pipeline": 2, "microbatches": 2}),
+    "tensor, data": (4, {"tensor": 2, "data": 2, "zero": 3}),
+    "data, pipeline": (4, {"data": 2, "pipeline": 2, "zero": 1, "microbatches": 2}),
+    "data, tensor, pipeline": (8, {"data": 2, "tensor": 2, "pipeline": 2, "microbatches": 2}),
+    "context, data": (4, {"context": 2, "data": 2, "zero": 2}),
+    "context, data, tensor": (8, {"context": 2, "data": 2, "tensor": 2}),
+    "expert, data": (4, {"expert": 2, "data": 2, "zero": 1}),
+    "tensor, data of replicas": (8, {"tensor": 2, "data": 4, "zero": 3, "shard": 2}),
+    "data of replicas, pipeline": (
+        8, {"data": 4, "zero": 2, "shard": 2, "pipeline": 2, "microbatches": 2}
+    ),
+}  # fmt: skip
+CASES = [("gpt", plan) for plan in PLANS if "expert" not in plan]
+CASES += [("mixtral", "expert, data"), ("llama", "tensor, pipeline"), ("t5", "data, pipeline")]
+
+
+def _order(plan: str) -> tuple[str, ...]:
+    """The axes of several devices, from the outside in: what the name says."""
+    return tuple(plan.replace(" of replicas", "").split(", "))
+
+
+@cache
+def _reference(model: str) -> Reference:
+    return reference(model, "float64", 2)
+
+
+@pytest.mark.parametrize(("model", "plan"), CASES)
+def test_one_step_in_float64_is_that_of_one_device(pool: Pool, model: str, plan: str) -> None:
+    world, own = PLANS[plan]
+    pins = {"zero": 0, "microbatches": 1, "interleave": 1, "recompute": "none", **own}
+    got = pool.run(world, run_plan, model, "float64", {**pins, "order": _order(plan)}, 2)
+    compare(_reference(model), got).check(1e-10, 1e-10)
+    for rank in got:
+        assert rank["peak_predicted"] == pytest.approx(rank["peak_measured"], rel=0.02)
+
+
+def _places(pins: dict[str, Any]) -> tuple[dict[str, int], dict[str, list[int]]]:
+    """This rank's coordinates, and the ranks of its group on each axis, as torch has them."""
+    import graphaccel
+
+    model, _, loss_fn = build("gpt", "float64")
+    model = graphaccel.optimize(model, loss_fn=loss_fn, **pins)
+    _, batch, _ = build("gpt", "float64")
+    model(**batch) if isinstance(batch, dict) else model(*batch)
+    mesh = model.graphaccel._session.mesh
+    axes = [axis for axis in AXES if mesh.sizes[axis] > 1]
+    mesh.ensure(axes)
+    ranks = {axis: dist.get_process_group_ranks(mesh.group(axis)) for axis in axes}
+    return {axis: mesh.coordinate(axis) for axis in axes}, ranks
+
+
+def test_neighbours_on_the_innermost_axis_are_neighbouring_ranks(pool: Pool) -> None:
+    pins = {"data": 2, "pipeline": 2, "microbatches": 2, "order": ("data", "pipeline")}
+    sizes = {"data": 2, "pipeline": 2}
+    for rank, (at, ranks) in enumerate(pool.run(4, _places, pins)):
+        assert at == coordinates(sizes, rank) == {"data": rank // 2, "pipeline": rank % 2}
+        assert ranks["pipeline"] == [rank // 2 * 2, rank // 2 * 2 + 1]
+        assert ranks["data"] == [rank % 2, rank % 2 + 2]
