@@ -49,12 +49,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter: bytes, whether it is trained, and the positions that read it (in forward)."""
+    """A parameter or buffer: bytes, whether it is trained, the positions that read it (in forward),
+    and its shape on a device of the layout."""
 
     name: str
     bytes: int
     trainable: bool
     positions: tuple[int, ...]
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -436,8 +438,9 @@ class Profile:
             positions = set(place[ends[index] : ends[index + 1]].tolist())
             positions |= set(known.positions if known else ())
             trainable = spec.kind == "parameter" and spec.name in step.trainable
-            size = sizes[int(storages.tensor[index])]
-            found[name] = Parameter(name, size, trainable, tuple(sorted(positions)))
+            which = int(storages.tensor[index])
+            shape = tuple(self.tensors[which].value.shape)
+            found[name] = Parameter(name, sizes[which], trainable, tuple(sorted(positions)), shape)
         return tuple(found.values())
 
     def again(self, plan: Plan) -> Again:

@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from graphaccel.ir.unfold import input_nodes
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.profile import Profile
 from graphaccel.planner.zero import data_dim
@@ -72,9 +71,9 @@ def share_bytes(size: int, kept: int, plan: Plan) -> int:
 
 
 def _shapes(profile: Profile) -> dict[tuple[int, ...], list[str]]:
-    """The parameters of each shape, as they lie on a device of the layout."""
+    """The names of the parameters of each shape."""
     found: dict[tuple[int, ...], list[str]] = defaultdict(list)
-    for node, spec in zip(input_nodes(profile.step.graph), profile.step.inputs, strict=True):
-        if spec.kind == "parameter":
-            found[tuple(node.meta["val"].shape)].append(spec.name)
+    for parameter in profile.parameters:
+        if parameter.name in profile.resting:
+            found[parameter.shape].append(parameter.name)
     return dict(found)
