@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from benchmarks.validation.mixtures import MIXTURES
 from benchmarks.validation.models import model_of, placements
@@ -13,25 +15,35 @@ from benchmarks.validation.rows import Run
 from graphaccel.capture.symbols import BATCH
 from graphaccel.compiler import Compiler
 from graphaccel.errors import InfeasiblePlan
+from graphaccel.kernels.expert_rows import EXCHANGE
+from graphaccel.kernels.experts import PRODUCT as EXPERT_PRODUCT
+from graphaccel.kernels.register import fusion_of
 from graphaccel.model import Model
 from graphaccel.planner.cluster import GIB, Cluster, cluster
-from graphaccel.planner.communication import INTERFERENCE, all_gather_seconds, exposed_seconds
+from graphaccel.planner.communication import (
+    INTERFERENCE,
+    all_gather_seconds,
+    all_to_all_seconds,
+    exposed_seconds,
+)
 from graphaccel.planner.cost import Sizes, node_work
 from graphaccel.planner.efficiency import Work, computing, seconds_of
 from graphaccel.planner.footprint import gathered_sizes
 from graphaccel.planner.layouts import Layouts
 from graphaccel.planner.plan import Plan, Precision, StageMemory
-from graphaccel.planner.profile import Profile
+from graphaccel.planner.profile import Profile, Tensor
 from graphaccel.planner.search import search
+from graphaccel.planner.wires import KINDS, sent_bytes, wires_of
 from graphaccel.planner.works import held_parameters
 
 # Bytes of optimizer state for each 4 bytes of 16-bit weights: float32 weights and two moments.
 _STATE = 24
 _ENDLESS = 2**60
+_TRIES = 4  # of choosing what a row does not say, each with less memory
 _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _PAPER = {"h100-80gb": 3.35}  # TB/s of memory, of devices that a system has with another
 # Operations are no decision of ours: of all that is made again, those that are kept come off.
-_RECOMPUTE = {"none": "none", "all": "all", "operations": "all"}
+_RECOMPUTE = {"": "none", "none": "none", "some": "some", "all": "all", "operations": "all"}
 
 
 @dataclass(frozen=True)
@@ -57,7 +69,11 @@ class Predicted:
         again = np.isin(self.profile.block_at, numbers)[self.profile.node_position]
         again &= self.profile.node_forward
         times = np.bincount(np.concatenate([kinds, kinds[again]]), minlength=len(first))
-        works = [(node_work(node, sizes), int(n)) for node, n in zip(first, times, strict=True)]
+        works = [
+            (node_work(node, sizes), int(n))
+            for node, n in zip(first, times, strict=True)
+            if node.target not in KINDS
+        ]
         return [(work, n) for work, n in works if work.calls]
 
 
@@ -83,8 +99,34 @@ class Predictor:
 
     def predict(self, run: Run) -> Predicted:
         """Raises what planning raises, but for memory: a run that really ran is never refused."""
-        where, system = _cluster(run, run.devices), run.system
+        where = _cluster(run, run.devices)
         run = self._decided(run, where)
+        found = self._predicted(run, where)
+        if run.recompute or found.verdict != "impossible":
+            return found
+        return self._recomputing(run, where) or found
+
+    def _recomputing(self, run: Run, where: Cluster) -> Predicted | None:
+        """With what the planner computes again, where the row does not say and keeping all has no
+        room by our count; None where nothing helps."""
+        said = "what is computed again, as memory asks: the planner's choice"
+        run = replace(run, recompute="some", assumed=(*run.assumed, said))
+        real = _real(run, run.devices)
+        memory = real.device.memory
+        for _ in range(_TRIES):
+            try:
+                less = replace(where, device=replace(where.device, memory=memory))
+                found = self._predicted(run, less)
+            except InfeasiblePlan:
+                return None
+            if found.verdict != "impossible":
+                return found
+            memory -= max(GIB, found.memory - real.tensor_budget)
+        return None
+
+    def _predicted(self, run: Run, where: Cluster) -> Predicted:
+        """A run that is decided."""
+        system = run.system
         plan, profile = self._planned(run, system.fusions, where)
         assert plan.prediction is not None
         kept = _kept(run, profile, plan, where)
@@ -95,6 +137,9 @@ class Predictor:
         said = int(fullest * (1 + real.fragmentation)) if run.system.reserved else fullest
         # What products in 8 bits keep for the backward is in 8 bits there, and not counted so here.
         verdict = real.verdict(fullest) if not run.products else "not told"
+        if run.system.rows_in_parts:
+            timed = _rows_in_parts(profile, timed, where)
+        assert timed.prediction is not None
         seconds = timed.prediction.seconds + _waited(run, profile, timed, where)
         if run.recompute == "operations":
             spared = timed.microbatches * _kept_seconds(profile, timed, where)
@@ -104,25 +149,40 @@ class Predictor:
         return Predicted(run, seconds, said, verdict, timed, where, profile)
 
     def _decided(self, run: Run, where: Cluster) -> Run:
-        """With the microbatches and stages that the planner chooses, where the row has none."""
+        """With the microbatches and stages that the planner chooses, where the row has none: such
+        as fit as their system counts memory."""
         if run.microbatch and run.interleave:
             return run
-        device = replace(where.device, memory=_real(run, run.devices).device.memory)
-        real, fits = replace(where, device=device), ""
-        try:
-            plan, _ = self._planned(run, run.system.fusions, real)
-        except InfeasiblePlan:  # by our count; it ran
-            plan, _ = self._planned(run, run.system.fusions, where)
-            fits = ", none of which fits"
+        real = _real(run, run.devices)
+        memory, budget = real.device.memory, real.tensor_budget
+        for _ in range(_TRIES):
+            device = replace(where.device, memory=memory)
+            try:
+                found, over = self._chosen(run, replace(where, device=device), budget)
+            except InfeasiblePlan:  # by our count; it ran
+                found, _ = self._chosen(run, where, budget, ", none of which fits")
+                break
+            if over <= 0:
+                break
+            memory -= over
+        return found
+
+    def _chosen(self, run: Run, where: Cluster, budget: int, fits: str = "") -> tuple[Run, int]:
+        """(the run as the planner decides it, bytes by which it misses the budget)."""
+        plan, profile = self._planned(run, run.system.fusions, where)
+        assert plan.prediction is not None
         size = plan.microbatch_size // run.expert
         said = f"{plan.microbatches} microbatches of {size}"
         said += f", {plan.interleave} stages a rank" if run.interleave == 0 else ""
-        return replace(
+        decided = replace(
             run,
             microbatch=size,
             interleave=plan.interleave,
             assumed=(*run.assumed, f"{said}: the planner's choice{fits}"),
         )
+        kept = _kept(decided, profile, plan, where)
+        fullest = max(_as_theirs(m, decided, kept) for m in plan.prediction.memory)
+        return decided, fullest - budget
 
     def _planned(self, run: Run, fusions: tuple[str, ...], where: Cluster) -> tuple[Plan, Profile]:
         """The run's plan with such kernels, and what a device of it runs."""
@@ -210,6 +270,7 @@ def _pins(run: Run, profile: Profile) -> dict[str, object]:
         "recompute": run.system.recompute or _RECOMPUTE[run.recompute],
         **_zero(run),
         "sequence": run.sequence_parallel,
+        "offload": "none",
     }
     if run.tensor > 1 or run.context > 1 or run.expert > 1:
         pins["pins"] = placements(profile, run.tensor, run.expert)
@@ -233,6 +294,8 @@ def _zero(run: Run) -> dict[str, object]:
     microbatch, and sums after every one."""
     if run.data == run.expert:
         return {"zero": 0}
+    if run.zero == 3 and run.system.gathers_once:
+        return {"zero": 3, "gather_again": "step", "accumulation": "whole"}
     if run.zero >= 2:
         return {"zero": 3, "gather_again": run.zero == 3, "accumulation": "shards"}
     if run.zero and run.system.gathers_beside:
@@ -251,6 +314,24 @@ def _waited(run: Run, profile: Profile, plan: Plan, where: Cluster) -> float:
     return plan.microbatches * (1 - INTERFERENCE) * (sum(each) - max(each, default=0.0))
 
 
+def _rows_in_parts(profile: Profile, plan: Plan, where: Cluster) -> Plan:
+    """The plan with the time it takes where each tensor rank sends a part of the rows to their
+    experts, and back; ours sends all that it gathered. They are gathered in both."""
+    assert plan.prediction is not None
+    sizes = Sizes({**profile.step.sizes, BATCH: plan.microbatch_size})
+    group, spared = wires_of(where, plan).group(("expert",)), 0.0
+    for node in profile.nodes:
+        if node.target is EXCHANGE:
+            size = sent_bytes(node, sizes)
+            spared += all_to_all_seconds(where, size, *group)
+            spared -= all_to_all_seconds(where, size / plan.tensor, *group)
+    parts, spared = plan.prediction, spared * plan.microbatches / plan.pipeline
+    parts = replace(
+        parts, seconds=parts.seconds - spared, communication=parts.communication - spared
+    )
+    return replace(plan, prediction=parts)
+
+
 def _cuts(run: Run, profile: Profile) -> tuple[str, ...] | None:
     """Where stages of whole layers end: of equally many, or with one less in the first and the last
     (Llama 3, arXiv 2407.21783, section 3.3.2); None where neither is possible."""
@@ -264,6 +345,24 @@ def _cuts(run: Run, profile: Profile) -> tuple[str, ...] | None:
             starts.append(starts[-1] + int(behind.argmax()))
             return tuple(profile.names[starts[end] - 1] for end in ends)
     return None
+
+
+def _kept_of(tensor: Tensor, run: Run) -> float:
+    """The share that their system keeps of a value that ours saves, by the call that gives it."""
+    node, width = tensor.node, tensor.value.shape[-1] if tensor.value.dim() else 0
+    fusion = fusion_of(node.target)
+    if run.system.swiglu_again and fusion is not None and fusion.name == "swiglu":
+        return 0.0
+    if run.system.probabilities_inside and run.kind in MIXTURES:
+        back = node.target is torch.ops.aten.index_select.default
+        if width == run.hidden and (back or node.target is EXPERT_PRODUCT):
+            return 0.0  # what comes back from the experts
+        if (value := MIXTURES[run.kind].more.get("v_head_dim")) is not None:
+            if node.target is torch.ops.aten.constant_pad_nd.default:
+                return int(str(value)) / width
+            if "scaled_dot_product" in str(node.target) and tensor.item == 0:
+                return 0.0  # without its padding it waits for the product behind it
+    return 1.0
 
 
 def _as_theirs(memory: StageMemory, run: Run, kept: float) -> int:
@@ -366,15 +465,18 @@ def _kept(run: Run, profile: Profile, plan: Plan, where: Cluster) -> float:
     CPU, each is repeated for its queries.
     """
     sized = profile.sized(plan.microbatch_size, where.device)
+    sizes = Sizes({**profile.step.sizes, BATCH: plan.microbatch_size})
+    tokens = run.microbatch * run.sequence // run.context
     whole = theirs = 0.0
     for place in profile.saved(profile.again(plan))[0].tolist():
         tensor, size = profile.tensors[profile.storages.tensor[place]], float(sized.bytes[place])
         dims = tensor.node.meta["dims"]
         dims = dims[tensor.item] if tensor.item >= 0 else dims
         whole += size
-        if run.sequence_parallel and dims and dims[-1] == run.hidden:
+        every = bool(dims) and math.prod(map(sizes, dims[:-1])) >= tokens  # and not split already
+        if run.sequence_parallel and every and dims[-1] == run.hidden:
             size /= run.tensor
         elif len(dims) == 5 and dims[2] == run.heads // run.kv_heads:
             size /= dims[2]
-        theirs += size
+        theirs += size * _kept_of(tensor, run)
     return theirs / whole if whole else 1.0
