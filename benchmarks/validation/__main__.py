@@ -21,10 +21,13 @@ import argparse
 import json
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
+from itertools import groupby
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -46,6 +49,7 @@ def main() -> None:
     parser.add_argument("--least-devices", type=int, default=1, metavar="N")
     parser.add_argument("--limit", type=int, metavar="N", help="at most so many runs")
     parser.add_argument("--fit", action="store_true", help="shares of the peaks, and left out")
+    parser.add_argument("--processes", type=int, default=1, metavar="N", help="at once")
     parser.add_argument("--summary", action="store_true", help="of what is known; predict nothing")
     args = parser.parse_args()
     rows = [row for file in sorted(FOLDER.glob("*.csv")) for row in read(file)]
@@ -58,24 +62,57 @@ def main() -> None:
         and row.devices >= args.least_devices
         and any(part in row.source for part in wanted)
     ]
-    runs.sort(key=lambda r: (str(r.shape), r.device, r.tensor, r.context, r.devices))
-    known: dict[str, Any] = json.loads(RESULT.read_text())["runs"] if RESULT.exists() else {}
-    predictor = Predictor(max((run.devices for run in runs), default=1))
+    runs.sort(key=_order)
+    chosen = [] if args.summary else runs[: args.limit]
+    whole = len(chosen) == sum(isinstance(row, Run) for row in rows)
+    known: dict[str, Any] = {}
+    if RESULT.exists() and not whole:
+        known = json.loads(RESULT.read_text())["runs"]
     samples: list[fit.Sample] = []
-    for run in [] if args.summary else runs[: args.limit]:
-        found, predicted = _predicted(predictor, run)
+    most = max((run.devices for run in runs), default=1)
+    for run, found, sample in _results(chosen, most, args.processes):
         known[_key(run)] = found
-        if args.fit and predicted is not None:
-            samples.append(fit.sample(run, predicted))
+        if sample is not None:
+            samples.append(sample)
         print(_line(found), flush=True)
-    all_runs = sum(isinstance(row, Run) for row in rows)
+    samples = sorted(samples, key=lambda s: _key(s.run)) if args.fit else []
     found_shares = fit.fitted(samples) if samples else None
-    _write(
-        known, left_out, len(rows), found_shares if len(runs[: args.limit]) == all_runs else None
-    )
+    _write(known, left_out, len(rows), found_shares if whole else None)
     print(text(json.loads(RESULT.read_text())))
     if found_shares is not None:
         print(fit.text(found_shares))
+
+
+Result: TypeAlias = tuple[Run, dict[str, Any], fit.Sample | None]
+
+
+def _results(runs: Sequence[Run], most: int, processes: int) -> Iterator[Result]:
+    """Each run with what is known of it, in as many processes, one model at a time in each. most:
+    devices of the largest run."""
+    models = [list(same) for _, same in groupby(runs, key=lambda run: run.shape)]
+    models.sort(key=lambda same: -same[0].layers)  # the slowest first
+    if processes == 1:
+        for same in models:
+            yield from _of_model(most, same)
+        return
+    with get_context("spawn").Pool(processes, maxtasksperchild=1) as pool:
+        for found in pool.imap_unordered(partial(_of_model, most), models):
+            yield from found
+
+
+def _of_model(most: int, runs: Sequence[Run]) -> list[Result]:
+    predictor = Predictor(most)
+    results: list[Result] = []
+    for run in runs:
+        found, predicted = _predicted(predictor, run)
+        results.append((run, found, None if predicted is None else fit.sample(run, predicted)))
+    return results
+
+
+def _order(run: Run) -> tuple[object, ...]:
+    """Runs of one model and layout together, and those that differ in what they took alone."""
+    axes = run.tensor, run.context, run.devices, run.expert, run.pipeline, run.interleave
+    return str(run.shape), run.device, *axes, run.microbatch, run.batch, run.products, run.zero
 
 
 def _predicted(predictor: Predictor, run: Run) -> tuple[dict[str, Any], Predicted | None]:

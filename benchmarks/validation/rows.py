@@ -64,9 +64,10 @@ class System:
     gradient lies there for autograd (`get_dummy_wgrad`), and an unfused loss works in one float32
     copy of the logits (`tensor_parallel/cross_entropy.py`). sequence: where a row does not say.
     fsdp2: float32 weights in shards over the data and context axes, gathered in bfloat16 for each
-    microbatch, or, in a pipeline, once a step. device: GiB and TB/s of its memory, where it is not
-    that of the catalogue. rows_in_parts: each rank of the tensor axis sends its part of the rows to
-    their experts (`MoEAlltoAllTokenDispatcher`, megatron/core/transformer/moe/token_dispatcher.py).
+    microbatch, or, in a pipeline, once a step. device: GiB and TB/s of its memory, and its power as
+    a share of the catalogue's, where it is another. rows_in_parts: each rank of the tensor axis
+    sends its part of the rows to their experts (`MoEAlltoAllTokenDispatcher`,
+    megatron/core/transformer/moe/token_dispatcher.py).
     gathers_once: FSDP lets go of what it gathered at the end of a step, and sums gradients once.
     sequence_parallel: where a row does not say. layers_a_stage: of a pipeline, where a row does not
     say; 0: the planner's choice. swiglu_again: what it gives is made again for the backward.
@@ -95,7 +96,7 @@ class System:
     megatron_core: bool = False
     sequence: int | None = None
     fsdp2: bool = False
-    device: tuple[float, float] | None = None
+    device: tuple[float, float, float] | None = None
     rows_in_parts: bool = False
     gathers_once: bool = False
     sequence_parallel: bool = False
@@ -181,7 +182,8 @@ SYSTEMS = {
     ),
     # torch's own attention in 2024 is the second FlashAttention, on H100 too, where the third is
     # 1.5 to 2.0 times as fast (arXiv 2407.08608).
-    # 96 GB of HBM2e at 2.4 TB/s; llama3_70b.toml has 8192 tokens (pytorch/torchtitan@820504e).
+    # 96 GB of HBM2e at 2.4 TB/s, at 500 of 700 W (its documents); llama3_70b.toml has 8192 tokens
+    # (pytorch/torchtitan@820504e).
     "torchtitan": System(
         fusions=_LLAMA,
         gradient_bytes=4,
@@ -189,7 +191,7 @@ SYSTEMS = {
         attention_hopper=0.6,
         fsdp2=True,
         sequence=8192,
-        device=(95.0, 2.4),
+        device=(95.0, 2.4, 500 / 700),
     ),
     # Collectives of the tensor axis run beside products there (its note on the table).
     "core_v0.8": System(fusions=("cross_entropy",), zero=1, split=True),
@@ -402,8 +404,8 @@ def _as_usual(run: Run, row: dict[str, str]) -> Run:
             said.append(f"{run.pipeline} microbatches: the system's default")
     elif run.pipeline > 1 and not row["vpp"] and run.system.layers_a_stage:
         stages = -(-run.layers // run.system.layers_a_stage)
-        run = replace(run, interleave=-(-stages // run.pipeline))
-        said.append(f"{run.interleave} stages a rank: the system's")
+        run = replace(run, interleave=-(-stages // run.pipeline), microbatch=run.microbatch or 1)
+        said.append(f"{run.interleave} stages a rank, as the system has; a sequence a microbatch")
     elif run.pipeline > 1 and not row["vpp"] and not run.microbatch:
         run = replace(run, interleave=0)
     return replace(run, assumed=(*run.assumed, *said))
