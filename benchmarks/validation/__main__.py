@@ -21,21 +21,16 @@ import argparse
 import json
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
-from functools import partial
-from itertools import groupby
-from multiprocessing import get_context
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
 from benchmarks.common import RESULTS
 from benchmarks.validation import fit
-from benchmarks.validation.predict import Predicted, Predictor
+from benchmarks.validation.processes import results
 from benchmarks.validation.rows import FEWER_BITS, FOLDER, Run, read, reported
-from graphaccel.errors import GraphAccelError
 
 RESULT = RESULTS / "validation.json"
 _GRID = 5  # runs of one model on one number of devices that are ranked
@@ -70,7 +65,7 @@ def main() -> None:
         known = json.loads(RESULT.read_text())["runs"]
     samples: list[fit.Sample] = []
     most = max((run.devices for run in runs), default=1)
-    for run, found, sample in _results(chosen, most, args.processes):
+    for run, found, sample in results(chosen, most, args.processes):
         known[_key(run)] = found
         if sample is not None:
             samples.append(sample)
@@ -83,60 +78,10 @@ def main() -> None:
         print(fit.text(found_shares))
 
 
-Result: TypeAlias = tuple[Run, dict[str, Any], fit.Sample | None]
-
-
-def _results(runs: Sequence[Run], most: int, processes: int) -> Iterator[Result]:
-    """Each run with what is known of it, in as many processes, one model at a time in each. most:
-    devices of the largest run."""
-    models = [list(same) for _, same in groupby(runs, key=lambda run: run.shape)]
-    models.sort(key=lambda same: -same[0].layers)  # the slowest first
-    if processes == 1:
-        for same in models:
-            yield from _of_model(most, same)
-        return
-    with get_context("spawn").Pool(processes, maxtasksperchild=1) as pool:
-        for found in pool.imap_unordered(partial(_of_model, most), models):
-            yield from found
-
-
-def _of_model(most: int, runs: Sequence[Run]) -> list[Result]:
-    predictor = Predictor(most)
-    results: list[Result] = []
-    for run in runs:
-        found, predicted = _predicted(predictor, run)
-        results.append((run, found, None if predicted is None else fit.sample(run, predicted)))
-    return results
-
-
 def _order(run: Run) -> tuple[object, ...]:
     """Runs of one model and layout together, and those that differ in what they took alone."""
     axes = run.tensor, run.context, run.devices, run.expert, run.pipeline, run.interleave
     return str(run.shape), run.device, *axes, run.microbatch, run.batch, run.products, run.zero
-
-
-def _predicted(predictor: Predictor, run: Run) -> tuple[dict[str, Any], Predicted | None]:
-    try:
-        found = predictor.predict(run)
-    except GraphAccelError as error:
-        return {**_said(run), "refused": error.message().sentence}, None
-    assert found.plan.prediction is not None
-    parts = {
-        name: getattr(found.plan.prediction, name)
-        for name in ("compute", "communication", "bubble", "optimizer")
-    }
-    result = {
-        **_said(found.run),
-        "predicted_seconds": found.seconds,
-        "predicted_memory": found.memory,
-        "verdict": found.verdict,
-        "parts": parts,
-    }
-    return result, found
-
-
-def _said(run: Run) -> dict[str, Any]:
-    return {k: v for k, v in asdict(run).items() if k != "system"}
 
 
 def _key(run: Run) -> str:
