@@ -6,7 +6,8 @@ Every run of `benchmarks/validation/data/*.csv` that can be predicted (others ar
 reason) goes through the path of any user's model: built on the meta device, captured, laid out on
 the cluster of the catalogue with the published decisions pinned, and with the kernels and the state
 that its system had (`rows.SYSTEMS`). `--fit` says which shares of a device's peak the runs support,
-and the error of each source with those that the others support (`fit`).
+and the error of each source with those that the others support (`fit`). `--ranks` finds the place
+of published meshes among all that our search has, until so many minutes are over.
 
 Prints and writes `benchmarks/results/validation.json`: error of the step time by source, by grid of
 runs of one model on one number of devices the rank correlation (Spearman) and the regret (how much
@@ -30,6 +31,7 @@ import numpy as np
 from benchmarks.common import RESULTS
 from benchmarks.validation import fit
 from benchmarks.validation.processes import results
+from benchmarks.validation.ranked import fastest, ranks
 from benchmarks.validation.rows import FEWER_BITS, FOLDER, Run, read, reported
 
 RESULT = RESULTS / "validation.json"
@@ -45,6 +47,9 @@ def main() -> None:
     parser.add_argument("--limit", type=int, metavar="N", help="at most so many runs")
     parser.add_argument("--fit", action="store_true", help="shares of the peaks, and left out")
     parser.add_argument("--processes", type=int, default=1, metavar="N", help="at once")
+    parser.add_argument(
+        "--ranks", type=float, metavar="MINUTES", help="of the fastest runs' meshes"
+    )
     parser.add_argument("--summary", action="store_true", help="of what is known; predict nothing")
     args = parser.parse_args()
     rows = [row for file in sorted(FOLDER.glob("*.csv")) for row in read(file)]
@@ -57,6 +62,9 @@ def main() -> None:
         and row.devices >= args.least_devices
         and any(part in row.source for part in wanted)
     ]
+    if args.ranks is not None:
+        _rank([r for r in runs if r.microbatch and r.interleave], 60 * args.ranks)
+        return
     runs.sort(key=_order)
     chosen = [] if args.summary else runs[: args.limit]
     whole = len(chosen) == sum(isinstance(row, Run) for row in rows)
@@ -76,6 +84,33 @@ def main() -> None:
     print(text(json.loads(RESULT.read_text())))
     if found_shares is not None:
         print(fit.text(found_shares))
+
+
+def _rank(runs: Sequence[Run], seconds: float) -> None:
+    """The place of the fastest runs' meshes among all, into the results as they are found; those
+    that are there already are kept."""
+    known = json.loads(RESULT.read_text()).get("ranks", {}) if RESULT.exists() else {}
+    left = [run for run in fastest(runs) if _place(run) not in known]
+    for run, found in ranks(left, seconds):
+        result = json.loads(RESULT.read_text())
+        known[_place(run)] = {"seconds": run.seconds, **found}
+        RESULT.write_text(json.dumps({**result, "ranks": known}, indent=1, sort_keys=True) + "\n")
+        print(_place_text(_place(run), found), flush=True)
+
+
+def _place(run: Run) -> str:
+    """A name for what is ranked, by which results know it."""
+    axes = f"{run.data} x {run.tensor} x {run.pipeline} x {run.context}"
+    experts = f" experts {run.expert}" if run.expert > 1 else ""
+    what = f"{run.name}, batch {run.batch} x {run.sequence}, {run.devices} {run.device}"
+    return f"{run.reported}: {what}, {axes}{experts}"
+
+
+def _place_text(name: str, found: Mapping[str, Any]) -> str:
+    if "refused" in found:
+        return f"{name}: {found['refused']}"
+    share = 100 * found["faster"] / found["meshes"]
+    return f"{found['faster']:5} of {found['meshes']:7,} meshes are faster ({share:.2f} %)  {name}"
 
 
 def _order(run: Run) -> tuple[object, ...]:
@@ -186,6 +221,7 @@ def text(result: dict[str, Any]) -> str:
             f"{grid['runs']:5} runs  Spearman {grid['spearman']:5.2f}  regret "
             f"{100 * grid['regret']:5.1f} %  {name}"
         )
+    lines += [_place_text(name, found) for name, found in result.get("ranks", {}).items()]
     return "\n".join(lines)
 
 
@@ -197,8 +233,10 @@ def _write(
         return
     if shares is None and RESULT.exists():
         shares = json.loads(RESULT.read_text()).get("fit")
+    ranked = json.loads(RESULT.read_text()).get("ranks", {}) if RESULT.exists() else {}
     body = {
         "name": "validation",
+        "ranks": ranked,
         "command": "python -m benchmarks.validation",
         "rows": rows,
         "left_out": dict(left_out.most_common()),

@@ -36,8 +36,8 @@ from graphaccel.planner.search import search
 from graphaccel.planner.wires import KINDS, sent_bytes, wires_of
 from graphaccel.planner.works import held_parameters
 
-# Bytes of optimizer state for each 4 bytes of 16-bit weights: float32 weights and two moments.
-_STATE = 24
+STATE_BYTES = 24
+"""Of optimizer state for each 4 bytes of 16-bit weights: float32 weights and two moments."""
 _ENDLESS = 2**60
 _TRIES = 4  # of choosing what a row does not say, each with less memory
 _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -115,7 +115,7 @@ class Predictor:
         return replace(found, run=told)
 
     def _new(self, run: Run) -> Predicted:
-        where = _cluster(run, run.devices)
+        where = cluster_of(run, run.devices)
         run = self._decided(run, where)
         found = self._predicted(run, where)
         if run.recompute or found.verdict != "impossible":
@@ -127,7 +127,7 @@ class Predictor:
         `whole`, has no room by our count; None where nothing helps."""
         said = "what is computed again, as memory asks: the planner's choice"
         run = replace(whole.run, recompute="some", assumed=(*whole.run.assumed, said))
-        real = _real(run, run.devices)
+        real = real_cluster(run, run.devices)
         assert whole.plan.prediction is not None
         ours = max(m.peak for m in whole.plan.prediction.memory) / whole.memory
         memory = ours * real.device.memory
@@ -151,7 +151,7 @@ class Predictor:
         timed, profile = self._planned(run, system.fusions + system.timed, where)
         assert timed.prediction is not None
         fullest = max(_as_theirs(m, run, kept) for m in plan.prediction.memory)
-        real = _real(run, run.devices)
+        real = real_cluster(run, run.devices)
         said = int(fullest * (1 + real.fragmentation)) if run.system.reserved else fullest
         # What products in 8 bits keep for the backward is in 8 bits there, and not counted so here.
         verdict = real.verdict(fullest) if not run.products else "not told"
@@ -171,7 +171,7 @@ class Predictor:
         as fit as their system counts memory."""
         if run.microbatch and run.interleave:
             return run
-        real = _real(run, run.devices)
+        real = real_cluster(run, run.devices)
         memory, budget = real.device.memory, real.tensor_budget
         for _ in range(_TRIES):
             device = replace(where.device, memory=memory)
@@ -204,25 +204,25 @@ class Predictor:
 
     def _planned(self, run: Run, fusions: tuple[str, ...], where: Cluster) -> tuple[Plan, Profile]:
         """The run's plan with such kernels, and what a device of it runs."""
-        captured = self._captured(run, fusions)
+        captured = self.captured(run, fusions)
         plan = search(
             captured.whole.step,
             where,
             pins=_pins(run, captured.whole),
-            optimizer_bytes=_STATE,
+            optimizer_bytes=STATE_BYTES,
             batch=run.batch,
             profiles=captured,
         )
         return plan, captured.of(plan)
 
-    def _captured(self, run: Run, fusions: tuple[str, ...]) -> Layouts:
+    def captured(self, run: Run, fusions: tuple[str, ...]) -> Layouts:
         """The layouts of the run's model on devices of this kind."""
         shape = run.shape, run.device
         if (known := self._layouts.get((shape, fusions))) is None:
             module, batch = model_of(run)
-            where = _cluster(run, self._most)
+            where = cluster_of(run, self._most)
             pins = {"fusions": fusions or "off"}
-            compiler = Compiler(Model(module, None, _STATE / 4), where, pins)
+            compiler = Compiler(Model(module, None, STATE_BYTES / 4), where, pins)
             step, sizes = compiler.capture(batch)
             made = compiler.layouts(step, {**sizes, BATCH: 2})
             known = _Redrawn(made.whole, made.localise)
@@ -231,7 +231,7 @@ class Predictor:
         return known
 
 
-def _real(run: Run, devices: int) -> Cluster:
+def real_cluster(run: Run, devices: int) -> Cluster:
     """Of the catalogue, with the memory of the run's system where that is another. Jobs on racks of
     72 take the same number of nodes of each, and powers of two of devices: 64."""
     where = cluster(run.device, devices)
@@ -253,9 +253,9 @@ def _real(run: Run, devices: int) -> Cluster:
     return where
 
 
-def _cluster(run: Run, devices: int) -> Cluster:
+def cluster_of(run: Run, devices: int) -> Cluster:
     """Of devices that hold everything and otherwise are as the run's system made use of them."""
-    where, system = _real(run, devices), run.system
+    where, system = real_cluster(run, devices), run.system
     device = replace(
         where.device,
         memory=_ENDLESS,
@@ -397,7 +397,7 @@ def _as_theirs(memory: StageMemory, run: Run, kept: float) -> int:
     wider = int(memory.gradient * (run.system.gradient_bytes / 2 - 1))
     shared = memory.optimizer - memory.optimizer // run.context if run.zero else 0
     if run.zero and run.expert > 1:
-        dense = max(0, memory.optimizer - _STATE // 2 * _of_experts(memory.rank, run))
+        dense = max(0, memory.optimizer - STATE_BYTES // 2 * _of_experts(memory.rank, run))
         shared += dense - dense // run.expert
     more = _megatron_core(memory, run) if run.system.megatron_core else 0
     return memory.tensors + wider - shared - int((1 - kept) * memory.activation) + more
