@@ -393,7 +393,7 @@ def _as_theirs(memory: StageMemory, run: Run, kept: float) -> int:
     """Bytes of a rank's tensors. Gradients are as wide as those of the system; Megatron-LM shards
     the optimizer over the context axis too. kept: share of what waits for the backward."""
     if run.system.fsdp2:
-        return _fsdp2(memory, run)
+        return _fsdp2(memory, run, kept)
     wider = int(memory.gradient * (run.system.gradient_bytes / 2 - 1))
     shared = memory.optimizer - memory.optimizer // run.context if run.zero else 0
     if run.zero and run.expert > 1:
@@ -418,7 +418,7 @@ def _of_experts(rank: int, run: Run) -> int:
     return layers * count * 3 * width * run.hidden // run.expert // run.tensor
 
 
-def _fsdp2(memory: StageMemory, run: Run) -> int:
+def _fsdp2(memory: StageMemory, run: Run, kept: float) -> int:
     """Bytes of a rank of torchtitan (pytorch/torchtitan@9dec370), as its allocator has them.
 
     What rests are shards over the data and context axes of float32 weights and two moments: 12
@@ -444,7 +444,7 @@ def _fsdp2(memory: StageMemory, run: Run) -> int:
         # Logits of 16 bits are let go of before their gradient is made, but what they leave has no
         # room for it: it is of float32, and what lies beside it is in use.
         total += 2 * tokens * run.vocabulary // run.tensor
-    return total + memory.activation + memory.temporary
+    return total + int(kept * memory.activation) + memory.temporary
 
 
 def _megatron_core(memory: StageMemory, run: Run) -> int:
@@ -500,7 +500,7 @@ def _kept(run: Run, profile: Profile, plan: Plan, where: Cluster) -> float:
         every = bool(dims) and math.prod(map(sizes, dims[:-1])) >= tokens  # and not split already
         if run.sequence_parallel and every and dims[-1] == run.hidden:
             size /= run.tensor
-        elif len(dims) == 5 and dims[2] == run.heads // run.kv_heads:
+        elif not run.system.fsdp2 and len(dims) == 5 and dims[2] == run.heads // run.kv_heads:
             size /= dims[2]
         theirs += size * _kept_of(tensor, run)
     return theirs / whole if whole else 1.0
