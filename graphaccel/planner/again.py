@@ -83,11 +83,12 @@ class BlockKind:
     blocks: their numbers. labels: of their positions. places, rows, makes: [block][...]
     positions, joint rows that compute something, and storages they make. at: position of a row,
     by its order. fixed: rows that are never done again; sent: those of gathers, which are never
-    saved. maker: row of each storage. reads: (row, storage) pairs; storages from `len(maker)` on
-    come from outside. outer: those, of the first block. back: own storages that the backward
-    reads; beyond: outside of the block. lowest, highest: position of the block whose backward
-    reads them last and first, by its order. counted: own storages that one stage makes and keeps;
-    owed: those from outside that do not wait for the backward anyway.
+    saved; cast: those that give a parameter in another dtype, which backward does itself. maker:
+    row of each storage. reads: (row, storage) pairs; storages from `len(maker)` on come from
+    outside. outer: those, of the first block. back: own storages that the backward reads; beyond:
+    outside of the block. lowest, highest: position of the block whose backward reads them last and
+    first, by its order. counted: own storages that one stage makes and keeps; owed: those from
+    outside that do not wait for the backward anyway.
     """
 
     blocks: tuple[int, ...]
@@ -98,6 +99,7 @@ class BlockKind:
     at: np.ndarray
     fixed: np.ndarray
     sent: np.ndarray
+    cast: np.ndarray
     maker: np.ndarray
     reads: tuple[np.ndarray, np.ndarray]
     outer: np.ndarray
@@ -136,8 +138,12 @@ class BlockKind:
         """(first, last) of the positions, by their order, during whose backward each own storage
         that is made again lies there: backward goes down from the last. It is made when something
         made of it is first read. first > last where it is not kept from one position to another.
+        Casts that what is done again reads are among them.
         """
         done, count = self.done_again(saved), len(self.maker)
+        read = self.reads[1][done[self.reads[0]]]
+        makers = self.maker[read[read < count]]
+        done[makers[self.cast[makers]]] = True
         first, last = self.lowest.copy(), self.highest.copy()
         turn = np.full(len(self.at), -1)
         makes: list[list[int]] = [[] for _ in self.at]
@@ -152,7 +158,7 @@ class BlockKind:
                     last[source] = max(last[source], turn[row])
                     first[source] = min(first[source], turn[row])
         passing = ~self.back & (first == last)
-        again = done[self.maker] & self.counted & ~passing
+        again = done[self.maker] & (self.counted | self.cast[self.maker]) & ~passing
         return np.where(again, first, len(self.labels)), np.where(again, last, -1)
 
     def waiting(self, saved: Collection[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -183,6 +189,7 @@ def again_of(profile: Profile, saved: Mapping[int, tuple[int, ...]]) -> Again:
             inner[kind.makes[chosen][:, ~kind.stays(kept)[kind.maker]]] = True
             first, last = kind.lives(kept)
             lying, makes, places = first <= last, kind.makes[chosen], kind.places[chosen]
+            inner[makes[:, lying]] = True
             until[makes[:, lying]] = places[:, first[lying]]
             ended = lying & (last + 1 < len(kind.labels))
             before[makes[:, ended]] = places[:, last[ended] + 1]
@@ -213,7 +220,7 @@ def saved_with(profile: Profile, again: Again) -> tuple[np.ndarray, ...]:
     storages = profile.storages
     storage, row, place, ahead = storages.uses
     own = profile.block_at[storages.at[storage]]
-    counted = storages.owned[storage] & (~ahead | again.rows[row])
+    counted = storages.waits[storage] & (~ahead | again.rows[row])
     counted &= ~(again.inner[storage] & (profile.block_at[place] == own))
     first = np.full(len(storages), _FAR)
     used, start = storages.used
@@ -279,11 +286,11 @@ class _Kinds:
         rows, makes, uses = self.rows[block], self.makes[block], self.uses[block]
         kinds, sizes = profile.alike[0], profile.alike_storages[0]
         outer, source = self._sources(block)
-        owed = storages.owned[outer] & ~self.back[outer]
+        owed = storages.waits[outer] & ~self.back[outer]
         columns = (
             kinds[rows], self.place[profile.node_position[rows]], self.fixed[rows],
             self.local[storages.made[makes]], sizes[makes], self.back[makes], self.beyond[makes],
-            self.lowest[makes], self.highest[makes], storages.owned[makes],
+            self.lowest[makes], self.highest[makes], storages.waits[makes],
             self.local[storages.uses[1][uses]], source, sizes[outer], owed,
         )  # fmt: skip
         return self._labels(block), *((len(c), c.tobytes()) for c in columns)
@@ -302,6 +309,7 @@ class _Kinds:
             self.place[profile.node_position[rows]],
             self.fixed[rows],
             self.sent[rows],
+            profile.node_released[rows],
             self.local[storages.made[makes]],
             (self.local[storages.uses[1][uses]], source),
             outer,
@@ -309,8 +317,8 @@ class _Kinds:
             self.beyond[makes],
             self.lowest[makes],
             self.highest[makes],
-            storages.owned[makes],
-            storages.owned[outer] & ~self.back[outer],
+            storages.waits[makes],
+            storages.waits[outer] & ~self.back[outer],
         )
 
     def _sources(self, block: int) -> tuple[np.ndarray, np.ndarray]:

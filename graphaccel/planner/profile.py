@@ -10,8 +10,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -42,6 +43,7 @@ _CAST = torch.ops.aten._to_copy.default
 _PRODUCT = torch.ops.aten.mm.default
 _LOW = (torch.bfloat16, torch.float16)
 _FAR = np.iinfo(np.int64).max
+_RECENT = 8  # choices of what to compute again that are remembered: of many layers each is large
 T = TypeVar("T")
 
 
@@ -113,6 +115,11 @@ class Storages:
         return self.value & self.ahead & ~self.common
 
     @cached_property
+    def waits(self) -> np.ndarray:
+        """Of these, what is there for the backward if that reads it."""
+        return self.owned & ~self.released
+
+    @cached_property
     def last_forward(self) -> np.ndarray:
         """Joint row of the last use in the forward, -1 without one."""
         return self._last(self.uses[3])
@@ -133,7 +140,7 @@ class Storages:
     @cached_property
     def saved(self) -> np.ndarray:
         """Made in forward and kept for backward; what is common is made again there instead."""
-        return self.owned & ~self.released & (self.last_backward >= 0)
+        return self.waits & (self.last_backward >= 0)
 
     def _last(self, chosen: np.ndarray) -> np.ndarray:
         found = np.full(len(self), -1)
@@ -198,7 +205,8 @@ class Profile:
         self._sized: dict[Any, SizedProfile] = {}
         self.whole_again = False
         """Whether computing a block again does all of its forward, as other systems do."""
-        self._saved: dict[Again, tuple[np.ndarray, ...]] = {}
+        self._recent = lru_cache(_RECENT)(self._again)
+        self._saved: WeakKeyDictionary[Again, tuple[np.ndarray, ...]] = WeakKeyDictionary()
         self._known: dict[Hashable, Any] = {}
 
     def __len__(self) -> int:
@@ -434,16 +442,22 @@ class Profile:
 
     def again(self, plan: Plan) -> Again:
         """What `plan` computes again."""
-        key = "again", plan.recompute, plan.selective
-        return self.once(key, lambda: self.saving(chosen_positions(self, plan)))
+        return self.saving(chosen_positions(self, plan))
 
     def saving(self, saved: Mapping[int, tuple[int, ...]]) -> Again:
         """What is computed again where blocks (numbers) save these of their positions, by their
         order in the block, and nothing else."""
-        key = "saving", frozenset(saved.items())
-        return self.once(key, lambda: again_of(self, saved))
+        return self._recent(frozenset(saved.items())) if saved else self.none_again
 
-    @property
+    def _again(self, saved: frozenset[tuple[int, tuple[int, ...]]]) -> Again:
+        return again_of(self, dict(saved))
+
+    @cached_property
+    def none_again(self) -> Again:
+        """Nothing."""
+        return again_of(self, {})
+
+    @cached_property
     def all_again(self) -> Again:
         """Every block as a whole."""
         return self.saving(dict.fromkeys(range(len(self.block_names)), ()))

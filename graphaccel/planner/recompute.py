@@ -9,9 +9,11 @@ place: the fewest seconds that save the bytes needed.
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, product
 
 import numpy as np
 
@@ -20,6 +22,8 @@ from graphaccel.planner.selective import ways_of
 
 _UNITS = 2000
 _TABLE = 64  # options of all blocks together, from which on blocks that are alike are counted
+
+_WAYS = 64  # of the few that are not alike
 
 Item = tuple[float, float]
 
@@ -61,7 +65,7 @@ def least_saved(profile: Profile, sized: SizedProfile) -> int:
         for kind, ways in zip(profile.block_kinds, ways_of(profile, sized), strict=True)
         for block in (kind.blocks if ways else ())
     }
-    several = (profile.saving({}), profile.all_again, profile.saving(leanest))
+    several = (profile.none_again, profile.all_again, profile.saving(leanest))
     return min(int(sized.saved(again)[0].sum()) for again in several)
 
 
@@ -71,14 +75,16 @@ def cheapest(blocks: Sequence[Sequence[Item]], needed: float) -> list[int] | Non
 
     Exact but for rounding: savings are counted in 1/2000 of the need, rounded down. Of many blocks
     that are alike, only two kinds of items and one item more are chosen: the best choice without
-    whole numbers has two, so that no more than the price of one item can be lost.
+    whole numbers has two, so that no more than the price of one item can be lost. A few others
+    beside them, as the first block and the last often are, are tried in all their ways.
     """
     if needed <= 0:
         return [-1] * len(blocks)
     if sum(max((s for s, _ in items), default=0) for items in blocks) < needed:
         return None
-    if len(set(map(tuple, blocks))) == 1 and len(blocks) * len(blocks[0]) > _TABLE:
-        return _alike(len(blocks), blocks[0], needed)
+    many = _Many.of(blocks)
+    if many is not None:
+        return many.cheapest(needed)
     units = [[min(_UNITS, int(s / needed * _UNITS)) for s, _ in items] for items in blocks]
     if sum(max(own, default=0) for own in units) < _UNITS:
         return [max(range(len(i)), key=lambda k, i=i: i[k][0], default=-1) for i in blocks]
@@ -101,8 +107,49 @@ def cheapest(blocks: Sequence[Sequence[Item]], needed: float) -> list[int] | Non
     return chosen
 
 
-def _alike(count: int, items: Sequence[Item], needed: float) -> list[int]:
-    """`cheapest` of `count` blocks with the same items: those that save most come first."""
+@dataclass(frozen=True)
+class _Many:
+    """Blocks of which most have the same items. at: the numbers of those; few: of the others."""
+
+    blocks: Sequence[Sequence[Item]]
+    at: tuple[int, ...]
+    few: tuple[int, ...]
+
+    @staticmethod
+    def of(blocks: Sequence[Sequence[Item]]) -> _Many | None:
+        """None where a table of all blocks is less to do."""
+        kinds: dict[tuple[Item, ...], list[int]] = defaultdict(list)
+        for number, items in enumerate(blocks):
+            kinds[tuple(items)].append(number)
+        at = max(kinds.values(), key=len)
+        few = [n for own in kinds.values() if own is not at for n in own]
+        ways = math.prod(len(blocks[n]) + 1 for n in few)
+        if len(at) * len(blocks[at[0]]) <= _TABLE or ways > _WAYS:
+            return None
+        return _Many(blocks, tuple(at), tuple(few))
+
+    def cheapest(self, needed: float) -> list[int]:
+        """As the function. Some choice reaches what is needed."""
+        best: tuple[float, list[int]] | None = None
+        for others in product(*(range(-1, len(self.blocks[n])) for n in self.few)):
+            taken = [self.blocks[n][k] for n, k in zip(self.few, others, strict=True) if k >= 0]
+            price = sum(p for _, p in taken)
+            if best is not None and price >= best[0]:
+                continue
+            left = needed - sum(saving for saving, _ in taken)
+            found = _alike(len(self.at), self.blocks[self.at[0]], left)
+            if found is not None and (best is None or price + found[0] < best[0]):
+                chosen = [-1] * len(self.blocks)
+                for number, item in zip((*self.few, *self.at), (*others, *found[1]), strict=True):
+                    chosen[number] = item
+                best = price + found[0], chosen
+        assert best is not None
+        return best[1]
+
+
+def _alike(count: int, items: Sequence[Item], needed: float) -> tuple[float, list[int]] | None:
+    """`cheapest` of `count` blocks with the same items, with its price: those that save most come
+    first."""
     best: tuple[float, list[int]] | None = None
     many = np.arange(count + 1)
     pairs = [*combinations(range(len(items)), 2), *((i, i) for i in range(len(items)))]
@@ -115,12 +162,13 @@ def _alike(count: int, items: Sequence[Item], needed: float) -> list[int]:
             price = rest * items[a][1] + own * items[b][1] + more
             price = np.where(rest + own + (single >= 0) <= count, price, np.inf)
             at = int(price.argmin())
-            if best is None or price[at] < best[0]:
+            if price[at] < (np.inf if best is None else best[0]):
                 extra = [single] * (single >= 0)
                 best = float(price[at]), [a] * int(rest[at]) + [b] * int(own[at]) + extra
-    assert best is not None
+    if best is None:
+        return None
     chosen = sorted(best[1], key=lambda item: -items[item][0])
-    return chosen + [-1] * (count - len(chosen))
+    return best[0], chosen + [-1] * (count - len(chosen))
 
 
 def every_second(names: Sequence[str]) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -54,6 +55,7 @@ class SizedProfile:
         self._profile = profile
         self.exchanges = device.type == "cpu"
         self._known: dict[Hashable, Any] = {}
+        self._of_again: WeakKeyDictionary[Again, dict[str, Any]] = WeakKeyDictionary()
         kind, first = profile.alike
         parted = [n for n in first if in_chunks(n)]
         self.chunks = chunk_sizes(parted, resolve, device)
@@ -66,6 +68,7 @@ class SizedProfile:
         calls = np.where(moves, sent > 0, [w.calls for w in works])
         gap = gap_seconds(device)
         alone = np.where(moves, 0.0, [seconds_of(w, device) + gap * w.calls for w in works])
+        self._by_kind = alone + sent, sent, device.launch_seconds * calls
         sent, calls, seconds = sent[kind], calls[kind], (alone + sent)[kind]
         place, ahead = profile.node_position, profile.node_forward
         self.launches = gap * float(calls.sum())
@@ -86,9 +89,8 @@ class SizedProfile:
         if released.any():
             self.backward += summed(seconds, released)
             self.host_backward += summed(starting, released)
-        self._seconds, self._sent, self._starting = seconds, sent, starting
         taken = [chunk_bytes(n, resolve, chunk) if n in parted else 0 for n in first]
-        self._taken = np.array(taken, dtype=np.int64)[kind]
+        self._taken = np.array(taken, dtype=np.int64)
         of, tensors = profile.alike_storages
         self.bytes = np.array([_bytes(t, resolve) for t in tensors], dtype=np.int64)[of]
 
@@ -103,7 +105,7 @@ class SizedProfile:
         """Seconds of the backward that give gradients of parameters alone."""
         profile = self._profile
         place, here = profile.node_position, profile.node_weight
-        return np.bincount(place[here], self._seconds[here], minlength=len(profile))
+        return np.bincount(place[here], self.row_seconds[here], minlength=len(profile))
 
     @cached_property
     def work(self) -> float:
@@ -125,20 +127,23 @@ class SizedProfile:
         inputs = np.flatnonzero(storages.input >= 0)
         return int(self.bytes[inputs[given[storages.input[inputs]]]].sum())
 
-    @cached_property
+    @property
     def passing_forward(self) -> np.ndarray:
         """The most bytes of values that live only within the forward, per position."""
-        return self._most(self._profile.node_forward, self._passing)
+        return self._passing[0]
 
-    @cached_property
+    @property
     def passing_backward(self) -> np.ndarray:
         """Likewise of the backward."""
-        return self._most(~self._profile.node_forward, self._passing)
+        return self._passing[1]
 
     @cached_property
     def passing_held(self) -> tuple[np.ndarray, np.ndarray]:
         """Likewise of forward and backward, where casts of parameters are held."""
-        passing, ahead = self._alive(self._profile.node_held), self._profile.node_forward
+        return self._phases(self._profile.node_held)
+
+    def _phases(self, apart: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        passing, ahead = self._alive(apart), self._profile.node_forward
         return self._most(ahead, passing), self._most(~ahead, passing)
 
     def passing_added(self, held: bool) -> np.ndarray:
@@ -162,8 +167,8 @@ class SizedProfile:
         return np.bincount(places, sizes, minlength=length).astype(np.int64)
 
     @cached_property
-    def _passing(self) -> np.ndarray:
-        return self._alive(np.zeros(len(self._profile.lines.of), dtype=bool))
+    def _passing(self) -> tuple[np.ndarray, np.ndarray]:
+        return self._phases(np.zeros(len(self._profile.lines.of), dtype=bool))
 
     def _alive(self, apart: np.ndarray) -> np.ndarray:
         """Bytes alive at each joint node, with what chunks take, without inputs, what is saved for
@@ -179,7 +184,7 @@ class SizedProfile:
         size = self.bytes[here]
         change = self._at(storages.made[here], size, rows + 1)
         change -= self._at(last[here] + 1, size, rows + 1)
-        return np.cumsum(change)[:-1] - self._let_go() + self._taken
+        return np.cumsum(change)[:-1] - self._let_go() + self._taken[self._profile.alike[0]]
 
     def _let_go(self) -> np.ndarray:
         """Bytes of what was saved that a position's backward has read for the last time, at each
@@ -202,13 +207,13 @@ class SizedProfile:
 
     def saved(self, again: Again | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Bytes per position that wait for backward, and that are made again for it."""
-        again = self._profile.saving({}) if again is None else again
+        again = self._profile.none_again if again is None else again
 
         def made() -> tuple[np.ndarray, np.ndarray]:
             kept, kept_at, remade, remade_at = self._profile.saved(again)
             return self._at(kept_at, self.bytes[kept]), self._at(remade_at, self.bytes[remade])
 
-        return self.once(("saved", again), made)
+        return self._once_again("saved", again, made)
 
     def done_again(self, again: Again) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Seconds per position of what is done again for the backward: of the device, those of
@@ -216,20 +221,26 @@ class SizedProfile:
 
         def made() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
             here, length = again.rows, len(self._profile)
-            place = self._profile.node_position[here]
-            columns = (self._seconds, self._sent, self._starting)
+            place, kind = self._profile.node_position[here], self._profile.alike[0][here]
             seconds, sent, starting = (
-                np.bincount(place, values[here], minlength=length).astype(float)
-                for values in columns
+                np.bincount(place, values[kind], minlength=length).astype(float)
+                for values in self._by_kind
             )
             return seconds, sent, starting
 
-        return self.once(("again", again), made)
+        return self._once_again("done", again, made)
+
+    def _once_again(self, what: str, again: Again, make: Callable[[], T]) -> T:
+        """`once`, for as long as there is `again`."""
+        known = self._of_again.setdefault(again, {})
+        if what not in known:
+            known[what] = make()
+        return cast(T, known[what])
 
     @property
     def row_seconds(self) -> np.ndarray:
         """Seconds of the device for each joint row."""
-        return self._seconds
+        return self._by_kind[0][self._profile.alike[0]]
 
 
 def _bytes(tensor: Tensor, sizes: Sizes) -> int:

@@ -16,10 +16,11 @@ from graphaccel.compiler import Compiler
 from graphaccel.model import Model, as_batch
 from graphaccel.passes.localise import localised
 from graphaccel.planner.cluster import Cluster, Host
+from graphaccel.planner.cluster import cluster as named_cluster
 from graphaccel.planner.communication import all_reduce_seconds
 from graphaccel.planner.cost import Sizes, dims_of
 from graphaccel.planner.layouts import Layouts, Localise, rates_of
-from graphaccel.planner.pins import Limits
+from graphaccel.planner.pins import Limits, Pins, base_plan
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.profile import Profile
 from graphaccel.planner.solve import Problem, with_cuts_and_blocks
@@ -139,3 +140,19 @@ def test_memory_does_not_depend_on_what_was_predicted_before(
 
     for zero in (0, 1, 2, 3):
         assert peaks(zero) == peaks(*{0, 1, 2, 3} - {zero}, zero)
+
+
+@pytest.mark.parametrize("recompute", ["none", "some", "all"])
+def test_casts_of_parameters_do_not_wait_for_the_backward(recompute: str) -> None:
+    """They are made again there, whatever else is."""
+    module, batch, loss_fn = ALL["gpt"].build()
+    pins = {"precision": "bf16-params", "recompute": recompute}
+    compiler = Compiler(Model(module, loss_fn, 2.0), named_cluster("h100-80gb", 1), pins)
+    step, sizes = compiler.capture(as_batch(batch))
+    layouts = compiler.layouts(step, sizes)
+    problem = Problem(layouts, compiler.cluster, 8, Limits())
+    base = base_plan(Pins(precision="bf16-params"), 1, 8, "", "", "loss")
+    plan = with_cuts_and_blocks(problem, base, recompute, None)
+    exact, _ = compiler.refine(step, plan, as_batch(batch), sizes)
+    for guess, real in zip(plan.prediction.memory, exact.prediction.memory, strict=True):
+        assert guess.tensors == pytest.approx(real.tensors, rel=0.005)

@@ -54,20 +54,22 @@ def cheapest_of_all(blocks: list[list[tuple[int, int]]], needed: int) -> float |
 
 @given(
     st.lists(st.tuples(st.integers(1, 20), st.integers(1, 20)), min_size=1, max_size=3),
-    st.integers(1, 8), st.floats(0.01, 1.0),
+    st.integers(1, 6), st.floats(0.01, 1.0), st.lists(st.lists(ITEM, max_size=2), max_size=2),
 )  # fmt: skip
 @settings(deadline=None)
-def test_many_blocks_that_are_alike(steps: list[tuple[int, int]], count: int, share: float) -> None:
-    """Each way saves more than the one before it, and takes longer."""
+def test_many_blocks_that_are_alike(
+    steps: list[tuple[int, int]], count: int, share: float, others: list[list[tuple[int, int]]]
+) -> None:
+    """Each way saves more than the one before it, and takes longer. others: before and after."""
     items = [(float(s), float(p)) for s, p in np.cumsum(steps, axis=0).tolist()]
-    needed = items[-1][0] * count * share
-    blocks = [items] * count
+    blocks = [*others[:1], *[items] * count, *others[1:]]
+    needed = sum(max((s for s, _ in own), default=0) for own in blocks) * share
     with patch("graphaccel.planner.recompute._TABLE", 0):
         chosen = cheapest(blocks, needed)
-    best = cheapest_of_all([[(s, p) for s, p in items]] * count, needed)
+    best = cheapest_of_all(blocks, needed)
     assert chosen is not None
     assert best is not None
-    taken = [items[k] for k in chosen if k >= 0]
+    taken = [own[k] for own, k in zip(blocks, chosen, strict=True) if k >= 0]
     assert sum(s for s, _ in taken) >= needed - 1e-9
     assert sum(p for _, p in taken) <= best + items[-1][1]
 
