@@ -155,7 +155,38 @@ def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "mean_of_sources": _mean(by_source, fewer_bits=False),
         "mean_of_eight_bits": _mean(by_source, fewer_bits=True),
         "grids": {name: _ranking(grid) for name, grid in sorted(ranked.items())},
+        "apart": _apart(done),
     }
+
+
+_OWN = ("source", "group", "seconds", "memory", "assumed", "predicted_seconds", "predicted_memory",
+        "verdict", "parts", "name")  # fmt: skip
+_APART = 1.2  # how much slower the slowest of equal runs is, beyond which they are named
+
+
+def _apart(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Runs that differ in nothing that is published but their times: how much slower the slowest
+    is, and the least mean error that any one prediction of them has."""
+    same: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for run in runs:
+        same[json.dumps({k: v for k, v in run.items() if k not in _OWN})].append(run)
+    found = {}
+    for each in same.values():
+        times = [run["seconds"] for run in each]
+        if max(times) > _APART * min(times):
+            one = each[0]
+            axes = f"{one['data']} x {one['tensor']} x {one['pipeline']} x {one['context']}"
+            name = (
+                f"{one['name']}, {one['devices']} {one['device']}, {axes}, experts {one['expert']}"
+            )
+            name += f", batch {one['batch']}{FEWER_BITS.get(one['products'], '')}"
+            least = min(statistics.mean(abs(t / s - 1) for s in times) for t in times)
+            found[name] = {
+                "runs": len(each),
+                "slowest": max(times) / min(times),
+                "least_mean_absolute": least,
+            }
+    return dict(sorted(found.items()))
 
 
 def _mean(by_source: Mapping[str, Sequence[dict[str, Any]]], *, fewer_bits: bool) -> float:
@@ -221,6 +252,11 @@ def text(result: dict[str, Any]) -> str:
             f"{grid['runs']:5} runs  Spearman {grid['spearman']:5.2f}  regret "
             f"{100 * grid['regret']:5.1f} %  {name}"
         )
+    lines += [
+        f"{one['runs']:5} runs of the same, the slowest {one['slowest']:.2f} x the fastest: no one "
+        f"prediction is off by less than {100 * one['least_mean_absolute']:.0f} %  {name}"
+        for name, one in said.get("apart", {}).items()
+    ]
     lines += [_place_text(name, found) for name, found in result.get("ranks", {}).items()]
     return "\n".join(lines)
 
