@@ -26,7 +26,7 @@ def results(runs: Sequence[Run], most: int, processes: int) -> Iterator[Result]:
         for same in models:
             yield from _of_model(most, same)
         return
-    with get_context("spawn").Pool(processes, maxtasksperchild=1) as pool:
+    with get_context("spawn").Pool(processes, maxtasksperchild=10) as pool:
         for found in pool.imap_unordered(partial(_of_model, most), models):
             yield from found
 
