@@ -3,7 +3,7 @@
 Layers that the plan treats alike stand in rows, each of which is repeated: those of one stage that
 are computed again, or not. A layer within or after which a stage ends is in no row.
 
-before (of 4 layers, and of 5)                   after (126 layers)
+before (of 5 layers, and of 6)                   after (126 layers)
   %all: = all_gather(%shards_2)   # layers.1       %all: = all_gather(%shards_2)    # layers.1
   %y: = aten.mm(%x, %w)           # layers.1       %y: = aten.mm(%x, %w)            # layers.1
                                                    %all_1: = all_gather(%shards_3)  # layers.2
@@ -12,7 +12,8 @@ before (of 4 layers, and of 5)                   after (126 layers)
 
 As `repeat_layers`, but later: what the passes in between decide for a layer is decided once as
 well. The same proof holds for each graph of the program (`ir.repeat`). They are of one layer more,
-because a layer gathers and reduces for its neighbours: the one that is copied has none that differ.
+because a layer gathers and reduces for its neighbours, and waits for the sums over other axes of
+the one after the next: the layer that is copied has none of these that differ.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _PLACED = ("parameter", "buffer", "constant", "held")  # their placeholders are 
 _LAID = (*_PLACED, "shards", "carried", "gradient", "shard", "accumulator")  # so are these values
 _WHOLE = "whole "  # a gathered parameter that is kept for the backward
 
-LAYERS = 4
+LAYERS = 5
 """Layers of a row in the shortest of the programs."""
 
 _TRAVELS = ("saved", "sent", "received")  # kinds of values that are called after nodes

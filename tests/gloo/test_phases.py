@@ -25,6 +25,7 @@ NEAR = 0.04  # as tests of the planner's memory have it
 GATHERED = (
     0.07  # the first forward of ZeRO 3 is counted with one gathered weight more than gloo has
 )
+_TRIES = 2
 
 CASES: dict[str, dict[str, Any]] = {
     "one": {"devices": 1},
@@ -169,5 +170,15 @@ def test_loading_without_weights(pool: Pool, case: str) -> None:
 def _run(
     pool: Pool, case: str, foreach: bool, deferred: bool
 ) -> list[tuple[Phases, dict[str, int]]]:
+    """(what is predicted, the least that two runs took) of each rank: gloo's thread lets go of what
+    it received when it comes to it, which may be late on a busy machine."""
     pins = CASES[case]
-    return pool.run(pins.get("devices", 2), _phases, pins, foreach, deferred)
+    tries = [
+        pool.run(pins.get("devices", 2), _phases, pins, foreach, deferred) for _ in range(_TRIES)
+    ]
+    least = []
+    for of_rank in zip(*tries, strict=True):
+        said, found = of_rank[0]
+        assert all(again == said for again, _ in of_rank)
+        least.append((said, {name: min(one[name] for _, one in of_rank) for name in found}))
+    return least

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -36,6 +37,7 @@ PLANS: dict[str, tuple[dict[str, Any], tuple[float, ...]]] = {
     "held": ({"data": 2, "zero": 3, "gather_again": "step", "recompute": ALL[:13]}, (0.4,)),
     "three": ({"data": 2, "zero": 3}, (0.35, 0.7)),
     "parts": ({"data": 2, "tensor": 2, "zero": 3, "scatter_sends": True}, (0.5,)),
+    "sums": ({"data": 2, "context": 2, "zero": 3, "recompute": ALL}, ()),
     "buckets": ({"data": 2}, (0.45,)),
     "away": ({"offload": ("activations",), "recompute": ALL}, ()),
     "away in shards": ({"data": 2, "zero": 3, "offload": ("activations",)}, (0.5,)),
@@ -48,7 +50,8 @@ def test_programs_of_stages_are_those_of_all_layers(
 ) -> None:
     options, shares = PLANS[name]
     cuts = cut(deep, *shares)
-    devices = options.get("data", 1) * options.get("tensor", 1) * (len(cuts) + 1)
+    devices = math.prod(options.get(axis, 1) for axis in ("data", "tensor", "context"))
+    devices *= len(cuts) + 1
     plan = Plan(devices, microbatches=3, batch=12, pipeline=len(cuts) + 1, cuts=cuts, **options)
     repeated: list[int] = []
     real = rewrite.check_messages
