@@ -7,30 +7,22 @@ Face class on the meta device, each in a process of its own, with AdamW and para
 where they are used. Without names all cases run; others keep their row. Seconds: of the model and
 its capture, of the search, of building the programs of the plans that it proves, and of all of it
 with the text of the report. A published plan is planned with its mesh pinned, and not built;
-"usual" is one that nobody published. Its place among all meshes: how many a rough guess
-(`planner.guess`, too kind to most) says to be faster, and how many of those fit and are faster
-indeed when they are solved, both in closed form.
+"usual" is one that nobody published. Its place among all meshes is that of `benchmarks.ranks`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import resource
 import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from benchmarks.common import RESULTS
-
-if TYPE_CHECKING:
-    from graphaccel.planner.candidates import Shape
-    from graphaccel.planner.plan import Plan
-    from graphaccel.planner.solve import Problem
 
 RESULT = RESULTS / "search.json"
 
@@ -176,13 +168,11 @@ def _llama(config: Any, case: Case) -> Any:
 
 def measured(name: str) -> dict[str, Any]:
     """One case in this process."""
+    from benchmarks.ranks import Meshes
     from graphaccel.compiler import Compiler
     from graphaccel.model import Model
     from graphaccel.passes.exact_microbatch import split_limits
-    from graphaccel.planner.bounds import Bounds, columns
-    from graphaccel.planner.candidates import layouts, meshes_of
     from graphaccel.planner.cluster import cluster
-    from graphaccel.planner.guess import guess
     from graphaccel.planner.pins import Pins, base_plan
     from graphaccel.planner.record import Record
     from graphaccel.planner.search import search
@@ -232,50 +222,18 @@ def measured(name: str) -> dict[str, Any]:
     over_time, over_data = split_limits(kept.whole.step)
     decided = Pins(precision="bf16-params")
     base = base_plan(decided, case.devices, case.batch, "", "", "loss")
-    bounds = Bounds(record.problem, base)
-    about: list[tuple[float, Shape]] = []
-    for layout in layouts(record.problem, decided, case.batch):
-        if meshes := list(meshes_of(record.problem, decided, case.batch, layout)):
-            bounds.build(layout)
-            of = columns(meshes, case.batch)
-            times = guess(bounds, of, bounds.seconds(of))[0].tolist()
-            about += zip(times, meshes, strict=True)
-    solved: dict[Shape, float] = {}
+    meshes = Meshes(record.problem, decided, base, case.batch)
     for who, mesh in case.published.items():
         theirs = search(
             kept.whole.step, where, pins=pins | mesh, optimizer_bytes=8, batch=case.batch,
             microbatch_limit=over_time, data_limit=over_data, profiles=kept,
         )  # fmt: skip
         assert theirs.prediction is not None
-        limit = record.problem.predicted(theirs, simulated=False).prediction.seconds
-        tried = [mesh for seconds, mesh in about if seconds < limit]
-        for mesh in tried:
-            if mesh not in solved:
-                solved[mesh] = best_of(record.problem, mesh, base)
         row["published"][who] = {
             "plan": theirs.name, "predicted_seconds": theirs.prediction.seconds,
-            "meshes": len(about), "guessed_faster": len(tried),
-            "faster": sum(solved[mesh] < limit for mesh in tried),
+            **meshes.place(theirs),
         }  # fmt: skip
     return row
-
-
-def best_of(problem: Problem, mesh: Shape, base: Plan) -> float:
-    """Seconds of a mesh, in closed form, with the least recomputation that fits; infinity if none
-    does."""
-    from graphaccel.errors import GraphAccelError
-    from graphaccel.planner.candidates import recomputes
-    from graphaccel.planner.pins import Pins
-    from graphaccel.planner.solve import excess, with_cuts_and_blocks
-
-    for choice in recomputes(problem, Pins()):
-        try:
-            plan = with_cuts_and_blocks(problem, mesh.on(base), choice, None)
-        except GraphAccelError:
-            return math.inf
-        if excess(plan, problem.cluster) <= 0:
-            return plan.prediction.seconds
-    return math.inf
 
 
 def main() -> None:

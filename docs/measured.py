@@ -130,9 +130,27 @@ def validation_table(result: dict[str, Any]) -> str:
         + ", ".join(f"{kind} for {n}" for kind, n in sorted(verdicts.items(), key=lambda v: -v[1]))
         + "."
     )
-    return "\n".join([*rows, "", text, *_left_out(apart), ""])
+    return "\n".join([*rows, "", text, *_left_out(apart), *_places(result.get("ranks", {})), ""])
 
 
+def _places(ranks: dict[str, dict[str, Any]]) -> list[str]:
+    """Markdown: the place of published meshes among ours; nothing where none was looked for."""
+    rows = []
+    for name, one in ranks.items():
+        source, _, what = name.partition(": ")
+        told = one.get("refused", "")
+        if not told:
+            share = 100 * one["faster"] / one["meshes"]
+            told = f"{one['faster']} of {one['meshes']:,} ({share:.2f} %)"
+        rows.append(f"| {_source(source)} | {what} | {told} |")
+    if not rows:
+        return []
+    head = "Of the fastest run of a source, a model and a number of devices, how many of our meshes"
+    return ["", f"{head} fit and are faster:", "",
+            "| source | run | meshes that are faster |", "|---|---|---|", *rows]  # fmt: skip
+
+
+_FEWER_BITS = (" in 8 bits", " in 4 bits")
 _BAR = 0.1  # of the mean error of a step's time, of a source that had no say
 
 
@@ -142,8 +160,8 @@ def _left_out(sources: dict[str, dict[str, Any]]) -> list[str]:
     if not known:
         return []
     kinds = [
-        [one["left_out"] for name, one in known.items() if name.endswith(" in 8 bits") == eight]
-        for eight in (False, True)
+        [one["left_out"] for name, one in known.items() if name.endswith(_FEWER_BITS) == fewer]
+        for fewer in (False, True)
     ]
     means = [f"{100 * sum(kind) / len(kind):.1f} %" if kind else "none" for kind in kinds]
     over = {name: one for name, one in known.items() if one["left_out"] > _BAR}

@@ -6,7 +6,8 @@ Every run of `benchmarks/validation/data/*.csv` that can be predicted (others ar
 reason) goes through the path of any user's model: built on the meta device, captured, laid out on
 the cluster of the catalogue with the published decisions pinned, and with the kernels and the state
 that its system had (`rows.SYSTEMS`). `--fit` says which shares of a device's peak the runs support,
-and the error of each source with those that the others support (`fit`).
+and the error of each source with those that the others support (`fit`). `--ranks` finds the place
+of published meshes among all that our search has, until so many minutes are over.
 
 Prints and writes `benchmarks/results/validation.json`: error of the step time by source, by grid of
 runs of one model on one number of devices the rank correlation (Spearman) and the regret (how much
@@ -22,7 +23,6 @@ import json
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,9 @@ import numpy as np
 
 from benchmarks.common import RESULTS
 from benchmarks.validation import fit
-from benchmarks.validation.predict import Predicted, Predictor
+from benchmarks.validation.processes import results
+from benchmarks.validation.ranked import fastest, ranks
 from benchmarks.validation.rows import FEWER_BITS, FOLDER, Run, read, reported
-from graphaccel.errors import GraphAccelError
 
 RESULT = RESULTS / "validation.json"
 _GRID = 5  # runs of one model on one number of devices that are ranked
@@ -46,6 +46,10 @@ def main() -> None:
     parser.add_argument("--least-devices", type=int, default=1, metavar="N")
     parser.add_argument("--limit", type=int, metavar="N", help="at most so many runs")
     parser.add_argument("--fit", action="store_true", help="shares of the peaks, and left out")
+    parser.add_argument("--processes", type=int, default=1, metavar="N", help="at once")
+    parser.add_argument(
+        "--ranks", type=float, metavar="MINUTES", help="of the fastest runs' meshes"
+    )
     parser.add_argument("--summary", action="store_true", help="of what is known; predict nothing")
     args = parser.parse_args()
     rows = [row for file in sorted(FOLDER.glob("*.csv")) for row in read(file)]
@@ -58,48 +62,61 @@ def main() -> None:
         and row.devices >= args.least_devices
         and any(part in row.source for part in wanted)
     ]
-    runs.sort(key=lambda r: (str(r.shape), r.device, r.tensor, r.context, r.devices))
-    known: dict[str, Any] = json.loads(RESULT.read_text())["runs"] if RESULT.exists() else {}
-    predictor = Predictor(max((run.devices for run in runs), default=1))
+    if args.ranks is not None:
+        _rank([r for r in runs if r.microbatch and r.interleave], 60 * args.ranks)
+        return
+    runs.sort(key=_order)
+    chosen = [] if args.summary else runs[: args.limit]
+    whole = len(chosen) == sum(isinstance(row, Run) for row in rows)
+    known: dict[str, Any] = {}
+    if RESULT.exists() and not whole:
+        known = json.loads(RESULT.read_text())["runs"]
     samples: list[fit.Sample] = []
-    for run in [] if args.summary else runs[: args.limit]:
-        found, predicted = _predicted(predictor, run)
+    most = max((run.devices for run in runs), default=1)
+    for run, found, sample in results(chosen, most, args.processes):
         known[_key(run)] = found
-        if args.fit and predicted is not None:
-            samples.append(fit.sample(run, predicted))
+        if sample is not None:
+            samples.append(sample)
         print(_line(found), flush=True)
-    all_runs = sum(isinstance(row, Run) for row in rows)
+    samples = sorted(samples, key=lambda s: _key(s.run)) if args.fit else []
     found_shares = fit.fitted(samples) if samples else None
-    _write(
-        known, left_out, len(rows), found_shares if len(runs[: args.limit]) == all_runs else None
-    )
+    _write(known, left_out, len(rows), found_shares if whole else None)
     print(text(json.loads(RESULT.read_text())))
     if found_shares is not None:
         print(fit.text(found_shares))
 
 
-def _predicted(predictor: Predictor, run: Run) -> tuple[dict[str, Any], Predicted | None]:
-    try:
-        found = predictor.predict(run)
-    except GraphAccelError as error:
-        return {**_said(run), "refused": error.message().sentence}, None
-    assert found.plan.prediction is not None
-    parts = {
-        name: getattr(found.plan.prediction, name)
-        for name in ("compute", "communication", "bubble", "optimizer")
-    }
-    result = {
-        **_said(found.run),
-        "predicted_seconds": found.seconds,
-        "predicted_memory": found.memory,
-        "verdict": found.verdict,
-        "parts": parts,
-    }
-    return result, found
+def _rank(runs: Sequence[Run], seconds: float) -> None:
+    """The place of the fastest runs' meshes among all, into the results as they are found; those
+    that are there already are kept."""
+    known = json.loads(RESULT.read_text()).get("ranks", {}) if RESULT.exists() else {}
+    left = [run for run in fastest(runs) if _place(run) not in known]
+    for run, found in ranks(left, seconds):
+        result = json.loads(RESULT.read_text())
+        known[_place(run)] = {"seconds": run.seconds, **found}
+        RESULT.write_text(json.dumps({**result, "ranks": known}, indent=1, sort_keys=True) + "\n")
+        print(_place_text(_place(run), found), flush=True)
 
 
-def _said(run: Run) -> dict[str, Any]:
-    return {k: v for k, v in asdict(run).items() if k != "system"}
+def _place(run: Run) -> str:
+    """A name for what is ranked, by which results know it."""
+    axes = f"{run.data} x {run.tensor} x {run.pipeline} x {run.context}"
+    experts = f" experts {run.expert}" if run.expert > 1 else ""
+    what = f"{run.name}, batch {run.batch} x {run.sequence}, {run.devices} {run.device}"
+    return f"{run.reported}: {what}, {axes}{experts}"
+
+
+def _place_text(name: str, found: Mapping[str, Any]) -> str:
+    if "refused" in found:
+        return f"{name}: {found['refused']}"
+    share = 100 * found["faster"] / found["meshes"]
+    return f"{found['faster']:5} of {found['meshes']:7,} meshes are faster ({share:.2f} %)  {name}"
+
+
+def _order(run: Run) -> tuple[object, ...]:
+    """Runs of one model and layout together, and those that differ in what they took alone."""
+    axes = run.tensor, run.context, run.devices, run.expert, run.pipeline, run.interleave
+    return str(run.shape), run.device, *axes, run.microbatch, run.batch, run.products, run.zero
 
 
 def _key(run: Run) -> str:
@@ -138,7 +155,38 @@ def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "mean_of_sources": _mean(by_source, fewer_bits=False),
         "mean_of_eight_bits": _mean(by_source, fewer_bits=True),
         "grids": {name: _ranking(grid) for name, grid in sorted(ranked.items())},
+        "apart": _apart(done),
     }
+
+
+_OWN = ("source", "group", "seconds", "memory", "assumed", "predicted_seconds", "predicted_memory",
+        "verdict", "parts", "name")  # fmt: skip
+_APART = 1.2  # how much slower the slowest of equal runs is, beyond which they are named
+
+
+def _apart(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Runs that differ in nothing that is published but their times: how much slower the slowest
+    is, and the least mean error that any one prediction of them has."""
+    same: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for run in runs:
+        same[json.dumps({k: v for k, v in run.items() if k not in _OWN})].append(run)
+    found = {}
+    for each in same.values():
+        times = [run["seconds"] for run in each]
+        if max(times) > _APART * min(times):
+            one = each[0]
+            axes = f"{one['data']} x {one['tensor']} x {one['pipeline']} x {one['context']}"
+            name = (
+                f"{one['name']}, {one['devices']} {one['device']}, {axes}, experts {one['expert']}"
+            )
+            name += f", batch {one['batch']}{FEWER_BITS.get(one['products'], '')}"
+            least = min(statistics.mean(abs(t / s - 1) for s in times) for t in times)
+            found[name] = {
+                "runs": len(each),
+                "slowest": max(times) / min(times),
+                "least_mean_absolute": least,
+            }
+    return dict(sorted(found.items()))
 
 
 def _mean(by_source: Mapping[str, Sequence[dict[str, Any]]], *, fewer_bits: bool) -> float:
@@ -204,6 +252,12 @@ def text(result: dict[str, Any]) -> str:
             f"{grid['runs']:5} runs  Spearman {grid['spearman']:5.2f}  regret "
             f"{100 * grid['regret']:5.1f} %  {name}"
         )
+    lines += [
+        f"{one['runs']:5} runs of the same, the slowest {one['slowest']:.2f} x the fastest: no one "
+        f"prediction is off by less than {100 * one['least_mean_absolute']:.0f} %  {name}"
+        for name, one in said.get("apart", {}).items()
+    ]
+    lines += [_place_text(name, found) for name, found in result.get("ranks", {}).items()]
     return "\n".join(lines)
 
 
@@ -215,8 +269,10 @@ def _write(
         return
     if shares is None and RESULT.exists():
         shares = json.loads(RESULT.read_text()).get("fit")
+    ranked = json.loads(RESULT.read_text()).get("ranks", {}) if RESULT.exists() else {}
     body = {
         "name": "validation",
+        "ranks": ranked,
         "command": "python -m benchmarks.validation",
         "rows": rows,
         "left_out": dict(left_out.most_common()),

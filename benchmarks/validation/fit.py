@@ -19,7 +19,7 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from itertools import product
 from typing import Any, TypeVar
 
@@ -195,13 +195,13 @@ def _whole(samples: Sequence[Sample], errors: _Errors, launch: float) -> dict[st
 
 def _with_eight_bits(found: Mapping[str, Shares]) -> dict[str, Shares]:
     """Where no run says what products in 8 bits reach, what others reach of it says so."""
-    kept = [s.eight_bits / ALONE_8_BITS[f] for f, s in found.items()
-            if f in ALONE_8_BITS and s.eight_bits]  # fmt: skip
+    kept = [s.eight_bits / ALONE_8_BITS[_chip(f)] for f, s in found.items()
+            if _chip(f) in ALONE_8_BITS and s.eight_bits]  # fmt: skip
 
     def told(family: str, shares: Shares) -> float:
-        if shares.eight_bits or family not in ALONE_8_BITS or not kept:
+        if shares.eight_bits or _chip(family) not in ALONE_8_BITS or not kept:
             return shares.eight_bits or shares.product
-        return ALONE_8_BITS[family] * statistics.mean(kept)
+        return ALONE_8_BITS[_chip(family)] * statistics.mean(kept)
 
     return {name: replace(s, eight_bits=told(name, s)) for name, s in found.items()}
 
@@ -209,12 +209,16 @@ def _with_eight_bits(found: Mapping[str, Shares]) -> dict[str, Shares]:
 def _elsewhere(family: str, others: Mapping[str, Shares]) -> Shares | None:
     """What runs on other devices say of a family, where kernels were measured alone on it."""
     found = {f: s for f, s in others.items() if f != family}
-    kept = [s.product / ALONE[f] for f, s in found.items() if f in ALONE]
-    if family not in ALONE or not kept:
+    same = [s for f, s in found.items() if _chip(f) == _chip(family)]
+    if same:  # of the same chip, in another machine
+        columns = zip(*(astuple(s) for s in same), strict=True)
+        return Shares(*map(statistics.mean, columns))
+    kept = [s.product / ALONE[_chip(f)] for f, s in found.items() if _chip(f) in ALONE]
+    if _chip(family) not in ALONE or not kept:
         return None
     copy = statistics.mean(s.copy for s in found.values())
     attention = statistics.mean(s.attention for s in found.values())
-    shares = Shares(ALONE[family] * statistics.mean(kept), copy, attention)
+    shares = Shares(ALONE[_chip(family)] * statistics.mean(kept), copy, attention)
     return _with_eight_bits({**found, family: shares})[family]
 
 
@@ -267,6 +271,12 @@ def copies(device: str) -> float:
 
 def _family(run: Run) -> str:
     return run.device.split("-")[0]
+
+
+def _chip(family: str) -> str:
+    """What kernels were measured on that stands for a family: all Blackwells are alike but for the
+    power and the cooling of their machines."""
+    return "b200" if family in ("b300", "gb200", "gb300") else family
 
 
 def _grouped(samples, key):  # type: ignore[no-untyped-def]

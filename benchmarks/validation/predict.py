@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from benchmarks.validation.mixtures import MIXTURES
 from benchmarks.validation.models import model_of, placements
@@ -13,25 +15,35 @@ from benchmarks.validation.rows import Run
 from graphaccel.capture.symbols import BATCH
 from graphaccel.compiler import Compiler
 from graphaccel.errors import InfeasiblePlan
+from graphaccel.kernels.expert_rows import EXCHANGE
+from graphaccel.kernels.experts import PRODUCT as EXPERT_PRODUCT
+from graphaccel.kernels.register import fusion_of
 from graphaccel.model import Model
 from graphaccel.planner.cluster import GIB, Cluster, cluster
-from graphaccel.planner.communication import INTERFERENCE, all_gather_seconds, exposed_seconds
+from graphaccel.planner.communication import (
+    INTERFERENCE,
+    all_gather_seconds,
+    all_to_all_seconds,
+    exposed_seconds,
+)
 from graphaccel.planner.cost import Sizes, node_work
 from graphaccel.planner.efficiency import Work, computing, seconds_of
 from graphaccel.planner.footprint import gathered_sizes
 from graphaccel.planner.layouts import Layouts
 from graphaccel.planner.plan import Plan, Precision, StageMemory
-from graphaccel.planner.profile import Profile
+from graphaccel.planner.profile import Profile, Tensor
 from graphaccel.planner.search import search
+from graphaccel.planner.wires import KINDS, sent_bytes, wires_of
 from graphaccel.planner.works import held_parameters
 
-# Bytes of optimizer state for each 4 bytes of 16-bit weights: float32 weights and two moments.
-_STATE = 24
+STATE_BYTES = 24
+"""Of optimizer state for each 4 bytes of 16-bit weights: float32 weights and two moments."""
 _ENDLESS = 2**60
+_TRIES = 4  # of choosing what a row does not say, each with less memory
 _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _PAPER = {"h100-80gb": 3.35}  # TB/s of memory, of devices that a system has with another
 # Operations are no decision of ours: of all that is made again, those that are kept come off.
-_RECOMPUTE = {"none": "none", "all": "all", "operations": "all"}
+_RECOMPUTE = {"": "none", "none": "none", "some": "some", "all": "all", "operations": "all"}
 
 
 @dataclass(frozen=True)
@@ -57,7 +69,11 @@ class Predicted:
         again = np.isin(self.profile.block_at, numbers)[self.profile.node_position]
         again &= self.profile.node_forward
         times = np.bincount(np.concatenate([kinds, kinds[again]]), minlength=len(first))
-        works = [(node_work(node, sizes), int(n)) for node, n in zip(first, times, strict=True)]
+        works = [
+            (node_work(node, sizes), int(n))
+            for node, n in zip(first, times, strict=True)
+            if node.target not in KINDS
+        ]
         return [(work, n) for work, n in works if work.calls]
 
 
@@ -80,21 +96,68 @@ class Predictor:
         """most: devices of the largest run; links are those of that many."""
         self._most = most
         self._layouts: dict[Any, Layouts] = {}
+        self._found: tuple[Run, Predicted] | None = None
 
     def predict(self, run: Run) -> Predicted:
         """Raises what planning raises, but for memory: a run that really ran is never refused."""
-        where, system = _cluster(run, run.devices), run.system
+        alike = replace(run, source="", group="", name="", seconds=0.0, memory=None)
+        if self._found is None or self._found[0] != alike:
+            self._found = alike, self._new(run)
+        found = self._found[1]
+        told = replace(
+            found.run,
+            source=run.source,
+            group=run.group,
+            name=run.name,
+            seconds=run.seconds,
+            memory=run.memory,
+        )
+        return replace(found, run=told)
+
+    def _new(self, run: Run) -> Predicted:
+        where = cluster_of(run, run.devices)
         run = self._decided(run, where)
+        found = self._predicted(run, where)
+        if run.recompute or found.verdict != "impossible":
+            return found
+        return self._recomputing(found, where) or found
+
+    def _recomputing(self, whole: Predicted, where: Cluster) -> Predicted | None:
+        """With what the planner computes again, where the row does not say and keeping all, as in
+        `whole`, has no room by our count; None where nothing helps."""
+        said = "what is computed again, as memory asks: the planner's choice"
+        run = replace(whole.run, recompute="some", assumed=(*whole.run.assumed, said))
+        real = real_cluster(run, run.devices)
+        assert whole.plan.prediction is not None
+        ours = max(m.peak for m in whole.plan.prediction.memory) / whole.memory
+        memory = ours * real.device.memory
+        for _ in range(_TRIES):
+            try:
+                less = replace(where, device=replace(where.device, memory=int(memory)))
+                found = self._predicted(run, less)
+            except InfeasiblePlan:
+                return None
+            if found.verdict != "impossible":
+                return found
+            memory -= ours * max(GIB, found.memory - real.tensor_budget)
+        return None
+
+    def _predicted(self, run: Run, where: Cluster) -> Predicted:
+        """A run that is decided."""
+        system = run.system
         plan, profile = self._planned(run, system.fusions, where)
         assert plan.prediction is not None
         kept = _kept(run, profile, plan, where)
         timed, profile = self._planned(run, system.fusions + system.timed, where)
         assert timed.prediction is not None
         fullest = max(_as_theirs(m, run, kept) for m in plan.prediction.memory)
-        real = _real(run, run.devices)
+        real = real_cluster(run, run.devices)
         said = int(fullest * (1 + real.fragmentation)) if run.system.reserved else fullest
         # What products in 8 bits keep for the backward is in 8 bits there, and not counted so here.
         verdict = real.verdict(fullest) if not run.products else "not told"
+        if run.system.rows_in_parts:
+            timed = _rows_in_parts(profile, timed, where)
+        assert timed.prediction is not None
         seconds = timed.prediction.seconds + _waited(run, profile, timed, where)
         if run.recompute == "operations":
             spared = timed.microbatches * _kept_seconds(profile, timed, where)
@@ -104,47 +167,62 @@ class Predictor:
         return Predicted(run, seconds, said, verdict, timed, where, profile)
 
     def _decided(self, run: Run, where: Cluster) -> Run:
-        """With the microbatches and stages that the planner chooses, where the row has none."""
+        """With the microbatches and stages that the planner chooses, where the row has none: such
+        as fit as their system counts memory."""
         if run.microbatch and run.interleave:
             return run
-        device = replace(where.device, memory=_real(run, run.devices).device.memory)
-        real, fits = replace(where, device=device), ""
-        try:
-            plan, _ = self._planned(run, run.system.fusions, real)
-        except InfeasiblePlan:  # by our count; it ran
-            plan, _ = self._planned(run, run.system.fusions, where)
-            fits = ", none of which fits"
+        real = real_cluster(run, run.devices)
+        memory, budget = real.device.memory, real.tensor_budget
+        for _ in range(_TRIES):
+            device = replace(where.device, memory=memory)
+            try:
+                found, over = self._chosen(run, replace(where, device=device), budget)
+            except InfeasiblePlan:  # by our count; it ran
+                found, _ = self._chosen(run, where, budget, ", none of which fits")
+                break
+            if over <= 0:
+                break
+            memory -= over
+        return found
+
+    def _chosen(self, run: Run, where: Cluster, budget: int, fits: str = "") -> tuple[Run, int]:
+        """(the run as the planner decides it, bytes by which it misses the budget)."""
+        plan, profile = self._planned(run, run.system.fusions, where)
+        assert plan.prediction is not None
         size = plan.microbatch_size // run.expert
         said = f"{plan.microbatches} microbatches of {size}"
         said += f", {plan.interleave} stages a rank" if run.interleave == 0 else ""
-        return replace(
+        decided = replace(
             run,
             microbatch=size,
             interleave=plan.interleave,
             assumed=(*run.assumed, f"{said}: the planner's choice{fits}"),
         )
+        kept = _kept(decided, profile, plan, where)
+        fullest = max(_as_theirs(m, decided, kept) for m in plan.prediction.memory)
+        return decided, fullest - budget
 
     def _planned(self, run: Run, fusions: tuple[str, ...], where: Cluster) -> tuple[Plan, Profile]:
         """The run's plan with such kernels, and what a device of it runs."""
-        captured = self._captured(run, fusions)
+        captured = self.captured(run, fusions)
         plan = search(
             captured.whole.step,
             where,
             pins=_pins(run, captured.whole),
-            optimizer_bytes=_STATE,
+            optimizer_bytes=STATE_BYTES,
             batch=run.batch,
             profiles=captured,
         )
         return plan, captured.of(plan)
 
-    def _captured(self, run: Run, fusions: tuple[str, ...]) -> Layouts:
+    def captured(self, run: Run, fusions: tuple[str, ...]) -> Layouts:
         """The layouts of the run's model on devices of this kind."""
         shape = run.shape, run.device
         if (known := self._layouts.get((shape, fusions))) is None:
             module, batch = model_of(run)
-            where = _cluster(run, self._most)
+            where = cluster_of(run, self._most)
             pins = {"fusions": fusions or "off"}
-            compiler = Compiler(Model(module, None, _STATE / 4), where, pins)
+            compiler = Compiler(Model(module, None, STATE_BYTES / 4), where, pins)
             step, sizes = compiler.capture(batch)
             made = compiler.layouts(step, {**sizes, BATCH: 2})
             known = _Redrawn(made.whole, made.localise)
@@ -153,14 +231,20 @@ class Predictor:
         return known
 
 
-def _real(run: Run, devices: int) -> Cluster:
+def real_cluster(run: Run, devices: int) -> Cluster:
     """Of the catalogue, with the memory of the run's system where that is another. Jobs on racks of
     72 take the same number of nodes of each, and powers of two of devices: 64."""
     where = cluster(run.device, devices)
     if run.system.device is not None:
-        gibibytes, terabytes = run.system.device
+        gibibytes, terabytes, power = run.system.device
         copied = where.device.memory_bandwidth * terabytes / _PAPER[run.device]
-        device = replace(where.device, memory=int(gibibytes * GIB), memory_bandwidth=copied)
+        slower = power ** (1 / 3)  # power grows with the clock and the square of the voltage
+        device = replace(
+            where.device,
+            memory=int(gibibytes * GIB),
+            memory_bandwidth=copied,
+            peak_flops={name: rate * slower for name, rate in where.device.peak_flops.items()},
+        )
         where = replace(where, device=device)
     inner, *outer = where.links
     if outer and inner.size == 72:
@@ -169,9 +253,9 @@ def _real(run: Run, devices: int) -> Cluster:
     return where
 
 
-def _cluster(run: Run, devices: int) -> Cluster:
+def cluster_of(run: Run, devices: int) -> Cluster:
     """Of devices that hold everything and otherwise are as the run's system made use of them."""
-    where, system = _real(run, devices), run.system
+    where, system = real_cluster(run, devices), run.system
     device = replace(
         where.device,
         memory=_ENDLESS,
@@ -210,6 +294,7 @@ def _pins(run: Run, profile: Profile) -> dict[str, object]:
         "recompute": run.system.recompute or _RECOMPUTE[run.recompute],
         **_zero(run),
         "sequence": run.sequence_parallel,
+        "offload": "none",
     }
     if run.tensor > 1 or run.context > 1 or run.expert > 1:
         pins["pins"] = placements(profile, run.tensor, run.expert)
@@ -233,6 +318,8 @@ def _zero(run: Run) -> dict[str, object]:
     microbatch, and sums after every one."""
     if run.data == run.expert:
         return {"zero": 0}
+    if run.zero == 3 and run.system.gathers_once:
+        return {"zero": 3, "gather_again": "step", "accumulation": "whole"}
     if run.zero >= 2:
         return {"zero": 3, "gather_again": run.zero == 3, "accumulation": "shards"}
     if run.zero and run.system.gathers_beside:
@@ -251,6 +338,24 @@ def _waited(run: Run, profile: Profile, plan: Plan, where: Cluster) -> float:
     return plan.microbatches * (1 - INTERFERENCE) * (sum(each) - max(each, default=0.0))
 
 
+def _rows_in_parts(profile: Profile, plan: Plan, where: Cluster) -> Plan:
+    """The plan with the time it takes where each tensor rank sends a part of the rows to their
+    experts, and back; ours sends all that it gathered. They are gathered in both."""
+    assert plan.prediction is not None
+    sizes = Sizes({**profile.step.sizes, BATCH: plan.microbatch_size})
+    group, spared = wires_of(where, plan).group(("expert",)), 0.0
+    for node in profile.nodes:
+        if node.target is EXCHANGE:
+            size = sent_bytes(node, sizes)
+            spared += all_to_all_seconds(where, size, *group)
+            spared -= all_to_all_seconds(where, size / plan.tensor, *group)
+    parts, spared = plan.prediction, spared * plan.microbatches / plan.pipeline
+    parts = replace(
+        parts, seconds=parts.seconds - spared, communication=parts.communication - spared
+    )
+    return replace(plan, prediction=parts)
+
+
 def _cuts(run: Run, profile: Profile) -> tuple[str, ...] | None:
     """Where stages of whole layers end: of equally many, or with one less in the first and the last
     (Llama 3, arXiv 2407.21783, section 3.3.2); None where neither is possible."""
@@ -266,15 +371,33 @@ def _cuts(run: Run, profile: Profile) -> tuple[str, ...] | None:
     return None
 
 
+def _kept_of(tensor: Tensor, run: Run) -> float:
+    """The share that their system keeps of a value that ours saves, by the call that gives it."""
+    node, width = tensor.node, tensor.value.shape[-1] if tensor.value.dim() else 0
+    fusion = fusion_of(node.target)
+    if run.system.swiglu_again and fusion is not None and fusion.name == "swiglu":
+        return 0.0
+    if run.system.probabilities_inside and run.kind in MIXTURES:
+        back = node.target is torch.ops.aten.index_select.default
+        if width == run.hidden and (back or node.target is EXPERT_PRODUCT):
+            return 0.0  # what comes back from the experts
+        if (value := MIXTURES[run.kind].more.get("v_head_dim")) is not None:
+            if node.target is torch.ops.aten.constant_pad_nd.default:
+                return int(str(value)) / width
+            if "scaled_dot_product" in str(node.target) and tensor.item == 0:
+                return 0.0  # without its padding it waits for the product behind it
+    return 1.0
+
+
 def _as_theirs(memory: StageMemory, run: Run, kept: float) -> int:
     """Bytes of a rank's tensors. Gradients are as wide as those of the system; Megatron-LM shards
     the optimizer over the context axis too. kept: share of what waits for the backward."""
     if run.system.fsdp2:
-        return _fsdp2(memory, run)
+        return _fsdp2(memory, run, kept)
     wider = int(memory.gradient * (run.system.gradient_bytes / 2 - 1))
     shared = memory.optimizer - memory.optimizer // run.context if run.zero else 0
     if run.zero and run.expert > 1:
-        dense = max(0, memory.optimizer - _STATE // 2 * _of_experts(memory.rank, run))
+        dense = max(0, memory.optimizer - STATE_BYTES // 2 * _of_experts(memory.rank, run))
         shared += dense - dense // run.expert
     more = _megatron_core(memory, run) if run.system.megatron_core else 0
     return memory.tensors + wider - shared - int((1 - kept) * memory.activation) + more
@@ -295,7 +418,7 @@ def _of_experts(rank: int, run: Run) -> int:
     return layers * count * 3 * width * run.hidden // run.expert // run.tensor
 
 
-def _fsdp2(memory: StageMemory, run: Run) -> int:
+def _fsdp2(memory: StageMemory, run: Run, kept: float) -> int:
     """Bytes of a rank of torchtitan (pytorch/torchtitan@9dec370), as its allocator has them.
 
     What rests are shards over the data and context axes of float32 weights and two moments: 12
@@ -321,7 +444,7 @@ def _fsdp2(memory: StageMemory, run: Run) -> int:
         # Logits of 16 bits are let go of before their gradient is made, but what they leave has no
         # room for it: it is of float32, and what lies beside it is in use.
         total += 2 * tokens * run.vocabulary // run.tensor
-    return total + memory.activation + memory.temporary
+    return total + int(kept * memory.activation) + memory.temporary
 
 
 def _megatron_core(memory: StageMemory, run: Run) -> int:
@@ -366,15 +489,18 @@ def _kept(run: Run, profile: Profile, plan: Plan, where: Cluster) -> float:
     CPU, each is repeated for its queries.
     """
     sized = profile.sized(plan.microbatch_size, where.device)
+    sizes = Sizes({**profile.step.sizes, BATCH: plan.microbatch_size})
+    tokens = run.microbatch * run.sequence // run.context
     whole = theirs = 0.0
     for place in profile.saved(profile.again(plan))[0].tolist():
         tensor, size = profile.tensors[profile.storages.tensor[place]], float(sized.bytes[place])
         dims = tensor.node.meta["dims"]
         dims = dims[tensor.item] if tensor.item >= 0 else dims
         whole += size
-        if run.sequence_parallel and dims and dims[-1] == run.hidden:
+        every = bool(dims) and math.prod(map(sizes, dims[:-1])) >= tokens  # and not split already
+        if run.sequence_parallel and every and dims[-1] == run.hidden:
             size /= run.tensor
-        elif len(dims) == 5 and dims[2] == run.heads // run.kv_heads:
+        elif not run.system.fsdp2 and len(dims) == 5 and dims[2] == run.heads // run.kv_heads:
             size /= dims[2]
-        theirs += size
+        theirs += size * _kept_of(tensor, run)
     return theirs / whole if whole else 1.0

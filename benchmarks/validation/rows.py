@@ -35,6 +35,7 @@ _PRODUCTS = {**dict.fromkeys(_EIGHT_BITS, "float8_e4m3fn"), "nvfp4": "float4_e2m
 # Python of an eager framework, for each operation: the least time of a layer on one device in
 # vTrain's one-node grid, 3.0 ms, by the 48 operations that its graph has here.
 _EAGER_LAUNCH = 62e-6
+_RECOMPUTED = {"full": "all", "selective(op)": "operations", "": ""}
 _PADDED_VOCABULARY = 51200  # GPT-2's 50257 as Megatron-LM pads it
 _NEMOTRON_VOCABULARY = 256000  # "Nemotron-4 15B Technical Report", arXiv 2402.16819, section 2
 
@@ -63,8 +64,16 @@ class System:
     gradient lies there for autograd (`get_dummy_wgrad`), and an unfused loss works in one float32
     copy of the logits (`tensor_parallel/cross_entropy.py`). sequence: where a row does not say.
     fsdp2: float32 weights in shards over the data and context axes, gathered in bfloat16 for each
-    microbatch, or, in a pipeline, once a step. device: GiB and TB/s of its memory, where it is not
-    that of the catalogue.
+    microbatch, or, in a pipeline, once a step. device: GiB and TB/s of its memory, and its power as
+    a share of the catalogue's, where it is another. rows_in_parts: each rank of the tensor axis
+    sends its part of the rows to their experts (`MoEAlltoAllTokenDispatcher`,
+    megatron/core/transformer/moe/token_dispatcher.py).
+    gathers_once: FSDP lets go of what it gathered at the end of a step, and sums gradients once.
+    sequence_parallel: where a row does not say. layers_a_stage: of a pipeline, where a row does not
+    say; 0: the planner's choice. swiglu_again: what it gives is made again for the backward.
+    probabilities_inside: rows are weighed between the products of their experts, so that none
+    waits behind them (`weighted_bias_swiglu_impl`, megatron/core/fusions/fused_bias_swiglu.py); and
+    fused attention takes values narrower than keys.
     """
 
     fused_attention: bool = True
@@ -87,7 +96,13 @@ class System:
     megatron_core: bool = False
     sequence: int | None = None
     fsdp2: bool = False
-    device: tuple[float, float] | None = None
+    device: tuple[float, float, float] | None = None
+    rows_in_parts: bool = False
+    gathers_once: bool = False
+    sequence_parallel: bool = False
+    layers_a_stage: int = 0
+    swiglu_again: bool = False
+    probabilities_inside: bool = False
 
 
 # Fused: the masked softmax, and bias, dropout and sum (arXiv 2104.04473, section 4.2); the kernel
@@ -104,7 +119,8 @@ _LLAMA = ("add_rms_norm", "cross_entropy", "rms_norm", "rotary", "swiglu")
 # Gradients in bfloat16; `ub_tp_comm_overlap`, `overlap_grad_sync`, `overlap_param_sync`
 # (NVIDIA/dgxc-benchmarking, nemotron4-15b-synth.yaml, gpt3_175b_hydra.yaml): the tensor axis's
 # collectives run in pieces beside products, and those over data by layers beside both phases.
-_NEMO = System(fusions=_LLAMA, zero=1, split=True, gathers_beside=True)
+_NEMO = System(fusions=_LLAMA, zero=1, split=True, gathers_beside=True, rows_in_parts=True,
+               probabilities_inside=True)  # fmt: skip
 SYSTEMS = {
     # Megatron-LM of 2021 and its default dropout; its own masked softmax, scores in memory (arXiv
     # 2104.04473, section 4.2).
@@ -143,16 +159,31 @@ SYSTEMS = {
         fusions=tuple(f for f in _LLAMA if f != "cross_entropy"),
         gradient_bytes=4,
         megatron_core=True,
+        probabilities_inside=True,
     ),
     # GPT-3 175B of NeMo trains with dropout, its kernels as below (gpt3_175b_hydra.yaml:
     # `hidden_dropout`, `bias_dropout_add_fusion`, `bias_activation_fusion`).
     "README_175b": replace(_NEMO, timed=("dropout_add_layer_norm",), dropout=0.1),
     "dgxc": _NEMO,
-    "Megatron-Bridge": _NEMO,
-    "2407.21783": System(fusions=_LLAMA, gradient_bytes=4),
+    # Its recipes for measuring set `sequence_parallel` where there is a tensor axis.
+    "Megatron-Bridge": replace(_NEMO, sequence_parallel=True),
+    # Section 3.3.2: gradients are summed over all microbatches before they are scattered,
+    # parameters are not sharded again after the forward; the first stage has only the embedding and
+    # the last only the head, so that of 126 layers and these two each is a stage; tensor
+    # parallelism is that of Korthikanti et al., which splits the sequence between products. SwiGLU
+    # is taken to be that of xformers (`_SwiGLUFusedFunc`).
+    "2407.21783": System(
+        fusions=_LLAMA,
+        gradient_bytes=4,
+        gathers_once=True,
+        sequence_parallel=True,
+        layers_a_stage=1,
+        swiglu_again=True,
+    ),
     # torch's own attention in 2024 is the second FlashAttention, on H100 too, where the third is
     # 1.5 to 2.0 times as fast (arXiv 2407.08608).
-    # 96 GB of HBM2e at 2.4 TB/s; llama3_70b.toml has 8192 tokens (pytorch/torchtitan@820504e).
+    # 96 GB of HBM2e at 2.4 TB/s, at 500 of 700 W (its documents); llama3_70b.toml has 8192 tokens
+    # (pytorch/torchtitan@820504e).
     "torchtitan": System(
         fusions=_LLAMA,
         gradient_bytes=4,
@@ -160,7 +191,7 @@ SYSTEMS = {
         attention_hopper=0.6,
         fsdp2=True,
         sequence=8192,
-        device=(95.0, 2.4),
+        device=(95.0, 2.4, 500 / 700),
     ),
     # Collectives of the tensor axis run beside products there (its note on the table).
     "core_v0.8": System(fusions=("cross_entropy",), zero=1, split=True),
@@ -189,7 +220,8 @@ class Run:
     queries), "nemotron" (squared ReLU in place of SwiGLU), "gpt", or one of `mixtures.MIXTURES`.
     data: ranks with batches of their own, of which each `expert` share the experts, and the batch
     of one of our data ranks. microbatch, interleave: 0 where the row does not say. recompute:
-    "none", "all", or "operations" (torchtitan: all but attention and every second product).
+    "none", "all", or "operations" (torchtitan: all but attention and every second product); ""
+    where the row does not say.
     precision, products: torch dtype names, of values and of what products round them to where that
     is another. assumed: what the row does not say."""
 
@@ -306,9 +338,14 @@ def _run(row: dict[str, str]) -> Run | str:
         interleave=number("vpp", 1) or 1,
         microbatch=number("micro_batch"),
         batch=number("global_batch"),
-        recompute={"full": "all", "selective(op)": "operations"}.get(row["recompute"], "none"),
+        recompute=_RECOMPUTED.get(row["recompute"], "none"),
         # Megatron-LM refuses experts on an axis of their own beside a tensor axis without it.
-        sequence_parallel=row["sequence_parallel"] == "1" or (expert > 1 and tensor > 1),
+        sequence_parallel=tensor > 1
+        and (
+            row["sequence_parallel"] == "1"
+            or expert > 1
+            or (system.sequence_parallel and not row["sequence_parallel"])
+        ),
         zero=3 if zero.startswith(("3", "FSDP")) else int(zero) if zero.isdigit() else system.zero,
         precision=PRECISIONS.get(row["precision"], "bfloat16"),
         products=_PRODUCTS.get(row["precision"], ""),
@@ -331,6 +368,8 @@ def _system(row: dict[str, str]) -> System:
     if row["recompute"] == "selective":  # makes the scores again in backward, as fused attention
         system = replace(system, fused_attention=True)
     if system.fsdp2:
+        # `PipelineStage.backward_maybe_with_nosync` of torch gathers and sums once a step.
+        system = replace(system, gathers_once=row["pp"] not in ("", "1"))
         if "202412" in row["source"]:  # its loss is not compiled (train.py, @9dec370)
             system = replace(system, fusions=tuple(f for f in _LLAMA if f != "cross_entropy"))
         if "eager" in row["notes"]:
@@ -363,6 +402,10 @@ def _as_usual(run: Run, row: dict[str, str]) -> Run:
         if not run.microbatch:
             run = replace(run, microbatch=max(1, run.batch // run.data // run.pipeline))
             said.append(f"{run.pipeline} microbatches: the system's default")
+    elif run.pipeline > 1 and not row["vpp"] and run.system.layers_a_stage:
+        stages = -(-run.layers // run.system.layers_a_stage)
+        run = replace(run, interleave=-(-stages // run.pipeline), microbatch=run.microbatch or 1)
+        said.append(f"{run.interleave} stages a rank, as the system has; a sequence a microbatch")
     elif run.pipeline > 1 and not row["vpp"] and not run.microbatch:
         run = replace(run, interleave=0)
     return replace(run, assumed=(*run.assumed, *said))

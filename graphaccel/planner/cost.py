@@ -23,6 +23,8 @@ from torch.utils.flop_counter import flop_registry
 
 from graphaccel.capture.symbols import evaluate
 from graphaccel.compat.torch import onednn_linear
+from graphaccel.kernels.experts import GRADIENT as EXPERT_GRADIENT
+from graphaccel.kernels.experts import PRODUCT as EXPERT_PRODUCT
 from graphaccel.kernels.register import fusion_of, is_backward
 from graphaccel.kernels.spec import Chunks, Fusion
 from graphaccel.planner.cluster import Device
@@ -314,11 +316,24 @@ def _asked(node: fx.Node, sizes: Resolve, op: str) -> Work:
         matrices = [n for n in node.args if isinstance(n, fx.Node)][-2:]
         odd = any(_odd(n, sizes) for n in (node, *matrices))
         return Work("product", flops, moved, dtype, rows, columns, inner, count, 1, op, odd)
+    if node.target in (EXPERT_PRODUCT, EXPERT_GRADIENT):
+        return Work("product", flops, moved, dtype, *_grouped(node, sizes), op=op)
     if fusion_of(node.target) is not None and len(given) > 1 and len(given[1]) == 2:
         columns, inner = given[1]
         rows = math.prod(given[0]) // inner
         return Work("product", flops, moved, dtype, rows, columns, inner, op=op)
     return Work("dense", flops, moved, dtype, op=op)
+
+
+def _grouped(node: fx.Node, sizes: Resolve) -> tuple[int, int, int, int]:
+    """Rows, columns and inner size of each product of rows with their experts' weights, or of those
+    that give their gradient, and how many; as if each expert was chosen as often."""
+    rows, inner = dims_of(node.args[0], sizes)
+    if node.target is EXPERT_GRADIENT:
+        held, _, columns = dims_of(node, sizes)
+        return inner, columns, -(-rows // held), held
+    held = dims_of(node.args[1], sizes)[0]
+    return -(-rows // held), dims_of(node, sizes)[-1], inner, held
 
 
 def _chunked(node: fx.Node, sizes: Resolve, chunk: int, on: str) -> Work:

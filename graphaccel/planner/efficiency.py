@@ -21,7 +21,10 @@
 
 A product in 8 bits reads inputs that were cast for it (NVIDIA Transformer Engine, "FP8 primer"):
 of the three that a linear layer is, its input and the gradient of its output, each written twice,
-as it lies and transposed, by the kernel that makes it. Weights are cast once a step.
+as it lies and transposed, by the kernel that makes it. Weights are cast once a step. In 4 bits each
+16 numbers have a scale of 8 bits, and all of a tensor one that its largest number decides: it is
+read to find that, and again to cast it ("Pretraining Large Language Models with NVFP4", arXiv
+2509.25149, 2025, appendix B).
 """
 
 from __future__ import annotations
@@ -50,7 +53,9 @@ _QUERIES = 128
 _DIAGONAL = 1024
 _ROUNDS = {"attention": 1.5, "attention backward": 0.6}
 _EIGHT_BITS = "8-bit products of "  # with a dtype: a rate of a device as `computing` gives it
-_CAST = 2 * (1 + 1) / 3  # bytes written for each number on the left of such a product
+_FOUR_BITS = "4-bit products of "
+# Bytes written, and in 4 bits read, for each number on the left of such a product.
+_CASTS = {_EIGHT_BITS: 2 * (1 + 1) / 3, _FOUR_BITS: 2 * (2 + 2 + 2 * (1 / 2 + 1 / 16)) / 3}
 
 
 @dataclass(frozen=True)
@@ -101,8 +106,8 @@ def computing(device: Device, precision: Precision) -> Device:
     rate = peak_flops(device, precision.products)
     if precision.products == "tfloat32":  # convolutions and attention as well
         return replace(device, peak_flops={**device.peak_flops, "float32": rate})
-    name = _EIGHT_BITS + precision.compute
-    return replace(device, peak_flops={**device.peak_flops, name: rate})
+    bits = _FOUR_BITS if precision.products.startswith("float4") else _EIGHT_BITS
+    return replace(device, peak_flops={**device.peak_flops, bits + precision.compute: rate})
 
 
 def seconds_of(work: Work, device: Device) -> float:
@@ -116,10 +121,11 @@ def seconds_of(work: Work, device: Device) -> float:
     if not work.flops:
         return seconds
     peak, cast = peak_flops(device, work.dtype), 0.0
-    if work.kind == "product" and (low := device.peak_flops.get(_EIGHT_BITS + work.dtype)):
-        left = work.count * work.rows * work.inner
-        reached = (device.product_8_bits or device.product) / device.product
-        peak, cast = reached * low, _CAST * left / device.memory_bandwidth
+    for bits, moved in _CASTS.items() if work.kind == "product" else ():
+        if low := device.peak_flops.get(bits + work.dtype):
+            left = work.count * work.rows * work.inner
+            reached = (device.product_8_bits or device.product) / device.product
+            peak, cast = reached * low, moved * left / device.memory_bandwidth
     return max(seconds, work.flops / (peak * efficiency(work, device))) + cast
 
 

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
+from graphaccel.kernels.register import fusion_of
 from graphaccel.rules.factories import COUNTS, UNIFORM
 from graphaccel.rules.lowered import lowered_rows
 from graphaccel.rules.notation import (
@@ -33,6 +34,7 @@ from graphaccel.rules.shard import Placement, Row, Shard, Shards
 from graphaccel.rules.table import rule_of
 
 aten = torch.ops.aten
+_c10d = torch.ops._c10d_functional
 
 Carry: TypeAlias = Callable[[fx.Node, int], Iterator[tuple[tuple[Shard, ...], tuple[Shard, ...]]]]
 
@@ -62,8 +64,7 @@ def rows_of(
             found[row] = None
     else:
         for index, like in _indices(notation, inputs, outputs):
-            loose = like.padding or like.by
-            if loose and node.target not in _PADDED and not _is_pointwise(node):
+            if (like.padding or like.by) and not _takes_loose(node, like):
                 continue
             row = _sharded(node, notation, index, like, ranks)
             if row is not None:
@@ -125,6 +126,13 @@ _PADDED = frozenset(
         aten.expand.default,
     }
 )
+
+
+def _takes_loose(node: fx.Node, like: Shard) -> bool:
+    """Whether positions that are padding, or any that an expert was chosen at, may be split. A
+    fused op has those where its rule has them, but not padding: it may sum over them."""
+    fused = bool(like.by) and fusion_of(node.target) is not None
+    return fused or node.target in _PADDED or _is_pointwise(node)
 
 
 def _is_pointwise(node: fx.Node) -> bool:
@@ -324,6 +332,25 @@ def _cat_back(node: fx.Node, shard: Shard, ranks: int) -> Pair | None:
     return None if pair is None else (pair[1], pair[0])
 
 
+def _gathered(node: fx.Node, shard: Shard, ranks: int) -> Pair | None:
+    """What the ranks of another axis have, one behind the other."""
+    pair = _along(0, int(node.args[1]), narrows=False)(shard)
+    return None if pair is None else (pair[1], pair[0])
+
+
+def _gathered_back(node: fx.Node, shard: Shard, ranks: int) -> Pair | None:
+    pair = _along(0, int(node.args[1]), narrows=True)(shard)
+    return None if pair is None else (pair[1], pair[0])
+
+
+def _scattered(node: fx.Node, shard: Shard, ranks: int) -> Pair | None:
+    return _along(0, int(node.args[2]), narrows=True)(shard)
+
+
+def _scattered_back(node: fx.Node, shard: Shard, ranks: int) -> Pair | None:
+    return _along(0, int(node.args[2]), narrows=False)(shard)
+
+
 Follow: TypeAlias = Callable[[fx.Node, Shard, int], Pair | None]
 _RESHAPES: tuple[Follow, Follow] = (_reshape, _reshape_back)
 _CARRY: Mapping[Any, tuple[Follow, Follow]] = MappingProxyType(
@@ -334,5 +361,7 @@ _CARRY: Mapping[Any, tuple[Follow, Follow]] = MappingProxyType(
         aten.split.Tensor: (_split, _split_back),
         aten.split_with_sizes.default: (_split, _split_back),
         aten.cat.default: (_cat, _cat_back),
+        _c10d.all_gather_into_tensor.default: (_gathered, _gathered_back),
+        _c10d.reduce_scatter_tensor.default: (_scattered, _scattered_back),
     }
 )

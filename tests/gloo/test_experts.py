@@ -25,6 +25,8 @@ PLANS: Mapping[str, tuple[int, dict[str, Any]]] = {
     "stages": (4, {"expert": 2, "pipeline": 2, "microbatches": 2, "recompute": "all"}),
     "four": (4, {"expert": 4}),
     "tensor": (4, {"expert": 2, "tensor": 2}),
+    "context": (4, {"expert": 2, "context": 2}),
+    "fused": (4, {"expert": 2, "tensor": 2, "fusions": ("rms_norm", "swiglu")}),
     "whole": (2, {"expert": 2, "microbatches": 8}),  # an example a microbatch: on both devices
 }
 

@@ -69,7 +69,7 @@ def test_errors_to_expect_are_those_of_the_results() -> None:
         errors = [
             one["left_out"]
             for name, one in left_out.items()
-            if name.endswith(" in 8 bits") == eight and one["left_out"] is not None
+            if name.endswith((" in 8 bits", " in 4 bits")) == eight and one["left_out"] is not None
         ]
         assert calibration_of(known, precision).error == round(fmean(errors), 2)
     predicted = json.loads((RESULTS / "predicted.json").read_text())
