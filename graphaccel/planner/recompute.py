@@ -18,7 +18,7 @@ from itertools import combinations, product
 import numpy as np
 
 from graphaccel.planner.profile import Profile, SizedProfile
-from graphaccel.planner.selective import ways_of
+from graphaccel.planner.selective import leanest_of, ways_of
 
 _UNITS = 2000
 _TABLE = 64  # options of all blocks together, from which on blocks that are alike are counted
@@ -61,9 +61,10 @@ def _block_options(profile: Profile, sized: SizedProfile) -> tuple[tuple[BlockOp
 def least_saved(profile: Profile, sized: SizedProfile) -> int:
     """Bytes of a microbatch that wait for the backward at least, whatever is computed again."""
     leanest = {
-        block: ways[-1].saved
-        for kind, ways in zip(profile.block_kinds, ways_of(profile, sized), strict=True)
-        for block in (kind.blocks if ways else ())
+        block: way.saved
+        for kind, way in zip(profile.block_kinds, leanest_of(profile, sized), strict=True)
+        if way is not None
+        for block in kind.blocks
     }
     several = (profile.none_again, profile.all_again, profile.saving(leanest))
     return min(int(sized.saved(again)[0].sum()) for again in several)

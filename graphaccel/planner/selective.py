@@ -46,6 +46,18 @@ def ways_of(profile: Profile, sized: SizedProfile) -> tuple[tuple[Way, ...], ...
     )
 
 
+def leanest_of(profile: Profile, sized: SizedProfile) -> tuple[Way | None, ...]:
+    """For each kind of block the last of its ways, found without the others; None without one."""
+    return sized.once(
+        "leanest", lambda: tuple(_leanest(Body(profile, sized, k)) for k in profile.block_kinds)
+    )
+
+
+def _leanest(body: Body) -> Way | None:
+    found = max((body.way(()), body.way(body.leanest())), key=lambda w: (w.less, -w.seconds))
+    return found if found.less > 0 else None
+
+
 def _ways(body: Body) -> tuple[Way, ...]:
     tried = {(), *body.hull()}
     found = sorted({body.way(saved) for saved in tried}, key=lambda w: (w.seconds, -w.less))
@@ -73,10 +85,14 @@ class Body:
         size = int(self.own[own].sum() + self.outer[outer].sum())
         return Way(saved, self.kept - size, float(self.seconds[self.kind.done_again(saved)].sum()))
 
+    def leanest(self) -> tuple[int, ...]:
+        """The positions that are saved where bytes are all that counts."""
+        return self.cut(sum(self.ticks) + 1, 1)
+
     def hull(self) -> list[tuple[int, ...]]:
         """Positions saved at the corners of the hull between its ends, those that lie farthest from
         the line between their neighbours first, `MOST` of them at most."""
-        few = self.cut(sum(self.ticks) + 1, 1)
+        few = self.leanest()
         spans = [(self.point(None), self.point(few))]
         found = [few]
         while spans and len(found) <= MOST:

@@ -30,7 +30,7 @@ from graphaccel.planner.given import check_given
 from graphaccel.planner.plan import Plan, Selective
 from graphaccel.planner.profile import Profile
 from graphaccel.planner.recompute import block_options
-from graphaccel.planner.selective import MOST, Body, ways_of
+from graphaccel.planner.selective import MOST, Body, leanest_of, ways_of
 from graphaccel.planner.solve import excess, with_cuts_and_blocks
 from tests.graph.test_footprint import problem_of
 from tests.graph.test_passes_golden import Golden, values
@@ -56,9 +56,12 @@ def test_minimum_cuts_are_the_best_of_every_set(
     profile = Profile(two_blocks()[2] if name == "two blocks" else captured(name))
     sized = profile.sized(size, made_up(1).device)
     assert profile.block_kinds
-    for kind, ways in zip(profile.block_kinds, ways_of(profile, sized), strict=True):
+    found = zip(ways_of(profile, sized), leanest_of(profile, sized), strict=True)
+    for kind, (ways, leanest) in zip(profile.block_kinds, found, strict=True):
         body = Body(profile, sized, kind)
         points = [body.point(saved) for saved in subsets(kind)]
+        assert leanest is not None
+        assert leanest.less == ways[-1].less == body.kept - min(b for _, b in points)
         for price in (1, 10, 1000, 100_000, 10_000_000):
             ticks, least = body.point(body.cut(price, 1))
             assert ticks + price * least == min(t + price * b for t, b in points)
