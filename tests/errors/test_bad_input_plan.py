@@ -63,7 +63,7 @@ error[GA202]: {said} can not be planned
             {"tensors": 2},
             "tensors=2",
             "no such decision; there are: data, pipeline, tensor, context, expert, interleave, "
-            "microbatches, bucket_bytes, loss_chunk, recompute, precision, schedule, cuts, outputs, zero, "
+            "microbatches, bucket_bytes, loss_chunk, order, recompute, precision, schedule, cuts, outputs, zero, "
             "shard, gather_again, cast_once, accumulation, sequence, scatter_sends, pins, fusions, vocab, "
             "stages, ort, fallback, compile, cuda_graphs, offload",
             "leave tensors out and it will be chosen for you",
