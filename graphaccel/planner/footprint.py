@@ -55,7 +55,8 @@ def predict_memory(
         ("ranks", plan.cuts, plan.pipeline), lambda: _of_ranks(profile, works, plan.pipeline)
     )
     once = sized.once(
-        ("held", plan.cuts, plan.pipeline, plan.holds_gathered, plan.gathers_low, plan.holds_casts),
+        ("held", plan.cuts, plan.pipeline, plan.holds_gathered, plan.gathers_low, plan.holds_casts,
+         plan.shards),
         lambda: [_made_once(profile, sized, works[r :: plan.pipeline], plan)
                  for r in range(plan.pipeline)],
     )  # fmt: skip
