@@ -195,6 +195,11 @@ def _add_pins(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
         "microbatches",
     )
     pins.add_argument(
+        "--context-by",
+        choices=("heads", "sequence"),
+        help="context: in attention each device has some of the heads, or some of the queries",
+    )
+    pins.add_argument(
         "--accumulation",
         choices=("whole", "shards"),
         help="zero 2 and 3: reduce gradients in the last microbatch, or in each, for less memory",

@@ -43,9 +43,9 @@ from graphaccel.report.trace import trace_json
 
 PINS = (
     "data", "pipeline", "tensor", "context", "expert", "order", "interleave", "microbatches",
-    "zero", "shard", "sequence", "scatter_sends", "gather_again", "cast_once", "accumulation",
-    "recompute", "precision", "schedule", "cuts", "bucket_bytes", "vocab", "stages", "ort",
-    "compile", "cuda_graphs", "fusions", "loss_chunk", "offload",
+    "zero", "shard", "sequence", "context_by", "scatter_sends", "gather_again", "cast_once",
+    "accumulation", "recompute", "precision", "schedule", "cuts", "bucket_bytes", "vocab", "stages",
+    "ort", "compile", "cuda_graphs", "fusions", "loss_chunk", "offload",
 )  # fmt: skip
 INTERRUPTED = 130  # 128 + SIGINT
 _DRAWN = 1500  # candidates that a picture is given; beyond, only those the search solved

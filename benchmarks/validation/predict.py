@@ -298,6 +298,8 @@ def _pins(run: Run, profile: Profile) -> dict[str, object]:
     }
     if run.tensor > 1 or run.context > 1 or run.expert > 1:
         pins["pins"] = placements(profile, run.tensor, run.expert)
+    if run.context > 1:
+        pins["context_by"] = "sequence"
     if run.microbatch:
         pins["microbatches"] = run.microbatches
     if run.pipeline > 1:

@@ -342,7 +342,7 @@ def _few_sharded(
     """The captures of few layers, of one microbatch and sharded: once for all plans that split the
     step in the same way. Raises NotRepeated."""
     split = (plan.data, plan.microbatches, plan.batch, plan.tensor, plan.context, plan.expert)
-    told = (plan.placements, plan.rates, plan.sequence, plan.outputs)
+    told = (plan.placements, plan.rates, plan.sequence, plan.context_by, plan.outputs)
     key = ("sharded", split, told, frozenset((sizes or {}).items()))
     if key not in step.derived:
         step.derived[key] = _shard_few(run, step, plan, sizes)

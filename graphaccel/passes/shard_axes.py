@@ -23,6 +23,7 @@ from graphaccel.ir.replicated import replicated
 from graphaccel.passes.drafts import Drafts
 from graphaccel.passes.shard_axis import shard_axis
 from graphaccel.planner.alike import placed_alike
+from graphaccel.planner.by_heads import HeadsDoNotDivide
 from graphaccel.planner.conversions import Counted, Rates
 from graphaccel.planner.placements import Placements, solve_placements
 from graphaccel.planner.plan import Plan
@@ -94,7 +95,8 @@ def shard_axes(
     found = LocalGraph(graph, {}, {}, {})
     if counted is None:
         counted = Counted(late=plan.microbatch_size / plan.usual)
-    asked: tuple[object, ...] = (graph, plan.placements, plan.sequence, plan.outputs, counted)
+    told = plan.placements, plan.sequence, plan.outputs, plan.context_by, plan.tensor_over_heads
+    asked: tuple[object, ...] = (graph, *told, counted)
     for axis in AXES:
         ranks = getattr(plan, axis)
         if ranks == 1:
@@ -149,7 +151,11 @@ def _over(
             graph.graph, step.inputs, step.outputs,
             axis=axis, ranks=ranks, rates=rates, pins=pins,
             sequence=plan.sequence, keep_outputs=keep, counted=counted,
+            context_by=plan.context_by, inner=plan.tensor_over_heads,
         )  # fmt: skip
+    except HeadsDoNotDivide as error:
+        allowed = ("sequence",)
+        raise BadPin(pin="context_by", value="heads", reason=str(error), allowed=allowed) from error
     except ValueError as error:
         raise BadPin(pin="pins", value=dict(plan.placements), reason=str(error)) from error
     made = shard_axis(

@@ -369,7 +369,7 @@ def _attention(node: fx.Node, sizes: Resolve, flops: int, moved: int, dtype: str
     backward = "backward" in str(node.target)
     first = 1 if backward else 0  # the backward's first argument is the gradient
     query, key = (dims_of(n, sizes) for n in node.args[first : first + 2])
-    if _causal(node):
+    if is_causal(node):
         seen = min(1.0, (key[-2] + 1) / (2 * query[-2]) if query[-2] == key[-2] else 1.0)
         flops = int(flops * seen)
     kind = "attention backward" if backward else "attention"
@@ -377,7 +377,7 @@ def _attention(node: fx.Node, sizes: Resolve, flops: int, moved: int, dtype: str
     return Work(kind, flops, moved, dtype, query[-2], key[-2], query[-1], heads)
 
 
-def _causal(node: fx.Node) -> bool:
+def is_causal(node: fx.Node) -> bool:
     """Whether a call to attention says that later positions are not seen."""
     names = [a.name for a in node.target._schema.arguments]
     given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)

@@ -84,6 +84,7 @@ def pins_of(plan: Plan) -> dict[str, Any]:
     pins["pins"] = dict(pins.pop("placements"))
     pins["loss_chunk"] = plan.loss_chunk or None  # what the op takes by itself
     pins["shard"] = plan.shard or None  # all of data
+    pins["context_by"] = plan.context_by or None  # call by call
     if plan.tensor == 1:
         del pins["sequence"]
     return pins

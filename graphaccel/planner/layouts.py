@@ -17,8 +17,8 @@ from typing import Any, TypeAlias
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import BATCH
 from graphaccel.planner.cluster import Cluster
+from graphaccel.planner.conversions import axis_rates
 from graphaccel.planner.lines import Lines
-from graphaccel.planner.placements import axis_rates
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.profile import Profile
 
@@ -102,4 +102,5 @@ class Layouts:
 def _layout_of(plan: Plan) -> Any:
     axes = (plan.tensor, plan.context, plan.expert)
     uneven = plan.microbatch_size if plan.microbatch_size % plan.expert else 0
-    return (*axes, uneven, plan.sequence, plan.placements, plan.precision)
+    told = plan.sequence, plan.context_by, plan.placements, plan.precision
+    return (*axes, uneven, *told)

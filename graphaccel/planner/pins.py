@@ -35,6 +35,7 @@ PRECISIONS: Mapping[str, Precision] = {
 RECOMPUTE = ("none", "some", "selective", "all")
 OUTPUTS = ("loss", "all")
 ACCUMULATIONS = ("whole", "shards")
+CONTEXT_BY = ("heads", "sequence")
 ORT = ("off", "auto", "all")
 FALLBACK = ("error", "fx")
 COMPILE = ("off", "inductor")
@@ -45,8 +46,8 @@ _COUNTS = (
 SWITCHES = ("sequence", "scatter_sends", "cast_once", "cuda_graphs")
 NAMES = (
     *_COUNTS, "order", "recompute", "precision", "schedule", "cuts", "outputs",
-    "zero", "shard", "gather_again", "cast_once", "accumulation", "sequence", "scatter_sends",
-    "pins", "fusions",
+    "zero", "shard", "gather_again", "cast_once", "accumulation", "sequence", "context_by",
+    "scatter_sends", "pins", "fusions",
     "vocab", "stages", "ort", "fallback", "compile", "cuda_graphs", "offload",
 )  # fmt: skip
 
@@ -79,6 +80,7 @@ class Pins:
     cast_once: bool | None = None
     accumulation: str | None = None
     sequence: bool | None = None
+    context_by: str | None = None
     scatter_sends: bool | None = None
     pins: tuple[tuple[str, tuple[Sharded, ...]], ...] | None = None
     vocab: str | None = None
@@ -216,6 +218,7 @@ def _values(pins: Mapping[str, object]) -> dict[str, object]:
         ("compile", COMPILE),
         ("accumulation", ACCUMULATIONS),
         ("vocab", VOCAB),
+        ("context_by", CONTEXT_BY),
     ):
         if name in given and given[name] not in known:
             raise BadPin(pin=name, value=given[name], reason="unknown", allowed=known)
@@ -364,6 +367,9 @@ def _check_sequence(pins: Pins) -> None:
     if pins.sequence and pins.tensor == 1:
         reason = "with tensor=1 there are no regions of tensor parallelism to shard between"
         raise BadPin(pin="sequence", value=True, reason=reason, allowed=("False",))
+    if pins.context_by and pins.context == 1:
+        reason = "with context=1 no device shares a sequence with another"
+        raise BadPin(pin="context_by", value=pins.context_by, reason=reason)
 
 
 def _check_sends(pins: Pins) -> None:
@@ -573,6 +579,7 @@ def base_plan(pins: Pins, devices: int, batch: int, graph: str, cluster: str, ou
         accumulation=pins.accumulation or "whole",
         placements=pins.pins or (),
         sequence=pins.sequence is not False,
+        context_by=pins.context_by or "",
         scatter_sends=bool(pins.scatter_sends),
         ort="auto" if pins.ort is None else pins.ort,
         fallback=pins.fallback or "error",

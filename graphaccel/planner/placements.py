@@ -24,6 +24,7 @@ from torch.utils.flop_counter import flop_registry
 
 from graphaccel.capture.export import GraphInput, GraphOutput
 from graphaccel.capture.symbols import BATCH, SEQUENCE
+from graphaccel.planner.by_heads import ByHeads, HeadsDoNotDivide, along_queries, by_heads, split
 from graphaccel.planner.call_values import (
     Value,
     free_nodes,
@@ -34,13 +35,10 @@ from graphaccel.planner.call_values import (
     splits_batch,
     tensor_of,
 )
-from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.conversions import ALL, Counted, Rates
 from graphaccel.planner.conversions import conversion_seconds as priced
-from graphaccel.planner.cost import counted_packet
-from graphaccel.planner.efficiency import computing, peak_flops
+from graphaccel.planner.cost import counted_packet, is_causal
 from graphaccel.planner.eliminate import Table, cheapest_assignment
-from graphaccel.planner.plan import Plan
 from graphaccel.planner.refusals import refusal
 from graphaccel.rules import collectives
 from graphaccel.rules.notation import output_shapes, shape_of, tensor_arguments
@@ -57,22 +55,6 @@ _FRACTION = 8  # of a usual message: what a collective costs at least
 _ROUNDS = 12
 _NONE: Shards = frozenset()
 _WIDE = 8  # positions a rank has at least of a dim that is padded
-
-
-def axis_rates(cluster: Cluster, plan: Plan, axis: str) -> Rates:
-    """Rates of an axis of a plan's mesh on a cluster.
-
-    The launch of an op is left out, but for what breaks ties: where sharding pays it vanishes. What
-    was measured of single collectives is not told apart here: it counts where plans are priced.
-    """
-    inner = {"tensor": 1, "context": plan.tensor, "expert": plan.context * plan.tensor}[axis]
-    span = inner * getattr(plan, axis)
-    link = next((x for x in cluster.links if x.size % span == 0), cluster.links[-1])
-    device = cluster.device
-    flops = peak_flops(computing(device, plan.precision), plan.precision.compute)
-    tie = 64 / link.bandwidth
-    hop = link.latency_seconds + device.launch_seconds
-    return Rates(flops, device.memory_bandwidth, tie, link.bandwidth, hop)
 
 
 @dataclass(frozen=True)
@@ -111,19 +93,23 @@ def solve_placements(
     sequence: bool = True,
     keep_outputs: bool = False,
     counted: Counted = ALL,
+    context_by: str = "",
+    inner: int = 1,
 ) -> Placements:
     """Place a joint graph of concrete sizes (`meta["val"]`) on an axis of `ranks`.
 
     inputs, outputs: what the first placeholders and the results are. axis: "tensor" (features and,
     if `sequence`, the sequence), "context" (the sequence) or "expert" (examples and experts).
     pins: placements of parameters by name. keep_outputs: the model's outputs are wanted whole.
-    counted: what of the costs counts.
+    counted: what of the costs counts. context_by: how attention lies on the context axis
+    (`Plan.context_by`). inner: ranks that divide its heads further.
 
     Raises ValueError for pins that no row allows.
     """
     problem = PlacementProblem(
-        graph, inputs, outputs, axis, ranks, rates, pins, sequence, keep_outputs, counted
-    )
+        graph, inputs, outputs, axis, ranks, rates, pins, sequence, keep_outputs, counted,
+        context_by, inner,
+    )  # fmt: skip
     return problem.solve()
 
 
@@ -142,6 +128,8 @@ class PlacementProblem:
         sequence: bool,
         keep_outputs: bool,
         counted: Counted = ALL,
+        context_by: str = "",
+        inner: int = 1,
     ) -> None:
         self.graph, self.axis, self.ranks, self.rates = graph, axis, ranks, rates
         self.counted, self.late = counted, _LATE * counted.late
@@ -181,6 +169,12 @@ class PlacementProblem:
         for n in self.calls:
             for value in (*self._reads[n], *self._gives[n]):
                 self._touched.setdefault(value, []).append(n)
+        self.heads, self.by_heads_alone, self.inner = ByHeads(), context_by == "heads", inner
+        if axis == "context" and context_by != "sequence":
+            self.heads = by_heads(self.calls, self._reads, self._gives, ranks, inner)
+            if self.by_heads_alone and not self.heads.calls:
+                over = f"context={ranks} x tensor={inner}"
+                raise HeadsDoNotDivide(f"there is no attention whose heads divide by {over}")
         self._stale = set(self.calls)  # calls whose tensors have shards that were not spread yet
         self._costs: dict[Any, np.ndarray] = {}
         self._alive: list[object] = []
@@ -245,6 +239,8 @@ class PlacementProblem:
                     if wanted is not None and size == wanted
                 }
                 self.shards[(node, k)] = frozenset(s for s in found if s.fits(shape, self.ranks))
+        for value in self.heads.seeds:
+            self._add(value, split(tensor_of(value).shape, self.ranks, self.inner))
 
     def _padded(self, shape: Sequence[int]) -> set[Shard]:
         """Shards of dims that the ranks do not divide, where little of them is padding."""
@@ -277,8 +273,9 @@ class PlacementProblem:
 
     def _asked(self, node: fx.Node) -> tuple[Any, ...]:
         """Equal for calls that have the same rows."""
-        given = tuple(self.shards.get(value, _NONE) for value in self._reads[node])
-        return self._kind[node], given, tuple(self.shards[value] for value in self._gives[node])
+        known, seen = self.shards, self.heads.elsewhere
+        given = tuple(seen(node, value, known.get(value, _NONE)) for value in self._reads[node])
+        return self._kind[node], given, tuple(seen(node, v, known[v]) for v in self._gives[node])
 
     def _rows(self, node: fx.Node) -> tuple[Row, ...]:
         key = self._asked(node)
@@ -294,6 +291,8 @@ class PlacementProblem:
             made = zip(self._gives[node], row.outputs, strict=True)
             if any(splits_batch(v, p) for v, p in (*given, *made)):
                 return False
+        if self.by_heads_alone and node in self.heads.attention:
+            return not along_queries(row.inputs)
         if row.lowering in ("expert_product", "expert_gradient"):
             return self.axis == "expert"  # what other axes split has as many rows on each rank
         if row.lowering == "causal":  # on the tensor axis where its heads can not be shared
@@ -550,6 +549,8 @@ class PlacementProblem:
     def row_seconds(self, node: fx.Node, row: Row, work: float) -> float:
         """Seconds of a call that is `work` seconds when whole."""
         share = self.ranks if row.divided else 1
+        if row.lowering == "causal":  # under a mask, where `work` is half of all scores
+            work *= 2
         seconds = work / share + (self.rates.launch if work else 0.0)
         if row.gathered:
             width = tensor_of((node, 0)).element_size()
@@ -587,7 +588,7 @@ class PlacementProblem:
             args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), shapes_of)
             out = shapes_of(node)
             share = min(self._share(t.numel()) for t in tensors)
-            flops = formula(*args, **kwargs, out_val=out)
+            flops = formula(*args, **kwargs, out_val=out) * (0.5 if is_causal(node) else 1.0)
             seconds = max(seconds, flops * share / self.rates.flops)
         return seconds
 

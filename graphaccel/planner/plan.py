@@ -188,6 +188,8 @@ class Plan:
     that only this rank's shard is kept (zero 2 and 3).
     placements: parameter name → how it rests, where the user said so.
     sequence: activations between tensor-parallel regions may be sharded along the sequence.
+    context_by: "heads" or "sequence": of what each context rank has some in attention; "": of the
+      faster one, call by call.
     scatter_sends: of what all tensor ranks have, each sends its part to the next stage, where they
       gather it.
     rates: axis → what decided between placements on it (`planner.placements.Rates`).
@@ -236,6 +238,7 @@ class Plan:
     accumulation: str = "whole"
     placements: tuple[tuple[str, tuple[Sharded, ...]], ...] = ()
     sequence: bool = True
+    context_by: str = ""
     scatter_sends: bool = False
     rates: tuple[tuple[str, tuple[float, ...]], ...] = ()
     batch: int = 1
@@ -289,6 +292,11 @@ class Plan:
     def replica(self) -> int:
         """Devices that hold one stage of one replica together: expert x context x tensor."""
         return self.expert * self.context * self.tensor
+
+    @property
+    def tensor_over_heads(self) -> int:
+        """By how much the tensor axis divides the heads that the context axis leaves."""
+        return self.tensor if self.context > 1 else 1
 
     @property
     def shards(self) -> int:

@@ -32,6 +32,7 @@ from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import BATCH
 from graphaccel.errors import SplitRefused, TooManyStages
 from graphaccel.messages import format_bytes
+from graphaccel.planner.by_heads import context_notes
 from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.conflicts import agreeing_pins
 from graphaccel.planner.explain import alternatives, infeasible, seconds
@@ -134,6 +135,7 @@ def search(
         notes=(
             *outside_notes(step, best, cluster),
             *planned_notes(best),
+            *context_notes(problem.layouts.of(best).step.graph.graph, best),
             *_notes(step, cluster, limits),
             *notes,
         ),

@@ -176,6 +176,9 @@ def _megatron(facts: Facts, refused: list[str]) -> str:
     ]
     if plan.tensor > 1 and plan.sequence:
         flags.append(("sequence-parallel", None))
+    if plan.context > 1 and plan.context_by:
+        by = {"heads": "a2a", "sequence": "all_gather"}[plan.context_by]
+        flags.append(("cp-comm-type", by))
     if plan.expert > 1:
         flags.append(("moe-token-dispatcher-type", "alltoall"))
     if plan.reordered:

@@ -108,7 +108,7 @@ def test_plan_arguments(model_file: Path) -> None:
     pins = "--json p.json --data 2 --pipeline 4 --interleave 2 --microbatches 8"
     pins += (
         " --tensor 2 --context 2 --expert 2 --order data,pipeline --zero 3 --shard 2"
-        " --no-sequence --scatter-sends --gather-again --no-cast-once"
+        " --no-sequence --context-by heads --scatter-sends --gather-again --no-cast-once"
     )
     choices = "--recompute some --precision bf16 --html r.html --trace t.json --save-cluster c.json"
     choices += " --accumulation shards --vocab data --stage h.3=1 --stage h.4=2 --compile inductor"
@@ -139,6 +139,7 @@ def test_plan_arguments(model_file: Path) -> None:
         "shard": 2,
         "refine": None,
         "sequence": False,
+        "context_by": "heads",
         "scatter_sends": True,
         "gather_again": True,
         "cast_once": False,

@@ -135,6 +135,13 @@ from tests.support.small import WIDTH, Classifier, small_batch
             "with tensor=1 there are no regions of tensor parallelism to shard between",
             "tensor, sequence",
         ),
+        (
+            {"context": 1, "context_by": "heads"},
+            "context=1 and context_by='heads'",
+            ("context=1           with the others:  context=2  context=4  context=8", "context_by='heads'  leave it out"),
+            "with context=1 no device shares a sequence with another",
+            "context, context_by",
+        ),
     ],
 )  # fmt: skip
 def test_pins_that_contradict_each_other(

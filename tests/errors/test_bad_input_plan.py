@@ -64,7 +64,7 @@ error[GA202]: {said} can not be planned
             "tensors=2",
             "no such decision; there are: data, pipeline, tensor, context, expert, interleave, "
             "microbatches, bucket_bytes, loss_chunk, order, recompute, precision, schedule, cuts, outputs, zero, "
-            "shard, gather_again, cast_once, accumulation, sequence, scatter_sends, pins, fusions, vocab, "
+            "shard, gather_again, cast_once, accumulation, sequence, context_by, scatter_sends, pins, fusions, vocab, "
             "stages, ort, fallback, compile, cuda_graphs, offload",
             "leave tensors out and it will be chosen for you",
         ),
@@ -73,6 +73,12 @@ error[GA202]: {said} can not be planned
             "cuda_graphs='yes'",
             "it is true or false",
             "use one of:  cuda_graphs=True  cuda_graphs=False",
+        ),
+        (
+            {"context_by": "keys"},
+            "context_by='keys'",
+            "unknown",
+            "use one of:  context_by=heads  context_by=sequence",
         ),
         (
             {"tensor": 2},

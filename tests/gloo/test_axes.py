@@ -151,6 +151,23 @@ def _reference(name: str) -> Reference:
 
 
 @pytest.mark.multiprocess
+@pytest.mark.parametrize("by", ["heads", "sequence"])
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        ("llama", "context2"),
+        ("bert", "tensor2-context2"),
+        ("bert", "context2"),
+        ("t5", "context2"),
+    ],
+)
+def test_attention_by_heads_and_along_queries(pool: Pool, name: str, plan: str, by: str) -> None:
+    """Causal and whole, with one head of keys for several queries, with a bias that is learned."""
+    world, pins = pins_for(name, plan)
+    check(name, pool.run(world, run_axes, name, pins | {"context_by": by}, world))
+
+
+@pytest.mark.multiprocess
 @pytest.mark.parametrize(("name", "plan"), CASES)
 def test_one_step_is_that_of_one_device(pool: Pool, name: str, plan: str) -> None:
     again = "all" if (name, plan) == ("llama", "context2") else "none"  # and its gathers

@@ -32,7 +32,7 @@ from graphaccel.planner.communication import (
     reduce_scatter_seconds,
     send_seconds,
 )
-from graphaccel.planner.placements import axis_rates
+from graphaccel.planner.conversions import axis_rates
 from graphaccel.planner.plan import Plan
 
 # Two nodes and more of four devices: 10 bytes/s at 1 s a hop inside, 2 bytes/s at 3 s outside.

@@ -30,6 +30,7 @@ PINS: dict[str, tuple[str, dict[str, Any]]] = {
     "tensor": ("gpt", {"tensor": 2, "fusions": "auto", "precision": "bf16"}),
     "words": ("gpt", {"tensor": 2, "vocab": "tensor"}),
     "context": ("gpt", {"context": 2, "recompute": "some"}),
+    "by heads": ("gpt", {"context": 2, "context_by": "heads"}),
     "sends": ("gpt", {"tensor": 2, "pipeline": 2, "scatter_sends": True}),
     "loss outside": ("linear", {"data": 4}),
     "fused": ("gpt", {"fusions": "auto", "loss_chunk": 4, "outputs": "loss"}),

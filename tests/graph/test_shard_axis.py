@@ -6,6 +6,7 @@ give the same loss and gradients.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -20,9 +21,10 @@ from graphaccel.capture.stepgraph import StepGraph, capture
 from graphaccel.model import as_batch
 from graphaccel.passes.exact_microbatch import exact_microbatch
 from graphaccel.passes.shard_axis import ShardedGraph, shard_axis
+from graphaccel.planner.by_heads import HeadsDoNotDivide
 from graphaccel.planner.placements import PlacementProblem, Rates, solve_placements
 from graphaccel.planner.plan import Plan
-from graphaccel.rules.shard import Row, shard_of
+from graphaccel.rules.shard import Row, Shard, shard_of
 from tests.support.casts import lift_loss_cast
 from tests.support.gpt import GPT
 from tests.support.lockstep import part_of, run_ranks, whole_of
@@ -187,12 +189,55 @@ def test_heads_that_do_not_divide(monkeypatch: pytest.MonkeyPatch) -> None:
     step, graph, _ = captured("three heads")
     rates = replace(RATES, flops=1e6, bandwidth=1e14)
     placed = solve_placements(
-        graph.graph, step.inputs, step.outputs, axis="tensor", ranks=2, rates=rates, pins={}
+        graph.graph, step.inputs, step.outputs, axis="tensor", ranks=4, rates=rates, pins={}
     )
     attention = [n for n in placed.rows if "attention" in str(n.target)]
     assert [placed.rows[n].lowering for n in attention] == ["causal", "causal"]
-    made = shard_axis(graph, step.inputs, step.outputs, placed, axis="tensor", ranks=2)
-    check("three heads", made, "tensor", 2)
+    made = shard_axis(graph, step.inputs, step.outputs, placed, axis="tensor", ranks=4)
+    check("three heads", made, "tensor", 4)
+
+
+def _shared_keys() -> tuple[nn.Module, Any, None]:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=ALL["llama"].build()[0].config.vocab_size, hidden_size=32, intermediate_size=64,
+        num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4, use_cache=False,
+        initializer_range=0.15,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config), ALL["llama"].build()[1], None
+
+
+@pytest.mark.parametrize(("ranks", "inner"), [(2, 1), (2, 2), (4, 1)])
+def test_attention_by_heads(monkeypatch: pytest.MonkeyPatch, ranks: int, inner: int) -> None:
+    """Of several queries for one head of keys, and of as many parts of the heads as the tensor axis
+    will have ranks; keys are sent before they are repeated."""
+    monkeypatch.setitem(UNEVEN, "shared keys", _shared_keys)
+    step, graph, _ = captured("shared keys")
+    placed = solve_placements(
+        graph.graph, step.inputs, step.outputs, axis="context", ranks=ranks, rates=RATES, pins={},
+        context_by="heads", inner=inner,
+    )  # fmt: skip
+    attention = [n for n in placed.rows if "attention" in str(n.target)]
+    assert {placed.rows[n].inputs[0] for n in attention} == {Shard(1, inner)}
+    made = shard_axis(graph, step.inputs, step.outputs, placed, axis="context", ranks=ranks)
+    sent = Counter(
+        n.args[0].meta["val"].numel()
+        for n in made.graph.graph.nodes
+        if "all_to_all" in str(n.target)
+    )
+    queries = 8 * 16 * 32 // ranks  # examples x tokens x width
+    assert sent == {queries: 2 * 4, queries // 2: 2 * 4}
+    check("shared keys", made, "context", ranks)
+
+
+def test_heads_that_do_not_divide_on_the_context_axis(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(UNEVEN, "shared keys", _shared_keys)
+    step, graph, _ = captured("shared keys")
+    with pytest.raises(HeadsDoNotDivide, match="context=4 x tensor=2"):
+        solve_placements(
+            graph.graph, step.inputs, step.outputs, axis="context", ranks=4, rates=RATES, pins={},
+            context_by="heads", inner=2,
+        )  # fmt: skip
 
 
 class _AtRandom(PlacementProblem):

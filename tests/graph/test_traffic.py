@@ -24,9 +24,10 @@ from graphaccel.passes.exact_microbatch import exact_microbatch
 from graphaccel.passes.shard_axes import shard_axes
 from graphaccel.passes.shard_axis import shard_axis
 from graphaccel.planner.cluster import cluster
+from graphaccel.planner.conversions import axis_rates
 from graphaccel.planner.cost import counted_packet
 from graphaccel.planner.layouts import rates_of
-from graphaccel.planner.placements import axis_rates, solve_placements
+from graphaccel.planner.placements import solve_placements
 from graphaccel.planner.plan import Plan
 
 BATCH, TOKENS, WIDTH = 4, 512, 1024
@@ -102,15 +103,28 @@ def test_sequence_parallel(kind: str) -> None:
     assert both == {"forward": 4, "backward": 4}
 
 
-def test_one_example_is_split_along_its_sequence() -> None:
+@pytest.mark.parametrize(
+    ("by", "forward", "backward"),
+    [
+        ("sequence", {"all_gather_into_tensor": 2}, {"reduce_scatter_tensor": 2}),
+        ("heads", {"all_to_all_single": 4}, {"all_to_all_single": 4}),
+        ("", {"all_to_all_single": 4}, {"all_to_all_single": 4}),  # half as much to send
+    ],
+)
+def test_one_example_is_split_along_its_sequence(
+    by: str, forward: dict[str, int], backward: dict[str, int]
+) -> None:
     """Context parallelism of a single example, in which tokens are all that there is to split:
-    every product and attention on its share of queries; keys and values alone are gathered."""
+    every product on its share of them. In attention each rank has some of the queries, and keys and
+    values are gathered; or it has some of the heads, to which queries, keys, values and what comes
+    of them are sent."""
     step = captured("llama")
     graph = exact_microbatch(step, Plan(devices=1, batch=1)).graph
     rates = axis_rates(MACHINE, Plan(devices=8, context=4), "context")
     placed = solve_placements(
-        graph.graph, step.inputs, step.outputs, axis="context", ranks=4, rates=rates, pins={}
-    )
+        graph.graph, step.inputs, step.outputs,
+        axis="context", ranks=4, rates=rates, pins={}, context_by=by,
+    )  # fmt: skip
     heavy = [n for n in placed.rows if counted_packet(n) in flop_registry]
     assert len(heavy) > 40
     assert all(placed.rows[n].divided for n in heavy)
@@ -119,33 +133,46 @@ def test_one_example_is_split_along_its_sequence() -> None:
             if "c10d" in str(n.target) and "wait" not in str(n.target)
             and n.meta["module"].startswith("model.layers.1.")]  # fmt: skip
     assert Counter((n.meta["phase"], str(n.target).split(".")[1]) for n in sent) == {
-        ("forward", "all_gather_into_tensor"): 2,
-        ("backward", "reduce_scatter_tensor"): 2,
+        **{("forward", name): count for name, count in forward.items()},
+        **{("backward", name): count for name, count in backward.items()},
     }
-    assert {_numbers(n, 4) for n in sent} == {TOKENS * WIDTH // 2}  # half as many heads as queries
+    keys = TOKENS * WIDTH // 2  # half as many heads as queries
+    if by == "sequence":
+        assert {_numbers(n, 4) for n in sent} == {keys}
+    else:
+        assert Counter(_numbers(n, 4) for n in sent) == {keys // 4: 4, keys // 2: 4}
 
 
-def test_tensor_splits_what_context_left() -> None:
+@pytest.mark.parametrize(
+    ("context", "by"), [(2, "sequence"), (2, "heads"), (2, ""), (4, "sequence"), (4, "")]
+)
+def test_tensor_splits_what_context_left(context: int, by: str) -> None:
     """Both axes split the sequence: each sends what it sends by itself, tensor of half the tokens;
-    of every product and of attention each does an eighth."""
+    of every product and of attention each does an eighth. Heads are shared out where there is one
+    of the keys for every device."""
     step = captured("llama")
-    plan = Plan(devices=8, tensor=4, context=2, batch=1)
+    plan = Plan(devices=4 * context, tensor=4, context=context, batch=1, context_by=by)
     plan = replace(plan, rates=rates_of(MACHINE, plan))
     graph = exact_microbatch(step, replace(plan, tensor=1, context=1, devices=1)).graph
     alone = _flops(graph)
     made = shard_axes(graph, step, plan).graph
-    assert _flops(made) == alone / 8
+    assert _flops(made) == alone / 4 / context
     both: Counter[tuple[str, str]] = Counter()
+    heads = by != "sequence" and context == 2
+    sent = 4 if heads else 2
     for node in made.graph.nodes:
         name, module = str(node.target), node.meta.get("module", "")
         if "c10d" in name and "wait" not in name and module.startswith("model.layers.1."):
             axis = node.args[-1]
-            numbers = TOKENS * WIDTH // 2 if axis == "tensor" else TOKENS * WIDTH // 8
-            assert _numbers(node, 1) == numbers, (node, axis)
+            kept = TOKENS * WIDTH // 4 // context  # of queries; there are half as many keys
+            allowed = {"tensor": (4 * kept,), "context": (kept, kept // 2)}[axis]
+            if not heads:
+                allowed = {"tensor": (4 * kept,), "context": (TOKENS * WIDTH // 8,)}[axis]
+            assert _numbers(node, 1) in allowed, (node, axis)
             both[node.meta["phase"], axis] += 2 if "all_reduce" in name else 1
     assert both == {
         ("forward", "tensor"): 4, ("backward", "tensor"): 4,
-        ("forward", "context"): 2, ("backward", "context"): 2,
+        ("forward", "context"): sent, ("backward", "context"): sent,
     }  # fmt: skip
 
 
