@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import fx
 
 from benchmarks.validation.mixtures import MIXTURES
 from benchmarks.validation.models import model_of, placements
@@ -41,6 +42,9 @@ STATE_BYTES = 24
 _ENDLESS = 2**60
 _TRIES = 4  # of choosing what a row does not say, each with less memory
 _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_EXPERTS = ".experts"  # the module's name in all of them
+_WEIGHS = frozenset({torch.ops.aten.mul.Tensor, torch.ops.aten._to_copy.default,
+                     torch.ops.aten.sum.dim_IntList})  # fmt: skip
 _PAPER = {"h100-80gb": 3.35}  # TB/s of memory, of devices that a system has with another
 # Operations are no decision of ours: of all that is made again, those that are kept come off.
 _RECOMPUTE = {"": "none", "none": "none", "some": "some", "all": "all", "operations": "all"}
@@ -72,7 +76,7 @@ class Predicted:
         works = [
             (node_work(node, sizes), int(n))
             for node, n in zip(first, times, strict=True)
-            if node.target not in KINDS
+            if node.target not in KINDS and not _inside(node, self.run)
         ]
         return [(work, n) for work, n in works if work.calls]
 
@@ -155,6 +159,8 @@ class Predictor:
         said = int(fullest * (1 + real.fragmentation)) if run.system.reserved else fullest
         # What products in 8 bits keep for the backward is in 8 bits there, and not counted so here.
         verdict = real.verdict(fullest) if not run.products else "not told"
+        if run.system.probabilities_inside:
+            timed = _weighed_inside(run, profile, timed, where)
         if run.system.rows_in_parts:
             timed = _rows_in_parts(profile, timed, where)
         assert timed.prediction is not None
@@ -270,6 +276,9 @@ def cluster_of(run: Run, devices: int) -> Cluster:
         attention=attention * device.attention,
         attention_backward=attention * device.attention_backward,
     )
+    if system.router_rounds:  # no other product is in float32 there
+        rates = {**device.peak_flops, "float32": device.peak_flops[run.precision]}
+        device = replace(device, peak_flops=rates)
     device = computing(device, Precision(run.precision, products=run.products))
     inner, *outer = where.links
     # In pieces beside products all but one piece hides, as over data.
@@ -355,6 +364,40 @@ def _rows_in_parts(profile: Profile, plan: Plan, where: Cluster) -> Plan:
     parts = replace(
         parts, seconds=parts.seconds - spared, communication=parts.communication - spared
     )
+    return replace(plan, prediction=parts)
+
+
+def _inside(node: fx.Node, run: Run) -> bool:
+    """Whether a call weighs rows that are with their experts, behind their products; theirs does so
+    between them, in a kernel that is there anyhow (`System.probabilities_inside`)."""
+    if not run.system.probabilities_inside or run.kind not in MIXTURES:
+        return False
+    values = [a.meta["val"] for a in node.all_input_nodes]
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    read = max(tensors, key=torch.Tensor.numel, default=None)
+    wide = read is not None and read.dim() == 2 and read.shape[1] == run.hidden
+    return wide and node.target in _WEIGHS and node.meta.get("module", "").endswith(_EXPERTS)
+
+
+def _weighed_inside(run: Run, profile: Profile, plan: Plan, where: Cluster) -> Plan:
+    """The plan with the time it takes where rows are weighed between the products of their
+    experts."""
+    assert plan.prediction is not None
+    sizes = Sizes({**profile.step.sizes, BATCH: plan.microbatch_size})
+    kinds, first = profile.alike
+    times = np.bincount(kinds, minlength=len(first)).tolist()
+    whole = spared = 0.0
+    for node, count in zip(first, times, strict=True):
+        if node.target not in KINDS:
+            seconds = count * seconds_of(node_work(node, sizes), where.device)
+            whole += seconds
+            spared += seconds if _inside(node, run) else 0.0
+    parts, share = plan.prediction, spared / whole
+    less = share * (parts.compute + parts.bubble)
+    parts = replace(
+        parts, seconds=parts.seconds - less, compute=parts.compute * (1 - share),
+        bubble=parts.bubble * (1 - share),
+    )  # fmt: skip
     return replace(plan, prediction=parts)
 
 

@@ -73,7 +73,9 @@ class System:
     say; 0: the planner's choice. swiglu_again: what it gives is made again for the backward.
     probabilities_inside: rows are weighed between the products of their experts, so that none
     waits behind them (`weighted_bias_swiglu_impl`, megatron/core/fusions/fused_bias_swiglu.py); and
-    fused attention takes values narrower than keys.
+    fused attention takes values narrower than keys. router_rounds: what the router multiplies is of
+    16 bits, and summed in float32 (`RouterGatingLinearFunction`,
+    megatron/core/transformer/moe/moe_utils.py).
     """
 
     fused_attention: bool = True
@@ -103,6 +105,7 @@ class System:
     layers_a_stage: int = 0
     swiglu_again: bool = False
     probabilities_inside: bool = False
+    router_rounds: bool = False
 
 
 # Fused: the masked softmax, and bias, dropout and sum (arXiv 2104.04473, section 4.2); the kernel
@@ -120,7 +123,7 @@ _LLAMA = ("add_rms_norm", "cross_entropy", "rms_norm", "rotary", "swiglu")
 # (NVIDIA/dgxc-benchmarking, nemotron4-15b-synth.yaml, gpt3_175b_hydra.yaml): the tensor axis's
 # collectives run in pieces beside products, and those over data by layers beside both phases.
 _NEMO = System(fusions=_LLAMA, zero=1, split=True, gathers_beside=True, rows_in_parts=True,
-               probabilities_inside=True)  # fmt: skip
+               probabilities_inside=True, router_rounds=True)  # fmt: skip
 SYSTEMS = {
     # Megatron-LM of 2021 and its default dropout; its own masked softmax, scores in memory (arXiv
     # 2104.04473, section 4.2).

@@ -184,7 +184,8 @@ def again_of(profile: Profile, saved: Mapping[int, tuple[int, ...]]) -> Again:
         for block in places.keys() & saved.keys():
             groups[saved[block]].append(places[block])
         for kept, chosen in groups.items():
-            done = ~kind.fixed if profile.whole_again else kind.done_again(kept)
+            whole = profile.whole_again and not kept
+            done = ~kind.fixed if whole else kind.done_again(kept)
             rows[kind.rows[chosen][:, done]] = True
             inner[kind.makes[chosen][:, ~kind.stays(kept)[kind.maker]]] = True
             first, last = kind.lives(kept)
@@ -204,9 +205,12 @@ def chosen_positions(profile: Profile, plan: Plan) -> dict[int, tuple[int, ...]]
         return saved
     kinds = {block: kind for kind in profile.block_kinds for block in kind.blocks}
     for own in plan.selective:
+        found: dict[int, tuple[int, ...]] = {}
         for number in profile.numbers(own.blocks):
-            labels = kinds[number].labels
-            saved[number] = tuple(sorted(labels.index(label) for label in own.saved))
+            kind = kinds[number]
+            if id(kind) not in found:
+                found[id(kind)] = tuple(sorted(map(kind.labels.index, own.saved)))
+            saved[number] = found[id(kind)]
     return saved
 
 

@@ -23,6 +23,7 @@ from graphaccel.planner.efficiency import computing
 from graphaccel.planner.estimate import LeastMoved, least_moved, least_optimizer
 from graphaccel.planner.ordering import orders, usual_inside
 from graphaccel.planner.plan import GATHERS, Plan
+from graphaccel.planner.profile import Profile, SizedProfile
 from graphaccel.planner.recompute import least_saved
 from graphaccel.planner.solve import Problem, resident_parts
 from graphaccel.planner.stages import candidate_cuts
@@ -220,17 +221,19 @@ class Bounds:
         """Of each shape's microbatch, on the layout whose graph was made."""
         known = self.nearest(of.layout)
         sizes, place = np.unique(of.small, return_inverse=True)
-        found = [self._once(_sums, known, size) for size in sizes.tolist()]
+        ends = int(sizes[0]), int(sizes[-1])
+        found = [self.once(_sums, known, size, ends) for size in sizes.tolist()]
         return _spread(found, place)
 
     def _outside(self, known: Layout, of: Columns) -> tuple[LeastMoved, np.ndarray]:
         asked = np.stack([of.data, of.pipeline, np.minimum(of.zero, 2), of.over])
         kinds, place = np.unique(asked, axis=1, return_inverse=True)
-        found = [self._once(_outside, known, of.layout, *kind) for kind in kinds.T.tolist()]
+        found = [self.once(_outside, known, of.layout, *kind) for kind in kinds.T.tolist()]
         late = np.array([seconds for _, seconds in found])
         return _spread([moved for moved, _ in found], place), late[place]
 
-    def _once(self, make: Callable[..., T], *key: Any) -> T:
+    def once(self, make: Callable[..., T], *key: Any) -> T:
+        """What `make` gives of these bounds and a key, made at its first call."""
         asked = make, *key
         if asked not in self._known:
             self._known[asked] = make(self, *key)
@@ -294,13 +297,38 @@ def _spread(found: Sequence[T], place: np.ndarray) -> T:
     )
 
 
-def _sums(bounds: Bounds, known: Layout, small: int) -> Sums:
+def _sized(bounds: Bounds, known: Layout, small: int) -> tuple[Profile, SizedProfile]:
     plan = bounds.plan(known, data=1, microbatches=1, batch=small)
-    profile, sized = bounds.problem.layouts.of(plan), bounds.problem.sized(plan)
-    if not usual_inside(plan):  # how far they reach depends on the other axes: counted as free
-        device = computing(bounds.problem.cluster.device, plan.precision)
-        sized = profile.sized(plan.microbatch_size, device, None, plan.loss_chunk)
-    lean = least_saved(profile, sized)
+    profile = bounds.problem.layouts.of(plan)
+    if usual_inside(plan):
+        return profile, bounds.problem.sized(plan)
+    # How far they reach depends on the other axes: counted as free.
+    device = computing(bounds.problem.cluster.device, plan.precision)
+    return profile, profile.sized(plan.microbatch_size, device, None, plan.loss_chunk)
+
+
+def _lean(bounds: Bounds, known: Layout, small: int) -> int:
+    return least_saved(*_sized(bounds, known, small))
+
+
+def _least_lean(bounds: Bounds, known: Layout, small: int, ends: tuple[int, int]) -> int:
+    """`least_saved` at one size, or a little less: of a size between two others it is no less than
+    what lies between theirs. It is the least of many sums of bytes; the least of sums that grow
+    evenly is concave."""
+    if small in ends:
+        return bounds.once(_lean, known, small)
+    low, high = ends
+    each = [bounds.once(_sized, known, size)[1].bytes for size in (low, small, high)]
+    between = each[0] * (high - small) + each[2] * (small - low)
+    if (each[1] * (high - low) < between).any():
+        return bounds.once(_lean, known, small)
+    least, most = (bounds.once(_lean, known, size) for size in ends)
+    return (least * (high - small) + most * (small - low)) // (high - low)
+
+
+def _sums(bounds: Bounds, known: Layout, small: int, ends: tuple[int, int]) -> Sums:
+    profile, sized = bounds.once(_sized, known, small)
+    lean = _least_lean(bounds, known, small, ends)
     cuts = candidate_cuts(profile, sized).bytes
     return Sums(
         sized.work,

@@ -12,7 +12,7 @@ Only attention and what repeats its keys may lie so: elsewhere the axis splits s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -86,8 +86,9 @@ def by_heads(
     return ByHeads(frozenset(found), frozenset(values), tuple(seeds), frozenset(attention))
 
 
-def context_notes(graph: fx.Graph, plan: Plan) -> tuple[str, ...]:
-    """What a report says of attention on the context axis; graph: of a device of the plan."""
+def context_notes(nodes: Iterable[fx.Node], plan: Plan) -> tuple[str, ...]:
+    """What a report says of attention on the context axis; nodes: of what a device runs, alike ones
+    once."""
     if plan.context == 1:
         return ()
     sent = {
@@ -98,7 +99,7 @@ def context_notes(graph: fx.Graph, plan: Plan) -> tuple[str, ...]:
         "heads": "each device has the whole sequence of some heads, which are sent by all-to-all",
         "sequence": "each device has some of the queries, and gathers keys and values",
     }
-    found = {n.target for n in graph.nodes if "attention" in str(n.target) or _on_context(n)}
+    found = {n.target for n in nodes if "attention" in str(n.target) or _on_context(n)}
     by = [way for way, target in sent.items() if target in found]
     if not by or not any("attention" in str(t) for t in found):
         return ()
