@@ -32,7 +32,7 @@ from benchmarks.common import RESULTS
 from benchmarks.validation import fit
 from benchmarks.validation.processes import results
 from benchmarks.validation.ranked import fastest, ranks
-from benchmarks.validation.rows import FEWER_BITS, FOLDER, Run, read, reported
+from benchmarks.validation.rows import FEWER_BITS, FOLDER, Run, document, read, reported
 
 RESULT = RESULTS / "validation.json"
 _GRID = 5  # runs of one model on one number of devices that are ranked
@@ -144,7 +144,7 @@ def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     by_source: dict[str, list[dict[str, Any]]] = defaultdict(list)
     grids: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for run in done:
-        by_source[reported(run["source"], run["products"])].append(run)
+        by_source[reported(document(run["source"]), run["products"])].append(run)
         grids[run["group"]].append(run)
     ranked = {name: grid for name, grid in grids.items() if len(grid) >= _GRID}
     return {

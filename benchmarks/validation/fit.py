@@ -7,7 +7,8 @@ counting the same; the share of 8 bits is fitted last, on runs that have them, a
 those that have none. And the host time of systems that start operations eagerly (`launch_seconds`
 in `rows.SYSTEMS`), which those share.
 
-Then each source is left out, and predicted with what the others say, in all of that. Where none of
+Then each source, a document with all of its releases, is left out, and predicted with what the
+others say, in all of that. Where none of
 them ran on the device, or none so, it is what kernels reach when measured alone (`ALONE`), times
 what runs of the other families reach of that: a device that trains is hotter and shares its memory.
 
@@ -24,7 +25,7 @@ from itertools import product
 from typing import Any, TypeVar
 
 from benchmarks.validation.predict import Predicted
-from benchmarks.validation.rows import Run, own_shares
+from benchmarks.validation.rows import Run, document, own_shares
 from graphaccel.planner.cluster import Device, cluster
 from graphaccel.planner.efficiency import Work, gap_seconds, seconds_of
 
@@ -91,17 +92,17 @@ def fitted(samples: Sequence[Sample]) -> dict[str, Any]:
     fit: dict[str, list[float]] = defaultdict(list)
     left: dict[str, list[float] | None] = {}
     without: dict[str, tuple[str, ...]] = {}
-    for source, members in _grouped(samples, lambda s: s.run.source).items():
-        others = _found([s for s in samples if s.run.source != source], errors)
+    for name, members in _grouped(samples, _document).items():
+        others = _found([s for s in samples if _document(s) != name], errors)
         for one in members:
-            name, family = one.run.reported, _family(one.run)
+            shown, family = one.run.reported, _family(one.run)
             shares = found.families[family]
-            fit[name].append(abs(errors.of(one, shares, found.launch_seconds)))
+            fit[shown].append(abs(errors.of(one, shares, found.launch_seconds)))
             apart = others.families.get(family) or _elsewhere(family, others.families)
-            without[name] = own_shares(source)
+            without[shown] = own_shares(one.run.source)
             if apart is None:
-                left[name] = None
-            elif (known := left.setdefault(name, [])) is not None:
+                left[shown] = None
+            elif (known := left.setdefault(shown, [])) is not None:
                 known.append(abs(errors.of(one, apart, others.launch_seconds)))
     return {
         "launch_seconds": found.launch_seconds,
@@ -226,7 +227,7 @@ def _best(
     samples: Sequence[Sample], choices: Sequence[T], error: Callable[[Sample, T], float]
 ) -> T:
     """The choice with the least mean error, each source counting the same."""
-    by_source = _grouped(samples, lambda s: s.run.source).values()
+    by_source = _grouped(samples, _document).values()
 
     def mean(choice: T) -> float:
         return statistics.mean(
@@ -267,6 +268,10 @@ def copies(device: str) -> float:
         "b300-288gb": 8.0, "gb200-192gb": 8.0, "gb300-288gb": 8.0,
     }  # fmt: skip
     return cluster(device, 1).device.memory_bandwidth / paper[device] / 1e12
+
+
+def _document(one: Sample) -> str:
+    return document(one.run.source)
 
 
 def _family(run: Run) -> str:

@@ -211,9 +211,21 @@ def own_shares(source: str) -> tuple[str, ...]:
     return next((fields for part, fields in _OWN.items() if part in source), ())
 
 
-def reported(source: str, products: str) -> str:
-    """What figures of a source's runs stand under: runs in 8 bits apart, and those in 4."""
-    return source + FEWER_BITS.get(products, "")
+# Tables that come out again with each release: of the same models and machines, and one source.
+_AGAIN = ("NVIDIA-NeMo/Megatron-Bridge docs/performance-summary", "NVIDIA/dgxc-benchmarking")
+
+
+def document(source: str) -> str:
+    """What is left out at once, where a source is: a table with all of its releases."""
+    project = next((p for p in _AGAIN if source.startswith(p)), None)
+    if project is None or " docs/" in project:
+        return project or source
+    return f"{project} {source.split()[1].partition('/')[0]}"
+
+
+def reported(of: str, products: str) -> str:
+    """What figures of a document's runs stand under: runs in 8 bits apart, and those in 4."""
+    return of + FEWER_BITS.get(products, "")
 
 
 @dataclass(frozen=True)
@@ -262,7 +274,7 @@ class Run:
     @property
     def reported(self) -> str:
         """What its figures stand under."""
-        return reported(self.source, self.products)
+        return reported(document(self.source), self.products)
 
     @property
     def microbatches(self) -> int:

@@ -136,7 +136,7 @@ def test_keys_and_values_are_gathered_again(captured: Captured) -> None:
     """What is gathered along the context is not kept in a block that is computed again."""
     step = captured("llama")
     rates = (("context", (1e6, 1e12, 1e-9, 1e14, 1e-12)),)  # work is dear, sending is cheap
-    plan = Plan(devices=2, context=2, batch=step.batch_size, rates=rates)
+    plan = Plan(devices=2, context=2, batch=step.batch_size, rates=rates, context_by="sequence")
     blocks = tuple(block.name for block in step.blocks)
     kept, again = (build(step, replace(plan, recompute=r)).stages[0] for r in ((), blocks))
 
