@@ -144,6 +144,19 @@ def test_megatron_sends_tokens_as_ours() -> None:
     assert "--sequence-parallel" not in said
 
 
+@pytest.mark.parametrize(
+    ("by", "flags"),
+    [
+        ("heads", ["--cp-comm-type a2a"]),
+        ("sequence", ["--cp-comm-type all_gather"]),
+        ("", []),
+    ],
+)
+def test_megatron_splits_attention_as_was_asked(by: str, flags: list[str]) -> None:
+    said = export(facts(data=4, context=2, zero=1, context_by=by), "megatron").splitlines()
+    assert [flag for flag in said if "cp-comm" in flag] == flags
+
+
 def test_megatron_fsdp() -> None:
     text = export(facts(data=8, zero=3, recompute=_blocks(8)), "megatron")
     assert "--use-megatron-fsdp\n--data-parallel-sharding-strategy optim_grads_params\n" in text
