@@ -55,6 +55,17 @@ class ChosenRows:
         sent = self._chosen(EXCHANGE, ordered, table[_COUNTS], False, self.emit.axis)
         return self._chosen(_WAIT, sent)
 
+    def slice_backward(self, node: fx.Node, sizes: list[int], start: int, step: int) -> fx.Node:
+        """Zeros of `sizes` with every `step`-th of the last dim from `start` on as in `node`: of as
+        many rows as it has, which `aten.slice_backward` would have to be told."""
+        width, each = sizes[-1], int(node.meta["val"].shape[-1]) * step
+        if step > 1:
+            node = self._chosen(aten.unsqueeze.default, node, len(sizes))
+            node = self._chosen(aten.constant_pad_nd.default, node, [0, step - 1])
+            node = self._chosen(aten.reshape.default, node, [*sizes[:-1], each])
+        around = [start, width - start - each]
+        return self._chosen(aten.constant_pad_nd.default, node, around)
+
     def send_back(self, node: fx.Node, shard: Shard, experts: fx.Node) -> fx.Node:
         """Rows on the ranks one after the other again."""
         table = self._table(experts, shard.experts)

@@ -191,6 +191,11 @@ class _Sharding:
         if target in _VIEWS:
             target = aten.reshape.default if target is aten.view.default else target
         args = _local_sizes(node, row, tuple(args), self.ranks)
+        if target is aten.slice_backward.default and -1 in args[1]:
+            gradient, sizes, dim, start, _, step = args
+            if dim % len(sizes) != len(sizes) - 1:
+                raise ValueError(f"{node.name} is a slice of rows that experts chose")
+            return [self.chosen.slice_backward(gradient, sizes, start, step)]
         new = new_node(self.graph, node.op, target, args, kwargs, node.name, node.meta)
         new.meta.pop("sizes", None)
         set_value(new, self.emit.fakes)

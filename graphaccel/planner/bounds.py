@@ -315,10 +315,11 @@ def _least_lean(bounds: Bounds, known: Layout, small: int, ends: tuple[int, int]
     """`least_saved` at one size, or a little less: of a size between two others it is no less than
     what lies between theirs. It is the least of many sums of bytes; the least of sums that grow
     evenly is concave."""
-    if small in ends:
-        return bounds.once(_lean, known, small)
     low, high = ends
-    each = [bounds.once(_sized, known, size)[1].bytes for size in (low, small, high)]
+    asked = [bounds.once(_sized, known, size) for size in (low, small, high)]
+    if small in ends or len({id(profile) for profile, _ in asked}) > 1:
+        return bounds.once(_lean, known, small)
+    each = [sized.bytes for _, sized in asked]
     between = each[0] * (high - small) + each[2] * (small - low)
     if (each[1] * (high - low) < between).any():
         return bounds.once(_lean, known, small)

@@ -39,6 +39,14 @@ def test_one_step_is_that_of_one_device(pool: Pool, plan: str) -> None:
     axes.check("mixtral", got)
 
 
+@pytest.mark.parametrize("plan", ["four", "stages", "tensor"])
+def test_experts_with_biases_and_gates_between(pool: Pool, plan: str) -> None:
+    world, pins = PLANS[plan]
+    given = {"data": 1, "pipeline": 1, "microbatches": 1, "interleave": 1, "zero": 0}
+    got = pool.run(world, axes.run_axes, "gpt_oss", given | {"recompute": "none"} | pins, world)
+    axes.check("gpt_oss", got)
+
+
 def _one_sided() -> tuple[float, float, dict[str, float], float]:
     """Every token chooses the same two experts, which one of two ranks holds. The loss of one
     device, this rank's, errors of its gradients, and its predicted memory as a multiple of what was

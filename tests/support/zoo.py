@@ -228,6 +228,18 @@ def _llama() -> tuple[nn.Module, Batch, None]:
     return _made(lambda: transformers.LlamaForCausalLM(config)), _causal_batch(), None
 
 
+def _gpt_oss() -> tuple[nn.Module, Batch, None]:
+    config = transformers.GptOssConfig(
+        initializer_range=DEVIATION,
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=32, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=32,
+        num_local_experts=4, num_experts_per_tok=2, attention_dropout=0.0, use_cache=False,
+        tie_word_embeddings=False, pad_token_id=None, bos_token_id=1, eos_token_id=2,
+        experts_implementation="batched_mm",
+    )  # fmt: skip
+    return _made(lambda: transformers.GptOssForCausalLM(config)), _causal_batch(), None
+
+
 def _mixtral() -> tuple[nn.Module, Batch, None]:
     config = transformers.MixtralConfig(
         initializer_range=DEVIATION,
@@ -295,8 +307,13 @@ _ENTRIES = (
 )
 
 ZOO: Mapping[str, Entry] = MappingProxyType({entry.name: entry for entry in _ENTRIES})
-# Of use where experts are sharded; every other plan treats it as it treats llama.
+# Of use where experts are sharded; every other plan treats them as it treats llama.
 EXPERTS: Mapping[str, Entry] = MappingProxyType(
-    {"mixtral": Entry("mixtral", _mixtral, "routed experts, all in one tensor", upcasts=True)}
+    {
+        "mixtral": Entry("mixtral", _mixtral, "routed experts, all in one tensor", upcasts=True),
+        "gpt_oss": Entry(
+            "gpt_oss", _gpt_oss, "experts with biases; every second column a gate", upcasts=True
+        ),
+    }
 )
 ALL: Mapping[str, Entry] = MappingProxyType({**ZOO, **EXPERTS})
