@@ -45,6 +45,10 @@ _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _EXPERTS = ".experts"  # the module's name in all of them
 _WEIGHS = frozenset({torch.ops.aten.mul.Tensor, torch.ops.aten._to_copy.default,
                      torch.ops.aten.sum.dim_IntList})  # fmt: skip
+# Rates go with this power of the watts that a device may draw: at 600 of 700 W pretraining on H100
+# loses 10 to 15 % of its throughput, in 8 bits 15 to 20 % (factryze.ai, scale-atlas/power/
+# power-capping).
+_CAPPED = {False: 0.87, True: 1.25}
 _PAPER = {"h100-80gb": 3.35}  # TB/s of memory, of devices that a system has with another
 # Operations are no decision of ours: of all that is made again, those that are kept come off.
 _RECOMPUTE = {"": "none", "none": "none", "some": "some", "all": "all", "operations": "all"}
@@ -244,12 +248,15 @@ def real_cluster(run: Run, devices: int) -> Cluster:
     if run.system.device is not None:
         gibibytes, terabytes, power = run.system.device
         copied = where.device.memory_bandwidth * terabytes / _PAPER[run.device]
-        slower = power ** (1 / 3)  # power grows with the clock and the square of the voltage
+        rates = {
+            name: rate * power ** _CAPPED[name.startswith(("float8", "float4"))]
+            for name, rate in where.device.peak_flops.items()
+        }
         device = replace(
             where.device,
             memory=int(gibibytes * GIB),
             memory_bandwidth=copied,
-            peak_flops={name: rate * slower for name, rate in where.device.peak_flops.items()},
+            peak_flops=rates,
         )
         where = replace(where, device=device)
     inner, *outer = where.links
