@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -25,6 +26,7 @@ from graphaccel.planner.ordering import orders, usual_inside
 from graphaccel.planner.plan import GATHERS, Plan
 from graphaccel.planner.profile import Profile, SizedProfile
 from graphaccel.planner.recompute import least_saved
+from graphaccel.planner.selective import ways_of
 from graphaccel.planner.solve import Problem, resident_parts
 from graphaccel.planner.stages import candidate_cuts
 
@@ -295,6 +297,25 @@ def _spread(found: Sequence[T], place: np.ndarray) -> T:
         cast(Any, found[0]),
         **{name: np.array([getattr(one, name) for one in found])[place] for name in names},
     )
+
+
+def again_curve(bounds: Bounds, known: Layout, small: int) -> tuple[np.ndarray, np.ndarray]:
+    """(shares of what may be let go of for the backward, ascending from 0 to 1; of the forward, the
+    share that is done again for it), the cheapest first, of examples of one size."""
+    profile, sized = bounds.once(_sized, known, small)
+    steps: list[tuple[float, float, float]] = []  # seconds for a byte, bytes, seconds
+    for kind, ways in zip(profile.block_kinds, ways_of(profile, sized), strict=True):
+        ends = [(0, 0.0), *((way.less, way.seconds) for way in ways)]
+        for (less, before), (more, after) in pairwise(ends):
+            count, saved = len(kind.blocks), more - less
+            steps.append(((after - before) / saved, count * saved, count * (after - before)))
+    steps.sort()
+    saved = np.cumsum([0.0, *(step[1] for step in steps)])
+    seconds = np.cumsum([0.0, *(step[2] for step in steps)])
+    forward = sized.work - float(sized.backward.sum())
+    if not saved[-1]:
+        return np.array([0.0, 1.0]), np.array([0.0, 1.0])
+    return saved / saved[-1], seconds / forward
 
 
 def _sized(bounds: Bounds, known: Layout, small: int) -> tuple[Profile, SizedProfile]:

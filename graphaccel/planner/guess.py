@@ -11,7 +11,7 @@ from math import prod
 
 import numpy as np
 
-from graphaccel.planner.bounds import Bounds, Columns, over_parameters
+from graphaccel.planner.bounds import Bounds, Columns, again_curve, over_parameters
 from graphaccel.planner.communication import send_seconds
 from graphaccel.planner.ordering import orders
 
@@ -37,7 +37,9 @@ def guess(bounds: Bounds, of: Columns, least: np.ndarray) -> tuple[np.ndarray, n
     if "activations" in bounds.offload:
         kept = lean = np.zeros_like(room)  # what stays of them is little
     again = np.clip((kept - room) / np.maximum(kept - lean, 1.0), 0.0, 1.0)
-    slower = again * (sums.work - sums.backward) / extra / of.pipeline
+    shares, costs = bounds.once(again_curve, known, int(of.small.min()))
+    done = np.interp(again, shares, costs)
+    slower = done * (sums.work - sums.backward) / extra / of.pipeline
     stages = of.pipeline * of.interleave
     size = sums.crossing / layout.context * known.context
     sends = _sends(bounds, of, size)
