@@ -357,7 +357,8 @@ _OF_V100 = _Kernels(80, 0.7, 0.4, 0.3)
 _OF_A100 = _Kernels(108, 0.70, 0.8, 0.66, 0.8)
 _OF_H100 = _Kernels(132, 0.72, 0.6, 0.49, product_8_bits=0.64)
 _OF_B200 = _Kernels(148, 0.46, 0.71, 0.6, 0.69, 0.56)
-_OF_NVL72 = replace(_OF_B200, processors=152)
+_OF_GB200 = _Kernels(152, 0.54, 0.71, 0.6, 0.7, 0.48)
+_OF_GB300 = _Kernels(152, 0.46, 0.71, 0.6, 0.69, 0.64)
 _OF_ADA = _Kernels(128, 0.8, 0.6, 0.5)
 
 
@@ -566,7 +567,7 @@ _CATALOGUE: Mapping[str, Callable[[int], Cluster]] = {
         _nvlink(5, 18, 40.1, 72),
         "InfiniBand NDR",
         400,
-        _OF_NVL72,
+        _OF_GB200,
         _grace(18.4),
     ),
     "gb300-288gb": _cuda(
@@ -577,7 +578,7 @@ _CATALOGUE: Mapping[str, Callable[[int], Cluster]] = {
         _nvlink(5, 18, 40.1, 72),
         "InfiniBand XDR",
         800,
-        _OF_NVL72,
+        _OF_GB300,
         _grace(14.3),
     ),
     "rtx4090-24gb": _cuda(
