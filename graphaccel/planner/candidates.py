@@ -87,6 +87,17 @@ class Shape:
         """Of the axes that shard the graph itself."""
         return Layout(self.tensor, self.context, self.expert)
 
+    def keeps_no_less(self, other: Shape) -> bool:
+        """Whether a device keeps at least as much as that of another shape, however much either
+        does again: of the same mesh, and of nothing that shares out less or keeps longer."""
+        same = ("layout", "data", "pipeline", "schedule", "shard")
+        if any(getattr(self, name) != getattr(other, name) for name in same):
+            return False
+        more = self.microbatches <= other.microbatches and self.interleave >= other.interleave
+        longer = self.gather_again == other.gather_again or other.gather_again is True
+        whole = self.accumulation == other.accumulation or other.accumulation == "shards"
+        return more and self.zero <= other.zero and longer and whole
+
     def microbatch_size(self, batch: int) -> int:
         """Examples in one microbatch on one data rank."""
         return batch // (self.data * self.microbatches)

@@ -38,7 +38,7 @@ from graphaccel.planner.whole import solve_whole
 KEPT = 32
 MANY = 20_000
 """Candidates from which on the promising ones are solved first, and not more than enough."""
-_SOLVED = 160  # candidates of a large problem that are solved
+_SOLVED = 64  # candidates of a large problem that are solved
 _BUILT = 6  # and layouts whose graphs are made for it, those of the tensor axis alone in any case
 # Of 460 candidates of Llama-3-405B on 1,024 to 16,384 devices none took less than 0.94 of what was
 # guessed on its layout's graph; on that of another layout guesses were too short, by 0 to 37 %.
@@ -208,6 +208,7 @@ class _Solving:
         slower: dict[tuple[bool, bool], float] = {}  # than guessed before it was made, by its axes
         crowded: set[Shape] = set()
         skipped: list[float] = []  # bounds of those that would keep far too much
+        misfits: list[Shape] = []  # however much they do again
 
         def push(layout: Layout) -> None:
             known, meshes = self.bounds.nearest(layout), groups[layout]
@@ -259,6 +260,11 @@ class _Solving:
             if known != layout:
                 continue  # it was guessed again when its graph was made
             left.discard(mesh)
+            if any(mesh.keeps_no_less(one) for one in misfits):
+                skipped.append(self._bound(mesh))
+                tally.pruned += len(choices)
+                continue
+            missed = tally.infeasible
             for choice in choices:
                 if mesh in self.settled:
                     tally.pruned += 1
@@ -268,6 +274,8 @@ class _Solving:
                 else:
                     self._solve(self._bound(mesh), replace(mesh, recompute=choice))
                     solved += 1
+            if mesh not in self.settled and tally.infeasible > missed:
+                misfits.append(mesh)
             yield len(choices), least
         tally.pruned += len(choices) * len(left)
         rest = [b for b in map(self._bound, left) if b * WORTH <= self.limit]
