@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,13 +14,14 @@ from hypothesis import strategies as st
 from graphaccel.capture.batch import flatten_call
 from graphaccel.capture.stepgraph import StepGraph, capture
 from graphaccel.model import without_data
-from graphaccel.planner.bounds import Bounds, columns, least_idle
+from graphaccel.planner.bounds import Bounds, again_curve, columns, least_idle
 from graphaccel.planner.candidates import Layout, Shape, meshes_of
 from graphaccel.planner.cluster import cluster
 from graphaccel.planner.estimate import least_moved
 from graphaccel.planner.pins import Pins, base_plan
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.profile import Profile
+from graphaccel.planner.recompute import least_saved
 from graphaccel.planner.simulate import play
 from graphaccel.planner.solve import with_cuts_and_blocks
 from graphaccel.planner.solving import seconds
@@ -143,3 +145,45 @@ def test_even_stages_of_ranks_that_have_several_are_not_the_fastest(
     assert played < (4 + 1 / 2) / 2 * work
     of = columns([Shape(4, 2, 2, "none", 1, schedule="interleaved")], 4)
     assert 2 * work + least_idle(of, np.array([float(work)]), np.zeros(1)) <= played
+
+
+def test_what_waits_at_least_between_two_sizes(wide: StepGraph) -> None:
+    """Of sizes between the smallest and the largest no cut is asked for; never more than the cut
+    says, and of a graph whose bytes grow evenly little less."""
+    problem = problem_of(wide, cluster("h100-80gb", 8))
+    base = base_plan(Pins(), 8, BATCH, wide.fingerprint, "h100", "loss")
+    meshes = list(meshes_of(problem, Pins(), BATCH, Layout()))
+    of = columns(meshes, BATCH)
+    told = dict(zip(of.small.tolist(), Bounds(problem, base).sums(of).lean.tolist(), strict=True))
+    assert len(told) > 3
+    profile = problem.layouts.whole
+    for size, lean in told.items():
+        true = least_saved(profile, profile.sized(size, problem.cluster.device))
+        assert 0.95 * true <= lean <= true
+    for size in (min(told), max(told)):
+        assert told[size] == least_saved(profile, profile.sized(size, problem.cluster.device))
+
+
+def test_the_first_bytes_cost_least_to_do_without(wide: StepGraph) -> None:
+    problem = problem_of(wide, cluster("h100-80gb", 8))
+    base = base_plan(Pins(), 8, BATCH, wide.fingerprint, "h100", "loss")
+    shares, costs = again_curve(Bounds(problem, base), Layout(), 1)
+    assert (shares[0], costs[0], shares[-1]) == (0, 0, 1)
+    assert 0 < costs[-1] <= 1
+    slopes = np.diff(costs) / np.diff(shares)
+    assert len(slopes) > 1
+    assert (np.diff(slopes) >= -1e-12).all()
+
+
+def test_what_keeps_no_less() -> None:
+    lean = Shape(8, 2, 1, "", 4, zero=2, accumulation="shards")
+    for more in (
+        {"microbatches": 4}, {"interleave": 2}, {"zero": 1}, {"accumulation": "whole"}, {},
+    ):  # fmt: skip
+        assert replace(lean, **more).keeps_no_less(lean)
+        assert replace(lean, **more) == lean or not lean.keeps_no_less(replace(lean, **more))
+    for other in ({"data": 8}, {"pipeline": 4}, {"tensor": 2}, {"schedule": "zero_bubble"}):
+        assert not replace(lean, **other).keeps_no_less(lean)
+    gathered = replace(lean, zero=3, gather_again="step")
+    assert gathered.keeps_no_less(replace(gathered, gather_again=True))
+    assert not replace(gathered, gather_again=True).keeps_no_less(gathered)
