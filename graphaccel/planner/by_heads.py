@@ -19,9 +19,9 @@ from itertools import chain
 import torch
 from torch import fx
 
-from graphaccel.planner.call_values import Value, tensor_of
+from graphaccel.planner.call_values import Value, source_of, tensor_of
 from graphaccel.planner.plan import Plan
-from graphaccel.rules.shard import Placement, Shard, Shards, shard_of
+from graphaccel.rules.shard import Row, Shard, Shards, shard_of
 
 aten = torch.ops.aten
 _sends = torch.ops._c10d_functional
@@ -33,6 +33,11 @@ _REPEATS = frozenset({aten.expand.default, aten.clone.default, aten.view.default
                       aten.unsqueeze.default})  # fmt: skip
 _SUMS = frozenset({aten.sum.dim_IntList, aten.view.default, aten.reshape.default,
                    aten.squeeze.dim})  # fmt: skip
+_SAYS = {
+    "heads": "each device has the whole sequence of some of the heads",
+    "sequence": "each device has some of the queries, and gathers keys and values",
+    "whole": "each device does all of it, which takes less than to share it out",
+}
 _HEADS = 1  # their dim in [b, h, s, d]
 
 
@@ -43,12 +48,11 @@ class HeadsDoNotDivide(ValueError):
 @dataclass(frozen=True)
 class ByHeads:
     """calls: those that may have some of the heads each. values: what they read and give. seeds: of
-    attention's own. attention: the calls among them."""
+    attention's own."""
 
     calls: frozenset[fx.Node] = frozenset()
     values: frozenset[Value] = frozenset()
     seeds: tuple[Value, ...] = ()
-    attention: frozenset[fx.Node] = frozenset()
 
     def elsewhere(self, node: fx.Node, value: Value, shards: Shards) -> Shards:
         """Of a value's shards those that a call may know of."""
@@ -83,42 +87,51 @@ def by_heads(
         found.update(own)
     values = {v for n in found for v in _without_masks(n, reads, gives)}
     seeds = dict.fromkeys(v for n in attention for v in _without_masks(n, reads, gives))
-    return ByHeads(frozenset(found), frozenset(values), tuple(seeds), frozenset(attention))
+    return ByHeads(frozenset(found), frozenset(values), tuple(seeds))
 
 
-def context_notes(nodes: Iterable[fx.Node], plan: Plan) -> tuple[str, ...]:
+def context_notes(
+    nodes: Iterable[fx.Node], whole: Iterable[fx.Node], plan: Plan
+) -> tuple[str, ...]:
     """What a report says of attention on the context axis; nodes: of what a device runs, alike ones
-    once."""
+    once, whole: of the step before it was shared out."""
     if plan.context == 1:
         return ()
-    sent = {
-        "heads": _sends.all_to_all_single.default,
-        "sequence": _sends.all_gather_into_tensor.default,
-    }
-    says = {
-        "heads": "each device has the whole sequence of some heads, which are sent by all-to-all",
-        "sequence": "each device has some of the queries, and gathers keys and values",
-    }
-    found = {n.target for n in nodes if "attention" in str(n.target) or _on_context(n)}
-    by = [way for way, target in sent.items() if target in found]
-    if not by or not any("attention" in str(t) for t in found):
-        return ()
-    return ("attention on the context axis: " + "; or ".join(says[way] for way in by),)
+    before = [_sizes(n) for n in whole if n.target is _FORWARD]
+    lengths, most = {tuple(own[1:]) for own in before}, max((own[0] for own in before), default=0)
+    found: set[str] = set()
+    for node in nodes:
+        if node.target is _sends.all_to_all_single.default and "context" in node.args:
+            found.add("heads")
+        elif node.target is _FORWARD:
+            heads, *own = _sizes(node)
+            few = "heads" if heads * plan.tensor < most else "whole"
+            found.add(few if tuple(own) in lengths else "sequence")
+    if "heads" in found:
+        found.discard("whole")  # it looks so
+    said = [text for way, text in _SAYS.items() if way in found]
+    return ("attention on the context axis: " + "; or ".join(said),) if said else ()
 
 
-def _on_context(node: fx.Node) -> bool:
-    return node.op == "call_function" and "context" in node.args
+def _sizes(node: fx.Node) -> tuple[int, ...]:
+    """Heads, queries and keys of a call."""
+    queries, keys = (tensor_of(source_of(value)).shape for value in node.args[:2])
+    return int(queries[1]), int(queries[2]), int(keys[2])
+
+
+def attention_rows(node: fx.Node, rows: tuple[Row, ...], context_by: str) -> tuple[Row, ...]:
+    """Those that are as was asked for; all of them of other calls, and where none is."""
+    dim = {"heads": _HEADS, "sequence": 2}.get(context_by)
+    if dim is None or node.target not in _KEYS:
+        return rows
+    asked = tuple(r for r in rows if isinstance(r.inputs[0], Shard) and r.inputs[0].dim == dim)
+    return asked or rows
 
 
 def split(shape: Sequence[int], ranks: int, inner: int) -> Shards:
     """Of one of attention's tensors, by heads: of each part that a rank of the tensor axis has."""
     found = shard_of(_HEADS, inner, shape, ranks)
     return frozenset({found} if found.fits(shape, ranks) else ())
-
-
-def along_queries(placements: Sequence[Placement | None]) -> bool:
-    """Whether a row of attention has some of the queries on each rank."""
-    return any(isinstance(p, Shard) and p.dim == 2 for p in placements)
 
 
 def _without_masks(

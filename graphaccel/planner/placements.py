@@ -24,7 +24,7 @@ from torch.utils.flop_counter import flop_registry
 
 from graphaccel.capture.export import GraphInput, GraphOutput
 from graphaccel.capture.symbols import BATCH, SEQUENCE
-from graphaccel.planner.by_heads import ByHeads, HeadsDoNotDivide, along_queries, by_heads, split
+from graphaccel.planner.by_heads import ByHeads, HeadsDoNotDivide, attention_rows, by_heads, split
 from graphaccel.planner.call_values import (
     Value,
     free_nodes,
@@ -169,10 +169,11 @@ class PlacementProblem:
         for n in self.calls:
             for value in (*self._reads[n], *self._gives[n]):
                 self._touched.setdefault(value, []).append(n)
-        self.heads, self.by_heads_alone, self.inner = ByHeads(), context_by == "heads", inner
+        self.heads, self.inner = ByHeads(), inner
+        self.context_by = context_by if axis == "context" else ""
         if axis == "context" and context_by != "sequence":
             self.heads = by_heads(self.calls, self._reads, self._gives, ranks, inner)
-            if self.by_heads_alone and not self.heads.calls:
+            if context_by == "heads" and not self.heads.calls:
                 over = f"context={ranks} x tensor={inner}"
                 raise HeadsDoNotDivide(f"there is no attention whose heads divide by {over}")
         self._stale = set(self.calls)  # calls whose tensors have shards that were not spread yet
@@ -281,7 +282,8 @@ class PlacementProblem:
         key = self._asked(node)
         if key not in self._known:
             rows = rows_of(node, self.ranks, key[1], key[2])
-            self._known[key] = tuple(r for r in rows if self._allowed(node, r))
+            rows = tuple(r for r in rows if self._allowed(node, r))
+            self._known[key] = attention_rows(node, rows, self.context_by)
         return self._known[key]
 
     def _allowed(self, node: fx.Node, row: Row) -> bool:
@@ -291,8 +293,6 @@ class PlacementProblem:
             made = zip(self._gives[node], row.outputs, strict=True)
             if any(splits_batch(v, p) for v, p in (*given, *made)):
                 return False
-        if self.by_heads_alone and node in self.heads.attention:
-            return not along_queries(row.inputs)
         if row.lowering in ("expert_product", "expert_gradient"):
             return self.axis == "expert"  # what other axes split has as many rows on each rank
         if row.lowering == "causal":  # on the tensor axis where its heads can not be shared
