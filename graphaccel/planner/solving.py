@@ -40,7 +40,7 @@ MANY = 20_000
 """Candidates from which on the promising ones are solved first, and not more than enough."""
 _SOLVED = 160  # candidates of a large problem that are solved at most
 _FEW = 48  # and at least, of deep models
-_BLOCKS = 5000  # all of their blocks together: each is asked what it does again
+_BLOCKS = 320_000  # over the square of their blocks: solving and layouts both cost by block
 _BUILT = 6  # and layouts whose graphs are made for it, those of the tensor axis alone in any case
 # Of 460 candidates of Llama-3-405B on 1,024 to 16,384 devices none took less than 0.94 of what was
 # guessed on its layout's graph; on that of another layout guesses were too short, by 0 to 37 %.
@@ -239,7 +239,7 @@ class _Solving:
             push(layout)
         built, solved = len(sizes), 0
         blocks = len(self.problem.profile.block_names)
-        enough = min(_SOLVED, max(_FEW, _BLOCKS // max(blocks, 1)))
+        enough = min(_SOLVED, max(_FEW, _BLOCKS // max(blocks, 1) ** 2))
         while heap and solved < enough:
             about, order, mesh, known, scaled = heapq.heappop(heap)
             layout = mesh.layout
