@@ -10,7 +10,8 @@ from types import MappingProxyType
 @dataclass(frozen=True)
 class Mixture:
     """family: of Hugging Face's classes. ffn: width of layers without experts, or of the experts
-    where there is no other. more: of its configuration. assumed: what the classes do otherwise."""
+    where there is no other. more: of its configuration. assumed: what the classes do otherwise.
+    ahead: layers that predict tokens further on."""
 
     family: str
     layers: int
@@ -21,6 +22,25 @@ class Mixture:
     vocabulary: int
     more: Mapping[str, object] = field(hash=False)
     assumed: tuple[str, ...] = ()
+    ahead: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Numbers in a row that experts are sent."""
+        return int(str(self.more.get("moe_latent_size", self.hidden)))
+
+    @property
+    def of_an_expert(self) -> int:
+        """Numbers that an expert has: of a product there and one back, and of a gate's."""
+        width = int(str(self.more.get("moe_intermediate_size", self.ffn)))
+        return (2 if "moe_latent_size" in self.more else 3) * width * self.rows
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer has them."""
+        pattern = str(self.more.get("hybrid_override_pattern", ""))
+        if pattern:
+            return pattern[layer] == "E"
+        return layer >= int(str(self.more.get("first_k_dense_replace", 0)))
 
 
 def _latent(
@@ -75,6 +95,19 @@ MIXTURES: Mapping[str, Mixture] = MappingProxyType(
             61, 7168, 64, 18432, 163840, first_k_dense_replace=1,
             moe_intermediate_size=2048, n_routed_experts=384, n_shared_experts=1,
             num_experts_per_tok=8,
+        ),
+        # NVIDIA-NeMo/Megatron-Bridge, nemotron_h_provider.py, `Nemotron3SuperProvider`.
+        "Nemotron_3_Super": Mixture(
+            "NemotronH", 88, 4096, 32, 2, 2688, 131072,
+            {"head_dim": 128, "hybrid_override_pattern":
+                "MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEM"
+                "*EMEMEMEME",
+             "mamba_num_heads": 128, "mamba_head_dim": 64, "ssm_state_size": 128, "n_groups": 8,
+             "n_routed_experts": 512, "num_experts_per_tok": 22, "moe_intermediate_size": 2688,
+             "moe_latent_size": 1024, "moe_shared_expert_intermediate_size": 5376,
+             "rescale_prenorm_residual": False},
+            ("kernels of state space layers move what they read and give, and nothing between",),
+            ahead=2,
         ),
     }
 )  # fmt: skip

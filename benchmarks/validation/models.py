@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.validation.mixtures import MIXTURES
+from benchmarks.validation.nemotron import Nemotron
 from benchmarks.validation.rows import Run
 from graphaccel.capture.batch import Batch
 from graphaccel.ir.program import Sharded
@@ -32,10 +33,14 @@ _SHARDED = {
     "wte.weight": Sharded("tensor", 0), "c_proj.weight": Sharded("tensor", 0),
     "c_attn.weight": Sharded("tensor", 1, 3), "c_attn.bias": Sharded("tensor", 0, 3),
     "c_fc.weight": Sharded("tensor", 1), "c_fc.bias": Sharded("tensor", 0),
+    "in_proj.weight": Sharded("tensor", 0, 2), "states_proj.weight": Sharded("tensor", 0, 2),
+    "step_proj.weight": Sharded("tensor", 0), "out_proj.weight": Sharded("tensor", 1),
+    "embeddings.weight": Sharded("tensor", 0),
 }  # fmt: skip
 # Of experts: gate and up lie one behind the other.
 _EXPERTS = {
-    "experts.gate_up_proj": Sharded("tensor", 1, 2), "experts.down_proj": Sharded("tensor", 2),
+    "experts.gate_up_proj": Sharded("tensor", 1, 2), "experts.up_proj": Sharded("tensor", 1),
+    "experts.down_proj": Sharded("tensor", 2),
 }  # fmt: skip
 
 
@@ -102,9 +107,11 @@ def model_of(run: Run) -> tuple[nn.Module, Batch]:
             config["attn_implementation"] = _PADDED
     head = "LMHeadModel" if run.kind == "gpt" else "ForCausalLM"
     with torch.device("meta"):
-        module = getattr(transformers, name + head)(
-            getattr(transformers, name + "Config")(**config)
-        )
+        known = getattr(transformers, name + "Config")(**config)
+        if name == "NemotronH":
+            module: nn.Module = Nemotron(known, MIXTURES[run.kind].ahead)
+        else:
+            module = getattr(transformers, name + head)(known)
         tokens = torch.zeros(2, run.sequence, dtype=torch.int64)
     module = module.train().to(getattr(torch, run.precision))
     return module, as_batch({"input_ids": tokens, "labels": tokens})

@@ -166,7 +166,7 @@ class Predictor:
         if run.system.probabilities_inside:
             timed = _weighed_inside(run, profile, timed, where)
         if run.system.rows_in_parts:
-            timed = _rows_in_parts(profile, timed, where)
+            timed = _rows_as_theirs(run, profile, timed, where)
         assert timed.prediction is not None
         seconds = timed.prediction.seconds + _waited(run, profile, timed, where)
         if run.recompute == "operations":
@@ -356,22 +356,34 @@ def _waited(run: Run, profile: Profile, plan: Plan, where: Cluster) -> float:
     return plan.microbatches * (1 - INTERFERENCE) * (sum(each) - max(each, default=0.0))
 
 
-def _rows_in_parts(profile: Profile, plan: Plan, where: Cluster) -> Plan:
+def _rows_as_theirs(run: Run, profile: Profile, plan: Plan, where: Cluster) -> Plan:
     """The plan with the time it takes where each tensor rank sends a part of the rows to their
     experts, and back; ours sends all that it gathered. They are gathered in both."""
     assert plan.prediction is not None
     sizes = Sizes({**profile.step.sizes, BATCH: plan.microbatch_size})
     group, spared = wires_of(where, plan).group(("expert",)), 0.0
+    theirs = _once_a_node(run, where) if run.system.once_a_node else where
     for node in profile.nodes:
         if node.target is EXCHANGE:
             size = sent_bytes(node, sizes)
             spared += all_to_all_seconds(where, size, *group)
-            spared -= all_to_all_seconds(where, size / plan.tensor, *group)
+            spared -= all_to_all_seconds(theirs, size / plan.tensor, *group)
     parts, spared = plan.prediction, spared * plan.microbatches / plan.pipeline
     parts = replace(
         parts, seconds=parts.seconds - spared, communication=parts.communication - spared
     )
     return replace(plan, prediction=parts)
+
+
+def _once_a_node(run: Run, where: Cluster) -> Cluster:
+    """With links between nodes as much faster as fewer rows go over them: a row goes once to each
+    node where it has experts, which are anywhere, and from there to each of them."""
+    inner, *outer = where.links
+    nodes = -(-run.expert * run.tensor // inner.size)
+    chosen = int(str(MIXTURES[run.kind].more["num_experts_per_tok"]))
+    reached = nodes * (1 - (1 - 1 / nodes) ** chosen)
+    faster = [replace(link, bandwidth=link.bandwidth * chosen / reached) for link in outer]
+    return replace(where, links=(inner, *faster))
 
 
 def _inside(node: fx.Node, run: Run) -> bool:
@@ -382,7 +394,7 @@ def _inside(node: fx.Node, run: Run) -> bool:
     values = [a.meta["val"] for a in node.all_input_nodes]
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     read = max(tensors, key=torch.Tensor.numel, default=None)
-    wide = read is not None and read.dim() == 2 and read.shape[1] == run.hidden
+    wide = read is not None and read.dim() == 2 and read.shape[1] == MIXTURES[run.kind].rows
     return wide and node.target in _WEIGHS and node.meta.get("module", "").endswith(_EXPERTS)
 
 
@@ -431,7 +443,7 @@ def _kept_of(tensor: Tensor, run: Run) -> float:
         return 0.0
     if run.system.probabilities_inside and run.kind in MIXTURES:
         back = node.target is torch.ops.aten.index_select.default
-        if width == run.hidden and (back or node.target is EXPERT_PRODUCT):
+        if width == MIXTURES[run.kind].rows and (back or node.target is EXPERT_PRODUCT):
             return 0.0  # what comes back from the experts
         if (value := MIXTURES[run.kind].more.get("v_head_dim")) is not None:
             if node.target is torch.ops.aten.constant_pad_nd.default:
@@ -459,15 +471,13 @@ def _of_experts(rank: int, run: Run) -> int:
     """Numbers of the experts that a device of a pipeline rank holds, where its stages have equally
     many layers each. State of the others Megatron-LM shards over all ranks of data, those that
     share experts too."""
-    more = MIXTURES[run.kind].more
-    count = next(int(str(more[n])) for n in _EXPERT_COUNTS if n in more)
-    width = int(str(more.get("moe_intermediate_size", run.ffn)))
-    dense, stages = int(str(more.get("first_k_dense_replace", 0))), run.pipeline * run.interleave
-    layers = sum(
-        layer >= dense and layer * stages // run.layers % run.pipeline == rank
+    mixture, stages = MIXTURES[run.kind], run.pipeline * run.interleave
+    count = next(int(str(mixture.more[n])) for n in _EXPERT_COUNTS if n in mixture.more)
+    layers = mixture.ahead + sum(
+        mixture.has_experts(layer) and layer * stages // run.layers % run.pipeline == rank
         for layer in range(run.layers)
     )
-    return layers * count * 3 * width * run.hidden // run.expert // run.tensor
+    return layers * count * mixture.of_an_expert // run.expert // run.tensor
 
 
 def _fsdp2(memory: StageMemory, run: Run, kept: float) -> int:

@@ -75,7 +75,8 @@ class System:
     waits behind them (`weighted_bias_swiglu_impl`, megatron/core/fusions/fused_bias_swiglu.py); and
     fused attention takes values narrower than keys. router_rounds: what the router multiplies is of
     16 bits, and summed in float32 (`RouterGatingLinearFunction`,
-    megatron/core/transformer/moe/moe_utils.py).
+    megatron/core/transformer/moe/moe_utils.py). once_a_node: rows go once to each node where they
+    have experts, and on from there (DeepEP's kernels "with NVLink and RDMA forwarding").
     """
 
     fused_attention: bool = True
@@ -106,6 +107,7 @@ class System:
     swiglu_again: bool = False
     probabilities_inside: bool = False
     router_rounds: bool = False
+    once_a_node: bool = False
 
 
 # Fused: the masked softmax, and bias, dropout and sum (arXiv 2104.04473, section 4.2); the kernel
@@ -382,6 +384,9 @@ def _system(row: dict[str, str]) -> System:
     system = next((s for part, s in SYSTEMS.items() if part in row["source"]), System())
     if row["recompute"] == "selective":  # makes the scores again in backward, as fused attention
         system = replace(system, fused_attention=True)
+    # `moe_flex_dispatcher_backend` of its recipe (nemotron_3_workload_base_configs.py).
+    if "Megatron-Bridge" in row["source"] and row["model"] == "Nemotron_3_Super":
+        system = replace(system, once_a_node=True)
     if system.fsdp2:
         # `PipelineStage.backward_maybe_with_nosync` of torch gathers and sums once a step.
         system = replace(system, gathers_once=row["pp"] not in ("", "1"))
