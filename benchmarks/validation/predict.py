@@ -485,22 +485,35 @@ def _fsdp2(memory: StageMemory, run: Run, kept: float) -> int:
 
     What rests are shards over the data and context axes of float32 weights and two moments: 12
     bytes a number, as we count of the optimizer; no weights of 16 bits besides
-    (`apply_fsdp`, `parallel_dims.py`). Gradients are float32. Of what is gathered the root, with
-    the embedding and the head, stays so until the backward, and so does the last layer. Operations
-    that are kept (`_save_list`): of a layer's products each second one from the first on, and
-    attention; eager PyTorch keeps the last product too, which no backward reads.
+    (`apply_fsdp`, `parallel_dims.py`). Gradients are float32; in a pipeline they are whole until
+    the last microbatch. Interleaved, with no more microbatches than ranks, every forward is done
+    before a backward, and those of one stage are in shards before the next has any
+    (`ScheduleInterleaved1F1B`, torch/distributed/pipelining). What shards of gradients leave in the
+    allocator is in blocks of other sizes than anything that comes after them. Weights of products in 8 bits are
+    gathered in 8 (docs/float8.md, train_configs/llama3_405b.toml). Of what is gathered the root,
+    with the embedding and the head, stays so until the backward, and so does the last layer.
+    Operations that are kept (`_save_list`): of a layer's products each second one from the first
+    on, and attention; eager PyTorch keeps the last product too, which no backward reads.
     """
     tokens = run.microbatch * run.sequence // run.context
     resting = memory.optimizer // 6
-    gathered = max(0, memory.parameter - resting)
+    words = 2 * run.vocabulary * run.hidden // run.tensor
+    gathered, gradient = max(0, memory.parameter - resting), 2 * memory.gradient
+    width = 1 if run.products.startswith("float8") else 2
     if run.pipeline == 1:
         layer = run.hidden * (2 * run.hidden * (1 + run.kv_heads / run.heads) + 3 * run.ffn)
-        gathered += 2 * (run.vocabulary * run.hidden + int(layer)) // run.tensor
-    total = memory.optimizer // run.context + 2 * memory.gradient // run.context + gathered
+        gathered = words + width * (gathered // 2 + int(layer) // run.tensor)
+        gradient //= run.context
+    else:
+        embedded = words if memory.rank == 0 else 0
+        gathered = embedded + width * (gathered - embedded) // 2
+        gradient //= run.interleave if run.microbatches <= run.pipeline else 1
+    total = memory.optimizer // run.context + gathered
+    total += max(gradient, 2 * resting // run.context)
     if run.recompute == "operations":
-        width = 2 * run.hidden + run.kv_heads * run.hidden // run.heads + run.ffn
-        width += 0 if run.system.fusions else run.hidden
-        total += 2 * tokens * run.layers * width
+        kept_of = 2 * run.hidden + run.kv_heads * run.hidden // run.heads + run.ffn
+        kept_of += 0 if run.system.fusions else run.hidden
+        total += 2 * tokens * run.layers * kept_of
     at_loss = any(part in memory.at for part in ("log_softmax", "nll_loss", "cross_entropy"))
     if at_loss and "cross_entropy" not in run.system.fusions:
         # Logits of 16 bits are let go of before their gradient is made, but what they leave has no

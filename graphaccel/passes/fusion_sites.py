@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from graphaccel.capture.blocks import block_of
 from graphaccel.capture.causal import causal_attention
 from graphaccel.capture.differentiate import module_path
 from graphaccel.capture.export import ForwardGraph
@@ -180,6 +181,10 @@ class Finder:
         site = Site(fusion, place, path, inputs, outputs, inside, product=product)
         if not _can_stand(inputs, outputs, set(inside)):
             return near("its outputs are read before its inputs are all there")
+        if len(outputs) > 1 and len({block_of(module_path(n)) for n in inside}) > 1:
+            # One tensor goes from a block to the next, and is kept where they are computed again
+            # or lie on two stages; a call that spans both would read two and give two.
+            return near("it would span two blocks")
         reason = unchanged(site, self._mode)
         wide = fusion.rewrite is not None or wide_form(fusion) is not None
         if reason is not None and any(autocast) and wide:
