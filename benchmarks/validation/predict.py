@@ -488,12 +488,13 @@ def _fsdp2(memory: StageMemory, run: Run, kept: float) -> int:
     (`apply_fsdp`, `parallel_dims.py`). Gradients are float32; in a pipeline they are whole until
     the last microbatch. Interleaved, with no more microbatches than ranks, every forward is done
     before a backward, and those of one stage are in shards before the next has any
-    (`ScheduleInterleaved1F1B`, torch/distributed/pipelining). What shards of gradients leave in the
-    allocator is in blocks of other sizes than anything that comes after them. Weights of products in 8 bits are
-    gathered in 8 (docs/float8.md, train_configs/llama3_405b.toml). Of what is gathered the root,
-    with the embedding and the head, stays so until the backward, and so does the last layer.
-    Operations that are kept (`_save_list`): of a layer's products each second one from the first
-    on, and attention; eager PyTorch keeps the last product too, which no backward reads.
+    (`ScheduleInterleaved1F1B`, torch/distributed/pipelining). What shards of gradients leave in
+    the allocator is in blocks of other sizes than anything that comes after them. Weights of
+    products in 8 bits are gathered in 8 (docs/float8.md, train_configs/llama3_405b.toml). Of what
+    is gathered the root, with the embedding and the head, stays so until the backward, and so does
+    the last layer. Operations that are kept (`_save_list`): of a layer's products each second one
+    from the first on, and attention; eager PyTorch keeps the last product too, which no backward
+    reads.
     """
     tokens = run.microbatch * run.sequence // run.context
     resting = memory.optimizer // 6
