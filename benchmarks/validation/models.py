@@ -99,6 +99,8 @@ def model_of(run: Run) -> tuple[nn.Module, Batch]:
     if name is None:
         mixture = MIXTURES[run.kind]
         name, config = mixture.family, {**config, **mixture.more}
+        if "hybrid_override_pattern" in config:
+            config["hybrid_override_pattern"] = config["hybrid_override_pattern"][: run.layers]
         if "kv_lora_rank" in config:
             from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 

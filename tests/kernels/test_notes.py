@@ -59,3 +59,19 @@ def test_the_report_counts_what_is_placed(layers: int, precision: str | None) ->
     bare = graphaccel.plan(gpt2(layers), batch, fusions="rotary", **pins)
     assert "fused ops: none fits; graphaccel explain says why" in bare.notes
     assert not any("fused ops" in n for n in graphaccel.plan(gpt2(layers), batch, **pins).notes)
+
+
+@pytest.mark.parametrize("layers", [4, 12])
+def test_a_block_that_is_computed_again_keeps_one_tensor(layers: int) -> None:
+    """With fused sums and norms as without: what it reads, [512, 32, 32] float32."""
+    ids = torch.randint(0, 96, (512, 32))
+    batch = {"input_ids": ids, "labels": ids}
+    pins = {"devices": 1, "microbatches": 1, "recompute": "all"}
+    names = ("add_layer_norm", "layer_norm")
+
+    def kept(count: int) -> int:
+        plan = graphaccel.plan(gpt2(count), batch, fusions=names, **pins)
+        assert plan.prediction is not None
+        return plan.prediction.memory[0].activation
+
+    assert kept(layers) - kept(layers - 2) == 2 * 512 * 32 * 32 * 4
