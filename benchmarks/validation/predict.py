@@ -499,18 +499,18 @@ def _fsdp2(memory: StageMemory, run: Run, kept: float) -> int:
     tokens = run.microbatch * run.sequence // run.context
     resting = memory.optimizer // 6
     words = 2 * run.vocabulary * run.hidden // run.tensor
-    gathered, gradient = max(0, memory.parameter - resting), 2 * memory.gradient
+    gathered, shards = max(0, memory.parameter - resting), 2 * resting // run.context
     width = 1 if run.products.startswith("float8") else 2
     if run.pipeline == 1:
         layer = run.hidden * (2 * run.hidden * (1 + run.kv_heads / run.heads) + 3 * run.ffn)
         gathered = words + width * (gathered // 2 + int(layer) // run.tensor)
-        gradient //= run.context
+        gradient = max(2 * memory.gradient // run.context, shards)
     else:
         embedded = words if memory.rank == 0 else 0
         gathered = embedded + width * (gathered - embedded) // 2
-        gradient //= run.interleave if run.microbatches <= run.pipeline else 1
-    total = memory.optimizer // run.context + gathered
-    total += max(gradient, 2 * resting // run.context)
+        apart = run.interleave if run.microbatches <= run.pipeline else 1
+        gradient = 2 * memory.gradient // apart + shards
+    total = memory.optimizer // run.context + gradient + gathered
     if run.recompute == "operations":
         kept_of = 2 * run.hidden + run.kv_heads * run.hidden // run.heads + run.ffn
         kept_of += 0 if run.system.fusions else run.hidden
