@@ -31,7 +31,8 @@ class Mixture:
 
     @property
     def of_an_expert(self) -> int:
-        """Numbers that an expert has: of a product there and one back, and of a gate's."""
+        """Numbers that an expert has: of a product there and one back, and of a gate's, which those
+        of narrower rows (`NemotronHExperts`) do not have."""
         width = int(str(self.more.get("moe_intermediate_size", self.ffn)))
         return (2 if "moe_latent_size" in self.more else 3) * width * self.rows
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.validation.state_space import CHUNK, Mixer
+from benchmarks.validation.state_space import Mixer
 
 _AHEAD = ("full_attention", "moe")  # what such a layer has: `mtp_hybrid_override_pattern`, "*E"
 _AHEAD_SHARE = 0.1  # of the loss, for all of them: `mtp_loss_scaling_factor`
@@ -31,7 +31,6 @@ class Nemotron(nn.Module):
         )
 
         super().__init__()
-        config.chunk_size = CHUNK
         self.base = NemotronHForCausalLM(config)
         for block in self.base.model.layers:
             if block.block_type == "linear_attention":

@@ -358,7 +358,8 @@ def _waited(run: Run, profile: Profile, plan: Plan, where: Cluster) -> float:
 
 def _rows_as_theirs(run: Run, profile: Profile, plan: Plan, where: Cluster) -> Plan:
     """The plan with the time it takes where each tensor rank sends a part of the rows to their
-    experts, and back; ours sends all that it gathered. They are gathered in both."""
+    experts, and back; ours sends all that it gathered. They are gathered in both. Theirs may go to
+    a node once (`System.once_a_node`)."""
     assert plan.prediction is not None
     sizes = Sizes({**profile.step.sizes, BATCH: plan.microbatch_size})
     group, spared = wires_of(where, plan).group(("expert",)), 0.0

@@ -1,4 +1,4 @@
-"""Embedding, what is added to it, and layer norm as one op: the start of BERT and GPT-2.
+"""Embedding, what is added to it, and layer norm as one op: the start of BERT.
 
     total = table[ids] + first (+ second)          y = layer norm of total
 

@@ -183,8 +183,8 @@ class Finder:
             return near("its outputs are read before its inputs are all there")
         if len(outputs) > 1 and len({block_of(module_path(n)) for n in inside}) > 1:
             # One tensor goes from a block to the next, and is kept where they are computed again
-            # or lie on two stages; a call that spans both would read two and give two.
-            return near("it would span two blocks")
+            # or lie on two stages; a call across would read two and give two.
+            return near("it would lie across the end of a block")
         reason = unchanged(site, self._mode)
         wide = fusion.rewrite is not None or wide_form(fusion) is not None
         if reason is not None and any(autocast) and wide:

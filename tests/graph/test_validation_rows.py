@@ -10,7 +10,7 @@ from functools import cache
 import pytest
 
 from benchmarks.validation.models import model_of
-from benchmarks.validation.predict import Predictor
+from benchmarks.validation.predict import Predictor, _once_a_node, real_cluster
 from benchmarks.validation.rows import FOLDER, Run, read
 
 
@@ -105,6 +105,16 @@ def test_layers_of_different_kinds_are_predicted() -> None:
     assert len(scans) == 2 * 4
     assert scans[0].meta["dims"][2] == 8 // 2  # groups of heads
     assert found.seconds > 0
+
+
+def test_rows_that_go_once_to_a_node_cross_faster_links() -> None:
+    """22 of 512 experts on 8 nodes of 8: 8 x (1 - (7/8)^22) nodes are reached of 22 rows."""
+    run = next(r for r in runs(kind="Nemotron_3_Super", device="b200-192gb") if r.expert == 64)
+    where = real_cluster(run, run.devices)
+    inner, outer = _once_a_node(run, where).links
+    assert inner == where.links[0]
+    faster = outer.bandwidth / where.links[1].bandwidth
+    assert faster == pytest.approx(22 / (8 * (1 - (7 / 8) ** 22)))
 
 
 def test_operations_that_are_kept_take_memory_and_spare_time() -> None:

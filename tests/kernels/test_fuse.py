@@ -191,7 +191,7 @@ def test_a_sum_that_goes_to_the_next_block_stays_alone() -> None:
     assert len({block.kind for block in find_blocks(rewritten.graph)}) == 1
     same(step, rewritten, model, batch())
     finder, _ = find_sites(step, tuple(fusion_named(n) for n in NORMS))
-    assert finder.near["add_rms_norm"].reason == "it would span two blocks"
+    assert finder.near["add_rms_norm"].reason == "it would lie across the end of a block"
 
 
 class Dropped(nn.Module):
