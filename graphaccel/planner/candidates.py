@@ -87,13 +87,20 @@ class Shape:
         """Of the axes that shard the graph itself."""
         return Layout(self.tensor, self.context, self.expert)
 
+    @property
+    def comparable(self) -> tuple[object, ...]:
+        """What shapes have in common of which `keeps_no_less` says something."""
+        return self.layout, self.data, self.pipeline, self.schedule, self.shard
+
     def keeps_no_less(self, other: Shape) -> bool:
         """Whether a device keeps at least as much as that of another shape, however much either
         does again: of the same mesh, and of nothing that shares out less or keeps longer."""
-        same = ("layout", "data", "pipeline", "schedule", "shard")
-        if any(getattr(self, name) != getattr(other, name) for name in same):
+        if self.comparable != other.comparable:
             return False
         more = self.microbatches <= other.microbatches and self.interleave >= other.interleave
+        # Gradients of the only microbatch are reduced as they are made.
+        more = more and (self.microbatches > 1 or other.microbatches == 1
+                         or other.accumulation == "shards")  # fmt: skip
         longer = self.gather_again == other.gather_again or other.gather_again is True
         whole = self.accumulation == other.accumulation or other.accumulation == "shards"
         return more and self.zero <= other.zero and longer and whole

@@ -18,6 +18,7 @@ from typing import Any
 
 import networkx as nx
 import numpy as np
+from networkx.algorithms.flow import boykov_kolmogorov
 
 from graphaccel.planner.again import BlockKind
 from graphaccel.planner.profile import Profile, SizedProfile
@@ -122,31 +123,31 @@ class Body:
         kind, graph = self.kind, nx.DiGraph()
         count = len(kind.maker)
         source, sink = "wanted", "spent"
-        graph.add_nodes_from((source, sink))
+        graph.add_nodes_from((source, sink))  # values are numbers from 0 on, ops from -1 down
         for storage, row in enumerate(kind.maker.tolist()):
             if kind.back[storage]:
-                graph.add_edge(source, ("value", storage))
+                graph.add_edge(source, storage)
             whole: dict[str, Any] = {"capacity": int(self.own[storage]) * a_byte}
             if kind.fixed[row] or kind.beyond[storage]:
                 if not kind.back[storage]:  # otherwise it waits anyway
-                    graph.add_edge(("value", storage), sink, **whole)
+                    graph.add_edge(storage, sink, **whole)
             else:
                 unsaved = kind.sent[row] or not kind.counted[storage]
-                graph.add_edge(("value", storage), ("op", row), **({} if unsaved else whole))
+                graph.add_edge(storage, ~row, **({} if unsaved else whole))
         for storage, size in enumerate(self.outer.tolist(), count):
             if size:
-                graph.add_edge(("value", storage), sink, capacity=size * a_byte)
+                graph.add_edge(storage, sink, capacity=size * a_byte)
         for row, ticks in enumerate(self.ticks):
             if not kind.fixed[row]:
-                graph.add_edge(("op", row), sink, capacity=ticks * a_tick)
+                graph.add_edge(~row, sink, capacity=ticks * a_tick)
         for row, storage in zip(*(column.tolist() for column in kind.reads), strict=True):
             if not kind.fixed[row]:
-                graph.add_edge(("op", row), ("value", storage))
-        _, (wanted, _) = nx.minimum_cut(graph, source, sink)
+                graph.add_edge(~row, storage)
+        _, (wanted, _) = nx.minimum_cut(graph, source, sink, flow_func=boykov_kolmogorov)
         saved = {
             int(kind.at[row])
             for storage, row in enumerate(kind.maker.tolist())
-            if ("value", storage) in wanted and ("op", row) not in wanted and not kind.fixed[row]
+            if storage in wanted and ~row not in wanted and not kind.fixed[row]
         }
         return tuple(sorted(saved))
 

@@ -11,19 +11,17 @@ import numpy as np
 from graphaccel.errors import BadPin, TooManyStages
 from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.estimate import gathered_bytes, predict, predict_seconds, scatters
-from graphaccel.planner.footprint import predict_memory
 from graphaccel.planner.layouts import Layouts
+from graphaccel.planner.needed import needed
 from graphaccel.planner.offload import device_state, host_excess, placed_parameters
 from graphaccel.planner.ordering import orders
 from graphaccel.planner.pins import Limits
 from graphaccel.planner.plan import Plan, Prediction
 from graphaccel.planner.profile import Profile, SizedProfile
-from graphaccel.planner.recompute import BlockOption, block_options, cheapest, every_second
-from graphaccel.planner.stages import StageLimit, choose_cuts, stage_positions
+from graphaccel.planner.recompute import BlockOption, block_options, every_second
+from graphaccel.planner.stages import StageLimit, choose_cuts
 from graphaccel.planner.stepping import NOTHING, Stepping
 from graphaccel.planner.works import flight, sized_for
-
-_ROUNDS = 8  # in which what is computed again grows until it is enough
 
 
 @dataclass(frozen=True)
@@ -291,15 +289,16 @@ def _with_blocks(problem: Problem, plan: Plan, recompute: str | Sequence[str]) -
     """The plan with its recomputed blocks and its prediction."""
     profile = problem.layouts.of(plan)
     names = profile.block_names
+    given = profile, plan, problem.cluster, problem.optimizer_bytes, problem.stepping
     if recompute == "none":
         chosen: Mapping[str, tuple[str, ...]] = {}
     elif recompute == "all":
         chosen = dict.fromkeys(names, ())
     elif recompute == "some":
-        chosen = _needed(problem, plan, block_options(profile, problem.sized(plan)), 0)
+        chosen = needed(*given, block_options(profile, problem.sized(plan)), 0)
         chosen = chosen or dict.fromkeys(every_second(names), ())
     elif recompute == "selective":
-        chosen = _needed(problem, plan, _selective(problem, plan), 1)
+        chosen = needed(*given, _selective(problem, plan), 1)
     else:
         chosen = dict.fromkeys(recompute, ())
     found = problem.predicted(plan.doing_again(chosen), simulated=False)
@@ -313,59 +312,6 @@ def _selective(problem: Problem, plan: Plan) -> tuple[tuple[BlockOption, ...], .
     """The options of each block in which it saves some values."""
     options = block_options(problem.layouts.of(plan), problem.sized(plan))
     return tuple(tuple(o for o in own if o.saved) for own in options)
-
-
-def _needed(
-    problem: Problem, plan: Plan, options: Sequence[Sequence[BlockOption]], least: int
-) -> dict[str, tuple[str, ...]]:
-    """What to compute again, block → what is saved of it: with the fewest seconds that make every
-    rank fit, or the most that all of a rank's blocks can save if none do. options: of each block.
-    least: how many of them, the first ones, are taken where memory asks for nothing: 0 or 1.
-    """
-    profile, cluster = problem.layouts.of(plan), problem.cluster
-    if not any(options):
-        return {}
-    waiting = flight(plan)
-    ends = np.array([end for _, end in stage_positions(profile, plan.cuts)])
-    stages = np.searchsorted(ends, profile.block_first, side="right").tolist()
-    lying: list[list[Sequence[BlockOption]]] = [[] for _ in range(plan.pipeline)]
-    for stage, own in zip(stages, options, strict=True):
-        if own:
-            lying[stage % plan.pipeline].append(own)
-
-    def beyond(own: Sequence[BlockOption]) -> list[tuple[float, float]]:
-        saved, seconds = (own[0].saved_bytes, own[0].seconds) if least else (0, 0.0)
-        count = waiting[stages[own[0].block]]
-        return [((o.saved_bytes - saved) * count, o.seconds - seconds) for o in own[least:]]
-
-    items = [[beyond(own) for own in blocks] for blocks in lying]
-    chosen = {own[0].name: own[0].saved for own in options if own and least}
-    needs = [0.0] * plan.pipeline
-    over: list[int] = []
-    for _ in range(_ROUNDS):
-        if not over:
-            tried = plan.doing_again({n: chosen[n] for n in profile.block_names if n in chosen})
-            given = cluster, problem.optimizer_bytes, problem.stepping
-            memory = predict_memory(profile, tried, *given)
-            over = [m.tensors - cluster.tensor_budget for m in memory]
-        before, more = chosen, False
-        for rank, missing in enumerate(over):
-            if missing <= 0:
-                continue
-            needs[rank] += missing
-            picked = cheapest(items[rank], needs[rank])
-            more = more or picked is not None
-            blocks = lying[rank]
-            take = [len(own) - 1 - least for own in blocks] if picked is None else picked
-            gone = {own[0].name for own in blocks}
-            chosen = {name: saved for name, saved in chosen.items() if name not in gone}
-            chosen |= {own[0].name: own[k + least].saved
-                       for own, k in zip(blocks, take, strict=True) if k + least >= 0}  # fmt: skip
-        if chosen != before:
-            over = []  # to be found anew
-        elif not more:  # all fit, or those that do not have nothing left to compute again
-            break
-    return {name: chosen[name] for name in profile.block_names if name in chosen}
 
 
 def scaled(problem: Problem, plan: Plan, exact: Plan) -> Problem:

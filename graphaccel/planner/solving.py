@@ -8,6 +8,7 @@ from __future__ import annotations
 import bisect
 import heapq
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import astuple, replace
 from itertools import accumulate
@@ -127,6 +128,8 @@ class _Solving:
         self.times: list[float] = []
         self.limit = math.inf  # weighed seconds, played, of the best plan so far
         self.late: list[tuple[float, Shape]] = []  # too big before anything is computed
+        self.misfits: dict[tuple[object, ...], list[Shape]] = {}  # however much they do again
+        self.tried: Counter[Shape] = Counter()  # ways of doing again of each
         offered = layouts(problem, pins, batch)
         self.base_layout = offered[0]
         if not build:
@@ -182,8 +185,7 @@ class _Solving:
         for bound, shape in first:
             known = self.outcome.by_mesh.get(mesh_key(shape.on(self.base)))
             full = len(self.times) >= KEPT and bound > self.times[KEPT - 1]
-            # A deeper recompute of what already fits only costs time.
-            if self.prune and (shape.mesh in self.settled or (full and known is not None)):
+            if self.prune and (self._known(shape) or (full and known is not None)):
                 tally.pruned += 1
             else:
                 self._solve(bound, shape)
@@ -210,7 +212,6 @@ class _Solving:
         slower: dict[tuple[bool, bool], float] = {}  # than guessed before it was made, by its axes
         crowded: set[Shape] = set()
         skipped: list[float] = []  # bounds of those that would keep far too much
-        misfits: list[Shape] = []  # however much they do again
 
         def push(layout: Layout) -> None:
             known, meshes = self.bounds.nearest(layout), groups[layout]
@@ -264,22 +265,20 @@ class _Solving:
             if known != layout:
                 continue  # it was guessed again when its graph was made
             left.discard(mesh)
-            if any(mesh.keeps_no_less(one) for one in misfits):
+            if self._is_misfit(mesh):
                 skipped.append(self._bound(mesh))
                 tally.pruned += len(choices)
                 continue
-            missed = tally.infeasible
             for choice in choices:
                 if mesh in self.settled:
                     tally.pruned += 1
                 elif choice == "none" and mesh in crowded and len(choices) > 1:
                     skipped.append(self._bound(mesh))
                     tally.pruned += 1
+                    self._tried(mesh)
                 else:
                     self._solve(self._bound(mesh), replace(mesh, recompute=choice))
                     solved += 1
-            if mesh not in self.settled and tally.infeasible > missed:
-                misfits.append(mesh)
             yield len(choices), least
         tally.pruned += len(choices) * len(left)
         rest = [b for b in map(self._bound, left) if b * WORTH <= self.limit]
@@ -305,7 +304,7 @@ class _Solving:
             if self.prune and bound * WORTH > self.limit:
                 break
             if isinstance(item, Shape):
-                if self.prune and item.mesh in self.settled:
+                if self.prune and self._known(item):
                     tally.pruned += 1
                 else:
                     self._solve(bound, item)
@@ -329,6 +328,21 @@ class _Solving:
                         shape = replace(mesh, recompute=choice)
                         heapq.heappush(heap, (tight, shape.order, shape))
         tally.pruned += left
+
+    def _known(self, shape: Shape) -> bool:
+        """Whether it is known without solving it that a shape is no better than others, or fits
+        nowhere: a deeper recompute of what already fits only costs time."""
+        return shape.mesh in self.settled or self._is_misfit(shape.mesh)
+
+    def _is_misfit(self, mesh: Shape) -> bool:
+        """Whether it keeps no less than another that does not fit."""
+        return any(mesh.keeps_no_less(one) for one in self.misfits.get(mesh.comparable, ()))
+
+    def _tried(self, mesh: Shape) -> None:
+        """Note that a way of doing again does not make it fit."""
+        self.tried[mesh] += 1
+        if self.tried[mesh] == len(self.choices):
+            self.misfits.setdefault(mesh.comparable, []).append(mesh)
 
     def _solve(self, bound: float, shape: Shape, *, floor: bool = True) -> None:
         problem, pins, outcome = self.problem, self.pins, self.outcome
@@ -355,6 +369,7 @@ class _Solving:
             self.settled.add(shape.mesh)
         else:
             outcome.tally.infeasible += 1
+            self._tried(shape.mesh)
 
     def _solved(self, plan: Plan) -> bool:
         """Note a solved candidate in one order of its axes: whether it fits."""
