@@ -83,7 +83,7 @@ def _missing(
     return [m.tensors - cluster.tensor_budget for m in memory]
 
 
-class _Rank:
+class Rank:
     """What is chosen of one rank's blocks, and what is asked of them."""
 
     def __init__(
@@ -137,6 +137,7 @@ class _Rank:
                 return  # there may be nothing between
             self._asked = told if told <= self._most else math.inf
             self.chosen = self._choice(self._asked)
+            further *= 2
 
     def _choice(self, asked: float) -> Choice:
         """What is saved of each block that is computed again, where so many bytes are asked for."""
@@ -159,7 +160,7 @@ def _ranks(
     plan: Plan,
     options: Sequence[Sequence[BlockOption]],
     least: int,
-) -> list[_Rank]:
+) -> list[Rank]:
     ends = np.array([end for _, end in stage_positions(profile, plan.cuts)])
     stages = np.searchsorted(ends, profile.block_first, side="right").tolist()
     waiting = held_together(plan, _saved_by_stage(profile, sized, ends)).tolist()
@@ -169,7 +170,7 @@ def _ranks(
         if own:
             blocks[stage % plan.pipeline].append(own)
             counts[stage % plan.pipeline].append(waiting[stage])
-    return [_Rank(own, count, least) for own, count in zip(blocks, counts, strict=True)]
+    return [Rank(own, count, least) for own, count in zip(blocks, counts, strict=True)]
 
 
 def _saved_by_stage(profile: Profile, sized: SizedProfile, ends: np.ndarray) -> np.ndarray:
