@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 
 from benchmarks.validation.predict import Predicted
 from benchmarks.validation.rows import Run, document, own_shares
+from benchmarks.validation.traced import Segment, seconds
 from graphaccel.planner.cluster import Device, cluster
 from graphaccel.planner.efficiency import Work, gap_seconds, seconds_of
 
@@ -44,14 +45,15 @@ _ROUNDS = 2  # of fitting shares and launches in turn
 
 @dataclass(frozen=True)
 class Sample:
-    """A run with its prediction, taken apart: seconds of the device and of the process for each
-    microbatch, what scales with them, and the rest of the step."""
+    """A run with its prediction, taken apart: what a microbatch asks of the device, what scales
+    with that, and the rest of the step. pieces: of a system that traced such (`traced`)."""
 
     run: Run
     device: Device
     works: Sequence[tuple[Work, int]]
     scaled: float
     rest: float
+    pieces: tuple[Segment, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,8 @@ def sample(run: Run, predicted: Predicted) -> Sample:
     parts = predicted.plan.prediction
     assert parts is not None
     scaled, works = parts.compute + parts.bubble, predicted.works()
-    return Sample(run, predicted.where.device, works, scaled, predicted.seconds - scaled)
+    rest = predicted.seconds - scaled
+    return Sample(run, predicted.where.device, works, scaled, rest, predicted.pieces)
 
 
 def fitted(samples: Sequence[Sample]) -> dict[str, Any]:
@@ -246,7 +249,7 @@ def _error(one: Sample, shares: Shares, launch: float) -> float:
     device = replace(
         known,
         product=shares.product * known.product / usual.product,
-        product_8_bits=shares.eight_bits,
+        product_8_bits=shares.eight_bits * one.run.system.scaled,
         attention=known.attention * shares.attention,
         attention_backward=known.attention_backward * shares.attention,
         memory_bandwidth=known.memory_bandwidth * shares.copy / copies(one.run.device),
@@ -256,6 +259,8 @@ def _error(one: Sample, shares: Shares, launch: float) -> float:
 
 
 def _microbatch(one: Sample, device: Device) -> float:
+    if one.pieces:
+        return seconds(one.pieces, device, device.launch_seconds)
     gap = gap_seconds(device)
     busy = sum(n * (seconds_of(w, device) + gap * w.calls) for w, n in one.works)
     return max(busy, device.launch_seconds * sum(n * w.calls for w, n in one.works))

@@ -13,6 +13,7 @@ from torch import fx
 from benchmarks.validation.mixtures import MIXTURES
 from benchmarks.validation.models import model_of, placements
 from benchmarks.validation.rows import Run
+from benchmarks.validation.traced import Segment, as_traced
 from graphaccel.capture.symbols import BATCH
 from graphaccel.compiler import Compiler
 from graphaccel.errors import InfeasiblePlan
@@ -58,7 +59,8 @@ _RECOMPUTE = {"": "none", "none": "none", "some": "some", "all": "all", "operati
 class Predicted:
     """The run, decided where its row does not; seconds of a step; bytes at the peak of the fullest
     rank, as the source counts them; what is said of memory: "safe", "likely", "risky" or
-    "impossible" ("not told": of products in 8 bits); what it was predicted on."""
+    "impossible" ("not told": of products in 8 bits); what it was predicted on, in which pieces if
+    its system traced such."""
 
     run: Run
     seconds: float
@@ -67,6 +69,7 @@ class Predicted:
     plan: Plan
     where: Cluster = field(repr=False)
     profile: Profile = field(repr=False)
+    pieces: tuple[Segment, ...] = field(default=(), repr=False)
 
     def works(self) -> list[tuple[Work, int]]:
         """What a microbatch asks of a device, all stages together, and how often."""
@@ -167,6 +170,13 @@ class Predictor:
             timed = _weighed_inside(run, profile, timed, where)
         if run.system.rows_in_parts:
             timed = _rows_as_theirs(run, profile, timed, where)
+        pieces: tuple[Segment, ...] = ()
+        if system.traced:
+            ahead = real_cluster(run, run.devices).device.launch_seconds
+            device = replace(where.device, launch_seconds=ahead)
+            fusions = system.fusions + system.timed
+            alone, profile = self._planned(run, fusions, replace(where, device=device))
+            timed, pieces = as_traced(run, profile, alone, timed, device)
         assert timed.prediction is not None
         seconds = timed.prediction.seconds + _waited(run, profile, timed, where)
         if run.recompute == "operations":
@@ -174,7 +184,7 @@ class Predictor:
             parts = timed.prediction
             parts = replace(parts, seconds=parts.seconds - spared, compute=parts.compute - spared)
             timed, seconds = replace(timed, prediction=parts), seconds - spared
-        return Predicted(run, seconds, said, verdict, timed, where, profile)
+        return Predicted(run, seconds, said, verdict, timed, where, profile, pieces)
 
     def _decided(self, run: Run, where: Cluster) -> Run:
         """With the microbatches and stages that the planner chooses, where the row has none: such
@@ -282,6 +292,7 @@ def cluster_of(run: Run, devices: int) -> Cluster:
         device,
         attention=attention * device.attention,
         attention_backward=attention * device.attention_backward,
+        product_8_bits=system.scaled * device.product_8_bits,
     )
     if system.router_rounds:  # no other product is in float32 there
         rates = {**device.peak_flops, "float32": device.peak_flops[run.precision]}

@@ -1,0 +1,99 @@
+"""Times of a system that adds up layers, each of which was traced alone.
+
+vTrain traces the kernels of one layer at a time, with what lies between them, and adds layers up
+(arXiv 2312.12391, section III; `parse_traces` and `predict`, src/predictor.py,
+VIA-Research/vTrain@f8dda84). No process is ahead of its device when a layer starts: the device
+waits for what is started late, and what a layer is behind at its end the next does not make up for.
+So of two layers that take the process long and a head that takes the device long, all are long.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import groupby
+
+import torch
+
+from benchmarks.validation.rows import Run
+from graphaccel.capture.symbols import BATCH
+from graphaccel.planner.cluster import Device
+from graphaccel.planner.cost import Sizes, node_work
+from graphaccel.planner.efficiency import NOTHING, Work, gap_seconds, seconds_of
+from graphaccel.planner.plan import Plan
+from graphaccel.planner.profile import Profile
+from graphaccel.planner.wires import KINDS
+
+Segment = tuple[tuple[Work, ...], int]
+_PASSES = 3  # over the scores of a fused loss: read, and their gradient in their place
+
+
+def segments(profile: Profile, sizes: Sizes, run: Run) -> tuple[Segment, ...]:
+    """What a microbatch asks of a device, in the pieces that were traced: (works in their order,
+    how often) of a block's forward or backward, and of what lies between blocks."""
+    kinds, first = profile.alike
+    works = [NOTHING if n.target in KINDS else node_work(n, sizes) for n in first]
+    words = run.vocabulary // run.tensor
+    lost = [run.tensor > 1 and _of_loss(node, words) for node in first]
+    blocks = profile.block_at[profile.node_position].tolist()
+    rows = zip(blocks, profile.node_forward.tolist(), kinds.tolist(), strict=True)
+    found: Counter[tuple[Work, ...]] = Counter()
+    for (block, _), own in groupby(rows, key=lambda row: row[:2]):
+        numbers = [kind for _, _, kind in own]
+        asked = [works[k] for k in numbers if works[k].calls and not (block < 0 and lost[k])]
+        if block < 0 and any(lost[k] for k in numbers):
+            scores = 2 * run.microbatch * run.sequence * words
+            asked.append(Work(bytes=_PASSES * scores // 2, dtype=run.precision))
+        found[tuple(asked)] += 1
+    return tuple(found.items())
+
+
+def as_traced(
+    run: Run, profile: Profile, plan: Plan, eager: Plan, device: Device
+) -> tuple[Plan, tuple[Segment, ...]]:
+    """The plan with the time that its pieces take, and these. plan: of a process that is always
+    ahead; eager: of one that is not, whose optimizer it has."""
+    assert plan.prediction is not None
+    assert eager.prediction is not None
+    assert run.system.launch_seconds is not None
+    sizes = Sizes({**profile.step.sizes, BATCH: plan.microbatch_size})
+    pieces = segments(profile, sizes, run)
+    whole = tuple(node_work(n, sizes) for n in profile.nodes if n.target not in KINDS)
+    ratio = seconds(pieces, device, run.system.launch_seconds)
+    ratio /= seconds([(whole, 1)], device, 0.0)
+    parts, optimizer = plan.prediction, eager.prediction.optimizer
+    more = (ratio - 1) * (parts.compute + parts.bubble) + optimizer - parts.optimizer
+    parts = replace(
+        parts, seconds=parts.seconds + more, compute=parts.compute * ratio,
+        bubble=parts.bubble * ratio, optimizer=optimizer,
+    )  # fmt: skip
+    return replace(plan, prediction=parts), pieces
+
+
+def _of_loss(node: torch.fx.Node, words: int) -> bool:
+    """Whether a call is of a loss that goes over the scores of each token in many operations."""
+    value = node.meta.get("val")
+    read = [n.meta.get("val") for n in node.all_input_nodes]
+    shapes = [v.shape for v in (value, *read) if isinstance(v, torch.Tensor) and v.dim()]
+    product = node.target in (torch.ops.aten.mm.default, torch.ops.aten.embedding_dense_backward)
+    return not product and any(shape[-1] == words and len(shape) < 4 for shape in shapes)
+
+
+def seconds(pieces: Sequence[Segment], device: Device, launch: float) -> float:
+    """Of a microbatch. launch: of the process, to start an operation."""
+    gap = gap_seconds(device)
+    return sum(
+        n * _alone([(w.calls, seconds_of(w, device) + gap * w.calls) for w in own], launch)
+        for own, n in pieces
+    )
+
+
+def _alone(calls: Sequence[tuple[int, float]], launch: float) -> float:
+    """Seconds until all is done: each call begins when it was started, and what came before it is
+    done."""
+    started = done = 0.0
+    for count, taken in calls:
+        started += count * launch
+        done = max(done, started) + taken
+    return done
