@@ -172,11 +172,10 @@ class Predictor:
             timed = _rows_as_theirs(run, profile, timed, where)
         pieces: tuple[Segment, ...] = ()
         if system.traced:
-            ahead = real_cluster(run, run.devices).device.launch_seconds
-            device = replace(where.device, launch_seconds=ahead)
             fusions = system.fusions + system.timed
-            alone, profile = self._planned(run, fusions, replace(where, device=device))
-            timed, pieces = as_traced(run, profile, alone, timed, device)
+            ahead = replace(where, device=replace(where.device, launch_seconds=0.0))
+            alone, profile = self._planned(run, fusions, ahead)
+            timed, pieces = as_traced(run, profile, alone, timed, where.device)
         assert timed.prediction is not None
         seconds = timed.prediction.seconds + _waited(run, profile, timed, where)
         if run.recompute == "operations":

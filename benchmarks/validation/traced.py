@@ -52,8 +52,8 @@ def segments(profile: Profile, sizes: Sizes, run: Run) -> tuple[Segment, ...]:
 def as_traced(
     run: Run, profile: Profile, plan: Plan, eager: Plan, device: Device
 ) -> tuple[Plan, tuple[Segment, ...]]:
-    """The plan with the time that its pieces take, and these. plan: of a process that is always
-    ahead; eager: of one that is not, whose optimizer it has."""
+    """The plan with the time that its pieces take on `device`, and these. plan: of a process that
+    takes no time; eager: of the one that there is, whose optimizer it has."""
     assert plan.prediction is not None
     assert eager.prediction is not None
     assert run.system.launch_seconds is not None
@@ -61,7 +61,7 @@ def as_traced(
     pieces = segments(profile, sizes, run)
     whole = tuple(node_work(n, sizes) for n in profile.nodes if n.target not in KINDS)
     ratio = seconds(pieces, device, run.system.launch_seconds)
-    ratio /= seconds([(whole, 1)], device, 0.0)
+    ratio /= seconds([(whole, 1)], replace(device, launch_seconds=0.0), 0.0)
     parts, optimizer = plan.prediction, eager.prediction.optimizer
     more = (ratio - 1) * (parts.compute + parts.bubble) + optimizer - parts.optimizer
     parts = replace(
