@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.ranks import Meshes
-from benchmarks.validation.predict import STATE_BYTES, Predictor, cluster_of, real_cluster
+from benchmarks.validation.memory import STATE_BYTES
+from benchmarks.validation.predict import Predictor, cluster_of, real_cluster
 from benchmarks.validation.rows import Run
 from graphaccel.errors import GraphAccelError
 from graphaccel.planner.pins import Limits, Pins, base_plan

@@ -83,7 +83,9 @@ def _localised(
 ) -> tuple[LocalGraph, Placed]:
     even = BATCH in step.sizes and plan.microbatch_size % plan.expert == 0
     part, prime, at = _part(step, plan, sizes or {}, even, drafts)
-    counted = Counted(prime, plan.usual / at[BATCH]) if even else None
+    counted = None
+    if even:
+        counted = Counted(prime, plan.usual / at[BATCH], examples=plan.usual)
     made = shard_axes(part, step, plan, counted=counted, drafts=drafts, twin=twin)
     graph = made.graph
     if plan.replica == plan.context:  # other layouts are made of it

@@ -94,7 +94,8 @@ def shard_axes(
     """
     found = LocalGraph(graph, {}, {}, {})
     if counted is None:
-        counted = Counted(late=plan.microbatch_size / plan.usual)
+        size = plan.microbatch_size
+        counted = Counted(late=size / plan.usual, examples=size)
     told = plan.placements, plan.sequence, plan.outputs, plan.context_by, plan.tensor_over_heads
     asked: tuple[object, ...] = (graph, *told, counted)
     for axis in AXES:

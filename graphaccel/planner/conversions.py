@@ -30,11 +30,13 @@ class Counted:
     """What of a graph's costs counts in a step. number: it divides the elements of what is in
     examples, and of nothing else. share: of those elements to count, for a graph of more or fewer
     examples than will run. late: of what it takes to sum a gradient, which happens once a step,
-    where the graph is of one of several microbatches."""
+    where the graph is of one of several microbatches. examples: so many are counted, each with what
+    memory is worth: the choice does not depend on how a step is cut into microbatches."""
 
     number: int = 1
     share: float = 1.0
     late: float = 1.0
+    examples: float = 1.0
 
 
 ALL = Counted()

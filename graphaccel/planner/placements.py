@@ -47,7 +47,7 @@ from graphaccel.rules.rows import rows_of
 from graphaccel.rules.shard import Placement, Row, Shard, Shards, shard_of, shards_of
 
 _HELD = ("parameter", "buffer")
-# What a byte of parameter at rest is worth, in passes over it (memory is scarce).
+# What a byte of parameter at rest is worth, in passes for each example (memory is scarce).
 _STATE_PASSES = 64
 _LATE = 0.5  # of its price is what a gradient's sum costs in a bucket, behind other work
 _UNFINISHED = frozenset(collectives.RULES) - {torch.ops._c10d_functional.wait_tensor.default}
@@ -535,7 +535,7 @@ class PlacementProblem:
             return 0.0
         value = node.meta["val"]
         share = 1 if placement == REPLICATED else self.ranks
-        return _STATE_PASSES * value.numel() * value.element_size() / share / self.rates.memory
+        return _STATE_PASSES * self.counted.examples * value.nbytes / share / self.rates.memory
 
     def _rows_seconds(self, node: fx.Node) -> np.ndarray:
         """Seconds of each row of a call; equal calls with equal rows once."""
@@ -587,7 +587,7 @@ class PlacementProblem:
         if formula is not None:
             args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), shapes_of)
             out = shapes_of(node)
-            share = min(self._share(t.numel()) for t in tensors)
+            share = next((s for t in tensors if (s := self._share(t.numel())) != 1.0), 1.0)
             flops = formula(*args, **kwargs, out_val=out) * (0.5 if is_causal(node) else 1.0)
             seconds = max(seconds, flops * share / self.rates.flops)
         return seconds
