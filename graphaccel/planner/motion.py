@@ -74,7 +74,7 @@ def in_motion(
     key = ("regions", span, plan.zero == 3, plan.bucket_bytes, kept)
     regions = profile.once(key, lambda: _regions(profile, plan, span))
     if plan.zero == 3 and not plan.holds_gathered:
-        _gather(moving, plan, regions)
+        _gather(moving, plan, regions, _final(profile, span))
     if plan.microbatches == 1 or plan.accumulation == "shards":
         _collect(moving, plan, regions)
     else:  # the whole gradients lie there all the time; their shards are made one by one
@@ -151,10 +151,22 @@ def _add(column: np.ndarray, pieces: Sequence[_Piece]) -> None:
     column += np.cumsum(change)[:-1]
 
 
-def _gather(moving: Motion, plan: Plan, regions: Sequence[_Region]) -> None:
-    """A region's group from where the region before it starts, up to its own end."""
+def _final(profile: Profile, span: tuple[int, int]) -> int:
+    """From which position of a stage on what is read stays for the backward, which comes next: what
+    follows the last block, on the last stage."""
+    first, end = span
+    inside = np.flatnonzero(profile.block_at[first:end] >= 0)
+    return int(inside[-1]) + 1 if end == len(profile) and len(inside) else end - first
+
+
+def _gather(moving: Motion, plan: Plan, regions: Sequence[_Region], final: int) -> None:
+    """A region's group from where the region before it starts, up to its own end. What stays for
+    the backward is not cast before, and what the backward gathers first it gathers at once."""
     if plan.gathers_low:
-        regions = [replace(r, bytes=r.bytes // 2, taken=r.taken // 2) for r in regions]
+        regions = [
+            r if r.first >= final else replace(r, bytes=r.bytes // 2, taken=r.taken // 2)
+            for r in regions
+        ]
     length = len(moving.backward)
     forward: list[_Piece] = []
     backward: list[_Piece] = []
@@ -164,8 +176,9 @@ def _gather(moving: Motion, plan: Plan, regions: Sequence[_Region]) -> None:
             (ahead, region.last + 1, region.bytes),
             (region.first, region.last + 1, region.taken),
         ]
-        if plan.gather_again:
-            behind = regions[k + 1].last + 1 if k + 1 < len(regions) else length
+        if plan.gather_again and region.first < final:
+            more = k + 1 < len(regions) and regions[k + 1].first < final
+            behind = regions[k + 1].last + 1 if more else length
             backward += [
                 (region.first, behind, region.bytes),
                 (region.first, region.last + 1, region.taken),
