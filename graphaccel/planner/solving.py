@@ -46,6 +46,9 @@ _BUILT = 6  # and layouts whose graphs are made for it, those of the tensor axis
 # Of 460 candidates of Llama-3-405B on 1,024 to 16,384 devices none took less than 0.94 of what was
 # guessed on its layout's graph; on that of another layout guesses were too short, by 0 to 37 %.
 _PROMISING, _UNMADE = 1.07, 1.05
+# Stages of less than a block take a second each to build, and send what lies inside of blocks: of a
+# large problem they are tried after others, and not where one of those fits.
+_INSIDE = 1.07
 _ACTIONS = 150_000  # forwards of schedules that are played at the end: a second
 _PLAYED = 20_000  # forwards of a schedule that is played to see which candidates are left out
 
@@ -213,6 +216,11 @@ class _Solving:
         crowded: set[Shape] = set()
         skipped: list[float] = []  # bounds of those that would keep far too much
 
+        blocks = len(self.problem.profile.block_names)
+
+        def inside(mesh: Shape) -> bool:
+            return 0 < blocks < mesh.pipeline * mesh.interleave and self.pins.pipeline is None
+
         def push(layout: Layout) -> None:
             known, meshes = self.bounds.nearest(layout), groups[layout]
             found: tuple[Iterable[float], Iterable[bool]] = (), ()
@@ -228,6 +236,7 @@ class _Solving:
                 (crowded.add if over else crowded.discard)(mesh)
                 if made or about < math.inf:
                     worth = 1.0 if plain(self.pins, mesh) else WORTH
+                    worth *= _INSIDE if inside(mesh) else 1.0
                     heapq.heappush(heap, (float(about) * worth, mesh.order, mesh, known, 1.0))
 
         left = {mesh for own in groups.values() for mesh in own}
@@ -239,7 +248,6 @@ class _Solving:
         for layout in groups:
             push(layout)
         built, solved = len(sizes), 0
-        blocks = len(self.problem.profile.block_names)
         enough = min(_SOLVED, max(_FEW, _BLOCKS // max(blocks, 1) ** 2))
         while heap and solved < enough:
             about, order, mesh, known, scaled = heapq.heappop(heap)
@@ -265,7 +273,7 @@ class _Solving:
             if known != layout:
                 continue  # it was guessed again when its graph was made
             left.discard(mesh)
-            if self._is_misfit(mesh):
+            if self._is_misfit(mesh) or (inside(mesh) and self.limit < math.inf):
                 skipped.append(self._bound(mesh))
                 tally.pruned += len(choices)
                 continue

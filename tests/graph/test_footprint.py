@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import BATCH
 from graphaccel.compiler import Compiler
+from graphaccel.ir.program import StepProgram
 from graphaccel.model import Model, as_batch
 from graphaccel.passes.localise import localised
 from graphaccel.planner.cluster import Cluster, Host
@@ -159,6 +161,63 @@ def test_casts_of_parameters_do_not_wait_for_the_backward(recompute: str) -> Non
     exact, _ = compiler.refine(step, plan, as_batch(batch), sizes)
     for guess, real in zip(plan.prediction.memory, exact.prediction.memory, strict=True):
         assert guess.tensors == pytest.approx(real.tensors, rel=0.005)
+
+
+@dataclass(frozen=True)
+class Built:
+    """guess: the plan before it was built, on a device's profile; plan, program: what was built."""
+
+    model: nn.Module
+    guess: Plan
+    profile: Profile
+    plan: Plan
+    program: StepProgram
+
+
+def wide_headed(**decided: object) -> Built:
+    """A Llama of two layers with more words than layers have numbers, on the meta device."""
+    config = transformers.LlamaConfig(
+        vocab_size=32768, hidden_size=1024, intermediate_size=2816, num_hidden_layers=2,
+        num_attention_heads=8, num_key_value_heads=8, use_cache=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config).train()
+        ids = torch.zeros(64, 1024, dtype=torch.int64)
+    batch = as_batch({"input_ids": ids, "labels": ids})
+    pins = {"precision": "bf16-params", "pipeline": 1, **decided}
+    compiler = Compiler(Model(model, None, 2.0), named_cluster("h100-80gb", 8), pins)
+    planned: list[Plan] = []
+    refine = compiler.refine
+
+    def refined(step: StepGraph, plan: Plan, *given: Any) -> tuple[Plan, StepProgram]:
+        planned.append(plan)
+        return refine(step, plan, *given)
+
+    compiler.refine = refined  # type: ignore[method-assign]
+    step, sizes = compiler.capture(batch)
+    _, plan, program = compiler.choose(batch)
+    (guess,) = planned
+    return Built(model, guess, compiler.layouts(step, sizes).of(guess), plan, program)
+
+
+@pytest.mark.parametrize("recompute", ["none", "all"])
+def test_what_follows_the_last_block_stays_for_the_backward(recompute: str) -> None:
+    """As wide as it was gathered for the forward, and the last block's parameters beside it."""
+    made = wide_headed(data=8, zero=3, microbatches=4, recompute=recompute)
+    assert made.guess.prediction is not None
+    assert made.plan.prediction is not None
+    (guess,), (real,) = made.guess.prediction.memory, made.plan.prediction.memory
+    assert guess.tensors == pytest.approx(real.tensors, rel=0.015)
+
+
+@pytest.mark.parametrize("microbatches", [2, 8, 32])
+def test_weights_are_planned_as_they_are_built(microbatches: int) -> None:
+    """However many examples a step has, and however it is cut."""
+    made = wide_headed(data=2, tensor=4, microbatches=microbatches)
+    whole = dict(made.model.named_parameters())
+    split = {p.name for p in made.profile.parameters if p.bytes < whole[p.name].nbytes}
+    assert split == {name for name in whole if name in made.program.resting}
+    assert len(split) >= 2 * 7
 
 
 class Odd(nn.Module):
