@@ -76,8 +76,9 @@ def _of_loss(node: torch.fx.Node, words: int) -> bool:
     value = node.meta.get("val")
     read = [n.meta.get("val") for n in node.all_input_nodes]
     shapes = [v.shape for v in (value, *read) if isinstance(v, torch.Tensor) and v.dim()]
-    product = node.target in (torch.ops.aten.mm.default, torch.ops.aten.embedding_dense_backward)
-    return not product and any(shape[-1] == words and len(shape) < 4 for shape in shapes)
+    if node.target is torch.ops.aten.mm.default:
+        return False
+    return any(shape[-1] == words and len(shape) < 4 for shape in shapes)
 
 
 def seconds(pieces: Sequence[Segment], device: Device, launch: float) -> float:

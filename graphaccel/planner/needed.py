@@ -47,40 +47,28 @@ def needed(
         return {}
     ranks = _ranks(profile, sized_for(profile, plan, cluster), plan, options, least)
     names, fits = profile.block_names, False
+
+    def together(chosen: Sequence[Choice]) -> Choice:
+        every = {name: saved for own in chosen for name, saved in own.items()}
+        return {name: every[name] for name in names if name in every}
+
+    def missing(chosen: Sequence[Choice]) -> list[int]:
+        given = plan.doing_again(together(chosen)), cluster, optimizer_bytes, stepping
+        return [m.tensors - cluster.tensor_budget for m in predict_memory(profile, *given)]
+
+    spare = _SPARE * cluster.tensor_budget
     tried = [rank.chosen for rank in ranks]
     for _ in range(_ROUNDS):
-        over = _missing(profile, _together(names, tried), plan, cluster, optimizer_bytes, stepping)
-        fits = all(missing <= 0 for missing in over)
-        pairs = zip(ranks, over, strict=True)
-        if not any([rank.asks(missing, _SPARE * cluster.tensor_budget) for rank, missing in pairs]):
+        over = missing(tried)
+        fits = all(more <= 0 for more in over)
+        changed = [rank.asks(more, spare) for rank, more in zip(ranks, over, strict=True)]
+        if not any(changed):
             break
         tried = [rank.chosen for rank in ranks]
     found = [rank.found for rank in ranks]
-    if found != tried or not fits:
-        over = _missing(profile, _together(names, found), plan, cluster, optimizer_bytes, stepping)
-        if any(missing > 0 for missing in over):  # blocks that lie on two ranks
-            found = [rank.all for rank in ranks]
-    return _together(names, found)
-
-
-def _together(names: Sequence[str], chosen: Sequence[Choice]) -> Choice:
-    """In the order of the blocks."""
-    every = {name: saved for own in chosen for name, saved in own.items()}
-    return {name: every[name] for name in names if name in every}
-
-
-def _missing(
-    profile: Profile,
-    again: Choice,
-    plan: Plan,
-    cluster: Cluster,
-    optimizer_bytes: int,
-    stepping: Stepping,
-) -> list[int]:
-    """Bytes that each rank misses."""
-    given = cluster, optimizer_bytes, stepping
-    memory = predict_memory(profile, plan.doing_again(again), *given)
-    return [m.tensors - cluster.tensor_budget for m in memory]
+    if (found != tried or not fits) and any(more > 0 for more in missing(found)):
+        found = [rank.all for rank in ranks]  # of blocks that lie on two ranks
+    return together(found)
 
 
 class Rank:

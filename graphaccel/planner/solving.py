@@ -215,7 +215,6 @@ class _Solving:
         slower: dict[tuple[bool, bool], float] = {}  # than guessed before it was made, by its axes
         crowded: set[Shape] = set()
         skipped: list[float] = []  # bounds of those that would keep far too much
-
         blocks = len(self.problem.profile.block_names)
 
         def inside(mesh: Shape) -> bool:

@@ -239,6 +239,25 @@ def test_a_large_problem_is_solved_from_its_promising_end(
     assert "that were not solved none takes less than" in early.certificate
 
 
+def test_stages_of_less_than_a_block_come_last_in_a_large_problem(
+    profiles: Layouts, made_up: MadeUp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are not solved where others fit, and stand in what is left open; pinned they are."""
+    monkeypatch.setattr(solving, "MANY", 0)
+    problem = Problem(profiles, made_up(8, 700), 8, Limits())
+    blocks = len(profiles.whole.block_names)
+    assert blocks == 4
+    solved = solve_all(problem, Pins(), 8)
+    assert solved.fitting
+    assert all(plan.stages <= blocks for plan in solved.seen)
+    assert solved.tally.solved + solved.tally.pruned + solved.tally.impossible == (
+        solved.tally.candidates
+    )
+    asked = solve_all(problem, Pins(pipeline=8), 8)
+    assert asked.fitting
+    assert all(plan.stages >= 8 for plan in asked.fitting)
+
+
 def test_nothing_faster_that_fits_was_passed_over(find: Search) -> None:
     best = find(4, 1200)
     for data, pipeline in ((1, 4), (2, 2), (4, 1)):
