@@ -24,8 +24,9 @@ from dataclasses import asdict, astuple, dataclass, replace
 from itertools import product
 from typing import Any, TypeVar
 
+from benchmarks.validation.experts import NOTHING_STARTED, Started
 from benchmarks.validation.predict import Predicted
-from benchmarks.validation.rows import Run, document, own_shares
+from benchmarks.validation.rows import EAGER_LAUNCH, Run, document, own_shares
 from benchmarks.validation.traced import Segment, seconds
 from graphaccel.planner.cluster import Device, cluster
 from graphaccel.planner.efficiency import Work, gap_seconds, seconds_of
@@ -46,7 +47,8 @@ _ROUNDS = 2  # of fitting shares and launches in turn
 @dataclass(frozen=True)
 class Sample:
     """A run with its prediction, taken apart: what a microbatch asks of the device, what scales
-    with that, and the rest of the step. pieces: of a system that traced such (`traced`)."""
+    with that, and the rest of the step. pieces: of a system that traced such (`traced`). started:
+    what its process starts one by one (`experts`)."""
 
     run: Run
     device: Device
@@ -54,6 +56,12 @@ class Sample:
     scaled: float
     rest: float
     pieces: tuple[Segment, ...] = ()
+    started: Started = NOTHING_STARTED
+
+    @property
+    def eager(self) -> bool:
+        """Whether it takes as long as its process may."""
+        return self.run.system.launch_seconds is not None or self.started.count > 0
 
 
 @dataclass(frozen=True)
@@ -83,7 +91,8 @@ def sample(run: Run, predicted: Predicted) -> Sample:
     assert parts is not None
     scaled, works = parts.compute + parts.bubble, predicted.works()
     rest = predicted.seconds - scaled
-    return Sample(run, predicted.where.device, works, scaled, rest, predicted.pieces)
+    device = predicted.where.device
+    return Sample(run, device, works, scaled, rest, predicted.pieces, predicted.started)
 
 
 def fitted(samples: Sequence[Sample]) -> dict[str, Any]:
@@ -153,7 +162,7 @@ class _Errors:
 
     def of(self, one: Sample, shares: Shares, launch: float) -> float:
         """See `_error`."""
-        if one.run.system.launch_seconds is None:
+        if not one.eager:
             launch = 0.0
         if not one.run.products:
             shares = replace(shares, eight_bits=0.0)
@@ -166,7 +175,7 @@ class _Errors:
 def _found(samples: Sequence[Sample], errors: _Errors) -> Found:
     """What these runs support."""
     launch, found = _LAUNCHES[0], _whole(samples, errors, _LAUNCHES[0])
-    eager = [s for s in samples if s.run.system.launch_seconds is not None]
+    eager = [s for s in samples if s.eager]
     for _ in range(_ROUNDS if eager else 0):
         launch = _launch(eager, found, errors)
         found = _whole(samples, errors, launch)
@@ -254,16 +263,17 @@ def _error(one: Sample, shares: Shares, launch: float) -> float:
         attention_backward=known.attention_backward * shares.attention,
         memory_bandwidth=known.memory_bandwidth * shares.copy / copies(one.run.device),
     )
-    ratio = _microbatch(one, device) / _microbatch(one, one.device)
+    ratio = _microbatch(one, device, launch) / _microbatch(one, one.device, EAGER_LAUNCH)
     return (one.scaled * ratio + one.rest) / one.run.seconds - 1
 
 
-def _microbatch(one: Sample, device: Device) -> float:
+def _microbatch(one: Sample, device: Device, launch: float) -> float:
     if one.pieces:
         return seconds(one.pieces, device, device.launch_seconds)
     gap = gap_seconds(device)
     busy = sum(n * (seconds_of(w, device) + gap * w.calls) for w, n in one.works)
-    return max(busy, device.launch_seconds * sum(n * w.calls for w, n in one.works))
+    whole = max(busy, device.launch_seconds * sum(n * w.calls for w, n in one.works))
+    return whole + one.started.waits(device, launch)
 
 
 def copies(device: str) -> float:

@@ -30,6 +30,17 @@ class Mixture:
         return int(str(self.more.get("moe_latent_size", self.hidden)))
 
     @property
+    def chosen(self) -> int:
+        """Experts that a token goes to."""
+        return int(str(self.more["num_experts_per_tok"]))
+
+    @property
+    def experts(self) -> int:
+        """Of a layer, without those that all tokens go to."""
+        names = ("num_local_experts", "num_experts", "n_routed_experts")
+        return next(int(str(self.more[name])) for name in names if name in self.more)
+
+    @property
     def of_an_expert(self) -> int:
         """Numbers that an expert has: of a product there and one back, and of a gate's, which those
         of narrower rows (`NemotronHExperts`) do not have."""

@@ -5,25 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-import torch
-from torch import fx
-
+from benchmarks.validation.experts import NOTHING_STARTED, Started, works
+from benchmarks.validation.experts import as_theirs as experts_as_theirs
 from benchmarks.validation.memory import STATE_BYTES, as_theirs, kept_share
-from benchmarks.validation.mixtures import MIXTURES
 from benchmarks.validation.models import model_of, placements
-from benchmarks.validation.rows import Run
+from benchmarks.validation.rows import EAGER_LAUNCH, Run
 from benchmarks.validation.traced import Segment, as_traced
+from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import BATCH
 from graphaccel.compiler import Compiler
 from graphaccel.errors import InfeasiblePlan
-from graphaccel.kernels.expert_rows import EXCHANGE
 from graphaccel.model import Model
 from graphaccel.planner.cluster import GIB, Cluster, cluster
 from graphaccel.planner.communication import (
     INTERFERENCE,
     all_gather_seconds,
-    all_to_all_seconds,
     exposed_seconds,
 )
 from graphaccel.planner.cost import Sizes, node_work
@@ -33,14 +29,10 @@ from graphaccel.planner.layouts import Layouts
 from graphaccel.planner.plan import Plan, Precision
 from graphaccel.planner.profile import Profile
 from graphaccel.planner.search import search
-from graphaccel.planner.wires import KINDS, sent_bytes, wires_of
 from graphaccel.planner.works import held_parameters
 
 _ENDLESS = 2**60
 _TRIES = 4  # of choosing what a row does not say, each with less memory
-_EXPERTS = ".experts"  # the module's name in all of them
-_WEIGHS = frozenset({torch.ops.aten.mul.Tensor, torch.ops.aten._to_copy.default,
-                     torch.ops.aten.sum.dim_IntList})  # fmt: skip
 # Rates go with this power of the watts that a device may draw: at 600 of 700 W pretraining on H100
 # loses 10 to 15 % of its throughput, in 8 bits 15 to 20 % (factryze.ai, scale-atlas/power/
 # power-capping).
@@ -55,7 +47,7 @@ class Predicted:
     """The run, decided where its row does not; seconds of a step; bytes at the peak of the fullest
     rank, as the source counts them; what is said of memory: "safe", "likely", "risky" or
     "impossible" ("not told": of products in 8 bits); what it was predicted on, in which pieces if
-    its system traced such."""
+    its system traced such, and what its process starts one by one."""
 
     run: Run
     seconds: float
@@ -65,22 +57,11 @@ class Predicted:
     where: Cluster = field(repr=False)
     profile: Profile = field(repr=False)
     pieces: tuple[Segment, ...] = field(default=(), repr=False)
+    started: Started = field(default=NOTHING_STARTED, repr=False)
 
     def works(self) -> list[tuple[Work, int]]:
         """What a microbatch asks of a device, all stages together, and how often."""
-        step = self.profile.step
-        sizes = Sizes({**step.sizes, BATCH: self.plan.microbatch_size})
-        kinds, first = self.profile.alike
-        numbers = [self.profile.block_names.index(name) for name in self.plan.recompute]
-        again = np.isin(self.profile.block_at, numbers)[self.profile.node_position]
-        again &= self.profile.node_forward
-        times = np.bincount(np.concatenate([kinds, kinds[again]]), minlength=len(first))
-        works = [
-            (node_work(node, sizes), int(n))
-            for node, n in zip(first, times, strict=True)
-            if node.target not in KINDS and not _inside(node, self.run)
-        ]
-        return [(work, n) for work, n in works if work.calls]
+        return works(self.run, self.profile, self.plan)
 
 
 class _Redrawn(Layouts):
@@ -102,6 +83,7 @@ class Predictor:
         """most: devices of the largest run; links are those of that many."""
         self._most = most
         self._layouts: dict[Any, Layouts] = {}
+        self._captures: dict[Any, dict[Any, StepGraph]] = {}
         self._found: tuple[Run, Predicted] | None = None
 
     def predict(self, run: Run) -> Predicted:
@@ -161,10 +143,7 @@ class Predictor:
         said = int(fullest * (1 + real.fragmentation)) if run.system.reserved else fullest
         # What products in 8 bits keep for the backward is in 8 bits there, and not counted so here.
         verdict = real.verdict(fullest) if not run.products else "not told"
-        if run.system.probabilities_inside:
-            timed = _weighed_inside(run, profile, timed, where)
-        if run.system.rows_in_parts:
-            timed = _rows_as_theirs(run, profile, timed, where)
+        timed, started = experts_as_theirs(run, profile, timed, where, EAGER_LAUNCH)
         pieces: tuple[Segment, ...] = ()
         if system.traced:
             fusions = system.fusions + system.timed
@@ -178,7 +157,7 @@ class Predictor:
             parts = timed.prediction
             parts = replace(parts, seconds=parts.seconds - spared, compute=parts.compute - spared)
             timed, seconds = replace(timed, prediction=parts), seconds - spared
-        return Predicted(run, seconds, said, verdict, timed, where, profile, pieces)
+        return Predicted(run, seconds, said, verdict, timed, where, profile, pieces, started)
 
     def _decided(self, run: Run, where: Cluster) -> Run:
         """With the microbatches and stages that the planner chooses, where the row has none: such
@@ -237,6 +216,9 @@ class Predictor:
             where = cluster_of(run, self._most)
             pins = {"fusions": fusions or "off"}
             compiler = Compiler(Model(module, None, STATE_BYTES / 4), where, pins)
+            # On other devices it is the same.
+            self._captures = {run.shape: self._captures.get(run.shape, {})}
+            compiler.captures = self._captures[run.shape]
             step, sizes = compiler.capture(batch)
             made = compiler.layouts(step, {**sizes, BATCH: 2})
             known = _Redrawn(made.whole, made.localise)
@@ -359,71 +341,6 @@ def _waited(run: Run, profile: Profile, plan: Plan, where: Cluster) -> float:
     sizes = gathered_sizes(profile, held_parameters(profile, [span]), plan)
     each = [all_gather_seconds(where, size, plan.data, plan.replica) for size in sizes]
     return plan.microbatches * (1 - INTERFERENCE) * (sum(each) - max(each, default=0.0))
-
-
-def _rows_as_theirs(run: Run, profile: Profile, plan: Plan, where: Cluster) -> Plan:
-    """The plan with the time it takes where each tensor rank sends a part of the rows to their
-    experts, and back; ours sends all that it gathered. They are gathered in both. Theirs may go to
-    a node once (`System.once_a_node`)."""
-    assert plan.prediction is not None
-    sizes = Sizes({**profile.step.sizes, BATCH: plan.microbatch_size})
-    group, spared = wires_of(where, plan).group(("expert",)), 0.0
-    theirs = _once_a_node(run, where) if run.system.once_a_node else where
-    for node in profile.nodes:
-        if node.target is EXCHANGE:
-            size = sent_bytes(node, sizes)
-            spared += all_to_all_seconds(where, size, *group)
-            spared -= all_to_all_seconds(theirs, size / plan.tensor, *group)
-    parts, spared = plan.prediction, spared * plan.microbatches / plan.pipeline
-    parts = replace(
-        parts, seconds=parts.seconds - spared, communication=parts.communication - spared
-    )
-    return replace(plan, prediction=parts)
-
-
-def _once_a_node(run: Run, where: Cluster) -> Cluster:
-    """With links between nodes as much faster as fewer rows go over them: a row goes once to each
-    node where it has experts, which are anywhere, and from there to each of them."""
-    inner, *outer = where.links
-    nodes = -(-run.expert * run.tensor // inner.size)
-    chosen = int(str(MIXTURES[run.kind].more["num_experts_per_tok"]))
-    reached = nodes * (1 - (1 - 1 / nodes) ** chosen)
-    faster = [replace(link, bandwidth=link.bandwidth * chosen / reached) for link in outer]
-    return replace(where, links=(inner, *faster))
-
-
-def _inside(node: fx.Node, run: Run) -> bool:
-    """Whether a call weighs rows that are with their experts, behind their products; theirs does so
-    between them, in a kernel that is there anyhow (`System.probabilities_inside`)."""
-    if not run.system.probabilities_inside or run.kind not in MIXTURES:
-        return False
-    values = [a.meta["val"] for a in node.all_input_nodes]
-    tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    read = max(tensors, key=torch.Tensor.numel, default=None)
-    wide = read is not None and read.dim() == 2 and read.shape[1] == MIXTURES[run.kind].rows
-    return wide and node.target in _WEIGHS and node.meta.get("module", "").endswith(_EXPERTS)
-
-
-def _weighed_inside(run: Run, profile: Profile, plan: Plan, where: Cluster) -> Plan:
-    """The plan with the time it takes where rows are weighed between the products of their
-    experts."""
-    assert plan.prediction is not None
-    sizes = Sizes({**profile.step.sizes, BATCH: plan.microbatch_size})
-    kinds, first = profile.alike
-    times = np.bincount(kinds, minlength=len(first)).tolist()
-    whole = spared = 0.0
-    for node, count in zip(first, times, strict=True):
-        if node.target not in KINDS:
-            seconds = count * seconds_of(node_work(node, sizes), where.device)
-            whole += seconds
-            spared += seconds if _inside(node, run) else 0.0
-    parts, share = plan.prediction, spared / whole
-    less = share * (parts.compute + parts.bubble)
-    parts = replace(
-        parts, seconds=parts.seconds - less, compute=parts.compute * (1 - share),
-        bubble=parts.bubble * (1 - share),
-    )  # fmt: skip
-    return replace(plan, prediction=parts)
 
 
 def _cuts(run: Run, profile: Profile) -> tuple[str, ...] | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.validation.mixtures import MIXTURES, mixture_of
+from benchmarks.validation.recipes import started
 
 # Behind the name of a source, by what products round to.
 FEWER_BITS = {
@@ -34,7 +35,7 @@ _EIGHT_BITS = ("fp8", "amp_fp8", "fp8-cs", "fp8-mx", "fp8-rowwise", "fp8-tensorw
 _PRODUCTS = {**dict.fromkeys(_EIGHT_BITS, "float8_e4m3fn"), "nvfp4": "float4_e2m1fn_x2"}
 # Python of an eager framework, for each operation: the least time of a layer on one device in
 # vTrain's one-node grid, 3.0 ms, by the 48 operations that its graph has here.
-_EAGER_LAUNCH = 62e-6
+EAGER_LAUNCH = 62e-6
 # Of products with a scale for each row. Llama-3 8B on 8 H100s: 5,760 tokens/s in 16 bits, 6,424
 # with scales of rows, 7,186 with those of tensors (pytorch/torchtitan@7a04053): with products six
 # tenths of the step in 16 bits, they are 1.21 and 1.49 times as fast.
@@ -82,7 +83,9 @@ class System:
     megatron/core/transformer/moe/moe_utils.py). once_a_node: rows go once to each node where they
     have experts, and on from there (DeepEP's kernels "with NVLink and RDMA forwarding"). traced:
     times are those of layers that were traced alone, added up (`traced`). scaled: rate of its
-    products in 8 bits beside those with one scale for a tensor.
+    products in 8 bits beside those with one scale for a tensor. started: parts of a mixture's
+    layers whose operations a process starts one by one (`recipes`). weighs_biases: experts' biases
+    are weighed and added in operations of their own.
     """
 
     fused_attention: bool = True
@@ -116,6 +119,8 @@ class System:
     once_a_node: bool = False
     traced: bool = False
     scaled: float = 1.0
+    started: frozenset[str] = frozenset()
+    weighs_biases: bool = False
 
 
 # Fused: the masked softmax, and bias, dropout and sum (arXiv 2104.04473, section 4.2); the kernel
@@ -149,15 +154,15 @@ SYSTEMS = {
     # with another forward in it its products would run at 314 TFLOP/s, above the peak.
     "ground_truth_single": replace(
         _MEGATRON,
-        timed=("cross_entropy",),  # the others' operations are counted in `_EAGER_LAUNCH`
-        launch_seconds=_EAGER_LAUNCH,
+        timed=("cross_entropy",),  # the others' operations are counted in `EAGER_LAUNCH`
+        launch_seconds=EAGER_LAUNCH,
         vocabulary=50257,
         recompute="none",
         traced=True,
     ),
     # Megatron-DeepSpeed, the same run by eager PyTorch; 800 Gb/s a node (VIA-Research/vTrain). Its
     # pipeline engine reduces after the last backward, as Megatron-LM's own wrapper then did.
-    "vTrain": replace(_MEGATRON, launch_seconds=_EAGER_LAUNCH, network_gigabits=100),
+    "vTrain": replace(_MEGATRON, launch_seconds=EAGER_LAUNCH, network_gigabits=100),
     # FSDP by Composer in 2023: fused loss; gradients in shards of the reduced dtype (DEFAULT:
     # float32); `backward_prefetch` is BACKWARD_POST unless told otherwise; the first FlashAttention
     # (`attn_impl: triton`): the second is about twice as fast (arXiv 2307.08691), and on H100 the
@@ -247,7 +252,8 @@ class Run:
     the peak as measured, or None. kind: "llama" (SwiGLU, RMS norms, rotary embeddings, grouped
     queries), "nemotron" (squared ReLU in place of SwiGLU), "gpt", or one of `mixtures.MIXTURES`.
     data: ranks with batches of their own, of which each `expert` share the experts, and the batch
-    of one of our data ranks. microbatch, interleave: 0 where the row does not say. recompute:
+    of one of our data ranks. sharing: devices that share the experts of a layer there, each of
+    which has whole ones. microbatch, interleave: 0 where the row does not say. recompute:
     "none", "all", or "operations" (torchtitan: all but attention and every second product); ""
     where the row does not say.
     precision, products: torch dtype names, of values and of what products round them to where that
@@ -272,6 +278,7 @@ class Run:
     pipeline: int
     context: int
     expert: int
+    sharing: int
     interleave: int
     microbatch: int
     batch: int
@@ -297,9 +304,10 @@ class Run:
     @property
     def shape(self) -> tuple[object, ...]:
         """What the model and its batch depend on."""
+        system = replace(self.system, started=frozenset(), weighs_biases=False)
         return (
             self.layers, self.hidden, self.heads, self.kv_heads, self.ffn, self.sequence,
-            self.vocabulary, self.kind, self.system, self.precision,
+            self.vocabulary, self.kind, system, self.precision,
         )  # fmt: skip
 
 
@@ -363,6 +371,7 @@ def _run(row: dict[str, str]) -> Run | str:
         pipeline=pipeline,
         context=context,
         expert=expert,
+        sharing=number("ep", 1) or 1,
         interleave=number("vpp", 1) or 1,
         microbatch=number("micro_batch"),
         batch=number("global_batch"),
@@ -395,9 +404,15 @@ def _system(row: dict[str, str]) -> System:
     system = next((s for part, s in SYSTEMS.items() if part in row["source"]), System())
     if row["recompute"] == "selective":  # makes the scores again in backward, as fused attention
         system = replace(system, fused_attention=True)
-    # `moe_flex_dispatcher_backend` of its recipe (nemotron_3_workload_base_configs.py).
-    if "Megatron-Bridge" in row["source"] and row["model"] == "Nemotron_3_Super":
-        system = replace(system, once_a_node=True)
+    mixture = mixture_of(row["model"])
+    if "Megatron-Bridge" in row["source"] and mixture is not None:
+        release = row["source"].rpartition("NeMo ")[2]
+        parts = started(mixture, row["gpu_type"], row["precision"], release)
+        system = replace(system, started=parts)
+        # `moe_flex_dispatcher_backend` of its recipe (nemotron_3_workload_base_configs.py).
+        system = replace(system, once_a_node=mixture == "Nemotron_3_Super")
+        # With it experts are one fused kernel, and their biases in it.
+        system = replace(system, weighs_biases=mixture == "GPT OSS 120B" and bool(parts))
     if system.fsdp2:
         # `PipelineStage.backward_maybe_with_nosync` of torch gathers and sums once a step.
         system = replace(system, gathers_once=row["pp"] not in ("", "1"))

@@ -9,8 +9,9 @@ from functools import cache
 
 import pytest
 
+from benchmarks.validation.experts import _once_a_node
 from benchmarks.validation.models import model_of
-from benchmarks.validation.predict import Predictor, _once_a_node, real_cluster
+from benchmarks.validation.predict import Predictor, real_cluster
 from benchmarks.validation.rows import FOLDER, Run, read
 
 

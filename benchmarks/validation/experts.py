@@ -1,0 +1,195 @@
+"""Times of experts that train otherwise than ours: what is sent, weighed and started."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import fx
+
+from benchmarks.validation.mixtures import MIXTURES
+from benchmarks.validation.rows import Run
+from graphaccel.capture.symbols import BATCH
+from graphaccel.kernels.expert_rows import EXCHANGE
+from graphaccel.planner.cluster import Cluster, Device
+from graphaccel.planner.communication import all_to_all_seconds
+from graphaccel.planner.cost import Sizes, node_work
+from graphaccel.planner.efficiency import Work, seconds_of
+from graphaccel.planner.plan import Plan
+from graphaccel.planner.profile import Profile
+from graphaccel.planner.wires import KINDS, sent_bytes, wires_of
+
+_EXPERTS = ".experts"  # the module's name in all of them
+_ROUTERS = (".gate", ".router")
+_PRODUCTS = (torch.ops.graphaccel.expert_product.default,
+             torch.ops.graphaccel.expert_gradient.default)  # fmt: skip
+_WEIGHS = frozenset({torch.ops.aten.mul.Tensor, torch.ops.aten._to_copy.default,
+                     torch.ops.aten.sum.dim_IntList})  # fmt: skip
+# A bias of each expert, times what its rows weigh, in float32, is added behind the second product
+# (`TEGroupedMLP._apply_bias`, megatron/core/transformer/moe/experts.py). Operations for each
+# expert: a product and a sum, and in backward two products and their sums, and a cast. Bytes of a
+# number: of these and of what puts their results together, forward 28 and backward 40.
+_BIAS_STARTS, _BIAS_BYTES = 7, 68
+
+
+@dataclass(frozen=True)
+class Started:
+    """What a process starts one by one in a microbatch, on all stages together: how many, and what
+    a device does meanwhile: works, and seconds of sending rows."""
+
+    count: float
+    beside: tuple[tuple[Work, int], ...]
+    sent: float
+
+    def waits(self, device: Device, launch: float) -> float:
+        """Seconds in which the device waits for the process; launch: seconds to start one."""
+        busy = sum(n * seconds_of(work, device) for work, n in self.beside)
+        return max(0.0, launch * self.count - busy - self.sent)
+
+
+NOTHING_STARTED = Started(0.0, (), 0.0)
+
+
+def as_theirs(
+    run: Run, profile: Profile, plan: Plan, where: Cluster, launch: float
+) -> tuple[Plan, Started]:
+    """The plan with the time that its experts take in the run's system, and what starts them there.
+    launch: seconds of the process to start an operation."""
+    if run.kind not in MIXTURES:
+        return plan, NOTHING_STARTED
+    sent = 0.0
+    if run.system.probabilities_inside:
+        plan = _weighed_inside(run, profile, plan, where)
+    if run.system.rows_in_parts:
+        plan, sent = _rows_in_parts(run, profile, plan, where)
+    started = _started(run, profile, plan, sent) if run.system.started else NOTHING_STARTED
+    more = started.waits(where.device, launch) + _seconds(_biases(run), where.device)
+    asked = [(work, n) for _, work, n in _calls(run, profile, plan)]
+    return _longer(plan, more / _seconds(asked, where.device)), started
+
+
+def works(run: Run, profile: Profile, plan: Plan) -> list[tuple[Work, int]]:
+    """What a microbatch asks of a device, all stages together, and how often."""
+    return [(work, n) for _, work, n in _calls(run, profile, plan)] + _biases(run)
+
+
+def _calls(run: Run, profile: Profile, plan: Plan) -> list[tuple[fx.Node, Work, int]]:
+    sizes = Sizes({**profile.step.sizes, BATCH: plan.microbatch_size})
+    kinds, first = profile.alike
+    numbers = [profile.block_names.index(name) for name in plan.recompute]
+    again = np.isin(profile.block_at, numbers)[profile.node_position] & profile.node_forward
+    times = np.bincount(np.concatenate([kinds, kinds[again]]), minlength=len(first))
+    found = [
+        (node, node_work(node, sizes), int(n))
+        for node, n in zip(first, times, strict=True)
+        if node.target not in KINDS and not _inside(node, run)
+    ]
+    return [(node, work, n) for node, work, n in found if work.calls]
+
+
+def _seconds(asked: Sequence[tuple[Work, int]], device: Device) -> float:
+    return sum(n * seconds_of(work, device) for work, n in asked)
+
+
+def _started(run: Run, profile: Profile, plan: Plan, sent: float) -> Started:
+    """What is in no CUDA graph. A product of experts is started for each of them
+    (`GroupedLinear` of Transformer Engine)."""
+    own = MIXTURES[run.kind].experts / run.sharing
+    count, beside = 0.0, []
+    for node, work, n in _calls(run, profile, plan):
+        if _part(node) in run.system.started:
+            count += n * (own if node.target in _PRODUCTS else work.calls)
+            beside.append((work, n))
+    for work, layers in _biases(run):
+        count += layers * own * _BIAS_STARTS
+        beside.append((work, layers))
+    return Started(count, tuple(beside), sent)
+
+
+def _part(node: fx.Node) -> str:
+    """Of a layer: its "experts", the "router" before them, or the "rest"."""
+    module = node.meta.get("module", "")
+    if module.endswith(_EXPERTS):
+        return "experts"
+    return "router" if module.endswith(_ROUTERS) else "rest"
+
+
+def _rows_in_parts(run: Run, profile: Profile, plan: Plan, where: Cluster) -> tuple[Plan, float]:
+    """The plan with the time it takes where each tensor rank sends a part of the rows to their
+    experts, and back; ours sends all that it gathered. They are gathered in both. Theirs may go to
+    a node once (`System.once_a_node`). And seconds of sending in a microbatch, on all stages."""
+    assert plan.prediction is not None
+    sizes = Sizes({**profile.step.sizes, BATCH: plan.microbatch_size})
+    group, ours, sent = wires_of(where, plan).group(("expert",)), 0.0, 0.0
+    theirs = _once_a_node(run, where) if run.system.once_a_node else where
+    for node in profile.nodes:
+        if node.target is EXCHANGE:
+            size = sent_bytes(node, sizes)
+            ours += all_to_all_seconds(where, size, *group)
+            sent += all_to_all_seconds(theirs, size / plan.tensor, *group)
+    parts, spared = plan.prediction, (ours - sent) * plan.microbatches / plan.pipeline
+    parts = replace(
+        parts, seconds=parts.seconds - spared, communication=parts.communication - spared
+    )
+    return replace(plan, prediction=parts), sent
+
+
+def _once_a_node(run: Run, where: Cluster) -> Cluster:
+    """With links between nodes as much faster as fewer rows go over them: a row goes once to each
+    node where it has experts, which are anywhere, and from there to each of them."""
+    inner, *outer = where.links
+    nodes = -(-run.expert * run.tensor // inner.size)
+    chosen = MIXTURES[run.kind].chosen
+    reached = nodes * (1 - (1 - 1 / nodes) ** chosen)
+    faster = [replace(link, bandwidth=link.bandwidth * chosen / reached) for link in outer]
+    return replace(where, links=(inner, *faster))
+
+
+def _inside(node: fx.Node, run: Run) -> bool:
+    """Whether a call weighs rows that are with their experts, behind their products; theirs does so
+    between them, in a kernel that is there anyhow (`System.probabilities_inside`)."""
+    if not run.system.probabilities_inside or run.kind not in MIXTURES:
+        return False
+    values = [a.meta["val"] for a in node.all_input_nodes]
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    read = max(tensors, key=torch.Tensor.numel, default=None)
+    wide = read is not None and read.dim() == 2 and read.shape[1] == MIXTURES[run.kind].rows
+    return wide and node.target in _WEIGHS and node.meta.get("module", "").endswith(_EXPERTS)
+
+
+def _weighed_inside(run: Run, profile: Profile, plan: Plan, where: Cluster) -> Plan:
+    """The plan with the time it takes where rows are weighed between the products of their
+    experts."""
+    sizes = Sizes({**profile.step.sizes, BATCH: plan.microbatch_size})
+    kinds, first = profile.alike
+    times = np.bincount(kinds, minlength=len(first)).tolist()
+    whole = spared = 0.0
+    for node, count in zip(first, times, strict=True):
+        if node.target not in KINDS:
+            seconds = count * seconds_of(node_work(node, sizes), where.device)
+            whole += seconds
+            spared += seconds if _inside(node, run) else 0.0
+    return _longer(plan, -spared / whole)
+
+
+def _biases(run: Run) -> list[tuple[Work, int]]:
+    """Of adding biases to what experts give."""
+    if not run.system.weighs_biases:
+        return []
+    mixture = MIXTURES[run.kind]
+    numbers = run.microbatch * run.sequence // run.tensor * mixture.chosen * mixture.rows
+    layers = sum(mixture.has_experts(n) for n in range(run.layers))
+    return [(Work(bytes=_BIAS_BYTES * numbers, dtype="float32", calls=1), layers)]
+
+
+def _longer(plan: Plan, share: float) -> Plan:
+    """The plan with a share more of computing."""
+    assert plan.prediction is not None
+    parts = plan.prediction
+    parts = replace(
+        parts, seconds=parts.seconds + share * (parts.compute + parts.bubble),
+        compute=parts.compute * (1 + share), bubble=parts.bubble * (1 + share),
+    )  # fmt: skip
+    return replace(plan, prediction=parts)

@@ -1,0 +1,44 @@
+"""How Megatron-Bridge's recipes train the mixtures of experts that its tables name.
+
+Releases are tags of NVIDIA-NeMo/Megatron-Bridge: 25.11 is v0.2.0, 26.02 v0.3.0, 26.02.01 v0.3.1,
+26.04 v0.4.0, 26.04.01 v0.4.1, 26.06 v0.5.0, 26.06.01 v0.5.1; 26.08 is taken to be as those. Read in
+`scripts/performance/configs/*/*_workload_base_configs.py`, by the sizes of a row: `cuda_graph_impl`
+and `cuda_graph_scope`. What is in no CUDA graph a process starts one by one. A graph of "attn",
+"mamba", "moe_router" and "moe_preprocess" holds all of a layer but its experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+_ALL = frozenset({"experts", "router", "rest"})
+_EXPERTS = frozenset({"experts"})
+_BUT_ROUTER = frozenset({"experts", "rest"})
+
+# By model and device; (device, precision) where these differ. Others have no graphs.
+_STARTED: Mapping[str, Mapping[str, frozenset[str]]] = MappingProxyType(
+    {
+        "DeepSeekV3": {"GB200": _BUT_ROUTER, "GB300": _EXPERTS},
+        "GPT OSS 120B": {"B300": _EXPERTS, "GB300": _EXPERTS},
+        "Kimi_K2": {},
+        "Nemotron_3_Super": {
+            "B200 nvfp4": _EXPERTS, "B300": _EXPERTS, "GB200": _EXPERTS, "GB300": _EXPERTS,
+        },
+        "Qwen3_235B_a22B": {"GB200": _EXPERTS, "GB300 bf16": _BUT_ROUTER, "GB300": _EXPERTS},
+    }
+)  # fmt: skip
+# One graph of a whole iteration, with experts in one fused kernel (`cutedsl_fused_grouped_mlp`).
+_WHOLE = ("GPT OSS 120B", "Qwen3_235B_a22B")
+_WHOLE_SINCE = (26, 6)
+
+
+def started(mixture: str, device: str, precision: str, release: str) -> frozenset[str]:
+    """Parts of a layer whose operations a process starts one by one: "experts", the "router" before
+    them, and the "rest"."""
+    numbers = tuple(int(part) for part in release.split("."))
+    whole = precision == "mxfp8" and device in ("GB200", "GB300") and numbers >= _WHOLE_SINCE
+    if whole and mixture in _WHOLE:
+        return frozenset()
+    known = _STARTED.get(mixture, {})
+    return known.get(f"{device} {precision}", known.get(device, _ALL))

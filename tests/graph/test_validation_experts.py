@@ -1,0 +1,117 @@
+"""Mixtures of experts as published systems train them: what is started one by one, and biases."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from benchmarks.validation.experts import NOTHING_STARTED, Started
+from benchmarks.validation.fit import sample
+from benchmarks.validation.mixtures import MIXTURES
+from benchmarks.validation.predict import Predicted, Predictor
+from benchmarks.validation.recipes import started
+from benchmarks.validation.rows import EAGER_LAUNCH, FOLDER, Run, read
+from graphaccel.planner.cluster import cluster
+from graphaccel.planner.efficiency import Work, seconds_of
+
+ALL, EXPERTS = frozenset({"experts", "router", "rest"}), frozenset({"experts"})
+
+
+@cache
+def runs() -> tuple[Run, ...]:
+    rows = [row for file in sorted(FOLDER.glob("*.csv")) for row in read(file)]
+    return tuple(row for row in rows if isinstance(row, Run) and row.kind in MIXTURES)
+
+
+def small(kind: str, parts: frozenset[str], **more: object) -> Run:
+    """Two layers of a mixture whose experts 8 devices share, small for the GPU: all of its time is
+    that of starting operations."""
+    run = next(r for r in runs() if r.kind == kind and "Bridge" in r.source and not r.products)
+    system = replace(run.system, started=parts, **more)  # type: ignore[arg-type]
+    return replace(
+        run, system=system, layers=2, sequence=128, vocabulary=512, devices=8, data=8, tensor=1,
+        pipeline=1, interleave=1, expert=8, sharing=8, batch=8, microbatch=1, recompute="none",
+        memory=None, device="h100-80gb",
+    )  # fmt: skip
+
+
+@cache
+def predicted(kind: str, parts: frozenset[str], biases: bool = False) -> Predicted:
+    return Predictor(8).predict(small(kind, parts, weighs_biases=biases))
+
+
+@pytest.mark.parametrize(
+    ("asked", "parts"),
+    [
+        (("Qwen3_235B_a22B", "B300", "mxfp8", "26.02"), ALL),
+        (("Qwen3_235B_a22B", "GB300", "mxfp8", "26.04.01"), EXPERTS),
+        (("Qwen3_235B_a22B", "GB300", "bf16", "25.11"), frozenset({"experts", "rest"})),
+        (("Qwen3_235B_a22B", "GB300", "mxfp8", "26.06"), frozenset()),
+        (("GPT OSS 120B", "GB200", "bf16", "26.04"), ALL),
+        (("GPT OSS 120B", "B300", "mxfp8", "26.06"), EXPERTS),
+        (("Nemotron_3_Super", "B200", "mxfp8", "26.04"), ALL),
+        (("Nemotron_3_Super", "B200", "nvfp4", "26.04"), EXPERTS),
+        (("Nemotron_3_Super", "GB200", "mxfp8", "26.08"), EXPERTS),
+    ],
+)
+def test_what_recipes_start_one_by_one(
+    asked: tuple[str, str, str, str], parts: frozenset[str]
+) -> None:
+    assert started(*asked) == parts
+
+
+def test_rows_have_what_their_recipe_says() -> None:
+    """Those of one source; biases only of the model that has them, where no kernel fuses them."""
+    for run in runs():
+        assert bool(run.system.started) <= ("Megatron-Bridge" in run.source)
+        biased = run.kind == "GPT OSS 120B" and bool(run.system.started)
+        assert run.system.weighs_biases == biased
+    assert {r.sharing for r in runs() if r.kind == "Qwen3_235B_a22B" and r.tensor == 2} == {32}
+
+
+def test_a_device_waits_for_what_its_own_work_does_not_hide() -> None:
+    device = cluster("h100-80gb", 1).device
+    work = Work(bytes=1 << 30)
+    one = Started(100, ((work, 3),), 0.001)
+    busy = 3 * seconds_of(work, device) + 0.001
+    assert one.waits(device, 1e-3) == pytest.approx(0.1 - busy)
+    assert one.waits(device, busy / 200) == 0.0
+    assert NOTHING_STARTED.waits(device, 1.0) == 0.0
+
+
+def test_each_expert_starts_its_own_products() -> None:
+    """16 experts a device, of which each starts 6 products: two forward, and two backward for each
+    of them; all else is one operation."""
+    experts, all_parts = predicted("Qwen3_235B_a22B", EXPERTS), predicted("Qwen3_235B_a22B", ALL)
+    others = sum(n for work, n in experts.started.beside if work.kind != "product")
+    assert experts.started.count == 2 * 6 * 128 / 8 + others
+    assert all_parts.started.count > experts.started.count + 2 * 40
+    assert experts.started.beside
+
+
+def test_a_step_takes_as_long_as_its_process() -> None:
+    """So small that the device does little but wait."""
+    none, every = predicted("Qwen3_235B_a22B", frozenset()), predicted("Qwen3_235B_a22B", ALL)
+    assert none.started == NOTHING_STARTED
+    device, parts = every.where.device, none.plan.prediction
+    assert parts is not None
+    busy = sum(n * seconds_of(work, device) for work, n in none.works())
+    assert every.started.count * EAGER_LAUNCH > 2 * busy
+    share = every.started.waits(device, EAGER_LAUNCH) / busy
+    assert every.seconds - none.seconds == pytest.approx(share * (parts.compute + parts.bubble))
+    one = sample(every.run, every)
+    assert one.eager
+    assert not sample(none.run, none).eager
+
+
+def test_biases_take_memory_traffic_and_starts() -> None:
+    """Each number that experts give is read and written for it in 28 bytes, and in 40 backward."""
+    kind = "GPT OSS 120B"
+    plain, biased = predicted(kind, EXPERTS), predicted(kind, EXPERTS, True)
+    assert biased.started.count - plain.started.count == 2 * 7 * 128 / 8
+    (work, layers) = biased.works()[-1]
+    assert (work.bytes, layers) == (68 * 128 * 4 * 2880, 2)
+    assert biased.works()[:-1] == plain.works()
+    assert biased.seconds > plain.seconds
