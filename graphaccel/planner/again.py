@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from torch import fx
@@ -118,6 +118,17 @@ class BlockKind:
             found[reader].append(storage)
         return found
 
+    @cached_property
+    def _ways(self) -> dict[tuple[int, ...], _Way]:
+        """What was told of positions that are saved."""
+        return {}
+
+    def way(self, saved: tuple[int, ...]) -> _Way:
+        """What is done again and lies in memory where these positions are saved."""
+        if saved not in self._ways:
+            self._ways[saved] = _Way(self.stays(saved), self.done_again(saved), *self.lives(saved))
+        return self._ways[saved]
+
     def stays(self, saved: Collection[int]) -> np.ndarray:
         """Rows whose values are not made again where some positions are saved."""
         return self.fixed | (np.isin(self.at, list(saved)) & ~self.sent)
@@ -173,6 +184,15 @@ class BlockKind:
         return own, self.owed & wanted[count:]
 
 
+class _Way(NamedTuple):
+    """Of `BlockKind` where some positions are saved: what `stays`, `done_again` and `lives` say."""
+
+    stays: np.ndarray
+    done: np.ndarray
+    first: np.ndarray
+    last: np.ndarray
+
+
 def again_of(profile: Profile, saved: Mapping[int, tuple[int, ...]]) -> Again:
     """What is computed again where blocks save these of their positions, and nothing else."""
     rows = np.zeros(len(profile.lines.of), dtype=bool)
@@ -184,11 +204,11 @@ def again_of(profile: Profile, saved: Mapping[int, tuple[int, ...]]) -> Again:
         for block in places.keys() & saved.keys():
             groups[saved[block]].append(places[block])
         for kept, chosen in groups.items():
+            way = kind.way(kept)
             whole = profile.whole_again and not kept
-            done = ~kind.fixed if whole else kind.done_again(kept)
-            rows[kind.rows[chosen][:, done]] = True
-            inner[kind.makes[chosen][:, ~kind.stays(kept)[kind.maker]]] = True
-            first, last = kind.lives(kept)
+            rows[kind.rows[chosen][:, ~kind.fixed if whole else way.done]] = True
+            inner[kind.makes[chosen][:, ~way.stays[kind.maker]]] = True
+            first, last = way.first, way.last
             lying, makes, places = first <= last, kind.makes[chosen], kind.places[chosen]
             inner[makes[:, lying]] = True
             until[makes[:, lying]] = places[:, first[lying]]

@@ -98,7 +98,7 @@ def cheapest(blocks: Sequence[Sequence[Item]], needed: float) -> list[int] | Non
         for item, (unit, (_, price)) in enumerate(zip(units[block], items, strict=True)):
             with_item[:unit] = before[0] + price  # more than is needed
             np.add(before[: _UNITS + 1 - unit], price, out=with_item[unit:])
-            taken[block, with_item < best] = item
+            np.copyto(taken[block], item, where=with_item < best)
             np.minimum(best, with_item, out=best)
     chosen, left = [-1] * len(blocks), _UNITS
     for block in range(len(blocks) - 1, -1, -1):
@@ -151,25 +151,22 @@ class _Many:
 def _alike(count: int, items: Sequence[Item], needed: float) -> tuple[float, list[int]] | None:
     """`cheapest` of `count` blocks with the same items, with its price: those that save most come
     first."""
-    best: tuple[float, list[int]] | None = None
-    many = np.arange(count + 1)
+    saving, price = np.array(items, dtype=float).T
     pairs = [*combinations(range(len(items)), 2), *((i, i) for i in range(len(items)))]
-    for a, b in pairs:
-        for single in (-1, *range(len(items))):
-            less, more = items[single] if single >= 0 else (0.0, 0.0)
-            own = many * (a != b)
-            left = needed - less - own * items[b][0]
-            rest = np.ceil(np.maximum(left, 0.0) / items[a][0])
-            price = rest * items[a][1] + own * items[b][1] + more
-            price = np.where(rest + own + (single >= 0) <= count, price, np.inf)
-            at = int(price.argmin())
-            if price[at] < (np.inf if best is None else best[0]):
-                extra = [single] * (single >= 0)
-                best = float(price[at]), [a] * int(rest[at]) + [b] * int(own[at]) + extra
-    if best is None:
+    a, b = np.array(pairs).T[:, :, None, None]  # [pair, single, so many of b]
+    single = np.arange(-1, len(items))[:, None]
+    less, more = (np.append(0.0, column)[:, None] for column in (saving, price))
+    own = np.arange(count + 1) * (a != b)
+    rest = np.ceil(np.maximum(needed - less - own * saving[b], 0.0) / saving[a])
+    prices = rest * price[a] + own * price[b] + more
+    prices = np.where(rest + own + (single >= 0) <= count, prices, np.inf)
+    pair, one, many = (int(n) for n in np.unravel_index(prices.argmin(), prices.shape))
+    if prices[pair, one, many] == np.inf:
         return None
-    chosen = sorted(best[1], key=lambda item: -items[item][0])
-    return best[0], chosen + [-1] * (count - len(chosen))
+    first, second = pairs[pair]
+    found = [first] * int(rest[pair, one, many]) + [second] * int(own[pair, 0, many])
+    chosen = sorted([*found, *[one - 1] * (one > 0)], key=lambda item: -items[item][0])
+    return float(prices[pair, one, many]), chosen + [-1] * (count - len(chosen))
 
 
 def every_second(names: Sequence[str]) -> tuple[str, ...]:

@@ -239,16 +239,27 @@ class _Solving:
                     heapq.heappush(heap, (float(about) * worth, mesh.order, mesh, known, 1.0))
 
         left = {mesh for own in groups.values() for mesh in own}
-        sizes = {x.tensor for x in groups}
-        for layout in [x for x in groups if x == replace(self.base_layout, tensor=x.tensor)]:
+        alone = [x for x in groups if x == replace(self.base_layout, tensor=x.tensor)]
+        best = beyond = math.inf  # guessed of the tensor axis alone; its size after which none is
+        for layout in sorted(alone, key=lambda x: x.tensor):
             if not self.bounds.built(layout) and not self.bounds.build(layout):
                 tally.impossible += len(choices) * len(groups[layout])
                 left -= set(groups.pop(layout))
-        for layout in groups:
+                continue
             push(layout)
-        built, solved = len(sizes), 0
+            best = min(best, guessed[layout])
+            if guessed[layout] > _PROMISING * best:
+                beyond = layout.tensor  # larger ones send more, of smaller products
+                break
+        for layout in groups:
+            if layout not in guessed:
+                push(layout)
+        built, solved = len({x.tensor for x in groups}), 0
         enough = min(_SOLVED, max(_FEW, _BLOCKS // max(blocks, 1) ** 2))
-        while heap and solved < enough:
+        larger: list[tuple[float, tuple[object, ...], Shape, Layout, float]] = []  # of tensor axes
+        while (heap or (larger and self.limit == math.inf)) and solved < enough:
+            if not heap:  # nothing else fits
+                heap, larger, beyond = sorted(larger), [], math.inf
             about, order, mesh, known, scaled = heapq.heappop(heap)
             layout = mesh.layout
             if about > _PROMISING * self.limit:
@@ -257,6 +268,9 @@ class _Solving:
                 continue
             if not self.bounds.built(layout):
                 if built >= _BUILT or about > self.limit:
+                    continue
+                if layout.tensor > beyond:
+                    larger.append((about, order, mesh, known, scaled))
                     continue
                 more = slower.get(_axes(layout), _UNMADE)  # as those like it turned out to be
                 if more > scaled:

@@ -19,7 +19,7 @@ from graphaccel.capture.stepgraph import StepGraph, capture
 from graphaccel.passes.localise import localised
 from graphaccel.passes.pipeline import prepared
 from graphaccel.planner import solving
-from graphaccel.planner.cluster import Cluster
+from graphaccel.planner.cluster import Cluster, Link
 from graphaccel.planner.layouts import Layouts, LocalGraph, rates_of
 from graphaccel.planner.pins import PRECISIONS, Limits, Pins
 from graphaccel.planner.plan import Plan
@@ -256,6 +256,25 @@ def test_stages_of_less_than_a_block_come_last_in_a_large_problem(
     asked = solve_all(problem, Pins(pipeline=8), 8)
     assert asked.fitting
     assert all(plan.stages >= 8 for plan in asked.fitting)
+
+
+def test_larger_tensor_axes_are_left_where_a_small_one_sends_too_much(
+    profiles: Layouts, made_up: MadeUp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a large problem their graphs are not even made, but where nothing else fits."""
+    monkeypatch.setattr(solving, "MANY", 0)
+    pins, slow = Pins(pipeline=1, zero=0, context=1, expert=1), (Link("inner", 2e-4, 1e9, 8),)
+
+    def solved(kibibytes: int) -> tuple[set[int], list[int]]:
+        """Sizes of the tensor axis that fit, and whose graphs were made."""
+        own = Layouts(profiles.whole, profiles.localise)
+        where = replace(made_up(8, kibibytes), links=slow)
+        found = solve_all(Problem(own, where, 8, Limits()), pins, 8)
+        alone = [replace(found.seen[0], data=1, tensor=size) for size in (1, 2, 4)]
+        return {p.tensor for p in found.fitting}, [p.tensor for p in alone if own.known(p)]
+
+    assert solved(4000) == ({1}, [1, 2])
+    assert solved(400) == ({4}, [1, 2, 4])
 
 
 def test_nothing_faster_that_fits_was_passed_over(find: Search) -> None:
