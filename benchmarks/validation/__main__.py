@@ -222,9 +222,10 @@ def _ranking(grid: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def _spearman(one: Sequence[float], other: Sequence[float]) -> float:
-    """Correlation of the ranks; equal values are ranked in their order."""
+    """Correlation of the ranks, without what rounding adds; equal values are ranked in their
+    order."""
     ranks = [np.argsort(np.argsort(values)) for values in (one, other)]
-    return float(np.corrcoef(*ranks)[0, 1])
+    return round(float(np.corrcoef(*ranks)[0, 1]), 12)
 
 
 def text(result: dict[str, Any]) -> str:
