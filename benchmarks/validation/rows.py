@@ -408,11 +408,14 @@ def _system(row: dict[str, str]) -> System:
     if "Megatron-Bridge" in row["source"] and mixture is not None:
         release = row["source"].rpartition("NeMo ")[2]
         parts = started(mixture, row["gpu_type"], row["precision"], release)
-        system = replace(system, started=parts)
-        # `moe_flex_dispatcher_backend` of its recipe (nemotron_3_workload_base_configs.py).
-        system = replace(system, once_a_node=mixture == "Nemotron_3_Super")
-        # With it experts are one fused kernel, and their biases in it.
-        system = replace(system, weighs_biases=mixture == "GPT OSS 120B" and bool(parts))
+        system = replace(
+            system,
+            started=parts,
+            # `moe_flex_dispatcher_backend` of its recipe (nemotron_3_workload_base_configs.py).
+            once_a_node=mixture == "Nemotron_3_Super",
+            # In one graph of all, experts are one fused kernel, with their biases in it.
+            weighs_biases=mixture == "GPT OSS 120B" and bool(parts),
+        )
     if system.fsdp2:
         # `PipelineStage.backward_maybe_with_nosync` of torch gathers and sums once a step.
         system = replace(system, gathers_once=row["pp"] not in ("", "1"))

@@ -13,7 +13,10 @@ from graphaccel.capture.batch import as_call, flatten_call
 from graphaccel.capture.stepgraph import StepGraph, capture
 from graphaccel.compiler import Compiler
 from graphaccel.model import Model, as_batch
+from graphaccel.passes.localise import localised
 from graphaccel.planner.cluster import Cluster, Device, Link
+from graphaccel.planner.layouts import Layouts, rates_of
+from graphaccel.planner.profile import Profile
 from graphaccel.planner.record import Record
 from graphaccel.report.facts import Facts, RankMemory, gather, points, run_spans
 from tests.support.captures import captured_once
@@ -84,3 +87,12 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
         assert text == path.read_text(), "if this is meant: pytest tests/graph --update-golden"
 
     return check
+
+
+@pytest.fixture(scope="module")
+def profiles(captured: Callable[[str], StepGraph], made_up: Callable[..., Cluster]) -> Layouts:
+    """Of the zoo's gpt and of its shards, made once."""
+    step, where = captured("gpt"), made_up(4)
+    return Layouts(
+        Profile(step), lambda plan: localised(step, replace(plan, rates=rates_of(where, plan)))
+    )

@@ -19,7 +19,7 @@ from graphaccel.capture.stepgraph import StepGraph, capture
 from graphaccel.passes.localise import localised
 from graphaccel.passes.pipeline import prepared
 from graphaccel.planner import solving
-from graphaccel.planner.cluster import Cluster, Link
+from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.layouts import Layouts, LocalGraph, rates_of
 from graphaccel.planner.pins import PRECISIONS, Limits, Pins
 from graphaccel.planner.plan import Plan
@@ -72,15 +72,6 @@ def test_one_device_without_room_takes_microbatches_or_recomputes(find: Search) 
 
 def test_it_is_deterministic(find: Search) -> None:
     assert find(4, 1200) == find(4, 1200)
-
-
-@pytest.fixture(scope="module")
-def profiles(captured: Captured, made_up: MadeUp) -> Layouts:
-    """Of the zoo's gpt and of its shards, made once."""
-    step, where = captured("gpt"), made_up(4)
-    return Layouts(
-        Profile(step), lambda plan: localised(step, replace(plan, rates=rates_of(where, plan)))
-    )
 
 
 @pytest.mark.parametrize(("count", "kib"), [(2, 16 * 1024), (2, 900), (4, 480)])
@@ -237,44 +228,6 @@ def test_a_large_problem_is_solved_from_its_promising_end(
     early = find(4, 1200)
     assert 1 - seconds(best) / seconds(early) <= _gap(early)
     assert "that were not solved none takes less than" in early.certificate
-
-
-def test_stages_of_less_than_a_block_come_last_in_a_large_problem(
-    profiles: Layouts, made_up: MadeUp, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They are not solved where others fit, and stand in what is left open; pinned they are."""
-    monkeypatch.setattr(solving, "MANY", 0)
-    problem = Problem(profiles, made_up(8, 700), 8, Limits())
-    blocks = len(profiles.whole.block_names)
-    assert blocks == 4
-    solved = solve_all(problem, Pins(), 8)
-    assert solved.fitting
-    assert all(plan.stages <= blocks for plan in solved.seen)
-    assert solved.tally.solved + solved.tally.pruned + solved.tally.impossible == (
-        solved.tally.candidates
-    )
-    asked = solve_all(problem, Pins(pipeline=8), 8)
-    assert asked.fitting
-    assert all(plan.stages >= 8 for plan in asked.fitting)
-
-
-def test_larger_tensor_axes_are_left_where_a_small_one_sends_too_much(
-    profiles: Layouts, made_up: MadeUp, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of a large problem their graphs are not even made, but where nothing else fits."""
-    monkeypatch.setattr(solving, "MANY", 0)
-    pins, slow = Pins(pipeline=1, zero=0, context=1, expert=1), (Link("inner", 2e-4, 1e9, 8),)
-
-    def solved(kibibytes: int) -> tuple[set[int], list[int]]:
-        """Sizes of the tensor axis that fit, and whose graphs were made."""
-        own = Layouts(profiles.whole, profiles.localise)
-        where = replace(made_up(8, kibibytes), links=slow)
-        found = solve_all(Problem(own, where, 8, Limits()), pins, 8)
-        alone = [replace(found.seen[0], data=1, tensor=size) for size in (1, 2, 4)]
-        return {p.tensor for p in found.fitting}, [p.tensor for p in alone if own.known(p)]
-
-    assert solved(4000) == ({1}, [1, 2])
-    assert solved(400) == ({4}, [1, 2, 4])
 
 
 def test_nothing_faster_that_fits_was_passed_over(find: Search) -> None:

@@ -1,0 +1,55 @@
+"""Searches too large to solve every candidate: what comes last, and what is not made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from graphaccel.planner import solving
+from graphaccel.planner.cluster import Cluster, Link
+from graphaccel.planner.layouts import Layouts
+from graphaccel.planner.pins import Limits, Pins
+from graphaccel.planner.solve import Problem
+from graphaccel.planner.solving import solve_all
+
+MadeUp = Callable[..., Cluster]
+
+
+def test_stages_of_less_than_a_block_come_last_in_a_large_problem(
+    profiles: Layouts, made_up: MadeUp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are not solved where others fit, and stand in what is left open; pinned they are."""
+    monkeypatch.setattr(solving, "MANY", 0)
+    problem = Problem(profiles, made_up(8, 700), 8, Limits())
+    blocks = len(profiles.whole.block_names)
+    assert blocks == 4
+    solved = solve_all(problem, Pins(), 8)
+    assert solved.fitting
+    assert all(plan.stages <= blocks for plan in solved.seen)
+    assert solved.tally.solved + solved.tally.pruned + solved.tally.impossible == (
+        solved.tally.candidates
+    )
+    asked = solve_all(problem, Pins(pipeline=8), 8)
+    assert asked.fitting
+    assert all(plan.stages >= 8 for plan in asked.fitting)
+
+
+def test_larger_tensor_axes_are_left_where_a_small_one_sends_too_much(
+    profiles: Layouts, made_up: MadeUp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a large problem their graphs are not even made, but where nothing else fits."""
+    monkeypatch.setattr(solving, "MANY", 0)
+    pins, slow = Pins(pipeline=1, zero=0, context=1, expert=1), (Link("inner", 2e-4, 1e9, 8),)
+
+    def solved(kibibytes: int) -> tuple[set[int], list[int]]:
+        """Sizes of the tensor axis that fit, and whose graphs were made."""
+        own = Layouts(profiles.whole, profiles.localise)
+        where = replace(made_up(8, kibibytes), links=slow)
+        found = solve_all(Problem(own, where, 8, Limits()), pins, 8)
+        alone = [replace(found.seen[0], data=1, tensor=size) for size in (1, 2, 4)]
+        return {p.tensor for p in found.fitting}, [p.tensor for p in alone if own.known(p)]
+
+    assert solved(4000) == ({1}, [1, 2])
+    assert solved(400) == ({4}, [1, 2, 4])
