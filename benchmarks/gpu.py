@@ -23,6 +23,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +207,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     kernels = [f.name for f in with_kernels(None)]
     for option, known in (("--fusions", kernels), ("--models", REAL.models)):
         parser.add_argument(option, nargs="*", metavar="NAME", choices=known, help="these alone")
+    parser.add_argument("--widths", nargs="*", type=int, metavar="N", help="of rows; these alone")
     parser.add_argument("--output", type=Path, metavar="FILE", help="by default, of a whole run: "
                         "benchmarks/results/gpu.json")  # fmt: skip
     given = parser.parse_args(argv)
@@ -214,25 +216,37 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{missing} here: nothing was measured (torch {torch.__version__})")
         return 1
     scale = TOY if given.dry else REAL
+    if given.widths is not None:
+        scale = replace(scale, widths=tuple(given.widths))
     models = scale.models if given.models is None else given.models
     clone = clone_bandwidth(scale)
     print(f"{'toy sizes on the CPU, ' if given.dry else ''}clone {clone / 1e9:.0f} GB/s")
+    whole = not given.dry and (given.fusions, given.models, given.widths) == (None, None, None)
+    output = RESULTS / "gpu.json" if whole and given.output is None else given.output
+    result: dict[str, Any] = {
+        "command": "python -m benchmarks.gpu", "machine": machine(scale), "clone": clone,
+    }  # fmt: skip
+
+    def keep(part: str, rows: list[Row]) -> None:
+        """Kept after each part, and each model: a machine may be taken away."""
+        result[part] = rows
+        if output is not None:
+            output.write_text(json.dumps({**result, "faults": faults}, indent=1) + "\n")
+
     kernels, faults = kernel_rows(scale, clone, given.fusions)
     _print(kernels)
+    keep("kernels", kernels)
     shapes = [p.shape for p in _model("gpt2" if scale.toy else "gpt2-medium", scale, "meta")[0]]
     optimizers, wrong = optimizer_rows(shapes, scale, clone)
     faults += wrong
     _print(optimizers)
-    steps = [step_row(name, scale, faults) for name in models]
+    keep("optimizers", optimizers)
+    steps: list[Row] = []
+    for name in models:
+        steps.append(step_row(name, scale, faults))
+        keep("steps", steps)
     _print(steps)
     _print_faults(faults)
-    whole = given.fusions is None and given.models is None and not given.dry
-    output = RESULTS / "gpu.json" if whole and given.output is None else given.output
-    if output is not None:
-        result = {"command": "python -m benchmarks.gpu", "machine": machine(scale), "clone": clone,
-                  "kernels": kernels, "optimizers": optimizers, "steps": steps,
-                  "faults": faults}  # fmt: skip
-        output.write_text(json.dumps(result, indent=1) + "\n")
     return 1 if faults else 0
 
 

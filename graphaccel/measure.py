@@ -123,15 +123,18 @@ def materialise(job: Job) -> None:
 
 
 def random_batch(batch: Batch) -> Batch:
-    """The batch with random floating-point values; others as they are, zeros where on meta."""
+    """The batch with random floating-point values; others as they are, zeros where on meta. On
+    this process's device, as `optimize` puts the model there."""
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    device = device if torch.cuda.is_available() else torch.device("cpu")
     generator = torch.Generator().manual_seed(0)
 
     def made(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         if leaf.is_floating_point():
-            return torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype)
-        return torch.zeros(leaf.shape, dtype=leaf.dtype) if leaf.is_meta else leaf
+            return torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype).to(device)
+        return torch.zeros_like(leaf, device=device) if leaf.is_meta else leaf.to(device)
 
     return Batch(tuple(made(leaf) for leaf in batch.leaves), batch.names, batch.spec)
 
