@@ -1,26 +1,29 @@
 # make demo   set up .venv, then the main job: plan, train on 4 processes, compare with one
-# make test   set up .venv, then all checks and tests
+# make test   set up .venv, then all checks and tests; of tests with many cases a third of them
+# make test-all   the same with every case: twice the time, before a release
 #
-# Both need Python 3.10 or newer, pip and make, and download nothing but packages.
+# All need Python 3.10 or newer, pip and make, and download nothing but packages.
 
 BASE := $(shell python3.11 -c 'import sys; print(sys.executable)' 2>/dev/null || command -v python3)
 BIN := .venv/bin
 
 # Tests start several processes on few cores: one thread each is both faster and repeatable.
-test: export OMP_NUM_THREADS = 1
-test: export PYTHONHASHSEED = 0
+test test-all: export OMP_NUM_THREADS = 1
+test test-all: export PYTHONHASHSEED = 0
+test: CASES := some
+test-all: CASES := all
 
-.PHONY: demo test
+.PHONY: demo test test-all
 .DEFAULT_GOAL := test
 
 demo: .venv/stamp-examples
 	$(BIN)/python examples/gpt2/demo.py
 
-test: .venv/stamp-test
+test test-all: .venv/stamp-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --cases $(CASES)
 
 .venv/stamp-%: pyproject.toml
 	test -x $(BIN)/python || $(BASE) -m venv .venv

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support.captures import FOLDER
+from tests.support.cases import some_cases
 from tests.support.pool import Pool
 
 
@@ -36,8 +37,12 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(lambda: os.environ.pop(FOLDER, None))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Folders whose files take longest first, so that two processes end at the same time."""
+    if config.getoption("--cases") == "some":
+        chosen = some_cases([item.nodeid for item in items])
+        config.hook.pytest_deselected(items=[i for i in items if i.nodeid not in chosen])
+        items[:] = [i for i in items if i.nodeid in chosen]
     slow = ("gloo", "ort", "examples", "docs")
 
     def rank(item: pytest.Item) -> int:
@@ -62,5 +67,7 @@ def _kept() -> Iterator[None]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--update-golden`: write what a golden test got as what it expects; look at the diff."""
+    """`--update-golden`: write what a golden test got as what it expects; look at the diff.
+    `--cases some`: of tests with many cases a third of them, as `make test` does."""
     parser.addoption("--update-golden", action="store_true", default=False)
+    parser.addoption("--cases", choices=("all", "some"), default="all")
