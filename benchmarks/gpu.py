@@ -224,7 +224,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     whole = not given.dry and (given.fusions, given.models, given.widths) == (None, None, None)
     output = RESULTS / "gpu.json" if whole and given.output is None else given.output
     result: dict[str, Any] = {
-        "command": "python -m benchmarks.gpu", "machine": machine(scale), "clone": clone,
+        "command": " ".join(("python -m benchmarks.gpu", *(argv or sys.argv[1:]))),
+        "machine": machine(scale), "clone": clone,
     }  # fmt: skip
 
     def keep(part: str, rows: list[Row]) -> None:

@@ -372,8 +372,18 @@ def gpu_tables(result: dict[str, Any] | None) -> str:
     parts.append(_gpu_optimizers(result["optimizers"]))
     faults = result["faults"]
     parts.append(f"Faults: {len(faults) or 'none'}.")
-    parts += [f"- `{f['name']}`, {f['case']}: {f['what']}" for f in faults]
+    parts += ["\n".join(_gpu_faults(faults))] if faults else []
     return "\n\n".join(p for p in parts if p) + "\n"
+
+
+def _gpu_faults(faults: list[dict[str, Any]]) -> list[str]:
+    """A line a kernel: how many, and the first of them."""
+    lines = []
+    for name in dict.fromkeys(f["name"] for f in faults):
+        own = [f for f in faults if f["name"] == name]
+        said = f"- `{name}`, {own[0]['case']}: {own[0]['what']}"
+        lines.append(said + (f" (and {len(own) - 1} more)" if len(own) > 1 else ""))
+    return lines
 
 
 def _gpu_steps(rows: list[dict[str, Any]]) -> str:

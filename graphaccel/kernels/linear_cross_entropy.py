@@ -27,6 +27,7 @@ from graphaccel.kernels.jit import has_triton
 
 CHUNK_BYTES = 64 << 20
 _FEWEST = 128  # tokens a chunk: products of fewer rows waste the weight they read
+_ALIGNED = 16  # bytes
 _CALLS = 10  # operations on each chunk besides its products
 
 
@@ -51,14 +52,6 @@ def _chunk(
     slope = scores.div_(total)
     slope[torch.arange(len(labels), device=labels.device), labels] -= 1
     return loss, slope.to(rows.dtype)
-
-
-def _cuda_chunk(
-    rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The same by Triton: the gradient takes the place of the logits, never wider than rows are."""
-    scores = F.linear(rows, weight, bias).to(rows.dtype)  # autocast may have made them narrower
-    return launch_in_place(scores, labels, IGNORED.default).sum(), scores
 
 
 def _forward(
@@ -98,6 +91,37 @@ def _forward(
             dbias += slope.sum(0, dtype=wide)
         del slope  # before the next chunk's logits
     return loss, dx.view(x.shape), dweight.to(weight.dtype), dbias.to(weight.dtype)
+
+
+def _missing(x: Tensor, weight: Tensor) -> int:
+    """Words that are missing for rows of logits of whole `_ALIGNED` bytes."""
+    return -len(weight) % (_ALIGNED // x.dtype.itemsize)
+
+
+def _cuda_forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, ignored: int, chunk: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same by Triton: the gradient takes the place of the logits, never wider than rows are.
+
+    cuBLAS has its fast kernels only for rows that begin at whole multiples of 16 bytes, and GPT-2
+    has 50,257 words: the head gets as many words of zeros as are missing, whose logits, and so
+    their gradients, are 0 and which no loss sees."""
+    words, missing = len(weight), _missing(x, weight)
+    count = chunk or chunk_rows(words)
+    if missing:
+        weight = F.pad(weight, (0, 0, 0, missing))
+        bias = None if bias is None else F.pad(bias, (0, missing))
+
+    def of_chunk(
+        rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        scores = F.linear(rows, weight, bias).to(rows.dtype)  # autocast may have made them narrower
+        return launch_in_place(scores[:, :words], labels, IGNORED.default).sum(), scores
+
+    loss, dx, dweight, dbias = _forward(x, weight, bias, target, ignored, count, of_chunk)
+    if missing:
+        dweight, dbias = dweight[:words], dbias[:words]
+    return loss, dx, dweight, dbias
 
 
 def _fake(
@@ -202,7 +226,7 @@ class linear_cross_entropy:
         return _forward(x, weight, bias, target, ignored, chunk, _chunk)
 
     def cuda_forward(x, weight, bias, target, ignored, chunk):
-        return _forward(x, weight, bias, target, ignored, chunk, _cuda_chunk)
+        return _cuda_forward(x, weight, bias, target, ignored, chunk)
 
     def backward(grad_loss, dx, dweight, dbias, wanted):
         """The gradients are there already, for a loss of one. Where no label counts they are 0 and
@@ -225,13 +249,14 @@ class linear_cross_entropy:
 
     def workspace(x, weight, chunk, **_):
         """Of one chunk the scores (for 16 bits as they are multiplied and in float32; by Triton as
-        narrow as x alone); for 16 bits the gradient of the weight in float32, and that of one
-        chunk."""
+        narrow as x alone, and the weight that words are added to); for 16 bits the gradient of the
+        weight in float32, and that of one chunk."""
         rows, wide = _chunks(x, weight, chunk).rows, _wide(x.dtype)
         scores = rows * len(weight)
         if x.device.type == "cuda" and has_triton() and wide == torch.float32:
             product = weight.numel() * (x.dtype.itemsize + wide.itemsize) if x.dtype != wide else 0
-            return scores * x.dtype.itemsize + product
+            padded = weight.numel() * x.dtype.itemsize if _missing(x, weight) else 0
+            return scores * x.dtype.itemsize + product + padded
         if wide == x.dtype:
             return scores * wide.itemsize
         scores *= x.dtype.itemsize + wide.itemsize

@@ -34,7 +34,10 @@ GPU = {
             "graphs": 0.075, "graphs_bytes": None,
         }
     ],
-    "faults": [{"name": "swiglu", "case": "backward", "what": "the kernel fails"}],
+    "faults": [
+        {"name": "swiglu", "case": "backward", "what": "the kernel fails"},
+        {"name": "swiglu", "case": "forward", "what": "the kernel fails"},
+    ],
 }  # fmt: skip
 
 
@@ -91,7 +94,7 @@ def test_the_readme_shows_what_was_measured_on_a_gpu(measured: ModuleType, tmp_p
     assert "| gpt2 | 120 ms, 9.50 GB | 100 ms, 9.00 GB | 80 ms, 8.00 GB | fails | 75 ms |" in after
     assert "| `swiglu` | 92 % | fails | 0.50 | 0.80 |\n" in after
     assert "| adamw | 91 % | 0.90 |\n" in after
-    assert "Faults: 1.\n\n- `swiglu`, backward: the kernel fails\n" in after
+    assert "Faults: 2.\n\n- `swiglu`, backward: the kernel fails (and 1 more)\n" in after
     assert "not measured" not in after
     assert "gpu" not in measured.table([GPU])  # the table of ratios leaves it out
     with pytest.raises(ValueError, match="has no lines"):
