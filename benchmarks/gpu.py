@@ -243,6 +243,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _print(optimizers)
     keep("optimizers", optimizers)
     steps: list[Row] = []
+    keep("steps", steps)
     for name in models:
         steps.append(step_row(name, scale, faults))
         keep("steps", steps)
