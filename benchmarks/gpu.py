@@ -37,6 +37,7 @@ from benchmarks.gpu_kernels import (
     Fault,
     Row,
     Scale,
+    attention_faults,
     clone_bandwidth,
     compiled,
     kernel_rows,
@@ -235,6 +236,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             output.write_text(json.dumps({**result, "faults": faults}, indent=1) + "\n")
 
     kernels, faults = kernel_rows(scale, clone, given.fusions)
+    where = {"name": "attention of graphs", "case": "check"}
+    device = scale.device
+    faults += timed_or_told("its check", lambda: attention_faults(device), faults, where) or []
     _print(kernels)
     keep("kernels", kernels)
     shapes = [p.shape for p in _model("gpt2" if scale.toy else "gpt2-medium", scale, "meta")[0]]

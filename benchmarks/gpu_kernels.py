@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from graphaccel.kernels.attention_cuda import attention, attention_backward
 from graphaccel.kernels.check import check_numbers
 from graphaccel.kernels.multi_tensor import AdamRule, Around, MultiTensor, SGDRule
 from graphaccel.kernels.register import op_of, parameters, tensors
@@ -200,6 +202,62 @@ def _phases(
         taken = row["alone"] if phase == "backward" else row["seconds"]
         row["of_clone"] = None if taken is None else size / taken / clone
         yield row
+
+
+def attention_faults(device: str) -> list[Fault]:
+    """`kernels.attention_cuda`, forward and backward, against float64: no further off than twice
+    torch's own attention in the same dtype, and two units in the last place of the largest; in
+    float64, where the two only sum in another order, than 1e-12 of that."""
+    found: list[Fault] = []
+    dtypes = (torch.float64,)
+    if device == "cuda":
+        dtypes = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+    for dtype in dtypes:
+        for groups in (4, 2):
+            for form in ("plain", "causal", "mask"):
+                given = _attention_case(dtype, groups, form, device)
+                sides = _attention_sides(*given, form == "causal")
+                for name, (ours, eager, true) in sides.items():
+                    off, allowed = ((x.double() - true).abs().max().item() for x in (ours, eager))
+                    unit = max(2 * torch.finfo(dtype).eps, 1e-12) * true.abs().max().item()
+                    if not off <= 2 * allowed + unit:
+                        what = f"{name}: off by {off:.2g}, eager by {allowed:.2g}"
+                        case = f"{dtype}, {form}, {groups} groups of keys"
+                        found.append({"name": "attention of graphs", "what": what, "case": case})
+    return found
+
+
+def _attention_case(
+    dtype: torch.dtype, groups: int, form: str, device: str
+) -> tuple[list[Tensor], Tensor | None, Tensor]:
+    """q, k and v, a mask or None, and a gradient: 77 queries of 64 values, 4 heads."""
+    generator = torch.Generator().manual_seed(1)
+
+    def made(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    parts = [made(2, 77, h, 64).transpose(1, 2) for h in (4, groups, groups)]
+    mask = made(2, 1, 77, 77) if form == "mask" else None
+    return parts, mask, made(1, 4, 77, 64).expand(2, -1, -1, -1)
+
+
+def _attention_sides(
+    parts: list[Tensor], mask: Tensor | None, grad: Tensor, causal: bool
+) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+    """Of the result and of each gradient: ours, torch's in this dtype, and in float64."""
+    made = attention(*parts, 0.0, causal, attn_mask=mask)
+    ours = (made[0], *attention_backward(grad, *parts, *made, 0.0, causal, attn_mask=mask))
+    sides = [ours]
+    for wide in (parts[0].dtype, torch.float64):
+        leaves = [p.detach().to(wide).requires_grad_(True) for p in parts]
+        bias = None if mask is None else mask.to(wide)
+        y = F.scaled_dot_product_attention(
+            *leaves, attn_mask=bias, is_causal=causal, enable_gqa=True
+        )
+        slopes = torch.autograd.grad(y, leaves, grad.to(wide).contiguous())
+        sides.append((y.detach(), *slopes))
+    names = ("y", "gradient of q", "gradient of k", "gradient of v")
+    return dict(zip(names, zip(*sides, strict=True), strict=True))
 
 
 def optimizer_rows(

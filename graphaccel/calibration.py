@@ -195,10 +195,10 @@ class _Timed(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         """The node's result."""
-        start = time.perf_counter()
+        start = _now()
         result = super().run_node(n)
         if n.op == "call_function":
-            self.seconds[n].append(time.perf_counter() - start)
+            self.seconds[n].append(_now() - start)
         return result
 
 
@@ -255,6 +255,13 @@ def _called(target: Any, given: torch.Tensor, count: int, *args: Any) -> Callabl
     return lambda: called(given)
 
 
+def _now() -> float:
+    """Seconds, when the device has done what it was given."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
 def _in_turn(
     calls: Sequence[Callable[[], object]],
     before: Callable[[], object] = lambda: None,
@@ -271,9 +278,9 @@ def _in_turn(
             before()
             if dist.is_initialized():
                 dist.barrier()
-            start = time.perf_counter()
+            start = _now()
             call()
-            times[-1].append(time.perf_counter() - start)
+            times[-1].append(_now() - start)
         after()
     seconds = torch.tensor(times[_WARM:])
     if dist.is_initialized():

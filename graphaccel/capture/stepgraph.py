@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 import sympy
+import torch
 from torch import fx, nn
 
 from graphaccel.capture.batch import Batch, batch_leaves, resized, sequence_leaves, without_aliases
@@ -41,6 +42,7 @@ from graphaccel.capture.trace import Answers
 from graphaccel.compat.torch import FakeTensor, fake_mode_of
 from graphaccel.errors import GraphAccelError
 from graphaccel.ir.layers import KEPT, NotRepeated, Run, among, copies
+from graphaccel.ir.place import place
 from graphaccel.ir.text import graph_text, module_text
 from graphaccel.ir.unfold import distinct_nodes
 
@@ -360,11 +362,19 @@ def _trainable(model: nn.Module) -> frozenset[str]:
 
 def _forward(model: nn.Module, batch: Batch, loss_fn: LossFn) -> ForwardGraph:
     tied = _tied(model)
-    forward = export_forward(model, batch, loss_fn)
-    forward = _merged(forward, tied)
+    forward = _merged(_on_cpu(export_forward(model, batch, loss_fn)), tied)
     with fake_mode_of([n for n in forward.graph.graph.nodes if n.op == "placeholder"]):
         canonicalise(forward.graph)
     return forward
+
+
+def _on_cpu(forward: ForwardGraph) -> ForwardGraph:
+    """Attention and the like are not decomposed yet: behind this they are the same ops, of the same
+    rules and plans, for every device. `runtime/bind.py` puts graphs where they run."""
+    if place(forward.graph, torch.device("cpu")):
+        forward.graph.recompile()
+    constants = {name: t.to("cpu") for name, t in forward.constants.items()}
+    return replace(forward, constants=constants)
 
 
 def _merged(forward: ForwardGraph, tied: Mapping[str, str]) -> ForwardGraph:

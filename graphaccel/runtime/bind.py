@@ -1,10 +1,12 @@
-"""Make a graph this rank's: the names of its groups, its place on each axis, and the form of
-collectives that its transport can take."""
+"""Make a graph this rank's: its device, the names of its groups, its place on each axis, and the
+form of collectives that its transport can take."""
 
 from __future__ import annotations
 
 from torch import fx
 
+from graphaccel.ir.place import place
+from graphaccel.kernels.attention_cuda import attention_on_gpu
 from graphaccel.runtime.gloo import for_gloo
 from graphaccel.runtime.mesh import Mesh, axes_of
 
@@ -16,6 +18,9 @@ def bind(graph: fx.GraphModule, mesh: Mesh) -> None:
     argument becomes this rank's coordinate on the axis, times the multiplier.
     """
     changed = False
+    if mesh.device.type != "cpu":
+        attention_on_gpu()
+        changed = place(graph, mesh.device)
     for node in list(graph.graph.nodes):
         if node.op != "call_function":
             continue

@@ -1,0 +1,51 @@
+"""Where the tensors of a graph lie, changed in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.node import map_aggregate
+
+from graphaccel.compat.torch import FakeTensor, pytree
+
+
+def place(graph: fx.GraphModule, device: torch.device) -> bool:
+    """Say of every value that it lies on `device`, make there what the graph makes, and move what
+    it holds. Whether an argument changed: the code is then not that of the graph any more."""
+
+    def placed(argument: Any) -> Any:
+        return device if isinstance(argument, torch.device) else argument
+
+    changed = False
+    for node in graph.graph.nodes:
+        if "val" in node.meta:
+            node.meta["val"] = pytree.tree_map_only(
+                FakeTensor, lambda t: _moved(t, device), node.meta["val"]
+            )
+        if node.op == "get_attr":
+            _move_attribute(graph, str(node.target), device)
+        if node.op == "call_function":
+            args, kwargs = map_aggregate(node.args, placed), map_aggregate(node.kwargs, placed)
+            if (args, kwargs) != (node.args, node.kwargs):
+                node.args, node.kwargs, changed = args, kwargs, True
+    return changed
+
+
+def _moved(value: Any, device: torch.device) -> Tensor:
+    if value.device == device:
+        return value
+    with value.fake_mode:
+        made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+        return made.requires_grad_(value.requires_grad)
+
+
+def _move_attribute(graph: fx.GraphModule, name: str, device: torch.device) -> None:
+    *path, last = name.split(".")
+    owner: Any = graph
+    for part in path:
+        owner = getattr(owner, part)
+    value = getattr(owner, last)
+    if isinstance(value, Tensor) and value.device != device:
+        setattr(owner, last, value.to(device))
