@@ -47,7 +47,7 @@ def attention(
     float32 (float64 for float64). q: [b, h, q, d]; k, v: [b, h or fewer, s, d]; attn_mask: like
     [b, h, q, s], added."""
     assert dropout_p == 0.0  # what is captured on a CPU has the mask of dropout spelled out
-    y, total = _attention(q, k, v, is_causal, attn_mask, scale)
+    y, total = _attention(*map(_readable, (q, k, v)), is_causal, attn_mask, scale)
     sums = total.new_empty(total.shape[0], total.shape[2], total.shape[1]).transpose(1, 2)
     return _laid(y, torch.empty_like(q)), _laid(total, sums)
 
@@ -85,13 +85,21 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, of the shapes of these. total: what `attention` gave."""
     assert dropout_p == 0.0
-    grad = grad.contiguous()  # kernels read an expanded one as if it were not
-    given = _backward(grad, q, k, v, y, total.contiguous(), is_causal, attn_mask, scale)
+    read = map(_readable, (grad, q, k, v, y))
+    given = _backward(*read, total.contiguous(), is_causal, attn_mask, scale)
     made = []
     for gradient, of in zip(given, (q, k, v), strict=True):
         b, h, s, d = of.shape
         made.append(_laid(gradient, of.new_empty(b, s, h, d).transpose(1, 2)))
     return made[0], made[1], made[2]
+
+
+def _readable(x: Tensor) -> Tensor:
+    """With rows that begin at multiples of 16 bytes, each its own: kernels read others wrong."""
+    *steps, last = x.stride()
+    starts = (*steps, x.storage_offset())
+    plain = last == 1 and 0 not in steps and all(s * x.itemsize % _ALIGNED == 0 for s in starts)
+    return x if plain else x.clone(memory_format=torch.contiguous_format)
 
 
 def _laid(x: Tensor, like: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from graphaccel.compat.torch import TorchDispatchMode
 from graphaccel.kernels.examples import fakes, shape, sizes_of, truths
 from graphaccel.kernels.fusion import Fusion, Scalar, T
 from graphaccel.kernels.register import backward_of, op_of, parameters, tensors, wide_form
@@ -64,8 +66,15 @@ class Fault:
     case: str
 
 
-def check_numbers(fusion: Fusion, device: str = "cpu") -> tuple[int, tuple[Fault, ...]]:
-    """How many cases were run, and what was found; each kind of fault once, with its first case."""
+def check_numbers(
+    fusion: Fusion, device: str = "cpu", own: bool | None = None
+) -> tuple[int, tuple[Fault, ...]]:
+    """How many cases were run, and what was found; each kind of fault once, with its first case.
+
+    own: whether a random op draws numbers of its own there, so that eager is to drop what it drops
+      (`Fusion.kept`); by default where it has kernels of its own.
+    """
+    own = device != "cpu" and fusion.cuda_forward is not None if own is None else own
     found: dict[str, Fault] = {}
     count = 0
     cases = [*_cases(fusion)]
@@ -73,7 +82,7 @@ def check_numbers(fusion: Fusion, device: str = "cpu") -> tuple[int, tuple[Fault
         cases += [replace(c, wide=True) for c in cases if c.dtype != torch.float32]
     for case in cases:
         count += 1
-        for what in _Run(fusion, case, device).faults():
+        for what in _Run(fusion, case, device, own).faults():
             kind = what.split(":")[0]
             found.setdefault(kind, Fault(what, str(case)))
     return count, tuple(found.values())
@@ -116,6 +125,27 @@ class _Wide(TorchFunctionMode):
         return func(*(_widened(a) for a in args), **named)
 
 
+class _Drops(TorchDispatchMode):
+    """Dropout keeps what `mask` says, in eager's dtype and with its gradient."""
+
+    def __init__(self, mask: Tensor) -> None:
+        super().__init__()
+        self._mask = mask
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is not torch.ops.aten.native_dropout.default:
+            return func(*args, **(kwargs or {}))
+        x, p = args[:2]
+        mask = self._mask.reshape(x.shape)
+        return x * mask.to(x.dtype) * (1.0 / (1.0 - p)), mask
+
+
 def _widened(value: Any) -> Any:
     return torch.float64 if value is torch.float32 else value
 
@@ -137,7 +167,7 @@ class _Asked:
 class _Run:
     """One case: the op, the pattern in the same dtype, and the pattern in float64."""
 
-    def __init__(self, fusion: Fusion, case: Case, device: str) -> None:
+    def __init__(self, fusion: Fusion, case: Case, device: str, own: bool) -> None:
         self.fusion, self.case, self.device = fusion, case, device
         form = wide_form(fusion) if case.wide else fusion
         assert form is not None
@@ -147,6 +177,7 @@ class _Run:
         self.names = parameters(self.pattern)
         self.values = self._values()
         self.every = _Asked(tuple(fusion.outputs), self._differentiable())
+        self.mask = self._mask() if own and fusion.kept is not None else None
 
     def faults(self) -> Iterator[str]:
         before = _kept(self.values)
@@ -185,9 +216,25 @@ class _Run:
             n: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v
             for n, v in self.values.items()
         }
-        eager = self._run(self._plain, self._given(self.values), asked)
-        with _Wide():
-            return eager, self._run(self._plain, self._given(wide), asked)
+        with _Drops(self.mask) if self.mask is not None else nullcontext():
+            eager = self._run(self._plain, self._given(self.values), asked)
+            with _Wide():
+                return eager, self._run(self._plain, self._given(wide), asked)
+
+    def _mask(self) -> Tensor:
+        """What the op keeps with the numbers that it draws."""
+        assert self.fusion.kept is not None
+        with torch.no_grad(), self._seeded():
+            made = tensors(self.op(*self._full(self.values).values()))
+        return self.fusion.kept(**dict(zip(self.fusion.results, made, strict=True)))
+
+    @contextmanager
+    def _seeded(self) -> Iterator[None]:
+        """The same random numbers in every run."""
+        with torch.random.fork_rng(devices=[], enabled=self.fusion.random):
+            if self.fusion.random:
+                torch.manual_seed(7)
+            yield
 
     def _gradients(
         self, fused: _Result, eager: _Result, true: _Result, alone: str = ""
@@ -340,9 +387,7 @@ class _Run:
     def _run(self, call: Function, given: dict[str, Any], asked: _Asked) -> _Result:
         """Outputs, and gradients for the same incoming ones."""
         fresh = {n: _tracked(v) if n in asked.inputs else v for n, v in given.items()}
-        with torch.enable_grad(), torch.random.fork_rng(devices=[], enabled=self.fusion.random):
-            if self.fusion.random:  # the same mask in every run
-                torch.manual_seed(7)
+        with torch.enable_grad(), self._seeded():
             made = tensors(call(fresh))[: len(self.fusion.outputs)]
         came = self._incoming(made, self.case.gradients)
         roots = [

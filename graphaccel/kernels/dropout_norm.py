@@ -30,6 +30,10 @@ def _dropped(x: Tensor, p: float) -> Tensor:
     return torch.native_dropout(x, p, True)[0]
 
 
+def _mask(mask: Tensor, **_: Tensor) -> Tensor:
+    return mask
+
+
 def _undropped(dx: Tensor, mask: Tensor, p: float) -> Tensor:
     """dx · kept / (1 − p), in the dtype of dx."""
     return torch.ops.aten.native_dropout_backward(dx, mask, 1.0 / (1.0 - p))
@@ -81,6 +85,7 @@ class dropout_add_layer_norm:
     }
     whole = ("d",)
     random = True
+    kept = _mask
     devices = ()
     patterns = (_after_layer_norm(layer.of_torch), _after_layer_norm(layer.spelled_out))
     negatives = (
@@ -156,6 +161,7 @@ class dropout_add_rms_norm:
     saved = {"mask": T("... d", dtype="bool"), "r": T("... 1", dtype="wide")}
     whole = ("d",)
     random = True
+    kept = _mask
     devices = ()
     patterns = tuple(_after_rms_norm(norm) for norm in rms.SPELLINGS)
     negatives = (

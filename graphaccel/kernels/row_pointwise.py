@@ -34,8 +34,9 @@ def activation(x, ACT: tl.constexpr):
         slope = share + x * (0.3989422804014327 * tl.exp(-0.5 * x * x))
     else:  # tanh form: ½ (1 + tanh u) = sigmoid(2u), with no cancellation for small shares
         square = x * x
-        share = tl.sigmoid(1.5957691216057308 * x * (1.0 + 0.044715 * square))
-        slope = share + x * share * (1.0 - share) * (1.5957691216057308 * (1.0 + 0.134145 * square))
+        twice = 1.5957691216057308 * x * (1.0 + 0.044715 * square)
+        share, rest = tl.sigmoid(twice), tl.sigmoid(-twice)  # nor where the rest is small
+        slope = share + x * share * rest * (1.5957691216057308 * (1.0 + 0.134145 * square))
     return x * share, slope
 
 

@@ -164,6 +164,11 @@ class scale_mask_softmax_dropout:
     whole = ("k",)
     random = True
     devices = ()
+
+    def kept(y, weights):
+        """A weight of 0 is dropped or not: it makes no difference."""
+        return (y != 0) | (weights == 0)
+
     tensor_parallel = False  # it would gather the heads: a part of a random op draws other numbers
     patterns = (
         *spellings(*_SCORES, after=_dropped),

@@ -97,6 +97,8 @@ class Fusion:
     legal: reason why these inputs (fake tensors and numbers, by name) are not for this op, or None.
     whole: indices that can not be sharded. sums: whether an index that outputs lack is summed.
     random: it draws random numbers, none where its number `p` is 0.
+    kept: of a random op whose kernels draw numbers of their own, from its results by name: a bool
+      tensor, where nothing was dropped. Its check gives eager the same.
     gathered: inputs of which it reads only the rows that it gives; its backward, their shape alone.
     tensor_parallel: False keeps it out of plans with a tensor axis, which shards an index that this
       op needs whole.
@@ -133,6 +135,7 @@ class Fusion:
     whole: tuple[str, ...] = ()
     sums: bool = True
     random: bool = False
+    kept: Function | None = field(default=None, repr=False)
     gathered: tuple[str, ...] = ()
     tensor_parallel: bool = True
     devices: tuple[str, ...] = ("cpu", "cuda")

@@ -233,3 +233,41 @@ def test_a_missing_gradient_is_seen() -> None:
     except BadFusion:
         return
     assert check_numbers(planted)[1]
+
+
+def _dropping(name: str, factor: float = 1.0) -> Fusion:
+    """Dropout and a sum, of numbers of its own as kernels for GPUs draw them: not eager's."""
+
+    def forward(x: Any, residual: Any, p: float) -> Any:
+        mask = torch.rand(x.shape, device=x.device) >= p
+        return (x * mask / (1 - p) + factor * residual).to(x.dtype).contiguous(), mask
+
+    parts = {
+        "inputs": {"x": T("... d"), "residual": T("... d"), "p": Scalar(0.3)},
+        "outputs": {"y": T("... d")},
+        "saved": {"mask": T("... d", dtype="bool")},
+        "devices": (),
+        "random": True,
+        "kept": lambda mask, **_: mask,
+        "pattern": lambda x, residual, p: torch.native_dropout(x, p, True)[0] + residual,
+        "forward": forward,
+        "backward": lambda grad_y, mask, p: (
+            (grad_y * mask / (1 - p)).to(grad_y.dtype).contiguous(),
+            grad_y.clone(memory_format=torch.contiguous_format),
+        ),
+        "fake": lambda x, residual, p: (
+            x.new_empty(x.shape), x.new_empty(x.shape, dtype=torch.bool),
+        ),
+        "fake_backward": lambda grad_y, mask, p: (
+            grad_y.new_empty(grad_y.shape), grad_y.new_empty(grad_y.shape),
+        ),
+    }  # fmt: skip
+    return fusion(type(name, (), parts))
+
+
+def test_eager_drops_what_an_op_with_numbers_of_its_own_drops() -> None:
+    own = _dropping("dropping_own_numbers")
+    assert not check_numbers(own, own=True)[1]
+    assert check_numbers(own)[1], "eager's numbers are others"
+    wrong = _dropping("dropping_wrong_sum", factor=0.9)
+    assert any("output `y`" in fault.what for fault in check_numbers(wrong, own=True)[1])
