@@ -314,8 +314,8 @@ def _asked(node: fx.Node, sizes: Resolve, op: str) -> Work:
         rows, inner, columns = left[-2], left[-1], right[-1]
         count = left[0] if len(left) == 3 else 1
         matrices = [n for n in node.args if isinstance(n, fx.Node)][-2:]
-        odd = any(_odd(n, sizes) for n in (node, *matrices))
-        return Work("product", flops, moved, dtype, rows, columns, inner, count, 1, op, odd)
+        aligned = min(_aligned(n, sizes) for n in (node, *matrices))
+        return Work("product", flops, moved, dtype, rows, columns, inner, count, 1, op, aligned)
     if node.target in (EXPERT_PRODUCT, EXPERT_GRADIENT):
         return Work("product", flops, moved, dtype, *_grouped(node, sizes), op=op)
     if fusion_of(node.target) is not None and len(given) > 1 and len(given[1]) == 2:
@@ -357,12 +357,14 @@ def _chunked(node: fx.Node, sizes: Resolve, chunk: int, on: str) -> Work:
     )
 
 
-def _odd(node: fx.Node, sizes: Resolve) -> bool:
-    """Whether rows of a matrix are an odd number of 16-bit numbers in memory; of one that is
-    transposed they are its columns."""
+def _aligned(node: fx.Node, sizes: Resolve) -> int:
+    """The largest power of two, up to 16, of which the bytes of a row in memory are a multiple, of
+    numbers of 16 bits; of a matrix that is transposed its rows are its columns."""
     value = node.meta["val"]
+    if value.element_size() != 2:
+        return 16
     row = -2 if value.stride(-2) == 1 and value.stride(-1) != 1 else -1
-    return value.element_size() == 2 and bool(sizes(dims_of(node, sizes)[row]) % 2)
+    return math.gcd(16, 2 * int(sizes(dims_of(node, sizes)[row])))
 
 
 def _attention(node: fx.Node, sizes: Resolve, flops: int, moved: int, dtype: str) -> Work:

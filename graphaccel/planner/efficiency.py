@@ -15,6 +15,9 @@
   Tensor cores are fed by copies of 4, 8 or 16 bytes (PTX ISA, `cp.async`). Of numbers of 2 bytes in
   rows of an odd length not even those of 4 are aligned, and 0.4 of the rate is left: 79 TFLOP/s for
   200 where GPT's 50257 words are cut in two even halves (VIA-Research/vTrain, one node, A100).
+  From Hopper on they are fed by a unit that takes rows of whole 16 bytes only (PTX ISA,
+  `cp.async.bulk.tensor`); others go by the kernels of Ampere, at its rate for each processor: 232
+  TFLOP/s for BERT's 30522 words, 121 for GPT-2's 50257, of about 745 (`benchmarks.gpu`, H200).
 * Fused attention does one block of 128 queries on a processor; t of them leave processors idle,
   t / (t + r x processors), and a short sequence is mostly start and diagonal, s / (s + 1024). With
   r = 1.5 forward and 0.6 backward within a tenth of the same tables on A100 from 8 heads on.
@@ -46,6 +49,8 @@ _TILES = (
     (64, 64, 0.5),
 )
 _ODD = 0.4  # of the rate, where rows of 16-bit numbers have an odd length
+_ALIGNED = 16  # bytes
+_AMPERE = 312e12 / 108  # FLOP/s of a processor in 16 bits (NVIDIA A100 Tensor Core GPU, 2020)
 _SHARED = 0.5  # of the last round's idle processors, what is lost
 _INNER = 128
 _GAP = 2e-6
@@ -66,9 +71,9 @@ class Work:
     convolution), "chunks" (of `parts`), or "" for what only moves bytes. flops: those that are
     really done. dtype: torch dtype name it computes in. rows, columns, inner, count: of a product,
     or of `count` of them; rows is the queries and count the heads of attention. calls: kernels that
-    are started. odd: whether a matrix of a product has rows of an odd number of 16-bit numbers in
-    memory. parts: what it does one after another, `times` over, where it is no single kernel; flops
-    and bytes are those of all.
+    are started. aligned: bytes, up to 16, of which the rows of every matrix of a product are whole
+    multiples in memory, where these are of 16 bits. parts: what it does one after another, `times`
+    over, where it is no single kernel; flops and bytes are those of all.
     """
 
     kind: str = ""
@@ -81,7 +86,7 @@ class Work:
     count: int = 1
     calls: int = 1
     op: str = ""
-    odd: bool = False
+    aligned: int = _ALIGNED
     parts: tuple[Work, ...] = ()
     times: int = 1
 
@@ -183,7 +188,17 @@ def efficiency(work: Work, device: Device) -> float:
     if work.kind != "product":
         return device.product
     shape = work.rows, work.columns, work.inner, work.count
-    return device.product * _filled(*shape, device.processors) * (_ODD if work.odd else 1.0)
+    return device.product * _filled(*shape, device.processors) * _rows_read(work, device)
+
+
+def _rows_read(work: Work, device: Device) -> float:
+    """What rows that are not aligned leave of the rate, 0..1."""
+    if work.aligned >= _ALIGNED:
+        return 1.0
+    share = _ODD if work.aligned <= 2 else 1.0
+    if device.processors:
+        share *= min(1.0, _AMPERE * device.processors / peak_flops(device, work.dtype))
+    return share
 
 
 @cache

@@ -166,15 +166,16 @@ def test_a_fused_head_counts_its_products(captured: Captured) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "columns", "dtype", "odd"),
+    ("rows", "columns", "dtype", "aligned"),
     [
-        (64, 51, torch.bfloat16, True),  # of the result
-        (63, 48, torch.bfloat16, False),  # rows are 96 and 48 long, how many there are is all one
-        (64, 51, torch.float32, False),
+        (64, 51, torch.bfloat16, 2),  # of the result
+        (64, 50, torch.bfloat16, 4),
+        (63, 48, torch.bfloat16, 16),  # rows are 96 and 48 long, how many there are is all one
+        (64, 51, torch.float32, 16),
     ],
 )
-def test_rows_of_an_odd_length_are_told(
-    rows: int, columns: int, dtype: torch.dtype, odd: bool
+def test_how_rows_are_aligned_is_told(
+    rows: int, columns: int, dtype: torch.dtype, aligned: int
 ) -> None:
     graph = fx.Graph()
     left, right = (graph.placeholder(name) for name in "ab")
@@ -185,7 +186,7 @@ def test_rows_of_an_odd_length_are_told(
     node.meta["val"] = left.meta["val"] @ right.meta["val"]
     for each in graph.nodes:
         each.meta["dims"] = tuple(each.meta["val"].shape)
-    assert node_work(node, Sizes({})).odd == odd
+    assert node_work(node, Sizes({})).aligned == aligned
 
 
 def test_nodes_of_a_kind_ask_the_same(captured: Captured) -> None:
