@@ -26,8 +26,8 @@ from graphaccel.messages import columns
 from graphaccel.model import Model, as_batch
 from graphaccel.passes.fuse import find_sites, fuse
 from graphaccel.passes.lower_precision import lower_precision
+from graphaccel.planner.catalogue import cluster
 from graphaccel.planner.chunks import chunk_sizes
-from graphaccel.planner.cluster import cluster
 from graphaccel.planner.cost import Sizes, in_chunks, node_bytes, node_work
 from graphaccel.planner.plan import Plan, Precision
 

@@ -21,7 +21,7 @@ import torch
 from benchmarks import predicted
 from benchmarks.common import RESULTS
 from graphaccel.measure import measure
-from graphaccel.planner.cluster import cluster
+from graphaccel.planner.catalogue import cluster
 from graphaccel.runtime.host_pages import KEEP
 
 SIDES = {"kept": "1", "given back": "0"}

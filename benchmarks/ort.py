@@ -40,7 +40,7 @@ from graphaccel.compiler import Compiler
 from graphaccel.model import Model, as_batch
 from graphaccel.ort.kernels import installed
 from graphaccel.ort.measure import calibration_name
-from graphaccel.planner.cluster import cluster
+from graphaccel.planner.catalogue import cluster
 
 BATCH, TOKENS, WIDTH, HEADS, VOCABULARY = 8, 128, 256, 4, 1024
 LEAST_SECONDS = 0.06

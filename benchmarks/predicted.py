@@ -31,7 +31,8 @@ from graphaccel.compiler import Compiler
 from graphaccel.jobs import find_job
 from graphaccel.measure import measure
 from graphaccel.model import Model, optimizer_bytes
-from graphaccel.planner.cluster import Cluster, cluster
+from graphaccel.planner.catalogue import cluster
+from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.plan import Plan
 
 PLANS: tuple[tuple[int, Mapping[str, Any]], ...] = (

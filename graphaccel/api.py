@@ -28,8 +28,9 @@ from graphaccel.capture.export import LossFn, split_targets
 from graphaccel.compiler import Compiler
 from graphaccel.handle import Handle
 from graphaccel.model import as_batch, check_supported, model_of
-from graphaccel.planner.cluster import Cluster, host_memory
-from graphaccel.planner.cluster import cluster as named_cluster
+from graphaccel.planner.catalogue import cluster as named_cluster
+from graphaccel.planner.catalogue import host_memory
+from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.plan import Plan
 from graphaccel.runtime.deferred import initial_values
 from graphaccel.runtime.launch import check_devices, ensure_launched
@@ -132,7 +133,7 @@ def plan(
 ) -> Plan:
     """Choose a plan without running anything; devices need not exist.
 
-    device: a name from the catalogue (`graphaccel.planner.cluster.device_names()`). memory: bytes
+    device: a name from the catalogue (`graphaccel.planner.catalogue.device_names()`). memory: bytes
     of one device, where it differs. Raises InfeasiblePlan (GA201) with what would make it fit.
     """
     where = cluster or named_cluster(device, devices, memory)

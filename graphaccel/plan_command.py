@@ -24,8 +24,8 @@ from graphaccel.jobs import Job, find_job
 from graphaccel.measure import check_here, measure
 from graphaccel.model import check_supported, model_of
 from graphaccel.planner import whatif
+from graphaccel.planner.catalogue import cluster as named_cluster
 from graphaccel.planner.cluster import Cluster
-from graphaccel.planner.cluster import cluster as named_cluster
 from graphaccel.planner.cluster_file import read_cluster, write_cluster
 from graphaccel.planner.estimate import predict_seconds
 from graphaccel.planner.offload import planned_only

@@ -1,4 +1,4 @@
-"""The shares of `planner.cluster` that published runs support, and how well they hold elsewhere.
+"""The shares of `planner.catalogue` that published runs support, and how well they hold elsewhere.
 
 For each family of devices four numbers: what large products reach of the peak, in 16 and in 8 bits,
 what a copy reaches of the memory's bandwidth, and fused attention (forward and backward alike, as a
@@ -28,7 +28,8 @@ from benchmarks.validation.experts import NOTHING_STARTED, Started
 from benchmarks.validation.predict import Predicted
 from benchmarks.validation.rows import EAGER_LAUNCH, Run, document, own_shares
 from benchmarks.validation.traced import Segment, seconds
-from graphaccel.planner.cluster import Device, cluster
+from graphaccel.planner.catalogue import cluster
+from graphaccel.planner.cluster import Device
 from graphaccel.planner.efficiency import Work, gap_seconds, seconds_of
 
 # Shares of the peak of large products, measured alone, in 16 and in 8 bits. 16: SimuMax's

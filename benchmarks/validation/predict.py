@@ -16,7 +16,8 @@ from graphaccel.capture.symbols import BATCH
 from graphaccel.compiler import Compiler
 from graphaccel.errors import InfeasiblePlan
 from graphaccel.model import Model
-from graphaccel.planner.cluster import GIB, Cluster, cluster
+from graphaccel.planner.catalogue import cluster
+from graphaccel.planner.cluster import GIB, Cluster
 from graphaccel.planner.communication import (
     INTERFERENCE,
     all_gather_seconds,

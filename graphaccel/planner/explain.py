@@ -8,8 +8,9 @@ from dataclasses import replace
 from graphaccel.errors import GraphAccelError, InfeasiblePlan
 from graphaccel.messages import format_bytes
 from graphaccel.planner.candidates import WORTH
-from graphaccel.planner.cluster import MOST_DEVICES, Cluster, device_names
-from graphaccel.planner.cluster import cluster as named_cluster
+from graphaccel.planner.catalogue import cluster as named_cluster
+from graphaccel.planner.catalogue import device_names
+from graphaccel.planner.cluster import MOST_DEVICES, Cluster
 from graphaccel.planner.offering import askable, offered
 from graphaccel.planner.offload import host_excess, hosts, offload_text
 from graphaccel.planner.pins import Pins

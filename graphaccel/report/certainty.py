@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from graphaccel.messages import format_bytes
-from graphaccel.planner.cluster import RESERVED, Cluster, device_names
-from graphaccel.planner.cluster import cluster as named_cluster
+from graphaccel.planner.catalogue import RESERVED, device_names
+from graphaccel.planner.catalogue import cluster as named_cluster
+from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.plan import Precision, StageMemory
 from graphaccel.planner.refined import scales
 

@@ -169,7 +169,7 @@ def test_what_can_not_be_run_is_not_measured(
 
 
 def test_memory_is_that_of_the_devices_that_are_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    from graphaccel.planner.cluster import cluster
+    from graphaccel.planner.catalogue import cluster
 
     def here(count: int, device: torch.device) -> Any:
         return cluster("cpu" if device.type == "cpu" else "h200-141gb", count)

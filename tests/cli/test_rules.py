@@ -15,7 +15,7 @@ from graphaccel.compiler import Compiler
 from graphaccel.errors import MissingRule
 from graphaccel.jobs import job_of_function
 from graphaccel.model import Model
-from graphaccel.planner.cluster import cluster
+from graphaccel.planner.catalogue import cluster
 from graphaccel.report.rules import missing_note, priced_rules
 
 JOB = """\

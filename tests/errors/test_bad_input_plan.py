@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import graphaccel
 from graphaccel import errors
-from graphaccel.planner.cluster import cluster
+from graphaccel.planner.catalogue import cluster
 from tests.support.small import CLASSES, WIDTH, Classifier, small_batch
 from tests.support.untouched import refused
 

@@ -20,7 +20,7 @@ from graphaccel.arguments import read_plan
 from graphaccel.compiler import Compiler
 from graphaccel.ir.program import Sharded
 from graphaccel.model import Model, as_batch
-from graphaccel.planner.cluster import cluster
+from graphaccel.planner.catalogue import cluster
 from graphaccel.planner.plan import Plan, Precision
 from tests.support.small import WIDTH, small_batch
 from tests.support.untouched import refused

@@ -13,7 +13,8 @@ from statistics import fmean
 import numpy as np
 import pytest
 
-from graphaccel.planner.cluster import Cluster, OpTime, StepTime, cluster
+from graphaccel.planner.catalogue import cluster
+from graphaccel.planner.cluster import Cluster, OpTime, StepTime
 from graphaccel.planner.pins import PRECISIONS
 from graphaccel.planner.plan import Precision
 from graphaccel.report.certainty import (

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from graphaccel.api import cluster_here
 from graphaccel.errors import UnknownDevice
+from graphaccel.planner.catalogue import cluster, device_names
 from graphaccel.planner.cluster import (
     COLLECTIVES,
     GIB,
@@ -19,8 +20,6 @@ from graphaccel.planner.cluster import (
     Collective,
     Device,
     Link,
-    cluster,
-    device_names,
     parse_bytes,
 )
 from graphaccel.planner.communication import (

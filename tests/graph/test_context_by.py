@@ -6,7 +6,7 @@ import pytest
 
 from graphaccel.compiler import Compiler
 from graphaccel.model import Model, as_batch
-from graphaccel.planner.cluster import cluster
+from graphaccel.planner.catalogue import cluster
 from tests.support.zoo import ALL
 
 HEADS = "each device has the whole sequence of some of the heads"

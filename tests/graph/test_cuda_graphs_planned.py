@@ -11,7 +11,7 @@ from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.compiler import schedule_of
 from graphaccel.ir.values import returned
 from graphaccel.passes.pipeline import build
-from graphaccel.planner.cluster import cluster
+from graphaccel.planner.catalogue import cluster
 from graphaccel.planner.estimate import predict
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.profile import Profile

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from graphaccel.errors import CannotExport
-from graphaccel.planner.cluster import cluster
+from graphaccel.planner.catalogue import cluster
 from graphaccel.planner.pins import PRECISIONS
 from graphaccel.planner.plan import Plan, Precision, Selective
 from graphaccel.report.export import TARGETS, export

@@ -10,7 +10,7 @@ import pytest
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.passes import offload_activations, rewrite
 from graphaccel.passes.pipeline import build
-from graphaccel.planner.cluster import cluster
+from graphaccel.planner.catalogue import cluster
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.profile import Profile
 from graphaccel.planner.stages import candidate_cuts

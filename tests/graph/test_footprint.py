@@ -18,8 +18,8 @@ from graphaccel.compiler import Compiler
 from graphaccel.ir.program import StepProgram
 from graphaccel.model import Model, as_batch
 from graphaccel.passes.localise import localised
+from graphaccel.planner.catalogue import cluster as named_cluster
 from graphaccel.planner.cluster import Cluster, Host
-from graphaccel.planner.cluster import cluster as named_cluster
 from graphaccel.planner.communication import all_reduce_seconds
 from graphaccel.planner.cost import Sizes, dims_of
 from graphaccel.planner.layouts import Layouts, Localise, rates_of

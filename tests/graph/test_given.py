@@ -13,7 +13,7 @@ from graphaccel.compiler import Compiler
 from graphaccel.errors import BadPin
 from graphaccel.model import Model, as_batch
 from graphaccel.passes.pipeline import prepared
-from graphaccel.planner.cluster import cluster
+from graphaccel.planner.catalogue import cluster
 from graphaccel.planner.given import check_fusions, check_given, misread, pins_of
 from graphaccel.planner.plan import Plan
 from tests.support.zoo import ALL

@@ -14,7 +14,7 @@ from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.errors import BadPin, ConflictingPins, GraphAccelError
 from graphaccel.passes.pipeline import build
 from graphaccel.planner.candidates import shard_sizes
-from graphaccel.planner.cluster import cluster
+from graphaccel.planner.catalogue import cluster
 from graphaccel.planner.communication import all_gather_seconds, all_reduce_seconds
 from graphaccel.planner.conflicts import agreeing_pins
 from graphaccel.planner.given import check_given

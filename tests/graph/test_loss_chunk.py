@@ -20,7 +20,8 @@ from graphaccel.passes.fuse import fuse
 from graphaccel.passes.pipeline import build
 from graphaccel.planner.bounds import Bounds, columns
 from graphaccel.planner.candidates import shapes
-from graphaccel.planner.cluster import Cluster, cluster
+from graphaccel.planner.catalogue import cluster
+from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.layouts import Layouts
 from graphaccel.planner.pins import Limits, Pins
 from graphaccel.planner.plan import Plan

@@ -13,7 +13,8 @@ import pytest
 
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.errors import BadPin, ConflictingPins
-from graphaccel.planner.cluster import Cluster, cluster
+from graphaccel.planner.catalogue import cluster
+from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.communication import (
     all_gather_seconds,
     all_reduce_seconds,

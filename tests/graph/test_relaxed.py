@@ -11,7 +11,8 @@ import pytest
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.errors import InfeasiblePlan
 from graphaccel.messages import format_bytes
-from graphaccel.planner.cluster import Cluster, Device, Host, Link, cluster, parse_bytes
+from graphaccel.planner.catalogue import cluster
+from graphaccel.planner.cluster import Cluster, Device, Host, Link, parse_bytes
 from graphaccel.planner.explain import as_corrected, rounded_up, wider_cluster
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.record import Record

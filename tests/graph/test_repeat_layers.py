@@ -20,7 +20,8 @@ from graphaccel.model import without_data
 from graphaccel.passes import rewrite
 from graphaccel.passes.localise import localised
 from graphaccel.passes.pipeline import build
-from graphaccel.planner.cluster import Cluster, cluster
+from graphaccel.planner.catalogue import cluster
+from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.memory import Resident, rank_memory
 from graphaccel.planner.pins import PRECISIONS
 from graphaccel.planner.plan import Plan, StageMemory

@@ -13,7 +13,7 @@ from graphaccel.capture.batch import Batch
 from graphaccel.compiler import Compiler, schedule_of
 from graphaccel.handle import assumed_of
 from graphaccel.model import Model, as_batch
-from graphaccel.planner.cluster import cluster
+from graphaccel.planner.catalogue import cluster
 from graphaccel.planner.memory import rank_memory
 from graphaccel.planner.plan import Chosen, Plan
 from graphaccel.routing import fullest, share_of, tried_choices

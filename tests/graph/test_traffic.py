@@ -23,7 +23,7 @@ from graphaccel.model import Model, as_batch
 from graphaccel.passes.exact_microbatch import exact_microbatch
 from graphaccel.passes.shard_axes import shard_axes
 from graphaccel.passes.shard_axis import shard_axis
-from graphaccel.planner.cluster import cluster
+from graphaccel.planner.catalogue import cluster
 from graphaccel.planner.conversions import axis_rates
 from graphaccel.planner.cost import counted_packet
 from graphaccel.planner.layouts import rates_of

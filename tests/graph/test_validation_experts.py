@@ -13,7 +13,7 @@ from benchmarks.validation.mixtures import MIXTURES
 from benchmarks.validation.predict import Predicted, Predictor
 from benchmarks.validation.recipes import started
 from benchmarks.validation.rows import EAGER_LAUNCH, FOLDER, Run, read
-from graphaccel.planner.cluster import cluster
+from graphaccel.planner.catalogue import cluster
 from graphaccel.planner.efficiency import Work, seconds_of
 
 ALL, EXPERTS = frozenset({"experts", "router", "rest"}), frozenset({"experts"})

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.validation.fit import Sample, fitted, text
 from benchmarks.validation.rows import FOLDER, Run, own_shares, read
-from graphaccel.planner.cluster import cluster
+from graphaccel.planner.catalogue import cluster
 from graphaccel.planner.efficiency import Work, computing
 from graphaccel.planner.plan import Precision
 

@@ -10,7 +10,7 @@ from benchmarks.validation.predict import Predicted, Predictor, cluster_of
 from benchmarks.validation.rows import FOLDER, Run, read
 from benchmarks.validation.traced import seconds, segments
 from graphaccel.capture.symbols import BATCH
-from graphaccel.planner.cluster import cluster
+from graphaccel.planner.catalogue import cluster
 from graphaccel.planner.cost import Sizes
 from graphaccel.planner.efficiency import Work, gap_seconds
 

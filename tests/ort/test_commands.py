@@ -18,7 +18,8 @@ from graphaccel.model import Model, as_batch
 from graphaccel.ort import kernels as kernels_module
 from graphaccel.ort.kernels import Kernels
 from graphaccel.ort.measure import calibration_name
-from graphaccel.planner.cluster import Cluster, cluster
+from graphaccel.planner.catalogue import cluster
+from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.cluster_file import read_cluster
 from graphaccel.planner.plan import Plan
 from tests.ort.test_place_ort import Net

@@ -15,7 +15,7 @@ from graphaccel import cli
 from graphaccel.compiler import Compiler
 from graphaccel.model import Model, as_batch
 from graphaccel.ort.kernels import Kernels
-from graphaccel.planner.cluster import cluster
+from graphaccel.planner.catalogue import cluster
 
 
 class Mixed(nn.Module):

@@ -22,7 +22,7 @@ from graphaccel.ort.kernels import Kernels
 from graphaccel.ort.partition import Flow, partition
 from graphaccel.ort.session import Sessions
 from graphaccel.passes.place_ort import Tools, place_ort
-from graphaccel.planner.cluster import cluster
+from graphaccel.planner.catalogue import cluster
 from graphaccel.planner.cost import is_view
 from graphaccel.planner.plan import Plan
 
