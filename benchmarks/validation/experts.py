@@ -13,6 +13,7 @@ from benchmarks.validation.mixtures import MIXTURES
 from benchmarks.validation.rows import Run
 from graphaccel.capture.symbols import BATCH
 from graphaccel.kernels.expert_rows import EXCHANGE
+from graphaccel.planner.catalogue import LAUNCH_SECONDS
 from graphaccel.planner.cluster import Cluster, Device
 from graphaccel.planner.communication import all_to_all_seconds
 from graphaccel.planner.cost import Sizes, node_work
@@ -30,26 +31,65 @@ _WEIGHS = frozenset({torch.ops.aten.mul.Tensor, torch.ops.aten._to_copy.default,
 # A bias of each expert, times what its rows weigh, in float32, is added behind the second product
 # (`TEGroupedMLP._apply_bias`, megatron/core/transformer/moe/experts.py). Operations for each
 # expert: a product and a sum, and in backward two products and their sums, and a cast. Bytes of a
-# number: of these and of what puts their results together, forward 28 and backward 40.
-_BIAS_STARTS, _BIAS_BYTES = 7, 68
+# number: of these and of what puts their results together. (forward, backward) each.
+_BIAS_STARTS, _BIAS_BYTES = (2, 5), (28, 40)
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Of a microbatch's forward or backward, on all stages together: how many operations a process
+    starts one by one, and works of a device beside which it does."""
+
+    count: float = 0.0
+    beside: tuple[tuple[Work, int], ...] = ()
 
 
 @dataclass(frozen=True)
 class Started:
-    """What a process starts one by one in a microbatch, on all stages together: how many, and what
-    a device does meanwhile: works, and seconds of sending rows."""
+    """What a process starts one by one in a microbatch, on all stages together; sent: seconds of
+    sending rows.
 
-    count: float
-    beside: tuple[tuple[Work, int], ...]
-    sent: float
+    In forward it waits at each layer for how many rows each expert gets, so it starts beside what
+    it starts alone; in backward it knows, and runs ahead beside all of it (Megatron-LM,
+    docs/discussions/deepseek-v3-gb200-optimization, "host-device synchronization")."""
+
+    forward: Phase = Phase()
+    backward: Phase = Phase()
+    sent: float = 0.0
+
+    @property
+    def count(self) -> float:
+        """Operations of both phases."""
+        return self.forward.count + self.backward.count
 
     def waits(self, device: Device, launch: float) -> float:
-        """Seconds in which the device waits for the process; launch: seconds to start one."""
-        busy = sum(n * seconds_of(work, device) for work, n in self.beside)
-        return max(0.0, launch * self.count - busy - self.sent)
+        """Seconds in which the device waits for the process; launch: seconds to start one on the
+        hosts of most devices; on others as much longer as the catalogue says."""
+        each = launch * device.launch_seconds / LAUNCH_SECONDS
+        busy = [
+            sum(n * seconds_of(work, device) for work, n in phase.beside) + self.sent / 2
+            for phase in (self.forward, self.backward)
+        ]
+        starts = self.forward.count, self.backward.count
+        return sum(max(0.0, each * n - b) for n, b in zip(starts, busy, strict=True))
 
 
-NOTHING_STARTED = Started(0.0, (), 0.0)
+@dataclass(frozen=True)
+class _Call:
+    """An operation, what it asks of a device, and how often in each phase; what is made again is
+    backward."""
+
+    node: fx.Node
+    work: Work
+    forward: int
+    backward: int
+
+    @property
+    def times(self) -> int:
+        return self.forward + self.backward
+
+
+NOTHING_STARTED = Started()
 
 
 def as_theirs(
@@ -65,28 +105,33 @@ def as_theirs(
     if run.system.rows_in_parts:
         plan, sent = _rows_in_parts(run, profile, plan, where)
     started = _started(run, profile, plan, sent) if run.system.started else NOTHING_STARTED
-    more = started.waits(where.device, launch) + _seconds(_biases(run), where.device)
-    asked = [(work, n) for _, work, n in _calls(run, profile, plan)]
+    biases = [bias for phase in _biases(run) for bias in phase.beside]
+    more = started.waits(where.device, launch) + _seconds(biases, where.device)
+    asked = [(call.work, call.times) for call in _calls(run, profile, plan)]
     return _longer(plan, more / _seconds(asked, where.device)), started
 
 
 def works(run: Run, profile: Profile, plan: Plan) -> list[tuple[Work, int]]:
     """What a microbatch asks of a device, all stages together, and how often."""
-    return [(work, n) for _, work, n in _calls(run, profile, plan)] + _biases(run)
+    calls = [(call.work, call.times) for call in _calls(run, profile, plan)]
+    return calls + [bias for phase in _biases(run) for bias in phase.beside]
 
 
-def _calls(run: Run, profile: Profile, plan: Plan) -> list[tuple[fx.Node, Work, int]]:
+def _calls(run: Run, profile: Profile, plan: Plan) -> list[_Call]:
     sizes = Sizes({**profile.step.sizes, BATCH: plan.microbatch_size})
     kinds, first = profile.alike
     numbers = [profile.block_names.index(name) for name in plan.recompute]
-    again = np.isin(profile.block_at, numbers)[profile.node_position] & profile.node_forward
-    times = np.bincount(np.concatenate([kinds, kinds[again]]), minlength=len(first))
+    ahead = profile.node_forward
+    again = np.isin(profile.block_at, numbers)[profile.node_position] & ahead
+    forward = np.bincount(kinds[ahead], minlength=len(first)).tolist()
+    behind = np.concatenate([kinds[~ahead], kinds[again]])
+    backward = np.bincount(behind, minlength=len(first)).tolist()
     found = [
-        (node, node_work(node, sizes), int(n))
-        for node, n in zip(first, times, strict=True)
+        _Call(node, node_work(node, sizes), *times)
+        for node, *times in zip(first, forward, backward, strict=True)
         if node.target not in KINDS and not _inside(node, run)
     ]
-    return [(node, work, n) for node, work, n in found if work.calls]
+    return [call for call in found if call.work.calls]
 
 
 def _seconds(asked: Sequence[tuple[Work, int]], device: Device) -> float:
@@ -94,18 +139,25 @@ def _seconds(asked: Sequence[tuple[Work, int]], device: Device) -> float:
 
 
 def _started(run: Run, profile: Profile, plan: Plan, sent: float) -> Started:
-    """What is in no CUDA graph. A product of experts is started for each of them
+    """What is in no CUDA graph. A product of experts is started, and then those of each of them
     (`GroupedLinear` of Transformer Engine)."""
-    own = MIXTURES[run.kind].experts / run.sharing
-    count, beside = 0.0, []
-    for node, work, n in _calls(run, profile, plan):
-        if _part(node) in run.system.started:
-            count += n * (own if node.target in _PRODUCTS else work.calls)
-            beside.append((work, n))
-    for work, layers in _biases(run):
-        count += layers * own * _BIAS_STARTS
-        beside.append((work, layers))
-    return Started(count, tuple(beside), sent)
+    each = MIXTURES[run.kind].experts / run.sharing
+    calls = _calls(run, profile, plan)
+    own = [call for call in calls if _part(call.node) in run.system.started]
+
+    def starts(call: _Call) -> float:
+        return 1 + each if call.node.target in _PRODUCTS else call.work.calls
+
+    ahead, behind = _biases(run)
+    forward = Phase(
+        ahead.count + sum(call.forward * starts(call) for call in own),
+        (*((call.work, call.forward) for call in own if call.forward), *ahead.beside),
+    )
+    backward = Phase(
+        behind.count + sum(call.backward * starts(call) for call in own),
+        (*((call.work, call.backward) for call in calls if call.backward), *behind.beside),
+    )
+    return Started(forward, backward, sent)
 
 
 def _part(node: fx.Node) -> str:
@@ -174,14 +226,21 @@ def _weighed_inside(run: Run, profile: Profile, plan: Plan, where: Cluster) -> P
     return _longer(plan, -spared / whole)
 
 
-def _biases(run: Run) -> list[tuple[Work, int]]:
-    """Of adding biases to what experts give."""
+def _biases(run: Run) -> tuple[Phase, Phase]:
+    """Of adding biases to what experts give, forward and backward."""
     if not run.system.weighs_biases:
-        return []
+        return Phase(), Phase()
     mixture = MIXTURES[run.kind]
     numbers = run.microbatch * run.sequence // run.tensor * mixture.chosen * mixture.rows
     layers = sum(mixture.has_experts(n) for n in range(run.layers))
-    return [(Work(bytes=_BIAS_BYTES * numbers, dtype="float32", calls=1), layers)]
+    each = layers * mixture.experts / run.sharing
+
+    def phase(starts: int, size: int) -> Phase:
+        work = Work(bytes=size * numbers, dtype="float32", calls=1)
+        return Phase(each * starts, ((work, layers),))
+
+    forward, backward = map(phase, _BIAS_STARTS, _BIAS_BYTES)
+    return forward, backward
 
 
 def _longer(plan: Plan, share: float) -> Plan:

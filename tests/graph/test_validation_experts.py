@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 
 import pytest
 
-from benchmarks.validation.experts import NOTHING_STARTED, Started
+from benchmarks.validation.experts import NOTHING_STARTED, Phase, Started
 from benchmarks.validation.fit import sample
 from benchmarks.validation.mixtures import MIXTURES
 from benchmarks.validation.predict import Predicted, Predictor
@@ -72,23 +73,45 @@ def test_rows_have_what_their_recipe_says() -> None:
 
 
 def test_a_device_waits_for_what_its_own_work_does_not_hide() -> None:
+    """In each phase alone; half of what is sent hides in each."""
     device = cluster("h100-80gb", 1).device
     work = Work(bytes=1 << 30)
-    one = Started(100, ((work, 3),), 0.001)
-    busy = 3 * seconds_of(work, device) + 0.001
-    assert one.waits(device, 1e-3) == pytest.approx(0.1 - busy)
-    assert one.waits(device, busy / 200) == 0.0
+    one = Started(Phase(100, ((work, 3),)), Phase(150, ((work, 8),)), 0.0002)
+    ahead, behind = (n * seconds_of(work, device) + 0.0001 for n in (3, 8))
+    assert one.count == 250
+    assert one.waits(device, 1e-3) == pytest.approx(0.1 - ahead + 0.15 - behind)
+    assert one.waits(device, ahead / 80) == pytest.approx(0.25 * ahead)
+    assert one.waits(device, ahead / 400) == 0.0
     assert NOTHING_STARTED.waits(device, 1.0) == 0.0
 
 
+def test_a_grace_starts_operations_more_slowly() -> None:
+    many = Started(Phase(100))
+    x86, grace = (cluster(name, 1).device for name in ("b200-192gb", "gb200-192gb"))
+    assert many.waits(x86, 1e-3) == pytest.approx(0.1)
+    assert many.waits(grace, 1e-3) == pytest.approx(0.1 * 19 / 7)
+
+
 def test_each_expert_starts_its_own_products() -> None:
-    """16 experts a device, of which each starts 6 products: two forward, and two backward for each
-    of them; all else is one operation."""
+    """16 experts a device, of which each starts 6 products, two forward, and two backward for each
+    of them, besides the operation that does so; all else is one operation."""
     experts, all_parts = predicted("Qwen3_235B_a22B", EXPERTS), predicted("Qwen3_235B_a22B", ALL)
-    others = sum(n for work, n in experts.started.beside if work.kind != "product")
-    assert experts.started.count == 2 * 6 * 128 / 8 + others
+    ahead, behind = experts.started.forward, experts.started.backward
+    others = [n for work, n in ahead.beside if work.kind != "product"]
+    assert ahead.count == 2 * 2 * (1 + 128 / 8) + sum(others)
+    assert behind.count - 2 * 4 * (1 + 128 / 8) > 0
     assert all_parts.started.count > experts.started.count + 2 * 40
-    assert experts.started.beside
+
+
+def test_backward_hides_starts_behind_all_of_it() -> None:
+    """And forward behind what is started alone: it waits for the counts of rows at each layer."""
+    experts, all_parts = predicted("Qwen3_235B_a22B", EXPERTS), predicted("Qwen3_235B_a22B", ALL)
+    assert experts.started.backward.beside == all_parts.started.backward.beside
+    assert len(experts.started.forward.beside) < len(all_parts.started.forward.beside)
+    both = Counter(all_parts.started.forward.beside) + Counter(all_parts.started.backward.beside)
+    asked = sum(n * seconds_of(work, all_parts.where.device) for work, n in all_parts.works())
+    told = sum(t * n * seconds_of(w, all_parts.where.device) for (w, n), t in both.items())
+    assert told == pytest.approx(asked)
 
 
 def test_a_step_takes_as_long_as_its_process() -> None:
@@ -110,8 +133,11 @@ def test_biases_take_memory_traffic_and_starts() -> None:
     """Each number that experts give is read and written for it in 28 bytes, and in 40 backward."""
     kind = "GPT OSS 120B"
     plain, biased = predicted(kind, EXPERTS), predicted(kind, EXPERTS, True)
-    assert biased.started.count - plain.started.count == 2 * 7 * 128 / 8
-    (work, layers) = biased.works()[-1]
-    assert (work.bytes, layers) == (68 * 128 * 4 * 2880, 2)
-    assert biased.works()[:-1] == plain.works()
+    for phase, starts in (("forward", 2), ("backward", 5)):
+        more = getattr(biased.started, phase).count - getattr(plain.started, phase).count
+        assert more == 2 * starts * 128 / 8
+    *others, ahead, behind = biased.works()
+    assert [n for _, n in (ahead, behind)] == [2, 2]
+    assert [work.bytes for work, _ in (ahead, behind)] == [n * 128 * 4 * 2880 for n in (28, 40)]
+    assert others == plain.works()
     assert biased.seconds > plain.seconds
