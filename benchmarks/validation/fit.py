@@ -5,7 +5,8 @@ what a copy reaches of the memory's bandwidth, and fused attention (forward and 
 factor on what was measured alone). They are those of a grid with the least mean error, each source
 counting the same; the share of 8 bits is fitted last, on runs that have them, and the others on
 those that have none. And the host time of systems that start operations eagerly (`launch_seconds`
-in `rows.SYSTEMS`), which those share.
+in `rows.SYSTEMS`), which those share; and of those that start parts of a mixture so (`started`),
+another framework on other hosts: what the others say of it stands for it where none is left.
 
 Then each source, a document with all of its releases, is left out, and predicted with what the
 others say, in all of that. Where none of
@@ -60,9 +61,24 @@ class Sample:
     started: Started = NOTHING_STARTED
 
     @property
-    def eager(self) -> bool:
-        """Whether it takes as long as its process may."""
-        return self.run.system.launch_seconds is not None or self.started.count > 0
+    def eager(self) -> str:
+        """What of `Starts` it depends on, as it takes as long as its process may; "" none."""
+        if self.run.system.launch_seconds is not None:
+            return "every"
+        return "parts" if self.started.count > 0 else ""
+
+
+@dataclass(frozen=True)
+class Starts:
+    """Host seconds to start an operation where all are started eagerly, and where parts of a
+    mixture are."""
+
+    every: float = EAGER_LAUNCH
+    parts: float = EAGER_LAUNCH
+
+    def of(self, one: Sample) -> float:
+        """Those of a sample; 0 where it takes no longer for them."""
+        return getattr(self, one.eager) if one.eager else 0.0
 
 
 @dataclass(frozen=True)
@@ -80,10 +96,10 @@ _CHOICES = tuple(Shares(*choice) for choice in product(_PRODUCTS, _COPIES, _ATTE
 
 @dataclass(frozen=True)
 class Found:
-    """Shares by family, and the host time to start an operation eagerly."""
+    """Shares by family, and host times."""
 
     families: Mapping[str, Shares]
-    launch_seconds: float
+    starts: Starts
 
 
 def sample(run: Run, predicted: Predicted) -> Sample:
@@ -110,15 +126,16 @@ def fitted(samples: Sequence[Sample]) -> dict[str, Any]:
         for one in members:
             shown, family = one.run.reported, _family(one.run)
             shares = found.families[family]
-            fit[shown].append(abs(errors.of(one, shares, found.launch_seconds)))
+            fit[shown].append(abs(errors.of(one, shares, found.starts)))
             apart = others.families.get(family) or _elsewhere(family, others.families)
             without[shown] = own_shares(one.run.source)
             if apart is None:
                 left[shown] = None
             elif (known := left.setdefault(shown, [])) is not None:
-                known.append(abs(errors.of(one, apart, others.launch_seconds)))
+                known.append(abs(errors.of(one, apart, others.starts)))
     return {
-        "launch_seconds": found.launch_seconds,
+        "launch_seconds": found.starts.every,
+        "started_seconds": found.starts.parts,
         "families": {
             name: {**asdict(found.families[name]), "runs": len(members)}
             for name, members in _grouped(samples, lambda s: _family(s.run)).items()
@@ -142,7 +159,10 @@ def text(figures: dict[str, Any]) -> str:
         f"{f['copy']:.2f} of the bandwidth, attention x {f['attention']:.1f}; {f['runs']} runs"
         for name, f in figures["families"].items()
     ]
-    lines.append(f"eager: {1e6 * figures['launch_seconds']:.0f} us to start an operation")
+    lines.append(
+        f"eager: {1e6 * figures['launch_seconds']:.0f} us to start an operation, "
+        f"{1e6 * figures['started_seconds']:.0f} in parts of mixtures"
+    )
     lines.append("mean |error| of the step time, fitted on all and with the source left out:")
     for name, f in figures["sources"].items():
         apart = "   none " if f["left_out"] is None else f"{100 * f['left_out']:5.1f} %"
@@ -161,10 +181,9 @@ class _Errors:
     def __init__(self) -> None:
         self._known: dict[Any, float] = {}
 
-    def of(self, one: Sample, shares: Shares, launch: float) -> float:
+    def of(self, one: Sample, shares: Shares, starts: Starts) -> float:
         """See `_error`."""
-        if not one.eager:
-            launch = 0.0
+        launch = starts.of(one)
         if not one.run.products:
             shares = replace(shares, eight_bits=0.0)
         key = id(one), shares, launch
@@ -175,32 +194,40 @@ class _Errors:
 
 def _found(samples: Sequence[Sample], errors: _Errors) -> Found:
     """What these runs support."""
-    launch, found = _LAUNCHES[0], _whole(samples, errors, _LAUNCHES[0])
-    eager = [s for s in samples if s.eager]
-    for _ in range(_ROUNDS if eager else 0):
-        launch = _launch(eager, found, errors)
-        found = _whole(samples, errors, launch)
+    starts = Starts(_LAUNCHES[0], _LAUNCHES[0])
+    found = _whole(samples, errors, starts)
+    if any(s.eager for s in samples):
+        for _ in range(_ROUNDS):
+            starts = _starts(samples, found, errors)
+            found = _whole(samples, errors, starts)
     for name, own in _grouped(samples, lambda s: _family(s.run)).items():
         few = [s for s in own if s.run.products]
         if few and name in found:
             choices = [replace(found[name], eight_bits=share) for share in _PRODUCTS]
-            found[name] = _best(few, choices, lambda s, x: errors.of(s, x, launch))
-    return Found(_with_eight_bits(found), launch)
+            found[name] = _best(few, choices, lambda s, x: errors.of(s, x, starts))
+    return Found(_with_eight_bits(found), starts)
 
 
-def _launch(eager: Sequence[Sample], found: Mapping[str, Shares], errors: _Errors) -> float:
-    """The host time of an operation that runs support which start them eagerly."""
-    return _best(eager, _LAUNCHES, lambda s, x: errors.of(s, found[_family(s.run)], x))
+def _starts(samples: Sequence[Sample], found: Mapping[str, Shares], errors: _Errors) -> Starts:
+    """The host times of an operation that runs support; where none says one, the other's."""
+    best = {}
+    for kind, own in _grouped(samples, lambda s: s.eager).items():
+        choices = [Starts(launch, launch) for launch in _LAUNCHES]
+        if kind:
+            known = _best(own, choices, lambda s, x: errors.of(s, found[_family(s.run)], x))
+            best[kind] = known.every
+    other = next(iter(best.values()))
+    return Starts(best.get("every", other), best.get("parts", other))
 
 
-def _whole(samples: Sequence[Sample], errors: _Errors, launch: float) -> dict[str, Shares]:
+def _whole(samples: Sequence[Sample], errors: _Errors, starts: Starts) -> dict[str, Shares]:
     """Shares of families, as runs say that have no products in 8 bits."""
     found = {}
     families = _grouped(samples, lambda s: _family(s.run))
     for name, own in families.items():
         whole = [s for s in own if not s.run.products]
         if whole:
-            found[name] = _best(whole, _CHOICES, lambda s, x: errors.of(s, x, launch))
+            found[name] = _best(whole, _CHOICES, lambda s, x: errors.of(s, x, starts))
     for name in families:
         if name not in found and (apart := _elsewhere(name, found)) is not None:
             found[name] = apart

@@ -218,14 +218,17 @@ SYSTEMS = {
     "core_v0.8": System(fusions=("cross_entropy",), zero=1, split=True),
 }
 
-# Shares of `SYSTEMS` that only the times of that source say: `launch_seconds`, for which other runs
-# that start operations eagerly say another (`fit`). All others are from what is documented of a
-# system: configurations, papers.
-_OWN = {"ground_truth_single": ("launch_seconds",)}
+# What only the times of that source say: host times, of all operations and of parts of mixtures,
+# for which other runs that start operations eagerly say another (`fit`). All others are from what
+# is documented of a system: configurations, papers.
+_OWN = {
+    "ground_truth_single": ("launch_seconds",),
+    "NVIDIA-NeMo/Megatron-Bridge": ("started_seconds",),
+}
 
 
 def own_shares(source: str) -> tuple[str, ...]:
-    """Fields of a source's system that nothing else says: who leaves it out leaves them out."""
+    """What of a source's system nothing else says: who leaves it out leaves it out."""
     return next((fields for part, fields in _OWN.items() if part in source), ())
 
 

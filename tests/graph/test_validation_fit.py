@@ -7,8 +7,9 @@ from functools import cache
 
 import pytest
 
+from benchmarks.validation.experts import Phase, Started
 from benchmarks.validation.fit import Sample, fitted, text
-from benchmarks.validation.rows import FOLDER, Run, own_shares, read
+from benchmarks.validation.rows import EAGER_LAUNCH, FOLDER, Run, own_shares, read
 from graphaccel.planner.catalogue import cluster
 from graphaccel.planner.efficiency import Work, computing
 from graphaccel.planner.plan import Precision
@@ -66,6 +67,27 @@ def test_host_time_is_that_of_other_eager_systems() -> None:
     assert rest["left_out"] == pytest.approx(6 / 5 - 1)
     assert figures["sources"][others.run.reported]["fitted"] == pytest.approx(0, abs=1e-3)
     assert text(figures).count("without its launch_seconds") == 1
+
+
+def test_starts_of_mixtures_are_fitted_apart() -> None:
+    """Left out, they take as long as those of other systems."""
+    every, parts = (sample_of(p, d) for p, d in (("ground_truth_multi", "a100-80gb"),
+                                                 ("Bridge", "h100-80gb")))  # fmt: skip
+    many = Work(kind="", bytes=8, dtype="float16", calls=1000)
+    every = replace(every, works=[(many, 1)], device=replace(every.device, launch_seconds=5e-5),
+                    run=replace(every.run, seconds=0.05), scaled=0.05)  # fmt: skip
+    started = Started(Phase(1000), Phase(2000))
+    told = started.waits(parts.device, EAGER_LAUNCH)
+    parts = replace(parts, works=[], started=started, scaled=told,
+                    run=replace(parts.run, seconds=3000 * 8e-5))  # fmt: skip
+    figures = fitted([every, parts, sample_of("sc21", "a100-80gb"), sample_of("dgxc", "h100-80gb")])
+    assert figures["launch_seconds"] == pytest.approx(5e-5)
+    assert figures["started_seconds"] == pytest.approx(8e-5)
+    mine = figures["sources"][parts.run.reported]
+    assert mine["fitted"] == pytest.approx(0, abs=1e-6)
+    assert mine["left_out"] == pytest.approx(3 / 8)
+    assert mine["without"] == ["started_seconds"]
+    assert "50 us to start an operation, 80 in parts of mixtures" in text(figures)
 
 
 def test_products_in_eight_bits_have_a_share_of_their_own() -> None:
