@@ -554,18 +554,25 @@ def least_moved(profile: Profile, plan: Plan, cluster: Cluster, extra: int = 1) 
 def least_optimizer(
     profile: Profile, plan: Plan, cluster: Cluster, optimizer_bytes: int, extra: int = 1
 ) -> float:
-    """Seconds of the optimizer where every stage has an equal part. extra: as in `least_moved`."""
-    device, shards = cluster.device, plan.shards if plan.zero else 1
+    """Seconds of the optimizer, with copies to and from the host, where every stage has an equal
+    part. extra: as in `least_moved`."""
+    size = profile.trained_bytes / extra / (plan.shards if plan.zero else 1)
+    tensors = profile.trained_tensors
+    device, offload = cluster.device, plan.offload
     for row in device.measured:
         if row.op == OPTIMIZER:
             starts, moves = _measured_optimizer(row, device)
-            size = profile.trained_bytes / extra / shards
-            seconds = starts * profile.trained_tensors + moves * size
-            return device.stepping * seconds / plan.pipeline
-    traffic = profile.trained_bytes / extra / shards * (3 + 2 * optimizer_bytes / 4)
-    launches = profile.trained_tensors / (1 if device.name == "cpu" else _TENSORS_AT_ONCE)
-    seconds = traffic / device.memory_bandwidth + launches * _OPTIMIZER_OPS * device.launch_seconds
-    return device.stepping * seconds / plan.pipeline
+            seconds = starts * tensors + moves * size
+            break
+    else:
+        traffic = size * (3 + 2 * optimizer_bytes / 4)
+        launches = tensors / (1 if device.name == "cpu" else _TENSORS_AT_ONCE)
+        seconds = traffic / device.memory_bandwidth
+        seconds += launches * _OPTIMIZER_OPS * device.launch_seconds
+    seconds *= device.stepping
+    if "optimizer" in offload:
+        seconds = sum(host_step_seconds(size, tensors, optimizer_bytes, cluster, seconds, offload))
+    return seconds / plan.pipeline
 
 
 def predict(

@@ -1,12 +1,14 @@
 """About how long the candidates of a large problem take, to look at the promising ones first.
 
 Not a bound: a step of even stages that fills its devices as evenly as it computes, with as much of
-its forward done again as memory asks for. What is guessed decides the order in which candidates are
-solved, never what is said of them.
+its forward done again as memory asks for; with activations on the host, as is best with the copies
+of what waits. What is guessed decides the order in which candidates are solved, never what is said
+of them.
 """
 
 from __future__ import annotations
 
+from functools import reduce
 from math import prod
 
 import numpy as np
@@ -34,12 +36,18 @@ def guess(bounds: Bounds, of: Columns, least: np.ndarray) -> tuple[np.ndarray, n
     waiting = in_flight(of) / of.pipeline / extra
     room = cluster.tensor_budget - held / of.pipeline - sums.passing / extra
     kept, lean = sums.kept * waiting, sums.lean * waiting
+    shares, costs = bounds.once(again_curve, known, int(of.small.min()))
+    forward = (sums.work - sums.backward) / extra / of.pipeline
     if "activations" in bounds.offload:
         kept = lean = np.zeros_like(room)  # what stays of them is little
-    again = np.clip((kept - room) / np.maximum(kept - lean, 1.0), 0.0, 1.0)
-    shares, costs = bounds.once(again_curve, known, int(of.small.min()))
-    done = np.interp(again, shares, costs)
-    slower = done * (sums.work - sums.backward) / extra / of.pipeline
+        assert cluster.host is not None
+        each = of.pipeline * extra * cluster.host.link
+        left = ((sums.kept - share * (sums.kept - sums.lean)) / each for share in shares.tolist())
+        ways = zip(costs.tolist(), left, strict=True)
+        slower = reduce(np.minimum, (forward * cost + _copied(up, forward) for cost, up in ways))
+    else:
+        again = np.clip((kept - room) / np.maximum(kept - lean, 1.0), 0.0, 1.0)
+        slower = forward * np.interp(again, shares, costs)
     stages = of.pipeline * of.interleave
     size = sums.crossing / layout.context * known.context
     sends = _sends(bounds, of, size)
@@ -50,6 +58,11 @@ def guess(bounds: Bounds, of: Columns, least: np.ndarray) -> tuple[np.ndarray, n
     slower = slower + whole / of.pipeline
     about = least + (of.microbatches + waits) * slower + 2 * (stages - 1) * sends
     return np.where(lean > room, np.inf, about), kept > _CROWDED * np.maximum(room, 0.0)
+
+
+def _copied(copy: np.ndarray, forward: np.ndarray) -> np.ndarray:
+    """Seconds that copies add to a microbatch: down beside its forward, and up again."""
+    return copy + np.maximum(0.0, copy - forward)
 
 
 def _sends(bounds: Bounds, of: Columns, size: np.ndarray) -> np.ndarray:

@@ -12,12 +12,11 @@ of a layout is made when its bound comes up. They count as 3 % slower than they 
 was not asked for must be worth it. The 32 best are ranked again by playing their schedules; then
 `refine`, which builds the real programs, has the last word on memory.
 
-Nothing is kept on the host unless that is pinned or nothing fits without. A plan with offload takes
-longer than the same plan without: it copies more, and the host's memory and processors are not
-taken to be faster than the device's (`planner.offload`). So it can not be the best of those that
-fit without. It may be faster than a plan that fits by other means, as by computing more again: who
-wants that pins it, and `--explain` shows what it would take. Parameters are kept there only where
-that is pinned: the runtime can not do it, and both `graphaccel plan` and `optimize()` search here.
+Nothing is kept on the host unless that is pinned, or nothing fits without, or what fits takes much
+longer (`planner.on_host`). A plan with offload takes longer than the same plan without: it copies
+more, and the host's memory and processors are not taken to be faster than the device's. So it is
+tried only where memory ruled out what might be faster. Parameters are kept there only where that is
+pinned: the runtime can not do it, and both `graphaccel plan` and `optimize()` search here.
 
 Deterministic: ties go to fewer microbatches, less pipeline, less interleaving, less recomputing.
 """
@@ -45,13 +44,14 @@ from graphaccel.planner.offering import (
     planned_notes,
 )
 from graphaccel.planner.offload import offload_text
+from graphaccel.planner.on_host import faster_on_host, missing, solve_as_needed
 from graphaccel.planner.outside import outside_notes
 from graphaccel.planner.pins import Limits, Pins
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.profile import Profile
 from graphaccel.planner.record import Record
 from graphaccel.planner.solve import Outcome, Problem, excess, scaled
-from graphaccel.planner.solving import missing, solve_all, solve_as_needed
+from graphaccel.planner.solving import solve_all
 from graphaccel.planner.stepping import NOTHING, Stepping
 
 _REFINED = 12  # programs built before giving up: each costs as much as a capture
@@ -103,28 +103,7 @@ def search(
     check_offload(decided, problem)
     check_products(decided, problem)
     check_chunk(decided, problem.profile.in_chunks)
-    best: Plan | None = None
-    notes: tuple[str, ...] = ()
-    tried: list[tuple[Outcome, Problem]] = []
-    for spared in offered(decided, problem):
-        wanted = replace(decided, spared=spared)
-        outcome, corrected = solve_all(problem, wanted, batch, record=record), problem
-        if outcome.fitting:
-            best, notes, corrected = _proved(
-                problem, wanted, outcome, batch, refine, record.refused
-            )
-        if best is not None:
-            break
-        tried.append((outcome, corrected))
-    if best is None:
-        outcome, corrected = min(tried, key=lambda found: missing(found[0], cluster))
-        raise infeasible(problem, decided, outcome, batch, solve_as_needed, corrected, refine)
-    if tried:
-        over = format_bytes(missing(tried[0][0], cluster))
-        notes = (
-            f"{offload_text(best.offload)} on the host: without, no plan fits by {over}",
-            *notes,
-        )
+    best, outcome, corrected, notes = _chosen(problem, decided, batch, refine, record)
     record.corrected = corrected
     return replace(
         best,
@@ -141,6 +120,67 @@ def search(
         ),
         certificate=outcome.tally.certificate(_gap(problem, best, outcome)),
     )
+
+
+def _chosen(
+    problem: Problem, decided: Pins, batch: int, refine: Refine | None, record: Record
+) -> tuple[Plan, Outcome, Problem, tuple[str, ...]]:
+    """The best that is proved, what was solved for it, the problem and what is said of it.
+
+    Raises: InfeasiblePlan (GA201)."""
+    tried: list[tuple[Outcome, Problem]] = []
+    for spared in offered(decided, problem):
+        wanted = replace(decided, spared=spared)
+        outcome, corrected = solve_all(problem, wanted, batch, record=record), problem
+        if outcome.fitting:
+            given = problem, wanted, outcome, batch, refine, record.refused
+            about = outcome.fitting[0]
+            if not tried and (away := _away(*given, about)) is not None:
+                return away
+            best, notes, corrected = _proved(*given)
+            if best is not None:
+                slower = not tried and seconds(best) > seconds(about)  # than was thought
+                if slower and (away := _away(*given, best)) is not None:
+                    return away
+                break
+        tried.append((outcome, corrected))
+    else:
+        outcome, corrected = min(tried, key=lambda found: missing(found[0], problem.cluster))
+        raise infeasible(problem, decided, outcome, batch, solve_as_needed, corrected, refine)
+    if tried:
+        over = format_bytes(missing(tried[0][0], problem.cluster))
+        said = f"{offload_text(best.offload)} on the host: without, no plan fits by {over}"
+        notes = said, *notes
+    return best, outcome, corrected, notes
+
+
+def _away(
+    problem: Problem,
+    pins: Pins,
+    outcome: Outcome,
+    batch: int,
+    refine: Refine | None,
+    dropped: set[Plan],
+    best: Plan,
+) -> tuple[Plan, Outcome, Problem, tuple[str, ...]] | None:
+    """What is worth its copies rather than `best`, the fastest with nothing on the host."""
+    ways = faster_on_host(problem, pins, batch, outcome, best)
+    for _, other in ways:
+        outcome.beside(other, problem.cluster)
+    for wanted, other in ways:
+        if other.fitting:
+            found, notes, smaller = _proved(problem, wanted, other, batch, refine, dropped)
+            if found is not None and seconds(found) < seconds(best):
+                said = f"{offload_text(found.offload)} on the host: {_without(best)}"
+                return found, outcome, smaller, (said, *notes)
+    return None
+
+
+def _without(best: Plan) -> str:
+    """What a plan with something on the host is chosen over."""
+    took = seconds(best)
+    text = f"{took:.3g} s" if took >= 1 else f"{took * 1e3:.3g} ms"
+    return f"without, the best takes {text} ({best.name})"
 
 
 def _gap(problem: Problem, best: Plan, outcome: Outcome) -> str:

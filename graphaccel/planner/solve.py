@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -92,7 +93,7 @@ class Outcome:
     played; why the first that could not be cut could not. kept: how many of the fitting were ranked
     by playing them. whole: every cut and set of blocks was tried (`planner.whole`). open:
     candidates that might be faster and were not solved, and seconds that they can not beat; None
-    where there are none.
+    where there are none. cramped: least seconds of what memory alone rules out, or a bound of them.
     """
 
     fitting: list[Plan] = field(default_factory=list)
@@ -106,11 +107,34 @@ class Outcome:
     kept: int = 0
     whole: bool = False
     open: tuple[int, float] | None = None
+    cramped: float = math.inf
+
+    def beside(self, other: Outcome, cluster: Cluster) -> None:
+        """Count the candidates of another search for the same plan among these."""
+        pairs = zip(astuple(self.tally), astuple(other.tally), strict=True)
+        self.tally = Tally(*(own + more for own, more in pairs))
+        self.seen += other.seen
+        self.whole = self.whole and other.whole
+        self.played.update(other.played)
+        if other.open is not None:
+            many, bound = self.open or (0, math.inf)
+            self.open = many + other.open[0], min(bound, other.open[1])
+        for key, plan in other.by_mesh.items():
+            known = self.by_mesh.get(key)
+            if excess(plan, cluster) <= 0 and (known is None or _worse(known, plan, cluster)):
+                self.by_mesh[key] = plan
 
     def missed(self, plan: Plan, cluster: Cluster) -> None:
         """Note a plan that does not fit."""
         if self.closest is None or excess(plan, cluster) < excess(self.closest, cluster):
             self.closest = plan
+
+
+def _worse(plan: Plan, other: Plan, cluster: Cluster) -> bool:
+    """Whether a plan does not fit, or takes longer than another."""
+    assert plan.prediction is not None
+    assert other.prediction is not None
+    return excess(plan, cluster) > 0 or plan.prediction.seconds > other.prediction.seconds
 
 
 def with_cuts_and_blocks(

@@ -29,7 +29,6 @@ from graphaccel.planner.estimate import predict_seconds
 from graphaccel.planner.explain import mesh_key, seconds
 from graphaccel.planner.guess import guess
 from graphaccel.planner.impossible import indivisible, no_shape
-from graphaccel.planner.offering import offered
 from graphaccel.planner.pins import Pins, base_plan
 from graphaccel.planner.plan import GATHERS, Plan, Prediction
 from graphaccel.planner.record import Record
@@ -53,22 +52,6 @@ _ACTIONS = 150_000  # forwards of schedules that are played at the end: a second
 _PLAYED = 20_000  # forwards of a schedule that is played to see which candidates are left out
 
 
-def solve_as_needed(problem: Problem, pins: Pins, batch: int) -> Outcome:
-    """`solve_all`; where nothing fits, again with more on the host, as `search` does."""
-    found = [solve_all(problem, replace(pins, spared=()), batch)]
-    for spared in offered(pins, problem)[1:]:
-        if found[-1].fitting:
-            break
-        found.append(solve_all(problem, replace(pins, spared=spared), batch))
-    return found[-1] if found[-1].fitting else min(found, key=lambda o: missing(o, problem.cluster))
-
-
-def missing(outcome: Outcome, cluster: Cluster) -> int:
-    """Bytes by which the closest plan does not fit."""
-    assert outcome.closest is not None
-    return excess(outcome.closest, cluster)
-
-
 def solve_all(
     problem: Problem,
     pins: Pins,
@@ -77,16 +60,18 @@ def solve_all(
     record: Record | None = None,
     prune: bool = True,
     build: bool = True,
+    goal: float = math.inf,
 ) -> Outcome:
     """Solve every candidate that its bound does not rule out, or every one where not `prune`.
 
     record: holds the outcome from the first candidate on, and is told after each. build: make the
-    graphs of further layouts; otherwise only those that were made already are looked at.
+    graphs of further layouts; otherwise only those that were made already are looked at. goal:
+    seconds; what can not be faster is not looked at.
 
     Raises: BatchNotDivisible (GA206), SplitRefused (GA207), TooManyStages (GA203) when no
     candidate is left for that reason.
     """
-    solving = _Solving(problem, pins, batch, prune, build)
+    solving = _Solving(problem, pins, batch, prune, build, goal)
     outcome = solving.outcome
     if not outcome.tally.candidates:
         raise no_shape(problem, pins, batch)
@@ -103,17 +88,20 @@ def solve_all(
         if not pins.names and math.gcd(batch, problem.cluster.count) == 1:
             raise indivisible(problem.cluster.count, batch, outcome.too_many.possible)
         raise outcome.too_many
+    outcome.fitting = [plan for plan in outcome.fitting if seconds(plan) <= goal]
     outcome.fitting.sort(key=lambda plan: _rank(plan, pins))
     solving.simulate_best()
     if prune and outcome.tally.candidates <= MANY and outcome.open is None:
-        solve_whole(problem, pins, solving.bounds, solving.meshes, outcome)
+        solve_whole(problem, pins, solving.bounds, solving.meshes, outcome, goal)
     return outcome
 
 
 class _Solving:
     """One pass over the candidates of a problem."""
 
-    def __init__(self, problem: Problem, pins: Pins, batch: int, prune: bool, build: bool) -> None:
+    def __init__(
+        self, problem: Problem, pins: Pins, batch: int, prune: bool, build: bool, goal: float
+    ) -> None:
         self.problem, self.pins, self.batch, self.prune = problem, pins, batch, prune
         self.outcome = Outcome()
         step = problem.profile.step
@@ -129,7 +117,7 @@ class _Solving:
         self.told: dict[tuple[Layout, Layout], dict[Shape, tuple[float, bool]]] = {}
         self.settled: set[Shape] = set()
         self.times: list[float] = []
-        self.limit = math.inf  # weighed seconds, played, of the best plan so far
+        self.goal = self.limit = goal  # the latter weighed, played, of the best plan so far
         self.late: list[tuple[float, Shape]] = []  # too big before anything is computed
         self.misfits: dict[tuple[object, ...], list[Shape]] = {}  # however much they do again
         self.tried: Counter[Shape] = Counter()  # ways of doing again of each
@@ -188,7 +176,8 @@ class _Solving:
         for bound, shape in first:
             known = self.outcome.by_mesh.get(mesh_key(shape.on(self.base)))
             full = len(self.times) >= KEPT and bound > self.times[KEPT - 1]
-            if self.prune and (self._known(shape) or (full and known is not None)):
+            slow = bound > self.goal or (full and known is not None)
+            if self.prune and (slow or self._known(shape)):
                 tally.pruned += 1
             else:
                 self._solve(bound, shape)
@@ -197,7 +186,7 @@ class _Solving:
         for many, bound in self._guided(least) if large else self._others():
             done += many
             yield done, bound
-        if not self.outcome.fitting:  # which of them misses least, then
+        if not self.outcome.fitting and self.goal == math.inf:  # which of them misses least, then
             for bound, shape in self.late[:KEPT]:
                 tally.infeasible -= 1
                 tally.solved -= 1
@@ -295,6 +284,7 @@ class _Solving:
                     tally.pruned += 1
                 elif choice == "none" and mesh in crowded and len(choices) > 1:
                     skipped.append(self._bound(mesh))
+                    self.outcome.cramped = min(self.outcome.cramped, self._bound(mesh))
                     tally.pruned += 1
                     self._tried(mesh)
                 else:
@@ -357,7 +347,10 @@ class _Solving:
 
     def _is_misfit(self, mesh: Shape) -> bool:
         """Whether it keeps no less than another that does not fit."""
-        return any(mesh.keeps_no_less(one) for one in self.misfits.get(mesh.comparable, ()))
+        known = self.misfits.get(mesh.comparable, ())
+        if misfit := any(mesh.keeps_no_less(one) for one in known):
+            self.outcome.cramped = min(self.outcome.cramped, self._bound(mesh))
+        return misfit
 
     def _tried(self, mesh: Shape) -> None:
         """Note that a way of doing again does not make it fit."""
@@ -369,6 +362,7 @@ class _Solving:
         problem, pins, outcome = self.problem, self.pins, self.outcome
         if floor and self.prune and self._told(shape.layout)[shape.mesh][1]:
             self.late.append((bound, shape))
+            outcome.cramped = min(outcome.cramped, bound)
             outcome.tally.infeasible += 1
             outcome.tally.solved += 1
             return
@@ -400,6 +394,7 @@ class _Solving:
         fits = excess(plan, problem.cluster) <= 0
         if not fits:
             outcome.missed(plan, problem.cluster)
+            outcome.cramped = min(outcome.cramped, seconds(plan))
         else:
             outcome.fitting.append(plan)
             bisect.insort(self.times, weighed(plan, pins))

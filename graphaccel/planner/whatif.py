@@ -31,14 +31,14 @@ from graphaccel.planner.explain import (
     wider_cluster,
 )
 from graphaccel.planner.offering import offered
-from graphaccel.planner.offload import offload_text, read_offload
+from graphaccel.planner.offload import offload_text, planned_only, read_offload
+from graphaccel.planner.on_host import WORTH_COPIES, solve_as_needed
 from graphaccel.planner.order import AXES
 from graphaccel.planner.ordering import orders
 from graphaccel.planner.pins import NAMES, PRECISIONS, Pins
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.record import Record
 from graphaccel.planner.solve import Problem, excess
-from graphaccel.planner.solving import solve_as_needed
 from graphaccel.schedule.table import SCHEDULE_NAMES
 
 _GIB = 2**30
@@ -205,8 +205,11 @@ def _against_it(record: Record, plan: Plan, asked: Mapping[str, object], gain: f
         return "changes numerics: only when pinned"
     if gain < 0.005:
         return ""
-    if asked.get("offload") not in (None, "none"):
-        return "what fits without keeps nothing on the host: only when pinned"
+    if (offload := asked.get("offload")) not in (None, "none"):
+        if planned_only(read_offload(offload)):
+            return "planned only: never chosen unasked"
+        if gain < 1 - 1 / WORTH_COPIES:
+            return f"copies to the host must make a step {WORTH_COPIES - 1:.0%} shorter"
     tried = _SOLVED | {f.name for f in fields(Shape)}
     unasked = [name for name in names if name not in tried]
     return f"{' and '.join(unasked)} only when pinned" if unasked else ""

@@ -32,14 +32,14 @@ _BETTER = 1 - 1e-9
 
 def solve_whole(
     problem: Problem, pins: Pins, bounds: Bounds, meshes: Mapping[Layout, Sequence[Shape]],
-    outcome: Outcome,
+    outcome: Outcome, goal: float = math.inf,
 ) -> None:  # fmt: skip
-    """Put what is better than the best of `outcome` before it; its `whole` says whether everything
-    was tried. Where stages or "some" blocks were pinned, nothing is."""
+    """Put what is better than the best of `outcome`, or than `goal` seconds, before it; its `whole`
+    says whether everything was tried. Where stages or "some" blocks were pinned, nothing is."""
     if problem.stages or pins.recompute in ("some", "selective"):
         return
     best = outcome.fitting[0] if outcome.fitting else None
-    limit = math.inf if best is None else seconds(best) * _weight(pins, best)
+    limit = goal if best is None else seconds(best) * _weight(pins, best)
     left = _left(problem, pins, bounds, meshes, limit)
     ways = sum(_how_many(problem, pins, mesh.on(bounds.plan(mesh.layout))) for _, _, mesh in left)
     if ways > _CUTS:
