@@ -164,10 +164,14 @@ def _left_out(sources: dict[str, dict[str, Any]]) -> list[str]:
         for fewer in (False, True)
     ]
     means = [f"{100 * sum(kind) / len(kind):.1f} %" if kind else "none" for kind in kinds]
+    rows = sum(one["left_out"] for one in known.values()) / len(known)
+    many = sum(one["runs"] for one in known.values())
+    runs = sum(one["runs"] * one["left_out"] for one in known.values()) / many
     over = {name: one for name, one in known.items() if one["left_out"] > _BAR}
     lines = [
         "",
-        f"Left out: {means[0]} on average over the sources, {means[1]} with products in 8 bits. "
+        f"Left out: {means[0]} on average over the sources, {means[1]} with products in 8 or 4 "
+        f"bits; {100 * rows:.1f} % over all rows of the table, {100 * runs:.1f} % over all runs. "
         f"Against a bar of {100 * _BAR:.0f} %: {len(known) - len(over)} of {len(known)} rows are "
         "within it" + (", above it are:" if over else "."),
     ]
