@@ -103,7 +103,10 @@ class Sums:
 class Bounds:
     """Seconds and bytes that candidates of one problem can not do with less than."""
 
-    def __init__(self, problem: Problem, base: Plan) -> None:
+    def __init__(self, problem: Problem, base: Plan, moved: dict[Any, Any] | None = None) -> None:
+        """moved: what moves over data, as is known and will be: the same of plans that differ in
+        what is on the host."""
+        self._moved = {} if moved is None else moved
         self._problem, self._base = problem, base
         self._refused: set[Layout] = set()
         self._built: set[Layout] = set()
@@ -230,9 +233,12 @@ class Bounds:
     def _outside(self, known: Layout, of: Columns) -> tuple[LeastMoved, np.ndarray]:
         asked = np.stack([of.data, of.pipeline, np.minimum(of.zero, 2), of.over])
         kinds, place = np.unique(asked, axis=1, return_inverse=True)
-        found = [self.once(_outside, known, of.layout, *kind) for kind in kinds.T.tolist()]
-        late = np.array([seconds for _, seconds in found])
-        return _spread([moved for moved, _ in found], place), late[place]
+        asked = [(known, of.layout, *kind) for kind in kinds.T.tolist()]
+        for key in asked:
+            if key not in self._moved:
+                self._moved[key] = _moving(self, *key)
+        late = np.array([self.once(_late, *key) for key in asked])
+        return _spread([self._moved[key] for key in asked], place), late[place]
 
     def once(self, make: Callable[..., T], *key: Any) -> T:
         """What `make` gives of these bounds and a key, made at its first call."""
@@ -369,15 +375,29 @@ def _sums(bounds: Bounds, known: Layout, small: int, ends: tuple[int, int]) -> S
     )
 
 
-def _outside(
+def _moving(
     bounds: Bounds, known: Layout, layout: Layout, data: int, pipeline: int, zero: int, over: int
-) -> tuple[LeastMoved, float]:
-    """What moves over data at least, in any order of the axes that is offered, and the seconds of
-    the optimizer."""
+) -> LeastMoved:
+    """What moves over data at least, in any order of the axes that is offered."""
     problem, extra = bounds.problem, over_parameters(layout, known)
+    profile, plan = _between(bounds, known, layout, data, pipeline, zero, over)
+    ways = [replace(plan, order=order) for order in orders(problem.cluster, plan)]
+    return _least([least_moved(profile, one, problem.cluster, extra) for one in ways])
+
+
+def _late(
+    bounds: Bounds, known: Layout, layout: Layout, data: int, pipeline: int, zero: int, over: int
+) -> float:
+    """Seconds of the optimizer at least."""
+    problem, extra = bounds.problem, over_parameters(layout, known)
+    profile, plan = _between(bounds, known, layout, data, pipeline, zero, over)
+    return least_optimizer(profile, plan, problem.cluster, problem.optimizer_bytes, extra)
+
+
+def _between(
+    bounds: Bounds, known: Layout, layout: Layout, data: int, pipeline: int, zero: int, over: int
+) -> tuple[Profile, Plan]:
+    """The graph that stands for such plans, and one of them."""
     shard = over if over < data else 0
     plan = bounds.plan(layout, data=data, pipeline=pipeline, zero=zero, shard=shard)
-    profile = problem.layouts.of(bounds.plan(known, data=1, microbatches=1))
-    ways = [replace(plan, order=order) for order in orders(problem.cluster, plan)]
-    moving = _least([least_moved(profile, one, problem.cluster, extra) for one in ways])
-    return moving, least_optimizer(profile, plan, problem.cluster, problem.optimizer_bytes, extra)
+    return bounds.problem.layouts.of(bounds.plan(known, data=1, microbatches=1)), plan

@@ -59,7 +59,7 @@ def faster_on_host(
     found, useless = [], []
     for spared in offered(pins, problem)[1:]:
         wanted = replace(pins, spared=spared)
-        outcome = solve_all(problem, wanted, batch, goal=goal)
+        outcome = solve_all(problem, wanted, batch, goal=goal, shared=without.shared)
         (found if outcome.fitting else useless).append((wanted, outcome))
         if outcome.fitting:
             goal = seconds(outcome.fitting[0]) / WORTH

@@ -87,6 +87,15 @@ class Tally:
 
 
 @dataclass
+class Shared:
+    """What solving again with something else on the host need not find again: what moves over data
+    (`planner.bounds`), and candidates, by whether activations are there."""
+
+    moved: dict[Any, Any] = field(default_factory=dict)
+    candidates: dict[bool, Any] = field(default_factory=dict)
+
+
+@dataclass
 class Outcome:
     """Solved candidates: fitting, fastest first; the best of each mesh; the one that misses
     least; all of them, in the order in which they were solved; times of schedules that were
@@ -94,6 +103,7 @@ class Outcome:
     by playing them. whole: every cut and set of blocks was tried (`planner.whole`). open:
     candidates that might be faster and were not solved, and seconds that they can not beat; None
     where there are none. cramped: least seconds of what memory alone rules out, or a bound of them.
+    shared: with other searches for the same plan.
     """
 
     fitting: list[Plan] = field(default_factory=list)
@@ -108,6 +118,7 @@ class Outcome:
     whole: bool = False
     open: tuple[int, float] | None = None
     cramped: float = math.inf
+    shared: Shared = field(default_factory=Shared)
 
     def beside(self, other: Outcome, cluster: Cluster) -> None:
         """Count the candidates of another search for the same plan among these."""

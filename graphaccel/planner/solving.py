@@ -32,7 +32,7 @@ from graphaccel.planner.impossible import indivisible, no_shape
 from graphaccel.planner.pins import Pins, base_plan
 from graphaccel.planner.plan import GATHERS, Plan, Prediction
 from graphaccel.planner.record import Record
-from graphaccel.planner.solve import Outcome, Problem, excess, in_orders
+from graphaccel.planner.solve import Outcome, Problem, Shared, excess, in_orders
 from graphaccel.planner.whole import solve_whole
 
 KEPT = 32
@@ -61,17 +61,19 @@ def solve_all(
     prune: bool = True,
     build: bool = True,
     goal: float = math.inf,
+    shared: Shared | None = None,
 ) -> Outcome:
     """Solve every candidate that its bound does not rule out, or every one where not `prune`.
 
     record: holds the outcome from the first candidate on, and is told after each. build: make the
     graphs of further layouts; otherwise only those that were made already are looked at. goal:
-    seconds; what can not be faster is not looked at.
+    seconds; what can not be faster is not looked at. shared: of a search that differs in what is on
+    the host.
 
     Raises: BatchNotDivisible (GA206), SplitRefused (GA207), TooManyStages (GA203) when no
     candidate is left for that reason.
     """
-    solving = _Solving(problem, pins, batch, prune, build, goal)
+    solving = _Solving(problem, pins, batch, prune, build, goal, shared or Shared())
     outcome = solving.outcome
     if not outcome.tally.candidates:
         raise no_shape(problem, pins, batch)
@@ -100,10 +102,11 @@ class _Solving:
     """One pass over the candidates of a problem."""
 
     def __init__(
-        self, problem: Problem, pins: Pins, batch: int, prune: bool, build: bool, goal: float
-    ) -> None:
+        self, problem: Problem, pins: Pins, batch: int, prune: bool, build: bool, goal: float,
+        shared: Shared,
+    ) -> None:  # fmt: skip
         self.problem, self.pins, self.batch, self.prune = problem, pins, batch, prune
-        self.outcome = Outcome()
+        self.outcome = Outcome(shared=shared)
         step = problem.profile.step
         self.base = base_plan(
             pins,
@@ -113,7 +116,7 @@ class _Solving:
             cluster_name(problem.cluster),
             (pins.outputs or "loss") if step.has_loss else "all",
         )
-        self.bounds = Bounds(problem, self.base)
+        self.bounds = Bounds(problem, self.base, shared.moved)
         self.told: dict[tuple[Layout, Layout], dict[Shape, tuple[float, bool]]] = {}
         self.settled: set[Shape] = set()
         self.times: list[float] = []
@@ -123,15 +126,23 @@ class _Solving:
         self.tried: Counter[Shape] = Counter()  # ways of doing again of each
         offered = layouts(problem, pins, batch)
         self.base_layout = offered[0]
-        if not build:
-            offered = [x for x in offered if x == offered[0] or self.bounds.built(x)]
-        own = list(meshes_of(problem, pins, batch, offered[0]))
+        away = "activations" in pins.on_host  # which not every schedule can do
+        if build and away in shared.candidates:
+            own, others, cols = shared.candidates[away]
+        else:
+            if not build:
+                offered = [x for x in offered if x == offered[0] or self.bounds.built(x)]
+            own = list(meshes_of(problem, pins, batch, offered[0]))
+            others = {x: list(meshes_of(problem, pins, batch, x)) for x in offered[1:]}
+            every = {offered[0]: list(dict.fromkeys(own)), **others}
+            cols = {x: columns(meshes, batch) for x, meshes in every.items() if meshes}
+            if build:
+                shared.candidates[away] = own, others, cols
         if own and not self.bounds.build(offered[0]):
             problem.layouts.of(own[0].on(self.base))  # raises why not
-        self.own, self.choices = own, recomputes(problem, pins)
-        self.others = {x: list(meshes_of(problem, pins, batch, x)) for x in offered[1:]}
-        self.meshes = {offered[0]: list(dict.fromkeys(own)), **self.others}
-        self.columns = {x: columns(meshes, batch) for x, meshes in self.meshes.items() if meshes}
+        self.own, self.others, self.columns = own, others, cols
+        self.choices = recomputes(problem, pins)
+        self.meshes = {offered[0]: list(dict.fromkeys(own)), **others}
         apart = sum(map(len, self.others.values()))
         self.outcome.tally.candidates = len(self.choices) * (len(own) + apart)
 
@@ -214,18 +225,20 @@ class _Solving:
             found: tuple[Iterable[float], Iterable[bool]] = (), ()
             if meshes:
                 of = self.columns[layout]
-                found = guess(self.bounds, of, self.bounds.seconds(of, even=True))
+                about, over = guess(self.bounds, of, self.bounds.seconds(of, even=True))
+                found = about.tolist(), over.tolist()
             made = self.bounds.built(layout)
             before = guessed.get(layout, math.inf)
-            guessed[layout] = float(min(found[0], default=math.inf))
+            guessed[layout] = min(found[0], default=math.inf)
             if made and guessed[layout] < math.inf > before > 0:
                 slower[_axes(layout)] = max(1.0, guessed[layout] / before)
+            most = _PROMISING * self.limit  # what is beyond is not looked at
             for mesh, about, over in zip(meshes, *found, strict=True):
                 (crowded.add if over else crowded.discard)(mesh)
-                if made or about < math.inf:
+                if about <= most and (made or about < math.inf):
                     worth = 1.0 if plain(self.pins, mesh) else WORTH
                     worth *= _INSIDE if inside(mesh) else 1.0
-                    heapq.heappush(heap, (float(about) * worth, mesh.order, mesh, known, 1.0))
+                    heapq.heappush(heap, (about * worth, mesh.order, mesh, known, 1.0))
 
         left = {mesh for own in groups.values() for mesh in own}
         alone = [x for x in groups if x == replace(self.base_layout, tensor=x.tensor)]
@@ -292,7 +305,8 @@ class _Solving:
                     solved += 1
             yield len(choices), least
         tally.pruned += len(choices) * len(left)
-        rest = [b for b in map(self._bound, left) if b * WORTH <= self.limit]
+        told = (self._told(x)[mesh][0] for x, own in groups.items() for mesh in own if mesh in left)
+        rest = [b for b in told if b * WORTH <= self.limit]
         skipped = [b for b in skipped if b * WORTH <= self.limit]
         if rest or skipped:
             many = len(choices) * len(rest) + len(skipped)
