@@ -137,11 +137,16 @@ class _Found:
         record, plan = self.record, self.plan
         assert record.problem is not None
         assert record.outcome is not None
-        found = record.outcome
-        if self.program is not None and found.tally.candidates <= _DRAWN:
-            pins = replace(record.pins, spared=plan.offload)
-            found = solve_all(record.problem, pins, record.batch, prune=False, build=False)
-        plans = (*found.seen, *found.fitting)  # the latter with the times of their schedules
+        found = [record.outcome]
+        if self.program is not None and found[0].tally.candidates <= _DRAWN:
+            found = [  # also those with nothing on the host, where that was not asked for
+                solve_all(record.problem, replace(record.pins, spared=spared), record.batch,
+                          prune=False, build=False)
+                for spared in dict.fromkeys((plan.offload, ()))
+                if record.pins.offload is None or spared == plan.offload
+            ]  # fmt: skip
+        # what fits comes with the times of its schedule
+        plans = [plan for one in found for plan in (*one.seen, *one.fitting)]
         return replace(facts, candidates=points(plans, plan, self.compiler.cluster))
 
     def explained(self, facts: Facts) -> Facts:
