@@ -40,6 +40,11 @@ def seconds(plan: Plan) -> float:
     return plan.prediction.seconds
 
 
+def time_text(took: float) -> str:
+    """Seconds in three digits, as seconds or milliseconds."""
+    return f"{took:.3g} s" if took >= 1 else f"{took * 1e3:.3g} ms"
+
+
 def alternatives(
     best: Plan,
     by_mesh: Mapping[tuple[int, ...], Plan],
@@ -89,9 +94,8 @@ def lost_because(plan: Plan, best: Plan, cluster: Cluster) -> str:
     grown = {name: mine.terms[name] - theirs.terms.get(name, 0.0) for name in mine.terms}
     term = max(grown, key=lambda name: grown[name])
     more = grown[term]
-    text = f"{more:.3g} s" if more >= 1 else f"{more * 1e3:.3g} ms"
     how = f"{slower:.0f}% slower" if slower < 900 else f"{slower / 100 + 1:.0f} times as long"
-    return f"{how}: {TERMS.get(term, term)} +{text}"
+    return f"{how}: {TERMS.get(term, term)} +{time_text(more)}"
 
 
 def no_slower(gain: float, but: str = "") -> str:

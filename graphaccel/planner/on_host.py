@@ -39,6 +39,12 @@ def solve_as_needed(problem: Problem, pins: Pins, batch: int) -> Outcome:
     return found[-1] if found[-1].fitting else min(found, key=lambda o: missing(o, problem.cluster))
 
 
+def goal_of(best: Plan) -> float:
+    """Seconds that a plan with something on the host must not exceed to be worth it. best: with
+    nothing there."""
+    return seconds(best) / WORTH_COPIES
+
+
 def missing(outcome: Outcome, cluster: Cluster) -> int:
     """Bytes by which the closest plan does not fit."""
     assert outcome.closest is not None
@@ -53,7 +59,7 @@ def faster_on_host(
 
     without: of solving with nothing there; best: of these plans, the best. What copies more must be
     worth that. Nothing is tried where device and host have one memory."""
-    host, goal = problem.cluster.host, seconds(best) / WORTH_COPIES
+    host, goal = problem.cluster.host, goal_of(best)
     if host is None or host.shared or without.cramped > goal:
         return []
     found, useless = [], []

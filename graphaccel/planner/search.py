@@ -34,7 +34,7 @@ from graphaccel.messages import format_bytes
 from graphaccel.planner.by_heads import context_notes
 from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.conflicts import agreeing_pins
-from graphaccel.planner.explain import alternatives, infeasible, seconds
+from graphaccel.planner.explain import alternatives, infeasible, seconds, time_text
 from graphaccel.planner.layouts import Layouts
 from graphaccel.planner.offering import (
     check_chunk,
@@ -44,7 +44,7 @@ from graphaccel.planner.offering import (
     planned_notes,
 )
 from graphaccel.planner.offload import offload_text
-from graphaccel.planner.on_host import faster_on_host, missing, solve_as_needed
+from graphaccel.planner.on_host import faster_on_host, goal_of, missing, solve_as_needed
 from graphaccel.planner.outside import outside_notes
 from graphaccel.planner.pins import Limits, Pins
 from graphaccel.planner.plan import Plan
@@ -164,23 +164,17 @@ def _away(
     best: Plan,
 ) -> tuple[Plan, Outcome, Problem, tuple[str, ...]] | None:
     """What is worth its copies rather than `best`, the fastest with nothing on the host."""
-    ways = faster_on_host(problem, pins, batch, outcome, best)
-    for _, other in ways:
-        outcome.beside(other, problem.cluster)
-    for wanted, other in ways:
-        if other.fitting:
+    chosen = None
+    for wanted, other in faster_on_host(problem, pins, batch, outcome, best):
+        if chosen is None and other.fitting:
             found, notes, smaller = _proved(problem, wanted, other, batch, refine, dropped)
-            if found is not None and seconds(found) < seconds(best):
-                said = f"{offload_text(found.offload)} on the host: {_without(best)}"
-                return found, outcome, smaller, (said, *notes)
-    return None
-
-
-def _without(best: Plan) -> str:
-    """What a plan with something on the host is chosen over."""
-    took = seconds(best)
-    text = f"{took:.3g} s" if took >= 1 else f"{took * 1e3:.3g} ms"
-    return f"without, the best takes {text} ({best.name})"
+            # Where the first does not fit once built, all are solved again, without a goal.
+            if found is not None and seconds(found) <= goal_of(best):
+                said = f"{offload_text(found.offload)} on the host: without, the best takes "
+                said += f"{time_text(seconds(best))} ({best.name})"
+                chosen = found, outcome, smaller, (said, *notes)
+        outcome.beside(other, problem.cluster)
+    return chosen
 
 
 def _gap(problem: Problem, best: Plan, outcome: Outcome) -> str:

@@ -132,20 +132,13 @@ class Outcome:
             self.open = many + other.open[0], min(bound, other.open[1])
         for key, plan in other.by_mesh.items():
             known = self.by_mesh.get(key)
-            if excess(plan, cluster) <= 0 and (known is None or _worse(known, plan, cluster)):
+            if known is None or _order(cluster, plan) < _order(cluster, known):
                 self.by_mesh[key] = plan
 
     def missed(self, plan: Plan, cluster: Cluster) -> None:
         """Note a plan that does not fit."""
         if self.closest is None or excess(plan, cluster) < excess(self.closest, cluster):
             self.closest = plan
-
-
-def _worse(plan: Plan, other: Plan, cluster: Cluster) -> bool:
-    """Whether a plan does not fit, or takes longer than another."""
-    assert plan.prediction is not None
-    assert other.prediction is not None
-    return excess(plan, cluster) > 0 or plan.prediction.seconds > other.prediction.seconds
 
 
 def with_cuts_and_blocks(
@@ -165,7 +158,7 @@ def with_cuts_and_blocks(
     best: Plan | None = None
     for tried in chunked(problem, plan):
         found = _solved(problem, tried, recompute, cuts)
-        if best is None or _order(problem, found) < _order(problem, best):
+        if best is None or _order(problem.cluster, found) < _order(problem.cluster, best):
             best = found
         if excess(best, problem.cluster) <= 0 and recompute not in ("some", "selective"):
             break  # fewer rows at a time take longer
@@ -197,10 +190,10 @@ def in_orders(
     return found
 
 
-def _order(problem: Problem, plan: Plan) -> tuple[int, float]:
+def _order(cluster: Cluster, plan: Plan) -> tuple[int, float]:
     """What makes a plan better than another: to fit, or to miss by less; then time."""
     assert plan.prediction is not None
-    return max(0, excess(plan, problem.cluster)), plan.prediction.seconds
+    return max(0, excess(plan, cluster)), plan.prediction.seconds
 
 
 def chunked(problem: Problem, plan: Plan) -> list[Plan]:

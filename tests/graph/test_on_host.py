@@ -19,7 +19,7 @@ from graphaccel.planner.plan import Plan
 from graphaccel.planner.record import Record
 from graphaccel.planner.search import search
 from graphaccel.planner.solving import solve_all
-from graphaccel.planner.whatif import explain
+from graphaccel.planner.whatif import explain, why_not
 
 MadeUp = Callable[..., Cluster]
 GIB = 2**30
@@ -76,6 +76,15 @@ def test_it_is_taken_where_memory_costs_much(heavy: StepGraph, made_up: MadeUp) 
     assert tally.candidates > 3
     told = {item.name: item for item in explain(record, plan).decisions}
     assert told["offload"].value == "optimizer"
+
+
+def test_what_speaks_against_copies_that_spare_little(heavy: StepGraph, made_up: MadeUp) -> None:
+    record = Record()
+    plan = _find(heavy, _where(made_up, CRAMPED * 11 // 10), record, microbatches=1)
+    assert not plan.offload
+    answer = why_not(record, plan, {"offload": "optimizer"})
+    assert answer.verdict == "faster"
+    assert answer.reason.endswith("but copies to the host must make a step 10% shorter")
 
 
 @pytest.mark.parametrize(
