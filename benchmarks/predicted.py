@@ -1,12 +1,14 @@
 """This machine calibrated, then plans predicted and run: how far apart the two are.
 
-    python -m benchmarks.predicted [--models gpt,bert,vit] [--steps 9]
+    python -m benchmarks.predicted [--models gpt,bert,vit] [--steps 9] [--threads 1]
 
+A process stands for a device, and all have as many threads: one, so that four processes are four
+devices of one kind, and a step does not depend on which cores the machine gives two threads.
 For each model and number of processes `graphaccel calibrate` measures the ops and the messages;
 then each plan is predicted from that alone and run. Prints and saves predicted and measured seconds
-of a step, the mean error, whether predictions order the plans of a model as the runs do (Spearman's
-rank correlation), and what the plan that `optimize()` takes by itself loses to the best of those
-that were run with the same number of processes.
+of a step, the mean error, whether predictions order the plans of a model, and those of all, as the
+runs do (Spearman's rank correlation), and what the plan that `optimize()` takes by itself loses to
+the best of those that were run with the same number of processes.
 """
 
 from __future__ import annotations
@@ -128,14 +130,15 @@ def spearman(a: list[float], b: list[float]) -> float:
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Mean error, rank correlation of each model, and what each own choice loses. One that is also
-    among those pinned was run twice: the mean of both is what that plan takes."""
+    """Mean error, rank correlation of each model's pinned plans and of all, and what each own choice
+    loses. One that is also among those pinned was run twice: the mean of both is what it takes."""
     pinned = [r for r in rows if r["pins"]]
     errors = [abs(r["predicted"] / r["measured"] - 1) for r in pinned]
     order = {}
     for name in dict.fromkeys(r["model"] for r in pinned):
         mine = [r for r in pinned if r["model"] == name]
         order[name] = spearman([r["predicted"] for r in mine], [r["measured"] for r in mine])
+    order["all"] = spearman([r["predicted"] for r in pinned], [r["measured"] for r in pinned])
     lost = {}
     for own in (r for r in rows if not r["pins"]):
         here = [r for r in rows if all(r[k] == own[k] for k in ("model", "processes"))]
@@ -152,13 +155,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.predicted")
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--steps", type=int, default=9)
+    parser.add_argument("--threads", type=int, default=1, help="of each process")
     args = parser.parse_args()
-    os.environ["GRAPHACCEL_QUIET"] = "1"
+    os.environ.update(GRAPHACCEL_QUIET="1", OMP_NUM_THREADS=str(args.threads))
     rows = [row for name in args.models.split(",") for row in pairs(name, args.steps)]
     found = summary(rows)
     print(json.dumps(found, indent=1))
     machine = {
         "cores": os.cpu_count(),
+        "threads": args.threads,
         "architecture": platform.machine(),
         "python": platform.python_version(),
         "torch": torch.__version__,
