@@ -130,8 +130,8 @@ def spearman(a: list[float], b: list[float]) -> float:
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Mean error, rank correlation of each model's pinned plans and of all, and what each own choice
-    loses. One that is also among those pinned was run twice: the mean of both is what it takes."""
+    """Mean error, rank correlation of pinned plans, of each model and of all, and what own choices
+    lose. One that is also among those pinned was run twice: the mean of both is what it takes."""
     pinned = [r for r in rows if r["pins"]]
     errors = [abs(r["predicted"] / r["measured"] - 1) for r in pinned]
     order = {}
