@@ -1,4 +1,4 @@
-"""Times of experts that train otherwise than ours: what is sent, weighed and started."""
+"""Times of mixtures that train otherwise than ours: what is sent, weighed, turned and started."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import fx
 
+from benchmarks.validation import latent
 from benchmarks.validation.mixtures import MIXTURES
 from benchmarks.validation.rows import Run
 from graphaccel.capture.symbols import BATCH
@@ -100,13 +101,11 @@ def as_theirs(
     if run.kind not in MIXTURES:
         return plan, NOTHING_STARTED
     sent = 0.0
-    if run.system.probabilities_inside:
-        plan = _weighed_inside(run, profile, plan, where)
+    plan = _without_others(run, profile, plan, where)
     if run.system.rows_in_parts:
         plan, sent = _rows_in_parts(run, profile, plan, where)
     started = _started(run, profile, plan, sent) if run.system.started else NOTHING_STARTED
-    biases = [bias for phase in _biases(run) for bias in phase.beside]
-    more = started.waits(where.device, launch) + _seconds(biases, where.device)
+    more = started.waits(where.device, launch) + _seconds(_others_works(run), where.device)
     asked = [(call.work, call.times) for call in _calls(run, profile, plan)]
     return _longer(plan, more / _seconds(asked, where.device)), started
 
@@ -114,7 +113,7 @@ def as_theirs(
 def works(run: Run, profile: Profile, plan: Plan) -> list[tuple[Work, int]]:
     """What a microbatch asks of a device, all stages together, and how often."""
     calls = [(call.work, call.times) for call in _calls(run, profile, plan)]
-    return calls + [bias for phase in _biases(run) for bias in phase.beside]
+    return calls + _others_works(run)
 
 
 def _calls(run: Run, profile: Profile, plan: Plan) -> list[_Call]:
@@ -129,7 +128,7 @@ def _calls(run: Run, profile: Profile, plan: Plan) -> list[_Call]:
     found = [
         _Call(node, node_work(node, sizes), *times)
         for node, *times in zip(first, forward, backward, strict=True)
-        if node.target not in KINDS and not _inside(node, run)
+        if node.target not in KINDS and not _in_others(node, run)
     ]
     return [call for call in found if call.work.calls]
 
@@ -148,7 +147,11 @@ def _started(run: Run, profile: Profile, plan: Plan, sent: float) -> Started:
     def starts(call: _Call) -> float:
         return 1 + each if call.node.target in _PRODUCTS else call.work.calls
 
-    ahead, behind = _biases(run)
+    (ahead, behind), turned = _biases(run), _turned(run)
+    if "rest" in run.system.started:
+        ahead, behind = _both(ahead, turned), _both(behind, turned)
+    else:
+        behind = _both(behind, replace(turned, count=0.0))
     forward = Phase(
         ahead.count + sum(call.forward * starts(call) for call in own),
         (*((call.work, call.forward) for call in own if call.forward), *ahead.beside),
@@ -199,9 +202,12 @@ def _once_a_node(run: Run, where: Cluster) -> Cluster:
     return replace(where, links=(inner, *faster))
 
 
-def _inside(node: fx.Node, run: Run) -> bool:
-    """Whether a call weighs rows that are with their experts, behind their products; theirs does so
-    between them, in a kernel that is there anyhow (`System.probabilities_inside`)."""
+def _in_others(node: fx.Node, run: Run) -> bool:
+    """Whether theirs has a call in another kernel, which is there anyhow or is added: rows are
+    weighed between the products of their experts, ours behind them (`System.probabilities_inside`);
+    or queries and keys are turned (`latent`)."""
+    if latent.turns(node, run):
+        return True
     if not run.system.probabilities_inside or run.kind not in MIXTURES:
         return False
     values = [a.meta["val"] for a in node.all_input_nodes]
@@ -211,9 +217,8 @@ def _inside(node: fx.Node, run: Run) -> bool:
     return wide and node.target in _WEIGHS and node.meta.get("module", "").endswith(_EXPERTS)
 
 
-def _weighed_inside(run: Run, profile: Profile, plan: Plan, where: Cluster) -> Plan:
-    """The plan with the time it takes where rows are weighed between the products of their
-    experts."""
+def _without_others(run: Run, profile: Profile, plan: Plan, where: Cluster) -> Plan:
+    """The plan with the time it takes without what theirs has in other kernels."""
     sizes = Sizes({**profile.step.sizes, BATCH: plan.microbatch_size})
     kinds, first = profile.alike
     times = np.bincount(kinds, minlength=len(first)).tolist()
@@ -222,8 +227,26 @@ def _weighed_inside(run: Run, profile: Profile, plan: Plan, where: Cluster) -> P
         if node.target not in KINDS:
             seconds = count * seconds_of(node_work(node, sizes), where.device)
             whole += seconds
-            spared += seconds if _inside(node, run) else 0.0
+            spared += seconds if _in_others(node, run) else 0.0
     return _longer(plan, -spared / whole)
+
+
+def _others_works(run: Run) -> list[tuple[Work, int]]:
+    """What kernels of theirs ask of a device that stand for no call of ours alone."""
+    turned = _turned(run)
+    return [work for phase in (*_biases(run), turned, turned) for work in phase.beside]
+
+
+def _turned(run: Run) -> Phase:
+    """Of turning queries and keys of latent attention, the same in both phases."""
+    if not run.system.latent_rotary or not latent.is_latent(run):
+        return Phase()
+    work = Work(bytes=latent.moved_bytes(run), dtype=run.precision, calls=latent.STARTS)
+    return Phase(run.layers * latent.STARTS, ((work, run.layers),))
+
+
+def _both(one: Phase, other: Phase) -> Phase:
+    return Phase(one.count + other.count, (*one.beside, *other.beside))
 
 
 def _biases(run: Run) -> tuple[Phase, Phase]:

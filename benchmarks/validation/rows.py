@@ -85,7 +85,8 @@ class System:
     times are those of layers that were traced alone, added up (`traced`). scaled: rate of its
     products in 8 bits beside those with one scale for a tensor. started: parts of a mixture's
     layers whose operations a process starts one by one (`recipes`). weighs_biases: experts' biases
-    are weighed and added in operations of their own.
+    are weighed and added in operations of their own. latent_rotary: of latent attention, all
+    between products and attention is two kernels (`latent`).
     """
 
     fused_attention: bool = True
@@ -121,6 +122,7 @@ class System:
     scaled: float = 1.0
     started: frozenset[str] = frozenset()
     weighs_biases: bool = False
+    latent_rotary: bool = False
 
 
 # Fused: the masked softmax, and bias, dropout and sum (arXiv 2104.04473, section 4.2); the kernel
@@ -187,7 +189,7 @@ SYSTEMS = {
     "README_175b": replace(_NEMO, timed=("dropout_add_layer_norm",), dropout=0.1),
     "dgxc": _NEMO,
     # Its recipes for measuring set `sequence_parallel` where there is a tensor axis.
-    "Megatron-Bridge": replace(_NEMO, sequence_parallel=True),
+    "Megatron-Bridge": replace(_NEMO, sequence_parallel=True, latent_rotary=True),
     # Section 3.3.2: gradients are summed over all microbatches before they are scattered,
     # parameters are not sharded again after the forward; the first stage has only the embedding and
     # the last only the head, so that of 126 layers and these two each is a stage; tensor
@@ -419,6 +421,10 @@ def _system(row: dict[str, str]) -> System:
             # In one graph of all, experts are one fused kernel, with their biases in it.
             weighs_biases=mixture == "GPT OSS 120B" and bool(parts),
         )
+        if mixture == "GPT OSS 120B":
+            # Rotary embeddings are fused for "rope", and not for its "yarn" (`gpt_oss_provider.py`;
+            # `validate_rope_fusion_compatibility`, src/megatron/bridge/utils/fusions.py).
+            system = replace(system, fusions=tuple(f for f in _LLAMA if f != "rotary"))
     if system.fsdp2:
         # `PipelineStage.backward_maybe_with_nosync` of torch gathers and sums once a step.
         system = replace(system, gathers_once=row["pp"] not in ("", "1"))
