@@ -39,8 +39,8 @@ def small(kind: str, parts: frozenset[str], **more: object) -> Run:
 
 
 @cache
-def predicted(kind: str, parts: frozenset[str], biases: bool = False) -> Predicted:
-    return Predictor(8).predict(small(kind, parts, weighs_biases=biases))
+def predicted(kind: str, parts: frozenset[str], **more: bool) -> Predicted:
+    return Predictor(8).predict(small(kind, parts, **{"weighs_biases": False, **more}))
 
 
 @pytest.mark.parametrize(
@@ -69,6 +69,9 @@ def test_rows_have_what_their_recipe_says() -> None:
         assert bool(run.system.started) <= ("Megatron-Bridge" in run.source)
         biased = run.kind == "GPT OSS 120B" and bool(run.system.started)
         assert run.system.weighs_biases == biased
+        fused = "rotary" in run.system.fusions
+        assert fused == (run.kind != "GPT OSS 120B")
+        assert run.system.latent_rotary == ("Megatron-Bridge" in run.source)
     assert {r.sharing for r in runs() if r.kind == "Qwen3_235B_a22B" and r.tensor == 2} == {32}
 
 
@@ -132,7 +135,7 @@ def test_a_step_takes_as_long_as_its_process() -> None:
 def test_biases_take_memory_traffic_and_starts() -> None:
     """Each number that experts give is read and written for it in 28 bytes, and in 40 backward."""
     kind = "GPT OSS 120B"
-    plain, biased = predicted(kind, EXPERTS), predicted(kind, EXPERTS, True)
+    plain, biased = predicted(kind, EXPERTS), predicted(kind, EXPERTS, weighs_biases=True)
     for phase, starts in (("forward", 2), ("backward", 5)):
         more = getattr(biased.started, phase).count - getattr(plain.started, phase).count
         assert more == 2 * starts * 128 / 8
@@ -141,3 +144,34 @@ def test_biases_take_memory_traffic_and_starts() -> None:
     assert [work.bytes for work, _ in (ahead, behind)] == [n * 128 * 4 * 2880 for n in (28, 40)]
     assert others == plain.works()
     assert biased.seconds > plain.seconds
+
+
+def test_latent_attention_turns_queries_and_keys_in_two_kernels() -> None:
+    """Which read and write the 64 numbers of a head of queries that are turned, and make 192 of
+    keys and 128 of values from 256; products, norms and attention are as they were."""
+    kind = "DeepSeekV3"
+    apart = predicted(kind, ALL, latent_rotary=False)
+    fused = predicted(kind, ALL, latent_rotary=True)
+    *others, ahead, behind = fused.works()
+    assert ahead == behind == (ahead[0], 2)
+    assert ahead[0].bytes == 2 * 128 * 128 * (2 * 64 + 256 + 192 + 128)
+    gone = Counter(apart.works()) - Counter(others)
+    assert not Counter(others) - Counter(apart.works())
+    assert gone
+    assert not any(work.flops for work, _ in gone)
+    for phase in ("forward", "backward"):
+        count = getattr(apart.started, phase).count - getattr(fused.started, phase).count
+        assert count > 2 * 15
+    assert fused.seconds < apart.seconds
+    graphs = predicted(kind, frozenset(), latent_rotary=True)  # all of it in CUDA graphs
+    assert graphs.started == NOTHING_STARTED
+    assert graphs.works() == fused.works()
+
+
+def test_what_a_graph_holds_hides_starts_in_backward_alone() -> None:
+    kind = "DeepSeekV3"
+    experts, every = (predicted(kind, parts, latent_rotary=True) for parts in (EXPERTS, ALL))
+    turned = every.works()[-1]
+    assert turned in every.started.forward.beside
+    assert turned not in experts.started.forward.beside
+    assert turned in experts.started.backward.beside
