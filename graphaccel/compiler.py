@@ -6,14 +6,12 @@ way to ask for another one when a batch of another shape comes.
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import logging
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +22,7 @@ from graphaccel.capture.batch import Batch, batch_leaves, sequence_leaves
 from graphaccel.capture.stepgraph import StepGraph, capture
 from graphaccel.capture.symbols import BATCH, SEQUENCE
 from graphaccel.compat.torch import FakeTensorMode, pytree
+from graphaccel.conditions import no_collections, ops_of
 from graphaccel.errors import (
     BatchNotDivisible,
     NoLoss,
@@ -121,7 +120,8 @@ class Compiler:
             module.train(training)
         self.capturing = True
         try:
-            with torch.enable_grad(), _no_collections():
+            own_ops = ops_of(_device_type(self.cluster))
+            with torch.enable_grad(), no_collections(), own_ops:
                 step = capture(module, made, self.model.loss_fn)
         finally:
             self.capturing = False
@@ -164,7 +164,7 @@ class Compiler:
         Raises: InfeasiblePlan (GA201), BadPin (GA202), TooManyStages (GA203), PlanMismatch (GA204),
         BatchNotDivisible (GA206), SplitRefused (GA207), NoLoss (GA103).
         """
-        with _no_collections():
+        with no_collections():
             return self._choose(batch, record)
 
     def _choose(self, batch: Batch, record: Record | None) -> tuple[StepGraph, Plan, StepProgram]:
@@ -536,22 +536,6 @@ class Compiler:
             raise PlanMismatch(path=self.path, differences=different)
         check_fusions(self.plan, self.path, _device_type(self.cluster))
         check_given(self.plan, self.path, prepared(step, self.plan))
-
-
-@contextmanager
-def _no_collections() -> Iterator[None]:
-    """Without looking for garbage: graphs are millions of objects that live on, and going through
-    all of them again and again as they grow took a third of the time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            if not gc.get_freeze_count():  # what is there now counts as old: not searched at once
-                gc.freeze()
-                gc.unfreeze()
-            gc.enable()
 
 
 def _check_loss(step: StepGraph, plan: Plan) -> None:

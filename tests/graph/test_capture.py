@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -9,11 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+import graphaccel
 from graphaccel.capture.batch import flatten_call
 from graphaccel.capture.stepgraph import StepGraph, capture
 from graphaccel.capture.symbols import BATCH, SEQUENCE, evaluate
+from graphaccel.compiler import Compiler
+from graphaccel.model import Model, as_batch
+from graphaccel.planner.catalogue import cluster
+from graphaccel.planner.cluster import Cluster
 from tests.support.zoo import ZOO
 
 Captured = Callable[[str], StepGraph]
@@ -127,3 +133,44 @@ def test_inputs_that_are_one_tensor_stay_two() -> None:
         if s.kind == "batch"
     }
     assert used == {"input_ids": True, "labels": True}
+
+
+class Recurrent(nn.Module):
+    """Two layers of an LSTM that read the batch itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(8, 8, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lstm(x)[0].square().mean()
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_layer_of_an_lstm_is_one_op_on_a_cpu_alone(training: bool) -> None:
+    """Where there is oneDNN; a plan for other devices has the ops of its cells."""
+    found = {}
+    for name in ("cpu", "h100-80gb"):
+        compiler = Compiler(Model(Recurrent(), None, 2.0), cluster(name, 1), {})
+        step, _ = compiler.capture(as_batch((torch.randn(4, 6, 8),)), training=training)
+        found[name] = {str(n.target) for n in step.graph.graph.nodes if n.op == "call_function"}
+    assert "aten.mkldnn_rnn_layer.default" not in found["h100-80gb"]
+    known = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
+    assert ("aten.mkldnn_rnn_layer.default" in found["cpu"]) == known
+    assert not any("lstm" in target for target in found["h100-80gb"])
+
+
+def test_an_lstm_trains_alike_on_either_graph(made_up: Callable[..., Cluster]) -> None:
+    """That of a device without such an op, run here, against eager."""
+    torch.manual_seed(0)
+    x = torch.randn(4, 6, 8)
+    eager = Recurrent()
+    planned = copy.deepcopy(eager)
+    graphaccel.optimize(planned, devices=1, cluster=made_up(1))
+    enabled = torch.backends.mkldnn.enabled
+    for model in (eager, planned):
+        loss = model(x)
+        loss.backward()
+    assert torch.backends.mkldnn.enabled == enabled
+    for name, parameter in eager.named_parameters():
+        torch.testing.assert_close(planned.get_parameter(name).grad, parameter.grad)

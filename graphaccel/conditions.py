@@ -1,0 +1,38 @@
+"""What holds while a model is captured."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+@contextmanager
+def ops_of(device: str) -> Iterator[None]:
+    """Graphs have ops that "cpu" or "cuda" runs: a layer of an LSTM may be one op of oneDNN on a
+    CPU, and is the ops of its cells elsewhere (`select_one_layer_lstm_function`,
+    torch/_decomp/decompositions.py)."""
+    enabled = torch.backends.mkldnn.enabled
+    torch.backends.mkldnn.enabled = enabled and device == "cpu"
+    try:
+        yield
+    finally:
+        torch.backends.mkldnn.enabled = enabled
+
+
+@contextmanager
+def no_collections() -> Iterator[None]:
+    """Without looking for garbage: graphs are millions of objects that live on, and going through
+    all of them again and again as they grow took a third of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            if not gc.get_freeze_count():  # what is there now counts as old: not searched at once
+                gc.freeze()
+                gc.unfreeze()
+            gc.enable()
