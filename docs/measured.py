@@ -130,7 +130,38 @@ def validation_table(result: dict[str, Any]) -> str:
         + ", ".join(f"{kind} for {n}" for kind, n in sorted(verdicts.items(), key=lambda v: -v[1]))
         + "."
     )
-    return "\n".join([*rows, "", text, *_left_out(apart), *_places(result.get("ranks", {})), ""])
+    grids, ranks = _grids(said.get("grids", {})), _places(result.get("ranks", {}))
+    return "\n".join([*rows, "", text, *_left_out(apart), *grids, *ranks, ""])
+
+
+_RANKED, _REGRET = 0.9, 0.03  # bars of each grid: at least, at most
+
+
+def _grids(grids: dict[str, dict[str, Any]]) -> list[str]:
+    """How many of the grids are ranked well, and could be (`benchmarks/validation/grids.py`);
+    nothing where there are none."""
+    if not grids:
+        return []
+
+    def well(one: dict[str, Any]) -> bool:
+        return one["spearman"] >= _RANKED and one["regret"] <= _REGRET
+
+    every = grids.values()
+    ranked = sum(one["spearman"] >= _RANKED for one in every)
+    chosen = sum(one["regret"] <= _REGRET for one in every)
+    text = (
+        f"Of {len(grids)} grids, runs of one model on as many devices, {ranked} have a Spearman of "
+        f"{_RANKED} or more, {chosen} a regret of {100 * _REGRET:.0f} % or less, "
+        f"{sum(map(well, every))} both."
+    )
+    missed = [one["corrected"] for one in every if "corrected" in one and not well(one)]
+    for kind in ("line", "parabola"):
+        known = [one[kind] for one in missed if kind in one]
+        text += (
+            f" Of the {len(known)} that miss one and can be corrected by a {kind} fitted on their "
+            f"own times, {len(known) - sum(map(well, known))} still do then."
+        )
+    return ["", text]
 
 
 def _places(ranks: dict[str, dict[str, Any]]) -> list[str]:

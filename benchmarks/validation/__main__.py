@@ -11,7 +11,8 @@ of published meshes among all that our search has, until so many minutes are ove
 
 Prints and writes `benchmarks/results/validation.json`: error of the step time by source, by grid of
 runs of one model on one number of devices the rank correlation (Spearman) and the regret (how much
-slower than the best run is the one that is predicted to be best), error of the peak memory where it
+slower than the best run is the one that is predicted to be best; the same of predictions corrected
+on the grid's own times, `grids`), error of the peak memory where it
 was published, and runs that are wrongly said not to fit. Runs of earlier calls that are not
 predicted again are kept.
 """
@@ -26,10 +27,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from benchmarks.common import RESULTS
 from benchmarks.validation import fit
+from benchmarks.validation.grids import ranking
 from benchmarks.validation.processes import results
 from benchmarks.validation.ranked import fastest, ranks
 from benchmarks.validation.rows import FEWER_BITS, FOLDER, Run, document, read, reported
@@ -154,7 +154,7 @@ def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "sources": {name: _figures(found) for name, found in sorted(by_source.items())},
         "mean_of_sources": _mean(by_source, fewer_bits=False),
         "mean_of_eight_bits": _mean(by_source, fewer_bits=True),
-        "grids": {name: _ranking(grid) for name, grid in sorted(ranked.items())},
+        "grids": {name: ranking(grid) for name, grid in sorted(ranked.items())},
         "apart": _apart(done),
     }
 
@@ -210,24 +210,6 @@ def _figures(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return figures
 
 
-def _ranking(grid: Sequence[dict[str, Any]]) -> dict[str, float]:
-    predicted = [run["predicted_seconds"] for run in grid]
-    measured = [run["seconds"] for run in grid]
-    chosen = measured[predicted.index(min(predicted))]
-    return {
-        "runs": len(grid),
-        "spearman": _spearman(predicted, measured),
-        "regret": chosen / min(measured) - 1,
-    }
-
-
-def _spearman(one: Sequence[float], other: Sequence[float]) -> float:
-    """Correlation of the ranks, without what rounding adds; equal values are ranked in their
-    order."""
-    ranks = [np.argsort(np.argsort(values)) for values in (one, other)]
-    return round(float(np.corrcoef(*ranks)[0, 1]), 12)
-
-
 def text(result: dict[str, Any]) -> str:
     """The summary as lines."""
     said = result["summary"]
@@ -249,9 +231,13 @@ def text(result: dict[str, Any]) -> str:
         f"{100 * said['mean_of_eight_bits']:.1f} %"
     )
     for name, grid in said["grids"].items():
+        corrected = "".join(
+            f", by a {kind} {one['spearman']:.2f} {100 * one['regret']:.1f} %"
+            for kind, one in grid.get("corrected", {}).items()
+        )
         lines.append(
             f"{grid['runs']:5} runs  Spearman {grid['spearman']:5.2f}  regret "
-            f"{100 * grid['regret']:5.1f} %  {name}"
+            f"{100 * grid['regret']:5.1f} %{corrected}  {name}"
         )
     lines += [
         f"{one['runs']:5} runs of the same, the slowest {one['slowest']:.2f} x the fastest: no one "

@@ -216,3 +216,16 @@ def test_what_a_source_is_off_by_where_the_others_say(measured: ModuleType) -> N
         "1 of 2 rows are within it, above it are:\n\n"
         "- two, products in 8 bits: 20.0 % over 9 runs, without its hopper\n"
     )
+    well, late = {"spearman": 1.0, "regret": 0.0}, {"spearman": 0.95, "regret": 0.1}
+    grids = {
+        "as measured": well,
+        "by chance": {**late, "corrected": {"line": late, "parabola": well}},
+        "of few": {"spearman": 0.5, "regret": 0.02},
+    }
+    text = measured.validation_table({**result, "summary": {**result["summary"], "grids": grids}})
+    assert text.endswith(
+        "\nOf 3 grids, runs of one model on as many devices, 2 have a Spearman of 0.9 or more, 2 a "
+        "regret of 3 % or less, 1 both. Of the 1 that miss one and can be corrected by a line "
+        "fitted on their own times, 1 still do then. Of the 1 that miss one and can be corrected "
+        "by a parabola fitted on their own times, 0 still do then.\n"
+    )
