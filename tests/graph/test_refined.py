@@ -145,7 +145,7 @@ def test_the_file(captured: Captured, made_up: MadeUp, tmp_path: Path) -> None:
     assert read_cluster(file) == known
     corrected = refined(known, model_key(profile), "fp32")
     said = calibration_of(corrected)
-    assert (said.level, said.steps, said.error) == (2, 1, 0.05)
+    assert (said.level, said.steps) == (2, 1)  # and how far off: tests/graph/test_certainty.py
     write_cluster(corrected, file)
     assert read_cluster(file).refined_by == ()
     data = real.to_json()
