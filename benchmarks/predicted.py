@@ -23,11 +23,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from benchmarks.common import RESULTS, Settings, make_batch, make_model
+from benchmarks.validation.grids import spearman
 from graphaccel.calibration import measured
 from graphaccel.compiler import Compiler
 from graphaccel.jobs import find_job
@@ -121,12 +121,6 @@ def pairs(name: str, steps: int) -> list[dict[str, Any]]:
             print(f"{name:6} {count} {plan.name:60} {said} {error:+.1%}", flush=True)
             rows.append(row)
     return rows
-
-
-def spearman(a: list[float], b: list[float]) -> float:
-    """Correlation of the ranks (no two are equal here)."""
-    ranks = [np.argsort(np.argsort(x)) for x in (a, b)]
-    return float(np.corrcoef(*ranks)[0, 1])
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:

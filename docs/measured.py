@@ -138,8 +138,8 @@ _RANKED, _REGRET = 0.9, 0.03  # bars of each grid: at least, at most
 
 
 def _grids(grids: dict[str, dict[str, Any]]) -> list[str]:
-    """How many of the grids are ranked well, and could be (`benchmarks/validation/grids.py`);
-    nothing where there are none."""
+    """How many of the grids are ranked well, and when corrected on their own times
+    (`benchmarks/validation/grids.py`); nothing where there are none."""
     if not grids:
         return []
 

@@ -1,4 +1,4 @@
-"""What holds while a model is captured."""
+"""What holds while a model is captured, and while a plan for it is chosen."""
 
 from __future__ import annotations
 

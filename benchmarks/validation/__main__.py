@@ -12,9 +12,8 @@ of published meshes among all that our search has, until so many minutes are ove
 Prints and writes `benchmarks/results/validation.json`: error of the step time by source, by grid of
 runs of one model on one number of devices the rank correlation (Spearman) and the regret (how much
 slower than the best run is the one that is predicted to be best; the same of predictions corrected
-on the grid's own times, `grids`), error of the peak memory where it
-was published, and runs that are wrongly said not to fit. Runs of earlier calls that are not
-predicted again are kept.
+on the grid's own times, `grids`), error of the peak memory where it was published, and runs that
+are wrongly said not to fit. Runs of earlier calls that are not predicted again are kept.
 """
 
 from __future__ import annotations

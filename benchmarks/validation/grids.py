@@ -1,10 +1,10 @@
-"""How runs of one model on one number of devices are ranked, and how well they could be.
+"""How runs of one model on one number of devices are ranked, and when corrected on their own times.
 
-A grid may have no order that a prediction could find: of equal work the host was slower at one
-place than at another, or the network. What shows it are the same predictions, corrected on the very
+A grid may have little order that a prediction could find: of equal work the host was slower at one
+place than at another, or the network. A sign of it are the same predictions, corrected on the very
 times of that grid: by what depends on its axes and the size of its microbatches as a line or a
-parabola of their logarithms does, fitted by least squares of logarithms. What such a correction
-leaves out of order, no figure of a device or a link puts right, as these act smoothly on all runs.
+parabola of their logarithms does, fitted by least squares of logarithms. That is no bound: the fit
+is of times, not of ranks, and may put a grid out of order that was in it.
 """
 
 from __future__ import annotations
