@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, TypeVar, cast
 
@@ -39,7 +40,7 @@ class Columns:
     """Shapes of one layout, field by field. again: number in `GATHERS`; shards: whether gradients
     are reduced in each microbatch; small: examples of a microbatch; apart: whether the schedule has
     the gradients of weights apart; gpipe: whether all its forwards are before its backwards; over:
-    how many devices ZeRO shards over."""
+    how many devices ZeRO shards over. order: the place of each by `Shape.order`."""
 
     layout: Layout
     microbatches: np.ndarray
@@ -53,6 +54,12 @@ class Columns:
     apart: np.ndarray
     gpipe: np.ndarray
     over: np.ndarray
+    order: np.ndarray
+
+    def of(self, rows: np.ndarray) -> Columns:
+        """Some rows of them."""
+        names = [field.name for field in fields(self) if field.name != "layout"]
+        return replace(self, **{name: getattr(self, name)[rows] for name in names})
 
     @property
     def once(self) -> np.ndarray:
@@ -63,6 +70,20 @@ class Columns:
     def held(self) -> np.ndarray:
         """Whether what ZeRO 3 gathers is held for all microbatches."""
         return (self.zero == 3) & (self.data > 1) & (self.again == _STEP)
+
+    @cached_property
+    def sizes(self) -> tuple[list[int], np.ndarray]:
+        """Sizes of microbatches, ascending, and which of them each has."""
+        sizes, place = np.unique(self.small, return_inverse=True)
+        return sizes.tolist(), place
+
+    @cached_property
+    def over_data(self) -> tuple[list[list[int]], np.ndarray]:
+        """What decides what moves over data, (data, pipeline, ZeRO up to 2, devices that it shards
+        over), and which of these each has."""
+        asked = np.stack([self.data, self.pipeline, np.minimum(self.zero, 2), self.over])
+        kinds, place = np.unique(asked, axis=1, return_inverse=True)
+        return kinds.T.tolist(), place
 
 
 def columns(shapes: Sequence[Shape], batch: int) -> Columns:
@@ -75,7 +96,9 @@ def columns(shapes: Sequence[Shape], batch: int) -> Columns:
     ]  # fmt: skip
     found = np.array(rows, dtype=np.int64).reshape(-1, 11).T
     held = found[6] > 0, found[7], found[8] > 0, found[9] > 0, found[10]
-    return Columns(shapes[0].layout, *found[:6], *held)
+    order = np.empty(len(shapes), dtype=np.int64)
+    order[sorted(range(len(shapes)), key=lambda i: shapes[i].order)] = np.arange(len(shapes))
+    return Columns(shapes[0].layout, *found[:6], *held, order)
 
 
 @dataclass(frozen=True)
@@ -103,10 +126,9 @@ class Sums:
 class Bounds:
     """Seconds and bytes that candidates of one problem can not do with less than."""
 
-    def __init__(self, problem: Problem, base: Plan, moved: dict[Any, Any] | None = None) -> None:
-        """moved: what moves over data, as is known and will be: the same of plans that differ in
-        what is on the host."""
-        self._moved = {} if moved is None else moved
+    def __init__(self, problem: Problem, base: Plan, alike: dict[Any, Any] | None = None) -> None:
+        """alike: what is known, and will be, that does not depend on what is on the host."""
+        self._alike = {} if alike is None else alike
         self._problem, self._base = problem, base
         self._refused: set[Layout] = set()
         self._built: set[Layout] = set()
@@ -225,31 +247,34 @@ class Bounds:
     def sums(self, of: Columns) -> Sums:
         """Of each shape's microbatch, on the layout whose graph was made."""
         known = self.nearest(of.layout)
-        sizes, place = np.unique(of.small, return_inverse=True)
-        ends = int(sizes[0]), int(sizes[-1])
-        found = [self.once(_sums, known, size, ends) for size in sizes.tolist()]
-        return _spread(found, place)
+        sizes, place = of.sizes
+        ends = sizes[0], sizes[-1]
+        return _spread([self.alike(_sums, known, size, ends) for size in sizes], place)
 
     def _outside(self, known: Layout, of: Columns) -> tuple[LeastMoved, np.ndarray]:
-        asked = np.stack([of.data, of.pipeline, np.minimum(of.zero, 2), of.over])
-        kinds, place = np.unique(asked, axis=1, return_inverse=True)
-        asked = [(known, of.layout, *kind) for kind in kinds.T.tolist()]
-        for key in asked:
-            if key not in self._moved:
-                self._moved[key] = _moving(self, *key)
-        late = np.array([self.once(_late, *key) for key in asked])
-        return _spread([self._moved[key] for key in asked], place), late[place]
+        kinds, place = of.over_data
+        asked = [(known, of.layout, *kind) for kind in kinds]
+        late = np.array([self._once(_late, *key) for key in asked])
+        return _spread([self.alike(_moving, *key) for key in asked], place), late[place]
 
-    def once(self, make: Callable[..., T], *key: Any) -> T:
-        """What `make` gives of these bounds and a key, made at its first call."""
-        asked = make, *key
-        if asked not in self._known:
-            self._known[asked] = make(self, *key)
-        return cast(T, self._known[asked])
+    def alike(self, make: Callable[..., T], *key: Any) -> T:
+        """What `make` gives of these bounds and a key, made at its first call; the same whatever is
+        on the host."""
+        return _made(self._alike, self, make, key)
+
+    def _once(self, make: Callable[..., T], *key: Any) -> T:
+        return _made(self._known, self, make, key)
 
     def plan(self, layout: Layout, **decided: Any) -> Plan:
         """A plan of this problem on a layout."""
         return replace(self._base, **vars(layout), **decided)
+
+
+def _made(known: dict[Any, Any], bounds: Bounds, make: Callable[..., T], key: Any) -> T:
+    asked = make, *key
+    if asked not in known:
+        known[asked] = make(bounds, *key)
+    return cast(T, known[asked])
 
 
 def least_idle(of: Columns, work: np.ndarray, weight: np.ndarray) -> np.ndarray:
@@ -308,7 +333,7 @@ def _spread(found: Sequence[T], place: np.ndarray) -> T:
 def again_curve(bounds: Bounds, known: Layout, small: int) -> tuple[np.ndarray, np.ndarray]:
     """(shares of what may be let go of for the backward, ascending from 0 to 1; of the forward, the
     share that is done again for it), the cheapest first, of examples of one size."""
-    profile, sized = bounds.once(_sized, known, small)
+    profile, sized = bounds.alike(_sized, known, small)
     steps: list[tuple[float, float, float]] = []  # seconds for a byte, bytes, seconds
     for kind, ways in zip(profile.block_kinds, ways_of(profile, sized), strict=True):
         ends = [(0, 0.0), *((way.less, way.seconds) for way in ways)]
@@ -343,19 +368,19 @@ def _least_lean(bounds: Bounds, known: Layout, small: int, ends: tuple[int, int]
     what lies between theirs. It is the least of many sums of bytes; the least of sums that grow
     evenly is concave."""
     low, high = ends
-    asked = [bounds.once(_sized, known, size) for size in (low, small, high)]
+    asked = [bounds.alike(_sized, known, size) for size in (low, small, high)]
     if small in ends or len({id(profile) for profile, _ in asked}) > 1:
-        return bounds.once(_lean, known, small)
+        return bounds.alike(_lean, known, small)
     each = [sized.bytes for _, sized in asked]
     between = each[0] * (high - small) + each[2] * (small - low)
     if (each[1] * (high - low) < between).any():
-        return bounds.once(_lean, known, small)
-    least, most = (bounds.once(_lean, known, size) for size in ends)
+        return bounds.alike(_lean, known, small)
+    least, most = (bounds.alike(_lean, known, size) for size in ends)
     return (least * (high - small) + most * (small - low)) // (high - low)
 
 
 def _sums(bounds: Bounds, known: Layout, small: int, ends: tuple[int, int]) -> Sums:
-    profile, sized = bounds.once(_sized, known, small)
+    profile, sized = bounds.alike(_sized, known, small)
     lean = _least_lean(bounds, known, small, ends)
     cuts = candidate_cuts(profile, sized).bytes
     return Sums(

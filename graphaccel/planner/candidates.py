@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any, NamedTuple
 
 import torch
 
@@ -50,8 +51,7 @@ class Layout:
         return Layout(self.tensor) if self.context > 1 else Layout()
 
 
-@dataclass(frozen=True)
-class Shape:
+class Shape(NamedTuple):
     """One candidate before it is solved."""
 
     microbatches: int
@@ -80,7 +80,7 @@ class Shape:
     @property
     def mesh(self) -> Shape:
         """What a deeper recomputation has in common with this."""
-        return replace(self, recompute="")
+        return self._replace(recompute="")
 
     @property
     def layout(self) -> Layout:
@@ -111,15 +111,19 @@ class Shape:
 
     def on(self, base: Plan) -> Plan:
         """`base` with these decisions; cuts and recomputation come later."""
-        return replace(base, **{k: v for k, v in vars(self).items() if k != "recompute"})
+        return replace(base, **{k: v for k, v in self._asdict().items() if k != "recompute"})
 
 
 def plain(pins: Pins, found: Shape | Plan) -> bool:
     """Whether nothing is sharded that was not asked for. Who has parameters on the host asked for
     their shards, where there is a data axis."""
-    axes = ("tensor", "context", "expert")
-    asked = all(getattr(found, axis) == (getattr(pins, axis) or 1) for axis in axes)
-    return asked and (found.zero == min(pins.zeros) or "parameters" in pins.on_host)
+    return bool(plain_with(pins, Layout(found.tensor, found.context, found.expert), found.zero))
+
+
+def plain_with(pins: Pins, layout: Layout, zero: Any) -> Any:
+    """The same of a layout and a level of ZeRO, or a column of levels."""
+    asked = (zero == min(pins.zeros)) | ("parameters" in pins.on_host)
+    return asked & (layout == base_layout(pins))
 
 
 def base_layout(pins: Pins) -> Layout:
@@ -194,7 +198,7 @@ def shapes_of(problem: Problem, pins: Pins, batch: int, layout: Layout) -> Itera
     choices = recomputes(problem, pins)
     for mesh in meshes_of(problem, pins, batch, layout):
         for choice in choices:
-            yield replace(mesh, recompute=choice)
+            yield mesh._replace(recompute=choice)
 
 
 def meshes_of(problem: Problem, pins: Pins, batch: int, layout: Layout) -> Iterator[Shape]:

@@ -36,7 +36,7 @@ def guess(bounds: Bounds, of: Columns, least: np.ndarray) -> tuple[np.ndarray, n
     waiting = in_flight(of) / of.pipeline / extra
     room = cluster.tensor_budget - held / of.pipeline - sums.passing / extra
     kept, lean = sums.kept * waiting, sums.lean * waiting
-    shares, costs = bounds.once(again_curve, known, int(of.small.min()))
+    shares, costs = bounds.alike(again_curve, known, int(of.small.min()))
     forward = (sums.work - sums.backward) / extra / of.pipeline
     if "activations" in bounds.offload:
         kept = lean = np.zeros_like(room)  # what stays of them is little

@@ -88,10 +88,10 @@ class Tally:
 
 @dataclass
 class Shared:
-    """What solving again with something else on the host need not find again: what moves over data
+    """What solving again with something else on the host need not find again: what bounds know
     (`planner.bounds`), and candidates, by whether activations are there."""
 
-    moved: dict[Any, Any] = field(default_factory=dict)
+    bounds: dict[Any, Any] = field(default_factory=dict)
     candidates: dict[bool, Any] = field(default_factory=dict)
 
 

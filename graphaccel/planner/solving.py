@@ -9,12 +9,15 @@ import bisect
 import heapq
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, replace
 from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
 
 from graphaccel.errors import BadPin, TooManyStages
-from graphaccel.planner.bounds import Bounds, columns
+from graphaccel.planner.bounds import Bounds, Columns, columns
 from graphaccel.planner.candidates import (
     WORTH,
     Layout,
@@ -22,6 +25,7 @@ from graphaccel.planner.candidates import (
     layouts,
     meshes_of,
     plain,
+    plain_with,
     recomputes,
 )
 from graphaccel.planner.cluster import Cluster
@@ -31,6 +35,7 @@ from graphaccel.planner.guess import guess
 from graphaccel.planner.impossible import indivisible, no_shape
 from graphaccel.planner.pins import Pins, base_plan
 from graphaccel.planner.plan import GATHERS, Plan, Prediction
+from graphaccel.planner.promising import Promising
 from graphaccel.planner.record import Record
 from graphaccel.planner.solve import Outcome, Problem, Shared, excess, in_orders
 from graphaccel.planner.whole import solve_whole
@@ -98,6 +103,32 @@ def solve_all(
     return outcome
 
 
+class _Told(NamedTuple):
+    """Of each of some shapes: seconds it can not beat, and whether it is too big in any case."""
+
+    seconds: np.ndarray
+    big: np.ndarray
+
+
+class _Candidates(NamedTuple):
+    """Meshes of what was asked for and of the other layouts, and those of each as columns."""
+
+    own: list[Shape]
+    others: dict[Layout, list[Shape]]
+    columns: dict[Layout, Columns]
+
+
+def _staying(every: _Candidates) -> _Candidates:
+    """Those of them whose schedule can have activations away."""
+
+    def staying(meshes: list[Shape]) -> list[Shape]:
+        return [mesh for mesh in meshes if mesh.schedule != "zero_bubble"]
+
+    others = {layout: staying(meshes) for layout, meshes in every.others.items()}
+    left = {x: of.of(~of.apart) for x, of in every.columns.items() if not of.apart.all()}
+    return _Candidates(staying(every.own), others, left)
+
+
 class _Solving:
     """One pass over the candidates of a problem."""
 
@@ -116,8 +147,9 @@ class _Solving:
             cluster_name(problem.cluster),
             (pins.outputs or "loss") if step.has_loss else "all",
         )
-        self.bounds = Bounds(problem, self.base, shared.moved)
-        self.told: dict[tuple[Layout, Layout], dict[Shape, tuple[float, bool]]] = {}
+        self.bounds = Bounds(problem, self.base, shared.bounds)
+        self.told: dict[tuple[Layout, Layout], _Told] = {}
+        self.places: dict[Layout, dict[Shape, int]] = {}
         self.settled: set[Shape] = set()
         self.times: list[float] = []
         self.goal = self.limit = goal  # the latter weighed, played, of the best plan so far
@@ -126,18 +158,9 @@ class _Solving:
         self.tried: Counter[Shape] = Counter()  # ways of doing again of each
         offered = layouts(problem, pins, batch)
         self.base_layout = offered[0]
-        away = "activations" in pins.on_host  # which not every schedule can do
-        if build and away in shared.candidates:
-            own, others, cols = shared.candidates[away]
-        else:
-            if not build:
-                offered = [x for x in offered if x == offered[0] or self.bounds.built(x)]
-            own = list(meshes_of(problem, pins, batch, offered[0]))
-            others = {x: list(meshes_of(problem, pins, batch, x)) for x in offered[1:]}
-            every = {offered[0]: list(dict.fromkeys(own)), **others}
-            cols = {x: columns(meshes, batch) for x, meshes in every.items() if meshes}
-            if build:
-                shared.candidates[away] = own, others, cols
+        if not build:
+            offered = [x for x in offered if x == offered[0] or self.bounds.built(x)]
+        own, others, cols = self._candidates(offered, shared.candidates if build else {})
         if own and not self.bounds.build(offered[0]):
             problem.layouts.of(own[0].on(self.base))  # raises why not
         self.own, self.others, self.columns = own, others, cols
@@ -146,37 +169,57 @@ class _Solving:
         apart = sum(map(len, self.others.values()))
         self.outcome.tally.candidates = len(self.choices) * (len(own) + apart)
 
-    def _told(self, layout: Layout) -> dict[Shape, tuple[float, bool]]:
-        """Of a layout's shapes without their recomputation: seconds they can not beat, and whether
-        they are too big in any case; anew where the graph of the layout was made."""
+    def _candidates(self, offered: Sequence[Layout], known: dict[bool, _Candidates]) -> _Candidates:
+        """Of these layouts. known: those of other searches, by whether activations are away, which
+        not every schedule can do."""
+        away = "activations" in self.pins.on_host
+        if away not in known and away and False in known and self.pins.schedule is None:
+            known[away] = _staying(known[False])
+        if away not in known:
+            given = self.problem, self.pins, self.batch
+            own, *others = (list(meshes_of(*given, layout)) for layout in offered)
+            apart = dict(zip(offered[1:], others, strict=True))
+            every = {offered[0]: list(dict.fromkeys(own)), **apart}
+            cols = {x: columns(meshes, self.batch) for x, meshes in every.items() if meshes}
+            known[away] = _Candidates(own, apart, cols)
+        return known[away]
+
+    def _told(self, layout: Layout) -> _Told:
+        """What is told of a layout's shapes without their recomputation; anew where the graph of
+        the layout was made."""
         key = layout, self.bounds.nearest(layout)
         if key not in self.told:
-            meshes = self.meshes[layout]
-            self.told[key] = {}
-            if meshes:
-                of = self.columns[layout]
-                found = self.bounds.seconds(of).tolist(), self.bounds.too_big(of).tolist()
-                self.told[key] = dict(zip(meshes, zip(*found, strict=True), strict=True))
+            if not self.meshes[layout]:
+                return _Told(np.empty(0), np.empty(0, dtype=bool))
+            of = self.columns[layout]
+            self.told[key] = _Told(self.bounds.seconds(of), self.bounds.too_big(of))
         return self.told[key]
 
+    def _place(self, mesh: Shape) -> int:
+        """Of a mesh among those of its layout."""
+        layout = mesh.layout
+        if layout not in self.places:
+            self.places[layout] = {own: i for i, own in enumerate(self.meshes[layout])}
+        return self.places[layout][mesh]
+
     def _bound(self, mesh: Shape) -> float:
-        return self._told(mesh.layout)[mesh][0]
+        return float(self._told(mesh.layout).seconds[self._place(mesh)])
 
     def _sorted(self, meshes: Iterable[Shape]) -> list[tuple[float, Shape]]:
         """With every recomputation, and its bound: that of its microbatches and axes does for all
         of them."""
-        found = [(self._bound(mesh), replace(mesh, recompute=choice))
+        found = [(self._bound(mesh), mesh._replace(recompute=choice))
                  for mesh in meshes for choice in self.choices]  # fmt: skip
         return sorted(found, key=lambda pair: (pair[0], pair[1].order))
 
     def _of_layout(self, layout: Layout) -> float:
         """Seconds that no candidate of a layout can beat that may fit."""
-        told = self._told(layout).values()
-        return min((bound for bound, big in told if not big), default=math.inf)
+        told = self._told(layout)
+        return float(min(told.seconds[~told.big], default=math.inf))
 
     def least(self) -> float:
         """Seconds that no candidate can beat."""
-        return min(bound for x in self.meshes for bound, _ in self._told(x).values())
+        return float(min(self._told(x).seconds.min() for x, own in self.meshes.items() if own))
 
     def run(self) -> Iterator[tuple[int, float]]:
         """Solve them; yields how many are dealt with and what none of the others can beat."""
@@ -210,43 +253,37 @@ class _Solving:
         says what none of the rest can beat."""
         tally, choices = self.outcome.tally, self.choices
         groups = dict(self.meshes)
-        heap: list[tuple[float, tuple[object, ...], Shape, Layout, float]] = []
+        queue = Promising()
         guessed: dict[Layout, float] = {}  # of its best shape
         slower: dict[tuple[bool, bool], float] = {}  # than guessed before it was made, by its axes
-        crowded: set[Shape] = set()
+        crowded: dict[Layout, np.ndarray] = {}
+        taken: dict[Layout, list[int]] = {layout: [] for layout in groups}
         skipped: list[float] = []  # bounds of those that would keep far too much
         blocks = len(self.problem.profile.block_names)
-
-        def inside(mesh: Shape) -> bool:
-            return 0 < blocks < mesh.pipeline * mesh.interleave and self.pins.pipeline is None
+        inside = blocks > 0 and self.pins.pipeline is None  # stages inside of blocks are tried last
 
         def push(layout: Layout) -> None:
-            known, meshes = self.bounds.nearest(layout), groups[layout]
-            found: tuple[Iterable[float], Iterable[bool]] = (), ()
-            if meshes:
-                of = self.columns[layout]
-                about, over = guess(self.bounds, of, self.bounds.seconds(of, even=True))
-                found = about.tolist(), over.tolist()
-            made = self.bounds.built(layout)
+            meshes, made = groups[layout], self.bounds.built(layout)
             before = guessed.get(layout, math.inf)
-            guessed[layout] = min(found[0], default=math.inf)
+            guessed[layout] = math.inf
+            if not meshes:
+                return
+            of = self.columns[layout]
+            about, crowded[layout] = guess(self.bounds, of, self.bounds.seconds(of, even=True))
+            guessed[layout] = float(about.min())
             if made and guessed[layout] < math.inf > before > 0:
                 slower[_axes(layout)] = max(1.0, guessed[layout] / before)
-            most = _PROMISING * self.limit  # what is beyond is not looked at
-            for mesh, about, over in zip(meshes, *found, strict=True):
-                (crowded.add if over else crowded.discard)(mesh)
-                if about <= most and (made or about < math.inf):
-                    worth = 1.0 if plain(self.pins, mesh) else WORTH
-                    worth *= _INSIDE if inside(mesh) else 1.0
-                    heapq.heappush(heap, (about * worth, mesh.order, mesh, known, 1.0))
+            # what is beyond is not looked at
+            seen = (about <= _PROMISING * self.limit) & (made | (about < math.inf))
+            about = about * np.where(plain_with(self.pins, layout, of.zero), 1.0, WORTH)
+            about *= np.where(inside & (blocks < of.pipeline * of.interleave), _INSIDE, 1.0)
+            queue.put(layout, meshes, np.where(seen, about, np.nan), of.order)
 
-        left = {mesh for own in groups.values() for mesh in own}
         alone = [x for x in groups if x == replace(self.base_layout, tensor=x.tensor)]
         best = beyond = math.inf  # guessed of the tensor axis alone; its size after which none is
         for layout in sorted(alone, key=lambda x: x.tensor):
             if not self.bounds.built(layout) and not self.bounds.build(layout):
-                tally.impossible += len(choices) * len(groups[layout])
-                left -= set(groups.pop(layout))
+                tally.impossible += len(choices) * len(groups.pop(layout))
                 continue
             push(layout)
             best = min(best, guessed[layout])
@@ -258,59 +295,73 @@ class _Solving:
                 push(layout)
         built, solved = len({x.tensor for x in groups}), 0
         enough = min(_SOLVED, max(_FEW, _BLOCKS // max(blocks, 1) ** 2))
-        larger: list[tuple[float, tuple[object, ...], Shape, Layout, float]] = []  # of tensor axes
-        while (heap or (larger and self.limit == math.inf)) and solved < enough:
-            if not heap:  # nothing else fits
-                heap, larger, beyond = sorted(larger), [], math.inf
-            about, order, mesh, known, scaled = heapq.heappop(heap)
-            layout = mesh.layout
+        while solved < enough:
+            row = queue.pop()
+            if row is None:
+                if self.limit < math.inf or not queue.return_later():
+                    break
+                beyond = math.inf  # nothing else fits
+                continue
+            layout, about, mesh = row.layout, row.seconds, row.first
             if about > _PROMISING * self.limit:
                 break
-            if mesh not in left or self._bound(mesh) * WORTH > self.limit:
+            bound = self._bound(mesh)
+            if bound * WORTH > self.limit:
+                queue.back(row.rest)
                 continue
             if not self.bounds.built(layout):
                 if built >= _BUILT or about > self.limit:
                     continue
                 if layout.tensor > beyond:
-                    larger.append((about, order, mesh, known, scaled))
+                    queue.later(row)
                     continue
                 more = slower.get(_axes(layout), _UNMADE)  # as those like it turned out to be
-                if more > scaled:
-                    heapq.heappush(heap, (about * more / scaled, order, mesh, known, more))
+                if more > row.times:
+                    queue.back(replace(row, times=more))
                     continue
                 built += 1
                 if self.bounds.build(layout):
                     push(layout)
                 else:
-                    tally.impossible += len(choices) * len(groups[layout])
-                    left -= set(groups[layout])
+                    tally.impossible += len(choices) * len(groups.pop(layout))
                 continue
-            if known != layout:
-                continue  # it was guessed again when its graph was made
-            left.discard(mesh)
-            if self._is_misfit(mesh) or (inside(mesh) and self.limit < math.inf):
-                skipped.append(self._bound(mesh))
+            taken[layout].append(row.index)
+            queue.back(row.rest)
+            outside = not inside or blocks >= mesh.pipeline * mesh.interleave
+            if self._is_misfit(mesh) or (not outside and self.limit < math.inf):
+                skipped.append(bound)
                 tally.pruned += len(choices)
                 continue
             for choice in choices:
                 if mesh in self.settled:
                     tally.pruned += 1
-                elif choice == "none" and mesh in crowded and len(choices) > 1:
-                    skipped.append(self._bound(mesh))
-                    self.outcome.cramped = min(self.outcome.cramped, self._bound(mesh))
+                elif choice == "none" and crowded[layout][row.index] and len(choices) > 1:
+                    skipped.append(bound)
+                    self.outcome.cramped = min(self.outcome.cramped, bound)
                     tally.pruned += 1
                     self._tried(mesh)
                 else:
-                    self._solve(self._bound(mesh), replace(mesh, recompute=choice))
+                    self._solve(bound, mesh._replace(recompute=choice))
                     solved += 1
             yield len(choices), least
-        tally.pruned += len(choices) * len(left)
-        told = (self._told(x)[mesh][0] for x, own in groups.items() for mesh in own if mesh in left)
-        rest = [b for b in told if b * WORTH <= self.limit]
+        rest, left = self._left(groups, taken)
+        tally.pruned += len(choices) * left
         skipped = [b for b in skipped if b * WORTH <= self.limit]
-        if rest or skipped:
+        if len(rest) or skipped:
             many = len(choices) * len(rest) + len(skipped)
-            self.outcome.open = many, min(*rest, *skipped, math.inf)
+            self.outcome.open = many, min(*rest.tolist(), *skipped, math.inf)
+
+    def _left(
+        self, groups: Mapping[Layout, Sequence[Shape]], taken: Mapping[Layout, Sequence[int]]
+    ) -> tuple[np.ndarray, int]:
+        """Bounds of the meshes that were not taken and might be faster; how many were not taken."""
+        rest, left = [np.empty(0)], 0
+        for layout, meshes in groups.items():
+            if meshes:
+                free = np.delete(self._told(layout).seconds, taken[layout])
+                rest.append(free[free * WORTH <= self.limit])
+                left += len(free)
+        return np.concatenate(rest), left
 
     def _others(self) -> Iterator[tuple[int, float]]:
         """Candidates that shard more than was asked for, by ascending bound."""
@@ -350,7 +401,7 @@ class _Solving:
                     if self.prune and tight * WORTH > self.limit:
                         continue  # its turn would come after the end
                     for choice in self.choices:
-                        shape = replace(mesh, recompute=choice)
+                        shape = mesh._replace(recompute=choice)
                         heapq.heappush(heap, (tight, shape.order, shape))
         tally.pruned += left
 
@@ -374,7 +425,7 @@ class _Solving:
 
     def _solve(self, bound: float, shape: Shape, *, floor: bool = True) -> None:
         problem, pins, outcome = self.problem, self.pins, self.outcome
-        if floor and self.prune and self._told(shape.layout)[shape.mesh][1]:
+        if floor and self.prune and self._told(shape.layout).big[self._place(shape.mesh)]:
             self.late.append((bound, shape))
             outcome.cramped = min(outcome.cramped, bound)
             outcome.tally.infeasible += 1

@@ -95,7 +95,7 @@ def _kept(pins: Pins, own: Sequence[Shape]) -> list[Shape]:
     """With what ZeRO 3 gathers held from a microbatch's forward to its backward: slower than for
     the whole step, and with several stages on a rank it may take less."""
     free = [] if pins.gather_again is not None else own
-    return [replace(mesh, gather_again=False)
+    return [mesh._replace(gather_again=False)
             for mesh in free if mesh.gather_again == "step" and mesh.microbatches > 1]  # fmt: skip
 
 
@@ -103,7 +103,7 @@ def _gpipes(pins: Pins, own: Sequence[Shape]) -> list[Shape]:
     if pins.schedule is not None or pins.on_host:
         return []
     return [
-        replace(mesh, schedule="gpipe")
+        mesh._replace(schedule="gpipe")
         for mesh in own
         if mesh.schedule == "1f1b" and mesh.pipeline > 1 and mesh.microbatches > 1
     ]

@@ -336,7 +336,7 @@ def test_shards_are_asked_for_with_it() -> None:
     shape = Shape(1, 1, 1, "none", data=2, zero=3)
     assert not plain(Pins(offload=STATE), shape)
     assert plain(Pins(offload=BOTH), shape)
-    assert not plain(Pins(offload=BOTH), replace(shape, tensor=2))
+    assert not plain(Pins(offload=BOTH), shape._replace(tensor=2))
 
 
 def test_casts_are_not_held_for_all_microbatches(captured: Captured, made_up: MadeUp) -> None:

@@ -344,7 +344,7 @@ def check_bounds(
     for mesh in {one.mesh for one in found}:
         own = [one for one in found if one.mesh == mesh]
         shape = Shape(
-            recompute="none", **{n: getattr(mesh, n) for n in vars(Shape(1, 1, 1, "", 1))
+            recompute="none", **{n: getattr(mesh, n) for n in Shape._fields
                                  if n != "recompute"}
         )  # fmt: skip
         assert tight.build(shape.layout)
