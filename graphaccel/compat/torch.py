@@ -100,6 +100,31 @@ def forgetful_fakes() -> FakeTensorMode:
     return mode
 
 
+def fake_of(mode: FakeTensorMode, meta: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A fake tensor of `mode` on a device, like a tensor of the meta device."""
+    return FakeTensor(mode, meta, device)
+
+
+def decides_alone(target: Any) -> bool:
+    """Whether a call's op says itself what it gives, on any device: it is not made of other ops,
+    which some devices' kernels choose (as those of attention are)."""
+    if target is torch.ops.aten.reshape.default:
+        return True
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    return target.has_kernel_for_dispatch_key(torch._C.DispatchKey.Meta)
+
+
+@contextmanager
+def beneath_modes() -> Iterator[None]:
+    """Tensors that are not fake are not looked at by modes of fake tensors."""
+    guard = torch._C._DisableTorchDispatch()
+    try:
+        yield
+    finally:
+        del guard
+
+
 def forget(mode: FakeTensorMode) -> None:
     """Drop a mode's weak references to its tensors: `module.to(dtype)` can not swap one that has
     any."""

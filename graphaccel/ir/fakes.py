@@ -13,7 +13,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphaccel.compat.torch import FakeTensorMode, forgetful_fakes
+from graphaccel.compat.torch import (
+    FakeTensorMode,
+    beneath_modes,
+    decides_alone,
+    fake_of,
+    forgetful_fakes,
+    pytree,
+)
 
 PLAIN = (int, float, bool, str, complex, type(None), torch.dtype, torch.device)
 PLAIN += (torch.layout, torch.memory_format)
@@ -30,10 +37,12 @@ class Fakes:
         self._seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id: itself, its like
         self._given: dict[Hashable, Any] = {}
         self._shaped: dict[Hashable, torch.Tensor] = {}
+        self._shadows: dict[
+            int, tuple[torch.Tensor, torch.Tensor]
+        ] = {}  # by id: itself, its shadow
 
     def call(self, target: Any, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-        """What `target` gives; to be called within `mode`. Nodes among the arguments stand for
-        their values."""
+        """What `target` gives. Nodes among the arguments stand for their values."""
         key = target, *map(self._told, args)
         if kwargs:
             key += tuple((name, self._told(value)) for name, value in kwargs.items())
@@ -41,7 +50,11 @@ class Fakes:
             return self._given[key]
         except KeyError:
             args, kwargs = self._liked(args), {k: self._liked(v) for k, v in kwargs.items()}
-            made = self._given[key] = self._liked(target(*args, **kwargs))
+            made = self._on_meta(target, args, kwargs) if decides_alone(target) else None
+            if made is None:
+                with self.mode:
+                    made = self._liked(target(*args, **kwargs))
+            self._given[key] = made
             return made
 
     def like(self, value: Any, shape: Sequence[int]) -> torch.Tensor:
@@ -58,12 +71,40 @@ class Fakes:
     def propagate(self, graph: fx.Graph, inputs: Sequence[torch.Tensor]) -> None:
         """Set `meta["val"]` on every node by running the graph on `inputs`, in place."""
         given = iter(inputs)
-        with self.mode, torch.no_grad():
+        with torch.no_grad():
             for node in graph.nodes:
                 if node.op == "placeholder":
                     node.meta["val"] = self._liked(next(given))
                 elif node.op == "call_function":
                     node.meta["val"] = self.call(node.target, node.args, node.kwargs)
+
+    def _on_meta(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """What a call gives by the rules of its op alone, a tenth of the time that fake tensors
+        take; None where that is not enough: tensors are on several devices or there are none, or
+        what comes out depends on what is in them."""
+        leaves = pytree.tree_leaves((args, kwargs))
+        devices = {x.device for x in leaves if isinstance(x, torch.Tensor)}
+        named = any(isinstance(x, torch.device) for x in leaves)
+        if named or len(devices) != 1 or any(map(_turned, leaves)):
+            return None
+        (device,) = devices
+        args, kwargs = pytree.tree_map_only(torch.Tensor, self._shadow, (args, kwargs))
+        try:
+            with beneath_modes():
+                made = target(*args, **kwargs)
+        except (RuntimeError, NotImplementedError):
+            return None  # fake tensors say why
+        return pytree.tree_map_only(torch.Tensor, lambda one: self._one(one, device), made)
+
+    def _shadow(self, like: torch.Tensor) -> torch.Tensor:
+        """A tensor of the meta device like one of those that stand for others."""
+        if id(like) not in self._shadows:
+            with beneath_modes():
+                made = torch.empty_strided(
+                    like.shape, like.stride(), dtype=like.dtype, device="meta"
+                )
+            self._shadows[id(like)] = like, made
+        return self._shadows[id(like)][1]
 
     def _told(self, value: Any) -> Hashable:
         """What tells arguments apart, tensors by which object stands for them; 1, 1.0 and True
@@ -92,19 +133,30 @@ class Fakes:
             return (tuple if isinstance(value, tuple) else list)(map(self._liked, value))
         return value
 
-    def _one(self, tensor: torch.Tensor) -> torch.Tensor:
-        kind = (tensor.dtype, tensor.device, tuple(tensor.shape), tensor.stride(),
+    def _one(self, tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+        """The tensor that stands for one, on another device if that is said."""
+        device = device or tensor.device
+        kind = (tensor.dtype, device, tuple(tensor.shape), tensor.stride(),
                 tensor.storage_offset(), tensor.is_conj(), tensor.is_neg())  # fmt: skip
         like = self._alike.get(kind)
         if like is None:
             own = getattr(tensor, "fake_mode", None) is self.mode
-            like = self._alike[kind] = tensor if own else self._made(tensor)
-        self._seen[id(tensor)] = tensor, like
+            like = self._alike[kind] = tensor if own else self._made(tensor, device)
+            self._seen[id(like)] = like, like
+        if not tensor.is_meta:  # those are of one call
+            self._seen[id(tensor)] = tensor, like
         return like
 
-    def _made(self, tensor: torch.Tensor) -> torch.Tensor:
-        """One like a tensor of another mode."""
-        with self.mode:
-            return torch.empty_strided(
-                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    def _made(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """One like a tensor of another mode, or of the meta device."""
+        with beneath_modes():
+            made = torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"
             )
+        like = fake_of(self.mode, made, device)
+        self._shadows[id(like)] = like, made
+        return like
+
+
+def _turned(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and (value.is_conj() or value.is_neg())

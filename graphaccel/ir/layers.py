@@ -54,9 +54,13 @@ class Run:
 
     def entry(self, name: str, number: int) -> str:
         """A name in the container, in another entry of it."""
-        prefix = f"{self.path}." if self.path else ""
-        rest = name[len(prefix) :].partition(".")[1:]
-        return f"{prefix}{number + self.first}{''.join(rest)}"
+        before, after = self.around(name)
+        return f"{before}{number + self.first}{after}"
+
+    def around(self, name: str) -> tuple[str, str]:
+        """What stands before and behind the entry's number in a name in the container."""
+        before = f"{self.path}." if self.path else ""
+        return before, "".join(name[len(before) :].partition(".")[1:])
 
 
 def among(runs: Sequence[Run], counts: Sequence[int]) -> tuple[Run, ...]:

@@ -99,6 +99,14 @@ class _Path:
             return self.plain
         return self.run.entry(self.plain, self.entry.number_at(more, copy))
 
+    def all_at(self, copies: Sequence[int]) -> list[str]:
+        """What copies are called, where there are all layers anyway."""
+        if self.run is None:
+            return [self.plain] * len(copies)
+        before, after = self.run.around(self.plain)
+        first = self.run.first + self.entry.number - self.entry.step
+        return [f"{before}{first + self.entry.step * copy}{after}" for copy in copies]
+
     def among(self, more: Sequence[int]) -> _Path:
         """The path where there are `more` layers anyway."""
         return self if self.run is None else replace(self, entry=self.entry.among(more))
@@ -345,6 +353,13 @@ class Maker:
     def whole(self, copy: int) -> str:
         """The path of a copy that is a node, with the number at the end."""
         return self.path(copy) + self._end(copy)
+
+    def all_whole(self, copies: Sequence[int]) -> list[str]:
+        """`whole` of several copies."""
+        paths = self.place.all_at(copies)
+        if self.names.get("tail") is None or not self.item.named:
+            return paths
+        return [path + self._end(copy) for path, copy in zip(paths, copies, strict=True)]
 
     def named(self, copy: int) -> str:
         """What a copy that is a node is called."""

@@ -90,11 +90,21 @@ class Unfolded:
 
     def path(self, row: int) -> str:
         """The path of a node's module or parameter, as the node says it; "" where it has none."""
-        node = self.read[int(self.item[row])]
-        item = self.pattern.items[int(self.item[row])]
-        known = node.meta.get("module", "")
-        path = self.makers[int(self.item[row])].whole(int(self.copy[row]))
-        return known if not known or path == item.place else path
+        return self.paths(np.array([row]))[0]
+
+    def paths(self, rows: np.ndarray) -> list[str]:
+        """Those of several nodes."""
+        found = [""] * len(rows)
+        items, copies = self.item[rows], self.copy[rows]
+        order = np.argsort(items, kind="stable")
+        for own in np.split(order, np.flatnonzero(np.diff(items[order])) + 1):
+            index = int(items[own[0]])
+            if known := self.read[index].meta.get("module", ""):
+                place = self.pattern.items[index].place
+                told = self.makers[index].all_whole(copies[own].tolist())
+                for at, path in zip(own.tolist(), told, strict=True):
+                    found[at] = known if path == place else path
+        return found
 
     def told(self, values: list) -> np.ndarray:
         """What is known of the items that are nodes, of each node."""

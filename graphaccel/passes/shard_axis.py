@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
@@ -82,7 +83,7 @@ def shard_axis(
 
     fakes: for a graph that is measured and not run (`ir.fakes`); it is then no code either."""
     given = [n for n in module.graph.nodes if n.op == "placeholder"]
-    with fake_mode_of(given) if fakes is None else fakes.mode, torch.no_grad():
+    with fake_mode_of(given) if fakes is None else nullcontext(), torch.no_grad():
         return _Sharding(
             module, inputs, outputs, placements, axis, ranks, keep_outputs, fakes
         ).build()

@@ -425,4 +425,8 @@ def _between(
     """The graph that stands for such plans, and one of them."""
     shard = over if over < data else 0
     plan = bounds.plan(layout, data=data, pipeline=pipeline, zero=zero, shard=shard)
-    return bounds.problem.layouts.of(bounds.plan(known, data=1, microbatches=1)), plan
+    return bounds.alike(_profile, known), plan
+
+
+def _profile(bounds: Bounds, known: Layout) -> Profile:
+    return bounds.problem.layouts.of(bounds.plan(known, data=1, microbatches=1))

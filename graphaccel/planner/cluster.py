@@ -186,6 +186,11 @@ class Cluster:
         """Without the devices' memory, which changes no price."""
         return replace(self, device=replace(self.device, memory=0))
 
+    @cached_property
+    def known(self) -> dict[Any, Any]:
+        """What was found out about its links (`planner.communication`)."""
+        return {}
+
     @property
     def tensor_budget(self) -> int:
         """Bytes of tensors that fit one device once context and fragmentation are taken off."""

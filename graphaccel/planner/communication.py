@@ -44,6 +44,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import gcd, prod
+from typing import cast
 
 from graphaccel.planner.cluster import Cluster, Device, Link
 
@@ -176,6 +177,13 @@ def _ring_seconds(levels: list[_Level], size: float, collective: str) -> float:
 
 def _levels(cluster: Cluster, group_size: int, stride: int, further: Further = ()) -> list[_Level]:
     """The levels on which members of the group meet, innermost first; none for a single member."""
+    group = group_size, stride, further
+    if group not in cluster.known:
+        cluster.known[group] = _found_levels(cluster, *group)
+    return cast("list[_Level]", cluster.known[group])
+
+
+def _found_levels(cluster: Cluster, group_size: int, stride: int, further: Further) -> list[_Level]:
     runs = (group_size, stride), *further
     last = sum((many - 1) * apart for many, apart in runs)
     if any(many < 1 or apart < 1 for many, apart in runs) or last >= cluster.count:

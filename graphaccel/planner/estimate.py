@@ -531,6 +531,7 @@ def least_moved(profile: Profile, plan: Plan, cluster: Cluster, extra: int = 1) 
 
     others = [axis for axis in ("context", "tensor", "expert") if getattr(plan, axis) > 1]
     groups = [axes for n in range(len(others) + 1) for axes in combinations(others, n)]
+    groups = groups if plan.zero < 2 else [()]  # shards are summed over the others besides
     width = 2 if plan.precision.reduce in ("bfloat16", "float16") else 4
     trained = profile.trained_bytes / extra / plan.pipeline
     # What is certainly shared: dims that the ranks of ZeRO and of what shards further divide.

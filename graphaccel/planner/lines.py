@@ -174,6 +174,6 @@ class _Unfolding:
         rows = np.flatnonzero(known)
         positions, first = np.unique(place[rows], return_index=True)
         modules = [""] * len(self.position)
-        for at, row in zip(positions.tolist(), rows[first].tolist(), strict=True):
-            modules[at] = self.rows.path(row)
+        for at, path in zip(positions.tolist(), self.rows.paths(rows[first]), strict=True):
+            modules[at] = path
         return tuple(modules)
