@@ -18,7 +18,7 @@ from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.footprint import predict_memory
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.profile import Profile, SizedProfile
-from graphaccel.planner.recompute import BlockOption, Item, cheapest
+from graphaccel.planner.recompute import BlockOption, Item, Knapsack
 from graphaccel.planner.stages import stage_positions
 from graphaccel.planner.stepping import Stepping
 from graphaccel.planner.works import held_together, sized_for
@@ -79,10 +79,9 @@ class Rank:
     ) -> None:
         """blocks: the options of each; waiting: microbatches that each waits for at a time."""
         self._blocks, self._least = blocks, least
-        self._items = [
-            _beyond(own, count, least) for own, count in zip(blocks, waiting, strict=True)
-        ]
-        self._most = sum(max((saved for saved, _ in own), default=0.0) for own in self._items)
+        self._items = Knapsack(
+            [_beyond(own, count, least) for own, count in zip(blocks, waiting, strict=True)]
+        )
         self._asked = self._low = self._missed = 0.0  # bytes: the most that did not do
         self._high = math.inf  # the least that did
         self._fitting: Choice | None = None
@@ -108,7 +107,7 @@ class Rank:
         elif self._asked <= self._high:
             self._high, self._fitting = self._asked, before
             if -missing > spare and self._asked > self._low:
-                self._asked = (self._low + min(self._asked, self._most)) / 2
+                self._asked = (self._low + min(self._asked, self._items.most)) / 2
                 self.chosen = self._choice(self._asked)
         return self.chosen != before
 
@@ -123,13 +122,13 @@ class Rank:
                 self._asked = (self._asked + self._high) / 2
                 self.chosen = self._choice(self._asked)
                 return  # there may be nothing between
-            self._asked = told if told <= self._most else math.inf
+            self._asked = told if told <= self._items.most else math.inf
             self.chosen = self._choice(self._asked)
             further *= 2
 
     def _choice(self, asked: float) -> Choice:
         """What is saved of each block that is computed again, where so many bytes are asked for."""
-        picked = cheapest(self._items, asked) if asked <= self._most else None
+        picked = self._items.cheapest(asked) if asked <= self._items.most else None
         last = [len(own) - 1 - self._least for own in self._blocks]
         told = zip(self._blocks, last if picked is None else picked, strict=True)
         least = self._least

@@ -70,42 +70,51 @@ def least_saved(profile: Profile, sized: SizedProfile) -> int:
     return min(int(sized.saved(again)[0].sum()) for again in several)
 
 
-def cheapest(blocks: Sequence[Sequence[Item]], needed: float) -> list[int] | None:
-    """For each block the item that is chosen of it, -1 for none: those with the least total price
-    whose savings reach `needed`; None if none do. blocks: of each its items, (saving, price).
+class Knapsack:
+    """Blocks of which something is chosen, asked again and again.
 
-    Exact but for rounding: savings are counted in 1/2000 of the need, rounded down. Of many blocks
-    that are alike, only two kinds of items and one item more are chosen: the best choice without
-    whole numbers has two, so that no more than the price of one item can be lost. A few others
-    beside them, as the first block and the last often are, are tried in all their ways.
+    blocks: of each its items, (saving, price). Of many blocks that are alike, only two kinds of
+    items and one item more are chosen: the best choice without whole numbers has two, so that no
+    more than the price of one item can be lost. A few others beside them, as the first block and
+    the last often are, are tried in all their ways.
     """
-    if needed <= 0:
-        return [-1] * len(blocks)
-    if sum(max((s for s, _ in items), default=0) for items in blocks) < needed:
-        return None
-    many = _Many.of(blocks)
-    if many is not None:
-        return many.cheapest(needed)
-    units = [[min(_UNITS, int(s / needed * _UNITS)) for s, _ in items] for items in blocks]
-    if sum(max(own, default=0) for own in units) < _UNITS:
-        return [max(range(len(i)), key=lambda k, i=i: i[k][0], default=-1) for i in blocks]
-    best = np.full(_UNITS + 1, np.inf)
-    best[0] = 0.0
-    taken = np.full((len(blocks), _UNITS + 1), -1, dtype=np.int8)
-    with_item = np.empty_like(best)
-    for block, items in enumerate(blocks):
-        before = best.copy()
-        for item, (unit, (_, price)) in enumerate(zip(units[block], items, strict=True)):
-            with_item[:unit] = before[0] + price  # more than is needed
-            np.add(before[: _UNITS + 1 - unit], price, out=with_item[unit:])
-            np.copyto(taken[block], item, where=with_item < best)
-            np.minimum(best, with_item, out=best)
-    chosen, left = [-1] * len(blocks), _UNITS
-    for block in range(len(blocks) - 1, -1, -1):
-        item = chosen[block] = int(taken[block, left])
-        if item >= 0:
-            left = max(left - units[block][item], 0)
-    return chosen
+
+    def __init__(self, blocks: Sequence[Sequence[Item]]) -> None:
+        self._blocks = blocks
+        self.most = sum(max((s for s, _ in items), default=0.0) for items in blocks)
+        self._many = _Many.of(blocks) if self.most > 0 else None
+
+    def cheapest(self, needed: float) -> list[int] | None:
+        """For each block the item that is chosen of it, -1 for none: those with the least total
+        price whose savings reach `needed`; None if none do. Exact but for rounding: savings are
+        counted in 1/2000 of the need, rounded down."""
+        blocks = self._blocks
+        if needed <= 0:
+            return [-1] * len(blocks)
+        if self.most < needed:
+            return None
+        if self._many is not None:
+            return self._many.cheapest(needed)
+        units = [[min(_UNITS, int(s / needed * _UNITS)) for s, _ in items] for items in blocks]
+        if sum(max(own, default=0) for own in units) < _UNITS:
+            return [max(range(len(i)), key=lambda k, i=i: i[k][0], default=-1) for i in blocks]
+        best = np.full(_UNITS + 1, np.inf)
+        best[0] = 0.0
+        taken = np.full((len(blocks), _UNITS + 1), -1, dtype=np.int8)
+        with_item = np.empty_like(best)
+        for block, items in enumerate(blocks):
+            before = best.copy()
+            for item, (unit, (_, price)) in enumerate(zip(units[block], items, strict=True)):
+                with_item[:unit] = before[0] + price  # more than is needed
+                np.add(before[: _UNITS + 1 - unit], price, out=with_item[unit:])
+                np.copyto(taken[block], item, where=with_item < best)
+                np.minimum(best, with_item, out=best)
+        chosen, left = [-1] * len(blocks), _UNITS
+        for block in range(len(blocks) - 1, -1, -1):
+            item = chosen[block] = int(taken[block, left])
+            if item >= 0:
+                left = max(left - units[block][item], 0)
+        return chosen
 
 
 @dataclass(frozen=True)
@@ -130,7 +139,7 @@ class _Many:
         return _Many(blocks, tuple(at), tuple(few))
 
     def cheapest(self, needed: float) -> list[int]:
-        """As the function. Some choice reaches what is needed."""
+        """As of a knapsack. Some choice reaches what is needed."""
         best: tuple[float, list[int]] | None = None
         for others in product(*(range(-1, len(self.blocks[n])) for n in self.few)):
             taken = [self.blocks[n][k] for n, k in zip(self.few, others, strict=True) if k >= 0]
@@ -149,7 +158,7 @@ class _Many:
 
 
 def _alike(count: int, items: Sequence[Item], needed: float) -> tuple[float, list[int]] | None:
-    """`cheapest` of `count` blocks with the same items, with its price: those that save most come
+    """The cheapest of `count` blocks with the same items, with its price: those that save most come
     first."""
     saving, price = np.array(items, dtype=float).T
     pairs = [*combinations(range(len(items)), 2), *((i, i) for i in range(len(items)))]

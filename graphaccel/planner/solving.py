@@ -45,6 +45,7 @@ MANY = 20_000
 """Candidates from which on the promising ones are solved first, and not more than enough."""
 _SOLVED = 160  # candidates of a large problem that are solved at most
 _FEW = 48  # and at least, of deep models
+_AGAIN = 16  # likewise, where it is asked whether anything is worth more than a plan that is known
 _BLOCKS = 320_000  # over the square of their blocks: solving and layouts both cost by block
 _BUILT = 6  # and layouts whose graphs are made for it, those of the tensor axis alone in any case
 # Of 460 candidates of Llama-3-405B on 1,024 to 16,384 devices none took less than 0.94 of what was
@@ -294,7 +295,9 @@ class _Solving:
             if layout not in guessed:
                 push(layout)
         built, solved = len({x.tensor for x in groups}), 0
-        enough = min(_SOLVED, max(_FEW, _BLOCKS // max(blocks, 1) ** 2))
+        enough = min(
+            _SOLVED, max(_FEW if self.goal == math.inf else _AGAIN, _BLOCKS // max(blocks, 1) ** 2)
+        )
         while solved < enough:
             row = queue.pop()
             if row is None:

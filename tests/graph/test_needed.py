@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphaccel.planner import needed
 from graphaccel.planner.needed import Rank
-from graphaccel.planner.recompute import BlockOption, cheapest
+from graphaccel.planner.recompute import BlockOption, Knapsack
 
 _ROUNDS = 8
 _EACH = 100  # bytes that a block saves of a microbatch, in its last way
@@ -67,15 +64,16 @@ def test_no_more_than_a_few_blocks_too_many(blocks: int, over: int, part: float)
 def test_a_byte_that_is_missing_is_found_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is asked for grows the faster the longer the same is chosen."""
     asked: list[float] = []
+    cheapest = Knapsack.cheapest
 
-    def counted(items: Any, needs: float) -> list[int] | None:
+    def counted(items: Knapsack, needs: float) -> list[int] | None:
         asked.append(needs)
         return cheapest(items, needs)
 
     rank = _rank(32, 1_000_000)
     assert rank.asks(30e6, 1e9)
     before = rank.chosen
-    monkeypatch.setattr(needed, "cheapest", counted)
+    monkeypatch.setattr(Knapsack, "cheapest", counted)
     assert rank.asks(1, 1e9)
     assert _saved(rank.chosen) > _saved(before)
     assert len(asked) < 40

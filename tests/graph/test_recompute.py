@@ -19,7 +19,7 @@ from graphaccel.passes.pipeline import build
 from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.profile import Profile
-from graphaccel.planner.recompute import block_options, cheapest, every_second
+from graphaccel.planner.recompute import Knapsack, block_options, every_second
 
 Captured = Callable[[str], StepGraph]
 MadeUp = Callable[..., Cluster]
@@ -35,7 +35,7 @@ def test_the_cheapest_blocks_that_save_enough(
 ) -> None:
     """Of each block at most one of its ways."""
     best, most = cheapest_of_all(blocks, needed), max((p for b in blocks for _, p in b), default=0)
-    chosen = cheapest(blocks, needed)
+    chosen = Knapsack(blocks).cheapest(needed)
     assert (chosen is None) == (best is None)
     if chosen is not None:
         taken = [b[k] for b, k in zip(blocks, chosen, strict=True) if k >= 0]
@@ -65,7 +65,7 @@ def test_many_blocks_that_are_alike(
     blocks = [*others[:1], *[items] * count, *others[1:]]
     needed = sum(max((s for s, _ in own), default=0) for own in blocks) * share
     with patch("graphaccel.planner.recompute._TABLE", 0):
-        chosen = cheapest(blocks, needed)
+        chosen = Knapsack(blocks).cheapest(needed)
     best = cheapest_of_all(blocks, needed)
     assert chosen is not None
     assert best is not None
@@ -75,7 +75,7 @@ def test_many_blocks_that_are_alike(
 
 
 def test_nothing_needed_is_nothing_chosen() -> None:
-    assert cheapest([[(5, 1.0)], [(6, 1.0)]], 0) == [-1, -1]
+    assert Knapsack([[(5, 1.0)], [(6, 1.0)]]).cheapest(0) == [-1, -1]
 
 
 def test_a_recomputed_block_keeps_only_what_enters_it(captured: Captured, made_up: MadeUp) -> None:
