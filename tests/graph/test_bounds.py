@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -180,10 +179,10 @@ def test_what_keeps_no_less() -> None:
     for more in (
         {"microbatches": 4}, {"interleave": 2}, {"zero": 1}, {"accumulation": "whole"}, {},
     ):  # fmt: skip
-        assert replace(lean, **more).keeps_no_less(lean)
-        assert replace(lean, **more) == lean or not lean.keeps_no_less(replace(lean, **more))
+        assert lean._replace(**more).keeps_no_less(lean)
+        assert lean._replace(**more) == lean or not lean.keeps_no_less(lean._replace(**more))
     for other in ({"data": 8}, {"pipeline": 4}, {"tensor": 2}, {"schedule": "zero_bubble"}):
-        assert not replace(lean, **other).keeps_no_less(lean)
-    gathered = replace(lean, zero=3, gather_again="step")
-    assert gathered.keeps_no_less(replace(gathered, gather_again=True))
-    assert not replace(gathered, gather_again=True).keeps_no_less(gathered)
+        assert not lean._replace(**other).keeps_no_less(lean)
+    gathered = lean._replace(zero=3, gather_again="step")
+    assert gathered.keeps_no_less(gathered._replace(gather_again=True))
+    assert not gathered._replace(gather_again=True).keeps_no_less(gathered)
