@@ -2,7 +2,10 @@
 
 For each family of devices four numbers: what large products reach of the peak, in 16 and in 8 bits,
 what a copy reaches of the memory's bandwidth, and fused attention (forward and backward alike, as a
-factor on what was measured alone). They are those of a grid with the least mean error, each source
+factor on what was measured alone). Blackwells are one family: chips alike, in machines that give
+them 1,000 to 1,400 W. Power is what limits large products, and it grows with the cube of the clock
+where the voltage follows that (P = C V^2 f): products reach the family's share times the cube root
+of the power (`POWER`). They are those of a grid with the least mean error, each source
 counting the same; the share of 8 bits is fitted last, on runs that have them, and the others on
 those that have none. And the host time of systems that start operations eagerly (`launch_seconds`
 in `rows.SYSTEMS`), which those share; and of those that start parts of a mixture so (`started`),
@@ -21,7 +24,7 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any, TypeVar
 
@@ -38,6 +41,9 @@ from graphaccel.planner.efficiency import Work, gap_seconds, seconds_of
 # 2907 of 5000 on the B200 of a GB200.
 ALONE = {"a100": 0.77, "b200": 0.51}
 ALONE_8_BITS = {"h100": 0.70, "b200": 0.58}
+# Thousands of watts of a device of each Blackwell machine: datasheets of HGX B200 and B300, and of
+# GB200 and GB300 NVL72.
+POWER = {"b200": 1.0, "b300": 1.1, "gb200": 1.2, "gb300": 1.4}
 _PRODUCTS = [n / 100 for n in range(40, 84, 2)]
 _COPIES = (0.6, 0.7, 0.8, 0.9)
 _ATTENTION = (0.8, 1.0, 1.2)
@@ -236,13 +242,13 @@ def _whole(samples: Sequence[Sample], errors: _Errors, starts: Starts) -> dict[s
 
 def _with_eight_bits(found: Mapping[str, Shares]) -> dict[str, Shares]:
     """Where no run says what products in 8 bits reach, what others reach of it says so."""
-    kept = [s.eight_bits / ALONE_8_BITS[_chip(f)] for f, s in found.items()
-            if _chip(f) in ALONE_8_BITS and s.eight_bits]  # fmt: skip
+    kept = [s.eight_bits / ALONE_8_BITS[f] for f, s in found.items()
+            if f in ALONE_8_BITS and s.eight_bits]  # fmt: skip
 
     def told(family: str, shares: Shares) -> float:
-        if shares.eight_bits or _chip(family) not in ALONE_8_BITS or not kept:
+        if shares.eight_bits or family not in ALONE_8_BITS or not kept:
             return shares.eight_bits or shares.product
-        return ALONE_8_BITS[_chip(family)] * statistics.mean(kept)
+        return ALONE_8_BITS[family] * statistics.mean(kept)
 
     return {name: replace(s, eight_bits=told(name, s)) for name, s in found.items()}
 
@@ -250,16 +256,12 @@ def _with_eight_bits(found: Mapping[str, Shares]) -> dict[str, Shares]:
 def _elsewhere(family: str, others: Mapping[str, Shares]) -> Shares | None:
     """What runs on other devices say of a family, where kernels were measured alone on it."""
     found = {f: s for f, s in others.items() if f != family}
-    same = [s for f, s in found.items() if _chip(f) == _chip(family)]
-    if same:  # of the same chip, in another machine
-        columns = zip(*(astuple(s) for s in same), strict=True)
-        return Shares(*map(statistics.mean, columns))
-    kept = [s.product / ALONE[_chip(f)] for f, s in found.items() if _chip(f) in ALONE]
-    if _chip(family) not in ALONE or not kept:
+    kept = [s.product / ALONE[f] for f, s in found.items() if f in ALONE]
+    if family not in ALONE or not kept:
         return None
     copy = statistics.mean(s.copy for s in found.values())
     attention = statistics.mean(s.attention for s in found.values())
-    shares = Shares(ALONE[_chip(family)] * statistics.mean(kept), copy, attention)
+    shares = Shares(ALONE[family] * statistics.mean(kept), copy, attention)
     return _with_eight_bits({**found, family: shares})[family]
 
 
@@ -283,10 +285,11 @@ def _error(one: Sample, shares: Shares, launch: float) -> float:
     usual, known = cluster(one.run.device, 1).device, one.device
     if one.run.system.launch_seconds is not None:
         known = replace(known, launch_seconds=launch)
+    faster = power(one.run.device)
     device = replace(
         known,
-        product=shares.product * known.product / usual.product,
-        product_8_bits=shares.eight_bits * one.run.system.scaled,
+        product=shares.product * faster * known.product / usual.product,
+        product_8_bits=shares.eight_bits * faster * one.run.system.scaled,
         attention=known.attention * shares.attention,
         attention_backward=known.attention_backward * shares.attention,
         memory_bandwidth=known.memory_bandwidth * shares.copy / copies(one.run.device),
@@ -318,13 +321,14 @@ def _document(one: Sample) -> str:
 
 
 def _family(run: Run) -> str:
-    return run.device.split("-")[0]
+    """The chip: all Blackwells are alike but for the power of their machines."""
+    machine = run.device.split("-")[0]
+    return "b200" if machine in POWER else machine
 
 
-def _chip(family: str) -> str:
-    """What kernels were measured on that stands for a family: all Blackwells are alike but for the
-    power and the cooling of their machines."""
-    return "b200" if family in ("b300", "gb200", "gb300") else family
+def power(device: str) -> float:
+    """By how much products are faster there than on the machine that stands for the family."""
+    return POWER.get(device.split("-")[0], 1.0) ** (1 / 3)
 
 
 def _grouped(samples, key):  # type: ignore[no-untyped-def]

@@ -108,11 +108,18 @@ def fake_of(mode: FakeTensorMode, meta: torch.Tensor, device: torch.device) -> t
 def decides_alone(target: Any) -> bool:
     """Whether a call's op says itself what it gives, on any device: it is not made of other ops,
     which some devices' kernels choose (as those of attention are)."""
-    if target is torch.ops.aten.reshape.default:
+    if target in _PLAIN_VIEWS:
         return True
-    if not isinstance(target, torch._ops.OpOverload):
-        return False
+    if not isinstance(target, torch._ops.OpOverload) or target in op_implementations_dict:
+        return False  # those of the latter are corrected for fake tensors
     return target.has_kernel_for_dispatch_key(torch._C.DispatchKey.Meta)
+
+
+_PLAIN_VIEWS = {
+    getattr(torch.ops.aten, name).default for name in ("reshape", "view", "_unsafe_view")
+}
+_PLAIN_VIEWS |= {torch.ops.aten.select.int, torch.ops.aten.slice.Tensor}
+"""Views that fake tensors treat apart where sizes are symbols."""
 
 
 @contextmanager

@@ -15,7 +15,7 @@ program was built. Plans that did not fit once built are left out.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from graphaccel.errors import BadPin, GraphAccelError, InfeasiblePlan
 from graphaccel.messages import format_bytes
@@ -210,7 +210,7 @@ def _against_it(record: Record, plan: Plan, asked: Mapping[str, object], gain: f
             return "planned only: never chosen unasked"
         if gain < 1 - 1 / WORTH_COPIES:
             return f"copies to the host must make a step {WORTH_COPIES - 1:.0%} shorter"
-    tried = _SOLVED | {f.name for f in fields(Shape)}
+    tried = _SOLVED | set(Shape._fields)
     unasked = [name for name in names if name not in tried]
     return f"{' and '.join(unasked)} only when pinned" if unasked else ""
 
@@ -290,7 +290,7 @@ def _values(record: Record, problem: Problem, plan: Plan, name: str) -> list:
         return list(found) if len(found) > 1 else []
     if name == "schedule":
         return list(SCHEDULE_NAMES) if plan.pipeline > 1 else []
-    if name in {f.name for f in fields(Shape)}:
+    if name in Shape._fields:
         free = replace(record.pins, **{name: None})
         found = {getattr(s, name) for s in shapes(problem, _loose(free, name), record.batch)}
         return sorted(found, key=lambda v: (str(type(v)), v))
