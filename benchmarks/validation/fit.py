@@ -5,16 +5,17 @@ what a copy reaches of the memory's bandwidth, and fused attention (forward and 
 factor on what was measured alone). Blackwells are one family: chips alike, in machines that give
 them 1,000 to 1,400 W. Power is what limits large products, and it grows with the cube of the clock
 where the voltage follows that (P = C V^2 f): products reach the family's share times the cube root
-of the power (`POWER`). They are those of a grid with the least mean error, each source
-counting the same; the share of 8 bits is fitted last, on runs that have them, and the others on
-those that have none. And the host time of systems that start operations eagerly (`launch_seconds`
-in `rows.SYSTEMS`), which those share; and of those that start parts of a mixture so (`started`),
-another framework on other hosts: what the others say of it stands for it where none is left.
+of the power (`planner.catalogue.KILOWATTS`). They are those of a grid with the least mean error,
+each source counting the same; the share of 8 bits is fitted last, on runs that have them, and the
+others on those that have none. And the host time of systems that start operations eagerly
+(`launch_seconds` in `rows.SYSTEMS`), which those share; and of those that start parts of a mixture
+so (`started`), another framework on other hosts: what the others say of it stands for it where none
+is left.
 
 Then each source, a document with all of its releases, is left out, and predicted with what the
-others say, in all of that. Where none of
-them ran on the device, or none so, it is what kernels reach when measured alone (`ALONE`), times
-what runs of the other families reach of that: a device that trains is hotter and shares its memory.
+others say, in all of that. Where none of them ran on the device, or none so, it is what kernels
+reach when measured alone (`ALONE`), times what runs of the other families reach of that: a device
+that trains is hotter and shares its memory.
 
 Changing a share scales the time of a microbatch, by all of its nodes; what is sent stays.
 """
@@ -32,7 +33,7 @@ from benchmarks.validation.experts import NOTHING_STARTED, Started
 from benchmarks.validation.predict import Predicted
 from benchmarks.validation.rows import EAGER_LAUNCH, Run, document, own_shares
 from benchmarks.validation.traced import Segment, seconds
-from graphaccel.planner.catalogue import cluster
+from graphaccel.planner.catalogue import KILOWATTS, cluster
 from graphaccel.planner.cluster import Device
 from graphaccel.planner.efficiency import Work, gap_seconds, seconds_of
 
@@ -41,9 +42,7 @@ from graphaccel.planner.efficiency import Work, gap_seconds, seconds_of
 # 2907 of 5000 on the B200 of a GB200.
 ALONE = {"a100": 0.77, "b200": 0.51}
 ALONE_8_BITS = {"h100": 0.70, "b200": 0.58}
-# Thousands of watts of a device of each Blackwell machine: datasheets of HGX B200 and B300, and of
-# GB200 and GB300 NVL72.
-POWER = {"b200": 1.0, "b300": 1.1, "gb200": 1.2, "gb300": 1.4}
+ATTENTION = {"a100": 0.8, "h100": 0.6, "b200": 0.71}  # likewise, forward, in 16 bits
 _PRODUCTS = [n / 100 for n in range(40, 84, 2)]
 _COPIES = (0.6, 0.7, 0.8, 0.9)
 _ATTENTION = (0.8, 1.0, 1.2)
@@ -286,12 +285,13 @@ def _error(one: Sample, shares: Shares, launch: float) -> float:
     if one.run.system.launch_seconds is not None:
         known = replace(known, launch_seconds=launch)
     faster = power(one.run.device)
+    attention = shares.attention * ATTENTION[_family(one.run)] / usual.attention
     device = replace(
         known,
         product=shares.product * faster * known.product / usual.product,
         product_8_bits=shares.eight_bits * faster * one.run.system.scaled,
-        attention=known.attention * shares.attention,
-        attention_backward=known.attention_backward * shares.attention,
+        attention=known.attention * attention,
+        attention_backward=known.attention_backward * attention,
         memory_bandwidth=known.memory_bandwidth * shares.copy / copies(one.run.device),
     )
     ratio = _microbatch(one, device, launch) / _microbatch(one, one.device, EAGER_LAUNCH)
@@ -323,12 +323,12 @@ def _document(one: Sample) -> str:
 def _family(run: Run) -> str:
     """The chip: all Blackwells are alike but for the power of their machines."""
     machine = run.device.split("-")[0]
-    return "b200" if machine in POWER else machine
+    return "b200" if machine in KILOWATTS else machine
 
 
 def power(device: str) -> float:
     """By how much products are faster there than on the machine that stands for the family."""
-    return POWER.get(device.split("-")[0], 1.0) ** (1 / 3)
+    return KILOWATTS.get(device.split("-")[0], 1.0) ** (1 / 3)
 
 
 def _grouped(samples, key):  # type: ignore[no-untyped-def]

@@ -108,10 +108,16 @@ class _Kernels:
 _OF_V100 = _Kernels(80, 0.7, 0.4, 0.3)
 _OF_A100 = _Kernels(108, 0.70, 0.8, 0.66, 0.8)
 _OF_H100 = _Kernels(132, 0.72, 0.6, 0.49, product_8_bits=0.64)
-_OF_B200 = _Kernels(148, 0.46, 0.71, 0.6, 0.69, 0.56)
-_OF_GB200 = _Kernels(152, 0.54, 0.71, 0.6, 0.7, 0.48)
-_OF_GB300 = _Kernels(152, 0.46, 0.71, 0.6, 0.69, 0.64)
 _OF_ADA = _Kernels(128, 0.8, 0.6, 0.5)
+KILOWATTS = {"b200": 1.0, "b300": 1.1, "gb200": 1.2, "gb300": 1.4}
+"""What a Blackwell may draw in each of its machines (their datasheets)."""
+
+
+def _of_blackwell(machine: str, processors: int) -> _Kernels:
+    """Chips alike, of which power decides how fast large products are: it grows with the cube of
+    the clock."""
+    root = KILOWATTS[machine] ** (1 / 3)
+    return _Kernels(processors, 0.52 * root, 0.8 * 0.71, 0.8 * 0.6, 0.6, 0.50 * root)
 
 
 def _cuda(
@@ -298,7 +304,7 @@ _CATALOGUE: Mapping[str, Callable[[int], Cluster]] = {
         _nvlink(5, 18, 40.1),
         "InfiniBand NDR",
         400,
-        _OF_B200,
+        _of_blackwell("b200", 148),
         _host(2048, 16, 5600, 5),
     ),
     "b300-288gb": _cuda(
@@ -309,7 +315,7 @@ _CATALOGUE: Mapping[str, Callable[[int], Cluster]] = {
         _nvlink(5, 18, 40.1),
         "InfiniBand XDR",
         800,
-        _OF_B200,
+        _of_blackwell("b300", 148),
         _host(2048, 16, 6400, 5),
     ),
     "gb200-192gb": _cuda(
@@ -320,7 +326,7 @@ _CATALOGUE: Mapping[str, Callable[[int], Cluster]] = {
         _nvlink(5, 18, 40.1, 72),
         "InfiniBand NDR",
         400,
-        _OF_GB200,
+        _of_blackwell("gb200", 152),
         _grace(18.4),
         _GRACE_LAUNCH_SECONDS,
     ),
@@ -332,7 +338,7 @@ _CATALOGUE: Mapping[str, Callable[[int], Cluster]] = {
         _nvlink(5, 18, 40.1, 72),
         "InfiniBand XDR",
         800,
-        _OF_GB300,
+        _of_blackwell("gb300", 152),
         _grace(14.3),
         _GRACE_LAUNCH_SECONDS,
     ),
