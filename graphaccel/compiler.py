@@ -43,7 +43,7 @@ from graphaccel.passes.exact_microbatch import split_limits
 from graphaccel.passes.localise import localised
 from graphaccel.passes.pipeline import build, placed_fusions, prepared
 from graphaccel.passes.place_ort import Tools
-from graphaccel.planner.cluster import Cluster
+from graphaccel.planner.cluster import Cluster, cluster_name
 from graphaccel.planner.given import check_fusions, check_given
 from graphaccel.planner.layouts import Layouts, LocalGraph, rates_of
 from graphaccel.planner.memory import UNEVEN, Resident, Sample, rank_curve, rank_memory
@@ -52,7 +52,6 @@ from graphaccel.planner.profile import Profile
 from graphaccel.planner.record import Record
 from graphaccel.planner.refined import model_key, precision_name, refined
 from graphaccel.planner.search import search
-from graphaccel.planner.solving import cluster_name
 from graphaccel.planner.stepping import NOTHING, Stepping
 from graphaccel.report.format import folded
 from graphaccel.report.fused import chunk_notes, fusion_notes

@@ -78,7 +78,7 @@ def measure(target: tuple[Path, str | None], plan: Plan, batch: int | None, step
 
 
 def check_here(cluster: str, devices: int) -> None:
-    """Whether plans for `cluster` (`planner.solving.cluster_name`) can be run on this machine.
+    """Whether plans for `cluster` (`planner.cluster.cluster_name`) can be run on this machine.
 
     Raises GraphMisuse (GA407) for other devices than there are here, TooManyDevices (GA205).
     """

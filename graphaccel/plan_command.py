@@ -25,14 +25,14 @@ from graphaccel.measure import check_here, measure
 from graphaccel.model import check_supported, model_of
 from graphaccel.planner import whatif
 from graphaccel.planner.catalogue import cluster as named_cluster
-from graphaccel.planner.cluster import Cluster
+from graphaccel.planner.cluster import Cluster, cluster_name
 from graphaccel.planner.cluster_file import read_cluster, write_cluster
 from graphaccel.planner.estimate import predict_seconds
 from graphaccel.planner.offload import planned_only
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.record import Record
 from graphaccel.planner.refined import model_key, step_time, with_step
-from graphaccel.planner.solving import cluster_name, solve_all
+from graphaccel.planner.solving import solve_all
 from graphaccel.report.compare import comparison
 from graphaccel.report.export import export
 from graphaccel.report.facts import Facts, RankMemory, gather, points, run_spans

@@ -259,6 +259,11 @@ _UNITS = {"b": 1} | {
 }
 
 
+def cluster_name(cluster: Cluster) -> str:
+    """`4 x h100-80gb`: what a plan says it was made for."""
+    return f"{cluster.count} x {cluster.device.name}"
+
+
 def parse_bytes(text: str) -> int:
     """ "80GiB", "1.5 GB", "512MiB" or a plain number of bytes -> bytes.
 

@@ -23,13 +23,13 @@ from graphaccel.planner.bounds import Bounds, columns
 from graphaccel.planner.candidates import Shape
 from graphaccel.planner.cluster import Cluster, Device, Link
 from graphaccel.planner.layouts import Layouts, rates_of
+from graphaccel.planner.one_pass import weighed
 from graphaccel.planner.order import AXES
 from graphaccel.planner.pins import Limits, Pins
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.profile import Profile
 from graphaccel.planner.search import search
 from graphaccel.planner.solve import Problem, _cuts
-from graphaccel.planner.solving import weighed
 from graphaccel.planner.stepping import NOTHING, Stepping
 from tests.support.captures import captured_once
 from tests.support.every_plan import Found, best_within, every_cut, every_plan, how_many

@@ -21,12 +21,13 @@ from graphaccel.passes.pipeline import prepared
 from graphaccel.planner import solving
 from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.layouts import Layouts, LocalGraph, rates_of
+from graphaccel.planner.one_pass import weighed
 from graphaccel.planner.pins import PRECISIONS, Limits, Pins
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.profile import Profile
 from graphaccel.planner.search import search
 from graphaccel.planner.solve import Problem
-from graphaccel.planner.solving import solve_all, weighed
+from graphaccel.planner.solving import solve_all
 
 Captured = Callable[[str], StepGraph]
 MadeUp = Callable[..., Cluster]
