@@ -18,7 +18,7 @@ from graphaccel.capture.batch import flatten_call
 from graphaccel.capture.stepgraph import StepGraph, capture
 from graphaccel.passes.localise import localised
 from graphaccel.passes.pipeline import prepared
-from graphaccel.planner import solving
+from graphaccel.planner import guided, one_pass, solving
 from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.layouts import Layouts, LocalGraph, rates_of
 from graphaccel.planner.one_pass import weighed
@@ -205,7 +205,8 @@ def test_precision_is_never_lowered_without_being_asked(find: Search) -> None:
 def test_the_bound_prunes_nothing_that_wins(find: Search, monkeypatch: pytest.MonkeyPatch) -> None:
     for kib in (16 * 1024, 1500, 1100):
         plan = find(4, kib)
-        monkeypatch.setattr(solving, "KEPT", 10_000)
+        for module in (solving, one_pass):
+            monkeypatch.setattr(module, "KEPT", 10_000)
         whole = find(4, kib)
         monkeypatch.undo()
         assert seconds(whole) == pytest.approx(seconds(plan))
@@ -222,10 +223,10 @@ def test_a_large_problem_is_solved_from_its_promising_end(
     """The same plan from few candidates; the gap is said, and true."""
     best = find(4, 1200)
     monkeypatch.setattr(solving, "MANY", 0)
-    guided = find(4, 1200)
-    assert guided.decided() == best.decided()
-    assert _gap(guided) < 0.02
-    monkeypatch.setattr(solving, "_SOLVED", 3)
+    promising = find(4, 1200)
+    assert promising.decided() == best.decided()
+    assert _gap(promising) < 0.02
+    monkeypatch.setattr(guided, "_SOLVED", 3)
     early = find(4, 1200)
     assert 1 - seconds(best) / seconds(early) <= _gap(early)
     assert "that were not solved none takes less than" in early.certificate
