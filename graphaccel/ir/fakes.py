@@ -29,7 +29,8 @@ _PLAIN = frozenset(PLAIN)
 
 
 class Fakes:
-    """mode: the one that its tensors belong to; its own if none is given."""
+    """mode: the one that its tensors belong to; its own if none is given. shadows: by the id of one
+    of these, itself and a tensor of the meta device like it."""
 
     def __init__(self, mode: FakeTensorMode | None = None) -> None:
         self.mode = mode or forgetful_fakes()
@@ -37,9 +38,7 @@ class Fakes:
         self._seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id: itself, its like
         self._given: dict[Hashable, Any] = {}
         self._shaped: dict[Hashable, torch.Tensor] = {}
-        self._shadows: dict[
-            int, tuple[torch.Tensor, torch.Tensor]
-        ] = {}  # by id: itself, its shadow
+        self._shadows: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def call(self, target: Any, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         """What `target` gives. Nodes among the arguments stand for their values."""
