@@ -31,7 +31,7 @@ from typing import Any, TypeVar
 
 from benchmarks.validation.experts import NOTHING_STARTED, Started
 from benchmarks.validation.predict import Predicted
-from benchmarks.validation.rows import EAGER_LAUNCH, Run, document, own_shares
+from benchmarks.validation.rows import EAGER_LAUNCH, STARTED_LAUNCH, Run, document, own_shares
 from benchmarks.validation.traced import Segment, seconds
 from graphaccel.planner.catalogue import KILOWATTS, cluster
 from graphaccel.planner.cluster import Device
@@ -79,7 +79,7 @@ class Starts:
     mixture are."""
 
     every: float = EAGER_LAUNCH
-    parts: float = EAGER_LAUNCH
+    parts: float = STARTED_LAUNCH
 
     def of(self, one: Sample) -> float:
         """Those of a sample; 0 where it takes no longer for them."""
@@ -294,7 +294,7 @@ def _error(one: Sample, shares: Shares, launch: float) -> float:
         attention_backward=known.attention_backward * attention,
         memory_bandwidth=known.memory_bandwidth * shares.copy / copies(one.run.device),
     )
-    ratio = _microbatch(one, device, launch) / _microbatch(one, one.device, EAGER_LAUNCH)
+    ratio = _microbatch(one, device, launch) / _microbatch(one, one.device, STARTED_LAUNCH)
     return (one.scaled * ratio + one.rest) / one.run.seconds - 1
 
 

@@ -9,7 +9,7 @@ from benchmarks.validation.experts import NOTHING_STARTED, Started, works
 from benchmarks.validation.experts import as_theirs as experts_as_theirs
 from benchmarks.validation.memory import STATE_BYTES, as_theirs, kept_share
 from benchmarks.validation.models import model_of, placements
-from benchmarks.validation.rows import EAGER_LAUNCH, Run
+from benchmarks.validation.rows import STARTED_LAUNCH, Run
 from benchmarks.validation.traced import Segment, as_traced
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import BATCH
@@ -144,7 +144,7 @@ class Predictor:
         said = int(fullest * (1 + real.fragmentation)) if run.system.reserved else fullest
         # What products in 8 bits keep for the backward is in 8 bits there, and not counted so here.
         verdict = real.verdict(fullest) if not run.products else "not told"
-        timed, started = experts_as_theirs(run, profile, timed, where, EAGER_LAUNCH)
+        timed, started = experts_as_theirs(run, profile, timed, where, STARTED_LAUNCH)
         pieces: tuple[Segment, ...] = ()
         if system.traced:
             fusions = system.fusions + system.timed

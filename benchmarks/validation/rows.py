@@ -36,6 +36,8 @@ _PRODUCTS = {**dict.fromkeys(_EIGHT_BITS, "float8_e4m3fn"), "nvfp4": "float4_e2m
 # Python of an eager framework, for each operation: the least time of a layer on one device in
 # vTrain's one-node grid, 3.0 ms, by the 48 operations that its graph has here.
 EAGER_LAUNCH = 62e-6
+# Of what is started one by one in a mixture of another framework: as its runs say (`fit`).
+STARTED_LAUNCH = 50e-6
 # Of products with a scale for each row. Llama-3 8B on 8 H100s: 5,760 tokens/s in 16 bits, 6,424
 # with scales of rows, 7,186 with those of tensors (pytorch/torchtitan@7a04053): with products six
 # tenths of the step in 16 bits, they are 1.21 and 1.49 times as fast.

@@ -13,7 +13,7 @@ from benchmarks.validation.fit import sample
 from benchmarks.validation.mixtures import MIXTURES
 from benchmarks.validation.predict import Predicted, Predictor
 from benchmarks.validation.recipes import started
-from benchmarks.validation.rows import EAGER_LAUNCH, FOLDER, Run, read
+from benchmarks.validation.rows import FOLDER, STARTED_LAUNCH, Run, read
 from graphaccel.planner.catalogue import cluster
 from graphaccel.planner.efficiency import Work, seconds_of
 
@@ -124,8 +124,8 @@ def test_a_step_takes_as_long_as_its_process() -> None:
     device, parts = every.where.device, none.plan.prediction
     assert parts is not None
     busy = sum(n * seconds_of(work, device) for work, n in none.works())
-    assert every.started.count * EAGER_LAUNCH > 2 * busy
-    share = every.started.waits(device, EAGER_LAUNCH) / busy
+    assert every.started.count * STARTED_LAUNCH > 2 * busy
+    share = every.started.waits(device, STARTED_LAUNCH) / busy
     assert every.seconds - none.seconds == pytest.approx(share * (parts.compute + parts.bubble))
     one = sample(every.run, every)
     assert one.eager

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.validation.experts import Phase, Started
 from benchmarks.validation.fit import Sample, fitted, text
-from benchmarks.validation.rows import EAGER_LAUNCH, FOLDER, Run, own_shares, read
+from benchmarks.validation.rows import FOLDER, STARTED_LAUNCH, Run, own_shares, read
 from graphaccel.planner.catalogue import KILOWATTS, cluster
 from graphaccel.planner.efficiency import Work, computing
 from graphaccel.planner.plan import Precision
@@ -77,7 +77,7 @@ def test_starts_of_mixtures_are_fitted_apart() -> None:
     every = replace(every, works=[(many, 1)], device=replace(every.device, launch_seconds=5e-5),
                     run=replace(every.run, seconds=0.05), scaled=0.05)  # fmt: skip
     started = Started(Phase(1000), Phase(2000))
-    told = started.waits(parts.device, EAGER_LAUNCH)
+    told = started.waits(parts.device, STARTED_LAUNCH)
     parts = replace(parts, works=[], started=started, scaled=told,
                     run=replace(parts.run, seconds=3000 * 8e-5))  # fmt: skip
     figures = fitted([every, parts, sample_of("sc21", "a100-80gb"), sample_of("dgxc", "h100-80gb")])
