@@ -31,8 +31,9 @@ _PROMISING, _UNMADE = 1.07, 1.05
 _INSIDE = 1.07
 
 
-def guided(work: Pass) -> Iterator[int]:
-    """Solve them; yields how many are dealt with each time."""
+def guided(work: Pass) -> Iterator[tuple[int, float]]:
+    """Solve them; yields how many are dealt with each time, and what none of the others can
+    beat."""
     yield from _Guided(work).run()
 
 
@@ -57,9 +58,10 @@ class _Guided:
         self.beyond = math.inf
         self.solved = self.built = 0
 
-    def run(self) -> Iterator[int]:
+    def run(self) -> Iterator[tuple[int, float]]:
         work = self.work
         self._push_all()
+        least = work.least()
         self.built = len({x.tensor for x in self.groups})
         few = _FEW if work.goal == math.inf else _AGAIN
         enough = min(_SOLVED, max(few, _BLOCKS // max(self.blocks, 1) ** 2))
@@ -79,7 +81,7 @@ class _Guided:
                 self.queue.back(row.rest)
                 self.taken[row.layout].append(row.index)
                 self._solve(row)
-                yield len(work.choices)
+                yield len(work.choices), least
         self._leave()
 
     def _push_all(self) -> None:

@@ -9,6 +9,7 @@ import heapq
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import astuple
+from itertools import chain
 
 from graphaccel.planner.candidates import WORTH, Layout, Shape, plain
 from graphaccel.planner.explain import mesh_key, seconds
@@ -49,9 +50,10 @@ def solve_all(
     outcome = work.outcome
     if not outcome.tally.candidates:
         raise no_shape(problem, pins, batch)
+    large = prune and outcome.tally.candidates > MANY
     if record is not None:
-        record.started(outcome, work.least())
-    for done, bound in _run(work):
+        record.started(outcome, 0.0 if large else work.least())
+    for done, bound in _run(work, large):
         if record is not None:
             record.tick(bound, done)
     if not outcome.fitting and outcome.closest is None and outcome.refused is not None:
@@ -70,24 +72,10 @@ def solve_all(
     return outcome
 
 
-def _run(work: Pass) -> Iterator[tuple[int, float]]:
+def _run(work: Pass, large: bool) -> Iterator[tuple[int, float]]:
     """Solve them; yields how many are dealt with and what none of the others can beat."""
-    least, tally = work.least(), work.outcome.tally
-    done = 0
-    large = tally.candidates > MANY and work.prune
-    first = () if large else _sorted(work, (s for s in work.own if plain(work.pins, s)))
-    for bound, shape in first:
-        known = work.outcome.by_mesh.get(mesh_key(shape.on(work.base)))
-        full = len(work.times) >= KEPT and bound > work.times[KEPT - 1]
-        slow = bound > work.goal or (full and known is not None)
-        if work.prune and (slow or work.known(shape)):
-            tally.pruned += 1
-        else:
-            work.solve(bound, shape)
-        done += 1
-        yield done, least
-    rest = ((many, least) for many in guided(work)) if large else _others(work)
-    for many, bound in rest:
+    done, tally = 0, work.outcome.tally
+    for many, bound in guided(work) if large else chain(_plain(work), _others(work)):
         done += many
         yield done, bound
     if not work.outcome.fitting and work.goal == math.inf:  # which of them misses least, then
@@ -96,6 +84,20 @@ def _run(work: Pass) -> Iterator[tuple[int, float]]:
             tally.solved -= 1
             work.solve(bound, shape, floor=False)
     yield tally.candidates, math.inf
+
+
+def _plain(work: Pass) -> Iterator[tuple[int, float]]:
+    """Candidates that shard nothing that was not asked for, by ascending bound."""
+    least = work.least()
+    for bound, shape in _sorted(work, (s for s in work.own if plain(work.pins, s))):
+        known = work.outcome.by_mesh.get(mesh_key(shape.on(work.base)))
+        full = len(work.times) >= KEPT and bound > work.times[KEPT - 1]
+        slow = bound > work.goal or (full and known is not None)
+        if work.prune and (slow or work.known(shape)):
+            work.outcome.tally.pruned += 1
+        else:
+            work.solve(bound, shape)
+        yield 1, least
 
 
 def _sorted(work: Pass, meshes: Iterable[Shape]) -> list[tuple[float, Shape]]:
