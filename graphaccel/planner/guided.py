@@ -19,7 +19,7 @@ from graphaccel.planner.one_pass import Pass
 from graphaccel.planner.promising import Promising, Row
 
 _SOLVED = 160  # candidates that are solved at most
-_FEW = 32  # and at least, of deep models: the best was always among the first dozen
+_FEW = 32  # and at least, of deep models: of five the best was among the first dozen
 _AGAIN = 16  # likewise, where it is asked whether anything is worth more than a plan that is known
 _BLOCKS = 320_000  # over the square of their blocks: solving and layouts both cost by block
 _BUILT = 6  # layouts whose graphs are made, those of the tensor axis alone in any case
