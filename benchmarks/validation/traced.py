@@ -31,9 +31,12 @@ _PASSES = 3  # over the scores of a fused loss: read, and their gradient in thei
 
 def segments(profile: Profile, sizes: Sizes, run: Run) -> tuple[Segment, ...]:
     """What a microbatch asks of a device, in the pieces that were traced: (works in their order,
-    how often) of a block's forward or backward, and of what lies between blocks."""
+    how often) of a block's forward or backward, and of what lies between blocks. A block that is
+    split over devices was traced as one with fewer heads and a narrower inside: what ours has
+    beside that (a share of a bias before a sum, copies of what is sent) is left out."""
     kinds, first = profile.alike
     works = [NOTHING if n.target in KINDS else node_work(n, sizes) for n in first]
+    put_in = [_put_in(node) for node in first]
     words = run.vocabulary // run.tensor
     lost = [run.tensor > 1 and _of_loss(node, words) for node in first]
     blocks = profile.block_at[profile.node_position].tolist()
@@ -41,7 +44,8 @@ def segments(profile: Profile, sizes: Sizes, run: Run) -> tuple[Segment, ...]:
     found: Counter[tuple[Work, ...]] = Counter()
     for (block, _), own in groupby(rows, key=lambda row: row[:2]):
         numbers = [kind for _, _, kind in own]
-        asked = [works[k] for k in numbers if works[k].calls and not (block < 0 and lost[k])]
+        left_out = lost if block < 0 else put_in
+        asked = [works[k] for k in numbers if works[k].calls and not left_out[k]]
         if block < 0 and any(lost[k] for k in numbers):
             scores = 2 * run.microbatch * run.sequence * words
             asked.append(Work(bytes=_PASSES * scores // 2, dtype=run.precision))
@@ -69,6 +73,12 @@ def as_traced(
         bubble=parts.bubble * ratio, optimizer=optimizer,
     )  # fmt: skip
     return replace(plan, prediction=parts), pieces
+
+
+def _put_in(node: torch.fx.Node) -> bool:
+    """Whether sharding added a call, other than one that stands for the model's own."""
+    own = getattr(node.target, "namespace", "") != "aten"
+    return not own and node.meta.get("made_by", "").startswith("shard_axis")
 
 
 def _of_loss(node: torch.fx.Node, words: int) -> bool:
