@@ -85,6 +85,14 @@ def test_a_loss_over_shares_of_the_words_takes_few_calls() -> None:
     assert calls[1] <= calls[0] + 40  # the collectives of two layers; 54 more without
 
 
+def test_a_block_that_is_split_has_as_many_calls_as_a_whole_one() -> None:
+    """What sharding puts in, beside what the model's own calls became, was in no trace of theirs:
+    half of a bias before a sum, copies of what is sent."""
+    one, two = (_predicted(tensor=n).pieces for n in (1, 2))
+    blocks = [sorted(len(own) for own, n in pieces if n == 2) for pieces in (one, two)]
+    assert blocks[0] == blocks[1] != []
+
+
 def test_scales_of_rows_take_longer() -> None:
     rows = _runs("asyncTP", products="float8_e4m3fn")
     rates = {r.system.scaled: cluster_of(r, r.devices).device.product_8_bits for r in rows}
