@@ -33,7 +33,7 @@ from benchmarks.validation.experts import NOTHING_STARTED, Started
 from benchmarks.validation.predict import Predicted
 from benchmarks.validation.rows import EAGER_LAUNCH, STARTED_LAUNCH, Run, document, own_shares
 from benchmarks.validation.traced import Segment, seconds
-from graphaccel.planner.catalogue import KILOWATTS, cluster
+from graphaccel.planner.catalogue import KILOWATTS, by_power, cluster
 from graphaccel.planner.cluster import Device
 from graphaccel.planner.efficiency import Work, gap_seconds, seconds_of
 
@@ -284,7 +284,7 @@ def _error(one: Sample, shares: Shares, launch: float) -> float:
     usual, known = cluster(one.run.device, 1).device, one.device
     if one.run.system.launch_seconds is not None:
         known = replace(known, launch_seconds=launch)
-    faster = power(one.run.device)
+    faster = by_power(_machine(one.run))
     attention = shares.attention * ATTENTION[_family(one.run)] / usual.attention
     device = replace(
         known,
@@ -322,13 +322,12 @@ def _document(one: Sample) -> str:
 
 def _family(run: Run) -> str:
     """The chip: all Blackwells are alike but for the power of their machines."""
-    machine = run.device.split("-")[0]
+    machine = _machine(run)
     return "b200" if machine in KILOWATTS else machine
 
 
-def power(device: str) -> float:
-    """By how much products are faster there than on the machine that stands for the family."""
-    return KILOWATTS.get(device.split("-")[0], 1.0) ** (1 / 3)
+def _machine(run: Run) -> str:
+    return run.device.split("-")[0]
 
 
 def _grouped(samples, key):  # type: ignore[no-untyped-def]

@@ -77,8 +77,8 @@ def as_traced(
 
 def _put_in(node: torch.fx.Node) -> bool:
     """Whether sharding added a call, other than one that stands for the model's own."""
-    own = getattr(node.target, "namespace", "") != "aten"
-    return not own and node.meta.get("made_by", "").startswith("shard_axis")
+    plain = getattr(node.target, "namespace", "") == "aten"
+    return plain and node.meta.get("made_by", "").startswith("shard_axis")
 
 
 def _of_loss(node: torch.fx.Node, words: int) -> bool:

@@ -115,10 +115,13 @@ def decides_alone(target: Any) -> bool:
     return target.has_kernel_for_dispatch_key(torch._C.DispatchKey.Meta)
 
 
-_PLAIN_VIEWS = {
-    getattr(torch.ops.aten, name).default for name in ("reshape", "view", "_unsafe_view")
-}
-_PLAIN_VIEWS |= {torch.ops.aten.select.int, torch.ops.aten.slice.Tensor}
+_PLAIN_VIEWS = frozenset(
+    {
+        torch.ops.aten.reshape.default, torch.ops.aten.view.default,
+        torch.ops.aten._unsafe_view.default, torch.ops.aten.select.int,
+        torch.ops.aten.slice.Tensor,
+    }
+)  # fmt: skip
 """Views that fake tensors treat apart where sizes are symbols."""
 
 

@@ -39,6 +39,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 from graphaccel.errors import BadCluster, UnknownDevice
 from graphaccel.planner.cluster import (
@@ -109,15 +110,22 @@ _OF_V100 = _Kernels(80, 0.7, 0.4, 0.3)
 _OF_A100 = _Kernels(108, 0.70, 0.8, 0.66, 0.8)
 _OF_H100 = _Kernels(132, 0.72, 0.6, 0.49, product_8_bits=0.64)
 _OF_ADA = _Kernels(128, 0.8, 0.6, 0.5)
-KILOWATTS = {"b200": 1.0, "b300": 1.1, "gb200": 1.2, "gb300": 1.4}
+KILOWATTS: Mapping[str, float] = MappingProxyType(
+    {"b200": 1.0, "b300": 1.1, "gb200": 1.2, "gb300": 1.4}
+)
 """What a Blackwell may draw in each of its machines (their datasheets)."""
 
 
+def by_power(machine: str) -> float:
+    """By how much large products reach more of the peak than on a device of 1,000 W: power grows
+    with the cube of the clock. 1 for machines whose power is not told apart."""
+    return KILOWATTS.get(machine, 1.0) ** (1 / 3)
+
+
 def _of_blackwell(machine: str, processors: int) -> _Kernels:
-    """Chips alike, of which power decides how fast large products are: it grows with the cube of
-    the clock."""
-    root = KILOWATTS[machine] ** (1 / 3)
-    return _Kernels(processors, 0.52 * root, 0.8 * 0.71, 0.8 * 0.6, 0.6, 0.50 * root)
+    """Chips alike, in machines that give them more power or less."""
+    more = by_power(machine)
+    return _Kernels(processors, 0.52 * more, 0.8 * 0.71, 0.8 * 0.6, 0.6, 0.50 * more)
 
 
 def _cuda(

@@ -175,6 +175,8 @@ class Pass:
             self._misfits.setdefault(mesh.comparable, []).append(mesh)
 
     def solve(self, bound: float, shape: Shape, *, floor: bool = True) -> None:
+        """Solve a candidate, in each order of its axes. floor: put it off (`late`) where it is too
+        big in any case."""
         problem, pins, outcome = self.problem, self.pins, self.outcome
         if floor and self.prune and self.told_of(shape.layout).big[self.place(shape.mesh)]:
             self.late.append((bound, shape))
