@@ -16,7 +16,7 @@ from graphaccel.capture.symbols import BATCH
 from graphaccel.kernels.expert_rows import EXCHANGE
 from graphaccel.planner.catalogue import LAUNCH_SECONDS
 from graphaccel.planner.cluster import Cluster, Device
-from graphaccel.planner.communication import all_to_all_seconds
+from graphaccel.planner.communication import all_to_all_seconds, exposed_seconds
 from graphaccel.planner.cost import Sizes, node_work
 from graphaccel.planner.efficiency import Work, seconds_of
 from graphaccel.planner.plan import Plan
@@ -174,7 +174,8 @@ def _part(node: fx.Node) -> str:
 def _rows_in_parts(run: Run, profile: Profile, plan: Plan, where: Cluster) -> tuple[Plan, float]:
     """The plan with the time it takes where each tensor rank sends a part of the rows to their
     experts, and back; ours sends all that it gathered. They are gathered in both. Theirs may go to
-    a node once (`System.once_a_node`). And seconds of sending in a microbatch, on all stages."""
+    a node once (`System.once_a_node`), and beside another microbatch (`System.beside_another`). And
+    seconds of a microbatch in which a device waits for what is sent, on all stages."""
     assert plan.prediction is not None
     sizes = Sizes({**profile.step.sizes, BATCH: plan.microbatch_size})
     group, ours, sent = wires_of(where, plan).group(("expert",)), 0.0, 0.0
@@ -184,11 +185,33 @@ def _rows_in_parts(run: Run, profile: Profile, plan: Plan, where: Cluster) -> tu
             size = sent_bytes(node, sizes)
             ours += all_to_all_seconds(where, size, *group)
             sent += all_to_all_seconds(theirs, size / plan.tensor, *group)
+    if run.system.beside_another:
+        sent = _beside_another(run, profile, plan, where, sent)
     parts, spared = plan.prediction, (ours - sent) * plan.microbatches / plan.pipeline
     parts = replace(
         parts, seconds=parts.seconds - spared, communication=parts.communication - spared
     )
     return replace(plan, prediction=parts), sent
+
+
+def _beside_another(run: Run, profile: Profile, plan: Plan, where: Cluster, sent: float) -> float:
+    """Seconds of `sent` that a device waits for, where a layer's forward runs beside the backward
+    of another microbatch: what its backward sends first goes beside the forward before the experts,
+    what both send to experts beside the experts of both, and what its forward sends back beside the
+    other's backward before the experts (`TransformerLayerSchedulePlan.run`). Those microbatches
+    with which a pipeline starts, or ends, have none beside them.
+    """
+    device, calls = where.device, _calls(run, profile, plan)
+    beside = [0.0, 0.0, 0.0]
+    for call in calls:
+        seconds = seconds_of(call.work, device)
+        own = _part(call.node) == "experts"
+        beside[1 if own else 0] += call.forward * seconds
+        beside[1 if own else 2] += call.backward * seconds
+    moved = (sent / 4, sent / 2, sent / 4)
+    waits = sum(exposed_seconds(device, m, 0.0, b) for m, b in zip(moved, beside, strict=True))
+    alone = min(1.0, plan.pipeline / plan.microbatches)
+    return alone * sent + (1 - alone) * waits
 
 
 def _once_a_node(run: Run, where: Cluster) -> Cluster:

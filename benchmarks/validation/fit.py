@@ -3,14 +3,13 @@
 For each family of devices four numbers: what large products reach of the peak, in 16 and in 8 bits,
 what a copy reaches of the memory's bandwidth, and fused attention (forward and backward alike, as a
 factor on what was measured alone). Blackwells are one family: chips alike, in machines that give
-them 1,000 to 1,400 W. Power is what limits large products, and it grows with the cube of the clock
-where the voltage follows that (P = C V^2 f): products reach the family's share times the cube root
-of the power (`planner.catalogue.KILOWATTS`). They are those of a grid with the least mean error,
-each source counting the same; the share of 8 bits is fitted last, on runs that have them, and the
-others on those that have none. And the host time of systems that start operations eagerly
-(`launch_seconds` in `rows.SYSTEMS`), which those share; and of those that start parts of a mixture
-so (`started`), another framework on other hosts: what the others say of it stands for it where none
-is left.
+them 1,000 to 1,400 W, which is what limits large products. Their share is that of a B200; others
+are as much faster as the catalogue says (`planner.catalogue.by_power`). They are those of a grid
+with the least mean error, each source counting the same; the share of 8 bits is fitted last, on
+runs that have them, and the others on those that have none. And the host time of systems that start
+operations eagerly (`launch_seconds` in `rows.SYSTEMS`), which those share; and of those that start
+parts of a mixture so (`started`), another framework on other hosts: what the others say of it
+stands for it where none is left.
 
 Then each source, a document with all of its releases, is left out, and predicted with what the
 others say, in all of that. Where none of them ran on the device, or none so, it is what kernels
@@ -33,7 +32,7 @@ from benchmarks.validation.experts import NOTHING_STARTED, Started
 from benchmarks.validation.predict import Predicted
 from benchmarks.validation.rows import EAGER_LAUNCH, STARTED_LAUNCH, Run, document, own_shares
 from benchmarks.validation.traced import Segment, seconds
-from graphaccel.planner.catalogue import KILOWATTS, by_power, cluster
+from graphaccel.planner.catalogue import KILOWATTS, cluster
 from graphaccel.planner.cluster import Device
 from graphaccel.planner.efficiency import Work, gap_seconds, seconds_of
 
@@ -284,12 +283,13 @@ def _error(one: Sample, shares: Shares, launch: float) -> float:
     usual, known = cluster(one.run.device, 1).device, one.device
     if one.run.system.launch_seconds is not None:
         known = replace(known, launch_seconds=launch)
-    faster = by_power(_machine(one.run))
+    first = cluster("b200-192gb", 1).device if _family(one.run) == "b200" else usual
+    few_bits = usual.product_8_bits / first.product_8_bits if first.product_8_bits else 1.0
     attention = shares.attention * ATTENTION[_family(one.run)] / usual.attention
     device = replace(
         known,
-        product=shares.product * faster * known.product / usual.product,
-        product_8_bits=shares.eight_bits * faster * one.run.system.scaled,
+        product=shares.product * known.product / first.product,
+        product_8_bits=shares.eight_bits * few_bits * one.run.system.scaled,
         attention=known.attention * attention,
         attention_backward=known.attention_backward * attention,
         memory_bandwidth=known.memory_bandwidth * shares.copy / copies(one.run.device),

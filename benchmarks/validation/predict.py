@@ -16,7 +16,7 @@ from graphaccel.capture.symbols import BATCH
 from graphaccel.compiler import Compiler
 from graphaccel.errors import InfeasiblePlan
 from graphaccel.model import Model
-from graphaccel.planner.catalogue import cluster
+from graphaccel.planner.catalogue import by_power, cluster
 from graphaccel.planner.cluster import GIB, Cluster
 from graphaccel.planner.communication import (
     INTERFERENCE,
@@ -34,10 +34,6 @@ from graphaccel.planner.works import held_parameters
 
 _ENDLESS = 2**60
 _TRIES = 4  # of choosing what a row does not say, each with less memory
-# Rates go with this power of the watts that a device may draw: at 600 of 700 W pretraining on H100
-# loses 10 to 15 % of its throughput, in 8 bits 15 to 20 % (factryze.ai, scale-atlas/power/
-# power-capping).
-_CAPPED = {False: 0.87, True: 1.25}
 _PAPER = {"h100-80gb": 3.35}  # TB/s of memory, of devices that a system has with another
 # Operations are no decision of ours: of all that is made again, those that are kept come off.
 _RECOMPUTE = {"": "none", "none": "none", "some": "some", "all": "all", "operations": "all"}
@@ -236,8 +232,7 @@ def real_cluster(run: Run, devices: int) -> Cluster:
         gibibytes, terabytes, power = run.system.device
         copied = where.device.memory_bandwidth * terabytes / _PAPER[run.device]
         rates = {
-            name: rate * power ** _CAPPED[name.startswith(("float8", "float4"))]
-            for name, rate in where.device.peak_flops.items()
+            name: rate * by_power(power, name) for name, rate in where.device.peak_flops.items()
         }
         device = replace(
             where.device,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.validation.mixtures import MIXTURES, mixture_of
-from benchmarks.validation.recipes import started
+from benchmarks.validation.recipes import as_trained, release_of, started
 
 # Behind the name of a source, by what products round to.
 FEWER_BITS = {
@@ -88,7 +88,9 @@ class System:
     products in 8 bits beside those with one scale for a tensor. started: parts of a mixture's
     layers whose operations a process starts one by one (`recipes`). weighs_biases: experts' biases
     are weighed and added in operations of their own. latent_rotary: of latent attention, all
-    between products and attention is two kernels (`latent`).
+    between products and attention is two kernels (`latent`). beside_another: rows are sent to their
+    experts, and back, while another microbatch is computed, forward beside backward
+    (`overlap_moe_expert_parallel_comm`, megatron/core/models/common/model_chunk_schedule_plan.py).
     """
 
     fused_attention: bool = True
@@ -125,6 +127,7 @@ class System:
     started: frozenset[str] = frozenset()
     weighs_biases: bool = False
     latent_rotary: bool = False
+    beside_another: bool = False
 
 
 # Fused: the masked softmax, and bias, dropout and sum (arXiv 2104.04473, section 4.2); the kernel
@@ -311,7 +314,9 @@ class Run:
     @property
     def shape(self) -> tuple[object, ...]:
         """What the model and its batch depend on."""
-        system = replace(self.system, started=frozenset(), weighs_biases=False)
+        system = replace(
+            self.system, started=frozenset(), weighs_biases=False, beside_another=False
+        )
         return (
             self.layers, self.hidden, self.heads, self.kv_heads, self.ffn, self.sequence,
             self.vocabulary, self.kind, system, self.precision,
@@ -322,7 +327,12 @@ def read(file: Path) -> Iterator[Run | str]:
     """Each row as a run, or the reason why it is none."""
     with file.open(newline="", encoding="utf-8") as text:
         for row in csv.DictReader(text):
-            yield _run(row)
+            told = as_trained(row)
+            run = _run(told)
+            if told != row and isinstance(run, Run):
+                said = "the mesh of its recipe, which its table contradicts"
+                run = replace(run, assumed=(*run.assumed, said))
+            yield run
 
 
 def _run(row: dict[str, str]) -> Run | str:
@@ -413,13 +423,14 @@ def _system(row: dict[str, str]) -> System:
         system = replace(system, fused_attention=True)
     mixture = mixture_of(row["model"])
     if "Megatron-Bridge" in row["source"] and mixture is not None:
-        release = row["source"].rpartition("NeMo ")[2]
+        release = release_of(row["source"])
         parts = started(mixture, row["gpu_type"], row["precision"], release)
         system = replace(
             system,
             started=parts,
             # `moe_flex_dispatcher_backend` of its recipe (nemotron_3_workload_base_configs.py).
             once_a_node=mixture == "Nemotron_3_Super",
+            beside_another=not parts,
             # In one graph of all, experts are one fused kernel, with their biases in it.
             weighs_biases=mixture == "GPT OSS 120B" and bool(parts),
         )

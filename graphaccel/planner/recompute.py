@@ -13,7 +13,8 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations, product
+from functools import lru_cache
+from itertools import combinations, combinations_with_replacement, product
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from graphaccel.planner.profile import Profile, SizedProfile
 from graphaccel.planner.selective import leanest_of, ways_of
 
 _UNITS = 2000
+_ALL = 5000  # choices, up to which each is looked at
 _TABLE = 64  # options of all blocks together, from which on blocks that are alike are counted
 
 _WAYS = 64  # of the few that are not alike
@@ -73,26 +75,36 @@ def least_saved(profile: Profile, sized: SizedProfile) -> int:
 class Knapsack:
     """Blocks of which something is chosen, asked again and again.
 
-    blocks: of each its items, (saving, price). Of many blocks that are alike, only two kinds of
-    items and one item more are chosen: the best choice without whole numbers has two, so that no
-    more than the price of one item can be lost. A few others beside them, as the first block and
-    the last often are, are tried in all their ways.
+    blocks: of each its items, (saving, price). Where blocks are few, or alike, every choice is
+    looked at. Of many blocks that are alike, only two kinds of items and one item more are chosen:
+    the best choice without whole numbers has two, so that no more than the price of one item can be
+    lost. A few others beside them, as the first block and the last often are, are tried in all
+    their ways.
     """
 
     def __init__(self, blocks: Sequence[Sequence[Item]]) -> None:
         self._blocks = blocks
         self.most = sum(max((s for s, _ in items), default=0.0) for items in blocks)
-        self._many = _Many.of(blocks) if self.most > 0 else None
+        kinds: dict[tuple[Item, ...], list[int]] = defaultdict(list)
+        for number, items in enumerate(blocks):
+            kinds[tuple(items)].append(number)
+        told = tuple((items, len(own)) for items, own in kinds.items())
+        few = math.prod(math.comb(n + len(items), n) for items, n in told) <= _ALL
+        self._every = _every(told) if few else None
+        self._kinds = list(kinds.values())
+        self._many = _Many.of(blocks, self._kinds) if not few and self.most > 0 else None
 
     def cheapest(self, needed: float) -> list[int] | None:
         """For each block the item that is chosen of it, -1 for none: those with the least total
-        price whose savings reach `needed`; None if none do. Exact but for rounding: savings are
-        counted in 1/2000 of the need, rounded down."""
+        price whose savings reach `needed`; None if none do. Exact where every choice is looked at;
+        in a table savings are counted in 1/2000 of the need, rounded down."""
         blocks = self._blocks
         if needed <= 0:
             return [-1] * len(blocks)
         if self.most < needed:
             return None
+        if self._every is not None:
+            return self._counted(self._every.cheapest(needed))
         if self._many is not None:
             return self._many.cheapest(needed)
         units = [[min(_UNITS, int(s / needed * _UNITS)) for s, _ in items] for items in blocks]
@@ -116,6 +128,51 @@ class Knapsack:
                 left = max(left - units[block][item], 0)
         return chosen
 
+    def _counted(self, chosen: Sequence[Sequence[int]]) -> list[int]:
+        """Items by block, of those of each kind of blocks: the first blocks have them, and the
+        first of these what saves most."""
+        found = [-1] * len(self._blocks)
+        for own, items in zip(self._kinds, chosen, strict=True):
+            saving = self._blocks[own[0]]
+            order = sorted(items, key=lambda item, saving=saving: -saving[item][0])
+            for number, item in zip(own, order, strict=False):
+                found[number] = item
+        return found
+
+
+@dataclass(frozen=True)
+class _Every:
+    """All choices of blocks, of which only how many of a kind have which item counts. ways: of each
+    kind of blocks the items that are chosen together. savings: of the choices that nothing cheaper
+    saves more than, ascending; places: where they stand among all combinations of the ways."""
+
+    ways: Sequence[Sequence[tuple[int, ...]]]
+    savings: np.ndarray
+    places: np.ndarray
+
+    def cheapest(self, needed: float) -> list[tuple[int, ...]]:
+        """Of each kind the items that are chosen. Some choice reaches what is needed."""
+        at = min(int(np.searchsorted(self.savings, needed)), len(self.savings) - 1)
+        chosen = np.unravel_index(self.places[at], [len(own) for own in self.ways])
+        return [own[int(way)] for own, way in zip(self.ways, chosen, strict=True)]
+
+
+@lru_cache(maxsize=256)
+def _every(kinds: tuple[tuple[tuple[Item, ...], int], ...]) -> _Every:
+    """kinds: of blocks, their items and how many there are."""
+    ways, savings, prices = [], np.zeros(1), np.zeros(1)
+    for items, count in kinds:
+        each = [way for n in range(count + 1)
+                for way in combinations_with_replacement(range(len(items)), n)]  # fmt: skip
+        ways.append(each)
+        saving, price = (np.array([sum(items[i][k] for i in way) for way in each]) for k in (0, 1))
+        savings = np.add.outer(savings, saving).ravel()
+        prices = np.add.outer(prices, price).ravel()
+    order = np.lexsort((-savings, prices))
+    ahead = np.maximum.accumulate(savings[order])
+    best = np.append(True, ahead[1:] > ahead[:-1])
+    return _Every(ways, savings[order][best], order[best])
+
 
 @dataclass(frozen=True)
 class _Many:
@@ -126,13 +183,10 @@ class _Many:
     few: tuple[int, ...]
 
     @staticmethod
-    def of(blocks: Sequence[Sequence[Item]]) -> _Many | None:
-        """None where a table of all blocks is less to do."""
-        kinds: dict[tuple[Item, ...], list[int]] = defaultdict(list)
-        for number, items in enumerate(blocks):
-            kinds[tuple(items)].append(number)
-        at = max(kinds.values(), key=len)
-        few = [n for own in kinds.values() if own is not at for n in own]
+    def of(blocks: Sequence[Sequence[Item]], kinds: Sequence[Sequence[int]]) -> _Many | None:
+        """None where a table of all blocks is less to do. kinds: numbers of those alike."""
+        at = max(kinds, key=len)
+        few = [n for own in kinds if own is not at for n in own]
         ways = math.prod(len(blocks[n]) + 1 for n in few)
         if len(at) * len(blocks[at[0]]) <= _TABLE or ways > _WAYS:
             return None

@@ -34,8 +34,20 @@ def test_the_cheapest_blocks_that_save_enough(
     blocks: list[list[tuple[int, int]]], needed: int
 ) -> None:
     """Of each block at most one of its ways."""
+    best, chosen = cheapest_of_all(blocks, needed), Knapsack(blocks).cheapest(needed)
+    assert (chosen is None) == (best is None)
+    if chosen is not None:
+        taken = [b[k] for b, k in zip(blocks, chosen, strict=True) if k >= 0]
+        assert sum(saving for saving, _ in taken) >= needed
+        assert sum(price for _, price in taken) == best
+
+
+@given(st.lists(st.lists(ITEM, max_size=3), min_size=1, max_size=6), st.integers(1, 120))
+@settings(deadline=None)
+def test_a_table_where_choices_are_many(blocks: list[list[tuple[int, int]]], needed: int) -> None:
     best, most = cheapest_of_all(blocks, needed), max((p for b in blocks for _, p in b), default=0)
-    chosen = Knapsack(blocks).cheapest(needed)
+    with patch("graphaccel.planner.recompute._ALL", 0):
+        chosen = Knapsack(blocks).cheapest(needed)
     assert (chosen is None) == (best is None)
     if chosen is not None:
         taken = [b[k] for b, k in zip(blocks, chosen, strict=True) if k >= 0]
@@ -64,7 +76,8 @@ def test_many_blocks_that_are_alike(
     items = [(float(s), float(p)) for s, p in np.cumsum(steps, axis=0).tolist()]
     blocks = [*others[:1], *[items] * count, *others[1:]]
     needed = sum(max((s for s, _ in own), default=0) for own in blocks) * share
-    with patch("graphaccel.planner.recompute._TABLE", 0):
+    limits = {"_ALL": 0, "_TABLE": 0}
+    with patch.multiple("graphaccel.planner.recompute", **limits):
         chosen = Knapsack(blocks).cheapest(needed)
     best = cheapest_of_all(blocks, needed)
     assert chosen is not None

@@ -8,13 +8,14 @@ from functools import cache
 
 import pytest
 
-from benchmarks.validation.experts import NOTHING_STARTED, Phase, Started
+from benchmarks.validation.experts import NOTHING_STARTED, Phase, Started, _beside_another
 from benchmarks.validation.fit import sample
 from benchmarks.validation.mixtures import MIXTURES
 from benchmarks.validation.predict import Predicted, Predictor
 from benchmarks.validation.recipes import started
 from benchmarks.validation.rows import FOLDER, STARTED_LAUNCH, Run, read
 from graphaccel.planner.catalogue import cluster
+from graphaccel.planner.communication import INTERFERENCE
 from graphaccel.planner.efficiency import Work, seconds_of
 
 ALL, EXPERTS = frozenset({"experts", "router", "rest"}), frozenset({"experts"})
@@ -72,7 +73,28 @@ def test_rows_have_what_their_recipe_says() -> None:
         fused = "rotary" in run.system.fusions
         assert fused == (run.kind != "GPT OSS 120B")
         assert run.system.latent_rotary == ("Megatron-Bridge" in run.source)
+        whole = "Megatron-Bridge" in run.source and not run.system.started
+        assert run.system.beside_another == whole
     assert {r.sharing for r in runs() if r.kind == "Qwen3_235B_a22B" and r.tensor == 2} == {32}
+
+
+def test_what_is_sent_beside_another_microbatch_takes_less() -> None:
+    """Of four microbatches the first forward and the last backward have none beside them. Of the
+    others all hides where that is computed long enough, and takes it a share longer."""
+    run = replace(small("Qwen3_235B_a22B", frozenset()), batch=32, sequence=2048)
+    both = [
+        Predictor(8).predict(replace(run, system=replace(run.system, beside_another=on)))
+        for on in (False, True)
+    ]
+    alone, beside = (one.plan.prediction for one in both)
+    assert alone is not None
+    assert beside is not None
+    assert both[0].plan.microbatches == 4
+    sent = (both[0].seconds - both[1].seconds) / (3 / 4) / (1 - INTERFERENCE)
+    assert 0 < sent <= alone.communication
+    assert beside.compute == pytest.approx(alone.compute)
+    waits = _beside_another(run, both[0].profile, both[0].plan, both[0].where, 1e3)
+    assert waits == pytest.approx(1e3, rel=1e-2)  # nothing is computed as long as that
 
 
 def test_a_device_waits_for_what_its_own_work_does_not_hide() -> None:

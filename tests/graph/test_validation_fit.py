@@ -118,7 +118,7 @@ def test_a_device_on_which_nothing_else_ran_is_told_by_the_others() -> None:
 
 
 def test_blackwells_stand_for_one_another_by_their_power() -> None:
-    """A share that one machine reaches is told of another, times the cube root of its watts."""
+    """A rate that one machine reaches is told of another, by its watts."""
     slow, fast = sample_of("SimuMax", "b200-192gb"), sample_of("Bridge", "gb300-288gb")
     figures = fitted([slow, fast])
     assert list(figures["families"]) == ["b200"]
@@ -130,10 +130,17 @@ def test_blackwells_stand_for_one_another_by_their_power() -> None:
     assert mine["left_out"] == pytest.approx(0.25, abs=3e-2)
 
 
-def test_what_ships_of_blackwells_is_the_family_times_the_root_of_the_power() -> None:
-    kinds = ("b200-192gb", "b300-288gb", "gb200-192gb", "gb300-288gb")
-    known = {kind: cluster(kind, 1).device for kind in kinds}
-    for kind, device in known.items():
-        root = KILOWATTS[kind.split("-")[0]] ** (1 / 3)
-        assert device.product / root == pytest.approx(known["b200-192gb"].product)
-        assert device.product_8_bits / root == pytest.approx(known["b200-192gb"].product_8_bits)
+@pytest.mark.parametrize(
+    ("dtype", "reached", "power"),
+    [("bfloat16", "product", 0.87), ("float8_e4m3fn", "product_8_bits", 1.25)],
+)
+def test_what_ships_of_blackwells_are_the_rates_of_one_by_power(
+    dtype: str, reached: str, power: float
+) -> None:
+    def rate(kind: str) -> float:
+        device = cluster(kind, 1).device
+        return device.peak_flops[dtype] * float(getattr(device, reached))
+
+    for machine, size in (("b300", 288), ("gb200", 192), ("gb300", 288)):
+        more = rate(f"{machine}-{size}gb") / rate("b200-192gb")
+        assert more == pytest.approx(KILOWATTS[machine] ** power)
