@@ -9,7 +9,8 @@ with the least mean error, each source counting the same; the share of 8 bits is
 runs that have them, and the others on those that have none. And the host time of systems that start
 operations eagerly (`launch_seconds` in `rows.SYSTEMS`), which those share; and of those that start
 parts of a mixture so (`started`), another framework on other hosts: what the others say of it
-stands for it where none is left.
+stands for it where none is left. What lies between operations that are traced (`traced.GAP`) is
+what lies between any where the source that traces is left out.
 
 Then each source, a document with all of its releases, is left out, and predicted with what the
 others say, in all of that. Where none of them ran on the device, or none so, it is what kernels
@@ -31,7 +32,7 @@ from typing import Any, TypeVar
 from benchmarks.validation.experts import NOTHING_STARTED, Started
 from benchmarks.validation.predict import Predicted
 from benchmarks.validation.rows import EAGER_LAUNCH, STARTED_LAUNCH, Run, document, own_shares
-from benchmarks.validation.traced import Segment, seconds
+from benchmarks.validation.traced import GAP, Segment, seconds
 from graphaccel.planner.catalogue import KILOWATTS, cluster
 from graphaccel.planner.cluster import Device
 from graphaccel.planner.efficiency import Work, gap_seconds, seconds_of
@@ -75,10 +76,11 @@ class Sample:
 @dataclass(frozen=True)
 class Starts:
     """Host seconds to start an operation where all are started eagerly, and where parts of a
-    mixture are."""
+    mixture are; a device's between two that are traced."""
 
     every: float = EAGER_LAUNCH
     parts: float = STARTED_LAUNCH
+    between: float = GAP
 
     def of(self, one: Sample) -> float:
         """Those of a sample; 0 where it takes no longer for them."""
@@ -187,22 +189,24 @@ class _Errors:
 
     def of(self, one: Sample, shares: Shares, starts: Starts) -> float:
         """See `_error`."""
-        launch = starts.of(one)
+        launch, between = starts.of(one), starts.between if one.pieces else 0.0
         if not one.run.products:
             shares = replace(shares, eight_bits=0.0)
-        key = id(one), shares, launch
+        key = id(one), shares, launch, between
         if key not in self._known:
-            self._known[key] = _error(one, shares, launch)
+            self._known[key] = _error(one, shares, launch, between)
         return self._known[key]
 
 
 def _found(samples: Sequence[Sample], errors: _Errors) -> Found:
     """What these runs support."""
-    starts = Starts(_LAUNCHES[0], _LAUNCHES[0])
+    # Nothing else says how long a device waits that is traced.
+    between = GAP if any(s.pieces for s in samples) else gap_seconds(cluster("a100-80gb", 1).device)
+    starts = Starts(_LAUNCHES[0], _LAUNCHES[0], between)
     found = _whole(samples, errors, starts)
     if any(s.eager for s in samples):
         for _ in range(_ROUNDS):
-            starts = _starts(samples, found, errors)
+            starts = _starts(samples, found, errors, between)
             found = _whole(samples, errors, starts)
     for name, own in _grouped(samples, lambda s: _family(s.run)).items():
         few = [s for s in own if s.run.products]
@@ -212,16 +216,18 @@ def _found(samples: Sequence[Sample], errors: _Errors) -> Found:
     return Found(_with_eight_bits(found), starts)
 
 
-def _starts(samples: Sequence[Sample], found: Mapping[str, Shares], errors: _Errors) -> Starts:
+def _starts(
+    samples: Sequence[Sample], found: Mapping[str, Shares], errors: _Errors, between: float
+) -> Starts:
     """The host times of an operation that runs support; where none says one, the other's."""
     best = {}
     for kind, own in _grouped(samples, lambda s: s.eager).items():
-        choices = [Starts(launch, launch) for launch in _LAUNCHES]
+        choices = [Starts(launch, launch, between) for launch in _LAUNCHES]
         if kind:
             known = _best(own, choices, lambda s, x: errors.of(s, found[_family(s.run)], x))
             best[kind] = known.every
     other = next(iter(best.values()))
-    return Starts(best.get("every", other), best.get("parts", other))
+    return Starts(best.get("every", other), best.get("parts", other), between)
 
 
 def _whole(samples: Sequence[Sample], errors: _Errors, starts: Starts) -> dict[str, Shares]:
@@ -277,9 +283,9 @@ def _best(
     return min(choices, key=mean)
 
 
-def _error(one: Sample, shares: Shares, launch: float) -> float:
+def _error(one: Sample, shares: Shares, launch: float, between: float) -> float:
     """Of the step time with these shares. launch: host time of an operation where it is started
-    eagerly."""
+    eagerly; between: the device's, between two that are traced."""
     usual, known = cluster(one.run.device, 1).device, one.device
     if one.run.system.launch_seconds is not None:
         known = replace(known, launch_seconds=launch)
@@ -294,13 +300,14 @@ def _error(one: Sample, shares: Shares, launch: float) -> float:
         attention_backward=known.attention_backward * attention,
         memory_bandwidth=known.memory_bandwidth * shares.copy / copies(one.run.device),
     )
-    ratio = _microbatch(one, device, launch) / _microbatch(one, one.device, STARTED_LAUNCH)
+    told = _microbatch(one, one.device, STARTED_LAUNCH, GAP)
+    ratio = _microbatch(one, device, launch, between) / told
     return (one.scaled * ratio + one.rest) / one.run.seconds - 1
 
 
-def _microbatch(one: Sample, device: Device, launch: float) -> float:
+def _microbatch(one: Sample, device: Device, launch: float, between: float) -> float:
     if one.pieces:
-        return seconds(one.pieces, device, device.launch_seconds)
+        return seconds(one.pieces, device, device.launch_seconds, between)
     gap = gap_seconds(device)
     busy = sum(n * (seconds_of(w, device) + gap * w.calls) for w, n in one.works)
     whole = max(busy, device.launch_seconds * sum(n * w.calls for w, n in one.works))

@@ -91,6 +91,8 @@ class System:
     between products and attention is two kernels (`latent`). beside_another: rows are sent to their
     experts, and back, while another microbatch is computed, forward beside backward
     (`overlap_moe_expert_parallel_comm`, megatron/core/models/common/model_chunk_schedule_plan.py).
+    experts_apart: each expert's products are kernels of their own (`GroupedLinear` of Transformer
+    Engine).
     """
 
     fused_attention: bool = True
@@ -128,6 +130,7 @@ class System:
     weighs_biases: bool = False
     latent_rotary: bool = False
     beside_another: bool = False
+    experts_apart: bool = False
 
 
 # Fused: the masked softmax, and bias, dropout and sum (arXiv 2104.04473, section 4.2); the kernel
@@ -147,7 +150,7 @@ _LLAMA = ("add_rms_norm", "cross_entropy", "rms_norm", "rotary", "swiglu")
 # (NVIDIA/dgxc-benchmarking, nemotron4-15b-synth.yaml, gpt3_175b_hydra.yaml): the tensor axis's
 # collectives run in pieces beside products, and those over data by layers beside both phases.
 _NEMO = System(fusions=_LLAMA, zero=1, split=True, gathers_beside=True, rows_in_parts=True,
-               probabilities_inside=True, router_rounds=True)  # fmt: skip
+               probabilities_inside=True, router_rounds=True, experts_apart=True)  # fmt: skip
 SYSTEMS = {
     # Megatron-LM of 2021 and its default dropout; its own masked softmax, scores in memory (arXiv
     # 2104.04473, section 4.2).
@@ -188,6 +191,7 @@ SYSTEMS = {
         gradient_bytes=4,
         megatron_core=True,
         probabilities_inside=True,
+        experts_apart=True,
     ),
     # GPT-3 175B of NeMo trains with dropout, its kernels as below (gpt3_175b_hydra.yaml:
     # `hidden_dropout`, `bias_dropout_add_fusion`, `bias_activation_fusion`).
@@ -229,7 +233,7 @@ SYSTEMS = {
 # for which other runs that start operations eagerly say another (`fit`). All others are from what
 # is documented of a system: configurations, papers.
 _OWN = {
-    "ground_truth_single": ("launch_seconds",),
+    "ground_truth_single": ("launch_seconds", "gap_seconds"),
     "NVIDIA-NeMo/Megatron-Bridge": ("started_seconds",),
 }
 
@@ -315,8 +319,9 @@ class Run:
     def shape(self) -> tuple[object, ...]:
         """What the model and its batch depend on."""
         system = replace(
-            self.system, started=frozenset(), weighs_biases=False, beside_another=False
-        )
+            self.system, started=frozenset(), weighs_biases=False, beside_another=False,
+            experts_apart=False,
+        )  # fmt: skip
         return (
             self.layers, self.hidden, self.heads, self.kv_heads, self.ffn, self.sequence,
             self.vocabulary, self.kind, system, self.precision,
@@ -421,6 +426,10 @@ def _system(row: dict[str, str]) -> System:
     system = next((s for part, s in SYSTEMS.items() if part in row["source"]), System())
     if row["recompute"] == "selective":  # makes the scores again in backward, as fused attention
         system = replace(system, fused_attention=True)
+    if system.traced and int(row["micro_batch"]) * int(row["heads"]) // int(row["tp"]) % 4:
+        # Its masked softmax takes scores by fours (`FusedScaleMaskSoftmax`, src/model).
+        fusions = tuple(f for f in system.fusions if f != "scale_mask_softmax")
+        system = replace(system, fusions=fusions)
     mixture = mixture_of(row["model"])
     if "Megatron-Bridge" in row["source"] and mixture is not None:
         release = release_of(row["source"])
@@ -431,6 +440,7 @@ def _system(row: dict[str, str]) -> System:
             # `moe_flex_dispatcher_backend` of its recipe (nemotron_3_workload_base_configs.py).
             once_a_node=mixture == "Nemotron_3_Super",
             beside_another=not parts,
+            experts_apart=bool(parts),
             # In one graph of all, experts are one fused kernel, with their biases in it.
             weighs_biases=mixture == "GPT OSS 120B" and bool(parts),
         )

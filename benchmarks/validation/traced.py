@@ -5,6 +5,8 @@ vTrain traces the kernels of one layer at a time, with what lies between them, a
 VIA-Research/vTrain@f8dda84). No process is ahead of its device when a layer starts: the device
 waits for what is started late, and what a layer is behind at its end the next does not make up for.
 So of two layers that take the process long and a head that takes the device long, all are long.
+Its tracer has kernels wait for one another (`CUPTI_ACTIVITY_KIND_KERNEL`, profiler/cupti.cpp: "all
+kernel executions are serialized", CUPTI User's Guide): `GAP` lies between any two.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from graphaccel.planner.profile import Profile
 from graphaccel.planner.wires import KINDS
 
 Segment = tuple[tuple[Work, ...], int]
+GAP = 14e-6  # seconds, as its own times say
 _PASSES = 3  # over the scores of a fused loss: read, and their gradient in their place
 
 
@@ -64,8 +67,9 @@ def as_traced(
     sizes = Sizes({**profile.step.sizes, BATCH: plan.microbatch_size})
     pieces = segments(profile, sizes, run)
     whole = tuple(node_work(n, sizes) for n in profile.nodes if n.target not in KINDS)
-    ratio = seconds(pieces, device, run.system.launch_seconds)
-    ratio /= seconds([(whole, 1)], replace(device, launch_seconds=0.0), 0.0)
+    ratio = seconds(pieces, device, run.system.launch_seconds, GAP)
+    alone = replace(device, launch_seconds=0.0)
+    ratio /= seconds([(whole, 1)], alone, 0.0, gap_seconds(alone))
     parts, optimizer = plan.prediction, eager.prediction.optimizer
     more = (ratio - 1) * (parts.compute + parts.bubble) + optimizer - parts.optimizer
     parts = replace(
@@ -91,9 +95,9 @@ def _of_loss(node: torch.fx.Node, words: int) -> bool:
     return any(shape[-1] == words and len(shape) < 4 for shape in shapes)
 
 
-def seconds(pieces: Sequence[Segment], device: Device, launch: float) -> float:
-    """Of a microbatch. launch: of the process, to start an operation."""
-    gap = gap_seconds(device)
+def seconds(pieces: Sequence[Segment], device: Device, launch: float, gap: float) -> float:
+    """Of a microbatch. launch: of the process, to start an operation; gap: of the device, between
+    two."""
     return sum(
         n * _alone([(w.calls, seconds_of(w, device) + gap * w.calls) for w in own], launch)
         for own, n in pieces

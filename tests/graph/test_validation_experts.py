@@ -97,6 +97,31 @@ def test_what_is_sent_beside_another_microbatch_takes_less() -> None:
     assert waits == pytest.approx(1e3, rel=1e-2)  # nothing is computed as long as that
 
 
+def test_experts_apart_read_and_write_while_nothing_is_computed() -> None:
+    run = small("Qwen3_235B_a22B", frozenset())
+    both = [
+        Predictor(8).predict(replace(run, system=replace(run.system, experts_apart=on)))
+        for on in (False, True)
+    ]
+    together, apart = (Counter[Work]() for _ in both)
+    for told, one in zip((together, apart), both, strict=True):
+        for work, n in one.works():
+            told[work] += n
+    device = both[0].where.device
+    products = [w for w in together if w.op.startswith("graphaccel.expert") and w not in apart]
+    assert len(products) > 0
+    more = sum(
+        together[w] * (seconds_of(replace(w, bytes=0), device) + w.bytes / device.memory_bandwidth
+                       - seconds_of(w, device))
+        for w in products
+    )  # fmt: skip
+    asked = [sum(n * seconds_of(w, device) for w, n in told.items()) for told in (together, apart)]
+    assert more > 0
+    assert asked[1] - asked[0] == pytest.approx(more)
+    parts = [one.plan.prediction for one in both]
+    assert parts[1].compute / parts[0].compute == pytest.approx(asked[1] / asked[0], rel=1e-6)
+
+
 def test_a_device_waits_for_what_its_own_work_does_not_hide() -> None:
     """In each phase alone; half of what is sent hides in each."""
     device = cluster("h100-80gb", 1).device
@@ -122,7 +147,7 @@ def test_each_expert_starts_its_own_products() -> None:
     of them, besides the operation that does so; all else is one operation."""
     experts, all_parts = predicted("Qwen3_235B_a22B", EXPERTS), predicted("Qwen3_235B_a22B", ALL)
     ahead, behind = experts.started.forward, experts.started.backward
-    others = [n for work, n in ahead.beside if work.kind != "product"]
+    others = [n * work.calls for work, n in ahead.beside if work.kind != "product"]
     assert ahead.count == 2 * 2 * (1 + 128 / 8) + sum(others)
     assert behind.count - 2 * 4 * (1 + 128 / 8) > 0
     assert all_parts.started.count > experts.started.count + 2 * 40

@@ -59,14 +59,14 @@ def test_host_time_is_that_of_other_eager_systems() -> None:
             (sample_of("ground_truth_multi", "a100-80gb"), 5e-5),
         )
     )  # fmt: skip
-    assert own_shares(slow.run.source) == ("launch_seconds",)
+    assert own_shares(slow.run.source) == ("launch_seconds", "gap_seconds")
     others = sample_of("sc21", "a100-80gb")
     figures = fitted([slow, fast, others])
     mine, rest = (figures["sources"][s.run.reported] for s in (slow, fast))
     assert mine["left_out"] == pytest.approx(1 - 5 / 6)
     assert rest["left_out"] == pytest.approx(6 / 5 - 1)
     assert figures["sources"][others.run.reported]["fitted"] == pytest.approx(0, abs=1e-3)
-    assert text(figures).count("without its launch_seconds") == 1
+    assert text(figures).count("without its launch_seconds and gap_seconds") == 1
 
 
 def test_starts_of_mixtures_are_fitted_apart() -> None:

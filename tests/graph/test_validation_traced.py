@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.validation.predict import Predicted, Predictor, cluster_of
 from benchmarks.validation.rows import FOLDER, Run, read
-from benchmarks.validation.traced import seconds, segments
+from benchmarks.validation.traced import GAP, seconds, segments
 from graphaccel.capture.symbols import BATCH
 from graphaccel.planner.catalogue import cluster
 from graphaccel.planner.cost import Sizes
@@ -27,7 +27,7 @@ def _taking(microseconds: float) -> Work:
 def _of(*calls: float) -> float:
     """Microseconds of one piece whose calls take so many each."""
     device = cluster("a100-80gb", 1).device
-    return 1e6 * seconds([(tuple(map(_taking, calls)), 1)], device, LAUNCH)
+    return 1e6 * seconds([(tuple(map(_taking, calls)), 1)], device, LAUNCH, gap_seconds(device))
 
 
 def test_the_device_waits_for_what_is_started_late() -> None:
@@ -45,8 +45,22 @@ def test_a_long_call_at_the_end_waits_for_all_that_is_started_before() -> None:
 def test_what_one_piece_is_ahead_does_not_help_the_next() -> None:
     device = cluster("a100-80gb", 1).device
     late, long = tuple(map(_taking, (10, 10))), (_taking(400),)
-    both = 1e6 * seconds([(late, 3), (long, 1)], device, LAUNCH)
+    both = 1e6 * seconds([(late, 3), (long, 1)], device, LAUNCH, gap_seconds(device))
     assert both == pytest.approx(3 * 110 + 450, abs=0.01)
+
+
+def test_a_tracer_puts_a_gap_between_calls() -> None:
+    device = cluster("a100-80gb", 1).device
+    long = [(tuple(map(_taking, (200, 200, 200))), 1)]
+    more = seconds(long, device, LAUNCH, GAP) - seconds(long, device, LAUNCH, gap_seconds(device))
+    assert more == pytest.approx(3 * (GAP - gap_seconds(device)))
+
+
+def test_scores_that_are_no_multiple_of_four_have_no_fused_softmax() -> None:
+    runs = _runs("ground_truth_single")
+    plain = {r for r in runs if "scale_mask_softmax" not in r.system.fusions}
+    assert plain == {r for r in runs if r.microbatch * r.heads // r.tensor % 4}
+    assert 0 < len(plain) < len(runs)
 
 
 def _runs(part: str, **wanted: object) -> list[Run]:
@@ -71,7 +85,7 @@ def _predicted(**wanted: object) -> Predicted:
 def test_a_step_is_its_pieces() -> None:
     found = _predicted(tensor=1)
     assert found.plan.prediction is not None
-    each = seconds(found.pieces, found.where.device, found.run.system.launch_seconds or 0.0)
+    each = seconds(found.pieces, found.where.device, found.run.system.launch_seconds or 0.0, GAP)
     assert found.plan.prediction.compute == pytest.approx(found.plan.microbatches * each)
     sizes = Sizes({**found.profile.step.sizes, BATCH: found.plan.microbatch_size})
     again = segments(found.profile, sizes, found.run)
