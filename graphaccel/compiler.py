@@ -106,6 +106,12 @@ class Compiler:
         self._tools: Tools | None = None
         self._choices: dict[Any, tuple[Chosen, ...] | str] = {}
 
+    def with_pins(self, pins: Mapping[str, Any]) -> Compiler:
+        """Another one with these pins, that need not capture again."""
+        other = Compiler(self.model, self.cluster, pins)
+        other.captures = self.captures
+        return other
+
     def capture(self, batch: Batch, *, training: bool = True) -> tuple[StepGraph, dict]:
         """The step for a batch, and the symbol sizes of that batch in it."""
         for step in self.captures.values():

@@ -16,8 +16,8 @@ import torch
 from graphaccel.api import cluster_here
 from graphaccel.arguments import check_can_run, read_plan
 from graphaccel.capture.batch import batch_leaves, resized
-from graphaccel.compiler import Compiler
-from graphaccel.errors import GraphMisuse, GraphsNeedGpu
+from graphaccel.compiler import Compiler, progress
+from graphaccel.errors import GraphAccelError, GraphMisuse, GraphsNeedGpu
 from graphaccel.handle import assumed_of
 from graphaccel.ir.program import StepProgram
 from graphaccel.jobs import Job, find_job
@@ -34,7 +34,7 @@ from graphaccel.planner.record import Record
 from graphaccel.planner.refined import model_key, step_time, with_step
 from graphaccel.planner.solving import solve_all
 from graphaccel.report.compare import comparison
-from graphaccel.report.export import export
+from graphaccel.report.export import export, refusals
 from graphaccel.report.facts import Facts, RankMemory, gather, points, run_spans
 from graphaccel.report.format import seconds_text
 from graphaccel.report.html import html_page
@@ -86,6 +86,9 @@ def plan_command(args: argparse.Namespace) -> int:
             raise
         plan = incumbent
     found = _Found(args, job, where, compiler, record, plan, program)
+    if args.export is not None:
+        found = _sayable(found, args.export, pins)
+        plan, program = found.plan, found.program
     written = _save(args, plan)
     facts, problem = _with_extras(found)
     try:
@@ -110,6 +113,12 @@ class _Found:
     plan: Plan
     program: StepProgram | None
 
+    @property
+    def seconds(self) -> float:
+        """Predicted of a step."""
+        assert self.plan.prediction is not None
+        return self.plan.prediction.seconds
+
     def facts(self) -> Facts:
         """What the plan itself says."""
         assert self.record.problem is not None
@@ -123,6 +132,15 @@ class _Found:
             layouts=layouts,
             program=self.program,
         )
+
+    def with_pins(self, pins: Mapping[str, object]) -> _Found | None:
+        """Planned anew with these pins; None where there is no such plan."""
+        compiler, record = self.compiler.with_pins(pins), Record(watch=Progress())
+        try:
+            _, plan, program = compiler.choose(self.job.batch, record)
+        except GraphAccelError:
+            return None
+        return replace(self, compiler=compiler, record=record, plan=plan, program=program)
 
     def curves(self, facts: Facts) -> Facts:
         """With the bytes on each rank in the course of the step."""
@@ -185,9 +203,7 @@ class _Found:
         """With the answer to one more `--why-not`."""
 
         def replan(pins: Mapping[str, object]) -> Plan:
-            other = Compiler(self.compiler.model, self.compiler.cluster, pins)
-            other.captures = self.compiler.captures
-            return other.choose(self.job.batch)[1]
+            return self.compiler.with_pins(pins).choose(self.job.batch)[1]
 
         def answer(facts: Facts) -> Facts:
             found = whatif.why_not(self.record, self.plan, asked, replan)
@@ -210,6 +226,30 @@ class _Found:
             yield "--why-not", None if ended else self.answered(asked)
         if args.measure is not None:
             yield "--measure", None if ended else self.measured
+
+
+def _sayable(found: _Found, target: str, pins: Mapping[str, object]) -> _Found:
+    """The plan, or one that `target` can say: what it can not is planned anew with each value that
+    it can, and the fastest is taken, until it can say all. Nothing that is in `pins` is changed; a
+    plan of which something can not be helped stays as it is, to be refused."""
+    best, decided = found, dict(pins)
+    while best.program is not None and (left := refusals(best.facts(), target)):
+        choices = [one.instead for one in left]
+        if any(not each or any(name in decided for name, _ in each) for each in choices):
+            return found
+        start = time.perf_counter()
+        tried = [(choice, best.with_pins(decided | dict([choice]))) for choice in choices[0]]
+        fitting = [(choice, one) for choice, one in tried if one is not None]
+        if not fitting:
+            return found
+        (name, value), best = min(fitting, key=lambda each: each[1].seconds)
+        decided[name] = value
+        slower = best.seconds / found.seconds
+        said = (
+            f"--{name.replace('_', '-')} {str(value).lower()}, as {target} has it: {slower:.2f} x"
+        )
+        progress("export", said, time.perf_counter() - start)
+    return best
 
 
 def _with_extras(found: _Found) -> tuple[Facts, BaseException | None]:

@@ -226,7 +226,10 @@ class CannotExport(GraphAccelError):
             f"{self.target} can not run this plan: {self.plan}",
             details=self.reasons,
             why="what is left out of a configuration would be decided otherwise there",
-            help=("pin what it can say, e.g.:  graphaccel plan FILE --devices N --pipeline 1",),
+            help=(
+                "leave out what is pinned of these, or run the plan here:  "
+                'graphaccel.optimize(model, plan="plan.json")',
+            ),
         )
 
 

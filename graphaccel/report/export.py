@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from graphaccel.errors import CannotExport
 from graphaccel.planner.order import AXES
@@ -21,16 +21,52 @@ from graphaccel.report.facts import Facts
 _FP32 = 4
 
 
+class Refusal(NamedTuple):
+    """A decision that a target can not say. instead: (pin, value) with which it could, each a plan
+    of its own; none where there is none, or too many."""
+
+    reason: str
+    instead: tuple[tuple[str, object], ...] = ()
+
+
+class _Refused:
+    """What a target can not say, as it turns up."""
+
+    def __init__(self) -> None:
+        self.found: list[Refusal] = []
+
+    def add(self, reason: str, instead: tuple[tuple[str, object], ...] = ()) -> None:
+        """One more."""
+        self.found.append(Refusal(reason, instead))
+
+
+_RECOMPUTE_OR_NOT = (("recompute", "none"), ("recompute", "all"))
+_NOTHING_AWAY = (("offload", "none"),)
+_SHARDED_OR_NOT = (("zero", 0), ("zero", 2), ("zero", 3))
+_GATHERS_AGAIN = (("gather_again", True),)
+
+
 def export(facts: Facts, target: str) -> str:
     """The configuration text for `target`, one of `TARGETS`, with a newline at its end.
 
     Raises CannotExport (GA209) with every decision that the target can not say.
     """
-    refused: list[str] = []
-    text = TARGETS[target](facts, refused)
+    text, refused = _said(facts, target)
     if refused:
-        raise CannotExport(target=target, plan=facts.plan.name, reasons=tuple(refused))
+        reasons = tuple(one.reason for one in refused)
+        raise CannotExport(target=target, plan=facts.plan.name, reasons=reasons)
     return text
+
+
+def refusals(facts: Facts, target: str) -> tuple[Refusal, ...]:
+    """What `target` can not say of the plan."""
+    return _said(facts, target)[1]
+
+
+def _said(facts: Facts, target: str) -> tuple[str, tuple[Refusal, ...]]:
+    refused = _Refused()
+    text = TARGETS[target](facts, refused)
+    return text, tuple(refused.found)
 
 
 def _about(facts: Facts) -> str:
@@ -38,29 +74,37 @@ def _about(facts: Facts) -> str:
     return f"{plan.name}: {plan.devices} x {facts.cluster.device.name}, batch {plan.batch}"
 
 
-def _common(facts: Facts, refused: list[str], target: str) -> None:
+def _common(facts: Facts, refused: _Refused, target: str) -> None:
     """What no target can say."""
     plan = facts.plan
     if plan.placements:
         names = ", ".join(name for name, _ in plan.placements)
-        refused.append(f"how single parameters rest ({names}): {target} decides that for a module")
+        refused.add(f"how single parameters rest ({names}): {target} decides that for a module")
     if plan.reordered and target != "Megatron-LM":
-        refused.append(f"axes in the order {', '.join(plan.reordered)}: the mesh of {target} has "
-                       f"{', '.join(axis for axis in AXES if axis in plan.reordered)}")  # fmt: skip
+        refused.add(
+            f"axes in the order {', '.join(plan.reordered)}: the mesh of {target} has "
+            f"{', '.join(axis for axis in AXES if axis in plan.reordered)}"
+        )
     if plan.outputs != "loss":
-        refused.append(f'outputs="{plan.outputs}": {target} computes the loss only')
+        refused.add(f'outputs="{plan.outputs}": {target} computes the loss only')
     if plan.precision.products == "tfloat32":
-        refused.append("products in tfloat32: a setting of the script's own process, "
-                       'torch.backends.cuda.matmul.fp32_precision = "tf32"')  # fmt: skip
+        refused.add(
+            "products in tfloat32: a setting of the script's own process, "
+            'torch.backends.cuda.matmul.fp32_precision = "tf32"'
+        )
     if plan.precision.planned_only and target != "Megatron-LM":
-        refused.append(f"products in 8 bits: {target} has them by settings of its own")
+        refused.add(f"products in 8 bits: {target} has them by settings of its own")
     if plan.selective:
-        refused.append(f"which values recomputed blocks save: {target} has that by ops or modules "
-                       "of its own")  # fmt: skip
+        refused.add(
+            f"which values recomputed blocks save: {target} has that by ops or modules of its own",
+            _RECOMPUTE_OR_NOT,
+        )
     if "activations" in plan.offload:
-        refused.append(f"activations on the host: {target} has that by module, or not at all")
+        refused.add(
+            f"activations on the host: {target} has that by module, or not at all", _NOTHING_AWAY
+        )
     if len(facts.stages) > 1 and not all(stage.whole_blocks for stage in facts.stages):
-        refused.append(f"cuts inside a block: stages of {target} are whole layers")
+        refused.add(f"cuts inside a block: stages of {target} are whole layers", (("pipeline", 1),))
 
 
 def _layers(facts: Facts) -> list[int]:
@@ -71,48 +115,60 @@ def _recomputes_all(facts: Facts) -> bool:
     return bool(facts.plan.recompute) and len(facts.plan.recompute) == facts.model.blocks
 
 
-def _only_1f1b(plan: Plan, refused: list[str], target: str) -> None:
+def _only_1f1b(plan: Plan, refused: _Refused, target: str) -> None:
     known = "interleaved" if plan.interleave > 1 else "1f1b"
     if plan.pipeline > 1 and plan.schedule != known:
-        refused.append(f"schedule {plan.schedule}: {target} has 1f1b, plain and interleaved")
+        refused.add(
+            f"schedule {plan.schedule}: {target} has 1f1b, plain and interleaved",
+            (("schedule", known),),
+        )
 
 
-def _sharded_only(plan: Plan, refused: list[str]) -> None:
+def _sharded_only(plan: Plan, refused: _Refused) -> None:
     """FSDP's CPU offload, which takes parameters, gradients and optimizer state along."""
     if "parameters" in plan.offload and plan.data == 1:
-        refused.append("parameters on the host with data 1: they are there as shards of its FSDP")
+        refused.add(
+            "parameters on the host with data 1: they are there as shards of its FSDP",
+            _NOTHING_AWAY,
+        )
 
 
 _PER_MICROBATCH = "parameters gathered once a step: its FSDP gathers them in each microbatch"
 
 
-def _torchtitan(facts: Facts, refused: list[str]) -> str:
+def _torchtitan(facts: Facts, refused: _Refused) -> str:
     """A function over torchtitan's `Trainer.Config`: its flags are frozen and to be removed."""
     plan = facts.plan
     _common(facts, refused, "torchtitan")
     if facts.model.tokens is None:
-        refused.append("a model without a sequence: torchtitan counts a batch in tokens")
+        refused.add("a model without a sequence: torchtitan counts a batch in tokens")
     if plan.precision.compute not in ("float32", "bfloat16"):
-        refused.append(f"compute in {plan.precision.compute}: it is float32 or bfloat16 there")
+        refused.add(f"compute in {plan.precision.compute}: it is float32 or bfloat16 there")
     if plan.zero == 1:
-        refused.append("zero 1: its FSDP shards gradients as well")
+        refused.add("zero 1: its FSDP shards gradients as well", _SHARDED_OR_NOT)
     if "optimizer" in plan.offload and "parameters" not in plan.offload:
-        refused.append("optimizer state on the host: its CPU offload takes the parameters along")
+        refused.add(
+            "optimizer state on the host: its CPU offload takes the parameters along", _NOTHING_AWAY
+        )
     _sharded_only(plan, refused)
     if plan.recompute and not _recomputes_all(facts):
-        refused.append("recomputing some of the blocks: FullAC takes all of them")
+        refused.add("recomputing some of the blocks: FullAC takes all of them", _RECOMPUTE_OR_NOT)
     schedules = {"1f1b": "1F1B", "interleaved": "Interleaved1F1B", "gpipe": "GPipe"}
     if plan.pipeline > 1 and plan.schedule not in schedules:
-        refused.append(f"schedule {plan.schedule}: torch.distributed.pipelining has none like it")
+        refused.add(
+            f"schedule {plan.schedule}: torch.distributed.pipelining has none like it",
+            (("schedule", "1f1b"), ("schedule", "interleaved")),
+        )
     if plan.pipeline > 1 and plan.microbatches < plan.stages:
-        refused.append(
-            f"{plan.microbatches} microbatches for {plan.stages} stages: it takes at least as many"
+        refused.add(
+            f"{plan.microbatches} microbatches for {plan.stages} stages: it takes at least as many",
+            (("pipeline", 1),),
         )
     sharded = plan.zero >= 2
     tokens = plan.microbatch_size * (facts.model.tokens or 0)
     again = "always" if plan.zero == 3 and plan.gather_again is True else "never"
     if plan.holds_gathered and plan.microbatches > 1 and plan.pipeline == 1:
-        refused.append(_PER_MICROBATCH)
+        refused.add(_PER_MICROBATCH, _GATHERS_AGAIN)
     rows: list[tuple[str, Any]] = [
         ("parallelism.data_parallel_replicate_degree", plan.replicas if sharded else plan.data),
         ("parallelism.data_parallel_shard_degree", plan.shards if sharded else 1),
@@ -145,12 +201,15 @@ def _torchtitan(facts: Facts, refused: list[str]) -> str:
     return "\n".join([*head, "def as_planned(config):", *lines, "    return config"]) + "\n"
 
 
-def _titan_stages(layers: Sequence[int], refused: list[str]) -> list[tuple[str, Any]]:
+def _titan_stages(layers: Sequence[int], refused: _Refused) -> list[tuple[str, Any]]:
     """Layers of a stage: all the same, but fewer on the first and the last."""
     most = max(layers)
     if any(count != most for count in layers[1:-1]):
-        refused.append(f"{', '.join(map(str, layers))} layers on the stages: only the first and "
-                       "the last may differ")  # fmt: skip
+        refused.add(
+            f"{', '.join(map(str, layers))} layers on the stages: only the first and "
+            "the last may differ",
+            (("pipeline", 1),),
+        )
     return [
         ("parallelism.pipeline_parallel_layers_per_stage", most),
         ("parallelism.pipeline_parallel_first_stage_less_layers", most - layers[0]),
@@ -158,14 +217,17 @@ def _titan_stages(layers: Sequence[int], refused: list[str]) -> list[tuple[str, 
     ]
 
 
-def _megatron(facts: Facts, refused: list[str]) -> str:
+def _megatron(facts: Facts, refused: _Refused) -> str:
     """Flags of Megatron-LM's training scripts."""
     plan = facts.plan
     _common(facts, refused, "Megatron-LM")
     _only_1f1b(plan, refused, "Megatron-LM")
     if plan.interleave > 1 and plan.microbatches % plan.pipeline:
-        refused.append(f"{plan.microbatches} microbatches: its interleaved schedule takes a "
-                       f"multiple of pipeline {plan.pipeline}")  # fmt: skip
+        refused.add(
+            f"{plan.microbatches} microbatches: its interleaved schedule takes a "
+            f"multiple of pipeline {plan.pipeline}",
+            (("interleave", 1),),
+        )
     flags: list[tuple[str, Any]] = [
         ("tensor-model-parallel-size", plan.tensor),
         ("pipeline-model-parallel-size", plan.pipeline),
@@ -183,8 +245,10 @@ def _megatron(facts: Facts, refused: list[str]) -> str:
         flags.append(("moe-token-dispatcher-type", "alltoall"))
     if plan.reordered:
         if plan.reordered != tuple(axis for axis in DATA_OUTSIDE if axis in plan.reordered):
-            refused.append(f"axes in the order {', '.join(plan.reordered)}: it has pipeline or "
-                           "data outermost, and tensor innermost")  # fmt: skip
+            refused.add(
+                f"axes in the order {', '.join(plan.reordered)}: it has pipeline or "
+                "data outermost, and tensor innermost"
+            )
         flags.append(("use-tp-pp-dp-mapping", None))
     if plan.pipeline > 1:
         flags.append(("pipeline-model-parallel-layout", _layout(_layers(facts))))
@@ -205,8 +269,11 @@ def _megatron(facts: Facts, refused: list[str]) -> str:
         if plan.holds_gathered:  # 16-bit weights are whole there, their masters in shards
             flags.append(("overlap-param-gather", None))
             if plan.microbatches > 1 and plan.accumulation == "shards":
-                refused.append("gradients reduced in each microbatch: its distributed optimizer "
-                               "reduces them once a step")  # fmt: skip
+                refused.add(
+                    "gradients reduced in each microbatch: its distributed optimizer "
+                    "reduces them once a step",
+                    (("accumulation", "whole"),),
+                )
         if "optimizer" in plan.offload:
             flags += [
                 ("use-precision-aware-optimizer", None),
@@ -219,14 +286,19 @@ def _megatron(facts: Facts, refused: list[str]) -> str:
         if plan.shard:  # `no_shard`: nothing more is sharded over the replicas
             flags.append(("outer-dp-sharding-strategy", "no_shard"))
         if plan.zero == 3 and not plan.gather_again:
-            refused.append("gather_again=False: its FSDP gathers again for the backward")
+            refused.add(
+                "gather_again=False: its FSDP gathers again for the backward", _GATHERS_AGAIN
+            )
     if plan.shard:
         flags.append(("num-distributed-optimizer-instances", plan.replicas))
     if "parameters" in plan.offload:
-        refused.append("parameters on the host: its CPU offload is of optimizer state alone")
+        refused.add(
+            "parameters on the host: its CPU offload is of optimizer state alone", _NOTHING_AWAY
+        )
     elif "optimizer" in plan.offload and plan.zero != 1 and not plan.holds_gathered:
-        refused.append(
-            "optimizer state on the host: it is part of its distributed optimizer, zero 1"
+        refused.add(
+            "optimizer state on the host: it is part of its distributed optimizer, zero 1",
+            (("zero", 1), *_NOTHING_AWAY),
         )
     if plan.recompute:
         flags += _megatron_recompute(facts, refused)
@@ -240,7 +312,7 @@ def _layout(layers: Sequence[int]) -> str:
     return f"E{'|'.join(stages)}L"
 
 
-def _megatron_recompute(facts: Facts, refused: list[str]) -> list[tuple[str, Any]]:
+def _megatron_recompute(facts: Facts, refused: _Refused) -> list[tuple[str, Any]]:
     """All layers, or the first ones of every rank's stages."""
     if _recomputes_all(facts):
         return [
@@ -250,8 +322,11 @@ def _megatron_recompute(facts: Facts, refused: list[str]) -> list[tuple[str, Any
         ]
     counts = {stage.recomputed for stage in facts.stages}
     if len(counts) > 1 or not all(stage.recomputed_first for stage in facts.stages):
-        refused.append("which blocks are recomputed: it is the same number of first layers on "
-                       "every stage, or all")  # fmt: skip
+        refused.add(
+            "which blocks are recomputed: it is the same number of first layers on "
+            "every stage, or all",
+            _RECOMPUTE_OR_NOT,
+        )
     return [
         ("recompute-granularity", "full"),
         ("recompute-method", "block"),
@@ -264,20 +339,27 @@ def _shell(value: Any) -> str:
     return f'"{text}"' if "|" in text or "*" in text else text
 
 
-def _deepspeed(facts: Facts, refused: list[str]) -> str:
+def _deepspeed(facts: Facts, refused: _Refused) -> str:
     """The JSON of `deepspeed.initialize`."""
     plan = facts.plan
     _common(facts, refused, "DeepSpeed")
     if plan.pipeline > 1:
-        refused.append(f"pipeline {plan.pipeline}: its pipelines need the model rewritten as a "
-                       "PipelineModule")  # fmt: skip
+        refused.add(
+            f"pipeline {plan.pipeline}: its pipelines need the model rewritten as a PipelineModule",
+            (("pipeline", 1),),
+        )
     for axis in ("context", "expert"):
         if getattr(plan, axis) > 1:
-            refused.append(f"{axis} {getattr(plan, axis)}: it is set up in the model's code")
+            refused.add(
+                f"{axis} {getattr(plan, axis)}: it is set up in the model's code", ((axis, 1),)
+            )
     if plan.recompute:
-        refused.append("recomputation: it is called in the model's code, not set in this file")
+        refused.add(
+            "recomputation: it is called in the model's code, not set in this file",
+            (("recompute", "none"),),
+        )
     if plan.zero == 3 and not plan.gather_again:
-        refused.append("gather_again=False: its ZeRO-3 gathers again for the backward")
+        refused.add("gather_again=False: its ZeRO-3 gathers again for the backward", _GATHERS_AGAIN)
     stage = plan.zero
     if plan.holds_gathered:  # whole weights in 16 bits, their float32 masters in shards
         stage = 2 if plan.accumulation == "shards" else 1
@@ -294,13 +376,22 @@ def _deepspeed(facts: Facts, refused: list[str]) -> str:
         },
     }
     if plan.shard and stage < 3:
-        refused.append(f"zero {stage} in groups of {plan.shard}: its MiCS is of zero 3")
+        refused.add(
+            f"zero {stage} in groups of {plan.shard}: its MiCS is of zero 3",
+            (("zero", 3), ("shard", plan.data)),
+        )
     elif plan.shard and plan.offload:
-        refused.append(f"zero 3 in groups of {plan.shard}: its MiCS keeps nothing on the host")
+        refused.add(
+            f"zero 3 in groups of {plan.shard}: its MiCS keeps nothing on the host",
+            (("shard", plan.data), *_NOTHING_AWAY),
+        )
     elif plan.shard:
         content["zero_optimization"]["mics_shard_size"] = plan.shard
     if "optimizer" in plan.offload and not stage:
-        refused.append("optimizer state on the host without zero: it is part of its ZeRO")
+        refused.add(
+            "optimizer state on the host without zero: it is part of its ZeRO",
+            (("zero", 1), *_NOTHING_AWAY),
+        )
     elif "optimizer" in plan.offload:
         where = {"device": "cpu", "pin_memory": True}
         content["zero_optimization"]["offload_optimizer"] = where
@@ -319,23 +410,35 @@ def _deepspeed(facts: Facts, refused: list[str]) -> str:
     return json.dumps(content, indent=2) + "\n"
 
 
-def _accelerate(facts: Facts, refused: list[str]) -> str:
+def _accelerate(facts: Facts, refused: _Refused) -> str:
     """The YAML of `accelerate launch --config_file`: FSDP2 where something is sharded."""
     plan = facts.plan
     _common(facts, refused, "Accelerate")
     if plan.pipeline > 1:
-        refused.append(f"pipeline {plan.pipeline}: its FSDP configuration has no pipeline")
+        refused.add(
+            f"pipeline {plan.pipeline}: its FSDP configuration has no pipeline", (("pipeline", 1),)
+        )
     if plan.expert > 1:
-        refused.append(f"expert {plan.expert}: its FSDP configuration has no expert axis")
+        refused.add(
+            f"expert {plan.expert}: its FSDP configuration has no expert axis", (("expert", 1),)
+        )
     if plan.zero == 1:
-        refused.append("zero 1: its FSDP shards gradients as well")
+        refused.add("zero 1: its FSDP shards gradients as well", _SHARDED_OR_NOT)
     if "optimizer" in plan.offload and "parameters" not in plan.offload:
-        refused.append("optimizer state on the host: its FSDP takes the parameters along")
+        refused.add(
+            "optimizer state on the host: its FSDP takes the parameters along", _NOTHING_AWAY
+        )
     _sharded_only(plan, refused)
     if plan.zero == 0 and (plan.tensor > 1 or plan.context > 1):
-        refused.append("tensor or context without zero: it composes them with FSDP only")
+        refused.add(
+            "tensor or context without zero: it composes them with FSDP only",
+            (("zero", 2), ("zero", 3)),
+        )
     if plan.recompute and not (_recomputes_all(facts) and plan.zero):
-        refused.append("recomputation of some blocks, or without FSDP: it has all blocks of FSDP")
+        refused.add(
+            "recomputation of some blocks, or without FSDP: it has all blocks of FSDP",
+            _RECOMPUTE_OR_NOT,
+        )
     mixed = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}[plan.precision.compute]
     lines = [f"# {_about(facts)}"]
     if plan.microbatches > 1:
@@ -350,7 +453,7 @@ def _accelerate(facts: Facts, refused: list[str]) -> str:
         f"num_processes: {plan.devices}",
     ]
     if plan.holds_gathered and plan.microbatches > 1:
-        refused.append(_PER_MICROBATCH)
+        refused.add(_PER_MICROBATCH, _GATHERS_AGAIN)
     if plan.zero:
         again = str(plan.zero == 3 and plan.gather_again is True).lower()
         lines += [
@@ -370,7 +473,7 @@ def _accelerate(facts: Facts, refused: list[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-TARGETS: Mapping[str, Callable[[Facts, list[str]], str]] = {
+TARGETS: Mapping[str, Callable[[Facts, _Refused], str]] = {
     "torchtitan": _torchtitan,
     "megatron": _megatron,
     "deepspeed": _deepspeed,

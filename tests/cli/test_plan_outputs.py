@@ -344,3 +344,23 @@ def test_a_plan_for_another_system(folder: Path, capsys: pytest.CaptureFixture[s
     out, err = capsys.readouterr()
     assert "error[GA209]: accelerate can not run this plan: data 1 x pipeline 2" in err
     assert out == ""
+
+
+DEMO = Path(__file__).parents[2] / "examples" / "gpt2" / "demo.py"
+
+
+def test_what_another_system_can_not_say_is_planned_as_it_can(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """So little memory that blocks are made again, of which the best plan saves single values."""
+    tight = (f"{DEMO}:job", "--devices", "2", "--device", "h100-80gb", "--memory", "1600MiB")
+    assert plan(*tight, "--export", "megatron") == 0
+    out, err = capsys.readouterr()
+    assert "selectively" in err
+    assert "graphaccel: export     --recompute all, as megatron has it: 1." in err
+    assert "--recompute-granularity full\n--recompute-method uniform\n" in out
+    assert plan(*tight, "--export", "megatron", "--recompute", "selective") == 1
+    out, err = capsys.readouterr()
+    assert "which values recomputed blocks save: Megatron-LM has that" in err
+    assert "export  " not in err
+    assert out == ""

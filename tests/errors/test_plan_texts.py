@@ -126,7 +126,7 @@ error[GA209]: deepspeed can not run this plan: data 2 x pipeline 2
   pipeline 2: it has none
   recomputation: it is not set there
   why:  what is left out of a configuration would be decided otherwise there
-  help: pin what it can say, e.g.:  graphaccel plan FILE --devices N --pipeline 1
+  help: leave out what is pinned of these, or run the plan here:  graphaccel.optimize(model, plan="plan.json")
   explain: graphaccel explain GA209""",
     ),
     (

@@ -12,9 +12,9 @@ import pytest
 
 from graphaccel.errors import CannotExport
 from graphaccel.planner.catalogue import cluster
-from graphaccel.planner.pins import PRECISIONS
+from graphaccel.planner.pins import NAMES, PRECISIONS
 from graphaccel.planner.plan import Plan, Precision, Selective
-from graphaccel.report.export import TARGETS, export
+from graphaccel.report.export import TARGETS, export, refusals
 from graphaccel.report.facts import Facts, ModelFacts, StageFacts
 
 BF16 = Precision(compute="bfloat16")
@@ -315,6 +315,10 @@ def test_what_a_target_can_not_say_is_refused(target: str, made: Facts, reason: 
     assert caught.value.target == target
     (said,) = caught.value.reasons
     assert said.startswith(reason)
+    (refusal,) = refusals(made, target)
+    for name, value in refusal.instead:  # a pin, and not what the plan has
+        assert name in NAMES
+        assert getattr(made.plan, name) != value
 
 
 @pytest.mark.parametrize("target", TARGETS)
