@@ -131,7 +131,7 @@ def _of_blackwell(machine: str, processors: int) -> _Kernels:
     def share(reached: float, dtype: str) -> float:
         return reached * by_power(power, dtype) * _B200[dtype] / peaks[dtype]
 
-    product, product_8_bits = share(0.52, "bfloat16"), share(0.48, "float8_e4m3fn")
+    product, product_8_bits = share(0.52, "bfloat16"), share(0.50, "float8_e4m3fn")
     return _Kernels(processors, product, 0.8 * 0.71, 0.8 * 0.6, 0.6, product_8_bits)
 
 

@@ -26,8 +26,9 @@ A product in 8 bits reads inputs that were cast for it (NVIDIA Transformer Engin
 of the three that a linear layer is, its input and the gradient of its output, each written twice,
 as it lies and transposed, by the kernel that makes it. Weights are cast once a step. In 4 bits each
 16 numbers have a scale of 8 bits, and all of a tensor one that its largest number decides: it is
-read to find that, and again to cast it ("Pretraining Large Language Models with NVFP4", arXiv
-2509.25149, 2025, appendix B).
+read to find that, again to cast it, and once more for the copy that lies transposed, which is
+turned by a random Hadamard transform first ("Pretraining Large Language Models with NVFP4", arXiv
+2509.25149, 2025, section 4 and appendix B).
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ _ROUNDS = {"attention": 1.5, "attention backward": 0.6}
 _EIGHT_BITS = "8-bit products of "  # with a dtype: a rate of a device as `computing` gives it
 _FOUR_BITS = "4-bit products of "
 # Bytes written, and in 4 bits read, for each number on the left of such a product.
-_CASTS = {_EIGHT_BITS: 2 * (1 + 1) / 3, _FOUR_BITS: 2 * (2 + 2 + 2 * (1 / 2 + 1 / 16)) / 3}
+_CASTS = {_EIGHT_BITS: 2 * (1 + 1) / 3, _FOUR_BITS: 2 * (3 * 2 + 2 * (1 / 2 + 1 / 16)) / 3}
 
 
 @dataclass(frozen=True)
