@@ -28,7 +28,7 @@ from graphaccel.planner.profile import Profile
 from graphaccel.planner.wires import KINDS
 
 Segment = tuple[tuple[Work, ...], int]
-GAP = 14e-6  # seconds, as its own times say
+GAP = 10e-6  # seconds, as its own times say
 _PASSES = 3  # over the scores of a fused loss: read, and their gradient in their place
 
 
@@ -45,13 +45,16 @@ def segments(profile: Profile, sizes: Sizes, run: Run) -> tuple[Segment, ...]:
     blocks = profile.block_at[profile.node_position].tolist()
     rows = zip(blocks, profile.node_forward.tolist(), kinds.tolist(), strict=True)
     found: Counter[tuple[Work, ...]] = Counter()
-    for (block, _), own in groupby(rows, key=lambda row: row[:2]):
+    for (block, ahead), own in groupby(rows, key=lambda row: row[:2]):
         numbers = [kind for _, _, kind in own]
         left_out = lost if block < 0 else put_in
         asked = [works[k] for k in numbers if works[k].calls and not left_out[k]]
         if block < 0 and any(lost[k] for k in numbers):
             scores = 2 * run.microbatch * run.sequence * words
             asked.append(Work(bytes=_PASSES * scores // 2, dtype=run.precision))
+        if block >= 0 and run.microbatch > 1:
+            turned = _turned(run)
+            asked = [turned, *asked, *([turned] if ahead else [])]
         found[tuple(asked)] += 1
     return tuple(found.items())
 
@@ -77,6 +80,14 @@ def as_traced(
         bubble=parts.bubble * ratio, optimizer=optimizer,
     )  # fmt: skip
     return replace(plan, prediction=parts), pieces
+
+
+def _turned(run: Run) -> Work:
+    """A layer's input, which it copies to have the sequence first, as its result to have it second
+    again (`ShardedGptTransformer.forward`, src/model/gpt_modeling.py), and the gradient of that
+    once, to be a matrix. Of one sequence both lie alike."""
+    numbers = run.microbatch * run.sequence * run.hidden
+    return Work(bytes=2 * 2 * numbers, dtype=run.precision)
 
 
 def _put_in(node: torch.fx.Node) -> bool:

@@ -99,6 +99,19 @@ def test_a_loss_over_shares_of_the_words_takes_few_calls() -> None:
     assert calls[1] <= calls[0] + 40  # the collectives of two layers; 54 more without
 
 
+def test_layers_of_several_sequences_turn_them() -> None:
+    """What enters and what leaves, and its gradient; one sequence lies alike both ways."""
+    several = _predicted(tensor=1)
+    run, sizes = several.run, Sizes({**several.profile.step.sizes, BATCH: 2})
+    alone = segments(several.profile, sizes, replace(run, microbatch=1))
+    numbers = run.microbatch * run.sequence * run.hidden
+    turned = Work(bytes=4 * numbers, dtype=run.precision)
+    blocks = [[own for own, n in pieces if n == 2] for pieces in (several.pieces, alone)]
+    with_it, without = (sorted(blocks, key=len) for blocks in blocks)
+    assert with_it[0] == (turned, *without[0], turned)
+    assert with_it[1] == (turned, *without[1])
+
+
 def test_a_block_that_is_split_has_as_many_calls_as_a_whole_one() -> None:
     """What sharding puts in, beside what the model's own calls became, was in no trace of theirs:
     half of a bias before a sum, copies of what is sent."""
