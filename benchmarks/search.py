@@ -221,9 +221,7 @@ def measured(name: str) -> dict[str, Any]:
     base = base_plan(decided, case.devices, case.batch, "", "", "loss")
     meshes = Meshes(record.problem, decided, base, case.batch)
     for who, mesh in case.published.items():
-        asked = Compiler(Model(module, None, 2.0), where, pins | mesh)
-        asked.captures = compiler.captures
-        _, theirs, _ = asked.choose(batch)
+        _, theirs, _ = compiler.with_pins(pins | mesh).choose(batch)
         assert theirs.prediction is not None
         row["published"][who] = {
             "plan": theirs.name, "predicted_seconds": theirs.prediction.seconds,

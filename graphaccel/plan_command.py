@@ -235,19 +235,21 @@ def _sayable(found: _Found, target: str, pins: Mapping[str, object]) -> _Found:
     best, decided = found, dict(pins)
     while best.program is not None and (left := refusals(best.facts(), target)):
         choices = [one.instead for one in left]
-        if any(not each or any(name in decided for name, _ in each) for each in choices):
+        if any(not each or any(decided.get(name) is not None for name, _ in each)
+               for each in choices):  # fmt: skip
             return found
         start = time.perf_counter()
-        tried = [(choice, best.with_pins(decided | dict([choice]))) for choice in choices[0]]
+        try:
+            tried = [(choice, best.with_pins(decided | dict([choice]))) for choice in choices[0]]
+        except KeyboardInterrupt:  # the plan itself is saved, where that was asked for
+            return found
         fitting = [(choice, one) for choice, one in tried if one is not None]
         if not fitting:
             return found
         (name, value), best = min(fitting, key=lambda each: each[1].seconds)
         decided[name] = value
-        slower = best.seconds / found.seconds
-        said = (
-            f"--{name.replace('_', '-')} {str(value).lower()}, as {target} has it: {slower:.2f} x"
-        )
+        pin = f"--{name.replace('_', '-')} {str(value).lower()}"
+        said = f"{pin}, as {target} has it: {best.seconds / found.seconds:.2f} x the time"
         progress("export", said, time.perf_counter() - start)
     return best
 

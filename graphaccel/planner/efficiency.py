@@ -13,9 +13,9 @@
   fast where one round is hardly filled; against 514 on B200: 10.3 %.
   Where the processors are not known, tiles of 128 x 128 and k / (k + 64) stand for all of that.
   Tensor cores are fed by copies of 4, 8 or 16 bytes (PTX ISA, `cp.async`). Of numbers of 2 bytes in
-  rows of an odd length not even those of 4 are aligned, and 0.45 of the rate is left: 79 to 100
-  TFLOP/s for 200 where GPT's 50257 words are cut in two even halves (VIA-Research/vTrain, one node,
-  A100). From Hopper on they are fed by a unit that takes rows of whole 16 bytes only (PTX ISA,
+  rows of an odd length not even those of 4 are aligned, and 0.45 of the rate is left, as the times
+  of GPT's 50257 words say beside those of two even halves (VIA-Research/vTrain, one node, A100).
+  From Hopper on they are fed by a unit that takes rows of whole 16 bytes only (PTX ISA,
   `cp.async.bulk.tensor`); others go by the kernels of Ampere, at its rate for each processor: 232
   TFLOP/s for BERT's 30522 words, 121 for GPT-2's 50257, of about 745 (`benchmarks.gpu`, H200).
 * Fused attention does one block of 128 queries on a processor; t of them leave processors idle,

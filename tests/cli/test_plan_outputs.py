@@ -358,9 +358,28 @@ def test_what_another_system_can_not_say_is_planned_as_it_can(
     out, err = capsys.readouterr()
     assert "selectively" in err
     assert "graphaccel: export     --recompute all, as megatron has it: 1." in err
+    assert " x the time" in err
     assert "--recompute-granularity full\n--recompute-method uniform\n" in out
     assert plan(*tight, "--export", "megatron", "--recompute", "selective") == 1
     out, err = capsys.readouterr()
     assert "which values recomputed blocks save: Megatron-LM has that" in err
     assert "export  " not in err
     assert out == ""
+
+
+def test_ctrl_c_while_it_is_planned_for_another_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The plan that was found is not lost."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("graphaccel.plan_command._Found.with_pins", interrupted)
+    tight = (f"{DEMO}:job", "--devices", "2", "--device", "h100-80gb", "--memory", "1600MiB")
+    saved = tmp_path / "plan.json"
+    assert plan(*tight, "--export", "megatron", "--json", str(saved)) == 1
+    out, err = capsys.readouterr()
+    assert "error[GA209]" in err
+    assert out == ""
+    assert json.loads(saved.read_text())["selective"]
