@@ -53,7 +53,9 @@ class Model:
             apart = [resting[n] for n in parameters if n in held and states[n] < resting[n]]
             fused = bool(plan.fusions)
             sizes = [states[n] for n in parameters if n in held]
-            return step_bytes(plan, self.stepping, sum(sizes), sizes, apart, fused)
+            split = (n for n in held if n in program.owned and program.owned[n].level < 3)
+            padded = sum(states[n] for n in split if states[n] * plan.shards > resting[n])
+            return step_bytes(plan, self.stepping, sum(sizes), sizes, apart, fused, padded)
 
         built = (*self.module.parameters(), *self.module.buffers())
         return Resident(

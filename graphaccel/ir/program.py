@@ -6,7 +6,7 @@ output is, so that neither the executor nor the memory model has to recognise an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -15,13 +15,17 @@ from torch import fx
 @dataclass(frozen=True)
 class Sharded:
     """One split of a tensor over a mesh axis: dim `dim` is cut into as many equal parts as the axis
-    has devices. outer: the dim is seen as [outer, size / outer], and every one of the `outer`
-    sections is cut (fused query, key and value weights: outer 3); DTensor calls it
-    _StridedShard(split_factor=outer)."""
+    has devices, the last of which are padded where these do not divide it. outer: the dim is seen
+    as [outer, size / outer], and every one of the `outer` sections is cut (fused query, key and
+    value weights: outer 3); DTensor calls it _StridedShard(split_factor=outer)."""
 
     axis: str
     dim: int
     outer: int = 1
+
+    def local(self, shape: Sequence[int], ranks: int) -> tuple[int, ...]:
+        """One rank's shape of a tensor of `shape`, with its padding."""
+        return tuple(-(-n // ranks) if d == self.dim else n for d, n in enumerate(shape))
 
 
 @dataclass(frozen=True)

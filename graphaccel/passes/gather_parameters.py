@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -118,12 +119,16 @@ class _Shards:
     @property
     def count(self) -> int:
         """Numbers in one rank's buffer."""
-        return sum(self.values[n].numel() for n in self.group) // self.ranks
+        return sum(prod(self.local(n)) for n in self.group)
+
+    def local(self, name: str) -> tuple[int, ...]:
+        """The shape of a parameter's shard."""
+        return self.owned[name].split.local(self.values[name].shape, self.ranks)
 
     def offset(self, name: str) -> int:
         """Where a parameter's shard starts."""
         before = self.group[: self.group.index(name)]
-        return sum(self.values[n].numel() for n in before) // self.ranks
+        return sum(prod(self.local(n)) for n in before)
 
 
 @dataclass
@@ -243,8 +248,8 @@ class _Gathering:
     def _take(self, before: fx.Node, here: fx.Node, name: str, shards: _Shards) -> fx.Node:
         """One whole parameter out of what was gathered; a view where it is the only one."""
         shape, ranks = list(shards.values[name].shape), shards.ranks
-        dim = shards.owned[name].split.dim
-        count = shards.values[name].numel() // ranks
+        dim, local = shards.owned[name].split.dim, shards.local(name)
+        padded = [*shape[:dim], local[dim] * ranks, *shape[dim + 1 :]]
 
         def call(target: Any, source: fx.Node, *args: Any, **kwargs: Any) -> fx.Node:
             value = target(source.meta["val"], *args, **kwargs)
@@ -253,15 +258,18 @@ class _Gathering:
         node = here
         if len(shards.group) > 1:
             node = call(aten.view.default, node, [ranks, shards.count])
-            node = call(aten.narrow.default, node, 1, shards.offset(name), count)
+            node = call(aten.narrow.default, node, 1, shards.offset(name), prod(local))
         if dim > 0:
-            local = [*shape[:dim], shape[dim] // ranks, *shape[dim + 1 :]]
             node = call(aten.view.default, node, [ranks, *local])
             order = [*range(1, dim + 1), 0, *range(dim + 1, len(shape) + 1)]
             node = call(aten.permute.default, node, order)
         if len(shards.group) > 1 or dim > 0:
             node = call(aten.clone.default, node, memory_format=torch.contiguous_format)
-        return call(aten.view.default, node, shape)
+        node = call(aten.view.default, node, padded)
+        if padded == shape:
+            return node
+        node = call(aten.narrow.default, node, dim, 0, shape[dim])
+        return node if dim == 0 else call(aten.contiguous.default, node)
 
     def _call(
         self, before: fx.Node, target: Any, args: tuple, value: Any, kwargs: Any = None

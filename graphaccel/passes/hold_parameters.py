@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from operator import getitem
 from typing import Any
 
@@ -120,7 +121,7 @@ class _Prepare:
 
     def gather(self, group: Group, members: Sequence[str], low: torch.dtype | None) -> None:
         """Issue the gathers of a group's `members`, as one collective."""
-        sizes = {n: self.values[n].numel() // self.ranks for n in group}
+        sizes = {n: prod(self._local(n)) for n in group}
         flat = self._input(group, sum(sizes.values()))
         self._about(flat, group[0])
         if low is not None:
@@ -156,23 +157,26 @@ class _Prepare:
         return graph_module(self.module, self.graph)
 
     def _laid_out(self, name: str, node: fx.Node) -> fx.Node:
-        dim, local = self.owned[name].split.dim, self._local(name)
+        dim, local, shape = self.owned[name].split.dim, self._local(name), self.values[name].shape
         order = [*range(1, dim + 1), 0, *range(dim + 1, len(local) + 1)]
         here = self._node(c10d.wait_tensor.default, (node,), node.meta["val"])
         self._about(here, name)
-        for target, *arguments in (
+        padded = [*shape[:dim], local[dim] * self.ranks, *shape[dim + 1 :]]
+        steps: list[tuple[Any, ...]] = [
             (aten.view.default, [self.ranks, *local]),
             (aten.permute.default, order),
             (aten.contiguous.default,),
-            (aten.view.default, list(self.values[name].shape)),
-        ):
+            (aten.view.default, padded),
+        ]
+        if padded != list(shape):
+            steps += [(aten.narrow.default, dim, 0, shape[dim]), (aten.contiguous.default,)]
+        for target, *arguments in steps:
             here = self._call(target, here, *arguments)
             self._about(here, name)
         return here
 
     def _local(self, name: str) -> tuple[int, ...]:
-        shape, dim = self.values[name].shape, self.owned[name].split.dim
-        return (*shape[:dim], shape[dim] // self.ranks, *shape[dim + 1 :])
+        return self.owned[name].split.local(self.values[name].shape, self.ranks)
 
     def _input(self, group: Group, count: int) -> fx.Node:
         after = self.flats[-1].next if self.flats else next(iter(self.graph.nodes), None)
@@ -222,13 +226,15 @@ class _Phase:
         casts = []
         for name, users in reads.items():
             node = here = self.nodes[name]
-            lower = node.meta["val"].dtype != whole[name].dtype
+            lower, shape = node.meta["val"].dtype != whole[name].dtype, node.meta["val"].shape
             node.meta = {**node.meta, "val": whole[name]}
             if name in waiting:
                 with self.module.graph.inserting_before(first):
                     here = self.module.graph.call_function(c10d.wait_tensor.default, (node,))
                 here.meta = {k: first.meta[k] for k in ("phase", "module") if k in first.meta}
                 here.meta |= {"val": whole[name], "made_by": "hold_parameters"}
+            if shape != whole[name].shape:  # gathered with its padding
+                here = self._narrowed(first, here, shape[0])
             for user in users:
                 if lower:
                     user.replace_all_uses_with(here)
@@ -238,6 +244,14 @@ class _Phase:
         for cast in casts:
             self.module.graph.erase_node(cast)
         self.held |= set(names)
+
+    def _narrowed(self, before: fx.Node, node: fx.Node, size: int) -> fx.Node:
+        with self.module.graph.inserting_before(before):
+            here = self.module.graph.call_function(aten.narrow.default, (node, 0, 0, size))
+        here.meta = {k: before.meta[k] for k in ("phase", "module") if k in before.meta}
+        value = node.meta["val"].narrow(0, 0, size)
+        here.meta |= {"val": value, "made_by": "hold_parameters"}
+        return here
 
     def finish(self) -> tuple[Value, ...]:
         """The graph's inputs."""

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
@@ -143,7 +144,7 @@ class _Reducing:
         results = copy_nodes(self.graph, self.module.graph, made)
         self.graph.output(results)
         own = {n: made[node] for n, node in _results(self.program, self.module).items()}
-        self.sizes = {n: node.meta["val"].numel() // self.ranks for n, node in own.items()}
+        self.sizes = {n: prod(self._local(n, node.meta["val"])) for n, node in own.items()}
         carried = self._inputs(own)
         order = {node: i for i, node in enumerate(self.graph.nodes)}
         ready = {g: max((own[n] for n in g), key=order.__getitem__) for g in self.groups}
@@ -178,7 +179,7 @@ class _Reducing:
         body = next(n for n in self.graph.nodes if n.op != "placeholder")
         for index, group in enumerate(self.groups):
             value = own[group[0]].meta["val"]
-            count = self._count(group, own) * (self.ranks if self.whole else 1)
+            count = self._count(group) * (self.ranks if self.whole else 1)
             with self.graph.inserting_before(body):
                 node = self.graph.placeholder(f"carried_{index}")
             node.meta = {"val": value.new_empty(count), "phase": "input"}
@@ -186,15 +187,18 @@ class _Reducing:
                 found[group] = node
         return found
 
-    def _count(self, group: tuple[str, ...], own: Mapping[str, fx.Node]) -> int:
-        return sum(own[n].meta["val"].numel() for n in group) // self.ranks
+    def _count(self, group: tuple[str, ...]) -> int:
+        return sum(self.sizes[n] for n in group)
+
+    def _local(self, name: str, whole: torch.Tensor) -> tuple[int, ...]:
+        return self.owned[name].split.local(whole.shape, self.ranks)
 
     def _write(
         self, group: tuple[str, ...], own: Mapping[str, fx.Node], carried: fx.Node | None
     ) -> tuple[fx.Node, fx.Node]:
         """Each gradient into its place: (the flat tensor, the last of the writes)."""
         start = min(own[n] for n in group)
-        count = self._count(group, own)
+        count = self._count(group)
         adding = self.whole and carried is not None
         if adding:
             assert carried is not None
@@ -209,7 +213,7 @@ class _Reducing:
         places = {}
         for name in group:
             places[name] = offset
-            offset += own[name].meta["val"].numel() // self.ranks
+            offset += self.sizes[name]
         target = aten.add_.Tensor if adding else aten.copy_.default
         for name in sorted(group, key=own.__getitem__):
             at = self._after(max(own[name], flat))
@@ -222,18 +226,21 @@ class _Reducing:
     ) -> fx.Node:  # fmt: skip
         """One gradient, seen as the shards of all ranks, into theirs in the flat tensor."""
         shape, ranks = list(value.meta["val"].shape), self.ranks
-        dim = self.owned[name].split.dim
-        local = [*shape[:dim], shape[dim] // ranks, *shape[dim + 1 :]]
+        dim, local = self.owned[name].split.dim, self._local(name, value.meta["val"])
+        padding = local[dim] * ranks - shape[dim]
 
         def call(op: Any, source: fx.Node, *args: Any) -> fx.Node:
             return self._call(at, op, (source, *args), self._value(op, source.meta["val"], *args))
 
         there = call(aten.view.default, flat, [ranks, count])
-        there = call(aten.narrow.default, there, 1, place, value.meta["val"].numel() // ranks)
+        there = call(aten.narrow.default, there, 1, place, self.sizes[name])
         there = call(aten.view.default, there, [ranks, *local])
         if dim > 0:
             order = [*range(1, dim + 1), 0, *range(dim + 1, len(shape) + 1)]
             there = call(aten.permute.default, there, order)
+        if padding:
+            behind = [0, 0] * (len(shape) - 1 - dim)
+            value = call(aten.constant_pad_nd.default, value, [*behind, 0, padding])
         parts = call(aten.view.default, value, [*shape[:dim], ranks, *local[dim:]])
         return self._call(at, target, (there, parts), there.meta["val"])
 

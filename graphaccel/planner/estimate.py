@@ -40,7 +40,7 @@ from graphaccel.planner.order import number_of
 from graphaccel.planner.outside import gather_seconds
 from graphaccel.planner.plan import GATHERS, Plan, Prediction
 from graphaccel.planner.profile import Profile, SizedProfile
-from graphaccel.planner.shares import kept_bytes, kept_trained, kept_whole
+from graphaccel.planner.shares import kept_bytes, kept_whole, perhaps_kept
 from graphaccel.planner.simulate import Timeline, play, simulate
 from graphaccel.planner.stages import stage_positions
 from graphaccel.planner.stepping import NOTHING, Stepping
@@ -535,7 +535,7 @@ def least_moved(profile: Profile, plan: Plan, cluster: Cluster, extra: int = 1) 
     width = 2 if plan.precision.reduce in ("bfloat16", "float16") else 4
     trained = profile.trained_bytes / extra / plan.pipeline
     # What is certainly shared: dims that the ranks of ZeRO and of what shards further divide.
-    whole = kept_trained(profile, plan, plan.shards * extra)
+    whole = perhaps_kept(profile, plan.shards * extra)
     shared = trained - whole / extra / plan.pipeline
     low = shared / 2 if plan.precision.stream != "float32" else shared
 

@@ -90,15 +90,17 @@ def predict_memory(
         parameter, trained, buffers, largest = of_rank
         gradient = trained if split else made
         kept = kept_bytes(profile, plan, _spans(works[rank :: plan.pipeline]))
-        shard = share_bytes(trained, kept.trained, plan) if plan.zero else trained
+        shard = (
+            share_bytes(trained, kept.trained, kept.padding_trained, plan) if plan.zero else trained
+        )
         optimizer, host = placed_optimizer(shard * optimizer_bytes // 4, shard, plan.offload)
         host += away
         if plan.zero >= 2 and plan.microbatches == 1:
             gradient = made
         elif plan.zero >= 2 and plan.accumulation == "shards":
-            gradient = share_bytes(gradient, kept.trained, plan)
+            gradient = share_bytes(gradient, kept.trained, kept.padding_trained, plan)
         if plan.zero == 3:
-            parameter = share_bytes(parameter, kept.held + buffers, plan)
+            parameter = share_bytes(parameter, kept.held + buffers, kept.padding, plan)
         if "parameters" in plan.offload:  # buffers stay
             resting = parameter - buffers
             parameter, below = placed_parameters(resting, shard, plan.offload)
@@ -111,7 +113,9 @@ def predict_memory(
         shared = trained - kept.trained
         gathered = min(shared, 2 * max(plan.bucket_bytes, largest)) if share > 1 else 0
         apart = [gathered] if plan.zero < 3 else []
-        made = step_bytes(plan, stepping, shard, [largest // share] * 2, apart, bool(plan.fusions))
+        sizes, fused = [largest // share] * 2, bool(plan.fusions)
+        padded = kept.padded_trained // share if plan.zero < 3 else 0
+        made = step_bytes(plan, stepping, shard, sizes, apart, fused, padded)
         last = shard if plan.zero >= 2 else trained
         if resting + last + optimizer + whole_batch + made > tensors:
             parameter, gradient, activation = resting, last, whole_batch

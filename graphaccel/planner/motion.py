@@ -16,7 +16,7 @@ import numpy as np
 from graphaccel.planner.buckets import bucket_limit
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.profile import Parameter, Profile
-from graphaccel.planner.shares import kept_whole
+from graphaccel.planner.shares import kept_whole, padding_bytes
 
 
 @dataclass
@@ -70,8 +70,7 @@ def in_motion(
         return None
     first, end = span
     moving = Motion(*np.zeros((3, end - first), dtype=np.int64))
-    kept = kept_whole(profile, plan)
-    key = ("regions", span, plan.zero == 3, plan.bucket_bytes, kept)
+    key = ("regions", span, plan.zero == 3, plan.bucket_bytes, plan.shards)
     regions = profile.once(key, lambda: _regions(profile, plan, span))
     if plan.zero == 3 and not plan.holds_gathered:
         _gather(moving, plan, regions, _final(profile, span))
@@ -89,8 +88,12 @@ def in_motion(
 
 def _regions(profile: Profile, plan: Plan, span: tuple[int, int]) -> list[_Region]:
     first, end = span
-    kept = kept_whole(profile, plan)
-    inside = [(p, [at - first for at in p.positions if first <= at < end])
+    kept, padding = kept_whole(profile, plan), padding_bytes(profile, plan)
+
+    def lying(p: Parameter) -> Parameter:
+        return replace(p, bytes=p.bytes + padding[p.name]) if p.name in padding else p
+
+    inside = [(lying(p), [at - first for at in p.positions if first <= at < end])
               for p in map(profile.parameters.__getitem__, profile.read([span]))
               if p.name in profile.resting and p.name not in kept]  # fmt: skip
     used = [(p, places) for p, places in inside if places]

@@ -44,7 +44,7 @@ from graphaccel.rules import collectives
 from graphaccel.rules.notation import output_shapes, shape_of, tensor_arguments
 from graphaccel.rules.propagate import REPLICATED
 from graphaccel.rules.rows import rows_of
-from graphaccel.rules.shard import Placement, Row, Shard, Shards, shard_of, shards_of
+from graphaccel.rules.shard import LEAST_WIDTH, Placement, Row, Shard, Shards, shard_of, shards_of
 
 _HELD = ("parameter", "buffer")
 # What a byte of parameter at rest is worth, in passes for each example (memory is scarce).
@@ -54,7 +54,6 @@ _UNFINISHED = frozenset(collectives.RULES) - {torch.ops._c10d_functional.wait_te
 _FRACTION = 8  # of a usual message: what a collective costs at least
 _ROUNDS = 12
 _NONE: Shards = frozenset()
-_WIDE = 8  # positions a rank has at least of a dim that is padded
 
 
 @dataclass(frozen=True)
@@ -247,7 +246,7 @@ class PlacementProblem:
         """Shards of dims that the ranks do not divide, where little of them is padding."""
         if len(shape) > 2:
             return set()
-        wide = (d for d, n in enumerate(shape) if n % self.ranks and n >= _WIDE * self.ranks)
+        wide = (d for d, n in enumerate(shape) if n % self.ranks and n >= LEAST_WIDTH * self.ranks)
         return {shard_of(d, 1, shape, self.ranks) for d in wide}
 
     def _spread(self, node: fx.Node) -> None:

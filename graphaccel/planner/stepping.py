@@ -43,13 +43,16 @@ def step_bytes(
     sizes: Sequence[int],
     whole: Sequence[int],
     fused: bool,
+    padded: int = 0,
 ) -> int:
     """The most that a rank's step makes at once. stepped: bytes of parameters; sizes: of each, or
     of the largest twice; whole: of those of which the step has a shard and which rest whole. fused:
-    the step is ours (`runtime.optimizer_step`)."""
-    here = not fused and "optimizer" not in plan.offload
-    made = stepping.needed(stepped, sizes) if here else 0
-    return max(made, _gathered(whole, plan.bucket_bytes))
+    the step is ours (`runtime.optimizer_step`). padded: of shards of parameters that rest whole,
+    which are copies then."""
+    on_host = "optimizer" in plan.offload
+    made = 0 if fused or on_host else stepping.needed(stepped, sizes)
+    copies = 0 if on_host else padded
+    return copies + max(made, _gathered(whole, plan.bucket_bytes))
 
 
 def _gathered(sizes: Sequence[int], bucket_bytes: int) -> int:

@@ -3,9 +3,10 @@
 Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, 2020, §5:
 with N data ranks, level 1 keeps 1/N of the optimizer state on each, level 2 of the gradients too,
 level 3 of the parameters too. A parameter is split on the first dim that N divides, so that a shard
-is a tensor in its own right, with a place in a checkpoint. N may be a part of the data ranks: each
-group of N neighbours then holds all shards, and those of all groups are summed (hybrid sharding:
-Zhao et al., PyTorch FSDP, VLDB 2023, §3.2.2).
+is a tensor in its own right, with a place in a checkpoint; where N divides none, on the first that
+is wide enough to be padded, as FSDP pads (Zhao et al., PyTorch FSDP, VLDB 2023, §3.2.1). N may be a
+part of the data ranks: each group of N neighbours then holds all shards, and those of all groups
+are summed (hybrid sharding: there, §3.2.2).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from graphaccel.errors import BadPin
 from graphaccel.ir.program import Owned, Sharded
 from graphaccel.ir.unfold import input_nodes
 from graphaccel.planner.plan import Plan
+from graphaccel.rules.shard import LEAST_WIDTH
 
 
 def owned_shards(
@@ -31,7 +33,7 @@ def owned_shards(
     resting: splits over other axes, applied before. ranks: over which ZeRO shards, where the plan
     is one of an evaluation, which has no data axis.
 
-    Raises: BadPin (GA202) for a pinned dim that the axis does not divide.
+    Raises: BadPin (GA202) for a pinned dim that the axis neither divides nor can be padded for.
     """
     ranks = plan.shards if ranks is None else ranks
     pinned = dict(plan.placements)
@@ -63,20 +65,33 @@ def owned_shards(
 
 
 def data_dim(shape: Sequence[int], splits: Sequence[Sharded], plan: Plan, ranks: int) -> int | None:
-    """The first dim that `ranks` divides after `splits`; None if none does."""
+    """The first dim that `ranks` divides after `splits`, or else that can be padded; None if there
+    is none."""
     local = local_shape(shape, splits, plan)
     taken = _taken(shape, splits, plan)
-    return next(
-        (d for d, size in enumerate(local) if size and size % ranks == 0 and d not in taken), None
-    )
+    even = (d for d, size in enumerate(local) if size and size % ranks == 0 and d not in taken)
+    if (found := next(even, None)) is not None:
+        return found
+    return next((d for d, size in enumerate(local) if _wide(size, d, splits, ranks)), None)
+
+
+def even_dim(shape: Sequence[int], ranks: int) -> int | None:
+    """The first dim that `ranks` divides; None if none does."""
+    return next((d for d, size in enumerate(shape) if size and size % ranks == 0), None)
+
+
+def _wide(size: int, dim: int, splits: Sequence[Sharded], ranks: int) -> bool:
+    """Whether a dim that `ranks` do not divide can be cut, with little of it padding. One that
+    another axis has cut would have no DTensor."""
+    return size >= LEAST_WIDTH * ranks and dim not in {s.dim for s in splits}
 
 
 def local_shape(shape: Sequence[int], splits: Sequence[Sharded], plan: Plan) -> tuple[int, ...]:
     """The shape of one shard."""
-    local = list(shape)
+    local = tuple(shape)
     for split in splits:
-        local[split.dim] = -(-local[split.dim] // getattr(plan, split.axis))
-    return tuple(local)
+        local = split.local(local, getattr(plan, split.axis))
+    return local
 
 
 def _taken(shape: Sequence[int], splits: Sequence[Sharded], plan: Plan) -> set[int]:
@@ -94,8 +109,9 @@ def _check(
     plan: Plan,
     ranks: int,
 ) -> None:
-    local = local_shape(shape, splits, plan)
-    if local[asked.dim] % ranks or asked.dim in _taken(shape, splits, plan):
+    size = local_shape(shape, splits, plan)[asked.dim]
+    even = size % ranks == 0 and asked.dim not in _taken(shape, splits, plan)
+    if not (even or _wide(size, asked.dim, splits, ranks)):
         raise BadPin(
             pin="pins",
             value={name: asked},

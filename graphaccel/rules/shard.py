@@ -16,6 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+LEAST_WIDTH = 8
+"""Positions a rank has at least of a dim that is padded."""
+
 
 @dataclass(frozen=True, order=True)
 class Shard:

@@ -32,9 +32,9 @@ class Layout:
     @cached_property
     def local_shape(self) -> torch.Size:
         """The shape of one shard."""
-        shape = list(self.shape)
+        shape: tuple[int, ...] = self.shape
         for split in self.splits:
-            shape[split.dim] = -(-shape[split.dim] // self.mesh.size(split.axis))
+            shape = split.local(shape, self.mesh.size(split.axis))
         return torch.Size(shape)
 
     @cached_property
@@ -55,7 +55,7 @@ class Layout:
     def clear(self, local: torch.Tensor) -> None:
         """Zeros in the padding of this rank's shard."""
         if self.padded:
-            real = self._here(torch.empty(self.shape, device="meta")).shape
+            real = self.here(torch.empty(self.shape, device="meta")).shape
             for dim, size in enumerate(real):
                 local.narrow(dim, size, local.shape[dim] - size).zero_()
 
@@ -63,9 +63,10 @@ class Layout:
         """A view of this rank's shard without its padding."""
         if not self.padded:
             return local
-        return local[_within(self._here(torch.empty(self.shape, device="meta")).shape)]
+        return local[_within(self.here(torch.empty(self.shape, device="meta")).shape)]
 
-    def _here(self, whole: torch.Tensor) -> torch.Tensor:
+    def here(self, whole: torch.Tensor) -> torch.Tensor:
+        """What this rank has of the whole, without padding; a view for a simple layout."""
         return self.at(whole, {s.axis: self.mesh.coordinate(s.axis) for s in self.splits})
 
     @cached_property
@@ -76,14 +77,14 @@ class Layout:
     def own(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's shard; a view of `whole` for a simple layout without padding."""
         if not self.simple or self.padded:
-            return self.filled(self._here(whole))
+            return self.filled(self.here(whole))
         for window in self._windows:
             whole = whole.narrow(*window)
         return whole
 
     @cached_property
     def _windows(self) -> tuple[tuple[int, int, int], ...]:
-        """What `_here` narrows to in a simple layout without padding: (dim, start, size), split
+        """What `here` narrows to in a simple layout without padding: (dim, start, size), split
         after split. An optimizer's step asks for it of every parameter and gradient."""
         shape, found = list(self.shape), []
         for split in self.splits:
@@ -113,7 +114,7 @@ class Layout:
         for dim, size in enumerate(self.shape):
             held = torch.arange(size)
             own = tuple(replace(s, dim=0) for s in self.splits if s.dim == dim)
-            held = Layout(held.shape, own, self.mesh)._here(held)
+            held = Layout(held.shape, own, self.mesh).here(held)
             runs.append(_runs(held.tolist()))
         return [
             (tuple(r[0] for r in box), tuple(r[1] for r in box), tuple(r[2] for r in box))

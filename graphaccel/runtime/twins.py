@@ -122,9 +122,11 @@ class Twins:
         stepped = []
         for parameter, twin in swapped:
             layout = self.layouts[id(parameter)]
-            local = _local(parameter, layout)
-            if twin.data_ptr() != local.data_ptr():  # the optimizer gave it another memory
-                local.copy_(twin.detach(), non_blocking=True)
+            if layout.padded and (rest := _rest(parameter, layout)).padded:  # stepped apart
+                rest.here(_held(parameter)).copy_(rest.real(twin.detach()), non_blocking=True)
+                self._twins.pop(id(parameter), None)
+            elif twin.data_ptr() != (local := _local(parameter, layout)).data_ptr():
+                local.copy_(twin.detach(), non_blocking=True)  # it was given another memory
             if twin.grad is not None and _rests_whole(parameter, layout):
                 stepped.append(parameter)
             twin.grad = None
@@ -158,12 +160,17 @@ class Twins:
             shape = layout.local_shape
             count, own = shape.numel(), layout.mesh.coordinate(split.axis)
             parts = whole[:, offset : offset + count].view(len(whole), *shape)
+            offset += count
+            if layout.padded and _rest(parameter, layout).padded:
+                rows = parts.movedim(0, split.dim).flatten(split.dim, split.dim + 1)
+                held = _held(parameter)
+                held.copy_(rows.narrow(split.dim, 0, held.shape[split.dim]))
+                continue
             target = _held(parameter).unflatten(split.dim, (len(whole), shape[split.dim]))
             target = target.movedim(split.dim, 0)
             for others in (slice(own), slice(own + 1, None)):  # its own is there
                 if len(parts[others]):
                     target[others].copy_(parts[others])
-            offset += count
 
     def _buckets(self, parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
         buckets: list[list[nn.Parameter]] = []
@@ -188,9 +195,13 @@ def _local(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
     held = _held(tensor)
     if held.shape == layout.local_shape and isinstance(tensor, ShardTensor):
         return held
+    return _rest(tensor, layout).own(held)
+
+
+def _rest(tensor: torch.Tensor, layout: Layout) -> Layout:
+    """How what lies here is split further."""
     done = len(tensor.sharding.splits) if isinstance(tensor, ShardTensor) else 0
-    rest = Layout(held.shape, layout.splits[done:], layout.mesh) if done else layout
-    return rest.own(held)
+    return Layout(_held(tensor).shape, layout.splits[done:], layout.mesh) if done else layout
 
 
 def _rests_whole(parameter: torch.Tensor, layout: Layout) -> bool:

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 import graphaccel
-from graphaccel.runtime.sharded import ShardTensor
 from tests.support.parity import (
     Reference,
     compare,
     least_peaks,
     reference,
     run_plan,
+    stored,
     tensors_alive,
 )
 from tests.support.pool import Pool
@@ -113,9 +113,9 @@ def _bytes(world: int, zero: int) -> tuple[dict[str, int], dict[str, int], int]:
         optimizer.step()
     state = [t for s in optimizer.state.values() for t in s.values() if t.dim()]
     measured = {
-        "parameter": _stored(model.parameters()),
-        "gradient": _stored(p.grad for p in model.parameters()),
-        "optimizer": _stored(state),
+        "parameter": stored(model.parameters()),
+        "gradient": stored(p.grad for p in model.parameters()),
+        "optimizer": stored(state),
     }
     optimizer.zero_grad()
     del state
@@ -124,14 +124,6 @@ def _bytes(world: int, zero: int) -> tuple[dict[str, int], dict[str, int], int]:
     predicted = {"parameter": memory.parameter, "optimizer": memory.optimizer}
     predicted["peak"] = model.graphaccel.predicted_pass_bytes
     return measured, predicted, whole
-
-
-def _stored(tensors: Any) -> int:
-    storages = {}
-    for tensor in tensors:
-        local = tensor.local if isinstance(tensor, ShardTensor) else tensor
-        storages[local.untyped_storage().data_ptr()] = local.untyped_storage().nbytes()
-    return sum(storages.values())
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -275,6 +275,15 @@ def tensors_alive() -> list[Tensor]:
     return [tensor for tensor in tensors if type(tensor) in (Tensor, nn.Parameter)]
 
 
+def stored(tensors: Any) -> int:
+    """Bytes of the storages that tensors lie in here, each once."""
+    storages = {}
+    for tensor in tensors:
+        local = tensor.local if isinstance(tensor, ShardTensor) else tensor
+        storages[local.untyped_storage().data_ptr()] = local.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
 def peak_of_a_step(
     model: nn.Module, batch: Batch, loss_fn: LossFn | None, others: list[torch.UntypedStorage]
 ) -> int:
