@@ -7,7 +7,9 @@ reason) goes through the path of any user's model: built on the meta device, cap
 the cluster of the catalogue with the published decisions pinned, and with the kernels and the state
 that its system had (`rows.SYSTEMS`). `--fit` says which shares of a device's peak the runs support,
 and the error of each source with those that the others support (`fit`). `--ranks` finds the place
-of published meshes among all that our search has, until so many minutes are over.
+of published meshes among all that our search has, until so many minutes are over. `--unseen` are
+runs in `data/unseen`, of models that no other row has: nothing is fitted on them, and their figures
+are in `benchmarks/results/unseen.json`.
 
 Prints and writes `benchmarks/results/validation.json`: error of the step time by source, by grid of
 runs of one model on one number of devices the rank correlation (Spearman) and the regret (how much
@@ -33,7 +35,7 @@ from benchmarks.validation.processes import results
 from benchmarks.validation.ranked import fastest, ranks
 from benchmarks.validation.rows import FEWER_BITS, FOLDER, Run, document, read, reported
 
-RESULT = RESULTS / "validation.json"
+RESULT, UNSEEN = RESULTS / "validation.json", RESULTS / "unseen.json"
 _GRID = 5  # runs of one model on one number of devices that are ranked
 
 
@@ -50,8 +52,10 @@ def main() -> None:
         "--ranks", type=float, metavar="MINUTES", help="of the fastest runs' meshes"
     )
     parser.add_argument("--summary", action="store_true", help="of what is known; predict nothing")
+    parser.add_argument("--unseen", action="store_true", help="runs that nothing is fitted on")
     args = parser.parse_args()
-    rows = [row for file in sorted(FOLDER.glob("*.csv")) for row in read(file)]
+    folder, result = (FOLDER / "unseen", UNSEEN) if args.unseen else (FOLDER, RESULT)
+    rows = [row for file in sorted(folder.glob("*.csv")) for row in read(file)]
     left_out = Counter(row for row in rows if isinstance(row, str))
     wanted = args.sources.split(",")
     runs = [
@@ -68,8 +72,8 @@ def main() -> None:
     chosen = [] if args.summary else runs[: args.limit]
     whole = len(chosen) == sum(isinstance(row, Run) for row in rows)
     known: dict[str, Any] = {}
-    if RESULT.exists() and not whole:
-        known = json.loads(RESULT.read_text())["runs"]
+    if result.exists() and not whole:
+        known = json.loads(result.read_text())["runs"]
     samples: list[fit.Sample] = []
     most = max((run.devices for run in runs), default=1)
     for run, found, sample in results(chosen, most, args.processes):
@@ -77,10 +81,10 @@ def main() -> None:
         if sample is not None:
             samples.append(sample)
         print(_line(found), flush=True)
-    samples = sorted(samples, key=lambda s: _key(s.run)) if args.fit else []
+    samples = sorted(samples, key=lambda s: _key(s.run)) if args.fit and not args.unseen else []
     found_shares = fit.fitted(samples) if samples else None
-    _write(known, left_out, len(rows), found_shares if whole else None)
-    print(text(json.loads(RESULT.read_text())))
+    _write(result, known, left_out, len(rows), found_shares if whole else None)
+    print(text(json.loads(result.read_text())))
     if found_shares is not None:
         print(fit.text(found_shares))
 
@@ -248,25 +252,27 @@ def text(result: dict[str, Any]) -> str:
 
 
 def _write(
-    known: dict[str, Any], left_out: Counter[str], rows: int, shares: dict[str, Any] | None
+    file: Path,
+    known: dict[str, Any],
+    left_out: Counter[str],
+    rows: int,
+    shares: dict[str, Any] | None,
 ) -> None:
     """shares: of a fit of all runs; None keeps those that are there."""
     if not known:
         return
-    if shares is None and RESULT.exists():
-        shares = json.loads(RESULT.read_text()).get("fit")
-    ranked = json.loads(RESULT.read_text()).get("ranks", {}) if RESULT.exists() else {}
+    before = json.loads(file.read_text()) if file.exists() else {}
     body = {
         "name": "validation",
-        "ranks": ranked,
-        "command": "python -m benchmarks.validation",
+        "ranks": before.get("ranks", {}),
+        "command": "python -m benchmarks.validation" + " --unseen" * (file == UNSEEN),
         "rows": rows,
         "left_out": dict(left_out.most_common()),
-        "fit": shares,
+        "fit": shares or before.get("fit"),
         "summary": summary(list(known.values())),
         "runs": known,
     }
-    Path(RESULT).write_text(json.dumps(body, indent=1, sort_keys=True) + "\n")
+    file.write_text(json.dumps(body, indent=1, sort_keys=True) + "\n")
 
 
 if __name__ == "__main__":

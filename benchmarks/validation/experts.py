@@ -12,6 +12,7 @@ from torch import fx
 from benchmarks.validation import latent
 from benchmarks.validation.mixtures import MIXTURES
 from benchmarks.validation.rows import Run
+from benchmarks.validation.state_space import between_bytes
 from graphaccel.capture.symbols import BATCH
 from graphaccel.kernels.expert_rows import EXCHANGE
 from graphaccel.planner.catalogue import LAUNCH_SECONDS
@@ -141,6 +142,8 @@ def _theirs(node: fx.Node, work: Work, run: Run) -> list[Work]:
     forward and backward products of grouped layers on B200 are told 13 and 12 % off in the mean, 25
     and 30 % with the longer of both (0.9 of the bandwidth; MooreThreads/SimuMax@4dcaae5,
     configs/system, "group_matmul"). They read numbers of so many bits as they multiply."""
+    if between := between_bytes(node, run.microbatch * run.sequence):
+        return [work, Work(bytes=between, dtype=work.dtype, calls=0)]
     if not run.system.experts_apart or node.target not in _PRODUCTS:
         return [work]
     read = 2 * work.count * work.inner * (work.rows + work.columns)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 
@@ -42,10 +42,10 @@ class Mixture:
 
     @property
     def of_an_expert(self) -> int:
-        """Numbers that an expert has: of a product there and one back, and of a gate's, which those
-        of narrower rows (`NemotronHExperts`) do not have."""
+        """Numbers that an expert has: of a product there and one back, and of a gate's, which
+        `NemotronHExperts` do not have."""
         width = int(str(self.more.get("moe_intermediate_size", self.ffn)))
-        return (2 if "moe_latent_size" in self.more else 3) * width * self.rows
+        return (2 if self.family == "NemotronH" else 3) * width * self.rows
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer has them."""
@@ -93,8 +93,17 @@ MIXTURES: Mapping[str, Mixture] = MappingProxyType(
             {"head_dim": 128, "moe_intermediate_size": 1536, "num_experts": 128,
              "num_experts_per_tok": 8, "norm_topk_prob": True},
         ),
+        # There, and Qwen/Qwen3-30B-A3B, config.json.
+        "Qwen3_30B_a3B": Mixture(
+            "Qwen3Moe", 48, 2048, 32, 4, 6144, 151936,
+            {"head_dim": 128, "moe_intermediate_size": 768, "num_experts": 128,
+             "num_experts_per_tok": 8, "norm_topk_prob": True},
+        ),
         # arXiv 2412.19437, section 4.2.
-        "DeepSeekV3": _v3(61, 3),
+        "DeepSeekV3 (w/o MTP)": _v3(61, 3),
+        "DeepSeekV3": replace(
+            _v3(61, 3), assumed=("no layer that predicts a token further on, of 62",)
+        ),
         # MooreThreads/SimuMax: configs/models, of which its runs on B200 have one dense layer.
         "deepseekv3": _v3(4, 1),
         "deepseekv2": _latent(
@@ -108,7 +117,16 @@ MIXTURES: Mapping[str, Mixture] = MappingProxyType(
             moe_intermediate_size=2048, n_routed_experts=384, n_shared_experts=1,
             num_experts_per_tok=8,
         ),
-        # NVIDIA-NeMo/Megatron-Bridge, nemotron_h_provider.py, `Nemotron3SuperProvider`.
+        # NVIDIA-NeMo/Megatron-Bridge@v0.4.0, nemotron_h_provider.py, `Nemotron3NanoProvider`.
+        "Nemotron_3_Nano": Mixture(
+            "NemotronH", 52, 2688, 32, 2, 1856, 131072,
+            {"head_dim": 128, "hybrid_override_pattern":
+                "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+             "mamba_num_heads": 64, "mamba_head_dim": 64, "ssm_state_size": 128, "n_groups": 8,
+             "n_routed_experts": 128, "num_experts_per_tok": 6, "moe_intermediate_size": 1856,
+             "moe_shared_expert_intermediate_size": 3712, "rescale_prenorm_residual": False},
+        ),
+        # There, `Nemotron3SuperProvider`.
         "Nemotron_3_Super": Mixture(
             "NemotronH", 88, 4096, 32, 2, 2688, 131072,
             {"head_dim": 128, "hybrid_override_pattern":
@@ -118,7 +136,6 @@ MIXTURES: Mapping[str, Mixture] = MappingProxyType(
              "n_routed_experts": 512, "num_experts_per_tok": 22, "moe_intermediate_size": 2688,
              "moe_latent_size": 1024, "moe_shared_expert_intermediate_size": 5376,
              "rescale_prenorm_residual": False},
-            ("kernels of state space layers move what they read and give, and nothing between",),
             ahead=2,
         ),
     }

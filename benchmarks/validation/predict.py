@@ -8,6 +8,7 @@ from typing import Any
 from benchmarks.validation.experts import NOTHING_STARTED, Started, works
 from benchmarks.validation.experts import as_theirs as experts_as_theirs
 from benchmarks.validation.memory import STATE_BYTES, as_theirs, kept_share
+from benchmarks.validation.mixtures import MIXTURES
 from benchmarks.validation.models import model_of, placements
 from benchmarks.validation.rows import STARTED_LAUNCH, Run
 from benchmarks.validation.traced import Segment, as_traced
@@ -295,6 +296,9 @@ def _pins(run: Run, profile: Profile) -> dict[str, object]:
         "sequence": run.sequence_parallel,
         "offload": "none",
     }
+    if run.system.experts_again:
+        layers = [n for n in range(run.layers) if MIXTURES[run.kind].has_experts(n)]
+        pins["recompute"] = tuple(profile.block_names[n] for n in layers)
     if run.tensor > 1 or run.context > 1 or run.expert > 1:
         pins["pins"] = placements(profile, run.tensor, run.expert)
     if run.context > 1:

@@ -22,32 +22,68 @@ _ALL = frozenset({"experts", "router", "rest"})
 _EXPERTS = frozenset({"experts"})
 _BUT_ROUTER = frozenset({"experts", "rest"})
 
-# By model and device; (device, precision) where these differ. Others have no graphs.
-_STARTED: Mapping[str, Mapping[str, frozenset[str]]] = MappingProxyType(
-    {
-        "DeepSeekV3": {"GB200": _BUT_ROUTER, "GB300": _EXPERTS},
-        "GPT OSS 120B": {"B300": _EXPERTS, "GB300": _EXPERTS},
-        "Kimi_K2": {},
-        "Nemotron_3_Super": {
-            "B200 nvfp4": _EXPERTS, "B300": _EXPERTS, "GB200": _EXPERTS, "GB300": _EXPERTS,
-        },
-        "Qwen3_235B_a22B": {"GB200": _EXPERTS, "GB300 bf16": _BUT_ROUTER, "GB300": _EXPERTS},
-    }
-)  # fmt: skip
+# (model, device, precision or "" for any, since which release, parts); the last that holds. Others
+# have no graphs.
+_STARTED: tuple[tuple[str, str, str, str, frozenset[str]], ...] = (
+    ("DeepSeekV3 (w/o MTP)", "GB200", "", "25.11", _BUT_ROUTER),
+    ("DeepSeekV3 (w/o MTP)", "GB300", "", "25.11", _EXPERTS),
+    ("DeepSeekV3", "GB200", "mxfp8", "26.02", _EXPERTS),
+    ("DeepSeekV3", "B300", "mxfp8", "26.04.01", _EXPERTS),
+    ("DeepSeekV3", "B200", "mxfp8", "26.04.01", _EXPERTS),
+    ("GPT OSS 120B", "B300", "", "25.11", _EXPERTS),
+    ("GPT OSS 120B", "GB300", "", "25.11", _EXPERTS),
+    *(("Nemotron_3_Nano", d, "", "26.02", _EXPERTS) for d in ("B200", "B300", "GB200", "GB300")),
+    ("Nemotron_3_Super", "B200", "nvfp4", "26.04", _EXPERTS),
+    *(("Nemotron_3_Super", d, "", "26.04", _EXPERTS) for d in ("B300", "GB200", "GB300")),
+    ("Qwen3_235B_a22B", "GB200", "", "25.11", _EXPERTS),
+    ("Qwen3_235B_a22B", "GB300", "", "25.11", _EXPERTS),
+    ("Qwen3_235B_a22B", "GB300", "bf16", "25.11", _BUT_ROUTER),
+    *(("Qwen3_30B_a3B", d, "", "26.02", _BUT_ROUTER) for d in ("B200", "B300", "GB200", "GB300")),
+    ("Qwen3_30B_a3B", "B200", "", "26.04", _EXPERTS),
+)
 # One graph of a whole iteration, with experts in one fused kernel (`cutedsl_fused_grouped_mlp`).
-_WHOLE = ("GPT OSS 120B", "Qwen3_235B_a22B")
-_WHOLE_SINCE = (26, 6)
+_WHOLE: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "DeepSeekV3": ("GB200", "GB300"),
+        "GPT OSS 120B": ("GB200", "GB300"),
+        "Qwen3_235B_a22B": ("GB200", "GB300"),
+        "Qwen3_30B_a3B": ("B300", "GB200", "GB300"),
+    }
+)
+_WHOLE_SINCE = "26.06"
+# Rows go to experts by DeepEP, and beside another microbatch (`moe_flex_dispatcher_backend`,
+# `moe_a2a_overlap`): model, device, since which release.
+_DEEP_EP = (("DeepSeekV3", "B200", "26.04.01"),)
+EXPERTS_AGAIN = frozenset({("Nemotron_3_Nano", "H100")})
+"""Mixtures and devices of which layers with experts are made again for the backward."""
 
 
 def started(mixture: str, device: str, precision: str, release: str) -> frozenset[str]:
     """Parts of a layer whose operations a process starts one by one: "experts", the "router" before
     them, and the "rest". None where all is in one graph."""
-    numbers = tuple(int(part) for part in release.split("."))
-    whole = precision == "mxfp8" and device in ("GB200", "GB300") and numbers >= _WHOLE_SINCE
-    if whole and mixture in _WHOLE:
+    now = _numbers(release)
+    if precision == "mxfp8" and device in _WHOLE.get(mixture, ()) and now >= _numbers(_WHOLE_SINCE):
         return frozenset()
-    known = _STARTED.get(mixture, {})
-    return known.get(f"{device} {precision}", known.get(device, _ALL))
+    known = [
+        parts
+        for model, where, bits, since, parts in _STARTED
+        if (model, where) == (mixture, device)
+        and bits in ("", precision)
+        and _numbers(since) <= now
+    ]
+    return known[-1] if known else _ALL
+
+
+def by_deep_ep(mixture: str, device: str, release: str) -> bool:
+    """Whether rows of a mixture go to their experts by DeepEP, and beside another microbatch."""
+    return any(
+        (model, where) == (mixture, device) and _numbers(since) <= _numbers(release)
+        for model, where, since in _DEEP_EP
+    )
+
+
+def _numbers(release: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in release.split("."))
 
 
 # Columns of rows that say what no recipe does: (release, model, device, precision).

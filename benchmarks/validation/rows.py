@@ -8,7 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.validation.mixtures import MIXTURES, mixture_of
-from benchmarks.validation.recipes import as_trained, release_of, started
+from benchmarks.validation.recipes import (
+    EXPERTS_AGAIN,
+    as_trained,
+    by_deep_ep,
+    release_of,
+    started,
+)
 
 # Behind the name of a source, by what products round to.
 FEWER_BITS = {
@@ -37,7 +43,7 @@ _PRODUCTS = {**dict.fromkeys(_EIGHT_BITS, "float8_e4m3fn"), "nvfp4": "float4_e2m
 # vTrain's one-node grid, 3.0 ms, by the 48 operations that its graph has here.
 EAGER_LAUNCH = 62e-6
 # Of what is started one by one in a mixture of another framework: as its runs say (`fit`).
-STARTED_LAUNCH = 50e-6
+STARTED_LAUNCH = 54e-6
 # Of products with a scale for each row. Llama-3 8B on 8 H100s: 5,760 tokens/s in 16 bits, 6,424
 # with scales of rows, 7,186 with those of tensors (pytorch/torchtitan@7a04053): with products six
 # tenths of the step in 16 bits, they are 1.21 and 1.49 times as fast.
@@ -92,7 +98,8 @@ class System:
     experts, and back, while another microbatch is computed, forward beside backward
     (`overlap_moe_expert_parallel_comm`, megatron/core/models/common/model_chunk_schedule_plan.py).
     experts_apart: each expert's products are kernels of their own (`GroupedLinear` of Transformer
-    Engine).
+    Engine). experts_again: layers with experts are made again for the backward (`recompute_modules`
+    of its recipe: "moe").
     """
 
     fused_attention: bool = True
@@ -131,6 +138,7 @@ class System:
     latent_rotary: bool = False
     beside_another: bool = False
     experts_apart: bool = False
+    experts_again: bool = False
 
 
 # Fused: the masked softmax, and bias, dropout and sum (arXiv 2104.04473, section 4.2); the kernel
@@ -225,8 +233,9 @@ SYSTEMS = {
         sequence=8192,
         device=(95.0, 2.4, 500 / 700),
     ),
-    # Collectives of the tensor axis run beside products there (its note on the table).
-    "core_v0.8": System(fusions=("cross_entropy",), zero=1, split=True),
+    # Collectives of the tensor axis run beside products there, gradients are reduced and parameters
+    # gathered beside the phases (its note on the table).
+    "core_v0.8": System(fusions=("cross_entropy",), zero=1, split=True, gathers_beside=True),
 }
 
 # What only the times of that source say: host times, of all operations and of parts of mixtures,
@@ -434,15 +443,17 @@ def _system(row: dict[str, str]) -> System:
     if "Megatron-Bridge" in row["source"] and mixture is not None:
         release = release_of(row["source"])
         parts = started(mixture, row["gpu_type"], row["precision"], release)
+        deep = by_deep_ep(mixture, row["gpu_type"], release)
         system = replace(
             system,
             started=parts,
             # `moe_flex_dispatcher_backend` of its recipe (nemotron_3_workload_base_configs.py).
-            once_a_node=mixture == "Nemotron_3_Super",
-            beside_another=not parts,
+            once_a_node=mixture == "Nemotron_3_Super" or deep,
+            beside_another=not parts or deep,
             experts_apart=bool(parts),
             # In one graph of all, experts are one fused kernel, with their biases in it.
             weighs_biases=mixture == "GPT OSS 120B" and bool(parts),
+            experts_again=(mixture, row["gpu_type"]) in EXPERTS_AGAIN,
         )
         if mixture == "GPT OSS 120B":
             # Rotary embeddings are fused for "rope", and not for its "yarn" (`gpt_oss_provider.py`;

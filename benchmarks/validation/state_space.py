@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
@@ -149,8 +149,28 @@ def _set_up() -> None:
 
     @register_flop_formula(torch.ops.validation.scan_backward)
     def _(gradient: Any, rows: Any, step: Any, decay: Any, into: Any, *_: Any, **__: Any) -> Any:
-        found = _scan_flops(rows, into)  # two for each of the forward, and scores and states again
-        return 3 * found["scores"] + 2 * found["tokens"] + 5 * found["states"]
+        found = _scan_flops(rows, into)  # two for each of the forward, and all of them again
+        return 3 * found["scores"] + 3 * found["tokens"] + 5 * found["states"]
+
+
+# Of kernels that scan: bytes that they write for each other and read, and read again, for each
+# number of a chunk's states, of the scores of its tokens, and of the rows. States and scores are in
+# float32 at first (`_mamba_chunk_scan_combined_fwd`, `_bwd`, mamba_ssm/ops/triton/ssd_combined.py).
+_FORWARD, _BACKWARD = (12, 8, 2), (34, 24, 16)
+
+
+def between_bytes(node: fx.Node, tokens: int) -> int:
+    """What the kernels of a scan, or of its backward, move besides what these read and give, of so
+    many tokens; 0 for other calls."""
+    ahead = node.target is torch.ops.validation.scan.default
+    if not ahead and node.target is not torch.ops.validation.scan_backward.default:
+        return 0
+    rows, _, _, into = node.args[:4] if ahead else node.args[1:5]
+    *_, groups, heads, width = rows.meta["val"].shape
+    numbers = tokens * groups * heads * width
+    states, scores = numbers * into.meta["val"].shape[-1] // CHUNK, tokens * groups * CHUNK
+    each = zip(_FORWARD if ahead else _BACKWARD, (states, scores, numbers), strict=True)
+    return sum(size * count for size, count in each)
 
 
 class Mixer(nn.Module):

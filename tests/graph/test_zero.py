@@ -168,6 +168,10 @@ def test_dims(captured: Captured) -> None:
     assert data_dim((), (), plan, 4) is None
     fused = (Sharded("tensor", 0, outer=3),)
     assert data_dim((24, 8), fused, Plan(devices=8, data=4, tensor=2), 4) == 1
+    assert data_dim((31, 33), (), plan, 4) == 1  # padded: at least 8 positions a rank
+    assert data_dim((33, 32), (), plan, 4) == 1
+    split = (Sharded("tensor", 0),)
+    assert data_dim((66, 31), split, Plan(devices=8, data=4, tensor=2), 4) is None
 
 
 def test_pinned_parameters_rest_as_the_user_says(captured: Captured) -> None:
@@ -185,7 +189,9 @@ def test_pinned_parameters_rest_as_the_user_says(captured: Captured) -> None:
 def test_a_pinned_dim_that_does_not_divide(captured: Captured) -> None:
     pins = (("token.weight", (shard(0, "data"),)),)
     with pytest.raises(BadPin, match=r"dim 0 of token.weight \[96, 32\] can not be shared evenly"):
-        owned_shards(captured("gpt"), Plan(devices=5, data=5, placements=pins), {})
+        owned_shards(captured("gpt"), Plan(devices=13, data=13, placements=pins), {})
+    owned, _ = owned_shards(captured("gpt"), Plan(devices=5, data=5, placements=pins), {})
+    assert owned["token.weight"].split.local((96, 32), 5) == (20, 32)
 
 
 def test_more_is_sharded_where_nothing_fits_without(
