@@ -10,8 +10,10 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -221,6 +223,28 @@ def _source(name: str) -> str:
     return re.sub(r" \(.*\)", "", name)
 
 
+def unseen_table(result: dict[str, Any]) -> str:
+    """Markdown: how far runs are off of models that nothing is fitted on, a row a model and device
+    (`unseen.json`)."""
+    found: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for run in result["runs"].values():
+        error = run["predicted_seconds"] / run["seconds"] - 1
+        found[run["name"], run["device"]].append(error)
+    rows = ["| model | device | runs | step time off by | bias | worst |", "|---" * 6 + "|"]
+    rows += [
+        f"| {model} | {device} | {len(errors)} | {100 * fmean(map(abs, errors)):.1f} % "
+        f"| {100 * fmean(errors):+.1f} % | {100 * max(errors, key=abs):+.1f} % |"
+        for (model, device), errors in sorted(found.items())
+    ]
+    every = [abs(error) for errors in found.values() for error in errors]
+    within = sum(error <= 0.1 for error in every)
+    text = (
+        f"{len(every)} runs, off by {100 * fmean(every):.1f} % on average, half of them by no more "
+        f"than {100 * median(every):.1f} %; {within} are within 10 %."
+    )
+    return "\n".join([*rows, "", text, ""])
+
+
 def predicted_table(result: dict[str, Any]) -> str:
     """Markdown: steps predicted after `graphaccel calibrate`, and run (`predicted.json`)."""
     rows = ["| model | processes | plan | predicted | measured | off by |", "|---" * 6 + "|"]
@@ -308,6 +332,7 @@ def with_validation(page: str, folder: Path) -> str:
     without their marks."""
     tables = {
         "validation": validation_table,
+        "unseen": unseen_table,
         "large": large_table,
         "predicted": predicted_table,
         "search": search_table,

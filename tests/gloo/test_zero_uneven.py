@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import graphaccel
 from graphaccel.runtime.sharded import ShardTensor
+from tests.gloo.test_uneven import train
 from tests.support.gpt import GPT
 from tests.support.parity import least_peaks, stored, tensors_alive
 from tests.support.pool import Pool
@@ -56,20 +57,6 @@ def made() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1, eps=1e-3)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[float, float]]:
-    generator = torch.Generator().manual_seed(1)
-    seen = []
-    for _ in range(3):
-        ids = torch.randint(0, 97, (12, 8), generator=generator)
-        loss = model(ids, ids.masked_fill(ids % 5 == 0, -100))
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        seen.append((loss.item(), norm.item()))
-        optimizer.step()
-        optimizer.zero_grad()
-    return seen
-
-
 def run(world: int, pins: dict[str, Any], folder: str) -> dict[str, Any]:
     model, optimizer = made()
     ids = torch.zeros(12, 8, dtype=torch.long)
@@ -77,7 +64,9 @@ def run(world: int, pins: dict[str, Any], folder: str) -> dict[str, Any]:
     model, optimizer = graphaccel.optimize(
         model, optimizer, example_batch=(ids, ids), devices=world, **pins
     )
-    seen = train(model, optimizer)
+    seen = train(model, optimizer, 12)
+    with torch.no_grad():
+        evaluated = model(ids, ids).item()
     state = graphaccel.full_state_dict(model)
     dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
     found = get_optimizer_state_dict(model, optimizer)["state"]
@@ -86,6 +75,7 @@ def run(world: int, pins: dict[str, Any], folder: str) -> dict[str, Any]:
     own = optimizer.state[bias].get("exp_avg") if bias in optimizer.state else None
     return {
         "seen": seen,
+        "evaluated": evaluated,
         "state": state,
         "bias": tuple(bias.local.shape) if isinstance(bias, ShardTensor) else tuple(bias.shape),
         "own": None if own is None else tuple(own.shape),
@@ -98,7 +88,9 @@ def run(world: int, pins: dict[str, Any], folder: str) -> dict[str, Any]:
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_step_is_that_of_one_device(pool: Pool, plan: str) -> None:
     model, optimizer = made()
-    seen = train(model, optimizer)
+    seen = train(model, optimizer, 12)
+    ids = torch.zeros(12, 8, dtype=torch.long)
+    evaluated = model(ids, ids).item()
     wanted: dict[str, Tensor] = model.state_dict()
     world, pins = PLANS[plan]
     with tempfile.TemporaryDirectory() as folder:
@@ -106,6 +98,7 @@ def test_a_step_is_that_of_one_device(pool: Pool, plan: str) -> None:
         saved = {"model": {key: torch.zeros_like(value) for key, value in wanted.items()}}
         dcp.load(saved, checkpoint_id=folder, no_dist=True)
     for rank in got:
+        assert rank["evaluated"] == pytest.approx(evaluated, rel=1e-10)
         for one, other in zip(rank["seen"], seen, strict=True):
             assert one == pytest.approx(other, rel=1e-10)
         for key, value in wanted.items():
