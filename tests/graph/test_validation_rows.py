@@ -20,6 +20,14 @@ def rows() -> tuple[Run | str, ...]:
     return tuple(row for file in sorted(FOLDER.glob("*.csv")) for row in read(file))
 
 
+@cache
+def unseen() -> tuple[Run, ...]:
+    """Of models that nothing is fitted on."""
+    found = [row for file in sorted((FOLDER / "unseen").glob("*.csv")) for row in read(file)]
+    assert all(isinstance(row, Run) for row in found)
+    return tuple(row for row in found if isinstance(row, Run))
+
+
 def runs(**wanted: object) -> list[Run]:
     """Those whose fields are so."""
     return [
@@ -70,15 +78,47 @@ def test_ranks_that_share_experts() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "billions"),
-    [("Qwen3_235B_a22B", 235), ("GPT OSS 120B", 117), ("DeepSeekV3", 671), ("Kimi_K2", 1026),
-     ("Grok-1", 314), ("Nemotron_3_Super", 120.6)],
+    [("Qwen3_235B_a22B", 235), ("GPT OSS 120B", 117), ("DeepSeekV3 (w/o MTP)", 671),
+     ("Kimi_K2", 1026), ("Grok-1", 314), ("Nemotron_3_Super", 120.6), ("Qwen3_30B_a3B", 30.5),
+     ("Nemotron_3_Nano", 31.6)],
 )  # fmt: skip
 def test_mixtures_have_as_many_numbers_as_their_makers_say(kind: str, billions: float) -> None:
     """Without layers that predict further tokens."""
-    run = max(runs(kind=kind), key=lambda r: r.layers)
+    known = [*runs(kind=kind), *(run for run in unseen() if run.kind == kind)]
+    run = max(known, key=lambda r: r.layers)
     model = model_of(run)[0]
     numbers = sum(p.numel() for p in getattr(model, "base", model).parameters())
     assert numbers / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+def test_what_nothing_is_fitted_on_is_of_other_models() -> None:
+    seen = {row.kind for row in rows() if isinstance(row, Run)}
+    assert len(unseen()) == 72
+    assert not {run.kind for run in unseen()} & seen
+
+
+def test_rows_of_deepseek_go_by_deep_ep_beside_another_where_recipes_say_so() -> None:
+    systems = {
+        (run.device, run.source.split()[-1]): run.system
+        for run in unseen() if run.kind == "DeepSeekV3"
+    }  # fmt: skip
+    by = {key for key, s in systems.items() if s.once_a_node and s.beside_another}
+    assert by == {("b200-192gb", "26.04.01")}
+
+
+def test_experts_that_are_made_again() -> None:
+    run = next(run for run in unseen() if run.system.experts_again)
+    assert (run.kind, run.device) == ("Nemotron_3_Nano", "h100-80gb")
+    run = replace(run, layers=6, sequence=256, devices=8, data=8, batch=8)
+    found, kept = (
+        Predictor(8).predict(replace(run, system=replace(run.system, experts_again=again)))
+        for again in (True, False)
+    )
+    assert [name.rpartition(".")[2] for name in found.plan.recompute] == ["1", "3"]
+    assert kept.plan.recompute == ()
+    assert found.plan.prediction is not None
+    assert kept.plan.prediction is not None
+    assert found.plan.prediction.compute > kept.plan.prediction.compute
 
 
 def test_flops_are_seconds() -> None:

@@ -6,7 +6,14 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.validation.state_space import CHUNK, Mixer, convolution, gated_norm, scan
+from benchmarks.validation.state_space import (
+    CHUNK,
+    Mixer,
+    between_bytes,
+    convolution,
+    gated_norm,
+    scan,
+)
 
 
 def test_a_layer_computes_what_hugging_face_s_does() -> None:
@@ -70,3 +77,21 @@ def test_flops_of_a_scan_are_those_of_its_chunks() -> None:
     scores, tokens = CHUNK * CHUNK * state, heads * CHUNK * CHUNK * width
     states = 2 * heads * CHUNK * width * state
     assert counter.get_total_flops() == 2 * groups * (scores + tokens + states)
+
+
+def test_what_kernels_of_a_scan_write_for_each_other() -> None:
+    """Of a chunk's states, 4 bytes written and read, and 2; of the scores of its tokens 4 written
+    and read; and the rows once more."""
+    groups, heads, width, state = 2, 3, 4, 8
+    graph = torch.fx.Graph()
+    shapes = ((1, CHUNK, groups, heads, width), (1,), (1,), (1, CHUNK, groups, state), (1,), (1,))
+    given = [graph.placeholder(f"given_{number}") for number in range(len(shapes))]
+    for node, shape in zip(given, shapes, strict=True):
+        node.meta["val"] = torch.empty(shape, device="meta")
+    ahead = graph.call_function(torch.ops.validation.scan.default, tuple(given))
+    states, scores = groups * heads * width * state, groups * CHUNK * CHUNK
+    rows = CHUNK * groups * heads * width
+    assert between_bytes(ahead, CHUNK) == (4 + 4 + 2 + 2) * states + (4 + 4) * scores + 2 * rows
+    back = graph.call_function(torch.ops.validation.scan_backward.default, (ahead, *given))
+    assert between_bytes(back, CHUNK) > 2 * between_bytes(ahead, CHUNK)
+    assert between_bytes(given[0], CHUNK) == 0
