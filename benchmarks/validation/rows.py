@@ -329,7 +329,7 @@ class Run:
         """What the model and its batch depend on."""
         system = replace(
             self.system, started=frozenset(), weighs_biases=False, beside_another=False,
-            experts_apart=False,
+            experts_apart=False, experts_again=False, once_a_node=False,
         )  # fmt: skip
         return (
             self.layers, self.hidden, self.heads, self.kv_heads, self.ffn, self.sequence,

@@ -149,7 +149,7 @@ def _set_up() -> None:
 
     @register_flop_formula(torch.ops.validation.scan_backward)
     def _(gradient: Any, rows: Any, step: Any, decay: Any, into: Any, *_: Any, **__: Any) -> Any:
-        found = _scan_flops(rows, into)  # two for each of the forward, and all of them again
+        found = _scan_flops(rows, into)  # two for each of the forward, and what goes in again
         return 3 * found["scores"] + 3 * found["tokens"] + 5 * found["states"]
 
 

@@ -11,7 +11,7 @@ are summed (hybrid sharding: there, §3.2.2).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from graphaccel.capture.stepgraph import StepGraph
@@ -68,16 +68,16 @@ def data_dim(shape: Sequence[int], splits: Sequence[Sharded], plan: Plan, ranks:
     """The first dim that `ranks` divides after `splits`, or else that can be padded; None if there
     is none."""
     local = local_shape(shape, splits, plan)
-    taken = _taken(shape, splits, plan)
-    even = (d for d, size in enumerate(local) if size and size % ranks == 0 and d not in taken)
-    if (found := next(even, None)) is not None:
-        return found
+    even = even_dim(local, ranks, _taken(shape, splits, plan))
+    if even is not None:
+        return even
     return next((d for d, size in enumerate(local) if _wide(size, d, splits, ranks)), None)
 
 
-def even_dim(shape: Sequence[int], ranks: int) -> int | None:
-    """The first dim that `ranks` divides; None if none does."""
-    return next((d for d, size in enumerate(shape) if size and size % ranks == 0), None)
+def even_dim(shape: Sequence[int], ranks: int, taken: Collection[int] = ()) -> int | None:
+    """The first dim that `ranks` divides and that is not taken; None if there is none."""
+    free = ((d, size) for d, size in enumerate(shape) if d not in taken)
+    return next((d for d, size in free if size and size % ranks == 0), None)
 
 
 def _wide(size: int, dim: int, splits: Sequence[Sharded], ranks: int) -> bool:
