@@ -18,7 +18,6 @@ from graphaccel.messages import Location
 from graphaccel.model import check_parameters
 from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.given import check_given, misread
-from graphaccel.planner.offload import RUN, offload_text, planned_only, read_offload
 from graphaccel.planner.pins import NAMES, PRECISIONS
 from graphaccel.planner.plan import Plan
 from graphaccel.runtime.module import original_class
@@ -131,15 +130,6 @@ def check_can_run(given: Plan | None, pins: Mapping[str, Any]) -> None:
             value=name or "fp8",
             reason="products in 8 bits can be planned (`graphaccel plan`), not run yet",
             allowed=tuple(n for n, p in PRECISIONS.items() if not p.planned_only),
-        )
-    said = pins.get("offload") if given is None else offload_text(given.offload)
-    offload = () if said is None else read_offload(said)
-    if planned_only(offload):
-        raise BadPin(
-            pin="offload",
-            value=said,
-            reason="parameters on the host can be planned (`graphaccel plan`), not run yet",
-            allowed=RUN,
         )
 
 

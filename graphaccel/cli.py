@@ -255,9 +255,9 @@ def _add_pins(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
             "optimizer+parameters",
             "optimizer+parameters+activations",
         ),
-        help="keep optimizer state on the host and step there, and large activations until their "
-        "backward; by default only where nothing fits. With parameters, which are then copied up "
-        "for each block: planned only",
+        help="keep optimizer state on the host and step there, large activations until their "
+        "backward, and parameters, which are then copied up for each block; by default only where "
+        "nothing fits",
     )
     pins.add_argument(
         "--vocab",

@@ -31,7 +31,9 @@ from graphaccel.runtime.mesh import build_mesh
 from graphaccel.runtime.module import Dropped, HandOut, Kept, original_class
 from graphaccel.runtime.optimizer_step import OptimizerStep
 from graphaccel.runtime.record import Record
+from graphaccel.runtime.remote import RemoteTensor
 from graphaccel.runtime.session import CompiledStep, Session
+from graphaccel.runtime.sharded import local_of
 from graphaccel.runtime.share import depends_on, share_capture, share_plan
 from graphaccel.runtime.state import (
     OptimizerState,
@@ -117,12 +119,21 @@ class Handle:
         return None if self._memory is None else self._memory.host
 
     def host_tensors(self) -> tuple[torch.Tensor, ...]:
-        """What rests on this rank's host: the optimizer's state, and the copies it works on."""
-        if self._host is None or self._optimizer is None:
+        """What rests on this rank's host: the optimizer's state, and the copies it works on, or
+        the parameters themselves with their gradients."""
+        if self._optimizer is None or self._session is None:
+            return ()
+        found: list[torch.Tensor] = []
+        if self._session.away:
+            own = [p for p in self._model.parameters() if not isinstance(p, RemoteTensor)]
+            found = [local_of(t) for p in own for t in (p, p.grad) if t is not None]
+        elif self._host is not None:
+            found = [*self._host.tensors()]
+        else:
             return ()
         states = self._optimizer.state.values()
         state = (t for values in states for t in values.values() if isinstance(t, torch.Tensor))
-        return (*self._host.tensors(), *state)
+        return (*found, *state)
 
     @property
     def loss_scale(self) -> float | None:
@@ -164,7 +175,8 @@ class Handle:
         scale = LossScale(self._device) if chosen.precision.scaled else None
         at = mesh.pipeline_index, mesh.data_index, mesh.coordinate("expert")
         self._memory = self._compiler.device_memory(chosen, program, batch, *at)
-        session = Session(self._model, mesh, scale, chosen.precision.products, recorder)
+        away = "parameters" in chosen.offload
+        session = Session(self._model, mesh, scale, chosen.precision.products, recorder, away=away)
         optimizer = self._optimizer
         if optimizer is not None and (program.owned or program.resting):
             check_elementwise(optimizer)
@@ -172,10 +184,10 @@ class Handle:
         self._initial = None
         vars(self._model).pop(RECORD, None)
         self._meshes = stage_meshes(session)
-        fused = bool(chosen.fusions)
-        self._host = HostCopies(mesh.device) if "optimizer" in chosen.offload else None
+        on_host = "optimizer" in chosen.offload
+        self._host = HostCopies(mesh.device) if on_host and not away else None
         if optimizer is not None:
-            self._before_steps(optimizer, session, fused or self._host is not None)
+            self._before_steps(optimizer, session, bool(chosen.fusions) or on_host, on_host)
         if optimizer is not None and mesh.pipeline > 1:
             optimizer.register_step_pre_hook(_without_remote_gradients)
         if optimizer is not None and (session.states or self._host is not None):
@@ -198,7 +210,9 @@ class Handle:
             "ready", chosen.name + (f", {1e3 * peak.seconds:.0f} ms predicted" if peak else ""), 0.0
         )
 
-    def _before_steps(self, optimizer: Optimizer, session: Session, fused: bool) -> None:
+    def _before_steps(
+        self, optimizer: Optimizer, session: Session, fused: bool, on_host: bool
+    ) -> None:
         """Hooks that see gradients before others of ours do."""
         scaled = fused and session.scale is not None
         if self._clip_norm is not None or scaled:
@@ -208,7 +222,6 @@ class Handle:
                 optimizer, session.mesh, self._clip_norm, scaled=scaled, elsewhere=elsewhere
             )
         if fused:
-            on_host = self._host is not None
             self._optimizing = OptimizerStep(optimizer, self._known, on_host=on_host)
         elif self._known is not None:
             clip_before(optimizer, self._known)
@@ -226,7 +239,7 @@ class Handle:
                 "evaluated before",
                 help_line="graphaccel.optimize(model, optimizer, example_batch=batch)",
             )
-        if not training and self._has_all():
+        if not training and self._has_all() and not self._away():
             return self._plain(forward, args, kwargs)
         if training:
             check_hooks(self._inner)
@@ -248,13 +261,18 @@ class Handle:
             )
         result = self._session.step(compiled, batch.leaves)
         marks = self._optimizing is not None  # an optimizer of ours can leave the update out
-        loss = HandOut.apply(result, marks, tuple(n for n, _ in named), *(p for _, p in named))
+        names, parameters = [n for n, _ in named], [p for _, p in named]
+        loss = HandOut.apply(result, marks, self._away(), tuple(names), *parameters)
         return compiled.rebuild(loss, result.outputs)
 
     def _has_all(self) -> bool:
         """Whether every parameter lies here in full."""
         session = self._session
         return session is None or (session.mesh.pipeline == 1 and not session.parameters)
+
+    def _away(self) -> bool:
+        """Whether parameters lie on the host, where the model's own forward can not compute."""
+        return self._session is not None and self._session.away
 
     def _plain(self, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """The user's own forward, with the loss function behind it if there is one."""
@@ -452,8 +470,6 @@ def _output_names(output: Any) -> dict[int, str]:
 
 
 def _without_remote_gradients(optimizer: Optimizer, *_: Any) -> None:
-    from graphaccel.runtime.remote import RemoteTensor
-
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if isinstance(parameter, RemoteTensor):

@@ -28,7 +28,6 @@ from graphaccel.planner.catalogue import cluster as named_cluster
 from graphaccel.planner.cluster import Cluster, cluster_name
 from graphaccel.planner.cluster_file import read_cluster, write_cluster
 from graphaccel.planner.estimate import predict_seconds
-from graphaccel.planner.offload import planned_only
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.record import Record
 from graphaccel.planner.refined import model_key, step_time, with_step
@@ -289,7 +288,7 @@ def _save(args: argparse.Namespace, plan: Plan) -> list[str]:
         return []
     plan.save(args.json)
     run = f'graphaccel.optimize(model, plan="{args.json}")'
-    only = plan.precision.planned_only or planned_only(plan.offload)
+    only = plan.precision.planned_only
     use = "it is planned only, export it" if only else f"run it with  {run}"
     return [f"{args.json}: {use}"]
 

@@ -3,6 +3,11 @@
 On CUDA the host's copy lies in pinned memory and both copies go beside what the device computes.
 Where the device is the host's own processor they are plain copies into memory of their own, so that
 the same code runs there, and meters tell host from device by these ops.
+
+`to_device` is waited for at once. `ahead` is not: what computes may run on until `arrived`, and the
+copy starts when the device has come to where it was asked for, however far ahead the host is. So
+its memory comes from, and goes back to, the stream that computes, and no more of it lies there than
+the order of the calls says (torch's FSDP 2 has its all-gathers so, for the same reason).
 """
 
 from __future__ import annotations
@@ -63,5 +68,47 @@ def _(x: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
 
+@torch.library.custom_op("graphaccel::ahead", mutates_args=())
+def ahead(x: Tensor) -> Tensor:
+    """A copy on the device of what `on_host` gave, of the same strides; not there before `arrived`.
+    It waits for what the device was told to do before."""
+    if not x.is_pinned():
+        return x.clone()
+    made = torch.empty_like(x, device="cuda", pin_memory=False)
+    side = _side(made.device.index)
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        made.copy_(x, non_blocking=True)
+    return made
+
+
+@ahead.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+_LIBRARY = torch.library.Library("graphaccel", "FRAGMENT")
+_LIBRARY.define("arrived(Tensor(a) x) -> Tensor(a)")
+
+
+def _arrived(x: Tensor) -> Tensor:
+    """x itself, which `ahead` gave: what the device does next waits for it."""
+    if x.is_cuda:
+        torch.cuda.current_stream(x.device).wait_stream(_side(x.device.index))
+    return x.view_as(x)
+
+
+_LIBRARY.impl("arrived", _arrived, "CompositeExplicitAutograd")
+
+
+def on_host(x: Tensor, device: torch.device) -> Tensor:
+    """x in host memory from which `ahead` can copy to a device: x itself where it lies there, or
+    where the device is the host's own processor."""
+    if device.type != "cuda" or x.is_pinned():
+        return x
+    return torch.empty_like(x, device="cpu", pin_memory=True).copy_(x)
+
+
 TO_HOST = torch.ops.graphaccel.to_host.default
 TO_DEVICE = torch.ops.graphaccel.to_device.default
+AHEAD, ARRIVED = torch.ops.graphaccel.ahead.default, torch.ops.graphaccel.arrived.default

@@ -44,6 +44,7 @@ from graphaccel.passes.scatter_sends import scatter_sends
 from graphaccel.passes.shard_axes import Alike, LocalGraph, over_few, shard_axes
 from graphaccel.passes.split_phases import split_phases
 from graphaccel.passes.split_weights import split_weights, with_weights
+from graphaccel.passes.upload_parameters import upload_parameters
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.zero import owned_shards
 from graphaccel.rules.propagate import is_random
@@ -186,6 +187,9 @@ def _bare(
         ),
     )
     programs = run.call("hold_casts", lambda: tuple(hold_casts(p, plan) for p in programs))
+    programs = run.call(
+        "upload_parameters", lambda: tuple(upload_parameters(p, plan) for p in programs)
+    )
     return Rewritten(
         programs,
         programs,

@@ -11,7 +11,7 @@ from graphaccel.planner.candidates import WORTH
 from graphaccel.planner.catalogue import cluster as named_cluster
 from graphaccel.planner.catalogue import device_names
 from graphaccel.planner.cluster import MOST_DEVICES, Cluster
-from graphaccel.planner.offering import askable, offered
+from graphaccel.planner.offering import offered
 from graphaccel.planner.offload import host_excess, hosts, offload_text
 from graphaccel.planner.pins import Pins
 from graphaccel.planner.plan import Alternative, Plan, StageMemory
@@ -186,11 +186,6 @@ def _relaxations(
                 attempt(f"offload={offload_text(spared)}", problem, other)
         elif name not in _NO_BYTES:
             attempt(f"{name} not pinned", problem, replace(pins, **{name: None}))
-    for offload in askable(pins, problem):
-        away = replace(pins, offload=offload)
-        said = f"offload={offload_text(offload)}"
-        if attempt(said, problem, away, "; planned only, optimize() refuses it"):
-            break
     axes = [axis for axis in closest.mesh if getattr(pins, axis) is not None]
     if len(axes) > 1:
         free = replace(pins, **dict.fromkeys(axes))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import islice
 
 from graphaccel.errors import BadPin, BatchNotDivisible, SplitRefused
-from graphaccel.planner.offload import RUN, offload_text
+from graphaccel.planner.offload import STAYING, offload_text
 from graphaccel.planner.pins import Pins
 from graphaccel.planner.solve import Problem
 
@@ -29,7 +29,7 @@ def no_shape(problem: Problem, pins: Pins, batch: int) -> Exception:
         if reason is not None:
             reason = f"over data, parameters on the host rest in shards, and {reason}"
             said = offload_text(pins.on_host)
-            return BadPin(pin="offload", value=said, reason=reason, allowed=RUN)
+            return BadPin(pin="offload", value=said, reason=reason, allowed=STAYING)
     return BatchNotDivisible(
         batch=batch, microbatches=pins.microbatches or 1, data=data, allowed=()
     )

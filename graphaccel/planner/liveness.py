@@ -10,7 +10,7 @@ columns (`planner.rows`), which are there for graphs that nobody has made yet as
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -22,7 +22,6 @@ from graphaccel.planner.rows import Rows, Share, even, rows_of
 HOST = "host"  # the category of what lies there
 _NEVER = 1 << 62
 Live: TypeAlias = Mapping[str, int]  # bytes by category
-Beside: TypeAlias = Callable[[Rows], np.ndarray]
 
 
 @dataclass(eq=False)
@@ -106,11 +105,9 @@ class Liveness:
         inputs: Sequence[list[Storage]],
         name: str,
         stage: int,
-        beside: Beside | None = None,
     ) -> list[list[Storage]]:
         """Run a graph: what each of its results holds. inputs: for each placeholder what is handed
-        over with it, nothing for what is held all the time; it dies at its last use. beside: bytes
-        that come and go while it runs, row by row; the same whenever this graph runs."""
+        over with it, nothing for what is held all the time; it dies at its last use."""
         given = list(dict.fromkeys(s for held in inputs for s in held))
         number = {storage: i for i, storage in enumerate(given)}
         key = (
@@ -122,9 +119,7 @@ class Liveness:
             if graph not in self._rows:
                 self._rows[graph] = rows_of(graph, self.chosen, exchanged=self.exchanged)
             handed = [[number[s] for s in held] for held in inputs]
-            rows = self._rows[graph]
-            more = np.zeros(len(rows), dtype=np.int64) if beside is None else beside(rows)
-            self._ran[key] = _Walk(rows, given, handed, more).through(self.pieces)
+            self._ran[key] = _Walk(self._rows[graph], given, handed).through(self.pieces)
         return self._again(self._ran[key], given, name, stage)
 
     def _again(
@@ -159,15 +154,10 @@ class _Walk:
     """
 
     def __init__(
-        self,
-        rows: Rows,
-        given: Sequence[Storage],
-        inputs: Sequence[Sequence[int]],
-        beside: np.ndarray,
+        self, rows: Rows, given: Sequence[Storage], inputs: Sequence[Sequence[int]]
     ) -> None:
-        """inputs: for each placeholder which of `given` are handed over with it. beside: row →
-        bytes that are there besides."""
-        self.rows, self.given, self.beside = rows, given, beside
+        """inputs: for each placeholder which of `given` are handed over with it."""
+        self.rows, self.given = rows, given
         self.entries = dict(zip(rows.inputs.tolist(), inputs, strict=True))
         kept = np.zeros(len(rows), dtype=bool)
         kept[rows.results[rows.results >= 0]] = True
@@ -186,7 +176,6 @@ class _Walk:
         """Walk through the nodes. pieces: see `Liveness`."""
         rows, made = self.rows, self.made
         level = self._lives_of(made[~rows.away[made]])  # of what the run makes on the device
-        level = level + self.beside
         self.host = self._lives_of(made[rows.away[made]])
         rest = [(at, storage.size) for at, storage in self.freed if storage.kind != HOST]
         lost = self._lives((), (), *zip(*rest, strict=True)) if rest else np.zeros_like(level)

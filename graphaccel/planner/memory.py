@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from torch import fx
@@ -22,7 +21,6 @@ from graphaccel.planner.offload import placed_optimizer, placed_parameters
 from graphaccel.planner.phases import LOAD, STEP, Seen, phases_of
 from graphaccel.planner.plan import StageMemory
 from graphaccel.planner.rows import Share, even
-from graphaccel.planner.uploads import uploaded_rows
 from graphaccel.rules.propagate import PARTIAL
 from graphaccel.schedule.table import Action, Schedule
 from graphaccel.schedule.walk import last_actions, walk
@@ -83,7 +81,7 @@ def rank_memory(
         int(trained * resident.optimizer_bytes), trained, resident.offload
     )
     count = Liveness(chosen=chosen, exchanged=resident.exchanged)
-    run = _Run(program, own, schedule[rank], count, resident.offload)
+    run = _Run(program, own, schedule[rank], count)
     run.start(resident.batch)
     for doing in walk(schedule[rank]):
         run.do(doing.verb, doing.action)
@@ -157,7 +155,7 @@ def rank_curve(
     doings = list(walk(schedule[rank]))
     pieces = max(1, min(16, most // max(1, sum(d.verb == "run" for d in doings))))
     count = Liveness(pieces=pieces, chosen=chosen, exchanged=resident.exchanged)
-    run = _Run(program, own, schedule[rank], count, resident.offload)
+    run = _Run(program, own, schedule[rank], count)
     run.start(resident.batch)
     lying = {"parameter": _lying(own, resident)[0], "optimizer": whole.optimizer, "other": other}
     kinds = ("parameter", "optimizer", "other", "gradient", "activation", "temporary")
@@ -192,7 +190,6 @@ class _Run:
     own: list[StageProgram]
     actions: Sequence[Action]
     count: Liveness = field(default_factory=Liveness)
-    offload: tuple[str, ...] = ()
     saved: dict[tuple[int, int], dict[str, list[Storage]]] = field(default_factory=dict)
     inbox: dict[tuple[int, int, str], dict[str, list[Storage]]] = field(default_factory=dict)
     sending: dict[tuple[int, int, int, str], list[Storage]] = field(default_factory=dict)
@@ -323,8 +320,7 @@ class _Run:
             else:
                 inputs.append([] if value.kind in _HELD else given[value.name])
         name = f"{action.kind} of microbatch {action.microbatch}"
-        beside = partial(uploaded_rows, values=values) if "parameters" in self.offload else None
-        results = self.count.run(graph, inputs, name, action.stage, beside)
+        results = self.count.run(graph, inputs, name, action.stage)
         if action in self.last_of_stage:
             for storage in self.held.pop(action.stage, ()):
                 self.count.drop(storage)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from graphaccel.errors import BadPin
-from graphaccel.planner.offload import PLANNED, offload_text, planned_only, read_offload
+from graphaccel.planner.offload import LEAVING, offload_text, read_offload
 from graphaccel.planner.pins import PRECISIONS, Pins
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.solve import Problem
@@ -17,20 +17,12 @@ def offered(pins: Pins, problem: Problem) -> tuple[tuple[str, ...], ...]:
         return ((),)
     state = bool(problem.optimizer_bytes) and problem.shardable
     saved = pins.schedule != "zero_bubble"
+    # What candidates do not look at: with parameters there, other pins can not be had.
+    again = pins.gather_again in (None, True) and not pins.cast_once
     both = "optimizer", "activations"
     some = (("optimizer",), state), (("activations",), saved), (both, state and saved)
-    return ((), *(kinds for kinds, possible in some if possible))
-
-
-def askable(pins: Pins, problem: Problem) -> tuple[tuple[str, ...], ...]:
-    """What is planned where it is pinned, and never tried unasked: the runtime can not do it, and
-    who searches may want to run what is found. () where other pins rule it out that candidates do
-    not look at."""
-    agree = pins.gather_again in (None, True) and not pins.cast_once
-    known = problem.cluster.host is not None and bool(problem.optimizer_bytes)
-    if not (agree and known) or pins.schedule == "zero_bubble" or planned_only(pins.on_host):
-        return ()
-    return tuple(map(read_offload, PLANNED))
+    gone = [(read_offload(kinds), state and saved and again) for kinds in LEAVING]
+    return ((), *(kinds for kinds, possible in (*some, *gone) if possible))
 
 
 def check_offload(pins: Pins, problem: Problem) -> None:
@@ -80,10 +72,5 @@ def planned_notes(plan: Plan) -> tuple[str, ...]:
         notes.append(
             "products in 8 bits are planned, not run: optimize() refuses them; memory is counted "
             "as with precision=bf16-params, without copies in 8 bits"
-        )
-    if planned_only(plan.offload):
-        notes.append(
-            "parameters on the host are planned, not run: optimize() refuses them; export the plan "
-            "to run it with DeepSpeed"
         )
     return tuple(notes)

@@ -10,11 +10,11 @@ from graphaccel.planner.plan import Plan
 
 KINDS = ("optimizer", "parameters", "activations")
 """What can be offloaded, in the order in which it is said."""
-RUN = ("none", "optimizer", "activations", "optimizer+activations")
-"""The values of the pin that can be run."""
-PLANNED = ("optimizer+parameters", "optimizer+parameters+activations")
-"""Those that can be planned, and not be run yet."""
-CHOICES = (*RUN, *PLANNED)
+STAYING = ("none", "optimizer", "activations", "optimizer+activations")
+"""The values of the pin with which parameters rest on the device."""
+LEAVING = ("optimizer+parameters", "optimizer+parameters+activations")
+"""Those with which they rest on the host."""
+CHOICES = (*STAYING, *LEAVING)
 """The values of the pin."""
 LARGE = 2**20
 """Bytes from which on an activation is worth a copy."""
@@ -33,7 +33,7 @@ def read_offload(value: object) -> tuple[str, ...]:
         raise BadPin(pin="offload", value=value, reason="unknown", allowed=CHOICES)
     if "parameters" in names and "optimizer" not in names:
         reason = "parameters on the host are stepped there, with their optimizer state"
-        raise BadPin(pin="offload", value=value, reason=reason, allowed=PLANNED)
+        raise BadPin(pin="offload", value=value, reason=reason, allowed=LEAVING)
     return tuple(kind for kind in KINDS if kind in names)
 
 
@@ -42,16 +42,11 @@ def offload_text(offload: Sequence[str]) -> str:
     return "+".join(offload) or "none"
 
 
-def planned_only(offload: Sequence[str]) -> bool:
-    """Whether the runtime can not do it."""
-    return "parameters" in offload
-
-
 def placed_optimizer(state: int, trained: int, offload: Sequence[str]) -> tuple[int, int]:
     """Bytes of optimizer state on the device and on the host.
 
     state: its bytes on this rank; trained: those of the parameters it is of. On the host it has
-    their copies and their gradients beside it (`runtime.host`).
+    them, or copies of them, and their gradients beside it (`runtime.host`).
     """
     return (0, state + 2 * trained) if "optimizer" in offload else (state, 0)
 

@@ -21,8 +21,9 @@ from graphaccel.kernels.expert_rows import EXCHANGE, ROWS
 from graphaccel.kernels.host_copy import TO_HOST
 from graphaccel.kernels.register import fusion_of, is_backward
 
+_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 _SENDING = {  # what they send is held until what they give is waited for
-    torch.ops._c10d_functional.all_gather_into_tensor.default,
+    _GATHER,
     torch.ops._c10d_functional.all_gather_into_tensor_out.default,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
     torch.ops._c10d_functional.all_to_all_single.default,
@@ -47,7 +48,8 @@ class Rows:
     pairs of rows, by reader and then in the order of its inputs, each input once. results: row of
     each result, -1 for what is no node. module: row → its module path. chosen: module path → the
     rows that chose this rank's experts there (`passes.chosen_rows`), over an even share. exchanged:
-    a reduce-scatter brings everyone's parts, and what waits for it adds them up (`runtime.gloo`).
+    a reduce-scatter brings everyone's parts, and what waits for it adds them up, and an all-gather
+    copies its own part at once (`runtime.gloo`).
 
     Tensors are numbered row by row.
     """
@@ -132,7 +134,8 @@ class Rows:
         """Row → the last row at which what it sends must be there; 0 where it sends nothing. Parts
         that came are added up where nothing is on its way any more."""
         wait = np.array([n.target is _WAIT for n in self.nodes], dtype=bool)[self.of]
-        sends = np.array([n.target in _SENDING for n in self.nodes], dtype=bool)[self.of]
+        held = _SENDING - {_GATHER} if self.exchanged else _SENDING
+        sends = np.array([n.target in held for n in self.nodes], dtype=bool)[self.of]
         pairs = wait[self.reader] & sends[self.source]
         waited = np.zeros(len(self.of), dtype=np.int64)
         adds = np.array([self.exchanged and n.target is _SCATTER for n in self.nodes], dtype=int)

@@ -1,10 +1,10 @@
 """Parameters that rest on the host: what of them lies on the device, and the seconds of copying.
 
 They are copied up a block at a time, one block ahead of use, and let go of after it, in the forward
-and again in the backward (Rajbhandari et al., ZeRO-Infinity, 2021, §5.1.1 and 5.2). What is read
-outside of blocks is copied alone. Under ZeRO 3 it is the shard that is copied up: it lies there
-until it is gathered, a block ahead too, and what is gathered comes and goes as without
-(`planner.motion`). Bytes are those that rest: casts are made on the device.
+and again in the backward (`passes.upload_parameters`; Rajbhandari et al., ZeRO-Infinity, 2021,
+§5.1.1 and 5.2). What is read outside of blocks is copied alone. Under ZeRO 3 it is the shard that
+is copied up: it lies there until it is gathered, a block ahead too, and what is gathered comes and
+goes as without (`planner.motion`). Bytes are those that rest: casts are made on the device.
 """
 
 from __future__ import annotations
@@ -15,20 +15,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from graphaccel.capture.blocks import block_of
-from graphaccel.ir.program import Value
 from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.communication import exposed_seconds
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.profile import Profile
-from graphaccel.planner.rows import Rows
 from graphaccel.planner.works import StageWork
 
 
 @dataclass(frozen=True)
-class _Use:
+class Use:
     """One read of a parameter: the place where it has to be there, and the last at which it still
-    is, positions or rows. block: that reads it, "" outside of blocks. bytes: of the parameter."""
+    is. block: that reads it, "" outside of blocks. bytes: of the parameter."""
 
     place: int
     last: int
@@ -46,23 +43,27 @@ class _Stretch:
     bytes: int
 
 
-def _stretches(uses: Iterable[_Use]) -> list[_Stretch]:
-    """Uses by the run of them that one block has, and outside blocks by parameter; in the order in
-    which they start. A parameter that several read is copied for each."""
-    found: dict[object, list[_Use]] = defaultdict(list)
+def runs_of(uses: Iterable[Use]) -> list[list[Use]]:
+    """Uses by what is copied up at once: the run of them that one block has, and outside of blocks
+    each parameter; in the order in which they start, as their own uses are. A parameter that
+    several read is copied for each."""
+    found: dict[object, list[Use]] = defaultdict(list)
     number, before = 0, None
     for use in sorted(uses, key=lambda use: use.place):
         number, before = number + (use.block != before), use.block
         found[number if use.block else (number, use.name)].append(use)
-    made = [
+    return sorted(found.values(), key=lambda own: (own[0].place, max(use.last for use in own)))
+
+
+def _stretches(uses: Iterable[Use]) -> list[_Stretch]:
+    return [
         _Stretch(
             own[0].place,
             max(use.last for use in own),
             sum({use.name: use.bytes for use in own}.values()),
         )
-        for own in found.values()
+        for own in runs_of(uses)
     ]
-    return sorted(made, key=lambda one: (one.first, one.last))
 
 
 def _there(stretches: Sequence[_Stretch], length: int) -> np.ndarray:
@@ -73,12 +74,12 @@ def _there(stretches: Sequence[_Stretch], length: int) -> np.ndarray:
     return found
 
 
-def _read(profile: Profile, span: tuple[int, int]) -> list[_Use]:
+def _read(profile: Profile, span: tuple[int, int]) -> list[Use]:
     """The reads of a stage of positions [first, end), counted from its first."""
     first, end = span
     names = profile.block_names
     return [
-        _Use(at - first, at - first, names[block] if block >= 0 else "", p.name, p.bytes)
+        Use(at - first, at - first, names[block] if block >= 0 else "", p.name, p.bytes)
         for p in map(profile.parameters.__getitem__, profile.read([span]))
         if p.name in profile.resting
         for at, block in ((at, int(profile.block_at[at])) for at in p.positions)
@@ -110,32 +111,6 @@ def uploaded(profile: Profile, plan: Plan, span: tuple[int, int]) -> tuple[np.nd
         return forward, backward[::-1]
 
     return profile.once(("uploaded", span, plan.zero == 3, plan.shards), found)
-
-
-def uploaded_rows(rows: Rows, values: Sequence[Value]) -> np.ndarray:
-    """Bytes of parameters from the host at each row of a program's graph. values: its inputs.
-
-    A parameter is there until the last call that reads it, or a view of it, in its block; a shard
-    until what it is sent for has arrived.
-    """
-    inputs = dict(zip(rows.inputs.tolist(), values, strict=True))
-    held = [row for row, value in inputs.items() if value.kind in ("parameter", "shards")]
-    shown = np.arange(len(rows))  # the row whose memory a row's first tensor shows
-    some = rows.many > 0
-    shown[some] = rows.made[rows.root[rows.first[some]]]
-    pairs = np.flatnonzero(np.isin(shown[rows.source], held))
-    uses = []
-    for reader, source in zip(
-        rows.reader[pairs].tolist(), shown[rows.source[pairs]].tolist(), strict=True
-    ):
-        tensor = rows.nodes[int(rows.of[source])].meta["val"]
-        size, value = tensor.numel() * tensor.element_size(), inputs[source]
-        last = max(reader, int(rows.waited[reader]))
-        if value.kind == "shards":  # sent for one block, where another one computes
-            uses.append(_Use(reader, last, "", (source, reader), size))
-        else:
-            uses.append(_Use(reader, last, block_of(rows.module(reader)), source, size))
-    return _there(_stretches(uses), len(rows))
 
 
 def with_uploads(

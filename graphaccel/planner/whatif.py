@@ -31,7 +31,7 @@ from graphaccel.planner.explain import (
     wider_cluster,
 )
 from graphaccel.planner.offering import offered
-from graphaccel.planner.offload import offload_text, planned_only, read_offload
+from graphaccel.planner.offload import offload_text, read_offload
 from graphaccel.planner.on_host import WORTH_COPIES, solve_as_needed
 from graphaccel.planner.order import AXES
 from graphaccel.planner.ordering import orders
@@ -205,9 +205,7 @@ def _against_it(record: Record, plan: Plan, asked: Mapping[str, object], gain: f
         return "changes numerics: only when pinned"
     if gain < 0.005:
         return ""
-    if (offload := asked.get("offload")) not in (None, "none"):
-        if planned_only(read_offload(offload)):
-            return "planned only: never chosen unasked"
+    if asked.get("offload") not in (None, "none"):
         if gain < 1 - 1 / WORTH_COPIES:
             return f"copies to the host must make a step {WORTH_COPIES - 1:.0%} shorter"
     tried = _SOLVED | set(Shape._fields)

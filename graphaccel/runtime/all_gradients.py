@@ -82,10 +82,10 @@ class AllGradients:
                 sets.setdefault(axes, []).append(local_of(gradient))
         total = torch.zeros((), dtype=dtype, device=self._mesh.device)
         for axes, some in sorted(sets.items()):
-            squares = self._many.squares(some).to(dtype)
+            squares = self._many.squares(some).to(total.device, dtype)
             if axes:
                 dist.all_reduce(squares, group=self._mesh.group(axes))
-            total = total + squares.to(total.device)
+            total = total + squares
         if self._mesh.pipeline > 1:
             dist.all_reduce(total, group=self._mesh.pipeline_group)
         return total.sqrt_()

@@ -45,6 +45,7 @@ _HANDED_OUT = frozenset({"loss", "output", "gradient", "input_gradient", "carrie
 _ON_HOST = {
     "to_host": "copy to and from the host",
     "to_device": "copy to and from the host",
+    "ahead": "copy to and from the host",
     "dropout_part": "draw a number on the host",
     "expert_rows": "send rows to the experts that they chose",
     "exchange_rows": "send rows to the experts that they chose",

@@ -413,7 +413,8 @@ class Executor:
     def _zero_gradient(self, name: str) -> torch.Tensor:
         like = self._held.parameters[name]
         layout = self._held.gradients.get(name)
-        return like.new_zeros(like.shape if layout is None else layout.local_shape)
+        shape = like.shape if layout is None else layout.local_shape
+        return like.new_zeros(shape, device=self._mesh.device)
 
     def _start_loss(self, state: StepState) -> None:
         """The loss of the whole batch, on every rank: one sum over all of them. It travels while

@@ -126,12 +126,12 @@ class Layout:
         group = self.mesh.group(self.axes)
         count = self.mesh.size(self.axes)
         # gloo gathers neither booleans nor complex numbers: bytes are bytes
-        flat = local.contiguous().reshape(-1)
+        flat = local.contiguous().reshape(-1).to(self.mesh.device)  # from the host, perhaps
         sent = flat.view(torch.uint8) if flat.dtype == torch.bool else flat
         parts = sent.new_empty(count * sent.numel())
         all_gather_flat(parts, sent, group=group)
         shards = parts.view(flat.dtype).view(count, *local.shape)
-        return self.assemble(list(shards))
+        return self.assemble(list(shards)).to(local.device)
 
     def assemble(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
         """The whole out of the shards of all ranks of `axes`, in the order of their coordinate."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from graphaccel.compat.torch import TorchDispatchMode, is_traceable_wrapper_subclass
 from graphaccel.kernels.expert_rows import EXCHANGE
-from graphaccel.kernels.host_copy import TO_DEVICE, TO_HOST
+from graphaccel.kernels.host_copy import AHEAD, TO_DEVICE, TO_HOST
 
 
 class PeakMeter(TorchDispatchMode):
@@ -80,7 +80,7 @@ class PeakMeter(TorchDispatchMode):
         # Views and in-place results share a storage with an argument: counted where it was made.
         given = {id(s) for value in (*args, *kwargs.values()) for s in _storages(value)}
         on_host = func is TO_HOST or (
-            bool(given) and func is not TO_DEVICE and given <= self._on_host
+            bool(given) and func not in (AHEAD, TO_DEVICE) and given <= self._on_host
         )
         for storage in _storages(result):
             if id(storage) not in given:

@@ -15,6 +15,7 @@ from torch import nn
 
 from graphaccel.compat.torch import pytree
 from graphaccel.errors import GraphMisuse, OutputDropped, RetainGraph
+from graphaccel.kernels.host_copy import TO_HOST, wait
 from graphaccel.runtime.all_gradients import spoil
 from graphaccel.runtime.executor import StepResult
 from graphaccel.runtime.remote import RemoteTensor
@@ -66,15 +67,17 @@ class HandOut(torch.autograd.Function):
         ctx: Any,
         result: StepResult,
         marks: bool,
+        away: bool,
         names: tuple[str, ...],
         *parameters: torch.Tensor,
     ) -> Any:
         """The loss; `parameters` are those that may get a gradient, named `names`.
 
         marks: after an overflow there is a NaN in every gradient, for the optimizer's step to find;
-        otherwise there are no gradients, which waits for the device.
+        otherwise there are no gradients, which waits for the device. away: parameters rest on the
+        host, and get their gradients there.
         """
-        ctx.result, ctx.marks, ctx.names = result, marks, names
+        ctx.result, ctx.marks, ctx.away, ctx.names = result, marks, away, names
         ctx.parameters = parameters
         assert result.loss is not None
         return result.loss.clone()
@@ -90,7 +93,7 @@ class HandOut(torch.autograd.Function):
         ctx.result = ctx.parameters = None
         if overflow is not None and not ctx.marks and bool(overflow):
             # On every rank alike, so that clipping stacks equally many norms everywhere.
-            return (None, None, None, *(None for _ in parameters))
+            return (None, None, None, None, *(None for _ in parameters))
         own = list(gradients.values())
         if own and not (gradient.device.type == "cpu" and gradient.item() == 1.0):
             scale = gradient.to(own[0].dtype)
@@ -104,10 +107,14 @@ class HandOut(torch.autograd.Function):
                 handed.append(RemoteTensor(parameter, parameter.group))
                 continue
             local = gradients.pop(name, None)
+            if local is not None and ctx.away:
+                local = TO_HOST(local)
             if local is not None and name in layouts:
                 local = ShardTensor(local, layouts[name])
             handed.append(local)
-        return (None, None, None, *handed)
+        if ctx.away:
+            wait(gradient.device)
+        return (None, None, None, None, *handed)
 
 
 class Kept(torch.autograd.Function):

@@ -18,6 +18,7 @@ import torch
 from graphaccel.compat.torch import keeps_graph, version
 from graphaccel.errors import GraphMisuse, RetainGraph
 from graphaccel.ir.program import StageProgram, StepProgram
+from graphaccel.kernels.host_copy import TO_HOST, wait
 from graphaccel.runtime.bind import bind
 from graphaccel.runtime.buckets import Buckets
 from graphaccel.runtime.executor import Executor, Held, StepState, is_connection, over_data
@@ -231,16 +232,19 @@ class HandIn(torch.autograd.Function):
         executor: OutsideExecutor,
         call: Call,
         tracked: frozenset[int],
+        away: bool,
         names: tuple[str, ...],
         leaves: tuple[int, ...],
         *inputs: torch.Tensor,
     ) -> Any:
         """The outputs in the order of their leaves.
 
-        tracked: output leaves that require a gradient. inputs: parameters that may get a gradient,
-        called `names`, then the batch leaves that require one.
+        tracked: output leaves that require a gradient. away: parameters rest on the host, and get
+        their gradients there. inputs: parameters that may get a gradient, called `names`, then the
+        batch leaves that require one.
         """
         ctx.executor, ctx.call, ctx.names, ctx.input_leaves = executor, call, names, leaves
+        ctx.away = away
         ctx.output_leaves = tuple(call.outputs)
         # New tensor objects: those of the call would keep the call alive, and it them.
         outputs = tuple(call.outputs.pop(leaf).detach() for leaf in ctx.output_leaves)
@@ -262,5 +266,8 @@ class HandIn(torch.autograd.Function):
         }
         found, inputs = ctx.executor.backward(ctx.call, tangents, keep=keeps_graph())
         handed = [found.pop(name, None) for name in ctx.names]
+        if ctx.away and tangents:
+            handed = [None if own is None else TO_HOST(own) for own in handed]
+            wait(next(iter(tangents.values())).device)
         handed += [inputs.pop(leaf, None) for leaf in ctx.input_leaves]
-        return (None, None, None, None, None, *handed)
+        return (None, None, None, None, None, None, *handed)

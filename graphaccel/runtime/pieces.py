@@ -34,6 +34,7 @@ from torch.fx.node import map_arg
 from graphaccel.compat.torch import is_view, written_arguments
 from graphaccel.ir.program import StepProgram
 from graphaccel.ir.values import tensors_of
+from graphaccel.kernels.host_copy import AHEAD, ARRIVED
 from graphaccel.rules.collectives import is_message
 from graphaccel.rules.propagate import is_random
 
@@ -61,6 +62,8 @@ def refusal(node: fx.Node) -> str | None:
         return "are no ops of torch (ONNX Runtime runs them)"
     if is_message(node.target):
         return "send to other ranks"
+    if node.target in (AHEAD, ARRIVED):
+        return "copy from the host, in the order of the graph"
     if written_arguments(node):
         return IN_PLACE
     if is_random(node):

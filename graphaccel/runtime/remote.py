@@ -128,7 +128,7 @@ def _stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         [
             torch.zeros((), dtype=t.dtype, device=t.device)
             if isinstance(t, RemoteTensor)
-            else t.detach()
+            else t.detach().to(remote.device)  # from the host, perhaps
             for t in tensors
         ]
     )

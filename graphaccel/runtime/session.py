@@ -15,6 +15,7 @@ from torch import nn
 from graphaccel.compat.torch import forget_flat_weights
 from graphaccel.errors import BatchesDiffer, GraphMisuse, RankLost
 from graphaccel.ir.program import Sharded, StageProgram, StepProgram
+from graphaccel.kernels.host_copy import on_host, wait
 from graphaccel.runtime.buckets import Buckets
 from graphaccel.runtime.cuda_graphs import Recorder
 from graphaccel.runtime.executor import (
@@ -72,9 +73,12 @@ class Session:
         scale: LossScale | None,
         products: str = "",
         recorder: Recorder | None = None,
+        *,
+        away: bool = False,
     ) -> None:
-        """products: `planner.plan.Precision.products`. recorder: of the training steps."""
-        self.model, self.mesh, self.scale = model, mesh, scale
+        """products: `planner.plan.Precision.products`. recorder: of the training steps. away:
+        parameters rest on the host, and their gradients are handed out there."""
+        self.model, self.mesh, self.scale, self.away = model, mesh, scale, away
         self._products, self._recorder = products, recorder
         self.steps = 0
         self.homes: dict[str, tuple[int, ...]] = {}
@@ -116,6 +120,8 @@ class Session:
         self._fill_buffers()
         self._shard(program, optimizer)
         self._fill_parameters()
+        if self.away:
+            self._bring_down(optimizer)
         self._initial = None
 
     def _leave_remote(self, optimizer: Any) -> None:
@@ -147,7 +153,7 @@ class Session:
         """Values of parameters that lie here whole, of a model that was on the meta device."""
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             if parameter.is_meta:
-                value = self._value(name, parameter)
+                value = self._resting(self._value(name, parameter))
                 made = nn.Parameter(value, requires_grad=parameter.requires_grad)
                 vars(made).update(vars(parameter))
                 torch.utils.swap_tensors(parameter, made)
@@ -158,6 +164,32 @@ class Session:
             return tensor.detach()
         assert self._initial is not None
         return self._initial.value(name).to(self.mesh.device)
+
+    def _resting(self, value: torch.Tensor) -> torch.Tensor:
+        """A parameter's value where parameters rest."""
+        return on_host(value, self.mesh.device) if self.away else value
+
+    def _room(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory for so many numbers where parameters rest."""
+        device = self.mesh.device
+        if not self.away:
+            return torch.empty(count, dtype=dtype, device=device)
+        return torch.empty(count, dtype=dtype, pin_memory=device.type == "cuda")
+
+    def _bring_down(self, optimizer: Any = None) -> None:
+        """Parameters that rest on the host, to it, with what belongs to them."""
+        for name, parameter in self.model.named_parameters():
+            if not self.holds(name):
+                continue
+            if not isinstance(parameter, ShardTensor):
+                gradient, parameter.grad = parameter.grad, None
+                parameter.data = on_host(parameter.data, self.mesh.device)
+                if gradient is not None:
+                    parameter.grad = on_host(gradient, self.mesh.device)
+            state = {} if optimizer is None else optimizer.state.get(parameter, {})
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    state[key] = on_host(value, self.mesh.device)
 
     def _shard(self, program: StepProgram, optimizer: Any) -> None:
         """Parameters that rest sharded, into the flat buffers of their groups."""
@@ -180,15 +212,14 @@ class Session:
                     layouts = [self.parameters[n] for n in group]
                     sizes = [layout.local_shape.numel() for layout in layouts]
                     like = held[group[0]]
-                    flat = torch.empty(sum(sizes), dtype=like.dtype, device=self.mesh.device)
-                    self._shards[group[0]] = flat
+                    flat = self._shards[group[0]] = self._room(sum(sizes), like.dtype)
                     parts = flat.split(sizes)
                     for name, part, layout in zip(group, parts, layouts, strict=True):
                         shards[name] = part.view(layout.local_shape)
                         shards[name].copy_(layout.own(self._value(name, held[name])))
             for name, layout in self.parameters.items():
                 if name not in shards:
-                    shards[name] = layout.own(self._value(name, held[name])).clone()
+                    shards[name] = self._resting(layout.own(self._value(name, held[name])).clone())
         done: set[int] = set()
         for name, layout in self.states.items():
             _shard_state(held[name], layout, optimizer)
@@ -252,12 +283,14 @@ class Session:
                     )
             self._executors.clear()
             self._outside.clear()
+            if self.away:
+                self._bring_down()
         self._places = places
 
     def step(self, compiled: CompiledStep, leaves: Sequence[Any]) -> StepResult:
         """Run one training or evaluation step on the leaves of the global batch."""
         self._start(leaves)
-        return self._executor(compiled, whole=False).run(leaves, self.scale)
+        return self._ran(self._executor(compiled, whole=False).run(leaves, self.scale))
 
     def call(
         self,
@@ -290,6 +323,7 @@ class Session:
             executor,
             made,
             tracked,
+            self.away,
             tuple(name for name, _ in parameters),
             tuple(wanting),
             *(p for _, p in parameters),
@@ -317,7 +351,14 @@ class Session:
 
     def evaluate(self, compiled: CompiledStep, leaves: Sequence[Any]) -> StepResult:
         """A forward of the whole batch: every data rank runs it alike."""
-        return self._executor(compiled, whole=True).run(leaves)
+        return self._ran(self._executor(compiled, whole=True).run(leaves))
+
+    def _ran(self, result: StepResult) -> StepResult:
+        """Whoever writes to parameters that rest on the host does not wait for the device, which
+        may still copy them up."""
+        if self.away:
+            wait(self.mesh.device)
+        return result
 
     def _executor(self, compiled: CompiledStep, *, whole: bool) -> Executor:
         executor = self._executors.get(id(compiled))

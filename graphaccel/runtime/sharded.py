@@ -183,15 +183,16 @@ def resolve(norms: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             sets.setdefault((norm.sharding.axes, norm.order), []).append(i)
     for (axes, order), places in sorted(sets.items()):
         pending = [norms[i] for i in places]
+        mesh = pending[0].sharding.mesh  # type: ignore[attr-defined]
         local = torch.stack([n.local for n in pending])  # type: ignore[attr-defined]
-        group = pending[0].sharding.mesh.group(axes)  # type: ignore[attr-defined]
+        local, group = local.to(mesh.device), mesh.group(axes)  # of what may lie on the host
         if order == float("inf"):
             dist.all_reduce(local, op=dist.ReduceOp.MAX, group=group)
         else:
             local = local**order
             dist.all_reduce(local, group=group)
             local = local ** (1.0 / order)
-        for i, value in zip(places, local.unbind(), strict=True):
+        for i, value in zip(places, local.to(pending[0].device).unbind(), strict=True):
             found[i] = value
     return found
 

@@ -71,8 +71,8 @@ def placements(layout: Layout, meshes: DeviceMesh) -> list[Any]:
 
 
 def presented(local: torch.Tensor, layout: Layout, meshes: Mapping[int, DeviceMesh]) -> Any:
-    """A shard for a checkpoint: same memory."""
-    if not layout.simple:
+    """A shard for a checkpoint: same memory. A DTensor would bring it from the host."""
+    if not layout.simple or local.device.type != layout.mesh.device.type:
         return ShardTensor(local, layout)
     return _dtensor(local, layout, meshes[layout.mesh.pipeline_index])
 
@@ -116,7 +116,7 @@ def full_state(session: Session, model: nn.Module, plain: Mapping[str, Any]) -> 
         if mesh.pipeline > 1 and key in session.homes:
             if isinstance(value, RemoteTensor):
                 whole = torch.empty(value.shape, dtype=value.dtype, device=mesh.device)
-            whole = whole.contiguous()
+            whole = whole.contiguous().to(mesh.device)
             owner = mesh.rank_of(session.owner(key))
             dist.broadcast(whole, owner, group=mesh.pipeline_group)
         full[key] = whole.cpu().clone()

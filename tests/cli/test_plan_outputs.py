@@ -65,11 +65,16 @@ def test_json_is_all_there_is_on_standard_output(
 def test_what_is_planned_only_is_said_to_be(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    away = ("--offload", "optimizer+parameters", "--data", "2")
-    assert plan(*JOB, *away, "--json", "p.json") == 0
+    assert plan(*JOB, "--precision", "fp8", "--json", "p.json") == 0
     out = capsys.readouterr().out
     assert "\nsaved p.json: it is planned only, export it\n" in out
-    assert "parameters on the host are planned, not run" in out
+    assert "products in 8 bits are planned, not run" in out
+
+
+def test_parameters_on_the_host_are_exported(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    away = ("--offload", "optimizer+parameters", "--data", "2")
     assert plan(*JOB, *away, "--export", "deepspeed") == 0
     assert json.loads(capsys.readouterr().out)["zero_optimization"]["offload_param"]
 
@@ -163,7 +168,7 @@ def test_what_can_not_be_run_is_not_measured(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plan_command.Compiler, "choose", lambda *_: pytest.fail("it was planned"))
-    line = ("jobs.py:meta", "--devices", "1", "--offload", "optimizer+parameters", "--measure", "2")
+    line = ("jobs.py:meta", "--devices", "1", "--precision", "fp8", "--measure", "2")
     assert plan(*line) == 1
     assert "error[GA202]" in capsys.readouterr().err
 

@@ -205,13 +205,6 @@ error[GA202]: {said} can not be planned
             "use one of:  offload=optimizer+parameters  offload=optimizer+parameters+activations",
         ),
         (
-            {"offload": "optimizer+parameters"},
-            "offload='optimizer+parameters'",
-            "parameters on the host can be planned (`graphaccel plan`), not run yet",
-            "use one of:  offload=none  offload=optimizer  offload=activations  "
-            "offload=optimizer+activations",
-        ),
-        (
             {"cluster": cluster("h100-80gb", 4)},
             "devices=1",
             "the cluster given as cluster= has 4",
@@ -234,23 +227,6 @@ def test_a_plan_with_products_in_8_bits_is_not_run() -> None:
         "precision=tf32",
     )
     _refuse(errors.BadPin, text, plan=plan)
-
-
-def test_a_plan_with_parameters_on_the_host_is_not_run(tmp_path: Path) -> None:
-    model, batch = Classifier(), small_batch()
-    plan = graphaccel.plan(
-        model, batch, devices=1, device="h100-80gb", offload="optimizer+parameters",
-        optimizer=torch.optim.AdamW(model.parameters()),
-    )  # fmt: skip
-    text = _bad_pin(
-        "offload='optimizer+parameters'",
-        "parameters on the host can be planned (`graphaccel plan`), not run yet",
-        "use one of:  offload=none  offload=optimizer  offload=activations  "
-        "offload=optimizer+activations",
-    )
-    _refuse(errors.BadPin, text, plan=plan)
-    plan.save(tmp_path / "plan.json")
-    _refuse(errors.BadPin, text, plan=tmp_path / "plan.json")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What scripts do besides stepping, where optimizer state is on the host.
+"""What scripts do besides stepping, where optimizer state is on the host, and parameters may be.
 
 Each job runs the same training on one process in eager mode and under the plan, in float64.
 """
@@ -24,14 +24,19 @@ from tests.support.small import small_batch
 
 pytestmark = pytest.mark.multiprocess
 
-HOST = {"offload": "optimizer"}
+HOST, ALL_OF_IT = {"offload": "optimizer"}, {"offload": "optimizer+parameters"}
 PLANS: tuple[tuple[int, dict[str, Any]], ...] = (
     (1, {"data": 1, **HOST}),
     (2, {"data": 2, "zero": 1, **HOST}),
     (2, {"data": 2, "zero": 3, **HOST}),
     (2, {"pipeline": 2, "microbatches": 4, **HOST}),
+    (1, {"data": 1, **ALL_OF_IT}),
+    (2, {"data": 2, "zero": 3, **ALL_OF_IT}),
+    (2, {"pipeline": 2, "microbatches": 4, **ALL_OF_IT}),
 )
-IDS = ("one", "zero1", "zero3", "pipeline2")
+IDS = ("one", "zero1", "zero3", "pipeline2", "one-all", "zero3-all", "pipeline2-all")
+FEW = pytest.mark.parametrize(("world", "pins"), [PLANS[i] for i in (0, 1, 4)],
+                              ids=[IDS[i] for i in (0, 1, 4)])  # fmt: skip
 EVERY = pytest.mark.parametrize(("world", "pins"), PLANS, ids=IDS)
 
 
@@ -59,7 +64,7 @@ KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 @captures_of("scripts")
 def _optimizers(world: int, pins: Mapping[str, Any]) -> dict[str, tuple[float, int, bool]]:
     """By kind: the largest difference after three steps, how many tensors rest on the host, and
-    whether parameters that the script changed meanwhile kept the change."""
+    whether parameters are among them as the plan says."""
     found = {}
     for name, (kind, settings) in KINDS.items():
         plain = gpt()
@@ -79,11 +84,12 @@ def _optimizers(world: int, pins: Mapping[str, Any]) -> dict[str, tuple[float, i
         apart = {t.untyped_storage().data_ptr() for t in held}
         own = {p.untyped_storage().data_ptr() for p in planned.parameters()}
         state = furthest(plain.state_dict(), graphaccel.full_state_dict(planned))
-        found[name] = (state, len(held), not apart & own)
+        all_of_it = "parameters" in pins["offload"]  # then they are among what rests there
+        found[name] = (state, len(held), own <= apart if all_of_it else not apart & own)
     return found
 
 
-@pytest.mark.parametrize(("world", "pins"), PLANS[:2], ids=IDS[:2])
+@FEW
 def test_other_optimizers(pool: Pool, world: int, pins: dict[str, Any]) -> None:
     for found in pool.run(world, _optimizers, world, pins):
         for name, (apart, count, separate) in found.items():
@@ -140,8 +146,9 @@ def _overflowed(world: int, pins: Mapping[str, Any]) -> tuple[list[bool], list[f
     return moved, factors
 
 
-def test_an_overflow_skips_the_step_on_the_host(pool: Pool) -> None:
-    first, second = pool.run(2, _overflowed, 2, {"data": 2, "zero": 1, "pipeline": 1, **HOST})
+@pytest.mark.parametrize("pins", [{"zero": 1, **HOST}, {"zero": 3, **ALL_OF_IT}], ids=str)
+def test_an_overflow_skips_the_step_on_the_host(pool: Pool, pins: dict[str, Any]) -> None:
+    first, second = pool.run(2, _overflowed, 2, {"data": 2, "pipeline": 1, **pins})
     assert first == second
     moved, factors = first
     assert 0 < moved.index(True) < 12
@@ -180,7 +187,15 @@ def _resumed(pins: Mapping[str, Any], later: Mapping[str, Any]) -> tuple[float, 
     return apart[0], apart[1]
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [("optimizer", "none"), ("none", "optimizer")])
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        ("optimizer", "none"),
+        ("none", "optimizer"),
+        ("optimizer+parameters", "none"),
+        ("optimizer", "optimizer+parameters"),
+    ],
+)
 def test_state_dicts_are_those_of_the_plain_optimizer(pool: Pool, saved: str, loaded: str) -> None:
     for under_plan, plain in pool.run(1, _resumed, {"offload": saved}, {"offload": loaded}):
         assert under_plan <= 1e-12

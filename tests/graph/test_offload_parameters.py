@@ -1,4 +1,4 @@
-"""Parameters on the host: planned, never run. What they take, and with what they go together."""
+"""Parameters on the host, as planned: what they take, and with what they go together."""
 
 from __future__ import annotations
 
@@ -9,28 +9,30 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 from graphaccel import errors
 from graphaccel.capture.batch import flatten_call
 from graphaccel.capture.stepgraph import StepGraph, capture
 from graphaccel.compiler import Compiler
-from graphaccel.model import Model, as_batch
+from graphaccel.ir.text import graph_text
+from graphaccel.kernels.host_copy import AHEAD
+from graphaccel.model import Model, as_batch, tensor_bytes
 from graphaccel.passes.pipeline import build
 from graphaccel.planner.bounds import Bounds, columns
 from graphaccel.planner.candidates import Layout, Shape, meshes_of, plain
 from graphaccel.planner.cluster import Cluster, Host
+from graphaccel.planner.cost import is_view
 from graphaccel.planner.estimate import predict
-from graphaccel.planner.offload import CHOICES, PLANNED, RUN, read_offload
+from graphaccel.planner.offload import CHOICES, LEAVING, STAYING, read_offload
 from graphaccel.planner.pins import Pins, base_plan
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.profile import Profile
 from graphaccel.planner.record import Record
-from graphaccel.planner.rows import rows_of
 from graphaccel.planner.search import search
 from graphaccel.planner.solve import excess, with_cuts_and_blocks
 from graphaccel.planner.solving import solve_all
-from graphaccel.planner.uploads import uploaded, uploaded_rows
+from graphaccel.planner.uploads import uploaded
 from graphaccel.planner.whatif import why_not
 from graphaccel.planner.works import sized_for, stage_works
 from graphaccel.report.text import plan_report
@@ -39,6 +41,7 @@ from tests.support.zoo import ZOO
 
 Captured = Callable[[str], StepGraph]
 MadeUp = Callable[..., Cluster]
+Golden = Callable[[str, str], None]
 MIB = 2**20
 HOST = Host(memory=64 * MIB, memory_bandwidth=2e8, link=1e8)
 STATE, BOTH = ("optimizer",), ("optimizer", "parameters")
@@ -88,7 +91,7 @@ def _seconds(plan: Plan) -> float:
 @pytest.mark.parametrize("value", CHOICES)
 def test_values_of_the_pin(value: str) -> None:
     kinds = read_offload(value)
-    assert ("parameters" in kinds) is (value in PLANNED)
+    assert ("parameters" in kinds) is (value in LEAVING)
     assert "+".join(kinds) == value.replace("none", "")
 
 
@@ -97,7 +100,7 @@ def test_parameters_are_not_there_without_the_step(value: object) -> None:
     with pytest.raises(errors.BadPin) as caught:
         read_offload(value)
     assert caught.value.reason.startswith("parameters on the host are stepped there")
-    assert caught.value.allowed == PLANNED
+    assert caught.value.allowed == LEAVING
 
 
 @pytest.mark.parametrize("zero", [0, 3])
@@ -139,21 +142,46 @@ def test_a_block_is_copied_up_ahead_of_use_and_let_go_of_after_it(
     assert forward.max() == 2 * BLOCK // data
 
 
+def _copied_up(graph: fx.GraphModule) -> list[int]:
+    """Bytes of what was copied up at each node of a program's graph."""
+    nodes = list(graph.graph.nodes)
+    found = [0] * len(nodes)
+    for at, node in enumerate(nodes):
+        if node.target is AHEAD:
+            showing, last = [node], at
+            for other in showing:
+                last = max(last, *map(nodes.index, other.users))
+                sent = "all_gather" in str(other.target)
+                showing += [u for u in other.users if sent or is_view(u) or "all_gather" in str(u)]
+            for there in range(at, last + 1):
+                found[there] += tensor_bytes(node.meta["val"])
+    return found
+
+
 def test_programs_have_as_much_there(blocks: StepGraph) -> None:
     """No backward holds on to what the forward was given, and casts do not either."""
     (stage,) = build(blocks, Plan(1, batch=4, offload=BOTH)).stages
-    for graph, values in (
-        (stage.forward, stage.forward_inputs),
-        (stage.backwards[True, True], stage.backward_inputs),
-    ):
-        there = uploaded_rows(rows_of(graph), values)
-        assert BLOCK < there.max() <= 2 * BLOCK
+    for graph in (stage.forward, stage.backwards[True, True]):
+        there = _copied_up(graph)
+        assert BLOCK < max(there) <= 2 * BLOCK
         assert there[-1] <= BLOCK
     plan = Plan(2, data=2, batch=4, zero=3, offload=BOTH)
     (stage,) = build(blocks, plan).stages
-    there = uploaded_rows(rows_of(stage.forward), stage.forward_inputs)
-    assert there.max() == 3 * BLOCK // 2  # of one that is being gathered, and of the next two
+    there = _copied_up(stage.forward)
+    assert max(there) == 3 * BLOCK // 2  # of one that is being gathered, and of the next two
     assert there[-1] == 0
+
+
+def test_programs_copy_a_block_ahead(golden: Golden, blocks: StepGraph) -> None:
+    """Whole parameters, and the shards of groups, before they are gathered."""
+    plans = Plan(1, batch=4), Plan(2, data=2, batch=4, zero=3)
+    texts = []
+    for plan in plans:
+        (stage,) = build(blocks, replace(plan, offload=BOTH)).stages
+        texts += [graph_text(g.graph) for g in (stage.forward, stage.backwards[True, True])]
+    headings = "forward", "backward", "zero 3, forward", "zero 3, backward"
+    said = (f"{heading}\n{text}" for heading, text in zip(headings, texts, strict=True))
+    golden("pass-upload", "\n".join(said))
 
 
 CASES = (
@@ -240,7 +268,7 @@ def test_seconds(captured: Captured, made_up: MadeUp, data: int, shared: bool) -
     assert away.seconds == pytest.approx(sum(away.terms.values()))
 
 
-@pytest.mark.parametrize("offload", PLANNED)
+@pytest.mark.parametrize("offload", LEAVING)
 @pytest.mark.parametrize("pins", [{}, {"data": 2}, {"microbatches": 2}], ids=str)
 def test_nothing_that_is_best_is_ruled_out(
     captured: Captured, made_up: MadeUp, offload: str, pins: dict[str, Any]
@@ -287,16 +315,17 @@ def test_no_bound_is_above_what_is_predicted(
     assert 0 < fitting < len(meshes)
 
 
-def test_it_is_never_tried_unasked_and_the_error_tells_of_it(
-    captured: Captured, made_up: MadeUp
-) -> None:
+def test_it_is_tried_where_nothing_else_fits(captured: Captured, made_up: MadeUp) -> None:
     step, where = captured("gpt"), _where(made_up, 1, TIGHT)
-    with pytest.raises(errors.InfeasiblePlan) as caught:
-        _find(step, where)
-    told = dict(caught.value.relaxations)["offload=optimizer+parameters"]
-    assert told.endswith("; planned only, optimize() refuses it")
-    plan = _find(step, where, offload="optimizer+parameters")
+    plan = _find(step, where)
     assert plan.offload == BOTH
+    assert any(
+        n.startswith("optimizer+parameters on the host: without, no plan") for n in plan.notes
+    )
+    with pytest.raises(errors.InfeasiblePlan) as caught:
+        _find(step, where, offload="optimizer")
+    assert dict(caught.value.relaxations)["offload=optimizer+parameters"].startswith("peak ")
+    assert _find(step, where, offload="optimizer+parameters").offload == BOTH
     with pytest.raises(errors.InfeasiblePlan) as caught:  # of the host's own memory: no such plan
         _find(step, replace(where, host=None))
     assert not any("parameters" in change for change, _ in caught.value.relaxations)
@@ -328,7 +357,7 @@ def test_pins_that_contradict_it(
         _find(captured("gpt"), _where(made_up, 2), offload="optimizer+parameters", **pins)
     assert caught.value.reason.endswith(reason)
     assert caught.value.instead[next(iter(pins))] == instead
-    assert set(caught.value.instead["offload"]) <= set(RUN)
+    assert set(caught.value.instead["offload"]) <= set(STAYING)
 
 
 def test_shards_are_asked_for_with_it() -> None:
@@ -374,7 +403,6 @@ def test_reports_and_files_say_it(captured: Captured, made_up: MadeUp) -> None:
     text = " ".join(plan_report(plan, step, where, model_name="gpt", assumed="").split())
     assert "optimizer and parameters on the host" in text
     assert "all parameters, copied up for each block that reads them" in text
-    assert "parameters on the host are planned, not run: optimize() refuses them" in text
     plain = _find(step, where, record, data=2)
     answer = why_not(record, plain, {"offload": "optimizer+parameters"})
     assert answer.verdict == "slower"
