@@ -80,7 +80,7 @@ def test_other_values_are_refused(value: object) -> None:
 
 def test_it_is_not_taken_where_a_plan_fits_without(captured: Captured, made_up: MadeUp) -> None:
     step = captured("gpt")
-    for kib in (16 * 1024, 1100):
+    for kib in (16 * 1024, 1200):
         tried, none = _find(step, _where(made_up, 1, kib)), _find(step, made_up(1, kib))
         assert (tried.decided(), tried.prediction) == (none.decided(), none.prediction)
 
