@@ -27,7 +27,7 @@ from graphaccel.capture.batch import flatten_call
 from graphaccel.capture.export import LossFn, split_targets
 from graphaccel.compiler import Compiler
 from graphaccel.handle import Handle
-from graphaccel.model import as_batch, check_supported, model_of
+from graphaccel.model import as_batch, check_supported, model_of, tensor_bytes
 from graphaccel.planner.catalogue import cluster as named_cluster
 from graphaccel.planner.catalogue import host_memory
 from graphaccel.planner.cluster import Cluster
@@ -110,10 +110,10 @@ def optimize(
     handle = Handle(model, optimizer, compiler, count, device, timeout, initial, clip_norm)
     with _moved(model, device):
         if example_batch is None:
-            same_on_all_ranks(model, count, initial)
+            same_on_all_ranks(model, count, initial, device)
         else:
             handle.prepare(
-                as_batch(example_batch), lambda: same_on_all_ranks(model, count, initial)
+                as_batch(example_batch), lambda: same_on_all_ranks(model, count, initial, device)
             )
     attach(model, handle, handle.run, handle.state_dict)
     return model if optimizer is None else (model, optimizer)
@@ -204,9 +204,16 @@ def cluster_here(count: int, device: torch.device) -> Cluster:
 
 @contextmanager
 def _moved(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """The model on this rank's device, and back where it was if the block fails."""
+    """The model on this rank's device, and back where it was if the block fails.
+
+    There is nothing to move on meta. What would leave no room there for its gradients is not moved
+    whole: each tensor is, to where the plan has it (`runtime.session`).
+    """
     before = next(model.parameters()).device
-    moves = device.type != "cpu" and before.type != "meta"  # there is nothing to move on meta
+    moves = device.type != "cpu" and before.type != "meta"
+    if moves and before.type == "cpu":
+        size = sum(map(tensor_bytes, (*model.parameters(), *model.buffers())))
+        moves = 2 * size <= torch.cuda.mem_get_info(device)[0]
     if moves:
         model.to(device)
     try:

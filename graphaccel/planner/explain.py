@@ -181,7 +181,7 @@ def _relaxations(
 
     for name in pins.names:
         if name == "offload":
-            for spared in offered(replace(pins, offload=None), problem)[1:]:
+            for spared in offered(replace(pins, offload=None), problem, batch)[1:]:
                 other = replace(pins, offload=spared)
                 attempt(f"offload={offload_text(spared)}", problem, other)
         elif name not in _NO_BYTES:

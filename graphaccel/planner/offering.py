@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from graphaccel.errors import BadPin
+from graphaccel.planner.candidates import layouts, meshes_of
 from graphaccel.planner.offload import LEAVING, offload_text, read_offload
 from graphaccel.planner.pins import PRECISIONS, Pins
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.solve import Problem
 
 
-def offered(pins: Pins, problem: Problem) -> tuple[tuple[str, ...], ...]:
+def offered(pins: Pins, problem: Problem, batch: int) -> tuple[tuple[str, ...], ...]:
     """What is tried one after another until something fits: nothing first, and of the rest what
     copies least. () alone where `offload` is pinned or the host is not known. Optimizers that may
-    need more than a step on the host have to be asked for."""
+    need more than a step on the host have to be asked for. Parameters leave where other pins let
+    some candidate have them there."""
     if pins.offload is not None or problem.cluster.host is None:
         return ((),)
     state = bool(problem.optimizer_bytes) and problem.shardable
@@ -21,8 +25,16 @@ def offered(pins: Pins, problem: Problem) -> tuple[tuple[str, ...], ...]:
     again = pins.gather_again in (None, True) and not pins.cast_once
     both = "optimizer", "activations"
     some = (("optimizer",), state), (("activations",), saved), (both, state and saved)
-    gone = [(read_offload(kinds), state and saved and again) for kinds in LEAVING]
-    return ((), *(kinds for kinds, possible in (*some, *gone) if possible))
+    gone = [read_offload(kinds) for kinds in LEAVING]
+    if not (state and saved and again and _left(replace(pins, spared=gone[0]), problem, batch)):
+        gone = []
+    return ((), *(kinds for kinds, possible in some if possible), *gone)
+
+
+def _left(pins: Pins, problem: Problem, batch: int) -> bool:
+    """Whether there is a candidate at all."""
+    found = (meshes_of(problem, pins, batch, each) for each in layouts(problem, pins, batch))
+    return any(next(meshes, None) is not None for meshes in found)
 
 
 def check_offload(pins: Pins, problem: Problem) -> None:

@@ -32,7 +32,7 @@ def solve_as_needed(problem: Problem, pins: Pins, batch: int) -> Outcome:
         best = found[0].fitting[0]
         tried = [outcome for _, outcome in faster_on_host(problem, pins, batch, found[0], best)]
         return next((outcome for outcome in tried if outcome.fitting), found[0])
-    for spared in offered(pins, problem)[1:]:
+    for spared in offered(pins, problem, batch)[1:]:
         if found[-1].fitting:
             break
         found.append(solve_all(problem, replace(pins, spared=spared), batch))
@@ -63,7 +63,7 @@ def faster_on_host(
     if host is None or host.shared or without.cramped > goal:
         return []
     found, useless = [], []
-    for spared in offered(pins, problem)[1:]:
+    for spared in offered(pins, problem, batch)[1:]:
         wanted = replace(pins, spared=spared)
         outcome = solve_all(problem, wanted, batch, goal=goal, shared=without.shared)
         (found if outcome.fitting else useless).append((wanted, outcome))

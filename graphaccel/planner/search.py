@@ -129,7 +129,7 @@ def _chosen(
 
     Raises: InfeasiblePlan (GA201)."""
     tried: list[tuple[Outcome, Problem]] = []
-    for spared in offered(decided, problem):
+    for spared in offered(decided, problem, batch):
         wanted = replace(decided, spared=spared)
         outcome, corrected = solve_all(problem, wanted, batch, record=record), problem
         if outcome.fitting:

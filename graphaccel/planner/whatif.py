@@ -294,7 +294,7 @@ def _values(record: Record, problem: Problem, plan: Plan, name: str) -> list:
         return sorted(found, key=lambda v: (str(type(v)), v))
     if name == "offload":
         free = replace(record.pins, offload=None)
-        found = [offload_text(o) for o in offered(free, problem)]
+        found = [offload_text(o) for o in offered(free, problem, record.batch)]
         return found if len(found) > 1 or plan.offload else []
     if name == "loss_chunk":
         sizes = problem.sized(plan).chunks if plan.loss_chunk else ()

@@ -120,8 +120,7 @@ class Session:
         self._fill_buffers()
         self._shard(program, optimizer)
         self._fill_parameters()
-        if self.away:
-            self._bring_down(optimizer)
+        self._bring(optimizer)
         self._initial = None
 
     def _leave_remote(self, optimizer: Any) -> None:
@@ -138,15 +137,16 @@ class Session:
                     setattr(module, name, remote)
 
     def _fill_buffers(self) -> None:
-        """Values of buffers of a model that was on the meta device."""
+        """Buffers, on this rank's device: with values, where the model was on the meta device."""
         filled: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for prefix, module in self.model.named_modules():
             for name, buffer in list(module._buffers.items()):
-                if buffer is None or not buffer.is_meta:
+                if buffer is None or buffer.device == self.mesh.device:
                     continue
                 if id(buffer) not in filled:
                     full = f"{prefix}.{name}" if prefix else name
-                    filled[id(buffer)] = (buffer, self._value(full, buffer))
+                    value = self._value(full, buffer).to(self.mesh.device)
+                    filled[id(buffer)] = (buffer, value)
                 module._buffers[name] = filled[id(buffer)][1]
 
     def _fill_parameters(self) -> None:
@@ -166,8 +166,9 @@ class Session:
         return self._initial.value(name).to(self.mesh.device)
 
     def _resting(self, value: torch.Tensor) -> torch.Tensor:
-        """A parameter's value where parameters rest."""
-        return on_host(value, self.mesh.device) if self.away else value
+        """What belongs to a parameter, where parameters rest."""
+        device = self.mesh.device
+        return on_host(value, device) if self.away else value.to(device)
 
     def _room(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory for so many numbers where parameters rest."""
@@ -176,20 +177,22 @@ class Session:
             return torch.empty(count, dtype=dtype, device=device)
         return torch.empty(count, dtype=dtype, pin_memory=device.type == "cuda")
 
-    def _bring_down(self, optimizer: Any = None) -> None:
-        """Parameters that rest on the host, to it, with what belongs to them."""
+    def _bring(self, optimizer: Any = None) -> None:
+        """Parameters to where they rest, with what belongs to them."""
         for name, parameter in self.model.named_parameters():
             if not self.holds(name):
                 continue
             if not isinstance(parameter, ShardTensor):
-                gradient, parameter.grad = parameter.grad, None
-                parameter.data = on_host(parameter.data, self.mesh.device)
-                if gradient is not None:
-                    parameter.grad = on_host(gradient, self.mesh.device)
+                here = parameter.data
+                there = self._resting(here)
+                if there is not here:
+                    gradient, parameter.grad = parameter.grad, None
+                    parameter.data = there
+                    parameter.grad = None if gradient is None else self._resting(gradient)
             state = {} if optimizer is None else optimizer.state.get(parameter, {})
             for key, value in state.items():
-                if isinstance(value, torch.Tensor):
-                    state[key] = on_host(value, self.mesh.device)
+                if isinstance(value, torch.Tensor) and (self.away or value.dim()):
+                    state[key] = self._resting(value)
 
     def _shard(self, program: StepProgram, optimizer: Any) -> None:
         """Parameters that rest sharded, into the flat buffers of their groups."""
@@ -284,7 +287,7 @@ class Session:
             self._executors.clear()
             self._outside.clear()
             if self.away:
-                self._bring_down()
+                self._bring()
         self._places = places
 
     def step(self, compiled: CompiledStep, leaves: Sequence[Any]) -> StepResult:
@@ -407,7 +410,8 @@ def _make_sharded(parameter: nn.Parameter, local: torch.Tensor, layout: Layout) 
     sharded = nn.Parameter(ShardTensor(local, layout), requires_grad=parameter.requires_grad)
     sharded.local, sharded.sharding = local, layout  # type: ignore[attr-defined]
     if parameter.grad is not None:
-        sharded.grad = ShardTensor(layout.own(parameter.grad).clone(), layout)
+        gradient = layout.own(parameter.grad).clone().to(local.device)
+        sharded.grad = ShardTensor(gradient, layout)
     torch.utils.swap_tensors(parameter, sharded)
 
 

@@ -28,10 +28,13 @@ from graphaccel.runtime.record import Record
 log = logging.getLogger("graphaccel.runtime")
 
 
-def same_on_all_ranks(model: nn.Module, count: int, initial: Record | None = None) -> None:
+def same_on_all_ranks(
+    model: nn.Module, count: int, initial: Record | None = None, device: torch.device | None = None
+) -> None:
     """Rank 0's weights and random state everywhere: replicas and shuffles must not differ.
 
-    initial: how they will be made, of a model without weights: from rank 0's random states.
+    initial: how they will be made, of a model without weights: from rank 0's random states. device:
+    that this rank sends from, a tensor at a time, where the weights lie elsewhere.
 
     Raises GraphMisuse (GA407) where the models have not the same parts; nothing is changed then.
     """
@@ -51,7 +54,7 @@ def same_on_all_ranks(model: nn.Module, count: int, initial: Record | None = Non
     tensors = (*model.parameters(), *model.buffers()) if initial is None else ()
     with torch.no_grad():
         for tensor in tensors:
-            data = tensor.detach().contiguous()
+            data = tensor.detach().contiguous().to(device or tensor.device)
             dist.broadcast(data, 0)
             if data.data_ptr() != tensor.data_ptr():
                 tensor.copy_(data)

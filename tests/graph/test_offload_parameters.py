@@ -329,6 +329,9 @@ def test_it_is_tried_where_nothing_else_fits(captured: Captured, made_up: MadeUp
     with pytest.raises(errors.InfeasiblePlan) as caught:  # of the host's own memory: no such plan
         _find(step, replace(where, host=None))
     assert not any("parameters" in change for change, _ in caught.value.relaxations)
+    for pins in ({"zero": 1, "data": 2}, {"zero": 0, "data": 2}, {"zero": 1}):
+        with pytest.raises(errors.InfeasiblePlan):
+            _find(step, _where(made_up, 2, 200), **pins)
     with pytest.raises(errors.InfeasiblePlan) as caught:  # with what is pinned it can not be
         _find(step, _where(made_up, 2, 200), data=2, gather_again=False)
     said = (*(change for change, _ in caught.value.relaxations), *caught.value.useless)

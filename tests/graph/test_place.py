@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import fx, nn
 
+from graphaccel.api import _moved
 from graphaccel.capture.batch import Batch
 from graphaccel.capture.stepgraph import capture
 from graphaccel.compat.torch import TorchDispatchMode, pytree
@@ -169,3 +170,16 @@ def test_a_graph_runs_where_it_is_put() -> None:
              for v in placeholders]  # fmt: skip
     made = pytree.tree_leaves(fx.Interpreter(graph).boxed_run(given))
     assert {t.device for t in made if isinstance(t, torch.Tensor)} == {device}
+
+
+def test_a_model_without_room_for_its_gradients_is_not_moved_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, moved = nn.Linear(63, 64), []
+    monkeypatch.setattr(nn.Module, "to", lambda _, device: moved.append(device))
+    device, size = torch.device("cuda", 0), 4 * 64 * 64
+    for room, places in ((2 * size, [device]), (2 * size - 1, [])):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, room=room: (room, 1 << 40))
+        with _moved(model, device):
+            assert moved == places
+        moved.clear()
