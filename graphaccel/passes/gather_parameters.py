@@ -36,6 +36,7 @@ from graphaccel.passes.parameter_groups import (
     casts_to,
     parameter_groups,
     placeholders_of,
+    whole_of,
 )
 from graphaccel.planner.plan import Plan
 
@@ -247,29 +248,20 @@ class _Gathering:
 
     def _take(self, before: fx.Node, here: fx.Node, name: str, shards: _Shards) -> fx.Node:
         """One whole parameter out of what was gathered; a view where it is the only one."""
-        shape, ranks = list(shards.values[name].shape), shards.ranks
-        dim, local = shards.owned[name].split.dim, shards.local(name)
-        padded = [*shape[:dim], local[dim] * ranks, *shape[dim + 1 :]]
+        local, apart = shards.local(name), len(shards.group) > 1
 
         def call(target: Any, source: fx.Node, *args: Any, **kwargs: Any) -> fx.Node:
             value = target(source.meta["val"], *args, **kwargs)
             return self._call(before, target, (source, *args), value, kwargs)
 
         node = here
-        if len(shards.group) > 1:
-            node = call(aten.view.default, node, [ranks, shards.count])
+        if apart:
+            node = call(aten.view.default, node, [shards.ranks, shards.count])
             node = call(aten.narrow.default, node, 1, shards.offset(name), prod(local))
-        if dim > 0:
-            node = call(aten.view.default, node, [ranks, *local])
-            order = [*range(1, dim + 1), 0, *range(dim + 1, len(shape) + 1)]
-            node = call(aten.permute.default, node, order)
-        if len(shards.group) > 1 or dim > 0:
-            node = call(aten.clone.default, node, memory_format=torch.contiguous_format)
-        node = call(aten.view.default, node, padded)
-        if padded == shape:
-            return node
-        node = call(aten.narrow.default, node, dim, 0, shape[dim])
-        return node if dim == 0 else call(aten.contiguous.default, node)
+        shape, dim = shards.values[name].shape, shards.owned[name].split.dim
+        for target, args, kwargs in whole_of(shape, local, shards.ranks, dim, apart=apart):
+            node = call(target, node, *args, **kwargs)
+        return node
 
     def _call(
         self, before: fx.Node, target: Any, args: tuple, value: Any, kwargs: Any = None

@@ -40,6 +40,7 @@ from graphaccel.passes.parameter_groups import (
     casts_to,
     parameter_groups,
     placeholders_of,
+    whole_of,
 )
 from graphaccel.planner.plan import Plan
 
@@ -158,20 +159,10 @@ class _Prepare:
 
     def _laid_out(self, name: str, node: fx.Node) -> fx.Node:
         dim, local, shape = self.owned[name].split.dim, self._local(name), self.values[name].shape
-        order = [*range(1, dim + 1), 0, *range(dim + 1, len(local) + 1)]
         here = self._node(c10d.wait_tensor.default, (node,), node.meta["val"])
         self._about(here, name)
-        padded = [*shape[:dim], local[dim] * self.ranks, *shape[dim + 1 :]]
-        steps: list[tuple[Any, ...]] = [
-            (aten.view.default, [self.ranks, *local]),
-            (aten.permute.default, order),
-            (aten.contiguous.default,),
-            (aten.view.default, padded),
-        ]
-        if padded != list(shape):
-            steps += [(aten.narrow.default, dim, 0, shape[dim]), (aten.contiguous.default,)]
-        for target, *arguments in steps:
-            here = self._call(target, here, *arguments)
+        for target, args, kwargs in whole_of(shape, local, self.ranks, dim):
+            here = self._call(target, here, *args, **kwargs)
             self._about(here, name)
         return here
 

@@ -13,6 +13,7 @@ from torch import fx
 from graphaccel.capture.blocks import block_of
 from graphaccel.ir.program import StageProgram, Value
 
+aten = torch.ops.aten
 Group: TypeAlias = tuple[str, ...]
 
 
@@ -89,9 +90,32 @@ class Uses:
         return self.blocks[segment] if segment < len(self.blocks) else ""
 
 
+def whole_of(
+    shape: Sequence[int], local: Sequence[int], ranks: int, dim: int, *, apart: bool = False
+) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+    """The calls that make a whole parameter of everyone's shards, one after another in memory: each
+    on what the one before gives, with its other arguments.
+
+    shape, local: of the whole and of a shard. dim: that is split; padding is cut off its end.
+    apart: something lies between the shards.
+    """
+    padded = [*shape[:dim], local[dim] * ranks, *shape[dim + 1 :]]
+    made: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+    if dim > 0:
+        order = [*range(1, dim + 1), 0, *range(dim + 1, len(shape) + 1)]
+        made += [(aten.view.default, ([ranks, *local],), {}), (aten.permute.default, (order,), {})]
+    if apart or dim > 0:
+        made.append((aten.clone.default, (), {"memory_format": torch.contiguous_format}))
+    made.append((aten.view.default, (padded,), {}))
+    if padded != [*shape]:
+        made.append((aten.narrow.default, (dim, 0, shape[dim]), {}))
+        made += [(aten.contiguous.default, (), {})] if dim > 0 else []
+    return made
+
+
 def casts_to(user: fx.Node, dtype: torch.dtype | None) -> bool:
     """Whether a call is nothing but a cast to `dtype`."""
-    return user.target is torch.ops.aten._to_copy.default and dict(user.kwargs) == {"dtype": dtype}
+    return user.target is aten._to_copy.default and dict(user.kwargs) == {"dtype": dtype}
 
 
 def placeholders_of(

@@ -41,6 +41,8 @@ PLANS: dict[str, tuple[dict[str, Any], tuple[float, ...]]] = {
     "buckets": ({"data": 2}, (0.45,)),
     "away": ({"offload": ("activations",), "recompute": ALL}, ()),
     "away in shards": ({"data": 2, "zero": 3, "offload": ("activations",)}, (0.5,)),
+    "parameters away": ({"offload": ("optimizer", "parameters"), "recompute": ALL}, (0.5,)),
+    "their shards away": ({"data": 2, "zero": 3, "offload": ("optimizer", "parameters")}, ()),
 }
 
 
