@@ -82,7 +82,7 @@ def lost_because(plan: Plan, best: Plan, cluster: Cluster) -> str:
     """Why `plan` lost: memory, the term of its time that grew most, or that it is no better."""
     missing = excess(plan, cluster)
     if missing > 0:
-        if host_excess(plan, cluster) == missing:
+        if _host_excess(plan, cluster) == missing:
             return f"its host does not fit by {format_bytes(missing)}"
         return f"does not fit by {format_bytes(missing)} on rank {fullest(plan).rank}"
     mine, theirs = plan.prediction, best.prediction
@@ -145,7 +145,7 @@ def infeasible(
         },
         relaxations=works,
         useless=useless,
-        host=host_excess(closest, problem.cluster) + hosts(problem.cluster),
+        host=_host_excess(closest, problem.cluster) + hosts(problem.cluster),
         host_memory=hosts(problem.cluster),
     )
 
@@ -214,6 +214,11 @@ def _relaxations(
     return tuple(works), tuple(dict.fromkeys(useless))
 
 
+def _host_excess(plan: Plan, cluster: Cluster) -> int:
+    assert plan.prediction is not None
+    return host_excess(plan.prediction.memory, cluster)
+
+
 def _effect(plan: Plan, wanted: Pins) -> str:
     """What a plan that fits takes, and what it keeps on the host without being asked to."""
     effect = f"peak {format_bytes(fullest(plan).peak)}, {seconds(plan) * 1e3:.3g} ms"
@@ -257,7 +262,7 @@ def _roomier(cluster: Cluster, plan: Plan) -> Cluster:
     if top > cluster.device.memory:
         device = replace(cluster.device, memory=rounded_up(top))
         cluster = replace(cluster, device=device)
-    over = host_excess(plan, cluster)
+    over = _host_excess(plan, cluster)
     if over > 0:
         assert cluster.host is not None
         host = replace(cluster.host, memory=rounded_up(cluster.host.memory + over))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from graphaccel.errors import BadPin
 from graphaccel.planner.cluster import Cluster
-from graphaccel.planner.plan import Plan
+from graphaccel.planner.plan import StageMemory
 
 KINDS = ("optimizer", "parameters", "activations")
 """What can be offloaded, in the order in which it is said."""
@@ -70,11 +70,10 @@ def hosts(cluster: Cluster) -> int:
     return 0 if cluster.host is None else cluster.host.memory
 
 
-def host_excess(plan: Plan, cluster: Cluster) -> int:
+def host_excess(memory: Sequence[StageMemory], cluster: Cluster) -> int:
     """Bytes by which what the fullest rank keeps on the host misses it; below 0 it fits, or nothing
     is kept there. A device that is the host's own processor has its own bytes there too."""
-    assert plan.prediction is not None
-    kept = [m for m in plan.prediction.memory if m.host]
+    kept = [m for m in memory if m.host]
     if not kept or cluster.host is None:
         return -1
     own = 1 if cluster.host.shared else 0

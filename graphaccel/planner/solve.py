@@ -12,12 +12,13 @@ import numpy as np
 from graphaccel.errors import BadPin, TooManyStages
 from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.estimate import gathered_bytes, predict, predict_seconds, scatters
+from graphaccel.planner.footprint import predict_memory
 from graphaccel.planner.layouts import Layouts
 from graphaccel.planner.needed import needed
 from graphaccel.planner.offload import device_state, host_excess, placed_parameters
 from graphaccel.planner.ordering import orders
 from graphaccel.planner.pins import Limits
-from graphaccel.planner.plan import Plan, Prediction
+from graphaccel.planner.plan import Plan, Prediction, StageMemory
 from graphaccel.planner.profile import Profile, SizedProfile
 from graphaccel.planner.recompute import BlockOption, block_options, every_second
 from graphaccel.planner.stages import StageLimit, choose_cuts
@@ -48,6 +49,11 @@ class Problem:
         """The plan's profile at its microbatch size and precision."""
         return sized_for(self.layouts.of(plan), plan, self.cluster)
 
+    def fits(self, plan: Plan) -> bool:
+        """Whether `plan` is predicted to, without its seconds."""
+        given = self.cluster, self.optimizer_bytes, self.stepping
+        return excess_of(predict_memory(self.layouts.of(plan), plan, *given), self.cluster) <= 0
+
     def predicted(self, plan: Plan, *, simulated: bool) -> Plan:
         """`plan` with its prediction."""
         profile = self.layouts.of(plan)
@@ -59,8 +65,13 @@ def excess(plan: Plan, cluster: Cluster) -> int:
     """Bytes by which the fullest rank of a predicted plan misses the device, or the host with what
     it keeps there; below 0 it fits."""
     assert plan.prediction is not None
-    missing = max(m.peak for m in plan.prediction.memory) - cluster.device.memory
-    kept = host_excess(plan, cluster)
+    return excess_of(plan.prediction.memory, cluster)
+
+
+def excess_of(memory: Sequence[StageMemory], cluster: Cluster) -> int:
+    """The same of the memory of a plan's ranks."""
+    missing = max(m.peak for m in memory) - cluster.device.memory
+    kept = host_excess(memory, cluster)
     return max(missing, kept) if kept > 0 else missing
 
 

@@ -58,7 +58,10 @@ def solve_whole(
                     outcome.whole = False
                     break
                 tried += 1
-                one = problem.predicted(plan.doing_again(blocks), simulated=True)
+                one = plan.doing_again(blocks)
+                if limit == math.inf and not problem.fits(one):
+                    continue  # most do not where nothing fitted so far
+                one = problem.predicted(one, simulated=True)
                 if not blocks:
                     floor = _floor(one)
                 time = seconds(one) * _weight(pins, one)

@@ -114,7 +114,7 @@ def test_no_bound_hides_what_pays(heavy: StepGraph, made_up: MadeUp, kib: int, l
     plan = _find(heavy, where, record, microbatches=1)
     assert record.problem is not None
     best = None
-    for spared in offered(record.pins, record.problem):
+    for spared in offered(record.pins, record.problem, record.batch):
         pins = replace(record.pins, spared=spared)
         fastest = _seconds(solve_all(record.problem, pins, record.batch).fitting[0])
         worth = 1.03 if best is not None and best[1] else 1.1
