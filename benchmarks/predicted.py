@@ -1,14 +1,15 @@
 """This machine calibrated, then plans predicted and run: how far apart the two are.
 
-    python -m benchmarks.predicted [--models gpt,bert,vit] [--steps 9] [--threads 1]
+    python -m benchmarks.predicted [--models gpt,bert,vit] [--steps 9] [--rounds 3] [--threads 1]
 
 A process stands for a device, and all have as many threads: one, so that four processes are four
 devices of one kind, and a step does not depend on which cores the machine gives two threads.
 For each model and number of processes `graphaccel calibrate` measures the ops and the messages;
-then each plan is predicted from that alone and run. Prints and saves predicted and measured seconds
-of a step, the mean error, whether predictions order the plans of a model, and those of all, as the
-runs do (Spearman's rank correlation), and what the plan that `optimize()` takes by itself loses to
-the best of those that were run with the same number of processes.
+then each plan is predicted from that alone and run, all of them in turn in each round, so that what
+else the machine does slows them alike: the median of the rounds counts. Prints and saves predicted
+and measured seconds of a step, the mean error, whether predictions order the plans of a model, and
+those of all, as the runs do (Spearman's rank correlation), and what the plan that `optimize()`
+takes by itself loses to the best of those that were run with the same number of processes.
 """
 
 from __future__ import annotations
@@ -102,20 +103,22 @@ def planned(
     return compiler.choose(job.batch)[1]
 
 
-def pairs(name: str, steps: int) -> list[dict[str, Any]]:
+def pairs(name: str, steps: int, rounds: int) -> list[dict[str, Any]]:
     """Predicted and measured seconds of each plan of a model; those without pins are its own."""
     target = Path(__file__), name
     rows: list[dict[str, Any]] = []
     captures: dict[Any, Any] = {}
     for count in sorted({count for count, _ in PLANS}):
         where = measured(cluster("cpu", count), target)
-        own = [pins for n, pins in PLANS if n == count]
-        for pins in (*own, *([{}] if count > 1 else [])):
-            plan = planned(target, where, pins, captures)
+        every = [pins for n, pins in PLANS if n == count]
+        every += [{}] if count > 1 else []
+        plans = [planned(target, where, pins, captures) for pins in every]
+        turns = [[measure(target, p, None, steps).seconds for p in plans] for _ in range(rounds)]
+        for pins, plan, *seconds in zip(every, plans, *turns, strict=True):
             assert plan.prediction is not None
-            took = measure(target, plan, None, steps).seconds
+            took = statistics.median(seconds)
             row = {"model": name, "processes": count, "pins": dict(pins), "plan": plan.name}
-            row |= {"predicted": plan.prediction.seconds, "measured": took}
+            row |= {"predicted": plan.prediction.seconds, "measured": took, "rounds": seconds}
             said = f"{1e3 * row['predicted']:8.1f} ms {1e3 * took:8.1f} ms"
             error = row["predicted"] / took - 1
             print(f"{name:6} {count} {plan.name:60} {said} {error:+.1%}", flush=True)
@@ -125,7 +128,7 @@ def pairs(name: str, steps: int) -> list[dict[str, Any]]:
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Mean error, rank correlation of pinned plans, of each model and of all, and what own choices
-    lose. One that is also among those pinned was run twice: the mean of both is what it takes."""
+    lose. One that is also among those pinned was run twice a round: all of these count."""
     pinned = [r for r in rows if r["pins"]]
     errors = [abs(r["predicted"] / r["measured"] - 1) for r in pinned]
     order = {}
@@ -137,9 +140,10 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     for own in (r for r in rows if not r["pins"]):
         here = [r for r in rows if all(r[k] == own[k] for k in ("model", "processes"))]
         took = {
-            r["plan"]: statistics.fmean(q["measured"] for q in here if q["plan"] == r["plan"])
+            r["plan"]: statistics.median(t for q in here if q["plan"] == r["plan"]
+                                         for t in q["rounds"])
             for r in here
-        }
+        }  # fmt: skip
         best = min(took[r["plan"]] for r in here if r["pins"])
         lost[f"{own['model']} {own['processes']}"] = took[own["plan"]] / best - 1
     return {"mean_error": sum(errors) / len(errors), "spearman": order, "own_choice_loses": lost}
@@ -149,10 +153,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.predicted")
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--steps", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1, help="of each process")
     args = parser.parse_args()
     os.environ.update(GRAPHACCEL_QUIET="1", OMP_NUM_THREADS=str(args.threads))
-    rows = [row for name in args.models.split(",") for row in pairs(name, args.steps)]
+    rows = [row for name in args.models.split(",") for row in pairs(name, args.steps, args.rounds)]
     found = summary(rows)
     print(json.dumps(found, indent=1))
     machine = {
