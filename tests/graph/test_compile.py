@@ -84,9 +84,11 @@ def test_the_report_says_what_is_left_out() -> None:
     )
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize(
+    ("microbatches", "offload"), [(1, "none"), (2, "none"), (2, "optimizer+parameters")]
+)
 def test_pieces_give_what_the_graph_gives(
-    microbatches: int, monkeypatch: pytest.MonkeyPatch
+    microbatches: int, offload: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The runner alone, without Inductor: the same bits, in the same order of draws."""
     monkeypatch.setattr(inductor, "compile_graph", plainly)
@@ -96,7 +98,8 @@ def test_pieces_give_what_the_graph_gives(
     x, y = small_batch()
     grads = []
     for model, kind in zip(models, ("off", "inductor"), strict=True):
-        graphaccel.optimize(model, devices=1, microbatches=microbatches, compile=kind)
+        pins = {"microbatches": microbatches, "compile": kind, "offload": offload}
+        graphaccel.optimize(model, torch.optim.AdamW(model.parameters()), devices=1, **pins)
         torch.manual_seed(5)
         model(x.double(), y).backward()
         grads.append([p.grad for p in model.parameters()])
