@@ -29,7 +29,7 @@ offload_activations    what is saved is final, and calls stand where they will; 
 gather_parameters      a phase at a time: it needs to know the first and the last use
 hold_parameters        instead, where the plan gathers them once for all microbatches
 hold_casts             after both: what they gather is no parameter of the graph any more
-upload_parameters      after gather_parameters, whose shards it copies up; as late as nothing moves
+upload_parameters      after gather_parameters, whose shards it copies up; no call moves behind it
 repeat_programs        instead of repeat_layers, where stages treat many layers alike; before
                        accumulate_gradients, whose buckets are as large as all layers tell
 drop_tangents          where the loss is outside, and while training: for a loss that reads some of

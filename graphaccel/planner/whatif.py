@@ -205,9 +205,8 @@ def _against_it(record: Record, plan: Plan, asked: Mapping[str, object], gain: f
         return "changes numerics: only when pinned"
     if gain < 0.005:
         return ""
-    if asked.get("offload") not in (None, "none"):
-        if gain < 1 - 1 / WORTH_COPIES:
-            return f"copies to the host must make a step {WORTH_COPIES - 1:.0%} shorter"
+    if asked.get("offload") not in (None, "none") and gain < 1 - 1 / WORTH_COPIES:
+        return f"copies to the host must make a step {WORTH_COPIES - 1:.0%} shorter"
     tried = _SOLVED | set(Shape._fields)
     unasked = [name for name in names if name not in tried]
     return f"{' and '.join(unasked)} only when pinned" if unasked else ""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from functools import cache
 from typing import Any
 
 import pytest
@@ -13,15 +12,15 @@ from torch import nn
 
 import graphaccel
 from graphaccel.kernels.host_copy import ahead, on_host
+from tests.gloo.test_offload import PIPELINE, check_twenty, reference_of, run_away
 from tests.gloo.test_semantics import furthest, gpt, groups, tokens
 from tests.support.captures import captures_of
-from tests.support.parity import Reference, compare, reference, run_plan
+from tests.support.parity import compare
 from tests.support.pool import Pool
 
 pytestmark = pytest.mark.multiprocess
 
 AWAY = "optimizer+parameters"
-PIPELINE = {"data": 1, "pipeline": 2, "interleave": 1, "microbatches": 4}
 PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "one device": (1, {"data": 1, "microbatches": 1}),
     "one device, microbatches": (1, {"data": 1, "microbatches": 4}),
@@ -38,24 +37,9 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@cache
-def _reference(model: str, steps: int) -> Reference:
-    return reference(model, "float64", steps)
-
-
-def _run(pool: Pool, model: str, plan: str, steps: int, offload: str) -> list[dict[str, Any]]:
-    world, pins = PLANS[plan]
-    wanted = {"pipeline": 1, "recompute": "none", **pins, "offload": offload, "devices": world}
-    return pool.run(world, run_plan, model, "float64", wanted, steps)
-
-
 @pytest.mark.parametrize("plan", PLANS)
 def test_twenty_steps_are_those_of_one_device(pool: Pool, plan: str) -> None:
-    got = _run(pool, "gpt", plan, 20, AWAY)
-    compare(_reference("gpt", 20), got).check(1e-9, 1e-10)
-    for rank in got:
-        assert rank["peak_predicted"] == pytest.approx(rank["peak_measured"], rel=0.02)
-        assert rank["host_predicted"] == pytest.approx(rank["host_measured"], rel=0.02)
+    check_twenty(pool, PLANS[plan], AWAY)
 
 
 @pytest.mark.parametrize(
@@ -63,19 +47,19 @@ def test_twenty_steps_are_those_of_one_device(pool: Pool, plan: str) -> None:
     [("resnet", "one device"), ("t5", "pipeline"), ("t5", "zero3"), ("mixtral", "zero3")],
 )
 def test_other_models(pool: Pool, model: str, plan: str) -> None:
-    got = _run(pool, model, plan, 3, AWAY)
-    compare(_reference(model, 3), got).check(1e-9, 1e-10)
+    got = run_away(pool, model, PLANS[plan], 3, AWAY)
+    compare(reference_of(model, 3), got).check(1e-9, 1e-10)
 
 
 def test_with_activations_too(pool: Pool) -> None:
-    got = _run(pool, "gpt", "one device, microbatches", 3, f"{AWAY}+activations")
-    compare(_reference("gpt", 3), got).check(1e-9, 1e-10)
+    got = run_away(pool, "gpt", PLANS["one device, microbatches"], 3, f"{AWAY}+activations")
+    compare(reference_of("gpt", 3), got).check(1e-9, 1e-10)
 
 
 def test_the_device_has_the_parameters_no_more(pool: Pool) -> None:
     """What lay there whole is there a block or two at a time; the host has them once either way."""
-    kept = _run(pool, "gpt", "one device", 2, "optimizer")
-    away = _run(pool, "gpt", "one device", 2, AWAY)
+    kept = run_away(pool, "gpt", PLANS["one device"], 2, "optimizer")
+    away = run_away(pool, "gpt", PLANS["one device"], 2, AWAY)
     for before, after in zip(kept, away, strict=True):
         assert after["host_measured"] == before["host_measured"]
         assert after["peak_measured"] < before["peak_measured"]

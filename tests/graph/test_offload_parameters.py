@@ -9,20 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import fx, nn
+from torch import nn
 
 from graphaccel import errors
 from graphaccel.capture.batch import flatten_call
 from graphaccel.capture.stepgraph import StepGraph, capture
 from graphaccel.compiler import Compiler
-from graphaccel.ir.text import graph_text
-from graphaccel.kernels.host_copy import AHEAD
-from graphaccel.model import Model, as_batch, tensor_bytes
-from graphaccel.passes.pipeline import build
+from graphaccel.model import Model, as_batch
 from graphaccel.planner.bounds import Bounds, columns
 from graphaccel.planner.candidates import Layout, Shape, meshes_of, plain
 from graphaccel.planner.cluster import Cluster, Host
-from graphaccel.planner.cost import is_view
 from graphaccel.planner.estimate import predict
 from graphaccel.planner.offload import CHOICES, LEAVING, STAYING, read_offload
 from graphaccel.planner.pins import Pins, base_plan
@@ -41,7 +37,6 @@ from tests.support.zoo import ZOO
 
 Captured = Callable[[str], StepGraph]
 MadeUp = Callable[..., Cluster]
-Golden = Callable[[str, str], None]
 MIB = 2**20
 HOST = Host(memory=64 * MIB, memory_bandwidth=2e8, link=1e8)
 STATE, BOTH = ("optimizer",), ("optimizer", "parameters")
@@ -140,48 +135,6 @@ def test_a_block_is_copied_up_ahead_of_use_and_let_go_of_after_it(
     assert forward.tolist() == expected[0].tolist()
     assert backward.tolist() == expected[1].tolist()
     assert forward.max() == 2 * BLOCK // data
-
-
-def _copied_up(graph: fx.GraphModule) -> list[int]:
-    """Bytes of what was copied up at each node of a program's graph."""
-    nodes = list(graph.graph.nodes)
-    found = [0] * len(nodes)
-    for at, node in enumerate(nodes):
-        if node.target is AHEAD:
-            showing, last = [node], at
-            for other in showing:
-                last = max(last, *map(nodes.index, other.users))
-                sent = "all_gather" in str(other.target)
-                showing += [u for u in other.users if sent or is_view(u) or "all_gather" in str(u)]
-            for there in range(at, last + 1):
-                found[there] += tensor_bytes(node.meta["val"])
-    return found
-
-
-def test_programs_have_as_much_there(blocks: StepGraph) -> None:
-    """No backward holds on to what the forward was given, and casts do not either."""
-    (stage,) = build(blocks, Plan(1, batch=4, offload=BOTH)).stages
-    for graph in (stage.forward, stage.backwards[True, True]):
-        there = _copied_up(graph)
-        assert BLOCK < max(there) <= 2 * BLOCK
-        assert there[-1] <= BLOCK
-    plan = Plan(2, data=2, batch=4, zero=3, offload=BOTH)
-    (stage,) = build(blocks, plan).stages
-    there = _copied_up(stage.forward)
-    assert max(there) == 3 * BLOCK // 2  # of one that is being gathered, and of the next two
-    assert there[-1] == 0
-
-
-def test_programs_copy_a_block_ahead(golden: Golden, blocks: StepGraph) -> None:
-    """Whole parameters, and the shards of groups, before they are gathered."""
-    plans = Plan(1, batch=4), Plan(2, data=2, batch=4, zero=3)
-    texts = []
-    for plan in plans:
-        (stage,) = build(blocks, replace(plan, offload=BOTH)).stages
-        texts += [graph_text(g.graph) for g in (stage.forward, stage.backwards[True, True])]
-    headings = "forward", "backward", "zero 3, forward", "zero 3, backward"
-    said = (f"{heading}\n{text}" for heading, text in zip(headings, texts, strict=True))
-    golden("pass-upload", "\n".join(said))
 
 
 CASES = (
