@@ -115,7 +115,7 @@ def region_costs(
     left keep what they promise (on one device: the programs of several wait for each other).
     """
     found: list[Sequence[StageProgram]] = []
-    compiler.watch_regions(Tools(kernels, Sessions(), watch=found.append))
+    compiler.regions.watch(Tools(kernels, Sessions(), watch=found.append))
     _, plan = compiler.choose(batch)[:2]
     programs = found[-1]
     costs = measure(programs, kernels, _ours, progress)

@@ -257,7 +257,7 @@ def _add_pins(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
         ),
         help="keep optimizer state on the host and step there, large activations until their "
         "backward, and parameters, which are then copied up for each block; by default only where "
-        "nothing fits",
+        "nothing fits otherwise, or where a step takes less",
     )
     pins.add_argument(
         "--vocab",

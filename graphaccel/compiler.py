@@ -7,38 +7,21 @@ way to ask for another one when a batch of another shape comes.
 from __future__ import annotations
 
 import hashlib
-import logging
-import os
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import nn
-
-from graphaccel.capture.batch import Batch, batch_leaves, sequence_leaves
-from graphaccel.capture.stepgraph import StepGraph, capture
-from graphaccel.capture.symbols import BATCH, SEQUENCE
-from graphaccel.compat.torch import FakeTensorMode, pytree
-from graphaccel.conditions import no_collections, ops_of
-from graphaccel.errors import (
-    BatchNotDivisible,
-    NoLoss,
-    OrtMismatch,
-    OrtMissing,
-    PlanMismatch,
-    Unsupported,
-)
+from graphaccel.capture.batch import Batch
+from graphaccel.capture.stepgraph import StepGraph
+from graphaccel.capture.symbols import BATCH
+from graphaccel.captures import Captures
+from graphaccel.conditions import no_collections
+from graphaccel.errors import BatchNotDivisible, NoLoss, PlanMismatch
 from graphaccel.ir.program import Sharded, StepProgram
-from graphaccel.ir.unfold import input_nodes
 from graphaccel.kernels.registry import enabled, without_tensor_axis
 from graphaccel.messages import format_bytes
-from graphaccel.model import Model, tensor_bytes, without_data
-from graphaccel.ort.kernels import Kernels, installed, missing_reason
-from graphaccel.ort.measure import MARGIN, calibration_name
-from graphaccel.ort.session import Sessions
+from graphaccel.model import Model, tensor_bytes
 from graphaccel.passes.exact_microbatch import split_limits
 from graphaccel.passes.localise import localised
 from graphaccel.passes.pipeline import build, placed_fusions, prepared
@@ -53,6 +36,8 @@ from graphaccel.planner.record import Record
 from graphaccel.planner.refined import model_key, precision_name, refined
 from graphaccel.planner.search import search
 from graphaccel.planner.stepping import NOTHING, Stepping
+from graphaccel.progress import progress
+from graphaccel.regions import Regions
 from graphaccel.report.format import folded
 from graphaccel.report.fused import chunk_notes, fusion_notes
 from graphaccel.report.rules import every_rule, missing, missing_note, priced_rules
@@ -64,8 +49,6 @@ from graphaccel.runtime.pieces import notes as compile_notes
 from graphaccel.schedule.communicate import with_communication
 from graphaccel.schedule.table import Schedule
 from graphaccel.schedule.table import build as build_schedule
-
-log = logging.getLogger("graphaccel.planner")
 
 
 def schedule_of(plan: Plan, program: StepProgram) -> Schedule:
@@ -89,8 +72,7 @@ def forward_schedule(plan: Plan, program: StepProgram) -> Schedule:
 class Compiler:
     """Captures, plans and rewrites one model; remembers captures by the shape of the batch.
 
-    captures: (signature of the batch, training) → step. They depend on the model and the batch
-    alone, so compilers of equal models may share them.
+    captures: of equal models they are equal, and compilers may share them.
     """
 
     def __init__(
@@ -98,12 +80,10 @@ class Compiler:
     ) -> None:
         self.model, self.cluster, self.pins, self.plan = model, cluster, dict(pins), plan
         self.path = "plan"
-        self.capturing = False
         self.resting: Mapping[str, tuple[Sharded, ...]] | None = None
-        self.captures: dict[Any, StepGraph] = {}
+        self.captures = Captures(model, cluster.device.type)
         self._layouts: dict[str, Layouts] = {}
-        self._skeleton: nn.Module | None = None
-        self._tools: Tools | None = None
+        self.regions = Regions()
         self._choices: dict[Any, tuple[Chosen, ...] | str] = {}
 
     def with_pins(self, pins: Mapping[str, Any]) -> Compiler:
@@ -114,39 +94,7 @@ class Compiler:
 
     def capture(self, batch: Batch, *, training: bool = True) -> tuple[StepGraph, dict]:
         """The step for a batch, and the symbol sizes of that batch in it."""
-        for step in self.captures.values():
-            sizes = self._fitting(step, batch, training)
-            if sizes is not None:
-                return step, sizes
-        start = time.perf_counter()
-        module, made = self._faked(batch)
-        modes = {m: m.training for m in module.modules()}
-        if module.training != training:
-            module.train(training)
-        self.capturing = True
-        try:
-            own_ops = ops_of(_device_type(self.cluster))
-            with torch.enable_grad(), no_collections(), own_ops:
-                step = capture(module, made, self.model.loss_fn)
-        finally:
-            self.capturing = False
-            for m, mode in modes.items():
-                m.training = mode
-        if step.has_loss and training:
-            _refuse_tracked(step)
-        self.captures[(batch.signature(), training)] = step
-        progress("capture", f"{step.nodes:,} ops", time.perf_counter() - start)
-        return step, self._sizes(step, batch)
-
-    def knows(self, batch: Batch) -> bool:
-        """Whether the training step of this batch is captured already."""
-        return any(self._fitting(step, batch, True) is not None for step in self.captures.values())
-
-    def keep(self, batch: Batch, step: StepGraph) -> None:
-        """Use another rank's capture of the training step of this batch."""
-        if self._skeleton is None:  # now: later the model has shards and stand-ins
-            self._skeleton = without_data(self.model.module)
-        self.captures[(batch.signature(), True)] = step
+        return self.captures.of(batch, training=training)
 
     def digest(self, batch: Batch) -> str:
         """Of what a plan depends on, as far as two ranks can differ."""
@@ -214,7 +162,7 @@ class Compiler:
         notes = (*plan.notes, *_kept_whole(program), *self._without_rules(planned, plan))
         notes += (*self._whole_over_tensor(program, plan), *self._assumed(step, plan))
         if plan.fusions:
-            notes += fusion_notes(placed_fusions(step, plan), _device_type(self.cluster))
+            notes += fusion_notes(placed_fusions(step, plan), self.cluster.device.type)
             notes += chunk_notes(layouts.of(plan), plan, self.cluster)
         notes += compile_notes(program) if plan.compile != "off" else ()
         notes += graph_notes(program) if plan.cuda_graphs else ()
@@ -262,12 +210,12 @@ class Compiler:
 
     def _fusions(self, plan: Plan) -> tuple[str, ...]:
         """Off unless asked for: what they bring has not been measured yet (docs/fusions.md)."""
-        names = enabled(self.pins.get("fusions") or "off", _device_type(self.cluster))
+        names = enabled(self.pins.get("fusions") or "off", self.cluster.device.type)
         return without_tensor_axis(names) if plan.tensor > 1 else names
 
     def _stepping(self) -> Stepping:
         """What the optimizer's step makes; ours, with fusions, makes nothing."""
-        ours = enabled(self.pins.get("fusions") or "off", _device_type(self.cluster))
+        ours = enabled(self.pins.get("fusions") or "off", self.cluster.device.type)
         return NOTHING if ours else self.model.stepping
 
     def _whole_over_tensor(self, program: StepProgram, plan: Plan) -> tuple[str, ...]:
@@ -291,7 +239,7 @@ class Compiler:
         given = plan is self.plan
         if not plan.rates:
             plan = replace(plan, rates=rates_of(self.cluster, plan))
-        program = build(step, plan, sizes=sizes, ort=self._ort(plan))
+        program = build(step, plan, sizes=sizes, ort=self._tools(plan))
         schedule = schedule_of(plan, program)
         resident = self._resident(batch, plan, program, schedule)
         chosen = self._routed(step, plan, batch, sizes, given)
@@ -407,7 +355,7 @@ class Compiler:
             homes=None if same else homes,
             resting=self.resting,
             groups=groups,
-            ort=self._ort(plan),
+            ort=self._tools(plan),
         )
 
     def compile_evaluation(
@@ -432,95 +380,12 @@ class Compiler:
             resting=self.resting,
             groups=groups,
             ranks=plan.shards,
-            ort=self._ort(alone),
+            ort=self._tools(alone),
         )
 
-    def _ort(self, plan: Plan) -> Tools | None:
-        """What placing ONNX Runtime regions needs; sessions are shared by all programs.
-
-        Raises OrtMissing (GA801), OrtMismatch (GA802).
-        """
-        if plan.ort == "off":
-            return None
-        if self._tools is None:
-            auto = plan.ort == "auto"
-            if auto and not self.cluster.ort and not self._chosen_regions():
-                return None  # nothing was measured, so nothing wins: ONNX Runtime is not loaded
-            kernels = installed()
-            if kernels is None:
-                if auto and not self._chosen_regions():
-                    return None
-                raise OrtMissing(asked=f"ort={plan.ort!r}", reason=missing_reason())
-            self._tools = Tools(kernels, Sessions(), self._wins(kernels))
-        self._check_build(plan, self._tools.kernels.name)
-        return self._tools
-
-    def watch_regions(self, tools: Tools) -> None:
-        """Place nothing, and show `tools.watch` the programs in which regions would be placed."""
-        self._tools = tools
-
-    def _wins(self, kernels: Kernels) -> frozenset[str]:
-        """Regions of the plan that was given, which is run as it is; else those that were measured
-        to be faster, with this build and as many threads."""
-        costs = self.cluster.ort.get(calibration_name(kernels.name, torch.get_num_threads()), {})
-        faster = {k for k, (ours, theirs) in costs.items() if theirs < MARGIN * ours}
-        return frozenset(self._chosen_regions() or faster)
-
-    def _chosen_regions(self) -> set[str]:
-        if self.plan is None or self.plan.prediction is None or self.plan.prediction.ort is None:
-            return set()
-        return {region.key for region in self.plan.prediction.ort.regions}
-
-    def _check_build(self, plan: Plan, here: str) -> None:
-        """A plan that was given is run with the kind of build it was made for."""
-        said = plan.prediction.ort if plan.prediction is not None else None
-        if said is not None and said.build.split()[0] != here.split()[0]:
-            raise OrtMismatch(planned=said.build, installed=here)
-
-    def _faked(self, batch: Batch) -> tuple[nn.Module, Batch]:
-        """The model and a batch without data: capture then leaves no trace on the user's own."""
-        if self._skeleton is None:
-            self._skeleton = without_data(self.model.module)
-        mode = _mode_of(self._skeleton)
-        with mode:
-            leaves = tuple(
-                torch.empty(
-                    x.shape, dtype=x.dtype, device=_real(x.device), requires_grad=x.requires_grad
-                )
-                if isinstance(x, torch.Tensor)
-                else x
-                for x in batch.leaves
-            )
-        return self._skeleton, Batch(leaves, batch.names, batch.spec)
-
-    def _sizes(self, step: StepGraph, batch: Batch) -> dict:
-        size, dims = batch_leaves(batch)
-        sizes = {BATCH: size} if BATCH in step.sizes else {}
-        if SEQUENCE in step.sizes:
-            sizes[SEQUENCE] = sequence_leaves(batch, dims)[0]
-        return sizes
-
-    def _fitting(self, step: StepGraph, batch: Batch, training: bool) -> dict | None:
-        """Symbol sizes with which a capture serves this batch, or None."""
-        if step.training != training:
-            return None
-        sizes = self._sizes(step, batch)
-        for node, spec in zip(input_nodes(step.graph), step.inputs, strict=True):
-            if spec.kind != "batch":
-                continue
-            leaf = batch.leaves[spec.leaf] if spec.leaf < len(batch.leaves) else None
-            if not isinstance(leaf, torch.Tensor) or batch.names[spec.leaf] != spec.name:
-                return None
-            if leaf.dtype != node.meta["val"].dtype or leaf.dim() != len(node.meta["dims"]):
-                return None
-            if training and leaf.requires_grad != spec.tracked:
-                return None
-            for size, expression in zip(leaf.shape, node.meta["dims"], strict=True):
-                wanted = expression if isinstance(expression, int) else expression.subs(sizes)
-                if int(wanted) != size:
-                    return None
-        used = {spec.leaf for spec in step.inputs if spec.kind == "batch"}
-        return sizes if used == set(range(len(batch.leaves))) else None
+    def _tools(self, plan: Plan) -> Tools | None:
+        """What places regions of ONNX Runtime under a plan. Raises as `Regions.tools`."""
+        return self.regions.tools(plan, self.cluster, self.plan)
 
     def _check_plan(self, step: StepGraph, sizes: Mapping) -> None:
         assert self.plan is not None
@@ -539,7 +404,7 @@ class Compiler:
         different = tuple((k, said[k], here[k]) for k in here if said[k] != here[k])
         if different:
             raise PlanMismatch(path=self.path, differences=different)
-        check_fusions(self.plan, self.path, _device_type(self.cluster))
+        check_fusions(self.plan, self.path, self.cluster.device.type)
         check_given(self.plan, self.path, prepared(step, self.plan))
 
 
@@ -550,40 +415,9 @@ def _check_loss(step: StepGraph, plan: Plan) -> None:
             raise NoLoss(asked=f"{name}={getattr(plan, name)}")
 
 
-def _refuse_tracked(step: StepGraph) -> None:
-    """A gradient of the batch would be lost in silence. Raises Unsupported (GA208)."""
-    for spec in step.inputs:
-        if spec.tracked:
-            raise Unsupported(
-                what=f"a gradient of the input `{spec.name}` where the loss is part of the graph",
-                reason="gradients are computed when the model is called, those of parameters only",
-                help_line="let the script compute the loss:  "
-                "graphaccel.optimize(model, optimizer, loss_fn='outside')",
-            )
-
-
 def _kept_whole(program: StepProgram) -> tuple[str, ...]:
     """Parameters that ZeRO leaves whole, by reason."""
     reasons: dict[str, list[str]] = {}
     for name, reason in program.unsharded.items():
         reasons.setdefault(reason, []).append(name)
     return tuple(f"kept whole: {', '.join(names)}: {why}" for why, names in reasons.items())
-
-
-def _device_type(cluster: Cluster) -> str:
-    return "cpu" if cluster.device.name == "cpu" else "cuda"
-
-
-def _real(device: torch.device) -> torch.device:
-    return torch.device("cpu") if device.type == "meta" else device
-
-
-def _mode_of(module: nn.Module) -> FakeTensorMode:
-    return next(iter(pytree.tree_leaves(list(module.parameters())))).fake_mode
-
-
-def progress(phase: str, what: str, seconds: float) -> None:
-    """`graphaccel: capture    4,812 ops   9.8 s` on stderr of rank 0: silence is read as a hang."""
-    log.info("%s: %s in %.2f s", phase, what, seconds)
-    if os.environ.get("RANK", "0") == "0" and os.environ.get("GRAPHACCEL_QUIET") != "1":
-        print(f"graphaccel: {phase:<10} {what:<60} {seconds:6.1f} s", file=sys.stderr)

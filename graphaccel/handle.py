@@ -15,11 +15,12 @@ from graphaccel.capture.batch import Batch, flatten_call
 from graphaccel.capture.export import split_targets
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.compat.torch import pytree
-from graphaccel.compiler import Compiler, forward_schedule, progress, schedule_of
+from graphaccel.compiler import Compiler, forward_schedule, schedule_of
 from graphaccel.errors import BatchChanged, GraphMisuse
 from graphaccel.ir.program import StepProgram
 from graphaccel.passes.pipeline import backward_of
 from graphaccel.planner.plan import Plan, StageMemory
+from graphaccel.progress import progress
 from graphaccel.report.text import plan_report
 from graphaccel.runtime.all_gradients import AllGradients, clip_before
 from graphaccel.runtime.cuda_graphs import recorder_for
@@ -230,7 +231,7 @@ class Handle:
         self, module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
     ) -> Any:
         """`model(*args, **kwargs)`."""
-        if module is not self._model or self._compiler.capturing:
+        if module is not self._model or self._compiler.captures.capturing:
             return forward(module, *args, **kwargs)
         training = torch.is_grad_enabled() and self._model.training
         if not training and self._initial is not None:
@@ -392,10 +393,10 @@ class Handle:
             return
         compiler = self._compiler
         share_capture(
-            compiler.knows(batch),
+            compiler.captures.knows(batch),
             depends_on(self._model, batch.signature(), compiler.model.loss_fn),
             lambda: compiler.capture(batch)[0],
-            lambda step: compiler.keep(batch, step),
+            lambda step: compiler.captures.keep(batch, step),
         )
 
     def _agree(self, chosen: Plan) -> None:

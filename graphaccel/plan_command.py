@@ -16,7 +16,7 @@ import torch
 from graphaccel.api import cluster_here
 from graphaccel.arguments import check_can_run, read_plan
 from graphaccel.capture.batch import batch_leaves, resized
-from graphaccel.compiler import Compiler, progress
+from graphaccel.compiler import Compiler
 from graphaccel.errors import GraphAccelError, GraphMisuse, GraphsNeedGpu
 from graphaccel.handle import assumed_of
 from graphaccel.ir.program import StepProgram
@@ -32,6 +32,7 @@ from graphaccel.planner.plan import Plan
 from graphaccel.planner.record import Record
 from graphaccel.planner.refined import model_key, step_time, with_step
 from graphaccel.planner.solving import solve_all
+from graphaccel.progress import progress
 from graphaccel.report.compare import comparison
 from graphaccel.report.export import export, refusals
 from graphaccel.report.facts import Facts, RankMemory, gather, points, run_spans

@@ -22,7 +22,8 @@ import numpy as np
 from graphaccel.errors import BadPin
 from graphaccel.planner.candidates import Layout, Shape
 from graphaccel.planner.efficiency import computing
-from graphaccel.planner.estimate import LeastMoved, least_moved, least_optimizer
+from graphaccel.planner.least_moved import LeastMoved, least_moved
+from graphaccel.planner.optimizer_time import least_optimizer
 from graphaccel.planner.ordering import orders, usual_inside
 from graphaccel.planner.plan import GATHERS, Plan
 from graphaccel.planner.profile import Profile, SizedProfile

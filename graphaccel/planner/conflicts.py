@@ -15,8 +15,9 @@ from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.errors import BadPin, ConflictingPins, GraphAccelError
 from graphaccel.planner.offload import CHOICES
 from graphaccel.planner.order import AXES
-from graphaccel.planner.pins import ACCUMULATIONS, SWITCHES, Limits, Pins, divisors, read_pins
+from graphaccel.planner.pins import ACCUMULATIONS, SWITCHES, Limits, Pins, divisors
 from graphaccel.planner.plan import GATHERS
+from graphaccel.planner.read_pins import read_pins
 from graphaccel.schedule.table import SCHEDULE_NAMES
 
 Check = Callable[[Mapping[str, object]], GraphAccelError | None]

@@ -315,14 +315,50 @@ def _asked(node: fx.Node, sizes: Resolve, op: str) -> Work:
         count = left[0] if len(left) == 3 else 1
         matrices = [n for n in node.args if isinstance(n, fx.Node)][-2:]
         aligned = min(_aligned(n, sizes) for n in (node, *matrices))
-        return Work("product", flops, moved, dtype, rows, columns, inner, count, 1, op, aligned)
+        shape = rows, columns, inner, count
+        cast = 1 / left_readers(node)
+        return Work("product", flops, moved, dtype, *shape, 1, op, aligned, cast=cast)
     if node.target in (EXPERT_PRODUCT, EXPERT_GRADIENT):
-        return Work("product", flops, moved, dtype, *_grouped(node, sizes), op=op)
+        cast = 1 / left_readers(node)
+        return Work("product", flops, moved, dtype, *_grouped(node, sizes), op=op, cast=cast)
     if fusion_of(node.target) is not None and len(given) > 1 and len(given[1]) == 2:
         columns, inner = given[1]
         rows = math.prod(given[0]) // inner
         return Work("product", flops, moved, dtype, rows, columns, inner, op=op)
     return Work("dense", flops, moved, dtype, op=op)
+
+
+def left_readers(node: fx.Node) -> int:
+    """How many products have on their left what this call has there, as it lies or transposed: 1
+    for what is no product."""
+    source = left_source(node)
+    if source is None:
+        return 1
+    seen, count = [source], 0
+    for value in seen:
+        for user in value.users:
+            if is_view(user) and first_input(user) is value:
+                seen.append(user)
+            else:
+                count += _left(user) is value
+    return count
+
+
+def left_source(node: fx.Node) -> fx.Node | None:
+    """What made what a product has on its left; None for what is no product."""
+    source = _left(node)
+    while source is not None and is_view(source):
+        source = first_input(source)
+    return source
+
+
+def _left(node: fx.Node) -> fx.Node | None:
+    """What a product has on its left."""
+    if node.target in (EXPERT_PRODUCT, EXPERT_GRADIENT):
+        return first_input(node)
+    if node.op != "call_function" or _packet(node) not in _PRODUCTS:
+        return None
+    return [n for n in node.args if isinstance(n, fx.Node)][-2]
 
 
 def _grouped(node: fx.Node, sizes: Resolve) -> tuple[int, int, int, int]:

@@ -24,7 +24,8 @@
 
 A product in 8 bits reads inputs that were cast for it (NVIDIA Transformer Engine, "FP8 primer"):
 of the three that a linear layer is, its input and the gradient of its output, each written twice,
-as it lies and transposed, by the kernel that makes it. Weights are cast once a step. In 4 bits each
+as it lies and transposed, by the kernel that makes it, once for all products that read it. Weights
+are cast once a step. In 4 bits each
 16 numbers have a scale of 8 bits, and all of a tensor one that its largest number decides: it is
 read to find that, again to cast it, and once more for the copy that lies transposed, which is
 turned by a random Hadamard transform first ("Pretraining Large Language Models with NVFP4", arXiv
@@ -60,8 +61,8 @@ _DIAGONAL = 1024
 _ROUNDS = {"attention": 1.5, "attention backward": 0.6}
 _EIGHT_BITS = "8-bit products of "  # with a dtype: a rate of a device as `computing` gives it
 _FOUR_BITS = "4-bit products of "
-# Bytes written, and in 4 bits read, for each number on the left of such a product.
-_CASTS = {_EIGHT_BITS: 2 * (1 + 1) / 3, _FOUR_BITS: 2 * (3 * 2 + 2 * (1 / 2 + 1 / 16)) / 3}
+# Bytes written, and in 4 bits read, for each number that is cast.
+_CASTS = {_EIGHT_BITS: 1 + 1, _FOUR_BITS: 3 * 2 + 2 * (1 / 2 + 1 / 16)}
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,8 @@ class Work:
     or of `count` of them; rows is the queries and count the heads of attention. calls: kernels that
     are started. aligned: bytes, up to 16, of which the rows of every matrix of a product are whole
     multiples in memory, where these are of 16 bits. parts: what it does one after another, `times`
-    over, where it is no single kernel; flops and bytes are those of all.
+    over, where it is no single kernel; flops and bytes are those of all. cast: the share of what is
+    on a product's left that is cast for it alone, where products are of fewer bits.
     """
 
     kind: str = ""
@@ -90,6 +92,7 @@ class Work:
     aligned: int = _ALIGNED
     parts: tuple[Work, ...] = ()
     times: int = 1
+    cast: float = 1.0
 
     @property
     def name(self) -> str:
@@ -129,7 +132,7 @@ def seconds_of(work: Work, device: Device) -> float:
     peak, cast = peak_flops(device, work.dtype), 0.0
     for bits, moved in _CASTS.items() if work.kind == "product" else ():
         if low := device.peak_flops.get(bits + work.dtype):
-            left = work.count * work.rows * work.inner
+            left = work.cast * work.count * work.rows * work.inner
             reached = (device.product_8_bits or device.product) / device.product
             peak, cast = reached * low, moved * left / device.memory_bandwidth
     return max(seconds, work.flops / (peak * efficiency(work, device))) + cast

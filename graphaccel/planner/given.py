@@ -21,8 +21,9 @@ from graphaccel.planner.again import block_values
 from graphaccel.planner.conversions import Rates
 from graphaccel.planner.cost import in_chunks
 from graphaccel.planner.offering import check_chunk
-from graphaccel.planner.pins import PRECISIONS, Limits, check_alone, read_pins
+from graphaccel.planner.pins import PRECISIONS, Limits
 from graphaccel.planner.plan import Plan
+from graphaccel.planner.read_pins import check_alone, read_pins
 
 _NO_PIN = ("rates", "selective")  # found with other decisions, never asked for
 

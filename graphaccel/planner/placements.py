@@ -6,12 +6,11 @@ value that several calls read may be kept in a second placement, converted once 
 The sum of work and conversions is minimised exactly by variable elimination (`planner.eliminate`).
 
 Nothing here knows of tensor, sequence, vocabulary or expert parallelism: they are what comes out,
-depending on which dims may lie on the axis (`seeds`).
+depending on which dims may lie on the axis (`planner.shardable`).
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
@@ -23,16 +22,10 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from graphaccel.capture.export import GraphInput, GraphOutput
-from graphaccel.capture.symbols import BATCH, SEQUENCE
-from graphaccel.planner.by_heads import ByHeads, HeadsDoNotDivide, attention_rows, by_heads, split
 from graphaccel.planner.call_values import (
     Value,
-    free_nodes,
-    looks,
     shapes_of,
-    signature,
     source_of,
-    splits_batch,
     tensor_of,
 )
 from graphaccel.planner.conversions import ALL, Counted, Rates
@@ -40,20 +33,17 @@ from graphaccel.planner.conversions import conversion_seconds as priced
 from graphaccel.planner.cost import counted_packet, is_causal
 from graphaccel.planner.eliminate import Table, cheapest_assignment
 from graphaccel.planner.refusals import refusal
+from graphaccel.planner.shardable import Shardable
 from graphaccel.rules import collectives
-from graphaccel.rules.notation import output_shapes, shape_of, tensor_arguments
+from graphaccel.rules.notation import output_shapes, tensor_arguments
 from graphaccel.rules.propagate import REPLICATED
-from graphaccel.rules.rows import rows_of
-from graphaccel.rules.shard import LEAST_WIDTH, Placement, Row, Shard, Shards, shard_of, shards_of
+from graphaccel.rules.shard import Placement, Row, Shard, Shards
 
-_HELD = ("parameter", "buffer")
 # What a byte of parameter at rest is worth, in passes for each example (memory is scarce).
 _STATE_PASSES = 64
 _LATE = 0.5  # of its price is what a gradient's sum costs in a bucket, behind other work
 _UNFINISHED = frozenset(collectives.RULES) - {torch.ops._c10d_functional.wait_tensor.default}
 _FRACTION = 8  # of a usual message: what a collective costs at least
-_ROUNDS = 12
-_NONE: Shards = frozenset()
 
 
 @dataclass(frozen=True)
@@ -105,101 +95,33 @@ def solve_placements(
 
     Raises ValueError for pins that no row allows.
     """
-    problem = PlacementProblem(
-        graph, inputs, outputs, axis, ranks, rates, pins, sequence, keep_outputs, counted,
-        context_by, inner,
-    )  # fmt: skip
-    return problem.solve()
+    space = Shardable(
+        graph, inputs, outputs, axis, ranks, pins, sequence, keep_outputs, context_by, inner
+    )
+    return PlacementProblem(space, rates, counted).solve()
 
 
 class PlacementProblem:
-    """One graph on one axis: what may be sharded, what it costs, and the cheapest of it."""
+    """What it costs to have the tensors of a graph on an axis so or so, and the cheapest of it."""
 
-    def __init__(
-        self,
-        graph: fx.Graph,
-        inputs: Sequence[GraphInput],
-        outputs: Sequence[GraphOutput],
-        axis: str,
-        ranks: int,
-        rates: Rates,
-        pins: Mapping[str, Placement],
-        sequence: bool,
-        keep_outputs: bool,
-        counted: Counted = ALL,
-        context_by: str = "",
-        inner: int = 1,
-    ) -> None:
-        self.graph, self.axis, self.ranks, self.rates = graph, axis, ranks, rates
+    def __init__(self, space: Shardable, rates: Rates, counted: Counted = ALL) -> None:
+        self.space, self.ranks, self.rates = space, space.ranks, rates
         self.counted, self.late = counted, _LATE * counted.late
-        self.pins, self.sequence, self.keep_outputs = pins, sequence, keep_outputs
-        self.nodes = list(graph.nodes)
-        placeholders = [n for n in self.nodes if n.op == "placeholder"]
-        self.kinds = dict(zip(placeholders, inputs, strict=False))
-        self.outputs = list(zip(graph.output_node().args[0], outputs, strict=False))
-        # Of one example a merged [batch x sequence] is split along the sequence, whatever its name.
-        self.examples = next(
-            (int(n.meta["val"].shape[d]) for n in placeholders
-             for d, size in enumerate(n.meta.get("dims", ())) if size == BATCH), 0
-        )  # fmt: skip
-        mutated = frozenset(spec.name for spec in outputs if spec.kind == "buffer")
-        self.free = free_nodes(graph, self.kinds, mutated)
-        self.calls = [
-            n
-            for n in self.nodes
-            if n.op == "call_function" and n.target is not operator.getitem and n not in self.free
-        ]
-        self.held = [n for n, spec in self.kinds.items() if spec.kind in _HELD]
-        self.resting = set(self.held)  # and what only looks at them
-        for node in self.calls:
-            if looks(node) and node.all_input_nodes[0] in self.resting:
-                self.resting.add(node)
-        self.shards: dict[Value, Shards] = {}
-        self.rows: dict[fx.Node, tuple[Row, ...]] = {}
-        self._known: dict[Any, tuple[Row, ...]] = {}
-        self._shards_of: dict[int, tuple[tuple[Shards, ...], tuple[Shards, ...]]] = {}
-        self._alike: dict[Shards, Shards] = {}  # one object of equals: they are compared often
-        self._converted: dict[Any, float] = {}
-        self._reads = {n: tuple(map(source_of, tensor_arguments(n))) for n in self.calls}
-        self._gives = {n: [(n, k) for k in range(len(output_shapes(n)))] for n in self.calls}
-        numbers: dict[Any, int] = {}
-        self._kind = {n: numbers.setdefault(signature(n), len(numbers)) for n in self.calls}
-        self._touched: dict[Value, list[fx.Node]] = {}  # the calls that read or give it
-        for n in self.calls:
-            for value in (*self._reads[n], *self._gives[n]):
-                self._touched.setdefault(value, []).append(n)
-        self.heads, self.inner = ByHeads(), inner
-        self.context_by = context_by if axis == "context" else ""
-        if axis == "context" and context_by != "sequence":
-            self.heads = by_heads(self.calls, self._reads, self._gives, ranks, inner)
-            if context_by == "heads" and not self.heads.calls:
-                over = f"context={ranks} x tensor={inner}"
-                raise HeadsDoNotDivide(f"there is no attention whose heads divide by {over}")
-        self._stale = set(self.calls)  # calls whose tensors have shards that were not spread yet
         self._costs: dict[Any, np.ndarray] = {}
         self._alive: list[object] = []
         self._columns: dict[Any, tuple[Any, ...]] = {}
         self._seconds: dict[Shards, tuple[Placement | None, ...]] = {}
+        self._converted: dict[Any, float] = {}
         self._known_moved: dict[Value, tuple[float, bool, bool, bool]] = {}
-
-    # ---- what may be sharded
 
     def solve(self) -> Placements:
         """The cheapest placements. Raises ValueError where pins allow none."""
-        self._seed()
-        for _ in range(_ROUNDS):
-            for node in (*self.calls, *reversed(self.calls)):
-                if node in self._stale:
-                    self._spread(node)
-            if not self._stale:
-                break
-        for node in self.calls:
-            self.rows[node] = self._rows(node)
         self.latency = self._latency()
         try:
             return self._eliminated()
         except ValueError as error:
-            raise ValueError(refusal(self) or f"{error} on axis {self.axis}") from error
+            said = refusal(self.space) or f"{error} on axis {self.space.axis}"
+            raise ValueError(said) from error
 
     def _latency(self) -> float:
         """Seconds of a hop, but no more than a fraction of a usual message takes.
@@ -207,121 +129,34 @@ class PlacementProblem:
         Small models would not be sharded at all otherwise, though an axis was asked for.
         """
         sizes = [
-            self._bytes(tensor_of((n, 0))) for n in self.calls if counted_packet(n) in flop_registry
+            self._bytes(tensor_of((n, 0)))
+            for n in self.space.calls
+            if counted_packet(n) in flop_registry
         ]
         usual = float(np.median(sizes)) if sizes else 0.0
         return min(self.rates.latency, usual / _FRACTION / self.rates.bandwidth)
 
-    def _seed(self) -> None:
-        for node in self.held:
-            if not isinstance(node.meta["val"], torch.Tensor):
-                continue
-            shape = shape_of(node)
-            found = set()
-            if self.axis == "tensor" and self.kinds[node].kind == "parameter":
-                found = {Shard(d) for d in range(len(shape))} | self._padded(shape)
-            if self.axis == "expert" and len(shape) == 3:
-                found = {Shard(0)}
-            pin = self.pins.get(self.kinds[node].name)
-            if isinstance(pin, Shard):
-                found.add(pin)
-            self.shards[(node, 0)] = frozenset(s for s in found if s.fits(shape, self.ranks))
-        tensor = SEQUENCE if self.sequence else None
-        wanted = {"tensor": tensor, "context": SEQUENCE, "expert": BATCH}.get(self.axis)
-        for node in self.calls:
-            dims = node.meta.get("dims", ())
-            several = isinstance(node.meta["val"], (tuple, list))
-            for k, shape in enumerate(output_shapes(node)):
-                sizes = dims[k] if several and k < len(dims) else dims
-                found = {
-                    Shard(d)
-                    for d, size in enumerate(sizes[: len(shape)] if not several or sizes else ())
-                    if wanted is not None and size == wanted
-                }
-                self.shards[(node, k)] = frozenset(s for s in found if s.fits(shape, self.ranks))
-        for value in self.heads.seeds:
-            self._add(value, split(tensor_of(value).shape, self.ranks, self.inner))
-
-    def _padded(self, shape: Sequence[int]) -> set[Shard]:
-        """Shards of dims that the ranks do not divide, where little of them is padding."""
-        if len(shape) > 2:
-            return set()
-        wide = (d for d, n in enumerate(shape) if n % self.ranks and n >= LEAST_WIDTH * self.ranks)
-        return {shard_of(d, 1, shape, self.ranks) for d in wide}
-
-    def _spread(self, node: fx.Node) -> None:
-        """What follows from the shards of a call's tensors for the others."""
-        self._stale.discard(node)
-        rows = self._rows(node)
-        if id(rows) not in self._shards_of:
-            self._shards_of[id(rows)] = shards_of(rows)
-        given, made = self._shards_of[id(rows)]
-        for source, shards in zip(self._reads[node], given, strict=True):
-            if source in self.shards:
-                self._add(source, shards, resting=source[0] in self.resting)
-        for value, shards in zip(self._gives[node], made, strict=True):
-            self._add(value, shards)
-
-    def _add(self, value: Value, shards: Shards, *, resting: bool = False) -> None:
-        known = self.shards[value]
-        if resting:
-            shards = frozenset(s for s in shards if not s.by)
-        if not shards <= known:
-            both = known | shards
-            self.shards[value] = self._alike.setdefault(both, both)
-            self._stale.update(self._touched.get(value, ()))
-
-    def _asked(self, node: fx.Node) -> tuple[Any, ...]:
-        """Equal for calls that have the same rows."""
-        known, seen = self.shards, self.heads.elsewhere
-        given = tuple(seen(node, value, known.get(value, _NONE)) for value in self._reads[node])
-        return self._kind[node], given, tuple(seen(node, v, known[v]) for v in self._gives[node])
-
-    def _rows(self, node: fx.Node) -> tuple[Row, ...]:
-        key = self._asked(node)
-        if key not in self._known:
-            rows = rows_of(node, self.ranks, key[1], key[2])
-            rows = tuple(r for r in rows if self._allowed(node, r))
-            self._known[key] = attention_rows(node, rows, self.context_by)
-        return self._known[key]
-
-    def _allowed(self, node: fx.Node, row: Row) -> bool:
-        """Work on the tensor axis is never divided by examples: that is what the data axis does."""
-        if self.axis != "expert" and self.examples != 1:
-            given = zip(self._reads[node], row.inputs, strict=True)
-            made = zip(self._gives[node], row.outputs, strict=True)
-            if any(splits_batch(v, p) for v, p in (*given, *made)):
-                return False
-        if row.lowering in ("expert_product", "expert_gradient"):
-            return self.axis == "expert"  # what other axes split has as many rows on each rank
-        if row.lowering == "causal":  # on the tensor axis where its heads can not be shared
-            heads = shape_of(tensor_arguments(node)[0])[1]
-            return self.axis == "context" or (self.sequence and heads % self.ranks > 0)
-        return True
-
-    # ---- the cost of it all
-
     def _eliminated(self) -> Placements:
         variables: dict[Any, int] = {}
         choices: list[Sequence[Any]] = []
-        for node in self.held:
+        for node in self.space.held:
             variables[node] = len(choices)
-            choices.append(self._resting(node))
-        for node in self.calls:
+            choices.append(self.space.resting_places(node))
+        for node in self.space.calls:
             variables[node] = len(choices)
-            choices.append(self.rows[node])
-        users = self._users()
+            choices.append(self.space.rows[node])
+        users = self.space.users()
         for value, uses in users.items():
-            if len(uses) > 1 and value[0] in variables and value[0] not in self.held:
+            if len(uses) > 1 and value[0] in variables and value[0] not in self.space.held:
                 variables[value] = len(choices)
-                choices.append(self._second(self.shards[value]))
+                choices.append(self._second(self.space.shards[value]))
         tables = list(self._tables(variables, choices, users))
         found = cheapest_assignment([len(c) for c in choices], tables)
         chosen = {key: choices[i][found.values[i]] for key, i in variables.items()}
         names = {i: key for key, i in variables.items()}
         return Placements(
-            {n: chosen[n] for n in self.calls},
-            {n: chosen[n] for n in self.held},
+            {n: chosen[n] for n in self.space.calls},
+            {n: chosen[n] for n in self.space.held},
             {k: p for k, p in chosen.items() if isinstance(k, tuple) and p is not None},
             found.cost,
             tuple(n for i in found.guessed if isinstance(n := names[i], fx.Node)),
@@ -333,53 +168,16 @@ class PlacementProblem:
             self._seconds[shards] = (None, REPLICATED, *sorted(shards))
         return self._seconds[shards]
 
-    def _resting(self, node: fx.Node) -> tuple[Placement, ...]:
-        pin = self.pins.get(self.kinds[node].name)
-        if pin is not None:
-            return (pin,)
-        if self.kinds[node].kind == "buffer":
-            return (REPLICATED,)
-        if self.axis == "expert" and self._experts(node):
-            return (Shard(0),)  # that is what the axis was asked for
-        return (REPLICATED, *sorted(self.shards[(node, 0)]))
-
-    def _experts(self, node: fx.Node) -> bool:
-        """Whether a parameter holds experts, and every call that reads it can do with some."""
-        if len(shape_of(node)) != 3 or Shard(0) not in self.shards[(node, 0)]:
-            return False
-        uses = [
-            (user, at)
-            for user in node.users
-            for at, argument in enumerate(tensor_arguments(user))
-            if argument is node and user in self.rows
-        ]
-        return all(any(r.inputs[at] == Shard(0) for r in self.rows[user]) for user, at in uses)
-
-    def _users(self) -> dict[Value, list[tuple[fx.Node, int]]]:
-        """Value → (call, position) that reads it; an output reads at position -1."""
-        users: dict[Value, list[tuple[fx.Node, int]]] = {}
-        for node in self.calls:
-            for position, value in enumerate(self._reads[node]):
-                users.setdefault(value, []).append((node, position))
-        result = self.graph.output_node()
-        for node, spec in self.outputs:
-            if isinstance(node, fx.Node) and self._wanted(spec):
-                users.setdefault(source_of(node), []).append((result, -1))
-        return users
-
-    def _wanted(self, spec: GraphOutput) -> bool:
-        return spec.kind != "output" or self.keep_outputs
-
     def _tables(
         self,
         variables: Mapping[Any, int],
         choices: Sequence[Sequence[Any]],
         users: Mapping[Value, Sequence[tuple[fx.Node, int]]],
     ) -> Iterator[Table]:
-        for node in self.held:
+        for node in self.space.held:
             costs = [self._held_seconds(node, p) for p in choices[variables[node]]]
             yield Table((variables[node],), np.array(costs))
-        for node in self.calls:
+        for node in self.space.calls:
             yield Table((variables[node],), self._rows_seconds(node))
         gradients = self._gradients(variables)
         for value, uses in users.items():
@@ -391,7 +189,7 @@ class PlacementProblem:
                         yield Table((variables[user],), costs[0])
                 continue
             own = choices[variables[node]]
-            made = own if node in self.held else self._made(node, value[1])
+            made = own if node in self.space.held else self._made(node, value[1])
             if value not in variables:
                 for user, position in uses:
                     yield from self._pair(variables, value, made, user, position, gradients)
@@ -403,9 +201,9 @@ class PlacementProblem:
 
     def _gradients(self, variables: Mapping[Any, int]) -> dict[Value, list[fx.Node]]:
         """Value → the parameters it is the gradient of."""
-        by_name = {spec.name: n for n, spec in self.kinds.items() if spec.kind == "parameter"}
+        by_name = {spec.name: n for n, spec in self.space.kinds.items() if spec.kind == "parameter"}
         found: dict[Value, list[fx.Node]] = {}
-        for node, spec in self.outputs:
+        for node, spec in self.space.outputs:
             if spec.kind == "gradient":
                 found.setdefault(source_of(node), []).append(by_name[spec.name])
         return found
@@ -429,7 +227,7 @@ class PlacementProblem:
                 yield Table((variables[node], variables[user]), costs)
             return
         for parameter in gradients.get(value, ()):
-            resting = self._resting(parameter)
+            resting = self.space.resting_places(parameter)
             costs = self._conversions(value, made, resting) * self.late
             yield Table((variables[node], variables[parameter]), costs)
         if value not in gradients:
@@ -450,7 +248,7 @@ class PlacementProblem:
             needs, third = self._needs(user, position), variables[user]
         elif value in gradients:
             parameter = gradients[value][0]
-            needs, third = self._resting(parameter), variables[parameter]
+            needs, third = self.space.resting_places(parameter), variables[parameter]
         else:
             needs, third = (REPLICATED,), -1
         late = self.late if position < 0 and value in gradients else 1.0
@@ -474,7 +272,7 @@ class PlacementProblem:
 
     def _needs(self, user: fx.Node, position: int) -> tuple[Placement | None, ...]:
         """By row of a call, where it reads a tensor; one object for all calls with these rows."""
-        rows = self.rows[user]
+        rows = self.space.rows[user]
         key = id(rows), "needs", position
         if key not in self._columns:
             self._columns[key] = tuple(row.inputs[position] for row in rows)
@@ -482,7 +280,7 @@ class PlacementProblem:
 
     def _made(self, node: fx.Node, item: int) -> tuple[Placement, ...]:
         """By row of a call, where a tensor is made; likewise."""
-        rows = self.rows[node]
+        rows = self.space.rows[node]
         key = id(rows), "made", item
         if key not in self._columns:
             self._columns[key] = tuple(row.outputs[item] for row in rows)
@@ -508,7 +306,7 @@ class PlacementProblem:
         if value not in self._known_moved:
             tensor, unfinished = tensor_of(value), value[0].target in _UNFINISHED
             found = self._bytes(tensor), tensor.is_floating_point(), unfinished
-            self._known_moved[value] = *found, value[0] in self.resting
+            self._known_moved[value] = *found, value[0] in self.space.resting
         return self._known_moved[value]
 
     def _conversion(self, value: Value, source: Placement, target: Placement | None) -> float:
@@ -530,7 +328,7 @@ class PlacementProblem:
 
     def _held_seconds(self, node: fx.Node, placement: Placement) -> float:
         """What it is worth to hold less: gradients and optimizer state shrink with it."""
-        if self.kinds[node].kind != "parameter":
+        if self.space.kinds[node].kind != "parameter":
             return 0.0
         value = node.meta["val"]
         share = 1 if placement == REPLICATED else self.ranks
@@ -538,10 +336,10 @@ class PlacementProblem:
 
     def _rows_seconds(self, node: fx.Node) -> np.ndarray:
         """Seconds of each row of a call; equal calls with equal rows once."""
-        key = self._kind[node], id(self.rows[node])
+        key = self.space.kind[node], id(self.space.rows[node])
         if key not in self._costs:
             work = self._work(node)
-            costs = [self.row_seconds(node, row, work) for row in self.rows[node]]
+            costs = [self.row_seconds(node, row, work) for row in self.space.rows[node]]
             self._costs[key] = np.array(costs)
         return self._costs[key]
 

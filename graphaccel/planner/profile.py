@@ -31,18 +31,23 @@ from graphaccel.planner.again import (
     saved_with,
 )
 from graphaccel.planner.cluster import Device
-from graphaccel.planner.cost import RESHAPES, TRANSPOSES, first_input, in_chunks, is_view
+from graphaccel.planner.cost import (
+    RESHAPES,
+    TRANSPOSES,
+    first_input,
+    in_chunks,
+    is_view,
+    left_readers,
+)
 from graphaccel.planner.lines import Lines, read_lines, unfolded
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.sized import SizedProfile
-from graphaccel.planner.wires import KINDS, Wires, is_kept
-from graphaccel.rules.propagate import is_random
+from graphaccel.planner.storages import Crossing, Tensor, find_storages
+from graphaccel.planner.wires import KINDS, Wires
 
-_HELD = ("parameter", "buffer", "tangent")  # what one stage has and others do not
 _CAST = torch.ops.aten._to_copy.default
 _PRODUCT = torch.ops.aten.mm.default
 _LOW = (torch.bfloat16, torch.float16)
-_FAR = np.iinfo(np.int64).max
 _RECENT = 8  # choices of what to compute again that are remembered: of many layers each is large
 T = TypeVar("T")
 
@@ -57,108 +62,6 @@ class Parameter:
     trainable: bool
     positions: tuple[int, ...]
     shape: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Tensor:
-    """One result of a node that was read. item: which one of several, -1 where there is one."""
-
-    node: fx.Node
-    item: int
-
-    @property
-    def value(self) -> torch.Tensor:
-        """The (fake) tensor itself."""
-        found = self.node.meta["val"]
-        return found[self.item] if self.item >= 0 else found
-
-
-@dataclass(frozen=True, eq=False)
-class Storages:
-    """The memory of each tensor, views folded in, as columns.
-
-    tensor: which of `Profile.tensors` it is, or is a copy of. made: joint row. at: position. ahead:
-    made in the forward. value: made by a call; input: number of the placeholder otherwise, -1.
-    common: made from batch and constants only, without random numbers, so that every stage that
-      needs it makes it for itself. kept: drawn or sent, which is not done again where a block is
-      computed again. released: a parameter in another dtype, which is made anew for the backward.
-      gradient: of a parameter, handed out. replicated: all ranks of the tensor axis have it.
-    item_bytes: of one element.
-    uses: (storage, joint row, position, whether it is in the forward), by storage, then by row;
-      uses of a view are uses of what it is a view of.
-    """
-
-    tensor: np.ndarray
-    made: np.ndarray
-    at: np.ndarray
-    ahead: np.ndarray
-    value: np.ndarray
-    input: np.ndarray
-    common: np.ndarray
-    kept: np.ndarray
-    released: np.ndarray
-    floating: np.ndarray
-    gradient: np.ndarray
-    replicated: np.ndarray
-    item_bytes: np.ndarray
-    uses: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
-
-    def __len__(self) -> int:
-        return len(self.made)
-
-    @cached_property
-    def used(self) -> tuple[np.ndarray, np.ndarray]:
-        """(storages that have uses, where those of each start)."""
-        return np.unique(self.uses[0], return_index=True)
-
-    @cached_property
-    def owned(self) -> np.ndarray:
-        """Made in forward by one stage only."""
-        return self.value & self.ahead & ~self.common
-
-    @cached_property
-    def waits(self) -> np.ndarray:
-        """Of these, what is there for the backward if that reads it."""
-        return self.owned & ~self.released
-
-    @cached_property
-    def last_forward(self) -> np.ndarray:
-        """Joint row of the last use in the forward, -1 without one."""
-        return self._last(self.uses[3])
-
-    @cached_property
-    def last_backward(self) -> np.ndarray:
-        """Joint row of the last use in the backward, -1 without one."""
-        return self._last(~self.uses[3])
-
-    @cached_property
-    def first_wanted(self) -> np.ndarray:
-        """The earliest position whose backward reads it, `_FAR` without one."""
-        found = np.full(len(self), _FAR)
-        storage, _, place, ahead = self.uses
-        np.minimum.at(found, storage[~ahead], place[~ahead])
-        return found
-
-    @cached_property
-    def saved(self) -> np.ndarray:
-        """Made in forward and kept for backward; what is common is made again there instead."""
-        return self.waits & (self.last_backward >= 0)
-
-    def _last(self, chosen: np.ndarray) -> np.ndarray:
-        found = np.full(len(self), -1)
-        np.maximum.at(found, self.uses[0][chosen], self.uses[1][chosen])
-        return found
-
-
-@dataclass(frozen=True, eq=False)
-class Crossing:
-    """Values that a cut may separate from a use. storage, at, last: its number, position, and
-    position of its last use in the forward. uses: (which of them, position) of each such use."""
-
-    storage: np.ndarray
-    at: np.ndarray
-    last: np.ndarray
-    uses: tuple[np.ndarray, np.ndarray]
 
 
 def _is_result(node: fx.Node) -> bool:
@@ -201,8 +104,9 @@ class Profile:
         numbers = self._number
         known = {module: numbers.get(block_of(module), -1) for module in set(self.modules)}
         self.block_at = np.array([known[module] for module in self.modules])
-        self.tensors: tuple[Tensor, ...] = ()
-        self.storages = self._find_storages()
+        self.tensors, self.storages = find_storages(
+            step, self.lines, self.node_position, self.node_forward, self.node_released
+        )
         self.parameters = self._find_parameters()
         self._sized: dict[Any, SizedProfile] = {}
         self.whole_again = False
@@ -255,82 +159,6 @@ class Profile:
         if key not in self._known:
             self._known[key] = make()
         return cast(T, self._known[key])
-
-    def _find_storages(self) -> Storages:
-        """One storage per tensor made."""
-        step, lines = self.step, self.lines
-        views = [is_view(n) for n in lines.nodes]
-        made = [[] if view else _tensors(n) for n, view in zip(lines.nodes, views, strict=True)]
-        self.tensors = tuple(tensor for own in made for tensor in own)
-        many = lines.told([len(own) for own in made])
-        begin = np.cumsum(many) - many  # a row's first storage
-        row = np.repeat(np.arange(len(many)), many)
-        part = np.arange(len(row)) - begin[row]
-        before = np.cumsum([0, *map(len, made)])[:-1]
-        tensor = before[lines.of[row]] + part
-
-        number = np.full(len(lines.of), -1)
-        number[lines.inputs] = np.arange(len(step.inputs))
-        held = np.zeros(len(lines.of), dtype=bool)
-        held[lines.inputs] = [spec.kind in _HELD for spec in step.inputs]
-        random = lines.told([is_random(n) for n in lines.nodes])
-        bound = lines.reached(random | held)
-
-        root, item = lines.roots()
-        view = np.array(views)[lines.of]
-        calls = ~view[lines.reader]
-        reader, looked = lines.reader[calls], lines.source[calls]
-        uses = self._spread(root[looked], item[looked], many, begin)
-        order = np.argsort(uses[0], kind="stable")
-        storage, by = uses[0][order], reader[uses[1][order]]
-
-        gradient = np.zeros(len(row), dtype=bool)
-        out = lines.results[[spec.kind == "gradient" for spec in step.outputs]]
-        gradient[self._spread(root[out], item[out], many, begin)[0]] = True
-        floating = np.array([t.value.is_floating_point() for t in self.tensors], dtype=bool)
-        width = np.array([t.value.element_size() for t in self.tensors], dtype=np.int64)
-        return Storages(
-            tensor=tensor,
-            made=row,
-            at=self.node_position[row],
-            ahead=self.node_forward[row],
-            value=number[row] < 0,
-            input=number[row],
-            common=~bound[row],
-            kept=(random | lines.told([is_kept(n) for n in lines.nodes]))[row],
-            released=self.node_released[row],
-            floating=floating[tensor],
-            gradient=gradient,
-            replicated=lines.told([n.meta.get("replicated", False) for n in lines.nodes])[row],
-            item_bytes=width[tensor],
-            uses=(storage, by, self.node_position[by], self.node_forward[by]),
-        )
-
-    def _spread(
-        self, root: np.ndarray, item: np.ndarray, many: np.ndarray, begin: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """(storages, which pair they are of) behind pairs of a row and its item, -1 for all."""
-        of = self.lines.of
-        place: dict[tuple[fx.Node, int], int] = {}
-        first: dict[fx.Node, int] = {}
-        for number, tensor in enumerate(self.tensors):
-            start = first.setdefault(tensor.node, number)
-            place[tensor.node, tensor.item] = number - start
-        whole = item < 0
-        times = np.where(whole, many[root], 1)
-        pair = np.repeat(np.arange(len(root)), times)
-        found = begin[root[pair]] + np.arange(len(pair)) - (np.cumsum(times) - times)[pair]
-        single = np.flatnonzero(~whole)
-        if len(single):
-            nodes = self.lines.nodes
-            parts = {(int(r), int(i)): place[nodes[int(r)], int(i)]
-                     for r, i in set(zip(of[root[single]].tolist(), item[single].tolist(),
-                                         strict=True))}  # fmt: skip
-            shift = np.zeros(len(root), dtype=np.int64)
-            shift[single] = [parts[int(r), int(i)] for r, i in
-                             zip(of[root[single]], item[single], strict=True)]  # fmt: skip
-            found += shift[pair]
-        return found, pair
 
     @cached_property
     def node_weight(self) -> np.ndarray:
@@ -562,18 +390,9 @@ def _lines(step: StepGraph) -> Lines:
     return read_lines(step)
 
 
-def _tensors(node: fx.Node) -> list[Tensor]:
-    values = node.meta.get("val")
-    several = isinstance(values, (tuple, list))
-    return [
-        Tensor(node, item if several else -1)
-        for item, value in enumerate(values if several else [values])
-        if isinstance(value, torch.Tensor)
-    ]
-
-
 def _asked(node: fx.Node) -> Any:
-    """What a node's cost depends on: its call, with sizes and dtypes in place of values."""
+    """What a node's cost depends on: its call, with sizes and dtypes in place of values, and how
+    many share what is cast for it."""
     if node.op != "call_function" or is_view(node):
         return None
     order = {n: i for i, n in enumerate(node.all_input_nodes)}
@@ -587,7 +406,7 @@ def _asked(node: fx.Node) -> Any:
         return str(value)
 
     given = (*node.args, *node.kwargs.values())
-    return node.target, tuple(told(v) for v in given), *_sized(node)
+    return node.target, left_readers(node), tuple(told(v) for v in given), *_sized(node)
 
 
 def _sized(node: fx.Node) -> tuple[Any, str]:

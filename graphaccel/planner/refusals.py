@@ -3,32 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from torch import fx
 
+from graphaccel.planner.shardable import Shardable
 from graphaccel.rules.notation import shape_of, tensor_arguments
 from graphaccel.rules.shard import Placement, Row, Shard
 
-if TYPE_CHECKING:
-    from graphaccel.planner.placements import PlacementProblem
 
-
-def refusal(problem: PlacementProblem) -> str | None:
+def refusal(space: Shardable) -> str | None:
     """The first call that no pinned parameter can reach as it is pinned, as a sentence; None where
     each alone could be."""
-    for node in problem.held:
-        pin = problem.pins.get(problem.kinds[node].name)
+    for node in space.held:
+        pin = space.pins.get(space.kinds[node].name)
         if isinstance(pin, Shard):
-            said = _shard_text(problem.kinds[node].name, shape_of(node), pin)
-            if not pin.fits(shape_of(node), problem.ranks):
-                return f"{said} can not be shared by {problem.axis} {problem.ranks}"
-            call = _stuck(problem.rows, node, pin)
+            said = _shard_text(space.kinds[node].name, shape_of(node), pin)
+            if not pin.fits(shape_of(node), space.ranks):
+                return f"{said} can not be shared by {space.axis} {space.ranks}"
+            call = _stuck(space.rows, node, pin)
             if call is not None:
                 where = f" in {call.meta['module']}" if call.meta.get("module") else ""
                 shapes = ", ".join(str(list(shape_of(t))) for t in tensor_arguments(call))
                 return (
-                    f"{said} can not be sharded over {problem.axis} {problem.ranks}: "
+                    f"{said} can not be sharded over {space.axis} {space.ranks}: "
                     f"{call.target}{where} has no rule for a part of it (its operands: {shapes})"
                 )
     return None

@@ -18,7 +18,8 @@ from graphaccel.planner.wires import KINDS, Wires
 
 if TYPE_CHECKING:
     from graphaccel.planner.again import Again
-    from graphaccel.planner.profile import Profile, Tensor
+    from graphaccel.planner.profile import Profile
+    from graphaccel.planner.storages import Tensor
 
 T = TypeVar("T")
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from graphaccel.errors import BadPin, TooManyStages
 from graphaccel.planner.cluster import Cluster
-from graphaccel.planner.estimate import gathered_bytes, predict, predict_seconds, scatters
+from graphaccel.planner.estimate import predict, predict_seconds
 from graphaccel.planner.footprint import predict_memory
 from graphaccel.planner.layouts import Layouts
 from graphaccel.planner.needed import needed
@@ -21,6 +21,7 @@ from graphaccel.planner.pins import Limits
 from graphaccel.planner.plan import Plan, Prediction, StageMemory
 from graphaccel.planner.profile import Profile, SizedProfile
 from graphaccel.planner.recompute import BlockOption, block_options, every_second
+from graphaccel.planner.stage_messages import gathered_bytes, scatters
 from graphaccel.planner.stages import StageLimit, choose_cuts
 from graphaccel.planner.stepping import NOTHING, Stepping
 from graphaccel.planner.works import flight, sized_for

@@ -1,8 +1,8 @@
 """What a device sends in a step, by mesh axis: bytes and seconds on the wire, hidden or not.
 
 The collectives of the tensor, context and expert axes are calls of the graph; what moves over data
-and over the pipeline follows from the plan (`planner.estimate`). All are those of the pipeline rank
-that sends most over the axis.
+(`planner.over_data`) and over the pipeline (`planner.stage_messages`) follows from the plan. All
+are those of the pipeline rank that sends most over the axis.
 """
 
 from __future__ import annotations
@@ -20,16 +20,11 @@ from graphaccel.planner.communication import (
     send_seconds,
 )
 from graphaccel.planner.cost import Sizes
-from graphaccel.planner.estimate import (
-    device_number,
-    gathered_bytes,
-    message_bytes,
-    reduce_counts,
-    shards_seconds,
-)
 from graphaccel.planner.footprint import gathered_sizes
+from graphaccel.planner.over_data import reduce_counts, shards_seconds
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.profile import Profile, SizedProfile
+from graphaccel.planner.stage_messages import device_number, gathered_bytes, message_bytes
 from graphaccel.planner.wires import KINDS, sent_bytes, wires_of
 from graphaccel.planner.works import StageWork, held_parameters, sized_for, stage_works
 

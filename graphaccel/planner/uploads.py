@@ -122,7 +122,7 @@ def with_uploads(
 ) -> tuple[StageWork, ...]:
     """The stages' work with the copies of parameters in each forward and each backward, as far as
     nothing hides them: that of the largest block, at least, as of what ZeRO 3 gathers
-    (`planner.estimate`).
+    (`planner.over_data`).
 
     beside: the work that they may hide behind; nothing on a device that is its own host.
     """

@@ -17,12 +17,13 @@ from graphaccel.capture.symbols import SEQUENCE
 from graphaccel.ir.program import StepProgram
 from graphaccel.ir.unfold import distinct_nodes, input_nodes
 from graphaccel.planner.cluster import Cluster
-from graphaccel.planner.estimate import message_bytes, timeline
+from graphaccel.planner.estimate import timeline
 from graphaccel.planner.footprint import predict_memory
 from graphaccel.planner.layouts import Layouts
 from graphaccel.planner.memory import Sample
 from graphaccel.planner.plan import Plan, Prediction
 from graphaccel.planner.profile import Profile, SizedProfile
+from graphaccel.planner.stage_messages import message_bytes
 from graphaccel.planner.stages import stage_positions
 from graphaccel.planner.traffic import Traffic, traffic
 from graphaccel.planner.whatif import Answer, Explanation

@@ -76,14 +76,14 @@ def run_axes(name: str, pins: dict[str, Any], world: int) -> dict[str, Any]:
         leaves = as_batch(batch)
         cluster = cluster_here(world, torch.device("cpu"))
         compiler = Compiler(Model(model, loss_fn, 2.0), cluster, pins)
-        compiler.captures = _captures(name)
+        compiler.captures.steps = _captures(name)
         share_capture(
-            compiler.knows(leaves),
+            compiler.captures.knows(leaves),
             name,
             lambda: compiler.capture(leaves)[0],
-            lambda step: compiler.keep(leaves, step),
+            lambda step: compiler.captures.keep(leaves, step),
         )
-        write_captures(f"{name} float64 True", compiler.captures)
+        write_captures(f"{name} float64 True", compiler.captures.steps)
         step, plan, program = choose_together(compiler, leaves, world)
     mesh = build_mesh(plan, program.shared.values(), torch.device("cpu"), timedelta(seconds=60))
     at = coordinates(mesh.sizes, dist.get_rank())

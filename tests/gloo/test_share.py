@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import graphaccel
-from graphaccel import compiler
+from graphaccel import captures
 from graphaccel.errors import GraphMisuse, TensorBranch
 from tests.support.gpt import GPT
 from tests.support.pool import Pool
@@ -38,14 +38,14 @@ class _Net(nn.Module):
 def _made(kind: str) -> tuple[int, str]:
     """How many captures this rank made for a step, and its error."""
     count = 0
-    original = compiler.capture
+    original = captures.capture
 
     def counting(*args: Any, **kwargs: Any) -> Any:
         nonlocal count
         count += 1
         return original(*args, **kwargs)
 
-    compiler.capture = counting
+    captures.capture = counting
     error = ""
     try:
         torch.manual_seed(1)
@@ -65,7 +65,7 @@ def _made(kind: str) -> tuple[int, str]:
     except GraphMisuse as caught:
         error = caught.message().sentence
     finally:
-        compiler.capture = original
+        captures.capture = original
     return count, error
 
 

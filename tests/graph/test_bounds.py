@@ -16,7 +16,7 @@ from graphaccel.model import without_data
 from graphaccel.planner.bounds import Bounds, again_curve, columns, least_idle
 from graphaccel.planner.candidates import Layout, Shape, meshes_of
 from graphaccel.planner.catalogue import cluster
-from graphaccel.planner.estimate import least_moved
+from graphaccel.planner.least_moved import least_moved
 from graphaccel.planner.pins import Pins, base_plan
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.profile import Profile

@@ -22,6 +22,7 @@ from graphaccel.planner.cost import (
     Sizes,
     dims_of,
     is_view,
+    left_readers,
     node_bytes,
     node_flops,
     node_seconds,
@@ -211,3 +212,17 @@ def test_what_was_measured_is_taken() -> None:
     assert seconds_of(replace(tanh, op="aten.exp"), device) == seconds_of(tanh, DEVICE)
     low = replace(product, dtype="bfloat16")
     assert seconds_of(low, device) == seconds_of(low, DEVICE)
+
+
+def test_what_several_products_read_is_cast_once() -> None:
+    """Queries, keys and values of one input; a weight's gradient has it too, transposed."""
+    graph = fx.Graph()
+    x, q, k, v = (graph.placeholder(name) for name in "xqkv")
+    flat, again = (graph.call_function(aten.view.default, (x, [8, 4])) for _ in range(2))
+    products = [graph.call_function(aten.mm.default, (flat, w)) for w in (q, k)]
+    products.append(graph.call_function(aten.mm.default, (again, v)))
+    turned = graph.call_function(aten.t.default, (flat,))
+    products.append(graph.call_function(aten.mm.default, (turned, products[-1])))
+    assert [left_readers(node) for node in products] == [4, 4, 4, 4]
+    alone = graph.call_function(aten.mm.default, (products[0], v))
+    assert (left_readers(alone), left_readers(x)) == (1, 1)

@@ -62,7 +62,7 @@ def pair(dtype: torch.dtype = torch.float64, **pins: Any) -> list[tuple[GPT, Any
         optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
         given = {"devices": 1, "recompute": "none", **pins}
         made.append(graphaccel.optimize(model, optimizer, cuda_graphs=graphs, **given))
-        model.graphaccel._compiler.captures = captures(dtype)
+        model.graphaccel._compiler.captures.steps = captures(dtype)
     return made
 
 

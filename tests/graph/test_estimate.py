@@ -14,17 +14,13 @@ from graphaccel.passes.lower_precision import lower_precision
 from graphaccel.planner.buckets import bucket_limit
 from graphaccel.planner.cluster import Cluster, OpTime
 from graphaccel.planner.communication import all_reduce_seconds, send_seconds
-from graphaccel.planner.estimate import (
-    device_number,
-    message_bytes,
-    predict,
-    predict_seconds,
-    reduce_counts,
-)
+from graphaccel.planner.estimate import predict, predict_seconds
 from graphaccel.planner.footprint import gathered_sizes, predict_memory
+from graphaccel.planner.over_data import reduce_counts
 from graphaccel.planner.pins import PRECISIONS
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.profile import Profile
+from graphaccel.planner.stage_messages import device_number, message_bytes
 from graphaccel.planner.works import flight, held_together, sized_for, stage_works
 from graphaccel.schedule.table import build
 from graphaccel.schedule.validate import in_flight, occupancy

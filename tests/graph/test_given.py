@@ -56,7 +56,7 @@ def test_a_plan_that_was_found_can_be_given(name: str, pins: dict[str, Any]) -> 
         check_given(given, "plan")
         check_given(given, "plan", prepared(step, given))
     again = Compiler(Model(module, loss_fn, 2.0), where, pins_of(plan))
-    again.captures = compiler.captures
+    again.captures.steps = compiler.captures.steps
     found = again.choose(as_batch(batch))[1]
     assert replace(found, pinned=()).decided(notes=()) == replace(plan, pinned=()).decided(notes=())
 

@@ -22,8 +22,9 @@ from graphaccel.passes.pipeline import build
 from graphaccel.planner.bounds import Bounds, columns
 from graphaccel.planner.candidates import shapes
 from graphaccel.planner.cluster import Cluster
-from graphaccel.planner.pins import PRECISIONS, Limits, Pins, read_pins
+from graphaccel.planner.pins import PRECISIONS, Limits, Pins
 from graphaccel.planner.plan import Plan
+from graphaccel.planner.read_pins import read_pins
 from graphaccel.planner.solve import Problem, with_cuts_and_blocks
 from graphaccel.planner.solving import seconds
 from graphaccel.report.text import plan_report

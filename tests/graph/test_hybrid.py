@@ -18,9 +18,10 @@ from graphaccel.planner.catalogue import cluster
 from graphaccel.planner.communication import all_gather_seconds, all_reduce_seconds
 from graphaccel.planner.conflicts import agreeing_pins
 from graphaccel.planner.given import check_given
-from graphaccel.planner.pins import Limits, read_pins, shard
+from graphaccel.planner.pins import Limits, shard
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.profile import Profile
+from graphaccel.planner.read_pins import read_pins
 from graphaccel.planner.traffic import traffic
 from graphaccel.planner.zero import owned_shards
 from graphaccel.runtime.mesh import Mesh

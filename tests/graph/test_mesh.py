@@ -21,9 +21,10 @@ from graphaccel.passes.localise import localised
 from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.layouts import Layouts, LocalGraph, rates_of
 from graphaccel.planner.order import AXES, coordinates, number_of, stride
-from graphaccel.planner.pins import Limits, read_pins
+from graphaccel.planner.pins import Limits
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.profile import Profile
+from graphaccel.planner.read_pins import read_pins
 from graphaccel.planner.search import search
 from graphaccel.runtime.bind import bind
 from graphaccel.runtime.mesh import Mesh, axes_of

@@ -18,9 +18,10 @@ from graphaccel.passes.shard_axes import shard_axes
 from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.layouts import rates_of
 from graphaccel.planner.module_pins import is_inside, vocabulary
-from graphaccel.planner.pins import Limits, read_pins, replicate, shard
+from graphaccel.planner.pins import Limits, replicate, shard
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.profile import Profile
+from graphaccel.planner.read_pins import read_pins
 from graphaccel.planner.search import search
 from graphaccel.planner.stages import stage_positions
 from graphaccel.planner.zero import owned_shards

@@ -22,13 +22,15 @@ from graphaccel.planner.communication import (
     send_seconds,
 )
 from graphaccel.planner.conflicts import agreeing_pins
-from graphaccel.planner.estimate import device_number, predict, scatters, timeline
+from graphaccel.planner.estimate import predict, timeline
 from graphaccel.planner.given import check_given, misread
 from graphaccel.planner.order import AXES, members
 from graphaccel.planner.ordering import DATA_OUTSIDE, orders
-from graphaccel.planner.pins import Limits, read_pins
+from graphaccel.planner.pins import Limits
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.profile import Profile
+from graphaccel.planner.read_pins import read_pins
+from graphaccel.planner.stage_messages import device_number, scatters
 from graphaccel.planner.traffic import traffic
 from graphaccel.planner.wires import wires_of
 from graphaccel.report.compare import comparison

@@ -44,7 +44,7 @@ def test_tried_is_what_the_model_itself_chooses(
 ) -> None:
     model, batch, _ = ALL["mixtral"].build()
     compiler = Compiler(Model(model, None, 0.0), CPU, {})
-    compiler.captures = captures
+    compiler.captures.steps = captures
     step, sizes = compiler.capture(as_batch(batch))
     plan = Plan(data * expert, data=data, expert=expert, microbatches=microbatches, batch=8)
     state, before = torch.get_rng_state(), {k: v.clone() for k, v in model.state_dict().items()}
@@ -72,7 +72,7 @@ def captures() -> dict[Any, Any]:
 def compiled(captures: dict[Any, Any]) -> tuple[Compiler, Batch]:
     model, batch, _ = ALL["mixtral"].build()
     compiler = Compiler(Model(model, None, 2.0), CPU, PINS)
-    compiler.captures = captures
+    compiler.captures.steps = captures
     return compiler, as_batch(batch)
 
 

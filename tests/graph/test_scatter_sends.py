@@ -14,12 +14,14 @@ from graphaccel.ir.program import StepProgram
 from graphaccel.passes.localise import localised
 from graphaccel.passes.pipeline import build
 from graphaccel.planner.cluster import Cluster
-from graphaccel.planner.estimate import message_bytes, predict_seconds, scatters
+from graphaccel.planner.estimate import predict_seconds
 from graphaccel.planner.layouts import Layouts, rates_of
-from graphaccel.planner.pins import Limits, read_pins
+from graphaccel.planner.pins import Limits
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.profile import Profile
+from graphaccel.planner.read_pins import read_pins
 from graphaccel.planner.solve import Problem, with_cuts_and_blocks
+from graphaccel.planner.stage_messages import message_bytes, scatters
 from graphaccel.planner.traffic import traffic
 
 Captured = Callable[[str], StepGraph]

@@ -24,6 +24,7 @@ from graphaccel.passes.shard_axis import ShardedGraph, shard_axis
 from graphaccel.planner.by_heads import HeadsDoNotDivide
 from graphaccel.planner.placements import PlacementProblem, Rates, solve_placements
 from graphaccel.planner.plan import Plan
+from graphaccel.planner.shardable import Shardable
 from graphaccel.rules.shard import Row, Shard, shard_of
 from tests.support.casts import lift_loss_cast
 from tests.support.gpt import GPT
@@ -256,7 +257,8 @@ class _AtRandom(PlacementProblem):
 @pytest.mark.parametrize(("name", "axis", "seed"), AT_RANDOM)
 def test_any_placement(name: str, axis: str, seed: int) -> None:
     step, graph, _ = captured(name)
-    problem = _AtRandom(graph.graph, step.inputs, step.outputs, axis, 2, RATES, {}, True, False)
+    space = Shardable(graph.graph, step.inputs, step.outputs, axis, 2, {}, True)
+    problem = _AtRandom(space, RATES)
     problem.generator = np.random.default_rng(seed)
     made = shard_axis(graph, step.inputs, step.outputs, problem.solve(), axis=axis, ranks=2)
     check(name, made, axis, 2)
@@ -284,7 +286,9 @@ def test_uneven_dims_are_padded(name: str, ranks: int) -> None:
 @pytest.mark.parametrize(("name", "seed"), [(name, seed) for name in UNEVEN for seed in (0, 1)])
 def test_any_uneven_placement(name: str, seed: int) -> None:
     step, graph, _ = captured(name)
-    problem = _AtRandom(graph.graph, step.inputs, step.outputs, "tensor", 2, RATES, {}, True, False)
+    problem = _AtRandom(
+        Shardable(graph.graph, step.inputs, step.outputs, "tensor", 2, {}, True), RATES
+    )
     problem.generator = np.random.default_rng(seed)
     made = shard_axis(graph, step.inputs, step.outputs, problem.solve(), axis="tensor", ranks=2)
     check(name, made, "tensor", 2)
@@ -314,7 +318,9 @@ def test_gradients_are_gathered_where_they_are_made() -> None:
 def test_gradients_that_are_read_themselves(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(UNEVEN, "adapted", _adapted)
     step, graph, _ = captured("adapted")
-    problem = _AtRandom(graph.graph, step.inputs, step.outputs, "tensor", 2, RATES, {}, True, False)
+    problem = _AtRandom(
+        Shardable(graph.graph, step.inputs, step.outputs, "tensor", 2, {}, True), RATES
+    )
     problem.generator = np.random.default_rng(seed)
     made = shard_axis(graph, step.inputs, step.outputs, problem.solve(), axis="tensor", ranks=2)
     check("adapted", made, "tensor", 2)

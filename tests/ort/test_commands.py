@@ -86,7 +86,7 @@ def test_a_saved_plan_runs_the_regions_it_names(kernels: Kernels) -> None:
 
 
 def test_nothing_measured_nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("graphaccel.compiler.installed", lambda: pytest.fail("not needed"))
+    monkeypatch.setattr("graphaccel.regions.installed", lambda: pytest.fail("not needed"))
     assert choose(cluster("cpu", 1)).prediction.ort is None
 
 
@@ -135,7 +135,7 @@ def test_pins_that_can_not_be(value: Any) -> None:
 
 
 def test_without_onnxruntime(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("graphaccel.compiler.installed", lambda: None)
+    monkeypatch.setattr("graphaccel.regions.installed", lambda: None)
     with pytest.raises(OrtMissing, match="ort='all' needs ONNX Runtime"):
         choose(cluster("cpu", 1), ort="all")
     measured = dataclasses.replace(cluster("cpu", 1), ort={"plain 1.0, 1 thread": {"k": (2, 1)}})

@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 from torch import nn
 
-from graphaccel import compiler
+from graphaccel import captures as kept
 from graphaccel.capture.batch import Batch
 from graphaccel.capture.export import LossFn
 from graphaccel.capture.stepgraph import StepGraph
@@ -46,13 +46,13 @@ def captures_of(name: str) -> Iterator[None]:
     Alike are models that print alike, with tensors alike, called alike. name: of the tests whose
     models then also compute alike.
     """
-    real = compiler.capture
+    real = kept.capture
 
     def capture(module: nn.Module, batch: Batch, loss_fn: LossFn) -> StepGraph:
         told = depends_on(module, (batch.signature(), str(module), module.training), loss_fn)
         return captured_once(f"{name} {told}", lambda: real(module, batch, loss_fn))
 
-    with patch.object(compiler, "capture", capture):
+    with patch.object(kept, "capture", capture):
         yield
 
 

@@ -115,9 +115,9 @@ def run_plan(
         )
         # Captures depend on the model and the batch alone: one serves all plans in this worker.
         compiler = model.graphaccel._compiler
-        compiler.captures = _captures(name, dtype, lift)
+        compiler.captures.steps = _captures(name, dtype, lift)
         losses, grads = train(model, optimizer, batch, loss_fn, steps)
-        write_captures(f"{name} {dtype} {lift}", compiler.captures)
+        write_captures(f"{name} {dtype} {lift}", compiler.captures.steps)
         state = graphaccel.full_state_dict(model)
         copies = {key: value.clone() for key, value in state.items()}
         del state

@@ -1,0 +1,133 @@
+"""What was captured of one model: a step for each kind of batch."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphaccel.capture.batch import Batch, batch_leaves, sequence_leaves
+from graphaccel.capture.stepgraph import StepGraph, capture
+from graphaccel.capture.symbols import BATCH, SEQUENCE
+from graphaccel.compat.torch import FakeTensorMode, pytree
+from graphaccel.conditions import no_collections, ops_of
+from graphaccel.errors import Unsupported
+from graphaccel.ir.unfold import input_nodes
+from graphaccel.model import Model, without_data
+from graphaccel.progress import progress
+
+
+class Captures:
+    """Captures a model when a batch asks for it, and remembers what it captured.
+
+    steps: (signature of the batch, training) → step. capturing: whether it does so now.
+    """
+
+    def __init__(self, model: Model, device_type: str) -> None:
+        self.model, self.capturing = model, False
+        self.steps: dict[Any, StepGraph] = {}
+        self._device_type = device_type
+        self._skeleton: nn.Module | None = None
+
+    def of(self, batch: Batch, *, training: bool = True) -> tuple[StepGraph, dict]:
+        """The step for a batch, and the symbol sizes of that batch in it."""
+        for step in self.steps.values():
+            sizes = self._fitting(step, batch, training)
+            if sizes is not None:
+                return step, sizes
+        start = time.perf_counter()
+        module, made = self._faked(batch)
+        modes = {m: m.training for m in module.modules()}
+        if module.training != training:
+            module.train(training)
+        self.capturing = True
+        try:
+            own_ops = ops_of(self._device_type)
+            with torch.enable_grad(), no_collections(), own_ops:
+                step = capture(module, made, self.model.loss_fn)
+        finally:
+            self.capturing = False
+            for m, mode in modes.items():
+                m.training = mode
+        if step.has_loss and training:
+            _refuse_tracked(step)
+        self.steps[(batch.signature(), training)] = step
+        progress("capture", f"{step.nodes:,} ops", time.perf_counter() - start)
+        return step, self._sizes(step, batch)
+
+    def knows(self, batch: Batch) -> bool:
+        """Whether the training step of this batch is captured already."""
+        return any(self._fitting(step, batch, True) is not None for step in self.steps.values())
+
+    def keep(self, batch: Batch, step: StepGraph) -> None:
+        """Use another rank's capture of the training step of this batch."""
+        if self._skeleton is None:  # now: later the model has shards and stand-ins
+            self._skeleton = without_data(self.model.module)
+        self.steps[(batch.signature(), True)] = step
+
+    def _faked(self, batch: Batch) -> tuple[nn.Module, Batch]:
+        """The model and a batch without data: capture then leaves no trace on the user's own."""
+        if self._skeleton is None:
+            self._skeleton = without_data(self.model.module)
+        mode = _mode_of(self._skeleton)
+        with mode:
+            leaves = tuple(
+                torch.empty(
+                    x.shape, dtype=x.dtype, device=_real(x.device), requires_grad=x.requires_grad
+                )
+                if isinstance(x, torch.Tensor)
+                else x
+                for x in batch.leaves
+            )
+        return self._skeleton, Batch(leaves, batch.names, batch.spec)
+
+    def _sizes(self, step: StepGraph, batch: Batch) -> dict:
+        size, dims = batch_leaves(batch)
+        sizes = {BATCH: size} if BATCH in step.sizes else {}
+        if SEQUENCE in step.sizes:
+            sizes[SEQUENCE] = sequence_leaves(batch, dims)[0]
+        return sizes
+
+    def _fitting(self, step: StepGraph, batch: Batch, training: bool) -> dict | None:
+        """Symbol sizes with which a capture serves this batch, or None."""
+        if step.training != training:
+            return None
+        sizes = self._sizes(step, batch)
+        for node, spec in zip(input_nodes(step.graph), step.inputs, strict=True):
+            if spec.kind != "batch":
+                continue
+            leaf = batch.leaves[spec.leaf] if spec.leaf < len(batch.leaves) else None
+            if not isinstance(leaf, torch.Tensor) or batch.names[spec.leaf] != spec.name:
+                return None
+            if leaf.dtype != node.meta["val"].dtype or leaf.dim() != len(node.meta["dims"]):
+                return None
+            if training and leaf.requires_grad != spec.tracked:
+                return None
+            for size, expression in zip(leaf.shape, node.meta["dims"], strict=True):
+                wanted = expression if isinstance(expression, int) else expression.subs(sizes)
+                if int(wanted) != size:
+                    return None
+        used = {spec.leaf for spec in step.inputs if spec.kind == "batch"}
+        return sizes if used == set(range(len(batch.leaves))) else None
+
+
+def _refuse_tracked(step: StepGraph) -> None:
+    """A gradient of the batch would be lost in silence. Raises Unsupported (GA208)."""
+    for spec in step.inputs:
+        if spec.tracked:
+            raise Unsupported(
+                what=f"a gradient of the input `{spec.name}` where the loss is part of the graph",
+                reason="gradients are computed when the model is called, those of parameters only",
+                help_line="let the script compute the loss:  "
+                "graphaccel.optimize(model, optimizer, loss_fn='outside')",
+            )
+
+
+def _real(device: torch.device) -> torch.device:
+    return torch.device("cpu") if device.type == "meta" else device
+
+
+def _mode_of(module: nn.Module) -> FakeTensorMode:
+    return next(iter(pytree.tree_leaves(list(module.parameters())))).fake_mode
