@@ -1,4 +1,6 @@
-"""Times of mixtures that train otherwise than ours: what is sent, weighed, turned and started."""
+"""Times of systems that train otherwise than ours: what is joined, and of mixtures what is sent,
+weighed, turned and started.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +12,16 @@ import torch
 from torch import fx
 
 from benchmarks.validation import latent
+from benchmarks.validation.joined import Joined, joined_works
 from benchmarks.validation.mixtures import MIXTURES
-from benchmarks.validation.rows import Run
+from benchmarks.validation.rows import TENSOR_LINK, Run
 from benchmarks.validation.state_space import between_bytes
 from graphaccel.capture.symbols import BATCH
 from graphaccel.kernels.expert_rows import EXCHANGE
 from graphaccel.planner.catalogue import LAUNCH_SECONDS
 from graphaccel.planner.cluster import Cluster, Device
 from graphaccel.planner.communication import all_to_all_seconds, exposed_seconds
-from graphaccel.planner.cost import Sizes, node_work
+from graphaccel.planner.cost import Sizes, left_source, node_work
 from graphaccel.planner.efficiency import Work, seconds_of
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.profile import Profile
@@ -35,6 +38,7 @@ _WEIGHS = frozenset({torch.ops.aten.mul.Tensor, torch.ops.aten._to_copy.default,
 # expert: a product and a sum, and in backward two products and their sums, and a cast. Bytes of a
 # number: of these and of what puts their results together. (forward, backward) each.
 _BIAS_STARTS, _BIAS_BYTES = (2, 5), (28, 40)
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
 _BITS = {"float8_e4m3fn": 8, "float4_e2m1fn_x2": 4}
 
 
@@ -44,7 +48,7 @@ class Phase:
     starts one by one, and works of a device beside which it does."""
 
     count: float = 0.0
-    beside: tuple[tuple[Work, int], ...] = ()
+    beside: tuple[tuple[Work, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -98,32 +102,37 @@ NOTHING_STARTED = Started()
 def as_theirs(
     run: Run, profile: Profile, plan: Plan, where: Cluster, launch: float
 ) -> tuple[Plan, Started]:
-    """The plan with the time that its experts take in the run's system, and what starts them there.
+    """The plan with the time it takes in the run's system, and what is started one by one there.
     launch: seconds of the process to start an operation."""
-    if run.kind not in MIXTURES:
-        return plan, NOTHING_STARTED
-    sent = 0.0
-    plan = _without_others(run, profile, plan, where)
-    if run.system.rows_in_parts:
+    joined = [(each.work, each.times) for each in _joined(run, profile, plan)]
+    mixed, started, sent = run.kind in MIXTURES, NOTHING_STARTED, 0.0
+    if mixed or run.products:
+        plan = _without_others(run, profile, plan, where)
+    if mixed and run.system.rows_in_parts:
         plan, sent = _rows_in_parts(run, profile, plan, where)
-    started = _started(run, profile, plan, sent) if run.system.started else NOTHING_STARTED
-    more = started.waits(where.device, launch) + _seconds(_others_works(run), where.device)
+    if mixed and run.system.started:
+        started = _started(run, profile, plan, sent)
+    more = started.waits(where.device, launch)
+    more += _seconds([*_others_works(run), *joined], where.device)
     asked = [(call.work, call.times) for call in _calls(run, profile, plan)]
     return _longer(plan, more / _seconds(asked, where.device)), started
 
 
-def works(run: Run, profile: Profile, plan: Plan) -> list[tuple[Work, int]]:
+def works(run: Run, profile: Profile, plan: Plan) -> list[tuple[Work, float]]:
     """What a microbatch asks of a device, all stages together, and how often."""
-    calls = [(call.work, call.times) for call in _calls(run, profile, plan)]
-    return calls + _others_works(run)
+    calls = *_calls(run, profile, plan), *_joined(run, profile, plan)
+    return [*((call.work, call.times) for call in calls), *_others_works(run)]
+
+
+def _joined(run: Run, profile: Profile, plan: Plan) -> list[Joined]:
+    return joined_works(run, len(plan.recompute) / len(profile.block_names))
 
 
 def _calls(run: Run, profile: Profile, plan: Plan) -> list[_Call]:
     sizes = Sizes({**profile.step.sizes, BATCH: plan.microbatch_size})
     kinds, first = profile.alike
-    numbers = [profile.block_names.index(name) for name in plan.recompute]
     ahead = profile.node_forward
-    again = np.isin(profile.block_at, numbers)[profile.node_position] & ahead
+    again = profile.again(plan).rows & ahead
     forward = np.bincount(kinds[ahead], minlength=len(first)).tolist()
     behind = np.concatenate([kinds[~ahead], kinds[again]])
     backward = np.bincount(behind, minlength=len(first)).tolist()
@@ -144,6 +153,7 @@ def _theirs(node: fx.Node, work: Work, run: Run) -> list[Work]:
     configs/system, "group_matmul"). They read numbers of so many bits as they multiply."""
     if between := between_bytes(node, run.microbatch * run.sequence):
         return [work, Work(bytes=between, dtype=work.dtype, calls=0)]
+    work = replace(work, cast=work.cast * run.system.casts * _cast_share(node, run))
     if not run.system.experts_apart or node.target not in _PRODUCTS:
         return [work]
     read = 2 * work.count * work.inner * (work.rows + work.columns)
@@ -151,7 +161,15 @@ def _theirs(node: fx.Node, work: Work, run: Run) -> list[Work]:
     return [replace(work, bytes=0), Work(bytes=moved, dtype=work.dtype, calls=0)]
 
 
-def _seconds(asked: Sequence[tuple[Work, int]], device: Device) -> float:
+def _cast_share(node: fx.Node, run: Run) -> float:
+    """Of what a product has on its left: rows that are gathered in fewer bits are cast before, by
+    each rank its own."""
+    source = left_source(node) if run.system.gathered_bits < 16 else None
+    gathered = source is not None and source.target is _WAIT
+    return 1 / run.tensor if gathered else 1.0
+
+
+def _seconds(asked: Sequence[tuple[Work, float]], device: Device) -> float:
     return sum(n * seconds_of(work, device) for work, n in asked)
 
 
@@ -166,18 +184,24 @@ def _started(run: Run, profile: Profile, plan: Plan, sent: float) -> Started:
         own = call.node.target in _PRODUCTS and call.work.calls > 0
         return 1 + each if own else call.work.calls
 
+    every = *calls, *(joined := _joined(run, profile, plan))
+    alike = joined if "rest" in run.system.started else []
     (ahead, behind), turned = _biases(run), _turned(run)
     if "rest" in run.system.started:
         ahead, behind = _both(ahead, turned), _both(behind, turned)
     else:
         behind = _both(behind, replace(turned, count=0.0))
     forward = Phase(
-        ahead.count + sum(call.forward * starts(call) for call in own),
-        (*((call.work, call.forward) for call in own if call.forward), *ahead.beside),
+        ahead.count
+        + sum(call.forward * starts(call) for call in own)
+        + sum(each.forward * each.work.calls for each in alike),
+        (*((call.work, call.forward) for call in (*own, *alike) if call.forward), *ahead.beside),
     )
     backward = Phase(
-        behind.count + sum(call.backward * starts(call) for call in own),
-        (*((call.work, call.backward) for call in calls if call.backward), *behind.beside),
+        behind.count
+        + sum(call.backward * starts(call) for call in own)
+        + sum(each.backward * each.work.calls for each in alike),
+        (*((call.work, call.backward) for call in every if call.backward), *behind.beside),
     )
     return Started(forward, backward, sent)
 
@@ -236,12 +260,13 @@ def _beside_another(run: Run, profile: Profile, plan: Plan, where: Cluster, sent
 def _once_a_node(run: Run, where: Cluster) -> Cluster:
     """With links between nodes as much faster as fewer rows go over them: a row goes once to each
     node where it has experts, which are anywhere, and from there to each of them."""
-    inner, *outer = where.links
-    nodes = -(-run.expert * run.tensor // inner.size)
+    at = next(i for i, link in enumerate(where.links) if link.name != TENSOR_LINK)
+    within, outer = where.links[: at + 1], where.links[at + 1 :]
+    nodes = -(-run.expert * run.tensor // within[-1].size)
     chosen = MIXTURES[run.kind].chosen
     reached = nodes * (1 - (1 - 1 / nodes) ** chosen)
     faster = [replace(link, bandwidth=link.bandwidth * chosen / reached) for link in outer]
-    return replace(where, links=(inner, *faster))
+    return replace(where, links=(*within, *faster))
 
 
 def _in_others(node: fx.Node, run: Run) -> bool:
@@ -260,8 +285,8 @@ def _in_others(node: fx.Node, run: Run) -> bool:
 
 
 def _without_others(run: Run, profile: Profile, plan: Plan, where: Cluster) -> Plan:
-    """The plan with the time it takes without what theirs has in other kernels, and with experts
-    apart."""
+    """The plan with the time it takes without what theirs has in other kernels, with experts apart,
+    and with their casts."""
     sizes = Sizes({**profile.step.sizes, BATCH: plan.microbatch_size})
     kinds, first = profile.alike
     times = np.bincount(kinds, minlength=len(first)).tolist()

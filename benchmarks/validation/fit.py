@@ -59,7 +59,7 @@ class Sample:
 
     run: Run
     device: Device
-    works: Sequence[tuple[Work, int]]
+    works: Sequence[tuple[Work, float]]
     scaled: float
     rest: float
     pieces: tuple[Segment, ...] = ()

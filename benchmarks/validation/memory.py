@@ -14,7 +14,8 @@ from graphaccel.kernels.register import fusion_of
 from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.cost import Sizes
 from graphaccel.planner.plan import Plan, StageMemory
-from graphaccel.planner.profile import Profile, Tensor
+from graphaccel.planner.profile import Profile
+from graphaccel.planner.storages import Tensor
 
 STATE_BYTES = 24
 """Of optimizer state for each 4 bytes of 16-bit weights: float32 weights and two moments."""

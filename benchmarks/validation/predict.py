@@ -10,7 +10,7 @@ from benchmarks.validation.experts import as_theirs as experts_as_theirs
 from benchmarks.validation.memory import STATE_BYTES, as_theirs, kept_share
 from benchmarks.validation.mixtures import MIXTURES
 from benchmarks.validation.models import model_of, placements
-from benchmarks.validation.rows import STARTED_LAUNCH, Run
+from benchmarks.validation.rows import STARTED_LAUNCH, TENSOR_LINK, Run
 from benchmarks.validation.traced import Segment, as_traced
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import BATCH
@@ -18,7 +18,7 @@ from graphaccel.compiler import Compiler
 from graphaccel.errors import InfeasiblePlan
 from graphaccel.model import Model
 from graphaccel.planner.catalogue import by_power, cluster
-from graphaccel.planner.cluster import GIB, Cluster
+from graphaccel.planner.cluster import GIB, Cluster, Collective, Device, Link
 from graphaccel.planner.communication import (
     INTERFERENCE,
     all_gather_seconds,
@@ -57,20 +57,23 @@ class Predicted:
     pieces: tuple[Segment, ...] = field(default=(), repr=False)
     started: Started = field(default=NOTHING_STARTED, repr=False)
 
-    def works(self) -> list[tuple[Work, int]]:
+    def works(self) -> list[tuple[Work, float]]:
         """What a microbatch asks of a device, all stages together, and how often."""
         return works(self.run, self.profile, self.plan)
 
 
 class _Redrawn(Layouts):
     """Of systems that do all of a block's forward again where they recompute it, drawing random
-    numbers and sending; ours does what the backward reads again, and keeps both."""
+    numbers and sending; ours does what the backward reads again, and keeps both. whole_again:
+    what nothing reads is done again too."""
+
+    whole_again = True
 
     def of(self, plan: Plan) -> Profile:
         """The profile of the graph that a device of `plan` runs."""
         profile = super().of(plan)
         profile.storages.kept[:] = False
-        profile.whole_again = True
+        profile.whole_again = self.whole_again
         return profile
 
 
@@ -208,18 +211,21 @@ class Predictor:
 
     def captured(self, run: Run, fusions: tuple[str, ...]) -> Layouts:
         """The layouts of the run's model on devices of this kind."""
-        shape = run.shape, run.device
+        # A compiler leaves out of what is made again what the backward does not read.
+        whole_again = not (run.system.compiled and run.recompute == "all")
+        shape = run.shape, run.device, whole_again
         if (known := self._layouts.get((shape, fusions))) is None:
             module, batch = model_of(run)
-            where = cluster_of(run, self._most)
+            where = cluster_of(replace(run, tensor=1), self._most)  # of no one size of that axis
             pins = {"fusions": fusions or "off"}
             compiler = Compiler(Model(module, None, STATE_BYTES / 4), where, pins)
             # On other devices it is the same.
             self._captures = {run.shape: self._captures.get(run.shape, {})}
-            compiler.captures = self._captures[run.shape]
+            compiler.captures.steps = self._captures[run.shape]
             step, sizes = compiler.capture(batch)
             made = compiler.layouts(step, {**sizes, BATCH: 2})
             known = _Redrawn(made.whole, made.localise)
+            known.whole_again = whole_again
             same = {key: made for key, made in self._layouts.items() if key[0] == shape}
             self._layouts = {**same, (shape, fusions): known}  # runs come sorted by shape
         return known
@@ -249,8 +255,10 @@ def real_cluster(run: Run, devices: int) -> Cluster:
     return where
 
 
-def cluster_of(run: Run, devices: int) -> Cluster:
-    """Of devices that hold everything and otherwise are as the run's system made use of them."""
+def cluster_of(run: Run, devices: int, *, other_meshes: bool = False) -> Cluster:
+    """Of devices that hold everything and otherwise are as the run's system made use of them.
+
+    other_meshes: for other sizes of the tensor axis too, at the rates that the run's has."""
     where, system = real_cluster(run, devices), run.system
     device = replace(
         where.device,
@@ -272,16 +280,29 @@ def cluster_of(run: Run, devices: int) -> Cluster:
         device = replace(device, peak_flops=rates)
     device = computing(device, Precision(run.precision, products=run.products))
     inner, *outer = where.links
-    # In pieces beside products all but one piece hides, as over data.
-    exposed = exposed_seconds(device, 1.0, 1 / run.tensor, 1.0) if system.split else 1.0
-    inner = replace(
-        inner,
-        bandwidth=inner.bandwidth / exposed,
-        latency_seconds=inner.latency_seconds * exposed,
-    )
     if system.network_gigabits:
         outer = [replace(x, bandwidth=system.network_gigabits * 1e9 / 8 * 0.95) for x in outer]
-    return replace(where, device=device, links=(inner, *outer))
+    within = _tensor_links(run, device, inner)
+    if other_meshes:
+        within = (replace(within[0], name=inner.name, size=inner.size),)
+    return replace(where, device=device, links=(*within, *outer))
+
+
+def _tensor_links(run: Run, device: Device, inner: Link) -> tuple[Link, ...]:
+    """The levels within a node, where devices of the tensor axis reach one another at rates of
+    their own: in pieces beside products all but one piece hides, as over data."""
+    system = run.system
+    exposed = exposed_seconds(device, 1.0, 1 / run.tensor, 1.0) if system.split else 1.0
+    hop, rate = inner.latency_seconds * exposed, inner.bandwidth / exposed
+    gathers = Collective("all-gather", hop, rate * 16 / system.gathered_bits)
+    if system.gathers_whole:
+        gathers = Collective("all-gather", inner.latency_seconds, inner.bandwidth)
+    own = replace(inner, latency_seconds=hop, bandwidth=rate, measured=(gathers,))
+    if run.tensor == 1:
+        return (inner,)
+    if inner.size % run.tensor or inner.size == run.tensor:
+        return (own,)
+    return replace(own, name=TENSOR_LINK, size=run.tensor), inner
 
 
 def _pins(run: Run, profile: Profile) -> dict[str, object]:

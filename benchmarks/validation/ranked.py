@@ -41,7 +41,7 @@ def ranks(runs: Sequence[Run], seconds: float) -> Iterator[tuple[Run, dict[str, 
     for run in runs:
         if time.monotonic() > end:
             return
-        where = cluster_of(run, run.devices)
+        where = cluster_of(run, run.devices, other_meshes=True)
         memory = real_cluster(run, run.devices).device.memory
         where = replace(where, device=replace(where.device, memory=memory))
         captured = predictor.captured(run, run.system.fusions)

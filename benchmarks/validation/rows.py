@@ -44,10 +44,15 @@ _PRODUCTS = {**dict.fromkeys(_EIGHT_BITS, "float8_e4m3fn"), "nvfp4": "float4_e2m
 EAGER_LAUNCH = 62e-6
 # Of what is started one by one in a mixture of another framework: as its runs say (`fit`).
 STARTED_LAUNCH = 54e-6
-# Of products with a scale for each row. Llama-3 8B on 8 H100s: 5,760 tokens/s in 16 bits, 6,424
-# with scales of rows, 7,186 with those of tensors (pytorch/torchtitan@7a04053): with products six
-# tenths of the step in 16 bits, they are 1.21 and 1.49 times as fast.
-_BY_ROWS = 0.81
+TENSOR_LINK = "tensor axis"
+"""The level of a cluster that holds the devices of a run's tensor axis alone."""
+# Of products with a scale for each row, which are cast for the backward once more, by columns: read
+# to find a scale and again to be cast, 8 bytes for each number in place of 2 (`matmul_with_hp_or_
+# float8_args`, float8/float8_linear.py, torchao). Llama-3 8B on 8 H100s: 5,760 tokens/s in 16 bits,
+# 6,424 with scales of rows, 7,186 with those of tensors (pytorch/torchtitan@7a04053). With products
+# six tenths of the step in 16 bits, a token's take 69.8 us with the latter; of the 16.5 us that it
+# takes longer with the former, casts are 8.5.
+_BY_ROWS, _CAST_BY_ROWS = 0.90, 4.0
 _RECOMPUTED = {"full": "all", "selective(op)": "operations", "": ""}
 _PADDED_VOCABULARY = 51200  # GPT-2's 50257 as Megatron-LM pads it
 _NEMOTRON_VOCABULARY = 256000  # "Nemotron-4 15B Technical Report", arXiv 2402.16819, section 2
@@ -99,7 +104,11 @@ class System:
     (`overlap_moe_expert_parallel_comm`, megatron/core/models/common/model_chunk_schedule_plan.py).
     experts_apart: each expert's products are kernels of their own (`GroupedLinear` of Transformer
     Engine). experts_again: layers with experts are made again for the backward (`recompute_modules`
-    of its recipe: "moe").
+    of its recipe: "moe"). gathers_low: where products are in 8 or 4 bits, the tensor axis gathers
+    rows in those; gathered_bits: of a number that it gathers. gathers_whole: it gathers them in one
+    piece, where `split`. compiled: its blocks are compiled, with what is made again in them.
+    joined: products of one input are one (`joined`). casts: bytes that are moved to cast a number,
+    beside those of Transformer Engine.
     """
 
     fused_attention: bool = True
@@ -139,6 +148,12 @@ class System:
     beside_another: bool = False
     experts_apart: bool = False
     experts_again: bool = False
+    gathers_low: bool = False
+    gathered_bits: int = 16
+    gathers_whole: bool = False
+    compiled: bool = False
+    joined: bool = False
+    casts: float = 1.0
 
 
 # Fused: the masked softmax, and bias, dropout and sum (arXiv 2104.04473, section 4.2); the kernel
@@ -156,9 +171,12 @@ _MEGATRON = System(
 _LLAMA = ("add_rms_norm", "cross_entropy", "rms_norm", "rotary", "swiglu")
 # Gradients in bfloat16; `ub_tp_comm_overlap`, `overlap_grad_sync`, `overlap_param_sync`
 # (NVIDIA/dgxc-benchmarking, nemotron4-15b-synth.yaml, gpt3_175b_hydra.yaml): the tensor axis's
-# collectives run in pieces beside products, and those over data by layers beside both phases.
+# collectives run in pieces beside products, and those over data by layers beside both phases. Rows
+# are gathered as products read them (`gather_along_first_dim` of Transformer Engine, with a
+# quantizer).
 _NEMO = System(fusions=_LLAMA, zero=1, split=True, gathers_beside=True, rows_in_parts=True,
-               probabilities_inside=True, router_rounds=True, experts_apart=True)  # fmt: skip
+               probabilities_inside=True, router_rounds=True, experts_apart=True,
+               gathers_low=True, joined=True)  # fmt: skip
 SYSTEMS = {
     # Megatron-LM of 2021 and its default dropout; its own masked softmax, scores in memory (arXiv
     # 2104.04473, section 4.2).
@@ -199,6 +217,7 @@ SYSTEMS = {
         gradient_bytes=4,
         megatron_core=True,
         probabilities_inside=True,
+        joined=True,
         experts_apart=True,
     ),
     # GPT-3 175B of NeMo trains with dropout, its kernels as below (gpt3_175b_hydra.yaml:
@@ -230,6 +249,7 @@ SYSTEMS = {
         reserved=True,
         attention_hopper=0.6,
         fsdp2=True,
+        gathers_low=True,
         sequence=8192,
         device=(95.0, 2.4, 500 / 700),
     ),
@@ -329,7 +349,8 @@ class Run:
         """What the model and its batch depend on."""
         system = replace(
             self.system, started=frozenset(), weighs_biases=False, beside_another=False,
-            experts_apart=False, experts_again=False, once_a_node=False,
+            experts_apart=False, experts_again=False, once_a_node=False, gathers_low=False,
+            gathered_bits=16, gathers_whole=False, compiled=False, joined=False, casts=1.0,
         )  # fmt: skip
         return (
             self.layers, self.hidden, self.heads, self.kv_heads, self.ffn, self.sequence,
@@ -464,12 +485,21 @@ def _system(row: dict[str, str]) -> System:
         system = replace(system, gathers_once=row["pp"] not in ("", "1"))
         if "202412" in row["source"]:  # its loss is not compiled (train.py, @9dec370)
             system = replace(system, fusions=tuple(f for f in _LLAMA if f != "cross_entropy"))
-        if "eager" in row["notes"]:
+        system = replace(system, compiled="eager" not in row["notes"])
+        if not system.compiled:
             system = replace(system, fusions=())
+        # "float8 all-gather with TP is only supported for tensorwise float8 scaling": others gather
+        # 16 bits, and scale between the gather and its products, so that no pass of Inductor finds
+        # the two next to each other (`parallelize_llama`, infra/parallelize.py, pytorch/torchtitan;
+        # `fuse_all_gather_matmul`, fx_passes/micro_pipeline_tp.py, torch).
         if row["precision"] == "fp8-rowwise":
-            system = replace(system, scaled=_BY_ROWS)
+            system = replace(
+                system, scaled=_BY_ROWS, casts=_CAST_BY_ROWS, gathers_low=False, gathers_whole=True
+            )
         if "asynctp" in row["notes"].replace(" ", "").lower():  # in pieces beside products
             system = replace(system, split=True)
+    if system.gathers_low and row["precision"] in _PRODUCTS:
+        system = replace(system, gathered_bits=4 if row["precision"] == "nvfp4" else 8)
     return system
 
 

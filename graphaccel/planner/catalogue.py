@@ -109,7 +109,7 @@ class _Kernels:
 
 _OF_V100 = _Kernels(80, 0.7, 0.4, 0.3)
 _OF_A100 = _Kernels(108, 0.70, 0.8, 0.66, 0.8)
-_OF_H100 = _Kernels(132, 0.72, 0.6, 0.49, product_8_bits=0.64)
+_OF_H100 = _Kernels(132, 0.68, 0.6, 0.49, product_8_bits=0.58)
 _OF_ADA = _Kernels(128, 0.8, 0.6, 0.5)
 KILOWATTS: Mapping[str, float] = MappingProxyType(
     {"b200": 1.0, "b300": 1.1, "gb200": 1.2, "gb300": 1.4}
@@ -132,7 +132,7 @@ def _of_blackwell(machine: str, processors: int) -> _Kernels:
     def share(reached: float, dtype: str) -> float:
         return reached * by_power(power, dtype) * _B200[dtype] / peaks[dtype]
 
-    product, product_8_bits = share(0.52, "bfloat16"), share(0.50, "float8_e4m3fn")
+    product, product_8_bits = share(0.52, "bfloat16"), share(0.46, "float8_e4m3fn")
     return _Kernels(processors, product, 0.8 * 0.71, 0.8 * 0.6, 0.6, product_8_bits)
 
 
