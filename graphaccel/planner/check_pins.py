@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from types import MappingProxyType
 
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.errors import BadPin, BatchNotDivisible, NoLoss, SplitRefused
@@ -13,6 +14,16 @@ from graphaccel.planner.module_pins import (
 from graphaccel.planner.offload import offload_text
 from graphaccel.planner.order import AXES
 from graphaccel.planner.pins import PRECISIONS, Limits, Pins, divisors
+
+# What on the host weights apart do not go with.
+_TWICE = MappingProxyType(
+    {
+        "activations": "reads what is saved a second time, for the gradients of weights, and it "
+        "would be copied back twice",
+        "parameters": "has the gradients of weights apart, and parameters on the host are copied "
+        "up for the forward and the backward alone",
+    }
+)
 
 
 def check_together(pins: Pins, devices: int, has_loss: bool) -> None:
@@ -211,22 +222,12 @@ def _check_weights_apart(pins: Pins) -> None:
             "them inside it",
             (0, 1),
         )
-    if "activations" in (pins.offload or ()):
-        raise BadPin(
-            pin="offload",
-            value=offload_text(pins.offload or ()),
-            reason="schedule='zero_bubble' reads what is saved a second time, for the gradients of "
-            "weights, and it would be copied back twice",
-            allowed=("none", "optimizer"),
-        )
-    if "parameters" in (pins.offload or ()):
-        raise BadPin(
-            pin="offload",
-            value=offload_text(pins.offload or ()),
-            reason="schedule='zero_bubble' has the gradients of weights apart, and parameters on "
-            "the host are copied up for the forward and the backward alone",
-            allowed=("none", "optimizer"),
-        )
+    away = pins.offload or ()
+    for what, reason in _TWICE.items():
+        if what in away:
+            said = f"schedule='zero_bubble' {reason}"
+            allowed = ("none", "optimizer")
+            raise BadPin(pin="offload", value=offload_text(away), reason=said, allowed=allowed)
     if pins.ort not in (None, "auto", "off"):
         raise BadPin(
             pin="ort",

@@ -25,11 +25,10 @@
 A product in 8 bits reads inputs that were cast for it (NVIDIA Transformer Engine, "FP8 primer"):
 of the three that a linear layer is, its input and the gradient of its output, each written twice,
 as it lies and transposed, by the kernel that makes it, once for all products that read it. Weights
-are cast once a step. In 4 bits each
-16 numbers have a scale of 8 bits, and all of a tensor one that its largest number decides: it is
-read to find that, again to cast it, and once more for the copy that lies transposed, which is
-turned by a random Hadamard transform first ("Pretraining Large Language Models with NVFP4", arXiv
-2509.25149, 2025, section 4 and appendix B).
+are cast once a step. In 4 bits each 16 numbers have a scale of 8 bits, and all of a tensor one that
+its largest number decides: it is read to find that, again to cast it, and once more for the copy
+that lies transposed, which is turned by a random Hadamard transform first ("Pretraining Large
+Language Models with NVFP4", arXiv 2509.25149, 2025, section 4 and appendix B).
 """
 
 from __future__ import annotations

@@ -10,10 +10,7 @@ from typing import Any
 import numpy as np
 
 from graphaccel.planner.cluster import Cluster
-from graphaccel.planner.communication import (
-    INTERFERENCE,
-    all_gather_seconds,
-)
+from graphaccel.planner.communication import INTERFERENCE, all_gather_seconds
 from graphaccel.planner.over_data import bucket_seconds
 from graphaccel.planner.plan import GATHERS, Plan
 from graphaccel.planner.profile import Profile

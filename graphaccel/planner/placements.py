@@ -22,12 +22,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from graphaccel.capture.export import GraphInput, GraphOutput
-from graphaccel.planner.call_values import (
-    Value,
-    shapes_of,
-    source_of,
-    tensor_of,
-)
+from graphaccel.planner.call_values import Value, shapes_of, source_of, tensor_of
 from graphaccel.planner.conversions import ALL, Counted, Rates
 from graphaccel.planner.conversions import conversion_seconds as priced
 from graphaccel.planner.cost import counted_packet, is_causal

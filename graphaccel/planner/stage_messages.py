@@ -8,11 +8,7 @@ from itertools import pairwise
 import numpy as np
 
 from graphaccel.planner.cluster import Cluster
-from graphaccel.planner.communication import (
-    all_gather_seconds,
-    link_between,
-    send_seconds,
-)
+from graphaccel.planner.communication import all_gather_seconds, link_between, send_seconds
 from graphaccel.planner.footprint import in_parts
 from graphaccel.planner.order import number_of
 from graphaccel.planner.plan import Plan
