@@ -480,6 +480,9 @@ def _system(row: dict[str, str]) -> System:
             # Rotary embeddings are fused for "rope", and not for its "yarn" (`gpt_oss_provider.py`;
             # `validate_rope_fusion_compatibility`, src/megatron/bridge/utils/fusions.py).
             system = replace(system, fusions=tuple(f for f in _LLAMA if f != "rotary"))
+    if "Megatron-Bridge" in row["source"] and row["precision"] == "nvfp4":
+        # `tp_comm_overlap` is False for "nvfp4" (llama3_llm_pretrain.py, scripts/performance).
+        system = replace(system, split=False)
     if system.fsdp2:
         # `PipelineStage.backward_maybe_with_nosync` of torch gathers and sums once a step.
         system = replace(system, gathers_once=row["pp"] not in ("", "1"))
