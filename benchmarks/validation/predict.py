@@ -137,7 +137,9 @@ class Predictor:
         plan, profile = self._planned(run, system.fusions, where)
         assert plan.prediction is not None
         kept = kept_share(run, profile, plan, where)
-        timed, profile = self._planned(run, system.fusions + system.timed, where)
+        # A compiler leaves out of what is made again what the backward does not read.
+        whole = not (system.compiled and run.recompute == "all")
+        timed, profile = self._planned(run, system.fusions + system.timed, where, whole)
         assert timed.prediction is not None
         fullest = max(as_theirs(m, run, kept) for m in plan.prediction.memory)
         real = real_cluster(run, run.devices)
@@ -196,9 +198,12 @@ class Predictor:
         fullest = max(as_theirs(m, decided, kept) for m in plan.prediction.memory)
         return decided, fullest - budget
 
-    def _planned(self, run: Run, fusions: tuple[str, ...], where: Cluster) -> tuple[Plan, Profile]:
-        """The run's plan with such kernels, and what a device of it runs."""
-        captured = self.captured(run, fusions)
+    def _planned(
+        self, run: Run, fusions: tuple[str, ...], where: Cluster, whole_again: bool = True
+    ) -> tuple[Plan, Profile]:
+        """The run's plan with such kernels, and what a device of it runs. whole_again: of blocks
+        that are made again also what nothing reads."""
+        captured = self.captured(run, fusions, whole_again)
         plan = search(
             captured.whole.step,
             where,
@@ -209,12 +214,10 @@ class Predictor:
         )
         return plan, captured.of(plan)
 
-    def captured(self, run: Run, fusions: tuple[str, ...]) -> Layouts:
+    def captured(self, run: Run, fusions: tuple[str, ...], whole_again: bool = True) -> Layouts:
         """The layouts of the run's model on devices of this kind."""
-        # A compiler leaves out of what is made again what the backward does not read.
-        whole_again = not (run.system.compiled and run.recompute == "all")
-        shape = run.shape, run.device, whole_again
-        if (known := self._layouts.get((shape, fusions))) is None:
+        shape = run.shape, run.device
+        if (known := self._layouts.get((shape, fusions, whole_again))) is None:
             module, batch = model_of(run)
             where = cluster_of(replace(run, tensor=1), self._most)  # of no one size of that axis
             pins = {"fusions": fusions or "off"}
@@ -227,7 +230,7 @@ class Predictor:
             known = _Redrawn(made.whole, made.localise)
             known.whole_again = whole_again
             same = {key: made for key, made in self._layouts.items() if key[0] == shape}
-            self._layouts = {**same, (shape, fusions): known}  # runs come sorted by shape
+            self._layouts = {**same, (shape, fusions, whole_again): known}  # runs come by shape
         return known
 
 
