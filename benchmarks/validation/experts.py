@@ -164,7 +164,7 @@ def _theirs(node: fx.Node, work: Work, run: Run) -> list[Work]:
 def _cast_share(node: fx.Node, run: Run) -> float:
     """Of what a product has on its left: rows that are gathered in fewer bits are cast before, by
     each rank its own."""
-    source = left_source(node) if run.system.gathered_bits < 16 else None
+    source = left_source(node) if run.gathered_bits < 16 else None
     gathered = source is not None and source.target is _WAIT
     return 1 / run.tensor if gathered else 1.0
 

@@ -39,7 +39,7 @@ def joined_works(run: Run, again: float) -> list[Joined]:
     rows = run.microbatch * run.sequence // run.context
     for columns, layers in filter(lambda group: group[1], _groups(run)):
         # Rows that are gathered in fewer bits are cast before, by each rank its own.
-        own = 1 / run.tensor if run.system.gathered_bits < 16 else 1.0
+        own = 1 / run.tensor if run.gathered_bits < 16 else 1.0
         apart = [(side, -layers, own / len(columns)) for side in columns]
         for side, n, cast in [(sum(columns), layers, own), *apart]:
             found += [

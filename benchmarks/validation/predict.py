@@ -214,12 +214,21 @@ class Predictor:
         )
         return plan, captured.of(plan)
 
-    def captured(self, run: Run, fusions: tuple[str, ...], whole_again: bool = True) -> Layouts:
-        """The layouts of the run's model on devices of this kind."""
+    def captured(
+        self,
+        run: Run,
+        fusions: tuple[str, ...],
+        whole_again: bool = True,
+        *,
+        other_meshes: bool = False,
+    ) -> Layouts:
+        """The layouts of the run's model on devices of this kind that reach one another so.
+        other_meshes: as of `cluster_of`."""
+        where = cluster_of(run, self._most, other_meshes=other_meshes)
         shape = run.shape, run.device
-        if (known := self._layouts.get((shape, fusions, whole_again))) is None:
+        key = shape, where.links, fusions, whole_again
+        if (known := self._layouts.get(key)) is None:
             module, batch = model_of(run)
-            where = cluster_of(replace(run, tensor=1), self._most)  # of no one size of that axis
             pins = {"fusions": fusions or "off"}
             compiler = Compiler(Model(module, None, STATE_BYTES / 4), where, pins)
             # On other devices it is the same.
@@ -230,7 +239,7 @@ class Predictor:
             known = _Redrawn(made.whole, made.localise)
             known.whole_again = whole_again
             same = {key: made for key, made in self._layouts.items() if key[0] == shape}
-            self._layouts = {**same, (shape, fusions, whole_again): known}  # runs come by shape
+            self._layouts = {**same, key: known}  # runs come by shape
         return known
 
 
@@ -297,7 +306,7 @@ def _tensor_links(run: Run, device: Device, inner: Link) -> tuple[Link, ...]:
     system = run.system
     exposed = exposed_seconds(device, 1.0, 1 / run.tensor, 1.0) if system.split else 1.0
     hop, rate = inner.latency_seconds * exposed, inner.bandwidth / exposed
-    gathers = Collective("all-gather", hop, rate * 16 / system.gathered_bits)
+    gathers = Collective("all-gather", hop, rate * 16 / run.gathered_bits)
     if system.gathers_whole:
         gathers = Collective("all-gather", inner.latency_seconds, inner.bandwidth)
     own = replace(inner, latency_seconds=hop, bandwidth=rate, measured=(gathers,))

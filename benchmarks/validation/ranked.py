@@ -44,7 +44,7 @@ def ranks(runs: Sequence[Run], seconds: float) -> Iterator[tuple[Run, dict[str, 
         where = cluster_of(run, run.devices, other_meshes=True)
         memory = real_cluster(run, run.devices).device.memory
         where = replace(where, device=replace(where.device, memory=memory))
-        captured = predictor.captured(run, run.system.fusions)
+        captured = predictor.captured(run, run.system.fusions, other_meshes=True)
         yield run, _ranked(run, Problem(captured, where, STATE_BYTES, Limits()))
 
 

@@ -105,10 +105,9 @@ class System:
     experts_apart: each expert's products are kernels of their own (`GroupedLinear` of Transformer
     Engine). experts_again: layers with experts are made again for the backward (`recompute_modules`
     of its recipe: "moe"). gathers_low: where products are in 8 or 4 bits, the tensor axis gathers
-    rows in those; gathered_bits: of a number that it gathers. gathers_whole: it gathers them in one
-    piece, where `split`. compiled: its blocks are compiled, with what is made again in them.
-    joined: products of one input are one (`joined`). casts: bytes that are moved to cast a number,
-    beside those of Transformer Engine.
+    rows in those. gathers_whole: it gathers them in one piece, where `split`. compiled: its blocks
+    are compiled, with what is made again in them. joined: products of one input are one (`joined`).
+    casts: bytes that are moved to cast a number, beside those of Transformer Engine.
     """
 
     fused_attention: bool = True
@@ -149,7 +148,6 @@ class System:
     experts_apart: bool = False
     experts_again: bool = False
     gathers_low: bool = False
-    gathered_bits: int = 16
     gathers_whole: bool = False
     compiled: bool = False
     joined: bool = False
@@ -345,12 +343,19 @@ class Run:
         return self.batch // (self.data * self.microbatch)
 
     @property
+    def gathered_bits(self) -> int:
+        """Of a number in rows that the tensor axis gathers."""
+        if not self.products or not self.system.gathers_low:
+            return 16
+        return 4 if self.products.startswith("float4") else 8
+
+    @property
     def shape(self) -> tuple[object, ...]:
         """What the model and its batch depend on."""
         system = replace(
             self.system, started=frozenset(), weighs_biases=False, beside_another=False,
             experts_apart=False, experts_again=False, once_a_node=False, gathers_low=False,
-            gathered_bits=16, gathers_whole=False, compiled=False, joined=False, casts=1.0,
+            gathers_whole=False, compiled=False, joined=False, casts=1.0,
         )  # fmt: skip
         return (
             self.layers, self.hidden, self.heads, self.kv_heads, self.ffn, self.sequence,
@@ -501,8 +506,6 @@ def _system(row: dict[str, str]) -> System:
             )
         if "asynctp" in row["notes"].replace(" ", "").lower():  # in pieces beside products
             system = replace(system, split=True)
-    if system.gathers_low and row["precision"] in _PRODUCTS:
-        system = replace(system, gathered_bits=4 if row["precision"] == "nvfp4" else 8)
     return system
 
 

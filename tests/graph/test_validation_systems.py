@@ -80,7 +80,7 @@ def test_rows_are_gathered_in_the_bits_of_products(
     precision: str, split: bool, bits: int, whole: bool
 ) -> None:
     run = asynchronous(precision, split)
-    assert (run.system.gathered_bits, run.system.gathers_whole) == (bits, whole)
+    assert (run.gathered_bits, run.system.gathers_whole) == (bits, whole)
     where = cluster_of(run, run.devices)
     inner, real = where.links[0], real_cluster(run, run.devices).links[0]
     exposed = exposed_seconds(where.device, 1.0, 1 / run.tensor, 1.0) if split else 1.0
@@ -93,7 +93,7 @@ def test_only_the_tensor_axis_has_its_rates() -> None:
     run = one("Megatron-Bridge", tensor=4, device="gb200-192gb", products="float4_e2m1fn_x2")
     real = real_cluster(run, run.devices)
     own, *others = cluster_of(run, run.devices).links
-    assert (own.name, own.size, run.system.gathered_bits) == (TENSOR_LINK, 4, 4)
+    assert (own.name, own.size, run.gathered_bits) == (TENSOR_LINK, 4, 4)
     assert tuple(others) == real.links
     other = cluster_of(run, run.devices, other_meshes=True)
     assert [x.size for x in other.links] == [x.size for x in real.links]
