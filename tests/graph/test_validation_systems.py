@@ -100,6 +100,19 @@ def test_only_the_tensor_axis_has_its_rates() -> None:
     assert other.links[0].bandwidth == own.bandwidth
 
 
+@pytest.mark.parametrize(
+    ("release", "products", "casts", "beside"),
+    [("NeMo 26.04.01", "float4_e2m1fn_x2", 1.27, False),
+     ("NeMo 26.06", "float4_e2m1fn_x2", 1.0, False), ("NeMo 26.04.01", "float8_e4m3fn", 1.0, True)],
+)  # fmt: skip
+def test_4_bits_are_cast_and_sent_as_their_release_does(
+    release: str, products: str, casts: float, beside: bool
+) -> None:
+    run = one(release, name="Llama-3.1-405B", products=products)
+    assert run.source.endswith(release)
+    assert (run.system.casts, run.system.split) == (pytest.approx(casts), beside)
+
+
 @cache
 def _small(compiled: bool) -> Predicted:
     run = asynchronous("bf16", False)
