@@ -54,8 +54,8 @@ TENSOR_LINK = "tensor axis"
 # takes longer with the former, casts are 8.5.
 _BY_ROWS, _CAST_BY_ROWS = 0.90, 4.0
 # Of casts to 4 bits: until May 2026 kernels of their own moved the scales to where products read
-# them, which took 1.18 to 1.36 times as long as the cast alone (NVIDIA/TransformerEngine, pull
-# request 3011).
+# them; with these a cast took 1.18 to 1.36 times as long (NVIDIA/TransformerEngine, pull request
+# 3011).
 _SCALES_APART, _SCALES_WITHIN = (1.18 + 1.36) / 2, "26.06"
 _RECOMPUTED = {"full": "all", "selective(op)": "operations", "": ""}
 _PADDED_VOCABULARY = 51200  # GPT-2's 50257 as Megatron-LM pads it
