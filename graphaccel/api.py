@@ -31,6 +31,7 @@ from graphaccel.model import as_batch, check_supported, model_of, tensor_bytes
 from graphaccel.planner.catalogue import cluster as named_cluster
 from graphaccel.planner.catalogue import host_memory
 from graphaccel.planner.cluster import Cluster
+from graphaccel.planner.found import Found, cluster_found
 from graphaccel.planner.plan import Plan
 from graphaccel.runtime.deferred import initial_values
 from graphaccel.runtime.launch import check_devices, ensure_launched
@@ -177,27 +178,18 @@ def _leave() -> None:
 
 
 def cluster_here(count: int, device: torch.device) -> Cluster:
-    """The machine found here, from the catalogue by its name; its memory as the driver tells it."""
+    """The machine found here, as the catalogue knows it; its memory as the driver tells it."""
     if device.type == "cpu":
         return named_cluster("cpu", count)
     properties = torch.cuda.get_device_properties(device)
-    name, host = properties.name.lower(), host_memory() // torch.cuda.device_count()
-    for known in (
-        "h200-141gb",
-        "h100-80gb",
-        "gb300-288gb",
-        "gb200-192gb",
-        "b300-288gb",
-        "b200-192gb",
-        "a100-80gb",
-        "v100-32gb",
-        "rtx4090-24gb",
-    ):
-        if known.split("-")[0].replace("rtx", "") in name:
-            break
-    else:
-        known = "a100-80gb"
-    found = named_cluster(known, count, properties.total_memory)
+    gpu = Found(
+        properties.name,
+        properties.total_memory,
+        properties.multi_processor_count,
+        (properties.major, properties.minor),
+    )
+    found = cluster_found(gpu, count)
+    host = host_memory() // torch.cuda.device_count()
     assert found.host is not None
     return replace(found, host=replace(found.host, memory=host))
 

@@ -83,7 +83,7 @@ def measured(
         links = (Link(links[0].name, hop, bandwidth, cluster.count, rows),)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     crowd = max(1.0, cluster.count * found["threads"] / (cores or 1))
-    device = replace(cluster.device, measured=ops, crowd=crowd)
+    device = replace(cluster.device, measured=ops, crowd=crowd, stands_for="")
     return replace(cluster, device=device, links=links)
 
 

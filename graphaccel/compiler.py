@@ -161,6 +161,7 @@ class Compiler:
             plan, program = self.refine(step, plan, batch, sizes)
         notes = (*plan.notes, *_kept_whole(program), *self._without_rules(planned, plan))
         notes += (*self._whole_over_tensor(program, plan), *self._assumed(step, plan))
+        notes += self._stand_in()
         if plan.fusions:
             notes += fusion_notes(placed_fusions(step, plan), self.cluster.device.type)
             notes += chunk_notes(layouts.of(plan), plan, self.cluster)
@@ -280,6 +281,16 @@ class Compiler:
         if not isinstance(found, str):
             return ()
         return (f"an even choice of experts is assumed: {found}",)
+
+    def _stand_in(self) -> tuple[str, ...]:
+        """Whose rates are planned with, where the device that was found has none of its own."""
+        device = self.cluster.device
+        if not device.stands_for:
+            return ()
+        return (
+            f"the rates of {device.stands_for} are taken to be those of {device.name} by its "
+            f"{device.processors} processors; `graphaccel calibrate` measures them",
+        )
 
     def device_memory(
         self, plan: Plan, program: StepProgram, batch: Batch, rank: int, data: int, expert: int

@@ -9,7 +9,8 @@ that its system had (`rows.SYSTEMS`). `--fit` says which shares of a device's pe
 and the error of each source with those that the others support (`fit`). `--ranks` finds the place
 of published meshes among all that our search has, until so many minutes are over. `--unseen` are
 runs in `data/unseen`, of models that no other row has: nothing is fitted on them, and their figures
-are in `benchmarks/results/unseen.json`.
+are in `benchmarks/results/unseen.json`. `--rows FILE ...` predicts runs of your own, tables with
+those of the columns `rows.COLUMNS` that you have; `--out FILE` keeps what is found.
 
 Prints and writes `benchmarks/results/validation.json`: error of the step time by source, by grid of
 runs of one model on one number of devices the rank correlation (Spearman) and the regret (how much
@@ -53,9 +54,23 @@ def main() -> None:
     )
     parser.add_argument("--summary", action="store_true", help="of what is known; predict nothing")
     parser.add_argument("--unseen", action="store_true", help="runs that nothing is fitted on")
+    parser.add_argument("--rows", nargs="+", type=Path, metavar="FILE", help="runs of your own")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="of --rows: what is found, as JSON"
+    )
     args = parser.parse_args()
+    if args.rows and (args.fit or args.unseen or args.summary or args.ranks is not None):
+        parser.error("--rows predicts runs of your own: nothing is fitted or ranked with them")
+    if args.out and not args.rows:
+        parser.error("--out is of --rows")
     folder, result = (FOLDER / "unseen", UNSEEN) if args.unseen else (FOLDER, RESULT)
-    rows = [row for file in sorted(folder.glob("*.csv")) for row in read(file)]
+    files = sorted(folder.glob("*.csv"))
+    if args.rows:
+        files, result = args.rows, args.out
+    try:
+        rows = [row for file in files for row in read(file)]
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
     left_out = Counter(row for row in rows if isinstance(row, str))
     wanted = args.sources.split(",")
     runs = [
@@ -72,7 +87,7 @@ def main() -> None:
     chosen = [] if args.summary else runs[: args.limit]
     whole = len(chosen) == sum(isinstance(row, Run) for row in rows)
     known: dict[str, Any] = {}
-    if result.exists() and not whole:
+    if not args.rows and result.exists() and not whole:
         known = json.loads(result.read_text())["runs"]
     samples: list[fit.Sample] = []
     most = max((run.devices for run in runs), default=1)
@@ -83,8 +98,13 @@ def main() -> None:
         print(_line(found), flush=True)
     samples = sorted(samples, key=lambda s: _key(s.run)) if args.fit and not args.unseen else []
     found_shares = fit.fitted(samples) if samples else None
-    _write(result, known, left_out, len(rows), found_shares if whole else None)
-    print(text(json.loads(result.read_text())))
+    if not known:
+        said = "".join(f"\n  {n} rows: {why}" for why, n in left_out.most_common())
+        parser.exit(1, f"none of {len(rows)} rows is a run that can be predicted{said}\n")
+    body = _body(result, known, left_out, len(rows), found_shares if whole else None)
+    if result is not None:
+        result.write_text(json.dumps(body, indent=1, sort_keys=True) + "\n")
+    print(text(body))
     if found_shares is not None:
         print(fit.text(found_shares))
 
@@ -219,6 +239,7 @@ def text(result: dict[str, Any]) -> str:
     lines = [
         f"{said['predicted']} runs predicted, {said['refused']} refused; "
         f"{sum(result['left_out'].values())} of {result['rows']} rows left out",
+        *(f"{n} left out: {why}" for why, n in result["left_out"].items()),
         "memory: " + ", ".join(f"{n} {verdict}" for verdict, n in said["verdicts"].items()),
     ]
     for name, f in said["sources"].items():
@@ -229,10 +250,13 @@ def text(result: dict[str, Any]) -> str:
             + ("" if memory is None else f"  memory {100 * memory:5.1f} %")
             + f"  {name}"
         )
-    lines.append(
-        f"mean over the sources: {100 * said['mean_of_sources']:.1f} %, of products in 8 or 4 bits "
-        f"{100 * said['mean_of_eight_bits']:.1f} %"
-    )
+    means = {
+        "the sources": "mean_of_sources",
+        "those with products in 8 or 4 bits": "mean_of_eight_bits",
+    }
+    lines += [
+        f"mean over {of}: {100 * said[name]:.1f} %" for of, name in means.items() if said[name]
+    ]
     for name, grid in said["grids"].items():
         corrected = "".join(
             f", by a {kind} {one['spearman']:.2f} {100 * one['regret']:.1f} %"
@@ -251,28 +275,27 @@ def text(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _write(
-    file: Path,
+def _body(
+    file: Path | None,
     known: dict[str, Any],
     left_out: Counter[str],
     rows: int,
     shares: dict[str, Any] | None,
-) -> None:
-    """shares: of a fit of all runs; None keeps those that are there."""
-    if not known:
-        return
-    before = json.loads(file.read_text()) if file.exists() else {}
-    body = {
+) -> dict[str, Any]:
+    """What a file has of runs. shares: of a fit of all; None keeps those that are there."""
+    ours = file in (RESULT, UNSEEN)
+    before = json.loads(file.read_text()) if file is not None and ours and file.exists() else {}
+    return {
         "name": "validation",
         "ranks": before.get("ranks", {}),
-        "command": "python -m benchmarks.validation" + " --unseen" * (file == UNSEEN),
+        "command": "python -m benchmarks.validation"
+        + (" --unseen" if file == UNSEEN else "" if ours else " --rows"),
         "rows": rows,
         "left_out": dict(left_out.most_common()),
         "fit": shares or before.get("fit"),
         "summary": summary(list(known.values())),
         "runs": known,
     }
-    file.write_text(json.dumps(body, indent=1, sort_keys=True) + "\n")
 
 
 if __name__ == "__main__":

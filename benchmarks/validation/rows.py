@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,25 +16,31 @@ from benchmarks.validation.recipes import (
     release_of,
     started,
 )
+from graphaccel.planner.catalogue import device_names
 
 # Behind the name of a source, by what products round to.
 FEWER_BITS = {
     "float8_e4m3fn": ", products in 8 bits", "float4_e2m1fn_x2": ", products in 4 bits",
 }  # fmt: skip
 FOLDER = Path(__file__).parent / "data"
+# Entries of the catalogue by what sources call them, without regard to case, form and size.
 DEVICES = {
-    "A100": "a100-80gb",
-    "A100-80GB": "a100-80gb",
-    "A100-40GB": "a100-40gb",
-    "H100": "h100-80gb",
-    "H100-80GB": "h100-80gb",
-    "H100-SXM-80GB": "h100-80gb",
-    "H100-96GB-HBM2e(500W)": "h100-80gb",
-    "B200": "b200-192gb",
-    "B200-SXM": "b200-192gb",
-    "B300": "b300-288gb",
-    "GB200": "gb200-192gb",
-    "GB300": "gb300-288gb",
+    "a100": "a100-80gb",
+    "a100-40gb": "a100-40gb",
+    "h100": "h100-80gb",
+    "h200": "h200-141gb",
+    "b200": "b200-192gb",
+    "b300": "b300-288gb",
+    "gb200": "gb200-192gb",
+    "gb300": "gb300-288gb",
+    "v100": "v100-32gb",
+    "t4": "t4-16gb",
+    "l4": "l4-24gb",
+    "l40s": "l40s-48gb",
+    "a6000": "a6000-48gb",
+    "3090": "rtx3090-24gb",
+    "4090": "rtx4090-24gb",
+    "5090": "rtx5090-32gb",
 }
 PRECISIONS = {"fp16": "float16", "bf16": "bfloat16", "amp_bf16": "bfloat16"}
 # Products in 8 or 4 bits between bf16 values; how their scales are found is not told apart.
@@ -57,6 +64,17 @@ _BY_ROWS, _CAST_BY_ROWS = 0.90, 4.0
 # them; with these a cast took 1.18 to 1.36 times as long (NVIDIA/TransformerEngine, pull request
 # 3011).
 _SCALES_APART, _SCALES_WITHIN = (1.18 + 1.36) / 2, "26.06"
+COLUMNS = (
+    "source", "model", "params", "layers", "hidden", "heads", "seq", "vocab", "gpus", "gpu_type",
+    "dp", "tp", "pp", "vpp", "micro_batch", "global_batch", "recompute", "sequence_parallel",
+    "zero", "precision", "measured_iter_s", "measured_tflops_per_gpu", "measured_mem_GB", "cp",
+    "ep", "ffn_hidden", "kv_heads", "measured_tokens_per_s_per_gpu", "measured_mfu_pct", "notes",
+)  # fmt: skip
+"""Of a row; sizes are whole numbers, memory is in GiB, what is empty is not stated."""
+_NEEDED = ("source", "model", "gpus", "gpu_type", "global_batch")
+_SIZES = ("layers", "hidden", "heads", "seq", "gpus", "dp", "tp", "pp", "micro_batch",
+          "global_batch", "cp")  # fmt: skip
+_LIKE_LLAMA = ("mistral", "qwen", "yi-", "baichuan", "internlm")
 _RECOMPUTED = {"full": "all", "selective(op)": "operations", "": ""}
 _PADDED_VOCABULARY = 51200  # GPT-2's 50257 as Megatron-LM pads it
 _NEMOTRON_VOCABULARY = 256000  # "Nemotron-4 15B Technical Report", arXiv 2402.16819, section 2
@@ -170,6 +188,10 @@ _MEGATRON = System(
     dropout=0.1,
     overlaps=False,
 )
+_DEEPSPEED = replace(_MEGATRON, launch_seconds=EAGER_LAUNCH)
+# Collectives of the tensor axis run beside products there, gradients are reduced and parameters
+# gathered beside the phases (the note on the table of core_v0.8).
+_CORE = System(fusions=("cross_entropy",), zero=1, split=True, gathers_beside=True)
 _LLAMA = ("add_rms_norm", "cross_entropy", "rms_norm", "rotary", "swiglu")
 # Gradients in bfloat16; `ub_tp_comm_overlap`, `overlap_grad_sync`, `overlap_param_sync`
 # (NVIDIA/dgxc-benchmarking, nemotron4-15b-synth.yaml, gpt3_175b_hydra.yaml): the tensor axis's
@@ -200,7 +222,7 @@ SYSTEMS = {
     ),
     # Megatron-DeepSpeed, the same run by eager PyTorch; 800 Gb/s a node (VIA-Research/vTrain). Its
     # pipeline engine reduces after the last backward, as Megatron-LM's own wrapper then did.
-    "vTrain": replace(_MEGATRON, launch_seconds=EAGER_LAUNCH, network_gigabits=100),
+    "vTrain": replace(_DEEPSPEED, network_gigabits=100),
     # FSDP by Composer in 2023: fused loss; gradients in shards of the reduced dtype (DEFAULT:
     # float32); `backward_prefetch` is BACKWARD_POST unless told otherwise; the first FlashAttention
     # (`attn_impl: triton`): the second is about twice as fast (arXiv 2307.08691), and on H100 the
@@ -255,9 +277,14 @@ SYSTEMS = {
         sequence=8192,
         device=(95.0, 2.4, 500 / 700),
     ),
-    # Collectives of the tensor axis run beside products there, gradients are reduced and parameters
-    # gathered beside the phases (its note on the table).
-    "core_v0.8": System(fusions=("cross_entropy",), zero=1, split=True, gathers_beside=True),
+    "core_v0.8": _CORE,
+    # Sources of which no run is among ours, by their framework: Megatron-LM before its core and
+    # after, NeMo on top of it, and Megatron-DeepSpeed, with which AMP trained (arXiv 2210.07297).
+    "Megatron-LM@2": _MEGATRON,
+    "Megatron-LM": _CORE,
+    "NeMo": _NEMO,
+    "/AMP": _DEEPSPEED,
+    "DeepSpeed": _DEEPSPEED,
 }
 
 # What only the times of that source say: host times, of all operations and of parts of mixtures,
@@ -368,11 +395,21 @@ class Run:
 
 
 def read(file: Path) -> Iterator[Run | str]:
-    """Each row as a run, or the reason why it is none."""
+    """Each row as a run, or the reason why it is none. Columns that a file does not have are empty.
+
+    Raises ValueError for a file without the columns that every run needs."""
     with file.open(newline="", encoding="utf-8") as text:
-        for row in csv.DictReader(text):
+        rows = csv.DictReader(text)
+        missing = [name for name in _NEEDED if name not in (rows.fieldnames or ())]
+        if missing:
+            raise ValueError(f"{file} has no column {', '.join(missing)}")
+        for found in rows:
+            row = {name: (found.get(name) or "").strip() for name in COLUMNS}
             told = as_trained(row)
-            run = _run(told)
+            try:
+                run = _run(told)
+            except ValueError as error:
+                run = f"no run: {error}"
             if told != row and isinstance(run, Run):
                 said = "the mesh of its recipe, which its table contradicts"
                 run = replace(run, assumed=(*run.assumed, said))
@@ -381,9 +418,13 @@ def read(file: Path) -> Iterator[Run | str]:
 
 def _run(row: dict[str, str]) -> Run | str:
     def number(name: str, default: int | None = None) -> int:
-        return int(float(row[name])) if row[name] else int(default if default is not None else 0)
+        value = int(float(row[name])) if row[name] else int(default if default is not None else 0)
+        if value < 0 or (value == 0 and row[name] and name in _SIZES):
+            raise ValueError(f"{name} is {row[name]}")
+        return value
 
-    if row["gpu_type"] not in DEVICES:
+    device = _device(row["gpu_type"])
+    if device is None:
         return f"device {row['gpu_type']} is not in the catalogue"
     mixture = mixture_of(row["model"])
     if mixture is None and (number("ep", 1) > 1 or "MoE" in row["notes"]):
@@ -397,13 +438,17 @@ def _run(row: dict[str, str]) -> Run | str:
         return "tokens of a batch not stated"
     tensor, pipeline, context = number("tp", 1), number("pp", 1), number("cp", 1)
     gpus, data = number("gpus"), number("dp", 1)
-    if data * tensor * pipeline * context != gpus:
+    each, hybrid = tensor * pipeline * context, "hsdp" in (row["zero"] + row["notes"]).lower()
+    if data * each != gpus and not (hybrid and gpus % each == 0):
         return "the axes are not the devices"
+    data = gpus // each
     if row["micro_batch"] and number("global_batch") % (data * number("micro_batch")):
         return "the batch does not divide"
     expert, assumed = _expert(number("ep", 1), data)
     zero, name = row["zero"].strip(), row["model"].lower()
-    kind = mixture or next((k for k in ("llama", "nemotron") if k in name), "gpt")
+    kind = mixture or next((k for k in ("llama", "nemotron") if k in name), None)
+    if kind is None:  # others of Llama's architecture
+        kind = "llama" if any(family in name for family in _LIKE_LLAMA) else "gpt"
     usual = _NEMOTRON_VOCABULARY if kind == "nemotron" else _PADDED_VOCABULARY
     if system.vocabulary is not None:
         usual = system.vocabulary // tensor * tensor
@@ -425,7 +470,7 @@ def _run(row: dict[str, str]) -> Run | str:
         vocabulary=number("vocab", known.vocabulary if known else usual),
         kind=kind,
         system=system,
-        device=DEVICES[row["gpu_type"]],
+        device=device,
         devices=gpus,
         data=data,
         tensor=tensor,
@@ -444,7 +489,7 @@ def _run(row: dict[str, str]) -> Run | str:
             or expert > 1
             or (system.sequence_parallel and not row["sequence_parallel"])
         ),
-        zero=3 if zero.startswith(("3", "FSDP")) else int(zero) if zero.isdigit() else system.zero,
+        zero=_zero(zero, system),
         precision=PRECISIONS.get(row["precision"], "bfloat16"),
         products=_PRODUCTS.get(row["precision"], ""),
         seconds=0.0,
@@ -460,9 +505,28 @@ def _run(row: dict[str, str]) -> Run | str:
     return replace(run, seconds=seconds, assumed=(*run.assumed, *counted))
 
 
+def _zero(said: str, system: System) -> int:
+    if said.startswith(("3", "FSDP", "HSDP")):
+        return 3
+    return int(said) if said.isdigit() else system.zero
+
+
+def _device(called: str) -> str | None:
+    """The catalogue's name of what a source calls "H100-SXM-80GB"; None where it has none."""
+    words = [word for word in re.split(r"[^a-z0-9]+", called.lower()) if word]
+    sized = [f"{word}-{size}" for word in words for size in words]
+    found = [name for name in sized if name in device_names()]
+    return next(iter(found + [DEVICES[word] for word in words if word in DEVICES]), None)
+
+
+def _system_of(source: str) -> System | None:
+    """What a source trained with, where that is known."""
+    return next((system for part, system in SYSTEMS.items() if part in source), None)
+
+
 def _system(row: dict[str, str]) -> System:
     """Of the row's source, as far as its note says otherwise."""
-    system = next((s for part, s in SYSTEMS.items() if part in row["source"]), System())
+    system = _system_of(row["source"]) or System()
     if row["recompute"] == "selective":  # makes the scores again in backward, as fused attention
         system = replace(system, fused_attention=True)
     if system.traced and int(row["micro_batch"]) * int(row["heads"]) // int(row["tp"]) % 4:
@@ -525,6 +589,10 @@ def _expert(experts: int, data: int) -> tuple[int, tuple[str, ...]]:
 def _as_usual(run: Run, row: dict[str, str]) -> Run:
     """With what its system does unless told otherwise, where the row does not say."""
     said: list[str] = []
+    if _system_of(row["source"]) is None:
+        said.append("plain PyTorch with fused attention: its system is not known")
+    if "hsdp" in (row["zero"] + row["notes"]).lower():
+        said.append(f"shards over all {run.data} data ranks")
     if not row["precision"]:
         said.append("bfloat16: what its MFU is of")
     if not row["seq"]:

@@ -6,8 +6,13 @@ multiplies by an efficiency of its own. Datasheet numbers and the factors applie
 * Peaks, memory bandwidth, NVLink: NVIDIA V100 datasheet (Jan 2020), A100 datasheet (June 2021),
   H100 datasheet (SXM5, Tensor Core figures without sparsity), H200 datasheet (Nov 2023), HGX B200
   and GB200 NVL72 (Blackwell datasheet, 2024), HGX B300 and GB300 NVL72 (Blackwell Ultra datasheet,
-  2025), Ada GPU architecture whitepaper (RTX 4090, FP32 accumulation). Figures of a rack or board
+  2025), Ada GPU architecture whitepaper (RTX 4090, FP32 accumulation), T4, L4, L40S and RTX A6000
+  datasheets, GA102 and RTX Blackwell whitepapers (RTX 3090, RTX 5090). Figures of a rack or board
   are divided by its 72 or 8 devices. "float4_e2m1fn_x2" is NVFP4.
+* Of devices on which none of the published runs was trained, products reach 0.82 of the fastest
+  large one of PyTorch (zzc0721/torch-performance-test-data: 42 TFLOP/s on T4, 269 on L40S, 123 on
+  RTX A6000, 76.6 on RTX 3090, 238 on RTX 5090), as training does on A100 (0.70 of the peak for 264
+  of 312) and H100 (0.68 for 789 of 989). Nobody measured an L4: half its peak is assumed.
 * A copy reaches 0.9 of the memory bandwidth (3.0 of 3.35 TB/s on H100, 4.3 of 4.8 on H200).
 * NVLink per link and direction as NCCL counts on it (``src/graph/topo.h``): 20 GB/s (V100, A100),
   20.6 (H100, H200), 40.1 (B200), of 25, 25, 26.5 and 50. Latencies per hop are those of its ring
@@ -18,16 +23,18 @@ multiplies by an efficiency of its own. Datasheet numbers and the factors applie
 * Hosts are NVIDIA's DGX of that generation, shared evenly by eight devices: system memory (512 GB
   in DGX-1, 1 and 2 TB in DGX A100 of 40 and 80 GB, 2 TB in DGX H100, H200, B200 and B300), of which
   a tenth is left to the system, and all channels of two sockets (8 DDR4-2133, 16 DDR4-3200, 16
-  DDR5-4800, 16 DDR5-5600, 16 DDR5-6400). For the RTX 4090 a server like that of the A100 with
-  512 GB is assumed. Two devices of an NVL72 rack share a Grace: 17 TB of LPDDR5X for 36 of them, at
-  18.4 (GB200) and 14.3 TB/s (GB300).
+  DDR5-4800, 16 DDR5-5600, 16 DDR5-6400). For RTX cards a server like that of the A100 with 512 GB
+  is assumed; T4, L4 and L40S are in instances that clouds let (g4dn.12xlarge: four in 192 GB with
+  50 Gb/s; g6.48xlarge: eight in 768 GB with 100; g6e.48xlarge: eight in 1.5 TB with 400). Two
+  devices of an NVL72 rack share a Grace: 17 TB of LPDDR5X for 36 of them, at 18.4 (GB200) and 14.3
+  TB/s (GB300).
 * A Grace starts operations twice as slowly as the Xeon of a DGX H100, as published mixtures say
   (``benchmarks.validation``); ``nn.Linear`` alone takes 37.1 us there and 13.5 us here
   (NVIDIA/TransformerEngine, issue 2053).
-* Links to the host: PCIe x16 of the device's datasheet (3.0: V100; 4.0: A100, RTX 4090; 5.0: H100,
-  H200, B200, and of B300 its host's), 15.75, 31.5 and 63 GB/s each way; NVLink-C2C of a Grace, 450
-  GB/s each way for two. A copy from pinned memory reaches 0.8 of that. That devices share an uplink
-  of the host's switches is not in it.
+* Links to the host: PCIe x16 of the device's datasheet (3.0: V100, T4; 4.0: A100, L4, L40S, RTX
+  3090, 4090 and A6000; 5.0: H100, H200, B200, RTX 5090, and of B300 its host's), 15.75, 31.5 and 63
+  GB/s each way; NVLink-C2C of a Grace, 450 GB/s each way for two. A copy from pinned memory reaches
+  0.8 of that. That devices share an uplink of the host's switches is not in it.
 * Memory is what the CUDA runtime reports, e.g. in PyTorch's "total capacity of 79.11 GiB": a little
   under the number in the name. ``b200-192gb`` carries 192 GB, of which 180 GB are enabled. For
   GB200, B300 and GB300 0.996 of what nvidia-smi says, 189471, 275040 and 284208 MiB, as for B200.
@@ -111,6 +118,12 @@ _OF_V100 = _Kernels(80, 0.7, 0.4, 0.3)
 _OF_A100 = _Kernels(108, 0.70, 0.8, 0.66, 0.8)
 _OF_H100 = _Kernels(132, 0.68, 0.6, 0.49, product_8_bits=0.58)
 _OF_ADA = _Kernels(128, 0.8, 0.6, 0.5)
+_OF_T4 = _Kernels(40, 0.53, 0.4, 0.3)
+_OF_L4 = _Kernels(58, 0.5, 0.4, 0.33)
+_OF_L40S = _Kernels(142, 0.61, 0.5, 0.41)
+_OF_A6000 = _Kernels(84, 0.65, 0.6, 0.5, 0.8)
+_OF_3090 = _Kernels(82, 0.88, 0.6, 0.5, 0.8)
+_OF_5090 = _Kernels(170, 0.93, 0.6, 0.5)
 KILOWATTS: Mapping[str, float] = MappingProxyType(
     {"b200": 1.0, "b300": 1.1, "gb200": 1.2, "gb300": 1.4}
 )
@@ -214,11 +227,11 @@ _PCIE = {3: 15.75e9, 4: 31.5e9, 5: 63.0e9}
 _COPIED = 0.8  # of a PCIe link or of the host's memory
 
 
-def _host(gibibytes: int, channels: int, transfers: float, pcie: int) -> Host:
-    """Of one of eight devices: memory of the machine, its channels of 8 bytes a transfer, and
+def _host(gibibytes: int, channels: int, transfers: float, pcie: int, devices: int = 8) -> Host:
+    """Of one of so many devices: memory of the machine, its channels of 8 bytes a transfer, and
     millions of these a second."""
-    bandwidth = channels * 8 * transfers * 1e6 * _COPIED / 8
-    return Host(int(0.9 * gibibytes * GIB / 8), bandwidth, _PCIE[pcie] * _COPIED)
+    bandwidth = channels * 8 * transfers * 1e6 * _COPIED / devices
+    return Host(int(0.9 * gibibytes * GIB / devices), bandwidth, _PCIE[pcie] * _COPIED)
 
 
 def _grace(terabytes_per_second: float) -> Host:
@@ -231,6 +244,7 @@ def _nvlink(generation: int, links: int, gigabytes_per_link: float, size: int = 
     return Link(f"NVLink {generation}", 1.9e-6, links * gigabytes_per_link * 1e9, size)
 
 
+_V100 = {"float64": 7.8, "float32": 15.7, "float16": 125}
 _A100 = {"float64": 9.7, "float32": 19.5, "tfloat32": 156, "bfloat16": 312, "float16": 312}
 _H100 = {
     "float64": 34, "float32": 67, "tfloat32": 494.7, "bfloat16": 989.4, "float16": 989.4,
@@ -251,16 +265,45 @@ _ADA = {
     "float8_e4m3fn": 330.3,
 }  # fmt: skip
 
-# GeForce cards have no peer-to-peer copies: NCCL stages through host memory, both ways over one
-# PCIe 4.0 x16 slot (32 GB/s each way on paper).
+_T4 = {"float64": 0.25, "float32": 8.1, "float16": 65}
+_L4 = {
+    "float64": 0.47, "float32": 30.3, "tfloat32": 60, "bfloat16": 121, "float16": 121,
+    "float8_e4m3fn": 242.5,
+}  # fmt: skip
+_L40S = {
+    "float64": 1.43, "float32": 91.6, "tfloat32": 183, "bfloat16": 362, "float16": 362,
+    "float8_e4m3fn": 733,
+}  # fmt: skip
+_A6000 = {"float64": 0.6, "float32": 38.7, "tfloat32": 77.4, "bfloat16": 154.8, "float16": 154.8}
+_3090 = {"float64": 0.56, "float32": 35.6, "tfloat32": 35.6, "bfloat16": 71, "float16": 71}
+_5090 = {
+    "float64": 1.64, "float32": 104.8, "tfloat32": 104.8, "bfloat16": 209.5, "float16": 209.5,
+    "float8_e4m3fn": 419,
+}  # fmt: skip
+
+# GeForce cards, and those of clouds, have no peer-to-peer copies: NCCL stages through host memory,
+# both ways over one PCIe 4.0 x16 slot (32 GB/s each way on paper).
 _PCIE_STAGED = Link("PCIe 4.0 through host memory", 2.5e-6, 10e9, 8)
+_PCIE_3_STAGED = Link("PCIe 3.0 through host memory", 2.5e-6, 5e9, 4)
+_PCIE_5_STAGED = Link("PCIe 5.0 through host memory", 2.5e-6, 20e9, 8)
 
 _CATALOGUE: Mapping[str, Callable[[int], Cluster]] = {
     "cpu": _cpu,
     "v100-32gb": _cuda(
         "v100-32gb",
         31.73,
-        {"float64": 7.8, "float32": 15.7, "float16": 125},
+        _V100,
+        0.9,
+        _nvlink(2, 6, 20.0),
+        "InfiniBand EDR, 4 ports per node",
+        50,
+        _OF_V100,
+        _host(512, 8, 2133, 3),
+    ),
+    "v100-16gb": _cuda(
+        "v100-16gb",
+        15.77,
+        _V100,
         0.9,
         _nvlink(2, 6, 20.0),
         "InfiniBand EDR, 4 ports per node",
@@ -368,5 +411,71 @@ _CATALOGUE: Mapping[str, Callable[[int], Cluster]] = {
         12.5,
         _OF_ADA,
         _host(512, 16, 3200, 4),
+    ),
+    "rtx5090-32gb": _cuda(
+        "rtx5090-32gb",
+        31.36,
+        _5090,
+        1.792,
+        _PCIE_5_STAGED,
+        "InfiniBand EDR, 1 port per node",
+        12.5,
+        _OF_5090,
+        _host(512, 16, 4800, 5),
+    ),
+    "rtx3090-24gb": _cuda(
+        "rtx3090-24gb",
+        23.69,
+        _3090,
+        0.936,
+        _PCIE_STAGED,
+        "InfiniBand EDR, 1 port per node",
+        12.5,
+        _OF_3090,
+        _host(512, 16, 3200, 4),
+    ),
+    "a6000-48gb": _cuda(
+        "a6000-48gb",
+        47.54,
+        _A6000,
+        0.768,
+        _PCIE_STAGED,
+        "InfiniBand EDR, 1 port per node",
+        12.5,
+        _OF_A6000,
+        _host(512, 16, 3200, 4),
+    ),
+    "l40s-48gb": _cuda(
+        "l40s-48gb",
+        44.42,
+        _L40S,
+        0.864,
+        _PCIE_STAGED,
+        "Ethernet, 400 Gb/s per node",
+        50,
+        _OF_L40S,
+        _host(1536, 24, 4800, 4),
+    ),
+    "l4-24gb": _cuda(
+        "l4-24gb",
+        22.05,
+        _L4,
+        0.3,
+        _PCIE_STAGED,
+        "Ethernet, 100 Gb/s per node",
+        12.5,
+        _OF_L4,
+        _host(768, 16, 3200, 4),
+    ),
+    "t4-16gb": _cuda(
+        "t4-16gb",
+        14.75,
+        _T4,
+        0.32,
+        _PCIE_3_STAGED,
+        "Ethernet, 50 Gb/s per node",
+        12.5,
+        _OF_T4,
+        _host(192, 6, 2933, 3, 4),
     ),
 }

@@ -45,7 +45,8 @@ class Device:
     ``attention`` and its backward ``attention_backward``, FLOPs that a causal mask spares not
     counted. ``measured``: what ops really took (`graphaccel calibrate`), where it was measured with
     ``crowd`` processes on each core. ``stepping``: how many times as long an optimizer's step takes
-    as its bytes say (`planner.refined`).
+    as its bytes say (`planner.refined`). ``stands_for``: the GPU that was found, where these are
+    the rates of another by its processors (`planner.found`).
     """
 
     name: str
@@ -61,6 +62,7 @@ class Device:
     crowd: float = 1.0
     stepping: float = 1.0
     product_8_bits: float = 0.0
+    stands_for: str = ""
 
     @property
     def type(self) -> str:

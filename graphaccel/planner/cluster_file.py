@@ -224,8 +224,9 @@ def _of_fields(data: Mapping[str, Any], kind: type, where: str) -> Iterator[str]
         if name not in data:
             if name in needed:
                 yield f"{where}{name} is missing"
-        elif name in ("name", "op", "dtype", "model", "precision", "plan"):
-            if not isinstance(data[name], str) or (not data[name] and name != "dtype"):
+        elif name in ("name", "op", "dtype", "model", "precision", "plan", "stands_for"):
+            empty = name in ("dtype", "stands_for")
+            if not isinstance(data[name], str) or not (data[name] or empty):
                 yield f"{where}{name} is to be a text"
         elif name in _BOOLEAN:
             if not isinstance(data[name], bool):

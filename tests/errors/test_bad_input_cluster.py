@@ -85,7 +85,7 @@ def _changed(path: str, value: Any) -> dict[str, Any]:
         ("device.peak_flops.float32", 0, "device.peak_flops.float32 is 0: it is above 0"),
         ("device.peak_flops.float32", ..., "device.peak_flops is to be an object of FLOP/s by dtype, with float32"),
         ("device.launch_seconds", "fast", "device.launch_seconds is 'fast': it is a number"),
-        ("device.colour", "green", "device.colour is unknown; there are name, memory, peak_flops, memory_bandwidth, launch_seconds, processors, product, attention, attention_backward, measured, crowd, stepping, product_8_bits"),
+        ("device.colour", "green", "device.colour is unknown; there are name, memory, peak_flops, memory_bandwidth, launch_seconds, processors, product, attention, attention_backward, measured, crowd, stepping, product_8_bits, stands_for"),
         ("device.measured", 7, "device.measured is to be a list"),
         ("device.measured", [{"op": "product", "seconds": -1}], "device.measured[0].seconds is -1: it is above 0"),
         ("device.measured", [{"op": "product", "seconds": 0}], "device.measured[0].seconds is 0: it is above 0"),
@@ -204,8 +204,8 @@ def test_devices_that_can_not_be(
 @pytest.mark.parametrize(
     ("name", "advice"),
     [
-        ("H100", "  help: did you mean:  --device h100-80gb\n  help: did you mean:  --device v100-32gb\n  help: did you mean:  --device a100-80gb\n"),
-        ("?", "  help: there are:  cpu, v100-32gb, a100-40gb, a100-80gb, h100-80gb, h200-141gb, b200-192gb, b300-288gb, gb200-192gb, gb300-288gb, rtx4090-24gb\n"),
+        ("H100", "  help: did you mean:  --device h100-80gb\n  help: did you mean:  --device v100-32gb\n  help: did you mean:  --device v100-16gb\n"),
+        ("?", "  help: there are:  cpu, v100-32gb, v100-16gb, a100-40gb, a100-80gb, h100-80gb, h200-141gb, b200-192gb, b300-288gb, gb200-192gb, gb300-288gb, rtx4090-24gb, rtx5090-32gb, rtx3090-24gb, a6000-48gb, l40s-48gb, l4-24gb, t4-16gb\n"),
     ],
 )  # fmt: skip
 def test_an_unknown_device(name: str, advice: str) -> None:

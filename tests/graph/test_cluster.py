@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import graphaccel
 from graphaccel.api import cluster_here
 from graphaccel.errors import UnknownDevice
 from graphaccel.planner.catalogue import cluster, device_names
@@ -32,6 +33,7 @@ from graphaccel.planner.communication import (
     send_seconds,
 )
 from graphaccel.planner.conversions import axis_rates
+from graphaccel.planner.found import Found, cluster_found
 from graphaccel.planner.plan import Plan
 
 # Two nodes and more of four devices: 10 bytes/s at 1 s a hop inside, 2 bytes/s at 3 s outside.
@@ -91,14 +93,71 @@ def test_what_blackwell_is_ahead_by():
         ("NVIDIA B300 SXM6 AC", "b300-288gb"),
         ("NVIDIA B200", "b200-192gb"),
         ("NVIDIA H100 80GB HBM3", "h100-80gb"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
+        ("NVIDIA L40S", "l40s-48gb"),
+        ("NVIDIA L4", "l4-24gb"),
+        ("Tesla T4", "t4-16gb"),
+        ("NVIDIA RTX A6000", "a6000-48gb"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090-24gb"),
     ],
 )
 def test_the_driver_s_name_finds_the_entry(name, known, monkeypatch):
-    found = SimpleNamespace(name=name, total_memory=7 * GIB)
+    entry = cluster(known, 2).device
+    found = SimpleNamespace(
+        name=name,
+        total_memory=entry.memory - GIB,
+        multi_processor_count=entry.processors,
+        major=0,
+        minor=0,
+    )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     device = cluster_here(2, torch.device("cuda", 0)).device
-    assert (device.name, device.memory) == (known, 7 * GIB)
+    assert device == replace(entry, memory=entry.memory - GIB)
+
+
+@pytest.mark.parametrize(
+    ("found", "known"),
+    [
+        (Found("NVIDIA H100 PCIe", 80 * GIB, 114, (9, 0)), "h100-80gb"),
+        (Found("NVIDIA GH200 480GB", 95 * GIB, 132, (9, 0)), "h100-80gb"),
+        (Found("NVIDIA A10G", 22 * GIB, 80, (8, 6)), "rtx3090-24gb"),
+        (Found("NVIDIA RTX 6000 Ada Generation", 48 * GIB, 142, (8, 9)), "l40s-48gb"),
+        (Found("Quadro RTX 5000", 16 * GIB, 48, (7, 5)), "t4-16gb"),
+        (Found("Tesla P100-PCIE-16GB", 16 * GIB, 56, (6, 0)), "v100-16gb"),
+    ],
+)
+def test_an_unknown_gpu_is_the_nearest_of_the_catalogue_by_its_processors(found, known):
+    device, entry = cluster_found(found, 2).device, cluster(known, 2).device
+    share = found.processors / entry.processors
+    assert (device.name, device.memory, device.stands_for) == (known, found.memory, found.name)
+    assert device.peak_flops["float32"] == pytest.approx(share * entry.peak_flops["float32"])
+    assert device.memory_bandwidth == pytest.approx(share * entry.memory_bandwidth)
+    assert device.processors == found.processors
+
+
+def test_every_gpu_of_the_catalogue_can_be_found():
+    for name in device_names():
+        entry = cluster(name, 1).device
+        if entry.type == "cuda":
+            words = name.replace("rtx", "GeForce RTX ")
+            found = Found(f"NVIDIA {words}", entry.memory, entry.processors, (0, 0))
+            assert cluster_found(found, 1).device == entry
+
+
+def test_a_plan_says_whose_rates_it_is_made_with():
+    found = Found("Quadro RTX 5000", 16 * GIB, 48, (7, 5))
+    model, batch = torch.nn.Linear(4, 4), {"input": torch.randn(2, 4)}
+    notes = [
+        graphaccel.plan(model, batch, devices=1, cluster=where).notes
+        for where in (cluster_found(found, 1), cluster("t4-16gb", 1))
+    ]
+    said = (
+        "the rates of Quadro RTX 5000 are taken to be those of t4-16gb by its 48 processors; "
+        "`graphaccel calibrate` measures them"
+    )
+    assert [said in each for each in notes] == [True, False]
 
 
 def test_v100_has_no_bfloat16():

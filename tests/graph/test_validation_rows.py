@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import csv
+import json
 from collections import Counter
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import pytest
 
+from benchmarks.validation.__main__ import RESULT, main
 from benchmarks.validation.experts import _once_a_node
+from benchmarks.validation.mixtures import MIXTURES
 from benchmarks.validation.models import model_of
 from benchmarks.validation.predict import Predictor, real_cluster
-from benchmarks.validation.rows import FOLDER, Run, read
+from benchmarks.validation.rows import EAGER_LAUNCH, FOLDER, Run, System, read
 
 
 @cache
@@ -92,9 +96,19 @@ def test_mixtures_have_as_many_numbers_as_their_makers_say(kind: str, billions: 
 
 
 def test_what_nothing_is_fitted_on_is_of_other_models() -> None:
-    seen = {row.kind for row in rows() if isinstance(row, Run)}
-    assert len(unseen()) == 72
-    assert not {run.kind for run in unseen()} & seen
+    """Mixtures of other kinds; others of another size, or on another mesh, in what paper ever."""
+    seen = {row.kind for row in rows() if isinstance(row, Run) and row.kind in MIXTURES}
+    mixtures = [run for run in unseen() if run.kind in MIXTURES]
+    assert len(mixtures) == 72
+    assert not {run.kind for run in mixtures} & seen
+
+    def mesh(run: Run) -> tuple[object, ...]:
+        axes = run.data, run.tensor, run.pipeline, run.interleave, run.microbatch
+        return run.layers, run.hidden, run.batch, run.recompute, *axes
+
+    others = [run for run in unseen() if run.kind not in MIXTURES]
+    assert len({mesh(run) for run in others}) == len(others) == 10
+    assert not {mesh(run) for run in others} & {mesh(r) for r in rows() if isinstance(r, Run)}
 
 
 def test_rows_of_deepseek_go_by_deep_ep_beside_another_where_recipes_say_so() -> None:
@@ -119,6 +133,134 @@ def test_experts_that_are_made_again() -> None:
     assert found.plan.prediction is not None
     assert kept.plan.prediction is not None
     assert found.plan.prediction.compute > kept.plan.prediction.compute
+
+
+_OWN = {
+    "source": "ours", "model": "Qwen2.5", "layers": "2", "hidden": "256", "heads": "4",
+    "seq": "128", "vocab": "512", "gpus": "4", "gpu_type": "H200", "dp": "4", "micro_batch": "2",
+    "global_batch": "16", "zero": "3", "measured_iter_s": "0.01",
+}  # fmt: skip
+
+
+def own(tmp_path: Path, *changed: dict[str, str]) -> list[Run | str]:
+    """Rows of a table with few columns, as read."""
+    file = tmp_path / "own.csv"
+    with file.open("w", newline="") as text:
+        columns = dict.fromkeys(name for each in (_OWN, *changed) for name in each)
+        table = csv.DictWriter(text, list(columns))
+        table.writeheader()
+        table.writerows(_OWN | each for each in changed)
+    return list(read(file))
+
+
+def test_tables_of_one_s_own_have_what_columns_they_have(tmp_path: Path) -> None:
+    (run,) = own(tmp_path, {})
+    assert isinstance(run, Run)
+    assert (run.kind, run.device, run.zero, run.precision) == ("llama", "h200-141gb", 3, "bfloat16")
+    assert run.assumed == (
+        "plain PyTorch with fused attention: its system is not known",
+        "bfloat16: what its MFU is of",
+    )
+
+
+@pytest.mark.parametrize(
+    ("called", "device"),
+    [
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("A100", "a100-80gb"),
+        ("H100-96GB-HBM2e(500W)", "h100-80gb"),
+        ("Tesla V100-SXM2-16GB", "v100-16gb"),
+        ("T4", "t4-16gb"),
+        ("GeForce RTX 4090", "rtx4090-24gb"),
+        ("l40s-48gb", "l40s-48gb"),
+    ],
+)
+def test_devices_by_what_sources_call_them(tmp_path: Path, called: str, device: str) -> None:
+    (run,) = own(tmp_path, {"gpu_type": called})
+    assert isinstance(run, Run)
+    assert run.device == device
+
+
+def test_rows_that_are_no_runs_say_why(tmp_path: Path) -> None:
+    assert own(
+        tmp_path,
+        {"gpu_type": "TPU v4"},
+        {"layers": "many"},
+        {"global_batch": "0"},
+        {"gpus": "8"},
+        {"measured_iter_s": ""},
+    ) == [
+        "device TPU v4 is not in the catalogue",
+        "no run: could not convert string to float: 'many'",
+        "no run: global_batch is 0",
+        "the axes are not the devices",
+        "neither step time nor tokens/s nor FLOP/s",
+    ]
+
+
+def test_shards_in_groups_are_over_all_data_ranks(tmp_path: Path) -> None:
+    (run,) = own(tmp_path, {"gpus": "16", "global_batch": "32", "zero": "HSDP"})
+    assert isinstance(run, Run)
+    assert (run.data, run.zero) == (16, 3)
+    assert "shards over all 16 data ranks" in run.assumed
+
+
+def test_systems_of_other_sources_are_those_of_their_framework(tmp_path: Path) -> None:
+    named = ("NVIDIA/Megatron-LM@core_v0.12 README", "NVIDIA/NeMo docs", "DachengLi1/AMP", "ours")
+    found = own(tmp_path, *({"source": source} for source in named))
+    core, nemo, amp, ours = (run.system for run in found if isinstance(run, Run))
+    assert (core.zero, core.split, nemo.joined) == (1, True, True)
+    assert (amp.launch_seconds, amp.overlaps, ours) == (EAGER_LAUNCH, False, System())
+
+
+def test_runs_of_one_s_own_are_predicted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own(tmp_path, {}, {"micro_batch": "4"}, {"gpu_type": "TPU v4"})
+    file, out = tmp_path / "own.csv", tmp_path / "out.json"
+    kept = RESULT.read_text()
+    arguments = ["validation", "--rows", str(file), "--out", str(out)]
+    monkeypatch.setattr("sys.argv", arguments)
+    main()
+    said = capsys.readouterr().out
+    assert "2 runs predicted, 0 refused; 1 of 3 rows left out\n" in said
+    assert "1 left out: device TPU v4 is not in the catalogue\n" in said
+    assert "mean over products" not in said
+    found = json.loads(out.read_text())
+    assert len(found["runs"]) == 2
+    assert found["command"] == "python -m benchmarks.validation --rows"
+    assert RESULT.read_text() == kept
+
+
+@pytest.mark.parametrize(
+    ("table", "status", "said"),
+    [
+        (None, 2, "No such file or directory"),
+        ("a,b\n1,2\n", 2, "has no column source, model, gpus, gpu_type, global_batch"),
+        (
+            "source,model,gpus,gpu_type,global_batch\nours,GPT,8,TPU,16\n",
+            1,
+            "none of 1 rows is a run that can be predicted\n"
+            "  1 rows: device TPU is not in the catalogue",
+        ),
+    ],
+)
+def test_tables_that_can_not_be_predicted(
+    table: str | None,
+    status: int,
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    file = tmp_path / "own.csv"
+    if table is not None:
+        file.write_text(table)
+    monkeypatch.setattr("sys.argv", ["validation", "--rows", str(file)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == status
+    assert said in capsys.readouterr().err
 
 
 def test_flops_are_seconds() -> None:
