@@ -14,7 +14,7 @@ from torch import fx
 from benchmarks.validation import latent
 from benchmarks.validation.joined import Joined, joined_works
 from benchmarks.validation.mixtures import MIXTURES
-from benchmarks.validation.rows import TENSOR_LINK, Run
+from benchmarks.validation.rows import SCHEDULED, TENSOR_LINK, Run
 from benchmarks.validation.state_space import between_bytes
 from graphaccel.capture.symbols import BATCH
 from graphaccel.kernels.expert_rows import EXCHANGE
@@ -54,7 +54,7 @@ class Phase:
 @dataclass(frozen=True)
 class Started:
     """What a process starts one by one in a microbatch, on all stages together; sent: seconds of
-    sending rows.
+    sending rows. scheduled: it schedules two microbatches beside each other.
 
     In forward it waits at each layer for how many rows each expert gets, so it starts beside what
     it starts alone; in backward it knows, and runs ahead beside all of it (Megatron-LM,
@@ -63,16 +63,20 @@ class Started:
     forward: Phase = Phase()
     backward: Phase = Phase()
     sent: float = 0.0
+    scheduled: bool = False
 
     @property
     def count(self) -> float:
         """Operations of both phases."""
         return self.forward.count + self.backward.count
 
-    def waits(self, device: Device, launch: float) -> float:
+    def waits(self, device: Device, launch: float, scheduled: float = SCHEDULED) -> float:
         """Seconds in which the device waits for the process; launch: seconds to start one on the
-        hosts of most devices; on others as much longer as the catalogue says."""
-        each = launch * device.launch_seconds / LAUNCH_SECONDS
+        hosts of most devices; on others as much longer as the catalogue says. scheduled: how many
+        times as long where it schedules two microbatches beside each other."""
+        each = (
+            launch * device.launch_seconds / LAUNCH_SECONDS * (scheduled if self.scheduled else 1)
+        )
         busy = [
             sum(n * seconds_of(work, device) for work, n in phase.beside) + self.sent / 2
             for phase in (self.forward, self.backward)
@@ -203,7 +207,7 @@ def _started(run: Run, profile: Profile, plan: Plan, sent: float) -> Started:
         + sum(each.backward * each.work.calls for each in alike),
         (*((call.work, call.backward) for call in every if call.backward), *behind.beside),
     )
-    return Started(forward, backward, sent)
+    return Started(forward, backward, sent, run.system.beside_another)
 
 
 def _part(node: fx.Node) -> str:
@@ -241,8 +245,10 @@ def _beside_another(run: Run, profile: Profile, plan: Plan, where: Cluster, sent
     """Seconds of `sent` that a device waits for, where a layer's forward runs beside the backward
     of another microbatch: what its backward sends first goes beside the forward before the experts,
     what both send to experts beside the experts of both, and what its forward sends back beside the
-    other's backward before the experts (`TransformerLayerSchedulePlan.run`). Those microbatches
-    with which a pipeline starts, or ends, have none beside them.
+    other's backward before the experts (`TransformerLayerSchedulePlan.run`). Where a process starts
+    the router, it waits in the forward for how many rows each expert gets, and starts nothing that
+    could run beside what the forward sends. Those microbatches with which a pipeline starts, or
+    ends, have none beside them.
     """
     device, calls = where.device, _calls(run, profile, plan)
     beside = [0.0, 0.0, 0.0]
@@ -251,8 +257,10 @@ def _beside_another(run: Run, profile: Profile, plan: Plan, where: Cluster, sent
         own = _part(call.node) == "experts"
         beside[1 if own else 0] += call.forward * seconds
         beside[1 if own else 2] += call.backward * seconds
-    moved = (sent / 4, sent / 2, sent / 4)
-    waits = sum(exposed_seconds(device, m, 0.0, b) for m, b in zip(moved, beside, strict=True))
+    moved, waits = (sent / 4, sent / 2, sent / 4), 0.0
+    if "router" in run.system.started:
+        moved, waits = (sent / 4, sent / 4, 0.0), sent / 2
+    waits += sum(exposed_seconds(device, m, 0.0, b) for m, b in zip(moved, beside, strict=True))
     alone = min(1.0, plan.pipeline / plan.microbatches)
     return alone * sent + (1 - alone) * waits
 

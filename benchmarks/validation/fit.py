@@ -10,7 +10,8 @@ runs that have them, and the others on those that have none. And the host time o
 operations eagerly (`launch_seconds` in `rows.SYSTEMS`), which those share; and of those that start
 parts of a mixture so (`started`), another framework on other hosts: what the others say of it
 stands for it where none is left. What lies between operations that are traced (`traced.GAP`) is
-what lies between any where the source that traces is left out.
+what lies between any where the source that traces is left out; and a process that schedules two
+microbatches beside each other (`rows.SCHEDULED`) is as fast as any where none of them is left.
 
 Then each source, a document with all of its releases, is left out, and predicted with what the
 others say, in all of that. Where none of them ran on the device, or none so, it is what kernels
@@ -31,7 +32,14 @@ from typing import Any, TypeVar
 
 from benchmarks.validation.experts import NOTHING_STARTED, Started
 from benchmarks.validation.predict import Predicted
-from benchmarks.validation.rows import EAGER_LAUNCH, STARTED_LAUNCH, Run, document, own_shares
+from benchmarks.validation.rows import (
+    EAGER_LAUNCH,
+    SCHEDULED,
+    STARTED_LAUNCH,
+    Run,
+    document,
+    own_shares,
+)
 from benchmarks.validation.traced import GAP, Segment, seconds
 from graphaccel.planner.catalogue import KILOWATTS, cluster
 from graphaccel.planner.cluster import Device
@@ -76,11 +84,13 @@ class Sample:
 @dataclass(frozen=True)
 class Starts:
     """Host seconds to start an operation where all are started eagerly, and where parts of a
-    mixture are; a device's between two that are traced."""
+    mixture are; a device's between two that are traced; and how many times as long a process takes
+    that schedules two microbatches beside each other."""
 
     every: float = EAGER_LAUNCH
     parts: float = STARTED_LAUNCH
     between: float = GAP
+    scheduled: float = SCHEDULED
 
     def of(self, one: Sample) -> float:
         """Those of a sample; 0 where it takes no longer for them."""
@@ -190,11 +200,12 @@ class _Errors:
     def of(self, one: Sample, shares: Shares, starts: Starts) -> float:
         """See `_error`."""
         launch, between = starts.of(one), starts.between if one.pieces else 0.0
+        scheduled = starts.scheduled if one.started.scheduled else 1.0
         if not one.run.products:
             shares = replace(shares, eight_bits=0.0)
-        key = id(one), shares, launch, between
+        key = id(one), shares, launch, between, scheduled
         if key not in self._known:
-            self._known[key] = _error(one, shares, launch, between)
+            self._known[key] = _error(one, shares, Starts(launch, launch, between, scheduled))
         return self._known[key]
 
 
@@ -202,11 +213,12 @@ def _found(samples: Sequence[Sample], errors: _Errors) -> Found:
     """What these runs support."""
     # Nothing else says how long a device waits that is traced.
     between = GAP if any(s.pieces for s in samples) else gap_seconds(cluster("a100-80gb", 1).device)
-    starts = Starts(_LAUNCHES[0], _LAUNCHES[0], between)
+    scheduled = SCHEDULED if any(s.started.scheduled for s in samples) else 1.0
+    starts = Starts(_LAUNCHES[0], _LAUNCHES[0], between, scheduled)
     found = _whole(samples, errors, starts)
     if any(s.eager for s in samples):
         for _ in range(_ROUNDS):
-            starts = _starts(samples, found, errors, between)
+            starts = _starts(samples, found, errors, starts)
             found = _whole(samples, errors, starts)
     for name, own in _grouped(samples, lambda s: _family(s.run)).items():
         few = [s for s in own if s.run.products]
@@ -217,17 +229,17 @@ def _found(samples: Sequence[Sample], errors: _Errors) -> Found:
 
 
 def _starts(
-    samples: Sequence[Sample], found: Mapping[str, Shares], errors: _Errors, between: float
+    samples: Sequence[Sample], found: Mapping[str, Shares], errors: _Errors, known: Starts
 ) -> Starts:
-    """The host times of an operation that runs support; where none says one, the other's."""
+    """With the host times of an operation that runs support; where none says one, the other's."""
     best = {}
     for kind, own in _grouped(samples, lambda s: s.eager).items():
-        choices = [Starts(launch, launch, between) for launch in _LAUNCHES]
+        choices = [replace(known, every=launch, parts=launch) for launch in _LAUNCHES]
         if kind:
-            known = _best(own, choices, lambda s, x: errors.of(s, found[_family(s.run)], x))
-            best[kind] = known.every
+            chosen = _best(own, choices, lambda s, x: errors.of(s, found[_family(s.run)], x))
+            best[kind] = chosen.every
     other = next(iter(best.values()))
-    return Starts(best.get("every", other), best.get("parts", other), between)
+    return replace(known, every=best.get("every", other), parts=best.get("parts", other))
 
 
 def _whole(samples: Sequence[Sample], errors: _Errors, starts: Starts) -> dict[str, Shares]:
@@ -283,12 +295,11 @@ def _best(
     return min(choices, key=mean)
 
 
-def _error(one: Sample, shares: Shares, launch: float, between: float) -> float:
-    """Of the step time with these shares. launch: host time of an operation where it is started
-    eagerly; between: the device's, between two that are traced."""
+def _error(one: Sample, shares: Shares, starts: Starts) -> float:
+    """Of the step time with these shares and host times."""
     usual, known = cluster(one.run.device, 1).device, one.device
     if one.run.system.launch_seconds is not None:
-        known = replace(known, launch_seconds=launch)
+        known = replace(known, launch_seconds=starts.every)
     first = cluster("b200-192gb", 1).device if _family(one.run) == "b200" else usual
     few_bits = usual.product_8_bits / first.product_8_bits if first.product_8_bits else 1.0
     attention = shares.attention * ATTENTION[_family(one.run)] / usual.attention
@@ -300,18 +311,18 @@ def _error(one: Sample, shares: Shares, launch: float, between: float) -> float:
         attention_backward=known.attention_backward * attention,
         memory_bandwidth=known.memory_bandwidth * shares.copy / copies(one.run.device),
     )
-    told = _microbatch(one, one.device, STARTED_LAUNCH, GAP)
-    ratio = _microbatch(one, device, launch, between) / told
+    told = _microbatch(one, one.device, Starts())
+    ratio = _microbatch(one, device, starts) / told
     return (one.scaled * ratio + one.rest) / one.run.seconds - 1
 
 
-def _microbatch(one: Sample, device: Device, launch: float, between: float) -> float:
+def _microbatch(one: Sample, device: Device, starts: Starts) -> float:
     if one.pieces:
-        return seconds(one.pieces, device, device.launch_seconds, between)
+        return seconds(one.pieces, device, device.launch_seconds, starts.between)
     gap = gap_seconds(device)
     busy = sum(n * (seconds_of(w, device) + gap * w.calls) for w, n in one.works)
     whole = max(busy, device.launch_seconds * sum(n * w.calls for w, n in one.works))
-    return whole + one.started.waits(device, launch)
+    return whole + one.started.waits(device, starts.parts, starts.scheduled)
 
 
 def copies(device: str) -> float:

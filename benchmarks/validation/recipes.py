@@ -5,9 +5,8 @@ Releases are tags of NVIDIA-NeMo/Megatron-Bridge: 25.11 is v0.2.0, 26.02 v0.3.0,
 `scripts/performance/configs/*/*_workload_base_configs.py`, by the sizes of a row: `cuda_graph_impl`
 and `cuda_graph_scope`. What is in no CUDA graph a process starts one by one. A graph of "attn",
 "mamba", "moe_router" and "moe_preprocess" holds all of a layer but its experts. Where all is in one
-graph, rows are sent to experts beside another microbatch (`moe_a2a_overlap`). Others that are to do
-so take as long as without: GPT OSS on GB200 5.14 s (26.04) for 5.20 (26.02.01), Qwen3 on B300 48.7
-(26.02) for 49.6 (26.02.01): a device that waits for its process has nothing to do beside.
+graph, rows are sent to experts beside another microbatch (`moe_a2a_overlap`), and elsewhere where
+recipes say so.
 
 Of the rows of 26.02 to 26.08 all have the mesh of a recipe of their release, or of the one before
 or after it, but for four of 26.02.01: they are taken to be as all three recipes have them.
@@ -51,9 +50,22 @@ _WHOLE: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 _WHOLE_SINCE = "26.06"
-# Rows go to experts by DeepEP, and beside another microbatch (`moe_flex_dispatcher_backend`,
-# `moe_a2a_overlap`): model, device, since which release.
-_DEEP_EP = (("DeepSeekV3", "B200", "26.04.01"),)
+# Rows are sent beside another microbatch where a process starts operations (`moe_a2a_overlap`):
+# model, device, since which release, until which. The row of B300 in 26.02.01 has the mesh that the
+# recipe had in 26.02.
+_BESIDE = (
+    ("Qwen3_235B_a22B", "H100", "25.11", ""),
+    ("Qwen3_235B_a22B", "B200", "25.11", "26.02"),
+    ("Qwen3_235B_a22B", "B300", "26.02", "26.04"),
+    ("Qwen3_30B_a3B", "H100", "25.11", "26.02.01"),
+    ("GPT OSS 120B", "GB200", "26.04", "26.06"),
+    ("DeepSeekV3", "B200", "26.04.01", ""),
+)
+# Of those, rows that go to experts by DeepEP (`moe_flex_dispatcher_backend`).
+_DEEP_EP = ("DeepSeekV3",)
+# Products and what the tensor axis sends run one after the other (`tp_comm_overlap`): recipes of
+# Qwen3 on H100, the only one with such an axis, and of Nemotron 3 Super, and all in 4 bits.
+_TENSOR_ALONE = ("Qwen3_235B_a22B", "Nemotron_3_Super")
 EXPERTS_AGAIN = frozenset({("Nemotron_3_Nano", "H100")})
 """Mixtures and devices of which layers with experts are made again for the backward."""
 
@@ -74,12 +86,26 @@ def started(mixture: str, device: str, precision: str, release: str) -> frozense
     return known[-1] if known else _ALL
 
 
-def by_deep_ep(mixture: str, device: str, release: str) -> bool:
-    """Whether rows of a mixture go to their experts by DeepEP, and beside another microbatch."""
+def beside_another(mixture: str, device: str, release: str) -> bool:
+    """Whether rows of a mixture, parts of which a process starts one by one, are sent to their
+    experts beside another microbatch."""
+    now = _numbers(release)
     return any(
-        (model, where) == (mixture, device) and _numbers(since) <= _numbers(release)
-        for model, where, since in _DEEP_EP
+        (model, where) == (mixture, device)
+        and _numbers(since) <= now
+        and not (until and _numbers(until) <= now)
+        for model, where, since, until in _BESIDE
     )
+
+
+def by_deep_ep(mixture: str, device: str, release: str) -> bool:
+    """Whether those rows go by DeepEP, once to each node."""
+    return mixture in _DEEP_EP and beside_another(mixture, device, release)
+
+
+def tensor_in_pieces(mixture: str | None, precision: str) -> bool:
+    """Whether products and the collectives of their tensor axis run beside each other."""
+    return mixture not in _TENSOR_ALONE and precision != "nvfp4"
 
 
 def _numbers(release: str) -> tuple[int, ...]:

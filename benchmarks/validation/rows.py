@@ -12,9 +12,11 @@ from benchmarks.validation.mixtures import MIXTURES, mixture_of
 from benchmarks.validation.recipes import (
     EXPERTS_AGAIN,
     as_trained,
+    beside_another,
     by_deep_ep,
     release_of,
     started,
+    tensor_in_pieces,
 )
 from graphaccel.planner.catalogue import device_names
 
@@ -51,6 +53,9 @@ _PRODUCTS = {**dict.fromkeys(_EIGHT_BITS, "float8_e4m3fn"), "nvfp4": "float4_e2m
 EAGER_LAUNCH = 62e-6
 # Of what is started one by one in a mixture of another framework: as its runs say (`fit`).
 STARTED_LAUNCH = 54e-6
+# So many times as long a process takes where it schedules the parts of two microbatches' layers
+# beside each other: as such runs say of Qwen3-235B on B200 and B300, 1.33, 1.66 and 1.68.
+SCHEDULED = 1.65
 TENSOR_LINK = "tensor axis"
 """The level of a cluster that holds the devices of a run's tensor axis alone."""
 # Of products with a scale for each row, which are cast for the backward once more, by columns: read
@@ -292,7 +297,7 @@ SYSTEMS = {
 # is documented of a system: configurations, papers.
 _OWN = {
     "ground_truth_single": ("launch_seconds", "gap_seconds"),
-    "NVIDIA-NeMo/Megatron-Bridge": ("started_seconds",),
+    "NVIDIA-NeMo/Megatron-Bridge": ("started_seconds", "scheduled"),
 }
 
 
@@ -538,12 +543,13 @@ def _system(row: dict[str, str]) -> System:
         release = release_of(row["source"])
         parts = started(mixture, row["gpu_type"], row["precision"], release)
         deep = by_deep_ep(mixture, row["gpu_type"], release)
+        beside = beside_another(mixture, row["gpu_type"], release)
         system = replace(
             system,
             started=parts,
             # `moe_flex_dispatcher_backend` of its recipe (nemotron_3_workload_base_configs.py).
             once_a_node=mixture == "Nemotron_3_Super" or deep,
-            beside_another=not parts or deep,
+            beside_another=not parts or beside,
             experts_apart=bool(parts),
             # In one graph of all, experts are one fused kernel, with their biases in it.
             weighs_biases=mixture == "GPT OSS 120B" and bool(parts),
@@ -553,10 +559,10 @@ def _system(row: dict[str, str]) -> System:
             # Rotary embeddings are fused for "rope", and not for its "yarn" (`gpt_oss_provider.py`;
             # `validate_rope_fusion_compatibility`, src/megatron/bridge/utils/fusions.py).
             system = replace(system, fusions=tuple(f for f in _LLAMA if f != "rotary"))
-    if "Megatron-Bridge" in row["source"] and row["precision"] == "nvfp4":
-        # `tp_comm_overlap` is False for "nvfp4" (llama3_llm_pretrain.py, scripts/performance).
-        apart = release_of(row["source"]) < _SCALES_WITHIN
-        system = replace(system, split=False, casts=_SCALES_APART if apart else 1.0)
+    if "Megatron-Bridge" in row["source"]:
+        system = replace(system, split=tensor_in_pieces(mixture, row["precision"]))
+        if row["precision"] == "nvfp4" and release_of(row["source"]) < _SCALES_WITHIN:
+            system = replace(system, casts=_SCALES_APART)
     if system.fsdp2:
         # `PipelineStage.backward_maybe_with_nosync` of torch gathers and sums once a step.
         system = replace(system, gathers_once=row["pp"] not in ("", "1"))

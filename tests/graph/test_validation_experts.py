@@ -12,8 +12,8 @@ from benchmarks.validation.experts import NOTHING_STARTED, Phase, Started, _besi
 from benchmarks.validation.fit import sample
 from benchmarks.validation.mixtures import MIXTURES
 from benchmarks.validation.predict import Predicted, Predictor
-from benchmarks.validation.recipes import started
-from benchmarks.validation.rows import FOLDER, STARTED_LAUNCH, Run, read
+from benchmarks.validation.recipes import beside_another, started
+from benchmarks.validation.rows import FOLDER, SCHEDULED, STARTED_LAUNCH, Run, read
 from graphaccel.planner.catalogue import cluster
 from graphaccel.planner.communication import INTERFERENCE
 from graphaccel.planner.efficiency import Work, seconds_of
@@ -81,9 +81,59 @@ def test_rows_have_what_their_recipe_says() -> None:
         fused = "rotary" in run.system.fusions
         assert fused == (run.kind != "GPT OSS 120B")
         assert run.system.latent_rotary == ("Megatron-Bridge" in run.source)
-        whole = "Megatron-Bridge" in run.source and not run.system.started
-        assert run.system.beside_another == whole
+        if "Megatron-Bridge" in run.source and not run.system.started:
+            assert run.system.beside_another
     assert {r.sharing for r in runs() if r.kind == "Qwen3_235B_a22B" and r.tensor == 2} == {32}
+
+
+@pytest.mark.parametrize(
+    ("mixture", "device", "release", "beside"),
+    [
+        ("Qwen3_235B_a22B", "H100", "26.08", True),
+        ("Qwen3_235B_a22B", "B200", "25.11", True),
+        ("Qwen3_235B_a22B", "B200", "26.02", False),
+        ("Qwen3_235B_a22B", "B300", "26.02.01", True),
+        ("Qwen3_235B_a22B", "B300", "26.04", False),
+        ("Qwen3_235B_a22B", "GB200", "26.04", False),
+        ("GPT OSS 120B", "GB200", "26.02.01", False),
+        ("GPT OSS 120B", "GB200", "26.04.01", True),
+        ("DeepSeekV3", "B200", "26.04", False),
+    ],
+)
+def test_recipes_that_send_beside_another_microbatch(
+    mixture: str, device: str, release: str, beside: bool
+) -> None:
+    assert beside_another(mixture, device, release) == beside
+
+
+def test_rows_send_beside_another_microbatch_as_their_recipe_does() -> None:
+    found = {
+        (run.kind, run.device.split("-")[0], run.source.split()[-1])
+        for run in runs()
+        if run.system.beside_another and run.system.started
+    }
+    assert found == {
+        *(("Qwen3_235B_a22B", "h100", r)
+          for r in ("25.11", "26.02", "26.02.01", "26.04", "26.04.01")),
+        ("Qwen3_235B_a22B", "b200", "25.11"),
+        ("Qwen3_235B_a22B", "b300", "26.02"),
+        ("Qwen3_235B_a22B", "b300", "26.02.01"),
+        ("GPT OSS 120B", "gb200", "26.04"),
+        ("GPT OSS 120B", "gb200", "26.04.01"),
+    }  # fmt: skip
+
+
+def test_what_the_forward_sends_is_waited_for_where_a_process_starts_the_router() -> None:
+    """It waits for how many rows each expert gets. Nothing is sent that computing does not hide."""
+    found, sent = [], 1e-9
+    for parts in (EXPERTS, ALL):
+        run = replace(small("Qwen3_235B_a22B", parts), batch=32)
+        one = Predictor(8).predict(run)
+        assert one.plan.microbatches == 4
+        found.append(_beside_another(run, one.profile, one.plan, one.where, sent))
+    hidden = sent * INTERFERENCE
+    assert found[0] == pytest.approx(sent / 4 + 3 / 4 * hidden)
+    assert found[1] == pytest.approx(sent / 4 + 3 / 4 * (sent + hidden) / 2)
 
 
 def test_what_is_sent_beside_another_microbatch_takes_less() -> None:
@@ -141,6 +191,13 @@ def test_a_device_waits_for_what_its_own_work_does_not_hide() -> None:
     assert one.waits(device, ahead / 80) == pytest.approx(0.25 * ahead)
     assert one.waits(device, ahead / 400) == 0.0
     assert NOTHING_STARTED.waits(device, 1.0) == 0.0
+
+
+def test_a_process_that_schedules_two_microbatches_is_slower() -> None:
+    device = cluster("h100-80gb", 1).device
+    assert Started(Phase(100), scheduled=True).waits(device, 1e-3) == pytest.approx(0.1 * SCHEDULED)
+    assert Started(Phase(100), scheduled=True).waits(device, 1e-3, 1.0) == pytest.approx(0.1)
+    assert Started(Phase(100)).waits(device, 1e-3, 9.0) == pytest.approx(0.1)
 
 
 def test_a_grace_starts_operations_more_slowly() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.validation.experts import Phase, Started
 from benchmarks.validation.fit import Sample, fitted, text
-from benchmarks.validation.rows import FOLDER, STARTED_LAUNCH, Run, own_shares, read
+from benchmarks.validation.rows import FOLDER, SCHEDULED, STARTED_LAUNCH, Run, own_shares, read
 from graphaccel.planner.catalogue import KILOWATTS, cluster
 from graphaccel.planner.efficiency import Work, computing, seconds_of
 from graphaccel.planner.plan import Precision
@@ -84,8 +84,24 @@ def test_starts_of_mixtures_are_fitted_apart() -> None:
     mine = figures["sources"][parts.run.reported]
     assert mine["fitted"] == pytest.approx(0, abs=1e-6)
     assert mine["left_out"] == pytest.approx(3 / 8)
-    assert mine["without"] == ["started_seconds"]
+    assert mine["without"] == ["started_seconds", "scheduled"]
     assert "50 us to start an operation, 80 in parts of mixtures" in text(figures)
+
+
+def test_who_alone_schedules_two_microbatches_is_left_out_with_what_that_takes() -> None:
+    parts, other = sample_of("Bridge", "h100-80gb"), sample_of("dgxc", "h100-80gb")
+    started = Started(Phase(1000), Phase(2000), scheduled=True)
+    told = started.waits(parts.device, STARTED_LAUNCH)
+    run = replace(parts.run, seconds=told)
+    parts = replace(parts, works=[], started=started, scaled=told, rest=0.0, run=run)
+    usual = told / SCHEDULED
+    eager = replace(parts, started=replace(started, scheduled=False), scaled=usual, run=replace(
+        run, source="NVIDIA/dgxc-benchmarking@v0 a", seconds=usual))  # fmt: skip
+    figures = fitted([parts, eager, other, sample_of("sc21", "a100-80gb")])
+    mine = figures["sources"][run.reported]
+    assert mine["fitted"] == pytest.approx(0, abs=1e-6)
+    assert mine["left_out"] == pytest.approx(1 - 1 / SCHEDULED)
+    assert mine["without"] == ["started_seconds", "scheduled"]
 
 
 def test_products_in_eight_bits_have_a_share_of_their_own() -> None:

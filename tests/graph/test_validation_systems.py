@@ -113,6 +113,28 @@ def test_4_bits_are_cast_and_sent_as_their_release_does(
     assert (run.system.casts, run.system.split) == (pytest.approx(casts), beside)
 
 
+def test_recipes_that_send_over_the_tensor_axis_alone() -> None:
+    """Of mixtures on such an axis, in 8 bits."""
+    for name in ("Qwen3_235B_a22B", "Nemotron_3_Super"):
+        run = one("Bridge", name=name, tensor=2, products="float8_e4m3fn")
+        assert not run.system.split
+
+
+def test_a_run_is_laid_out_at_the_rates_of_its_own_tensor_axis() -> None:
+    """What a layout is chosen by: ranks that reach one another in pieces, beside products."""
+    run = one("Bridge", name="Llama-3.1-405B", tensor=4, products="float8_e4m3fn")
+    run = replace(
+        run, layers=2, hidden=256, sequence=128, vocabulary=512, heads=8, kv_heads=8, ffn=512
+    )
+    predictor = Predictor(8)
+    known = predictor.captured(run, ())
+    assert predictor.captured(run, ()) is known
+    other = replace(run, tensor=2, data=2 * run.data)
+    assert predictor.captured(other, ()) is not known
+    whole = replace(run, system=replace(run.system, split=False))
+    assert predictor.captured(whole, ()) is not known
+
+
 @cache
 def _small(compiled: bool) -> Predicted:
     run = asynchronous("bf16", False)
