@@ -59,6 +59,9 @@ def _help(script: str) -> str:
 def _check_script(arguments: list[str]) -> None:
     """A script of ours that knows every option it is given."""
     script, *rest = arguments
+    if script == "-m":
+        module, *rest = rest
+        script = module.replace(".", "/") + "/__main__.py"
     assert (ROOT / script).is_file()
     for option in (word.split("=")[0] for word in rest if word.startswith("-")):
         assert re.search(rf"{option}\b", _help(script)), f"{script} has no {option}"

@@ -15,6 +15,7 @@ import pytest
 
 from graphaccel.planner.catalogue import cluster
 from graphaccel.planner.cluster import Cluster, OpTime, StepTime
+from graphaccel.planner.found import Found, cluster_found
 from graphaccel.planner.pins import PRECISIONS
 from graphaccel.planner.plan import Precision
 from graphaccel.report.certainty import (
@@ -55,6 +56,10 @@ def test_where_rates_are_from() -> None:
     other = replace(known, device=replace(known.device, memory_bandwidth=1e12))
     given = Calibration(0, "figures given for the cluster, not measured here")
     assert calibration_of(other) == given
+    found = cluster_found(Found("NVIDIA H100 PCIe", 80 * GIB, 114, (9, 0)), 2)
+    assert calibration_of(found) == Calibration(
+        0, "rates of h100-80gb by the processors of NVIDIA H100 PCIe"
+    )
     linked = replace(known, links=(replace(known.links[0], bandwidth=1e9), known.links[1]))
     assert calibration_of(linked) == given
     measured = replace(known, device=replace(known.device, measured=(OpTime("aten.add"),) * 3))
