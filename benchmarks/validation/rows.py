@@ -52,7 +52,7 @@ _PRODUCTS = {**dict.fromkeys(_EIGHT_BITS, "float8_e4m3fn"), "nvfp4": "float4_e2m
 # vTrain's one-node grid, 3.0 ms, by the 48 operations that its graph has here.
 EAGER_LAUNCH = 62e-6
 # Of what is started one by one in a mixture of another framework: as its runs say (`fit`).
-STARTED_LAUNCH = 54e-6
+STARTED_LAUNCH = 52e-6
 # So many times as long a process takes where it schedules the parts of two microbatches' layers
 # beside each other: as such runs say of Qwen3-235B on B200 and B300, 1.33, 1.66 and 1.68.
 SCHEDULED = 1.65
