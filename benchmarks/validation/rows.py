@@ -415,6 +415,8 @@ def read(file: Path) -> Iterator[Run | str]:
                 run = _run(told)
             except ValueError as error:
                 run = f"no run: {error}"
+            except ZeroDivisionError:
+                run = "no run: a rate of 0"
             if told != row and isinstance(run, Run):
                 said = "the mesh of its recipe, which its table contradicts"
                 run = replace(run, assumed=(*run.assumed, said))
@@ -505,6 +507,8 @@ def _run(row: dict[str, str]) -> Run | str:
         return f"precision {row['precision']}"
     run = _as_usual(run, row)
     seconds, counted = _seconds(row, run)
+    if seconds is not None and seconds <= 0:
+        raise ValueError(f"a step of {seconds} s")
     if seconds is None:
         return "neither step time nor tokens/s nor FLOP/s"
     return replace(run, seconds=seconds, assumed=(*run.assumed, *counted))

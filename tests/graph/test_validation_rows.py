@@ -189,12 +189,16 @@ def test_rows_that_are_no_runs_say_why(tmp_path: Path) -> None:
         {"global_batch": "0"},
         {"gpus": "8"},
         {"measured_iter_s": ""},
+        {"measured_iter_s": "0"},
+        {"measured_iter_s": "", "measured_tokens_per_s_per_gpu": "0"},
     ) == [
         "device TPU v4 is not in the catalogue",
         "no run: could not convert string to float: 'many'",
         "no run: global_batch is 0",
         "the axes are not the devices",
         "neither step time nor tokens/s nor FLOP/s",
+        "no run: a step of 0.0 s",
+        "no run: a rate of 0",
     ]
 
 
