@@ -5,7 +5,7 @@
 Every run of `benchmarks/validation/data/*.csv` that can be predicted (others are counted, with the
 reason) goes through the path of any user's model: built on the meta device, captured, laid out on
 the cluster of the catalogue with the published decisions pinned, and with the kernels and the state
-that its system had (`rows.SYSTEMS`). `--fit` says which shares of a device's peak the runs support,
+that its system had (`systems`). `--fit` says which shares of a device's peak the runs support,
 and the error of each source with those that the others support (`fit`). `--ranks` finds the place
 of published meshes among all that our search has, until so many minutes are over. `--unseen` are
 runs in `data/unseen`, of models that no other row has: nothing is fitted on them, and their figures

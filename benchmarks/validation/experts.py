@@ -14,8 +14,9 @@ from torch import fx
 from benchmarks.validation import latent
 from benchmarks.validation.joined import Joined, joined_works
 from benchmarks.validation.mixtures import MIXTURES
-from benchmarks.validation.rows import SCHEDULED, TENSOR_LINK, Run
+from benchmarks.validation.rows import TENSOR_LINK, Run
 from benchmarks.validation.state_space import between_bytes
+from benchmarks.validation.systems import SCHEDULED
 from graphaccel.capture.symbols import BATCH
 from graphaccel.kernels.expert_rows import EXCHANGE
 from graphaccel.planner.catalogue import LAUNCH_SECONDS

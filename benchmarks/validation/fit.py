@@ -7,11 +7,11 @@ them 1,000 to 1,400 W, which is what limits large products. Their share is that 
 are as much faster as the catalogue says (`planner.catalogue.by_power`). They are those of a grid
 with the least mean error, each source counting the same; the share of 8 bits is fitted last, on
 runs that have them, and the others on those that have none. And the host time of systems that start
-operations eagerly (`launch_seconds` in `rows.SYSTEMS`), which those share; and of those that start
+operations eagerly (`launch_seconds` in `systems`), which those share; and of those that start
 parts of a mixture so (`started`), another framework on other hosts: what the others say of it
 stands for it where none is left. What lies between operations that are traced (`traced.GAP`) is
 what lies between any where the source that traces is left out; and a process that schedules two
-microbatches beside each other (`rows.SCHEDULED`) is as fast as any where none of them is left.
+microbatches beside each other (`systems.SCHEDULED`) is as fast as any where none of them is left.
 
 Then each source, a document with all of its releases, is left out, and predicted with what the
 others say, in all of that. Where none of them ran on the device, or none so, it is what kernels
@@ -32,14 +32,8 @@ from typing import Any, TypeVar
 
 from benchmarks.validation.experts import NOTHING_STARTED, Started
 from benchmarks.validation.predict import Predicted
-from benchmarks.validation.rows import (
-    EAGER_LAUNCH,
-    SCHEDULED,
-    STARTED_LAUNCH,
-    Run,
-    document,
-    own_shares,
-)
+from benchmarks.validation.rows import Run, document
+from benchmarks.validation.systems import EAGER_LAUNCH, SCHEDULED, STARTED_LAUNCH, own_shares
 from benchmarks.validation.traced import GAP, Segment, seconds
 from graphaccel.planner.catalogue import KILOWATTS, cluster
 from graphaccel.planner.cluster import Device

@@ -10,7 +10,8 @@ from benchmarks.validation.experts import as_theirs as experts_as_theirs
 from benchmarks.validation.memory import STATE_BYTES, as_theirs, kept_share
 from benchmarks.validation.mixtures import MIXTURES
 from benchmarks.validation.models import model_of, placements
-from benchmarks.validation.rows import STARTED_LAUNCH, TENSOR_LINK, Run
+from benchmarks.validation.rows import TENSOR_LINK, Run
+from benchmarks.validation.systems import STARTED_LAUNCH
 from benchmarks.validation.traced import Segment, as_traced
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import BATCH

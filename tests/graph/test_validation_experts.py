@@ -13,7 +13,8 @@ from benchmarks.validation.fit import sample
 from benchmarks.validation.mixtures import MIXTURES
 from benchmarks.validation.predict import Predicted, Predictor
 from benchmarks.validation.recipes import beside_another, started
-from benchmarks.validation.rows import FOLDER, SCHEDULED, STARTED_LAUNCH, Run, read
+from benchmarks.validation.rows import FOLDER, Run, read
+from benchmarks.validation.systems import SCHEDULED, STARTED_LAUNCH
 from graphaccel.planner.catalogue import cluster
 from graphaccel.planner.communication import INTERFERENCE
 from graphaccel.planner.efficiency import Work, seconds_of

@@ -9,7 +9,8 @@ import pytest
 
 from benchmarks.validation.experts import Phase, Started
 from benchmarks.validation.fit import Sample, fitted, text
-from benchmarks.validation.rows import FOLDER, SCHEDULED, STARTED_LAUNCH, Run, own_shares, read
+from benchmarks.validation.rows import FOLDER, Run, read
+from benchmarks.validation.systems import SCHEDULED, STARTED_LAUNCH, own_shares
 from graphaccel.planner.catalogue import KILOWATTS, cluster
 from graphaccel.planner.efficiency import Work, computing, seconds_of
 from graphaccel.planner.plan import Precision

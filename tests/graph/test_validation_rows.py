@@ -16,7 +16,8 @@ from benchmarks.validation.experts import _once_a_node
 from benchmarks.validation.mixtures import MIXTURES
 from benchmarks.validation.models import model_of
 from benchmarks.validation.predict import Predictor, real_cluster
-from benchmarks.validation.rows import EAGER_LAUNCH, FOLDER, Run, System, read
+from benchmarks.validation.rows import FOLDER, Run, read
+from benchmarks.validation.systems import EAGER_LAUNCH, System
 
 
 @cache
