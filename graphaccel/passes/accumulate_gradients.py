@@ -229,6 +229,7 @@ class _Accumulating:
         with graph.inserting_before(anchor):
             accumulators, flats = self._inputs()
         self.start = (*accumulators.values(), *flats.values())[-1]
+        self.newest: dict[fx.Node, fx.Node] = {}  # where a value is made → the last write behind it
         written: dict[str, list[fx.Node]] = {}
         for name, accumulator in accumulators.items():
             gradient = self.gradients[name]
@@ -285,10 +286,13 @@ class _Accumulating:
                     node = self.graph.call_function(aten.addmm_.default, (target, *product.args))
             return self._marked(node, target, product)
         value = self.made[term.node]
-        with self.graph.inserting_after(self.start if value.op == "placeholder" else value):
+        place = self.start if value.op == "placeholder" else value
+        # Behind the writes that are there already: the first of a gradient's terms overwrites.
+        with self.graph.inserting_after(self.newest.get(place, place)):
             node = self.graph.call_function(
                 aten.copy_.default if first else aten.add_.Tensor, (accumulator, value)
             )
+        self.newest[place] = node
         return self._marked(node, accumulator, value)
 
     def _target(self, accumulator: fx.Node, term: _Term) -> fx.Node:

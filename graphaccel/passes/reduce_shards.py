@@ -217,7 +217,8 @@ class _Reducing:
         target = aten.add_.Tensor if adding else aten.copy_.default
         for name in sorted(group, key=own.__getitem__):
             at = self._after(max(own[name], flat))
-            newest = self._put(target, flat, own[name], places[name], count, name, at)
+            written = self._put(target, flat, own[name], places[name], count, name, at)
+            newest = max(newest, written)  # values that are inputs are written in reverse order
         return flat, newest
 
     def _put(
