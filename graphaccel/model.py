@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 
 from graphaccel.capture.batch import Batch, as_call, flatten_call
+from graphaccel.capture.closures import copied, held_by_module, memory_of
 from graphaccel.capture.export import LossFn
 from graphaccel.compat.torch import FakeTensorMode
 from graphaccel.errors import Unsupported
@@ -143,15 +143,30 @@ def optimizer_bytes(optimizer: torch.optim.Optimizer | None) -> float:
 
 
 def without_data(module: nn.Module) -> nn.Module:
-    """A copy without data. Meta tensors become fakes on the CPU: a graph on the meta device would
-    mix with what the model creates on the CPU in its forward."""
+    """A copy without data, functions that reach the model's own modules included. Meta tensors
+    become fakes on the CPU: a graph on the meta device would mix with what the model creates on the
+    CPU in its forward. Other tensors (plain attributes) keep their values."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    memo: dict[int, Any] = {}
+    known: dict[int, Any] = {}
+    memory: dict[int, torch.Tensor] = {}
     for parameter in module.parameters():
-        memo[id(parameter)] = nn.Parameter(_fake(parameter.detach(), mode), parameter.requires_grad)
+        fake = _fake(parameter.detach(), mode)
+        known[id(parameter)] = nn.Parameter(fake, parameter.requires_grad)
+        memory[memory_of(parameter)] = fake
     for buffer in module.buffers():
-        memo[id(buffer)] = _fake(buffer.detach(), mode)
-    made = copy.deepcopy(module, memo)
+        memory[memory_of(buffer)] = known[id(buffer)] = _fake(buffer.detach(), mode)
+    for held in held_by_module(module):
+        tensor = held.value
+        if not isinstance(tensor, torch.Tensor) or id(tensor) in known:
+            continue
+        fake = memory.get(memory_of(tensor))
+        if fake is not None:  # a view of a parameter: the copy then looks at the copy's
+            known[id(tensor)] = fake.as_strided(
+                tensor.shape, tensor.stride(), tensor.storage_offset()
+            )
+        elif tensor.grad_fn is not None:  # computed before, which `deepcopy` refuses
+            known[id(tensor)] = tensor.detach().clone().requires_grad_()
+    made = copied(module, known, module.modules())
     for hooks in (made._forward_hooks, made._forward_pre_hooks):
         hooks.clear()  # they run when the script calls its own model
     return made

@@ -9,34 +9,29 @@ from __future__ import annotations
 
 import inspect
 import io
-import linecache
 import logging
 import os
-import re
 import sys
-import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr
-from dataclasses import dataclass, field
-from pathlib import Path
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import fx, nn
 
 from graphaccel.capture.batch import Batch
-from graphaccel.capture.no_grad import WrittenWithoutGrad, detach_regions
+from graphaccel.capture.explain import explained, refuse_unknown_shapes
+from graphaccel.capture.no_grad import detach_regions
+from graphaccel.capture.watch import watching
+from graphaccel.capture.weights import Weights
 from graphaccel.compat.torch import (
-    DataDependentError,
     causal_masks_as_given,
     graph_module,
     inference_as_no_grad,
-    is_known,
     pytree,
 )
-from graphaccel.errors import CaptureRefused, TensorBranch
-from graphaccel.messages import Location
 
 OUTSIDE = "outside"
 """In the place of a loss function: the script computes the loss, whatever the model returns."""
@@ -44,9 +39,6 @@ OUTSIDE = "outside"
 LossFn: TypeAlias = Callable[..., torch.Tensor] | Literal["outside"] | None
 
 _SAME_EXPERTS = {"eager", "grouped_mm"}
-
-_INSIDE = (f"{torch.__path__[0]}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}")
-"""Where the frames of torch and of graphaccel lie: they are not the user's."""
 
 
 @dataclass(frozen=True)
@@ -97,13 +89,19 @@ class Returned:
 
 @dataclass(frozen=True)
 class ForwardGraph:
-    """The forward pass as one functional graph: placeholders in the order of `inputs`."""
+    """The forward pass as one functional graph: placeholders in the order of `inputs`.
+
+    constants: tensors that the forward reads besides parameters, buffers and batch, by the name of
+      their input. attributes: of those that an attribute of the model holds, name → where, as
+      `capture.closures.read_attribute` reads it ("blocks.0.table").
+    """
 
     graph: fx.GraphModule
     inputs: tuple[GraphInput, ...]
     outputs: tuple[GraphOutput, ...]
     constants: Mapping[str, torch.Tensor]
     returned: Returned
+    attributes: Mapping[str, str] = field(default_factory=dict)
 
 
 class _WithLoss(nn.Module):
@@ -114,14 +112,15 @@ class _WithLoss(nn.Module):
         model: nn.Module,
         loss_fn: LossFn,
         note: Callable[[Returned], None],
+        around: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         super().__init__()
         self.model = model
-        self._loss_fn = loss_fn
+        self._loss_fn, self._around = loss_fn, around
         self._note = note  # a call: export undoes what forward writes to attributes
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        with inference_as_no_grad(), causal_masks_as_given():
+        with inference_as_no_grad(), causal_masks_as_given(), self._around():
             if not callable(self._loss_fn):
                 output = self.model(*args, **kwargs)
             else:
@@ -202,22 +201,26 @@ def export_forward(model: nn.Module, batch: Batch, loss_fn: LossFn) -> ForwardGr
 
     Raises:
         TensorBranch: the model branches on the value of a tensor (GA101).
+        UnregisteredWeight: it reads a weight that is none of its own (GA105).
         CaptureRefused: anything else that has no graph (GA102), with the user's own line.
     """
     notes: list[Returned] = []
-    wrapper = _WithLoss(model, loss_fn, notes.append)
+    weights = Weights(model)
+    wrapper = _WithLoss(model, loss_fn, notes.append, watching(model, weights))
     wrapper.training = model.training
     args, kwargs = batch.rebuild(batch.leaves)
     with _state_restored(model), _batched_experts(model), warnings.catch_warnings(), _quiet():
         warnings.simplefilter("ignore")
         try:
             program = torch.export.export(wrapper, args, kwargs, strict=False)
+            weights.join(program)
             detach_regions(program.graph_module, _trained(program, model))
             program = program.run_decompositions({})
         except Exception as error:  # every failure of export becomes one of ours, cause kept
-            raise _explained(error, model) from error
-    _refuse_unknown_shapes(program.graph_module.graph, model)
-    return _unpack(program, batch, notes[-1])
+            raise explained(error, model, weights) from error
+    refuse_unknown_shapes(program.graph_module.graph, model)
+    forward = _unpack(program, batch, notes[-1])
+    return replace(forward, attributes=weights.attributes(forward.constants))
 
 
 def _trained(program: Any, model: nn.Module) -> set[str]:
@@ -243,6 +246,9 @@ def _unpack(program: Any, batch: Batch, returned: Returned) -> ForwardGraph:
         elif node.name in buffers:
             inputs.append(GraphInput("buffer", _own(buffers[node.name])))
         elif node.name in constants:
+            if not node.users:  # a parameter that was reached another way
+                graph.graph.erase_node(node)
+                continue
             inputs.append(GraphInput("constant", constants[node.name]))
         else:
             leaf = next(leaves)
@@ -264,7 +270,8 @@ def _unpack(program: Any, batch: Batch, returned: Returned) -> ForwardGraph:
             loss_due = False
         else:
             outputs.append(GraphOutput("output", leaf=next(tensor_leaves)))
-    values = {n: program.constants[n] for n in constants.values()}
+    used = [spec.name for spec in inputs if spec.kind == "constant"]
+    values = {name: program.constants[name] for name in used}
     return ForwardGraph(graph, tuple(inputs), tuple(outputs), values, returned)
 
 
@@ -324,75 +331,3 @@ def _quiet() -> Iterator[None]:
         logging.disable(threshold)
         own = printed.getvalue()
         sys.stderr.write(own if graph is None else own.replace(f"{graph}\n", ""))
-
-
-def _explained(error: Exception, model: nn.Module) -> Exception:
-    frame = _user_frame(error)
-    location = None if frame is None else _location(frame)
-    where = _module_of(error, model)
-    if isinstance(error, WrittenWithoutGrad):
-        location = _line_of(error.stack_trace)
-    if isinstance(error, DataDependentError):
-        return TensorBranch(module=where, location=location, others=())
-    reason = next((line.strip() for line in str(error).splitlines() if line.strip()), repr(error))
-    return CaptureRefused(module=where, location=location, reason=re.sub(r"\s+", " ", reason)[:300])
-
-
-def _location(frame: traceback.FrameSummary) -> Location:
-    """The line as the user wrote it, with the columns of the expression where Python knows them."""
-    number = frame.lineno or 0
-    text = linecache.getline(frame.filename, number).rstrip("\n")
-    start, end = getattr(frame, "colno", None), getattr(frame, "end_colno", None)
-    several = getattr(frame, "end_lineno", number) != number
-    if start is None or end is None or several or "\t" in text:
-        return Location(frame.filename, number, text)
-    raw = text.encode()  # columns count bytes
-    return Location(
-        frame.filename, number, text, len(raw[:start].decode()), len(raw[:end].decode())
-    )
-
-
-def _user_frame(error: BaseException) -> traceback.FrameSummary | None:
-    """The innermost frame outside torch and graphaccel; the user's own before a library's."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if not f.filename.startswith(("<", *_INSIDE))]
-    own = [f for f in own if "/site-packages/" not in f.filename] or own
-    return own[-1] if own else None
-
-
-def _module_of(error: BaseException, model: nn.Module) -> str:
-    """`Class.method` of the innermost module of the user's that was running."""
-    name = f"{type(model).__name__}.forward"
-    step = error.__traceback__
-    known = {type(module) for module in model.modules()}
-    while step is not None:
-        code = step.tb_frame.f_code
-        owner = step.tb_frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-        if type(owner) in known and not code.co_filename.startswith(("<", *_INSIDE)):
-            name = f"{type(owner).__name__}.{code.co_name}"
-        step = step.tb_next
-    return name
-
-
-def _line_of(stack_trace: str) -> Location | None:
-    """The innermost line outside torch of a node's own account."""
-    frames = re.findall(r'File "([^"]+)", line (\d+)', stack_trace)
-    own = [(f, int(n)) for f, n in frames if not f.startswith(_INSIDE)]
-    return Location(*own[-1]) if own else None
-
-
-def _refuse_unknown_shapes(graph: fx.Graph, model: nn.Module) -> None:
-    """Sizes that depend on the data (`x[x > 0]`) pass export, but can not be planned with."""
-    for node in graph.nodes:
-        value = node.meta.get("val")
-        shape = value.shape if isinstance(value, torch.Tensor) else ()
-        if all(isinstance(size, int) or is_known(size) for size in shape):
-            continue
-        stack = list((node.meta.get("nn_module_stack") or {}).values())
-        kind = str(stack[-1][1]).rsplit(".", 1)[-1] if len(stack) > 1 else type(model).__name__
-        raise CaptureRefused(
-            module=f"{kind}.forward",
-            location=_line_of(node.meta.get("stack_trace") or ""),
-            reason="the shape of its result depends on the values of a tensor; "
-            "torch.where and masked sums keep the shape",
-        )

@@ -42,9 +42,11 @@ def _layered(forward: ForwardGraph) -> Layered:
 
 
 def _value(constant: torch.Tensor) -> object:
+    """Its bytes: NaN equals itself, and zero has a sign."""
     if isinstance(constant, FakeTensor):
         return None
-    return tuple(constant.flatten().tolist())
+    flat = constant.detach().contiguous().flatten()
+    return bytes(flat.view(torch.uint8).tolist()) if flat.numel() else b""
 
 
 def _prefix(spec: GraphInput) -> str:
@@ -73,7 +75,27 @@ def repeated_forward(
         inputs=inputs,
         outputs=_outputs(made, short.outputs),
         constants=constants,
+        attributes=_attributes(runs, short, made, inputs),
     )
+
+
+def _attributes(
+    runs: Sequence[Run], short: ForwardGraph, made: Unfolded, inputs: Sequence[GraphInput]
+) -> dict[str, str]:
+    """Where the model of all layers holds the constants. Raises NotRepeated where that is another
+    place in each layer than their names say."""
+    found = {}
+    for (i, _), spec in zip(made.inputs, inputs, strict=True):
+        own = short.inputs[i]
+        path = short.attributes.get(own.name) if spec.kind == "constant" else None
+        if path is None:
+            continue
+        if path == own.name.removeprefix("model."):
+            path = spec.name.removeprefix("model.")
+        elif any(run.number(path) is not None for run in runs):
+            raise NotRepeated(f"{path} is a constant of a layer without a name of its own")
+        found[spec.name] = path
+    return found
 
 
 def repeated_sizes(

@@ -10,14 +10,22 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
+from hashlib import sha256
 from typing import Any
 
 import torch
 from torch import nn
 
 from graphaccel.capture.batch import Batch
+from graphaccel.capture.closures import functions_follow
 from graphaccel.capture.export import LossFn, with_loss
-from graphaccel.compat.torch import FakeTensor, TorchDispatchMode, exporting, stand_ins
+from graphaccel.compat.torch import (
+    FakeTensor,
+    TorchDispatchMode,
+    exporting,
+    stand_ins,
+    without_modes,
+)
 from graphaccel.ir.layers import NotRepeated, Run, among
 
 _PLAIN = (int, float, str, bool, type(None), tuple, torch.dtype, torch.Size)
@@ -52,17 +60,21 @@ def find_runs(model: nn.Module, least: int) -> tuple[Run, ...]:
 def shortened(model: nn.Module, runs: Mapping[Run, int]) -> nn.Module:
     """A copy of the model, on the same parameters, with as many layers of each run as asked."""
     made = _shallow(model)
+    new = {model: made}
     by_path: dict[str, list[Run]] = {}
     for run in runs:
         by_path.setdefault(run.path, []).append(run)
     for path, own in by_path.items():
         holder = made
         for name in path.split(".") if path else ():
-            holder._modules[name] = _shallow(holder._modules[name])
+            old = holder._modules[name]
+            if old not in new.values():
+                new[old] = holder._modules[name] = _shallow(old)
             holder = holder._modules[name]
         gone = {i for r in own for i in range(r.first + runs[r], r.first + r.count)}
         kept = [m for i, m in enumerate(holder._modules.values()) if i not in gone]
         holder._modules = {str(i): m for i, m in enumerate(kept)}
+    functions_follow(model, new)
     return made
 
 
@@ -117,6 +129,10 @@ def _alike(left: nn.Module | None, right: nn.Module | None) -> bool:
         return False
     for name, value in own.items():
         given = other[name]
+        if isinstance(value, torch.Tensor):
+            if not isinstance(given, torch.Tensor) or not _same_values(value, given):
+                return False
+            continue
         counts = type(value) is int and type(given) is int and given == value + 1
         if not counts and (type(value) is not type(given) or value != given):
             return False
@@ -124,10 +140,19 @@ def _alike(left: nn.Module | None, right: nn.Module | None) -> bool:
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    found = {k: v for k, v in vars(module).items() if isinstance(v, _PLAIN)}
+    found = {k: v for k, v in vars(module).items() if isinstance(v, (*_PLAIN, torch.Tensor))}
     tensors = {**module._parameters, **module._buffers}
     found |= {f"tensor {k}": None if t is None else _described(t) for k, t in tensors.items()}
     return found
+
+
+def _same_values(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether two attributes that are no parameters are equal; false where nobody knows."""
+    if left is right:
+        return True
+    known = not (left.is_meta or right.is_meta)
+    known = known and not isinstance(left, FakeTensor) and not isinstance(right, FakeTensor)
+    return known and _described(left) == _described(right) and torch.equal(left, right)
 
 
 def _described(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -144,11 +169,14 @@ class _Watch(TorchDispatchMode):
     """Writes down every operator: what it is, its numbers, and where its tensors were made.
 
     A tensor made outside the present segment is named by its segment: "before the run", "the
-    segment before", and its place there.
+    segment before", and its place there. Parameters and buffers are named by their layer's distance
+    from the present one, tensors from anywhere else by their values.
     """
 
-    def __init__(self, runs: Sequence[Run]) -> None:
+    def __init__(self, model: nn.Module, runs: Sequence[Run]) -> None:
         super().__init__()
+        own = (*model.named_parameters(), *model.named_buffers())
+        self._own = {id(tensor): _place_of(name, runs) for name, tensor in own}
         self.segments: dict[tuple[int, int], list[list[Any]]] = {}
         self.here = (-1, 0)  # (run, layer); the stretches between the runs are (-1, 0), (-1, 1) ...
         self.stretch = 0
@@ -206,8 +234,11 @@ class _Watch(TorchDispatchMode):
 
     def _origin(self, tensor: torch.Tensor) -> Any:
         made = self._made.get(id(tensor))
+        if made is None and id(tensor) in self._own:
+            run, layer, rest = self._own[id(tensor)]
+            return (run, self.here[1] - layer if run == self.here[0] >= 0 else layer, rest)
         if made is None:
-            return "input"
+            return "input" if isinstance(tensor, FakeTensor) else _digest(tensor)
         (run, layer), place = made
         if run < 0 or self.here[0] < 0:
             last = run >= 0 and layer == self.runs[run].count - 1
@@ -218,6 +249,30 @@ class _Watch(TorchDispatchMode):
 
     def _shapes(self, value: Any) -> Any:
         return [(t.dtype, tuple(t.shape), t.stride(), _device(t)) for t in _tensors(value)]
+
+
+def _place_of(name: str, runs: Sequence[Run]) -> tuple[int, Any, str]:
+    """The run and layer that a parameter belongs to, and its name there; -1 of one in none, whose
+    name says how far behind a run it lies."""
+    behind: tuple[int, Any, str] = (-1, "", name)
+    for number, run in enumerate(runs):
+        at = run.number(name)
+        if at is None or at < 0:
+            continue
+        rest = run.around(name)[1]
+        if at < run.count:
+            return (number, at, rest)
+        behind = (-1, (number, at - run.count), rest)
+    return behind
+
+
+def _digest(tensor: torch.Tensor) -> Any:
+    """What tells a tensor with values from others."""
+    if tensor.is_meta or tensor.numel() == 0:
+        return (tensor.dtype, tensor.shape)
+    with without_modes():
+        flat = tensor.detach().contiguous().flatten().cpu().view(torch.uint8)
+        return sha256(flat.numpy().tobytes()).hexdigest()
 
 
 def _device(tensor: torch.Tensor) -> torch.device:
@@ -247,7 +302,7 @@ def _segments(
     Raises NotRepeated where layers are not called one after the other, or the forward needs data.
     """
     fake = next(p for p in model.parameters() if isinstance(p, FakeTensor)).fake_mode
-    watch = _Watch(runs)
+    watch = _Watch(model, runs)
     handles = []
     for number, run in enumerate(runs):
         layers = [*model.get_submodule(run.path)._modules.values()]

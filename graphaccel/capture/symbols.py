@@ -48,7 +48,7 @@ def same_structure(left: fx.GraphModule, right: fx.GraphModule, ratio: float) ->
     def grow(x: fx.Node, y: fx.Node) -> bool:
         one, other = floats(x), floats(y)
         return len(one) == len(other) and all(
-            m == n or _power(m, n, ratio) is not None for m, n in zip(one, other, strict=True)
+            _same(m, n) or _power(m, n, ratio) is not None for m, n in zip(one, other, strict=True)
         )
 
     return all(
@@ -57,6 +57,10 @@ def same_structure(left: fx.GraphModule, right: fx.GraphModule, ratio: float) ->
         else y.op == "placeholder"
         for x, y in zip(a, b, strict=True)
     )
+
+
+def _same(value: float, other: float) -> bool:
+    return value == other or (math.isnan(value) and math.isnan(other))
 
 
 def _power(value: float, other: float, ratio: float) -> sympy.Rational | None:
@@ -215,7 +219,7 @@ def fit(
     float is proportional to a power of it (`_power`).
     The dependences on different symbols multiply (`b*s` tokens), as sizes of reshaped tensors do.
     """
-    if all(o == value for o in others) or value == 0:
+    if all(_same(o, value) for o in others) or value == 0:
         return value
     expression: Any = (
         sympy.Rational(Fraction(value)) if isinstance(value, float) else sympy.Integer(value)

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from graphaccel.errors.base import GraphAccelError
-from graphaccel.errors.capture import CaptureRefused, MissingRule, NoLoss, RuleWrong, TensorBranch
+from graphaccel.errors.capture import (
+    CaptureRefused,
+    MissingRule,
+    NoLoss,
+    RuleWrong,
+    TensorBranch,
+    UnregisteredWeight,
+)
 from graphaccel.errors.catalogue import BadCluster, UnknownDevice
 from graphaccel.errors.compiling import (
     CaptureFailed,
@@ -95,6 +102,7 @@ __all__ = [
     "TooManyStages",
     "UnknownDevice",
     "UnknownFusion",
+    "UnregisteredWeight",
     "Unsupported",
     "error_classes",
 ]

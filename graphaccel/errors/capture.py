@@ -67,6 +67,42 @@ class NoLoss(GraphAccelError):
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
+class UnregisteredWeight(GraphAccelError):
+    """The forward reads a weight that is none of the model's parameters.
+
+    name: how the script reaches it, in backticks. line: what registers it. of: the parameter or
+    buffer whose memory it looks at, if it does.
+    """
+
+    code = "GA105"
+    module: str
+    name: str
+    line: str
+    of: str = ""
+    location: Location | None = None
+
+    def message(self) -> Message:
+        if self.of:
+            return Message(
+                f"cannot capture {named_module(self.module)}: {self.name} is another tensor on "
+                f"the memory of `{self.of}`",
+                self.location,
+                why="the graph would keep its values of now, and not see an update of the other",
+                help=(f"make it in forward:  self.{self.of}.detach()",),
+            )
+        return Message(
+            f"cannot capture {named_module(self.module)}: {self.name} requires a gradient and is "
+            "none of the model's parameters",
+            self.location,
+            why="it is not in model.parameters(), so no plan could hold, split or update it",
+            help=(
+                f"register it:  {self.line}",
+                "or, if it is not to be trained, turn its gradient off:  .requires_grad_(False)",
+            ),
+        )
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
 class MissingRule(GraphAccelError):
     """Ops without a sharding rule. ops: (op, shape, module, location, uses), most costly first."""
 

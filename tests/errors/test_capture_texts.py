@@ -47,6 +47,19 @@ error[GA103]: pipeline=2 needs the loss in the graph, and the model returns none
   help: or pass a function of the model's output and the targets:  graphaccel.optimize(model, optimizer, loss_fn=loss_fn)
   explain: graphaccel explain GA103""",
     ),
+    (
+        errors.UnregisteredWeight(
+            module="Net.forward",
+            name="a weight of shape [6, 6]",
+            line="self.head = head    # in __init__",
+        ),
+        """\
+error[GA105]: cannot capture `Net.forward`: a weight of shape [6, 6] requires a gradient and is none of the model's parameters
+  why:  it is not in model.parameters(), so no plan could hold, split or update it
+  help: register it:  self.head = head    # in __init__
+  help: or, if it is not to be trained, turn its gradient off:  .requires_grad_(False)
+  explain: graphaccel explain GA105""",
+    ),
 ]
 
 

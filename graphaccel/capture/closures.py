@@ -1,0 +1,228 @@
+"""Deep copies of a model in which functions follow it.
+
+`copy.deepcopy` leaves functions as they are: a lambda that a module keeps (minGPT's
+`self.mlpf = lambda x: m.c_proj(m.act(m.c_fc(x)))`) then still calls the modules of the original.
+Here a function whose closure or defaults reach the model becomes one of the copy; so do bound
+methods, and functions in partials and containers.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import CellType, FunctionType, MethodType, ModuleType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+
+from graphaccel.compat.torch import storage_key
+
+
+class _Memo(dict):
+    """The memo of a copy in which functions follow.
+
+    modules: ids of the modules that are copied. storages: keys of the memory of their tensors.
+    """
+
+    def __init__(self, known: Mapping[int, Any], modules: Iterable[nn.Module]) -> None:
+        super().__init__(known)
+        self.modules = set(map(id, modules))
+        self.storages: set[int] = set()
+
+
+def copied(value: Any, known: Mapping[int, Any], modules: Iterable[nn.Module]) -> Any:
+    """A deep copy of `value`. known: id of an object → what stands for it in the copy. modules: a
+    function that reaches one of these, or a tensor of theirs, is copied too."""
+    owners = tuple(modules)
+    memo = _Memo(known, owners)
+    for module in owners:
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None:
+                memo.storages.add(memory_of(tensor))
+    with _functions_follow():
+        return copy.deepcopy(value, memo)
+
+
+def functions_follow(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> None:
+    """Of shallow copies of some of a model's modules (old → new), make functions that reach one of
+    the old ones reach the new one, in place."""
+    memo = _Memo({}, new)
+    for module in new:
+        own = (*module._parameters.values(), *module._buffers.values())
+        memo.storages.update(memory_of(t) for t in own if t is not None)
+    known: dict[int, Any] = {}
+    for module in new.values():
+        for name, value in list(vars(module).items()):
+            if name in _OWN or isinstance(value, _PLAIN) or not _reaches(value, memo):
+                continue
+            if not known:
+                tensors = (*model.parameters(), *model.buffers())
+                known = {id(one): one for one in (*model.modules(), *tensors)}
+                known |= {id(old): made for old, made in new.items()}
+            module.__dict__[name] = copied(value, known, new)
+
+
+@contextmanager
+def _functions_follow() -> Iterator[None]:
+    """Meanwhile `copy.deepcopy` asks about functions too, in copies with a memo of ours."""
+    table = {FunctionType: _copied_function, MethodType: _copied_method}
+    # Since Python 3.14 what is never copied is looked up first, in a set.
+    atomic = getattr(copy, "_atomic_types", None)
+    with patch.dict(copy._deepcopy_dispatch, table):  # type: ignore[attr-defined]
+        if atomic is None:
+            yield
+            return
+        with patch.object(copy, "_atomic_types", atomic - set(table)):
+            yield
+
+
+def _copied_function(function: FunctionType, memo: dict[int, Any]) -> FunctionType:
+    if not isinstance(memo, _Memo) or not _reaches(function, memo):
+        return function
+    cells = tuple(_copied_cell(cell, memo) for cell in function.__closure__ or ())
+    made = FunctionType(
+        function.__code__, function.__globals__, function.__name__, None, cells or None
+    )
+    functools.update_wrapper(made, function)
+    vars(made).pop("__wrapped__", None)
+    memo[id(function)] = made  # before what it holds: that may hold the function
+    made.__dict__.update(copy.deepcopy(vars(function), memo))
+    made.__defaults__ = copy.deepcopy(function.__defaults__, memo)
+    made.__kwdefaults__ = copy.deepcopy(function.__kwdefaults__, memo)
+    for new, old in zip(cells, function.__closure__ or (), strict=True):
+        if new is not old and _is_filled(old) and not _is_filled(new):
+            new.cell_contents = copy.deepcopy(old.cell_contents, memo)
+    return made
+
+
+def _copied_cell(cell: CellType, memo: _Memo) -> CellType:
+    """The cell itself where it does not reach the model; else an empty one, to be filled."""
+    if not _is_filled(cell) or not _reaches(cell.cell_contents, memo):
+        return cell
+    return memo.setdefault(id(cell), CellType())
+
+
+def _copied_method(method: MethodType, memo: dict[int, Any]) -> MethodType:
+    function = copy.deepcopy(method.__func__, memo)
+    return type(method)(function, copy.deepcopy(method.__self__, memo))
+
+
+def _is_filled(cell: CellType) -> bool:
+    try:
+        _ = cell.cell_contents
+    except ValueError:
+        return False
+    return True
+
+
+def _reaches(value: Any, memo: _Memo) -> bool:
+    """Whether a value holds a module of the model, or looks at memory of its tensors."""
+    seen: dict[int, Any] = {}
+    stack = [value]
+    while stack:
+        one = stack.pop()
+        if id(one) in seen:
+            continue
+        seen[id(one)] = one
+        if id(one) in memo.modules:
+            return True
+        if isinstance(one, torch.Tensor):
+            if memory_of(one) in memo.storages:
+                return True
+            continue
+        stack.extend(_held_by(one))
+    return False
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """Equal for tensors that share memory."""
+    try:
+        return storage_key(tensor)
+    except (NotImplementedError, RuntimeError):  # sparse, or without memory
+        return id(tensor)
+
+
+@dataclass(frozen=True)
+class Held:
+    """Something that a module holds.
+
+    path: attribute names, indices and keys from the module to it. closed: whether the path goes
+    through what a function closes over, or another object that `read_attribute` does not enter.
+    """
+
+    path: tuple[str, ...]
+    value: Any
+    closed: bool
+
+
+def held_by_module(module: nn.Module) -> Iterator[Held]:
+    """Everything that a module holds, each once, nearest first: submodules, tensors, attributes,
+    what is in them, and what their functions close over."""
+    seen = {id(module): module}
+    queue = deque([Held((), module, False)])
+    while queue:
+        one = queue.popleft()
+        for name, value in _named_by(one.value):
+            if id(value) in seen or isinstance(value, _PLAIN):
+                continue
+            seen[id(value)] = value
+            into = isinstance(one.value, (nn.Module, Mapping, list, tuple))
+            held = Held((*one.path, name), value, one.closed or not into)
+            yield held
+            if not isinstance(value, torch.Tensor):
+                queue.append(held)
+
+
+def read_attribute(module: nn.Module, path: str) -> Any:
+    """What `path` (`"blocks.0.table"`, of names, list indices and dict keys) means in a module."""
+    value: Any = module
+    for part in path.split("."):
+        if isinstance(value, nn.Module):
+            value = getattr(value, part)
+        elif isinstance(value, Mapping):
+            value = next(v for k, v in value.items() if str(k) == part)
+        else:
+            value = value[int(part)]
+    return value
+
+
+def _held_by(value: Any) -> list[Any]:
+    return [held for _, held in _named_by(value)]
+
+
+def _named_by(value: Any) -> list[tuple[str, Any]]:
+    """What a value holds, with names: items of a container, what a function closes over,
+    attributes."""
+    if isinstance(value, nn.Module):
+        plain = [(k, v) for k, v in vars(value).items() if k not in _OWN]
+        own = (value._parameters, value._buffers, value._modules)
+        return [*(item for held in own for item in held.items()), *plain]
+    if isinstance(value, FunctionType):
+        pairs = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+        cells = [(name, c.cell_contents) for name, c in pairs if _is_filled(c)]
+        defaults = [("a default", v) for v in value.__defaults__ or ()]
+        return [*cells, *defaults, *(value.__kwdefaults__ or {}).items(), *vars(value).items()]
+    if isinstance(value, MethodType):
+        return [("__func__", value.__func__), ("__self__", value.__self__)]
+    if isinstance(value, functools.partial):
+        arguments = [("an argument", v) for v in value.args]
+        return [("func", value.func), *arguments, *value.keywords.items()]
+    if isinstance(value, Mapping):
+        return [(str(k), v) for k, v in value.items()]
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [(str(i), v) for i, v in enumerate(value)]
+    if isinstance(value, (type, ModuleType, torch.Tensor)):
+        return []
+    return list(getattr(value, "__dict__", {}).items())
+
+
+_OWN = frozenset(vars(nn.Module()))
+"""What each module has: its tensors, submodules and hooks, apart from its attributes."""
+
+_PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)

@@ -1,0 +1,101 @@
+"""Failures of a capture as errors of ours, with the user's own line."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import re
+import traceback
+from pathlib import Path
+
+import torch
+from torch import fx, nn
+
+from graphaccel.capture.no_grad import WrittenWithoutGrad
+from graphaccel.capture.weights import Unregistered, Weights
+from graphaccel.compat.torch import DataDependentError, is_known
+from graphaccel.errors import CaptureRefused, GraphAccelError, TensorBranch, UnregisteredWeight
+from graphaccel.messages import Location
+
+_INSIDE = (f"{torch.__path__[0]}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}")
+"""Where the frames of torch and of graphaccel lie: they are not the user's."""
+
+
+def explained(error: Exception, model: nn.Module, weights: Weights) -> Exception:
+    """The error of ours that says why an export of `model` failed."""
+    if isinstance(error, GraphAccelError):
+        return error
+    frame = _user_frame(error)
+    location = None if frame is None else _location(frame)
+    where = _module_of(error, model)
+    if isinstance(error, WrittenWithoutGrad):
+        location = line_of(error.stack_trace)
+    if isinstance(error, DataDependentError):
+        return TensorBranch(module=where, location=location, others=())
+    if isinstance(error, Unregistered):
+        found = weights.described(error.tensor)
+        return UnregisteredWeight(
+            module=where, name=found.name, line=found.line, of=error.of, location=location
+        )
+    reason = next((line.strip() for line in str(error).splitlines() if line.strip()), repr(error))
+    return CaptureRefused(module=where, location=location, reason=re.sub(r"\s+", " ", reason)[:300])
+
+
+def _location(frame: traceback.FrameSummary) -> Location:
+    """The line as the user wrote it, with the columns of the expression where Python knows them."""
+    number = frame.lineno or 0
+    text = linecache.getline(frame.filename, number).rstrip("\n")
+    start, end = getattr(frame, "colno", None), getattr(frame, "end_colno", None)
+    several = getattr(frame, "end_lineno", number) != number
+    if start is None or end is None or several or "\t" in text:
+        return Location(frame.filename, number, text)
+    raw = text.encode()  # columns count bytes
+    return Location(
+        frame.filename, number, text, len(raw[:start].decode()), len(raw[:end].decode())
+    )
+
+
+def _user_frame(error: BaseException) -> traceback.FrameSummary | None:
+    """The innermost frame outside torch and graphaccel; the user's own before a library's."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if not f.filename.startswith(("<", *_INSIDE))]
+    own = [f for f in own if "/site-packages/" not in f.filename] or own
+    return own[-1] if own else None
+
+
+def _module_of(error: BaseException, model: nn.Module) -> str:
+    """`Class.method` of the innermost module of the user's that was running."""
+    name = f"{type(model).__name__}.forward"
+    step = error.__traceback__
+    known = {type(module) for module in model.modules()}
+    while step is not None:
+        code = step.tb_frame.f_code
+        owner = step.tb_frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        if type(owner) in known and not code.co_filename.startswith(("<", *_INSIDE)):
+            name = f"{type(owner).__name__}.{code.co_name}"
+        step = step.tb_next
+    return name
+
+
+def line_of(stack_trace: str) -> Location | None:
+    """The innermost line outside torch of a node's own account."""
+    frames = re.findall(r'File "([^"]+)", line (\d+)', stack_trace)
+    own = [(f, int(n)) for f, n in frames if not f.startswith(_INSIDE)]
+    return Location(*own[-1]) if own else None
+
+
+def refuse_unknown_shapes(graph: fx.Graph, model: nn.Module) -> None:
+    """Sizes that depend on the data (`x[x > 0]`) pass export, but can not be planned with."""
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        shape = value.shape if isinstance(value, torch.Tensor) else ()
+        if all(isinstance(size, int) or is_known(size) for size in shape):
+            continue
+        stack = list((node.meta.get("nn_module_stack") or {}).values())
+        kind = str(stack[-1][1]).rsplit(".", 1)[-1] if len(stack) > 1 else type(model).__name__
+        raise CaptureRefused(
+            module=f"{kind}.forward",
+            location=line_of(node.meta.get("stack_trace") or ""),
+            reason="the shape of its result depends on the values of a tensor; "
+            "torch.where and masked sums keep the shape",
+        )

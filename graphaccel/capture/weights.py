@@ -1,0 +1,143 @@
+"""Every weight that the forward reads is one of the model's.
+
+Export makes a constant of a tensor that is reached past the module tree: through a list, a closure,
+a global. A parameter or buffer of the model that is reached so is that parameter or buffer again
+here; a weight that is none of the model's is refused, since nothing would train it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphaccel.capture.closures import Held, held_by_module, memory_of
+from graphaccel.compat.torch import FakeTensor
+
+
+class Unregistered(Exception):
+    """The forward reads a weight that is none of the model's.
+
+    tensor: what was read. of: the parameter or buffer whose memory it looks at, "" if none.
+    """
+
+    def __init__(self, tensor: torch.Tensor, of: str) -> None:
+        super().__init__(f"a weight of shape {list(tensor.shape)} is none of the model's")
+        self.tensor, self.of = tensor, of
+
+
+class Weights:
+    """The parameters and buffers of a model, by their memory."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        named = [*model.named_buffers(), *model.named_parameters()]
+        self._names = {id(t): name for name, t in named}
+        self._memory = {memory_of(t): name for name, t in named}
+
+    def check(self, tensor: torch.Tensor) -> None:
+        """Raises Unregistered for a tensor that trains and is none of the model's, and for one that
+        looks at the memory of one of these. While export runs, inputs, the model's own and what is
+        computed of them are fake tensors with memory of their own."""
+        if id(tensor) in self._names:
+            return
+        of = self._memory.get(memory_of(tensor), "")
+        made_here = isinstance(tensor, FakeTensor) and not isinstance(tensor, nn.Parameter)
+        if of or (tensor.requires_grad and not made_here):
+            raise Unregistered(tensor, of)
+
+    def join(self, program: Any) -> None:
+        """In an exported program that was not made functional yet, in place: what reads a constant
+        that is a parameter or buffer reads that."""
+        signature = program.graph_signature
+        own = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+        places = {name.removeprefix("model."): place for place, name in own.items()}
+        nodes = {n.name: n for n in program.graph_module.graph.find_nodes(op="placeholder")}
+        for place, constant in signature.inputs_to_lifted_tensor_constants.items():
+            value = program.constants[constant]
+            name = self._memory.get(memory_of(value))
+            if name in places and place in nodes:
+                nodes[place].replace_all_uses_with(nodes[places[name]])
+                # Nothing reads it now; two inputs on one memory would be one of their own kind.
+                program.constants[constant] = torch.empty_like(value)
+
+    def attributes(self, constants: Mapping[str, torch.Tensor]) -> dict[str, str]:
+        """Names of constants → where the model holds them, as `closures.read_attribute` reads it;
+        those that it does not hold (made in the forward, a global) are left out."""
+        laid = {_layout(tensor): name for name, tensor in constants.items()}
+        found: dict[str, str] = {}
+        for held in held_by_module(self._model) if laid else ():
+            if isinstance(held.value, torch.Tensor) and not held.closed:
+                name = laid.get(_layout(held.value))
+                if name is not None:
+                    found.setdefault(name, ".".join(held.path))
+        return found
+
+    def described(self, tensor: torch.Tensor) -> Found:
+        """What a tensor that `check` refuses is called, and how it is registered."""
+        for held in held_by_module(self._model):
+            if held.value is tensor:
+                return _found(self._model, held)
+        for module in self._model.modules():
+            for name, value in _globals(module):
+                inner = held_by_module(value) if isinstance(value, nn.Module) else ()
+                path = next((h.path for h in inner if h.value is tensor), None)
+                if value is tensor or path is not None:
+                    whole = isinstance(value, nn.Module)
+                    line = f"self.{name} = {name if whole else f'nn.Parameter({name})'}"
+                    return Found(_ticked((name, *(path or ()))), f"{line}    # in __init__")
+        shape = list(tensor.shape)
+        return Found(f"a weight of shape {shape}", "self.head = head    # in __init__")
+
+
+@dataclass(frozen=True)
+class Found:
+    """name: of a weight, in backticks, or what it is. line: what registers it."""
+
+    name: str
+    line: str
+
+
+def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return memory_of(tensor), tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
+
+
+def _found(model: nn.Module, held: Held) -> Found:
+    """Where a weight is, and what to write instead of the last attribute on the way to it."""
+    owner, at = model, 0
+    while at < len(held.path) and held.path[at] in owner._modules:
+        owner, at = owner._modules[held.path[at]], at + 1
+    first = held.path[at]
+    kept = vars(owner).get(first)
+    name = _ticked(held.path)
+    if isinstance(kept, torch.Tensor):
+        return Found(name, f"self.{first} = nn.Parameter(self.{first})")
+    if isinstance(kept, (list, tuple)):
+        kind = "nn.ParameterList" if isinstance(kept[0], torch.Tensor) else "nn.ModuleList"
+        return Found(name, f"self.{first} = {kind}(self.{first})")
+    if isinstance(kept, Mapping):
+        tensors = all(isinstance(v, torch.Tensor) for v in kept.values())
+        kind = "nn.ParameterDict" if tensors else "nn.ModuleDict"
+        return Found(name, f"self.{first} = {kind}(self.{first})")
+    inner = held.path[at + 1] if at + 1 < len(held.path) else first
+    return Found(name, f"self.{inner} = {inner}    # in __init__")
+
+
+def _ticked(path: Iterable[str]) -> str:
+    return f"`{'.'.join(path)}`"
+
+
+def _globals(module: nn.Module) -> Iterable[tuple[str, Any]]:
+    """Names that a module's forward reads outside of itself, with their values."""
+    for kind in type(module).__mro__:
+        function = vars(kind).get("forward")
+        if not isinstance(function, FunctionType) or kind.__module__.startswith("torch."):
+            continue
+        known = function.__globals__
+        for name in function.__code__.co_names:
+            if name in known and not isinstance(known[name], ModuleType):
+                yield name, known[name]
