@@ -19,6 +19,9 @@ from torch import nn
 from graphaccel.arguments import (
     check_arguments,
     check_can_run,
+    check_count,
+    check_job,
+    check_settings,
     device_count,
     read_plan,
     with_command_line,
@@ -26,6 +29,7 @@ from graphaccel.arguments import (
 from graphaccel.capture.batch import flatten_call
 from graphaccel.capture.export import LossFn, split_targets
 from graphaccel.compiler import Compiler
+from graphaccel.errors import GraphMisuse
 from graphaccel.handle import Handle
 from graphaccel.model import as_batch, check_supported, model_of, tensor_bytes
 from graphaccel.planner.catalogue import cluster as named_cluster
@@ -92,6 +96,7 @@ def optimize(
     """
     pins = with_command_line(pins)
     check_arguments(model, optimizer, pins, loss_fn, clip_norm)
+    check_settings(cluster, timeout, example_batch)
     planning = os.environ.get(PLAN_ONLY) == "1"
     check_supported(model)
     if planning:
@@ -116,7 +121,7 @@ def optimize(
             handle.prepare(
                 as_batch(example_batch), lambda: same_on_all_ranks(model, count, initial, device)
             )
-    attach(model, handle, handle.run, handle.state_dict)
+    attach(model, handle, handle.run, handle.state_dict, handle.has_all)
     return model if optimizer is None else (model, optimizer)
 
 
@@ -137,7 +142,10 @@ def plan(
     device: a name from the catalogue (`graphaccel.planner.catalogue.device_names()`). memory: bytes
     of one device, where it differs. Raises InfeasiblePlan (GA201) with what would make it fit.
     """
-    where = cluster or named_cluster(device, devices, memory)
+    check_count(devices)
+    check_job(model, optimizer, pins, loss_fn)
+    check_settings(cluster, 1, example_batch)
+    where = cluster or named_cluster(str(device), devices, memory)
     check_supported(model)
     compiler = Compiler(model_of(model, loss_fn, optimizer, where.device.type), where, pins)
     return compiler.choose(as_batch(example_batch))[1]
@@ -146,8 +154,10 @@ def plan(
 def full_state_dict(model: nn.Module) -> dict[str, Any]:
     """Every parameter and buffer in full, on the CPU, loadable into the plain model.
 
-    Collective: all ranks call it, and all get it.
+    Collective: all ranks call it, and all get it. Raises GraphMisuse (GA407) for what is no model.
     """
+    if not isinstance(model, nn.Module):
+        raise GraphMisuse(what=f"the model is a torch.nn.Module, not {type(model).__name__}")
     handle = getattr(model, "graphaccel", None)
     if not isinstance(handle, Handle):
         return {k: v.detach().cpu().clone() for k, v in model.state_dict().items()}
@@ -252,5 +262,5 @@ def _plan_only(request: PlanRequested) -> Any:
         args, kwargs, targets = split_targets(request.loss_fn, args, kwargs)
         return request.loss_fn(forward(module, *args, **kwargs), *targets)
 
-    attach(request.model, None, run, lambda plain, _prefix: plain)
+    attach(request.model, None, run)
     return request.model if request.optimizer is None else (request.model, request.optimizer)

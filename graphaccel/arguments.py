@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from graphaccel.capture.export import OUTSIDE
+from graphaccel.compat.torch import is_compiled
 from graphaccel.errors import BadPin, GraphMisuse, HookNotKept
 from graphaccel.messages import Location
 from graphaccel.model import check_parameters
@@ -48,6 +51,32 @@ def check_arguments(
     clip_norm: float | None = None,
 ) -> None:
     """Raises BadPin (GA202), GraphMisuse (GA407), HookNotKept (GA401) or Unsupported (GA208)."""
+    check_job(model, optimizer, pins, loss_fn)
+    if original_class(model) is not type(model):
+        raise GraphMisuse(
+            what="this model already runs under a plan", help_line="call optimize() once"
+        )
+    if is_compiled(model):
+        raise GraphMisuse(
+            what="the model is compiled by torch.compile, which would run instead of a plan",
+            help_line="graphaccel.optimize(model, optimizer, compile='inductor')  # of the model "
+            "before torch.compile",
+        )
+    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise GraphMisuse(
+            what=f"the model is wrapped in {type(model).__name__}, which a plan replaces",
+            help_line="graphaccel.optimize(model.module, optimizer)",
+        )
+    check_hooks(model.named_modules())
+    if clip_norm is not None:
+        _check_clip_norm(clip_norm, optimizer)
+
+
+def check_job(model: Any, optimizer: Any, pins: Mapping[str, Any], loss_fn: Any = None) -> None:
+    """What running and planning alike are given.
+
+    Raises BadPin (GA202), GraphMisuse (GA407) or Unsupported (GA208).
+    """
     unknown = sorted(set(pins) - set(NAMES))
     if unknown:
         raise BadPin(
@@ -55,29 +84,46 @@ def check_arguments(
             value=pins[unknown[0]],
             reason=f"no such decision; there are: {', '.join(NAMES)}",
         )
-    if loss_fn is not None and loss_fn != OUTSIDE and not callable(loss_fn):
+    if inspect.isclass(loss_fn) or (
+        loss_fn is not None and loss_fn != OUTSIDE and not callable(loss_fn)
+    ):
         raise GraphMisuse(
             what=f"loss_fn is a function of the model's output and the targets, not {loss_fn!r}",
             help_line='loss_fn=torch.nn.functional.cross_entropy, or "outside" if the script '
             "computes the loss",
         )
     if not isinstance(model, nn.Module):
-        raise GraphMisuse(what=f"optimize() takes a torch.nn.Module, not {type(model).__name__}")
-    if original_class(model) is not type(model):
+        named = f"the class {model.__name__}" if inspect.isclass(model) else type(model).__name__
         raise GraphMisuse(
-            what="this model already runs under a plan", help_line="call optimize() once"
-        )
-    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-        raise GraphMisuse(
-            what=f"the model is wrapped in {type(model).__name__}, which a plan replaces",
-            help_line="graphaccel.optimize(model.module, optimizer)",
+            what=f"the model is a torch.nn.Module, not {named}",
+            help_line=f"graphaccel.optimize({model.__name__}(...), optimizer)"
+            if inspect.isclass(model)
+            else "",
         )
     check_parameters(model)
     if optimizer is not None:
         _check_optimizer(model, optimizer)
-    check_hooks(model.named_modules())
-    if clip_norm is not None:
-        _check_clip_norm(clip_norm, optimizer)
+
+
+def check_settings(cluster: Any, timeout: Any, example_batch: Any) -> None:
+    """Raises GraphMisuse (GA407) for what is of another kind."""
+    if cluster is not None and not isinstance(cluster, Cluster):
+        raise GraphMisuse(
+            what=f"cluster is a graphaccel.planner.cluster.Cluster, not {cluster!r}",
+            help_line="cluster=graphaccel.planner.catalogue.cluster('h100-80gb', count=8)",
+        )
+    number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
+    if not number or not timeout > 0:
+        raise GraphMisuse(
+            what=f"timeout is a number of seconds above 0, not {timeout!r}",
+            help_line="graphaccel.optimize(model, optimizer, timeout=600)",
+        )
+    if isinstance(example_batch, (str, bytes, Iterator, DataLoader)):
+        raise GraphMisuse(
+            what="example_batch is what one call of the model is given, not "
+            f"{type(example_batch).__name__}",
+            help_line="graphaccel.optimize(model, optimizer, example_batch=next(iter(loader)))",
+        )
 
 
 def _check_clip_norm(clip_norm: Any, optimizer: Any) -> None:
@@ -174,11 +220,16 @@ def _unread(path: str, reason: str) -> GraphMisuse:
     )
 
 
+def check_count(asked: Any) -> None:
+    """Raises BadPin (GA202) for a number of devices that can not be."""
+    if isinstance(asked, bool) or not isinstance(asked, int) or asked < 1:
+        raise BadPin(pin="devices", value=asked, reason="it is a count of at least 1")
+
+
 def device_count(asked: int | None, given: Plan | None, cluster: Cluster | None) -> int:
     """How many devices to run on. Raises BadPin (GA202) for a count that can not be."""
-    if asked is not None and (isinstance(asked, bool) or not isinstance(asked, int) or asked < 1):
-        raise BadPin(pin="devices", value=asked, reason="it is a count of at least 1")
     if asked is not None:
+        check_count(asked)
         count = asked
     elif "WORLD_SIZE" in os.environ:
         count = int(os.environ["WORLD_SIZE"])

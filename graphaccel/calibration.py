@@ -295,7 +295,7 @@ def _fitted(rows: list[list[float]]) -> tuple[float, float]:
 
 
 def _main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m graphaccel.calibration")
+    parser = argparse.ArgumentParser(prog="python -m graphaccel.calibration", allow_abbrev=False)
     parser.add_argument("file", type=Path)
     parser.add_argument("--function")
     parser.add_argument("--threads", type=int)

@@ -13,7 +13,7 @@ from graphaccel.capture.stepgraph import StepGraph, capture
 from graphaccel.capture.symbols import BATCH, SEQUENCE
 from graphaccel.compat.torch import FakeTensorMode, pytree
 from graphaccel.conditions import no_collections, ops_of
-from graphaccel.errors import Unsupported
+from graphaccel.errors import GraphMisuse, Unsupported
 from graphaccel.ir.unfold import input_nodes
 from graphaccel.model import Model, without_data
 from graphaccel.progress import progress
@@ -37,6 +37,7 @@ class Captures:
             sizes = self._fitting(step, batch, training)
             if sizes is not None:
                 return step, sizes
+        _refuse_empty(batch)
         start = time.perf_counter()
         module, made = self._faked(batch)
         modes = {m: m.training for m in module.modules()}
@@ -111,6 +112,18 @@ class Captures:
                     return None
         used = {spec.leaf for spec in step.inputs if spec.kind == "batch"}
         return sizes if used == set(range(len(batch.leaves))) else None
+
+
+def _refuse_empty(batch: Batch) -> None:
+    """Raises GraphMisuse (GA407) for a batch without examples: no size could be told from it."""
+    size, dims = batch_leaves(batch)
+    if size == 0:
+        name = batch.names[next(iter(dims))]
+        shape = list(batch.leaves[next(iter(dims))].shape)
+        raise GraphMisuse(
+            what=f"the first batch has no examples: `{name}` has the shape {shape}",
+            help_line="graphaccel.optimize(model, optimizer, example_batch=batch)  # one that has",
+        )
 
 
 def _refuse_tracked(step: StepGraph) -> None:

@@ -49,9 +49,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _EXIT_CODES.get(type(error), 1)
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser of options that are written out: the beginning of one of ours may be an option of
+    the script that `run` starts."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(allow_abbrev=False, **settings)
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The whole grammar of the command line."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="graphaccel",
         description="Plan how a PyTorch training step is split over devices, and run it so.",
     )

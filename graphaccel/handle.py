@@ -240,7 +240,7 @@ class Handle:
                 "evaluated before",
                 help_line="graphaccel.optimize(model, optimizer, example_batch=batch)",
             )
-        if not training and self._has_all() and not self._away():
+        if not training and self.has_all() and not self._away():
             return self._plain(forward, args, kwargs)
         if training:
             check_hooks(self._inner)
@@ -266,7 +266,7 @@ class Handle:
         loss = HandOut.apply(result, marks, self._away(), tuple(names), *parameters)
         return compiled.rebuild(loss, result.outputs)
 
-    def _has_all(self) -> bool:
+    def has_all(self) -> bool:
         """Whether every parameter lies here in full."""
         session = self._session
         return session is None or (session.mesh.pipeline == 1 and not session.parameters)
@@ -285,7 +285,7 @@ class Handle:
 
     def state_dict(self, plain: Any, prefix: str) -> Any:
         """Completes `model.state_dict()` with what other ranks hold."""
-        if self._session is None or self._has_all():
+        if self._session is None or self.has_all():
             return plain
         return sharded_state_dict(self._session, self._meshes, plain, prefix)
 

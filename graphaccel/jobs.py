@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from graphaccel.api import PLAN_ONLY, PlanRequested
+from graphaccel.arguments import check_job
 from graphaccel.capture.batch import Batch
 from graphaccel.capture.export import LossFn
 from graphaccel.errors import GraphMisuse
@@ -68,6 +69,7 @@ def job_of_function(file: Path, name: str) -> Job:
             help_line=form,
         )
     model, example, loss_fn, optimizer = (*made, None, None)[:4]
+    check_job(model, optimizer, {}, loss_fn)
     return Job(model, as_batch(example), loss_fn, optimizer)
 
 

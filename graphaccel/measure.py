@@ -2,7 +2,8 @@
 
 The plan is run as `optimize(model, plan=...)` runs it, one process for each device, on the example
 batch: its floating-point values are made random, other values (tokens, labels) are kept, since what
-they may be is not known. A model on the meta device is given random weights. Nothing is kept.
+they may be is not known. A model on the meta device is given random weights. Where the script
+computes the loss, the sum of the outputs takes its place. Nothing is kept.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from torch import nn
 import graphaccel
 from graphaccel.api import cluster_here
 from graphaccel.capture.batch import Batch, batch_leaves, resized
-from graphaccel.capture.export import find_loss
+from graphaccel.capture.export import OUTSIDE, find_loss
+from graphaccel.compat.torch import pytree
 from graphaccel.errors import GraphMisuse
 from graphaccel.jobs import Job, find_job
 from graphaccel.planner.order import coordinates
@@ -151,14 +153,13 @@ def _work(args: argparse.Namespace) -> None:
     model, optimizer = job.model, job.optimizer
     plan = Plan.from_json(args.plan.read_text())
     graphaccel.optimize(model, optimizer, loss_fn=job.loss_fn, plan=plan)  # type: ignore[call-overload]
+    outside = job.loss_fn == OUTSIDE
     del job, batch  # what they hold is no part of a training step
 
     def run() -> None:
         if optimizer is not None:
             optimizer.zero_grad()
-        loss = find_loss(model(*inputs, **named))
-        assert loss is not None  # the plan was made with it
-        loss.backward()
+        _loss_in(model(*inputs, **named), outside).backward()
 
     def step() -> None:
         run()
@@ -190,6 +191,20 @@ def _work(args: argparse.Namespace) -> None:
         args.out.write_text(json.dumps(said))
 
 
+def _loss_in(output: Any, outside: bool) -> torch.Tensor:
+    """The model's loss; a sum of its outputs where the loss is the script's, which is not known."""
+    loss = None if outside else find_loss(output)
+    if loss is not None:
+        return loss
+    tracked = (x for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor))
+    sums = [x.sum() for x in tracked if x.requires_grad]
+    if not sums:
+        raise GraphMisuse(
+            what="--measure runs a step of training, and no output of the model has a gradient"
+        )
+    return torch.stack(sums).sum()
+
+
 def _timed(step: Callable[[], Any], before: Callable[[], None] = lambda: None) -> float:
     before()
     if dist.is_initialized():
@@ -218,7 +233,7 @@ def _peaks(step: Callable[[], None], model: nn.Module) -> tuple[int, int]:
 
 
 def _main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m graphaccel.measure")
+    parser = argparse.ArgumentParser(prog="python -m graphaccel.measure", allow_abbrev=False)
     parser.add_argument("file", type=Path)
     parser.add_argument("--function")
     parser.add_argument("--batch", type=int)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from graphaccel.capture.batch import Batch, as_call, flatten_call
 from graphaccel.capture.closures import copied, held_by_module, memory_of
@@ -122,9 +123,25 @@ def check_supported(module: nn.Module) -> None:
 
 
 def check_parameters(module: nn.Module) -> None:
-    """Raises Unsupported (GA208) for a model that has none."""
+    """Raises Unsupported (GA208) for a model that has none, or none with a shape, and for one whose
+    forward is not Python any more."""
     if next(module.parameters(), None) is None:
         raise Unsupported(what="a model without parameters", reason="there is nothing to train")
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if is_lazy(tensor):
+            raise Unsupported(
+                what=f"`{name}`, which has no shape yet,",
+                reason="a lazy module makes its parameters when it is called the first time",
+                help_line="model(batch)  # once, before the optimizer is made and optimize() "
+                "is called",
+            )
+    for name, inner in module.named_modules():
+        if isinstance(inner, torch.jit.ScriptModule):
+            raise Unsupported(
+                what=f"a TorchScript module ({f'`{name}`' if name else 'the model'})",
+                reason="the graph is captured from the model's Python code, which it has no more",
+                help_line="build it from its Python class, and load its state_dict()",
+            )
 
 
 def optimizer_bytes(optimizer: torch.optim.Optimizer | None) -> float:

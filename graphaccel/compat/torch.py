@@ -567,3 +567,8 @@ def all_gather_flat(whole: torch.Tensor, part: torch.Tensor, **options: Any) -> 
     """`dist.all_gather_single`, under the name that torch before 2.13 has for it."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return gather(whole, part, **options)
+
+
+def is_compiled(model: torch.nn.Module) -> bool:
+    """Whether `torch.compile` is wrapped around a module, or set on it in place."""
+    return hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None

@@ -50,6 +50,7 @@ from graphaccel.errors.script import (
     HookNotKept,
     NeedsLauncher,
     OutputDropped,
+    PartOfModel,
     RetainGraph,
 )
 from graphaccel.messages import Location
@@ -92,6 +93,7 @@ __all__ = [
     "OrtMismatch",
     "OrtMissing",
     "OutputDropped",
+    "PartOfModel",
     "PlanMismatch",
     "RankLost",
     "RetainGraph",

@@ -158,3 +158,25 @@ class GraphMisuse(GraphAccelError):
 
     def message(self) -> Message:
         return Message(self.what, help=(self.help_line,) if self.help_line else ())
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class PartOfModel(GraphAccelError):
+    """A file would have been written of what one process has of the model. what: which object."""
+
+    code = "GA411"
+    what: str
+
+    def message(self) -> Message:
+        return Message(
+            f"{self.what} can not be saved by one process: others have parts of it",
+            why="under this plan each process has some of the numbers only, and a file of those "
+            "would load as another model",
+            help=(
+                "have the whole, on every process:  state = graphaccel.full_state_dict(model)",
+                "and write it on one of them:  torch.save(state, 'model.pt')",
+                "or, of transformers:  model.save_pretrained('folder', state_dict=state)",
+                "or each process its part:  torch.distributed.checkpoint.save("
+                "model.state_dict(), checkpoint_id='folder')",
+            ),
+        )

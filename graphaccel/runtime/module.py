@@ -18,16 +18,22 @@ from graphaccel.errors import GraphMisuse, OutputDropped, RetainGraph
 from graphaccel.kernels.host_copy import TO_HOST, wait
 from graphaccel.runtime.all_gradients import spoil
 from graphaccel.runtime.executor import StepResult
+from graphaccel.runtime.plain import copying, looks_like
 from graphaccel.runtime.remote import RemoteTensor
 from graphaccel.runtime.sharded import ShardTensor
 
 
 def attach(
-    model: nn.Module, handle: Any, run: Callable[..., Any], state: Callable[..., Any]
+    model: nn.Module,
+    handle: Any,
+    run: Callable[..., Any],
+    state: Callable[..., Any] = lambda plain, _prefix: plain,
+    whole: Callable[[], bool] = lambda: True,
 ) -> None:
     """Give a model's class the forward `run(module, original_forward, args, kwargs)`, in place.
 
-    handle becomes `model.graphaccel`; state(model, plain_state_dict) completes `state_dict()`.
+    handle becomes `model.graphaccel`; state(model, plain_state_dict) completes `state_dict()`;
+    whole: whether this process has all of the model (`runtime.plain.copying`).
     """
     original = type(model)
 
@@ -41,8 +47,9 @@ def attach(
         original.__name__,
         (original,),
         {
-            "forward": forward,
-            "state_dict": state_dict,
+            "forward": looks_like(original.forward, forward),
+            "state_dict": looks_like(original.state_dict, state_dict),
+            **copying(original, whole),
             "__module__": original.__module__,
             "__qualname__": original.__qualname__,
             "__doc__": original.__doc__,

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from graphaccel.compat.torch import pytree, without_storage
-from graphaccel.errors import GraphMisuse
+from graphaccel.errors import GraphMisuse, PartOfModel
 from graphaccel.runtime.sharded import PendingNorm, ShardTensor, resolve
 
 aten = torch.ops.aten
@@ -50,6 +50,10 @@ class RemoteTensor(torch.Tensor):
 
     def __repr__(self, **_: Any) -> str:
         return f"RemoteTensor({list(self.shape)}, {self.dtype})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Nothing of it is here. Raises PartOfModel (GA411)."""
+        raise PartOfModel(what=f"a parameter of shape {list(self.shape)}")
 
     @classmethod
     def __torch_dispatch__(

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -26,6 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from graphaccel.compat.torch import no_torch_function as _no_torch_function
 from graphaccel.compat.torch import pytree, without_storage
+from graphaccel.errors import PartOfModel
 from graphaccel.runtime.layout import Layout
 
 aten = torch.ops.aten
@@ -72,7 +74,10 @@ class ShardTensor(torch.Tensor):
         return f"ShardTensor({list(self.shape)}, {self.dtype}, {self.sharding.splits})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled as the plain shard: process groups stay where they are."""
+        """Pickled as the plain shard: process groups stay where they are. A parameter is refused:
+        read again it would be another model's (GA411)."""
+        if isinstance(self, nn.Parameter):
+            raise PartOfModel(what=f"a parameter of shape {list(self.shape)}")
         return self.local.detach().__reduce_ex__(protocol)
 
     def whole(self) -> torch.Tensor:
@@ -204,8 +209,8 @@ def local_of(value: Any) -> Any:
 
 def _foreign(kind: type) -> bool:
     """Another tensor subclass, which has to know about this one (RemoteTensor does)."""
-    own = (ShardTensor, PendingNorm, torch.Tensor, torch.nn.Parameter)
-    return issubclass(kind, torch.Tensor) and kind not in own
+    own = issubclass(kind, (ShardTensor, PendingNorm))
+    return not own and issubclass(kind, torch.Tensor) and kind not in (torch.Tensor, nn.Parameter)
 
 
 def _all_dims(args: tuple, kwargs: Mapping[str, Any]) -> bool:

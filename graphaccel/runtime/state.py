@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from graphaccel.compat.torch import StridedShard, submesh
+from graphaccel.errors import PartOfModel
 from graphaccel.runtime.layout import Layout
 from graphaccel.runtime.remote import RemoteTensor
 from graphaccel.runtime.session import Session
@@ -70,6 +71,37 @@ def placements(layout: Layout, meshes: DeviceMesh) -> list[Any]:
     return found or [Replicate()]
 
 
+class _Part:
+    """A tensor of a model's state dict of which other processes have the rest: what reads the
+    memory of this process alone, and does not know of the others, is refused."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise PartOfModel(what="this state dict")
+
+    def untyped_storage(self) -> Any:
+        """What safetensors reads. Raises PartOfModel (GA411)."""
+        raise PartOfModel(what="this state dict")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        made = self.detach().clone()  # type: ignore[attr-defined]
+        made.__class__ = type(self)
+        memo[id(self)] = made
+        return made
+
+
+class ShardPart(_Part, ShardTensor):
+    """A shard that no DTensor can describe, in a model's state dict."""
+
+
+class DTensorPart(_Part, DTensor):
+    """A shard, or what is on another process, in a model's state dict."""
+
+
+def _part(value: Any) -> Any:
+    value.__class__ = DTensorPart if isinstance(value, DTensor) else ShardPart
+    return value
+
+
 def presented(local: torch.Tensor, layout: Layout, meshes: Mapping[int, DeviceMesh]) -> Any:
     """A shard for a checkpoint: same memory. A DTensor would bring it from the host."""
     if not layout.simple or local.device.type != layout.mesh.device.type:
@@ -96,11 +128,11 @@ def sharded_state_dict(
     for key, value in plain.items():
         name = key.removeprefix(prefix)
         if isinstance(value, ShardTensor):
-            plain[key] = presented(value.local, value.sharding, meshes)
+            plain[key] = _part(presented(value.local, value.sharding, meshes))
         elif isinstance(value, RemoteTensor):
             layout = Layout(value.shape, session.splits.get(name, ()), session.mesh)
             local = torch.empty(0, dtype=value.dtype, device=value.device)
-            plain[key] = _dtensor(local, layout, meshes[session.owner(name)])
+            plain[key] = _part(_dtensor(local, layout, meshes[session.owner(name)]))
     return plain
 
 

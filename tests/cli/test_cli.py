@@ -235,11 +235,30 @@ def test_run_passes_the_script_its_own_options(monkeypatch: pytest.MonkeyPatch) 
     calls = []
     monkeypatch.setattr(launch, "run_script", lambda *arguments: calls.append(arguments) or 5)
     assert cli.main("run --devices 2 train.py --devices 3 -m x".split()) == 5
+    assert cli.main("run --devices 2 train.py --p 3 --dev 4 --zero=1 --tensor 2 -- -q".split()) == 5
     assert cli.main("run --devices 2 --all-output -m pkg.train --epochs 3".split()) == 5
+    scripts = ["train.py", "--p", "3", "--dev", "4", "--zero=1", "--tensor", "2", "--", "-q"]
     assert calls == [
         (2, ["train.py", "--devices", "3", "-m", "x"], [], False),
+        (2, scripts, [], False),
         (2, ["-m", "pkg.train", "--epochs", "3"], [], True),
     ]
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("run --dev 2 t.py", "required: --devices"),
+        ("fusion bench all --jso x", "unrecognized arguments: --jso"),
+    ],
+)
+def test_options_are_written_out(
+    command: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.build_parser().parse_args(command.split())
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
 
 
 def test_pins_of_run_come_before_those_of_the_script(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,6 +49,15 @@ def test_measured_beside_predicted(folder: Path, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.multiprocess
+def test_a_loss_outside_is_measured_too(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = ("jobs.py:outside", "--devices", "1", "--measure", "2", "--format", "json")
+    assert cli.main(["plan", *job]) == 0
+    measured = Facts.from_json(capsys.readouterr().out).measured
+    assert measured is not None
+    assert 0 < measured.fastest
+
+
+@pytest.mark.multiprocess
 def test_a_step_refines_a_cluster_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = ("plan", "jobs.py:meta", "--devices", "2", "--batch", "16")
     pins = ("--data", "2", "--microbatches", "1", "--zero", "0", "--format", "json")

@@ -82,6 +82,17 @@ error[GA407]: devices=8, but the launcher started 4 processes
   explain: graphaccel explain GA407""",
     ),
     (
+        errors.PartOfModel(what="`GPT`"),
+        """\
+error[GA411]: `GPT` can not be saved by one process: others have parts of it
+  why:  under this plan each process has some of the numbers only, and a file of those would load as another model
+  help: have the whole, on every process:  state = graphaccel.full_state_dict(model)
+  help: and write it on one of them:  torch.save(state, 'model.pt')
+  help: or, of transformers:  model.save_pretrained('folder', state_dict=state)
+  help: or each process its part:  torch.distributed.checkpoint.save(model.state_dict(), checkpoint_id='folder')
+  explain: graphaccel explain GA411""",
+    ),
+    (
         errors.RankLost(
             rank=0,
             stage=0,

@@ -1,0 +1,70 @@
+"""What an optimized model is without its plan: what `inspect`, pickle and copy see of it."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from graphaccel.errors import PartOfModel
+
+
+def looks_like(original: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward` with the name, documentation and signature of `original`: trainers read from it
+    which columns of a data set the model takes."""
+    made = functools.wraps(original)(forward)
+    try:
+        made.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
+    except (TypeError, ValueError):  # of a callable that tells none
+        pass
+    return made
+
+
+def copying(original: type[nn.Module], whole: Callable[[], bool]) -> dict[str, Any]:
+    """Methods by which a model of a class derived from `original` is pickled and copied.
+
+    whole: whether this process has all of the model. A pickled model is the plain one, of its
+    original class. So is a copy of a whole model; a copy of a part keeps its class, which knows how
+    to name the part in a state dict.
+    """
+
+    def reduce(self: nn.Module, _protocol: Any) -> Any:
+        if not whole():
+            raise PartOfModel(what=f"`{original.__name__}`")
+        plain = original.__new__(original)
+        plain.__dict__ = self.__dict__
+        return plain.__reduce_ex__(1)  # later ones insist on the class of what is pickled
+
+    def deepcopy(self: nn.Module, memo: dict[int, Any]) -> Any:
+        cls = original if whole() else type(self)
+        made = cls.__new__(cls)
+        memo[id(self)] = made
+        state_of = getattr(original, "__getstate__", None)
+        state = self.__dict__ if state_of is None else state_of(self)
+        made.__setstate__(copy.deepcopy(state, memo))
+        return made
+
+    own: dict[str, Any] = {"__reduce_ex__": reduce}
+    if not hasattr(original, "__deepcopy__"):
+        own["__deepcopy__"] = deepcopy
+    if hasattr(original, "save_pretrained"):
+        own["save_pretrained"] = _of_a_whole(original, whole)
+    return own
+
+
+def _of_a_whole(original: Any, whole: Callable[[], bool]) -> Callable[..., Any]:
+    """`save_pretrained` of Hugging Face's libraries, which looks at memory before it reads names:
+    shards of one buffer look tied to it."""
+    save = original.save_pretrained
+
+    def save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(save).bind(self, *args, **kwargs).arguments
+        if given.get("state_dict") is None and not whole():
+            raise PartOfModel(what=f"`{original.__name__}`")
+        return save(self, *args, **kwargs)
+
+    return looks_like(save, save_pretrained)
