@@ -5,7 +5,7 @@ Used by the tests on every rule there is, and by `graphaccel.sharding_rule` on a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -85,12 +85,30 @@ def _halves(value: Tensor, names: Indices, index: str) -> list[Tensor]:
     return [half.contiguous() for half in value.chunk(2, names.index(index))]
 
 
-def _equal(got: Tensor, wanted: Tensor) -> bool:
+def _is_continuous(value: Tensor) -> bool:
+    return value.is_floating_point() or value.is_complex()
+
+
+_ROUNDING = {
+    torch.float64: 1e-12,
+    torch.complex128: 1e-12,
+    torch.float16: 1e-2,
+    torch.bfloat16: 1e-1,
+}
+
+
+def _rounding(tensors: Iterable[Tensor]) -> float:
+    """How far results may differ, as fits the coarsest of the dtypes that have fractions."""
+    return max((_ROUNDING.get(t.dtype, 1e-4) for t in tensors if _is_continuous(t)), default=0.0)
+
+
+def _equal(got: Tensor, wanted: Tensor, read: Iterable[Tensor] = ()) -> bool:
+    """read: tensors that were rounded before."""
     if got.shape != wanted.shape or got.dtype != wanted.dtype:
         return False
-    if not got.is_floating_point():
+    if not _is_continuous(got):
         return torch.equal(got, wanted)
-    fine = 1e-12 if got.dtype == torch.float64 else 1e-4
+    fine = _rounding((got, *read))
     return torch.allclose(got, wanted, rtol=fine, atol=fine, equal_nan=True)
 
 
@@ -139,13 +157,14 @@ def _linear(node: fx.Node, rule: Notation) -> Iterator[str]:
     tensors = tensor_arguments(node)
     whole = tensors_of(node.meta["val"])
     for group in rule.linear:
-        if not all(tensors[i].meta["val"].is_floating_point() for i in group):
+        if not all(_is_continuous(tensors[i].meta["val"]) for i in group):
             continue
         first = {i: torch.randn_like(tensors[i].meta["val"]) for i in group}
         second = {i: tensors[i].meta["val"] - first[i] for i in group}
         parts = [tensors_of(computed(node, half)) for half in (first, second)]
+        read = [tensors[i].meta["val"] for i in group]
         for k, wanted in enumerate(whole):
-            if not _equal(parts[0][k] + parts[1][k], wanted):
+            if not _equal(parts[0][k] + parts[1][k], wanted, read):
                 yield f"result {k} is not linear in inputs {sorted(group)}"
 
 

@@ -28,6 +28,7 @@ from graphaccel.rules.notation import (
     shape_of,
     tensor_arguments,
 )
+from graphaccel.rules.pointwise import is_pointwise
 from graphaccel.rules.propagate import PARTIAL, REPLICATED, is_random
 from graphaccel.rules.shapes import REGROUPS
 from graphaccel.rules.shard import Placement, Row, Shard, Shards
@@ -132,11 +133,7 @@ def _takes_loose(node: fx.Node, like: Shard) -> bool:
     """Whether positions that are padding, or any that an expert was chosen at, may be split. A
     fused op has those where its rule has them, but not padding: it may sum over them."""
     fused = bool(like.by) and fusion_of(node.target) is not None
-    return fused or node.target in _PADDED or _is_pointwise(node)
-
-
-def _is_pointwise(node: fx.Node) -> bool:
-    return torch.Tag.pointwise in getattr(node.target, "tags", ())
+    return fused or node.target in _PADDED or is_pointwise(node.target)
 
 
 def _sharded(node: fx.Node, notation: Notation, index: str, like: Shard, ranks: int) -> Row | None:

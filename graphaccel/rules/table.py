@@ -1,21 +1,20 @@
 """The rule of every ATen op that occurs in captured training steps.
 
 `rule_of(node)` gives the node's `Notation`, or None where no rule is known: callers then refuse a
-sharded operand and say which op it was. Elementwise ops need no entry: they carry torch's pointwise
-tag.
+sharded operand and say which op it was. Elementwise ops need no entry (`rules.pointwise`).
 """
 
 from __future__ import annotations
 
 from types import MappingProxyType
 
-import torch
 from torch import fx
 
 from graphaccel.rules import (
     attention,
     collectives,
     factories,
+    fourier,
     images,
     indexing,
     leading,
@@ -27,7 +26,7 @@ from graphaccel.rules import (
     shapes,
 )
 from graphaccel.rules.fused import fused_rule
-from graphaccel.rules.notation import Notation, Rules, broadcast
+from graphaccel.rules.notation import Notation, Rules
 from graphaccel.rules.own import own_rule
 
 RULES: Rules = MappingProxyType(
@@ -43,6 +42,7 @@ RULES: Rules = MappingProxyType(
         **images.RULES,
         **leading.RULES,
         **factories.RULES,
+        **fourier.RULES,
         **collectives.RULES,
     }
 )
@@ -57,6 +57,4 @@ def rule_of(node: fx.Node) -> Notation | None:
         return own
     if (fused := fused_rule(node)) is not None:
         return fused
-    if torch.Tag.pointwise in getattr(node.target, "tags", ()):
-        return broadcast(node)
-    return None
+    return pointwise.pointwise_rule(node)

@@ -12,11 +12,13 @@ from graphaccel.kernels.experts import GRADIENT, PRODUCT
 from tests.support import calls as c
 from tests.support import calls_leading as leading
 from tests.support.calls import Case
+from tests.support.ops_elementwise import CASES as ELEMENTWISE
 
 aten = torch.ops.aten
 
 CASES: Mapping[Any, Case] = MappingProxyType(
     {
+        **ELEMENTWISE,
         aten.add.Tensor: c.binary_call(),
         aten.sub.Tensor: c.binary_call(),
         aten.mul.Tensor: c.binary_call(),
@@ -31,10 +33,6 @@ CASES: Mapping[Any, Case] = MappingProxyType(
             {"dtype": d.one(torch.float64, torch.int64, torch.bool)},
         ),
         aten.where.self: c.where_call,
-        aten.masked_fill.Scalar: lambda d: (
-            (d.real(4, 2), d.truth(*d.one([4, 2], [1, 2])), 1.0),
-            {},
-        ),
         aten.pixel_shuffle.default: lambda d: ((d.real(*d.one([], [2], [4, 2]), 4, 2, 3), 2), {}),
         aten.pixel_unshuffle.default: lambda d: ((d.real(*d.one([], [2]), 1, 4, 4), 2), {}),
         aten.channel_shuffle.default: lambda d: ((d.real(d.size(), 4, 2, 2), 2), {}),
