@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from graphaccel.passes.pipeline import backward_of
 from graphaccel.planner.plan import Plan, StageMemory
 from graphaccel.progress import progress
 from graphaccel.report.text import plan_report
+from graphaccel.runtime.agreement import BACKWARD, EVALUATE, PLAN, STATE, TRAIN, Agreement
 from graphaccel.runtime.all_gradients import AllGradients, clip_before
 from graphaccel.runtime.cuda_graphs import recorder_for
 from graphaccel.runtime.deferred import RECORD
@@ -65,6 +67,7 @@ class Handle:
         self._initial, self._clip_norm = initial, clip_norm
         self._model, self._optimizer, self._compiler = model, optimizer, compiler
         self._devices, self._device, self._timeout = devices, device, timeout
+        self._agreement = Agreement(devices, device, timedelta(seconds=timeout), optimizer)
         self._inner = tuple(model.named_modules())
         self._dtypes: dict[str, torch.dtype] = {}
         self._modes: tuple[bool, ...] = ()
@@ -164,12 +167,14 @@ class Handle:
 
         planned: called when nothing can be refused any more, before anything is changed.
         """
+        self._agreement.check(PLAN, batch, values=False)
         self._share_capture(batch)
         step, chosen, program = choose_together(self._compiler, batch, self._devices)
         self._agree(chosen)
         check_compiler(chosen.compile, self._device)
         recorder = recorder_for(self._device) if chosen.cuda_graphs else None
         planned()
+        self._agreement.count_optimizer_steps()
         mesh = build_mesh(
             chosen, program.shared.values(), self._device, timedelta(seconds=self._timeout)
         )
@@ -248,6 +253,8 @@ class Handle:
         batch = flatten_call(args, kwargs)
         if not training:
             return self._evaluate(batch)
+        random = self.program is not None and self.program.random
+        leaves = self._agreement.check(TRAIN, batch, random=random)
         if self.plan is None:
             self.prepare(batch)
         compiled = self._training_step(batch)
@@ -257,10 +264,10 @@ class Handle:
         named = [(n, p) for n, p in self._model.named_parameters() if n in reached]
         if compiled.backward is not None:
             tracked = frozenset(compiled.program.tangents)
-            return compiled.rebuild(
-                None, self._session.call(compiled, batch.leaves, tracked, named)
-            )
-        result = self._session.step(compiled, batch.leaves)
+            agree = partial(self._agreement.check, BACKWARD)
+            outputs = self._session.call(compiled, leaves, tracked, named, agree)
+            return compiled.rebuild(None, outputs)
+        result = self._session.step(compiled, leaves)
         marks = self._optimizing is not None  # an optimizer of ours can leave the update out
         names, parameters = [n for n, _ in named], [p for _, p in named]
         loss = HandOut.apply(result, marks, self._away(), tuple(names), *parameters)
@@ -294,6 +301,8 @@ class Handle:
         plain = original_class(self._model).state_dict(self._model)
         if self._session is None:
             return {k: v.detach().cpu().clone() for k, v in plain.items()}
+        if not self.has_all():
+            self._agreement.check(STATE)
         return full_state(self._session, self._model, plain)
 
     # ---- compiled steps
@@ -351,6 +360,7 @@ class Handle:
                 + ("a pipeline" if self.plan.pipeline > 1 else "sharded parameters"),
                 help_line="with torch.no_grad():",
             )
+        leaves = self._agreement.check(EVALUATE, batch)
         key = (self._model.training, batch.signature())
         if key not in self._steps:
             step, program = self._compiler.compile_evaluation(
@@ -364,7 +374,7 @@ class Handle:
         compiled = self._steps[key]
         self._session.follow()
         with torch.no_grad():
-            result = self._session.evaluate(compiled, batch.leaves)
+            result = self._session.evaluate(compiled, leaves)
         return compiled.rebuild(result.loss, result.outputs)
 
     def _compiled(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from graphaccel.errors.base import GraphAccelError, listed, named_module
-from graphaccel.messages import Location, Message
+from graphaccel.messages import Location, Message, columns
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -89,22 +89,67 @@ class NeedsLauncher(GraphAccelError):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class BatchesDiffer(GraphAccelError):
-    """Ranks were given different batches. ranks: those that differ from rank 0."""
+    """Ranks were given different batches, or differ in what else a step depends on.
+
+    ranks: those that differ from rank 0. what: "values" or "inputs" of the batch, the "call" they
+    make, "state" that the forward reads, "optimizer" or "random". expected, got: what rank 0 and
+    the first of `ranks` do, in words.
+    """
 
     code = "GA404"
     step: int
     ranks: tuple[int, ...]
+    what: str = "values"
+    expected: str = ""
+    got: str = ""
 
     def message(self) -> Message:
+        what, why, help_lines = _DIFFERENCES[self.what]
+        rows = (("rank 0", self.expected), (f"rank {self.ranks[0]}", self.got))
         return Message(
-            f"at step {self.step} the batch of rank {listed(self.ranks)} differs from rank 0's",
-            why="every rank is given the global batch and takes its own part of it",
-            help=(
-                "seed the shuffling alike on every rank:  torch.manual_seed(0)",
-                "and remove the DistributedSampler:  DataLoader(dataset, batch_size=..., "
-                "shuffle=True)",
-            ),
+            f"at step {self.step} {what.format(f'rank {listed(self.ranks)}')}",
+            details=columns(rows) if self.got else (),
+            why=why,
+            help=help_lines,
         )
+
+
+_SAME_BATCH = "every rank is given the global batch and takes its own part of it"
+_SAME_CALLS = "every rank runs the same script and makes the same calls in the same order"
+_SEED = (
+    "seed the shuffling alike on every rank:  torch.manual_seed(0)",
+    "and remove the DistributedSampler:  DataLoader(dataset, batch_size=..., shuffle=True)",
+)
+_DIFFERENCES = {
+    "values": ("the batch of {} differs from rank 0's", _SAME_BATCH, _SEED),
+    "inputs": ("the batch of {} has other inputs or shapes than rank 0's", _SAME_BATCH, _SEED),
+    "call": (
+        "{} does something else than rank 0",
+        _SAME_CALLS,
+        (
+            "call it on every rank, not below `if rank == 0`",
+            "and end the loop at the same step on every rank",
+        ),
+    ),
+    "state": (
+        "values that the model's forward reads differ on {} from rank 0's",
+        _SAME_CALLS,
+        ("change the model's attributes on every rank, not below `if rank == 0`",),
+    ),
+    "optimizer": (
+        "the optimizer of {} differs from rank 0's, in its settings or in how often it stepped",
+        _SAME_CALLS,
+        (
+            "step optimizer and scheduler on every rank; give the scheduler the same metric:  "
+            "scheduler.step(loss.item())",
+        ),
+    ),
+    "random": (
+        "torch's random state on {} differs from rank 0's",
+        "ranks that hold parts of one value draw its dropout mask alike",
+        ("draw on every rank alike, or from another generator:  torch.Generator()",),
+    ),
+}
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

@@ -47,6 +47,7 @@ class OutsideExecutor(Executor):
     """One rank's part of a step whose loss is outside of the graph: one stage, one microbatch.
 
     backward: gives the stage with the backward of a loss that reads some output leaves alone.
+    agree: called before each backward, in which all ranks take part.
     """
 
     def __init__(
@@ -56,13 +57,14 @@ class OutsideExecutor(Executor):
         held: Held,
         backward: Backward,
         buckets: Buckets,
+        agree: Callable[[], object],
         compiler: StageCompiler | None = None,
         products: str = "",
     ) -> None:
         super().__init__(
             program, ((),), mesh, held, 1, buckets=buckets, compiler=compiler, products=products
         )
-        self._backward_of = backward
+        self._backward_of, self._agree = backward, agree
         self._variants: dict[frozenset[int], StageProgram] = {}
         (self._stage,) = program.stages
 
@@ -94,6 +96,7 @@ class OutsideExecutor(Executor):
         if call.state is None:
             raise RetainGraph(kind="freed")
         _check_versions(call.versions)
+        self._agree()
         state = replace(call.state, gradients=StepState([], {}).gradients, inputs={})
         saved = state.saved.get((0, 0), {})
         state.saved = {(0, 0): dict(saved)}

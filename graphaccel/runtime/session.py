@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from graphaccel.compat.torch import forget_flat_weights
-from graphaccel.errors import BatchesDiffer, GraphMisuse, RankLost
+from graphaccel.errors import GraphMisuse
 from graphaccel.ir.program import Sharded, StageProgram, StepProgram
 from graphaccel.kernels.host_copy import on_host, wait
 from graphaccel.runtime.buckets import Buckets
 from graphaccel.runtime.cuda_graphs import Recorder
-from graphaccel.runtime.executor import (
-    Executor,
-    Held,
-    StepResult,
-    first_line,
-    is_connection,
-)
+from graphaccel.runtime.executor import Executor, Held, StepResult
 from graphaccel.runtime.host_pages import keep_pages
 from graphaccel.runtime.inductor import StageCompiler
 from graphaccel.runtime.layout import Layout
@@ -35,8 +27,6 @@ from graphaccel.runtime.record import Record
 from graphaccel.runtime.remote import RemoteTensor
 from graphaccel.runtime.sharded import ShardTensor, local_of
 from graphaccel.schedule.table import Schedule
-
-_CHECKED_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -80,7 +70,6 @@ class Session:
         parameters rest on the host, and their gradients are handed out there."""
         self.model, self.mesh, self.scale, self.away = model, mesh, scale, away
         self._products, self._recorder = products, recorder
-        self.steps = 0
         self.homes: dict[str, tuple[int, ...]] = {}
         self.groups: tuple[tuple[str, ...], ...] = ()
         self.splits: Mapping[str, tuple[Sharded, ...]] = {}
@@ -292,7 +281,6 @@ class Session:
 
     def step(self, compiled: CompiledStep, leaves: Sequence[Any]) -> StepResult:
         """Run one training or evaluation step on the leaves of the global batch."""
-        self._start(leaves)
         return self._ran(self._executor(compiled, whole=False).run(leaves, self.scale))
 
     def call(
@@ -301,19 +289,20 @@ class Session:
         leaves: Sequence[Any],
         tracked: frozenset[int],
         parameters: Sequence[tuple[str, torch.Tensor]],
+        agree: Callable[[], object],
     ) -> dict[int, torch.Tensor]:
         """The forward of a step whose loss is outside of the graph: outputs by leaf, whole batch.
 
         tracked: those that require a gradient. parameters: those that may get one, with names.
+        agree: called before each backward.
         """
-        self._start(leaves)
         executor = self._outside.get(id(compiled))
         if executor is None:
             assert compiled.backward is not None
             held = self.held(compiled.constants)
             executor = OutsideExecutor(
                 compiled.program, self.mesh, held, compiled.backward, self._buckets,
-                compiled.compiler, self._products,
+                agree, compiled.compiler, self._products,
             )  # fmt: skip
             self._outside[id(compiled)] = executor
         with torch.no_grad():
@@ -333,24 +322,6 @@ class Session:
             *(leaves[i] for i in wanting),
         )
         return dict(zip(order, outputs, strict=True))
-
-    def _start(self, leaves: Sequence[Any]) -> None:
-        """A step begins: the first ones compare the batches of all ranks."""
-        if self.mesh.world > 1 and self.steps < _CHECKED_STEPS:
-            try:
-                self._check_batches(leaves)
-            except RuntimeError as error:
-                if not is_connection(error):
-                    raise
-                raise RankLost(
-                    rank=self.mesh.rank,
-                    stage=self.mesh.pipeline_index if self.mesh.pipeline > 1 else None,
-                    lost=self.mesh.other or "another rank",
-                    last_action="the step before",
-                    waiting_for="the batches of all ranks, which are compared",
-                    cause=first_line(error),
-                ) from error
-        self.steps += 1
 
     def evaluate(self, compiled: CompiledStep, leaves: Sequence[Any]) -> StepResult:
         """A forward of the whole batch: every data rank runs it alike."""
@@ -379,22 +350,6 @@ class Session:
                 recorder=None if whole else self._recorder,
             )
         return executor
-
-    def _check_batches(self, leaves: Sequence[Any]) -> None:
-        """Every rank must be given the same global batch; found out in the first steps, not in the
-        loss."""
-        digest = hashlib.blake2b(digest_size=7)
-        for leaf in leaves:
-            if isinstance(leaf, torch.Tensor):
-                digest.update(leaf.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-        number = int.from_bytes(digest.digest(), "big")
-        mine = torch.tensor([number], dtype=torch.int64, device=self.mesh.device)
-        numbers = [torch.empty_like(mine) for _ in range(self.mesh.world)]
-        dist.all_gather(numbers, mine, group=self.mesh.world_group)
-        values = [int(n) for n in numbers]
-        if len(set(values)) > 1:
-            odd = tuple(rank for rank, value in enumerate(values) if value != values[0])
-            raise BatchesDiffer(step=self.steps, ranks=odd)
 
 
 def _make_remote(parameter: nn.Parameter, mesh: Mesh) -> None:

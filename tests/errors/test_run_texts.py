@@ -215,6 +215,71 @@ error[GA705]: GRAPHACCEL_FUEL=many is no number of fusions
 ]
 
 
+DIFFERENCES = [
+    (
+        errors.BatchesDiffer(
+            step=4,
+            ranks=(1,),
+            what="inputs",
+            expected="runs a training step on x float32[8, 6]",
+            got="runs a training step on x float32[4, 6]",
+        ),
+        """\
+error[GA404]: at step 4 the batch of rank 1 has other inputs or shapes than rank 0's
+  rank 0  runs a training step on x float32[8, 6]
+  rank 1  runs a training step on x float32[4, 6]
+  why:  every rank is given the global batch and takes its own part of it
+  help: seed the shuffling alike on every rank:  torch.manual_seed(0)
+  help: and remove the DistributedSampler:  DataLoader(dataset, batch_size=..., shuffle=True)
+  explain: graphaccel explain GA404""",
+    ),
+    (
+        errors.BatchesDiffer(
+            step=4, ranks=(2,), what="call", expected="runs a training step", got="evaluates"
+        ),
+        """\
+error[GA404]: at step 4 rank 2 does something else than rank 0
+  rank 0  runs a training step
+  rank 2  evaluates
+  why:  every rank runs the same script and makes the same calls in the same order
+  help: call it on every rank, not below `if rank == 0`
+  help: and end the loop at the same step on every rank
+  explain: graphaccel explain GA404""",
+    ),
+    (
+        errors.BatchesDiffer(step=4, ranks=(1,), what="state"),
+        """\
+error[GA404]: at step 4 values that the model's forward reads differ on rank 1 from rank 0's
+  why:  every rank runs the same script and makes the same calls in the same order
+  help: change the model's attributes on every rank, not below `if rank == 0`
+  explain: graphaccel explain GA404""",
+    ),
+    (
+        errors.BatchesDiffer(step=4, ranks=(1,), what="optimizer"),
+        """\
+error[GA404]: at step 4 the optimizer of rank 1 differs from rank 0's, in its settings or in how often it stepped
+  why:  every rank runs the same script and makes the same calls in the same order
+  help: step optimizer and scheduler on every rank; give the scheduler the same metric:  scheduler.step(loss.item())
+  explain: graphaccel explain GA404""",
+    ),
+    (
+        errors.BatchesDiffer(step=4, ranks=(1,), what="random"),
+        """\
+error[GA404]: at step 4 torch's random state on rank 1 differs from rank 0's
+  why:  ranks that hold parts of one value draw its dropout mask alike
+  help: draw on every rank alike, or from another generator:  torch.Generator()
+  explain: graphaccel explain GA404""",
+    ),
+]
+
+
 @pytest.mark.parametrize(("error", "text"), CASES, ids=lambda value: getattr(value, "code", ""))
 def test_text(error: errors.GraphAccelError, text: str) -> None:
+    assert str(error) == text
+
+
+@pytest.mark.parametrize(
+    ("error", "text"), DIFFERENCES, ids=lambda value: getattr(value, "what", "")
+)
+def test_text_of_each_way_in_which_ranks_differ(error: errors.BatchesDiffer, text: str) -> None:
     assert str(error) == text

@@ -142,22 +142,6 @@ def test_ranks_with_other_batches(pool: Pool) -> None:
     pool.run(2, _other_batches)
 
 
-def _other_batch_sizes() -> None:
-    model = Classifier()
-    optimizer = torch.optim.AdamW(model.parameters())
-    graphaccel.optimize(model, optimizer, devices=2, data=2)
-    text = """\
-error[GA407]: the ranks chose different plans: their models, batches or versions differ
-  help: seed every rank alike and give them the same example batch
-  explain: graphaccel explain GA407"""
-    with refused(errors.GraphMisuse, text, model, optimizer):
-        model(*small_batch(8 + 4 * dist.get_rank()))
-
-
-def test_ranks_with_first_batches_of_other_sizes(pool: Pool) -> None:
-    pool.run(2, _other_batch_sizes)
-
-
 def _uncut(rows: int, pins: dict[str, Any], parts: str, allowed: str, first: int | None) -> None:
     model = Classifier()
     optimizer = torch.optim.AdamW(model.parameters())

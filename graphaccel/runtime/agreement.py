@@ -1,0 +1,205 @@
+"""All ranks make the same calls on the same batches, in every step, or get the same error.
+
+Before a step starts the ranks exchange a few numbers over a gloo group of their own: which call of
+the model this is, the batch's structure and values, the generator's state, the optimizer's settings
+and the state that the script's forward reads. Nothing has been compiled or sent by then, so ranks
+that differ, in shapes too, all see it and raise the same error instead of waiting for each other.
+Values that lie on a GPU are compared a step later, so that no step waits for the device.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from graphaccel.capture.batch import Batch
+from graphaccel.errors import BatchesDiffer, RankLost
+from graphaccel.runtime import digest
+from graphaccel.runtime.executor import first_line, is_connection
+
+Optimizer = torch.optim.Optimizer
+
+TRAIN, EVALUATE, BACKWARD = "runs a training step", "evaluates", "runs a backward"
+PLAN, STATE = "plans", "calls full_state_dict()"
+_CALLS = (TRAIN, EVALUATE, BACKWARD, PLAN, STATE)
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What one rank says, as int64 numbers, in the order in which differences are reported."""
+
+    call: int = 0
+    inputs: int = 0
+    before: int = 0
+    values: int = 0
+    state: int = 0
+    optimizer: int = 0
+    random: int = 0
+
+
+class Agreement:
+    """Compares what the ranks of a job do. `check` is collective over all of them."""
+
+    def __init__(
+        self, ranks: int, device: torch.device, timeout: timedelta, optimizer: Optimizer | None
+    ) -> None:
+        """device: of this rank. optimizer: its settings and its number of steps are compared."""
+        self._ranks, self._device = ranks, device
+        self._optimizer, self._optimizer_steps = optimizer, 0
+        # Of its own: nothing that the script or a step sends can come between.
+        self._group = dist.new_group(backend="gloo", timeout=timeout) if ranks > 1 else None
+        self._pending: tuple[torch.Tensor, Any] | None = None
+        self._inputs: dict[tuple[Any, ...], int] = {}
+        self.steps = 0
+
+    def count_optimizer_steps(self) -> None:
+        """From now on: before the model has a plan its optimizer is left as it is."""
+        if self._optimizer is not None and self._ranks > 1:
+            self._optimizer.register_step_post_hook(self._stepped)
+
+    def _stepped(self, *_: Any) -> None:
+        self._optimizer_steps += 1
+
+    def check(
+        self,
+        call: str,
+        batch: Batch | None = None,
+        *,
+        values: bool = True,
+        state: int = 0,
+        random: bool = False,
+    ) -> Sequence[Any]:
+        """The leaves of the batch, once every rank is known to make this call alike.
+
+        call: one of the names above. values: whether those of the batch matter. state: a digest of
+        what else the step depends on. random: whether the step draws from torch's generator.
+
+        Large leaves on the host come back on this rank's GPU, where their digest is made.
+
+        Raises BatchesDiffer (GA404) on every rank, RankLost (GA501) if a rank does not answer.
+        """
+        leaves = () if batch is None else batch.leaves
+        if self._ranks == 1:
+            return leaves
+        host: list[torch.Tensor] = []
+        there: list[torch.Tensor] = []
+        if batch is not None and values:
+            leaves = tuple(map(self._placed, leaves))
+            for leaf in leaves:
+                if isinstance(leaf, torch.Tensor):
+                    (there if leaf.device.type != "cpu" else host).append(leaf)
+        mine = _Seen(
+            call=_CALLS.index(call),
+            inputs=0 if batch is None else self._signature(batch),
+            before=self._earlier(),
+            values=digest.of_host(host),
+            state=state,
+            optimizer=self._settings(),
+            random=digest.of_host([torch.random.get_rng_state()]) if random else 0,
+        )
+        self._compare(mine, lambda: _described(call, batch))
+        if there:
+            self._pending = _on_its_way(digest.of_device(there))
+        self.steps += call == TRAIN
+        return leaves
+
+    def _placed(self, leaf: Any) -> Any:
+        """A leaf that is digested on the device, which has to have it anyway."""
+        moves = isinstance(leaf, torch.Tensor) and not leaf.requires_grad
+        return leaf.to(self._device) if moves and self._device.type != "cpu" else leaf
+
+    def _signature(self, batch: Batch) -> int:
+        signature = batch.signature()
+        if signature not in self._inputs:
+            # Default texts of objects have their address, which differs from process to process.
+            text = re.sub(r" at 0x[0-9a-f]+", "", repr((signature, batch.names)))
+            self._inputs[signature] = digest.of_text(text)
+        return self._inputs[signature]
+
+    def _earlier(self) -> int:
+        """The values of the step before, if they lay on a GPU: known by now."""
+        if self._pending is None:
+            return 0
+        (number, event), self._pending = self._pending, None
+        event.synchronize()
+        return int(number)
+
+    def _settings(self) -> int:
+        """Numbers among the optimizer's settings (rates, betas), and how often it stepped."""
+        groups = () if self._optimizer is None else self._optimizer.param_groups
+        found: list[Any] = [self._optimizer_steps]
+        for group in groups:
+            for key, value in group.items():
+                if key != "params":
+                    found += [v for v in (value if isinstance(value, tuple) else (value,))]
+        return digest.of_numbers(
+            float(v)
+            for v in found
+            if isinstance(v, (int, float)) or (isinstance(v, torch.Tensor) and v.is_cpu)
+        )
+
+    def _compare(self, mine: _Seen, describe: Callable[[], str]) -> None:
+        names = [field.name for field in fields(mine)]
+        own = torch.tensor([getattr(mine, name) for name in names], dtype=torch.int64)
+        said = torch.empty(self._ranks, len(names), dtype=torch.int64)
+        try:
+            dist.all_gather(list(said.unbind()), own, group=self._group)
+            if torch.equal(said, own.expand_as(said)):
+                return
+            descriptions: list[Any] = [None] * self._ranks
+            dist.all_gather_object(descriptions, describe(), group=self._group)
+        except RuntimeError as error:
+            if not is_connection(error):
+                raise
+            raise self._lost(error) from error
+        differs = said != said[0]
+        column = int(differs.any(0).nonzero()[0])
+        odd = tuple(differs[:, column].nonzero().flatten().tolist())
+        what, late = names[column], names[column] == "before"
+        told = what in ("call", "inputs")
+        raise BatchesDiffer(
+            step=self.steps - late,
+            ranks=odd,
+            what="values" if late else what,
+            expected=descriptions[0] if told else "",
+            got=descriptions[odd[0]] if told else "",
+        )
+
+    def _lost(self, error: RuntimeError) -> RankLost:
+        rank = dist.get_rank()
+        return RankLost(
+            rank=rank,
+            stage=None,
+            lost=f"rank {1 - rank}" if self._ranks == 2 else "another rank",
+            last_action="the step before",
+            waiting_for="the same call of all ranks",
+            cause=first_line(error),
+        )
+
+
+def _on_its_way(number: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    """A number's copy on the host, and the event after which it is there."""
+    copy = torch.empty_like(number, device="cpu", pin_memory=True)
+    copy.copy_(number, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+    return copy, event
+
+
+def _described(call: str, batch: Batch | None) -> str:
+    """What a rank does, in words: `runs a training step on input_ids int64[8, 16], ...`."""
+    if batch is None:
+        return call
+    parts = [
+        f"{name} {str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
+        if isinstance(leaf, torch.Tensor)
+        else f"{name}={leaf!r}"
+        for name, leaf in zip(batch.names, batch.leaves, strict=True)
+    ]
+    return f"{call} on {', '.join(parts)}"

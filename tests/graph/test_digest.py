@@ -1,0 +1,57 @@
+"""Batches that differ have other digests, on the host and on a device; equal ones equal ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from graphaccel.runtime import digest
+
+WAYS: dict[str, Callable[[Tensor], int]] = {
+    "host": lambda t: digest.of_host([t]),
+    "device": lambda t: int(digest.of_device([t])),  # the same arithmetic on any device
+}
+DTYPES = (
+    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8,
+    torch.bool, torch.complex64,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype_and_number_of_dims(way: str, dtype: torch.dtype) -> None:
+    of = WAYS[way]
+    for shape in ((), (0,), (3,), (5, 7), (2, 3, 4)):
+        t = torch.randn(shape).to(dtype)
+        assert of(t) == of(t.clone())
+        if t.numel():
+            other = t.clone()
+            other.view(-1)[-1] = ~other.view(-1)[-1] if dtype == torch.bool else t.view(-1)[-1] + 1
+            assert of(t) != of(other)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_signs_orders_and_places(way: str, dtype: torch.dtype) -> None:
+    of = WAYS[way]
+    t = torch.randn(300, 5000, generator=torch.Generator().manual_seed(0)).to(dtype)
+    rows = t[torch.randperm(300, generator=torch.Generator().manual_seed(1))]
+    signs = t.clone()
+    signs[:2, :2] *= -1
+    far = t.clone()
+    far[0, 0], far[-1, -1] = t[-1, -1], t[0, 0]
+    smallest = t.clone()
+    smallest[100, 100] = torch.nextafter(t[100, 100], t[100, 100] + 1)
+    others = [-t, rows, signs, far, smallest, t.flip(0), t.flip(1), t.roll(1)]
+    assert len({of(other) for other in (t, *others)}) == 1 + len(others)
+    assert of(t.T.contiguous().T) == of(t)  # strides are no values
+
+
+def test_texts_and_numbers() -> None:
+    assert digest.of_text("a") != digest.of_text("b")
+    assert -(2**63) <= digest.of_text("x") < 2**63
+    assert digest.of_numbers([0.1, 2]) != digest.of_numbers([0.1, 3])
+    assert digest.of_numbers([]) == digest.of_numbers([])
