@@ -96,6 +96,8 @@ class Captures:
         if step.training != training:
             return None
         sizes = self._sizes(step, batch)
+        if any((n == 1) != (step.sizes[symbol] == 1) for symbol, n in sizes.items()):
+            return None  # a model may treat a size of one apart: squeeze(), broadcasting
         for node, spec in zip(input_nodes(step.graph), step.inputs, strict=True):
             if spec.kind != "batch":
                 continue

@@ -117,7 +117,15 @@ def _arguments(node: fx.Node) -> dict[str, Any]:
 
 def _with_sum(node: fx.Node, arguments: dict[str, Any]) -> fx.Node:
     """The same loss, summed instead of averaged."""
-    return _emit(node, node.target, *(arguments | {"reduction": SUM}).values())
+    return _with_arguments(node, arguments | {"reduction": SUM})
+
+
+def _with_arguments(node: fx.Node, arguments: dict[str, Any]) -> fx.Node:
+    """A call of the same op just before `node`, with these values for all its arguments."""
+    named = {a.name for a in schema(node) if a.kwarg_only}
+    values = [value for name, value in arguments.items() if name not in named]
+    keywords = {name: value for name, value in arguments.items() if name in named}
+    return _emit(node, node.target, *values, **keywords)
 
 
 def _of_logarithms(node: fx.Node, a: dict[str, Any]) -> fx.Node | None:
@@ -238,7 +246,7 @@ def _reduced_loss(node: fx.Node) -> None:
     a = _arguments(node)
     if a["reduction"] != MEAN:
         return
-    each = _emit(node, node.target, *(a | {"reduction": 0}).values())
+    each = _with_arguments(node, a | {"reduction": 0})
     total = _emit(node, aten.sum.default, each)
     _replace(node, _emit(node, aten.div.Tensor, total, each.meta["val"].numel()))
 

@@ -82,8 +82,18 @@ def _functional(node: fx.Node) -> Callable[..., Any] | None:
     if node.target in _OTHERS:
         return _OTHERS[node.target]
     name, _, overload = str(node.target).removeprefix("aten.").partition(".")
-    found = getattr(getattr(aten, name.removesuffix("_"), None), overload, None)
-    return found if name.endswith("_") else None
+    packet = getattr(aten, name.removesuffix("_"), None)
+    if packet is None or not name.endswith("_"):
+        return None
+    wanted = _types(node.target)
+    named = [overload, *(other for other in packet.overloads() if other != overload)]
+    found = (getattr(packet, other, None) for other in named)  # `pow_.Scalar`: `pow.Tensor_Scalar`
+    return next((op for op in found if op is not None and _types(op) == wanted), None)
+
+
+def _types(op: Any) -> list[tuple[str, str]]:
+    """Name and type of each argument; the memory that it may write is no part of its type."""
+    return [(a.name, str(a.type)) for a in op._schema.arguments]
 
 
 def _replace(

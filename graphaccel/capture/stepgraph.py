@@ -160,9 +160,6 @@ def capture(
     Raises: TensorBranch (GA101), CaptureRefused (GA102).
     """
     batch = without_aliases(batch)
-    size, dims = batch_leaves(batch)
-    if size == 1 and symbolic and dims:  # a size of one is special to export: capture at two
-        batch = resized(batch, dims, 2)
     runs = find_runs(model, many) if many is not None and _is_fake(model) else ()
     if runs:
         try:
@@ -180,9 +177,9 @@ def _captured(model: nn.Module, batch: Batch, loss_fn: LossFn, symbolic: bool) -
     """Capture the model as it is."""
     size, dims = batch_leaves(batch)
     forward = _forward(model, batch, loss_fn)
-    base = {BATCH: size} if dims else {}
+    base = {BATCH: size} if dims and size else {}
     others: list[tuple[sympy.Symbol, int, ForwardGraph]] = []
-    if symbolic and dims:
+    if symbolic and base:
         length, sequence = sequence_leaves(batch, dims)
         wanted = [(BATCH, size + 2, dims)]
         if length >= 4:
@@ -283,8 +280,9 @@ def assemble(
     known = dict(sizes)
     if before is None or not take_sizes(joint, before):
         points = [
-            (symbol, size, differentiate(other, trainable, scaled=scaled)[0])
+            (symbol, size, other_joint)
             for symbol, size, other in others
+            if (other_joint := _differentiated(other, trainable, scaled=scaled)) is not None
         ]
         kept = [p for p in points if same_structure(joint, p[2], p[1] / sizes[p[0]])]
         known = {s: n for s, n in sizes.items() if s in {s for s, _, _ in kept}}
@@ -405,6 +403,16 @@ def _variant(
     try:
         return _forward(model, resized(batch, dims, size), loss_fn)
     except Exception:  # any refusal means the same: this size is fixed
+        return None
+
+
+def _differentiated(
+    forward: ForwardGraph, trainable: frozenset[str], *, scaled: bool
+) -> fx.GraphModule | None:
+    """The joint graph at another size, or None: some ops check sizes in their backward only."""
+    try:
+        return differentiate(forward, trainable, scaled=scaled)[0]
+    except Exception:  # as in `_variant`
         return None
 
 

@@ -132,6 +132,14 @@ def same_dims(node: fx.Node) -> Notation:
     return Notation((names,), (names,), linear=(frozenset({0}),))
 
 
+def kept_whole(node: fx.Node) -> Notation:
+    """Nothing of the inputs can be sharded."""
+    shapes = [shape_of(tensor) for tensor in tensor_arguments(node)]
+    inputs = tuple(tuple(f"{i}.{k}" for k in range(len(s))) for i, s in enumerate(shapes))
+    outputs = tuple(("",) * len(shape) for shape in output_shapes(node))
+    return Notation(inputs, outputs, frozenset(name for names in inputs for name in names))
+
+
 def shape_of(node: fx.Node) -> tuple[int, ...]:
     """The sizes of a node's tensor."""
     return tuple(int(n) for n in node.meta["val"].shape)

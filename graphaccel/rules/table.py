@@ -26,7 +26,7 @@ from graphaccel.rules import (
     shapes,
 )
 from graphaccel.rules.fused import fused_rule
-from graphaccel.rules.notation import Notation, Rules
+from graphaccel.rules.notation import Notation, Rules, kept_whole
 from graphaccel.rules.own import own_rule
 
 RULES: Rules = MappingProxyType(
@@ -52,7 +52,10 @@ def rule_of(node: fx.Node) -> Notation | None:
     """The rule of a call, or None."""
     found = RULES.get(node.target)
     if found is not None:
-        return found(node)
+        try:
+            return found(node)
+        except ZeroDivisionError:  # a dim of a tensor without dims, which torch takes
+            return kept_whole(node)
     if (own := own_rule(node)) is not None:
         return own
     if (fused := fused_rule(node)) is not None:

@@ -1,0 +1,134 @@
+"""Entries of transformers' auto-model mappings, each from a small configuration."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.coverage.entry import SEED, Entry, NotMeasured, first_line
+from benchmarks.coverage.small_config import VOCABULARY, first_small
+from benchmarks.coverage.vision import declare_operators
+
+MAPPINGS: Mapping[str, str] = {
+    "causal": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "masked": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+    "seq2seq": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    "image": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
+    "audio": "MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES",
+}
+"""Kinds of models, and transformers' mapping of model types to classes."""
+
+MOST_PARAMETERS = 40_000_000
+BATCH, TOKENS, CLASSES, SAMPLES = 4, 16, 4, 3200
+
+
+def names() -> list[str]:
+    """`kind/model type` of every class; one that several types share stands once in each kind."""
+    from transformers.models.auto import modeling_auto
+
+    found = []
+    for kind, mapping in MAPPINGS.items():
+        classes: set[str] = set()
+        for model_type, name in sorted(getattr(modeling_auto, mapping).items()):
+            named = name if isinstance(name, str) else name[0]
+            if named not in classes:
+                classes.add(named)
+                found.append(f"{kind}/{model_type}")
+    return found
+
+
+def entry(name: str, *, split: bool) -> Entry:
+    """The model of a type with a batch of 4, in float64; it computes its own loss."""
+    config = _config(name)
+    model, kwargs = _made(name, config)
+    return Entry(_Loss(model), (), kwargs)
+
+
+class _Loss(nn.Module):
+    """The model's loss alone."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **kwargs: Any) -> Tensor:
+        return self.model(**kwargs).loss
+
+
+@functools.lru_cache(maxsize=8)
+def _config(name: str) -> Any:
+    """The smallest configuration with which the model runs in eager mode."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kind, model_type = name.split("/")
+    try:
+        kind_of = CONFIG_MAPPING[model_type]
+        default = kind_of().to_dict()
+    except Exception as error:
+        raise NotMeasured(f"no default configuration: {first_line(error)}") from error
+
+    def works(fields: dict[str, Any]) -> tuple[int, Any]:
+        if kind in ("image", "audio"):
+            fields |= {"id2label": {i: str(i) for i in range(CLASSES)}, "num_labels": CLASSES}
+            fields["label2id"] = {str(i): i for i in range(CLASSES)}
+        config = kind_of.from_dict(fields)
+        with torch.device("meta"):
+            count = sum(p.numel() for p in _class(name)(config).parameters())
+        if count <= MOST_PARAMETERS:
+            model, kwargs = _made(name, config)
+            if not model(**kwargs).loss.requires_grad:
+                raise ValueError("the loss needs no gradient")
+        return count, config
+
+    try:
+        return first_small(default, works, MOST_PARAMETERS)
+    except Exception as error:
+        raise NotMeasured(f"no small configuration: {first_line(error)}") from error
+
+
+def _class(name: str) -> type[nn.Module]:
+    declare_operators()  # transformers imports torchvision where it is installed
+    import transformers
+    from transformers.models.auto import modeling_auto
+
+    kind, model_type = name.split("/")
+    named = getattr(modeling_auto, MAPPINGS[kind])[model_type]
+    return getattr(transformers, named if isinstance(named, str) else named[0])
+
+
+def _made(name: str, config: Any) -> tuple[nn.Module, dict[str, Tensor]]:
+    torch.manual_seed(SEED)
+    model = _class(name)(config).double().train()
+    generator = torch.Generator().manual_seed(SEED)
+    kind = name.split("/")[0]
+    if kind in ("causal", "masked", "seq2seq"):
+        ids = torch.randint(3, VOCABULARY - 8, (BATCH, TOKENS), generator=generator)
+        return model, {"input_ids": ids, "labels": ids.clone()}
+    labels = torch.randint(CLASSES, (BATCH,), generator=generator)
+    shape = _image(config) if kind == "image" else _sound(model, config)
+    values = torch.randn(BATCH, *shape, generator=generator, dtype=torch.float64)
+    return model, {model.main_input_name: values, "labels": labels}
+
+
+def _image(config: Any) -> tuple[int, ...]:
+    size = getattr(config, "image_size", None) or 64
+    vision = getattr(config, "vision_config", None)
+    if vision is not None:
+        size = getattr(vision, "image_size", size)
+    high, wide = size if isinstance(size, (list, tuple)) else (size, size)
+    return getattr(config, "num_channels", 3), high, wide
+
+
+def _sound(model: nn.Module, config: Any) -> tuple[int, ...]:
+    """Samples of sound, or a spectrogram where the model takes that."""
+    bins = getattr(config, "num_mel_bins", None)
+    if bins is None:
+        return (SAMPLES,)
+    if hasattr(config, "max_source_positions"):
+        return bins, 2 * config.max_source_positions
+    return getattr(config, "max_length", math.ceil(SAMPLES / 160)), bins

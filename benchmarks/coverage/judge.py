@@ -1,0 +1,181 @@
+"""One entry under one setting, on one rank: what graphaccel computes beside plain eager mode."""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.coverage.entry import Entry, NotMeasured, first_line
+from benchmarks.coverage.parts import build, casts_of
+
+SETTINGS: Mapping[str, Mapping[str, int]] = {
+    "one": {},
+    "data": {"data": 2},
+    "microbatches": {"microbatches": 2},
+    "tensor": {"tensor": 2},
+    "pipeline": {"pipeline": 2},
+}
+"""The decisions that each setting pins; all else is planned."""
+
+BOUNDS = {torch.float64: 1e-8, torch.float32: 1e-4}
+"""Largest difference that is right, relative to the largest value of the tensor."""
+
+FLOOR = 1e-5
+"""A gradient this much smaller than the model's largest is compared with that: it is rounding."""
+
+_SEED = 7
+
+
+def ranks_of(setting: str) -> int:
+    """Processes that a setting needs."""
+    return 2 if setting in ("data", "tensor", "pipeline") else 1
+
+
+def judge(part: str, name: str, setting: str) -> dict[str, Any]:
+    """What became of it on this rank: "outcome", "detail", and the gradients that are held here.
+
+    Outcomes: right, wrong, refused (detail: the code and the first line), raw, random (it ran, but
+    draws numbers, of which a split has others), unmeasured.
+    """
+    started = time.process_time()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    with casts_of(part):
+        found = _judged(part, name, setting)
+    return {**found, "seconds": round(time.process_time() - started, 1)}
+
+
+def _judged(part: str, name: str, setting: str) -> dict[str, Any]:
+    split = setting != "one"
+    try:
+        entry = build(part, name, split=split)
+        expected = _step(entry, entry.model)
+        again = _step(build(part, name, split=split), None, seed=_SEED + 1)
+    except NotMeasured as reason:
+        return {"outcome": "unmeasured", "detail": str(reason)}
+    except Exception as error:
+        return {"outcome": "unmeasured", "detail": f"eager: {first_line(error)}"}
+    draws = _difference(expected, again, _bound(entry.model)) is not None
+    ours = build(part, name, split=split)
+    try:
+        got = _planned(ours, part, name, setting)
+    except Exception as error:
+        return _failure(error)
+    held = sorted(got["grads"])
+    every = sorted(expected["grads"])
+    if draws and split:
+        finite = all(torch.isfinite(g).all() for g in got["grads"].values())
+        return {"outcome": "random" if finite else "wrong", "detail": "", "held": held, "of": every}
+    wrong = _difference(expected, got, _bound(entry.model))
+    outcome = "right" if wrong is None else "wrong"
+    return {"outcome": outcome, "detail": wrong or "", "held": held, "of": every}
+
+
+def _failure(error: Exception) -> dict[str, Any]:
+    from graphaccel.errors import GraphAccelError
+
+    if isinstance(error, GraphAccelError):
+        text = str(error).strip().splitlines()[0].removeprefix(f"error[{error.code}]: ")
+        return {"outcome": "refused", "code": error.code, "detail": text[:200]}
+    return {"outcome": "raw", "detail": first_line(error)}
+
+
+def _step(entry: Entry, model: nn.Module | None, seed: int = _SEED) -> dict[str, Any]:
+    """Loss, gradients by name and buffers after one forward and backward."""
+    model = entry.model if model is None else model
+    torch.manual_seed(seed)
+    loss = entry(model)
+    loss.backward()
+    grads = {
+        name: _whole(p.grad).detach().clone()
+        for name, p in model.named_parameters()
+        if type(p).__name__ != "RemoteTensor" and p.grad is not None
+    }
+    return {"loss": loss.detach().clone(), "grads": grads}
+
+
+def _whole(value: Tensor) -> Tensor:
+    whole = getattr(value, "whole", None)
+    return value if whole is None else whole()
+
+
+def _planned(entry: Entry, part: str, name: str, setting: str) -> dict[str, Any]:
+    import graphaccel
+
+    parameters = [p for p in entry.model.parameters() if p.requires_grad]
+    model, _ = graphaccel.optimize(
+        entry.model,
+        torch.optim.SGD(parameters, lr=0.1),
+        devices=ranks_of(setting),
+        timeout=60,
+        **SETTINGS[setting],
+    )
+    captures = model.graphaccel._compiler.captures
+    captures.steps = _captured(part, name, setting != "one")
+    return _step(entry, model)
+
+
+@functools.lru_cache(maxsize=1)
+def _captured(part: str, name: str, split: bool) -> dict[Any, Any]:
+    """Captures of the last entry: all settings that split the same batch share them."""
+    return {}
+
+
+def _bound(model: nn.Module) -> float:
+    kinds = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    return max((BOUNDS.get(kind, BOUNDS[torch.float32]) for kind in kinds), default=1e-8)
+
+
+def _difference(expected: Mapping[str, Any], got: Mapping[str, Any], bound: float) -> str | None:
+    """What is further off than the bound, or None. Gradients not held here are left out."""
+    off = _distance(got["loss"], expected["loss"], 0.0)
+    if not off <= bound:
+        return f"the loss is off by {off:.1e}"
+    more = set(got["grads"]) - set(expected["grads"])
+    if more:
+        return f"a gradient that eager mode does not have: {min(more)}"
+    largest = max((_size(g) for g in expected["grads"].values()), default=0.0)
+    for name, grad in got["grads"].items():
+        true = expected["grads"][name]
+        if grad.shape != true.shape or grad.dtype != true.dtype:
+            return f"the gradient of {name} is {grad.dtype} {list(grad.shape)}"
+        off = _distance(grad, true, FLOOR * largest)
+        if not off <= bound:
+            return f"the gradient of {name} is off by {off:.1e}"
+    return None
+
+
+def _size(value: Tensor) -> float:
+    finite = value.detach().abs().nan_to_num(0.0, 0.0, 0.0)
+    return finite.max().item() if value.numel() else 0.0
+
+
+def _distance(got: Tensor, true: Tensor, floor: float) -> float:
+    """The largest difference, relative; infinities and NaNs must be where eager mode has them."""
+    if got.numel() == 0:
+        return 0.0
+    if not torch.equal(torch.isfinite(got), torch.isfinite(true)):
+        return math.inf
+    off = _size(got - true)
+    scale = max(_size(true), floor)
+    return off / scale if scale else off
+
+
+def together(answers: list[dict[str, Any]]) -> dict[str, Any]:
+    """One verdict of what the ranks say: the worst of theirs, and every gradient must be held."""
+    order = ("raw", "wrong", "refused", "unmeasured", "random", "right")
+    worst = min(answers, key=lambda a: order.index(a["outcome"]))
+    verdict = {k: worst[k] for k in ("outcome", "code", "detail") if worst.get(k)}
+    verdict["seconds"] = max(a["seconds"] for a in answers)
+    if worst["outcome"] in ("right", "random"):
+        lost = set(worst["of"]) - {name for a in answers for name in a["held"]}
+        if lost:
+            verdict |= {"outcome": "wrong", "detail": f"no rank has the gradient of {min(lost)}"}
+    return verdict
