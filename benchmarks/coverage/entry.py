@@ -151,10 +151,12 @@ def scaled_entry(
     return Entry(model, batch)
 
 
-def is_finite(entry: Entry) -> bool:
-    """Whether the loss is a number: nothing can be compared otherwise."""
+def says_something(entry: Entry) -> bool:
+    """Whether the loss is a number and the batch has elements: there is nothing to compare
+    otherwise, and an empty batch is refused."""
     torch.manual_seed(SEED)
-    return bool(torch.isfinite(entry()))
+    full = all(x.numel() for x in entry.args if isinstance(x, Tensor))
+    return full and bool(torch.isfinite(entry()))
 
 
 def first_line(error: BaseException) -> str:

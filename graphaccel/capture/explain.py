@@ -7,10 +7,12 @@ import os
 import re
 import traceback
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import fx, nn
 
+from graphaccel.capture.batch import Batch
 from graphaccel.capture.no_grad import WrittenWithoutGrad
 from graphaccel.capture.weights import Unregistered, Weights
 from graphaccel.compat.torch import DataDependentError, is_known
@@ -98,4 +100,23 @@ def refuse_unknown_shapes(graph: fx.Graph, model: nn.Module) -> None:
             location=line_of(node.meta.get("stack_trace") or ""),
             reason="the shape of its result depends on the values of a tensor; "
             "torch.where and masked sums keep the shape",
+        )
+
+
+def refuse_writes(program: Any, batch: Batch, model: nn.Module) -> None:
+    """What a call writes into its inputs or parameters would be lost. Raises CaptureRefused."""
+    signature = program.graph_signature
+    placeholders = [n.name for n in program.graph.nodes if n.op == "placeholder"]
+    first = len(placeholders) - len(batch.leaves)
+    for name in signature.user_inputs_to_mutate.values():
+        given = batch.names[placeholders.index(name) - first]
+        raise CaptureRefused(
+            module=f"{type(model).__name__}.forward",
+            reason=f"it writes to its input `{given}`; let it write to a copy: {given}.clone()",
+        )
+    for name in getattr(signature, "parameters_to_mutate", {}).values():
+        raise CaptureRefused(
+            module=f"{type(model).__name__}.forward",
+            reason=f"it writes to its parameter `{name.removeprefix('model.')}`; make it a buffer: "
+            "register_buffer(name, tensor)",
         )

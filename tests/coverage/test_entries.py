@@ -1,0 +1,85 @@
+"""A fixed part of `python -m benchmarks.coverage`: none of it may be wrong or fail raw."""
+
+import warnings
+
+import pytest
+import torch
+
+from benchmarks.coverage.judge import judge, together
+
+ONE = [
+    ("op_db", name)
+    for name in (
+        "addmm",
+        "cumsum",
+        "diagonal_scatter",
+        "einsum",
+        "fft.rfft",
+        "gather",
+        "index_select",
+        "linalg.vector_norm",
+        "logsumexp",
+        "nn.functional.dropout",
+        "nn.functional.interpolate.bilinear",
+        "nn.functional.rrelu",
+        "nn.functional.unfold",
+        "scatter_add",
+        "var_mean",
+        "where",
+    )
+] + [
+    ("module_db", name)
+    for name in ("nn.BatchNorm2d", "nn.Conv2d", "nn.FractionalMaxPool2d", "nn.GRUCell")
+]
+SPLIT = ("nn.BCELoss", "nn.Embedding", "nn.LayerNorm", "nn.Mish", "nn.TransformerEncoderLayer")
+
+
+def _outcome(part, name, setting):
+    with warnings.catch_warnings():
+        return together([judge(part, name, setting)])
+
+
+@pytest.mark.parametrize(("part", "name"), ONE)
+def test_one_device(part, name):
+    assert _outcome(part, name, "one")["outcome"] == "right"
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_microbatches(name):
+    verdict = _outcome("module_db", name, "microbatches")
+    assert verdict["outcome"] in ("right", "refused"), verdict
+
+
+def test_a_difference_is_seen(monkeypatch):
+    """Gradients that are off, or lost, are wrong."""
+    from benchmarks.coverage import judge as module
+
+    planned = module._planned
+
+    def off(*args):
+        found = planned(*args)
+        name = min(found["grads"])
+        found["grads"][name] = found["grads"][name] * (1 + 1e-6)
+        return found
+
+    def lost(*args):
+        found = planned(*args)
+        del found["grads"][min(found["grads"])]
+        return found
+
+    monkeypatch.setattr(module, "_planned", off)
+    assert _outcome("op_db", "sin", "one")["outcome"] == "wrong"
+    monkeypatch.setattr(module, "_planned", lost)
+    assert "no rank has the gradient" in _outcome("op_db", "sin", "one")["detail"]
+
+
+def test_another_error_is_raw(monkeypatch):
+    from benchmarks.coverage import judge as module
+
+    def fails(*args):
+        raise KeyError("lost")
+
+    monkeypatch.setattr(module, "_planned", fails)
+    verdict = _outcome("op_db", "sin", "one")
+    assert (verdict["outcome"], verdict["detail"]) == ("raw", "KeyError: 'lost'")
+    assert torch.backends.flags_frozen() is False
