@@ -154,14 +154,23 @@ def plan(
 def full_state_dict(model: nn.Module) -> dict[str, Any]:
     """Every parameter and buffer in full, on the CPU, loadable into the plain model.
 
+    model: the optimized model, a copy of it, or a module that contains one (`AveragedModel`).
+
     Collective: all ranks call it, and all get it. Raises GraphMisuse (GA407) for what is no model.
     """
     if not isinstance(model, nn.Module):
         raise GraphMisuse(what=f"the model is a torch.nn.Module, not {type(model).__name__}")
-    handle = getattr(model, "graphaccel", None)
-    if not isinstance(handle, Handle):
-        return {k: v.detach().cpu().clone() for k, v in model.state_dict().items()}
-    return handle.full_state()
+    whole: dict[str, Any] = {}
+    for prefix, module in model.named_modules():
+        handle = getattr(type(module), "graphaccel", None)
+        if isinstance(handle, Handle):
+            parts = handle.full_state(module)
+            whole |= {f"{prefix}.{key}" if prefix else key: part for key, part in parts.items()}
+    state = whole if isinstance(getattr(model, "graphaccel", None), Handle) else model.state_dict()
+    return {
+        key: whole[key] if key in whole else value.detach().cpu().clone()
+        for key, value in state.items()
+    }
 
 
 def _start(count: int, timeout: float) -> torch.device:

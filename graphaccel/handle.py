@@ -296,14 +296,14 @@ class Handle:
             return plain
         return sharded_state_dict(self._session, self._meshes, plain, prefix)
 
-    def full_state(self) -> dict[str, Any]:
-        """`full_state_dict`."""
-        plain = original_class(self._model).state_dict(self._model)
+    def full_state(self, module: nn.Module) -> dict[str, Any]:
+        """`full_state_dict` of the model, or of a copy of it that lies on the ranks alike."""
+        plain = original_class(module).state_dict(module)
         if self._session is None:
             return {k: v.detach().cpu().clone() for k, v in plain.items()}
         if not self.has_all():
             self._agreement.check(STATE)
-        return full_state(self._session, self._model, plain)
+        return full_state(self._session, module, plain)
 
     # ---- compiled steps
 

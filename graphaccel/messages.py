@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -41,6 +42,20 @@ class Location:
         number = f"{self.line:>5} | "
         carets = " " * start + "^" * (end - start)
         return [*head, number + text, f"{' ' * 5} | {carets} {note}".rstrip()]
+
+
+_OWN = os.path.dirname(__file__)
+
+
+def line_of_script() -> Location | None:
+    """The innermost line that runs now outside of graphaccel, torch and other installed code."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith((_OWN, "<")) and "/site-packages/" not in file:
+            return Location(file, frame.f_lineno)
+        frame = frame.f_back
+    return None
 
 
 @dataclass(frozen=True)

@@ -323,11 +323,19 @@ def storage_uses(tensor: torch.Tensor) -> int:
 
 
 def without_storage(
-    cls: type, shape: Any, dtype: torch.dtype, device: torch.device, requires_grad: bool = False
+    cls: type,
+    shape: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    requires_grad: bool = False,
+    strides: Any = None,
 ) -> Any:
-    """A tensor of a subclass that has shape, dtype and device but no memory (runtime/remote.py)."""
+    """A tensor of a subclass that has shape, dtype and device but no memory (runtime/remote.py).
+
+    strides: those of a contiguous tensor where None.
+    """
     return torch.Tensor._make_wrapper_subclass(
-        cls, shape, dtype=dtype, device=device, requires_grad=requires_grad
+        cls, shape, strides, dtype=dtype, device=device, requires_grad=requires_grad
     )
 
 

@@ -46,6 +46,7 @@ from graphaccel.errors.running import DeviceOutOfMemory, RankLost
 from graphaccel.errors.script import (
     BatchChanged,
     BatchesDiffer,
+    ElsewhereNeeded,
     GraphMisuse,
     HookNotKept,
     NeedsLauncher,
@@ -78,6 +79,7 @@ __all__ = [
     "CompilerMissing",
     "ConflictingPins",
     "DeviceOutOfMemory",
+    "ElsewhereNeeded",
     "GraphAccelError",
     "GraphMisuse",
     "GraphsNeedGpu",

@@ -225,3 +225,24 @@ class PartOfModel(GraphAccelError):
                 "model.state_dict(), checkpoint_id='folder')",
             ),
         )
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class ElsewhereNeeded(GraphAccelError):
+    """An op needs the values of a tensor of another pipeline rank. op: its name."""
+
+    code = "GA408"
+    op: str
+    location: Location | None = None
+
+    def message(self) -> Message:
+        return Message(
+            f"`{self.op}` needs the values of a parameter that lies on another pipeline rank",
+            location=self.location,
+            why="a process holds the stages that it runs, and the others hold the rest",
+            help=(
+                "bring all of them here first:  state = graphaccel.full_state_dict(model)",
+                "or make averages and copies of the model when it has its plan:  "
+                "graphaccel.optimize(model, optimizer, example_batch=batch)",
+            ),
+        )

@@ -17,8 +17,10 @@ import torch
 import torch.distributed as dist
 
 from graphaccel.compat.torch import pytree, without_storage
-from graphaccel.errors import GraphMisuse, PartOfModel
-from graphaccel.runtime.sharded import PendingNorm, ShardTensor, resolve
+from graphaccel.errors import ElsewhereNeeded, PartOfModel
+from graphaccel.messages import line_of_script
+from graphaccel.runtime.norms import resolve
+from graphaccel.runtime.sharded import copied
 
 aten = torch.ops.aten
 
@@ -51,6 +53,9 @@ class RemoteTensor(torch.Tensor):
     def __repr__(self, **_: Any) -> str:
         return f"RemoteTensor({list(self.shape)}, {self.dtype})"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> RemoteTensor:
+        return copied(self, RemoteTensor(self, self.group), memo)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Nothing of it is here. Raises PartOfModel (GA411)."""
         raise PartOfModel(what=f"a parameter of shape {list(self.shape)}")
@@ -60,51 +65,52 @@ class RemoteTensor(torch.Tensor):
         cls, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         """Ops with at least one remote tensor among their arguments."""
-        kwargs = kwargs or {}
-        if any(issubclass(kind, (ShardTensor, PendingNorm)) for kind in types):
-            return _beside_shards(func, args, kwargs)
-        if func is aten.stack.default:
-            return _stack(args[0])
-        if "_foreach_" in func.__name__ or "_fused_" in func.__name__:
-            return _on_local(func, args, kwargs)
-        if func is aten._local_scalar_dense.default:
-            raise GraphMisuse(
-                what="the value of a tensor that lies on another pipeline rank was read",
-                help_line="graphaccel.full_state_dict(model) brings every parameter to this rank",
-            )
-        remote = next(a for a in _flat(args, kwargs) if isinstance(a, RemoteTensor))
-        if func in (aten.detach.default, aten.alias.default):
-            return RemoteTensor(args[0], remote.group)
-        if func.__name__.split(".")[0].endswith("_"):
-            if not isinstance(args[0], RemoteTensor):
-                raise GraphMisuse(
-                    what=f"{func.__name__} writes a tensor of another pipeline rank into one of "
-                    "this rank",
-                    help_line="graphaccel.full_state_dict(model) brings every parameter here",
-                )
-            return args[0]
-        shapes = pytree.tree_map_only(torch.Tensor, lambda t: _meta(t), (args, kwargs))
-        try:
-            result = func(*shapes[0], **{k: v for k, v in shapes[1].items() if k != "device"})
-        except NotImplementedError as error:  # ops whose result is not a tensor: equal, nonzero
-            raise GraphMisuse(
-                what=f"{func} needs the values of a tensor that lies on another pipeline rank",
-                help_line="graphaccel.full_state_dict(model) brings every parameter to this rank",
-            ) from error
-        device = kwargs.get("device") or remote.device
-        if isinstance(device, torch.device) and device.type == "meta":
-            return result
-        return pytree.tree_map_only(torch.Tensor, lambda t: _remote(t, remote), result)
+        return _computed(func, args, kwargs or {})
 
 
-def _beside_shards(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Lists that hold shards too, as gradient clipping makes them; other ops have one of both."""
-    if func is aten.stack.default:
-        return _stack(resolve(args[0]))
-    if "_foreach_" in func.__name__ or "_fused_" in func.__name__:
-        return _on_local(func, args, kwargs)
-    whole = pytree.tree_map_only(ShardTensor, lambda t: t.whole(), (args, kwargs))
-    return func(*whole[0], **whole[1])
+def _computed(func: Any, args: tuple, kwargs: dict) -> Any:
+    name = func.__name__.split(".")[0]
+    leaves = pytree.tree_leaves((args, kwargs))
+    remote = next(leaf for leaf in leaves if isinstance(leaf, RemoteTensor))
+    if func is aten.stack.default and all(t.dim() == 0 for t in args[0]):
+        return _stack(args[0], remote)
+    if "_foreach_" in name or "_fused_" in name:
+        return _on_local(func, args, kwargs, remote)
+    if func in (aten.detach.default, aten.alias.default):
+        return RemoteTensor(args[0], remote.group)
+    if torch.Tag.nondeterministic_seeded in func.tags:  # its own rank draws: so does this one
+        given = pytree.tree_map_only(RemoteTensor, _zeros, (args, kwargs))
+        func(*given[0], **given[1])
+    written = [
+        kwargs.get(a.name, args[i] if i < len(args) else None)
+        for i, a in enumerate(func._schema.arguments)
+        if a.alias_info is not None and a.alias_info.is_write
+    ]
+    if written:
+        if not all(isinstance(leaf, RemoteTensor) for leaf in pytree.tree_leaves(written)):
+            raise _needed(func)
+        return written[0] if len(written) == 1 else tuple(written)
+    if func in (aten._local_scalar_dense.default, aten.equal.default):
+        raise _needed(func)
+    shapes = pytree.tree_map_only(torch.Tensor, _meta, (args, kwargs))
+    try:
+        result = func(*shapes[0], **{k: v for k, v in shapes[1].items() if k != "device"})
+    except NotImplementedError as error:  # ops whose result has a size that depends on values
+        raise _needed(func) from error
+    device = kwargs.get("device") or remote.device
+    if isinstance(device, torch.device) and device.type == "meta":
+        return result
+    return pytree.tree_map_only(torch.Tensor, lambda t: _remote(t, remote), result)
+
+
+def _needed(func: Any) -> ElsewhereNeeded:
+    name = func.__name__.split(".")[0].strip("_").removeprefix("foreach_")
+    name = "item" if name == "local_scalar_dense" else name
+    return ElsewhereNeeded(op=name, location=line_of_script())
+
+
+def _zeros(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
 def _meta(tensor: torch.Tensor) -> torch.Tensor:
@@ -118,52 +124,54 @@ def _remote(shape: torch.Tensor, like: RemoteTensor) -> RemoteTensor:
     return made
 
 
-def _flat(args: tuple, kwargs: dict) -> list[Any]:
-    return pytree.tree_leaves((args, kwargs))
+def _stack(tensors: Sequence[torch.Tensor], remote: RemoteTensor) -> torch.Tensor:
+    """Numbers of all ranks, stacked: each is known where its tensor lies, on one rank or several.
 
-
-def _stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Numbers of all ranks, stacked: each is known where its tensor lies. They are norms: the
-    largest of (norm, 0, 0, ...) is the norm, however many ranks know it."""
-    remote = next(t for t in tensors if isinstance(t, RemoteTensor))
-    if remote.dim() != 0:
-        raise GraphMisuse(what="tensors of several pipeline ranks were stacked", help_line="")
+    The largest of what is known is the number, for what is not is less than any; that a number is
+    NaN travels beside it.
+    """
+    number = remote.dtype
+    wide = number if number.is_floating_point else torch.int64
+    least = -float("inf") if number.is_floating_point else torch.iinfo(wide).min
     known = torch.stack(
         [
-            torch.zeros((), dtype=t.dtype, device=t.device)
+            torch.full((), least, dtype=wide, device=remote.device)
             if isinstance(t, RemoteTensor)
-            else t.detach().to(remote.device)  # from the host, perhaps
-            for t in tensors
+            else t.detach().to(remote.device, wide)  # from the host, perhaps
+            for t in resolve(tensors)
         ]
     )
-    known = torch.nan_to_num(known, nan=float("inf"), posinf=float("inf"))
-    dist.all_reduce(known, op=dist.ReduceOp.MAX, group=remote.group)
-    return known
+    missing = known.isnan()
+    both = torch.stack([known.masked_fill(missing, least), missing.to(wide)])
+    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=remote.group)
+    values = both[0].to(number)
+    return values.masked_fill(both[1] > 0, float("nan")) if number.is_floating_point else values
 
 
-def _on_local(func: Any, args: tuple, kwargs: dict) -> Any:
-    """A list op on those positions at which every list has a tensor of this rank."""
+def _on_local(func: Any, args: tuple, kwargs: dict, remote: RemoteTensor) -> Any:
+    """A list op on those places at which every list has a tensor of this rank."""
     lists = [
         a for a in args if isinstance(a, (list, tuple)) and a and isinstance(a[0], torch.Tensor)
     ]
     count = max(len(x) for x in lists)
-    here = [
-        i
-        for i in range(count)
-        if not any(len(x) == count and isinstance(x[i], RemoteTensor) for x in lists)
-    ]
+    places = [[x[i] for x in lists if len(x) == count] for i in range(count)]
+    here = [i for i, p in enumerate(places) if not any(isinstance(t, RemoteTensor) for t in p)]
+    writes = func.__name__.split(".")[0].endswith("_")
+    if writes and not all(i in here or isinstance(lists[0][i], RemoteTensor) for i in range(count)):
+        raise _needed(func)
 
     def kept(value: Any) -> Any:
         if isinstance(value, (list, tuple)) and len(value) == count:
             return [value[i] for i in here]
         return value
 
-    results = (
-        func(*(kept(a) for a in args), **{k: kept(v) for k, v in kwargs.items()}) if here else []
-    )
-    if not isinstance(results, (list, tuple)):
-        return results
-    found = dict(zip(here, results, strict=True))
-    sample = lists[0]
-    remote = next(t for x in lists for t in x if isinstance(t, RemoteTensor))
-    return [found[i] if i in found else RemoteTensor(sample[i], remote.group) for i in range(count)]
+    results = None
+    if here:
+        results = func(*(kept(a) for a in args), **{k: kept(v) for k, v in kwargs.items()})
+    if "_amp_foreach_" in func.__name__:  # whether all are finite: the same on every rank
+        dist.all_reduce(args[1], op=dist.ReduceOp.MAX, group=remote.group)
+    if writes or not func._schema.returns:
+        return None
+    found = dict(zip(here, results or (), strict=True))
+    shapes = func(*pytree.tree_map_only(torch.Tensor, _meta, args), **kwargs)
+    return [found[i] if i in found else _remote(shapes[i], remote) for i in range(count)]

@@ -2,7 +2,9 @@
 
 What is elementwise works on the shard alone; a norm is that of the whole (clip_grad_norm_ needs one
 small all-reduce for all gradients together); everything else gathers the whole first, so that no
-op gives a wrong answer, only a slow one. All ranks run the same script, so all of them gather.
+op gives a wrong answer, only a slow one. Views are made anew from the whole by each op that reads
+them, and what is written into one is written into the shard. All ranks run the same script, so all
+of them gather.
 
 Not a DTensor: a parameter has to become one in place, or optimizers and schedulers would lose it,
 and torch can not swap a tensor with one that has slots. `state.as_dtensor` gives a DTensor of the
@@ -11,6 +13,7 @@ same memory, for checkpoints.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -29,6 +32,7 @@ from graphaccel.compat.torch import no_torch_function as _no_torch_function
 from graphaccel.compat.torch import pytree, without_storage
 from graphaccel.errors import PartOfModel
 from graphaccel.runtime.layout import Layout
+from graphaccel.runtime.norms import PendingNorm, resolve
 
 aten = torch.ops.aten
 _ELEMENTWISE = {
@@ -41,10 +45,15 @@ _ELEMENTWISE = {
     aten.ones_like.default,
     aten.empty_like.default,
     aten.full_like.default,
-    aten.detach.default,
-    aten.alias.default,
 }
 _NORMS = {aten.linalg_vector_norm.default, aten.norm.Scalar, aten.norm.ScalarOpt_dim}
+_EACH = frozenset(
+    "abs acos add addcdiv addcmul asin atan ceil clamp_max clamp_min clone copy cos cosh div erf "
+    "erfc exp expm1 floor frac lerp lgamma log log10 log1p log2 maximum minimum mul neg pow "
+    "reciprocal round rsqrt sigmoid sign sin sinh sqrt sub tan tanh trunc zero".split()
+)
+"""List ops (`aten._foreach_<name>`) that treat every number by itself."""
+_SCALE = "_amp_foreach_non_finite_check_and_unscale_"
 
 
 class ShardTensor(torch.Tensor):
@@ -79,6 +88,10 @@ class ShardTensor(torch.Tensor):
         if isinstance(self, nn.Parameter):
             raise PartOfModel(what=f"a parameter of shape {list(self.shape)}")
         return self.local.detach().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardTensor:
+        """A copy of the shard; process groups are shared."""
+        return copied(self, ShardTensor(self.local.detach().clone(), self.sharding), memo)
 
     def whole(self) -> torch.Tensor:
         """All of it. Collective over the axes it is split over."""
@@ -124,82 +137,58 @@ class ShardTensor(torch.Tensor):
         cls, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         """Ops with at least one shard among their arguments."""
-        kwargs = kwargs or {}
-        if func is aten.detach.default:  # autograd's, of every gradient in every step
+        if func in (aten.detach.default, aten.alias.default):  # of every gradient in every step
             return ShardTensor(func(args[0].local), args[0].sharding)
-        if func is aten.copy_.default and any(issubclass(kind, DTensor) for kind in types):
-            return _copied(*args)
-        if any(_foreign(kind) for kind in types):
-            return NotImplemented
-        if func.__name__.startswith("_foreach_norm"):
-            return resolve([_norm(t, *args[1:], **kwargs) for t in args[0]])
-        if "_foreach_" in func.__name__:
-            return _each(func, args, kwargs)
-        if func in _NORMS and isinstance(args[0], ShardTensor) and _all_dims(args, kwargs):
-            return _norm(*args, **kwargs)
-        if torch.Tag.pointwise in func.tags or func in _ELEMENTWISE:
-            return _elementwise(func, args, kwargs)
-        return _on_whole(func, args, kwargs)
+        return _computed(func, types, args, kwargs or {})
 
 
-class PendingNorm(torch.Tensor):
-    """The norm of one shard, that becomes that of the whole when it is read or stacked: norms of
-    many gradients then travel together."""
+class ShardView(torch.Tensor):
+    """A view of a ShardTensor (`p[0]`, `p.view(-1)`), which each op makes from the whole of then.
 
-    local: torch.Tensor
-    sharding: Layout
-    order: float
+    look: from the whole to what this shows of it.
+    """
+
+    base: ShardTensor
+    look: Callable[[torch.Tensor], torch.Tensor]
 
     __torch_function__ = _no_torch_function
 
     @staticmethod
-    def __new__(cls, local: torch.Tensor, layout: Layout, order: float) -> PendingNorm:
-        """local: the norm of order `order` of this rank's shard."""
-        made = without_storage(cls, (), local.dtype, local.device)
-        made.local, made.sharding, made.order = local, layout, order
+    def __new__(cls, base: ShardTensor, look: Callable[[torch.Tensor], torch.Tensor]) -> ShardView:
+        """Strides are those of a contiguous whole."""
+        shape = look(torch.empty(base.shape, dtype=base.dtype, device="meta"))
+        made = without_storage(cls, shape.shape, shape.dtype, base.device, strides=shape.stride())
+        made.base, made.look = base, look
         return made
 
     def __repr__(self, **_: Any) -> str:
-        return f"PendingNorm({self.dtype}, {self.sharding.axes})"
+        return f"ShardView({list(self.shape)} of {self.base!r})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled as what it shows. Collective."""
+        return self.look(self.base.whole()).__reduce_ex__(protocol)
 
     @classmethod
     def __torch_dispatch__(
         cls, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        """The first op that reads it."""
-        if any(_foreign(kind) for kind in types):
-            return NotImplemented
-        if func in (aten.detach.default, aten.alias.default):
-            return PendingNorm(args[0].local, args[0].sharding, args[0].order)
-        leaves, spec = pytree.tree_flatten((args, kwargs or {}))
-        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, PendingNorm)]
-        for i, known in zip(places, resolve([leaves[i] for i in places]), strict=True):
-            leaves[i] = known
-        args, kwargs = pytree.tree_unflatten(leaves, spec)
-        return func(*args, **(kwargs or {}))
+        """Ops that read it or write into it."""
+        return _computed(func, types, args, kwargs or {})
 
 
-def resolve(norms: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Norms with the pending ones known: one all-reduce for each set of axes and each order."""
-    found = list(norms)
-    sets: dict[tuple[str, float], list[int]] = {}
-    for i, norm in enumerate(norms):
-        if isinstance(norm, PendingNorm):
-            sets.setdefault((norm.sharding.axes, norm.order), []).append(i)
-    for (axes, order), places in sorted(sets.items()):
-        pending = [norms[i] for i in places]
-        mesh = pending[0].sharding.mesh  # type: ignore[attr-defined]
-        local = torch.stack([n.local for n in pending])  # type: ignore[attr-defined]
-        local, group = local.to(mesh.device), mesh.group(axes)  # of what may lie on the host
-        if order == float("inf"):
-            dist.all_reduce(local, op=dist.ReduceOp.MAX, group=group)
-        else:
-            local = local**order
-            dist.all_reduce(local, group=group)
-            local = local ** (1.0 / order)
-        for i, value in zip(places, local.to(pending[0].device).unbind(), strict=True):
-            found[i] = value
-    return found
+def copied(tensor: Any, made: Any, memo: dict[int, Any]) -> Any:
+    """`made`, a copy of the tensor's values, with what else belongs to a deep copy."""
+    if isinstance(tensor, nn.Parameter):
+        made = nn.Parameter(made, tensor.requires_grad)
+    else:
+        made.requires_grad_(tensor.requires_grad and tensor.is_leaf)
+    memo[id(tensor)] = made
+    if tensor.grad is not None:
+        made.grad = copy.deepcopy(tensor.grad, memo)
+    for name, value in vars(tensor).items():
+        if name not in vars(made):
+            setattr(made, name, copy.deepcopy(value, memo))
+    return made
 
 
 def local_of(value: Any) -> Any:
@@ -207,9 +196,32 @@ def local_of(value: Any) -> Any:
     return value.local if isinstance(value, ShardTensor) else value
 
 
+def _computed(func: Any, types: Sequence[type], args: tuple, kwargs: dict) -> Any:
+    if func is aten.copy_.default and any(issubclass(kind, DTensor) for kind in types):
+        return _copied(*args)
+    if any(_foreign(kind) for kind in types):
+        return NotImplemented
+    views = any(issubclass(kind, ShardView) for kind in types)
+    name = func.__name__.split(".")[0]
+    if name == "_foreach_norm" and not views:
+        return resolve([_norm(t, *args[1:], **kwargs) for t in args[0]])
+    if name.startswith("_foreach_") and name.removeprefix("_foreach_").rstrip("_") in _EACH:
+        return _each(func, args, kwargs)
+    if name == _SCALE:
+        return _unscaled(func, *args)
+    if views:
+        return _on_whole(func, args, kwargs)
+    if func in _NORMS and isinstance(args[0], ShardTensor) and _all_dims(args, kwargs):
+        return _norm(*args, **kwargs)
+    random = torch.Tag.nondeterministic_seeded in func.tags
+    if (torch.Tag.pointwise in func.tags and not random) or func in _ELEMENTWISE:
+        return _elementwise(func, args, kwargs)
+    return _on_whole(func, args, kwargs)
+
+
 def _foreign(kind: type) -> bool:
     """Another tensor subclass, which has to know about this one (RemoteTensor does)."""
-    own = issubclass(kind, (ShardTensor, PendingNorm))
+    own = issubclass(kind, (ShardTensor, ShardView, PendingNorm))
     return not own and issubclass(kind, torch.Tensor) and kind not in (torch.Tensor, nn.Parameter)
 
 
@@ -237,85 +249,158 @@ def _norm(tensor: torch.Tensor, order: Any = 2.0, *_: Any, dtype: Any = None, **
     return PendingNorm(norm, tensor.sharding, order) if isinstance(tensor, ShardTensor) else norm
 
 
+def _unscaled(func: Any, tensors: Sequence[torch.Tensor], found: Any, scale: Any) -> None:
+    """The check of a GradScaler: what is not finite in one shard is so on every rank."""
+    func([local_of(t) for t in tensors], found, scale)
+    shards = [t for t in tensors if isinstance(t, ShardTensor)]
+    for axes in sorted({t.sharding.axes for t in shards}):
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=shards[0].sharding.mesh.group(axes))
+
+
 def _each(func: Any, args: tuple, kwargs: dict) -> Any:
-    """A list op, on shards: tensor by tensor where a list mixes layouts with whole tensors."""
+    """A list op, place by place: on shards where all tensors of a place can be had so, on the
+    whole where not (a whole tensor is written, or layouts or shapes differ)."""
     lists = [a for a in (*args, *kwargs.values()) if _tensors(a)]
-    layouts = [
-        next((x[i].sharding for x in lists if isinstance(x[i], ShardTensor)), None)
-        for i in range(len(lists[0]))
-    ]
+    writes = func.__name__.split(".")[0].endswith("_")
+    layouts = [_common(place, writes) for place in zip(*lists, strict=True)]
+    wholes = _Wholes()
 
     def own(value: Any) -> Any:
         if not _tensors(value):
-            return value
-        return [
-            t.local if isinstance(t, ShardTensor) else t if layout is None else _cut(t, layout)
-            for t, layout in zip(value, layouts, strict=True)
-        ]
+            return wholes.of(value)
+        pairs = zip(value, layouts, strict=True)
+        return [wholes.of(t) if layout is None else _part(t, layout) for t, layout in pairs]
 
-    results = func(*(own(a) for a in args), **{k: own(v) for k, v in kwargs.items()})
-    for i, layout in enumerate(layouts):
-        if layout is not None and isinstance(lists[0][i], ShardTensor):
-            layout.clear(lists[0][i].local)
-    if not isinstance(results, (list, tuple)):
-        return results
-    return [
-        r if layout is None else ShardTensor(r, layout)
-        for r, layout in zip(results, layouts, strict=True)
-    ]
+    given = [own(a) for a in args]
+    results = func(*given, **{k: own(v) for k, v in kwargs.items()})
+    if not writes:
+        pairs = zip(results, layouts, strict=True)
+        return [r if layout is None else _shard(r, layout) for r, layout in pairs]
+    for tensor, layout in zip(args[0], layouts, strict=True):
+        if layout is None:
+            wholes.keep(tensor)
+        else:
+            layout.clear(tensor.local)
+    return None
 
 
 def _tensors(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and bool(value) and isinstance(value[0], torch.Tensor)
 
 
-def _cut(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """This rank's part of a whole tensor that stands beside a shard; numbers stay."""
-    if tensor.dim() == 0:
-        return tensor
-    return layout.own(tensor.expand(layout.shape))
+def _common(tensors: Sequence[torch.Tensor], writes: bool) -> Layout | None:
+    """The layout in which an elementwise op works on the shards of its tensors, if there is one.
 
-
-def _elementwise(func: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    shards = [leaf for leaf in leaves if isinstance(leaf, ShardTensor)]
+    writes: into the first of them.
+    """
+    shards = [t for t in tensors if isinstance(t, ShardTensor)]
+    if not shards or any(isinstance(t, ShardView) for t in tensors):
+        return None
     layout = shards[0].sharding
-    inplace = func.__name__.split(".")[0].endswith("_")  # type: ignore[attr-defined]
-    same = all(s.sharding.splits == layout.splits and s.shape == layout.shape for s in shards)
-    fits = all(
-        torch.broadcast_shapes(leaf.shape, layout.shape) == layout.shape
-        for leaf in leaves
-        if isinstance(leaf, torch.Tensor)
-    )
-    if not same or not fits or (inplace and not isinstance(args[0], ShardTensor)):
+    if writes and not isinstance(tensors[0], ShardTensor):
+        return None
+    for tensor in tensors:
+        if isinstance(tensor, ShardTensor) and tensor.sharding.splits != layout.splits:
+            return None
+        try:
+            if torch.broadcast_shapes(tensor.shape, layout.shape) != layout.shape:
+                return None
+        except RuntimeError:  # the op itself says what is wrong with its shapes
+            return None
+        if isinstance(tensor, ShardTensor) and tensor.shape != layout.shape:
+            return None
+    return layout
+
+
+def _part(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """This rank's part: of a shard, or of a whole tensor that stands beside one; numbers stay."""
+    if isinstance(tensor, ShardTensor):
+        return tensor.local
+    return tensor if tensor.dim() == 0 else layout.own(tensor.expand(layout.shape))
+
+
+def _shard(local: torch.Tensor, layout: Layout) -> ShardTensor:
+    """A result as a shard: what was computed in the padding is zero again."""
+    layout.clear(local)
+    return ShardTensor(local, layout)
+
+
+def _elementwise(func: Any, args: tuple, kwargs: dict) -> Any:
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    inplace = func.__name__.split(".")[0].endswith("_")
+    layout = None
+    if "out" not in kwargs and all(r.type.kind() == "TensorType" for r in func._schema.returns):
+        layout = _common(tensors, inplace)
+    if layout is None:
         return _on_whole(func, args, kwargs)
-    own = [
-        leaf.local
-        if isinstance(leaf, ShardTensor)
-        else _cut(leaf, layout)
-        if isinstance(leaf, torch.Tensor)
-        else leaf
-        for leaf in leaves
-    ]
+    own = [_part(leaf, layout) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     args_, kwargs_ = pytree.tree_unflatten(own, spec)
     kwargs_.pop("memory_format", None)
     result = func(*args_, **kwargs_)
     if inplace:
-        args[0].sharding.clear(args[0].local)
+        layout.clear(args[0].local)
         return args[0]
-    return pytree.tree_map_only(torch.Tensor, lambda t: ShardTensor(t, layout), result)
+    return pytree.tree_map_only(torch.Tensor, lambda t: _shard(t, layout), result)
+
+
+class _Wholes:
+    """The whole of each shard that one op reads or writes: one for all that show the same."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, int], torch.Tensor] = {}
+
+    def of(self, value: Any) -> Any:
+        """The whole of a shard, what a view of one shows; anything else as it is."""
+        if isinstance(value, ShardView):
+            return value.look(self.of(value.base))
+        if not isinstance(value, ShardTensor):
+            return value
+        key = (value.local.data_ptr(), id(value.sharding))
+        if key not in self._known:
+            self._known[key] = value.whole()
+        return self._known[key]
+
+    def keep(self, written: Any) -> None:
+        """Put what was written into a whole where it belongs."""
+        shard = written.base if isinstance(written, ShardView) else written
+        if isinstance(shard, ShardTensor):
+            shard.local.copy_(shard.sharding.own(self.of(shard)))
 
 
 def _on_whole(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Gather, compute, and put back what was written in place."""
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    whole = [leaf.whole() if isinstance(leaf, ShardTensor) else leaf for leaf in leaves]
-    args_, kwargs_ = pytree.tree_unflatten(whole, spec)
+    """Gather, compute, and put back what was written. A view stays a view."""
+    declared = func._schema.arguments
+    given = [(a, args[i]) for i, a in enumerate(declared[: len(args)])]
+    given += [(a, kwargs[a.name]) for a in declared[len(args) :] if a.name in kwargs]
+    shown = [a for a in declared if a.alias_info is not None and not a.alias_info.is_write]
+    if shown and isinstance(args[0], (ShardTensor, ShardView)):
+        return _views(func, args, kwargs)
+    wholes = _Wholes()
+    args_, kwargs_ = pytree.tree_map(wholes.of, (args, kwargs))
     result = func(*args_, **kwargs_)
-    written = kwargs.get("out", args[0] if args else None)
-    if func.__name__.split(".")[0].endswith("_") or "out" in kwargs:
-        if isinstance(written, ShardTensor):
-            source = kwargs_["out"] if "out" in kwargs else args_[0]
-            written.local.copy_(written.sharding.own(source))
-            return written
-    return result
+    written = [v for a, v in given if a.alias_info is not None and a.alias_info.is_write]
+    for tensor in pytree.tree_leaves(written):
+        wholes.keep(tensor)
+    if not written or not func._schema.returns:
+        return result
+    return written[0] if len(written) == 1 else tuple(written)
+
+
+def _views(func: Any, args: tuple, kwargs: dict) -> Any:
+    """What a view op gives, to be made by whoever reads it."""
+    first, *others = args
+    base = first.base if isinstance(first, ShardView) else first
+    look = first.look if isinstance(first, ShardView) else _itself
+
+    def shown(whole: torch.Tensor) -> Any:
+        return func(look(whole), *others, **kwargs)
+
+    several = shown(torch.empty(base.shape, dtype=base.dtype, device="meta"))
+    if isinstance(several, torch.Tensor):
+        return ShardView(base, shown)
+    return [ShardView(base, lambda whole, i=i: shown(whole)[i]) for i in range(len(several))]
+
+
+def _itself(whole: torch.Tensor) -> torch.Tensor:
+    return whole

@@ -82,6 +82,20 @@ error[GA407]: devices=8, but the launcher started 4 processes
   explain: graphaccel explain GA407""",
     ),
     (
+        errors.ElsewhereNeeded(
+            op="lerp", location=errors.Location("train.py", 12, "ema.update_parameters(model)")
+        ),
+        """\
+error[GA408]: `lerp` needs the values of a parameter that lies on another pipeline rank
+  --> train.py:12
+   12 | ema.update_parameters(model)
+      | ^^^^^^^^^^^^^^^^^^^^^^^^^^^^
+  why:  a process holds the stages that it runs, and the others hold the rest
+  help: bring all of them here first:  state = graphaccel.full_state_dict(model)
+  help: or make averages and copies of the model when it has its plan:  graphaccel.optimize(model, optimizer, example_batch=batch)
+  explain: graphaccel explain GA408""",
+    ),
+    (
         errors.PartOfModel(what="`GPT`"),
         """\
 error[GA411]: `GPT` can not be saved by one process: others have parts of it
