@@ -38,6 +38,7 @@ from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.found import Found, cluster_found
 from graphaccel.planner.plan import Plan
 from graphaccel.runtime.deferred import initial_values
+from graphaccel.runtime.environment import join_job
 from graphaccel.runtime.launch import check_devices, ensure_launched
 from graphaccel.runtime.module import attach
 from graphaccel.runtime.share import same_on_all_ranks
@@ -103,8 +104,11 @@ def optimize(
         return _plan_only(PlanRequested(model, optimizer, loss_fn, pins, example_batch))
     given = read_plan(plan, pins)
     check_can_run(given, pins)
+    if devices != 1 and not dist.is_initialized():
+        join_job(restarts=devices is not None or given is not None)
     count = device_count(devices, given, cluster)
-    ensure_launched(count)
+    if not dist.is_initialized():
+        ensure_launched(count)
     device = _start(count, timeout)
     where = cluster or cluster_here(count, device)
     kind, shardable = where.device.type, is_elementwise(optimizer)

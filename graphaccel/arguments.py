@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -231,6 +232,8 @@ def device_count(asked: int | None, given: Plan | None, cluster: Cluster | None)
     if asked is not None:
         check_count(asked)
         count = asked
+    elif dist.is_initialized():
+        count = dist.get_world_size()
     elif "WORLD_SIZE" in os.environ:
         count = int(os.environ["WORLD_SIZE"])
     else:

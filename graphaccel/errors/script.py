@@ -246,3 +246,26 @@ class ElsewhereNeeded(GraphAccelError):
                 "graphaccel.optimize(model, optimizer, example_batch=batch)",
             ),
         )
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class NotAlone(GraphAccelError):
+    """This process belongs to a job of several, and its place in it is not known.
+
+    variable: what says so, as in a shell. reason: what is missing. command: starts it rightly.
+    """
+
+    code = "GA409"
+    variable: str
+    reason: str
+    command: str
+
+    def message(self) -> Message:
+        return Message(
+            f"{self.variable} says that this job has several processes, and {self.reason}",
+            why="each of them would train a model of its own",
+            help=(
+                f"start them so:  {self.command}",
+                "or train in this process alone:  graphaccel.optimize(model, optimizer, devices=1)",
+            ),
+        )

@@ -96,6 +96,19 @@ error[GA408]: `lerp` needs the values of a parameter that lies on another pipeli
   explain: graphaccel explain GA408""",
     ),
     (
+        errors.NotAlone(
+            variable="SLURM_NTASKS=8",
+            reason="srun did not start this process as one of them",
+            command="srun python train.py",
+        ),
+        """\
+error[GA409]: SLURM_NTASKS=8 says that this job has several processes, and srun did not start this process as one of them
+  why:  each of them would train a model of its own
+  help: start them so:  srun python train.py
+  help: or train in this process alone:  graphaccel.optimize(model, optimizer, devices=1)
+  explain: graphaccel explain GA409""",
+    ),
+    (
         errors.PartOfModel(what="`GPT`"),
         """\
 error[GA411]: `GPT` can not be saved by one process: others have parts of it
