@@ -27,6 +27,7 @@ from graphaccel.arguments import (
     with_command_line,
 )
 from graphaccel.capture.batch import flatten_call
+from graphaccel.capture.batch_dims import BatchDims, check_batch_dims
 from graphaccel.capture.export import LossFn, split_targets
 from graphaccel.compiler import Compiler
 from graphaccel.errors import GraphMisuse
@@ -67,6 +68,7 @@ def optimize(
     plan: str | Path | Plan | None = None,
     cluster: Cluster | None = None,
     clip_norm: float | None = None,
+    batch_dims: BatchDims = None,
     timeout: float = 600.0,
     **pins: Any,
 ) -> Any:
@@ -89,6 +91,8 @@ def optimize(
     cluster: what to plan for, where it is not the machine found here.
     clip_norm: `optimizer.step()` clips the gradients of its parameters by their global norm, as
       clip_grad_norm_ before it would; `model.graphaccel.grad_norm` is the norm.
+    batch_dims: the dim of the examples in the inputs, where it is not found: one for all, or by an
+      input's name or position, as in `{"tokens": 1, 0: 1, "mask": None}` (None: it has none).
     timeout: seconds after which a rank that does not answer is given up.
     pins: data, pipeline, interleave, microbatches, recompute, precision, ...; the rest is planned.
       What the command line of `graphaccel run` says comes first.
@@ -98,10 +102,11 @@ def optimize(
     pins = with_command_line(pins)
     check_arguments(model, optimizer, pins, loss_fn, clip_norm)
     check_settings(cluster, timeout, example_batch)
+    check_batch_dims(batch_dims)
     planning = os.environ.get(PLAN_ONLY) == "1"
     check_supported(model)
     if planning:
-        return _plan_only(PlanRequested(model, optimizer, loss_fn, pins, example_batch))
+        return _plan_only(PlanRequested(model, optimizer, loss_fn, pins, example_batch, batch_dims))
     given = read_plan(plan, pins)
     check_can_run(given, pins)
     if devices != 1 and not dist.is_initialized():
@@ -112,7 +117,7 @@ def optimize(
     device = _start(count, timeout)
     where = cluster or cluster_here(count, device)
     kind, shardable = where.device.type, is_elementwise(optimizer)
-    what = model_of(model, loss_fn, optimizer, kind, shardable=shardable)
+    what = model_of(model, loss_fn, optimizer, kind, shardable=shardable, batch_dims=batch_dims)
     compiler = Compiler(what, where, pins, given)
     if isinstance(plan, (str, Path)):
         compiler.path = str(plan)
@@ -139,19 +144,24 @@ def plan(
     loss_fn: LossFn | None = None,
     optimizer: Optimizer | None = None,
     cluster: Cluster | None = None,
+    batch_dims: BatchDims = None,
     **pins: Any,
 ) -> Plan:
     """Choose a plan without running anything; devices need not exist.
 
     device: a name from the catalogue (`graphaccel.planner.catalogue.device_names()`). memory: bytes
-    of one device, where it differs. Raises InfeasiblePlan (GA201) with what would make it fit.
+    of one device, where it differs. batch_dims: as for `optimize`.
+
+    Raises InfeasiblePlan (GA201) with what would make it fit.
     """
     check_count(devices)
     check_job(model, optimizer, pins, loss_fn)
     check_settings(cluster, 1, example_batch)
+    check_batch_dims(batch_dims)
     where = cluster or named_cluster(str(device), devices, memory)
     check_supported(model)
-    compiler = Compiler(model_of(model, loss_fn, optimizer, where.device.type), where, pins)
+    what = model_of(model, loss_fn, optimizer, where.device.type, batch_dims=batch_dims)
+    compiler = Compiler(what, where, pins)
     return compiler.choose(as_batch(example_batch))[1]
 
 
@@ -253,8 +263,10 @@ class PlanRequested(BaseException):
         loss_fn: LossFn | None,
         pins: Mapping[str, Any],
         example: Any,
+        batch_dims: BatchDims = None,
     ) -> None:
         super().__init__("planning ends this script here")
+        self.batch_dims = batch_dims
         self.model, self.optimizer, self.loss_fn = model, optimizer, loss_fn
         self.pins, self.example = pins, example
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from graphaccel.capture.batch import Batch, batch_leaves, sequence_leaves
+from graphaccel.capture.batch import Batch, batch_leaves, batch_size, sequence_leaves
+from graphaccel.capture.batch_dims import given_dims
 from graphaccel.capture.stepgraph import StepGraph, capture
 from graphaccel.capture.symbols import BATCH, SEQUENCE
 from graphaccel.compat.torch import FakeTensorMode, pytree
-from graphaccel.conditions import no_collections, ops_of
+from graphaccel.conditions import no_collections
 from graphaccel.errors import GraphMisuse, Unsupported
 from graphaccel.ir.unfold import input_nodes
 from graphaccel.model import Model, without_data
@@ -22,13 +24,14 @@ from graphaccel.progress import progress
 class Captures:
     """Captures a model when a batch asks for it, and remembers what it captured.
 
-    steps: (signature of the batch, training) → step. capturing: whether it does so now.
+    steps: (signature of the batch, training) → step. capturing: whether it does so now. splits:
+    whether a step can be split over its batch, where somebody may want to.
     """
 
-    def __init__(self, model: Model, device_type: str) -> None:
+    def __init__(self, model: Model) -> None:
         self.model, self.capturing = model, False
         self.steps: dict[Any, StepGraph] = {}
-        self._device_type = device_type
+        self.splits: Callable[[StepGraph], bool] | None = None
         self._skeleton: nn.Module | None = None
 
     def of(self, batch: Batch, *, training: bool = True) -> tuple[StepGraph, dict]:
@@ -45,9 +48,14 @@ class Captures:
             module.train(training)
         self.capturing = True
         try:
-            own_ops = ops_of(self._device_type)
-            with torch.enable_grad(), no_collections(), own_ops:
-                step = capture(module, made, self.model.loss_fn)
+            with torch.enable_grad(), no_collections():
+                step = capture(
+                    module,
+                    made,
+                    self.model.loss_fn,
+                    batch_dims=self.given_dims(batch),
+                    splits=self.splits if training else None,
+                )
         finally:
             self.capturing = False
             for m, mode in modes.items():
@@ -84,16 +92,21 @@ class Captures:
             )
         return self._skeleton, Batch(leaves, batch.names, batch.spec)
 
+    def given_dims(self, batch: Batch) -> dict[int, int] | None:
+        """Leaf → the dim of its examples, where that was said. Raises GraphMisuse (GA407)."""
+        said = self.model.batch_dims
+        return None if said is None else given_dims(batch, said, self.model.module.forward)
+
     def _sizes(self, step: StepGraph, batch: Batch) -> dict:
-        size, dims = batch_leaves(batch)
-        sizes = {BATCH: size} if BATCH in step.sizes else {}
+        dims = step.batch_dims
+        sizes = {BATCH: batch_size(batch, dims)} if BATCH in step.sizes else {}
         if SEQUENCE in step.sizes:
             sizes[SEQUENCE] = sequence_leaves(batch, dims)[0]
         return sizes
 
     def _fitting(self, step: StepGraph, batch: Batch, training: bool) -> dict | None:
         """Symbol sizes with which a capture serves this batch, or None."""
-        if step.training != training:
+        if step.training != training or not _has_dims(batch, step.batch_dims):
             return None
         sizes = self._sizes(step, batch)
         if any((n == 1) != (step.sizes[symbol] == 1) for symbol, n in sizes.items()):
@@ -114,6 +127,11 @@ class Captures:
                     return None
         used = {spec.leaf for spec in step.inputs if spec.kind == "batch"}
         return sizes if used == set(range(len(batch.leaves))) else None
+
+
+def _has_dims(batch: Batch, dims: Mapping[int, int]) -> bool:
+    tensors = batch.tensors
+    return all(leaf in tensors and tensors[leaf].dim() > dim for leaf, dim in dims.items())
 
 
 def _refuse_empty(batch: Batch) -> None:

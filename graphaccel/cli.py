@@ -96,7 +96,8 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         metavar="FILE[:FUNCTION]",
         type=_target,
         nargs="?",
-        help="FUNCTION() returns (model, example_batch[, loss_fn[, optimizer]]); without it FILE "
+        help="FUNCTION() returns (model, example_batch[, loss_fn[, optimizer[, batch_dims]]]); "
+        "without it FILE "
         "is run up to its optimize() call, or up to the first training batch",
     )
     plan.add_argument("--devices", type=_positive, metavar="N", help="how many (needed)")

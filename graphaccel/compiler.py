@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from graphaccel.capture.batch import Batch
+from graphaccel.capture.batch import Batch, resized
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import BATCH
 from graphaccel.captures import Captures
@@ -81,7 +81,10 @@ class Compiler:
         self.model, self.cluster, self.pins, self.plan = model, cluster, dict(pins), plan
         self.path = "plan"
         self.resting: Mapping[str, tuple[Sharded, ...]] | None = None
-        self.captures = Captures(model, cluster.device.type)
+        self.captures = Captures(model)
+        parts = plan.data * plan.microbatches if plan is not None else cluster.count
+        if parts > 1 or (self.pins.get("microbatches") or 1) > 1:
+            self.captures.splits = lambda step: split_limits(step)[1] is None
         self._layouts: dict[str, Layouts] = {}
         self.regions = Regions()
         self._choices: dict[Any, tuple[Chosen, ...] | str] = {}
@@ -95,6 +98,11 @@ class Compiler:
     def capture(self, batch: Batch, *, training: bool = True) -> tuple[StepGraph, dict]:
         """The step for a batch, and the symbol sizes of that batch in it."""
         return self.captures.of(batch, training=training)
+
+    def of_size(self, batch: Batch, size: int) -> Batch:
+        """The batch at another size, along the dims that capturing it tells."""
+        dims = self.captures.given_dims(batch) or self.capture(batch)[0].batch_dims
+        return resized(batch, dims, size)
 
     def digest(self, batch: Batch) -> str:
         """Of what a plan depends on, as far as two ranks can differ."""

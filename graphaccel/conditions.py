@@ -6,21 +6,6 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
-
-
-@contextmanager
-def ops_of(device: str) -> Iterator[None]:
-    """Graphs have ops that "cpu" or "cuda" runs: a layer of an LSTM may be one op of oneDNN on a
-    CPU, and is the ops of its cells elsewhere (`select_one_layer_lstm_function`,
-    torch/_decomp/decompositions.py)."""
-    enabled = torch.backends.mkldnn.enabled
-    torch.backends.mkldnn.enabled = enabled and device == "cpu"
-    try:
-        yield
-    finally:
-        torch.backends.mkldnn.enabled = enabled
-
 
 @contextmanager
 def no_collections() -> Iterator[None]:

@@ -18,6 +18,7 @@ from torch import nn
 from graphaccel.api import PLAN_ONLY, PlanRequested
 from graphaccel.arguments import check_job
 from graphaccel.capture.batch import Batch
+from graphaccel.capture.batch_dims import BatchDims, check_batch_dims
 from graphaccel.capture.export import LossFn
 from graphaccel.errors import GraphMisuse
 from graphaccel.model import as_batch
@@ -26,13 +27,15 @@ from graphaccel.runtime.module import original_class
 
 @dataclass(frozen=True)
 class Job:
-    """What is planned for. pins: those of the script; the command line's come before them."""
+    """What is planned for. pins: those of the script; the command line's come before them.
+    batch_dims: as `graphaccel.optimize` is told."""
 
     model: nn.Module
     batch: Batch
     loss_fn: LossFn | None = None
     optimizer: torch.optim.Optimizer | None = None
     pins: Mapping[str, Any] = field(default_factory=dict)
+    batch_dims: BatchDims = None
 
 
 def find_job(file: Path, function: str | None) -> Job:
@@ -41,11 +44,12 @@ def find_job(file: Path, function: str | None) -> Job:
 
 
 def job_of_function(file: Path, name: str) -> Job:
-    """What the function `name` of `file` returns: (model, example_batch[, loss_fn[, optimizer]]).
+    """What the function `name` of `file` returns: (model, example_batch[, loss_fn[, optimizer[,
+    batch_dims]]]).
 
     Raises GraphMisuse (GA407) where there is no such function, or it returns something else.
     """
-    form = "return model, example_batch, loss_fn, optimizer  # the last two may be left out"
+    form = "return model, example_batch, loss_fn, optimizer, batch_dims  # the last 3 if needed"
     module_name = f"graphaccel plan {file.stem}"  # no import statement can mean this name
     spec = importlib.util.spec_from_file_location(module_name, file)
     if spec is None or spec.loader is None:
@@ -63,14 +67,15 @@ def job_of_function(file: Path, name: str) -> Job:
             made = function()
         finally:
             del sys.modules[module_name]
-    if not isinstance(made, tuple) or not 2 <= len(made) <= 4 or not isinstance(made[0], nn.Module):
+    if not isinstance(made, tuple) or not 2 <= len(made) <= 5 or not isinstance(made[0], nn.Module):
         raise GraphMisuse(
             what=f"{file}:{name} returned {_described(made)}, not a model and its example batch",
             help_line=form,
         )
-    model, example, loss_fn, optimizer = (*made, None, None)[:4]
+    model, example, loss_fn, optimizer, batch_dims = (*made, None, None, None)[:5]
     check_job(model, optimizer, {}, loss_fn)
-    return Job(model, as_batch(example), loss_fn, optimizer)
+    check_batch_dims(batch_dims)
+    return Job(model, as_batch(example), loss_fn, optimizer, batch_dims=batch_dims)
 
 
 def job_of_script(file: Path) -> Job:
@@ -93,7 +98,7 @@ def job_of_script(file: Path) -> Job:
     model, example = request.model, request.example
     model.__class__ = original_class(model)
     batch = example if isinstance(example, Batch) else as_batch(example)
-    return Job(model, batch, request.loss_fn, request.optimizer, request.pins)
+    return Job(model, batch, request.loss_fn, request.optimizer, request.pins, request.batch_dims)
 
 
 def _described(made: Any) -> str:

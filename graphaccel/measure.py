@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from torch import nn
 
 import graphaccel
 from graphaccel.api import cluster_here
-from graphaccel.capture.batch import Batch, batch_leaves, resized
+from graphaccel.capture.batch import Batch, resized
 from graphaccel.capture.export import OUTSIDE, find_loss
 from graphaccel.compat.torch import pytree
 from graphaccel.errors import GraphMisuse
@@ -42,10 +42,15 @@ _APART = 3  # runs of the optimizer's step that are timed alone
 _WARM = 2  # steps before the clock runs: the first makes optimizer state and opens connections
 
 
-def measure(target: tuple[Path, str | None], plan: Plan, batch: int | None, steps: int) -> Measured:
+def measure(
+    target: tuple[Path, str | None],
+    plan: Plan,
+    batch: tuple[int, Mapping[int, int]] | None,
+    steps: int,
+) -> Measured:
     """Run `steps` steps of `plan` for the model of `target` on this machine.
 
-    batch: global batch size where it is not the example's.
+    batch: global batch size where it is not the example's, and the dims it lies on.
     Raises GraphMisuse (GA407) for a plan of other devices than there are here, and for a run that
     fails (its own error is on stderr); TooManyDevices (GA205).
     """
@@ -55,7 +60,9 @@ def measure(target: tuple[Path, str | None], plan: Plan, batch: int | None, step
         plan.save(saved)
         file, function = target
         job = [str(file), *(["--function", function] if function else [])]
-        sizes = ["--batch", str(batch)] if batch is not None else []
+        sizes = (
+            ["--batch", json.dumps([batch[0], [*batch[1].items()]])] if batch is not None else []
+        )
         worker = [*job, *sizes, "--plan", str(saved), "--steps", str(steps), "--out", str(out)]
         launcher = [sys.executable, "-m", "graphaccel.runtime.launch", str(plan.devices)]
         code = subprocess.run(
@@ -147,12 +154,15 @@ def _work(args: argparse.Namespace) -> None:
     materialise(job)
     batch = job.batch
     if args.batch is not None:
-        batch = resized(batch, batch_leaves(batch)[1], args.batch)
+        size, dims = json.loads(args.batch)
+        batch = resized(batch, dict(dims), size)
     batch = random_batch(batch)
     inputs, named = batch.rebuild(batch.leaves)
     model, optimizer = job.model, job.optimizer
     plan = Plan.from_json(args.plan.read_text())
-    graphaccel.optimize(model, optimizer, loss_fn=job.loss_fn, plan=plan)  # type: ignore[call-overload]
+    graphaccel.optimize(  # type: ignore[call-overload]
+        model, optimizer, loss_fn=job.loss_fn, plan=plan, batch_dims=job.batch_dims
+    )
     outside = job.loss_fn == OUTSIDE
     del job, batch  # what they hold is no part of a training step
 
@@ -236,7 +246,7 @@ def _main() -> int:
     parser = argparse.ArgumentParser(prog="python -m graphaccel.measure", allow_abbrev=False)
     parser.add_argument("file", type=Path)
     parser.add_argument("--function")
-    parser.add_argument("--batch", type=int)
+    parser.add_argument("--batch", help="JSON of the size, and of pairs of leaf and dim")
     parser.add_argument("--plan", type=Path, required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--out", type=Path, required=True)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from graphaccel.capture.batch import Batch, as_call, flatten_call
+from graphaccel.capture.batch_dims import BatchDims
 from graphaccel.capture.closures import copied, held_by_module, memory_of
 from graphaccel.capture.export import LossFn
 from graphaccel.compat.torch import FakeTensorMode
@@ -28,13 +29,15 @@ from graphaccel.trial_step import stepping_of, tried_step
 class Model:
     """What is planned for: a module, its loss function, how many bytes of optimizer state each byte
     of trained parameter has, and the bytes of its parameters and buffers by name. shardable: its
-    optimizer can work on shards. stepping: what its step makes besides."""
+    optimizer can work on shards. stepping: what its step makes besides. batch_dims: on which dims
+    of the inputs the batch lies, where that was said."""
 
     module: nn.Module = field(repr=False)
     loss_fn: LossFn | None
     optimizer_bytes: float
     shardable: bool = True
     stepping: Stepping = NOTHING
+    batch_dims: BatchDims = None
 
     def resident(self, batch: Batch, plan: Plan, program: StepProgram) -> Resident:
         """Bytes that lie on a rank all the time."""
@@ -79,10 +82,11 @@ def model_of(
     device_type: str,
     *,
     shardable: bool = True,
+    batch_dims: BatchDims = None,
 ) -> Model:
     """What is planned for devices of a type ("cpu" or "cuda"), with what its optimizer needs."""
     state, made = optimizer_bytes(optimizer), stepping_of(optimizer, device_type)
-    return Model(module, loss_fn, state, shardable, made)
+    return Model(module, loss_fn, state, shardable, made, batch_dims)
 
 
 def tensor_bytes(tensor: torch.Tensor) -> int:

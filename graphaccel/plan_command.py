@@ -15,7 +15,6 @@ import torch
 
 from graphaccel.api import cluster_here
 from graphaccel.arguments import check_can_run, read_plan
-from graphaccel.capture.batch import batch_leaves, resized
 from graphaccel.compiler import Compiler
 from graphaccel.errors import GraphAccelError, GraphMisuse, GraphsNeedGpu
 from graphaccel.handle import assumed_of
@@ -67,15 +66,17 @@ def plan_command(args: argparse.Namespace) -> int:
         check_here(cluster_name(where), where.count)
     job = find_job(*args.target)
     check_supported(job.model)
-    if args.batch is not None:
-        job = replace(job, batch=resized(job.batch, batch_leaves(job.batch)[1], args.batch))
-    model = model_of(job.model, job.loss_fn, job.optimizer, where.device.type)
+    model = model_of(
+        job.model, job.loss_fn, job.optimizer, where.device.type, batch_dims=job.batch_dims
+    )
     pins = {**job.pins, **pins_of(args)}
     if pins.get("cuda_graphs") and where.device.name == "cpu":
         raise GraphsNeedGpu(device="cpu")
     if args.measure is not None:
         check_can_run(None, pins)
     compiler = Compiler(model, where, pins)
+    if args.batch is not None:
+        job = replace(job, batch=compiler.of_size(job.batch, args.batch))
     record = Record(watch=Progress())
     program: StepProgram | None = None
     try:
@@ -118,6 +119,11 @@ class _Found:
         """Predicted of a step."""
         assert self.plan.prediction is not None
         return self.plan.prediction.seconds
+
+    def sized(self) -> tuple[int, Mapping[int, int]] | None:
+        """The batch size that was asked for, and the dims of the inputs it lies on."""
+        size = self.args.batch
+        return None if size is None else (size, self.compiler.capture(self.job.batch)[0].batch_dims)
 
     def facts(self) -> Facts:
         """What the plan itself says."""
@@ -180,7 +186,7 @@ class _Found:
                 "the rest of the step, and no rate is told from another",
                 help_line="--offload none, or leave --refine out",
             )
-        return replace(facts, measured=measure(args.target, self.plan, args.batch, args.measure))
+        return replace(facts, measured=measure(args.target, self.plan, self.sized(), args.measure))
 
     def with_measured(self, facts: Facts) -> Cluster:
         """The cluster with the step that was measured."""

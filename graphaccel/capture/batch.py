@@ -70,7 +70,7 @@ def batch_leaves(batch: Batch) -> tuple[int, dict[int, int]]:
 
     The batch is the commonest leading size among the tensors (ties: the first tensor's). Scalars
     and tensors with another leading size carry no batch. Whether the guess is right is proved
-    later: the placement rules refuse a graph that mixes examples.
+    later: the placement rules refuse a graph that mixes examples (`capture.batch_dims` has others).
     """
     leading = [t.shape[0] for t in batch.tensors.values() if t.dim() > 0]
     if not leading:
@@ -81,16 +81,21 @@ def batch_leaves(batch: Batch) -> tuple[int, dict[int, int]]:
     return size, dims
 
 
+def batch_size(batch: Batch, dims: Mapping[int, int]) -> int:
+    """The size of the batch, where it lies on these dims of its leaves; 1 where on none."""
+    return next((batch.leaves[i].shape[dim] for i, dim in dims.items()), 1)
+
+
 def sequence_leaves(batch: Batch, batch_dims: Mapping[int, int]) -> tuple[int, dict[int, int]]:
-    """Likewise the sequence length: dim 1 of the integer tensors, when all of them agree on it."""
-    sizes = {
-        i: batch.leaves[i].shape[1]
-        for i in batch_dims
+    """Likewise the sequence length: the other dim of the integer matrices, when all of them agree
+    on it."""
+    other = {
+        i: 1 - dim
+        for i, dim in batch_dims.items()
         if batch.leaves[i].dim() == 2 and not batch.leaves[i].is_floating_point()
     }
-    if not sizes or len(set(sizes.values())) != 1:
-        return 0, {}
-    return next(iter(sizes.values())), dict.fromkeys(sizes, 1)
+    sizes = {batch.leaves[i].shape[dim] for i, dim in other.items()}
+    return (sizes.pop(), other) if len(sizes) == 1 else (0, {})
 
 
 def resized(batch: Batch, dims: Mapping[int, int], size: int) -> Batch:

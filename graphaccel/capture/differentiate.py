@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -122,6 +123,7 @@ def _traced(
         torch.enable_grad(),
         fx_traceback.preserve_node_meta(),
         torch.autograd.set_multithreading_enabled(False),
+        _cells(),
     ):
         try:
             # A trace that is given up must not have touched them.
@@ -133,6 +135,19 @@ def _traced(
             fx_traceback.current_meta.clear()  # a backward may have left its marks
         with mode:
             return make_fx(step)(*values)
+
+
+@contextmanager
+def _cells() -> Iterator[None]:
+    """A layer of an LSTM is the ops of its cells, on every device. On a CPU it could be one op of
+    oneDNN, whose backward reads memory that no graph can pass on
+    (`select_one_layer_lstm_function`, torch/_decomp/decompositions.py)."""
+    enabled = torch.backends.mkldnn.enabled
+    torch.backends.mkldnn.enabled = False
+    try:
+        yield
+    finally:
+        torch.backends.mkldnn.enabled = enabled
 
 
 def _wanted(spec: GraphInput, trainable: frozenset[str]) -> bool:

@@ -10,20 +10,19 @@ from functools import cached_property
 from typing import Any
 
 import sympy
-import torch
 from torch import fx, nn
 
-from graphaccel.capture.batch import Batch, batch_leaves, resized, sequence_leaves, without_aliases
+from graphaccel.capture.batch import Batch, batch_size, resized, sequence_leaves, without_aliases
+from graphaccel.capture.batch_dims import assignments
 from graphaccel.capture.blocks import Block, block_of, find_blocks
-from graphaccel.capture.canonical import canonicalise
 from graphaccel.capture.differentiate import differentiate, tangent_inputs
 from graphaccel.capture.export import (
     ForwardGraph,
     GraphInput,
     GraphOutput,
     LossFn,
-    export_forward,
 )
+from graphaccel.capture.forward import forward_graph, tied_names
 from graphaccel.capture.replicate import (
     repeated_blocks,
     repeated_forward,
@@ -39,10 +38,9 @@ from graphaccel.capture.symbols import (
     take_sizes,
 )
 from graphaccel.capture.trace import Answers
-from graphaccel.compat.torch import FakeTensor, fake_mode_of
+from graphaccel.compat.torch import FakeTensor
 from graphaccel.errors import GraphAccelError
 from graphaccel.ir.layers import KEPT, NotRepeated, Run, among, copies
-from graphaccel.ir.place import place
 from graphaccel.ir.text import graph_text, module_text
 from graphaccel.ir.unfold import distinct_nodes
 
@@ -148,6 +146,8 @@ def capture(
     *,
     symbolic: bool = True,
     many: int | None = MANY,
+    batch_dims: Mapping[int, int] | None = None,
+    splits: Callable[[StepGraph], bool] | None = None,
 ) -> StepGraph:
     """Capture one training step of `model` on `batch`; no weight is read and none is changed.
 
@@ -156,27 +156,62 @@ def capture(
     symbolic: also capture other batch and sequence sizes, so that sizes are known as expressions.
     many: from so many identical layers on, few are captured and repeated, with the same result
       (models without data only); None: never.
+    batch_dims: leaf → the dim of its examples. Where it is not given it is found: the leading dims,
+      or the first of `batch_dims.assignments` with which the capture at another size has the same
+      structure and `splits` says yes.
+    splits: whether a step can be split over its batch; None where nobody wants to.
 
     Raises: TensorBranch (GA101), CaptureRefused (GA102).
     """
     batch = without_aliases(batch)
     runs = find_runs(model, many) if many is not None and _is_fake(model) else ()
+    options = [batch_dims] if batch_dims is not None else assignments(batch)
+    if not symbolic or (splits is None and len(options[0]) == len(options[-1])):
+        options = options[:1]
+    first: StepGraph | None = None
+    for dims in options:
+        known = first.forward if first is not None and not runs else None
+        step = _with_dims(model, batch, loss_fn, symbolic, runs, dims, known)
+        if not symbolic or ((BATCH in step.sizes or not dims) and (not splits or splits(step))):
+            return step
+        first = first or step
+    assert first is not None  # there is an option at least
+    return first
+
+
+def _with_dims(
+    model: nn.Module,
+    batch: Batch,
+    loss_fn: LossFn,
+    symbolic: bool,
+    runs: tuple[Run, ...],
+    dims: Mapping[int, int],
+    known: ForwardGraph | None,
+) -> StepGraph:
+    """The step where the batch lies on these dims. known: the forward of this batch."""
     if runs:
         try:
-            return _repeated(model, batch, loss_fn, symbolic, runs)
+            return _repeated(model, batch, loss_fn, symbolic, runs, dims)
         except (NotRepeated, GraphAccelError) as reason:  # errors are then those of the model
             log.info("all layers are captured: %s", reason)
-    return _captured(model, batch, loss_fn, symbolic)
+    return _captured(model, batch, loss_fn, symbolic, dims, known)
 
 
 def _is_fake(model: nn.Module) -> bool:
     return any(isinstance(p, FakeTensor) for p in model.parameters())
 
 
-def _captured(model: nn.Module, batch: Batch, loss_fn: LossFn, symbolic: bool) -> StepGraph:
+def _captured(
+    model: nn.Module,
+    batch: Batch,
+    loss_fn: LossFn,
+    symbolic: bool,
+    dims: Mapping[int, int],
+    known: ForwardGraph | None = None,
+) -> StepGraph:
     """Capture the model as it is."""
-    size, dims = batch_leaves(batch)
-    forward = _forward(model, batch, loss_fn)
+    size = batch_size(batch, dims)
+    forward = known or forward_graph(model, batch, loss_fn)
     base = {BATCH: size} if dims and size else {}
     others: list[tuple[sympy.Symbol, int, ForwardGraph]] = []
     if symbolic and base:
@@ -193,25 +228,33 @@ def _captured(model: nn.Module, batch: Batch, loss_fn: LossFn, symbolic: bool) -
             else:
                 base.pop(symbol)
     trainable = _trainable(model)
-    return assemble(forward, tuple(others), base, dims, _tied(model), trainable, model.training)
+    return assemble(
+        forward, tuple(others), base, dims, tied_names(model), trainable, model.training
+    )
 
 
 def _repeated(
-    model: nn.Module, batch: Batch, loss_fn: LossFn, symbolic: bool, runs: tuple[Run, ...]
+    model: nn.Module,
+    batch: Batch,
+    loss_fn: LossFn,
+    symbolic: bool,
+    runs: tuple[Run, ...],
+    dims: Mapping[int, int],
 ) -> StepGraph:
     """Capture the model with few layers of each run, prove that it repeats, and repeat it.
 
     Raises NotRepeated, and what capturing raises.
     """
     prove_repeats(model, batch, loss_fn, runs, KEPT)
-    short = _captured(shortened(model, dict.fromkeys(runs, KEPT)), batch, loss_fn, symbolic)
+    few = shortened(model, dict.fromkeys(runs, KEPT))
+    short = _captured(few, batch, loss_fn, symbolic, dims)
     longer = tuple(
         _captured(
-            shortened(model, {r: KEPT + (r is run) for r in runs}), batch, loss_fn, symbolic=False
+            shortened(model, {r: KEPT + (r is run) for r in runs}), batch, loss_fn, False, dims
         )
         for run in runs
     )
-    return expanded(Repeats(runs, short, longer), _tied(model), _trainable(model))
+    return expanded(Repeats(runs, short, longer), tied_names(model), _trainable(model))
 
 
 def expanded(repeats: Repeats, tied: Mapping[str, str], trainable: frozenset[str]) -> StepGraph:
@@ -358,40 +401,6 @@ def _trainable(model: nn.Module) -> frozenset[str]:
     )
 
 
-def _forward(model: nn.Module, batch: Batch, loss_fn: LossFn) -> ForwardGraph:
-    tied = _tied(model)
-    forward = _merged(_on_cpu(export_forward(model, batch, loss_fn)), tied)
-    with fake_mode_of([n for n in forward.graph.graph.nodes if n.op == "placeholder"]):
-        canonicalise(forward.graph)
-    return forward
-
-
-def _on_cpu(forward: ForwardGraph) -> ForwardGraph:
-    """Attention and the like are not decomposed yet: behind this they are the same ops, of the same
-    rules and plans, for every device. `runtime/bind.py` puts graphs where they run."""
-    if place(forward.graph, torch.device("cpu")):
-        forward.graph.recompile()
-    constants = {name: t.to("cpu") for name, t in forward.constants.items()}
-    return replace(forward, constants=constants)
-
-
-def _merged(forward: ForwardGraph, tied: Mapping[str, str]) -> ForwardGraph:
-    """Tied parameters under one name and one placeholder: their gradient is one gradient."""
-    first: dict[str, fx.Node] = {}
-    kept = []
-    placeholders = [n for n in forward.graph.graph.nodes if n.op == "placeholder"]
-    for node, spec in zip(placeholders, forward.inputs, strict=True):
-        name = tied.get(spec.name, spec.name)
-        if spec.kind == "parameter" and name in first:
-            node.replace_all_uses_with(first[name])
-            forward.graph.graph.erase_node(node)
-            continue
-        if spec.kind == "parameter":
-            first[name] = node
-        kept.append(replace(spec, name=name))
-    return replace(forward, inputs=tuple(kept))
-
-
 def _variant(
     model: nn.Module,
     batch: Batch,
@@ -401,7 +410,7 @@ def _variant(
 ) -> ForwardGraph | None:
     """The same capture at another size, or None where the model does not allow that size."""
     try:
-        return _forward(model, resized(batch, dims, size), loss_fn)
+        return forward_graph(model, resized(batch, dims, size), loss_fn)
     except Exception:  # any refusal means the same: this size is fixed
         return None
 
@@ -414,13 +423,3 @@ def _differentiated(
         return differentiate(forward, trainable, scaled=scaled)[0]
     except Exception:  # as in `_variant`
         return None
-
-
-def _tied(model: nn.Module) -> dict[str, str]:
-    first: dict[int, str] = {}
-    tied = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        stands = first.setdefault(id(parameter), name)
-        if stands != name:
-            tied[name] = stands
-    return tied

@@ -9,7 +9,7 @@ import torch
 import transformers
 from torch import nn
 
-from graphaccel.capture import stepgraph
+from graphaccel.capture import forward
 from graphaccel.capture.batch import flatten_call
 from graphaccel.capture.replicate import layered
 from graphaccel.capture.stepgraph import StepGraph, capture
@@ -175,13 +175,13 @@ def test_rows_alone_need_no_names() -> None:
 
 def test_few_layers_are_captured_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     captured: list[int] = []
-    export = stepgraph.export_forward
+    export = forward.export_forward
 
     def counting(model: nn.Module, *rest: Any) -> Any:
         captured.append(len(model.layers))  # type: ignore[arg-type]
         return export(model, *rest)
 
-    monkeypatch.setattr(stepgraph, "export_forward", counting)
+    monkeypatch.setattr(forward, "export_forward", counting)
     for layers in (4, 60):
         captured.clear()
         step = repeated(Deep(layers), {"x": torch.randn(4, 4)})

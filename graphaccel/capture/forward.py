@@ -1,0 +1,62 @@
+"""The forward graph of a model as everything behind it reads it: canonical, on the CPU, with tied
+parameters under one name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import fx, nn
+
+from graphaccel.capture.batch import Batch
+from graphaccel.capture.canonical import canonicalise
+from graphaccel.capture.export import ForwardGraph, LossFn, export_forward
+from graphaccel.compat.torch import fake_mode_of
+from graphaccel.ir.place import place
+
+
+def forward_graph(model: nn.Module, batch: Batch, loss_fn: LossFn) -> ForwardGraph:
+    """The canonical forward graph of a model with its loss. Raises as `export_forward`."""
+    tied = tied_names(model)
+    forward = _merged(_on_cpu(export_forward(model, batch, loss_fn)), tied)
+    with fake_mode_of([n for n in forward.graph.graph.nodes if n.op == "placeholder"]):
+        canonicalise(forward.graph)
+    return forward
+
+
+def _on_cpu(forward: ForwardGraph) -> ForwardGraph:
+    """Attention and the like are not decomposed yet: behind this they are the same ops, of the same
+    rules and plans, for every device. `runtime/bind.py` puts graphs where they run."""
+    if place(forward.graph, torch.device("cpu")):
+        forward.graph.recompile()
+    constants = {name: t.to("cpu") for name, t in forward.constants.items()}
+    return replace(forward, constants=constants)
+
+
+def _merged(forward: ForwardGraph, tied: Mapping[str, str]) -> ForwardGraph:
+    """Tied parameters under one name and one placeholder: their gradient is one gradient."""
+    first: dict[str, fx.Node] = {}
+    kept = []
+    placeholders = [n for n in forward.graph.graph.nodes if n.op == "placeholder"]
+    for node, spec in zip(placeholders, forward.inputs, strict=True):
+        name = tied.get(spec.name, spec.name)
+        if spec.kind == "parameter" and name in first:
+            node.replace_all_uses_with(first[name])
+            forward.graph.graph.erase_node(node)
+            continue
+        if spec.kind == "parameter":
+            first[name] = node
+        kept.append(replace(spec, name=name))
+    return replace(forward, inputs=tuple(kept))
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Name of every parameter that shares its storage with an earlier one → that one's name."""
+    first: dict[int, str] = {}
+    tied = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        stands = first.setdefault(id(parameter), name)
+        if stands != name:
+            tied[name] = stands
+    return tied
