@@ -25,7 +25,7 @@ from graphaccel.capture.blocks import block_of
 from graphaccel.capture.export import ForwardGraph, GraphInput, GraphOutput
 from graphaccel.capture.functional import SharedWrite, without_writes
 from graphaccel.capture.trace import Answers, NotTraced, trace
-from graphaccel.compat.torch import fake_mode_of, written_arguments
+from graphaccel.compat.torch import fake_mode_of, without_modes, written_arguments
 from graphaccel.errors import CaptureRefused
 from graphaccel.ir.values import module_path, returned
 from graphaccel.messages import Location
@@ -99,6 +99,7 @@ def differentiate(
             values.append(torch.empty((), device=output[heads[0]].meta["val"].device))
     joint = _traced(step, values, mode, answers)
     names = forward.inputs + tangent_inputs(forward, trainable, scaled=scaled)
+    _write_numbers(joint, mode)
     _tidy(joint, names)
     try:
         without_writes(joint)
@@ -269,6 +270,22 @@ def _tidy(joint: fx.GraphModule, inputs: Sequence[GraphInput]) -> None:
             node.target = aten.reshape.default
     joint.graph.eliminate_dead_code()
     joint.graph.lint()
+
+
+def _write_numbers(joint: fx.GraphModule, mode: Any) -> None:
+    """Tensors of one number that a gradient rule makes (`torch.tensor(0.5)`) are made in the
+    graph."""
+    for node in joint.graph.find_nodes(op="get_attr"):
+        value = getattr(joint, str(node.target))
+        with without_modes():
+            number = value.item()
+        kind = {"dtype": value.dtype, "device": value.device}
+        with joint.graph.inserting_before(node):
+            made = joint.graph.call_function(aten.full.default, (list(value.shape), number), kind)
+        with mode:
+            made.meta = {**node.meta, "val": torch.full(value.shape, number, **kind)}
+        node.replace_all_uses_with(made)
+        joint.graph.erase_node(node)
 
 
 def _refuse_writes(joint: fx.GraphModule) -> None:

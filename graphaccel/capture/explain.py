@@ -5,8 +5,8 @@ from __future__ import annotations
 import linecache
 import os
 import re
+import sysconfig
 import traceback
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,13 +14,20 @@ from torch import fx, nn
 
 from graphaccel.capture.batch import Batch
 from graphaccel.capture.no_grad import WrittenWithoutGrad
+from graphaccel.capture.python_function import RuleRefused
+from graphaccel.capture.watch import INSIDE
 from graphaccel.capture.weights import Unregistered, Weights
 from graphaccel.compat.torch import DataDependentError, is_known
-from graphaccel.errors import CaptureRefused, GraphAccelError, TensorBranch, UnregisteredWeight
+from graphaccel.errors import (
+    CaptureRefused,
+    GradientRuleRefused,
+    GraphAccelError,
+    TensorBranch,
+    UnregisteredWeight,
+)
 from graphaccel.messages import Location
 
-_INSIDE = (f"{torch.__path__[0]}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}")
-"""Where the frames of torch and of graphaccel lie: they are not the user's."""
+_STDLIB = f"{sysconfig.get_paths()['stdlib']}{os.sep}"
 
 
 def explained(error: Exception, model: nn.Module, weights: Weights) -> Exception:
@@ -38,6 +45,16 @@ def explained(error: Exception, model: nn.Module, weights: Weights) -> Exception
         found = weights.described(error.tensor)
         return UnregisteredWeight(
             module=where, name=found.name, line=found.line, of=error.of, location=location
+        )
+    if isinstance(error, RuleRefused):
+        inner = None if error.__cause__ is None else _user_frame(error.__cause__)
+        location = location if inner is None else _location(inner)
+        return GradientRuleRefused(
+            module=where,
+            rule=error.what,
+            reason=error.reason,
+            line=error.line,
+            location=location,
         )
     reason = next((line.strip() for line in str(error).splitlines() if line.strip()), repr(error))
     return CaptureRefused(module=where, location=location, reason=re.sub(r"\s+", " ", reason)[:300])
@@ -60,7 +77,8 @@ def _location(frame: traceback.FrameSummary) -> Location:
 def _user_frame(error: BaseException) -> traceback.FrameSummary | None:
     """The innermost frame outside torch and graphaccel; the user's own before a library's."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if not f.filename.startswith(("<", *_INSIDE))]
+    own = [f for f in frames if not f.filename.startswith(("<", *INSIDE))]
+    own = [f for f in own if not f.filename.startswith(_STDLIB) or "/site-packages/" in f.filename]
     own = [f for f in own if "/site-packages/" not in f.filename] or own
     return own[-1] if own else None
 
@@ -73,7 +91,7 @@ def _module_of(error: BaseException, model: nn.Module) -> str:
     while step is not None:
         code = step.tb_frame.f_code
         owner = step.tb_frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-        if type(owner) in known and not code.co_filename.startswith(("<", *_INSIDE)):
+        if type(owner) in known and not code.co_filename.startswith(("<", *INSIDE)):
             name = f"{type(owner).__name__}.{code.co_name}"
         step = step.tb_next
     return name
@@ -82,7 +100,7 @@ def _module_of(error: BaseException, model: nn.Module) -> str:
 def line_of(stack_trace: str) -> Location | None:
     """The innermost line outside torch of a node's own account."""
     frames = re.findall(r'File "([^"]+)", line (\d+)', stack_trace)
-    own = [(f, int(n)) for f, n in frames if not f.startswith(_INSIDE)]
+    own = [(f, int(n)) for f, n in frames if not f.startswith(INSIDE)]
     return Location(*own[-1]) if own else None
 
 

@@ -14,7 +14,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
@@ -24,7 +24,8 @@ from torch import fx, nn
 from graphaccel.capture.batch import Batch
 from graphaccel.capture.explain import explained, refuse_unknown_shapes, refuse_writes
 from graphaccel.capture.no_grad import detach_regions
-from graphaccel.capture.watch import watching
+from graphaccel.capture.python_function import put_back
+from graphaccel.capture.watch import Watch
 from graphaccel.capture.weights import Weights
 from graphaccel.compat.torch import (
     causal_masks_as_given,
@@ -112,15 +113,16 @@ class _WithLoss(nn.Module):
         model: nn.Module,
         loss_fn: LossFn,
         note: Callable[[Returned], None],
-        around: Callable[[], AbstractContextManager[None]] = nullcontext,
+        watch: Watch | None = None,
     ) -> None:
         super().__init__()
         self.model = model
-        self._loss_fn, self._around = loss_fn, around
+        self._loss_fn, self._watch = loss_fn, watch
         self._note = note  # a call: export undoes what forward writes to attributes
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        with inference_as_no_grad(), causal_masks_as_given(), self._around():
+        around = nullcontext() if self._watch is None else self._watch.around()
+        with inference_as_no_grad(), causal_masks_as_given(), around:
             if not callable(self._loss_fn):
                 output = self.model(*args, **kwargs)
             else:
@@ -140,10 +142,11 @@ class _WithLoss(nn.Module):
         }
         tracked = frozenset(i for i in tensors if leaves[i].requires_grad)
         self._note(Returned(spec, position, tensors, plain, len(leaves), tracked))
+        marks = () if self._watch is None else self._watch.finish(leaves)
         if position is None:
-            return tuple(leaves[i] for i in tensors)
+            return (*(leaves[i] for i in tensors), *marks)
         # Only the loss is differentiated: an undetached output would want a gradient of its own.
-        return (loss, *(leaves[i].detach() for i in tensors))
+        return (loss, *(leaves[i].detach() for i in tensors), *marks)
 
 
 def with_loss(model: nn.Module, loss_fn: LossFn) -> nn.Module:
@@ -206,16 +209,24 @@ def export_forward(model: nn.Module, batch: Batch, loss_fn: LossFn) -> ForwardGr
     """
     notes: list[Returned] = []
     weights = Weights(model)
-    wrapper = _WithLoss(model, loss_fn, notes.append, watching(model, weights))
+    watch = Watch(model, weights)
+    wrapper = _WithLoss(model, loss_fn, notes.append, watch)
     wrapper.training = model.training
     args, kwargs = batch.rebuild(batch.leaves)
-    with _state_restored(model), _batched_experts(model), warnings.catch_warnings(), _quiet():
+    with (
+        _state_restored(model),
+        _batched_experts(model),
+        warnings.catch_warnings(),
+        _quiet(),
+        watch.reading(),
+    ):
         warnings.simplefilter("ignore")
         try:
             program = torch.export.export(wrapper, args, kwargs, strict=False)
             weights.join(program)
             detach_regions(program.graph_module, _trained(program, model))
             program = program.run_decompositions({})
+            put_back(program.graph_module, watch.calls)
         except Exception as error:  # every failure of export becomes one of ours, cause kept
             raise explained(error, model, weights) from error
     refuse_unknown_shapes(program.graph_module.graph, model)
@@ -263,7 +274,9 @@ def _unpack(program: Any, batch: Batch, returned: Returned) -> ForwardGraph:
     outputs: list[GraphOutput] = []
     tensor_leaves = iter(returned.tensor_leaves)
     loss_due = returned.loss_leaf is not None
-    for name in (spec.arg.name for spec in signature.output_specs):
+    returned_nodes: Any = graph.graph.output_node().args[0]
+    for spec in signature.output_specs[: len(returned_nodes)]:
+        name = spec.arg.name
         if name in mutated and len(outputs) < len(mutated):
             outputs.append(GraphOutput("buffer", _own(mutated[name])))
         elif loss_due:

@@ -11,6 +11,8 @@ rotary tables) stays as it is.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import fx
 
@@ -25,8 +27,8 @@ class WrittenWithoutGrad(Exception):
 
     def __init__(self, stack_trace: str) -> None:
         super().__init__(
-            "a value that has a gradient is changed in place under torch.no_grad(), which the "
-            "gradient would not know of"
+            "a value that has a gradient is changed in place under torch.no_grad(), or through "
+            "detach() or .data, which the gradient would not know of"
         )
         self.stack_trace = stack_trace
 
@@ -62,6 +64,9 @@ def _walk(graph: fx.GraphModule, tracked: set[fx.Node]) -> None:
             if within:
                 tracked.add(node)
             continue
+        for written in written_arguments(node):
+            if _detached(written) and _root(written) in tracked:
+                raise WrittenWithoutGrad(node.meta.get("stack_trace") or "")
         if node.target is aten.detach.default or not any(
             source in tracked for source in node.all_input_nodes
         ):
@@ -97,9 +102,21 @@ def _wants_gradient(node: fx.Node) -> bool:
 
 def _root(node: fx.Node) -> fx.Node:
     """What a view, or a view of a view, or what was written, looks at."""
+    *_, last = _looks_at(node)
+    return last
+
+
+def _detached(node: fx.Node) -> bool:
+    """Whether a view of a value looks at it past its gradient."""
+    return any(n.target is aten.detach.default for n in _looks_at(node))
+
+
+def _looks_at(node: fx.Node) -> Iterator[fx.Node]:
+    """A value, and what it looks at, one after the other."""
+    yield node
     while node.op == "call_function" and hasattr(node.target, "_schema"):
         first = next(iter(schema(node)), None)
         if first is None or first.alias_info is None or not isinstance(node.args[0], fx.Node):
-            break
+            return
         node = node.args[0]
-    return node
+        yield node

@@ -2,26 +2,103 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+import os
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
+from graphaccel.capture.python_function import (
+    CALLS,
+    Call,
+    Calls,
+    PythonFunction,
+    Result,
+    RuleRefused,
+    Slot,
+)
+from graphaccel.capture.recorded import is_own, record, recording, tried_hook
 from graphaccel.capture.weights import Weights
+from graphaccel.compat.torch import checkpoints_called, forward_class, gradient_nodes_refused
+
+INSIDE = (f"{torch.__path__[0]}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}")
+"""Where the frames of torch and of graphaccel lie: they are not the user's."""
+
+_HANDS_OUT = "return the tensor from the model's forward, with loss_fn='outside'"
 
 
-class _Watch(TorchFunctionMode):
+class Watch:
+    """One export's watch over the forward of `model`, whose weights these are.
+
+    calls: what was recorded; to be put back into the exported graph.
+    """
+
+    def __init__(self, model: nn.Module, weights: Weights) -> None:
+        self.calls = Calls()
+        self._model, self._weights = model, weights
+
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        """A context for the forward. Raises Unregistered and RuleRefused."""
+        self.calls.calls.clear()
+        self.calls.marks.clear()
+        own = {id(t) for t in (*self._model.parameters(), *self._model.buffers())}
+        with ExitStack() as stack:
+            for context in (recording(), checkpoints_called(), _saved_as_they_are()):
+                stack.enter_context(context)
+            stack.enter_context(gradient_nodes_refused(_node_read))
+            stack.enter_context(_Functions(self._weights, own, self.calls))
+            yield
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """A context for the whole export: recorded calls are known in it."""
+        token = CALLS.set(self.calls)
+        try:
+            yield
+        finally:
+            CALLS.reset(token)
+
+    def finish(self, results: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+        """At the end of the forward: results of hooks, to be returned with its own.
+
+        Raises RuleRefused for an autograd function in the graph of `results` that nobody saw."""
+        seen: set[Any] = set()
+        stack = [x.grad_fn for x in results if isinstance(x, torch.Tensor)]
+        while stack:
+            node = stack.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            kind = forward_class(node)
+            if kind is not None and not is_own(kind):
+                raise RuleRefused(
+                    f"the backward of `{kind.__name__}`",
+                    "it was applied in a way that is not seen",
+                    f"apply it in the forward:  {kind.__name__}.apply(x)",
+                )
+            stack += [before for before, _ in node.next_functions]
+        marks = self.calls.marks
+        marks[:] = [(mark, h) for mark, h in marks if h.id in (h.hooks_dict_ref() or ())]
+        return tuple(mark for mark, _ in marks)
+
+
+class _Functions(TorchFunctionMode):
     """Sees every function of torch that the forward calls, with the tensors as it has them.
 
     own: ids of the parameters and buffers that stand in for the model's while it is exported.
     """
 
-    def __init__(self, weights: Weights, own: set[int]) -> None:
+    def __init__(self, weights: Weights, own: set[int], calls: Calls) -> None:
         super().__init__()
-        self._weights, self._own = weights, own
+        self._weights, self._own, self._calls = weights, own, calls
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -30,22 +107,99 @@ class _Watch(TorchFunctionMode):
         for tensor in _tensors((args, kwargs.values())):
             if id(tensor) not in self._own:
                 self._weights.check(tensor)
-        return func(*args, **kwargs)
+        name = _NAMES.get(func)
+        if name is None:
+            return func(*args, **kwargs)
+        return getattr(self, f"_{name}")(func, *args, **kwargs)
+
+    def _read_data(self, func: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+    def _write_data(self, func: Any, tensor: torch.Tensor, value: Any) -> None:
+        raise RuleRefused(
+            "a write to `.data`",
+            "gradients would not know of the new value",
+            "compute it as a new tensor, or change a parameter outside of the forward",
+        )
+
+    def _read_node(self, func: Any, tensor: torch.Tensor) -> Any:
+        node = func(tensor)
+        if node is not None and not sys._getframe(2).f_code.co_filename.startswith(INSIDE):
+            _node_read()
+        return node
+
+    def _retain_grad(self, func: Any, tensor: torch.Tensor) -> Any:
+        if tensor.is_leaf:
+            return func(tensor)
+        raise RuleRefused(
+            "`retain_grad()` of an activation",
+            "activations are values of one graph, whose gradients nobody keeps",
+            _HANDS_OUT,
+        )
+
+    def _post_hook(self, func: Any, tensor: torch.Tensor, hook: Any) -> Any:
+        raise RuleRefused(
+            "a hook on the gradient of a parameter",
+            "each call of the forward would add one more",
+            "call register_post_accumulate_grad_hook once, outside of the forward",
+        )
+
+    def _hook(self, func: Any, tensor: torch.Tensor, hook: Any) -> Any:
+        handle = func(tensor, hook)
+        if id(tensor) in self._own:
+            raise RuleRefused(
+                "a hook on the gradient of a parameter",
+                "each call of the forward would add one more",
+                "call register_hook once, outside of the forward",
+            )
+        tried_hook(hook, tensor)
+        code = getattr(hook, "__code__", None)
+        name = "hook" if code is None else f"hook_of_line_{code.co_firstlineno}"
+        target = PythonFunction(name, hook)
+        (mark,) = record(Call(target, (Slot(0),), (Result.of(tensor),)), [tensor])
+        self._calls.marks.append((mark, handle))
+        return handle
 
 
-def watching(model: nn.Module, weights: Weights) -> Callable[[], Any]:
-    """A context for the forward of `model`, whose weights these are, while it is exported.
+_NAMES = {
+    torch.Tensor.data.__get__: "read_data",  # type: ignore[attr-defined]
+    torch.Tensor.data.__set__: "write_data",  # type: ignore[attr-defined]
+    torch.Tensor.grad_fn.__get__: "read_node",  # type: ignore[attr-defined]
+    torch.Tensor.retain_grad: "retain_grad",
+    torch.Tensor.register_post_accumulate_grad_hook: "post_hook",
+    torch.Tensor.register_hook: "hook",
+}
 
-    Raises Unregistered.
-    """
 
-    @contextmanager
-    def watched() -> Iterator[None]:
-        own = {id(t) for t in (*model.parameters(), *model.buffers())}
-        with _Watch(weights, own):
-            yield
+def _node_read() -> None:
+    raise RuleRefused(
+        "what is asked of `grad_fn`",
+        "the graph has nodes of its own, to which hooks on these do not belong",
+        "use a hook on the tensor:  h.register_hook(lambda gradient: gradient * 0.1)",
+    )
 
-    return watched
+
+@contextmanager
+def _saved_as_they_are() -> Iterator[None]:
+    """Hooks on saved tensors are refused; what only says where they are kept, the plan says."""
+
+    def enter(hooks: saved_tensors_hooks) -> None:
+        if not isinstance(hooks, save_on_cpu):
+            raise RuleRefused(
+                "a hook on saved tensors (saved_tensors_hooks)",
+                "the plan decides what is saved of the forward, and what is computed again",
+                "leave it out, and save memory by the plan:  "
+                "graphaccel.optimize(model, optimizer, recompute='all')",
+            )
+
+    def leave(hooks: saved_tensors_hooks, *_: Any) -> None:
+        pass
+
+    with (
+        patch.object(saved_tensors_hooks, "__enter__", enter),
+        patch.object(saved_tensors_hooks, "__exit__", leave),
+    ):
+        yield
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:

@@ -15,6 +15,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from torch import fx
 
 # What fake tensors say of single ops.
@@ -549,6 +550,48 @@ def inference_as_no_grad() -> Iterator[None]:
         yield
     finally:
         kind.__enter__, kind.__exit__ = enter, leave  # type: ignore[method-assign]
+
+
+@contextmanager
+def outside_modes() -> Iterator[None]:
+    """Meanwhile no mode sees what is called, of functions or of ops: apart from a trace."""
+    with without_modes(), torch._C.DisableTorchFunction():
+        yield
+
+
+def transforms_functions() -> bool:
+    """Whether a transform of torch.func (grad, vmap) is on."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def is_checkpoint(kind: type) -> bool:
+    """Whether an autograd function is that of `checkpoint(use_reentrant=True)`."""
+    return kind is torch.utils.checkpoint.CheckpointFunction
+
+
+@contextmanager
+def checkpoints_called() -> Iterator[None]:
+    """Meanwhile `checkpoint(use_reentrant=False)` calls its function and saves what that saves."""
+
+    def nothing_around(*_: Any, **__: Any) -> Iterator[None]:
+        yield
+
+    name = "_checkpoint_without_reentrant_generator"
+    with patch.object(torch.utils.checkpoint, name, nothing_around):
+        yield
+
+
+@contextmanager
+def gradient_nodes_refused(refuse: Callable[[], None]) -> Iterator[None]:
+    """Meanwhile `torch.autograd.graph` calls `refuse` when it looks for a tensor's node, to hook
+    it (register_multi_grad_hook) or to hand it out (get_gradient_edge)."""
+    with patch.object(torch.autograd.graph, "_get_grad_fn_or_grad_acc", lambda _: refuse()):
+        yield
+
+
+def forward_class(node: Any) -> type | None:
+    """The `torch.autograd.Function` that made a node of an autograd graph; None for others."""
+    return getattr(type(node), "_forward_cls", None)
 
 
 @contextmanager

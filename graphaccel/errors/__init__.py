@@ -5,6 +5,7 @@ from __future__ import annotations
 from graphaccel.errors.base import GraphAccelError
 from graphaccel.errors.capture import (
     CaptureRefused,
+    GradientRuleRefused,
     MissingRule,
     NoLoss,
     RuleWrong,
@@ -81,6 +82,7 @@ __all__ = [
     "ConflictingPins",
     "DeviceOutOfMemory",
     "ElsewhereNeeded",
+    "GradientRuleRefused",
     "GraphAccelError",
     "GraphMisuse",
     "GraphsNeedGpu",

@@ -67,6 +67,29 @@ class NoLoss(GraphAccelError):
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
+class GradientRuleRefused(GraphAccelError):
+    """A gradient rule of the user's own can not be part of the graph.
+
+    rule: what it is, e.g. "the backward of `Quantize`". line: what to type instead.
+    """
+
+    code = "GA104"
+    module: str
+    rule: str
+    reason: str
+    line: str
+    location: Location | None = None
+
+    def message(self) -> Message:
+        return Message(
+            f"cannot capture {named_module(self.module)}: {self.rule} can not be part of the graph",
+            self.location,
+            why=self.reason,
+            help=(self.line,),
+        )
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
 class UnregisteredWeight(GraphAccelError):
     """The forward reads a weight that is none of the model's parameters.
 

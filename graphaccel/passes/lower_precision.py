@@ -27,6 +27,7 @@ from torch import fx
 
 from graphaccel.capture.blocks import block_of
 from graphaccel.capture.export import ForwardGraph
+from graphaccel.capture.python_function import PythonFunction
 from graphaccel.capture.stepgraph import StepGraph, rewritten
 from graphaccel.compat.torch import deferred_module, fake_mode_of
 from graphaccel.ir.fakes import Fakes
@@ -125,6 +126,9 @@ def cast_graph(graph: fx.Graph, low: torch.dtype) -> None:
 
 
 def _cast_inputs(node: fx.Node, low: torch.dtype) -> None:
+    if isinstance(node.target, PythonFunction):
+        _cast_as_captured(node, node.target)
+        return
     if node.target in _LOW:
         wanted = low
     elif node.target in _WIDE:
@@ -138,6 +142,14 @@ def _cast_inputs(node: fx.Node, low: torch.dtype) -> None:
     for source in dict.fromkeys(tensor_arguments(node)):
         kind = source.meta["val"].dtype
         if kind.is_floating_point and kind not in (wanted, torch.float64):
+            node.replace_input_with(source, _to(node, source, wanted))
+
+
+def _cast_as_captured(node: fx.Node, target: PythonFunction) -> None:
+    """A rule of the user's own computes in the dtypes that it was captured with, as under
+    `torch.amp.custom_fwd(cast_inputs=torch.float32)`."""
+    for source, wanted in zip(tensor_arguments(node), target.dtypes, strict=False):
+        if source.meta["val"].dtype != wanted:
             node.replace_input_with(source, _to(node, source, wanted))
 
 
@@ -162,6 +174,10 @@ class _Stream:
         self.graph.lint()
 
     def _one(self, node: fx.Node, fakes: Fakes) -> None:
+        if isinstance(node.target, PythonFunction):
+            _cast_as_captured(node, node.target)
+            set_value(node, fakes)
+            return
         kinds = {self._kind(n) for n in tensor_arguments(node)}
         mixed = self.low in kinds and torch.float32 in kinds
         wide = node.target in _WIDE and node.target not in _NORMS

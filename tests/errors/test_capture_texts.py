@@ -48,6 +48,19 @@ error[GA103]: pipeline=2 needs the loss in the graph, and the model returns none
   explain: graphaccel explain GA103""",
     ),
     (
+        errors.GradientRuleRefused(
+            module="Net.forward",
+            rule="a write to `.data`",
+            reason="gradients would not know of the new value",
+            line="compute it as a new tensor",
+        ),
+        """\
+error[GA104]: cannot capture `Net.forward`: a write to `.data` can not be part of the graph
+  why:  gradients would not know of the new value
+  help: compute it as a new tensor
+  explain: graphaccel explain GA104""",
+    ),
+    (
         errors.UnregisteredWeight(
             module="Net.forward",
             name="a weight of shape [6, 6]",

@@ -121,8 +121,8 @@ def test_a_write_that_the_gradient_would_not_know_of_is_refused() -> None:
     assert lines[0] == "error[GA102]: cannot capture `Clamped.forward`: this has no graph"
     assert lines[2].endswith("hidden[0].clamp_(-1, 1)")
     assert lines[4:] == [
-        "  why:  a value that has a gradient is changed in place under torch.no_grad(), which the "
-        "gradient would not know of",
+        "  why:  a value that has a gradient is changed in place under torch.no_grad(), or through "
+        "detach() or .data, which the gradient would not know of",
         "  help: to see torch's own report:  GRAPHACCEL_TRACEBACK=full python train.py",
         "  explain: graphaccel explain GA102",
     ]
