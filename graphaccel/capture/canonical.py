@@ -17,6 +17,7 @@ of part of the batch is simply wrong when the parts hold different numbers of ig
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -73,7 +74,9 @@ def _emit(before: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
             new.meta[key] = before.meta[key]
     new.meta["made_by"] = "canonicalise"
     values: Any = map_arg((args, kwargs), lambda n: n.meta["val"])
-    new.meta["val"] = target(*values[0], **values[1])
+    made = target(*values[0], **values[1])
+    # A fake view holds what it is a view of, which can not be sent to other ranks.
+    new.meta["val"] = made.clone() if target is aten.reshape.default else made
     return new
 
 
@@ -327,6 +330,40 @@ def _chosen_product(node: fx.Node) -> None:
         return
 
 
+def _bags(node: fx.Node) -> None:
+    """An embedding bag of a two-dimensional input (bags of equal size, which export numbers by an
+    `arange`) is a look-up and a reduction: then each bag is by itself."""
+    a = _arguments(node)
+    indices, offsets = a["indices"], a["offsets"]
+    if offsets.target is not aten.arange.start_step or indices.meta["val"].dim() != 1:
+        return
+    start, end, step = (*offsets.args, 1)[:3]
+    results = {user.args[1] for user in node.users if user.users}
+    plain = not (a["scale_grad_by_freq"] or a["sparse"] or a["include_last_offset"])
+    padded = a.get("padding_idx") is not None
+    if (start, end) != (0, indices.meta["val"].numel()) or end % step or end == 0:
+        return
+    if not plain or padded or not results <= {0}:
+        return
+    rows = _emit(node, aten.reshape.default, indices, [end // step, step])
+    found = _emit(node, aten.embedding.default, a["weight"], rows)
+    if a["per_sample_weights"] is not None:
+        shape = [end // step, step, 1]
+        weights = _emit(node, aten.reshape.default, a["per_sample_weights"], shape)
+        found = _emit(node, aten.mul.Tensor, found, weights)
+    if a["mode"] == 2:
+        extreme = _emit(node, aten.max.dim, found, 1)
+        made = _emit(node, operator.getitem, extreme, 0)
+    else:
+        reduction = aten.sum.dim_IntList if a["mode"] == 0 else aten.mean.dim
+        made = _emit(node, reduction, found, [1])
+    for user in list(node.users):
+        if user.users:
+            user.replace_all_uses_with(made)
+        node.graph.erase_node(user)
+    node.graph.erase_node(node)
+
+
 def _times_one(node: fx.Node) -> None:
     """A factor of one (T5's scale, BART's embeddings) changes nothing of a float."""
     source, factor = node.args[:2]
@@ -398,6 +435,10 @@ _REWRITES: dict[Any, Callable[[fx.Node], None]] = {
     aten.poisson_nll_loss.default: _reduced_loss,
     aten.cosine_embedding_loss.default: _reduced_loss,
     aten.triplet_margin_loss.default: _reduced_loss,
+    aten.multi_margin_loss.default: _reduced_loss,
+    aten.multilabel_margin_loss.default: _reduced_loss,
+    aten.embedding_bag.default: _bags,
+    aten.embedding_bag.padding_idx: _bags,
     aten.native_dropout.default: _dropout,
     aten.softmax.int: _softmax,
     aten.type_as.default: _as_type,

@@ -43,8 +43,23 @@ UNIFORM = frozenset(
         aten.exponential.default,
         aten.uniform.default,
         aten.normal_functional.default,
+        aten.normal.float_float,
+        aten._efficientzerotensor.default,
     }
 )
 COUNTS = frozenset({aten.arange.default, aten.arange.start, aten.arange.start_step})
 
-RULES: Rules = MappingProxyType(dict.fromkeys(UNIFORM | COUNTS, _factory))
+# Their elements depend on where they stand: there is no part of one.
+ORDERED = frozenset(
+    {
+        aten.linspace.default,
+        aten.logspace.default,
+        aten.eye.default,
+        aten.eye.m,
+        aten.tril_indices.default,
+        aten.triu_indices.default,
+        aten.randperm.default,
+    }
+)
+
+RULES: Rules = MappingProxyType(dict.fromkeys(UNIFORM | COUNTS | ORDERED, _factory))

@@ -12,10 +12,13 @@ from torch import fx
 from graphaccel.rules.notation import (
     Indices,
     Notation,
+    Rule,
     Rules,
     arguments,
     index_names,
+    name_at,
     named_dims,
+    output_shapes,
     shape_of,
     tensor_arguments,
 )
@@ -152,43 +155,96 @@ def _sizes(inputs: list[Indices], node: fx.Node) -> Iterator[tuple[str, int]]:
 
 def _index_select(node: fx.Node) -> Notation:
     names = named_dims(node)
-    dim = arguments(node)["dim"] % len(names)
-    out = (*names[:dim], "j", *names[dim + 1 :])
-    whole = frozenset({names[dim]})
-    return Notation((names, ("j",)), (out,), whole, (frozenset({0}),), sums=False)
+    whole = name_at(names, arguments(node)["dim"])
+    out = tuple("j" if n == whole else n for n in names)
+    index = ("j",) if shape_of(tensor_arguments(node)[1]) else ()
+    return Notation((names, index), (out,), frozenset({whole}), (frozenset({0}),), sums=False)
 
 
-def _unequal(node: fx.Node, names: Indices) -> set[str]:
-    """Dims along which the index tensor is shorter than what it indexes: row r is not row r's
-    part."""
-    source, index = tensor_arguments(node)[:2]
-    pairs = zip(names, shape_of(source), shape_of(index), strict=True)
-    return {name for name, m, n in pairs if m != n}
+def _index_fill(node: fx.Node) -> Notation:
+    """index_fill: linear in the tensor and, where it is one, the number that is put."""
+    names = named_dims(node)
+    whole = frozenset({name_at(names, arguments(node)["dim"])})
+    tensors = tensor_arguments(node)
+    index = ("",) * len(shape_of(tensors[1]))
+    if len(tensors) == 3:
+        return Notation((names, index, ()), (names,), whole, (frozenset({0, 2}),))
+    linear = (frozenset({0}),) if arguments(node)["value"] == 0 else ()
+    return Notation((names, index), (names,), whole, linear)
+
+
+def _index_add(node: fx.Node) -> Notation:
+    """Rows put at numbered places. Where they are added to zeros, each part may add its own."""
+    names = named_dims(node)
+    base, index, _ = tensor_arguments(node)
+    whole = name_at(names, arguments(node)["dim"])
+    adds, copies = node.target is aten.index_add.default, node.target is aten.index_copy.default
+    put = tuple("j" if n == whole else n for n in names)
+    linear = (frozenset({0, 2}),) if adds or copies else ()
+    inputs = (names, ("j",) if shape_of(index) else (), put)
+    return Notation(inputs, (names,), frozenset({whole}), linear, sums=adds and _is_zero(base))
+
+
+def _along(node: fx.Node) -> tuple[Indices, Indices, frozenset[str]]:
+    """Of gather and scatter: names of the tensor and of the index, and the names that stay whole.
+
+    The dim that is looked up along has another name in the index. Dims along which the index is
+    shorter are whole: its row r is not row r's part.
+    """
+    source, index = (shape_of(t) for t in tensor_arguments(node)[:2])
+    if len(source) != len(index):  # a number taken for a tensor of one element
+        return ("",) * len(source), ("",) * len(index), frozenset({""})
+    names = index_names(len(source))
+    looked = name_at(names, arguments(node)["dim"])
+    whole = {n for n, a, b in zip(names, source, index, strict=True) if a != b} | {looked}
+    return names, tuple("j" if n == looked else n for n in names), frozenset(whole)
 
 
 def _gather(node: fx.Node) -> Notation:
-    names = named_dims(node)
-    whole = _unequal(node, names) | {names[arguments(node)["dim"] % len(names)]}
-    return Notation((names, names), (names,), frozenset(whole), (frozenset({0}),), sums=False)
-
-
-def _scatter_add(node: fx.Node) -> Notation:
-    names = named_dims(node)
-    whole = _unequal(node, names) | {names[arguments(node)["dim"] % len(names)]}
-    return Notation((names, names, names), (names,), frozenset(whole), (frozenset({0, 2}),))
+    names, at, whole = _along(node)
+    return Notation((names, at), (at,), whole, (frozenset({0}),), sums=False)
 
 
 def _scatter(node: fx.Node) -> Notation:
-    """What is written over comes from `src`, the rest from `self`: linear in both together."""
-    names = named_dims(node)
-    whole = _unequal(node, names) | {names[arguments(node)["dim"] % len(names)]}
-    return Notation((names, names, names), (names,), frozenset(whole), (frozenset({0, 2}),))
+    """What is written over comes from `src`, the rest from `self`: linear in both together.
+
+    What is added to zeros may be added by each part. Dims along which `src` is longer than the
+    index are whole.
+    """
+    names, at, whole = _along(node)
+    base, *others = tensor_arguments(node)
+    index, source = (shape_of(t) for t in others)
+    put = at if len(source) == len(at) else ("",) * len(source)
+    whole |= {n for n, a, b in zip(at, index, source, strict=False) if a != b}
+    given = arguments(node)
+    linear = given.get("reduce", "sum") == "sum" and given.get("include_self", True)
+    groups = (frozenset({0, 2}),) if linear else ()
+    sums = node.target is aten.scatter_add.default and _is_zero(base)
+    return Notation((names, at, put), (names,), whole, groups, sums=sums)
 
 
 def _scatter_value(node: fx.Node) -> Notation:
-    names = named_dims(node)
-    whole = _unequal(node, names) | {names[arguments(node)["dim"] % len(names)]}
-    return Notation((names, names), (names,), frozenset(whole))
+    names, at, whole = _along(node)
+    linear = (frozenset({0}),) if arguments(node)["value"] == 0 else ()
+    return Notation((names, at), (names,), whole, linear, sums=False)
+
+
+def _flat(*groups: tuple[int, ...]) -> Rule:
+    """take, put, masked_scatter: elements are numbered through all dims, so all are whole."""
+
+    def rule(node: fx.Node) -> Notation:
+        inputs = tuple(("",) * len(shape_of(t)) for t in tensor_arguments(node))
+        outputs = tuple(("",) * len(s) for s in output_shapes(node))
+        return Notation(inputs, outputs, linear=tuple(frozenset(g) for g in groups))
+
+    return rule
+
+
+def _take(node: fx.Node) -> Notation:
+    """take: the places may be split."""
+    source, index = (shape_of(t) for t in tensor_arguments(node))
+    at = index_names(len(index))
+    return Notation((("",) * len(source), at), (at,), linear=(frozenset({0}),))
 
 
 def _embedding(node: fx.Node) -> Notation:
@@ -209,9 +265,19 @@ RULES: Rules = MappingProxyType(
         aten.index_put.default: _index_put,
         aten.index_select.default: _index_select,
         aten.gather.default: _gather,
-        aten.scatter_add.default: _scatter_add,
+        aten.scatter_add.default: _scatter,
         aten.scatter.src: _scatter,
         aten.scatter.value: _scatter_value,
+        aten.scatter_reduce.two: _scatter,
+        aten.index_add.default: _index_add,
+        aten.index_copy.default: _index_add,
+        aten.index_reduce.default: _index_add,
+        aten.index_fill.int_Scalar: _index_fill,
+        aten.index_fill.int_Tensor: _index_fill,
+        aten.take.default: _take,
+        aten.put.default: _flat((0, 2)),
+        aten.masked_scatter.default: _flat((0, 2)),
+        aten.masked_scatter_backward.default: _flat((0,)),
         aten.embedding.default: _embedding,
         aten.embedding_dense_backward.default: _embedding_backward,
     }

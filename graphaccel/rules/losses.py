@@ -15,6 +15,7 @@ from graphaccel.rules.notation import (
     arguments,
     broadcast,
     index_names,
+    output_shapes,
     shape_of,
     tensor_arguments,
 )
@@ -85,6 +86,38 @@ def _elementwise_loss_backward(node: fx.Node) -> Notation:
     return found
 
 
+def _margins(node: fx.Node) -> Notation:
+    """multi_margin_loss, multilabel_margin_loss: the classes of an example are whole."""
+    tensors = tensor_arguments(node)
+    scores, whole, single = _margin_dims(node, tensors[0])
+    results = (single, *(scores for _ in output_shapes(node)[1:]))
+    return Notation((scores, *_margin_labels(node, scores, tensors[1:])), results, whole)
+
+
+def _margins_backward(node: fx.Node) -> Notation:
+    tensors = tensor_arguments(node)
+    scores, whole, single = _margin_dims(node, tensors[1])
+    inputs = (single, scores, *_margin_labels(node, scores, tensors[2:]))
+    return Notation(inputs, (scores,), whole, (frozenset({0}),))
+
+
+def _margin_dims(node: fx.Node, scores: fx.Node) -> tuple[Indices, frozenset[str], Indices]:
+    """Names of the scores, those that stay whole, and the names of the loss."""
+    names = ("n", "c")[2 - len(shape_of(scores)) :]
+    reduction = arguments(node)["reduction"]
+    whole = frozenset({"c", "n"} if reduction == _MEAN else {"c"})
+    return names, whole, names[:-1] if reduction == _NONE else ()
+
+
+def _margin_labels(node: fx.Node, scores: Indices, tensors: list[fx.Node]) -> list[Indices]:
+    """One class for each example and weights of classes; or several, and what of them counted."""
+    if "multilabel" in str(node.target):
+        return [scores for _ in tensors]
+    return [scores[:-1] if len(shape_of(tensors[0])) < len(scores) else ("",), ("c",)][
+        : len(tensors)
+    ]
+
+
 RULES: Rules = MappingProxyType(
     {
         aten.nll_loss_forward.default: _labelled_loss,
@@ -100,6 +133,10 @@ RULES: Rules = MappingProxyType(
         aten.binary_cross_entropy.default: _elementwise_loss,
         aten.binary_cross_entropy_backward.default: _elementwise_loss_backward,
         aten.binary_cross_entropy_with_logits.default: _elementwise_loss,
+        aten.multi_margin_loss.default: _margins,
+        aten.multi_margin_loss_backward.default: _margins_backward,
+        aten.multilabel_margin_loss_forward.default: _margins,
+        aten.multilabel_margin_loss_backward.default: _margins_backward,
         aten.soft_margin_loss.default: _elementwise_loss,
         aten.soft_margin_loss_backward.default: _elementwise_loss_backward,
     }

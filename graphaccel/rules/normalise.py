@@ -103,6 +103,7 @@ RULES: Rules = MappingProxyType(
         aten.native_group_norm_backward.default: _group_norm_backward,
         aten._native_batch_norm_legit_functional.default: _batch_norm,
         aten._native_batch_norm_legit_no_training.default: _batch_norm,
+        aten._native_batch_norm_legit.no_stats: _batch_norm,
         aten.native_batch_norm.default: _batch_norm,
         aten.native_batch_norm_backward.default: _batch_norm,
         aten._weight_norm_interface.default: _weight_norm,

@@ -33,7 +33,8 @@ class Notation:
     linear: groups of input positions; the output is linear in the inputs of a group taken together.
     sums: whether a contracted index is summed (else sharding it is illegal).
     unread: input positions whose value the op does not read (any placement will do).
-    kept: output positions that do not depend on what is sharded: the same for every part.
+    kept: output positions that do not depend on what is sharded, nor on inputs in `linear`: the
+      same for every part.
     """
 
     inputs: tuple[Indices, ...]
@@ -119,6 +120,11 @@ def index_names(count: int) -> Indices:
 def named_dims(node: fx.Node) -> Indices:
     """`index_names` of a call's first tensor argument."""
     return index_names(len(shape_of(tensor_arguments(node)[0])))
+
+
+def name_at(names: Indices, dim: int) -> str:
+    """The name of a dim counted from either end; "" for the one that a number is taken to have."""
+    return names[dim % len(names)] if names else ""
 
 
 def text(rule: str, *, whole: str = "", linear: tuple[tuple[int, ...], ...] = ()) -> Rule:
@@ -212,6 +218,8 @@ def regrouped(source: tuple[int, ...], target: tuple[int, ...]) -> tuple[Indices
     sharded.
     """
     left, right = [""] * len(source), [""] * len(target)
+    if 0 in source:
+        return tuple(left), tuple(right)
     i = j = group = 0
     while i < len(source) and j < len(target):
         if source[i] == 1 and target[j] != 1:

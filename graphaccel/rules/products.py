@@ -11,6 +11,7 @@ from graphaccel.kernels.experts import GRADIENT, PRODUCT
 from graphaccel.rules.notation import (
     Indices,
     Notation,
+    Rule,
     Rules,
     arguments,
     output_shapes,
@@ -40,6 +41,24 @@ def _added_product(node: fx.Node) -> Notation:
         frozenset({"k"}),
         (frozenset({0, 1}), frozenset({0, 2})),
     )
+
+
+def _added_to(added: str, factors: str) -> Rule:
+    """addmv, addr, addbmm: what is added is broadcast, and but once, so what is summed is whole."""
+
+    def rule(node: fx.Node) -> Notation:
+        left, right = (tuple(f.split()) for f in factors.split(","))
+        out = tuple(added.split())
+        (shape,), own = output_shapes(node), shape_of(tensor_arguments(node)[0])
+        tail = len(out) - len(own)
+        bias = tuple(
+            "1" if n == 1 and shape[tail + k] != 1 else out[tail + k] for k, n in enumerate(own)
+        )
+        whole = frozenset({*left, *right} - set(out))
+        groups = (frozenset({0, 1}), frozenset({0, 2}))
+        return Notation((bias, left, right), (out,), whole, groups)
+
+    return rule
 
 
 def _convolution(node: fx.Node) -> Notation:
@@ -91,6 +110,10 @@ RULES: Rules = MappingProxyType(
         aten.mv.default: text("m k, k -> m", linear=((0,), (1,))),
         aten.dot.default: text("k, k ->", linear=((0,), (1,))),
         aten.addmm.default: _added_product,
+        aten.vdot.default: text("k, k ->", linear=((0,), (1,))),
+        aten.addmv.default: _added_to("m", "m k, k"),
+        aten.addr.default: _added_to("m n", "m, n"),
+        aten.addbmm.default: _added_to("m n", "b m k, b k n"),
         aten.baddbmm.default: _added_product,
         aten.convolution.default: _convolution,
         aten.convolution_backward.default: _convolution_backward,

@@ -39,6 +39,10 @@ Placement = str | int | Shard
 _ANY = 0
 """`outer` of what is the same for every example, at every place of a merged dim."""
 
+# What they give depends on how their argument lies in memory.
+_READ_MEMORY = frozenset(
+    {torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_scatter.default}
+)
 _RANDOM = torch.Tag.nondeterministic_seeded
 
 
@@ -166,9 +170,21 @@ class _State:
             self.rules[node] = rule_of(node)
         notation = self.rules[node]
         if notation is None:
-            self._refuse(node, f"{node.target} {NO_RULE}")
+            self._without_rule(node, tensors, places)
             return
         self._apply(node, notation, tensors, places)
+
+    def _without_rule(self, node: fx.Node, tensors: list[fx.Node], places: list) -> None:
+        """Any op may be run on whole values, as one that reads weights and gradients of weights
+        alone does (the exponential of a matrix that keeps a weight orthogonal)."""
+        sharded = any(_lies(place) for place in places)
+        if sharded or node.target in _READ_MEMORY:
+            self._refuse(node, f"{node.target} {NO_RULE}")
+            return
+        for tensor, place in zip(tensors, places, strict=True):
+            if place == PARTIAL:
+                self._convert(tensor)
+        self.places[node] = self._made(node)
 
     def _current(self, node: fx.Node) -> Placement:
         return REPLICATED if node in self.hoisted or node in self.reduced else self.places[node]
@@ -219,11 +235,13 @@ class _State:
         partial &= group
         if partial:
             for i in group - partial:
-                if not tensors[i].meta["val"].is_floating_point():
+                value = tensors[i].meta["val"]
+                if not (value.is_floating_point() or value.is_complex()):
                     self._refuse(node, "it adds a whole number to a partial sum")
                     return
                 self.shared.add((node, i))
-            self._set(node, [PARTIAL for _ in rule.outputs])
+            count = len(rule.outputs)
+            self._set(node, [REPLICATED if k in rule.kept else PARTIAL for k in range(count)])
             return
         if not sharded:
             self.places[node] = self._made(node)

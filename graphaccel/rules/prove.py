@@ -15,6 +15,8 @@ from graphaccel.ir.values import tensors_of
 from graphaccel.rules.notation import Indices, Notation, shape_of, tensor_arguments
 
 aten = torch.ops.aten
+# The first number of a list of sizes among an affine grid's arguments.
+_LISTS_IMAGES = {aten.affine_grid_generator.default: 1}
 # The number of images among a group norm's arguments.
 _COUNTS_IMAGES = {aten.native_group_norm.default: 3, aten.native_group_norm_backward.default: 5}
 
@@ -57,6 +59,8 @@ def computed(
         args = tuple(list(shapes.get(tuple(a), a)) if isinstance(a, list) else a for a in args)
         if (at := _COUNTS_IMAGES.get(node.target)) is not None:
             args = (*args[:at], args[at] // 2, *args[at + 1 :])
+        if (at := _LISTS_IMAGES.get(node.target)) is not None:
+            args = (*args[:at], [args[at][0] // 2, *args[at][1:]], *args[at + 1 :])
     return node.target(*args, **kwargs)
 
 
@@ -164,7 +168,10 @@ def _linear(node: fx.Node, rule: Notation) -> Iterator[str]:
         parts = [tensors_of(computed(node, half)) for half in (first, second)]
         read = [tensors[i].meta["val"] for i in group]
         for k, wanted in enumerate(whole):
-            if not _equal(parts[0][k] + parts[1][k], wanted, read):
+            if k in rule.kept:
+                if not all(_equal(part[k], wanted) for part in parts):
+                    yield f"result {k} depends on inputs {sorted(group)}"
+            elif not _equal(parts[0][k] + parts[1][k], wanted, read):
                 yield f"result {k} is not linear in inputs {sorted(group)}"
 
 

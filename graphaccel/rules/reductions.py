@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import MappingProxyType
 
 import torch
@@ -14,6 +15,7 @@ from graphaccel.rules.notation import (
     arguments,
     named_dims,
     output_shapes,
+    shape_of,
     tensor_arguments,
 )
 
@@ -57,6 +59,17 @@ def _reduce(*, linear: bool) -> Rule:
     return rule
 
 
+def _sum_of_numbers(node: fx.Node) -> Notation:
+    """nansum: a sum, but not linear, as what is no number in one term may be in another."""
+    return replace(_reduce(linear=False)(node), sums=True)
+
+
+def _all(node: fx.Node) -> Notation:
+    """median of all elements, dist: every dim is whole."""
+    inputs = tuple(("",) * len(shape_of(t)) for t in tensor_arguments(node))
+    return Notation(inputs, tuple(() for _ in output_shapes(node)), sums=False)
+
+
 def _mean(node: fx.Node) -> Notation:
     """An average stays one only over whole dims: canonical form has sums where it is of the
     batch."""
@@ -76,6 +89,7 @@ RULES: Rules = MappingProxyType(
         aten._softmax_backward_data.default: _along(linear=True),
         aten._log_softmax_backward_data.default: _along(linear=True),
         aten.cumsum.default: _along(linear=True),
+        aten.logcumsumexp.default: _along(),
         aten.cumprod.default: _along(),
         aten.cummax.default: _along(),
         aten.cummin.default: _along(),
@@ -98,6 +112,13 @@ RULES: Rules = MappingProxyType(
         aten.any.dim: _EXTREME,
         aten.all.default: _EXTREME,
         aten.all.dim: _EXTREME,
+        aten.aminmax.default: _EXTREME,
+        aten.prod.default: _EXTREME,
+        aten.nansum.default: _sum_of_numbers,
+        aten.median.default: _all,
+        aten.nanmedian.default: _all,
+        aten.dist.default: _all,
+        aten.std_mean.correction: _EXTREME,
         aten.prod.dim_int: _EXTREME,
         aten.logsumexp.default: _EXTREME,
         aten.var.correction: _EXTREME,

@@ -77,7 +77,7 @@ def rows_of(
             found[
                 Row(
                     tuple(PARTIAL if i in group else REPLICATED for i in range(count)),
-                    (PARTIAL,) * results,
+                    tuple(REPLICATED if k in notation.kept else PARTIAL for k in range(results)),
                     divided=False,
                 )
             ] = None

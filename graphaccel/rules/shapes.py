@@ -13,9 +13,11 @@ from graphaccel.rules.notation import (
     Rules,
     arguments,
     index_names,
+    name_at,
     named_dims,
     output_shapes,
     regrouped,
+    same_dims,
     shape_of,
     tensor_arguments,
 )
@@ -169,8 +171,8 @@ def _triangle(node: fx.Node) -> Notation:
 def _unfold(node: fx.Node) -> Notation:
     """Windows along one dim, their insides as a last dim."""
     names = named_dims(node)
-    dim = arguments(node)["dimension"] % len(names)
-    return Notation((names,), ((*names, ""),), frozenset({names[dim]}), _FIRST)
+    whole = name_at(names, arguments(node)["dimension"])
+    return Notation((names,), ((*names, ""),), frozenset({whole}), _FIRST)
 
 
 REGROUPS = frozenset(
@@ -189,6 +191,7 @@ RULES: Rules = MappingProxyType(
     {
         **dict.fromkeys(REGROUPS, _reshape),
         aten.squeeze.default: _squeeze,
+        aten.alias.default: same_dims,
         aten.t.default: _permute,
         aten.transpose.int: _permute,
         aten.permute.default: _permute,

@@ -18,6 +18,7 @@ from graphaccel.rules import (
     images,
     indexing,
     leading,
+    linalg,
     losses,
     normalise,
     pointwise,
@@ -41,6 +42,7 @@ RULES: Rules = MappingProxyType(
         **losses.RULES,
         **images.RULES,
         **leading.RULES,
+        **linalg.RULES,
         **factories.RULES,
         **fourier.RULES,
         **collectives.RULES,
@@ -56,6 +58,8 @@ def rule_of(node: fx.Node) -> Notation | None:
             return found(node)
         except ZeroDivisionError:  # a dim of a tensor without dims, which torch takes
             return kept_whole(node)
+        except NotImplementedError:  # a form of the call that its rule does not speak of
+            return None
     if (own := own_rule(node)) is not None:
         return own
     if (fused := fused_rule(node)) is not None:

@@ -23,7 +23,7 @@ from tests.support.ops import CASES
 
 aten = torch.ops.aten
 Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
-FACTORIES = factories.UNIFORM | factories.COUNTS
+FACTORIES = factories.UNIFORM | factories.COUNTS | factories.ORDERED
 
 
 def check(node: fx.Node, rule: Notation) -> None:

@@ -9,22 +9,6 @@ from tests.support.calls import Arguments, Draw
 aten = torch.ops.aten
 
 
-def pooled_call(d: Draw) -> Arguments:
-    x = d.real(d.size(), 2, 4, 4)
-    out, where = aten.adaptive_max_pool2d(x, [2, 2])
-    return (d.real(*out.shape), x, where), {}
-
-
-def padded_call(d: Draw) -> Arguments:
-    n = d.size()
-    return (d.real(n, 2, 5, 7), d.real(n, 2, 4, 4), [1, 2, 1, 0]), {}
-
-
-def cholesky_call(d: Draw) -> Arguments:
-    x = d.real(*d.shape(0, 2), 3, 3)
-    return (x @ x.mT + torch.eye(3, dtype=x.dtype),), {}
-
-
 def halved_call(d: Draw) -> Arguments:
     return (d.real(2, 2, 4), d.real(2, 4, 4), 1), {}
 

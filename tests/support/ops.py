@@ -13,12 +13,18 @@ from tests.support import calls as c
 from tests.support import calls_leading as leading
 from tests.support.calls import Case
 from tests.support.ops_elementwise import CASES as ELEMENTWISE
+from tests.support.ops_images import CASES as IMAGES
+from tests.support.ops_indexing import CASES as INDEXING
+from tests.support.ops_linalg import CASES as LINALG
 
 aten = torch.ops.aten
 
 CASES: Mapping[Any, Case] = MappingProxyType(
     {
         **ELEMENTWISE,
+        **IMAGES,
+        **INDEXING,
+        **LINALG,
         aten.add.Tensor: c.binary_call(),
         aten.sub.Tensor: c.binary_call(),
         aten.mul.Tensor: c.binary_call(),
@@ -33,71 +39,9 @@ CASES: Mapping[Any, Case] = MappingProxyType(
             {"dtype": d.one(torch.float64, torch.int64, torch.bool)},
         ),
         aten.where.self: c.where_call,
-        aten.pixel_shuffle.default: lambda d: ((d.real(*d.one([], [2], [4, 2]), 4, 2, 3), 2), {}),
-        aten.pixel_unshuffle.default: lambda d: ((d.real(*d.one([], [2]), 1, 4, 4), 2), {}),
-        aten.channel_shuffle.default: lambda d: ((d.real(d.size(), 4, 2, 2), 2), {}),
-        aten.adaptive_max_pool2d.default: lambda d: ((d.real(d.size(), 2, 4, 4), [2, 2]), {}),
-        aten.adaptive_max_pool2d_backward.default: leading.pooled_call,
-        aten.avg_pool3d.default: lambda d: ((d.real(d.size(), 2, 4, 4, 4), [2, 2, 2]), {}),
-        aten.avg_pool3d_backward.default: lambda d: (
-            (
-                d.real(n := d.size(), 2, 2, 2, 2),
-                d.real(n, 2, 4, 4, 4),
-                [2] * 3,
-                [2] * 3,
-                [0] * 3,
-                False,
-                True,
-                None,
-            ),
-            {},
-        ),
-        aten.reflection_pad1d.default: lambda d: ((d.real(d.size(), 2, 4), [1, 2]), {}),
-        aten.reflection_pad1d_backward.default: lambda d: (
-            (d.real(n := d.size(), 2, 7), d.real(n, 2, 4), [1, 2]),
-            {},
-        ),
-        aten.reflection_pad2d.default: lambda d: ((d.real(d.size(), 2, 4, 4), [1, 2, 1, 0]), {}),
-        aten.reflection_pad2d_backward.default: leading.padded_call,
-        aten.replication_pad2d.default: lambda d: ((d.real(d.size(), 2, 4, 4), [1, 2, 1, 0]), {}),
-        aten.replication_pad2d_backward.default: leading.padded_call,
-        aten.upsample_bicubic2d.default: lambda d: ((d.real(d.size(), 2, 4, 4), [7, 8], True), {}),
-        aten.upsample_bicubic2d_backward.default: lambda d: (
-            (d.real(n := d.size(), 2, 8, 8), [8, 8], [n, 2, 4, 4], False),
-            {},
-        ),
-        aten.im2col.default: lambda d: (
-            (d.real(d.size(), 2, 4, 4), [2, 2], [1, 1], [0, 0], [1, 1]),
-            {},
-        ),
-        aten.col2im.default: lambda d: (
-            (d.real(d.size(), 8, 9), [4, 4], [2, 2], [1, 1], [0, 0], [1, 1]),
-            {},
-        ),
-        aten.grid_sampler_2d.default: lambda d: (
-            (d.real(n := d.size(), 2, 4, 4), d.real(n, 3, 3, 2), 0, 0, False),
-            {},
-        ),
-        aten.grid_sampler_2d_backward.default: lambda d: (
-            (
-                d.real(n := d.size(), 2, 3, 3),
-                d.real(n, 2, 4, 4),
-                d.real(n, 3, 3, 2),
-                0,
-                0,
-                False,
-                [True, True],
-            ),
-            {},
-        ),
-        aten._linalg_det.default: lambda d: ((d.real(*d.shape(0, 2), 3, 3),), {}),
-        aten.linalg_inv_ex.default: lambda d: ((d.real(*d.shape(0, 2), 3, 3),), {}),
-        aten.linalg_cholesky_ex.default: leading.cholesky_call,
-        aten._linalg_solve_ex.default: lambda d: (
-            (d.real(*(s := d.shape(0, 2)), 3, 3), d.real(*d.one(s, s, []), 3, 2)),
-            {},
-        ),
         aten.median.dim: c.along_call(),
+        aten.nanmedian.dim: c.along_call(),
+        aten.mode.default: c.along_call(),
         aten.kthvalue.default: c.along_call(1),
         aten.glu.default: c.along_call(),
         aten.glu_backward.default: leading.halved_call,
@@ -117,7 +61,6 @@ CASES: Mapping[Any, Case] = MappingProxyType(
             {},
         ),
         aten.unfold_backward.default: lambda d: ((d.real(2, 3, 4, 2), [2, 4, 4], 1, 2, 1), {}),
-        aten.index_add.default: lambda d: ((d.real(2, 4), 1, d.whole(4, 6), d.real(2, 6)), {}),
         aten.fill.Scalar: c.unary_call(3.0),
         aten.log_sigmoid_forward.default: c.unary_call(),
         aten.log_sigmoid_backward.default: lambda d: (
@@ -135,7 +78,6 @@ CASES: Mapping[Any, Case] = MappingProxyType(
             (d.real(4, 2, 2), 2.0, d.one([1], [-1], [0, 2]), d.one(True, False)),
             {},
         ),
-        aten.scatter.value: lambda d: ((d.real(4, 4), 1, d.whole(4, 4, 2), 2.0), {}),
         aten.binary_cross_entropy_with_logits.default: lambda d: (
             (d.real(4, 2), d.positive(4, 2), None, d.positive(2), d.one(0, 1, 2)),
             {},
@@ -212,6 +154,7 @@ CASES: Mapping[Any, Case] = MappingProxyType(
         aten._softmax_backward_data.default: c.along_call(after=(torch.float64,), twice=True),
         aten._log_softmax_backward_data.default: c.along_call(after=(torch.float64,), twice=True),
         aten.cumsum.default: c.along_call(),
+        aten.logcumsumexp.default: c.along_call(),
         aten.cumprod.default: c.along_call(),
         aten.sort.default: c.along_call(after=(True,)),
         aten.sort.stable: lambda d: ((d.real(4, 2),), {"stable": True, "dim": d.one(0, 1)}),
@@ -232,6 +175,13 @@ CASES: Mapping[Any, Case] = MappingProxyType(
         aten.min.dim: c.dims_call(many=False),
         aten.any.dim: c.dims_call(many=False),
         aten.all.dim: c.dims_call(many=False),
+        aten.aminmax.default: lambda d: ((d.real(4, 2),), {"dim": d.one(0, 1, None)}),
+        aten.prod.default: c.unary_call(),
+        aten.nansum.default: c.dims_call(),
+        aten.median.default: c.unary_call(),
+        aten.nanmedian.default: c.unary_call(),
+        aten.dist.default: lambda d: ((d.real(4, 2), d.real(4, 2)), {}),
+        aten.std_mean.correction: c.dims_call(correction=1),
         aten.prod.dim_int: c.dims_call(many=False),
         aten.logsumexp.default: c.dims_call(none=False),
         aten.var.correction: c.dims_call(correction=1),
@@ -247,7 +197,6 @@ CASES: Mapping[Any, Case] = MappingProxyType(
             {},
         ),
         aten.gather.default: c.gather_call,
-        aten.scatter_add.default: c.scatter_add_call,
         aten.scatter.src: c.scatter_add_call,
         aten.native_layer_norm.default: c.layer_norm_call,
         aten.native_layer_norm_backward.default: c.layer_norm_backward_call,
@@ -256,6 +205,10 @@ CASES: Mapping[Any, Case] = MappingProxyType(
         aten._native_batch_norm_legit_functional.default: c.batch_norm_call(True, False),
         aten._native_batch_norm_legit_no_training.default: c.batch_norm_call(),
         aten.native_batch_norm.default: leading.own_statistics_call,
+        aten._native_batch_norm_legit.no_stats: lambda d: (
+            (d.real(*d.one([4, 2], [2, 4, 3, 3])), None, None, True, 0.1, 1e-5),
+            {},
+        ),
         aten.native_batch_norm_backward.default: c.batch_norm_backward_call,
         aten._weight_norm_interface.default: c.weight_norm_call,
         aten._weight_norm_interface_backward.default: c.weight_norm_backward_call,
@@ -275,18 +228,6 @@ CASES: Mapping[Any, Case] = MappingProxyType(
         aten.huber_loss_backward.default: c.loss_backward_call(1.0),
         aten.binary_cross_entropy.default: c.loss_call(bounded=True),
         aten.binary_cross_entropy_backward.default: c.loss_backward_call(bounded=True),
-        aten.max_pool2d_with_indices.default: c.image_call([2, 2]),
-        aten.max_pool2d_with_indices_backward.default: c.max_pool_backward_call,
-        aten.avg_pool2d.default: c.image_call([2, 2]),
-        aten.avg_pool2d_backward.default: c.image_backward_call(
-            2, [2, 2], [2, 2], [0, 0], False, True, None
-        ),
-        aten._adaptive_avg_pool2d.default: c.image_call([2, 2]),
-        aten._adaptive_avg_pool2d_backward.default: c.image_backward_call(2),
-        aten.upsample_bilinear2d.default: c.image_call([8, 8], False),
-        aten.upsample_bilinear2d_backward.default: c.upsample_backward_call(False),
-        aten.upsample_nearest2d.default: c.image_call([8, 8]),
-        aten.upsample_nearest2d_backward.default: c.upsample_backward_call(),
         # Elementwise ops without an entry, found by their tag.
         aten.exp.default: c.unary_call(),
         aten.rsub.Scalar: c.unary_call(1.0),
