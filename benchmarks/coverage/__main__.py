@@ -55,9 +55,10 @@ def main() -> None:
     done = _read(args.lines) if args.resume else {}
     if not args.resume:
         args.lines.unlink(missing_ok=True)
-    for part, name, setting, verdict in run(
-        _tasks(parser, args.only, settings, done), args.processes
-    ):
+    commit = _commit()
+    tasks = _tasks(parser, args.only, settings, done)
+    for part, name, setting, verdict in run(tasks, args.processes):
+        verdict["commit"] = commit
         done[part, name, setting] = verdict
         line = {"part": part, "name": name, "setting": setting, **verdict}
         with args.lines.open("a") as file:
@@ -101,10 +102,13 @@ def _body(done: dict[tuple[str, str, str], dict[str, Any]]) -> dict[str, Any]:
     for (part, name, setting), verdict in done.items():
         kept = {k: v for k, v in verdict.items() if k != "seconds"}
         verdicts.setdefault(part, {}).setdefault(name, {})[setting] = kept
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    return {"commit": commit, "torch": torch.__version__, "verdicts": verdicts}
+    entries = {part: len(PARTS[part].names()) for part in verdicts}
+    return {"torch": torch.__version__, "entries": entries, "verdicts": verdicts}
+
+
+def _commit() -> str:
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 if __name__ == "__main__":

@@ -104,6 +104,9 @@ def _class(name: str) -> type[nn.Module]:
 def _made(name: str, config: Any) -> tuple[nn.Module, dict[str, Tensor]]:
     torch.manual_seed(SEED)
     model = _class(name)(config).double().train()
+    for module in model.modules():
+        if hasattr(module, "set_experts_implementation"):
+            module.set_experts_implementation("eager")  # torch's grouped one knows no float64
     generator = torch.Generator().manual_seed(SEED)
     kind = name.split("/")[0]
     if kind in ("causal", "masked", "seq2seq"):

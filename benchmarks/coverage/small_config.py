@@ -21,13 +21,12 @@ _LAYERS = re.compile(
 _COUNTS: tuple[tuple[str, int], ...] = (
     (r"(num_attention_heads|n_heads?|num_heads|(en|de)coder_attention_heads)", HEADS),
     (r"(num_key_value_heads|num_kv_heads|n_kv_heads)", 2),
-    (r"(head_dim|d_kv|kv_channels|attention_head_dim|v_head_dim|qk_head_dim)", WIDTH // HEADS),
-    (r"(qk_rope_head_dim|qk_nope_head_dim)", 8),
+    (r"(head_dim|d_kv|kv_channels|attention_head_dim|.*_head_dim|mamba_d_head)", WIDTH // HEADS),
+    (r"mamba_n_heads", 8),
     (r"(q_lora_rank|kv_lora_rank|rotary_dim)", 16),
     (r"(hidden_size|d_model|n_embd|dim|embed_dim|hidden_dim|emb_dim|embedding_size)", WIDTH),
     (r"(intermediate_size|(en|de)coder_ffn_dim|ffn_dim|d_ff|ffn_hidden_size|n_inner|dff)", 96),
     (r"((moe|shared|shared_expert|dense)_intermediate_size|expert_ffn_hidden_size)", 32),
-    (r"(linear_(key|value)_head_dim|index_head_dim)", 16),
     (r"(linear_num_key_heads|index_n_heads)", 2),
     (r"linear_num_value_heads", 4),
     (r"(num_experts|n_routed_experts|num_local_experts|moe_num_experts)", EXPERTS),
@@ -43,7 +42,6 @@ _SIZES: tuple[tuple[str, int], ...] = (
 )
 _TOKEN = re.compile(r".*(_token_id|_token_index|_index|_id)")
 _LISTS = re.compile(r"(depths|num_blocks|stage_num_blocks|num_block_repeats|block_repeats)")
-_PER_LAYER = re.compile(r"(layer_types|mlp_layer_types|layers_block_type|attn_layers|.*_per_layer)")
 
 _LEVELS = ("all", "counts", "layers", "default")
 """Which fields are made small: from all that are known to none."""
@@ -52,6 +50,7 @@ _LEVELS = ("all", "counts", "layers", "default")
 def smaller(default: Mapping[str, Any], level: str) -> dict[str, Any]:
     """The fields of a configuration, and of those in it, at one of `_LEVELS`."""
     found: dict[str, Any] = {}
+    layers = {v for n, v in default.items() if _LAYERS.fullmatch(n) and isinstance(v, int)}
     for name, value in default.items():
         if isinstance(value, Mapping) and "model_type" in value:
             found[name] = smaller(value, level)
@@ -59,8 +58,14 @@ def smaller(default: Mapping[str, Any], level: str) -> dict[str, Any]:
             found[name] = 0.0
         elif level == "default":
             found[name] = value
+        elif isinstance(value, (list, tuple)) and len(value) in layers - {0, 1, LAYERS}:
+            found[name] = list(value[-LAYERS:])  # one for each layer
         else:
             found[name] = _small(name, value, level)
+    if level == "all" and "qk_rope_head_dim" in found:  # latent attention: keys for every head,
+        found |= {"qk_head_dim": 2 * (WIDTH // HEADS), "num_key_value_heads": HEADS}  # in two parts
+    if level == "all" and "state_size" in found and found.get("num_heads"):  # of wider states
+        found["num_heads"] = found.get("expand", 1) * HEADS
     return found
 
 
@@ -84,8 +89,6 @@ def _small(name: str, value: Any, level: str) -> Any:
     if isinstance(value, (list, tuple)):
         if _LISTS.fullmatch(name) and all(isinstance(n, int) for n in value):
             return [min(n, 1) for n in value]
-        if _PER_LAYER.fullmatch(name):
-            return list(value[-LAYERS:])
         if level == "all" and name == "conv_dim" and all(isinstance(n, int) for n in value):
             return [32] * len(value)
     return value

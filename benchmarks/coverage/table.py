@@ -17,9 +17,11 @@ _LISTED = ("wrong", "raw", "slow", "refused", "unmeasured")
 _HEAD = """# Coverage, measured on lists of others
 
 Written by `python -m benchmarks.coverage --table` from `benchmarks/results/coverage.json`; do not
-edit. Commit {commit}, torch {torch}. Each entry is a small model with its loss, compared with plain
-eager mode on one device: the loss and every gradient, in float64 where the entry can, within 1e-8
-of the largest value of the tensor (float32: 1e-4).
+edit. Found with torch {torch} at {commits}.
+
+Each entry is a small model with its loss, compared with plain eager mode on one device: the loss
+and every gradient, in float64 where the entry can, within 1e-8 of the largest value of the tensor
+(float32: 1e-4).
 
 | outcome | |
 |---|---|
@@ -29,19 +31,29 @@ of the largest value of the tensor (float32: 1e-4).
 | raw | any other error, or a crash |
 | wrong | something differs |
 | slow | more than 60 s of the processor |
-| unmeasured | eager fails or gives no gradient; of splits also: no sample of the list has a batch |
+| unmeasured | eager fails or gives no gradient; of splits also: no sample has a batch |
 
-Shares are of what was measured and is not random. `one` is one device; the other settings are data,
-microbatches, tensor and pipeline, 2 of each, and all else is planned. Those take the first sample
-whose examples lie along dim 0, with twice as many.
+Shares are of what was measured and is not random. `one` is one device; the other settings are
+data, microbatches, tensor and pipeline, 2 of each, and all else is planned. Those take the first
+sample whose examples lie along dim 0, with twice as many. Samples without elements, or with a loss
+that is no number, are passed over where there are others. Operators that draw do so from the
+generator as it is: torch's list seeds it in each call. Lazy modules are initialised by a call
+before, as torch asks.
 """
 
 
 def page(body: Mapping[str, Any]) -> str:
     """The page of results, as Markdown."""
-    lines = [_HEAD.format(commit=body["commit"], torch=body["torch"])]
+    found = (
+        v for names in body["verdicts"].values() for each in names.values() for v in each.values()
+    )
+    commits = ", ".join(sorted({v["commit"] for v in found}))
+    lines = [_HEAD.format(commits=commits, torch=body["torch"])]
     for part, verdicts in body["verdicts"].items():
-        lines += [f"## {part}: {PARTS[part].about}", "", *_figures(verdicts), ""]
+        lines += [f"## {part}: {PARTS[part].about}", ""]
+        if len(verdicts) < body["entries"][part]:
+            lines += [f"{len(verdicts)} of {body['entries'][part]} entries were run.", ""]
+        lines += [*_figures(verdicts), ""]
         lines += [*_reasons(verdicts), ""]
     return "\n".join(lines)
 

@@ -366,12 +366,25 @@ def _bags(node: fx.Node) -> None:
 
 def _times_one(node: fx.Node) -> None:
     """A factor of one (T5's scale, BART's embeddings) changes nothing of a float."""
-    source, factor = node.args[:2]
-    if isinstance(factor, fx.Node) or factor != 1 or not isinstance(source, fx.Node):
+    _nothing(node, 1)
+
+
+def _plus_zero(node: fx.Node) -> None:
+    """Nor does the 0 that `sum(losses)` and `loss = 0; loss += part` begin with: without it, the
+    loss is a sum of the parts of a batch."""
+    _nothing(node, 0)
+
+
+def _nothing(node: fx.Node, number: int) -> None:
+    """Take out a call whose second argument is the number that changes no float."""
+    source, other = node.args[:2]
+    if isinstance(other, fx.Node) or other != number or not isinstance(source, fx.Node):
         return
     was, value = source.meta["val"], node.meta["val"]
     same = (was.dtype, was.shape, was.stride()) == (value.dtype, value.shape, value.stride())
-    if same and was.is_floating_point() and all(u.op != "output" for u in node.users):
+    given = any(u.op == "output" for u in node.users)  # then it must be a value of its own
+    taken = source.op != "call_function" or any(u.op == "output" for u in source.users)
+    if same and was.is_floating_point() and not (given and taken):
         _replace(node, source)
 
 
@@ -444,6 +457,7 @@ _REWRITES: dict[Any, Callable[[fx.Node], None]] = {
     aten.type_as.default: _as_type,
     aten.mul.Tensor: _times_one,
     aten.div.Tensor: _times_one,
+    aten.add.Tensor: _plus_zero,
     aten.adaptive_avg_pool1d.default: _pool,
     aten.adaptive_avg_pool2d.default: _pool,
     aten.adaptive_avg_pool3d.default: _pool,

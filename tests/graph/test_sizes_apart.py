@@ -101,3 +101,19 @@ def test_a_call_that_writes_to_its_input_is_refused():
         "  help: to see torch's own report:  GRAPHACCEL_TRACEBACK=full python train.py\n"
         "  explain: graphaccel explain GA102"
     )
+
+
+def test_a_loss_added_to_zero_is_a_sum_of_parts():
+    """`sum(losses)` and `loss = 0; loss += part` begin with the number 0."""
+
+    class Summed(Called):
+        def forward(self, x):
+            return sum((x * self.scale * k).sin().sum() for k in (1, 2))
+
+    ours = graphaccel.optimize(Summed(None), devices=1, microbatches=2)
+    plain = Summed(None)
+    losses = [model(X + 0.3) for model in (ours, plain)]
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-12, atol=0)
+    torch.testing.assert_close(ours.scale.grad, plain.scale.grad, rtol=1e-12, atol=1e-15)
