@@ -21,6 +21,7 @@ from graphaccel.arguments import (
     check_can_run,
     check_count,
     check_job,
+    check_of,
     check_settings,
     device_count,
     read_plan,
@@ -69,6 +70,7 @@ def optimize(
     cluster: Cluster | None = None,
     clip_norm: float | None = None,
     batch_dims: BatchDims = None,
+    check: str = "first-step",
     timeout: float = 600.0,
     **pins: Any,
 ) -> Any:
@@ -93,6 +95,9 @@ def optimize(
       clip_grad_norm_ before it would; `model.graphaccel.grad_norm` is the norm.
     batch_dims: the dim of the examples in the inputs, where it is not found: one for all, or by an
       input's name or position, as in `{"tokens": 1, 0: 1, "mask": None}` (None: it has none).
+    check: "first-step": before anything is changed, loss and gradients of the captured graph are
+      compared with plain autograd of the model on a few rows of the first batch, and what differs
+      is an error. "off": they are not.
     timeout: seconds after which a rank that does not answer is given up.
     pins: data, pipeline, interleave, microbatches, recompute, precision, ...; the rest is planned.
       What the command line of `graphaccel run` says comes first.
@@ -100,6 +105,7 @@ def optimize(
     Raises a subclass of GraphAccelError; the model and the optimizer are then as they were.
     """
     pins = with_command_line(pins)
+    check = check_of(check)
     check_arguments(model, optimizer, pins, loss_fn, clip_norm)
     check_settings(cluster, timeout, example_batch)
     check_batch_dims(batch_dims)
@@ -122,7 +128,7 @@ def optimize(
     if isinstance(plan, (str, Path)):
         compiler.path = str(plan)
     initial = initial_values(model, init_fn)
-    handle = Handle(model, optimizer, compiler, count, device, timeout, initial, clip_norm)
+    handle = Handle(model, optimizer, compiler, count, device, timeout, initial, clip_norm, check)
     with _moved(model, device):
         if example_batch is None:
             same_on_all_ranks(model, count, initial, device)

@@ -38,6 +38,20 @@ PINS = "GRAPHACCEL_PINS"
 """Decisions on the command line of `graphaccel run`, as JSON."""
 
 
+FIRST_STEP = "first-step"
+CHECKS = (FIRST_STEP, "off")
+CHECK = "GRAPHACCEL_CHECK"
+"""`--check` of `graphaccel run`."""
+
+
+def check_of(given: str) -> str:
+    """Which check is made: the command line's, else the script's. Raises BadPin (GA202)."""
+    check = os.environ.get(CHECK) or given
+    if check not in CHECKS:
+        raise BadPin(pin="check", value=check, reason="there is no such check", allowed=CHECKS)
+    return check
+
+
 def with_command_line(pins: Mapping[str, Any]) -> dict[str, Any]:
     """The script's decisions, and those of `graphaccel run`, which come first."""
     given = json.loads(os.environ.get(PINS, "{}"))

@@ -115,6 +115,11 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     out.add_argument("--html", type=_output, metavar="FILE", help="save the report as one page")
     out.add_argument("--trace", type=_output, metavar="FILE", help="save the step for Perfetto")
     out.add_argument("--format", choices=("text", "json"), default="text", help="of the report")
+    out.add_argument(
+        "--check",
+        action="store_true",
+        help="compare the captured graph with the model in eager code; GA108 where they differ",
+    )
     out.add_argument("--explain", action="store_true", help="decision by decision, what would help")
     out.add_argument(
         "--why-not",
@@ -323,6 +328,11 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         description="Start a script once for each device. Standard output is that of the first.",
     )
     run.add_argument("--devices", type=_positive, required=True, metavar="N", help="per machine")
+    run.add_argument(
+        "--check",
+        choices=("first-step", "off"),
+        help="before the first step, compare the captured graph with the model in eager code",
+    )
     run.add_argument("--all-output", action="store_true", help="show what every rank prints")
     run.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name")
     nodes = run.add_argument_group("several machines", "as in torchrun; start it on each")
@@ -510,13 +520,15 @@ def _calibrate(arguments: argparse.Namespace) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     import json
 
-    from graphaccel.arguments import PINS
+    from graphaccel.arguments import CHECK, PINS
     from graphaccel.plan_command import pins_of
     from graphaccel.runtime import launch
 
     pins = pins_of(arguments)
     if pins:
         os.environ[PINS] = json.dumps(pins)  # read by optimize() in every process
+    if arguments.check is not None:
+        os.environ[CHECK] = arguments.check
     argv = [*(["-m"] if arguments.module else []), arguments.script, *arguments.arguments]
     flags = torchrun_flags(arguments)
     return launch.run_script(arguments.devices, argv, flags, arguments.all_output)

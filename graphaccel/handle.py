@@ -11,27 +11,31 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from graphaccel.arguments import check_hooks
+from graphaccel.arguments import FIRST_STEP, check_hooks
 from graphaccel.capture.batch import Batch, flatten_call
 from graphaccel.capture.export import split_targets
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.compat.torch import pytree
 from graphaccel.compiler import Compiler, forward_schedule, schedule_of
-from graphaccel.errors import BatchChanged, GraphMisuse
+from graphaccel.errors import BatchChanged, CaptureDiffers, GraphMisuse
 from graphaccel.ir.program import StepProgram
 from graphaccel.passes.pipeline import backward_of
 from graphaccel.planner.plan import Plan, StageMemory
 from graphaccel.progress import progress
+from graphaccel.proof.comparison import Pair, pair_of
+from graphaccel.proof.gate import Gate
+from graphaccel.proof.planned import Given
 from graphaccel.report.text import plan_report
 from graphaccel.runtime.agreement import BACKWARD, EVALUATE, PLAN, STATE, TRAIN, Agreement
 from graphaccel.runtime.all_gradients import AllGradients, clip_before
 from graphaccel.runtime.cuda_graphs import recorder_for
 from graphaccel.runtime.deferred import RECORD
+from graphaccel.runtime.executor import StepResult
 from graphaccel.runtime.host import HostCopies
 from graphaccel.runtime.inductor import StageCompiler, check_compiler
 from graphaccel.runtime.loss_scale import LossScale
 from graphaccel.runtime.mesh import build_mesh
-from graphaccel.runtime.module import Dropped, HandOut, Kept, original_class
+from graphaccel.runtime.module import Dropped, HandOut, Kept, detach, original_class
 from graphaccel.runtime.optimizer_step import OptimizerStep
 from graphaccel.runtime.record import Record
 from graphaccel.runtime.remote import RemoteTensor
@@ -63,8 +67,10 @@ class Handle:
         timeout: float,
         initial: Record | None = None,
         clip_norm: float | None = None,
+        check: str = FIRST_STEP,
     ) -> None:
         self._initial, self._clip_norm = initial, clip_norm
+        self._gate = Gate(on=check == FIRST_STEP, ranks=devices)
         self._model, self._optimizer, self._compiler = model, optimizer, compiler
         self._devices, self._device, self._timeout = devices, device, timeout
         self._agreement = Agreement(devices, device, timedelta(seconds=timeout), optimizer)
@@ -162,10 +168,13 @@ class Handle:
 
     # ---- what the model's forward and state_dict do
 
-    def prepare(self, batch: Batch, planned: Callable[[], None] = lambda: None) -> None:
+    def prepare(
+        self, batch: Batch, planned: Callable[[], None] = lambda: None, *, example: bool = True
+    ) -> None:
         """Capture, plan, rewrite, and let go of what this rank does not hold.
 
-        planned: called when nothing can be refused any more, before anything is changed.
+        planned: called when nothing can be refused any more, before anything is changed. example:
+        whether another batch may be the first that is trained on.
         """
         self._agreement.check(PLAN, batch, values=False)
         self._share_capture(batch)
@@ -173,6 +182,11 @@ class Handle:
         self._agree(chosen)
         check_compiler(chosen.compile, self._device)
         recorder = recorder_for(self._device) if chosen.cuda_graphs else None
+        if self._gate.closed:
+            pair = self._pair(batch)
+            self._gate.prove(pair)
+            if not example:
+                self._gate.expect(pair, chosen)
         planned()
         self._agreement.count_optimizer_steps()
         mesh = build_mesh(
@@ -216,6 +230,11 @@ class Handle:
             "ready", chosen.name + (f", {1e3 * peak.seconds:.0f} ms predicted" if peak else ""), 0.0
         )
 
+    def _pair(self, batch: Batch) -> Pair:
+        """The model as its user calls it, beside the step that was captured of this batch."""
+        step, sizes = self._compiler.capture(batch)
+        return pair_of(self._model, self._compiler.model.loss_fn, step, batch, sizes)
+
     def _before_steps(
         self, optimizer: Optimizer, session: Session, fused: bool, on_host: bool
     ) -> None:
@@ -236,7 +255,8 @@ class Handle:
         self, module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
     ) -> Any:
         """`model(*args, **kwargs)`."""
-        if module is not self._model or self._compiler.captures.capturing:
+        inside = self._compiler.captures.capturing or self._gate.proving
+        if module is not self._model or inside:
             return forward(module, *args, **kwargs)
         training = torch.is_grad_enabled() and self._model.training
         if not training and self._initial is not None:
@@ -256,22 +276,41 @@ class Handle:
         random = self.program is not None and self.program.random
         leaves = self._agreement.check(TRAIN, batch, random=random)
         if self.plan is None:
-            self.prepare(batch)
+            try:
+                self.prepare(batch, example=False)
+            except CaptureDiffers:
+                detach(self._model)
+                raise
         compiled = self._training_step(batch)
         assert self._session is not None
         self._session.follow()
+        whole = self.has_all() and not self._away()
+        self._gate.expect_now(lambda: self._pair(batch), self.plan, whole)
         reached = compiled.reached
         named = [(n, p) for n, p in self._model.named_parameters() if n in reached]
         if compiled.backward is not None:
             tracked = frozenset(compiled.program.tangents)
             agree = partial(self._agreement.check, BACKWARD)
             outputs = self._session.call(compiled, leaves, tracked, named, agree)
+            self._gate.check(lambda: self._given(StepResult(None, {}, outputs)), self._session.mesh)
             return compiled.rebuild(None, outputs)
         result = self._session.step(compiled, leaves)
+        self._gate.spoilt(result.overflow)
+        self._gate.check(lambda: self._given(result), self._session.mesh)
         marks = self._optimizing is not None  # an optimizer of ours can leave the update out
         names, parameters = [n for n, _ in named], [p for _, p in named]
         loss = HandOut.apply(result, marks, self._away(), tuple(names), *parameters)
         return compiled.rebuild(loss, result.outputs)
+
+    def _given(self, result: StepResult) -> Given:
+        """What a step gave on this rank."""
+        assert self._session is not None
+        assert self.program is not None
+        buffers = dict(self._model.named_buffers())
+        values = (v for p in self.program.stages for v in p.forward_outputs if v.kind == "buffer")
+        written = {v.name for v in values if v.name in buffers and self._session.holds(v.name)}
+        held = {n: buffers[n] for n in written}
+        return Given(result.loss, result.outputs, result.gradients, result.layouts, held)
 
     def has_all(self) -> bool:
         """Whether every parameter lies here in full."""

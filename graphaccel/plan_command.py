@@ -32,6 +32,8 @@ from graphaccel.planner.record import Record
 from graphaccel.planner.refined import model_key, step_time, with_step
 from graphaccel.planner.solving import solve_all
 from graphaccel.progress import progress
+from graphaccel.proof.comparison import pair_of
+from graphaccel.proof.first_step import prove
 from graphaccel.report.compare import comparison
 from graphaccel.report.export import export, refusals
 from graphaccel.report.facts import Facts, RankMemory, gather, points, run_spans
@@ -77,6 +79,9 @@ def plan_command(args: argparse.Namespace) -> int:
     compiler = Compiler(model, where, pins)
     if args.batch is not None:
         job = replace(job, batch=compiler.of_size(job.batch, args.batch))
+    if args.check:
+        step, sizes = compiler.capture(job.batch)
+        prove(pair_of(job.model, job.loss_fn, step, job.batch, sizes))
     record = Record(watch=Progress())
     program: StepProgram | None = None
     try:

@@ -33,7 +33,8 @@ from graphaccel.messages import Location
 log = logging.getLogger("graphaccel.capture")
 
 aten = torch.ops.aten
-_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+"""A line of a node's stack trace: file and number."""
 # Of values: what eager mode refuses there becomes NaN or infinite.
 _CHECKS = {aten._linalg_check_errors.default}
 _NO_OPS = {aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default}
@@ -342,5 +343,5 @@ def _merge_casts(joint: fx.GraphModule, inputs: Sequence[GraphInput]) -> None:
 
 def source_line(node: fx.Node) -> tuple[str, int] | None:
     """(file, line) of the user's code that made a node."""
-    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    frames = FRAME.findall(node.meta.get("stack_trace") or "")
     return (frames[-1][0], int(frames[-1][1])) if frames else None

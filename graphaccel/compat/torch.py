@@ -383,6 +383,26 @@ def version(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
+@contextmanager
+def without_tensor_hooks(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Meanwhile leaves have no hooks and no gradient: a backward adds to none that is there, and
+    calls nobody. Both are back afterwards."""
+    kept = [(t, t.grad, t._backward_hooks, t._post_accumulate_grad_hooks) for t in tensors]
+    try:
+        for tensor, *_ in kept:
+            tensor.grad = None
+            tensor._backward_hooks = None
+            if tensor._post_accumulate_grad_hooks is not None:
+                tensor._post_accumulate_grad_hooks = None
+        yield
+    finally:
+        for tensor, gradient, hooks, after in kept:
+            tensor.grad = gradient
+            tensor._backward_hooks = hooks
+            if after is not None:
+                tensor._post_accumulate_grad_hooks = after
+
+
 def keeps_graph() -> bool:
     """Whether the backward that runs now was asked to keep what it read (retain_graph=True)."""
     return torch._C._autograd._get_current_graph_task_keep_graph()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from graphaccel.errors.base import GraphAccelError
 from graphaccel.errors.capture import (
+    CaptureDiffers,
     CaptureRefused,
     GradientRuleRefused,
     MissingRule,
     NoLoss,
+    PlanDiffers,
     RuleWrong,
     TensorBranch,
     UnregisteredWeight,
@@ -75,6 +77,7 @@ __all__ = [
     "BatchesDiffer",
     "CannotExport",
     "CannotInitialise",
+    "CaptureDiffers",
     "CaptureFailed",
     "CaptureRefused",
     "CompileFailed",
@@ -100,6 +103,7 @@ __all__ = [
     "OrtMissing",
     "OutputDropped",
     "PartOfModel",
+    "PlanDiffers",
     "PlanMismatch",
     "RankLost",
     "RetainGraph",

@@ -126,6 +126,58 @@ class UnregisteredWeight(GraphAccelError):
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
+class CaptureDiffers(GraphAccelError):
+    """The captured graph computes something else than the model. values: what differs, a sentence
+    each. rows: of the batch that were compared; None: all. node, op, phase, module, location: the
+    first node that differs; empty where no node does, as where a gradient is missing."""
+
+    code = "GA108"
+    values: tuple[str, ...]
+    rows: int | None = None
+    node: str = ""
+    op: str = ""
+    phase: str = ""
+    module: str = ""
+    location: Location | None = None
+
+    def message(self) -> Message:
+        where = f"{self.node} ({self.op}, {self.phase})" if self.node else ""
+        begins = (f"the first value that differs: {where} in {named_module(self.module)}",)
+        rows = "the first batch" if self.rows is None else f"{self.rows} rows of the first batch"
+        return Message(
+            "the captured graph does not compute what the model computes",
+            self.location,
+            note="the first value that differs is made here" if self.location else "",
+            details=(*self.values, *(begins if where else ())),
+            why=f"on {rows} plain autograd gives other values, so that training would go wrong",
+            help=(
+                "see where it begins:  import graphaccel.debug; "
+                "graphaccel.debug.bisect(model, batch)",
+            ),
+        )
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class PlanDiffers(GraphAccelError):
+    """The planned programs compute something else than the captured graph. values: what differs, a
+    sentence each."""
+
+    code = "GA109"
+    plan: str
+    values: tuple[str, ...]
+
+    def message(self) -> Message:
+        return Message(
+            f"the first step under the plan does not give what one device gives: {self.plan}",
+            details=self.values,
+            why="the captured graph, run whole on one device, has another loss or other gradients",
+            help=(
+                "keep the batch on one device:  graphaccel.optimize(model, optimizer, devices=1)",
+            ),
+        )
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
 class MissingRule(GraphAccelError):
     """Ops without a sharding rule. ops: (op, shape, module, location, uses), most costly first."""
 

@@ -8,6 +8,7 @@ loss, so that accumulation, loss weights and extra penalty terms keep working.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,6 +65,16 @@ def attach(
 def original_class(model: nn.Module) -> type:
     """The class a model had before `attach`."""
     return getattr(type(model), "_graphaccel_original", type(model))
+
+
+def own_forward(model: nn.Module) -> Callable[..., Any]:
+    """What a call of the model ran before `attach`, hooks left out."""
+    return vars(model).get("forward") or partial(original_class(model).forward, model)
+
+
+def detach(model: nn.Module) -> None:
+    """Undo `attach`."""
+    model.__class__ = original_class(model)
 
 
 class HandOut(torch.autograd.Function):

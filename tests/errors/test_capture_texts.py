@@ -73,6 +73,44 @@ error[GA105]: cannot capture `Net.forward`: a weight of shape [6, 6] requires a 
   help: or, if it is not to be trained, turn its gradient off:  .requires_grad_(False)
   explain: graphaccel explain GA105""",
     ),
+    (
+        errors.CaptureDiffers(
+            values=(
+                "gradient of `a.weight`: off by 2.0e+00",
+                "gradient of `a.bias`: graph has none",
+            ),
+            rows=2,
+            node="mm_2",
+            op="aten.mm.default",
+            phase="backward",
+            module="b",
+            location=errors.Location("model.py", 31, "        return self.c(self.b(x))"),
+        ),
+        """\
+error[GA108]: the captured graph does not compute what the model computes
+  --> model.py:31
+   31 |         return self.c(self.b(x))
+      |         ^^^^^^^^^^^^^^^^^^^^^^^^ the first value that differs is made here
+  gradient of `a.weight`: off by 2.0e+00
+  gradient of `a.bias`: graph has none
+  the first value that differs: mm_2 (aten.mm.default, backward) in `b`
+  why:  on 2 rows of the first batch plain autograd gives other values, so that training would go wrong
+  help: see where it begins:  import graphaccel.debug; graphaccel.debug.bisect(model, batch)
+  explain: graphaccel explain GA108""",
+    ),
+    (
+        errors.PlanDiffers(
+            plan="data 2 · 4 microbatches",
+            values=("loss: off by 1.0e-01", "gradient of `a.weight`: no rank has one"),
+        ),
+        """\
+error[GA109]: the first step under the plan does not give what one device gives: data 2 · 4 microbatches
+  loss: off by 1.0e-01
+  gradient of `a.weight`: no rank has one
+  why:  the captured graph, run whole on one device, has another loss or other gradients
+  help: keep the batch on one device:  graphaccel.optimize(model, optimizer, devices=1)
+  explain: graphaccel explain GA109""",
+    ),
 ]
 
 

@@ -1,0 +1,68 @@
+"""Finding where a captured graph goes wrong: `import graphaccel.debug`."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from graphaccel.capture.export import LossFn
+from graphaccel.captures import Captures
+from graphaccel.model import as_batch, check_supported, model_of
+from graphaccel.proof.comparison import pair_of
+from graphaccel.proof.first_step import Proof, examine
+from graphaccel.proof.locate import Difference
+
+__all__ = ["Bisection", "bisect"]
+
+
+@dataclass(frozen=True)
+class Bisection:
+    """What a comparison of a captured graph with eager code found.
+
+    equal: whether it was compared and every value is eager's. said: the line for people. values:
+    what differs, a sentence each. node: the first node of the graph that differs; None where none
+    does, as where a gradient is missing.
+    """
+
+    equal: bool
+    said: str
+    values: tuple[str, ...] = ()
+    node: Difference | None = None
+
+    def __str__(self) -> str:
+        lines = [self.said, *(f"  {value}" for value in self.values)]
+        if self.node is not None:
+            lines.append(f"begins at {self.node}")
+            if self.node.location is not None:
+                lines += self.node.location.lines("")
+        return "\n".join(lines)
+
+
+def bisect(model: nn.Module, batch: Any, loss_fn: LossFn = None) -> Bisection:
+    """Capture a training step of `model`, run it beside plain autograd, and print and return the
+    first node that differs, with its module and the user's line.
+
+    batch: as `optimize(example_batch=)` takes it: a mapping are keywords, a sequence positions.
+    loss_fn: as in `optimize`. A few rows of the batch are compared, or all where those do not say.
+    Nothing of the model's is changed.
+
+    Raises what capturing raises (GA101, GA102), GraphMisuse (GA407) where the weights are not whole
+    on this rank, and what the model raises in eager code.
+    """
+    check_supported(model)
+    captures = Captures(model_of(model, loss_fn, None, next(model.parameters()).device.type))
+    made = as_batch(batch)
+    step, sizes = captures.of(made)
+    found = examine(pair_of(model, loss_fn, step, made, sizes))
+    if isinstance(found, Proof):
+        result = Bisection(found.proved, found.text)
+    else:
+        rows = found.setting.rows
+        where = "the batch" if rows is None else f"{rows} rows of the batch"
+        said = f"on {where} the captured graph differs from eager:"
+        result = Bisection(False, said, found.values, found.begins)
+    print(result, file=sys.stderr)
+    return result

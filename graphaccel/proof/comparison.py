@@ -1,0 +1,215 @@
+"""One comparison of a captured graph with eager code, on part of a batch and in one precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from graphaccel.capture.batch import Batch
+from graphaccel.capture.export import LossFn
+from graphaccel.capture.stepgraph import StepGraph
+from graphaccel.capture.symbols import BATCH, evaluate
+from graphaccel.errors import GraphMisuse
+from graphaccel.ir.unfold import input_nodes
+from graphaccel.proof.eager_step import Subject, run_eager
+from graphaccel.proof.graph_step import Inputs, Observer, run_graph
+from graphaccel.proof.modes import NARROW, SameDraws, Widened, WriteGuard
+from graphaccel.proof.results import Deviation, Results, deviations
+from graphaccel.proof.untouched import RandomState, untouched
+from graphaccel.runtime.module import own_forward
+from graphaccel.runtime.remote import RemoteTensor
+from graphaccel.runtime.sharded import ShardTensor
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How to compare. rows: of the batch; None: all. wide: in float64. by_shape: random draws
+    depend on their shape alone."""
+
+    rows: int | None = None
+    wide: bool = False
+    by_shape: bool = False
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A model and the step that was captured of it, with a batch and the sizes of its symbols."""
+
+    subject: Subject
+    step: StepGraph
+    batch: Batch
+    sizes: Mapping[sympy.Symbol, int]
+
+    def dtype(self, setting: Setting) -> torch.dtype:
+        """That both compute in, as far as bounds go."""
+        if setting.wide:
+            return torch.float64
+        given = {t.dtype for t in self.subject.model.parameters() if t.is_floating_point()}
+        return torch.float64 if given == {torch.float64} else torch.float32
+
+    def compare(self, setting: Setting) -> tuple[Deviation, ...]:
+        """Every value of both. The model is as before afterwards."""
+        graph, eager = self.run(setting)
+        return deviations(graph, eager, self.dtype(setting))
+
+    def compare_eager(self, setting: Setting) -> tuple[Deviation, ...]:
+        """Eager code with itself: what differs does not depend on the inputs alone."""
+        first, again = self._eager(setting), self._eager(setting)
+        return deviations(again, replace(first, strangers=()), self.dtype(setting))
+
+    def run(
+        self,
+        setting: Setting,
+        observe: Observer | None = None,
+        watch: Callable[[], Any] | None = None,
+    ) -> tuple[Results, Results]:
+        """(the graph's, eager's). observe: sees the nodes of the graph. watch: makes a mode that
+        eager code runs in, too."""
+        model = self.subject.model
+        batch = part(self.batch, self.step, setting, self.subject.device)
+        with untouched(model, wide=setting.wide) as guard:
+            state = RandomState.here()
+            with precision(setting), SameDraws(by_shape=setting.by_shape):
+                graph = self.graph(batch, setting, observe)
+            graph = replace(graph, buffers=_changed(model, graph.buffers))
+            state.restore()
+            with self._plain(setting, guard), ExitStack() as stack:
+                if watch is not None:
+                    stack.enter_context(watch())
+                eager = run_eager(self.subject, batch, _tangent, guard)
+        return graph, eager
+
+    def _eager(self, setting: Setting) -> Results:
+        batch = part(self.batch, self.step, setting, self.subject.device)
+        with (
+            untouched(self.subject.model, wide=setting.wide) as guard,
+            self._plain(setting, guard),
+        ):
+            return run_eager(self.subject, batch, _tangent, guard)
+
+    @contextmanager
+    def _plain(self, setting: Setting, guard: WriteGuard) -> Iterator[None]:
+        """What eager code runs in. On a GPU its attention is spelled out, with a dropout that can
+        be drawn alike; the kernels have a generator inside."""
+        draws = SameDraws(by_shape=setting.by_shape)
+        with ExitStack() as stack:
+            if self.subject.device.type == "cuda":
+                stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+            stack.enter_context(guard)
+            stack.enter_context(precision(setting))
+            stack.enter_context(draws)
+            yield
+
+    def graph(self, batch: Batch, setting: Setting, observe: Observer | None = None) -> Results:
+        """The graph's results alone, of a batch that `part` made."""
+        model, step = self.subject.model, self.step
+        sizes = dict(self.sizes)
+        if setting.rows is not None:
+            sizes[BATCH] = setting.rows
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        buffers = dict(model.named_buffers(remove_duplicate=False))
+        device = self.subject.device
+        tangents = {}
+        for node, spec in zip(input_nodes(step.graph), step.inputs, strict=True):
+            if spec.kind == "tangent":
+                shape = [int(evaluate(d, sizes)) for d in node.meta["dims"]]
+                dtype = torch.float64 if setting.wide else node.meta["val"].dtype
+                like = torch.empty(shape, dtype=dtype, device=device)
+                tangents[spec.leaf] = _tangent(spec.leaf, like)
+        inputs = Inputs(parameters, buffers, batch.leaves, tangents, device)
+        made = run_graph(step, sizes, inputs, observe)
+        first = {id(b): n for n, b in model.named_buffers()}
+        first |= {id(p): n for n, p in model.named_parameters()}
+        held = {**parameters, **buffers}
+        new = {first[id(held[n])]: value for n, value in made.buffers.items()}
+        return replace(made, buffers=new)
+
+
+def pair_of(
+    model: nn.Module,
+    loss_fn: LossFn,
+    step: StepGraph,
+    batch: Batch,
+    sizes: Mapping[sympy.Symbol, int],
+) -> Pair:
+    """A model as its user calls it, beside what was captured of it.
+
+    Raises GraphMisuse (GA407) where the weights are not whole on this rank.
+    """
+    if any(isinstance(p, (RemoteTensor, ShardTensor)) for p in model.parameters()):
+        raise GraphMisuse(
+            what="the model's weights are not whole on this rank, as eager code needs them",
+            help_line="compare before the first training step:  "
+            "graphaccel.debug.bisect(model, batch)",
+        )
+    return Pair(Subject(model, own_forward(model), loss_fn), step, batch, sizes)
+
+
+def _changed(model: nn.Module, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """New values that differ from those of the model."""
+    held = dict((*model.named_parameters(), *model.named_buffers()))
+    return {n: t for n, t in buffers.items() if not torch.equal(t, held[n].detach())}
+
+
+@contextmanager
+def precision(setting: Setting) -> Iterator[None]:
+    """Everything in float64, if that is asked for."""
+    if not setting.wide:
+        yield
+        return
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with Widened():
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def part(batch: Batch, step: StepGraph, setting: Setting, device: torch.device) -> Batch:
+    """Copies of the first rows of a batch, on a device: a forward may write into what it is given.
+    Leaves that are one tensor stay one."""
+    made: dict[int, Tensor] = {}
+    leaves: list[Any] = []
+    for i, leaf in enumerate(batch.leaves):
+        if not isinstance(leaf, Tensor):
+            leaves.append(leaf)
+            continue
+        if id(leaf) not in made:
+            rows = leaf.detach()
+            if setting.rows is not None and i in step.batch_dims:
+                rows = rows.narrow(step.batch_dims[i], 0, setting.rows)
+            dtype = torch.float64 if setting.wide and leaf.dtype in NARROW else leaf.dtype
+            made[id(leaf)] = rows.to(device, dtype, copy=True).requires_grad_(leaf.requires_grad)
+        leaves.append(made[id(leaf)])
+    return Batch(tuple(leaves), batch.names, batch.spec)
+
+
+def _tangent(leaf: int, like: Tensor) -> Tensor:
+    """A gradient for an output, the same for both."""
+    numbers = torch.arange(like.numel(), dtype=torch.float32, device=like.device)
+    return torch.cos(1.7 * numbers + leaf).reshape(like.shape).to(like.dtype)
+
+
+def graph_results(pair: Pair) -> Results:
+    """What the graph gives for the whole batch, with the draws that a step would make."""
+    model = pair.subject.model
+    batch = part(pair.batch, pair.step, Setting(), pair.subject.device)
+    with untouched(model):
+        return pair.graph(batch, Setting())
+
+
+def draws(step: StepGraph) -> bool:
+    """Whether the step draws random numbers."""
+    return any(_draws(node) for node in step.graph.graph.nodes)
+
+
+def _draws(node: fx.Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())

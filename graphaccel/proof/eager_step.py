@@ -1,0 +1,148 @@
+"""Runs one step of the user's own model with plain autograd."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from graphaccel.capture.batch import Batch
+from graphaccel.capture.export import OUTSIDE, LossFn, find_loss, split_targets
+from graphaccel.compat.torch import pytree, without_tensor_hooks
+from graphaccel.proof.modes import WriteGuard
+from graphaccel.proof.results import Results
+
+Tangents = Callable[[int, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model as its user calls it. forward: its own, without what `optimize` put in its place."""
+
+    model: nn.Module
+    forward: Callable[..., Any]
+    loss_fn: LossFn
+
+    @property
+    def device(self) -> torch.device:
+        """Where its parameters are."""
+        return next(self.model.parameters()).device
+
+
+def run_eager(subject: Subject, batch: Batch, tangents: Tangents, guard: WriteGuard) -> Results:
+    """Results of forward and backward.
+
+    batch: leaves that require a gradient are leaves of autograd. tangents: (leaf, output) → the
+    gradient of an output, where the loss is outside. guard: knows which parameters the forward
+    writes (`proof.untouched`); nothing else of the model may have changed before.
+    """
+    results, others = _run(subject, batch, tangents, guard)
+    # A leaf that the forward itself made is gone by now, with what was computed from it.
+    strangers = tuple(shape for leaf, shape in others if leaf() is not None)
+    return replace(results, strangers=strangers)
+
+
+def _run(
+    subject: Subject, batch: Batch, tangents: Tangents, guard: WriteGuard
+) -> tuple[Results, list[tuple[weakref.ref[Tensor], tuple[int, ...]]]]:
+    """Results, and the leaves that get a gradient and are none of the model's, with shapes."""
+    model, loss_fn = subject.model, subject.loss_fn
+    before = {n: (b, b.detach().clone()) for n, b in model.named_buffers()}
+    args, kwargs = batch.rebuild(batch.leaves)
+    with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
+        if callable(loss_fn):
+            args, kwargs, targets = split_targets(loss_fn, args, kwargs)
+            output = loss_fn(subject.forward(*args, **kwargs), *targets)
+        else:
+            output = subject.forward(*args, **kwargs)
+        leaves = pytree.tree_leaves(output)
+        loss = None if loss_fn == OUTSIDE else find_loss(output)
+        tensors = {
+            i: x
+            for i, x in enumerate(leaves)
+            if isinstance(x, Tensor) and x is not loss and x.is_floating_point()
+        }
+        heads = {-1: loss} if loss is not None else tensors
+        heads = {i: x for i, x in heads.items() if x.requires_grad}
+        seeds = None if loss is not None else [tangents(i, x) for i, x in heads.items()]
+        buffers = _changed(model, before, guard)
+        with _gradients(subject.model, batch, heads.values()) as collect:
+            if heads:
+                torch.autograd.backward(list(heads.values()), seeds)
+            gradients, inputs, strangers = collect()
+    results = Results(
+        None if loss is None else loss.detach(),
+        {i: x.detach() for i, x in tensors.items()},
+        gradients,
+        inputs,
+        buffers,
+    )
+    return results, strangers
+
+
+@contextmanager
+def _gradients(model: nn.Module, batch: Batch, heads: Any) -> Iterator[Callable[[], Any]]:
+    """Runs a backward that leaves no gradient behind; what is given collects those it made.
+
+    `backward` rather than `autograd.grad`: reentrant checkpoints work with no other.
+    """
+    names: dict[int, str] = {}
+    for name, parameter in model.named_parameters():
+        names[id(parameter)] = name
+    own = dict(model.named_parameters())
+    tracked = {f"leaf {i}": t for i, t in batch.tensors.items() if t.requires_grad}
+    known = {*names, *(id(t) for t in tracked.values())}
+    others = [t for t in _leaves(heads) if id(t) not in known]
+
+    def collect() -> tuple[dict[str, Tensor], dict[str, Tensor], list]:
+        strangers = [(weakref.ref(t), tuple(t.shape)) for t in others if t.grad is not None]
+        return _taken(own), _taken(tracked), strangers
+
+    with without_tensor_hooks([*own.values(), *others]):
+        yield collect
+
+
+def _taken(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        gradient, tensor.grad = tensor.grad, None
+        if gradient is not None:
+            found[name] = gradient.to_dense() if gradient.layout != torch.strided else gradient
+    return found
+
+
+def _leaves(heads: Any) -> list[Tensor]:
+    """The leaves of autograd that values were computed from."""
+    stack, seen, found = [h.grad_fn for h in heads], set(), []
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, Tensor) and node.name() == "torch::autograd::AccumulateGrad":
+            found.append(variable)
+        stack += [previous for previous, _ in node.next_functions]
+    return found
+
+
+def _changed(
+    model: nn.Module, before: Mapping[str, tuple[Tensor, Tensor]], guard: WriteGuard
+) -> dict[str, Tensor]:
+    """New values of buffers, and of parameters that the forward wrote, by name."""
+    found: dict[str, Tensor] = {}
+    for name, buffer in model.named_buffers():
+        if name not in before or buffer is not before[name][0]:
+            found[name] = buffer.detach().clone()
+        elif not torch.equal(buffer, before[name][1]):
+            found[name] = buffer.detach().clone()
+    parameters = dict(model.named_parameters())
+    for name in guard.written:
+        if name in parameters:
+            found[name] = parameters[name].detach().clone()
+    return found

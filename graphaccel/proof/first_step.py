@@ -1,0 +1,256 @@
+"""Proof before the first step: the captured graph gives what plain autograd of the user's model
+gives, on a few rows of the first batch, or training is refused."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx
+
+from graphaccel.capture.symbols import BATCH, evaluate
+from graphaccel.compat.torch import is_view
+from graphaccel.errors import CaptureDiffers, GraphAccelError
+from graphaccel.ir.values import tensors_of
+from graphaccel.progress import progress
+from graphaccel.proof.comparison import Pair, Setting, draws
+from graphaccel.proof.graph_step import GraphFailed
+from graphaccel.proof.locate import Difference, difference_at, locate
+from graphaccel.proof.results import Deviation, shown
+
+log = logging.getLogger("graphaccel.proof")
+
+ROWS = 2
+"""Of the batch, that are compared: a size of 1 is special to many ops (it broadcasts)."""
+_ROUGH = 1e-3
+"""What float32 may be off by where float64 can not be had (a kernel of the user's without it)."""
+_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class Proof:
+    """proved: whether it was compared and is equal. text: for the progress line. error: the largest
+    difference."""
+
+    proved: bool
+    text: str
+    error: float = 0.0
+
+
+@dataclass(frozen=True)
+class Differs:
+    """values: what differs, a sentence each, in the setting in which that was seen. begins: the
+    first node that differs, where a node does."""
+
+    setting: Setting
+    values: tuple[str, ...]
+    begins: Difference | None
+
+    def error(self) -> CaptureDiffers:
+        """It as an error."""
+        shown = self.values[:_SHOWN]
+        if len(self.values) > _SHOWN:
+            shown += (f"and {len(self.values) - _SHOWN} more",)
+        found = self.begins
+        if found is None:
+            return CaptureDiffers(values=shown, rows=self.setting.rows)
+        return CaptureDiffers(
+            values=shown,
+            rows=self.setting.rows,
+            node=found.node,
+            op=found.op,
+            phase=found.phase,
+            module=found.module,
+            location=found.location,
+        )
+
+
+def prove(pair: Pair) -> Proof:
+    """Compare, and print the line that says so. Nothing of the user's is changed.
+
+    Where nothing can be compared the line says why. Raises CaptureDiffers (GA108), and what the
+    user's model raises in eager code.
+    """
+    start = time.perf_counter()
+    made = examine(pair)
+    if isinstance(made, Differs):
+        raise made.error()
+    progress("proved" if made.proved else "not proved", made.text, time.perf_counter() - start)
+    return made
+
+
+def prove_together(pair: Pair, ranks: int) -> Proof:
+    """`prove` on rank 0 for all, which raise what it raises. A collective."""
+    if ranks == 1:
+        return prove(pair)
+    said: list[Any] = [None]
+    here: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            said[0] = prove(pair)
+        except GraphAccelError as error:
+            said[0] = here = error
+        except Exception as error:  # of the user's model; it need not survive the way
+            said[0], here = RuntimeError(f"rank 0: {type(error).__name__}: {error}"), error
+    dist.broadcast_object_list(said, 0)
+    if here is not None or isinstance(said[0], Exception):
+        raise here or said[0]
+    return said[0]
+
+
+def examine(pair: Pair) -> Proof | Differs:
+    """Compare on a few rows, and on all where those give no answer or a bad one.
+
+    Raises what the user's model raises in eager code.
+    """
+    if any(p.is_meta for p in pair.subject.model.parameters()):
+        return Proof(False, "the model has no weights yet to compare with eager")
+    worst: Differs | None = None
+    for rows in _rows(pair):
+        if not affordable(pair, Setting(rows)):
+            return worst or Proof(False, "not enough memory for eager and the graph on a few rows")
+        try:
+            made = _verdict(pair, Setting(rows))
+        except GraphFailed as error:
+            if rows is None:
+                return _failed(pair, error)
+            log.info("the graph of %d rows can not be run: %s", rows, error)
+        except torch.OutOfMemoryError:
+            return worst or Proof(False, "not enough memory for eager and the graph on a few rows")
+        except Exception as error:  # a model raises whatever it does
+            if rows is None:
+                raise
+            log.info("%d rows can not be compared: %s", rows, error)
+        else:
+            if isinstance(made, Proof):
+                return made
+            setting, wrong = made
+            worst = Differs(setting, tuple(map(str, wrong)), None)
+    assert worst is not None
+    return replace(worst, begins=locate(pair, worst.setting))
+
+
+def _failed(pair: Pair, error: GraphFailed) -> Differs:
+    """Of a graph that can not be run where eager code can."""
+    reason = next(iter(str(error).strip().splitlines()), "")
+    values = (f"the graph can not be run: {reason[:200]}",)
+    return Differs(Setting(), values, difference_at(pair, error.node))
+
+
+def _rows(pair: Pair) -> Iterator[int | None]:
+    """How many rows to try, one after the other: a few; all, where those do not say."""
+    size = pair.sizes.get(BATCH, 0)
+    if BATCH in pair.step.sizes and size > ROWS and pair.step.batch_dims:
+        yield ROWS
+    yield None
+
+
+def _verdict(pair: Pair, setting: Setting) -> Proof | tuple[Setting, tuple[Deviation, ...]]:
+    """A proof, or the setting in which values differ that should not, and which ones.
+
+    Raises what eager code or the graph raises.
+    """
+    rough: tuple[Deviation, ...] | None = None
+    if not _narrow(pair):
+        rough = pair.compare(setting)
+        if not _wrong(rough):
+            return _proved(pair, setting, rough)
+    wide = replace(setting, wide=True)
+    try:
+        found = pair.compare(wide) if affordable(pair, wide) else None
+    except Exception as error:  # a kernel of the user's, that takes no float64
+        log.info("no comparison in float64: %s", error)
+        found = None
+    if found is None:
+        return _without_float64(pair, setting, rough)
+    if not _wrong(found):
+        return _proved(pair, wide, found)
+    if draws(pair.step):
+        matched = replace(wide, by_shape=True)
+        again = pair.compare(matched)
+        if not _wrong(again):
+            return _proved(pair, matched, again)
+        wide, found = matched, again
+    return _unsteady(pair, wide) or (wide, _wrong(found))
+
+
+def _without_float64(
+    pair: Pair, setting: Setting, rough: tuple[Deviation, ...] | None
+) -> Proof | tuple[Setting, tuple[Deviation, ...]]:
+    if rough is None:
+        return Proof(False, "its precision is low, and float64 can not be had")
+    if all(one.error <= _ROUGH for one in rough):
+        return _proved(pair, setting, rough)
+    return _unsteady(pair, setting) or (setting, _wrong(rough))
+
+
+def _unsteady(pair: Pair, setting: Setting) -> Proof | None:
+    """Where eager code does not even agree with itself there is nothing to compare with."""
+    wrong = _wrong(pair.compare_eager(setting))
+    if not wrong:
+        return None
+    return Proof(False, f"eager differs from itself from run to run: {wrong[0]}")
+
+
+def _proved(pair: Pair, setting: Setting, found: tuple[Deviation, ...]) -> Proof:
+    gradients = sum(one.what.startswith("gradient") for one in found)
+    error = max((one.error for one in found), default=0.0)
+    what = "the loss" if pair.step.has_loss else "outputs"
+    count = f"{gradients} gradient{'s' * (gradients != 1)}"
+    text = f"{what.removeprefix('the ')} and {count} equal eager's ({shown(error)})"
+    if setting.by_shape:
+        text += ", draws matched by shape"
+    return Proof(True, text, error)
+
+
+def _wrong(found: tuple[Deviation, ...]) -> tuple[Deviation, ...]:
+    return tuple(one for one in found if one.wrong)
+
+
+def _narrow(pair: Pair) -> bool:
+    """Whether something is computed in 16 bits, where rounding hides differences."""
+    narrow = (torch.bfloat16, torch.float16)
+    return any(
+        t.dtype in narrow
+        for node in pair.step.graph.graph.nodes
+        for t in tensors_of(node.meta.get("val"))
+    )
+
+
+def affordable(pair: Pair, setting: Setting) -> bool:
+    """Whether half of the memory that is free holds the activations of these rows, the graph's
+    gradients and eager's; in float64 also the parameters."""
+    sizes = dict(pair.sizes)
+    if setting.rows is not None:
+        sizes[BATCH] = setting.rows
+    parameters = list(pair.subject.model.parameters())
+    weights = sum(p.numel() * p.element_size() for p in parameters)
+    device = parameters[0].device
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+    else:
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") - weights
+    if 2 * weights > free / 2:  # without a look at the nodes, of which there may be very many
+        return False
+    kept = sum(_bytes(node, sizes) for node in pair.step.graph.graph.nodes)
+    need = 6 * weights + 2 * kept if setting.wide else 2 * weights + kept
+    return need <= free / 2
+
+
+def _bytes(node: fx.Node, sizes: dict) -> int:
+    """Of what a forward node makes."""
+    if node.op != "call_function" or node.meta.get("phase") != "forward":
+        return 0
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or is_view(node):
+        return 0
+    count = 1
+    for dim in node.meta["dims"]:
+        count *= int(evaluate(dim, sizes))
+    return count * value.element_size()

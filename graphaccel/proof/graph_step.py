@@ -1,0 +1,147 @@
+"""Runs the joint graph of a captured step, node by node, on real tensors and at any batch size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+from torch.fx.node import map_aggregate
+
+from graphaccel.capture.stepgraph import StepGraph
+from graphaccel.capture.symbols import evaluate, with_integers
+from graphaccel.kernels.attention_cuda import attention_on_gpu
+from graphaccel.proof.results import Results
+
+Observer = Callable[[fx.Node, Any], None]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a step reads. parameters, buffers: by every name. leaves: of the batch, at the size that
+    `sizes` says. tangents: by output leaf, where the loss is outside of the graph."""
+
+    parameters: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+    leaves: Sequence[Any]
+    tangents: Mapping[int, Tensor]
+    device: torch.device
+
+
+class GraphFailed(Exception):
+    """A node of a graph can not be run. The cause is what its op raised."""
+
+    def __init__(self, node: fx.Node, cause: BaseException) -> None:
+        super().__init__(str(cause))
+        self.node = node
+
+
+@torch.no_grad()
+def run_graph(
+    step: StepGraph,
+    sizes: Mapping[sympy.Symbol, int],
+    inputs: Inputs,
+    observe: Observer | None = None,
+) -> Results:
+    """Loss, outputs and gradients of the step with `sizes` in the place of its symbols.
+
+    observe: called with each node and its value. A value is freed after its last use.
+
+    Raises GraphFailed, and torch.OutOfMemoryError.
+    """
+    if inputs.device.type == "cuda":
+        attention_on_gpu()
+    values: dict[fx.Node, Any] = {}
+    uses: dict[fx.Node, int] = {}
+    given = iter(_given(step, inputs))
+    output: list[Any] = []
+    for node in step.graph.graph.nodes:
+        if node.op == "placeholder":
+            values[node] = next(given)
+        elif node.op == "get_attr":
+            values[node] = _attribute(step.graph, str(node.target), inputs.device)
+        elif node.op == "call_function":
+            values[node] = _call(node, sizes, values, inputs.device)
+        else:
+            output = [values.get(n) if isinstance(n, fx.Node) else n for n in node.args[0]]
+            break
+        uses[node] = len(node.users)
+        if observe is not None:
+            observe(node, values[node])
+        for source in node.all_input_nodes:
+            uses[source] -= 1
+            if not uses[source]:
+                del values[source]
+        if not uses[node]:
+            del values[node]
+    return _sorted(step, output)
+
+
+def _given(step: StepGraph, inputs: Inputs) -> list[Any]:
+    found: list[Any] = []
+    constants = step.forward.constants
+    for spec in step.inputs:
+        if spec.kind == "parameter":
+            found.append(inputs.parameters[spec.name].detach())
+        elif spec.kind == "buffer":
+            found.append(inputs.buffers[spec.name].detach())
+        elif spec.kind == "constant":
+            found.append(constants[spec.name].to(inputs.device))
+        elif spec.kind == "batch":
+            found.append(inputs.leaves[spec.leaf].detach().contiguous())
+        elif spec.kind == "tangent":
+            found.append(inputs.tangents[spec.leaf])
+        else:  # the loss scale: none
+            found.append(torch.ones((), device=inputs.device))
+    return found
+
+
+def _call(
+    node: fx.Node,
+    sizes: Mapping[sympy.Symbol, int],
+    values: Mapping[fx.Node, Any],
+    device: torch.device,
+) -> Any:
+    fixed = {i: evaluate(e, sizes) for i, e in node.meta.get("sizes", {}).items()}
+    args, kwargs = with_integers(node, fixed) if fixed else (node.args, node.kwargs)
+
+    def real(argument: Any) -> Any:
+        if isinstance(argument, fx.Node):
+            return values[argument]
+        return device if isinstance(argument, torch.device) else argument
+
+    args, kwargs = map_aggregate(args, real), map_aggregate(kwargs, real)
+    assert callable(node.target)
+    try:
+        return node.target(*args, **kwargs)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # an op raises whatever it does
+        raise GraphFailed(node, error) from error
+
+
+def _attribute(graph: fx.GraphModule, name: str, device: torch.device) -> Any:
+    value: Any = graph
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value.to(device) if isinstance(value, Tensor) else value
+
+
+def _sorted(step: StepGraph, output: Sequence[Any]) -> Results:
+    by_kind: dict[str, dict[Any, Tensor]] = {}
+    for spec, value in zip(step.outputs, output, strict=True):
+        key = spec.leaf if spec.kind in ("output", "input_gradient") else spec.name
+        if isinstance(value, Tensor):
+            value = value if value.layout == torch.strided else value.to_dense()
+            by_kind.setdefault(spec.kind, {})[key] = value
+    losses = by_kind.get("loss", {})
+    return Results(
+        next(iter(losses.values()), None),
+        {k: v for k, v in by_kind.get("output", {}).items() if v.is_floating_point()},
+        by_kind.get("gradient", {}),
+        {f"leaf {k}": v for k, v in by_kind.get("input_gradient", {}).items()},
+        by_kind.get("buffer", {}) | by_kind.get("parameter", {}),
+    )

@@ -1,0 +1,246 @@
+"""What two runs of one model need to be comparable: the same random draws, and one precision.
+
+Both are dispatch modes, so that they apply alike to eager code, to its backward and to a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphaccel.compat.torch import TorchDispatchMode, pytree
+
+aten = torch.ops.aten
+
+NARROW = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class SameDraws(TorchDispatchMode):
+    """Random ops give values that depend on the state of the CPU generator and on the shape alone.
+
+    Eager code and a captured graph use different ops for the same draw (`bernoulli_` and
+    `native_dropout`, `uniform_` and `rand`), which read a generator differently. Here every draw
+    takes one seed from the default CPU generator, whose state activation checkpointing restores
+    before it recomputes, and fills its result from a generator with that seed.
+
+    by_shape: the seed depends on the shape instead: for a graph that draws in another order.
+    """
+
+    def __init__(self, *, by_shape: bool = False) -> None:
+        super().__init__()
+        self.count = 0
+        self._by_shape = by_shape
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Any op: those that draw are replaced."""
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        made = _DRAWS.get(func.overloadpacket)
+        self.count += 1
+        given = _bound(func, args, kwargs)
+        result = NotImplemented if made is None else made(self._noise, func, given)
+        if result is not NotImplemented:
+            return result
+        with _seeded(self._seed(_shape(args))):
+            return func(*args, **kwargs)
+
+    def _seed(self, shape: tuple[int, ...]) -> int:
+        if self._by_shape:
+            return sum((7919 * i + 1) * n for i, n in enumerate(shape, 1)) + len(shape)
+        return int(torch.randint(2**62, ()).item())
+
+    def _noise(self, shape: Any, device: torch.device, normal: bool = False) -> Tensor:
+        """float32 of a shape: uniform over [0, 1), or normal."""
+        shape = tuple(shape)
+        generator = torch.Generator(device=device).manual_seed(self._seed(shape))
+        make = torch.randn if normal else torch.rand
+        return make(shape, generator=generator, device=device, dtype=torch.float32)
+
+
+def _shape(args: tuple) -> tuple[int, ...]:
+    first = args[0] if args else ()
+    if isinstance(first, Tensor):
+        return tuple(first.shape)
+    return tuple(first) if isinstance(first, (list, tuple)) else (int(first),)
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """The default generators start at a seed, and are left as they were."""
+    cuda = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(cuda):
+        torch.manual_seed(seed)
+        yield
+
+
+Noise = Callable[..., Tensor]
+Given = Mapping[str, Any]
+
+
+def _bound(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments by name; those that a call leaves out, because they are the default, as well."""
+    declared = func._schema.arguments
+    given = {a.name: a.default_value for a in declared if a.has_default_value()}
+    return given | {a.name: v for a, v in zip(declared, args, strict=False)} | dict(kwargs)
+
+
+def _bernoulli(noise: Noise, func: Any, given: Given) -> Any:
+    x = given["self"]
+    drawn = (noise(x.shape, x.device) < given.get("p", x)).to(x.dtype)
+    return given.get("out", x).copy_(drawn) if func._schema.is_mutable else drawn
+
+
+def _native_dropout(noise: Noise, func: Any, given: Given) -> Any:
+    x, p = given["input"], given["p"]
+    if given["train"] is False or func._schema.is_mutable:
+        return NotImplemented
+    mask = noise(x.shape, x.device) < 1 - p
+    return x * mask * (1 / (1 - p) if p < 1 else 0.0), mask
+
+
+def _uniform(noise: Noise, func: Any, given: Given) -> Any:
+    like = _like(func, given)
+    low, high = given.get("from", 0.0), given.get("to", 1.0)
+    return like.copy_(noise(like.shape, like.device) * (high - low) + low)
+
+
+def _normal(noise: Noise, func: Any, given: Given) -> Any:
+    like = _like(func, given)
+    drawn = noise(like.shape, like.device, normal=True)
+    return like.copy_(drawn * given.get("std", 1.0) + given.get("mean", 0.0))
+
+
+def _like(func: Any, given: Given) -> Tensor:
+    """What a draw fills: what it writes to, or memory as it asks for."""
+    plain = {k: given.get(k) for k in ("dtype", "device")}
+    if "out" in given:
+        return given["out"]
+    if "size" in given:
+        return torch.empty(given["size"], **plain)
+    return given["self"] if func._schema.is_mutable else torch.empty_like(given["self"], **plain)
+
+
+def _rrelu(noise: Noise, func: Any, given: Given) -> Any:
+    x, slopes = given["self"], given["noise"]
+    if not given["training"] or "out" in given:
+        return NotImplemented
+    low, high = given["lower"], given["upper"]
+    drawn = noise(x.shape, x.device).to(x.dtype) * (high - low) + low
+    drawn = torch.where(x <= 0, drawn, 1.0)
+    if func.overloadpacket is aten.rrelu_with_noise_functional:
+        return x * drawn, drawn
+    slopes.copy_(drawn)
+    return x.mul_(drawn) if func.overloadpacket is aten.rrelu_with_noise_ else x * drawn
+
+
+_DRAWS: dict[Any, Callable[..., Any]] = {
+    aten.bernoulli: _bernoulli,
+    aten.bernoulli_: _bernoulli,
+    aten.native_dropout: _native_dropout,
+    aten.rand: _uniform,
+    aten.rand_like: _uniform,
+    aten.uniform_: _uniform,
+    aten.randn: _normal,
+    aten.randn_like: _normal,
+    aten.normal_: _normal,
+    aten.rrelu_with_noise: _rrelu,
+    aten.rrelu_with_noise_: _rrelu,
+    aten.rrelu_with_noise_functional: _rrelu,
+}
+
+
+class Widened(TorchDispatchMode):
+    """Every op computes in float64: dtypes that are asked for and tensors that come in narrower are
+    widened. Rounding is then far below any difference of two formulas, whatever precision the
+    model's code asks for."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Any op, on what it is given in float64."""
+        written = _written(func)
+        args = tuple(a if i in written else _widened(a) for i, a in enumerate(args))
+        kwargs = {k: v if k in written else _widened(v) for k, v in (kwargs or {}).items()}
+        return func(*args, **kwargs)
+
+
+@cache
+def _written(func: Any) -> frozenset[Any]:
+    """Positions and names of the arguments that an op writes."""
+    if not func._schema.is_mutable:
+        return frozenset()
+    declared = enumerate(func._schema.arguments)
+    found = [(i, a.name) for i, a in declared if a.alias_info and a.alias_info.is_write]
+    return frozenset(key for pair in found for key in pair)
+
+
+def _widened(argument: Any) -> Any:
+    return pytree.tree_map_only((Tensor, torch.dtype), _wide, argument)
+
+
+def _wide(value: Any) -> Any:
+    if isinstance(value, torch.dtype):
+        return torch.float64 if value in NARROW else value
+    return value.double() if value.dtype in NARROW else value
+
+
+class WriteGuard(TorchDispatchMode):
+    """Keeps a copy of each watched tensor before the first op that writes to its memory, so that
+    weights are copied only where a forward changes them.
+
+    written: the keys of those that were written so far.
+    """
+
+    def __init__(self, watched: Mapping[Any, Tensor]) -> None:
+        super().__init__()
+        self.watch(watched)
+
+    def watch(self, watched: Mapping[Any, Tensor]) -> None:
+        """Keep copies of these from now on; `restore` brings their values back."""
+        self._watched = dict(watched)
+        self._copies: dict[Any, Tensor] = {}
+        self._keys: dict[int, list[Any]] = {}
+        for key, tensor in watched.items():
+            self._keys.setdefault(_memory(tensor), []).append(key)
+
+    @property
+    def written(self) -> tuple[Any, ...]:
+        return tuple(self._copies)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Any op; those that write are preceded by a copy."""
+        kwargs = kwargs or {}
+        for place in _written(func):
+            value = kwargs.get(place) if isinstance(place, str) else None
+            if isinstance(place, int) and place < len(args):
+                value = args[place]
+            for tensor in pytree.tree_leaves(value):
+                if isinstance(tensor, Tensor):
+                    self._keep(tensor)
+        return func(*args, **kwargs)
+
+    def _keep(self, tensor: Tensor) -> None:
+        for key in self._keys.get(_memory(tensor), ()):
+            if key not in self._copies:
+                self._copies[key] = self._watched[key].detach().clone()
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put back what was written over."""
+        for key, copy in self._copies.items():
+            self._watched[key].detach().copy_(copy)
+        self._copies = {}
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() or -id(tensor)

@@ -1,0 +1,226 @@
+"""Whether the first step under a plan gives what the captured graph gives, whole on one device.
+
+Gradients are compared by two numbers each: their norm, and their product with a fixed direction,
+which sees signs and places. Shards contribute their part of both, so that nothing large is sent.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from graphaccel.errors import PlanDiffers
+from graphaccel.ir.values import tensors_of
+from graphaccel.passes.pipeline import prepared
+from graphaccel.planner.plan import Plan
+from graphaccel.progress import progress
+from graphaccel.proof.comparison import Pair, Setting, draws, graph_results
+from graphaccel.proof.first_step import affordable
+from graphaccel.proof.graph_step import GraphFailed
+from graphaccel.proof.results import shown
+from graphaccel.runtime.layout import Layout
+from graphaccel.runtime.mesh import Mesh
+
+SECONDS = 10.0
+"""Of computing on one device, as the plan predicts it for all together, up to which the whole first
+batch is run on one."""
+_SHOWN = 8
+_BOUNDS = {"float64": (1e-8, 1e-12), "float32": (1e-3, 1e-5), "narrow": (3e-2, 1e-2)}
+"""Narrowest dtype → how far a norm may be off, relative to itself and to the largest gradient.
+
+Parts of a batch are summed in another order than the whole, which a norm averages: zoo models are
+at 1e-6 in float32. A gradient that is mathematically zero is rounding, of the size of the others
+times that of the dtype. What a wrong rewrite does (a part that is not summed, a mean of means) is a
+hundred times above.
+"""
+
+Sums = tuple[float, float]
+Part = tuple[tuple[int, ...], float, float]
+
+
+@dataclass(frozen=True)
+class Given:
+    """What one step under a plan gave on this rank. layouts: of the gradients that are shards.
+    buffers: those held here."""
+
+    loss: Tensor | None
+    outputs: Mapping[int, Tensor]
+    gradients: Mapping[str, Tensor]
+    layouts: Mapping[str, Layout]
+    buffers: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the captured graph gives for the whole batch, as sums: (squared norm, product with the
+    direction) by name. reached: whether gradients are known, which they are with the loss."""
+
+    plan: str
+    dtype: str
+    seconds: float
+    values: Mapping[str, Sums] = field(repr=False)
+
+    def check(self, given: Given, mesh: Mesh) -> None:
+        """Compare with what a step gave; a collective over all ranks.
+
+        Raises PlanDiffers (GA109) on every rank.
+        """
+        mine = dict(_parts(given))
+        everyone: list[Any] = [mine]
+        if mesh.world > 1:
+            everyone = [None] * mesh.world
+            dist.all_gather_object(everyone, mine, group=mesh.world_group)
+        wrong, error = self._compared(everyone)
+        if wrong:
+            some = wrong[:_SHOWN]
+            if len(wrong) > _SHOWN:
+                some.append(f"and {len(wrong) - _SHOWN} more")
+            raise PlanDiffers(plan=self.plan, values=tuple(some))
+        count = sum(name.startswith("gradient") for name in self.values)
+        what = f"loss and {count} gradients" if count else "outputs"
+        progress("proved", f"{what} of the plan's step equal one device's ({shown(error)})", 0.0)
+
+    def _compared(self, everyone: list[Mapping[str, Part]]) -> tuple[list[str], float]:
+        """(a sentence for each value that differs, the largest relative error)."""
+        bound, small = _BOUNDS[self.dtype]
+        norms = [s for name, (s, _) in self.values.items() if name.startswith("gradient")]
+        floor = small * math.sqrt(max((n for n in norms if math.isfinite(n)), default=0.0))
+        found = {name: None for one in everyone for name in one}
+        wrong, largest = [], 0.0
+        for name in dict.fromkeys((*self.values, *found)):
+            parts = [one[name] for one in everyone if name in one]
+            if name not in self.values or not parts:
+                wrong.append(
+                    f"{name}: {'no rank' if name in self.values else 'one device'} has one"
+                )
+                continue
+            least = floor if name.startswith("gradient") else 0.0
+            for square, along in _totals(parts):
+                error = _relative((square, along), self.values[name], least / bound)
+                largest = max(largest, error)
+                if not error <= bound:
+                    wrong.append(f"{name}: off by {error:.1e}")
+                    break
+        return wrong, largest
+
+
+def _relative(ours: Sums, theirs: Sums, least: float) -> float:
+    """How far a norm and a product are off, relative to the norm."""
+    if not all(map(math.isfinite, theirs)):  # a loss that overflows does so in any order
+        return 0.0 if not all(map(math.isfinite, ours)) else math.inf
+    norm = math.sqrt(theirs[0])
+    scale = max(norm, least)
+    if scale == 0.0:
+        return 0.0 if ours[0] == 0.0 else math.inf
+    # The direction's product averages the signs of what is off: it is a little less sensitive.
+    return max(abs(math.sqrt(ours[0]) - norm), abs(ours[1] - theirs[1]) / 2) / scale
+
+
+def _totals(parts: list[Part]) -> Iterator[Sums]:
+    """Sums over the shards, of the first replica of each and of the last: all others lie between
+    ranks that reduced together."""
+    for order in (parts, parts[::-1]):
+        shards: dict[tuple[int, ...], Sums] = {}
+        for place, square, along in order:
+            shards.setdefault(place, (square, along))
+        yield sum(s for s, _ in shards.values()), sum(a for _, a in shards.values())
+
+
+def _parts(given: Given) -> Iterator[tuple[str, Part]]:
+    if given.loss is not None:
+        yield "loss", ((), *_sums(given.loss))
+    for leaf, tensor in given.outputs.items():
+        if tensor.is_floating_point():
+            yield f"output {leaf}", ((), *_sums(tensor))
+    for name, tensor in given.buffers.items():
+        yield f"new value of `{name}`", ((), *_sums(tensor))
+    for name, tensor in given.gradients.items():
+        layout = given.layouts.get(name)
+        place = ()
+        if layout is not None:
+            place = tuple(layout.mesh.coordinate(split.axis) for split in layout.splits)
+        yield f"gradient of `{name}`", (place, *_sums(tensor, layout))
+
+
+def _sums(tensor: Tensor, layout: Layout | None = None) -> Sums:
+    """(squared norm, product with the direction) of a tensor, or of this rank's shard of one."""
+    shape = tensor.shape if layout is None else layout.shape
+    numbers = torch.arange(shape.numel(), dtype=torch.float32, device=tensor.device)
+    along = torch.cos(1.7 * numbers).view(shape)
+    if layout is not None:
+        along = layout.own(along)
+    value = tensor.detach().double()
+    return float(value.square().sum()), float((value * along).sum())
+
+
+def expect(pair: Pair, plan: Plan, devices: int) -> Expected | str:
+    """What the captured graph gives for the batch of the pair, or why it is not computed.
+
+    Parameters must still be whole. Nothing is changed.
+    """
+    reason = _too_much(pair, plan, devices)
+    if reason:
+        return reason
+    start = time.perf_counter()
+    step = prepared(pair.step, replace(plan, fusions=()))
+    try:
+        made = graph_results(replace(pair, step=step))
+    except torch.OutOfMemoryError:
+        return "not enough memory for the whole batch on one device"
+    except GraphFailed as error:
+        raise PlanDiffers(plan=plan.name, values=(f"on one device: {error}",)) from error
+    values = {} if made.loss is None else {"loss": _sums(made.loss)}
+    if plan.outputs != "loss" or made.loss is None:
+        values |= {f"output {leaf}": _sums(t) for leaf, t in made.outputs.items()}
+    if made.loss is not None:
+        values |= {f"gradient of `{n}`": _sums(t) for n, t in made.gradients.items()}
+    values |= {f"new value of `{n}`": _sums(t) for n, t in made.buffers.items()}
+    return Expected(plan.name, _dtype(pair, plan), time.perf_counter() - start, values)
+
+
+def expect_together(pair: Pair, plan: Plan, devices: int) -> Expected | None:
+    """`expect` on rank 0 for all; prints why where it gives none. A collective."""
+    said: list[Any] = [None]
+    try:
+        if devices == 1 or dist.get_rank() == 0:
+            said[0] = expect(pair, plan, devices)
+    finally:
+        if devices > 1:
+            dist.broadcast_object_list(said, 0)
+    if isinstance(said[0], Expected):
+        return said[0]
+    progress("not proved", f"the plan's step: {said[0] or 'rank 0 failed'}", 0.0)
+    return None
+
+
+def _too_much(pair: Pair, plan: Plan, devices: int) -> str:
+    """Why the whole batch is not run on one device; empty where it is."""
+    if any(p.is_meta for p in pair.subject.model.parameters()):
+        return "the model has no weights yet"
+    seconds = plan.prediction.seconds * devices if plan.prediction is not None else 0.0
+    if seconds > SECONDS:
+        return f"one device needs {seconds:.0f} s for the whole batch"
+    if not affordable(pair, Setting()):
+        return "not enough memory for the whole batch on one device"
+    split = devices > 1 or plan.microbatches > 1 or bool(plan.fusions) or plan.compile != "off"
+    if split and draws(pair.step):
+        return "its random draws are not those of one device"
+    return ""
+
+
+def _dtype(pair: Pair, plan: Plan) -> str:
+    """The narrowest that something is computed in."""
+    if plan.precision.compute != "float32" or plan.precision.products:
+        return "narrow"
+    nodes = pair.step.graph.graph.nodes
+    found = {t.dtype for n in nodes for t in tensors_of(n.meta.get("val"))}
+    if found & {torch.bfloat16, torch.float16}:
+        return "narrow"
+    return "float32" if torch.float32 in found else "float64"

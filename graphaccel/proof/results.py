@@ -1,0 +1,133 @@
+"""What one training step gives, from eager code or from a graph, and how two of them compare."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+OWN_BOUND = {torch.float64: 1e-9, torch.float32: 1e-5}
+"""Largest relative difference of two computations of one tensor, ‖a - b‖ / ‖b‖, by dtype.
+
+Two orders of summation differ by a few units of rounding (6e-8 in float32, 1e-16 in float64) times
+the root of the number of terms, and by the conditioning of what follows: zoo models are at 1e-7 and
+1e-15. float32 above its bound is no verdict yet: the comparison is made again in float64, where a
+different formula stands a million times above rounding. Narrower dtypes are only compared there.
+"""
+_FLOOR = {torch.float64: 1e-13, torch.float32: 1e-7}
+"""Of the largest gradient: a gradient that is mathematically zero (the bias of attention's keys) is
+the rounding of terms that cancel."""
+
+
+@dataclass(frozen=True)
+class Results:
+    """Values of one step, whole and detached.
+
+    loss: None where it is outside of the graph. outputs: floating-point tensors by leaf of what the
+    model returned. gradients: by parameter; tied ones by the first of their names. inputs:
+    gradients by batch leaf. buffers: new values of those that changed, and of parameters that a
+    forward wrote. strangers: shapes of leaves that get a gradient and are no parameters of the
+    model.
+    """
+
+    loss: Tensor | None
+    outputs: Mapping[int, Tensor]
+    gradients: Mapping[str, Tensor]
+    inputs: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+    strangers: tuple[tuple[int, ...], ...] = field(default=())
+
+    @property
+    def finite(self) -> bool:
+        """Whether the loss is a number."""
+        return self.loss is None or math.isfinite(float(self.loss))
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """How far one value of a graph is from eager's. error: ‖graph - eager‖ / ‖eager‖; inf where one
+    has no such value or another shape. missing: who has none ("graph" or "eager")."""
+
+    what: str
+    error: float
+    bound: float
+    missing: str = ""
+
+    @property
+    def wrong(self) -> bool:
+        return not self.error <= self.bound
+
+    def __str__(self) -> str:
+        if self.missing:
+            return f"{self.what}: {self.missing} has none"
+        return f"{self.what}: off by {self.error:.1e}"
+
+
+def shown(error: float) -> str:
+    """A relative error for people."""
+    return f"{error:.1e}" if error else "exactly"
+
+
+def deviations(graph: Results, eager: Results, dtype: torch.dtype) -> tuple[Deviation, ...]:
+    """Every value of both: loss, outputs, gradients, buffers. dtype: that was computed in."""
+    bound = OWN_BOUND[dtype]
+    norms = [_norm(g) for g in (*eager.gradients.values(), *eager.inputs.values())]
+    floor = _FLOOR[dtype] * max((n for n in norms if math.isfinite(n)), default=0.0)
+    found = list(_missing_parameters(eager))
+    pairs = (
+        *_pairs("loss", _only(graph.loss), _only(eager.loss), 0.0),
+        *_pairs("output", graph.outputs, eager.outputs, 0.0),
+        *_pairs("gradient of", graph.gradients, eager.gradients, floor),
+        *_pairs("gradient of input", graph.inputs, eager.inputs, floor),
+        *_pairs("new value of", graph.buffers, eager.buffers, 0.0),
+    )
+    for what, ours, theirs, least in pairs:
+        if ours is None or theirs is None or ours.shape != theirs.shape:
+            missing = "graph" if ours is None else "eager" if theirs is None else ""
+            found.append(Deviation(what, math.inf, bound, missing))
+        else:
+            found.append(Deviation(what, _relative(ours, theirs, least / bound), bound))
+    return tuple(found)
+
+
+def _missing_parameters(eager: Results) -> Iterator[Deviation]:
+    for shape in eager.strangers:
+        what = f"gradient of a parameter of shape {list(shape)} that is not one of the model's"
+        yield Deviation(what, math.inf, 0.0, "graph")
+
+
+def _only(value: Tensor | None) -> dict[str, Tensor]:
+    return {} if value is None else {"": value}
+
+
+def _pairs(
+    what: str, graph: Mapping, eager: Mapping, floor: float
+) -> Iterator[tuple[str, Tensor | None, Tensor | None, float]]:
+    for key in dict.fromkeys((*eager, *graph)):
+        name = f"`{key}`" if isinstance(key, str) and key else key
+        yield f"{what} {name}".strip(), graph.get(key), eager.get(key), floor
+
+
+def _norm(value: Tensor) -> float:
+    return float(torch.linalg.vector_norm(value, dtype=torch.float64))
+
+
+def _relative(ours: Tensor, theirs: Tensor, least: float) -> float:
+    """‖ours - theirs‖ over the norm of theirs, or over `least` if that is more. Infinities and
+    NaNs that both have in the same places are equal."""
+    if not ours.numel() or torch.equal(ours, theirs):
+        return 0.0
+    if not ours.is_floating_point():
+        return math.inf
+    difference, whole = ours - theirs, theirs
+    odd = ~torch.isfinite(difference)
+    if bool(odd.any()):
+        same = (ours == theirs) | (ours.isnan() & theirs.isnan())
+        if not bool(same[odd].all()):
+            return math.inf
+        difference, whole = difference[~odd], whole[~odd]
+    error, size = _norm(difference), max(_norm(whole), least)
+    return error / size if size else (0.0 if error == 0.0 else math.inf)
