@@ -45,6 +45,7 @@ from graphaccel.runtime.launch import check_devices, ensure_launched
 from graphaccel.runtime.module import attach
 from graphaccel.runtime.share import same_on_all_ranks
 from graphaccel.runtime.twins import is_elementwise
+from graphaccel.runtime.wrappers import refuse_on
 
 PLAN_ONLY = "GRAPHACCEL_PLAN_ONLY"
 """Set to 1 by `graphaccel plan script.py` around the script: optimize() raises PlanRequested."""
@@ -110,6 +111,7 @@ def optimize(
     check_settings(cluster, timeout, example_batch)
     check_batch_dims(batch_dims)
     planning = os.environ.get(PLAN_ONLY) == "1"
+    refuse_on(model)
     check_supported(model)
     if planning:
         return _plan_only(PlanRequested(model, optimizer, loss_fn, pins, example_batch, batch_dims))

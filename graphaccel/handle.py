@@ -49,6 +49,7 @@ from graphaccel.runtime.state import (
     stage_meshes,
 )
 from graphaccel.runtime.twins import Twins, check_elementwise
+from graphaccel.runtime.wrappers import refuse_around
 
 Optimizer = torch.optim.Optimizer
 
@@ -258,6 +259,7 @@ class Handle:
         inside = self._compiler.captures.capturing or self._gate.proving
         if module is not self._model or inside:
             return forward(module, *args, **kwargs)
+        refuse_around(module)
         training = torch.is_grad_enabled() and self._model.training
         if not training and self._initial is not None:
             raise GraphMisuse(

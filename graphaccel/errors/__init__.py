@@ -57,6 +57,7 @@ from graphaccel.errors.script import (
     OutputDropped,
     PartOfModel,
     RetainGraph,
+    WrappedModel,
 )
 from graphaccel.messages import Location
 
@@ -116,5 +117,6 @@ __all__ = [
     "UnknownFusion",
     "UnregisteredWeight",
     "Unsupported",
+    "WrappedModel",
     "error_classes",
 ]

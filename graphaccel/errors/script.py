@@ -269,3 +269,17 @@ class NotAlone(GraphAccelError):
                 "or train in this process alone:  graphaccel.optimize(model, optimizer, devices=1)",
             ),
         )
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class WrappedModel(GraphAccelError):
+    """Another system stands around the model or on it. what: a whole sentence."""
+
+    code = "GA410"
+    what: str
+    why: str
+    help_line: str
+    location: Location | None = None
+
+    def message(self) -> Message:
+        return Message(self.what, location=self.location, why=self.why, help=(self.help_line,))

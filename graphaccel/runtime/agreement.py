@@ -72,13 +72,13 @@ class Agreement:
         batch: Batch | None = None,
         *,
         values: bool = True,
-        state: int = 0,
+        state: str = "",
         random: bool = False,
     ) -> Sequence[Any]:
         """The leaves of the batch, once every rank is known to make this call alike.
 
-        call: one of the names above. values: whether those of the batch matter. state: a digest of
-        what else the step depends on. random: whether the step draws from torch's generator.
+        call: one of the names above. values: whether those of the batch matter. state: what else
+        the step depends on, as a text or a digest. random: whether it draws from torch's generator.
 
         Large leaves on the host come back on this rank's GPU, where their digest is made.
 
@@ -99,7 +99,7 @@ class Agreement:
             inputs=0 if batch is None else self._signature(batch),
             before=self._earlier(),
             values=digest.of_host(host),
-            state=state,
+            state=digest.of_text(state),
             optimizer=self._settings(),
             random=digest.of_host([torch.random.get_rng_state()]) if random else 0,
         )

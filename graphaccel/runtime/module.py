@@ -22,6 +22,7 @@ from graphaccel.runtime.executor import StepResult
 from graphaccel.runtime.plain import copying, looks_like
 from graphaccel.runtime.remote import RemoteTensor
 from graphaccel.runtime.sharded import ShardTensor
+from graphaccel.runtime.wrappers import refuse_bypass
 
 
 def attach(
@@ -37,9 +38,22 @@ def attach(
     whole: whether this process has all of the model (`runtime.plain.copying`).
     """
     original = type(model)
+    reached = [0]
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        reached[0] += 1
         return run(self, original.forward, args, kwargs)
+
+    forward._torchdynamo_disable = True  # type: ignore[attr-defined]  # says GA410, not its own
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if "forward" not in vars(self) or self is not model or not torch.is_grad_enabled():
+            return original.__call__(self, *args, **kwargs)
+        before = reached[0]
+        result = original.__call__(self, *args, **kwargs)
+        if reached[0] == before and self.training:
+            refuse_bypass(self)
+        return result
 
     def state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return state(original.state_dict(self, *args, **kwargs), kwargs.get("prefix", ""))
@@ -48,6 +62,7 @@ def attach(
         original.__name__,
         (original,),
         {
+            "__call__": call,
             "forward": looks_like(original.forward, forward),
             "state_dict": looks_like(original.state_dict, state_dict),
             **copying(original, whole),

@@ -109,6 +109,18 @@ error[GA409]: SLURM_NTASKS=8 says that this job has several processes, and srun 
   explain: graphaccel explain GA409""",
     ),
     (
+        errors.WrappedModel(
+            what="the optimized model is inside DistributedDataParallel",
+            why="graphaccel splits the step over devices and sums the gradients itself",
+            help_line="leave the wrapper out, and call the model that optimize() returned",
+        ),
+        """\
+error[GA410]: the optimized model is inside DistributedDataParallel
+  why:  graphaccel splits the step over devices and sums the gradients itself
+  help: leave the wrapper out, and call the model that optimize() returned
+  explain: graphaccel explain GA410""",
+    ),
+    (
         errors.PartOfModel(what="`GPT`"),
         """\
 error[GA411]: `GPT` can not be saved by one process: others have parts of it
