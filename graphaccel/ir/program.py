@@ -225,6 +225,20 @@ class StepProgram:
         return tuple(v.leaf for p in self.stages for v in p.backward_inputs if v.kind == "tangent")
 
     @property
+    def written(self) -> dict[str, tuple[int, tuple[int, ...]]]:
+        """Buffer → the stage that makes its new value, and all that hold it, that one included."""
+        makers = {
+            value.name: stage.stage
+            for stage in self.stages
+            for value in stage.forward_outputs
+            if value.kind == "buffer"
+        }
+        holders = {
+            name: {stage.stage for stage in self.stages if name in stage.buffers} for name in makers
+        }
+        return {n: (at, tuple(sorted({at, *holders[n]}))) for n, at in makers.items()}
+
+    @property
     def groups(self) -> tuple[tuple[str, ...], ...]:
         """The groups of parameters that rest sharded over data, of all stages, each once."""
         return tuple(dict.fromkeys(g for stage in self.stages for g in stage.groups))

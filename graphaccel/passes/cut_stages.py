@@ -81,7 +81,9 @@ def cut_stages(
     gradients = _gradients(graph, outputs, stage)
     _drop_sums(graph, outputs, gradients, stage)
     if homes is None:
-        homes = _homes(kinds, stage, gradients) | dict.fromkeys(everywhere, tuple(range(count)))
+        homes = _homes(graph, kinds, outputs, stage, gradients) | dict.fromkeys(
+            everywhere, tuple(range(count))
+        )
     return StagedGraph(graph, count, stage, free, gradients, homes)
 
 
@@ -254,11 +256,18 @@ def _unsummed(node: fx.Node, stage: dict[fx.Node, int]) -> tuple[tuple[int, fx.N
 
 
 def _homes(
+    graph: fx.GraphModule,
     kinds: dict[fx.Node, GraphInput],
+    outputs: Sequence[GraphOutput],
     stage: dict[fx.Node, int],
     gradients: dict[str, tuple[tuple[int, fx.Node], ...]],
 ) -> dict[str, tuple[int, ...]]:
+    """Where a parameter is read or gets a gradient, and a buffer is read or gets its new value."""
     held: dict[str, set[int]] = defaultdict(set)
+    last = max(stage.values(), default=0)
+    for node, spec in zip(returned(graph), outputs, strict=False):
+        if spec.kind == "buffer":
+            held[spec.name].add(stage.get(node, last))
     for node, spec in kinds.items():
         if spec.kind not in ("parameter", "buffer"):
             continue

@@ -129,6 +129,11 @@ class Executor:
         }
         self._messages = Messages(program, mesh, microbatches)
         self._reached = program.reached
+        self._written = [
+            (name, maker, tuple(sorted({s % mesh.pipeline for s in stages})))
+            for name, (maker, stages) in sorted(program.written.items())
+        ]
+        mesh.ensure_shared(places for _, _, places in self._written)
         for stage in self._stages.values():
             for graph in stage.graphs:
                 bind(graph, mesh)
@@ -380,14 +385,29 @@ class Executor:
                 total.add_(other)
             gradients[name] = total
         self._sum_shared(gradients)
-        for name, new in state.buffers.items():
-            self._held.buffers[name].copy_(new)
+        self._spread_buffers(state.buffers)
         return StepResult(
             self._loss(state),
             gradients,
             self._gather_outputs(state),
             layouts=self._held.gradients,
         )
+
+    def _spread_buffers(self, new: Mapping[str, torch.Tensor]) -> None:
+        """New values of buffers, on every rank that holds them."""
+        for name, maker, places in self._written:
+            if self._mesh.pipeline_index not in places:
+                continue
+            own = self._held.buffers.get(name)
+            value = new.get(name)
+            if len(places) > 1:
+                like = own if value is None else value
+                assert like is not None  # a rank in `places` makes the value or holds the buffer
+                value = torch.empty_like(like) if value is None else value.contiguous()
+                source = self._mesh.rank_of(maker)
+                dist.broadcast(value, source, group=self._mesh.shared_groups[places])
+            if own is not None and value is not None:
+                own.copy_(value)
 
     def _unscaled(self, result: StepResult, scale: LossScale) -> StepResult:
         """Gradients without the scale of the loss, and whether one of some rank overflowed."""

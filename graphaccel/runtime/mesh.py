@@ -40,6 +40,7 @@ class Mesh:
     that is two axes. groups: axis, or several joined by "+" in any order → the group of the
     ranks that differ from this one on those axes only.
     shared_groups: sorted pipeline coordinates → the group of those ranks within this replica.
+    spread: the pipeline coordinates for which some ranks have such a group.
     channels: (source rank, destination rank, direction) → group (NCCL knows no tags; gloo needs
     none).
     timeout: of every group (the default group has the script's).
@@ -51,6 +52,7 @@ class Mesh:
     timeout: timedelta = field(default_factory=lambda: timedelta(seconds=600))
     groups: dict[str, Any] = field(repr=False, default_factory=dict)
     shared_groups: dict[tuple[int, ...], Any] = field(repr=False, default_factory=dict)
+    spread: set[tuple[int, ...]] = field(repr=False, default_factory=set)
     channels: dict[tuple[int, int, str], Any] = field(repr=False, default_factory=dict)
 
     def size(self, axes: str) -> int:
@@ -97,6 +99,16 @@ class Mesh:
                 group = new_group(ranks, self.timeout)
                 if self.rank in ranks:
                     self.groups[axes] = group
+
+    def ensure_shared(self, wanted: Iterable[tuple[int, ...]]) -> None:
+        """Make the groups of ranks at several pipeline coordinates, given sorted, that are not
+        there yet. Collective: every rank asks for the same ones."""
+        for pipeline in sorted({p for p in wanted if len(p) > 1} - set(self.spread)):
+            self.spread.add(pipeline)
+            for ranks in zip(*(self.holders(p) for p in pipeline), strict=True):
+                group = new_group(list(ranks), self.timeout)
+                if self.rank in ranks:
+                    self.shared_groups[pipeline] = group
 
     @cached_property
     def _coordinates(self) -> dict[str, int]:
@@ -177,12 +189,7 @@ def build_mesh(
         mesh.groups["pipeline+data"] = mesh.world_group
     else:
         mesh.ensure(["pipeline+data"])
-    places = sorted({tuple(sorted({s % plan.pipeline for s in stages})) for stages in shared})
-    for pipeline in places:
-        for ranks in zip(*(mesh.holders(p) for p in pipeline), strict=True):
-            group = new_group(list(ranks), timeout)
-            if mesh.rank in ranks:
-                mesh.shared_groups[pipeline] = group
+    mesh.ensure_shared(tuple(sorted({s % plan.pipeline for s in stages})) for stages in shared)
     if dist.get_backend() == "nccl":
         _make_channels(mesh)
     return mesh
