@@ -36,9 +36,9 @@ class Captures:
 
     def of(self, batch: Batch, *, training: bool = True) -> tuple[StepGraph, dict]:
         """The step for a batch, and the symbol sizes of that batch in it."""
-        for step in self.steps.values():
+        for (signature, *_), step in self.steps.items():
             sizes = self._fitting(step, batch, training)
-            if sizes is not None:
+            if sizes is not None and _same_values(signature, batch.signature()):
                 return step, sizes
         _refuse_empty(batch)
         start = time.perf_counter()
@@ -68,7 +68,11 @@ class Captures:
 
     def knows(self, batch: Batch) -> bool:
         """Whether the training step of this batch is captured already."""
-        return any(self._fitting(step, batch, True) is not None for step in self.steps.values())
+        return any(
+            self._fitting(step, batch, True) is not None
+            and _same_values(signature, batch.signature())
+            for (signature, *_), step in self.steps.items()
+        )
 
     def keep(self, batch: Batch, step: StepGraph) -> None:
         """Use another rank's capture of the training step of this batch."""
@@ -126,7 +130,14 @@ class Captures:
                 if int(wanted) != size:
                     return None
         used = {spec.leaf for spec in step.inputs if spec.kind == "batch"}
-        return sizes if used == set(range(len(batch.leaves))) else None
+        return sizes if used == set(batch.tensors) else None
+
+
+def _same_values(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    """Whether two batches have the same structure and the same values that are no tensors
+    (`return_loss=True`, None), by their signatures: a capture holds for those."""
+    plain = [[d for d in described if isinstance(d, str)] for _, described in (one, other)]
+    return one[0] == other[0] and plain[0] == plain[1]
 
 
 def _has_dims(batch: Batch, dims: Mapping[int, int]) -> bool:
