@@ -8,6 +8,9 @@
 The weights are one file that the plain model can load too. The state of the optimizer is one file
 for each process, since each holds that of its own parameters: it resumes under the same plan. With
 --sharded every process writes its part of both, and any plan can go on from it.
+
+Each checkpoint has a folder of its own. `latest` names the newest that is complete: it is written
+last, at once, so that a run that is killed while it saves leaves the checkpoint before as it was.
 """
 
 import argparse
@@ -15,6 +18,7 @@ import os
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -58,15 +62,23 @@ def parts() -> dict:
     return {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
 
 
+root = args.folder / ("parts" if args.sharded else "whole")
+latest = root / "latest"
+if latest.exists() and not args.resume:
+    raise SystemExit(f"{root} has checkpoints: --resume, or another --folder")
+done = 0
+if args.resume:
+    folder = root / latest.read_text()
+    done = int(folder.name.removeprefix("step-"))
 if args.resume and args.sharded:
     state = parts()
-    dcp.load(state, checkpoint_id=args.folder / "parts")
+    dcp.load(state, checkpoint_id=folder)
     model.load_state_dict(state["model"])
     partly = StateDictOptions(strict=False)  # parameters of other stages have no state here
     set_optimizer_state_dict(model, optimizer, state["optimizer"], options=partly)
 elif args.resume:
-    model.load_state_dict(torch.load(args.folder / "weights.pt"))
-    optimizer.load_state_dict(torch.load(args.folder / f"optimizer-{rank}.pt"))
+    model.load_state_dict(torch.load(folder / "weights.pt"))
+    optimizer.load_state_dict(torch.load(folder / f"optimizer-{rank}.pt"))
 
 for _ in range(args.steps):
     loss = model(x, y)
@@ -75,11 +87,18 @@ for _ in range(args.steps):
     optimizer.zero_grad()
     print(f"loss {loss.item():.6f}", flush=True)
 
-args.folder.mkdir(parents=True, exist_ok=True)
+folder = root / f"step-{done + args.steps}"  # never the one that `latest` names
+folder.mkdir(parents=True, exist_ok=True)
 if args.sharded:
-    dcp.save(parts(), checkpoint_id=args.folder / "parts")
+    dcp.save(parts(), checkpoint_id=folder)
 else:
-    torch.save(optimizer.state_dict(), args.folder / f"optimizer-{rank}.pt")
+    torch.save(optimizer.state_dict(), folder / f"optimizer-{rank}.pt")
     weights = graphaccel.full_state_dict(model)  # every process calls it, and gets all of them
     if rank == 0:
-        torch.save(weights, args.folder / "weights.pt")
+        torch.save(weights, folder / "weights.pt")
+if dist.is_initialized():
+    dist.barrier()  # every process has written its part
+if rank == 0:
+    new = root / "latest.new"
+    new.write_text(folder.name)
+    new.replace(latest)  # at once: either the old name or the new one is there

@@ -17,6 +17,14 @@ def losses(out: str) -> list[float]:
     return [float(x) for x in re.findall(r"^loss (\d+\.\d+)$", out, re.MULTILINE)]
 
 
+def _leave_half(whole: Path, half: Path) -> None:
+    """What a run leaves that is killed while it writes a checkpoint."""
+    half.mkdir()
+    for file in sorted(whole.iterdir())[::2]:
+        content = file.read_bytes()
+        (half / file.name).write_bytes(content[: len(content) // 2])
+
+
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("sharded", "then"),
@@ -29,9 +37,15 @@ def test_it_resumes_where_it_stopped(
     one = ("--devices=1", "--pipeline=1", f"--folder={tmp_path / 'one'}")
     expected = losses(run_here(SCRIPT, *one, "--steps=6"))
     two = (str(EXAMPLES / SCRIPT), f"--folder={tmp_path / 'two'}", "--steps=3", *sharded)
-    got = losses(run_apart(*two)) + losses(run_apart(*two, *then, "--resume"))
+    root = tmp_path / "two" / ("parts" if sharded else "whole")
+    got = losses(run_apart(*two))
+    assert (root / "latest").read_text() == "step-3"
+    _leave_half(root / "step-3", root / "step-5")
+    got += losses(run_apart(*two, *then, "--resume"))
+    assert (root / "latest").read_text() == "step-6"
     assert len(expected) == 6
     assert got == pytest.approx(expected, abs=1e-5)
     if not sharded:
-        single, several = (torch.load(tmp_path / run / "weights.pt") for run in ("one", "two"))
+        files = (tmp_path / run / "whole" / "step-6" / "weights.pt" for run in ("one", "two"))
+        single, several = map(torch.load, files)
         torch.testing.assert_close(several, single, atol=1e-4, rtol=0)
