@@ -36,11 +36,11 @@ class Captures:
 
     def of(self, batch: Batch, *, training: bool = True) -> tuple[StepGraph, dict]:
         """The step for a batch, and the symbol sizes of that batch in it."""
+        _refuse_empty(batch, first=not self.steps)
         for (signature, *_), step in self.steps.items():
             sizes = self._fitting(step, batch, training)
             if sizes is not None and _same_values(signature, batch.signature()):
                 return step, sizes
-        _refuse_empty(batch)
         start = time.perf_counter()
         module, made = self._faked(batch)
         modes = {m: m.training for m in module.modules()}
@@ -145,15 +145,20 @@ def _has_dims(batch: Batch, dims: Mapping[int, int]) -> bool:
     return all(leaf in tensors and tensors[leaf].dim() > dim for leaf, dim in dims.items())
 
 
-def _refuse_empty(batch: Batch) -> None:
-    """Raises GraphMisuse (GA407) for a batch without examples: no size could be told from it."""
+def _refuse_empty(batch: Batch, *, first: bool) -> None:
+    """Raises GraphMisuse (GA407) for a batch without examples, whose mean loss is no number.
+
+    first: nothing has been captured yet.
+    """
     size, dims = batch_leaves(batch)
     if size == 0:
         name = batch.names[next(iter(dims))]
         shape = list(batch.leaves[next(iter(dims))].shape)
         raise GraphMisuse(
-            what=f"the first batch has no examples: `{name}` has the shape {shape}",
-            help_line="graphaccel.optimize(model, optimizer, example_batch=batch)  # one that has",
+            what=f"the {'first ' * first}batch has no examples: `{name}` has the shape {shape}",
+            help_line="graphaccel.optimize(model, optimizer, example_batch=batch)  # one that has"
+            if first
+            else "leave it out:  DataLoader(dataset, drop_last=True)",
         )
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from graphaccel.capture.batch import Batch, flatten_call
 from graphaccel.captures import Captures
+from graphaccel.errors import GraphMisuse
 from graphaccel.model import model_of
 
 
@@ -29,7 +31,7 @@ def _batch(rows: int, kind: str) -> Batch:
 
 
 def test_one_capture_for_each_set_of_values() -> None:
-    captures = Captures(model_of(Flags(), None, None, "cpu"), "cpu")
+    captures = Captures(model_of(Flags(), None, None, "cpu"))
     mean, _ = captures.of(_batch(8, "mean"))
     assert captures.knows(_batch(8, "mean"))
     assert captures.knows(_batch(12, "mean"))
@@ -39,6 +41,20 @@ def test_one_capture_for_each_set_of_values() -> None:
     assert total is not mean
     assert captures.of(_batch(4, "mean"))[0] is mean
 
-    other = Captures(model_of(Flags(), None, None, "cpu"), "cpu")
+    other = Captures(model_of(Flags(), None, None, "cpu"))
     other.keep(_batch(8, "mean"), mean)  # as ranks do with what one of them captured
     assert other.of(_batch(8, "mean"))[0] is mean
+
+
+def test_a_batch_without_examples_is_refused_later_too() -> None:
+    captures = Captures(model_of(Flags(), None, None, "cpu"))
+    captures.of(_batch(8, "mean"))
+    with pytest.raises(GraphMisuse) as caught:
+        captures.of(_batch(0, "mean"))
+    assert (
+        str(caught.value)
+        == """\
+error[GA407]: the batch has no examples: `args[0]` has the shape [0, 4]
+  help: leave it out:  DataLoader(dataset, drop_last=True)
+  explain: graphaccel explain GA407"""
+    )
