@@ -48,9 +48,13 @@ def captures_of(name: str) -> Iterator[None]:
     """
     real = kept.capture
 
-    def capture(module: nn.Module, batch: Batch, loss_fn: LossFn) -> StepGraph:
-        told = depends_on(module, (batch.signature(), str(module), module.training), loss_fn)
-        return captured_once(f"{name} {told}", lambda: real(module, batch, loss_fn))
+    def capture(
+        module: nn.Module, batch: Batch, loss_fn: LossFn = None, **settings: Any
+    ) -> StepGraph:
+        given = {key: value for key, value in settings.items() if not callable(value)}
+        seen = batch.signature(), str(module), module.training, sorted(given.items())
+        told = depends_on(module, seen, loss_fn)
+        return captured_once(f"{name} {told}", lambda: real(module, batch, loss_fn, **settings))
 
     with patch.object(kept, "capture", capture):
         yield
