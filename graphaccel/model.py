@@ -62,9 +62,12 @@ class Model:
             return step_bytes(plan, self.stepping, sum(sizes), sizes, apart, fused, padded)
 
         built = (*self.module.parameters(), *self.module.buffers())
+        # A frozen parameter that the forward updates is a buffer to the graph.
+        buffers = {n: p for n, p in parameters.items() if not p.requires_grad}
+        buffers |= self.module.named_buffers(remove_duplicate=False)
         return Resident(
             resting,
-            {n: tensor_bytes(b) for n, b in self.module.named_buffers(remove_duplicate=False)},
+            {n: tensor_bytes(b) for n, b in buffers.items()},
             states,
             sum(tensor_bytes(t) for t in batch.tensors.values()),
             self.optimizer_bytes,

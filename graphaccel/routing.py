@@ -48,7 +48,8 @@ def tried_choices(
     """
     held = {
         "parameter": dict(module.named_parameters(remove_duplicate=False)),
-        "buffer": dict(module.named_buffers(remove_duplicate=False)),
+        "buffer": dict(module.named_parameters(remove_duplicate=False))  # frozen and updated
+        | dict(module.named_buffers(remove_duplicate=False)),
         "constant": step.forward.constants,
     }
     tensors = [t for kind in held.values() for t in kind.values()]

@@ -27,6 +27,7 @@ from graphaccel.errors import (
 )
 from graphaccel.messages import Location
 
+_DISTRIBUTIONS = f"{torch.__path__[0]}{os.sep}distributions{os.sep}"
 _STDLIB = f"{sysconfig.get_paths()['stdlib']}{os.sep}"
 
 
@@ -40,7 +41,9 @@ def explained(error: Exception, model: nn.Module, weights: Weights) -> Exception
     if isinstance(error, WrittenWithoutGrad):
         location = line_of(error.stack_trace)
     if isinstance(error, DataDependentError):
-        return TensorBranch(module=where, location=location, others=())
+        files = [f.filename for f in traceback.extract_tb(error.__traceback__)]
+        checked = any(name.startswith(_DISTRIBUTIONS) for name in files)
+        return TensorBranch(module=where, location=location, distribution=checked)
     if isinstance(error, Unregistered):
         found = weights.described(error.tensor)
         return UnregisteredWeight(
@@ -122,7 +125,8 @@ def refuse_unknown_shapes(graph: fx.Graph, model: nn.Module) -> None:
 
 
 def refuse_writes(program: Any, batch: Batch, model: nn.Module) -> None:
-    """What a call writes into its inputs or parameters would be lost. Raises CaptureRefused."""
+    """What a call writes into its inputs or trained parameters would be lost; a frozen parameter is
+    written back as a buffer is. Raises CaptureRefused."""
     signature = program.graph_signature
     placeholders = [n.name for n in program.graph.nodes if n.op == "placeholder"]
     first = len(placeholders) - len(batch.leaves)
@@ -132,9 +136,14 @@ def refuse_writes(program: Any, batch: Batch, model: nn.Module) -> None:
             module=f"{type(model).__name__}.forward",
             reason=f"it writes to its input `{given}`; let it write to a copy: {given}.clone()",
         )
-    for name in getattr(signature, "parameters_to_mutate", {}).values():
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for whole in signature.parameters_to_mutate.values():
+        name = whole.removeprefix("model.")
+        uses = sum(p is parameters[name] for p in parameters.values())
+        if uses == 1 and not parameters[name].requires_grad:
+            continue
         raise CaptureRefused(
             module=f"{type(model).__name__}.forward",
-            reason=f"it writes to its parameter `{name.removeprefix('model.')}`; make it a buffer: "
+            reason=f"it writes to its parameter `{name}`; make it a buffer: "
             "register_buffer(name, tensor)",
         )

@@ -247,6 +247,8 @@ def _unpack(program: Any, batch: Batch, returned: Returned) -> ForwardGraph:
     parameters = signature.inputs_to_parameters
     buffers = signature.inputs_to_buffers
     constants = signature.inputs_to_lifted_tensor_constants
+    mutated = {**signature.buffers_to_mutate, **signature.parameters_to_mutate}
+    written = set(mutated.values())
     leaves = iter(range(len(batch.leaves)))
     inputs: list[GraphInput] = []
     graph = graph_module(program.graph_module, program.graph_module.graph)
@@ -254,7 +256,9 @@ def _unpack(program: Any, batch: Batch, returned: Returned) -> ForwardGraph:
         if node.op != "placeholder":
             continue
         if node.name in parameters:
-            inputs.append(GraphInput("parameter", _own(parameters[node.name])))
+            name = parameters[node.name]
+            kind = "buffer" if name in written else "parameter"  # a frozen one that is updated
+            inputs.append(GraphInput(kind, _own(name)))
         elif node.name in buffers:
             inputs.append(GraphInput("buffer", _own(buffers[node.name])))
         elif node.name in constants:
@@ -270,7 +274,6 @@ def _unpack(program: Any, batch: Batch, returned: Returned) -> ForwardGraph:
                 inputs.append(spec)
             else:  # flags and None: export has written them in, and another value is another call
                 graph.graph.erase_node(node)
-    mutated = signature.buffers_to_mutate
     outputs: list[GraphOutput] = []
     tensor_leaves = iter(returned.tensor_leaves)
     loss_due = returned.loss_leaf is not None

@@ -10,20 +10,25 @@ from graphaccel.messages import Location, Message, columns
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class TensorBranch(GraphAccelError):
-    """The model branches on the value of a tensor."""
+    """The model branches on the value of a tensor. distribution: in a check of its parameters that
+    torch.distributions makes."""
 
     code = "GA101"
     module: str
     location: Location | None = None
     others: tuple[Location, ...] = ()
+    distribution: bool = False
 
     def message(self) -> Message:
+        line = "make it branch-free:  x = torch.where(condition, a, b)"
+        if self.distribution:
+            line = "leave its check of values out:  Normal(mean, scale, validate_args=False)"
         return Message(
             f"cannot capture {named_module(self.module)}: it branches on the value of a tensor",
             self.location,
             note="this becomes a Python value, so the graph would depend on the data",
             why="graphaccel needs one graph for every batch",
-            help=("make it branch-free:  x = torch.where(condition, a, b)",),
+            help=(line,),
             others=self.others,
         )
 

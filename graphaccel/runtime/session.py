@@ -247,9 +247,13 @@ class Session:
     def held(self, constants: Mapping[str, torch.Tensor]) -> Held:
         """What graphs read by name."""
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        parameters = {n: p for n, p in parameters.items() if self.holds(n)}
+        # A frozen parameter that the forward updates is a buffer to the graph.
+        frozen = {n: local_of(p.detach()) for n, p in parameters.items() if not p.requires_grad}
+        buffers = self.model.named_buffers(remove_duplicate=False)
         return Held(
-            {n: local_of(p.detach()) for n, p in parameters.items() if self.holds(n)},
-            {n: b for n, b in self.model.named_buffers(remove_duplicate=False) if self.holds(n)},
+            {n: local_of(p.detach()) for n, p in parameters.items()},
+            frozen | {n: b for n, b in buffers if self.holds(n)},
             {n: c.to(self.mesh.device) for n, c in constants.items()},
             self._shards,
             self.gradients,
