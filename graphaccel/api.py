@@ -25,6 +25,7 @@ from graphaccel.arguments import (
     check_settings,
     device_count,
     read_plan,
+    with_checkpointing,
     with_command_line,
 )
 from graphaccel.capture.batch import flatten_call
@@ -107,6 +108,8 @@ def optimize(
     """
     pins = with_command_line(pins)
     check = check_of(check)
+    if plan is None:
+        pins = with_checkpointing(model, pins)
     check_arguments(model, optimizer, pins, loss_fn, clip_norm)
     check_settings(cluster, timeout, example_batch)
     check_batch_dims(batch_dims)
@@ -163,6 +166,7 @@ def plan(
     Raises InfeasiblePlan (GA201) with what would make it fit.
     """
     check_count(devices)
+    pins = with_checkpointing(model, pins)
     check_job(model, optimizer, pins, loss_fn)
     check_settings(cluster, 1, example_batch)
     check_batch_dims(batch_dims)

@@ -34,6 +34,8 @@ _HOOKS = {
 }
 
 
+_CHECKPOINTING = ("gradient_checkpointing", "grad_checkpointing")
+
 PINS = "GRAPHACCEL_PINS"
 """Decisions on the command line of `graphaccel run`, as JSON."""
 
@@ -56,6 +58,14 @@ def with_command_line(pins: Mapping[str, Any]) -> dict[str, Any]:
     """The script's decisions, and those of `graphaccel run`, which come first."""
     given = json.loads(os.environ.get(PINS, "{}"))
     return {**pins, **{k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}}
+
+
+def with_checkpointing(model: Any, pins: Mapping[str, Any]) -> dict[str, Any]:
+    """The decisions, and recompute="all" where a model was told to compute activations again
+    (`gradient_checkpointing_enable()` of Hugging Face's, `set_grad_checkpointing()` of timm's)."""
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    told = any(getattr(m, name, False) is True for m in modules for name in _CHECKPOINTING)
+    return {"recompute": "all", **pins} if told else dict(pins)
 
 
 def check_arguments(
@@ -175,7 +185,10 @@ def check_hooks(modules: Iterable[tuple[str, nn.Module]]) -> None:
     for name, module in modules:
         for attribute, kind in _HOOKS.items():
             for hook in getattr(module, attribute).values():
-                if name and not getattr(type(hook), "__module__", "").startswith("torch.nn.utils"):
+                known = getattr(type(hook), "__module__", "").startswith("torch.nn.utils")
+                # Of gradient checkpointing: the graph does what it is for without it.
+                known = known or getattr(hook, "__name__", "") == "make_inputs_require_grads"
+                if name and not known:
                     code = getattr(hook, "__code__", None)
                     line = Location(code.co_filename, code.co_firstlineno) if code else None
                     raise HookNotKept(module=name, kind=kind, location=line)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from graphaccel.api import cluster_here
-from graphaccel.arguments import check_can_run, read_plan
+from graphaccel.arguments import check_can_run, read_plan, with_checkpointing
 from graphaccel.compiler import Compiler
 from graphaccel.errors import GraphAccelError, GraphMisuse, GraphsNeedGpu
 from graphaccel.handle import assumed_of
@@ -71,7 +71,7 @@ def plan_command(args: argparse.Namespace) -> int:
     model = model_of(
         job.model, job.loss_fn, job.optimizer, where.device.type, batch_dims=job.batch_dims
     )
-    pins = {**job.pins, **pins_of(args)}
+    pins = with_checkpointing(job.model, {**job.pins, **pins_of(args)})
     if pins.get("cuda_graphs") and where.device.name == "cpu":
         raise GraphsNeedGpu(device="cpu")
     if args.measure is not None:
