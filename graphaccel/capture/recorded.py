@@ -6,12 +6,10 @@ backward runs without data, and whether it reads nothing but its arguments.
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch.autograd import Function
@@ -28,11 +26,12 @@ from graphaccel.capture.python_function import (
 from graphaccel.compat.torch import (
     FakeTensor,
     TorchDispatchMode,
+    apply_function,
+    functions_applied_by,
     is_checkpoint,
     outside_modes,
     pytree,
     storage_key,
-    transforms_functions,
     version,
 )
 
@@ -47,22 +46,29 @@ aten = torch.ops.aten
 @contextmanager
 def recording() -> Iterator[None]:
     """Meanwhile `Function.apply` is recorded. Raises RuleRefused."""
-    original = Function.apply.__func__  # type: ignore[attr-defined]
 
-    def apply(kind: type[Function], *args: Any, **kwargs: Any) -> Any:
+    def apply(kind: type[Function], args: tuple) -> Any:
         if is_checkpoint(kind):  # the same mathematics; what is computed twice, the plan decides
             function, _, *inputs = args
             reached = any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs)
             with torch.set_grad_enabled(torch.is_grad_enabled() and reached):
                 return function(*inputs)
-        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        tensors = [x for x in pytree.tree_leaves(args) if isinstance(x, torch.Tensor)]
         recorded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-        if is_own(kind) or not (recorded or transforms_functions()):
-            return original(kind, *args, **kwargs)
-        return _applied(kind, original, args, kwargs)
+        if is_own(kind) or not recorded:
+            return apply_function(kind, *args)
+        return _applied(kind, args)
 
-    with patch.object(Function, "apply", classmethod(apply)):
+    with functions_applied_by(apply, _refuse_transformed):
         yield
+
+
+def _refuse_transformed(kind: type[Function]) -> None:
+    raise RuleRefused(
+        f"the backward of `{kind.__name__}`",
+        "it is applied inside of a transform of torch.func",
+        f"call {kind.__name__}.apply outside of torch.func.grad and torch.func.vmap",
+    )
 
 
 def is_own(kind: type) -> bool:
@@ -70,25 +76,15 @@ def is_own(kind: type) -> bool:
     return kind.__module__.startswith(_TORCH) or kind in (_Recorded, _Inner)
 
 
-def _applied(kind: type[Function], original: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+def _applied(kind: type[Function], args: tuple) -> Any:
     name = kind.__qualname__.rpartition(".")[2]
     what = f"the backward of `{name}`"
-    if transforms_functions():
-        raise RuleRefused(
-            what,
-            "it is applied inside of a transform of torch.func",
-            f"call {name}.apply outside of torch.func.grad and torch.func.vmap",
-        )
     if kind.__name__ == "BackwardHookFunction":
         raise RuleRefused(
             "a backward hook on a module",
             "modules are not called when the step runs as one graph",
             "use a hook on a tensor:  h.register_hook(function)",
         )
-    if kwargs:
-        bound = inspect.signature(kind.forward).bind(*args, **kwargs)
-        bound.apply_defaults()
-        args = bound.args
     tensors = [x for x in args if isinstance(x, torch.Tensor)]
     others = [x for x in args if not isinstance(x, torch.Tensor)]
     if any(isinstance(x, torch.Tensor) for x in pytree.tree_leaves(others)):
@@ -100,7 +96,7 @@ def _applied(kind: type[Function], original: Any, args: tuple, kwargs: dict[str,
     held = [
         (i, x) for i, x in enumerate(args) if not _is_plain(x) and not isinstance(x, torch.Tensor)
     ]
-    structure, results = _tried(kind, original, args, name)
+    structure, results = _tried(kind, args, name)
     target = PythonFunction(
         name,
         kind,
@@ -113,19 +109,16 @@ def _applied(kind: type[Function], original: Any, args: tuple, kwargs: dict[str,
         Slot(next(numbers)) if isinstance(x, torch.Tensor) else None if i in places else x
         for i, x in enumerate(args)
     )
-    made = iter(record(Call(target, template, results), tensors, original))
+    made = iter(record(Call(target, template, results), tensors))
     rebuilt = [next(made) if isinstance(x, Slot) else x for x in structure[1]]
     return rebuilt[0] if structure[0] is None else tuple(rebuilt)
 
 
-def record(
-    call: Call, tensors: Sequence[torch.Tensor], original: Any = None
-) -> tuple[torch.Tensor, ...]:
+def record(call: Call, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """The results of a call in the trace, which gradients know of."""
     calls = CALLS.get().calls
     calls.append(call)
-    apply = original or Function.apply.__func__  # type: ignore[attr-defined]
-    return apply(_Recorded, len(calls) - 1, call, *tensors)
+    return apply_function(_Recorded, len(calls) - 1, call, *tensors)
 
 
 class _Recorded(Function):
@@ -149,7 +142,7 @@ class _Recorded(Function):
 
 
 def _tried(
-    kind: type[Function], original: Any, args: tuple, name: str
+    kind: type[Function], args: tuple, name: str
 ) -> tuple[tuple[Any, list[Any]], tuple[Result, ...]]:
     """What a call returns, tensors as `Slot`, and how they are laid out.
 
@@ -161,7 +154,7 @@ def _tried(
         inputs = [x for x in fresh if isinstance(x, torch.Tensor)]
         versions = [version(x) for x in inputs]
         with _Alone(what, inputs, name), _explaining(what, name):
-            result = original(kind, *fresh)
+            result = apply_function(kind, *fresh)
             several = result if isinstance(result, (tuple, list)) else (result,)
             outputs = [x for x in several if isinstance(x, torch.Tensor)]
             if [version(x) for x in inputs] != versions:
@@ -224,7 +217,7 @@ def _apart(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-    return _Inner.apply(made.requires_grad_()) if value.requires_grad else made
+    return apply_function(_Inner, made.requires_grad_()) if value.requires_grad else made
 
 
 class _Inner(Function):

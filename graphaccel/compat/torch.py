@@ -579,9 +579,30 @@ def outside_modes() -> Iterator[None]:
         yield
 
 
-def transforms_functions() -> bool:
-    """Whether a transform of torch.func (grad, vmap) is on."""
-    return torch._C._are_functorch_transforms_active()
+@contextmanager
+def functions_applied_by(
+    apply: Callable[[type, tuple[Any, ...]], Any], refuse: Callable[[type], None]
+) -> Iterator[None]:
+    """Meanwhile a call of `Function.apply`, also by another name that it was given before, is
+    `apply(the class, its arguments)`; inside of a transform of torch.func it is refused."""
+
+    def applied(kind: type, *args: Any) -> Any:
+        return apply(kind, args)
+
+    def transformed(kind: type, *_: Any, **__: Any) -> None:
+        refuse(kind)
+
+    module = torch.autograd.function
+    with (
+        patch.object(module._SingleLevelFunction, "apply", classmethod(applied), create=True),
+        patch.object(module, "custom_function_call", transformed),
+    ):
+        yield
+
+
+def apply_function(kind: type, *args: Any) -> Any:
+    """`kind.apply(*args)`, whatever `functions_applied_by` says."""
+    return super(torch.autograd.function._SingleLevelFunction, kind).apply(*args)  # type: ignore[misc]
 
 
 def is_checkpoint(kind: type) -> bool:

@@ -82,6 +82,9 @@ class Halves(Function):
         return sum(parts) if ctx.mode == "sum" else None, None, None
 
 
+reverse = Reverse.apply
+
+
 class Rules(nn.Module):
     """All of them, some twice."""
 
@@ -90,7 +93,7 @@ class Rules(nn.Module):
         self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        hidden = StraightThrough.apply(self.first(x)) + Reverse.apply(self.first(y), 0.5)
+        hidden = StraightThrough.apply(self.first(x)) + reverse(self.first(y), 0.5)
         rows, places, count = Pair.apply(hidden, self.second.weight, x.shape[0])
         fixed, _, _ = Pair.apply(x, self.second.weight, rows=count, scale=3.0)
         doubled, _ = Halves.apply(Reverse.apply(rows + fixed, 2.0), None, "sum")
