@@ -308,10 +308,10 @@ class Handle:
         """What a step gave on this rank."""
         assert self._session is not None
         assert self.program is not None
-        buffers = dict(self._model.named_buffers())
+        buffers = dict((*self._model.named_parameters(), *self._model.named_buffers()))
         values = (v for p in self.program.stages for v in p.forward_outputs if v.kind == "buffer")
         written = {v.name for v in values if v.name in buffers and self._session.holds(v.name)}
-        held = {n: buffers[n] for n in written}
+        held = {n: buffers[n].detach() for n in written}
         return Given(result.loss, result.outputs, result.gradients, result.layouts, held)
 
     def has_all(self) -> bool:

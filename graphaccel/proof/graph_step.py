@@ -87,7 +87,8 @@ def _given(step: StepGraph, inputs: Inputs) -> list[Any]:
         if spec.kind == "parameter":
             found.append(inputs.parameters[spec.name].detach())
         elif spec.kind == "buffer":
-            found.append(inputs.buffers[spec.name].detach())
+            held = inputs.buffers if spec.name in inputs.buffers else inputs.parameters
+            found.append(held[spec.name].detach())  # a frozen one that the forward updates
         elif spec.kind == "constant":
             found.append(constants[spec.name].to(inputs.device))
         elif spec.kind == "batch":
