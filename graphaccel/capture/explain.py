@@ -17,7 +17,7 @@ from graphaccel.capture.no_grad import WrittenWithoutGrad
 from graphaccel.capture.python_function import RuleRefused
 from graphaccel.capture.watch import INSIDE
 from graphaccel.capture.weights import Unregistered, Weights
-from graphaccel.compat.torch import DataDependentError, is_known
+from graphaccel.compat.torch import DataDependentError, is_known, schema
 from graphaccel.errors import (
     CaptureRefused,
     GradientRuleRefused,
@@ -107,21 +107,34 @@ def line_of(stack_trace: str) -> Location | None:
     return Location(*own[-1]) if own else None
 
 
-def refuse_unknown_shapes(graph: fx.Graph, model: nn.Module) -> None:
-    """Sizes that depend on the data (`x[x > 0]`) pass export, but can not be planned with."""
+def refuse_unplannable(graph: fx.Graph, model: nn.Module) -> None:
+    """Some values pass export, but can not be planned with. Raises CaptureRefused."""
     for node in graph.nodes:
-        value = node.meta.get("val")
-        shape = value.shape if isinstance(value, torch.Tensor) else ()
-        if all(isinstance(size, int) or is_known(size) for size in shape):
+        reason = _unplannable(node)
+        if reason is None:
             continue
         stack = list((node.meta.get("nn_module_stack") or {}).values())
         kind = str(stack[-1][1]).rsplit(".", 1)[-1] if len(stack) > 1 else type(model).__name__
-        raise CaptureRefused(
-            module=f"{kind}.forward",
-            location=line_of(node.meta.get("stack_trace") or ""),
-            reason="the shape of its result depends on the values of a tensor; "
-            "torch.where and masked sums keep the shape",
-        )
+        location = line_of(node.meta.get("stack_trace") or "")
+        raise CaptureRefused(module=f"{kind}.forward", location=location, reason=reason)
+
+
+def _unplannable(node: fx.Node) -> str | None:
+    """Why a value has no size that is known beforehand, or None."""
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        if not all(isinstance(size, int) or is_known(size) for size in value.shape):
+            return (  # `x[x > 0]`
+                "the shape of its result depends on the values of a tensor; "
+                "torch.where and masked sums keep the shape"
+            )
+        if value.layout != torch.strided:
+            return f"its result is sparse ({value.layout}); a dense tensor can be planned with"
+    if hasattr(node.target, "_schema"):
+        given = dict(zip((a.name for a in schema(node)), node.args, strict=False)) | node.kwargs
+        if given.get("sparse") is True:
+            return "the gradient of its weight would be sparse; sparse=False gives a dense one"
+    return None
 
 
 def refuse_writes(program: Any, batch: Batch, model: nn.Module) -> None:

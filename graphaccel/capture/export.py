@@ -22,7 +22,7 @@ import torch
 from torch import fx, nn
 
 from graphaccel.capture.batch import Batch
-from graphaccel.capture.explain import explained, refuse_unknown_shapes, refuse_writes
+from graphaccel.capture.explain import explained, refuse_unplannable, refuse_writes
 from graphaccel.capture.no_grad import detach_regions
 from graphaccel.capture.python_function import put_back
 from graphaccel.capture.watch import Watch
@@ -229,7 +229,7 @@ def export_forward(model: nn.Module, batch: Batch, loss_fn: LossFn) -> ForwardGr
             put_back(program.graph_module, watch.calls)
         except Exception as error:  # every failure of export becomes one of ours, cause kept
             raise explained(error, model, weights) from error
-    refuse_unknown_shapes(program.graph_module.graph, model)
+    refuse_unplannable(program.graph_module.graph, model)
     refuse_writes(program, batch, model)
     forward = _unpack(program, batch, notes[-1])
     return replace(forward, attributes=weights.attributes(forward.constants))

@@ -117,3 +117,20 @@ def test_a_loss_added_to_zero_is_a_sum_of_parts():
         loss.backward()
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-12, atol=0)
     torch.testing.assert_close(ours.scale.grad, plain.scale.grad, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (lambda x: x.to_sparse().to_dense(), "its result is sparse (torch.sparse_coo); a dense"),
+        (
+            lambda x: F.embedding(torch.tensor([0, 1]), x, sparse=True),
+            "the gradient of its weight would be sparse; sparse=False gives a dense one",
+        ),
+    ],
+)
+def test_sparse_values_are_refused(function, reason):
+    with pytest.raises(CaptureRefused) as caught:
+        capture(Called(function), flatten_call((X,), {}))
+    assert reason in str(caught.value)
+    assert "test_sizes_apart.py" in str(caught.value)
