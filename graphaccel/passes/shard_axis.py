@@ -40,7 +40,13 @@ from graphaccel.rules.shard import Placement, Row, Shard
 
 aten = torch.ops.aten
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
-_SIZES_FIRST = (aten.full.default, aten.zeros.default, aten.ones.default, aten.empty.memory_format)
+_SIZES_FIRST = (
+    aten.full.default,
+    aten.zeros.default,
+    aten.ones.default,
+    aten.empty.memory_format,
+    aten._efficientzerotensor.default,
+)
 _SIZES_SECOND = (
     aten.expand.default,
     aten.new_zeros.default,
@@ -48,12 +54,15 @@ _SIZES_SECOND = (
     aten.new_full.default,
     aten.new_empty.default,
     aten.select_backward.default,
+    aten.diagonal_backward.default,
+    aten.unfold_backward.default,
 )
 _SIZED = frozenset(
     {
         *_VIEWS, *_SIZES_FIRST, *_SIZES_SECOND, aten.slice.Tensor, aten.slice_backward.default,
         aten.split.Tensor, aten.split_with_sizes.default, aten.convolution_backward.default,
         aten.native_group_norm.default, aten.native_group_norm_backward.default,
+        aten.affine_grid_generator.default,
     }
 )  # fmt: skip
 
@@ -316,6 +325,8 @@ def _local_sizes(node: fx.Node, row: Row, args: tuple, ranks: int) -> tuple:
     elif target in (aten.native_group_norm.default, aten.native_group_norm_backward.default):
         at = 3 if target is aten.native_group_norm.default else 5
         changed[at] = sizes[0][0]
+    elif target is aten.affine_grid_generator.default:
+        changed[1] = [sizes[0][0], *changed[1][1:]]
     elif "upsample" in str(target) and "backward" in str(target):
         changed[2] = sizes[0]
     return tuple(changed)

@@ -1,0 +1,85 @@
+"""Every way to split a call over a mesh axis, run as each of two ranks runs it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+from graphaccel.ir.values import tensors_of
+from graphaccel.passes.shard_axis import _local_sizes
+from graphaccel.rules.notation import output_shapes, shape_of, tensor_arguments
+from graphaccel.rules.propagate import PARTIAL
+from graphaccel.rules.prove import call_node
+from graphaccel.rules.rows import rows_of
+from graphaccel.rules.shard import Row, Shard
+from tests.support.calls import Draw
+from tests.support.ops import CASES
+
+
+class Seeded(Draw):
+    """Draws by a seed."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def one(self, *choices: Any) -> Any:
+        return self._random.choice(choices)
+
+
+def part(value: Tensor, place: Any, rank: int) -> Tensor:
+    """What a rank of two has of a tensor; of a partial sum the first one has all."""
+    if place == PARTIAL:
+        return value if rank == 0 else torch.zeros_like(value)
+    if not isinstance(place, Shard):
+        return value
+    dim, shape = place.dim, value.shape
+    seen = value.reshape(*shape[:dim], place.outer, 2, -1, *shape[dim + 1 :])
+    own = seen.select(dim + 1, rank)
+    return own.reshape(*shape[:dim], shape[dim] // 2, *shape[dim + 1 :]).contiguous()
+
+
+def sharded_rows(node: fx.Node) -> Iterator[Row]:
+    """The rows that split a dim of one of a call's tensors evenly, without a rewrite."""
+    inputs = [shape_of(t) for t in tensor_arguments(node)]
+    shards = [frozenset(Shard(d) for d in range(len(s))) for s in (*inputs, *output_shapes(node))]
+    for row in rows_of(node, 2, shards[: len(inputs)], shards[len(inputs) :]):
+        places = (*row.inputs, *row.outputs)
+        if not row.lowering and any(isinstance(p, Shard) for p in places):
+            yield row
+
+
+def run(node: fx.Node, row: Row, rank: int) -> list[Tensor]:
+    """The results of the call that one rank makes."""
+    places = iter(row.inputs)
+
+    def local(argument: Any) -> Any:
+        if not isinstance(argument, fx.Node):
+            return argument
+        return part(argument.meta["val"], next(places), rank)
+
+    args = fx.node.map_aggregate(_local_sizes(node, row, tuple(node.args), 2), local)
+    kwargs = fx.node.map_aggregate(dict(node.kwargs), local)
+    return tensors_of(node.target(*args, **kwargs))
+
+
+@pytest.mark.parametrize("target", CASES, ids=str)
+def test_local_calls(target: Any) -> None:
+    for seed in range(4):
+        torch.manual_seed(0)
+        args, kwargs = CASES[target](Seeded(seed))
+        node = call_node(target, args, kwargs)
+        for row in sharded_rows(node):
+            ranks = [run(node, row, rank) for rank in (0, 1)]
+            for k, wanted in enumerate(tensors_of(node.meta["val"])):
+                place, got = row.outputs[k], [results[k] for results in ranks]
+                if place == PARTIAL:
+                    torch.testing.assert_close(got[0] + got[1], wanted, equal_nan=True)
+                else:
+                    expected = [part(wanted, place, rank) for rank in (0, 1)]
+                    torch.testing.assert_close(got, expected, equal_nan=True)
