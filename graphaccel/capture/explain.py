@@ -26,6 +26,7 @@ from graphaccel.errors import (
     UnregisteredWeight,
 )
 from graphaccel.messages import Location
+from graphaccel.rules.notation import arguments
 
 _DISTRIBUTIONS = f"{torch.__path__[0]}{os.sep}distributions{os.sep}"
 _STDLIB = f"{sysconfig.get_paths()['stdlib']}{os.sep}"
@@ -135,6 +136,38 @@ def _unplannable(node: fx.Node) -> str | None:
         if given.get("sparse") is True:
             return "the gradient of its weight would be sparse; sparse=False gives a dense one"
     return None
+
+
+def refuse_lookups(graph: fx.Graph, model: nn.Module) -> None:
+    """Tables of embeddings that are written while they are read (`max_norm`), or whose gradient is
+    no dense tensor (`sparse`). Raises CaptureRefused."""
+    for node in graph.nodes:
+        if node.op != "call_function" or "embedding" not in str(node.target):
+            continue
+        if "embedding_renorm" in str(node.target):
+            reason = "`max_norm` writes to the table while it is read"
+            line = (
+                "leave max_norm out, and before each step:  "
+                "torch.embedding_renorm_(table.weight.data, tokens, max_norm, 2.0)"
+            )
+        elif arguments(node).get("sparse"):
+            reason = "`sparse=True` gives a gradient that is no dense tensor"
+            line = (
+                "torch.nn.Embedding(..., sparse=False)  # the same gradient, for an optimizer of "
+                "dense ones"
+            )
+        else:
+            continue
+        stack = list((node.meta.get("nn_module_stack") or {}).values())
+        path = stack[-1][0] if stack else "model"
+        raise CaptureRefused(
+            module=path.removeprefix("model.")
+            if "." in path
+            else f"{type(model).__name__}.forward",
+            location=line_of(node.meta.get("stack_trace") or ""),
+            reason=reason,
+            help_line=line,
+        )
 
 
 def refuse_writes(program: Any, batch: Batch, model: nn.Module) -> None:

@@ -22,7 +22,12 @@ import torch
 from torch import fx, nn
 
 from graphaccel.capture.batch import Batch
-from graphaccel.capture.explain import explained, refuse_unplannable, refuse_writes
+from graphaccel.capture.explain import (
+    explained,
+    refuse_lookups,
+    refuse_unplannable,
+    refuse_writes,
+)
 from graphaccel.capture.no_grad import detach_regions
 from graphaccel.capture.python_function import put_back
 from graphaccel.capture.watch import Watch

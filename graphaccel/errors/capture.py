@@ -35,19 +35,23 @@ class TensorBranch(GraphAccelError):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class CaptureRefused(GraphAccelError):
-    """torch.export found something else that has no graph."""
+    """Something else has no graph. help_line: what to type instead, where that is known."""
 
     code = "GA102"
     module: str
     location: Location | None = None
     reason: str
+    help_line: str = ""
 
     def message(self) -> Message:
         return Message(
             f"cannot capture {named_module(self.module)}: this has no graph",
             self.location,
             why=self.reason,
-            help=("to see torch's own report:  GRAPHACCEL_TRACEBACK=full python train.py",),
+            help=(
+                self.help_line
+                or "to see torch's own report:  GRAPHACCEL_TRACEBACK=full python train.py",
+            ),
         )
 
 
