@@ -138,10 +138,11 @@ def _unplannable(node: fx.Node) -> str | None:
     return None
 
 
-def refuse_lookups(graph: fx.Graph, model: nn.Module) -> None:
+def refuse_lookups(graph: fx.GraphModule, model: nn.Module) -> None:
     """Tables of embeddings that are written while they are read (`max_norm`), or whose gradient is
     no dense tensor (`sparse`). Raises CaptureRefused."""
-    for node in graph.nodes:
+    regions = [m for m in graph.modules() if isinstance(m, fx.GraphModule)]
+    for node in (node for region in regions for node in region.graph.nodes):
         if node.op != "call_function" or "embedding" not in str(node.target):
             continue
         if "embedding_renorm" in str(node.target):

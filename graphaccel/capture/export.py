@@ -229,6 +229,7 @@ def export_forward(model: nn.Module, batch: Batch, loss_fn: LossFn) -> ForwardGr
         try:
             program = torch.export.export(wrapper, args, kwargs, strict=False)
             weights.join(program)
+            refuse_lookups(program.graph_module, model)
             detach_regions(program.graph_module, _trained(program, model))
             program = program.run_decompositions({})
             put_back(program.graph_module, watch.calls)

@@ -129,9 +129,13 @@ class UnregisteredWeight(GraphAccelError):
             why="it is not in model.parameters(), so no plan could hold, split or update it",
             help=(
                 f"register it:  {self.line}",
-                "or, if it is not to be trained, turn its gradient off:  .requires_grad_(False)",
+                "or, if it is not to be trained, turn its gradient off:  "
+                "weight.requires_grad_(False)",
             ),
         )
+
+
+_RULE = "say how it may be split, if so:  graphaccel.sharding_rule"
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -188,10 +192,12 @@ class PlanDiffers(GraphAccelError):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class MissingRule(GraphAccelError):
-    """Ops without a sharding rule. ops: (op, shape, module, location, uses), most costly first."""
+    """Ops without a sharding rule. ops: (op, shape, module, location, uses), most costly first.
+    form: arguments of `sharding_rule` that give the first one a rule."""
 
     code = "GA301"
     ops: tuple[tuple[str, str, str, str, int], ...]
+    form: str = ""
 
     def message(self) -> Message:
         rows = [(*row, f"{uses} {'use' if uses == 1 else 'uses'}") for *row, uses in self.ops]
@@ -200,16 +206,11 @@ class MissingRule(GraphAccelError):
             f"{count} no sharding rule",
             details=columns(rows) if rows else (),
             why="without a rule it is not known whether the batch may be split there",
-            help=(*self._form(), "keep the batch whole:  data=1, microbatches=1"),
+            help=(
+                *(() if not self.form else (f"{_RULE}({self.form})",)),
+                "keep the batch whole:  data=1, microbatches=1",
+            ),
         )
-
-    def _form(self) -> tuple[str, ...]:
-        """Where to begin, with the most costly one."""
-        if not self.ops:
-            return ()
-        space, _, name = self.ops[0][0].partition(".")
-        rule = f'"{space}::{name.split(".")[0]}", "... d -> ... d", whole="d", example=(x,)'
-        return (f"say how it may be split:  graphaccel.sharding_rule({rule})",)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

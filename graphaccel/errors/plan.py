@@ -170,9 +170,13 @@ class BatchNotDivisible(GraphAccelError):
             f"a batch of {self.batch} can not be cut into {parts} equal parts "
             f"({self.microbatches} microbatches x data {self.data})",
             why="microbatches of different sizes would change the loss",
-            help=(f"with data={self.data} use microbatches= one of:  {listed(self.allowed)}",)
-            if self.allowed
-            else (f"use a batch that is a multiple of {parts}",),
+            help=(
+                f"with data={self.data} use microbatches= one of:  {listed(self.allowed)}"
+                if self.allowed
+                else f"use a batch that is a multiple of {parts}",
+                "or leave a last, smaller batch out:  "
+                "DataLoader(dataset, batch_size=..., drop_last=True)",
+            ),
         )
 
 

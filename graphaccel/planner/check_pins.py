@@ -277,8 +277,18 @@ def check_batch(pins: Pins, batch: int, limits: Limits) -> None:
     for axis, limit in (("data", limits.data), ("microbatches", limits.microbatches)):
         if limit is not None and (getattr(pins, axis) or 1) > 1:
             name = "microbatch" if axis == "microbatches" else axis
-            raise SplitRefused(axis=name, op="the loss", module="", reason=limit)
+            raise split_refused(name, limit)
     data, microbatches = pins.data or 1, pins.microbatches or 1
     if batch % (data * microbatches):
         allowed = divisors(batch // data) if batch % data == 0 else ()
         raise BatchNotDivisible(batch=batch, microbatches=microbatches, data=data, allowed=allowed)
+
+
+def split_refused(axis: str, limit: str) -> SplitRefused:
+    """limit: why the batch can not be split over `axis`; of an op as "OP in MODULE: REASON"."""
+    place, _, reason = limit.partition(": ")
+    op, _, module = place.partition(" in ")
+    if not (module and reason):
+        return SplitRefused(axis=axis, op="the graph", module="", reason=limit)
+    own = "" if module == "the model" else module
+    return SplitRefused(axis=axis, op=op, module=own, reason=reason)

@@ -22,6 +22,7 @@ from graphaccel.messages import Location, columns
 from graphaccel.planner.cluster import Device
 from graphaccel.planner.cost import Sizes, node_bytes, node_flops, node_seconds
 from graphaccel.report.format import folded, in_unit, plural, seconds_text, unit_of
+from graphaccel.report.rule_form import rule_form
 from graphaccel.rules.lowered import has_lowering
 from graphaccel.rules.notation import written
 from graphaccel.rules.table import rule_of
@@ -33,7 +34,8 @@ class RuleRow:
 
     op: `aten.mm`. shape: what the most costly of them gives, as text. modules: their paths, numbers
     folded. location: "file:line" of the user's code, "" where unknown. uses: how many. flops,
-    bytes, seconds: of all of them in one step on one device. share: of the step's seconds.
+    bytes, seconds: of all of them in one step on one device. share: of the step's seconds. form: of
+    an op without a rule, the arguments of a call that gives it one (`report.rule_form`).
     """
 
     op: str
@@ -46,6 +48,7 @@ class RuleRow:
     bytes: int
     seconds: float
     share: float
+    form: str = ""
 
 
 def priced_rules(step: StepGraph, device: Device) -> tuple[RuleRow, ...]:
@@ -81,6 +84,7 @@ def priced_rules(step: StepGraph, device: Device) -> tuple[RuleRow, ...]:
                 sum(int(node_bytes(n, sizes)) for _, n in found),
                 seconds,
                 seconds / total,
+                rule_form(first) if rule is None else "",
             )
         )
     return tuple(sorted(rows, key=lambda r: (-r.seconds, r.op, r.rule or "")))
@@ -101,7 +105,8 @@ def missing(rows: Sequence[RuleRow]) -> MissingRule | None:
     without = [r for r in rows if r.rule is None]
     if not without:
         return None
-    return MissingRule(ops=tuple((r.op, r.shape, r.modules, r.location, r.uses) for r in without))
+    rows_told = tuple((r.op, r.shape, r.modules, r.location, r.uses) for r in without)
+    return MissingRule(ops=rows_told, form=without[0].form)
 
 
 def missing_note(rows: Sequence[RuleRow]) -> tuple[str, ...]:
@@ -128,7 +133,7 @@ def rules_text(rows: Sequence[RuleRow], model: str, device: Device) -> str:
         lines += ["", "WITHOUT A RULE: whole on every device, and no split of the batch"]
         lines += [f"  {line}" for line in columns([head, *cells])]
         lines += ["", "say how the first may be split; it is proved by running it on the example:"]
-        lines += [f"  graphaccel.sharding_rule({_form(without[0])})"]
+        lines += [f"  graphaccel.sharding_rule({without[0].form})"]
     head = ("op", "uses", "GFLOP", "bytes", "time", "of step", "rule")
     cells = [(r.op, *_price(r), r.rule) for r in rows if r.rule is not None]
     lines += ["", "WITH A RULE: dims of one name are split together; a name that is missing on the"]
@@ -146,9 +151,3 @@ def _price(row: RuleRow) -> tuple[str, ...]:
         seconds_text(row.seconds),
         f"{100 * row.share:.1f} %",
     )
-
-
-def _form(row: RuleRow) -> str:
-    """Arguments to begin with: the user knows what the dims are."""
-    space, _, name = row.op.partition(".")
-    return f'"{space}::{name.split(".")[0]}", "... d -> ... d", whole="d", example=(x,)'

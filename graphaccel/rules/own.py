@@ -28,10 +28,11 @@ def sharding_rule(
 
         graphaccel.sharding_rule("mylib::scaled", "... d, d -> ... d", example=(x, scale))
 
-    op: `torch.ops.mylib.scaled.default` or its name. rule: as in einsum, one name a dim, tensors in
-    the order of the op's arguments; `...` stands for leading dims. An index that is missing on the
-    right is summed over, so that sharding it makes a partial sum, unless `sums` is False. whole:
-    indices, separated by blanks, that can not be sharded. linear: groups of input positions in
+    op: `torch.ops.mylib.scaled.default` or its name (`mylib::scaled.Scalar`, where it has several
+    overloads). rule: as in einsum, one name a dim, tensors in the order of the op's arguments;
+    `...` stands for leading dims. An index that is missing on the right is summed over, so that
+    sharding it makes a partial sum, unless `sums` is False. whole: indices, separated by blanks,
+    that can not be sharded. linear: groups of input positions in
     which the op is linear. example: arguments to prove the rule on, with dims of even sizes,
     float64 where floating; the op runs on them whole and by shards.
 
@@ -63,4 +64,5 @@ def _resolved(op: Any) -> Any:
     if not isinstance(op, str):
         return getattr(op, "default", op)
     space, _, name = op.partition("::")
-    return getattr(getattr(torch.ops, space), name).default
+    name, _, overload = name.partition(".")
+    return getattr(getattr(getattr(torch.ops, space), name), overload or "default")

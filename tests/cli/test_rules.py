@@ -40,8 +40,8 @@ MISSING = """\
 error[GA301]: 1 op has no sharding rule
   rulestest.evened  f32[8,64]  the model  job.py:12  1 use
   why:  without a rule it is not known whether the batch may be split there
-  help: say how it may be split:  graphaccel.sharding_rule("rulestest::evened", \
-"... d -> ... d", whole="d", example=(x,))
+  help: say how it may be split, if so:  graphaccel.sharding_rule("rulestest::evened", \
+"n a -> n a", whole="a", example=(torch.randn(8, 64, dtype=torch.float64),))
   help: keep the batch whole:  data=1, microbatches=1
   explain: graphaccel explain GA301
 """
@@ -53,7 +53,8 @@ WITHOUT A RULE: whole on every device, and no split of the batch
   rulestest.evened  1     0      4.0 KiB  5.20 us  5.4 %    f32[8,64]  the model  job.py:12
 
 say how the first may be split; it is proved by running it on the example:
-  graphaccel.sharding_rule("rulestest::evened", "... d -> ... d", whole="d", example=(x,))
+  graphaccel.sharding_rule("rulestest::evened", "n a -> n a", whole="a", \
+example=(torch.randn(8, 64, dtype=torch.float64),))
 
 WITH A RULE: dims of one name are split together; a name that is missing on the
 right is summed over, _ is a dim that is not split, 1 one that is repeated

@@ -23,6 +23,7 @@ UNCUT = """\
 error[GA206]: a batch of {rows} can not be cut into {parts} equal parts ({parts} microbatches x data 1)
   why:  microbatches of different sizes would change the loss
   help: with data=1 use microbatches= one of:  {allowed}
+  help: or leave a last, smaller batch out:  DataLoader(dataset, batch_size=..., drop_last=True)
   explain: graphaccel explain GA206"""
 
 
@@ -300,8 +301,8 @@ error[GA205]: 9999 devices asked for, {here} available (no CUDA device; 4 proces
 
 def test_batch_norm_is_not_microbatched() -> None:
     text = """\
-error[GA207]: the batch can not be split over the microbatch axis: the loss in the model needs the whole batch
-  why:  aten._native_batch_norm_legit_functional.default in norm: it mixes the examples of a batch
+error[GA207]: the batch can not be split over the microbatch axis: aten._native_batch_norm_legit_functional.default in `norm` needs the whole batch
+  why:  it mixes the examples of a batch
   help: keep the batch whole on this axis:  microbatches=1
   explain: graphaccel explain GA207"""
     _refuse(errors.SplitRefused, text, Normed(), microbatches=2)

@@ -91,7 +91,7 @@ error[GA105]: cannot capture `{method}`: `inner.{name}` requires a gradient and 
       |         {under}
   why:  it is not in model.parameters(), so no plan could hold, split or update it
   help: register it:  {line}
-  help: or, if it is not to be trained, turn its gradient off:  .requires_grad_(False)
+  help: or, if it is not to be trained, turn its gradient off:  weight.requires_grad_(False)
   explain: graphaccel explain GA105"""
     text = text.replace("`inner.ELSE", "`ELSE").replace("`inner.SCALE", "`SCALE")
     model = Classifier(kind(way))

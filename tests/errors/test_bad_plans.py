@@ -153,6 +153,7 @@ def test_microbatches_that_do_not_divide_the_batch(plan: Plan) -> None:
 error[GA206]: a batch of 8 can not be cut into 3 equal parts (3 microbatches x data 1)
   why:  microbatches of different sizes would change the loss
   help: with data=1 use microbatches= one of:  1, 2, 4, 8
+  help: or leave a last, smaller batch out:  DataLoader(dataset, batch_size=..., drop_last=True)
   explain: graphaccel explain GA206"""
     _given(replace(plan, microbatches=3), errors.BatchNotDivisible, text, Blocks())
 

@@ -70,7 +70,7 @@ error[GA104]: cannot capture `Net.forward`: a write to `.data` can not be part o
 error[GA105]: cannot capture `Net.forward`: a weight of shape [6, 6] requires a gradient and is none of the model's parameters
   why:  it is not in model.parameters(), so no plan could hold, split or update it
   help: register it:  self.head = head    # in __init__
-  help: or, if it is not to be trained, turn its gradient off:  .requires_grad_(False)
+  help: or, if it is not to be trained, turn its gradient off:  weight.requires_grad_(False)
   explain: graphaccel explain GA105""",
     ),
     (

@@ -54,8 +54,8 @@ error[GA402]: the outputs of one call of the model were differentiated twice
   help: or add losses before backward:  (loss_a + loss_b).backward()
   explain: graphaccel explain GA402"""
 WHOLE = """\
-error[GA207]: the batch can not be split over the data axis: the loss in the model needs the whole batch
-  why:  aten.mm.default in the model: it combines different examples of a batch with each other
+error[GA207]: the batch can not be split over the data axis: aten.mm.default in the model needs the whole batch
+  why:  it combines different examples of a batch with each other
   help: keep the batch whole on this axis:  data=1
   explain: graphaccel explain GA207"""
 

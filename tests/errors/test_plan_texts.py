@@ -84,6 +84,7 @@ error[GA205]: 16 devices asked for, 8 available (CUDA devices; CUDA_VISIBLE_DEVI
 error[GA206]: a batch of 12 can not be cut into 8 equal parts (4 microbatches x data 2)
   why:  microbatches of different sizes would change the loss
   help: with data=2 use microbatches= one of:  1, 2, 3, 6
+  help: or leave a last, smaller batch out:  DataLoader(dataset, batch_size=..., drop_last=True)
   explain: graphaccel explain GA206""",
     ),
     (
@@ -168,14 +169,15 @@ error[GA212]: the initial weights of `GPT` are not known
             ops=(
                 ("mylib.scan", "bf16[64,512]", "layers.0.ssm", "mamba.py:140", 32),
                 ("aten.im2col", "f32[64,3,8,8]", "patch", "vit.py:31", 1),
-            )
+            ),
+            form='"mylib::scan", "n a -> n a", whole="a", example=(torch.randn(64, 512),)',
         ),
         """\
 error[GA301]: 2 ops have no sharding rule
   mylib.scan   bf16[64,512]   layers.0.ssm  mamba.py:140  32 uses
   aten.im2col  f32[64,3,8,8]  patch         vit.py:31     1 use
   why:  without a rule it is not known whether the batch may be split there
-  help: say how it may be split:  graphaccel.sharding_rule("mylib::scan", "... d -> ... d", whole="d", example=(x,))
+  help: say how it may be split, if so:  graphaccel.sharding_rule("mylib::scan", "n a -> n a", whole="a", example=(torch.randn(64, 512),))
   help: keep the batch whole:  data=1, microbatches=1
   explain: graphaccel explain GA301""",
     ),

@@ -149,6 +149,7 @@ def _uncut(rows: int, pins: dict[str, Any], parts: str, allowed: str, first: int
 error[GA206]: a batch of {rows} can not be cut into {parts}
   why:  microbatches of different sizes would change the loss
   help: {allowed}
+  help: or leave a last, smaller batch out:  DataLoader(dataset, batch_size=..., drop_last=True)
   explain: graphaccel explain GA206"""
     if first is None:
         with refused(errors.BatchNotDivisible, text, model, optimizer):
