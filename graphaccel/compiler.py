@@ -22,7 +22,7 @@ from graphaccel.ir.program import Sharded, StepProgram
 from graphaccel.kernels.registry import enabled, without_tensor_axis
 from graphaccel.messages import format_bytes
 from graphaccel.model import Model, tensor_bytes
-from graphaccel.passes.exact_microbatch import split_limits
+from graphaccel.passes.exact_microbatch import mixes_examples, split_limits
 from graphaccel.passes.localise import localised
 from graphaccel.passes.pipeline import build, placed_fusions, prepared
 from graphaccel.passes.place_ort import Tools
@@ -30,6 +30,7 @@ from graphaccel.planner.cluster import Cluster, cluster_name
 from graphaccel.planner.given import check_fusions, check_given
 from graphaccel.planner.layouts import Layouts, LocalGraph, rates_of
 from graphaccel.planner.memory import UNEVEN, Resident, Sample, rank_curve, rank_memory
+from graphaccel.planner.pins import Limits
 from graphaccel.planner.plan import Chosen, Plan, StageMemory
 from graphaccel.planner.profile import Profile
 from graphaccel.planner.record import Record
@@ -47,13 +48,15 @@ from graphaccel.runtime.cuda_graphs import fixed_bytes
 from graphaccel.runtime.cuda_graphs import notes as graph_notes
 from graphaccel.runtime.pieces import notes as compile_notes
 from graphaccel.schedule.communicate import with_communication
-from graphaccel.schedule.table import Schedule
+from graphaccel.schedule.table import Schedule, with_head
 from graphaccel.schedule.table import build as build_schedule
 
 
 def schedule_of(plan: Plan, program: StepProgram) -> Schedule:
     """The plan's schedule with its messages."""
     table = build_schedule(plan.schedule, plan.pipeline, plan.interleave, plan.microbatches)
+    if program.headed:
+        table = with_head(table, len(program.stages) - 1)
     return with_communication(table, program.forward_edges, program.backward_edges)
 
 
@@ -84,7 +87,7 @@ class Compiler:
         self.captures = Captures(model)
         parts = plan.data * plan.microbatches if plan is not None else cluster.count
         if parts > 1 or (self.pins.get("microbatches") or 1) > 1:
-            self.captures.splits = lambda step: split_limits(step)[1] is None
+            self.captures.splits = lambda step: not mixes_examples(step)
         self._layouts: dict[str, Layouts] = {}
         self.regions = Regions()
         self._choices: dict[Any, tuple[Chosen, ...] | str] = {}
@@ -148,16 +151,15 @@ class Compiler:
             built[refined.decided()] = program
             return refined
 
-        time_limit, data_limit = split_limits(planned)
-        self._refuse_missing(planned, time_limit, data_limit)
+        limits = split_limits(planned)
+        self._refuse_missing(planned, limits)
         plan = search(
             planned,
             self.cluster,
             pins=self.pins,
             optimizer_bytes=int(4 * self.model.optimizer_bytes),
             refine=refine,
-            microbatch_limit=time_limit,
-            data_limit=data_limit,
+            limits=limits,
             batch=sizes.get(BATCH, step.batch_size),
             record=record,
             shardable=self.model.shardable,
@@ -187,10 +189,10 @@ class Compiler:
             name = pinned if given is None else precision_name(given.precision)
             self.cluster = refined(self.cluster, model_key(self.layouts(step, sizes).whole), name)
 
-    def _refuse_missing(self, step: StepGraph, *limits: str | None) -> None:
+    def _refuse_missing(self, step: StepGraph, limits: Limits) -> None:
         """Raises MissingRule (GA301) where a pin splits the batch at an op without a rule."""
         asked = any((self.pins.get(name) or 1) > 1 for name in ("data", "microbatches"))
-        if asked and any(limit and NO_RULE in limit for limit in limits):
+        if asked and any(x and NO_RULE in x.reason for x in (limits.microbatches, limits.data)):
             error = missing(priced_rules(step, self.cluster.device))
             if error is not None:
                 raise error

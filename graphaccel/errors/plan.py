@@ -182,7 +182,8 @@ class BatchNotDivisible(GraphAccelError):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class SplitRefused(GraphAccelError):
-    """An op does not give the same result when the batch is split. axis: "microbatch" or "data"."""
+    """An op does not give the same result when the batch is split. axis: "microbatch" or "data".
+    outside: the loss is not part of the step. Without an op, the reason says it all."""
 
     code = "GA207"
     axis: str
@@ -190,15 +191,52 @@ class SplitRefused(GraphAccelError):
     module: str
     location: Location | None = None
     reason: str
+    outside: bool = False
 
     def message(self) -> Message:
         pin = "microbatches" if self.axis.startswith("micro") else "data"
+        what, why = self.reason, ""
+        if self.op:
+            what, why = (
+                f"{self.op} in {named_module(self.module)} needs the whole batch",
+                self.reason,
+            )
+        help_lines = [f"keep the batch whole on this axis:  {pin}=1"]
+        if self.outside:
+            help_lines = [
+                "give the loss to optimize, where it may mix examples:  loss_fn=loss_fn",
+                "or run on one device:  devices=1",
+            ]
         return Message(
-            f"the batch can not be split over the {self.axis} axis: {self.op} in "
-            f"{named_module(self.module)} needs the whole batch",
+            f"the batch can not be split over the {self.axis} axis: {what}",
+            self.location,
+            why=why,
+            help=tuple(help_lines),
+        )
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class ScheduleRefused(GraphAccelError):
+    """A schedule that starts backwards before the last forward, where an op of the loss needs all
+    microbatches at once."""
+
+    code = "GA213"
+    schedule: str
+    op: str
+    module: str
+    location: Location | None = None
+    reason: str
+
+    def message(self) -> Message:
+        return Message(
+            f"schedule={self.schedule!r} starts backwards before the last forward, and {self.op} "
+            f"in {named_module(self.module)} needs all microbatches at once",
             self.location,
             why=self.reason,
-            help=(f"keep the batch whole on this axis:  {pin}=1",),
+            help=(
+                "run all forwards first:  schedule='gpipe'",
+                "or keep the batch whole:  microbatches=1",
+            ),
         )
 
 

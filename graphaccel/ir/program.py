@@ -51,10 +51,15 @@ class Value:
     kind, of outputs: "loss", "output", "buffer", "sent", "saved", "gradient", "input_gradient" (of
       batch leaf `leaf`), "carried" (the flat gradients of a group, that the next microbatch's
       backward takes back; the last one's are the reduced shards), "held".
+    kind, around the head: "joined", "summed", "same" (a part's value, output of a forward; the
+      whole batch's, input of the head: `rules.parts`), "headed" (output of the head, input of the
+      backwards).
     name: parameter or buffer name, or the name of the value in the joint graph.
     peers: stages the value comes from or goes to ("received": one; "sent": one or more).
     leaf: position among the batch's or the output's leaves.
-    batch_dim: the tensor dim that carries the batch, or -1.
+    batch_dim: the tensor dim that carries the batch, or -1: of a leaf of the batch, a value of the
+      prologue and one of the head, each part reads its own slice along it. outer: sections that
+      stand before the batch in that dim, each with all examples.
     """
 
     kind: str
@@ -62,6 +67,7 @@ class Value:
     peers: tuple[int, ...] = ()
     leaf: int = -1
     batch_dim: int = -1
+    outer: int = 1
 
 
 @dataclass(frozen=True)
@@ -116,6 +122,8 @@ class StageProgram:
     prepare: what runs once a step, before anything else, where parameters are gathered or cast for
       all microbatches at once (`passes.hold_parameters`, `passes.hold_casts`): it gives "held"
       parameters, perhaps on their way, which live until the last phase of the stage has run.
+    head: of the last stage, what runs once on the whole batch, when all forwards have run and no
+      backward has (`passes.two_pass_head`).
     """
 
     stage: int
@@ -136,12 +144,21 @@ class StageProgram:
     prepare: fx.GraphModule | None = field(default=None, repr=False)
     prepare_inputs: tuple[Value, ...] = field(default=(), repr=False)
     prepare_outputs: tuple[Value, ...] = field(default=(), repr=False)
+    head: fx.GraphModule | None = field(default=None, repr=False)
+    head_inputs: tuple[Value, ...] = field(default=(), repr=False)
+    head_outputs: tuple[Value, ...] = field(default=(), repr=False)
 
     @property
     def graphs(self) -> tuple[fx.GraphModule, ...]:
         """All of its graphs, the forward first."""
-        before = () if self.prepare is None else (self.prepare,)
-        return (self.forward, *self.backwards.values(), *self.weights.values(), *before)
+        once = tuple(g for g in (self.prepare, self.head) if g is not None)
+        return (self.forward, *self.backwards.values(), *self.weights.values(), *once)
+
+    @property
+    def results(self) -> tuple[tuple[fx.GraphModule, tuple[Value, ...]], ...]:
+        """The graphs that may give the loss and the model's outputs, with what they give."""
+        forward = (self.forward, self.forward_outputs)
+        return (forward,) if self.head is None else (forward, (self.head, self.head_outputs))
 
     def gradients(self) -> tuple[fx.GraphModule | None, tuple[Value, ...]]:
         """A graph that makes gradients of parameters, and its inputs; None where there is none."""
@@ -154,7 +171,10 @@ class StageProgram:
         self, kind: str, first: bool, last: bool
     ) -> tuple[fx.GraphModule, tuple[Value, ...], tuple[Value, ...]]:
         """(graph, inputs, outputs) of a "forward", "backward" or "weight" of a step's first, last
-        or any other microbatch."""
+        or any other microbatch, or of the "head"."""
+        if kind == "head":
+            assert self.head is not None
+            return self.head, self.head_inputs, self.head_outputs
         if kind == "forward":
             return self.forward, self.forward_inputs, self.forward_outputs
         graphs, inputs, outputs = (
@@ -218,6 +238,11 @@ class StepProgram:
     owned: Mapping[str, Owned] = field(default_factory=dict)
     unsharded: Mapping[str, str] = field(default_factory=dict)
     ort: OrtReport | None = None
+
+    @property
+    def headed(self) -> bool:
+        """Whether part of the step runs once on the whole batch."""
+        return self.stages[-1].head is not None
 
     @property
     def tangents(self) -> tuple[int, ...]:

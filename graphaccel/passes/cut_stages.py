@@ -3,10 +3,11 @@
 A cut falls after a node of the forward graph, not between modules. The stage of a forward value is
 the stage of the forward-graph node it computes; a backward value lies where the values it is the
 derivative of lie, but never later than the gradients it is made from: gradients flow down the
-stages; what the backward makes of parameters alone lies where it is read. Values that depend on no
-parameter (masks, positions, rotary tables) are computed again on every stage that reads them;
-everything else that crosses is sent once, from the stage that makes it to each that reads it,
-neighbour or not (an encoder's output to every decoder stage).
+stages; what the backward makes of parameters alone lies where it is read. What runs once on the
+whole batch (`rules.head`) lies on the last stage. Values that depend on no parameter (masks,
+positions, rotary tables) are computed again on every stage that reads them; everything else that
+crosses is sent once, from the stage that makes it to each that reads it, neighbour or not (an
+encoder's output to every decoder stage).
 
 The gradient of a parameter that several stages use is one partial gradient per stage: each adds up
 its own, and they are summed once a step.
@@ -123,7 +124,7 @@ def _of_weights(
     found = {n: (spec.name,) for n, spec in kinds.items() if spec.kind in ("parameter", "buffer")}
     for node in graph.graph.nodes:
         reads = node.all_input_nodes
-        if node.op != "call_function" or not reads or is_random(node):
+        if node.op != "call_function" or not reads or is_random(node) or "head" in node.meta:
             continue
         if all(n in found for n in reads):
             found[node] = tuple(name for n in reads for name in found[n])
@@ -157,6 +158,9 @@ def _by_position(
     for node in graph.graph.nodes:
         if node.op != "call_function" or node in free or node in weights:
             continue
+        if "head" in node.meta:
+            stage[node] = last
+            continue
         place = positions.get(node.meta.get("origin", ""))
         own = last if place is None else sum(place > end for end in ends)
         reads = [n for n in node.all_input_nodes if n in stage]
@@ -181,6 +185,9 @@ def _by_parameters(
     last = max((s for held in homes.values() for s in held), default=0)
     for node in graph.graph.nodes:
         if node.op != "call_function" or node in free or node in weights:
+            continue
+        if "head" in node.meta:
+            stage[node] = last
             continue
         reads = [n for n in node.all_input_nodes if n in stage]
         origin = node.meta.get("origin", "")

@@ -12,14 +12,19 @@ before (batch 8, two microbatches)              after
   %l: f32[] = aten.div.Tensor(%total, %n)         %l: f32[] = aten.div.Tensor(%total, %sum_1)
   %g: f32[128,32] = aten.mm(...)                  %g: f32[64,32] = aten.mm(...)
 
-Raises SplitRefused (GA207) where examples mix: batch statistics over microbatches, contrastive
-losses.
+Where examples mix (a contrastive loss), and over microbatches where a whole sum is needed (the
+square root of a mean), what follows runs once on the whole batch (`rules.head`): its nodes have the
+size of the whole batch and `meta["head"]`, and `whole_batch` and `batch_part` stand around it.
+
+Raises SplitRefused (GA207) where that would be most of the model: batch statistics over
+microbatches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import sympy
@@ -31,17 +36,19 @@ from graphaccel.capture.export import GraphOutput
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import BATCH, evaluate, with_integers
 from graphaccel.compat.torch import graph_module, schema
-from graphaccel.errors import SplitRefused
 from graphaccel.ir.fakes import Fakes
 from graphaccel.ir.nodes import drop_dead, new_node
 from graphaccel.ir.program import Prologue, Value
 from graphaccel.ir.values import fake_like, propagate, returned
 from graphaccel.messages import Location
+from graphaccel.passes.around_head import Around, lies_in
+from graphaccel.planner.pins import Limit, Limits
 from graphaccel.planner.plan import Plan
 from graphaccel.rules.notation import tensor_arguments
 from graphaccel.rules.propagate import (
     PARTIAL,
     REPLICATED,
+    WHOLE_SUM,
     BatchPlacement,
     Conflict,
     place_batch,
@@ -49,6 +56,7 @@ from graphaccel.rules.propagate import (
 from graphaccel.rules.shard import Shard
 
 aten = torch.ops.aten
+_TORCH = str(Path(torch.__file__).parent)
 _COUNTING = {aten.arange.default, aten.arange.start, aten.arange.start_step}
 
 
@@ -58,11 +66,13 @@ class LocalStep:
 
     graph: placeholders are those of the StepGraph, then one per prologue output.
     prologue: None when nothing is hoisted. places: placement of each output over the batch.
+    headed: whether a part of it runs once on the whole batch.
     """
 
     graph: fx.GraphModule
     prologue: Prologue | None
     output_places: tuple[Any, ...]
+    headed: bool = False
 
 
 def exact_microbatch(
@@ -81,21 +91,24 @@ def exact_microbatch(
     if parts == 1:
         placed = BatchPlacement({}, (), (), frozenset(), ())
     else:
-        placed = batch_placement(step)
+        placed = batch_placement(step, over_time=plan.microbatches > 1)
         _refuse_conflicts(step, plan, placed)
-    local = _Local(step, plan, placed, whole).build(fakes)
-    prologue = _prologue(step, whole, placed)
-    return LocalStep(local, prologue, tuple(_place(placed, n) for n in returned(step.graph)))
+    made = _Local(step, plan, placed, whole)
+    local = made.build(fakes)
+    prologue = _prologue(step, whole, made.hoisted)
+    places = tuple(_place(placed, n) for n in returned(step.graph))
+    return LocalStep(local, prologue, places, bool(placed.head))
 
 
-def batch_placement(step: StepGraph) -> BatchPlacement:
+def batch_placement(step: StepGraph, *, over_time: bool = False) -> BatchPlacement:
     """Where the batch goes in a step (`rules.propagate`), found once."""
-    if "batch_placement" not in step.derived:
-        step.derived["batch_placement"] = _batch_placement(step)
-    return step.derived["batch_placement"]
+    key = ("batch_placement", over_time)
+    if key not in step.derived:
+        step.derived[key] = _batch_placement(step, over_time)
+    return step.derived[key]
 
 
-def _batch_placement(step: StepGraph) -> BatchPlacement:
+def _batch_placement(step: StepGraph, over_time: bool) -> BatchPlacement:
     placeholders = [n for n in step.graph.graph.nodes if n.op == "placeholder"]
     pairs = list(zip(placeholders, step.inputs, strict=True))
     batch = {
@@ -114,7 +127,15 @@ def _batch_placement(step: StepGraph) -> BatchPlacement:
         for n, s in pairs
         if s.kind in ("parameter", "tangent") or (s.kind == "buffer" and s.name in written)
     )
-    placed = place_batch(step.graph.graph, batch, BATCH, step.sizes.get(BATCH, 1), learned)
+    placed = place_batch(
+        step.graph.graph,
+        batch,
+        BATCH,
+        step.sizes.get(BATCH, 1),
+        learned,
+        over_time=over_time,
+        headed=step.has_loss,
+    )
     odd = [
         Conflict(
             node, f"output {spec.leaf} of the model does not lie in its dims as the batch does"
@@ -136,27 +157,32 @@ def _batch_placement(step: StepGraph) -> BatchPlacement:
     return replace(placed, conflicts=(*placed.conflicts, *odd))
 
 
-def split_limits(step: StepGraph) -> tuple[str | None, str | None]:
-    """Why the batch can not be split over (microbatches, data ranks); None where it can.
+def split_limits(step: StepGraph) -> Limits:
+    """Why the batch can not be split over microbatches or data ranks, where it can not.
 
     Where nothing is in the way in few layers, nothing is in all of them; what is is named as in
     the whole model.
     """
     few = step.repeats
-    if few is not None and all(
-        split_limits(each) == (None, None) for each in (few.short, *few.longer)
-    ):
-        return None, None
+    if few is not None and all(split_limits(x) == Limits() for x in (few.short, *few.longer)):
+        return Limits()
     placed = batch_placement(step)
     conflicts = [c for c in placed.conflicts if "batch_norm" not in str(c.node.target)]
-    data = _sentence(conflicts[0].node, conflicts[0].reason) if conflicts else None
-    first = placed.conflicts[0] if placed.conflicts else None
-    if first is not None:
-        return _sentence(first.node, first.reason), data
+    data = _limit(step, conflicts[0]) if conflicts else None
+    placed = batch_placement(step, over_time=True)
+    if placed.conflicts:
+        return Limits(_limit(step, placed.conflicts[0]), data)
     whole = (*placed.reduced, *_summed_buffers(step, placed))
     if whole:
-        return _sentence(whole[0], "its sum over the whole batch is needed at once"), data
-    return None, data
+        return Limits(_limit(step, Conflict(whole[0], WHOLE_SUM)), data)
+    return Limits(None, data, _limit(step, placed.first) if placed.first is not None else None)
+
+
+def mixes_examples(step: StepGraph) -> bool:
+    """Whether some op needs several examples at once, and not only sums of them: in a loss, or
+    because they lie along another dim than is assumed."""
+    few = step if step.repeats is None else step.repeats.short
+    return split_limits(step).data is not None or bool(batch_placement(few).head)
 
 
 def _summed_buffers(step: StepGraph, placed: BatchPlacement) -> tuple[fx.Node, ...]:
@@ -165,9 +191,17 @@ def _summed_buffers(step: StepGraph, placed: BatchPlacement) -> tuple[fx.Node, .
     return tuple(n for o, n in results if o.kind == "buffer" and _place(placed, n) == PARTIAL)
 
 
-def _sentence(node: fx.Node, reason: str) -> str:
-    where = node.meta.get("module") or "the model"
-    return f"{node.target} in {where}: {reason}"
+def _limit(step: StepGraph, conflict: Conflict) -> Limit:
+    node = conflict.node
+    line = node.meta.get("location")
+    known = line is not None and not str(line[0]).startswith(_TORCH)  # the module says that
+    return Limit(
+        str(node.target),
+        node.meta.get("module", ""),
+        conflict.reason,
+        Location(*line) if known else None,
+        outside=not step.has_loss,
+    )
 
 
 def _batch_dim(node: fx.Node) -> int | None:
@@ -189,28 +223,18 @@ def _place(placed: BatchPlacement, node: Any) -> Any:
 
 
 def _refuse_conflicts(step: StepGraph, plan: Plan, placed: BatchPlacement) -> None:
+    axis = "microbatches" if plan.microbatches > 1 else "data"
     if placed.conflicts:
-        conflict = placed.conflicts[0]
-        axis = "microbatches" if plan.microbatches > 1 else "data"
-        raise _refused(conflict.node, conflict.reason, axis)
+        raise _limit(step, placed.conflicts[0]).refused(axis)
     whole = (*placed.reduced, *_summed_buffers(step, placed))
     if whole and plan.microbatches > 1:
-        node = whole[0]
-        raise _refused(node, "it needs its sum over the whole batch at once", "microbatches")
+        raise _limit(step, Conflict(whole[0], WHOLE_SUM)).refused("microbatches")
     if BATCH not in step.sizes:
         output = step.graph.graph.output_node()
-        raise _refused(output, "the model fixes its batch size when it is captured", "data")
-
-
-def _refused(node: fx.Node, reason: str, axis: str) -> SplitRefused:
-    line = node.meta.get("location")
-    return SplitRefused(
-        axis=axis,
-        op=str(node.target),
-        module=node.meta.get("module", ""),
-        location=Location(*line) if line else None,
-        reason=reason,
-    )
+        fixed = Conflict(output, "the model fixes its batch size when it is captured")
+        raise _limit(step, fixed).refused("data")
+    if placed.first is not None and plan.microbatches > 1 and plan.schedule != "gpipe":
+        raise _limit(step, placed.first).refused_schedule(plan.schedule)
 
 
 class _Local:
@@ -224,6 +248,11 @@ class _Local:
         self.part = {s: n // self.parts if s == BATCH else n for s, n in whole.items()}
         self.graph = fx.Graph()
         self.map: dict[fx.Node, fx.Node] = {}
+        self.hoisted: dict[fx.Node, list[str]] = {}
+        self.whole_values: dict[fx.Node, fx.Node] = {}
+        nodes = step.graph.graph.find_nodes(op="placeholder")
+        kinds = dict(zip(nodes, (s.kind for s in step.inputs), strict=True))
+        self.around = Around(self.graph, placed, kinds, self.parts)
 
     def build(self, fakes: Fakes | None) -> fx.GraphModule:
         nodes = list(self.step.graph.graph.nodes)
@@ -233,11 +262,14 @@ class _Local:
             self.map[node] = self._placeholder(node.name, node)
             shape = [int(evaluate(d, self.part)) for d in node.meta["dims"]]
             inputs.append(like(node.meta["val"], shape))
-        hoisted = {}
+        hoisted = self.whole_values
         for node in self.placed.hoisted:
             hoisted[node] = self._placeholder(f"whole_{node.name}", node)
             shape = [int(evaluate(d, self.whole)) for d in node.meta["dims"]]
             inputs.append(like(node.meta["val"], shape))
+            self.hoisted[node] = [hoisted[node].name]
+            if (place := self.placed.slices.get(node)) is not None:
+                inputs.append(like(node.meta["val"], self._part_of_hoisted(node, shape, place)))
         for node in nodes:
             if node.op != "call_function":
                 continue
@@ -256,25 +288,42 @@ class _Local:
             fakes.propagate(module.graph, inputs)
         return module
 
+    def _part_of_hoisted(self, node: fx.Node, shape: Sequence[int], place: Any) -> list[int]:
+        """Another input: each part's slice of a hoisted value. Returns its shape."""
+        dim, outer = lies_in(place)
+        part = self._placeholder(f"part_{node.name}", node)
+        part.meta["slice"] = dim, outer
+        self.around.own[node] = part
+        self.hoisted[node].append(part.name)
+        return [n // self.parts if d == dim else n for d, n in enumerate(shape)]
+
     def _placeholder(self, name: str, like: fx.Node) -> fx.Node:
         node = self.graph.placeholder(name)
         node.meta = {k: v for k, v in like.meta.items() if k != "val"} | {"phase": "input"}
         return node
 
     def _call(self, node: fx.Node) -> fx.Node:
+        once = node in self.placed.head
         fixed = {
-            i: evaluate(expression, self.whole if self._is_number(node, i) else self.part)
+            i: evaluate(expression, self.whole if once or self._is_number(node, i) else self.part)
             for i, expression in node.meta["sizes"].items()
         }
         args, kwargs = with_integers(node, fixed)
         shared = [i for n, i in self.placed.shared if n is node]
-        mapped = {n: self.map[n] for n in node.all_input_nodes}
+        mapped = {n: self._read(n, once) for n in node.all_input_nodes}
         for position in shared:
             source = _nth_tensor(node, position)
-            mapped[source] = self._shared(node, self.map[source])
+            mapped[source] = self._shared(node, mapped[source])
         args, kwargs = _mapped((args, kwargs), mapped)
         meta = {k: v for k, v in node.meta.items() if k not in ("val", "sizes")}
+        meta |= {"phase": "backward", "head": True} if once else {}
         return new_node(self.graph, node.op, node.target, args, kwargs, node.name, meta)
+
+    def _read(self, node: fx.Node, once: bool) -> fx.Node:
+        """A value as it is read by the head, or else by a part."""
+        if once:
+            return self.around.inside(node, self.whole_values.get(node, self.map[node]))
+        return self.around.outside(node, self.map[node])
 
     def _is_number(self, node: fx.Node, position: int) -> bool:
         """Whether a number is a quantity (of the whole batch) rather than a size (of the part)."""
@@ -319,6 +368,8 @@ class _Local:
         outputs = []
         for node, spec in zip(returned(self.step.graph), self.step.outputs, strict=True):
             new = self.map.get(node, node)
+            if spec.kind == "gradient" and node in self.placed.head:
+                new = self.around.outside(node, new)
             if spec.kind == "buffer" and self.parts > 1 and _place(self.placed, node) == PARTIAL:
                 new = self._reduced(node, new)
             if spec.kind == "gradient" and self.parts > 1 and _place(self.placed, node) != PARTIAL:
@@ -351,13 +402,13 @@ def _nth_tensor(node: fx.Node, position: int) -> fx.Node:
 
 
 def _prologue(
-    step: StepGraph, whole: Mapping[sympy.Symbol, int], placed: BatchPlacement
+    step: StepGraph, whole: Mapping[sympy.Symbol, int], hoisted: Mapping[fx.Node, Sequence[str]]
 ) -> Prologue | None:
-    """The hoisted values, computed from the whole batch."""
-    if not placed.hoisted:
+    """The hoisted values, computed from the whole batch. hoisted: what each is called."""
+    if not hoisted:
         return None
     needed: set[fx.Node] = set()
-    stack = list(placed.hoisted)
+    stack = list(hoisted)
     while stack:
         node = stack.pop()
         if node not in needed:
@@ -383,7 +434,7 @@ def _prologue(
             args, kwargs = _mapped((args, kwargs), made)
             made[node] = graph.call_function(node.target, args, kwargs)
             made[node].meta = {k: v for k, v in node.meta.items() if k not in ("val", "sizes")}
-    graph.output([made[n] for n in placed.hoisted])
+    graph.output([made[n] for n, names in hoisted.items() for _ in names])
     module = graph_module(step.graph, graph)
     propagate(module, fakes)
-    return Prologue(module, tuple(values), tuple(f"whole_{n.name}" for n in placed.hoisted))
+    return Prologue(module, tuple(values), tuple(n for names in hoisted.values() for n in names))

@@ -57,10 +57,15 @@ def outline_stages(
         else Value(s.kind, s.name, leaf=s.leaf)
         for n, s in zip(placeholders, step.inputs, strict=False)
     }
-    kinds |= {n: Value("prologue", n.name) for n in placeholders[len(step.inputs) :]}
+    kinds |= {n: _of_prologue(n) for n in placeholders[len(step.inputs) :]}
     wanted = _wanted(staged, step.outputs, keep_outputs)
     joint = _Joint(staged, kinds, wanted, _demands(staged, wanted))
     return tuple(_Stage(joint, stage).outline() for stage in range(staged.stages))
+
+
+def _of_prologue(node: fx.Node) -> Value:
+    dim, outer = node.meta.get("slice", (-1, 1))
+    return Value("prologue", node.name, batch_dim=dim, outer=outer)
 
 
 @dataclass
@@ -83,7 +88,8 @@ def _wanted(staged: StagedGraph, outputs: Sequence[GraphOutput], keep: bool) -> 
         if spec.kind == "gradient" or (spec.kind == "output" and not keep):
             continue
         value = Value(spec.kind, spec.name, leaf=spec.leaf)
-        if spec.kind == "input_gradient":  # of a step without a loss, which is one stage
+        # an input's gradient is of a step without a loss, which is one stage
+        if spec.kind == "input_gradient" or (node in staged.stage and node.meta.get("head")):
             wanted.backward[last].append((node, value))
             continue
         wanted.forward[staged.stage.get(node, last)].append((node, value))

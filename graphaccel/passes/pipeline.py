@@ -16,6 +16,7 @@ release_parameters     as recompute, for what is made of sharded parameters alon
 cut_stages             needs the final joint graph
 scatter_sends          needs to know what crosses; before the phases, whose values are sent
 split_phases           needs stages: what is saved is decided a stage at a time
+two_pass_head          of the backward of the last stage, before it is divided further
 split_weights          where the schedule has weights apart: what follows sees two backwards
 place_ort              after the split, so that no region spans two stages or the two phases;
                        before the sums, which are in place
@@ -104,6 +105,8 @@ def build(
     for program in programs:
         if program.prepare is not None:
             run.dump(f"stage_{program.stage}_prepare", program.prepare)
+        if program.head is not None:
+            run.dump(f"stage_{program.stage}_head", program.head)
         run.dump(f"stage_{program.stage}_forward", program.forward)
         for phase, graphs in (("backward", program.backwards), ("weight", program.weights)):
             for (first, last), graph in graphs.items():
@@ -201,4 +204,5 @@ def _boxed(program: StageProgram) -> StageProgram:
         backwards=backwards,
         weights=weights,
         prepare=prepare,
+        head=None if program.head is None else boxed(program.head),
     )

@@ -50,7 +50,7 @@ def recompute(graph: fx.GraphModule, plan: Plan, positions: Mapping[str, int]) -
     candidates = _candidates(graph, plan, _saved(graph, plan, positions), stage)
     clones: dict[fx.Node, fx.Node] = {}
     for node in list(graph.graph.nodes):
-        if node.meta.get("phase") != "backward":
+        if node.meta.get("phase") != "backward" or node.meta.get("head"):
             continue
         for source in node.all_input_nodes:
             if source in candidates:

@@ -37,7 +37,7 @@ def release_parameters(graph: fx.GraphModule, names: Collection[str]) -> fx.Grap
             own = source.op == "placeholder" and source.name in names
             if (own or source in derived) and node.meta.get("phase") == "forward":
                 derived.add(node)
-        if node.meta.get("phase") != "backward":
+        if node.meta.get("phase") != "backward" or node.meta.get("head"):
             continue
         for source in sources:
             if source in derived:

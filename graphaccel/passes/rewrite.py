@@ -44,6 +44,7 @@ from graphaccel.passes.scatter_sends import scatter_sends
 from graphaccel.passes.shard_axes import Alike, LocalGraph, over_few, shard_axes
 from graphaccel.passes.split_phases import split_phases
 from graphaccel.passes.split_weights import split_weights, with_weights
+from graphaccel.passes.two_pass_head import two_pass_head
 from graphaccel.passes.upload_parameters import upload_parameters
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.zero import owned_shards
@@ -157,6 +158,8 @@ def _bare(
         equal = run.call("equal_stages", lambda: equal_stages(outlines, told))
     outlines = tuple(each for each in outlines if each.stage not in equal)
     programs = run.call("split_phases", lambda: split_phases(staged, outlines))
+    if local.headed:
+        programs = run.call("two_pass_head", lambda: two_pass_head(programs))
     programs, weights = run.call("split_weights", lambda: split_weights(programs, plan))
     programs, report = run.call("place_ort", lambda: place_ort(programs, plan, ort))
     programs = run.call("chunk_loss", lambda: tuple(chunk_loss(p, plan) for p in programs))

@@ -226,8 +226,11 @@ def meshes_of(problem: Problem, pins: Pins, batch: int, layout: Layout) -> Itera
                     continue
                 if not asked and batch // (data * microbatches) % layout.expert:
                     continue
+                once = microbatches > 1 and problem.limits.head is not None
                 for zero in _zeros(problem, pins, data, microbatches):
                     schedules = _schedules(pins, pipeline, interleave, zero[0])
+                    if once:  # all forwards come before any backward
+                        schedules = ("gpipe",) if interleave == 1 else ()
                     parts = _shards(problem, pins, data, layout.replica, zero[0])
                     for schedule, shard in product(schedules, parts):
                         yield Shape(

@@ -7,7 +7,7 @@ from math import prod
 from types import MappingProxyType
 
 from graphaccel.capture.stepgraph import StepGraph
-from graphaccel.errors import BadPin, BatchNotDivisible, NoLoss, SplitRefused
+from graphaccel.errors import BadPin, BatchNotDivisible, NoLoss
 from graphaccel.planner.module_pins import (
     check_stages,
 )
@@ -277,18 +277,12 @@ def check_batch(pins: Pins, batch: int, limits: Limits) -> None:
     for axis, limit in (("data", limits.data), ("microbatches", limits.microbatches)):
         if limit is not None and (getattr(pins, axis) or 1) > 1:
             name = "microbatch" if axis == "microbatches" else axis
-            raise split_refused(name, limit)
+            raise limit.refused(name)
+    head, known = limits.head, pins.schedule in (None, "gpipe")
+    if head is not None and (pins.microbatches or 1) > 1:
+        if not known or (pins.interleave or 1) > 1:
+            raise head.refused_schedule(pins.schedule or "interleaved")
     data, microbatches = pins.data or 1, pins.microbatches or 1
     if batch % (data * microbatches):
         allowed = divisors(batch // data) if batch % data == 0 else ()
         raise BatchNotDivisible(batch=batch, microbatches=microbatches, data=data, allowed=allowed)
-
-
-def split_refused(axis: str, limit: str) -> SplitRefused:
-    """limit: why the batch can not be split over `axis`; of an op as "OP in MODULE: REASON"."""
-    place, _, reason = limit.partition(": ")
-    op, _, module = place.partition(" in ")
-    if not (module and reason):
-        return SplitRefused(axis=axis, op="the graph", module="", reason=limit)
-    own = "" if module == "the model" else module
-    return SplitRefused(axis=axis, op=op, module=own, reason=reason)

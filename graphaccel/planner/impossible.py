@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from itertools import islice
 
 from graphaccel.errors import BadPin, BatchNotDivisible
-from graphaccel.planner.check_pins import split_refused
 from graphaccel.planner.offload import STAYING, offload_text
 from graphaccel.planner.pins import Pins
 from graphaccel.planner.solve import Problem
@@ -17,7 +16,7 @@ def no_shape(problem: Problem, pins: Pins, batch: int) -> Exception:
     """Why there is no candidate at all."""
     count = problem.cluster.count // pins.replica
     if problem.limits.data and pins.pipeline in (None, 1):
-        return split_refused("data", problem.limits.data)
+        return problem.limits.data.refused("data")
     data = pins.data or count // (pins.pipeline or 1)
     if "parameters" in pins.on_host and data > 1:
         reason = None

@@ -26,9 +26,20 @@ from graphaccel.schedule.table import Action, Schedule
 from graphaccel.schedule.walk import last_actions, walk
 
 _HELD = {
-    "parameter", "buffer", "constant", "batch", "prologue", "accumulator", "bucket", "scale",
-    "shards", "tangent", "held",
-}  # fmt: skip
+    "parameter",
+    "buffer",
+    "constant",
+    "batch",
+    "prologue",
+    "accumulator",
+    "bucket",
+    "scale",
+    "shards",
+    "tangent",
+    "held",
+    "headed",
+}
+_GATHERED = ("joined", "summed", "same")  # by the head, of what the forwards give  # fmt: skip
 
 
 UNEVEN = 1.25
@@ -196,6 +207,7 @@ class _Run:
     outputs: dict[int, list[Storage]] = field(default_factory=dict)
     carried: dict[tuple[int, str], list[Storage]] = field(default_factory=dict)
     held: dict[int, list[Storage]] = field(default_factory=dict)
+    gathered: dict[str, list[list[Storage]]] = field(default_factory=dict)
     received: dict[tuple[int, str], list[tuple[int, Value]]] = field(default_factory=dict)
     most: dict[str, int] = field(default_factory=lambda: {"forward": 0, "backward": 0})
 
@@ -315,7 +327,9 @@ class _Run:
         inputs = []
         for value in values:
             given = box if value.kind == "received" else saved
-            if value.kind == "carried":
+            if value.kind in _GATHERED:
+                inputs.append(self._whole(value, action.stage))
+            elif value.kind == "carried":
                 inputs.append(self.carried.pop((action.stage, value.name), []))
             else:
                 inputs.append([] if value.kind in _HELD else given[value.name])
@@ -325,6 +339,44 @@ class _Run:
             for storage in self.held.pop(action.stage, ()):
                 self.count.drop(storage)
         self.deliver(action, outputs, results)
+
+    def _gather(self, value: Value, held: list[Storage]) -> None:
+        """What a forward gives the head (`runtime.parts`)."""
+        known = self.gathered.setdefault(value.name, [])
+        if known and value.kind != "joined":
+            return
+        if value.kind == "summed" and self.program.data * (self.last + 1) > 1:
+            held = [Storage(s.size, "activation") for s in held]
+            for storage in held:
+                self.count.take(storage)
+        else:
+            self.count.hold(held)
+        known.append(held)
+
+    def _whole(self, value: Value, stage: int) -> list[Storage]:
+        """The value of the whole batch: joined over microbatches, then over data."""
+        given = self.gathered.pop(value.name)
+        if value.kind != "joined":
+            return given[0]
+        self.count.here = f"values of the whole batch, stage {stage}"
+        size, data = sum(s.size for held in given for s in held), self.program.data
+        made = [s for held in given for s in held]
+        if len(given) > 1:
+            made = self._instead(made, [size])
+        if data > 1:  # along another dim than the first, a copy is sent, and what comes is copied
+            ahead = value.batch_dim > 0 or value.outer > 1
+            made = self._instead(made, [*[size] * ahead, size * data])
+            made = self._instead(made, [size * data]) if ahead else made
+        return made
+
+    def _instead(self, given: list[Storage], sizes: list[int]) -> list[Storage]:
+        """The last of new storages, made while what is given lives."""
+        made = [Storage(size, "activation") for size in sizes]
+        for storage in made:
+            self.count.take(storage)
+        for storage in (*given, *made[:-1]):
+            self.count.drop(storage)
+        return made[-1:]
 
     def deliver(
         self, action: Action, outputs: Sequence[Value], results: list[list[Storage]]
@@ -345,6 +397,11 @@ class _Run:
                     else:
                         key = (action.stage, peer, action.microbatch, action.kind)
                         self.sending.setdefault(key, []).extend(held)
+            elif value.kind in _GATHERED:
+                self._gather(value, held)
+            elif value.kind == "headed":
+                self.held.setdefault(action.stage, []).extend(held)
+                self.count.hold(held)
             elif value.kind == "carried":
                 for storage in held:
                     self.count.recount(storage, "gradient")

@@ -46,7 +46,7 @@ from graphaccel.planner.offering import (
 from graphaccel.planner.offload import offload_text
 from graphaccel.planner.on_host import faster_on_host, goal_of, missing, solve_as_needed
 from graphaccel.planner.outside import outside_notes
-from graphaccel.planner.pins import Limits, Pins
+from graphaccel.planner.pins import Limit, Limits, Pins
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.profile import Profile
 from graphaccel.planner.record import Record
@@ -66,8 +66,7 @@ def search(
     pins: Mapping[str, object],
     optimizer_bytes: int,
     refine: Refine | None = None,
-    microbatch_limit: str | None = None,
-    data_limit: str | None = None,
+    limits: Limits | None = None,
     batch: int | None = None,
     record: Record | None = None,
     shardable: bool = True,
@@ -79,20 +78,21 @@ def search(
     pins: decisions of the user (`planner.pins.NAMES`). optimizer_bytes: bytes of optimizer state
     for each trained number (8: AdamW). refine: gives a plan back with exact memory, or raises
     SplitRefused or TooManyStages for one that can not run; called on the best plans until one fits.
-    microbatch_limit, data_limit: why the batch can not be split on that axis. batch: examples in
-    the global batch, where it is not the captured one. record: is told what is asked and how the
+    limits: what of the graph does not allow a split of the batch. batch: examples in the global
+    batch, where it is not the captured one. record: is told what is asked and how the
     search goes, so that it knows the best plan so far when Ctrl-C ends it. shardable: whether the
     optimizer can work on shards: ZeRO is then considered. profiles: of the step and of its shards;
     without it no axis shards the graph itself. stepping: what the optimizer's step makes.
 
     Raises: InfeasiblePlan (GA201), BadPin (GA202), TooManyStages (GA203), BatchNotDivisible
-    (GA206), SplitRefused (GA207), ConflictingPins (GA210), NoLoss (GA103).
+    (GA206), SplitRefused (GA207), ConflictingPins (GA210), ScheduleRefused (GA213), NoLoss
+    (GA103).
     """
     batch = step.batch_size if batch is None else batch
+    limits = Limits() if limits is None else limits
     if BATCH not in step.sizes:
-        reason = "the model takes batches of one size only"
-        microbatch_limit, data_limit = microbatch_limit or reason, data_limit or reason
-    limits = Limits(microbatch_limit, data_limit)
+        fixed = Limit("", "", "the model takes batches of one size only")
+        limits = Limits(limits.microbatches or fixed, limits.data or fixed)
     decided = agreeing_pins(pins, step, cluster.count, batch, limits)
     problem = Problem(
         profiles or Layouts(Profile(step)), cluster, optimizer_bytes, limits, shardable,

@@ -64,6 +64,7 @@ def simulate(
         "forward": forward_seconds,
         "backward": backward_seconds,
         "weight": weight_seconds,
+        "head": defaultdict(float),  # it is counted to the forwards and backwards
         "reduce": reduce_seconds,
     }
     clock = [0.0] * len(schedule)

@@ -10,6 +10,10 @@ Where an op needs the whole sum (the number of unignored labels as a divisor), t
             can not be split over time at all
 A value that is the same for every part, where a partial sum is wanted, is *shared out* (divided by
 the number of parts).
+
+Where examples mix, and over time where a whole sum is needed, the rest of the forward becomes the
+*head* (`rules.head`), which runs once on the whole batch. Of what it gives, each part of the
+backward reads all, or its own *slice*.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ import torch
 from torch import fx
 
 from graphaccel.rules.factories import COUNTS, UNIFORM
+from graphaccel.rules.head import MOST, close, is_backward, share_of_weights
 from graphaccel.rules.indexing import only_counts_rows
 from graphaccel.rules.notation import Notation, arguments, reshaped, shape_of, tensor_arguments
 from graphaccel.rules.shapes import REGROUPS
@@ -31,6 +36,7 @@ from graphaccel.rules.table import rule_of
 
 REPLICATED = "replicated"
 PARTIAL = "partial"
+WHOLE_SUM = "it needs a sum over the whole batch at once"
 NO_RULE = "has no sharding rule"
 """How the reason of a conflict ends where the op is in no table."""
 Placement = str | int | Shard
@@ -63,6 +69,8 @@ class BatchPlacement:
     shared: (user, position among its tensor arguments) where a replicated value is divided by the
     parts.
     conflicts: where the batch can not be split at all.
+    head: nodes that run once on the whole batch; first: of them, and why it does. slices: values of
+    the whole batch, given by the head or hoisted, of which a part reads its own slice.
     """
 
     places: Mapping[fx.Node, Any] = field(repr=False)
@@ -70,6 +78,9 @@ class BatchPlacement:
     reduced: tuple[fx.Node, ...]
     shared: frozenset[tuple[fx.Node, int]]
     conflicts: tuple[Conflict, ...]
+    head: frozenset[fx.Node] = frozenset()
+    slices: Mapping[fx.Node, Placement] = field(default_factory=dict)
+    first: Conflict | None = None
 
 
 def is_random(node: fx.Node) -> bool:
@@ -85,33 +96,44 @@ def place_batch(
     symbol: Any,
     size: int,
     parameters: frozenset[str],
+    *,
+    over_time: bool = False,
+    headed: bool = False,
 ) -> BatchPlacement:
     """Propagate the split of the batch through a joint graph.
 
     batch_inputs: placeholder name → dim that carries the batch. symbol, size: the batch's symbol in
     `meta["dims"]`, and its size in the graph. parameters: placeholder names of parameters, and of
-    buffers that the step changes.
+    buffers that the step changes. over_time: whether there are several microbatches. headed:
+    whether a head may be formed, as of a step with its loss.
     """
-    converted: tuple[dict[fx.Node, None], dict[fx.Node, None]] = ({}, {})
     rules: dict[fx.Node, Notation | None] = {}
-    while True:  # a conversion changes what earlier users of the value saw
-        state = _State(symbol, size, *converted, rules)
-        for node in graph.nodes:
-            if node.op == "placeholder":
-                state.places[node] = batch_inputs.get(node.name, REPLICATED)
-                if node.name in parameters:
-                    state.learned.add(node)
-            elif node.op == "call_function":
-                state.visit(node)
-        if (state.hoisted, state.reduced) == converted:
+    seeds: dict[fx.Node, str] = {}
+    head: frozenset[fx.Node] = frozenset()
+    while True:
+        state = _State(symbol, size, head, rules)
+        state.walk(graph, batch_inputs, parameters)
+        more = state.seeds(over_time) if headed else {}
+        if not more.keys() - seeds.keys():
             break
-        converted = (state.hoisted, state.reduced)
+        seeds |= more
+        head = close(graph, seeds)
+    first = next((Conflict(n, seeds[n]) for n in graph.nodes if n in seeds), None)
+    if first is not None:
+        share = share_of_weights(graph, head, state.places, parameters, REPLICATED)
+        if share > MOST:
+            why = f"{first.reason}, and what follows holds {share:.0%} of the model's parameters"
+            state.conflicts.insert(0, Conflict(first.node, why))
+    needed = [n for n in state.hoisted if any(u not in state.hoisted for u in n.users)]
     return BatchPlacement(
         state.places,
-        tuple(state.hoisted),
+        tuple(needed),
         tuple(state.reduced),
         frozenset(state.shared),
         tuple(state.conflicts),
+        head,
+        state.slices,
+        first,
     )
 
 
@@ -141,21 +163,74 @@ class _State:
         self,
         symbol: Any,
         size: int,
-        hoisted: Mapping[fx.Node, None],
-        reduced: Mapping[fx.Node, None],
+        head: frozenset[fx.Node],
         rules: dict[fx.Node, Notation | None],
     ) -> None:
-        self.symbol, self.size, self.rules = symbol, size, rules
+        self.symbol, self.size, self.head, self.rules = symbol, size, head, rules
+        self.hoisted: dict[fx.Node, None] = {}
+        self.reduced: dict[fx.Node, None] = {}
+        self.readers: dict[fx.Node, None] = {}  # of values that are reduced
+        self._start()
+
+    def _start(self) -> None:
         self.places: dict[fx.Node, Any] = {}
         self.learned: set[fx.Node] = set()  # depends on a parameter, or on random numbers
-        self.hoisted = dict(hoisted)
-        self.reduced = dict(reduced)
+        self.drawn: set[fx.Node] = set()  # depends on random numbers
         self.shared: set[tuple[fx.Node, int]] = set()
+        self.slices: dict[fx.Node, Placement] = {}
         self.conflicts: list[Conflict] = []
 
+    def walk(
+        self, graph: fx.Graph, batch_inputs: Mapping[str, int], parameters: frozenset[str]
+    ) -> None:
+        """Place every node. A conversion changes what earlier users of the value saw: until there
+        is no other."""
+        while True:
+            converted = len(self.hoisted), len(self.reduced)
+            self._start()
+            for node in graph.nodes:
+                if node.op == "placeholder":
+                    self.places[node] = batch_inputs.get(node.name, REPLICATED)
+                    if node.name in parameters:
+                        self.learned.add(node)
+                elif node.op == "call_function":
+                    self.visit(node)
+            if (len(self.hoisted), len(self.reduced)) == converted:
+                return
+
+    def seeds(self, over_time: bool) -> dict[fx.Node, str]:
+        """Nodes that would have to run on the whole batch, each with the reason. What conflicts in
+        the backward alone may follow from what does in the forward.
+
+        Batch statistics are summed over the data axis (`passes.synchronise_batch_norm`).
+        """
+        found = {
+            c.node: c.reason
+            for c in self.conflicts
+            if over_time or "batch_norm" not in str(c.node.target)
+        }
+        if over_time:
+            found |= dict.fromkeys(self.readers, WHOLE_SUM)
+        ahead = {n: reason for n, reason in found.items() if not is_backward(n)}
+        return ahead or dict(list(found.items())[:1])
+
     def visit(self, node: fx.Node) -> None:
-        if is_random(node) or any(n in self.learned for n in node.all_input_nodes):
+        inputs = node.all_input_nodes
+        if is_random(node) or any(n in self.drawn for n in inputs):
+            self.drawn.add(node)
+        if node in self.drawn or any(n in self.learned for n in inputs):
             self.learned.add(node)
+        if node in self.head:
+            self._in_head(node)
+            return
+        if node in self.hoisted and self._has_parts(node):
+            self.places[node] = REPLICATED
+            return
+        whole = any(self._is_whole(n) for n in inputs)
+        result = node.target is operator.getitem and node.args[0] in self.hoisted
+        if result or (whole and node not in self.learned):
+            self._hoist(node)
+            return
         if node.target is operator.getitem:
             source, index = node.args
             place = self.places[source]
@@ -163,7 +238,7 @@ class _State:
             return
         tensors = tensor_arguments(node)
         places = [self._current(t) for t in tensors]
-        if all(p == REPLICATED for p in places):
+        if not whole and all(p == REPLICATED for p in places):
             self.places[node] = self._made(node)
             return
         if node not in self.rules:
@@ -172,6 +247,12 @@ class _State:
         if notation is None:
             self._without_rule(node, tensors, places)
             return
+        for i, tensor in enumerate(tensors):
+            if self._is_whole(tensor):
+                places[i] = self._slice(tensor, i, notation, places)
+                if places[i] == REPLICATED and i not in notation.unread:
+                    self._refuse(node, "it mixes the examples of a batch")
+                    return
         self._apply(node, notation, tensors, places)
 
     def _without_rule(self, node: fx.Node, tensors: list[fx.Node], places: list) -> None:
@@ -187,7 +268,58 @@ class _State:
         self.places[node] = self._made(node)
 
     def _current(self, node: fx.Node) -> Placement:
+        if node.op == "placeholder":  # of a leaf of the batch, a part has its own at hand
+            return self.places[node]
         return REPLICATED if node in self.hoisted or node in self.reduced else self.places[node]
+
+    def _in_head(self, node: fx.Node) -> None:
+        """Of the whole batch. What it reads that depends on the batch alone is hoisted."""
+        self.places[node] = REPLICATED
+        for source in node.all_input_nodes:
+            if source in self.head or source in self.hoisted:
+                continue
+            if self.places[source] == REPLICATED:
+                if source in self.drawn:
+                    reason = "it needs a number that is drawn anew for every part of the batch"
+                    self.conflicts.append(Conflict(node, reason))
+            elif source not in self.learned:
+                self._hoist(source)
+
+    def _hoist(self, node: fx.Node) -> None:
+        self.hoisted[node] = None
+        if node.op != "placeholder":
+            self.places[node] = REPLICATED
+
+    def _has_parts(self, node: fx.Node) -> bool:
+        """Whether the size of a value depends on how many examples there are."""
+        dims = node.meta["dims"]
+        several = isinstance(node.meta["val"], (tuple, list))
+        return any(
+            self._has_batch(n) for each in (dims if several else (dims,)) for n in each or ()
+        )
+
+    def _is_whole(self, node: fx.Node) -> bool:
+        """Whether all examples are in a value, where others have those of one part."""
+        known = node in self.head or node in self.hoisted
+        return known and node.op != "placeholder" and self._has_parts(node)
+
+    def _slice(self, node: fx.Node, position: int, rule: Notation, places: list) -> Placement:
+        """What a part reads of a whole value: the examples of the other things it is read with, or
+        those along the only dim that has as many; REPLICATED if neither is known."""
+        if node in self.slices:
+            return self.slices[node]
+        names = rule.inputs[position]
+        for other, place in zip(rule.inputs, places, strict=False):
+            at = _lies(place)
+            if at is not None and other[at[0]] in names and other[at[0]] not in ("", "1"):
+                self.slices[node] = _placed(names.index(other[at[0]]), at[1] or 1)
+                return self.slices[node]
+        dims = node.meta["dims"]
+        carry = [d for d, n in enumerate(dims) if self._has_batch(n)]
+        if len(carry) == 1 and dims[carry[0]] == self.symbol:
+            self.slices[node] = carry[0]
+            return carry[0]
+        return REPLICATED
 
     def _made(self, node: fx.Node) -> Any:
         """Values made of numbers or replicated values: sharded if the batch is among their dims.
@@ -199,7 +331,7 @@ class _State:
         def place(dims: tuple) -> Placement:
             carry = [d for d, n in enumerate(dims) if self._has_batch(n)]
             if len(carry) > 1 or (carry and not _divides(node)):
-                self.conflicts.append(Conflict(node, "it numbers the examples of a batch"))
+                self._conflict(node, "it numbers the examples of a batch")
             if not carry:
                 return REPLICATED
             uniform = node.target in UNIFORM or node.target in COUNTS
@@ -231,7 +363,7 @@ class _State:
             return
         group = frozenset() if sharded else self._linear_group(rule, partial)
         for i in partial - group:
-            self._convert(tensors[i])
+            self._convert(tensors[i], node)
         partial &= group
         if partial:
             for i in group - partial:
@@ -281,9 +413,12 @@ class _State:
     def _linear_group(rule: Notation, partial: set[int]) -> frozenset[int]:
         return max(rule.linear, key=lambda g: len(g & partial), default=frozenset())
 
-    def _convert(self, node: fx.Node) -> None:
+    def _convert(self, node: fx.Node, reader: fx.Node) -> None:
         """The whole sum is needed: from the whole batch if that is all it depends on."""
-        (self.reduced if node in self.learned else self.hoisted)[node] = None
+        if node in self.learned:
+            self.reduced[node] = self.readers[reader] = None
+        else:
+            self.hoisted[node] = None
 
     def _set(self, node: fx.Node, outputs: list[Placement]) -> None:
         value = node.meta["val"]
@@ -297,5 +432,12 @@ class _State:
         )
 
     def _refuse(self, node: fx.Node, reason: str) -> None:
-        self.conflicts.append(Conflict(node, reason))
+        self._conflict(node, reason)
         self.places[node] = self._made(node)
+
+    def _conflict(self, node: fx.Node, reason: str) -> None:
+        """Examples mix. What depends on the batch alone is computed from the whole batch."""
+        if node in self.learned:
+            self.conflicts.append(Conflict(node, reason))
+        else:
+            self.hoisted[node] = None

@@ -122,6 +122,8 @@ def recorder_for(device: torch.device) -> Recorder:
 
 def declined(stage: StageProgram) -> str | None:
     """Why a stage's actions can not be recorded, as what calls in it do, or None."""
+    if stage.head is not None:
+        return "need the whole batch at once"
     for graph in stage.graphs:
         for node in graph.graph.nodes:
             why = _refusal(node)

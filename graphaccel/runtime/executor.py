@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from graphaccel.compat.torch import all_gather_flat, unscale
+from graphaccel.compat.torch import unscale
 from graphaccel.errors import RankLost
 from graphaccel.ir.program import StageProgram, StepProgram, Value
 from graphaccel.ir.values import returned
@@ -28,6 +28,7 @@ from graphaccel.runtime.layout import Layout
 from graphaccel.runtime.loss_scale import LossScale
 from graphaccel.runtime.mesh import Mesh, axes_of
 from graphaccel.runtime.messages import Messages, sent_values
+from graphaccel.runtime.parts import Parts, over_data, part_of
 from graphaccel.runtime.rounding import rounding
 from graphaccel.schedule.table import Action, Schedule
 from graphaccel.schedule.walk import last_actions, walk
@@ -71,6 +72,8 @@ class StepState:
     gradients: dict[str, list[torch.Tensor]] = field(default_factory=lambda: defaultdict(list))
     saved: dict[tuple[int, int], dict[str, Any]] = field(default_factory=dict)
     held: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
+    parts: Parts = field(default_factory=lambda: Parts(1))
+    headed: dict[str, torch.Tensor] = field(default_factory=dict)
     carried: dict[tuple[int, str], torch.Tensor] = field(default_factory=dict)
     inbox: dict[tuple[int, int, str], dict[str, torch.Tensor]] = field(
         default_factory=lambda: defaultdict(dict)
@@ -123,7 +126,8 @@ class Executor:
         self._actions = schedule[mesh.pipeline_index]
         self._doings = tuple(walk(self._actions))
         self._last_of_stage = last_actions(self._actions)
-        self._last_forward = [a for a in self._actions if a.kind == "forward"][-1:]
+        heads = [a for a in self._actions if a.kind == "head"]
+        self._loss_known = heads or [a for a in self._actions if a.kind == "forward"][-1:]
         self._stages = {
             p.stage: p for p in program.stages if p.stage % mesh.pipeline == mesh.pipeline_index
         }
@@ -199,6 +203,7 @@ class Executor:
 
     def _begin(self, leaves: Sequence[Any]) -> StepState:
         state = StepState([self._brought(i, leaf) for i, leaf in enumerate(leaves)], {})
+        state.parts = Parts(self._data * self._microbatches)
         prologue = self._program.prologue
         if prologue is not None:
             given = [self._whole(v, state) for v in prologue.inputs]
@@ -268,13 +273,11 @@ class Executor:
     def _compute(self, action: Action, state: StepState) -> None:
         stage = self._stages[action.stage]
         if state.seed is not None:
-            torch.manual_seed(
-                (state.seed + 7919 * self._part(action.microbatch) + action.stage) % 2**63
-            )
+            torch.manual_seed((state.seed + 7919 * self._stream(action) + action.stage) % 2**63)
         first, last = action.microbatch == 0, action.microbatch == self._microbatches - 1
         graph, values, results = stage.phase(action.kind, first, last)
         saved: dict[str, Any] = {}
-        if action.kind != "forward":
+        if action.kind not in ("forward", "head"):
             saved = state.saved.pop((action.stage, action.microbatch), {})
         box = state.inbox.pop((action.stage, action.microbatch, action.kind), {})
         inputs = [self._input(v, action, state, saved, box) for v in values]
@@ -285,12 +288,20 @@ class Executor:
             outputs = self._made(ActionWork(key, graph, inputs, values, results))
         if action in self._last_of_stage:
             state.held.pop(action.stage, None)
+            if self._stages[action.stage].head is not None:
+                state.headed.clear()
         self._deliver(action, results, outputs, state)
-        if action in self._last_forward:
+        if action in self._loss_known:
             self._start_loss(state)
 
     def _part(self, microbatch: int) -> int:
         return self._data_index * self._microbatches + microbatch
+
+    def _stream(self, action: Action) -> int:
+        """Whose random numbers: of a part of the batch, or of what runs on all of it."""
+        if action.kind == "head":
+            return self._data * self._microbatches
+        return self._part(action.microbatch)
 
     def _input(
         self,
@@ -317,8 +328,12 @@ class Executor:
             return state.before.get(value.name, self._held.buffers[value.name])
         if kind == "constant":
             return self._held.constants[value.name]
-        if kind == "prologue":
-            return state.prologue[value.name]
+        if kind in ("joined", "summed", "same"):
+            return state.parts.whole(value, self._data, self._mesh)
+        if kind in ("prologue", "headed"):
+            known = state.prologue if kind == "prologue" else state.headed
+            part = self._part(action.microbatch)
+            return part_of(known[value.name], value, part, self._data * self._microbatches)
         if kind == "scale":
             return state.scale
         if kind == "tangent":
@@ -328,12 +343,8 @@ class Executor:
         return state.buckets[action.stage][int(value.name)]
 
     def _slice(self, value: Value, microbatch: int, state: StepState) -> Any:
-        leaf = state.leaves[value.leaf]
-        parts = self._data * self._microbatches
-        if value.batch_dim < 0 or parts == 1:
-            return leaf
-        size = leaf.shape[value.batch_dim] // parts
-        return leaf.narrow(value.batch_dim, self._part(microbatch) * size, size)
+        leaf, parts = state.leaves[value.leaf], self._data * self._microbatches
+        return part_of(leaf, value, self._part(microbatch), parts) if parts > 1 else leaf
 
     def _deliver(
         self, action: Action, values: tuple[Value, ...], outputs: Sequence[Any], state: StepState
@@ -343,6 +354,10 @@ class Executor:
         for value, output in zip(values, outputs, strict=True):
             if value.kind == "saved":
                 state.saved.setdefault(key, {})[value.name] = output
+            elif value.kind in ("joined", "summed", "same"):
+                state.parts.take(value, output)
+            elif value.kind == "headed":
+                state.headed[value.name] = output
             elif value.kind == "sent":
                 peers |= dict.fromkeys(value.peers)
             elif value.kind == "carried":
@@ -439,9 +454,16 @@ class Executor:
     def _start_loss(self, state: StepState) -> None:
         """The loss of the whole batch, on every rank: one sum over all of them. It travels while
         the backwards run."""
-        stage = self._program.stages[-1]
-        index = next((i for i, v in enumerate(stage.forward_outputs) if v.kind == "loss"), None)
-        if index is None:
+        like = next(
+            (
+                node.meta["val"]
+                for graph, values in self._program.stages[-1].results
+                for node, value in zip(returned(graph), values, strict=True)
+                if value.kind == "loss"
+            ),
+            None,
+        )
+        if like is None:
             return
         if state.losses:
             partial = self._program.loss_partial
@@ -453,7 +475,6 @@ class Executor:
             if not partial and self._data > 1:
                 loss = loss / self._data
         else:
-            like = returned(stage.forward)[index].meta["val"]
             loss = torch.zeros((), dtype=like.dtype, device=self._mesh.device)
         if not self._alone:
             loss = loss.clone()
@@ -470,7 +491,8 @@ class Executor:
         stages = {
             v.leaf: p.stage
             for p in self._program.stages
-            for v in p.forward_outputs
+            for _, values in p.results
+            for v in values
             if v.kind == "output"
         }
         gathered = {}
@@ -484,7 +506,7 @@ class Executor:
             else:
                 joined = parts[-1] if parts else self._empty(stage, leaf, place)
             if self._data > 1 and parts:
-                joined = self._over_data(joined, place)
+                joined = over_data(joined, place, self._mesh)
             elif self._data > 1 and isinstance(place, int):
                 shape = list(joined.shape)
                 shape[place] *= self._data
@@ -497,19 +519,16 @@ class Executor:
 
     def _empty(self, stage: int, leaf: int, place: Any) -> torch.Tensor:
         program = self._program.stages[stage]
-        values = returned(program.forward)
         like = next(
             n.meta["val"]
-            for n, v in zip(values, program.forward_outputs, strict=True)
+            for graph, values in program.results
+            for n, v in zip(returned(graph), values, strict=True)
             if v.kind == "output" and v.leaf == leaf
         )
         shape = list(like.shape)
         if isinstance(place, int):
             shape[place] *= self._microbatches
         return torch.empty(shape, dtype=like.dtype, device=self._mesh.device)
-
-    def _over_data(self, tensor: torch.Tensor, place: Any) -> torch.Tensor:
-        return over_data(tensor, place, self._mesh)
 
     def _lost(self, done: Action | None, doing: Action | None, error: RuntimeError) -> RankLost:
         lost, waiting = "another rank", "the loss of all ranks"
@@ -527,23 +546,11 @@ class Executor:
         )
 
 
-def over_data(tensor: torch.Tensor, place: Any, mesh: Mesh) -> torch.Tensor:
-    """A data rank's part, brought to every rank: joined, summed, or as it is."""
-    if place == PARTIAL:
-        whole = tensor.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(whole, group=mesh.data_group)
-        return whole
-    if not isinstance(place, int):
-        return tensor
-    part = tensor.movedim(place, 0).contiguous()
-    whole = part.new_empty((part.shape[0] * mesh.data, *part.shape[1:]))
-    all_gather_flat(whole, part, group=mesh.data_group)
-    return whole.movedim(0, place)
-
-
 def _words(action: Action) -> str:
     if action.kind == "weight":
         return f"weight gradients of microbatch {action.microbatch}, stage {action.stage}"
+    if action.kind == "head":
+        return f"what needs the whole batch at once, stage {action.stage}"
     if action.kind in ("forward", "backward"):
         return f"{action.kind} of microbatch {action.microbatch}, stage {action.stage}"
     if action.kind == "reduce":

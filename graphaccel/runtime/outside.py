@@ -21,9 +21,10 @@ from graphaccel.ir.program import StageProgram, StepProgram
 from graphaccel.kernels.host_copy import TO_HOST, wait
 from graphaccel.runtime.bind import bind
 from graphaccel.runtime.buckets import Buckets
-from graphaccel.runtime.executor import Executor, Held, StepState, is_connection, over_data
+from graphaccel.runtime.executor import Executor, Held, StepState, is_connection
 from graphaccel.runtime.inductor import StageCompiler
 from graphaccel.runtime.mesh import Mesh
+from graphaccel.runtime.parts import over_data
 from graphaccel.schedule.table import Action
 
 _FORWARD, _BACKWARD, _REDUCE = (Action(k, 0, 0) for k in ("forward", "backward", "reduce"))

@@ -72,7 +72,7 @@ def with_communication(
     for rank, actions in enumerate(table):
         result: list[Action] = []
         for action in actions:
-            if action.kind == "weight":  # it sends nothing, and nobody sends to it
+            if action.kind in ("weight", "head"):  # it sends nothing, and nobody sends to it
                 result.append(action)
                 continue
             direction = _direction(action)

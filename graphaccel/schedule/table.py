@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, TypeAlias
 
-Kind: TypeAlias = Literal["forward", "backward", "weight", "send", "receive", "reduce"]
+Kind: TypeAlias = Literal["forward", "backward", "weight", "head", "send", "receive", "reduce"]
 Direction: TypeAlias = Literal["forward", "backward", ""]
 
 SCHEDULE_NAMES: tuple[str, ...] = ("gpipe", "1f1b", "interleaved", "zero_bubble")
-COMPUTING: tuple[str, ...] = ("forward", "backward", "weight")
+COMPUTING: tuple[str, ...] = ("forward", "backward", "weight", "head")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +34,12 @@ class Action:
     replicas once all microbatches are done, so its ``microbatch`` is -1.
 
     ``weight`` is the part of a backward that gives the gradients of parameters, where a schedule
-    has it apart; ``backward`` is then the part that other stages wait for.
+    has it apart; ``backward`` is then the part that other stages wait for. ``head`` runs once on
+    the whole batch, between the forwards and the backwards of its stage; its ``microbatch`` is -1.
 
     The text form names messages by source and destination stage:
     ``F0.3`` ``B1.2`` ``W1.2`` ``SF0>1.3`` (stage 0 sends) ``RF0>1.3`` (stage 1 receives)
-    ``RB1>0.2`` ``G0``.
+    ``RB1>0.2`` ``G0`` ``H1``.
     """
 
     kind: Kind
@@ -56,6 +57,8 @@ class Action:
             return f"W{self.stage}.{self.microbatch}"
         if self.kind == "reduce":
             return f"G{self.stage}"
+        if self.kind == "head":
+            return f"H{self.stage}"
         source, destination = self.message
         letters = f"{self.kind[0]}{self.direction[0]}".upper()
         return f"{letters}{source}>{destination}.{self.microbatch}"
@@ -189,6 +192,25 @@ def build(name: str, ranks: int, per_rank: int, microbatches: int) -> Schedule:
     return simple[name](ranks, microbatches)
 
 
+def with_head(table: Schedule, stage: int) -> Schedule:
+    """``table``, a table without messages, with what ``stage`` does once on the whole batch.
+
+    Raises ``ValueError`` where a backward of the stage comes before one of its forwards.
+    """
+    lists: list[tuple[Action, ...]] = []
+    for actions in table:
+        own = [i for i, a in enumerate(actions) if a.stage == stage]
+        ahead = [i for i in own if actions[i].kind == "forward"]
+        if not own:
+            lists.append(actions)
+            continue
+        end = ahead[-1] + 1
+        if any(actions[i].kind != "forward" for i in own if i < end):
+            raise ValueError(f"stage {stage} has a backward before its last forward")
+        lists.append((*actions[:end], Action("head", stage, -1), *actions[end:]))
+    return tuple(lists)
+
+
 def stage_ranks(schedule: Schedule) -> dict[int, int]:
     """Stage -> the rank whose list computes it, stages ascending.
 
@@ -219,7 +241,7 @@ def parse_schedule(text: str) -> Schedule:
 _COMPUTE = re.compile(r"([FBW])(\d+)\.(\d+)")
 _KINDS: Mapping[str, Kind] = MappingProxyType({"F": "forward", "B": "backward", "W": "weight"})
 _MESSAGE = re.compile(r"([SR])([FB])(\d+)>(\d+)\.(\d+)")
-_REDUCE = re.compile(r"G(\d+)")
+_ONCE = re.compile(r"([GH])(\d+)")
 
 
 def parse_action(text: str) -> Action:
@@ -227,15 +249,15 @@ def parse_action(text: str) -> Action:
     if match := _COMPUTE.fullmatch(text):
         letter, stage, microbatch = match.groups()
         return Action(_KINDS[letter], int(stage), int(microbatch))
-    if match := _REDUCE.fullmatch(text):
-        return Action("reduce", int(match[1]), -1)
+    if match := _ONCE.fullmatch(text):
+        return Action("reduce" if match[1] == "G" else "head", int(match[2]), -1)
     if match := _MESSAGE.fullmatch(text):
         source, destination, microbatch = int(match[3]), int(match[4]), int(match[5])
         direction: Direction = "forward" if match[2] == "F" else "backward"
         if match[1] == "S":
             return Action("send", source, microbatch, destination, direction)
         return Action("receive", destination, microbatch, source, direction)
-    raise ValueError(f"{text!r} is no action; expected forms: F0.3 B1.2 W1.2 SF0>1.3 RB1>0.2 G0")
+    raise ValueError(f"{text!r} is no action; expected forms: F0.3 B1.2 W1.2 SF0>1.3 RB1>0.2 G0 H1")
 
 
 def _alternate(forwards: list[Action], backwards: list[Action], warmup: int) -> tuple[Action, ...]:

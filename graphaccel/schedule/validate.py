@@ -28,7 +28,8 @@ def validate(
 
     ``stage_rank`` says which rank each stage belongs to; the edges are (source stage, destination
     stage) pairs as given to ``with_communication``. The checks, in order: each (stage, microbatch)
-    once forward, then once backward (then once weight), on the stage's rank; one closing reduction
+    once forward, then once backward (then once weight), on the stage's rank, a head between all
+    forwards and all backwards; one closing reduction
     per stage; one send and one receive for each edge between ranks and microbatch, and no others;
     values exist before they are used; no deadlock when sends are buffered; sends and receives in
     the same order.
@@ -204,6 +205,9 @@ def _check_compute(
                     raise ValueError(f"{action} is missing")
                 if places[action][0] != rank:
                     raise ValueError(f"{action} is on rank {places[action][0]}, not {rank}")
+            once = Action("head", stage, -1)
+            if once in places:
+                parts.insert(1, once)
             for first, second in pairwise(parts):
                 _check_before(places, first, second)
     return microbatches

@@ -12,7 +12,7 @@ import graphaccel
 from graphaccel import errors
 from tests.support.heads import Heads, heads, rows
 from tests.support.small import Classifier, WithLogits, small_batch
-from tests.support.untouched import refused
+from tests.support.untouched import plain_places, refused
 
 FP16 = """\
 error[GA202]: precision='fp16' can not be planned
@@ -55,8 +55,12 @@ error[GA402]: the outputs of one call of the model were differentiated twice
   explain: graphaccel explain GA402"""
 WHOLE = """\
 error[GA207]: the batch can not be split over the data axis: aten.mm.default in the model needs the whole batch
+  --> test_outside.py:{line}
+  {line} |         return h @ h.t()
+      |         ^^^^^^^^^^^^^^^^
   why:  it combines different examples of a batch with each other
-  help: keep the batch whole on this axis:  data=1
+  help: give the loss to optimize, where it may mix examples:  loss_fn=loss_fn
+  help: or run on one device:  devices=1
   explain: graphaccel explain GA207"""
 
 
@@ -144,5 +148,6 @@ def test_outputs_that_mix_examples() -> None:
     model = Similar()
     with pytest.raises(errors.SplitRefused) as caught:
         graphaccel.plan(model, torch.zeros(8, 8), devices=2)
-    assert str(caught.value) == WHOLE
+    line = Similar.forward.__code__.co_firstlineno + 2
+    assert plain_places(str(caught.value)) == WHOLE.format(line=line)
     assert graphaccel.plan(model, torch.zeros(8, 8), devices=1).data == 1

@@ -165,6 +165,24 @@ error[GA212]: the initial weights of `GPT` are not known
   explain: graphaccel explain GA212""",
     ),
     (
+        errors.ScheduleRefused(
+            schedule="1f1b",
+            op="aten.sqrt.default",
+            module="loss",
+            location=errors.Location("train.py", 7, "    return mse.sqrt()", 11, 21),
+            reason="it needs a sum over the whole batch at once",
+        ),
+        """\
+error[GA213]: schedule='1f1b' starts backwards before the last forward, and aten.sqrt.default in `loss` needs all microbatches at once
+  --> train.py:7
+    7 |     return mse.sqrt()
+      |            ^^^^^^^^^^
+  why:  it needs a sum over the whole batch at once
+  help: run all forwards first:  schedule='gpipe'
+  help: or keep the batch whole:  microbatches=1
+  explain: graphaccel explain GA213""",
+    ),
+    (
         errors.MissingRule(
             ops=(
                 ("mylib.scan", "bf16[64,512]", "layers.0.ssm", "mamba.py:140", 32),
@@ -199,3 +217,12 @@ error[GA302]: the sharding rule of mylib.scan.default does not hold: 'n d -> n d
 @pytest.mark.parametrize(("error", "text"), CASES, ids=lambda value: getattr(value, "code", ""))
 def test_text(error: errors.GraphAccelError, text: str) -> None:
     assert str(error) == text
+
+
+def test_a_batch_that_no_op_forbids_to_split() -> None:
+    error = errors.SplitRefused(axis="data", op="", module="", reason="it has one size")
+    assert str(error) == (
+        "error[GA207]: the batch can not be split over the data axis: it has one size\n"
+        "  help: keep the batch whole on this axis:  data=1\n"
+        "  explain: graphaccel explain GA207"
+    )

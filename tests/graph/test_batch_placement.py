@@ -21,6 +21,7 @@ from graphaccel.capture.batch import flatten_call
 from graphaccel.capture.stepgraph import StepGraph, capture
 from graphaccel.compat.torch import FakeTensorMode
 from graphaccel.passes.exact_microbatch import batch_placement, split_limits
+from graphaccel.planner.pins import Limits
 from graphaccel.rules.propagate import PARTIAL, REPLICATED, BatchPlacement, place_batch
 from graphaccel.rules.shard import Shard
 from tests.support.zoo import ZOO
@@ -108,10 +109,10 @@ def test_a_term_on_weights_is_shared_out() -> None:
 
 def test_batch_norm_splits_over_data_and_not_over_time() -> None:
     step = step_of(Model(classes, nn.BatchNorm1d(8)))
-    time, data = split_limits(step)
-    assert time is not None
-    assert "batch_norm" in time
-    assert data is None
+    limits = split_limits(step)
+    assert limits.microbatches is not None
+    assert "batch_norm" in limits.microbatches.op
+    assert limits.data is None
 
 
 def test_batch_norm_with_running_statistics_splits() -> None:
@@ -150,8 +151,26 @@ MIXING = {
 
 
 @pytest.mark.parametrize("name", MIXING)
-def test_what_mixes_examples_is_refused(name: str) -> None:
-    assert placed(MIXING[name]).conflicts
+def test_what_mixes_examples_runs_once_on_the_whole_batch(name: str) -> None:
+    step = step_of(Model(MIXING[name]))
+    for over_time in (False, True):
+        found = batch_placement(step, over_time=over_time)
+        assert not found.conflicts
+        assert found.head or found.hoisted
+        assert not any("addmm" in str(n.target) for n in found.head)
+    assert split_limits(step) == Limits(head=split_limits(step).head)
+
+
+def test_mixing_ahead_of_the_weights_is_refused() -> None:
+    class Rolled(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x - x.roll(1, 0)
+
+    limits = split_limits(step_of(Model(classes, Rolled())))
+    assert limits.data is not None
+    assert limits.data.op == "aten.roll.default"
+    assert limits.data.module == "norm"
+    assert limits.data.reason.endswith("what follows holds 45% of the model's parameters")
 
 
 def test_rows_found_by_their_number_split() -> None:
@@ -176,7 +195,7 @@ def test_parameters_are_replicated() -> None:
 
 @pytest.mark.parametrize("name", [n for n, entry in ZOO.items() if not entry.mixes_rows])
 def test_the_zoo_splits(name: str, captured: Callable[[str], StepGraph]) -> None:
-    assert split_limits(captured(name)) == (None, None)
+    assert split_limits(captured(name)) == Limits()
 
 
 BATCH = sympy.Symbol("b")

@@ -15,6 +15,7 @@ from graphaccel.schedule.table import (
     parse_action,
     parse_schedule,
     stage_ranks,
+    with_head,
     zero_bubble,
 )
 from graphaccel.schedule.validate import fifo_consistent, in_flight, occupancy, validate
@@ -213,3 +214,19 @@ def test_message_ends_are_stages():
 def test_a_stage_belongs_to_one_rank():
     with pytest.raises(ValueError, match="stage 0 is on ranks 0 and 1"):
         stage_ranks(parse_schedule("F0.0\nB0.0"))
+
+
+def test_a_head_stands_between_forwards_and_backwards() -> None:
+    table = with_head(gpipe(2, 2), 1)
+    text = format_schedule(with_communication(table, frozenset({(0, 1)}), frozenset({(1, 0)})))
+    assert text == (
+        "F0.0 SF0>1.0 F0.1 SF0>1.1 RB1>0.0 B0.0 RB1>0.1 B0.1 G0\n"
+        "RF0>1.0 F1.0 RF0>1.1 F1.1 H1 B1.0 SB1>0.0 B1.1 SB1>0.1 G1"
+    )
+    assert parse_schedule(text)[1][4] == Action("head", 1, -1)
+    validate(parse_schedule(text), {0: 0, 1: 1}, frozenset({(0, 1)}), frozenset({(1, 0)}))
+    with pytest.raises(ValueError, match="stage 1 has a backward before its last forward"):
+        with_head(one_f_one_b(2, 2), 1)
+    early = "F0.0 H0 F0.1 B0.0 B0.1 G0"
+    with pytest.raises(ValueError, match=r"H0 comes before F0.1"):
+        validate(parse_schedule(early), {0: 0})

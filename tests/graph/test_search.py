@@ -22,7 +22,7 @@ from graphaccel.planner import guided, one_pass, solving
 from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.layouts import Layouts, LocalGraph, rates_of
 from graphaccel.planner.one_pass import weighed
-from graphaccel.planner.pins import PRECISIONS, Limits, Pins
+from graphaccel.planner.pins import PRECISIONS, Limit, Limits, Pins
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.profile import Profile
 from graphaccel.planner.search import search
@@ -110,8 +110,8 @@ def test_the_certificate_adds_up(
 def test_tensor_is_chosen_where_the_batch_can_not_be_split(
     captured: Captured, made_up: MadeUp, profiles: Layouts
 ) -> None:
-    limits = {"microbatch_limit": "rows are compared", "data_limit": "rows are compared"}
-    asked = {"pins": {}, "optimizer_bytes": 8, **limits}
+    limit = Limit("sort", "", "rows are compared")
+    asked = {"pins": {}, "optimizer_bytes": 8, "limits": Limits(limit, limit)}
     plan = search(captured("gpt"), made_up(2), profiles=profiles, **asked)
     assert (plan.data, plan.pipeline) == (1, 1)
     assert plan.replica == 2
@@ -344,16 +344,30 @@ def test_another_batch_than_the_captured_one(find: Search) -> None:
 
 
 def test_microbatches_that_are_not_allowed(find: Search) -> None:
-    limit = {"microbatch_limit": "BatchNorm needs the whole batch"}
+    limit = {"limits": Limits(Limit("batch_norm", "norm", "it mixes the examples of a batch"))}
     plan = find(2, given=limit)
     assert plan.microbatches == 1
-    assert "microbatches not considered: BatchNorm needs the whole batch" in plan.notes
+    assert (
+        "microbatches not considered: batch_norm in norm: it mixes the examples of a batch"
+        in plan.notes
+    )
     with pytest.raises(errors.SplitRefused):
         find(2, given=limit, microbatches=2)
 
 
+def test_a_head_leaves_schedules_that_run_all_forwards_first(find: Search) -> None:
+    given = {"limits": Limits(head=Limit("aten.sqrt.default", "", "it needs a sum"))}
+    for pins in ({}, {"microbatches": 4}, {"pipeline": 2, "data": 1}):
+        for kib in (16 * 1024, 900):
+            plan = find(2, kib, given=given, **pins)
+            assert plan.microbatches == 1 or (plan.schedule, plan.interleave) == ("gpipe", 1)
+    with pytest.raises(errors.ScheduleRefused):
+        find(2, given=given, pipeline=2, microbatches=2, interleave=2)
+    assert find(2, given=given, pipeline=2, microbatches=1, schedule="1f1b").microbatches == 1
+
+
 def test_a_data_axis_that_is_not_allowed(find: Search) -> None:
-    limit = {"data_limit": "rows are compared"}
+    limit = {"limits": Limits(data=Limit("sort", "", "rows are compared"))}
     assert find(2, given=limit).pipeline == 2
     with pytest.raises(errors.SplitRefused):
         find(2, given=limit, pipeline=1)

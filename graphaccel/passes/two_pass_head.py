@@ -1,0 +1,141 @@
+"""Take what runs once on the whole batch out of the backward of the last stage.
+
+before: forward, and backward           after: forward, head, and backward
+  %z = aten.mm(%x, %w)                    %z = aten.mm(%x, %w)
+  return (%z)              # saved        return (%z)              # joined
+
+  %w = whole_batch(%z, ...)               %s = aten.mm(%w, %w_t)
+  %s = aten.mm(%w, %w_t)                  ...
+  ...                                     return (%l, %g)
+  %p = batch_part(%g, ...)
+  %d = aten.mul(%p, %y)                   %d = aten.mul(%p, %y)
+  return (%l, %d)                         return (%d)
+
+The runtime runs the head between all forwards and all backwards: it joins or sums what the parts of
+the batch gave, and gives each its slice of what the head gives (`runtime.head`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import fx
+
+from graphaccel.compat.torch import graph_module
+from graphaccel.ir.program import StageProgram, Value
+from graphaccel.ir.values import returned
+from graphaccel.rules.parts import PART, WHOLE
+
+_ONCE = ("loss", "output", "buffer")  # what of a backward's results the head gives itself
+
+
+def two_pass_head(programs: Sequence[StageProgram]) -> tuple[StageProgram, ...]:
+    """The programs, the last one with a head."""
+    return (*programs[:-1], _Carved(programs[-1]).program())
+
+
+class _Carved:
+    """The two graphs that the backward of a stage becomes."""
+
+    def __init__(self, program: StageProgram) -> None:
+        self.stage = program
+        (self.backward,) = program.backwards.values()
+        nodes = self.backward.graph.find_nodes(op="placeholder")
+        self.given = dict(zip(nodes, program.backward_inputs, strict=True))
+        self.results = list(zip(returned(self.backward), program.backward_outputs, strict=True))
+        calls = [n for n in self.backward.graph.nodes if n.op == "call_function"]
+        self.head = {n for n in calls if n.meta.get("head")}
+        self.wholes = [n for n in calls if n.target is WHOLE]  # in the same order on all ranks
+
+    def program(self) -> StageProgram:
+        once = [(n, v) for n, v in self.results if v.kind in _ONCE]
+        rest = [(n, v) for n, v in self.results if v.kind not in _ONCE]
+        parts = self._parts(rest)
+        leaving = dict.fromkeys(n.args[0] if n.target is PART else n for n in parts)
+        handed = {n: Value("headed", n.name) for n in leaving}
+        head, inputs = self._graph({n: _value(n) for n in self.wholes}, [*once, *handed.items()])
+        read_by_head = {v.name for v in inputs}
+        read = {n: _slice(n) for n in parts}
+        backward, kept = self._graph(read, rest)
+        saved = {v.name for v in kept if v.kind == "saved"}
+        forward, outputs = self._forward(saved, read_by_head)
+        return replace(
+            self.stage,
+            forward=forward,
+            forward_outputs=outputs,
+            backwards={(True, True): backward},
+            backward_inputs=kept,
+            backward_outputs=tuple(v for _, v in rest),
+            head=head if once or handed else None,
+            head_inputs=inputs,
+            head_outputs=tuple(v for _, v in [*once, *handed.items()]),
+        )
+
+    def _parts(self, results: Sequence[tuple[fx.Node, Value]]) -> list[fx.Node]:
+        """What the backward reads of the head: slices, or values as they are."""
+        found: dict[fx.Node, None] = {}
+        seen: set[fx.Node] = set()
+        stack = [n for n, _ in results]
+        while stack:
+            node = stack.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            if node.target is PART or node in self.head:
+                found[node] = None
+            else:
+                stack += node.all_input_nodes
+        order = {n: i for i, n in enumerate(self.backward.graph.nodes)}
+        return sorted(found, key=order.__getitem__)
+
+    def _graph(
+        self, given: dict[fx.Node, Value], results: Sequence[tuple[fx.Node, Value]]
+    ) -> tuple[fx.GraphModule, tuple[Value, ...]]:
+        """A graph of what `results` are made of, and its inputs: `given`, and the backward's."""
+        needed: set[fx.Node] = set()
+        stack = [n for n, _ in results]
+        while stack:
+            node = stack.pop()
+            if node not in needed:
+                needed.add(node)
+                stack += () if node in given else node.all_input_nodes
+        graph = fx.Graph()
+        made: dict[fx.Node, fx.Node] = {}
+        values = []
+        for node, value in [*self.given.items(), *given.items()]:
+            if node in needed:
+                made[node] = graph.placeholder(node.name)
+                made[node].meta = {**node.meta, "phase": "input"}
+                values.append(value)
+        for node in self.backward.graph.nodes:
+            if node in needed and node not in made:
+                made[node] = graph.node_copy(node, lambda n: made[n])
+        graph.output([made[n] for n, _ in results]).meta["phase"] = "output"
+        return graph_module(self.backward, graph), tuple(values)
+
+    def _forward(self, saved: set[str], read: set[str]) -> tuple[fx.GraphModule, tuple[Value, ...]]:
+        """The forward gives what the head reads, and saves what the backward still reads."""
+        module = self.stage.forward
+        made = dict(zip(self.stage.forward_outputs, returned(module), strict=True))
+        results = {v: n for v, n in made.items() if v.kind != "saved" or v.name in saved}
+        for whole in (n for n in self.wholes if n.name in read):
+            source = self.given[whole.args[0]]
+            results[_value(whole)] = made[Value("saved", source.name)]
+        module.graph.output_node().args = (list(results.values()),)
+        module.graph.eliminate_dead_code()
+        module.recompile()
+        return module, tuple(results)
+
+
+def _value(whole: fx.Node) -> Value:
+    _, how, dim, outer, _ = whole.args
+    return Value(how, whole.name, batch_dim=dim, outer=outer)
+
+
+def _slice(node: fx.Node) -> Value:
+    """What the backward reads: a value of the head, or a slice of one."""
+    if node.target is PART:
+        source, dim, outer, _ = node.args
+        return Value("headed", source.name, batch_dim=dim, outer=outer)
+    return Value("headed", node.name)

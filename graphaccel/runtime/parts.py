@@ -1,0 +1,80 @@
+"""Values of the whole batch, and those of its parts: one microbatch on one data rank each.
+
+Microbatch k of data rank r is part `r * microbatches + k`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from graphaccel.compat.torch import all_gather_flat
+from graphaccel.ir.program import Value
+from graphaccel.rules.parts import JOINED, SUMMED
+from graphaccel.rules.propagate import PARTIAL
+from graphaccel.runtime.mesh import Mesh
+
+
+@dataclass
+class Parts:
+    """What the forwards of a stage give its head. count: of the parts of the whole batch."""
+
+    count: int
+    given: dict[str, list[Tensor]] = field(default_factory=dict)
+
+    def take(self, value: Value, part: Tensor) -> None:
+        """One more part of a value, in the order of the microbatches."""
+        if value.name not in self.given:
+            own = value.kind == SUMMED and self.count > 1  # added to below, and in place
+            self.given[value.name] = [part.clone() if own else part]
+        elif value.kind == SUMMED:
+            self.given[value.name][0].add_(part)
+        elif value.kind == JOINED:
+            self.given[value.name].append(part)
+
+    def whole(self, value: Value, data: int, mesh: Mesh) -> Tensor:
+        """The value of the whole batch, on every data rank. It is given up here."""
+        parts = self.given.pop(value.name)
+        if value.kind == SUMMED and data > 1:
+            dist.all_reduce(parts[0], group=mesh.data_group)
+        if value.kind != JOINED:
+            return parts[0]
+        dim = value.batch_dim
+        if value.outer > 1:
+            parts = [p.unflatten(dim, (value.outer, -1)) for p in parts]
+        along = dim + (value.outer > 1)
+        joined = torch.cat(parts, along) if len(parts) > 1 else parts[0]
+        parts.clear()
+        if data > 1:
+            joined = over_data(joined, along, mesh)
+        return (joined.flatten(dim, along) if value.outer > 1 else joined).contiguous()
+
+
+def part_of(tensor: Tensor, value: Value, part: int, parts: int) -> Tensor:
+    """One part's slice of a value of the whole batch, or all of it where it has no such dim."""
+    dim = value.batch_dim
+    if dim < 0 or parts == 1:
+        return tensor
+    size = tensor.shape[dim] // (parts * value.outer)
+    if value.outer == 1:
+        return tensor.narrow(dim, part * size, size)
+    sections = tensor.unflatten(dim, (value.outer, -1))
+    return sections.narrow(dim + 1, part * size, size).flatten(dim, dim + 1)
+
+
+def over_data(tensor: Tensor, place: Any, mesh: Mesh) -> Tensor:
+    """A data rank's part, brought to every rank: joined, summed, or as it is."""
+    if place == PARTIAL:
+        whole = tensor.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(whole, group=mesh.data_group)
+        return whole
+    if not isinstance(place, int):
+        return tensor
+    part = tensor.movedim(place, 0).contiguous()
+    whole = part.new_empty((part.shape[0] * mesh.data, *part.shape[1:]))
+    all_gather_flat(whole, part, group=mesh.data_group)
+    return whole.movedim(0, place)
