@@ -113,9 +113,9 @@ def _margin_labels(node: fx.Node, scores: Indices, tensors: list[fx.Node]) -> li
     """One class for each example and weights of classes; or several, and what of them counted."""
     if "multilabel" in str(node.target):
         return [scores for _ in tensors]
-    return [scores[:-1] if len(shape_of(tensors[0])) < len(scores) else ("",), ("c",)][
-        : len(tensors)
-    ]
+    rank = len(shape_of(tensors[0]))
+    labels = scores[:-1] if rank < len(scores) else ("",) * rank
+    return [labels, ("c",)][: len(tensors)]
 
 
 RULES: Rules = MappingProxyType(
