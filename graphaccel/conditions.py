@@ -6,6 +6,15 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+
+
+@contextmanager
+def without_autocast() -> Iterator[None]:
+    """A plan says the precision: an autocast around the script's step is not part of a capture."""
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        yield
+
 
 @contextmanager
 def no_collections() -> Iterator[None]:

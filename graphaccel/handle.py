@@ -17,10 +17,12 @@ from graphaccel.capture.export import split_targets
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.compat.torch import pytree
 from graphaccel.compiler import Compiler, forward_schedule, schedule_of
+from graphaccel.conditions import without_autocast
 from graphaccel.errors import BatchChanged, CaptureDiffers, GraphMisuse
 from graphaccel.ir.program import StepProgram
 from graphaccel.passes.pipeline import backward_of
-from graphaccel.planner.plan import Plan, StageMemory
+from graphaccel.planner.pins import PRECISIONS
+from graphaccel.planner.plan import Plan, Precision, StageMemory
 from graphaccel.progress import progress
 from graphaccel.proof.comparison import Pair, pair_of
 from graphaccel.proof.gate import Gate
@@ -50,6 +52,7 @@ from graphaccel.runtime.state import (
 )
 from graphaccel.runtime.twins import Twins, check_elementwise
 from graphaccel.runtime.wrappers import refuse_around
+from graphaccel.variants import Variant, Variants, check_autocast
 
 Optimizer = torch.optim.Optimizer
 
@@ -77,10 +80,9 @@ class Handle:
         self._agreement = Agreement(devices, device, timedelta(seconds=timeout), optimizer)
         self._inner = tuple(model.named_modules())
         self._dtypes: dict[str, torch.dtype] = {}
-        self._modes: tuple[bool, ...] = ()
         self._session: Session | None = None
         self._step: StepGraph | None = None
-        self._steps: dict[Any, CompiledStep] = {}
+        self._steps = Variants()
         self._optimizing: OptimizerStep | None = None
         self._known: AllGradients | None = None
         self._host: HostCopies | None = None
@@ -221,11 +223,9 @@ class Handle:
         if self._optimizing is not None:
             self._optimizing.start()
         self._session, self._step, self.plan, self.program = session, step, chosen, program
-        self._steps[("train", batch.signature())] = self._compiled(
-            step, program, chosen.microbatches, chosen
-        )
+        compiled = self._compiled(step, program, chosen.microbatches, chosen)
+        self._add(("train", batch.signature()), batch, step, compiled)
         self._dtypes = _dtypes(batch)
-        self._modes = tuple(module.training for _, module in self._inner)
         peak = chosen.prediction
         progress(
             "ready", chosen.name + (f", {1e3 * peak.seconds:.0f} ms predicted" if peak else ""), 0.0
@@ -234,6 +234,7 @@ class Handle:
     def _pair(self, batch: Batch) -> Pair:
         """The model as its user calls it, beside the step that was captured of this batch."""
         step, sizes = self._compiler.capture(batch)
+        batch = self._compiler.captures.with_numbers(step, batch)
         return pair_of(self._model, self._compiler.model.loss_fn, step, batch, sizes)
 
     def _before_steps(
@@ -269,25 +270,37 @@ class Handle:
             )
         if not training and self.has_all() and not self._away():
             return self._plain(forward, args, kwargs)
+        check_autocast(self._precision(), self._device.type)
         if training:
             check_hooks(self._inner)
             self._refuse_changes()
         batch = flatten_call(args, kwargs)
-        if not training:
-            return self._evaluate(batch)
+        with without_autocast():
+            return self._train(batch) if training else self._evaluate(batch)
+
+    def _precision(self) -> Precision:
+        """That of the plan, or what one will have."""
+        plan = self.plan or self._compiler.plan
+        pinned = self._compiler.pins.get("precision") or "fp32"
+        return PRECISIONS[pinned] if plan is None else plan.precision
+
+    def _train(self, batch: Batch) -> Any:
         random = self.program is not None and self.program.random
-        leaves = self._agreement.check(TRAIN, batch, random=random)
+        state = self._compiler.captures.state_digest(batch)
+        given = self._agreement.check(TRAIN, batch, random=random, state=state)
         if self.plan is None:
             try:
                 self.prepare(batch, example=False)
             except CaptureDiffers:
                 detach(self._model)
                 raise
-        compiled = self._training_step(batch)
+        variant = self._training_step(batch)
+        compiled = variant.compiled
         assert self._session is not None
         self._session.follow()
         whole = self.has_all() and not self._away()
         self._gate.expect_now(lambda: self._pair(batch), self.plan, whole)
+        leaves = variant.leaves(self._session, given)
         reached = compiled.reached
         named = [(n, p) for n, p in self._model.named_parameters() if n in reached]
         if compiled.backward is not None:
@@ -348,18 +361,24 @@ class Handle:
 
     # ---- compiled steps
 
-    def _training_step(self, batch: Batch) -> CompiledStep:
+    def _training_step(self, batch: Batch) -> Variant:
         key = ("train", batch.signature())
-        if key not in self._steps:
-            assert self.plan is not None
-            assert self._session is not None
-            self._refuse_other(batch)
-            self._share_capture(batch)
-            step, program = self._compiler.compile(
-                batch, self.plan, self._session.homes, self._session.groups
-            )
-            self._steps[key] = self._compiled(step, program, self.plan.microbatches, self.plan)
-        return self._steps[key]
+        known = self._steps.find(key)
+        if known is not None:
+            return known
+        assert self.plan is not None
+        assert self._session is not None
+        self._refuse_other(batch)
+        self._share_capture(batch)
+        step, program = self._compiler.compile(
+            batch, self.plan, self._session.homes, self._session.groups
+        )
+        compiled = self._compiled(step, program, self.plan.microbatches, self.plan)
+        return self._add(key, batch, step, compiled)
+
+    def _add(self, key: Any, batch: Batch, step: StepGraph, compiled: CompiledStep) -> Variant:
+        guards = self._compiler.captures.guards(step, batch)
+        return self._steps.add(key, Variant(compiled, guards))
 
     def _refuse_changes(self) -> None:
         """What was captured must still hold: otherwise the step would be wrong in silence."""
@@ -371,13 +390,6 @@ class Handle:
                     what=f"parameter `{name}` was frozen when the step was captured, and is not "
                     "any more",
                     help_line="set requires_grad before optimize(), and learning rates later",
-                )
-        for (name, module), training in zip(self._inner, self._modes, strict=True):
-            if module.training != training:
-                said = "train" if training else "eval"
-                raise GraphMisuse(
-                    what=f"module `{name}` was in {said}() mode when the step was captured",
-                    help_line=f"model.get_submodule({name!r}).{said}()",
                 )
 
     def _refuse_other(self, batch: Batch) -> None:
@@ -401,9 +413,11 @@ class Handle:
                 + ("a pipeline" if self.plan.pipeline > 1 else "sharded parameters"),
                 help_line="with torch.no_grad():",
             )
-        leaves = self._agreement.check(EVALUATE, batch)
+        state = self._compiler.captures.state_digest(batch, training=self._model.training)
+        given = self._agreement.check(EVALUATE, batch, state=state)
         key = (self._model.training, batch.signature())
-        if key not in self._steps:
+        variant = self._steps.find(key)
+        if variant is None:
             step, program = self._compiler.compile_evaluation(
                 batch,
                 self.plan,
@@ -411,9 +425,10 @@ class Handle:
                 self._model.training,
                 self._session.groups,
             )
-            self._steps[key] = self._compiled(step, program, 1, None)
-        compiled = self._steps[key]
+            variant = self._add(key, batch, step, self._compiled(step, program, 1, None))
+        compiled = variant.compiled
         self._session.follow()
+        leaves = variant.leaves(self._session, given)
         with torch.no_grad():
             result = self._session.evaluate(compiled, leaves)
         return compiled.rebuild(result.loss, result.outputs)
@@ -432,7 +447,7 @@ class Handle:
             program,
             schedule,
             microbatches,
-            step.forward.constants,
+            {n: c.clone() for n, c in step.forward.constants.items()},  # the model's, as they are
             _rebuilder(step),
             (lambda outputs: backward_of(program, used, outputs)) if outside else None,
             StageCompiler(progress) if used.compile != "off" else None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -17,11 +17,13 @@ from graphaccel.capture.closures import copied, held_by_module, memory_of
 from graphaccel.capture.export import LossFn
 from graphaccel.compat.torch import FakeTensorMode
 from graphaccel.errors import Unsupported
+from graphaccel.guards.places import STRUCTURE
 from graphaccel.ir.program import Sharded, StepProgram
 from graphaccel.planner.memory import Resident
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.stepping import NOTHING, Stepping, step_bytes
 from graphaccel.planner.zero import local_shape
+from graphaccel.runtime.deferred import RECORD
 from graphaccel.trial_step import stepping_of, tried_step
 
 
@@ -179,6 +181,46 @@ def without_data(module: nn.Module) -> nn.Module:
         memory[memory_of(parameter)] = fake
     for buffer in module.buffers():
         memory[memory_of(buffer)] = known[id(buffer)] = _fake(buffer.detach(), mode)
+    _know_others(module, known, memory)
+    made = copied(module, known, module.modules())
+    for hooks in (made._forward_hooks, made._forward_pre_hooks):
+        hooks.clear()  # they run when the script calls its own model
+    return made
+
+
+def follow_attributes(made: nn.Module, module: nn.Module) -> None:
+    """Give a copy of `without_data` the Python attributes that its original has now."""
+    copies = dict(made.named_modules())
+    originals = {name: m for name, m in module.named_modules() if name in copies}
+    known: dict[int, Any] = {id(m): copies[name] for name, m in originals.items()}
+    fakes = dict(_tensors(made))
+    memory: dict[int, torch.Tensor] = {}
+    for name, tensor in _tensors(module):
+        if name in fakes:
+            known[id(tensor)] = fakes[name]
+            memory[memory_of(tensor)] = fakes[name].detach()
+    _know_others(module, known, memory)
+    own = {
+        name: {k: v for k, v in vars(m).items() if k not in _STRUCTURE}
+        for name, m in originals.items()
+    }
+    for name, values in copied(own, known, originals.values()).items():
+        state = vars(copies[name])
+        for gone in [k for k in state if k not in _STRUCTURE and k not in values]:
+            del state[gone]
+        state.update(values)
+
+
+_STRUCTURE = STRUCTURE | {RECORD}
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def _know_others(module: nn.Module, known: dict[int, Any], memory: dict[int, torch.Tensor]) -> None:
+    """What stands in a copy for tensors that are no parameters or buffers and are not copied."""
     for held in held_by_module(module):
         tensor = held.value
         if not isinstance(tensor, torch.Tensor) or id(tensor) in known:
@@ -190,10 +232,6 @@ def without_data(module: nn.Module) -> nn.Module:
             )
         elif tensor.grad_fn is not None:  # computed before, which `deepcopy` refuses
             known[id(tensor)] = tensor.detach().clone().requires_grad_()
-    made = copied(module, known, module.modules())
-    for hooks in (made._forward_hooks, made._forward_pre_hooks):
-        hooks.clear()  # they run when the script calls its own model
-    return made
 
 
 def _fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,11 +20,20 @@ class Batch:
     leaves: every leaf in pytree order, tensors and plain values alike.
     names: one readable name a leaf (`input_ids`, `args[0]`, `pixels['left']`).
     spec: how to put the leaves together again.
+    numbers: sets the leaves behind those of the call, numbers of the model, while it is traced.
     """
 
     leaves: tuple[Any, ...]
     names: tuple[str, ...]
     spec: Any = field(repr=False)
+    numbers: Callable[[Sequence[torch.Tensor]], AbstractContextManager[None]] | None = field(
+        default=None, repr=False, compare=False
+    )
+
+    @property
+    def state(self) -> tuple[torch.Tensor, ...]:
+        """The leaves that are numbers of the model."""
+        return self.leaves[self.spec.num_leaves :]
 
     @property
     def tensors(self) -> dict[int, torch.Tensor]:
@@ -32,7 +42,7 @@ class Batch:
 
     def rebuild(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The (args, kwargs) that `leaves`, in the order of `self.leaves`, stand for."""
-        return pytree.tree_unflatten(list(leaves), self.spec)
+        return pytree.tree_unflatten(list(leaves[: self.spec.num_leaves]), self.spec)
 
     def signature(self) -> tuple[Any, ...]:
         """What a captured graph depends on: structure, dtypes, shapes and plain values."""
@@ -106,7 +116,7 @@ def resized(batch: Batch, dims: Mapping[int, int], size: int) -> Batch:
         index = torch.arange(size, device=leaves[i].device) % leaves[i].shape[dim]
         chosen = leaves[i].detach().index_select(dim, index)
         leaves[i] = chosen.requires_grad_(leaves[i].requires_grad)
-    return Batch(tuple(leaves), batch.names, batch.spec)
+    return replace(batch, leaves=tuple(leaves))
 
 
 def without_aliases(batch: Batch) -> Batch:
@@ -118,7 +128,7 @@ def without_aliases(batch: Batch) -> Batch:
         again = isinstance(leaf, torch.Tensor) and id(leaf) in seen
         leaves.append(_copy(leaf) if again else leaf)
         seen.add(id(leaf))
-    return Batch(tuple(leaves), batch.names, batch.spec)
+    return replace(batch, leaves=tuple(leaves))
 
 
 def _copy(leaf: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, redirect_stderr
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
@@ -43,6 +43,9 @@ OUTSIDE = "outside"
 """In the place of a loss function: the script computes the loss, whatever the model returns."""
 
 LossFn: TypeAlias = Callable[..., torch.Tensor] | Literal["outside"] | None
+
+_NUMBERS = "graphaccel_numbers"
+"""The keyword under which numbers of the model come into its forward, as tensors."""
 
 _SAME_EXPERTS = {"eager", "grouped_mm"}
 
@@ -119,15 +122,18 @@ class _WithLoss(nn.Module):
         loss_fn: LossFn,
         note: Callable[[Returned], None],
         watch: Watch | None = None,
+        numbers: Callable[..., AbstractContextManager[None]] | None = None,
     ) -> None:
         super().__init__()
         self.model = model
-        self._loss_fn, self._watch = loss_fn, watch
+        self._loss_fn, self._watch, self._numbers = loss_fn, watch, numbers
         self._note = note  # a call: export undoes what forward writes to attributes
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         around = nullcontext() if self._watch is None else self._watch.around()
-        with inference_as_no_grad(), causal_masks_as_given(), around:
+        state = kwargs.pop(_NUMBERS, ())
+        numbers = nullcontext() if self._numbers is None else self._numbers(state)
+        with inference_as_no_grad(), causal_masks_as_given(), around, numbers:
             if not callable(self._loss_fn):
                 output = self.model(*args, **kwargs)
             else:
@@ -215,9 +221,11 @@ def export_forward(model: nn.Module, batch: Batch, loss_fn: LossFn) -> ForwardGr
     notes: list[Returned] = []
     weights = Weights(model)
     watch = Watch(model, weights)
-    wrapper = _WithLoss(model, loss_fn, notes.append, watch)
+    wrapper = _WithLoss(model, loss_fn, notes.append, watch, batch.numbers)
     wrapper.training = model.training
     args, kwargs = batch.rebuild(batch.leaves)
+    if batch.numbers is not None:
+        kwargs[_NUMBERS] = batch.state
     with (
         _state_restored(model),
         _batched_experts(model),

@@ -60,6 +60,7 @@ from graphaccel.errors.script import (
     RetainGraph,
     WrappedModel,
 )
+from graphaccel.errors.state import DrawnOutside, StateFrozen
 from graphaccel.messages import Location
 
 
@@ -86,6 +87,7 @@ __all__ = [
     "CompilerMissing",
     "ConflictingPins",
     "DeviceOutOfMemory",
+    "DrawnOutside",
     "ElsewhereNeeded",
     "GradientRuleRefused",
     "GraphAccelError",
@@ -112,6 +114,7 @@ __all__ = [
     "RuleWrong",
     "ScheduleRefused",
     "SplitRefused",
+    "StateFrozen",
     "TensorBranch",
     "TooManyDevices",
     "TooManyStages",

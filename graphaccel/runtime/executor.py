@@ -152,6 +152,11 @@ class Executor:
         assert self._compiler is not None
         return self._compiler.stage(stage)
 
+    @property
+    def constants(self) -> Mapping[str, torch.Tensor]:
+        """Lifted tensors of the model's code, where graphs read them."""
+        return self._held.constants
+
     @torch.no_grad()
     def run(self, leaves: Sequence[Any], scale: LossScale | None = None) -> StepResult:
         """One step on the leaves of the whole global batch.

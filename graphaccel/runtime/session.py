@@ -259,6 +259,15 @@ class Session:
             self.gradients,
         )
 
+    def fill(self, compiled: CompiledStep, name: str, values: torch.Tensor) -> None:
+        """Give a constant of a step other values, where graphs already read it too."""
+        with torch.no_grad():
+            compiled.constants[name].copy_(values)
+            for executors in (self._executors, self._outside):
+                executor = executors.get(id(compiled))
+                if executor is not None:
+                    executor.constants[name].copy_(values)
+
     def follow(self) -> None:
         """Go on with what the script put where a parameter or buffer was (`p.data = x`,
         `load_state_dict(assign=True)`).

@@ -216,22 +216,6 @@ error[GA407]: parameter `inner.weight` was frozen when the step was captured, an
         model(*batch)
 
 
-def test_a_submodule_whose_mode_changes_later() -> None:
-    model, batch = (
-        Classifier(nn.Sequential(nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH))),
-        small_batch(),
-    )
-    optimizer = torch.optim.AdamW(model.parameters())
-    graphaccel.optimize(model, optimizer, example_batch=batch)
-    model.inner.eval()
-    text = """\
-error[GA407]: module `inner` was in train() mode when the step was captured
-  help: model.get_submodule('inner').train()
-  explain: graphaccel explain GA407"""
-    with refused(errors.GraphMisuse, text, model, optimizer):
-        model(*batch)
-
-
 def test_an_optimizer_of_another_model() -> None:
     model, batch = Classifier(), small_batch()
     optimizer = torch.optim.AdamW(Classifier().parameters())

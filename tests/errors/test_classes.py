@@ -19,11 +19,12 @@ from tests.errors import (
     test_ort_texts,
     test_plan_texts,
     test_run_texts,
+    test_state_texts,
 )
 
 ROOT = Path(__file__).parents[2]
 CASES = [
-    *test_capture_texts.CASES,
+    *sorted((*test_capture_texts.CASES, *test_state_texts.CASES), key=lambda case: case[0].code),
     *test_plan_texts.CASES,
     *test_run_texts.CASES,
     *test_ort_texts.CASES,

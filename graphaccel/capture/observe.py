@@ -1,0 +1,274 @@
+"""What Python state the forward of a model reads, seen in forwards on tensors without data.
+
+What a forward writes and the next one reads (a counter) and what it draws from Python's or NumPy's
+generators would be frozen in a graph, and is refused. A value that is written once and found again
+in the next forward (a cache) is none of the state that a graph depends on.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from graphaccel.capture.batch import Batch
+from graphaccel.capture.export import LossFn, export_forward, with_loss
+from graphaccel.capture.runs import find_runs, shortened
+from graphaccel.compat.torch import FakeTensor, TorchDispatchMode, exporting, version
+from graphaccel.errors import DrawnOutside, GraphAccelError, StateFrozen
+from graphaccel.guards.lines import location
+from graphaccel.guards.places import Place, objects_of, places
+from graphaccel.guards.reads import Reads, is_library, kind_of, line_of, recorded
+from graphaccel.ir.layers import KEPT
+from graphaccel.messages import Location
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What a forward read. written: names of places that it writes itself, the same each time."""
+
+    reads: Reads = field(repr=False)
+    written: frozenset[str]
+
+
+def observe(fresh: Callable[[], nn.Module], batch: Batch, loss_fn: LossFn, many: int) -> Observed:
+    """Run the forward of a fake model on a fake batch and see what it reads.
+
+    fresh: gives the model, its attributes as they are in the user's. many: identical layers from
+    which on few of them are run.
+
+    Raises:
+        StateFrozen: the forward reads what an earlier one wrote (GA106), with the line.
+        DrawnOutside: it draws from a generator of Python's or NumPy's (GA107), with the line.
+    """
+    with _generators_restored():
+        model = _few(fresh(), many)
+        with recorded(objects_of(model)) as reads:
+            run = _run if _run(model, batch, loss_fn) else _exported
+            if run is _exported:
+                _exported(model, batch, loss_fn)
+        model = _few(fresh(), many)
+        watch = _Passes(model, reads)
+        ran = watch.ran(lambda: run(model, batch, loss_fn))
+        if not ran:  # capture says why
+            return Observed(reads, frozenset())
+        if watch.steady:
+            return Observed(reads, frozenset())
+        watch.ran(lambda: run(model, batch, loss_fn))
+        if watch.drew:
+            line = _draw(lambda: run(model, batch, loss_fn), reads)
+            raise DrawnOutside(
+                module=f"{type(model).__name__}.forward", generator=watch.drew, location=line
+            )
+        return Observed(reads, watch.written())
+
+
+def _few(model: nn.Module, many: int) -> nn.Module:
+    runs = find_runs(model, many)
+    return shortened(model, dict.fromkeys(runs, KEPT)) if runs else model
+
+
+def _run(model: nn.Module, batch: Batch, loss_fn: LossFn) -> bool:
+    """One forward; whether it runs without data, outside of export."""
+    fake = next(p for p in model.parameters() if isinstance(p, FakeTensor)).fake_mode
+    args, kwargs = batch.rebuild(batch.leaves)
+    try:
+        with fake, exporting(), torch.enable_grad():
+            with_loss(model, loss_fn)(*args, **kwargs)
+    except Exception:  # whatever the model raises where it wants a value
+        return False
+    return True
+
+
+def _exported(model: nn.Module, batch: Batch, loss_fn: LossFn) -> bool:
+    """One export, which has ways that a plain forward has not; whether it succeeds."""
+    try:
+        export_forward(model, batch, loss_fn)
+    except GraphAccelError:  # capture raises it again
+        return False
+    return True
+
+
+class _Ops(TorchDispatchMode):
+    """Writes down which operators run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[Any] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        self.names.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """A forward: what lay in the places behind it, the operators that ran, the parameters and
+    buffers that it wrote, and the states of generators."""
+
+    found: Mapping[str, Place]
+    ops: list[Any]
+    wrote: frozenset[str]
+    generators: tuple[Any, ...]
+
+
+class _Passes:
+    """Forwards of one model, one after the other."""
+
+    def __init__(self, model: nn.Module, reads: Reads) -> None:
+        self._model, self._reads = model, reads
+        found = places(model, reads)
+        self._passes = [_Pass(found, [], frozenset(), _states(found))]
+
+    def ran(self, forward: Callable[[], bool]) -> bool:
+        """Run one more."""
+        ops, before = _Ops(), self._versions()
+        with ops:
+            ran = forward()
+        after = self._versions()
+        wrote = frozenset(n for n, number in after.items() if before.get(n) != number)
+        found = places(self._model, self._reads)
+        self._passes.append(_Pass(found, ops.names, wrote, _states(found)))
+        return ran
+
+    @property
+    def steady(self) -> bool:
+        """Whether the last forward left all as it was."""
+        return not self._changed(-1) and not self.drew
+
+    @property
+    def drew(self) -> str:
+        """The generator that the last forward drew from; "" for none."""
+        before, after = self._passes[-2].generators, self._passes[-1].generators
+        names = ("Python's `random`", "NumPy's `random`")
+        for i, (a, b) in enumerate(zip(before, after, strict=False)):
+            if a != b:
+                return names[i] if i < len(names) else "a generator of its own, outside of torch"
+        return ""
+
+    def written(self) -> frozenset[str]:
+        """What the first forward wrote and the second left. Raises StateFrozen."""
+        again = self._changed(-1)
+        if again:
+            raise self._counter(again[0])
+        first, second = self._passes[1:3]
+        written = self._changed(1)
+        cache = any(
+            isinstance(first.found[n].value, torch.Tensor)
+            for n in first.found
+            if n not in self._passes[0].found or n in written
+        )
+        if first.wrote != second.wrote or (not cache and first.ops != second.ops):
+            place = first.found[written[0]]
+            raise StateFrozen(
+                what=f"`{place.name}` makes the first forward another one than those after it",
+                location=self._write_of(place),
+                note="written by the forward that reads it",
+                reason="every step runs the same graph",
+                help_lines=("run one forward before graphaccel.optimize:  model(*batch)",),
+            )
+        return frozenset(written)
+
+    def _changed(self, last: int) -> list[str]:
+        last %= len(self._passes)
+        before, after = self._passes[last - 1].found, self._passes[last].found
+        return [n for n, p in after.items() if n not in before or p.token != before[n].token]
+
+    def _counter(self, name: str) -> StateFrozen:
+        place = self._passes[-1].found[name]
+        attribute = name.rpartition(".")[2]
+        helps = (
+            f"count in a buffer:  self.register_buffer('{attribute}', torch.zeros(()))",
+            f"or set it from the script, before each step:  model.{name} = step",
+        )
+        outside = "hold it in the model, and set it from the script before each step"
+        return StateFrozen(
+            what=f"`{name}` changes in every forward, which also reads it",
+            location=self._write_of(place),
+            note="a graph would keep the value of its capture",
+            reason="the script's own model does not run: its graph does, and that knows no Python",
+            help_lines=(outside,) if place.shared else helps,
+        )
+
+    def _write_of(self, place: Place) -> Location | None:
+        path, _, name = place.name.rpartition(".")
+        try:
+            holder = self._model.get_submodule(path)
+        except AttributeError:
+            return location(place.line, writes=True)
+        written = self._reads.written.get(kind_of(type(holder)), {})
+        return location(written.get(name) or place.line, writes=True)
+
+    def _versions(self) -> dict[str, int]:
+        named = (*self._model.named_parameters(), *self._model.named_buffers())
+        return {name: version(tensor) for name, tensor in named}
+
+
+def _states(found: Mapping[str, Place]) -> tuple[Any, ...]:
+    """The states of the generators of Python and NumPy, and of those that the forward reads."""
+    own = [_state(p.value) for p in found.values()]
+    return random.getstate(), _told(np.random.get_state()), *(s for s in own if s is not None)
+
+
+def _state(value: Any) -> Any:
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, np.random.RandomState):
+        return _told(value.get_state())
+    return _told(value.bit_generator.state) if isinstance(value, np.random.Generator) else None
+
+
+def _told(state: Any) -> Any:
+    """A state of NumPy's as something that can be compared."""
+    if isinstance(state, dict):
+        return tuple((k, _told(v)) for k, v in state.items())
+    if isinstance(state, tuple):
+        return tuple(map(_told, state))
+    return state.tobytes() if isinstance(state, np.ndarray) else state
+
+
+@contextmanager
+def _generators_restored() -> Iterator[None]:
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+def _draw(forward: Callable[[], bool], reads: Reads) -> Location | None:
+    """The line that draws: one of `random`'s that was noted, or that behind which NumPy's state is
+    another."""
+    if reads.draws:
+        return reads.draws[0]
+    found: list[Location] = []
+    state = [_told(np.random.get_state())]
+    last: dict[FrameType, int] = {}
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        if is_library(frame.f_code.co_filename):
+            return trace if event == "call" else None
+        now = _told(np.random.get_state())
+        if now != state[0] and not found and frame in last:
+            found.append(Location(frame.f_code.co_filename, last[frame]))
+        state[0], last[frame] = now, frame.f_lineno
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        forward()
+    finally:
+        sys.settrace(before)
+    return found[0] if found else line_of(None)

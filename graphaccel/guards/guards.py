@@ -1,0 +1,208 @@
+"""Whether the Python values that a capture depends on are still what they were.
+
+A check compares what lies in each place by identity, and looks closer only where that differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from operator import is_not
+from typing import Any
+
+import numpy as np
+import torch
+
+from graphaccel.compat.torch import version
+from graphaccel.guards.places import MISSING, Place, token_of
+
+
+@dataclass(frozen=True)
+class Change:
+    """A place whose value is another one. before, now: as text."""
+
+    place: Place
+    before: str
+    now: str
+
+
+class Guards:
+    """The values that one capture depends on.
+
+    find: walks the live model, name → place. recorded: name → token, as captured. numbers: names of
+    places that are inputs of its graph, in their order. written: names of places that the forward
+    itself writes. tensors: name of a tensor's place → name of the constant in its graph that has
+    its values.
+    """
+
+    def __init__(
+        self,
+        find: Callable[[], dict[str, Place]],
+        recorded: Mapping[str, Any],
+        numbers: Sequence[str] = (),
+        written: Collection[str] = (),
+        tensors: Mapping[str, str] | None = None,
+    ) -> None:
+        self._find, self.numbers = find, tuple(numbers)
+        self._free = frozenset((*numbers, *written))
+        self.recorded = {n: t for n, t in recorded.items() if n not in self._free}
+        self.tensors = dict(tensors or {})
+        self._contents: dict[str, torch.Tensor] = {}
+        self._last: _Last | None = None
+        self._changes: tuple[Change, ...] = ()
+
+    def hold(self) -> bool:
+        """Whether nothing changed."""
+        if self._last is not None and self._last.same():
+            return True
+        found = self._find()
+        self._changes = tuple(self._compared(found))
+        if self._changes:
+            self._last = None
+            return False
+        self._last = _Last(found, self._free, self.tensors, self.numbers)
+        return True
+
+    def numbers_now(self) -> tuple[float, ...]:
+        """The numbers that are inputs, as they are; after `hold` said yes."""
+        assert self._last is not None
+        return tuple(float(current(place)) for place in self._last.numbers)
+
+    def tensors_now(self) -> dict[str, torch.Tensor]:
+        """Constant of the graph → the tensor whose values it has; after `hold` said yes."""
+        assert self._last is not None
+        return {self.tensors[p.name]: current(p) for p in self._last.tensors}
+
+    def changes(self) -> tuple[Change, ...]:
+        """What differed when `hold` last said no."""
+        return self._changes
+
+    def _compared(self, found: Mapping[str, Place]) -> list[Change]:
+        changes = []
+        for name in self.numbers:
+            place = found.get(name)
+            if place is None or not place.is_number:
+                now = MISSING if place is None else place.token
+                gone = place or Place(name, {}, name, "dict", MISSING)
+                changes.append(Change(gone, "a number", said(now)))
+        for name, before in self.recorded.items():
+            place = found.get(name)
+            now = MISSING if place is None else place.token
+            if not _equal(now, before):
+                if place is None:
+                    place = Place(name, {}, name, "dict", MISSING)
+                changes.append(Change(place, said(before), said(now)))
+            elif place is not None and not self._same_content(place):
+                changes.append(Change(place, "a tensor", "a tensor with other values"))
+        return changes
+
+    def watch_content(self, found: Mapping[str, Place]) -> None:
+        """Compare the values of tensors that no constant of the graph has the values of."""
+        for name, place in found.items():
+            if isinstance(place.value, torch.Tensor) and name in self.recorded:
+                if name not in self.tensors and not isinstance(place.value, torch.nn.Parameter):
+                    self._contents[name] = place.value.detach().clone()
+
+    def _same_content(self, place: Place) -> bool:
+        known = self._contents.get(place.name)
+        return known is None or torch.equal(known, place.value)
+
+
+class _Last:
+    """What lay in each place when all was as recorded."""
+
+    def __init__(
+        self,
+        found: Mapping[str, Place],
+        free: Collection[str],
+        tensors: Collection[str],
+        numbers: Sequence[str],
+    ) -> None:
+        self.numbers = [found[name] for name in numbers]
+        self.tensors = [found[name] for name in tensors if name in found]
+        self.tokens = [(place, place.token) for place in self.tensors]
+        self.dicts: list[tuple[Any, Any, Any]] = []
+        self.sizes: list[tuple[Any, int]] = []
+        self.lists: list[tuple[list[Any], tuple[Any, ...]]] = []
+        self.others: list[tuple[Place, Any]] = []
+        self.versions: list[tuple[torch.Tensor, int]] = []
+        self.arrays: list[tuple[np.ndarray, np.ndarray]] = []
+        seen: set[int] = set()
+        partial = {id(p.holder) for n, p in found.items() if n in free and p.how == "item"}
+        for name, place in found.items():
+            if name in free or name in tensors:
+                continue
+            value = place.value
+            if place.how == "dict":
+                self.dicts.append((place.holder, place.key, value))
+            elif place.how in ("attribute", "cell") or id(place.holder) in partial:
+                self.others.append((place, value))
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+            if isinstance(value, list) and id(value) not in partial:
+                self.lists.append((value, tuple(value)))
+            elif isinstance(value, dict):
+                self.sizes.append((value, len(value)))
+            elif isinstance(value, torch.Tensor):
+                self.versions.append((value, version(value)))
+            elif isinstance(value, np.ndarray):
+                self.arrays.append((value, value.copy()))
+
+    def same(self) -> bool:
+        """Whether the same still lies there."""
+        for holder, key, value in self.dicts:
+            now = holder.get(key, MISSING)
+            if now is not value and not _interchangeable(now, value):
+                return False
+        for holder, size in self.sizes:
+            if len(holder) != size:
+                return False
+        for items, copy in self.lists:
+            if len(items) != len(copy) or any(map(is_not, items, copy)):
+                return False
+        for place, value in self.others:
+            now = current(place)
+            if now is not value and not _interchangeable(now, value):
+                return False
+        for tensor, number in self.versions:
+            if version(tensor) != number:
+                return False
+        for place in self.numbers:
+            if type(current(place)) not in (int, float):
+                return False
+        for place, token in self.tokens:
+            now = current(place)
+            if now is not place.value and token_of(now) != token:
+                return False
+        return all(np.array_equal(now, copy) for now, copy in self.arrays)
+
+
+def current(place: Place) -> Any:
+    """What lies in a place now; MISSING where nothing does."""
+    try:
+        if place.how == "cell":
+            return place.holder.cell_contents
+        if place.how == "attribute":
+            return getattr(place.holder, place.key, MISSING)
+        return place.holder[place.key]
+    except (KeyError, IndexError, ValueError):
+        return MISSING
+
+
+def _interchangeable(now: Any, before: Any) -> bool:
+    return type(now) is type(before) and isinstance(now, (int, float, str)) and now == before
+
+
+def _equal(now: Any, before: Any) -> bool:
+    return now is before or (type(now) is type(before) and now == before)
+
+
+def said(token: Any) -> str:
+    """A token as text, without addresses."""
+    if token is MISSING:
+        return "not there"
+    if isinstance(token, tuple) and len(token) == 2 and isinstance(token[0], type):
+        return str(token[1]) if token[1] == "nan" else repr(token[1])
+    name = getattr(token, "__qualname__", None)
+    return name if name is not None else repr(token)

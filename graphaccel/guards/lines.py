@@ -1,0 +1,27 @@
+"""The user's line that reads or writes a name."""
+
+from __future__ import annotations
+
+import dis
+from types import CodeType
+
+from graphaccel.messages import Location
+
+Read = Location | tuple[CodeType, str] | None
+"""A line, or the code that has it with the name to look for."""
+
+
+def location(read: Read, *, writes: bool = False) -> Location | None:
+    """The line, with its columns where Python knows them. writes: the first that writes the name,
+    if any does."""
+    if read is None or isinstance(read, Location):
+        return read
+    code, name = read
+    found = [i for i in dis.get_instructions(code) if i.argval == name]
+    found = [i for i in found if writes and i.opname.startswith("STORE")] or found
+    if not found:
+        return Location(code.co_filename, code.co_firstlineno)
+    at = found[0].positions if hasattr(found[0], "positions") else None
+    if at is None or at.lineno is None:
+        return Location(code.co_filename, found[0].starts_line or code.co_firstlineno)
+    return Location(code.co_filename, at.lineno)

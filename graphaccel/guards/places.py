@@ -1,0 +1,358 @@
+"""Where the Python values that a forward reads lie, and what they are.
+
+`places(model, reads)` walks modules, their plain objects and containers, globals, closures and
+defaults. The same walk of a copy of the model gives the same names with the values of the copy.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import math
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from graphaccel.guards.lines import Read
+from graphaccel.guards.reads import Reads, Scope, is_library, kind_of
+
+MISSING = object()
+"""In the place of an attribute that was asked for and was not there."""
+
+_DEPTH = 6
+_SCALARS = (bool, int, float, complex, str, bytes, type(None), type(...), slice, range)
+_ATOMS = (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, enum.Enum)
+_FUNCTIONS = (FunctionType, BuiltinFunctionType, type)
+STRUCTURE = frozenset({*vars(nn.Module()), "_flat_weights", "_flat_weight_refs"}) - {"training"}
+"""What modules have besides Python values: tensors, submodules, hooks, and the second list of its
+weights that a recurrent layer keeps."""
+_OPAQUE = frozenset({"torch", "builtins", "threading", "_thread", "weakref", "logging", "re"})
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """One Python value that a forward reads.
+
+    name: unique, the same in every process: `blocks.0.alpha`, `train.SCALE[0]`. holder, key: where
+    it lies. how: how it is read from there: "dict", "item" (of a list), "fixed" (of a tuple),
+    "attribute" or "cell". line: what first read it. shared: it lies outside of the model, so copies
+    of the model read the same one.
+    """
+
+    name: str
+    holder: Any = field(repr=False)
+    key: Any
+    how: str
+    value: Any = field(repr=False)
+    line: Read = field(repr=False, default=None)
+    shared: bool = False
+
+    @functools.cached_property
+    def token(self) -> Any:
+        """What is compared: a scalar's type and value, a container's type and keys, ..."""
+        return token_of(self.value)
+
+    @property
+    def is_number(self) -> bool:
+        """Whether it is an int or a float that can be replaced where it lies."""
+        return type(self.value) in (int, float) and self.how != "fixed"
+
+    def put(self, value: Any) -> None:
+        """Replace the value."""
+        if self.how == "cell":
+            self.holder.cell_contents = value
+        elif self.how == "attribute":
+            setattr(self.holder, self.key, value)
+        elif isinstance(self.key, _ClassKey):
+            setattr(self.key.owner, str(self.key), value)
+        elif value is MISSING:
+            self.holder.pop(self.key, None)
+        else:
+            self.holder[self.key] = value
+
+
+def token_of(value: Any) -> Any:
+    """What of a value is compared; contents of containers and objects are places of their own."""
+    kind = type(value)
+    if isinstance(value, float) and math.isnan(value):
+        return kind, "nan"
+    if isinstance(value, (*_SCALARS, *_ATOMS)):
+        return kind, value
+    if isinstance(value, torch.Tensor):
+        return "tensor", value.dtype, tuple(value.shape), value.device.type, value.requires_grad
+    if isinstance(value, np.ndarray):
+        return "array", value.dtype.str, value.shape, value.tobytes()
+    if isinstance(value, MethodType):
+        value = value.__func__
+    if isinstance(value, FunctionType):  # that of a copy of the model may be a copy
+        return value.__code__
+    if isinstance(value, _FUNCTIONS) or value is MISSING:
+        return value
+    if isinstance(value, dict):
+        return kind_of(kind), tuple(map(_key, value))
+    if isinstance(value, (list, tuple)):
+        return kind_of(kind), len(value)
+    if isinstance(value, (set, frozenset)):
+        return kind_of(kind), frozenset(map(_key, value))
+    return kind_of(kind)
+
+
+def _key(key: Any) -> Any:
+    return key if isinstance(key, (*_SCALARS, *_ATOMS)) else kind_of(type(key))
+
+
+def places(model: nn.Module, reads: Reads) -> dict[str, Place]:
+    """Name → place, of all that was read."""
+    walk = _Walk(model, reads)
+    for path, module in model.named_modules():
+        walk.module(path, module)
+    for scope in reads.scopes:
+        walk.scope(scope)
+    return walk.found
+
+
+def objects_of(model: nn.Module) -> set[type]:
+    """The classes of the plain objects that modules hold, in containers and objects too."""
+    found: set[type] = set()
+    seen: set[int] = set()
+    stack = [(v, 0) for m in model.modules() for k, v in vars(m).items() if k not in STRUCTURE]
+    while stack:
+        value, depth = stack.pop()
+        if id(value) in seen or depth > _DEPTH:
+            continue
+        seen.add(id(value))
+        if isinstance(value, dict):
+            stack += [(v, depth + 1) for v in value.values()]
+        elif isinstance(value, (list, tuple)):
+            stack += [(v, depth + 1) for v in value]
+        elif _is_object(value):
+            found.add(type(value))
+            stack += [(v, depth + 1) for v in _attributes(value).values()]
+    return found
+
+
+def _is_object(value: Any) -> bool:
+    kind = type(value)
+    plain = (*_SCALARS, *_ATOMS, *_FUNCTIONS, torch.Tensor, nn.Module, np.ndarray, np.generic)
+    if isinstance(value, (*plain, ModuleType, MethodType, functools.partial, dict, list, tuple)):
+        return False
+    return kind.__module__.split(".")[0] not in _OPAQUE and bool(
+        hasattr(value, "__dict__") or hasattr(kind, "__slots__")
+    )
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    own = dict(getattr(value, "__dict__", {}))
+    for cls in type(value).__mro__:
+        slots = vars(cls).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else tuple(slots):
+            if hasattr(value, name):
+                own[name] = getattr(value, name)
+    return own
+
+
+class _Walk:
+    def __init__(self, model: nn.Module, reads: Reads) -> None:
+        self.found: dict[str, Place] = {}
+        self._reads, self._names = reads, reads.names
+        self._own = {id(t) for t in (*model.parameters(), *model.buffers())}
+        self._done: set[tuple[int, Any]] = set()
+
+    def module(self, path: str, module: nn.Module) -> None:
+        """Attributes of a module that were read, and the classes of its children."""
+        own, start = vars(module), f"{path}." if path else ""
+        names = self._reads.of(type(module))
+        for child, inner in module._modules.items():
+            self._keep(Place(f"{start}{child}", module._modules, child, "dict", inner))
+        for name in own if "__dict__" in names else names:
+            if name in STRUCTURE or hasattr(nn.Module, name):
+                continue
+            if any(name in t for t in (module._parameters, module._buffers, module._modules)):
+                continue
+            self._attribute(f"{start}{name}", module, own, name, names.get(name), 0, False)
+
+    def _attribute(
+        self, text: str, holder: Any, own: Any, name: str, line: Read, depth: int, shared: bool
+    ) -> None:
+        if name in own:
+            self.value(text, own, name, "dict", own[name], line, depth, shared)
+            return
+        for cls in type(holder).__mro__:
+            if name in vars(cls):
+                value = vars(cls)[name]
+                if cls.__module__.split(".")[0] not in _OPAQUE and not hasattr(value, "__get__"):
+                    gone = Place(f"{text} of the instance", own, name, "dict", MISSING, line)
+                    self._keep(gone)
+                    key = _ClassKey(cls, name)
+                    self.value(text, vars(cls), key, "dict", value, line, depth, True)
+                return
+        if (id(own), name) not in self._done:
+            self._done.add((id(own), name))
+            self._keep(Place(text, own, name, "dict", MISSING, line, shared))
+
+    def scope(self, scope: Scope) -> None:
+        """Globals, closures and defaults of a function that ran."""
+        code, names = scope.code, scope.names
+        module = names.get("__name__", "")
+        for name in code.co_names:
+            if name in names and not name.startswith("__"):
+                self._outside(f"{module}.{name}", names, name, "dict", names[name], scope)
+        for number, function in enumerate(scope.functions):
+            each = f"#{number}" if number else ""
+            start = f"{module}.{function.__qualname__}{each}"
+            cells = zip(code.co_freevars, function.__closure__ or (), strict=False)
+            for name, cell in cells:
+                if name != "__class__" and (value := _content(cell)) is not MISSING:
+                    self._outside(f"{start}.{name}", cell, name, "cell", value, scope)
+            for name in ("__defaults__", "__kwdefaults__"):
+                value = getattr(function, name)
+                if value and not scope.library:
+                    self._outside(f"{start}.{name}", function, name, "attribute", value, scope)
+
+    def _outside(
+        self, text: str, holder: Any, key: Any, how: str, value: Any, scope: Scope
+    ) -> None:
+        """A value that does not belong to the model: of a library, plain values only."""
+        follows = not scope.library
+        if isinstance(value, (ModuleType, type)):
+            if follows and not _installed(value):
+                self._namespace(text, value, scope)
+            return
+        if isinstance(value, nn.Module) or not (follows or _is_plain(value)):
+            return
+        line = (scope.code, key)
+        self.value(text, holder, key, how, value, line, 0, True)
+
+    def _namespace(self, text: str, holder: Any, scope: Scope) -> None:
+        """A module or a class whose attributes are read as constants."""
+        for name in self._names:
+            value = vars(holder).get(name, MISSING)
+            if _is_plain(value) and not hasattr(value, "__get__"):
+                own = vars(holder)
+                key = _ClassKey(holder, name) if isinstance(holder, type) else name
+                self.value(f"{text}.{name}", own, key, "dict", value, (scope.code, name), 1, True)
+
+    def value(
+        self,
+        text: str,
+        holder: Any,
+        key: Any,
+        how: str,
+        value: Any,
+        line: Read,
+        depth: int,
+        shared: bool,
+    ) -> None:
+        """A place, and those inside of what lies there."""
+        if id(value) in self._own or depth > _DEPTH:
+            return
+        mark = (id(holder), key)
+        if mark in self._done:
+            return
+        self._done.add(mark)
+        self._keep(Place(text, holder, key, how, value, line, shared))
+
+        def inside(name: str, holder: Any, key: Any, how: str, value: Any) -> None:
+            self.value(name, holder, key, how, value, line, depth + 1, shared)
+
+        if isinstance(value, dict):
+            for k, v in value.items():
+                inside(f"{text}[{k!r}]", value, k, "dict", v)
+        elif isinstance(value, (list, tuple)):
+            way = "item" if isinstance(value, list) else "fixed"
+            for i, v in enumerate(value):
+                inside(f"{text}[{i}]", value, i, way, v)
+        elif isinstance(value, functools.partial):
+            for name in ("func", "args", "keywords"):
+                inside(f"{text}.{name}", value, name, "fixed", getattr(value, name))
+        elif isinstance(value, FunctionType):
+            for name, cell in zip(
+                value.__code__.co_freevars, value.__closure__ or (), strict=False
+            ):
+                if name != "__class__" and _is_plain(content := _content(cell)):
+                    inside(f"{text}.{name}", cell, name, "cell", content)
+        elif _is_object(value):
+            self._object(text, value, line, depth, shared)
+
+    def _object(self, text: str, value: Any, line: Read, depth: int, shared: bool) -> None:
+        names = self._reads.of(type(value))
+        exact = kind_of(type(value)) in self._reads.noted
+        own = getattr(value, "__dict__", None)
+        wanted: Iterable[str] = names if exact else self._names
+        if own is not None and "__dict__" in names:
+            wanted = own
+        for name in wanted:
+            named, read = f"{text}.{name}", names.get(name, line)
+            real = _alias(type(value), name) or name
+            if own is not None and (real in own or exact) and not name.startswith("__"):
+                self._attribute(named, value, own, real, read, depth + 1, shared)
+            elif real in _slots(type(value)) and hasattr(value, real):
+                inner = getattr(value, real)
+                self.value(named, value, real, "attribute", inner, read, depth + 1, shared)
+
+    def _keep(self, place: Place) -> None:
+        self.found.setdefault(place.name, place)
+
+
+class _ClassKey(str):
+    """The name of a class attribute, which is replaced by `setattr` on the class."""
+
+    def __new__(cls, owner: type, name: str) -> _ClassKey:
+        made = super().__new__(cls, name)
+        made.owner = owner
+        return made
+
+    owner: type
+
+
+def _slots(cls: type) -> Iterator[str]:
+    for base in cls.__mro__:
+        slots = vars(base).get("__slots__", ())
+        yield from (slots,) if isinstance(slots, str) else slots
+
+
+def _alias(cls: type, name: str) -> str | None:
+    """The real attribute where a class's own `__getattribute__` reads another name, by a table of
+    names that the class has."""
+    if cls.__getattribute__ is object.__getattribute__:
+        return None
+    for base in cls.__mro__:
+        for table in vars(base).values():
+            if isinstance(table, dict) and isinstance(table.get(name), str):
+                return table[name]
+    return None
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not filled yet
+        return MISSING
+
+
+def _installed(value: ModuleType | type) -> bool:
+    """Whether a module, or the module of a class, is an installed package's or Python's."""
+    module = value if isinstance(value, ModuleType) else sys.modules.get(value.__module__)
+    file = getattr(module, "__file__", None)
+    if file is None:
+        return getattr(module, "__name__", "") != "__main__"
+    return is_library(file)
+
+
+def _is_plain(value: Any, depth: int = 0) -> bool:
+    """Scalars, tensors, arrays, and containers of them."""
+    if isinstance(value, (*_SCALARS, *_ATOMS, torch.Tensor, np.ndarray)):
+        return True
+    if depth > _DEPTH:
+        return False
+    if isinstance(value, dict):
+        return all(_is_plain(v, depth + 1) for v in value.values())
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return all(_is_plain(v, depth + 1) for v in value)
+    return False

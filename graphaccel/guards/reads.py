@@ -1,0 +1,217 @@
+"""Which Python values a forward reads: attributes, globals, closures, defaults, with their lines.
+
+Inside of `recorded`, `nn.Module` and the classes of plain objects that the model holds (a
+configuration) note every attribute that is read, so a name made at run time (`getattr(self, name)`)
+counts too. A profile function notes which functions run; their globals, closures and defaults are
+read from their code.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from types import CodeType, FrameType, FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphaccel.messages import Location
+
+_OWN = (f"{torch.__path__[0]}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}", "<frozen")
+"""Where the code of torch and graphaccel lies."""
+_STANDARD = f"{sysconfig.get_paths()['stdlib']}{os.sep}"
+
+Kind = tuple[str, str]
+"""A class by module and qualified name: that of an optimized model is a subclass so named."""
+
+
+def kind_of(cls: type) -> Kind:
+    """The name under which reads of a class's instances are kept."""
+    return cls.__module__, cls.__qualname__
+
+
+def is_library(file: str) -> bool:
+    """Whether a file belongs to an installed package, torch or Python itself."""
+    return _installed(file) or is_inside(file)
+
+
+def is_inside(file: str) -> bool:
+    """Whether a file is torch's, graphaccel's or the standard library's."""
+    return file.startswith(_OWN) or (file.startswith(_STANDARD) and not _installed(file))
+
+
+def _installed(file: str) -> bool:
+    return "site-packages" in file or "dist-packages" in file
+
+
+@dataclass(frozen=True)
+class Scope:
+    """A function that ran: its global names, and the functions whose closures and defaults it
+    reads."""
+
+    code: CodeType = field(repr=False)
+    names: dict[str, Any] = field(repr=False)
+    functions: tuple[FunctionType, ...] = field(repr=False, default=())
+
+    @property
+    def library(self) -> bool:
+        """Whether it belongs to an installed package."""
+        return is_library(self.code.co_filename)
+
+
+@dataclass
+class Reads:
+    """What a forward read.
+
+    attributes: class → attribute → the first line that reads it. written: the same for attributes
+    of modules that it wrote. scopes: functions that ran. draws: lines that draw from a generator of
+    Python's `random`. noted: classes whose reads are all in `attributes`.
+    """
+
+    attributes: dict[Kind, dict[str, Location | None]] = field(default_factory=dict)
+    written: dict[Kind, dict[str, Location | None]] = field(default_factory=dict)
+    scopes: tuple[Scope, ...] = ()
+    draws: list[Location] = field(default_factory=list)
+    noted: set[Kind] = field(default_factory=set)
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """Every name in the code of the user's functions."""
+        own = (s.code.co_names for s in self.scopes if not s.library)
+        return frozenset(name for names in own for name in names)
+
+    def of(self, cls: type) -> Mapping[str, Location | None]:
+        """The attributes that were read of a class's instances."""
+        return self.attributes.get(kind_of(cls), {})
+
+
+def line_of(frame: FrameType | None) -> Location | None:
+    """The user's line that a frame of torch's or Python's was called from; a library's if there is
+    none."""
+    found = None
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not is_inside(file):
+            found = found or frame
+            if not _installed(file):
+                found = frame
+                break
+        frame = frame.f_back
+    return None if found is None else Location(found.f_code.co_filename, found.f_lineno)
+
+
+@contextmanager
+def recorded(classes: set[type]) -> Iterator[Reads]:
+    """Record what runs meanwhile reads; complete when it ends.
+
+    classes: of the plain objects whose attributes are noted, besides modules.
+    """
+    reads = Reads()
+    codes: dict[int, tuple[CodeType, dict[str, Any]]] = {}
+    before = sys.getprofile()
+    with ExitStack() as stack:
+        for cls in (nn.Module, *classes):
+            stack.enter_context(_noted(cls, reads))
+        stack.enter_context(_writes_noted(reads))
+        sys.setprofile(_profile(codes, reads))
+        try:
+            yield reads
+        finally:
+            sys.setprofile(before)
+    reads.scopes = _scopes(codes)
+
+
+def _profile(codes: dict[int, tuple[CodeType, dict[str, Any]]], reads: Reads) -> Any:
+    def profile(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call":
+            code = frame.f_code
+            if id(code) not in codes:
+                codes[id(code)] = code, frame.f_globals
+        elif event == "c_call" and isinstance(getattr(argument, "__self__", 0), random.Random):
+            line = line_of(frame)
+            if line is not None:
+                reads.draws.append(line)
+
+    return profile
+
+
+@contextmanager
+def _noted(cls: type, reads: Reads) -> Iterator[None]:
+    """Meanwhile instances of a class note which of their attributes are read."""
+    own = cls.__dict__.get("__getattribute__")
+    read = cls.__getattribute__
+
+    def reading(self: Any, name: str) -> Any:
+        kind = kind_of(type(self))
+        known = reads.attributes.setdefault(kind, {})
+        if name not in known:
+            frame = sys._getframe(1)
+            if name != "__dict__" or not is_inside(frame.f_code.co_filename):
+                known[name] = line_of(frame)
+        return read(self, name)
+
+    try:
+        cls.__getattribute__ = reading  # type: ignore[method-assign, assignment]
+    except TypeError:  # a class of C's: its instances are compared by identity
+        yield
+        return
+    reads.noted.add(kind_of(cls))
+    try:
+        yield
+    finally:
+        if own is None:
+            del cls.__getattribute__
+        else:
+            cls.__getattribute__ = own  # type: ignore[method-assign]
+
+
+@contextmanager
+def _writes_noted(reads: Reads) -> Iterator[None]:
+    write = nn.Module.__setattr__
+
+    def writing(self: nn.Module, name: str, value: Any) -> None:
+        known = reads.written.setdefault(kind_of(type(self)), {})
+        if name not in known:
+            known[name] = line_of(sys._getframe(1))
+        write(self, name, value)
+
+    nn.Module.__setattr__ = writing  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.__setattr__ = write  # type: ignore[method-assign]
+
+
+def _scopes(codes: dict[int, tuple[CodeType, dict[str, Any]]]) -> tuple[Scope, ...]:
+    """The functions that ran. A frame does not know its function: the collector does."""
+    own = [(code, names) for code, names in codes.values() if not is_inside(_file(code, names))]
+    wanted = [code for code, names in own if _keeps_values(code, _file(code, names))]
+    functions: dict[int, list[FunctionType]] = {}
+    for holder in gc.get_referrers(*wanted) if wanted else ():
+        if isinstance(holder, FunctionType):
+            functions.setdefault(id(holder.__code__), []).append(holder)
+    return tuple(Scope(code, names, tuple(functions.get(id(code), ()))) for code, names in own)
+
+
+def _file(code: CodeType, names: dict[str, Any]) -> str:
+    """The file of a function; of one made from text, that of its module."""
+    if not code.co_filename.startswith("<string") or names.get("__name__") == "__main__":
+        return code.co_filename
+    return str(names.get("__file__", "<frozen"))
+
+
+def _keeps_values(code: CodeType, file: str) -> bool:
+    """Whether a function of this code may hold values in its closure or defaults: those of
+    installed packages are decorators' and stay as they are."""
+    if is_library(file):
+        return False
+    return bool(set(code.co_freevars) - {"__class__"}) or code.co_argcount > 0
