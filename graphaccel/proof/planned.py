@@ -186,17 +186,22 @@ def expect(pair: Pair, plan: Plan, devices: int) -> Expected | str:
 
 
 def expect_together(pair: Pair, plan: Plan, devices: int) -> Expected | None:
-    """`expect` on rank 0 for all; prints why where it gives none. A collective."""
+    """`expect` on rank 0 for all; prints why where it gives none. A collective.
+
+    Raises PlanDiffers (GA109) where the captured graph can not be run."""
     said: list[Any] = [None]
-    try:
-        if devices == 1 or dist.get_rank() == 0:
+    if devices == 1 or dist.get_rank() == 0:
+        try:
             said[0] = expect(pair, plan, devices)
-    finally:
-        if devices > 1:
-            dist.broadcast_object_list(said, 0)
+        except PlanDiffers as error:  # on all ranks: none may wait for another in the step
+            said[0] = error
+    if devices > 1:
+        dist.broadcast_object_list(said, 0)
+    if isinstance(said[0], PlanDiffers):
+        raise said[0]
     if isinstance(said[0], Expected):
         return said[0]
-    progress("not proved", f"the plan's step: {said[0] or 'rank 0 failed'}", 0.0)
+    progress("not proved", f"the plan's step: {said[0]}", 0.0)
     return None
 
 
