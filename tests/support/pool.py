@@ -17,7 +17,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection, get_context
@@ -91,11 +91,16 @@ class Pool:
     or `grace_s` after another rank failed, is hung.
     """
 
-    def __init__(self, timeout_s: float = 120.0, grace_s: float = 5.0) -> None:
+    def __init__(
+        self,
+        timeout_s: float = 120.0,
+        grace_s: float = 5.0,
+        preloaded: Sequence[str] = PRELOADED,
+    ) -> None:
         self._timeout_s = timeout_s
         self._grace_s = grace_s
         self._context = get_context("forkserver")
-        self._context.set_forkserver_preload(list(PRELOADED))
+        self._context.set_forkserver_preload(list(preloaded))
         self._folder = tempfile.TemporaryDirectory(prefix="pool-")
         self._workers: list[_Worker] = []
         self._started = 0
