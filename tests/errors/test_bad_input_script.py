@@ -263,7 +263,7 @@ error[GA407]: optimizer.step(closure) with clip_norm=: the gradients that it wou
 
 def test_what_is_no_model_and_what_is_no_optimizer() -> None:
     model = Classifier()
-    with pytest.raises(errors.GraphMisuse, match=r"takes a torch\.nn\.Module, not function"):
+    with pytest.raises(errors.GraphMisuse, match=r"is a torch\.nn\.Module, not function"):
         graphaccel.optimize(watch)  # type: ignore[call-overload]
     with pytest.raises(errors.GraphMisuse, match=r"is a torch\.optim\.Optimizer, not str"):
         graphaccel.optimize(model, "adam")  # type: ignore[call-overload]
