@@ -30,6 +30,9 @@ from graphaccel.guards.reads import Reads, is_library, kind_of, line_of, recorde
 from graphaccel.ir.layers import KEPT
 from graphaccel.messages import Location
 
+_UNLIKELY = 0x5EED_0FF0
+"""A seed that no model sets: one that a forward sets itself is then another state."""
+
 
 @dataclass(frozen=True)
 class Observed:
@@ -46,7 +49,8 @@ def observe(fresh: Callable[[], nn.Module], batch: Batch, loss_fn: LossFn, many:
     which on few of them are run.
 
     Raises:
-        StateFrozen: the forward reads what an earlier one wrote (GA106), with the line.
+        StateFrozen: the forward reads what an earlier one wrote, or seeds torch's generator
+            (GA106), with the line.
         DrawnOutside: it draws from a generator of Python's or NumPy's (GA107), with the line.
     """
     with _generators_restored():
@@ -58,6 +62,8 @@ def observe(fresh: Callable[[], nn.Module], batch: Batch, loss_fn: LossFn, many:
         model = _few(fresh(), many)
         watch = _Passes(model, reads)
         ran = watch.ran(lambda: run(model, batch, loss_fn))
+        if watch.seeded:
+            raise _seeds(model, lambda: run(model, batch, loss_fn))
         if not ran:  # capture says why
             return Observed(reads, frozenset())
         if watch.steady:
@@ -129,12 +135,16 @@ class _Passes:
         self._model, self._reads = model, reads
         found = places(model, reads)
         self._passes = [_Pass(found, [], frozenset(), _states(found))]
+        self.seeded = False
 
     def ran(self, forward: Callable[[], bool]) -> bool:
         """Run one more."""
         ops, before = _Ops(), self._versions()
+        torch.default_generator.manual_seed(_UNLIKELY)
+        state = torch.random.get_rng_state()  # a forward on fakes draws nothing from it
         with ops:
             ran = forward()
+        self.seeded |= not torch.equal(state, torch.random.get_rng_state())
         after = self._versions()
         wrote = frozenset(n for n, number in after.items() if before.get(n) != number)
         found = places(self._model, self._reads)
@@ -239,12 +249,24 @@ def _told(state: Any) -> Any:
 
 @contextmanager
 def _generators_restored() -> Iterator[None]:
-    python, numpy = random.getstate(), np.random.get_state()
+    python, numpy, own = random.getstate(), np.random.get_state(), torch.random.get_rng_state()
     try:
         yield
     finally:
+        torch.random.set_rng_state(own)
         random.setstate(python)
         np.random.set_state(numpy)
+
+
+def _seeds(model: nn.Module, forward: Callable[[], bool]) -> StateFrozen:
+    torch.default_generator.manual_seed(_UNLIKELY)
+    return StateFrozen(
+        what=f"`{type(model).__name__}.forward` seeds torch's generator",
+        location=_line_that_changes(torch.default_generator.initial_seed, forward),
+        note="a graph draws from the generator as it is",
+        reason="what is drawn behind this line would be other numbers than in the script's model",
+        help_lines=("seed in the script, before the call of the model:  torch.manual_seed(0)",),
+    )
 
 
 def _draw(forward: Callable[[], bool], reads: Reads) -> Location | None:
@@ -252,14 +274,20 @@ def _draw(forward: Callable[[], bool], reads: Reads) -> Location | None:
     another."""
     if reads.draws:
         return reads.draws[0]
+    found = _line_that_changes(lambda: _told(np.random.get_state()), forward)
+    return found or line_of(None)
+
+
+def _line_that_changes(read: Callable[[], Any], forward: Callable[[], bool]) -> Location | None:
+    """The user's line behind which a state is another than before it."""
     found: list[Location] = []
-    state = [_told(np.random.get_state())]
+    state = [read()]
     last: dict[FrameType, int] = {}
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
         if is_library(frame.f_code.co_filename):
             return trace if event == "call" else None
-        now = _told(np.random.get_state())
+        now = read()
         if now != state[0] and not found and frame in last:
             found.append(Location(frame.f_code.co_filename, last[frame]))
         state[0], last[frame] = now, frame.f_lineno
@@ -271,4 +299,4 @@ def _draw(forward: Callable[[], bool], reads: Reads) -> Location | None:
         forward()
     finally:
         sys.settrace(before)
-    return found[0] if found else line_of(None)
+    return found[0] if found else None

@@ -77,6 +77,8 @@ class Counting(nn.Module):
             scale = random.choice([1.0, 2.0])
         elif self.way == "numpy":
             scale = float(np.random.rand())
+        elif self.way == "seed":
+            torch.manual_seed(0)
         elif self.way == "range":
             scale = sum(1.0 for _ in range(self.power))
         return nn.functional.cross_entropy(self.layer(x) / scale, y)
@@ -100,6 +102,15 @@ error[GA107]: cannot capture `Counting.forward`: it draws from GENERATOR
   why:  only torch's generator is drawn from anew in every step, and is the same on every rank
   help: draw with torch, and choose without a branch:  x = torch.where(torch.rand((), device=x.device) < 0.5, a, b)
   explain: graphaccel explain GA107"""
+
+SEEDED = """\
+error[GA106]: `Counting.forward` seeds torch's generator
+  --> test_state_texts.py:LINE
+   LINE |             torch.manual_seed(0)
+      |             ^^^^^^^^^^^^^^^^^^^^ a graph draws from the generator as it is
+  why:  what is drawn behind this line would be other numbers than in the script's model
+  help: seed in the script, before the call of the model:  torch.manual_seed(0)
+  explain: graphaccel explain GA106"""
 
 
 def placed(text: str, source: str) -> str:
@@ -125,6 +136,7 @@ def placed(text: str, source: str) -> str:
             errors.DrawnOutside,
             DREW.replace("GENERATOR", "NumPy's `random`"),
         ),
+        ("seed", "torch.manual_seed(0)", errors.StateFrozen, SEEDED),
     ],
 )
 def test_state_that_the_forward_changes(
@@ -135,10 +147,13 @@ def test_state_that_the_forward_changes(
     text = placed(text, source)
     model, batch = Counting(way), small_batch()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(7)
     before = random.getstate(), np.random.get_state()[1].tolist()
+    drawn = torch.random.get_rng_state()
     with refused(kind, text, model, optimizer):
         graphaccel.optimize(model, optimizer, example_batch=batch)
     assert (random.getstate(), np.random.get_state()[1].tolist()) == before
+    assert torch.equal(torch.random.get_rng_state(), drawn)
 
 
 def test_the_help_for_a_counter_works() -> None:
