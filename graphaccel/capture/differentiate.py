@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +24,12 @@ from graphaccel.capture.blocks import block_of
 from graphaccel.capture.export import ForwardGraph, GraphInput, GraphOutput
 from graphaccel.capture.functional import SharedWrite, without_writes
 from graphaccel.capture.trace import Answers, NotTraced, trace
-from graphaccel.compat.torch import fake_mode_of, without_modes, written_arguments
+from graphaccel.compat.torch import (
+    fake_mode_of,
+    without_modes,
+    without_onednn,
+    written_arguments,
+)
 from graphaccel.errors import CaptureRefused
 from graphaccel.ir.values import module_path, returned
 from graphaccel.messages import Location
@@ -125,7 +129,10 @@ def _traced(
         torch.enable_grad(),
         fx_traceback.preserve_node_meta(),
         torch.autograd.set_multithreading_enabled(False),
-        _cells(),
+        # A layer of an LSTM is the ops of its cells on every device. On a CPU it could be one op of
+        # oneDNN, whose backward reads memory that no graph can pass on
+        # (`select_one_layer_lstm_function`, torch/_decomp/decompositions.py).
+        without_onednn(),
     ):
         try:
             # A trace that is given up must not have touched them.
@@ -137,19 +144,6 @@ def _traced(
             fx_traceback.current_meta.clear()  # a backward may have left its marks
         with mode:
             return make_fx(step)(*values)
-
-
-@contextmanager
-def _cells() -> Iterator[None]:
-    """A layer of an LSTM is the ops of its cells, on every device. On a CPU it could be one op of
-    oneDNN, whose backward reads memory that no graph can pass on
-    (`select_one_layer_lstm_function`, torch/_decomp/decompositions.py)."""
-    enabled = torch.backends.mkldnn.enabled
-    torch.backends.mkldnn.enabled = False
-    try:
-        yield
-    finally:
-        torch.backends.mkldnn.enabled = enabled
 
 
 def _wanted(spec: GraphInput, trainable: frozenset[str]) -> bool:

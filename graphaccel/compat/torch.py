@@ -340,6 +340,18 @@ def without_storage(
     )
 
 
+@contextmanager
+def without_onednn() -> Iterator[None]:
+    """Ops of oneDNN are not chosen inside. The public flag can not be set in a process that froze
+    torch's global flags, as one that imports torch.testing does."""
+    enabled = torch.backends.mkldnn.enabled
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
+
+
 def blas_lags() -> bool:
     """Whether float32 products by MKL run far below this CPU's speed while oneDNN's do not: MKL
     takes its AVX-512 code on Intel's processors only."""
