@@ -123,8 +123,7 @@ def optimize(
     if devices != 1 and not dist.is_initialized():
         join_job(restarts=devices is not None or given is not None)
     count = device_count(devices, given, cluster)
-    if not dist.is_initialized():
-        ensure_launched(count)
+    ensure_launched(count, dist.get_world_size() if dist.is_initialized() else None)
     device = _start(count, timeout)
     where = cluster or cluster_here(count, device)
     kind, shardable = where.device.type, is_elementwise(optimizer)

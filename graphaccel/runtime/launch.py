@@ -26,8 +26,10 @@ _STARTED = "GRAPHACCEL_LAUNCHED"
 _ALL_OUTPUT = "GRAPHACCEL_ALL_OUTPUT"
 
 
-def ensure_launched(devices: int) -> None:
+def ensure_launched(devices: int, world: int | None = None) -> None:
     """Returns in a process that is one of `devices` ranks, or does not return at all.
+
+    world: size of the process group that the script joined itself, if it did.
 
     Without a launcher (no WORLD_SIZE) and with `devices` > 1 the whole program is restarted under
     torch's launcher: what the script did before this call is done again, by every rank.
@@ -39,14 +41,14 @@ def ensure_launched(devices: int) -> None:
     """
     if devices <= 1:
         return
-    world = os.environ.get("WORLD_SIZE")
-    if world is not None:
-        if int(world) != devices:
+    started = os.environ.get("WORLD_SIZE") if world is None else world
+    if started is not None:
+        if int(started) != devices:
             raise GraphMisuse(
-                what=f"devices={devices}, but the launcher started {world} processes",
+                what=f"devices={devices}, but the launcher started {started} processes",
                 help_line=f"leave devices out, or start {devices}:  {_command(devices)}",
             )
-        check_devices(int(os.environ.get("LOCAL_WORLD_SIZE", world)))
+        check_devices(int(os.environ.get("LOCAL_WORLD_SIZE", started)))
         return
     if not _restartable():
         raise NeedsLauncher(devices=devices, command=_command(devices))
