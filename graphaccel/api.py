@@ -19,10 +19,10 @@ from torch import nn
 from graphaccel.arguments import (
     check_arguments,
     check_can_run,
-    check_count,
     check_job,
     check_of,
     check_settings,
+    check_whole,
     device_count,
     read_plan,
     with_checkpointing,
@@ -164,7 +164,7 @@ def plan(
 
     Raises InfeasiblePlan (GA201) with what would make it fit.
     """
-    check_count(devices)
+    check_whole(devices)
     pins = with_checkpointing(model, pins)
     check_job(model, optimizer, pins, loss_fn)
     check_settings(cluster, 1, example_batch)

@@ -248,9 +248,16 @@ def _unread(path: str, reason: str) -> GraphMisuse:
     )
 
 
+def check_whole(asked: Any) -> None:
+    """Raises BadPin (GA202) for a number of devices that is no whole number."""
+    if isinstance(asked, bool) or not isinstance(asked, int):
+        raise BadPin(pin="devices", value=asked, reason="it is a count of at least 1")
+
+
 def check_count(asked: Any) -> None:
     """Raises BadPin (GA202) for a number of devices that can not be."""
-    if isinstance(asked, bool) or not isinstance(asked, int) or asked < 1:
+    check_whole(asked)
+    if asked < 1:
         raise BadPin(pin="devices", value=asked, reason="it is a count of at least 1")
 
 

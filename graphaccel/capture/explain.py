@@ -131,6 +131,11 @@ def _unplannable(node: fx.Node) -> str | None:
             )
         if value.layout != torch.strided:
             return f"its result is sparse ({value.layout}); a dense tensor can be planned with"
+    if node.target is torch.ops.aten._assert_scalar.default:
+        return (  # `assert lengths.max().item() <= length`
+            "it asserts something of a tensor's values, which a step does not wait for; "
+            "check the batch in the script, before the call of the model"
+        )
     if hasattr(node.target, "_schema"):
         given = dict(zip((a.name for a in schema(node)), node.args, strict=False)) | node.kwargs
         if given.get("sparse") is True:
