@@ -13,11 +13,12 @@ from dataclasses import replace
 from typing import Any
 
 from graphaccel.capture.batch import Batch, resized
+from graphaccel.capture.batch_dims import assignments
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import BATCH
 from graphaccel.captures import Captures
 from graphaccel.conditions import no_collections
-from graphaccel.errors import BatchNotDivisible, NoLoss, PlanMismatch
+from graphaccel.errors import BatchNotDivisible, GraphAccelError, NoLoss, PlanMismatch
 from graphaccel.ir.program import Sharded, StepProgram
 from graphaccel.kernels.registry import enabled, without_tensor_axis
 from graphaccel.messages import format_bytes
@@ -103,8 +104,19 @@ class Compiler:
         return self.captures.of(batch, training=training)
 
     def of_size(self, batch: Batch, size: int) -> Batch:
-        """The batch at another size, along the dims that capturing it tells."""
-        dims = self.captures.given_dims(batch) or self.capture(batch)[0].batch_dims
+        """The batch at another size, along the dims of its examples: the likeliest, if a capture at
+        that size agrees, else those that a capture of the batch as it is finds."""
+        dims = self.captures.given_dims(batch)
+        if dims is not None:
+            return resized(batch, dims, size)
+        dims = assignments(batch)[0]
+        try:
+            agreed = self.capture(resized(batch, dims, size))[0].batch_dims == dims
+        except GraphAccelError:  # the capture below says why, if it is not for the size
+            agreed = False
+        if not agreed:
+            apart = Compiler(self.model, self.cluster, self.pins)
+            dims = apart.capture(batch)[0].batch_dims
         return resized(batch, dims, size)
 
     def digest(self, batch: Batch) -> str:

@@ -138,6 +138,7 @@ def test_plan_arguments(model_file: Path) -> None:
         "zero": 3,
         "shard": 2,
         "refine": None,
+        "check": False,
         "sequence": False,
         "context_by": "heads",
         "scatter_sends": True,
