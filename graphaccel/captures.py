@@ -230,7 +230,7 @@ class Captures:
         reads = observed.reads
         if numbers is None:  # of another rank's step: the inputs behind those of the batch
             numbers = _numbers(step, batch)
-        recorded = places(self._fresh(training), reads)
+        recorded = places(self._fresh(training), reads, self.model.module)
         guards = Guards(
             lambda: places(self.model.module, reads),
             {n: p.token for n, p in recorded.items()},

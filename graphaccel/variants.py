@@ -11,7 +11,8 @@ import torch
 
 from graphaccel.compat.torch import version
 from graphaccel.errors import StateFrozen
-from graphaccel.guards.guards import Guards
+from graphaccel.guards.guards import Change, Guards
+from graphaccel.guards.lines import location
 from graphaccel.guards.reads import line_of
 from graphaccel.planner.pins import PRECISIONS
 from graphaccel.planner.plan import Precision
@@ -59,10 +60,23 @@ class Variants:
         return None
 
     def add(self, key: Any, variant: Variant) -> Variant:
-        """Remember one; its guards hold now."""
-        variant.guards.hold()
+        """Remember one. Raises StateFrozen (GA106) where a value that it was captured with is
+        another one already."""
+        if not variant.guards.hold():
+            raise _unsteady(variant.guards.changes()[0])
         self._known.setdefault(key, []).insert(0, variant)
         return variant
+
+
+def _unsteady(change: Change) -> StateFrozen:
+    name = change.place.name
+    return StateFrozen(
+        what=f"`{name}` was {change.before} at capture and is {change.now} when the step starts",
+        location=location(change.place.line),
+        note="the forward reads it",
+        reason="a graph can not follow a value that changes between two looks at it",
+        help_lines=("set it before the call of the model, and leave it until the call returns",),
+    )
 
 
 def check_autocast(precision: Precision, device_type: str) -> None:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from graphaccel.compat.torch import FakeTensor
 from graphaccel.guards.lines import Read
 from graphaccel.guards.reads import Reads, Scope, is_library, kind_of
 
@@ -107,9 +108,15 @@ def _key(key: Any) -> Any:
     return key if isinstance(key, (*_SCALARS, *_ATOMS)) else kind_of(type(key))
 
 
-def places(model: nn.Module, reads: Reads) -> dict[str, Place]:
-    """Name → place, of all that was read."""
+def places(model: nn.Module, reads: Reads, live: nn.Module | None = None) -> dict[str, Place]:
+    """Name → place, of all that was read.
+
+    live: the user's model, where `model` is a copy. Functions of either may have run, and of other
+    copies on fakes; the weights that they reach are no state of Python's.
+    """
     walk = _Walk(model, reads)
+    if live is not None:
+        walk.leave_out(live)
     for path, module in model.named_modules():
         walk.module(path, module)
     for scope in reads.scopes:
@@ -163,6 +170,10 @@ class _Walk:
         self._reads, self._names = reads, reads.names
         self._own = {id(t) for t in (*model.parameters(), *model.buffers())}
         self._done: set[tuple[int, Any]] = set()
+
+    def leave_out(self, model: nn.Module) -> None:
+        """Parameters and buffers of another model are no places."""
+        self._own |= {id(t) for t in (*model.parameters(), *model.buffers())}
 
     def module(self, path: str, module: nn.Module) -> None:
         """Attributes of a module that were read, and the classes of its children."""
@@ -250,7 +261,8 @@ class _Walk:
         shared: bool,
     ) -> None:
         """A place, and those inside of what lies there."""
-        if id(value) in self._own or depth > _DEPTH:
+        copied = isinstance(value, nn.Parameter) and isinstance(value, FakeTensor)
+        if id(value) in self._own or copied or depth > _DEPTH:
             return
         mark = (id(holder), key)
         if mark in self._done:

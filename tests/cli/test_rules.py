@@ -36,6 +36,19 @@ class Evens(nn.Module):
 def make():
     return Evens(), (torch.ones(8, 64),)
 """
+BETWEEN_LAYERS = JOB.replace(
+    """\
+        for layer in self.layers:
+            x = layer(x)
+        scale = torch.ops.rulestest.evened(x.detach())
+        return (x * scale).square().mean()
+""",
+    """\
+        x = self.layers[0](x)
+        scale = torch.ops.rulestest.evened(x.detach())
+        return self.layers[1](x * scale).square().mean()
+""",
+)
 MISSING = """\
 error[GA301]: 1 op has no sharding rule
   rulestest.evened  f32[8,64]  the model  job.py:12  1 use
@@ -94,11 +107,19 @@ def test_strict_is_an_error(job: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_a_pin_that_needs_the_rule(job: Path) -> None:
+    job.write_text(BETWEEN_LAYERS)
     made = job_of_function(job, "make")
     compiler = Compiler(Model(made.model, None, 0.0), cluster("cpu", 2), {"data": 2})
     with pytest.raises(MissingRule) as caught:
         compiler.choose(made.batch)
-    assert f"{caught.value}\n" == MISSING
+    assert f"{caught.value}\n" == MISSING.replace("job.py:12", "job.py:11")
+
+
+def test_an_op_of_the_loss_needs_none(job: Path) -> None:
+    """Behind all layers it runs once, on the whole batch."""
+    made = job_of_function(job, "make")
+    compiler = Compiler(Model(made.model, None, 0.0), cluster("cpu", 2), {"data": 2})
+    assert compiler.choose(made.batch)[1].data == 2
 
 
 def test_every_op_has_a_rule(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
