@@ -17,7 +17,7 @@ from graphaccel.capture.no_grad import WrittenWithoutGrad
 from graphaccel.capture.python_function import RuleRefused
 from graphaccel.capture.watch import INSIDE
 from graphaccel.capture.weights import Unregistered, Weights
-from graphaccel.compat.torch import DataDependentError, is_known, schema
+from graphaccel.compat.torch import DataDependentError, is_known
 from graphaccel.errors import (
     CaptureRefused,
     GradientRuleRefused,
@@ -136,10 +136,6 @@ def _unplannable(node: fx.Node) -> str | None:
             "it asserts something of a tensor's values, which a step does not wait for; "
             "check the batch in the script, before the call of the model"
         )
-    if hasattr(node.target, "_schema"):
-        given = dict(zip((a.name for a in schema(node)), node.args, strict=False)) | node.kwargs
-        if given.get("sparse") is True:
-            return "the gradient of its weight would be sparse; sparse=False gives a dense one"
     return None
 
 

@@ -125,7 +125,7 @@ def test_a_loss_added_to_zero_is_a_sum_of_parts():
         (lambda x: x.to_sparse().to_dense(), "its result is sparse (torch.sparse_coo); a dense"),
         (
             lambda x: F.embedding(torch.tensor([0, 1]), x, sparse=True),
-            "the gradient of its weight would be sparse; sparse=False gives a dense one",
+            "`sparse=True` gives a gradient that is no dense tensor",
         ),
     ],
 )
