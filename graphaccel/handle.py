@@ -224,7 +224,7 @@ class Handle:
             self._optimizing.start()
         self._session, self._step, self.plan, self.program = session, step, chosen, program
         compiled = self._compiled(step, program, chosen.microbatches, chosen)
-        self._add(("train", batch.signature()), batch, step, compiled)
+        self._add(("train", batch.signature()), batch, step, compiled, example=example)
         self._dtypes = _dtypes(batch)
         peak = chosen.prediction
         progress(
@@ -376,9 +376,17 @@ class Handle:
         compiled = self._compiled(step, program, self.plan.microbatches, self.plan)
         return self._add(key, batch, step, compiled)
 
-    def _add(self, key: Any, batch: Batch, step: StepGraph, compiled: CompiledStep) -> Variant:
+    def _add(
+        self,
+        key: Any,
+        batch: Batch,
+        step: StepGraph,
+        compiled: CompiledStep,
+        *,
+        example: bool = False,
+    ) -> Variant:
         guards = self._compiler.captures.guards(step, batch)
-        return self._steps.add(key, Variant(compiled, guards))
+        return self._steps.add(key, Variant(compiled, guards), example=example)
 
     def _refuse_changes(self) -> None:
         """What was captured must still hold: otherwise the step would be wrong in silence."""

@@ -59,10 +59,10 @@ class Variants:
                 return variant
         return None
 
-    def add(self, key: Any, variant: Variant) -> Variant:
+    def add(self, key: Any, variant: Variant, *, example: bool = False) -> Variant:
         """Remember one. Raises StateFrozen (GA106) where a value that it was captured with is
-        another one already."""
-        if not variant.guards.hold():
+        another one already, unless it was captured of an example, before any step."""
+        if not example and not variant.guards.hold():
             raise _unsteady(variant.guards.changes()[0])
         self._known.setdefault(key, []).insert(0, variant)
         return variant

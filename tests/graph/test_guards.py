@@ -225,3 +225,14 @@ def test_a_submodule_that_changes_its_mode_is_captured_anew() -> None:
     )
     assert off < 1e-14
     assert captures == 2
+
+
+def test_an_example_may_come_while_the_model_evaluates() -> None:
+    torch.manual_seed(0)
+    model = Net(lambda s, h: h * s.alpha)
+    plain, x = copy.deepcopy(model), torch.randn(3, 4)
+    graphaccel.optimize(model.eval(), devices=1, example_batch=(x,))
+    for training, alpha in ((False, 1.0), (True, 1.0), (True, 3.0)):
+        model.train(training).alpha = plain.train(training).alpha = alpha
+        with torch.set_grad_enabled(training):
+            torch.testing.assert_close(model(x), plain(x))
