@@ -21,7 +21,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
 from graphaccel.compat.torch import without_fakes
-from graphaccel.rules.propagate import is_random
+from graphaccel.ir.calls import is_random
 
 aten = torch.ops.aten
 _WHOLE = 1 << 22  # elements of what is computed at once

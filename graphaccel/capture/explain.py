@@ -25,8 +25,8 @@ from graphaccel.errors import (
     TensorBranch,
     UnregisteredWeight,
 )
+from graphaccel.ir.calls import arguments
 from graphaccel.messages import Location
-from graphaccel.rules.notation import arguments
 
 _DISTRIBUTIONS = f"{torch.__path__[0]}{os.sep}distributions{os.sep}"
 _STDLIB = f"{sysconfig.get_paths()['stdlib']}{os.sep}"

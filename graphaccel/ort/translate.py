@@ -19,6 +19,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
+from graphaccel.ir.calls import is_random
 from graphaccel.ir.text import target_text
 from graphaccel.ir.values import tensors_of
 from graphaccel.ort.builder import ELEMENT, Builder, Declined, Value
@@ -26,7 +27,6 @@ from graphaccel.ort.kernels import TRAINING, Kernels
 from graphaccel.ort.liveness import scratch_bytes
 from graphaccel.ort.ops.table import TRANSLATIONS, arguments
 from graphaccel.rules.collectives import is_message
-from graphaccel.rules.propagate import is_random
 
 
 @dataclass(frozen=True)

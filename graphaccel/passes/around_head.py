@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphaccel.ir.calls import is_random
 from graphaccel.rules.parts import JOINED, PART, SAME, SUMMED, WHOLE
-from graphaccel.rules.propagate import PARTIAL, BatchPlacement, is_random
+from graphaccel.rules.propagate import PARTIAL, BatchPlacement
 from graphaccel.rules.shard import Shard
 
 aten = torch.ops.aten

@@ -24,9 +24,9 @@ from torch import fx
 
 from graphaccel.capture.export import GraphInput, GraphOutput
 from graphaccel.errors import BadPin
+from graphaccel.ir.calls import is_random
 from graphaccel.ir.values import returned
 from graphaccel.rules.collectives import is_message
-from graphaccel.rules.propagate import is_random
 
 aten = torch.ops.aten
 

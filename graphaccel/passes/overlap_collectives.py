@@ -23,10 +23,10 @@ from math import inf
 import torch
 from torch import fx
 
+from graphaccel.ir.calls import is_random
 from graphaccel.ir.program import StageProgram
 from graphaccel.planner.cost import is_view
 from graphaccel.rules import collectives
-from graphaccel.rules.propagate import is_random
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _ISSUES = frozenset(collectives.RULES) - {_WAIT}

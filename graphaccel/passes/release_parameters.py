@@ -18,8 +18,8 @@ from collections.abc import Collection
 
 from torch import fx
 
+from graphaccel.ir.calls import is_random
 from graphaccel.rules.collectives import is_message
-from graphaccel.rules.propagate import is_random
 
 
 def release_parameters(graph: fx.GraphModule, names: Collection[str]) -> fx.GraphModule:

@@ -16,6 +16,7 @@ import torch
 
 from graphaccel.capture.stepgraph import Repeats, StepGraph, of_layers
 from graphaccel.errors import GraphAccelError
+from graphaccel.ir.calls import is_random
 from graphaccel.ir.layers import NotRepeated, Run, copies
 from graphaccel.ir.program import OrtReport, Owned, Sharded, StageProgram
 from graphaccel.ir.text import graph_text
@@ -48,7 +49,6 @@ from graphaccel.passes.two_pass_head import two_pass_head
 from graphaccel.passes.upload_parameters import upload_parameters
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.zero import owned_shards
-from graphaccel.rules.propagate import is_random
 
 log = logging.getLogger("graphaccel.passes")
 _CAST = torch.ops.aten._to_copy.default

@@ -25,6 +25,7 @@ from torch import fx
 
 from graphaccel.capture.export import GraphInput, GraphOutput
 from graphaccel.compat.torch import fake_mode_of, graph_module
+from graphaccel.ir.calls import arguments
 from graphaccel.ir.fakes import Fakes
 from graphaccel.ir.nodes import drop_dead, new_node
 from graphaccel.ir.values import fake_like
@@ -34,7 +35,7 @@ from graphaccel.passes.lowerings import items, lower
 from graphaccel.passes.padding import Padding
 from graphaccel.planner.conversions import passes_in_order
 from graphaccel.planner.placements import Placements, source_of
-from graphaccel.rules.notation import arguments, output_shapes, tensor_arguments
+from graphaccel.rules.notation import output_shapes, tensor_arguments
 from graphaccel.rules.propagate import PARTIAL, REPLICATED
 from graphaccel.rules.shard import Placement, Row, Shard
 

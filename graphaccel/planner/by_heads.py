@@ -20,7 +20,6 @@ import torch
 from torch import fx
 
 from graphaccel.planner.call_values import Value, source_of, tensor_of
-from graphaccel.planner.plan import Plan
 from graphaccel.rules.shard import Row, Shard, Shards, shard_of
 
 aten = torch.ops.aten
@@ -91,11 +90,11 @@ def by_heads(
 
 
 def context_notes(
-    nodes: Iterable[fx.Node], whole: Iterable[fx.Node], plan: Plan
+    nodes: Iterable[fx.Node], whole: Iterable[fx.Node], *, context: int, tensor: int
 ) -> tuple[str, ...]:
     """What a report says of attention on the context axis; nodes: of what a device runs, alike ones
-    once, whole: of the step before it was shared out."""
-    if plan.context == 1:
+    once, whole: of the step before it was shared out; context, tensor: ranks of these axes."""
+    if context == 1:
         return ()
     before = [_sizes(n) for n in whole if n.target is _FORWARD]
     lengths, most = {tuple(own[1:]) for own in before}, max((own[0] for own in before), default=0)
@@ -105,7 +104,7 @@ def context_notes(
             found.add("heads")
         elif node.target is _FORWARD:
             heads, *own = _sizes(node)
-            few = "heads" if heads * plan.tensor < most else "whole"
+            few = "heads" if heads * tensor < most else "whole"
             found.add(few if tuple(own) in lengths else "sequence")
     if "heads" in found:
         found.discard("whole")  # it looks so

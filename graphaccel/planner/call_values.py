@@ -11,10 +11,10 @@ from torch import fx
 
 from graphaccel.capture.export import GraphInput
 from graphaccel.capture.symbols import BATCH
+from graphaccel.ir.calls import is_random
 from graphaccel.kernels.experts import GRADIENT, PRODUCT
 from graphaccel.rules import indexing
 from graphaccel.rules.factories import UNIFORM
-from graphaccel.rules.propagate import is_random
 from graphaccel.rules.shard import Placement, Shard
 
 Value: TypeAlias = tuple[fx.Node, int]  # a call and which of its results

@@ -16,9 +16,9 @@ import torch
 
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import SEQUENCE
+from graphaccel.ir.calls import counted_packet
 from graphaccel.ir.unfold import distinct_nodes, input_nodes
 from graphaccel.planner.cluster import Cluster
-from graphaccel.planner.cost import counted_packet
 from graphaccel.planner.pins import PRECISIONS, RECOMPUTE, Pins, divisors
 from graphaccel.planner.plan import GATHERS, INTERLEAVES, Plan
 from graphaccel.planner.solve import Problem

@@ -6,9 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
-from graphaccel.planner.cluster import Cluster
-from graphaccel.planner.efficiency import computing, peak_flops
-from graphaccel.planner.plan import Plan
 from graphaccel.rules.propagate import PARTIAL, REPLICATED
 from graphaccel.rules.shard import Placement, Shard
 
@@ -40,22 +37,6 @@ class Counted:
 
 
 ALL = Counted()
-
-
-def axis_rates(cluster: Cluster, plan: Plan, axis: str) -> Rates:
-    """Rates of an axis of a plan's mesh on a cluster.
-
-    The launch of an op is left out, but for what breaks ties: where sharding pays it vanishes. What
-    was measured of single collectives is not told apart here: it counts where plans are priced.
-    """
-    inner = {"tensor": 1, "context": plan.tensor, "expert": plan.context * plan.tensor}[axis]
-    span = inner * getattr(plan, axis)
-    link = next((x for x in cluster.links if x.size % span == 0), cluster.links[-1])
-    device = cluster.device
-    flops = peak_flops(computing(device, plan.precision), plan.precision.compute)
-    tie = 64 / link.bandwidth
-    hop = link.latency_seconds + device.launch_seconds
-    return Rates(flops, device.memory_bandwidth, tie, link.bandwidth, hop)
 
 
 def conversion_seconds(

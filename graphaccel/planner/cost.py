@@ -23,6 +23,7 @@ from torch.utils.flop_counter import flop_registry
 
 from graphaccel.capture.symbols import evaluate
 from graphaccel.compat.torch import onednn_linear
+from graphaccel.ir.calls import COUNTED_LIKE, counted_packet, is_causal, op_packet
 from graphaccel.kernels.experts import GRADIENT as EXPERT_GRADIENT
 from graphaccel.kernels.experts import PRODUCT as EXPERT_PRODUCT
 from graphaccel.kernels.register import fusion_of, is_backward
@@ -34,13 +35,6 @@ Amount: TypeAlias = Any  # int | sympy.Expr
 Dims: TypeAlias = tuple[Amount, ...]
 aten = torch.ops.aten
 
-# Captured on a CPU, attention is this op; torch counts its CUDA twin only.
-_COUNTED_LIKE = {
-    aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: (
-        aten._scaled_dot_product_flash_attention_backward
-    ),
-}
 _VIEWS = {
     aten._unsafe_view.default,
     aten.reshape.default,
@@ -91,17 +85,6 @@ def _symbolic(expression: Amount) -> Amount:
 
 
 Resolve: TypeAlias = Callable[[Amount], Amount]
-
-
-def _packet(node: fx.Node) -> Any:
-    """The op without its overload: `aten.add` for `aten.add.Tensor`; None if there is none."""
-    return getattr(node.target, "overloadpacket", None)
-
-
-def counted_packet(node: fx.Node) -> Any:
-    """The op under which `torch.utils.flop_counter` counts a call."""
-    packet = _packet(node)
-    return _COUNTED_LIKE.get(packet, packet)
 
 
 def first_input(node: fx.Node) -> fx.Node:
@@ -229,7 +212,7 @@ def node_bytes(node: fx.Node, resolve: Resolve = _symbolic) -> Amount:
         return 0
     written = tensor_bytes(node, resolve)
     total = written
-    gathers = {node.args[0]: written} if _packet(node) in _GATHERS else _gathered(node, resolve)
+    gathers = {node.args[0]: written} if op_packet(node) in _GATHERS else _gathered(node, resolve)
     for source in dict.fromkeys(node.all_input_nodes):
         read = tensor_bytes(source, resolve)
         if source in gathers:
@@ -261,7 +244,7 @@ def node_work(node: fx.Node, sizes: Resolve, chunk: int = 0, on: str = "") -> Wo
     """
     if node.op != "call_function" or is_view(node):
         return NOTHING
-    op = str(_packet(node))
+    op = str(op_packet(node))
     if in_chunks(node):
         return replace(_chunked(node, sizes, chunk, on), op=op)
     return _asked(node, sizes, op)
@@ -305,8 +288,8 @@ def _asked(node: fx.Node, sizes: Resolve, op: str) -> Work:
     source = first_input(node) if fusion_of(node.target) is not None else node
     value = _tensors(source.meta["val"], source.meta["dims"])[0][0]
     dtype = str(value.dtype).removeprefix("torch.")
-    packet = _packet(node)
-    if packet in _COUNTED_LIKE or "scaled_dot_product" in str(packet):
+    packet = op_packet(node)
+    if packet in COUNTED_LIKE or "scaled_dot_product" in str(packet):
         return replace(_attention(node, sizes, flops, moved, dtype), op=op)
     given = [dims_of(n, sizes) for n in node.args if isinstance(n, fx.Node)]
     if packet in _PRODUCTS:
@@ -356,7 +339,7 @@ def _left(node: fx.Node) -> fx.Node | None:
     """What a product has on its left."""
     if node.target in (EXPERT_PRODUCT, EXPERT_GRADIENT):
         return first_input(node)
-    if node.op != "call_function" or _packet(node) not in _PRODUCTS:
+    if node.op != "call_function" or op_packet(node) not in _PRODUCTS:
         return None
     return [n for n in node.args if isinstance(n, fx.Node)][-2]
 
@@ -413,13 +396,6 @@ def _attention(node: fx.Node, sizes: Resolve, flops: int, moved: int, dtype: str
     kind = "attention backward" if backward else "attention"
     heads = math.prod(query[:-2])
     return Work(kind, flops, moved, dtype, query[-2], key[-2], query[-1], heads)
-
-
-def is_causal(node: fx.Node) -> bool:
-    """Whether a call to attention says that later positions are not seen."""
-    names = [a.name for a in node.target._schema.arguments]
-    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-    return given.get("is_causal") is True
 
 
 def node_seconds(node: fx.Node, device: Device, sizes: Resolve) -> float:

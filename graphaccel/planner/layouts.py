@@ -16,8 +16,8 @@ from typing import Any, TypeAlias
 
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import BATCH
+from graphaccel.planner.axis_rates import axis_rates
 from graphaccel.planner.cluster import Cluster
-from graphaccel.planner.conversions import axis_rates
 from graphaccel.planner.lines import Lines
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.profile import Profile

@@ -22,10 +22,10 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from graphaccel.capture.export import GraphInput, GraphOutput
+from graphaccel.ir.calls import counted_packet, is_causal
 from graphaccel.planner.call_values import Value, shapes_of, source_of, tensor_of
 from graphaccel.planner.conversions import ALL, Counted, Rates
 from graphaccel.planner.conversions import conversion_seconds as priced
-from graphaccel.planner.cost import counted_packet, is_causal
 from graphaccel.planner.eliminate import Table, cheapest_assignment
 from graphaccel.planner.refusals import refusal
 from graphaccel.planner.shardable import Shardable

@@ -114,7 +114,12 @@ def search(
         notes=(
             *outside_notes(step, best, cluster),
             *planned_notes(best),
-            *context_notes(problem.layouts.of(best).alike[1], problem.profile.alike[1], best),
+            *context_notes(
+                problem.layouts.of(best).alike[1],
+                problem.profile.alike[1],
+                context=best.context,
+                tensor=best.tensor,
+            ),
             *_notes(step, cluster, limits),
             *notes,
         ),

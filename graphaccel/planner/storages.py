@@ -10,10 +10,10 @@ import torch
 from torch import fx
 
 from graphaccel.capture.stepgraph import StepGraph
+from graphaccel.ir.calls import is_random
 from graphaccel.planner.cost import is_view
 from graphaccel.planner.lines import Lines
 from graphaccel.planner.wires import is_kept
-from graphaccel.rules.propagate import is_random
 
 _HELD = ("parameter", "buffer", "tangent")  # what one stage has and others do not
 _FAR = np.iinfo(np.int64).max

@@ -7,10 +7,10 @@ from types import MappingProxyType
 import torch
 from torch import fx
 
+from graphaccel.ir.calls import arguments
 from graphaccel.rules.notation import (
     Notation,
     Rules,
-    arguments,
     index_names,
     named_dims,
     shape_of,

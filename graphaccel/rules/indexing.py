@@ -9,12 +9,12 @@ from typing import cast
 import torch
 from torch import fx
 
+from graphaccel.ir.calls import arguments
 from graphaccel.rules.notation import (
     Indices,
     Notation,
     Rule,
     Rules,
-    arguments,
     index_names,
     name_at,
     named_dims,

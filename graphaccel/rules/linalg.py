@@ -7,12 +7,12 @@ from types import MappingProxyType
 import torch
 from torch import fx
 
+from graphaccel.ir.calls import arguments
 from graphaccel.rules.notation import (
     Indices,
     Notation,
     Rule,
     Rules,
-    arguments,
     index_names,
     output_shapes,
     shape_of,

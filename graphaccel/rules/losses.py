@@ -8,11 +8,11 @@ from types import MappingProxyType
 import torch
 from torch import fx
 
+from graphaccel.ir.calls import arguments
 from graphaccel.rules.notation import (
     Indices,
     Notation,
     Rules,
-    arguments,
     broadcast,
     index_names,
     output_shapes,

@@ -13,9 +13,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
+from graphaccel.ir.calls import arguments
 from graphaccel.kernels.experts import GRADIENT, PRODUCT
 from graphaccel.rules.indexing import takes_rows
-from graphaccel.rules.notation import arguments, output_shapes, shape_of, tensor_arguments
+from graphaccel.rules.notation import output_shapes, shape_of, tensor_arguments
 from graphaccel.rules.propagate import PARTIAL, REPLICATED
 from graphaccel.rules.shard import Row, Shard, Shards
 

@@ -17,8 +17,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphaccel.compat.torch import schema
-
 Indices = tuple[str, ...]
 
 
@@ -103,13 +101,6 @@ def _collect(values: Iterable[Any], found: list[fx.Node]) -> None:
 
 Rule = Callable[[fx.Node], Notation]
 Rules = Mapping[Any, Rule]
-
-
-def arguments(node: fx.Node) -> dict[str, Any]:
-    """A call's arguments by the names of the op's schema, defaults filled in."""
-    known = schema(node)
-    given = dict(zip((a.name for a in known), node.args, strict=False)) | dict(node.kwargs)
-    return {a.name: given.get(a.name, a.default_value) for a in known}
 
 
 def index_names(count: int) -> Indices:

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphaccel.ir.calls import arguments
 from graphaccel.rules.notation import (
     Notation,
     Rule,
     Rules,
-    arguments,
     broadcast,
     named_dims,
     output_shapes,

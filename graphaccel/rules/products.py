@@ -7,13 +7,13 @@ from types import MappingProxyType
 import torch
 from torch import fx
 
+from graphaccel.ir.calls import arguments
 from graphaccel.kernels.experts import GRADIENT, PRODUCT
 from graphaccel.rules.notation import (
     Indices,
     Notation,
     Rule,
     Rules,
-    arguments,
     output_shapes,
     shape_of,
     tensor_arguments,

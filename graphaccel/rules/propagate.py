@@ -26,10 +26,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphaccel.ir.calls import is_random
 from graphaccel.rules.factories import COUNTS, UNIFORM
 from graphaccel.rules.head import MOST, close, is_backward, share_of_weights
 from graphaccel.rules.indexing import only_counts_rows
-from graphaccel.rules.notation import Notation, arguments, reshaped, shape_of, tensor_arguments
+from graphaccel.rules.notation import Notation, reshaped, shape_of, tensor_arguments
 from graphaccel.rules.shapes import REGROUPS
 from graphaccel.rules.shard import Shard
 from graphaccel.rules.table import rule_of
@@ -81,13 +82,6 @@ class BatchPlacement:
     head: frozenset[fx.Node] = frozenset()
     slices: Mapping[fx.Node, Placement] = field(default_factory=dict)
     first: Conflict | None = None
-
-
-def is_random(node: fx.Node) -> bool:
-    """Whether a call draws random numbers; attention without dropout does not, though tagged so."""
-    if _RANDOM not in getattr(node.target, "tags", ()):
-        return False
-    return arguments(node).get("dropout_p") != 0.0
 
 
 def place_batch(

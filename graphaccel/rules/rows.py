@@ -16,12 +16,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
+from graphaccel.ir.calls import arguments, is_random
 from graphaccel.kernels.register import fusion_of
 from graphaccel.rules.factories import COUNTS, UNIFORM
 from graphaccel.rules.lowered import lowered_rows
 from graphaccel.rules.notation import (
     Notation,
-    arguments,
     groups,
     output_shapes,
     reshaped,
@@ -29,7 +29,7 @@ from graphaccel.rules.notation import (
     tensor_arguments,
 )
 from graphaccel.rules.pointwise import is_pointwise
-from graphaccel.rules.propagate import PARTIAL, REPLICATED, is_random
+from graphaccel.rules.propagate import PARTIAL, REPLICATED
 from graphaccel.rules.shapes import REGROUPS
 from graphaccel.rules.shard import Placement, Row, Shard, Shards
 from graphaccel.rules.table import rule_of

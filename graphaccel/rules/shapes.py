@@ -7,11 +7,11 @@ from types import MappingProxyType
 import torch
 from torch import fx
 
+from graphaccel.ir.calls import arguments
 from graphaccel.rules.notation import (
     Notation,
     Rule,
     Rules,
-    arguments,
     index_names,
     name_at,
     named_dims,

@@ -32,11 +32,11 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from graphaccel.compat.torch import is_view, written_arguments
+from graphaccel.ir.calls import is_random
 from graphaccel.ir.program import StepProgram
 from graphaccel.ir.values import tensors_of
 from graphaccel.kernels.host_copy import AHEAD, ARRIVED
 from graphaccel.rules.collectives import is_message
-from graphaccel.rules.propagate import is_random
 
 IN_PLACE = "write in place"
 _FEWEST = 2  # calls that compute: one alone has nothing to be fused with

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import graphaccel
 from graphaccel.api import cluster_here
 from graphaccel.errors import UnknownDevice
+from graphaccel.planner.axis_rates import axis_rates
 from graphaccel.planner.catalogue import cluster, device_names
 from graphaccel.planner.cluster import (
     COLLECTIVES,
@@ -32,7 +33,6 @@ from graphaccel.planner.communication import (
     reduce_scatter_seconds,
     send_seconds,
 )
-from graphaccel.planner.conversions import axis_rates
 from graphaccel.planner.found import Found, cluster_found
 from graphaccel.planner.plan import Plan
 

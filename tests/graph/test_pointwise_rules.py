@@ -10,9 +10,9 @@ from torch.testing import make_tensor
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.opinfo.core import BinaryUfuncInfo, OpInfo, UnaryUfuncInfo
 
+from graphaccel.ir.calls import is_random
 from graphaccel.rules.factories import UNIFORM
 from graphaccel.rules.pointwise import is_pointwise
-from graphaccel.rules.propagate import is_random
 from graphaccel.rules.prove import faults
 from graphaccel.rules.table import rule_of
 from tests.support.recorded import recorded_nodes

@@ -19,13 +19,13 @@ from torch.utils.flop_counter import flop_registry
 
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.compiler import Compiler
+from graphaccel.ir.calls import counted_packet
 from graphaccel.model import Model, as_batch
 from graphaccel.passes.exact_microbatch import exact_microbatch
 from graphaccel.passes.shard_axes import shard_axes
 from graphaccel.passes.shard_axis import shard_axis
+from graphaccel.planner.axis_rates import axis_rates
 from graphaccel.planner.catalogue import cluster
-from graphaccel.planner.conversions import axis_rates
-from graphaccel.planner.cost import counted_packet
 from graphaccel.planner.layouts import rates_of
 from graphaccel.planner.placements import solve_placements
 from graphaccel.planner.plan import Plan
