@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.coverage.entry import SEED, Entry, NotMeasured, first_line
-from benchmarks.coverage.small_config import VOCABULARY, first_small
+from benchmarks.coverage.small_config import HEADS, VOCABULARY, first_small
 from benchmarks.coverage.vision import declare_operators
 
 MAPPINGS: Mapping[str, str] = {
@@ -22,6 +22,43 @@ MAPPINGS: Mapping[str, str] = {
     "audio": "MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES",
 }
 """Kinds of models, and transformers' mapping of model types to classes."""
+
+_ROTARY = {"rope_type": "default", "rope_theta": 10000.0}
+_FIELDS: Mapping[str, Mapping[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1]},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": _ROTARY}},
+    "dots3_note": {"head_dim": 32},
+    "esm": {"vocab_size": VOCABULARY, "pad_token_id": 1, "mask_token_id": 2},
+    "esmc": {"num_key_value_heads": HEADS, "vocab_size": VOCABULARY},
+    "image/efficientnet": {
+        "depth_coefficient": 0.5,
+        "hidden_dim": 640,
+        "width_coefficient": 0.5,
+    },
+    "falcon_h1": {"mamba_d_ssm": 64},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
+    "perceiver": {"max_position_embeddings": 16},
+    "causal/reformer": {"is_decoder": True},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "marian": {"decoder_vocab_size": VOCABULARY, "pad_token_id": 0},
+    "recurrent_gemma": {"num_hidden_layers": 3},
+    "reformer": {"axial_pos_embds": False},
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {
+        "attention_hidden_size": 128,
+        "attention_head_dim": 32,
+        "mamba_dt_rank": 4,
+        "num_hidden_layers": 4,
+        "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
+    },
+    "zamba2": {
+        "attention_hidden_size": 128,
+        "hybrid_layer_ids": [1],
+        "mamba_headdim": 16,
+        "attention_head_dim": 32,
+    },
+}
+"""What no rule by names of fields can know, by model type or by kind and model type."""
 
 MOST_PARAMETERS = 40_000_000
 BATCH, TOKENS, CLASSES, SAMPLES = 4, 16, 4, 3200
@@ -42,10 +79,10 @@ def names() -> list[str]:
     return found
 
 
-def entry(name: str, *, split: bool) -> Entry:
-    """The model of a type with a batch of 4, in float64; it computes its own loss."""
-    config = _config(name)
-    model, kwargs = _made(name, config)
+def entry(name: str, *, split: bool, dtype: torch.dtype = torch.float64) -> Entry:
+    """The model of a type with a batch of 4; it computes its own loss."""
+    config = _config(name, dtype)
+    model, kwargs = _made(name, config, dtype)
     return Entry(_Loss(model), (), kwargs)
 
 
@@ -61,13 +98,11 @@ class _Loss(nn.Module):
 
 
 @functools.lru_cache(maxsize=8)
-def _config(name: str) -> Any:
+def _config(name: str, dtype: torch.dtype) -> Any:
     """The smallest configuration with which the model runs in eager mode."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
     kind, model_type = name.split("/")
     try:
-        kind_of = CONFIG_MAPPING[model_type]
+        kind_of = _class(name).config_class
         default = kind_of().to_dict()
     except Exception as error:
         raise NotMeasured(f"no default configuration: {first_line(error)}") from error
@@ -76,11 +111,14 @@ def _config(name: str) -> Any:
         if kind in ("image", "audio"):
             fields |= {"id2label": {i: str(i) for i in range(CLASSES)}, "num_labels": CLASSES}
             fields["label2id"] = {str(i): i for i in range(CLASSES)}
+        if kind == "seq2seq" and fields.get("decoder_start_token_id") is None:
+            fields |= {"decoder_start_token_id": 0, "pad_token_id": fields.get("pad_token_id") or 0}
+        fields |= _FIELDS.get(name, {}) | _FIELDS.get(model_type, {})
         config = kind_of.from_dict(fields)
         with torch.device("meta"):
             count = sum(p.numel() for p in _class(name)(config).parameters())
         if count <= MOST_PARAMETERS:
-            model, kwargs = _made(name, config)
+            model, kwargs = _made(name, config, dtype)
             if not model(**kwargs).loss.requires_grad:
                 raise ValueError("the loss needs no gradient")
         return count, config
@@ -101,9 +139,9 @@ def _class(name: str) -> type[nn.Module]:
     return getattr(transformers, named if isinstance(named, str) else named[0])
 
 
-def _made(name: str, config: Any) -> tuple[nn.Module, dict[str, Tensor]]:
+def _made(name: str, config: Any, dtype: torch.dtype) -> tuple[nn.Module, dict[str, Tensor]]:
     torch.manual_seed(SEED)
-    model = _class(name)(config).double().train()
+    model = _class(name)(config).to(dtype).train()
     for module in model.modules():
         if hasattr(module, "set_experts_implementation"):
             module.set_experts_implementation("eager")  # torch's grouped one knows no float64
@@ -114,7 +152,7 @@ def _made(name: str, config: Any) -> tuple[nn.Module, dict[str, Tensor]]:
         return model, {"input_ids": ids, "labels": ids.clone()}
     labels = torch.randint(CLASSES, (BATCH,), generator=generator)
     shape = _image(config) if kind == "image" else _sound(model, config)
-    values = torch.randn(BATCH, *shape, generator=generator, dtype=torch.float64)
+    values = torch.randn(BATCH, *shape, generator=generator, dtype=dtype)
     return model, {model.main_input_name: values, "labels": labels}
 
 

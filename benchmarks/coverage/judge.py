@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.coverage import parts
 from benchmarks.coverage.entry import Entry, NotMeasured, first_line
-from benchmarks.coverage.parts import build, casts_of
+from benchmarks.coverage.parts import PARTS, casts_of
 
 SETTINGS: Mapping[str, Mapping[str, int]] = {
     "one": {},
@@ -27,7 +28,7 @@ SETTINGS: Mapping[str, Mapping[str, int]] = {
 BOUNDS = {torch.float64: 1e-8, torch.float32: 1e-4}
 """Largest difference that is right, relative to the largest value of the tensor."""
 
-FLOOR = 1e-5
+FLOORS = {torch.float64: 1e-5, torch.float32: 1e-2}
 """A gradient this much smaller than the model's largest is compared with that: it is rounding."""
 
 _SEED = 7
@@ -47,25 +48,36 @@ def judge(part: str, name: str, setting: str) -> dict[str, Any]:
     started = time.process_time()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    with casts_of(part):
-        found = _judged(part, name, setting)
+    with casts_of(part, torch.float64):
+        found = _judged(part, name, setting, torch.float64)
+    if PARTS[part].lifted and found["outcome"] in ("unmeasured", "refused", "raw"):
+        if _of_dtypes(found.get("why", found["detail"])):
+            found = _judged(part, name, setting, torch.float32)
+            found["dtype"] = "float32"
+    found.pop("why", None)
     return {**found, "seconds": round(time.process_time() - started, 1)}
 
 
-def _judged(part: str, name: str, setting: str) -> dict[str, Any]:
+def _of_dtypes(text: str) -> bool:
+    """Whether a failure is about dtypes: of the model's own casts, or too wide for its size."""
+    return any(word in text for word in ("float", "Float", "dtype", "without overflow"))
+
+
+def _judged(part: str, name: str, setting: str, dtype: torch.dtype) -> dict[str, Any]:
     split = setting != "one"
+    build = functools.partial(parts.build, part, name, split=split, dtype=dtype)
     try:
-        entry = build(part, name, split=split)
+        entry = build()
         expected = _step(entry, entry.model)
-        again = _step(build(part, name, split=split), None, seed=_SEED + 1)
+        again = _step(build(), None, seed=_SEED + 1)
     except NotMeasured as reason:
         return {"outcome": "unmeasured", "detail": str(reason)}
     except Exception as error:
         return {"outcome": "unmeasured", "detail": f"eager: {first_line(error)}"}
     draws = _difference(expected, again, _bound(entry.model)) is not None
-    ours = build(part, name, split=split)
+    ours = build()
     try:
-        got = _planned(ours, part, name, setting)
+        got = _planned(ours, part, name, setting, dtype)
     except Exception as error:
         return _failure(error)
     held = sorted(got["grads"])
@@ -83,7 +95,8 @@ def _failure(error: Exception) -> dict[str, Any]:
 
     if isinstance(error, GraphAccelError):
         text = str(error).strip().splitlines()[0].removeprefix(f"error[{error.code}]: ")
-        return {"outcome": "refused", "code": error.code, "detail": text[:200]}
+        found = {"outcome": "refused", "code": error.code, "detail": text[:200]}
+        return found | {"why": str(error)}
     return {"outcome": "raw", "detail": first_line(error)}
 
 
@@ -106,7 +119,9 @@ def _whole(value: Tensor) -> Tensor:
     return value if whole is None else whole()
 
 
-def _planned(entry: Entry, part: str, name: str, setting: str) -> dict[str, Any]:
+def _planned(
+    entry: Entry, part: str, name: str, setting: str, dtype: torch.dtype
+) -> dict[str, Any]:
     import graphaccel
 
     parameters = [p for p in entry.model.parameters() if p.requires_grad]
@@ -118,13 +133,14 @@ def _planned(entry: Entry, part: str, name: str, setting: str) -> dict[str, Any]
         **SETTINGS[setting],
     )
     captures = model.graphaccel._compiler.captures
-    captures.steps = _captured(part, name, setting != "one")
+    split = setting != "one" and not PARTS[part].lifted
+    captures.steps = _captured(part, name, split, dtype)
     return _step(entry, model)
 
 
 @functools.lru_cache(maxsize=1)
-def _captured(part: str, name: str, split: bool) -> dict[Any, Any]:
-    """Captures of the last entry: all settings that split the same batch share them."""
+def _captured(part: str, name: str, split: bool, dtype: torch.dtype) -> dict[Any, Any]:
+    """Captures of the last entry: all settings with the same batch share them."""
     return {}
 
 
@@ -146,7 +162,7 @@ def _difference(expected: Mapping[str, Any], got: Mapping[str, Any], bound: floa
         true = expected["grads"][name]
         if grad.shape != true.shape or grad.dtype != true.dtype:
             return f"the gradient of {name} is {grad.dtype} {list(grad.shape)}"
-        off = _distance(grad, true, FLOOR * largest)
+        off = _distance(grad, true, FLOORS.get(grad.dtype, FLOORS[torch.float32]) * largest)
         if not off <= bound:
             return f"the gradient of {name} is off by {off:.1e}"
     return None
@@ -172,7 +188,7 @@ def together(answers: list[dict[str, Any]]) -> dict[str, Any]:
     """One verdict of what the ranks say: the worst of theirs, and every gradient must be held."""
     order = ("raw", "wrong", "refused", "unmeasured", "random", "right")
     worst = min(answers, key=lambda a: order.index(a["outcome"]))
-    verdict = {k: worst[k] for k in ("outcome", "code", "detail") if worst.get(k)}
+    verdict = {k: worst[k] for k in ("outcome", "code", "detail", "dtype") if worst.get(k)}
     verdict["seconds"] = max(a["seconds"] for a in answers)
     if worst["outcome"] in ("right", "random"):
         lost = set(worst["of"]) - {name for a in answers for name in a["held"]}

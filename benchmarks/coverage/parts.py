@@ -41,15 +41,19 @@ PARTS: Mapping[str, Part] = {
 }
 
 
-def build(part: str, name: str, *, split: bool) -> Entry:
+def build(part: str, name: str, *, split: bool, dtype: torch.dtype = torch.float64) -> Entry:
     """An entry, with the same numbers in every process and at every call.
 
+    dtype: of models; operators are in float64 where they can.
     Raises NotMeasured with the reason why it can not be measured.
     """
     torch.manual_seed(zlib.crc32(name.encode()))
+    if PARTS[part].lifted:
+        return PARTS[part].build(name, split=split, dtype=dtype)
     return PARTS[part].build(name, split=split)
 
 
-def casts_of(part: str) -> AbstractContextManager[None]:
+def casts_of(part: str, dtype: torch.dtype) -> AbstractContextManager[None]:
     """What casts to float32 are to be while entries of a part are built and run."""
-    return lift_loss_cast() if PARTS[part].lifted else nullcontext()
+    lifted = PARTS[part].lifted and dtype == torch.float64
+    return lift_loss_cast() if lifted else nullcontext()

@@ -32,6 +32,11 @@ _COUNTS: tuple[tuple[str, int], ...] = (
     (r"(num_experts|n_routed_experts|num_local_experts|moe_num_experts)", EXPERTS),
     (r"(num_experts_per_tok|num_experts_per_token|moe_topk|moe_k)", 2),
     (r"(n_group|topk_group|n_shared_experts|num_shared_experts|first_k_dense_replace)", 1),
+    (r"mamba_d_ssm", 128),
+    (r"(attn|expert)_layer_period", 2),
+    (r"(attn|expert)_layer_offset", 1),
+    (r"(d_latents|num_latents)", 32),
+    (r"num_self_attends_per_block", 2),
     (r"(image_size)", 32),
     (r"(conv_dim)", 32),
 )
@@ -43,15 +48,33 @@ _SIZES: tuple[tuple[str, int], ...] = (
 _TOKEN = re.compile(r".*(_token_id|_token_index|_index|_id)")
 _LISTS = re.compile(r"(depths|num_blocks|stage_num_blocks|num_block_repeats|block_repeats)")
 
-_LEVELS = ("all", "counts", "layers", "default")
-"""Which fields are made small: from all that are known to none."""
+_FILLED: Mapping[str, Any] = {
+    "head_dim": WIDTH // HEADS,
+    "n_group": 1,
+    "n_routed_experts": EXPERTS,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "num_key_value_heads": HEADS,
+    "topk_group": 1,
+    "vocab_size": VOCABULARY,
+}
+"""Fields that some defaults leave empty although the model needs them."""
+_STAGES = ("out_features", "out_indices", "stage_names")
+"""Names of layers, which a configuration makes by itself."""
+
+_LEVELS = ("all", "filled", "counts", "layers", "default")
+"""Which fields are made small: from all that are known (and empty ones filled) to none."""
 
 
 def smaller(default: Mapping[str, Any], level: str) -> dict[str, Any]:
     """The fields of a configuration, and of those in it, at one of `_LEVELS`."""
     found: dict[str, Any] = {}
+    filled, level = level == "filled", "all" if level == "filled" else level
     layers = {v for n, v in default.items() if _LAYERS.fullmatch(n) and isinstance(v, int)}
+    kept = _kept(default, layers - {0, 1, LAYERS})
     for name, value in default.items():
+        if name in _STAGES and level != "default":
+            continue
         if isinstance(value, Mapping) and "model_type" in value:
             found[name] = smaller(value, level)
         elif _NO_CHANCE.fullmatch(name) and isinstance(value, float):
@@ -59,14 +82,41 @@ def smaller(default: Mapping[str, Any], level: str) -> dict[str, Any]:
         elif level == "default":
             found[name] = value
         elif isinstance(value, (list, tuple)) and len(value) in layers - {0, 1, LAYERS}:
-            found[name] = list(value[-LAYERS:])  # one for each layer
+            found[name] = [value[i] for i in kept] or list(value[-LAYERS:])  # one for each layer
+        elif filled and value is None:
+            found[name] = _FILLED.get(name)
         else:
             found[name] = _small(name, value, level)
+            if kept and _LAYERS.fullmatch(name) and isinstance(value, int):
+                found[name] = min(value, len(kept))
     if level == "all" and "qk_rope_head_dim" in found:  # latent attention: keys for every head,
         found |= {"qk_head_dim": 2 * (WIDTH // HEADS), "num_key_value_heads": HEADS}  # in two parts
     if level == "all" and "state_size" in found and found.get("num_heads"):  # of wider states
         found["num_heads"] = found.get("expand", 1) * HEADS
     return found
+
+
+def _kept(default: Mapping[str, Any], layers: set[int]) -> list[int]:
+    """Positions of layers that have among them every kind of layer that lists by layer name."""
+    lists = [
+        v
+        for v in default.values()
+        if isinstance(v, (list, tuple)) and len(v) in layers and all(isinstance(x, str) for x in v)
+    ]
+    if not lists:
+        return []
+    count = len(lists[0])
+    seen: set[tuple[int, str]] = set()
+    chosen: set[int] = set()
+    for i in range(count):
+        kinds = {(j, kind[i]) for j, kind in enumerate(lists) if len(kind) == count}
+        if not kinds <= seen:
+            chosen.add(i)
+            seen |= kinds
+    for i in range(count):
+        if len(chosen) < LAYERS:
+            chosen.add(i)
+    return sorted(chosen)
 
 
 def _small(name: str, value: Any, level: str) -> Any:

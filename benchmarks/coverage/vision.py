@@ -16,7 +16,7 @@ from benchmarks.coverage.entry import SEED, Entry, NotMeasured, first_line
 BATCH, CLASSES = 4, 4
 TIMM = 100
 """So many of timm's models, evenly from its list of families; each family's smallest."""
-MOST_PARAMETERS = 40_000_000
+MOST_PARAMETERS = {torch.float64: 40_000_000, torch.float32: 140_000_000}
 _SIZES = (32, 64, 96, 224)
 _CHANCES = {
     "Dropout": ("p",),
@@ -51,9 +51,9 @@ def timm_names() -> list[str]:
     return [first[i * len(first) // TIMM] for i in range(TIMM)] if len(first) > TIMM else first
 
 
-def timm_entry(name: str, *, split: bool) -> Entry:
-    """A model of timm without pretrained weights or dropout, in float64."""
-    return _made("timm", name, *_size("timm", name))
+def timm_entry(name: str, *, split: bool, dtype: torch.dtype = torch.float64) -> Entry:
+    """A model of timm without pretrained weights or dropout."""
+    return _made("timm", name, dtype, *_size("timm", name, dtype))
 
 
 def torchvision_names() -> list[str]:
@@ -62,9 +62,9 @@ def torchvision_names() -> list[str]:
     return sorted(vision.models.list_models(module=vision.models))
 
 
-def torchvision_entry(name: str, *, split: bool) -> Entry:
-    """A model of torchvision without weights or dropout, in float64."""
-    return _made("torchvision", name, *_size("torchvision", name))
+def torchvision_entry(name: str, *, split: bool, dtype: torch.dtype = torch.float64) -> Entry:
+    """A model of torchvision without weights or dropout."""
+    return _made("torchvision", name, dtype, *_size("torchvision", name, dtype))
 
 
 def _model(library: str, name: str, more: Mapping[str, int]) -> nn.Module:
@@ -74,30 +74,31 @@ def _model(library: str, name: str, more: Mapping[str, int]) -> nn.Module:
     return _timm().create_model(name, pretrained=False, num_classes=CLASSES, **more)
 
 
-def _made(library: str, name: str, size: int, more: Mapping[str, int]) -> Entry:
+def _made(library: str, name: str, dtype: torch.dtype, size: int, more: Mapping[str, int]) -> Entry:
     torch.manual_seed(SEED)
-    model = _model(library, name, more).double().train()
+    model = _model(library, name, more).to(dtype).train()
     for module in model.modules():
         for chance in _CHANCES.get(type(module).__name__, ()):
             if hasattr(module, chance):
                 setattr(module, chance, 0.0)
     generator = torch.Generator().manual_seed(SEED)
-    images = torch.randn(BATCH, 3, size, size, generator=generator, dtype=torch.float64)
+    images = torch.randn(BATCH, 3, size, size, generator=generator, dtype=dtype)
     labels = torch.randint(CLASSES, (BATCH,), generator=generator)
     return Entry(Classified(model), (images, labels))
 
 
 @functools.lru_cache(maxsize=8)
-def _size(library: str, name: str) -> tuple[int, dict[str, int]]:
+def _size(library: str, name: str, dtype: torch.dtype) -> tuple[int, dict[str, int]]:
     """The smallest image that the model takes in training, and what it must be told of it."""
-    count = sum(p.numel() for p in _model(library, name, {}).parameters())
-    if count > MOST_PARAMETERS:
-        raise NotMeasured(f"{count:,} parameters")
+    with torch.device("meta"):
+        count = sum(p.numel() for p in _model(library, name, {}).parameters())
+    if count > MOST_PARAMETERS[dtype]:
+        raise NotMeasured(f"{count:,} parameters are too many in {str(dtype)[6:]}")
     error: Exception | None = None
     for size in _SIZES:
         for more in ({"img_size": size}, {"image_size": size}, {}):
             try:
-                if torch.isfinite(_made(library, name, size, more)()):
+                if torch.isfinite(_made(library, name, dtype, size, more)()):
                     return size, more
             except Exception as found:
                 error = error or found

@@ -126,8 +126,17 @@ def recorded(classes: set[type]) -> Iterator[Reads]:
         try:
             yield reads
         finally:
-            sys.setprofile(before)
+            _restore_profile(before)
     reads.scopes = _scopes(codes)
+
+
+def _restore_profile(before: Any) -> None:
+    """Give the interpreter's profile hook back: a function, or a profiler that is written in C."""
+    if before is None or callable(before):
+        sys.setprofile(before)
+    else:  # cProfile's before Python 3.12, which hooks itself in
+        sys.setprofile(None)
+        before.enable()
 
 
 def _profile(codes: dict[int, tuple[CodeType, dict[str, Any]]], reads: Reads) -> Any:
