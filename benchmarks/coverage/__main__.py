@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import RESULTS
-from benchmarks.coverage.judge import SETTINGS
+from benchmarks.coverage.judge import SETTINGS, ranks_of
 from benchmarks.coverage.lanes import Task, run
 from benchmarks.coverage.parts import PARTS
 from benchmarks.coverage.table import PAGE, page
@@ -75,12 +75,13 @@ def _tasks(
     parser: argparse.ArgumentParser, only: list[str], settings: list[str], done: dict[Any, Any]
 ) -> list[Task]:
     tasks = []
+    in_order = sorted(settings, key=ranks_of, reverse=True)  # their captures serve one rank too
     for wanted in only:
         part, _, pattern = wanted.partition(":")
         if part not in PARTS:
             parser.error(f"no part {part}; there are {', '.join(PARTS)}")
         for name in PARTS[part].names():
-            left = tuple(s for s in settings if (part, name, s) not in done)
+            left = tuple(s for s in in_order if (part, name, s) not in done)
             if left and fnmatch.fnmatch(name, pattern or "*"):
                 tasks.append((part, name, left))
     return tasks

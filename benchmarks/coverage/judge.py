@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 
 from benchmarks.coverage import parts
 from benchmarks.coverage.entry import Entry, NotMeasured, first_line
@@ -134,8 +135,20 @@ def _planned(
     )
     captures = model.graphaccel._compiler.captures
     split = setting != "one" and not PARTS[part].lifted
-    captures.steps = _captured(part, name, split, dtype)
+    known = _captured(part, name, split, dtype)
+    if not _equally_many(len(known)):
+        known.clear()
+    captures.steps = known
     return _step(entry, model)
+
+
+def _equally_many(captures: int) -> bool:
+    """Whether all ranks have so many: one of them may have run this entry alone before."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return True
+    counts: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(counts, captures)
+    return len(set(counts)) == 1
 
 
 @functools.lru_cache(maxsize=1)
