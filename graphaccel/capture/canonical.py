@@ -421,9 +421,11 @@ _REMOVED = {
     aten.lift_fresh_copy.default,
     aten.lift_fresh.default,
 }
-_CHECKS = {
+_CHECKS = {  # of what is known, or of values: eager mode raises, a step does not wait for them
     aten._assert_tensor_metadata.default,
     aten._assert_async.msg,
+    aten._assert_scalar.default,
+    aten.sym_constrain_range.default,
     aten.sym_constrain_range_for_size.default,
 }
 _REWRITES: dict[Any, Callable[[fx.Node], None]] = {

@@ -131,11 +131,6 @@ def _unplannable(node: fx.Node) -> str | None:
             )
         if value.layout != torch.strided:
             return f"its result is sparse ({value.layout}); a dense tensor can be planned with"
-    if node.target is torch.ops.aten._assert_scalar.default:
-        return (  # `assert lengths.max().item() <= length`
-            "it asserts something of a tensor's values, which a step does not wait for; "
-            "check the batch in the script, before the call of the model"
-        )
     return None
 
 

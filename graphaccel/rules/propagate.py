@@ -258,7 +258,7 @@ class _State:
             return
         for tensor, place in zip(tensors, places, strict=True):
             if place == PARTIAL:
-                self._convert(tensor)
+                self._convert(tensor, node)
         self.places[node] = self._made(node)
 
     def _current(self, node: fx.Node) -> Placement:
