@@ -171,8 +171,9 @@ def measured(name: str) -> dict[str, Any]:
     from benchmarks.ranks import Meshes
     from graphaccel.compiler import Compiler
     from graphaccel.model import Model
+    from graphaccel.planner.base_plan import base_plan
     from graphaccel.planner.catalogue import cluster
-    from graphaccel.planner.pins import Pins, base_plan
+    from graphaccel.planner.pins import Pins
     from graphaccel.planner.record import Record
     from graphaccel.report.text import plan_report
 

@@ -17,7 +17,7 @@ from graphaccel.errors import GraphAccelError
 if TYPE_CHECKING:
     from graphaccel.api import full_state_dict, optimize, plan
     from graphaccel.kernels.fusion import Scalar, T, fusion
-    from graphaccel.planner.pins import replicate, shard
+    from graphaccel.planner.module_pins import replicate, shard
     from graphaccel.rules.own import sharding_rule
     from graphaccel.runtime.deferred import deferred
 
@@ -31,8 +31,8 @@ _PUBLIC = {
     "fusion": "graphaccel.kernels.fusion",
     "optimize": "graphaccel.api",
     "plan": "graphaccel.api",
-    "replicate": "graphaccel.planner.pins",
-    "shard": "graphaccel.planner.pins",
+    "replicate": "graphaccel.planner.module_pins",
+    "shard": "graphaccel.planner.module_pins",
     "sharding_rule": "graphaccel.rules.own",
 }
 __all__ = [

@@ -15,6 +15,7 @@ from typing import Any, overload
 import torch
 import torch.distributed as dist
 from torch import nn
+from typing_extensions import Unpack
 
 from graphaccel.arguments import (
     check_arguments,
@@ -39,6 +40,7 @@ from graphaccel.planner.catalogue import cluster as named_cluster
 from graphaccel.planner.catalogue import host_memory
 from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.found import Found, cluster_found
+from graphaccel.planner.pin_types import PinArguments
 from graphaccel.planner.plan import Plan
 from graphaccel.runtime.deferred import initial_values
 from graphaccel.runtime.environment import join_job
@@ -54,11 +56,28 @@ PLAN_ONLY = "GRAPHACCEL_PLAN_ONLY"
 Optimizer = torch.optim.Optimizer
 
 
-@overload
-def optimize(model: nn.Module, optimizer: None = None, **settings: Any) -> nn.Module: ...
+class Settings(PinArguments, total=False):
+    """Keyword arguments of `optimize`."""
+
+    devices: int | None
+    loss_fn: LossFn | None
+    init_fn: Callable[[], nn.Module] | None
+    example_batch: Any
+    plan: str | Path | Plan | None
+    cluster: Cluster | None
+    clip_norm: float | None
+    batch_dims: BatchDims
+    check: str
+    timeout: float
+
+
 @overload
 def optimize(
-    model: nn.Module, optimizer: Optimizer, **settings: Any
+    model: nn.Module, optimizer: None = None, **settings: Unpack[Settings]
+) -> nn.Module: ...
+@overload
+def optimize(
+    model: nn.Module, optimizer: Optimizer, **settings: Unpack[Settings]
 ) -> tuple[nn.Module, Optimizer]: ...
 def optimize(
     model: nn.Module,
@@ -74,7 +93,7 @@ def optimize(
     batch_dims: BatchDims = None,
     check: str = "first-step",
     timeout: float = 600.0,
-    **pins: Any,
+    **pins: Unpack[PinArguments],
 ) -> Any:
     """Run `model` under a plan chosen for `devices`; the same object comes back.
 
@@ -101,25 +120,27 @@ def optimize(
       compared with plain autograd of the model on a few rows of the first batch, and what differs
       is an error. "off": they are not.
     timeout: seconds after which a rank that does not answer is given up.
-    pins: data, pipeline, interleave, microbatches, recompute, precision, ...; the rest is planned.
+    pins: data, pipeline, microbatches, recompute, ... (docs/pins.md); the rest is planned.
       What the command line of `graphaccel run` says comes first.
 
     Raises a subclass of GraphAccelError; the model and the optimizer are then as they were.
     """
-    pins = with_command_line(pins)
+    decided = with_command_line(pins)
     check = check_of(check)
     if plan is None:
-        pins = with_checkpointing(model, pins)
-    check_arguments(model, optimizer, pins, loss_fn, clip_norm)
+        decided = with_checkpointing(model, decided)
+    check_arguments(model, optimizer, decided, loss_fn, clip_norm)
     check_settings(cluster, timeout, example_batch)
     check_batch_dims(batch_dims)
     planning = os.environ.get(PLAN_ONLY) == "1"
     refuse_on(model)
     check_supported(model)
     if planning:
-        return _plan_only(PlanRequested(model, optimizer, loss_fn, pins, example_batch, batch_dims))
-    given = read_plan(plan, pins)
-    check_can_run(given, pins)
+        return _plan_only(
+            PlanRequested(model, optimizer, loss_fn, decided, example_batch, batch_dims)
+        )
+    given = read_plan(plan, decided)
+    check_can_run(given, decided)
     if devices != 1 and not dist.is_initialized():
         join_job(restarts=devices is not None or given is not None)
     count = device_count(devices, given, cluster)
@@ -128,7 +149,7 @@ def optimize(
     where = cluster or cluster_here(count, device)
     kind, shardable = where.device.type, is_elementwise(optimizer)
     what = model_of(model, loss_fn, optimizer, kind, shardable=shardable, batch_dims=batch_dims)
-    compiler = Compiler(what, where, pins, given)
+    compiler = Compiler(what, where, decided, given)
     if isinstance(plan, (str, Path)):
         compiler.path = str(plan)
     initial = initial_values(model, init_fn)
@@ -155,7 +176,7 @@ def plan(
     optimizer: Optimizer | None = None,
     cluster: Cluster | None = None,
     batch_dims: BatchDims = None,
-    **pins: Any,
+    **pins: Unpack[PinArguments],
 ) -> Plan:
     """Choose a plan without running anything; devices need not exist.
 
@@ -165,14 +186,14 @@ def plan(
     Raises InfeasiblePlan (GA201) with what would make it fit.
     """
     check_whole(devices)
-    pins = with_checkpointing(model, pins)
-    check_job(model, optimizer, pins, loss_fn)
+    decided = with_checkpointing(model, pins)
+    check_job(model, optimizer, decided, loss_fn)
     check_settings(cluster, 1, example_batch)
     check_batch_dims(batch_dims)
     where = cluster or named_cluster(str(device), devices, memory)
     check_supported(model)
     what = model_of(model, loss_fn, optimizer, where.device.type, batch_dims=batch_dims)
-    compiler = Compiler(what, where, pins)
+    compiler = Compiler(what, where, decided)
     return compiler.choose(as_batch(example_batch))[1]
 
 

@@ -20,9 +20,10 @@ from graphaccel.compat.torch import is_compiled
 from graphaccel.errors import BadPin, GraphMisuse, HookNotKept
 from graphaccel.messages import Location
 from graphaccel.model import check_parameters
+from graphaccel.planner.base_plan import PRECISIONS
 from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.given import check_given, misread
-from graphaccel.planner.pins import NAMES, PRECISIONS
+from graphaccel.planner.pins import NAMES
 from graphaccel.planner.plan import Plan
 from graphaccel.runtime.module import original_class
 

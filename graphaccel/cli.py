@@ -23,7 +23,7 @@ from graphaccel.errors import (
     UnknownDevice,
     error_classes,
 )
-from graphaccel.schedule.table import SCHEDULE_NAMES
+from graphaccel.pin_options import add_pins, byte_count, pin_pairs, pins_of, positive
 
 NOTHING_FITS = 3
 INTERRUPTED = 130  # 128 + SIGINT
@@ -100,13 +100,13 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "without it FILE "
         "is run up to its optimize() call, or up to the first training batch",
     )
-    plan.add_argument("--devices", type=_positive, metavar="N", help="how many (needed)")
+    plan.add_argument("--devices", type=positive, metavar="N", help="how many (needed)")
     plan.add_argument(
         "--device", metavar="NAME", help="from the catalogue, e.g. h100-80gb; else what is here"
     )
     plan.add_argument("--cluster", type=Path, metavar="FILE", help="devices and links from a file")
-    plan.add_argument("--memory", type=_bytes, metavar="SIZE", help="of one device: 80GiB")
-    plan.add_argument("--batch", type=_positive, metavar="N", help="global batch size")
+    plan.add_argument("--memory", type=byte_count, metavar="SIZE", help="of one device: 80GiB")
+    plan.add_argument("--batch", type=positive, metavar="N", help="global batch size")
     out = plan.add_argument_group("what to show")
     out.add_argument("--json", type=_output, metavar="FILE", help="save the plan")
     out.add_argument(
@@ -123,7 +123,7 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     out.add_argument("--explain", action="store_true", help="decision by decision, what would help")
     out.add_argument(
         "--why-not",
-        type=_pairs,
+        type=pin_pairs,
         action="append",
         default=[],
         metavar="PINS",
@@ -132,7 +132,7 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     )
     out.add_argument(
         "--measure",
-        type=_positive,
+        type=positive,
         metavar="STEPS",
         help="run the plan here for some steps, and show what it took beside what was predicted",
     )
@@ -151,152 +151,8 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     out.add_argument(
         "--compare", nargs=2, type=Path, metavar="FILE", help="two saved plans instead of a model"
     )
-    _add_ort(_add_pins(plan))
+    add_pins(plan)
     plan.set_defaults(run_command=_plan, usage_error=plan.error)
-
-
-_COUNTS = {
-    "data": "parts of the batch",
-    "pipeline": "groups of devices that have a part of the layers each",
-    "tensor": "devices that share every matrix product",
-    "context": "devices that share every sequence",
-    "expert": "devices that share the experts of a mixture",
-    "interleave": "stages on each pipeline rank",
-    "microbatches": "parts of the batch, one after the other",
-}
-_CHOICES = {
-    "sequence": "tensor: shard activations along the sequence between products",
-    "scatter-sends": "tensor and pipeline: each rank sends a part of what all have",
-    "gather-again": "zero 3: let go of parameters after the forward, gather them again",
-}
-
-
-def _add_pins(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    pins = parser.add_argument_group("pins", "decide these; the rest is planned around them")
-    for name, what in _COUNTS.items():
-        pins.add_argument(f"--{name}", type=_positive, metavar="N", help=what)
-    pins.add_argument(
-        "--order",
-        type=_names,
-        metavar="AXES",
-        help="of the mesh axes over the devices, the outermost first, with commas between",
-    )
-    pins.add_argument(
-        "--zero",
-        type=int,
-        choices=(0, 1, 2, 3),
-        help="shard over data: 1 optimizer state, 2 and gradients, 3 and parameters",
-    )
-    pins.add_argument(
-        "--shard",
-        type=_positive,
-        metavar="N",
-        help="zero: shard over groups of N devices of the data axis, replicated over the rest",
-    )
-    for name, what in _CHOICES.items():
-        pins.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, help=what)
-    pins.add_argument(
-        "--gather-once",
-        dest="gather_again",
-        action="store_const",
-        const="step",
-        help="zero 3: gather parameters once a step, hold them for all microbatches",
-    )
-    pins.add_argument(
-        "--cast-once",
-        action=argparse.BooleanOptionalAction,
-        help="without zero 3: cast parameters to 16 bits once a step, hold them for all "
-        "microbatches",
-    )
-    pins.add_argument(
-        "--context-by",
-        choices=("heads", "sequence"),
-        help="context: in attention each device has some of the heads, or some of the queries",
-    )
-    pins.add_argument(
-        "--accumulation",
-        choices=("whole", "shards"),
-        help="zero 2 and 3: reduce gradients in the last microbatch, or in each, for less memory",
-    )
-    pins.add_argument(
-        "--recompute",
-        type=_recompute,
-        metavar="WHAT",
-        help="none, some (as much as memory asks for), selective (of every block what memory asks "
-        "for), all, or blocks with commas between",
-    )
-    pins.add_argument("--schedule", choices=SCHEDULE_NAMES, help="of the pipeline")
-    pins.add_argument(
-        "--cuts",
-        type=_names,
-        metavar="NODES",
-        help="ops after which a stage ends, with commas between, as the report names them",
-    )
-    pins.add_argument(
-        "--bucket-bytes",
-        type=_bytes,
-        metavar="SIZE",
-        help="of the gradients that are summed at once: 25MiB",
-    )
-    pins.add_argument("--precision", choices=("fp32", "tf32", "bf16", "bf16-params", "fp16", "fp8"))
-    pins.add_argument(
-        "--compile", choices=("off", "inductor"), help="let Inductor compile the graphs of stages"
-    )
-    pins.add_argument(
-        "--cuda-graphs",
-        action=argparse.BooleanOptionalAction,
-        help="on GPUs: record the work of each action once, and replay it in every step",
-    )
-    pins.add_argument(
-        "--fusions",
-        type=_fusions,
-        metavar="WHAT",
-        help="fused ops: off, auto, or names with commas between; -NAME takes one away",
-    )
-    pins.add_argument(
-        "--loss-chunk",
-        type=_positive,
-        metavar="N",
-        help="tokens of which a fused head and loss has the logits at a time",
-    )
-    pins.add_argument(
-        "--offload",
-        choices=(
-            "none",
-            "optimizer",
-            "activations",
-            "optimizer+activations",
-            "optimizer+parameters",
-            "optimizer+parameters+activations",
-        ),
-        help="keep optimizer state on the host and step there, large activations until their "
-        "backward, and parameters, which are then copied up for each block; by default only where "
-        "nothing fits otherwise, or where a step takes less",
-    )
-    pins.add_argument(
-        "--vocab",
-        choices=("data", "tensor"),
-        help="where embedding and head rest: a shard on each data rank, or split by words",
-    )
-    pins.add_argument(
-        "--stage",
-        dest="stages",
-        type=_stage,
-        action="append",
-        metavar="MODULE=N",
-        help="the pipeline stage of a module; may be given again",
-    )
-    return pins
-
-
-def _add_ort(pins: argparse._ArgumentGroup) -> None:
-    pins.add_argument(
-        "--ort",
-        type=_ort,
-        metavar="WHAT",
-        help="what ONNX Runtime runs: off, auto (what was measured to be faster), all, or module "
-        "paths with commas between",
-    )
 
 
 def _add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -313,11 +169,11 @@ def _add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser]
         action="store_true",
         help="measure regions for ONNX Runtime instead",
     )
-    calibrate.add_argument("--devices", type=_positive, default=1, metavar="N", help="of the plan")
-    calibrate.add_argument("--threads", type=_positive, metavar="N", help="of each process")
+    calibrate.add_argument("--devices", type=positive, default=1, metavar="N", help="of the plan")
+    calibrate.add_argument("--threads", type=positive, metavar="N", help="of each process")
     calibrate.add_argument("--cluster", type=Path, metavar="FILE", help="add to what is in it")
     calibrate.add_argument("--output", type=_output, required=True, metavar="FILE")
-    _add_pins(calibrate)
+    add_pins(calibrate, without=("ort",))
     calibrate.set_defaults(run_command=_calibrate, device=None, memory=None, batch=None, ort=None)
 
 
@@ -327,7 +183,7 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         help="start a script on N devices (torchrun with less typing)",
         description="Start a script once for each device. Standard output is that of the first.",
     )
-    run.add_argument("--devices", type=_positive, required=True, metavar="N", help="per machine")
+    run.add_argument("--devices", type=positive, required=True, metavar="N", help="per machine")
     run.add_argument(
         "--check",
         choices=("first-step", "off"),
@@ -341,7 +197,7 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     nodes.add_argument("--rdzv-endpoint", metavar="HOST:PORT")
     nodes.add_argument("--rdzv-backend", metavar="NAME")
     nodes.add_argument("--rdzv-id", metavar="NAME")
-    _add_ort(_add_pins(run))
+    add_pins(run)
     run.add_argument("script", metavar="SCRIPT")
     run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="of the script")
     run.set_defaults(run_command=_run)
@@ -378,24 +234,6 @@ def torchrun_flags(arguments: argparse.Namespace) -> list[str]:
     return [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
 
 
-def _bytes(text: str) -> int:
-    from graphaccel.planner.cluster import parse_bytes
-
-    try:
-        size = parse_bytes(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-    if size == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} holds nothing")
-    return size
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
-
-
 def _output(text: str) -> Path:
     """A file that can be written: said before anything is searched or measured for it."""
     path = Path(text)
@@ -411,31 +249,6 @@ def _output(text: str) -> Path:
     return path
 
 
-def _names(text: str) -> tuple[str, ...]:
-    names = tuple(name.strip() for name in text.split(","))
-    if not all(names):
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of names with commas between")
-    return names
-
-
-def _word_or_names(*words: str) -> Callable[[str], str | tuple[str, ...]]:
-    """One of `words`, otherwise names."""
-    return lambda text: text if text in words else _names(text)
-
-
-_ort = _word_or_names("off", "auto", "all")
-_fusions = _word_or_names("off", "auto")
-_recompute = _word_or_names("none", "some", "selective", "all")
-
-
-def _stage(text: str) -> tuple[str, int]:
-    """("transformer.h.3", 1) of "transformer.h.3=1"."""
-    module, equals, stage = text.rpartition("=")
-    if not equals or not module or not stage.isdecimal():
-        raise argparse.ArgumentTypeError(f"a module and its stage, as in h.3=1, not {text!r}")
-    return module, int(stage)
-
-
 def _target(text: str) -> tuple[Path, str | None]:
     """("model.py", "make_job") of "model.py:make_job"; the function is None without a colon."""
     file, colon, function = text.rpartition(":")
@@ -443,34 +256,6 @@ def _target(text: str) -> tuple[Path, str | None]:
     if not path.is_file():
         raise argparse.ArgumentTypeError(f"there is no file {str(path)!r}")
     return path, name
-
-
-_SAID = {"true": True, "false": False}
-_NAMED = {
-    "order": _names,
-    "ort": _ort,
-    "fusions": _fusions,
-    "recompute": _recompute,
-    "cuts": _names,
-}
-
-
-def _pairs(text: str) -> dict[str, Any]:
-    """{"pipeline": 4, "recompute": ("h.0", "h.1")} of "pipeline=4,recompute=h.0+h.1"."""
-    found: dict[str, Any] = {}
-    for part in text.split(","):
-        name, equals, value = (piece.strip() for piece in part.partition("="))
-        if not (name and equals and value):
-            raise argparse.ArgumentTypeError(f"{part!r} is not like pipeline=4")
-        if name in found:
-            raise argparse.ArgumentTypeError(f"{name} is there twice in {text!r}")
-        if name in _NAMED:
-            found[name] = _NAMED[name](value.replace("+", ","))
-        elif name == "bucket_bytes":
-            found[name] = _bytes(value)
-        else:
-            found[name] = int(value) if value.lstrip("-").isdecimal() else _SAID.get(value, value)
-    return found
 
 
 def _code_or_target(text: str) -> str | tuple[Path, str | None]:
@@ -521,7 +306,6 @@ def _run(arguments: argparse.Namespace) -> int:
     import json
 
     from graphaccel.arguments import CHECK, PINS
-    from graphaccel.plan_command import pins_of
     from graphaccel.runtime import launch
 
     pins = pins_of(arguments)

@@ -30,8 +30,8 @@ from graphaccel.passes.place_ort import Tools
 from graphaccel.planner.cluster import Cluster, cluster_name
 from graphaccel.planner.given import check_fusions, check_given
 from graphaccel.planner.layouts import Layouts, LocalGraph, rates_of
+from graphaccel.planner.limits import Limits
 from graphaccel.planner.memory import UNEVEN, Resident, Sample, rank_curve, rank_memory
-from graphaccel.planner.pins import Limits
 from graphaccel.planner.plan import Chosen, Plan, StageMemory
 from graphaccel.planner.profile import Profile
 from graphaccel.planner.record import Record
@@ -211,7 +211,7 @@ class Compiler:
 
     def _without_rules(self, step: StepGraph, plan: Plan) -> tuple[str, ...]:
         """What ops without a rule cost where work is split over more than the batch."""
-        if plan.replica == 1 or every_rule(step):
+        if plan.model_parallel_size == 1 or every_rule(step):
             return ()
         return missing_note(priced_rules(step, self.cluster.device))
 
@@ -224,7 +224,11 @@ class Compiler:
                     plan, fusions=self._fusions(plan), rates=rates_of(self.cluster, plan)
                 )
                 made = prepared(step, plan)
-                return LocalGraph(made) if plan.replica == 1 else localised(made, plan, sizes)
+                return (
+                    LocalGraph(made)
+                    if plan.model_parallel_size == 1
+                    else localised(made, plan, sizes)
+                )
 
             base = Plan(1, outputs=self.pins.get("outputs") or "loss")
             whole = prepared(step, replace(base, fusions=self._fusions(base)))

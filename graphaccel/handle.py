@@ -21,7 +21,7 @@ from graphaccel.conditions import without_autocast
 from graphaccel.errors import BatchChanged, CaptureDiffers, GraphMisuse
 from graphaccel.ir.program import StepProgram
 from graphaccel.passes.pipeline import backward_of
-from graphaccel.planner.pins import PRECISIONS
+from graphaccel.planner.base_plan import PRECISIONS
 from graphaccel.planner.plan import Plan, Precision, StageMemory
 from graphaccel.progress import progress
 from graphaccel.proof.comparison import Pair, pair_of

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -22,6 +21,7 @@ from graphaccel.ir.program import StepProgram
 from graphaccel.jobs import Job, find_job
 from graphaccel.measure import check_here, measure
 from graphaccel.model import check_supported, model_of
+from graphaccel.pin_options import pins_of
 from graphaccel.planner import whatif
 from graphaccel.planner.catalogue import cluster as named_cluster
 from graphaccel.planner.cluster import Cluster, cluster_name
@@ -42,12 +42,6 @@ from graphaccel.report.html import html_page
 from graphaccel.report.text import facts_text
 from graphaccel.report.trace import trace_json
 
-PINS = (
-    "data", "pipeline", "tensor", "context", "expert", "order", "interleave", "microbatches",
-    "zero", "shard", "sequence", "context_by", "scatter_sends", "gather_again", "cast_once",
-    "accumulation", "recompute", "precision", "schedule", "cuts", "bucket_bytes", "vocab", "stages",
-    "ort", "compile", "cuda_graphs", "fusions", "loss_chunk", "offload",
-)  # fmt: skip
 INTERRUPTED = 130  # 128 + SIGINT
 _DRAWN = 1500  # candidates that a picture is given; beyond, only those the search solved
 
@@ -335,14 +329,6 @@ def _read(file: Path) -> Plan:
     plan = read_plan(file, {})
     assert plan is not None
     return plan
-
-
-def pins_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The decisions on the command line."""
-    given = {name: getattr(args, name) for name in PINS if getattr(args, name) is not None}
-    if "stages" in given:
-        given["stages"] = dict(given["stages"])
-    return given
 
 
 def chosen_cluster(args: argparse.Namespace) -> Cluster:

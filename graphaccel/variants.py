@@ -14,7 +14,7 @@ from graphaccel.errors import StateFrozen
 from graphaccel.guards.guards import Change, Guards
 from graphaccel.guards.lines import location
 from graphaccel.guards.reads import line_of
-from graphaccel.planner.pins import PRECISIONS
+from graphaccel.planner.base_plan import PRECISIONS
 from graphaccel.planner.plan import Precision
 from graphaccel.runtime.session import CompiledStep, Session
 

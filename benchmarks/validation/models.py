@@ -19,7 +19,7 @@ from benchmarks.validation.rows import Run
 from graphaccel.capture.batch import Batch
 from graphaccel.ir.program import Sharded
 from graphaccel.model import as_batch
-from graphaccel.planner.pins import replicate
+from graphaccel.planner.module_pins import replicate
 from graphaccel.planner.profile import Profile
 
 # How Megatron-LM shards over the tensor axis (arXiv 1909.08053, section 3): names of parameters by

@@ -358,22 +358,26 @@ def _zero(run: Run) -> dict[str, object]:
     if run.data == run.expert:
         return {"zero": 0}
     if run.zero == 3 and run.system.gathers_once:
-        return {"zero": 3, "gather_again": "step", "accumulation": "whole"}
+        return {"zero": 3, "reshard_after_forward": "once_per_step", "accumulation": "whole"}
     if run.zero >= 2:
-        return {"zero": 3, "gather_again": run.zero == 3, "accumulation": "shards"}
+        return {
+            "zero": 3,
+            "reshard_after_forward": "always" if run.zero == 3 else "never",
+            "accumulation": "shards",
+        }
     if run.zero and run.system.gathers_beside:
-        return {"zero": 3, "gather_again": "step"}
+        return {"zero": 3, "reshard_after_forward": "once_per_step"}
     return {"zero": run.zero}
 
 
 def _waited(run: Run, profile: Profile, plan: Plan, where: Cluster) -> float:
     """Seconds a step waits longer for parameters that are gathered for the backward, where no
     computing runs beside it."""
-    if run.system.prefetches or plan.gather_again is not True or plan.zero < 3:
+    if run.system.prefetches or plan.reshard_after_forward != "always" or plan.zero < 3:
         return 0.0
     span = 0, len(profile)
     sizes = gathered_sizes(profile, held_parameters(profile, [span]), plan)
-    each = [all_gather_seconds(where, size, plan.data, plan.replica) for size in sizes]
+    each = [all_gather_seconds(where, size, plan.data, plan.model_parallel_size) for size in sizes]
     return plan.microbatches * (1 - INTERFERENCE) * (sum(each) - max(each, default=0.0))
 
 

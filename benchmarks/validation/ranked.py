@@ -12,7 +12,9 @@ from benchmarks.validation.memory import STATE_BYTES
 from benchmarks.validation.predict import Predictor, cluster_of, real_cluster
 from benchmarks.validation.rows import Run
 from graphaccel.errors import GraphAccelError
-from graphaccel.planner.pins import Limits, Pins, base_plan
+from graphaccel.planner.base_plan import base_plan
+from graphaccel.planner.limits import Limits
+from graphaccel.planner.pins import Pins
 from graphaccel.planner.search import search
 from graphaccel.planner.solve import Problem
 

@@ -42,7 +42,7 @@ from graphaccel.ir.program import Prologue, Value
 from graphaccel.ir.values import fake_like, propagate, returned
 from graphaccel.messages import Location
 from graphaccel.passes.around_head import Around, lies_in
-from graphaccel.planner.pins import Limit, Limits
+from graphaccel.planner.limits import Limit, Limits
 from graphaccel.planner.plan import Plan
 from graphaccel.rules.notation import tensor_arguments
 from graphaccel.rules.propagate import (

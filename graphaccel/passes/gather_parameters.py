@@ -79,7 +79,7 @@ def gather_parameters(
     kept = [
         n for n in names
         if n in read and n in forward.full
-        and (not plan.gather_again or (last and n in forward.final))
+        and (plan.reshard_after_forward == "never" or (last and n in forward.final))
     ]  # fmt: skip
     program = _keep(program, {n: forward.full[n] for n in kept})
     backward = _Gathering(program.backwards[True, True], program.backward_inputs, shards, low)

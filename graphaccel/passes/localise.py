@@ -88,7 +88,7 @@ def _localised(
         counted = Counted(prime, plan.usual / at[BATCH], examples=plan.usual)
     made = shard_axes(part, step, plan, counted=counted, drafts=drafts, twin=twin)
     graph = made.graph
-    if plan.replica == plan.context:  # other layouts are made of it
+    if plan.model_parallel_size == plan.context:  # other layouts are made of it
         graph = _copied(graph)
     known = at if even else {s: n for s, n in at.items() if s != BATCH}
     local = _Local(at, prime)

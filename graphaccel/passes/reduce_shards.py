@@ -131,7 +131,7 @@ class _Reducing:
         self.partial, self.seen = partial, seen
         self.module, self.program, self.groups, self.owned = module, program, groups, owned
         self.ranks, self.first, self.last = plan.shards, *moment
-        self.others = ("replicate",) if plan.replicas > 1 else ()
+        self.others = ("replicate",) if plan.num_replicas > 1 else ()
         self.flying: list[fx.Node] = []
         self.single = plan.microbatches == 1
         self.whole = not self.single and plan.accumulation == "whole"

@@ -174,7 +174,7 @@ def _bare(
     programs = tuple(_apart(p, owned) for p in programs)
     known = owned, lying.ranks or plan.shards, {name: n.meta["val"] for name, n in values.items()}
     lies: Any = {"shared": shared, "groups": lying.groups}
-    if plan.gather_again == "step":
+    if plan.reshard_after_forward == "once_per_step":
         programs = run.call(
             "hold_parameters",
             lambda: tuple(hold_parameters(p, plan, *known, **lies) for p in programs),

@@ -158,7 +158,7 @@ def _over(
         allowed = ("sequence",)
         raise BadPin(pin="context_by", value="heads", reason=str(error), allowed=allowed) from error
     except ValueError as error:
-        raise BadPin(pin="pins", value=dict(plan.placements), reason=str(error)) from error
+        raise BadPin(pin="placements", value=dict(plan.placements), reason=str(error)) from error
     made = shard_axis(
         graph, step.inputs, step.outputs, placed, axis=axis, ranks=ranks, keep_outputs=keep,
         fakes=None if drafts is None else drafts.fakes,

@@ -25,7 +25,8 @@ from graphaccel.planner.efficiency import computing
 from graphaccel.planner.least_moved import LeastMoved, least_moved
 from graphaccel.planner.optimizer_time import least_optimizer
 from graphaccel.planner.ordering import orders, usual_inside
-from graphaccel.planner.plan import GATHERS, Plan
+from graphaccel.planner.pins import RESHARDS
+from graphaccel.planner.plan import Plan
 from graphaccel.planner.profile import Profile, SizedProfile
 from graphaccel.planner.recompute import least_saved
 from graphaccel.planner.selective import ways_of
@@ -33,12 +34,12 @@ from graphaccel.planner.solve import Problem, resident_parts
 from graphaccel.planner.stages import candidate_cuts
 
 T = TypeVar("T")
-_STEP = GATHERS.index("step")
+_STEP = RESHARDS.index("once_per_step")
 
 
 @dataclass(frozen=True, eq=False)
 class Columns:
-    """Shapes of one layout, field by field. again: number in `GATHERS`; shards: whether gradients
+    """Shapes of one layout, field by field. again: number in `RESHARDS`; shards: whether gradients
     are reduced in each microbatch; small: examples of a microbatch; apart: whether the schedule has
     the gradients of weights apart; gpipe: whether all its forwards are before its backwards; over:
     how many devices ZeRO shards over. order: the place of each by `Shape.order`."""
@@ -90,9 +91,10 @@ class Columns:
 def columns(shapes: Sequence[Shape], batch: int) -> Columns:
     """The columns of shapes, all of one layout."""
     rows = [
-        (s.microbatches, s.pipeline, s.interleave, s.data, s.zero, GATHERS.index(s.gather_again),
+        (s.microbatches, s.pipeline, s.interleave, s.data, s.zero,
+         RESHARDS.index(s.reshard_after_forward),
          s.accumulation == "shards", s.microbatch_size(batch), s.schedule == "zero_bubble",
-         s.schedule == "gpipe", s.shard or s.data)
+         s.schedule == "gpipe", s.shard_size or s.data)
         for s in shapes
     ]  # fmt: skip
     found = np.array(rows, dtype=np.int64).reshape(-1, 11).T
@@ -198,8 +200,8 @@ class Bounds:
         """Seconds no plan of these axes, microbatches and ZeRO can beat. even: of stages that are
         alike, as most are, which others may beat by some of the time that a device waits."""
         known, sums = self.nearest(of.layout), self.sums(of)
-        extra = of.layout.replica // known.replica
-        low = (of.zero == 3) & (GATHERS.index(False) != of.again) & (self.gathered < 1)
+        extra = of.layout.model_parallel_size // known.model_parallel_size
+        low = (of.zero == 3) & (RESHARDS.index("never") != of.again) & (self.gathered < 1)
         casts = np.where(low, sums.casts * (1 - 1 / of.over), 0.0)
         if self._casts_once:  # perhaps
             held = (of.microbatches > 1) & ~((of.zero == 3) & (of.data > 1))
@@ -228,7 +230,9 @@ class Bounds:
         lean = 0 if "activations" in self.offload else sums.lean
         known = self.nearest(of.layout)
         each = self.resident(of) / over_parameters(of.layout, known)
-        each = (each + lean * known.replica / of.layout.replica) / of.pipeline
+        each = (
+            each + lean * known.model_parallel_size / of.layout.model_parallel_size
+        ) / of.pipeline
         return each > self._problem.cluster.tensor_budget
 
     def resident(self, of: Columns) -> np.ndarray:
@@ -425,7 +429,7 @@ def _between(
 ) -> tuple[Profile, Plan]:
     """The graph that stands for such plans, and one of them."""
     shard = over if over < data else 0
-    plan = bounds.plan(layout, data=data, pipeline=pipeline, zero=zero, shard=shard)
+    plan = bounds.plan(layout, data=data, pipeline=pipeline, zero=zero, shard_size=shard)
     return bounds.alike(_profile, known), plan
 
 

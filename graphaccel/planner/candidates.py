@@ -18,9 +18,10 @@ from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import SEQUENCE
 from graphaccel.ir.calls import counted_packet
 from graphaccel.ir.unfold import distinct_nodes, input_nodes
+from graphaccel.planner.base_plan import PRECISIONS
 from graphaccel.planner.cluster import Cluster
-from graphaccel.planner.pins import PRECISIONS, RECOMPUTE, Pins, divisors
-from graphaccel.planner.plan import GATHERS, INTERLEAVES, Plan
+from graphaccel.planner.pins import RECOMPUTE, RESHARDS, Pins, divisors
+from graphaccel.planner.plan import INTERLEAVES, Plan
 from graphaccel.planner.solve import Problem
 from graphaccel.schedule.table import SCHEDULE_NAMES
 
@@ -39,7 +40,7 @@ class Layout:
     expert: int = 1
 
     @property
-    def replica(self) -> int:
+    def model_parallel_size(self) -> int:
         """Devices that hold one stage of one replica together."""
         return self.tensor * self.context * self.expert
 
@@ -60,13 +61,13 @@ class Shape(NamedTuple):
     recompute: str | tuple[str, ...]
     data: int
     zero: int = 0
-    gather_again: bool | str = True
+    reshard_after_forward: str = "always"
     accumulation: str = "whole"
     tensor: int = 1
     context: int = 1
     expert: int = 1
     schedule: str = "1f1b"
-    shard: int = 0
+    shard_size: int = 0
 
     @property
     def order(self) -> tuple[object, ...]:
@@ -74,8 +75,9 @@ class Shape(NamedTuple):
         depth = RECOMPUTE.index(self.recompute) if isinstance(
             self.recompute, str) and self.recompute else 0  # fmt: skip
         return (self.microbatches, self.pipeline, self.interleave, depth, self.data, self.zero,
-                GATHERS.index(self.gather_again), self.accumulation, self.tensor, self.context,
-                self.expert, SCHEDULE_NAMES.index(self.schedule), self.shard)  # fmt: skip
+                RESHARDS.index(self.reshard_after_forward), self.accumulation, self.tensor,
+                self.context, self.expert, SCHEDULE_NAMES.index(self.schedule),
+                self.shard_size)  # fmt: skip
 
     @property
     def mesh(self) -> Shape:
@@ -90,7 +92,7 @@ class Shape(NamedTuple):
     @property
     def comparable(self) -> tuple[object, ...]:
         """What shapes have in common of which `keeps_no_less` says something."""
-        return self.layout, self.data, self.pipeline, self.schedule, self.shard
+        return self.layout, self.data, self.pipeline, self.schedule, self.shard_size
 
     def keeps_no_less(self, other: Shape) -> bool:
         """Whether a device keeps at least as much as that of another shape, however much either
@@ -101,7 +103,10 @@ class Shape(NamedTuple):
         # Gradients of the only microbatch are reduced as they are made.
         more = more and (self.microbatches > 1 or other.microbatches == 1
                          or other.accumulation == "shards")  # fmt: skip
-        longer = self.gather_again == other.gather_again or other.gather_again is True
+        longer = (
+            self.reshard_after_forward == other.reshard_after_forward
+            or other.reshard_after_forward == "always"
+        )
         whole = self.accumulation == other.accumulation or other.accumulation == "shards"
         return more and self.zero <= other.zero and longer and whole
 
@@ -146,7 +151,7 @@ def layouts(problem: Problem, pins: Pins, batch: int) -> list[Layout]:
         )
     ]
     found = [Layout(*sizes) for sizes in product(*choices)]
-    return [base, *(x for x in found if x != base and count % x.replica == 0)]
+    return [base, *(x for x in found if x != base and count % x.model_parallel_size == 0)]
 
 
 def tensor_sizes(problem: Problem) -> tuple[int, ...]:
@@ -204,7 +209,7 @@ def shapes_of(problem: Problem, pins: Pins, batch: int, layout: Layout) -> Itera
 def meshes_of(problem: Problem, pins: Pins, batch: int, layout: Layout) -> Iterator[Shape]:
     """Every candidate of one layout, without its recomputation."""
     step, cluster = problem.profile.step, problem.cluster
-    outer = cluster.count // layout.replica
+    outer = cluster.count // layout.model_parallel_size
     asked = layout == base_layout(pins)
     for data in divisors(outer):
         pipeline = outer // data
@@ -217,7 +222,7 @@ def meshes_of(problem: Problem, pins: Pins, batch: int, layout: Layout) -> Itera
         if problem.limits.data and data > 1:
             continue
         for interleave in _interleaves(pins, pipeline):
-            if pipeline * interleave <= max((s for _, s in pins.stages or ()), default=0) > 0:
+            if pipeline * interleave <= max((s for _, s in pins.stage_of or ()), default=0) > 0:
                 continue
             for microbatches in divisors(batch // data):
                 if pins.microbatches not in (None, microbatches):
@@ -231,7 +236,7 @@ def meshes_of(problem: Problem, pins: Pins, batch: int, layout: Layout) -> Itera
                     schedules = _schedules(pins, pipeline, interleave, zero[0])
                     if once:  # all forwards come before any backward
                         schedules = ("gpipe",) if interleave == 1 else ()
-                    parts = _shards(problem, pins, data, layout.replica, zero[0])
+                    parts = _shards(problem, pins, data, layout.model_parallel_size, zero[0])
                     for schedule, shard in product(schedules, parts):
                         yield Shape(
                             microbatches, pipeline, interleave, "", data, *zero,
@@ -267,8 +272,8 @@ def _shards(problem: Problem, pins: Pins, data: int, replica: int, zero: int) ->
     With a level that was asked for it is all of them, unless said otherwise: whoever asks for it
     wants the memory.
     """
-    if pins.shard is not None:
-        sizes: tuple[int, ...] = (pins.shard,) if data % pins.shard == 0 else ()
+    if pins.shard_size is not None:
+        sizes: tuple[int, ...] = (pins.shard_size,) if data % pins.shard_size == 0 else ()
     else:
         free = zero and pins.zero is None
         sizes = shard_sizes(problem.cluster, data, replica) if free else (data,)
@@ -297,33 +302,35 @@ def recomputes(problem: Problem, pins: Pins) -> tuple[str | tuple[str, ...], ...
 
 def _zeros(
     problem: Problem, pins: Pins, data: int, microbatches: int
-) -> Iterator[tuple[int, bool | str, str]]:
-    """(zero, gather_again, accumulation), what was asked for or is usual first.
+) -> Iterator[tuple[int, str, str]]:
+    """(zero, reshard_after_forward, accumulation), what was asked for or is usual first.
 
     With a level that was asked for, parameters are gathered again unless said otherwise: whoever
     asks for it wants the memory. Keeping them for a microbatch's backward is only another way than
     holding them for all where there is one microbatch, and what is gathered is float32: it takes as
     much memory.
     """
-    again = True if pins.gather_again is None else pins.gather_again
+    again = pins.reshard_after_forward or "always"
     usual = again, pins.accumulation or "whole"
     low = PRECISIONS[pins.precision or "fp32"].stream != "float32"
-    once = "step" if microbatches > 1 or low else False
+    once = "once_per_step" if microbatches > 1 or low else "never"
     free = problem.shardable and problem.profile.step.has_loss and data > 1
     if "parameters" in pins.on_host and data > 1:  # in shards, of which nothing is held gathered
         kinds = ("whole", "shards") if microbatches > 1 else ("whole",)
         if pins.zero == 3 or (pins.zero is None and free):
             for kind in kinds if pins.accumulation is None else (pins.accumulation,):
-                yield 3, True, kind
+                yield 3, "always", kind
         return
     first = min(pins.zeros), *usual
     yield first
     for zero in pins.zeros:
         if (zero > first[0] and not free) or (zero == 3 and pins.cast_once):
             return
-        agains = (True, once) if zero == 3 and pins.zero is None else (usual[0],)
+        agains = ("always", once) if zero == 3 and pins.zero is None else (usual[0],)
         kinds = ("whole", "shards") if zero > 1 and microbatches > 1 else (usual[1],)
-        for again in agains if pins.gather_again is None else (pins.gather_again,):
+        for again in (
+            agains if pins.reshard_after_forward is None else (pins.reshard_after_forward,)
+        ):
             for kind in kinds if pins.accumulation is None else (pins.accumulation,):
                 if (zero, again, kind) != first:
                     yield zero, again, kind

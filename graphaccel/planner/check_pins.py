@@ -8,12 +8,14 @@ from types import MappingProxyType
 
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.errors import BadPin, BatchNotDivisible, NoLoss
+from graphaccel.planner.base_plan import PRECISIONS
+from graphaccel.planner.limits import Limits
 from graphaccel.planner.module_pins import (
     check_stages,
 )
 from graphaccel.planner.offload import offload_text
 from graphaccel.planner.order import AXES
-from graphaccel.planner.pins import PRECISIONS, Limits, Pins, divisors
+from graphaccel.planner.pins import Pins, divisors
 
 # What on the host weights apart do not go with.
 _TWICE = MappingProxyType(
@@ -33,54 +35,45 @@ def check_together(pins: Pins, devices: int, has_loss: bool) -> None:
     _check_parameters_away(pins)
     _check_casts(pins, has_loss)
     _check_schedule(pins)
-    if pins.stages:
-        check_stages(dict(pins.stages), pins.cuts, pins.pipeline, pins.interleave, pins.schedule)
+    if pins.stage_of:
+        check_stages(dict(pins.stage_of), pins.cuts, pins.pipeline, pins.interleave, pins.schedule)
 
 
 def _check_zero(pins: Pins, devices: int) -> None:
     zero = pins.zero
-    if zero is not None and (isinstance(zero, bool) or zero not in (0, 1, 2, 3)):
-        raise BadPin(
-            pin="zero", value=zero, reason="it is a level of ZeRO", allowed=("0", "1", "2", "3")
-        )
-    again = pins.gather_again
-    if again is not None and not (isinstance(again, bool) or again == "step"):
-        raise BadPin(
-            pin="gather_again", value=again, reason="it is a choice",
-            allowed=("True", "step", "False"),
-        )  # fmt: skip
+    again = pins.reshard_after_forward
     sizes = axis_sizes(pins, devices)
     data = sizes["data"]
-    if again not in (None, True) and pins.zeros != (3,):
+    if again not in (None, "always") and pins.zeros != (3,):
         reason = f"with zero={zero} no parameter is gathered"
-        raise BadPin(pin="gather_again", value=again, reason=reason, allowed=("True",))
+        raise BadPin(pin="reshard_after_forward", value=again, reason=reason, allowed=("always",))
     if pins.accumulation == "shards" and min(pins.zeros) < 2:
         reason = f"with zero={zero} every device keeps whole gradients"
         raise BadPin(pin="accumulation", value=pins.accumulation, reason=reason, allowed=("whole",))
     if min(pins.zeros) and data == 1:
         raise _without_zero(pins, "with data=1 there is no axis to shard over")
     _check_shard(pins, data)
-    for name, splits in pins.pins or ():
+    for name, splits in pins.placements or ():
         for split in splits:
             if sizes[split.axis] == 1:
                 reason = f"{name} is to be sharded over {split.axis}, which has one device"
-                raise BadPin(pin="pins", value={name: split}, reason=reason)
+                raise BadPin(pin="placements", value={name: split}, reason=reason)
 
 
 def _check_shard(pins: Pins, data: int) -> None:
     """The part of the data axis that ZeRO shards over. data: the largest that axis can be."""
-    if pins.shard is None:
+    if pins.shard_size is None:
         return
     reason = None
-    if pins.shard == 1:
+    if pins.shard_size == 1:
         reason = "over one device nothing is sharded, which is zero=0"
     elif pins.zero == 0 and not pins.over_data:
         reason = "with zero=0 nothing is sharded"
-    elif data % pins.shard:
-        reason = f"data={data} can not be made of groups of {pins.shard}"
+    elif data % pins.shard_size:
+        reason = f"data={data} can not be made of groups of {pins.shard_size}"
     if reason is not None:
         allowed = () if pins.zero == 0 else tuple(str(n) for n in divisors(data) if n > 1)
-        raise BadPin(pin="shard", value=pins.shard, reason=reason, allowed=allowed)
+        raise BadPin(pin="shard_size", value=pins.shard_size, reason=reason, allowed=allowed)
 
 
 def _without_zero(pins: Pins, reason: str, allowed: Sequence[int] = (0,)) -> BadPin:
@@ -88,13 +81,13 @@ def _without_zero(pins: Pins, reason: str, allowed: Sequence[int] = (0,)) -> Bad
     if pins.zero is not None:
         levels = tuple(map(str, allowed))
         return BadPin(pin="zero", value=pins.zero, reason=reason, allowed=levels)
-    if pins.gather_again not in (None, True):
-        said = pins.gather_again
-        return BadPin(pin="gather_again", value=said, reason=reason, allowed=("True",))
+    if pins.reshard_after_forward not in (None, "always"):
+        said = pins.reshard_after_forward
+        return BadPin(pin="reshard_after_forward", value=said, reason=reason, allowed=("always",))
     if pins.accumulation == "shards":
         said = pins.accumulation
         return BadPin(pin="accumulation", value=said, reason=reason, allowed=("whole",))
-    return BadPin(pin="shard", value=pins.shard, reason=reason)
+    return BadPin(pin="shard_size", value=pins.shard_size, reason=reason)
 
 
 def _check_sequence(pins: Pins) -> None:
@@ -120,11 +113,15 @@ def _check_casts(pins: Pins, has_loss: bool) -> None:
     if PRECISIONS[pins.precision or "fp32"].compute == "float32":
         reason = f"with precision={pins.precision or 'fp32'} no parameter is cast"
     elif pins.zero == 3:
-        reason = "with zero=3 parameters are gathered; gather_again='step' does it once a step"
+        reason = (
+            "with zero=3 parameters are gathered; reshard_after_forward='once_per_step' "
+            "does it once a step"
+        )
     elif pins.zeros == (3,):
         reason = (
-            f"gather_again={pins.gather_again!r} is of zero=3, which gathers parameters that rest "
-            "in shards; cast_once holds casts of those that rest whole, under zero=0, 1 or 2"
+            f"reshard_after_forward={pins.reshard_after_forward!r} is of zero=3, which "
+            "gathers parameters that rest in shards; cast_once holds casts of those that rest "
+            "whole, under zero=0, 1 or 2"
         )
     elif not has_loss:
         reason = "with a loss outside of the graph there is one microbatch"
@@ -140,13 +137,13 @@ def _check_parameters_away(pins: Pins) -> None:
     if whole or pins.zero in (1, 2):
         reason = "over data, parameters on the host rest in shards, which is zero=3"
         raise BadPin(pin="zero", value=pins.zero, reason=reason, allowed=("3",))
-    if pins.gather_again not in (None, True):
+    if pins.reshard_after_forward not in (None, "always"):
         raise BadPin(
-            pin="gather_again",
-            value=pins.gather_again,
+            pin="reshard_after_forward",
+            value=pins.reshard_after_forward,
             reason="parameters on the host are copied up again for the backward: no device holds "
             "them between",
-            allowed=("True",),
+            allowed=("always",),
         )
     if pins.cast_once:
         reason = "parameters on the host are cast when they were copied up, in each microbatch"
@@ -155,7 +152,7 @@ def _check_parameters_away(pins: Pins) -> None:
 
 def axis_sizes(pins: Pins, devices: int) -> dict[str, int]:
     """The mesh axes' sizes; of data the largest there can be."""
-    data = pins.data or devices // (pins.replica * (pins.pipeline or 1))
+    data = pins.data or devices // (pins.model_parallel_size * (pins.pipeline or 1))
     inner = {axis: getattr(pins, axis) or 1 for axis in ("expert", "context", "tensor")}
     return {"data": data, **inner}
 
@@ -185,7 +182,9 @@ def check_mesh(pins: Pins, devices: int) -> None:
         )
     if pins.cuts is not None:
         stages = len(pins.cuts) + 1
-        ranks = pins.pipeline or (devices // (pins.data * pins.replica) if pins.data else None)
+        ranks = pins.pipeline or (
+            devices // (pins.data * pins.model_parallel_size) if pins.data else None
+        )
         if pins.interleave and ranks and ranks * pins.interleave != stages:
             reason = f"{stages - 1} cuts make {stages} stages, not {ranks * pins.interleave}"
             raise BadPin(pin="cuts", value=pins.cuts, reason=reason)
@@ -244,8 +243,8 @@ def check_loss(pins: Pins, step: StepGraph) -> None:
     for name in ("pipeline", "interleave", "microbatches"):
         if (getattr(pins, name) or 1) > 1:
             raise NoLoss(asked=f"{name}={getattr(pins, name)}")
-    if any(stage for _, stage in pins.stages or ()):
-        raise NoLoss(asked=f"stages={dict(pins.stages or ())}")
+    if any(stage for _, stage in pins.stage_of or ()):
+        raise NoLoss(asked=f"stage_of={dict(pins.stage_of or ())}")
     if pins.cuts:
         raise NoLoss(asked=f"cuts={pins.cuts}")
     if pins.precision == "fp16":

@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterator, Mapping
 
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.errors import BadPin, ConflictingPins, GraphAccelError
-from graphaccel.planner.offload import CHOICES
+from graphaccel.planner.limits import Limits
 from graphaccel.planner.order import AXES
-from graphaccel.planner.pins import ACCUMULATIONS, SWITCHES, Limits, Pins, divisors
-from graphaccel.planner.plan import GATHERS
+from graphaccel.planner.pins import PINS, Pins, divisors
 from graphaccel.planner.read_pins import read_pins
-from graphaccel.schedule.table import SCHEDULE_NAMES
 
 Check = Callable[[Mapping[str, object]], GraphAccelError | None]
+_OFFERED = ("schedule", "zero", "reshard_after_forward", "accumulation", "offload")
+"""Words of which each is tried in the place of one that contradicts others."""
 _NEVER_CHOSEN = ("precision",)
 """Pins that the search does not choose where they are left out: a plan then has their default,
 which may be what contradicts another. Dropping them does not tell whether the rest can be."""
@@ -83,16 +83,11 @@ def _instead(
 
 
 def _values(name: str, devices: int, batch: int) -> tuple[object, ...]:
-    if name in (*AXES, "shard"):
+    if name in (*AXES, "shard_size"):
         return divisors(devices)
-    known: Mapping[str, tuple[object, ...]] = {
-        "microbatches": divisors(batch),
-        "interleave": (1, 2, 4),
-        "schedule": SCHEDULE_NAMES,
-        "zero": (0, 1, 2, 3),
-        "gather_again": GATHERS,
-        "accumulation": ACCUMULATIONS,
-        "offload": CHOICES,
-        **dict.fromkeys(SWITCHES, (True, False)),
-    }
-    return known.get(name, ())
+    if name in ("microbatches", "interleave"):
+        return divisors(batch) if name == "microbatches" else (1, 2, 4)
+    pin = PINS[name]
+    if pin.kind == "switch":
+        return (True, False)
+    return pin.choices if name in _OFFERED else ()

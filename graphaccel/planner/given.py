@@ -18,10 +18,11 @@ from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.errors import BadPin
 from graphaccel.kernels.registry import enabled, without_tensor_axis
 from graphaccel.planner.again import block_values
+from graphaccel.planner.base_plan import PRECISIONS
 from graphaccel.planner.conversions import Rates
 from graphaccel.planner.cost import in_chunks
+from graphaccel.planner.limits import Limits
 from graphaccel.planner.offering import check_chunk
-from graphaccel.planner.pins import PRECISIONS, Limits
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.read_pins import check_alone, read_pins
 
@@ -82,9 +83,9 @@ def pins_of(plan: Plan) -> dict[str, Any]:
         known = tuple(PRECISIONS)
         raise BadPin(pin="precision", value=precision, reason="it has no name", allowed=known)
     pins["precision"] = named[precision]
-    pins["pins"] = dict(pins.pop("placements"))
+    pins["placements"] = dict(pins["placements"])
     pins["loss_chunk"] = plan.loss_chunk or None  # what the op takes by itself
-    pins["shard"] = plan.shard or None  # all of data
+    pins["shard_size"] = plan.shard_size or None  # all of data
     pins["context_by"] = plan.context_by or None  # call by call
     if plan.tensor == 1:
         del pins["sequence"]
@@ -96,9 +97,9 @@ def _check_counts(plan: Plan) -> None:
         if getattr(plan, name) < 1:
             reason = "it is a count of at least 1"
             raise BadPin(pin=name, value=getattr(plan, name), reason=reason)
-    if plan.shard == plan.data:
+    if plan.shard_size == plan.data:
         reason = f"a plan says 0 for all of data={plan.data}"
-        raise BadPin(pin="shard", value=plan.shard, reason=reason, allowed=("0",))
+        raise BadPin(pin="shard_size", value=plan.shard_size, reason=reason, allowed=("0",))
 
 
 def _check_rates(plan: Plan) -> None:

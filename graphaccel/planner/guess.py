@@ -30,7 +30,7 @@ def guess(bounds: Bounds, of: Columns, least: np.ndarray) -> tuple[np.ndarray, n
     """
     layout, cluster = of.layout, bounds.problem.cluster
     known, sums = bounds.nearest(layout), bounds.sums(of)
-    extra = layout.replica // known.replica
+    extra = layout.model_parallel_size // known.model_parallel_size
     parts = over_parameters(layout, known)
     held = bounds.resident(of) / parts
     waiting = in_flight(of) / of.pipeline / extra

@@ -14,7 +14,7 @@ from graphaccel.planner.solve import Problem
 
 def no_shape(problem: Problem, pins: Pins, batch: int) -> Exception:
     """Why there is no candidate at all."""
-    count = problem.cluster.count // pins.replica
+    count = problem.cluster.count // pins.model_parallel_size
     if problem.limits.data and pins.pipeline in (None, 1):
         return problem.limits.data.refused("data")
     data = pins.data or count // (pins.pipeline or 1)

@@ -67,7 +67,9 @@ class Layouts:
 
     def known(self, plan: Plan) -> bool:
         """Whether the profile of `plan` is there already."""
-        return plan.replica == 1 or self._key(plan) in self._made  # of one device: a cheap rewrite
+        return (
+            plan.model_parallel_size == 1 or self._key(plan) in self._made
+        )  # of one device: a cheap rewrite
 
     def of(self, plan: Plan) -> Profile:
         """The profile of the graph that a device of `plan` runs.
@@ -76,11 +78,11 @@ class Layouts:
         nothing that could shard.
         """
         given = self.localise is None or plan.precision.compute == "float32"
-        return self.whole if plan.replica == 1 and given else self._layout(plan)[0]
+        return self.whole if plan.model_parallel_size == 1 and given else self._layout(plan)[0]
 
     def guessed(self, plan: Plan) -> Mapping[str, tuple[str, ...]]:
         """Axis → calls of the plan's layout that were not placed exactly."""
-        return {} if plan.replica == 1 else self._layout(plan)[1].guessed
+        return {} if plan.model_parallel_size == 1 else self._layout(plan)[1].guessed
 
     def _layout(self, plan: Plan) -> tuple[Profile, LocalGraph]:
         key = self._key(plan)

@@ -12,7 +12,8 @@ import numpy as np
 from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.communication import INTERFERENCE, all_gather_seconds
 from graphaccel.planner.over_data import bucket_seconds
-from graphaccel.planner.plan import GATHERS, Plan
+from graphaccel.planner.pins import RESHARDS
+from graphaccel.planner.plan import Plan
 from graphaccel.planner.profile import Profile
 from graphaccel.planner.shares import perhaps_kept
 
@@ -39,7 +40,7 @@ class LeastMoved:
         def least(moved: Any, phase: np.ndarray) -> np.ndarray:  # of `exposed_seconds`
             return np.maximum(self.slows * moved, moved - self.beside * phase)
 
-        always, never = (of.again == GATHERS.index(again) for again in (True, False))
+        always, never = (of.again == RESHARDS.index(again) for again in ("always", "never"))
         shards = (of.zero >= 2) & of.shards
         gather = np.where(never, self.gather, self.low)
         gathering = np.where(always | never, of.microbatches, 1)

@@ -108,7 +108,7 @@ def read_stages(value: object, step: StepGraph) -> tuple[tuple[str, int], ...]:
     and for modules whose stages go against the order in which they run.
     """
     if not isinstance(value, Mapping):
-        raise BadPin(pin="stages", value=value, reason="it maps paths of modules to their stage")
+        raise BadPin(pin="stage_of", value=value, reason="it maps paths of modules to their stage")
     runs: dict[str, list[int]] = {}
     places = step.positions
     modules: dict[str, None] = {}
@@ -126,10 +126,10 @@ def read_stages(value: object, step: StepGraph) -> tuple[tuple[str, int], ...]:
             }
             close = difflib.get_close_matches(str(name), sorted(known - {""}), 1)
             reason = f"no op belongs to {name}" + (f"; there is {close[0]}" if close else "")
-            raise BadPin(pin="stages", value={name: stage}, reason=reason)
+            raise BadPin(pin="stage_of", value={name: stage}, reason=reason)
         if isinstance(stage, bool) or not isinstance(stage, int) or stage < 0:
             reason = "a stage is a number from 0 on"
-            raise BadPin(pin="stages", value={name: stage}, reason=reason)
+            raise BadPin(pin="stage_of", value={name: stage}, reason=reason)
     found = sorted(((str(n), int(s)) for n, s in value.items()), key=lambda p: min(runs[p[0]]))
     _in_order(found, runs)
     return tuple(found)
@@ -145,7 +145,7 @@ def check_stages(
     """The stages that modules were given, against the other pins: the cuts, and as many stages as
     there can be. Raises BadPin (GA202)."""
     if cuts is not None:
-        raise BadPin(pin="stages", value=stages, reason="cuts= says already where stages end")
+        raise BadPin(pin="stage_of", value=stages, reason="cuts= says already where stages end")
     if pipeline is None:
         return
     several = pipeline > 1 and schedule in (None, "interleaved")
@@ -154,7 +154,7 @@ def check_stages(
     if last >= most:
         count = str(most) if interleave or not several else f"{most} at most"
         reason = f"{path} is to be on stage {last}, and there are {count}, from 0 on"
-        raise BadPin(pin="stages", value=stages, reason=reason)
+        raise BadPin(pin="stage_of", value=stages, reason=reason)
 
 
 def read_placements(value: object, step: StepGraph) -> tuple[tuple[str, tuple[Sharded, ...]], ...]:
@@ -163,7 +163,9 @@ def read_placements(value: object, step: StepGraph) -> tuple[tuple[str, tuple[Sh
     A module's path stands for the parameters inside that have the dim; longer paths come first.
     """
     if not isinstance(value, Mapping):
-        raise BadPin(pin="pins", value=value, reason="it maps parameters' names to placements")
+        raise BadPin(
+            pin="placements", value=value, reason="it maps parameters' names to placements"
+        )
     nodes = input_nodes(step.graph)
     shapes = {
         s.name: tuple(n.meta["val"].shape)
@@ -178,25 +180,25 @@ def read_placements(value: object, step: StepGraph) -> tuple[tuple[str, tuple[Sh
             close = difflib.get_close_matches(str(name), shapes, 1)
             reason = f"no parameter or module is called {name}"
             reason += f"; there is {close[0]}" if close else ""
-            raise BadPin(pin="pins", value={name: said}, reason=reason)
+            raise BadPin(pin="placements", value={name: said}, reason=reason)
         if not isinstance(splits, tuple) or not all(isinstance(s, Sharded) for s in splits):
             reason = f"{name} rests under shard(dim, axis), a tuple of them, or replicate()"
-            raise BadPin(pin="pins", value={name: said}, reason=reason)
+            raise BadPin(pin="placements", value={name: said}, reason=reason)
         for split in splits:
             if split.axis not in SHARDING:
                 reason = "a tensor can be sharded over data, expert, context or tensor, not "
-                raise BadPin(pin="pins", value={name: said}, reason=reason + repr(split.axis))
+                raise BadPin(pin="placements", value={name: said}, reason=reason + repr(split.axis))
             if split.outer < 1 or any(
                 shapes[n][split.dim] % split.outer
                 for n in inside
                 if 0 <= split.dim < len(shapes[n])
             ):
                 reason = f"dim {split.dim} of {inside[0]} has no {split.outer} equal sections"
-                raise BadPin(pin="pins", value={name: said}, reason=reason)
+                raise BadPin(pin="placements", value={name: said}, reason=reason)
             with_dim = [n for n in inside if 0 <= split.dim < len(shapes[n])]
             if not with_dim:
                 reason = f"{inside[0]} is {list(shapes[inside[0]])}: it has no dim {split.dim}"
-                raise BadPin(pin="pins", value={name: said}, reason=reason)
+                raise BadPin(pin="placements", value={name: said}, reason=reason)
             inside = with_dim
         found |= dict.fromkeys(inside, splits)
     return tuple(sorted(found.items()))
@@ -212,7 +214,21 @@ def _in_order(found: Sequence[tuple[str, int]], runs: Mapping[str, Sequence[int]
         for other, later in found[k + 1 :]:
             if stage > later:
                 reason = f"{name} runs before {other}, so it can not be on a later stage"
-                raise BadPin(pin="stages", value={name: stage, other: later}, reason=reason)
+                raise BadPin(pin="stage_of", value={name: stage, other: later}, reason=reason)
             if stage < later and max(runs[name]) >= min(runs[other]):
                 reason = f"{name} still runs when {other} does, so both are on one stage"
-                raise BadPin(pin="stages", value={name: stage, other: later}, reason=reason)
+                raise BadPin(pin="stage_of", value={name: stage, other: later}, reason=reason)
+
+
+def shard(dim: int, axis: str) -> Sharded:
+    """A tensor rests with its dim `dim` split evenly over mesh axis `axis`.
+
+    For `placements={"head.weight": graphaccel.shard(0, "tensor")}`; axis is "data", "tensor",
+    "context" or "expert". A tuple of several is applied in its order.
+    """
+    return Sharded(axis, dim)
+
+
+def replicate() -> tuple[Sharded, ...]:
+    """A tensor rests whole on every device of its stage (see `shard`)."""
+    return ()

@@ -55,7 +55,7 @@ def motion_key(plan: Plan) -> tuple[object, ...]:
         return ()
     once = plan.microbatches == 1
     each = once or plan.accumulation == "shards"
-    again = plan.gather_again, plan.gathers_low
+    again = plan.reshard_after_forward, plan.gathers_low
     return (plan.zero == 3, plan.shards, *again, once, each, plan.bucket_bytes)
 
 
@@ -179,7 +179,7 @@ def _gather(moving: Motion, plan: Plan, regions: Sequence[_Region], final: int) 
             (ahead, region.last + 1, region.bytes),
             (region.first, region.last + 1, region.taken),
         ]
-        if plan.gather_again and region.first < final:
+        if plan.reshard_after_forward != "never" and region.first < final:
             more = k + 1 < len(regions) and regions[k + 1].first < final
             behind = regions[k + 1].last + 1 if more else length
             backward += [

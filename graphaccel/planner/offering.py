@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from graphaccel.errors import BadPin
+from graphaccel.planner.base_plan import PRECISIONS
 from graphaccel.planner.candidates import layouts, meshes_of
 from graphaccel.planner.offload import LEAVING, offload_text, read_offload
-from graphaccel.planner.pins import PRECISIONS, Pins
+from graphaccel.planner.pins import Pins
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.solve import Problem
 
@@ -22,7 +23,7 @@ def offered(pins: Pins, problem: Problem, batch: int) -> tuple[tuple[str, ...], 
     state = bool(problem.optimizer_bytes) and problem.shardable
     saved = pins.schedule != "zero_bubble"
     # What candidates do not look at: with parameters there, other pins can not be had.
-    again = pins.gather_again in (None, True) and not pins.cast_once
+    again = pins.reshard_after_forward in (None, "always") and not pins.cast_once
     both = "optimizer", "activations"
     some = (("optimizer",), state), (("activations",), saved), (both, state and saved)
     gone = [read_offload(kinds) for kinds in LEAVING]

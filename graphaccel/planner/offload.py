@@ -6,16 +6,15 @@ from collections.abc import Sequence
 
 from graphaccel.errors import BadPin
 from graphaccel.planner.cluster import Cluster
+from graphaccel.planner.pins import OFFLOADS
 from graphaccel.planner.plan import StageMemory
 
 KINDS = ("optimizer", "parameters", "activations")
 """What can be offloaded, in the order in which it is said."""
-STAYING = ("none", "optimizer", "activations", "optimizer+activations")
+STAYING = tuple(choice for choice in OFFLOADS if "parameters" not in choice)
 """The values of the pin with which parameters rest on the device."""
-LEAVING = ("optimizer+parameters", "optimizer+parameters+activations")
+LEAVING = tuple(choice for choice in OFFLOADS if "parameters" in choice)
 """Those with which they rest on the host."""
-CHOICES = (*STAYING, *LEAVING)
-"""The values of the pin."""
 LARGE = 2**20
 """Bytes from which on an activation is worth a copy."""
 
@@ -30,7 +29,7 @@ def read_offload(value: object) -> tuple[str, ...]:
     if names == ["none"]:
         return ()
     if not isinstance(names, Sequence) or any(name not in KINDS for name in names):
-        raise BadPin(pin="offload", value=value, reason="unknown", allowed=CHOICES)
+        raise BadPin(pin="offload", value=value, reason="unknown", allowed=OFFLOADS)
     if "parameters" in names and "optimizer" not in names:
         reason = "parameters on the host are stepped there, with their optimizer state"
         raise BadPin(pin="offload", value=value, reason=reason, allowed=LEAVING)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from graphaccel.errors import BadPin, TooManyStages
+from graphaccel.planner.base_plan import base_plan
 from graphaccel.planner.bounds import Bounds, Columns, columns
 from graphaccel.planner.candidates import (
     WORTH,
@@ -29,8 +30,8 @@ from graphaccel.planner.candidates import (
 from graphaccel.planner.cluster import Cluster, cluster_name
 from graphaccel.planner.estimate import predict_seconds
 from graphaccel.planner.explain import mesh_key, seconds
-from graphaccel.planner.pins import Pins, base_plan
-from graphaccel.planner.plan import GATHERS, Plan, Prediction
+from graphaccel.planner.pins import RESHARDS, Pins
+from graphaccel.planner.plan import Plan, Prediction
 from graphaccel.planner.solve import Outcome, Problem, Shared, excess, in_orders
 
 KEPT = 32
@@ -268,8 +269,8 @@ def rank(plan: Plan, pins: Pins) -> tuple[object, ...]:
         plan.interleave,
         len(plan.again),
         plan.zero,
-        plan.shard,
-        GATHERS.index(plan.gather_again),
+        plan.shard_size,
+        RESHARDS.index(plan.reshard_after_forward),
         plan.accumulation,
         plan.tensor,
         plan.context,

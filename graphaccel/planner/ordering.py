@@ -22,7 +22,7 @@ def orders(cluster: Cluster, plan: Plan) -> tuple[tuple[str, ...], ...]:
     """
     several = plan.data > 1 and plan.pipeline > 1
     room = max((link.size for link in cluster.links if link.size < cluster.count), default=1)
-    if "order" in plan.pinned or not several or plan.replica >= room:
+    if "order" in plan.pinned or not several or plan.model_parallel_size >= room:
         return (plan.order,)
     return (plan.order, DATA_OUTSIDE)
 

@@ -64,7 +64,7 @@ def _stage_seconds(profile: Profile, work: StageWork, plan: Plan, cluster: Clust
     gathered, more = _gathered(profile, work, plan, cluster)
     gathering = 1 if plan.holds_gathered else plan.microbatches
     ahead = gathering * (_exposed(cluster, work.forward, gathered) + more)
-    if plan.gather_again is not True:
+    if plan.reshard_after_forward != "always":
         return backwards() + ahead
     alone = (gathering - summing) * _exposed(cluster, beside, gathered)
     return backwards(gathered) + alone + gathering * more + ahead

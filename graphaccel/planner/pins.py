@@ -1,90 +1,194 @@
-"""What the user decided, as plain fields. Everything left out is planned."""
+"""What a user may decide: one field a decision, with all that is known of it.
+
+From the fields come the checks of single values, the options of the command line, the typed keyword
+arguments of `optimize` and `plan` (`planner.pin_options`), and the table of `docs/pins.md`. A pin
+that is left out is None, and planned.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from functools import cache
 from math import isqrt
+from typing import TYPE_CHECKING, Any
 
-from graphaccel.errors import ScheduleRefused, SplitRefused
-from graphaccel.ir.program import Sharded
-from graphaccel.messages import Location
-from graphaccel.planner.order import AXES
-from graphaccel.planner.plan import Plan, Precision
+from graphaccel.schedule.table import SCHEDULE_NAMES
 
-PRECISIONS: Mapping[str, Precision] = {
-    "fp32": Precision(),
-    "bf16": Precision(compute="bfloat16"),
-    "bf16-params": Precision(compute="bfloat16", stream="bfloat16"),
-    "fp16": Precision(compute="float16", scaled=True),
-    "tf32": Precision(products="tfloat32"),
-    "fp8": Precision(compute="bfloat16", stream="bfloat16", products="float8_e4m3fn"),
-}
+if TYPE_CHECKING:
+    from graphaccel.ir.program import Sharded
+
 RECOMPUTE = ("none", "some", "selective", "all")
-OUTPUTS = ("loss", "all")
-ACCUMULATIONS = ("whole", "shards")
-CONTEXT_BY = ("heads", "sequence")
-ORT = ("off", "auto", "all")
-FALLBACK = ("error", "fx")
-COMPILE = ("off", "inductor")
-COUNTS = (
-    "data", "pipeline", "tensor", "context", "expert", "interleave", "microbatches", "bucket_bytes",
-    "loss_chunk",
+RESHARDS = ("always", "once_per_step", "never")
+OFFLOADS = (
+    "none", "optimizer", "activations", "optimizer+activations", "optimizer+parameters",
+    "optimizer+parameters+activations",
 )  # fmt: skip
-SWITCHES = ("sequence", "scatter_sends", "cast_once", "cuda_graphs")
-NAMES = (
-    *COUNTS, "order", "recompute", "precision", "schedule", "cuts", "outputs",
-    "zero", "shard", "gather_again", "cast_once", "accumulation", "sequence", "context_by",
-    "scatter_sends", "pins", "fusions",
-    "vocab", "stages", "ort", "fallback", "compile", "cuda_graphs", "offload",
-)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Pin:
+    """What is known of one pin.
+
+    group: heading in the documents. kind: how a value is read and checked: "count" (a whole number
+    above 0), "bytes", "level" (a number of `choices`), "switch" (a bool), "choice" (a word of
+    `choices`), "names" (words), "word or names" (a word of `choices`, or names), "offload",
+    "placements" or "stages" (mappings). type: the annotation of its keyword argument. help: one
+    sentence. needs: what it depends on. numerics: what it does to numbers beyond rounding.
+    metavar, option: on the command line; an option of None is Python's alone.
+    """
+
+    group: str
+    kind: str
+    type: str
+    help: str
+    choices: tuple[Any, ...] = ()
+    needs: str = ""
+    numerics: str = ""
+    metavar: str = ""
+    option: str | None = ""
+
+
+def _pin(group: str, kind: str, help: str, **known: Any) -> Any:
+    types = {
+        "count": "int", "bytes": "int", "switch": "bool", "level": "int",
+        "names": "Sequence[str]", "word or names": "str | Sequence[str]",
+        "placements": "Mapping[str, Sharded | tuple[Sharded, ...]]",
+        "stages": "Mapping[str, int]",
+    }  # fmt: skip
+    choices = known.get("choices", ())
+    literal = f"Literal[{', '.join(map(repr, choices))}]" if choices else "str"
+    written = {"choice": literal, "offload": literal, "level": literal}.get(kind) or types[kind]
+    return field(default=None, metadata={"pin": Pin(group, kind, written, help, **known)})
 
 
 @dataclass(frozen=True)
 class Pins:
     """Decisions of the user; None where there is none. recompute: one of `RECOMPUTE` or block
-    names. pins: how single parameters rest, by name, those of `vocab` among them. stages: path of
+    names. placements: parameter → how it rests, those of `vocab` among them. stage_of: path of
     a module and its stage, in the order of the graph. fusions: read by `kernels.registry.enabled`.
     spared: no pin; what is on the host because nothing fits otherwise, where `offload` is not one.
     """
 
-    data: int | None = None
-    pipeline: int | None = None
-    interleave: int | None = None
-    microbatches: int | None = None
-    recompute: str | tuple[str, ...] | None = None
-    precision: str | None = None
-    schedule: str | None = None
-    cuts: tuple[str, ...] | None = None
-    bucket_bytes: int | None = None
-    outputs: str | None = None
-    tensor: int | None = None
-    context: int | None = None
-    expert: int | None = None
-    order: tuple[str, ...] | None = None
-    zero: int | None = None
-    shard: int | None = None
-    gather_again: bool | str | None = None
-    cast_once: bool | None = None
-    accumulation: str | None = None
-    sequence: bool | None = None
-    context_by: str | None = None
-    scatter_sends: bool | None = None
-    pins: tuple[tuple[str, tuple[Sharded, ...]], ...] | None = None
-    vocab: str | None = None
-    stages: tuple[tuple[str, int], ...] | None = None
-    fusions: str | tuple[str, ...] | None = None
-    loss_chunk: int | None = None
-    ort: str | tuple[str, ...] | None = None
-    fallback: str | None = None
-    compile: str | None = None
-    cuda_graphs: bool | None = None
-    offload: tuple[str, ...] | None = None
+    data: int | None = _pin("mesh", "count", "ranks of the data axis: parts of the batch")
+    pipeline: int | None = _pin(
+        "mesh",
+        "count",
+        "ranks of the pipeline axis: groups of devices with some of the layers each",
+    )
+    tensor: int | None = _pin("mesh", "count", "devices that share every matmul")
+    context: int | None = _pin("mesh", "count", "devices that share every sequence")
+    expert: int | None = _pin("mesh", "count", "devices that share the experts of a mixture")
+    interleave: int | None = _pin(
+        "pipeline", "count", "stages on each pipeline rank", needs="pipeline > 1"
+    )
+    microbatches: int | None = _pin(
+        "pipeline", "count", "parts of the batch that run one after the other"
+    )
+    order: tuple[str, ...] | None = _pin(
+        "mesh", "names", "the mesh axes over the devices, the outermost first", metavar="AXES"
+    )
+    zero: int | None = _pin(
+        "zero", "level", "shard over data: 1 optimizer state, 2 and gradients, 3 and parameters",
+        choices=(0, 1, 2, 3), needs="data > 1",
+    )  # fmt: skip
+    shard_size: int | None = _pin(
+        "zero", "count", "ZeRO shards over groups of N devices of the data axis, replicated over "
+        "the rest", needs="zero > 0",
+    )  # fmt: skip
+    sequence: bool | None = _pin(
+        "tensor and context", "switch", "shard activations along the sequence between matmuls",
+        needs="tensor > 1",
+    )  # fmt: skip
+    scatter_sends: bool | None = _pin(
+        "tensor and context", "switch", "each tensor rank sends a part of what all of them hold",
+        needs="tensor > 1 and pipeline > 1",
+    )  # fmt: skip
+    reshard_after_forward: str | None = _pin(
+        "zero", "choice", "free gathered parameters after the forward and gather them again for "
+        "the backward, keep them for the backward, or gather them once a step for all microbatches",
+        choices=RESHARDS, needs="zero 3",
+    )  # fmt: skip
+    cast_once: bool | None = _pin(
+        "precision", "switch", "cast parameters to 16 bits once a step, for all microbatches",
+        needs="a 16-bit precision, without zero 3",
+    )  # fmt: skip
+    context_by: str | None = _pin(
+        "tensor and context", "choice", "in attention each device has some of the heads, or some "
+        "of the queries", choices=("heads", "sequence"), needs="context > 1",
+    )  # fmt: skip
+    accumulation: str | None = _pin(
+        "zero", "choice", "reduce gradients in the last microbatch, or in each, for less memory",
+        choices=("whole", "shards"), needs="zero 2 or 3",
+    )  # fmt: skip
+    recompute: str | tuple[str, ...] | None = _pin(
+        "memory", "word or names", "none, some (as much as memory asks for), selective (of every "
+        "block what memory asks for), all, or names of blocks", choices=RECOMPUTE, metavar="WHAT",
+    )  # fmt: skip
+    schedule: str | None = _pin(
+        "pipeline", "choice", "order of forwards and backwards",
+        choices=SCHEDULE_NAMES, needs="pipeline > 1",
+    )  # fmt: skip
+    cuts: tuple[str, ...] | None = _pin(
+        "pipeline", "names", "ops after which a stage ends, as the report names them",
+        metavar="NODES", needs="pipeline > 1",
+    )  # fmt: skip
+    bucket_bytes: int | None = _pin(
+        "zero", "bytes", "size of the buckets in which gradients are reduced: 25MiB", metavar="SIZE"
+    )
+    precision: str | None = _pin(
+        "precision", "choice", "dtypes of matmuls, activations and parameters in the step",
+        choices=("fp32", "bf16", "bf16-params", "fp16", "tf32", "fp8"),
+        numerics="rounds matmuls (and what follows) to the named precision",
+    )  # fmt: skip
+    compile: str | None = _pin(
+        "kernels", "choice", "what runs the graphs of stages", choices=("off", "inductor")
+    )
+    cuda_graphs: bool | None = _pin(
+        "kernels", "switch", "record the work of each action once, and replay it in every step",
+        needs="GPUs",
+    )  # fmt: skip
+    fusions: str | tuple[str, ...] | None = _pin(
+        "kernels", "word or names", "fused ops: off, auto, or names; -NAME takes one away",
+        choices=("off", "auto"), metavar="WHAT",
+    )  # fmt: skip
+    loss_chunk: int | None = _pin(
+        "memory", "count", "tokens of which a fused head and loss has the logits at a time",
+        needs="a fused head and loss",
+    )  # fmt: skip
+    offload: tuple[str, ...] | None = _pin(
+        "memory", "offload", "on the host: optimizer state (stepped there), large activations "
+        "until their backward, and parameters, copied to the device for each block; by default "
+        "only where nothing fits otherwise, or where a step takes less", choices=OFFLOADS,
+    )  # fmt: skip
+    vocab: str | None = _pin(
+        "placement", "choice", "where embedding and head rest: a shard on each data rank, or split "
+        "by words", choices=("data", "tensor"),
+    )  # fmt: skip
+    stage_of: tuple[tuple[str, int], ...] | None = _pin(
+        "placement", "stages", "the pipeline stage of a module; may be given several times",
+        metavar="MODULE=N", needs="pipeline > 1",
+    )  # fmt: skip
+    placements: tuple[tuple[str, tuple[Sharded, ...]], ...] | None = _pin(
+        "placement", "placements", "how single parameters rest: graphaccel.shard(dim, axis) or "
+        "graphaccel.replicate(), by name or module path", option=None,
+    )  # fmt: skip
+    outputs: str | None = _pin(
+        "placement", "choice", "what a training step returns besides the loss",
+        choices=("loss", "all"), option=None,
+    )  # fmt: skip
+    ort: str | tuple[str, ...] | None = _pin(
+        "kernels", "word or names", "what ONNX Runtime runs: off, auto (what was measured to be "
+        "faster), all, or module paths", choices=("off", "auto", "all"), metavar="WHAT",
+    )  # fmt: skip
+    fallback: str | None = _pin(
+        "kernels", "choice", "what a region does that ONNX Runtime fails to build or run: an "
+        "error, or torch runs it", choices=("error", "fx"), option=None, needs="ort",
+    )  # fmt: skip
     spared: tuple[str, ...] = ()
 
     @property
-    def replica(self) -> int:
+    def model_parallel_size(self) -> int:
         """Devices that hold one stage of one replica together."""
         return (self.expert or 1) * (self.context or 1) * (self.tensor or 1)
 
@@ -93,17 +197,17 @@ class Pins:
         """The levels of ZeRO that have what is pinned, ascending."""
         if self.zero is not None:
             return (self.zero,)
-        if self.gather_again not in (None, True):
+        if self.reshard_after_forward not in (None, "always"):
             return (3,)
         if self.accumulation == "shards":
             return (2, 3)
-        asked = self.shard is not None and not self.over_data
+        asked = self.shard_size is not None and not self.over_data
         return (1, 2, 3) if asked else (0, 1, 2, 3)
 
     @property
     def over_data(self) -> bool:
         """Whether single parameters are to rest sharded over data."""
-        return any(split.axis == "data" for _, splits in self.pins or () for split in splits)
+        return any(split.axis == "data" for _, splits in self.placements or () for split in splits)
 
     @property
     def on_host(self) -> tuple[str, ...]:
@@ -116,66 +220,14 @@ class Pins:
         return tuple(name for name in NAMES if getattr(self, name) is not None)
 
 
-@dataclass(frozen=True)
-class Limit:
-    """An op that does not allow a split of the batch, and why. module: its path. location: of the
-    line that calls it. outside: the loss is not part of the step."""
-
-    op: str
-    module: str
-    reason: str
-    location: Location | None = None
-    outside: bool = False
-
-    def __str__(self) -> str:
-        return (
-            f"{self.op} in {self.module or 'the model'}: {self.reason}" if self.op else self.reason
-        )
-
-    def refused(self, axis: str) -> SplitRefused:
-        """The error. axis: "microbatch" or "data"."""
-        return SplitRefused(
-            axis=axis,
-            op=self.op,
-            module=self.module,
-            location=self.location,
-            reason=self.reason,
-            outside=self.outside,
-        )
-
-    def refused_schedule(self, schedule: str) -> ScheduleRefused:
-        """The error of a schedule that does not run all forwards before any backward."""
-        return ScheduleRefused(
-            schedule=schedule,
-            op=self.op,
-            module=self.module,
-            location=self.location,
-            reason=self.reason,
-        )
+PINS: Mapping[str, Pin] = {f.name: f.metadata["pin"] for f in fields(Pins) if "pin" in f.metadata}
+"""By the name of the keyword argument."""
+NAMES = tuple(PINS)
 
 
-@dataclass(frozen=True)
-class Limits:
-    """What the graph does not allow; None where it does. head: the op for which several
-    microbatches need a schedule that runs all forwards before any backward (`rules.head`)."""
-
-    microbatches: Limit | None = None
-    data: Limit | None = None
-    head: Limit | None = None
-
-
-def shard(dim: int, axis: str) -> Sharded:
-    """A tensor rests with its dim `dim` split evenly over mesh axis `axis`.
-
-    For `pins={"head.weight": graphaccel.shard(0, "tensor")}`; axis is "data", "tensor", "context"
-    or "expert". A tuple of several is applied in its order.
-    """
-    return Sharded(axis, dim)
-
-
-def replicate() -> tuple[Sharded, ...]:
-    """A tensor rests whole on every device of its stage (see `shard`)."""
-    return ()
+def pins_of_kind(*kinds: str) -> tuple[str, ...]:
+    """Names of the pins that are read so."""
+    return tuple(name for name, pin in PINS.items() if pin.kind in kinds)
 
 
 @cache
@@ -183,35 +235,3 @@ def divisors(number: int) -> tuple[int, ...]:
     """All divisors, ascending."""
     small = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
     return tuple(sorted({*small, *(number // n for n in small)}))
-
-
-def base_plan(pins: Pins, devices: int, batch: int, graph: str, cluster: str, outputs: str) -> Plan:
-    """The plan on which the search builds: what was pinned and does not depend on the mesh."""
-    return Plan(
-        devices=devices,
-        precision=PRECISIONS[pins.precision or "fp32"],
-        bucket_bytes=pins.bucket_bytes or Plan.bucket_bytes,
-        loss_chunk=pins.loss_chunk or 0,
-        outputs=outputs,
-        tensor=pins.tensor or 1,
-        context=pins.context or 1,
-        expert=pins.expert or 1,
-        order=pins.order or AXES,
-        zero=min(pins.zeros),
-        gather_again=True if pins.gather_again is None else pins.gather_again,
-        cast_once=bool(pins.cast_once),
-        accumulation=pins.accumulation or "whole",
-        placements=pins.pins or (),
-        sequence=pins.sequence is not False,
-        context_by=pins.context_by or "",
-        scatter_sends=bool(pins.scatter_sends),
-        ort="auto" if pins.ort is None else pins.ort,
-        fallback=pins.fallback or "error",
-        compile=pins.compile or "off",
-        cuda_graphs=bool(pins.cuda_graphs),
-        offload=pins.on_host,
-        batch=batch,
-        pinned=pins.names,
-        graph=graph,
-        cluster=cluster,
-    )

@@ -12,9 +12,9 @@ from typing import Any
 from graphaccel.ir.program import OrtDeclined, OrtRegion, OrtReport, Sharded
 from graphaccel.planner.order import AXES, PARTS, stride
 
-SCHEMA = 1
-GATHERS: tuple[bool | str, ...] = (True, "step", False)
-"""Values of `Plan.gather_again`."""
+SCHEMA = 2
+_WORDS = {True: "always", False: "never", "step": "once_per_step"}
+"""How schema 1 says `reshard_after_forward`."""
 INTERLEAVES = (1, 2, 4)
 """Values of `Plan.interleave` that are offered where it is not pinned."""
 
@@ -178,10 +178,11 @@ class Plan:
     selective: blocks of which that is done but for some values, and those values.
     bucket_bytes: size at which a bucket of gradients is sent for all-reduce.
     zero: what is sharded over the data axis: 1 optimizer state, 2 and gradients, 3 and parameters.
-    shard: over how many devices of the data axis, neighbours; 0: all of it. The rest replicates.
-    gather_again: zero 3 lets go of parameters after the forward and gathers them again (True),
-      keeps them for the microbatch's backward (False), or gathers them once a step and holds them
-      for all microbatches ("step").
+    shard_size: devices of the data axis over which ZeRO shards, neighbours; 0: all of it. The rest
+      replicates.
+    reshard_after_forward: ZeRO 3 frees gathered parameters after the forward and gathers them again
+      for the backward ("always"), keeps them for the microbatch's backward ("never"), or gathers
+      them once a step and keeps them for all microbatches ("once_per_step").
     cast_once: without ZeRO 3, parameters are cast to the precision of products once a step, and
       held so for all microbatches.
     accumulation: "whole": gradients are reduced in the last microbatch; "shards": in every one, so
@@ -232,8 +233,8 @@ class Plan:
     offload: tuple[str, ...] = ()
     outputs: str = "loss"
     zero: int = 0
-    shard: int = 0
-    gather_again: bool | str = True
+    shard_size: int = 0
+    reshard_after_forward: str = "always"
     cast_once: bool = False
     accumulation: str = "whole"
     placements: tuple[tuple[str, tuple[Sharded, ...]], ...] = ()
@@ -269,8 +270,8 @@ class Plan:
         where ZeRO shards over a part of it."""
         found: dict[str, int] = {}
         for axis in self.order:
-            if axis == "data" and self.replicas > 1:
-                found |= dict(zip(PARTS, (self.replicas, self.shards), strict=True))
+            if axis == "data" and self.num_replicas > 1:
+                found |= dict(zip(PARTS, (self.num_replicas, self.shards), strict=True))
             else:
                 found[axis] = getattr(self, axis)
         return found
@@ -289,7 +290,7 @@ class Plan:
         return tuple(own) if own != usual else ()
 
     @property
-    def replica(self) -> int:
+    def model_parallel_size(self) -> int:
         """Devices that hold one stage of one replica together: expert x context x tensor."""
         return self.expert * self.context * self.tensor
 
@@ -301,29 +302,31 @@ class Plan:
     @property
     def shards(self) -> int:
         """Devices of the data axis over which ZeRO shards."""
-        return self.shard or self.data
+        return self.shard_size or self.data
 
     @property
-    def replicas(self) -> int:
+    def num_replicas(self) -> int:
         """How often the data axis holds what ZeRO shards."""
         return self.data // self.shards
 
     @property
     def shard_axis(self) -> str:
         """The mesh axis of ZeRO's shards: "shard", or "data" where that is all of it."""
-        return "shard" if self.shard else "data"
+        return "shard" if self.shard_size else "data"
 
     @property
     def gathers_low(self) -> bool:
         """Whether ZeRO 3 gathers parameters in the dtype that they are computed with: where all
         that reads them wants it, and the backward does not read what the forward gathered."""
         through = self.precision.stream != "float32"
-        return through and self.zero == 3 and self.data > 1 and self.gather_again is not False
+        return (
+            through and self.zero == 3 and self.data > 1 and self.reshard_after_forward != "never"
+        )
 
     @property
     def holds_gathered(self) -> bool:
         """Whether ZeRO 3 gathers parameters once a step, and holds them for all microbatches."""
-        return self.zero == 3 and self.data > 1 and self.gather_again == "step"
+        return self.zero == 3 and self.data > 1 and self.reshard_after_forward == "once_per_step"
 
     @property
     def holds_casts(self) -> bool:
@@ -365,9 +368,9 @@ class Plan:
             parts[0] += f", {self.schedule.replace('_', ' ')}"
         if self.zero:
             parts.append(f"zero {self.zero}")
-            parts[-1] += f" in groups of {self.shard}" if self.shard else ""
-            if self.zero == 3 and self.gather_again is not True:
-                each = " a step" if self.gather_again == "step" else ""
+            parts[-1] += f" in groups of {self.shard_size}" if self.shard_size else ""
+            if self.zero == 3 and self.reshard_after_forward != "always":
+                each = " a step" if self.reshard_after_forward == "once_per_step" else ""
                 parts[-1] += f", gathered once{each}"
             if self.accumulation == "shards":
                 parts[-1] += ", reduced in each microbatch"
@@ -401,7 +404,7 @@ class Plan:
     def usual(self) -> float:
         """Examples in a step for as many devices as hold a stage together, which is what decides
         between placements: the same for all plans of these devices with these axes."""
-        return max(1.0, self.batch * self.replica / self.devices)
+        return max(1.0, self.batch * self.model_parallel_size / self.devices)
 
     def to_json(self) -> str:
         """Stable JSON: sorted keys, bytes as integers, seconds as floats."""
@@ -409,8 +412,9 @@ class Plan:
 
     @staticmethod
     def from_json(text: str) -> Plan:
-        """Read a plan back. Raises ValueError for another schema or unknown fields."""
-        data = json.loads(text)
+        """Read a plan back, one of schema 1 too. Raises ValueError for another schema or unknown
+        fields."""
+        data = _upgraded(json.loads(text))
         if data.get("schema") != SCHEMA:
             raise ValueError(f"plan schema {data.get('schema')!r}; this version reads {SCHEMA}")
         unknown = set(data) - {f.name for f in fields(Plan)}
@@ -455,6 +459,18 @@ class Plan:
     def decided(self, **changes: Any) -> Plan:
         """The same plan with some decisions changed and the predictions dropped."""
         return replace(self, prediction=None, alternatives=(), certificate="", **changes)
+
+
+def _upgraded(data: dict[str, Any]) -> dict[str, Any]:
+    """A plan of schema 1 in the names of schema 2; others as they are."""
+    if data.get("schema") != 1:
+        return data
+    new = {**data, "schema": SCHEMA, "shard_size": data.get("shard", 0)}
+    new["reshard_after_forward"] = _WORDS[data.get("gather_again", True)]
+    names = {"gather_again": "reshard_after_forward", "shard": "shard_size", "pins": "placements",
+             "stages": "stage_of"}  # fmt: skip
+    new["pinned"] = [names.get(name, name) for name in data.get("pinned", ())]
+    return {name: value for name, value in new.items() if name not in ("shard", "gather_again")}
 
 
 def _stage_memory(phases: dict[str, int] | None = None, **data: Any) -> StageMemory:

@@ -15,8 +15,8 @@ from graphaccel.planner.check_pins import (
     check_mesh,
     check_together,
 )
+from graphaccel.planner.limits import Limits
 from graphaccel.planner.module_pins import (
-    VOCAB,
     read_placements,
     read_stages,
     vocabulary_placements,
@@ -24,22 +24,7 @@ from graphaccel.planner.module_pins import (
 from graphaccel.planner.offload import read_offload
 from graphaccel.planner.order import AXES
 from graphaccel.planner.ordering import read_order
-from graphaccel.planner.pins import (
-    ACCUMULATIONS,
-    COMPILE,
-    CONTEXT_BY,
-    COUNTS,
-    FALLBACK,
-    NAMES,
-    ORT,
-    OUTPUTS,
-    PRECISIONS,
-    RECOMPUTE,
-    SWITCHES,
-    Limits,
-    Pins,
-)
-from graphaccel.schedule.table import SCHEDULE_NAMES
+from graphaccel.planner.pins import NAMES, PINS, Pin, Pins
 
 
 def read_pins(
@@ -53,10 +38,10 @@ def read_pins(
     """
     given = _values(pins)
     typed: dict[str, Any] = {**given, **_names(given, step)}
-    if "pins" in given:
-        typed["pins"] = read_placements(given["pins"], step)
-    if "stages" in given:
-        typed["stages"] = read_stages(given["stages"], step)
+    if "placements" in given:
+        typed["placements"] = read_placements(given["placements"], step)
+    if "stage_of" in given:
+        typed["stage_of"] = read_stages(given["stage_of"], step)
     if "offload" in given:
         typed["offload"] = read_offload(given["offload"])
     found = _ordered(Pins(**typed))
@@ -64,10 +49,10 @@ def read_pins(
     check_mesh(found, devices)
     if found.vocab is not None:
         sizes = axis_sizes(found, devices)
-        sizes["data"] = found.shard or sizes["data"]
+        sizes["data"] = found.shard_size or sizes["data"]
         placed = vocabulary_placements(found.vocab, step, sizes)
-        own = {**placed, **dict(found.pins or ())}
-        found = replace(found, pins=tuple(sorted(own.items())))
+        own = {**placed, **dict(found.placements or ())}
+        found = replace(found, placements=tuple(sorted(own.items())))
     check_together(found, devices, step.has_loss)
     check_batch(found, batch, limits)
     return found
@@ -75,7 +60,7 @@ def read_pins(
 
 def check_alone(pins: Mapping[str, object], devices: int, batch: int) -> None:
     """As `read_pins`, as far as that needs no graph."""
-    graph = ("recompute", "ort", "pins", "vocab", "stages", "fusions")
+    graph = ("recompute", "ort", "placements", "vocab", "stage_of", "fusions")
     given: dict[str, Any] = {n: v for n, v in _values(pins).items() if n not in graph}
     if "offload" in given:
         given["offload"] = read_offload(given["offload"])
@@ -93,27 +78,24 @@ def _values(pins: Mapping[str, object]) -> dict[str, object]:
     for name in given:
         if name not in NAMES:
             raise BadPin(pin=name, value=given[name], reason=f"known pins: {', '.join(NAMES)}")
-    for name in (*COUNTS, "shard"):
-        value = given.get(name, 1)
+    for name, value in given.items():
+        _check_value(name, value, PINS[name])
+    return given
+
+
+def _check_value(name: str, value: object, pin: Pin) -> None:
+    """One value, as far as its kind says what it may be. Raises BadPin (GA202)."""
+    if pin.kind in ("count", "bytes"):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise BadPin(pin=name, value=value, reason="it is a count of at least 1")
-    for name, known in (
-        ("precision", tuple(PRECISIONS)),
-        ("schedule", SCHEDULE_NAMES),
-        ("outputs", OUTPUTS),
-        ("fallback", FALLBACK),
-        ("compile", COMPILE),
-        ("accumulation", ACCUMULATIONS),
-        ("vocab", VOCAB),
-        ("context_by", CONTEXT_BY),
-    ):
-        if name in given and given[name] not in known:
-            raise BadPin(pin=name, value=given[name], reason="unknown", allowed=known)
-    for name in SWITCHES:
-        if not isinstance(given.get(name, True), bool):
-            reason = "it is true or false"
-            raise BadPin(pin=name, value=given[name], reason=reason, allowed=("True", "False"))
-    return given
+    elif pin.kind == "choice" and value not in pin.choices:
+        raise BadPin(pin=name, value=value, reason="unknown", allowed=pin.choices)
+    elif pin.kind == "level" and (isinstance(value, bool) or value not in pin.choices):
+        allowed = tuple(map(str, pin.choices))
+        raise BadPin(pin=name, value=value, reason="it is a level of ZeRO", allowed=allowed)
+    elif pin.kind == "switch" and not isinstance(value, bool):
+        reason = "it is true or false"
+        raise BadPin(pin=name, value=value, reason=reason, allowed=("True", "False"))
 
 
 def _names(given: Mapping[str, object], step: StepGraph) -> dict[str, object]:
@@ -121,8 +103,10 @@ def _names(given: Mapping[str, object], step: StepGraph) -> dict[str, object]:
     found: dict[str, object] = {}
     value = given.get("recompute")
     blocks = tuple(block.name for block in step.blocks)
-    if isinstance(value, str) and value not in RECOMPUTE:
-        raise BadPin(pin="recompute", value=value, reason="unknown", allowed=RECOMPUTE)
+    if isinstance(value, str) and value not in PINS["recompute"].choices:
+        raise BadPin(
+            pin="recompute", value=value, reason="unknown", allowed=PINS["recompute"].choices
+        )
     if value is not None and not isinstance(value, str):
         chosen = _strings("recompute", value)
         for name in chosen:
@@ -131,7 +115,7 @@ def _names(given: Mapping[str, object], step: StepGraph) -> dict[str, object]:
                     pin="recompute",
                     value=chosen,
                     reason=f"{name} is no block; blocks: {', '.join(blocks) or 'none'}",
-                    allowed=RECOMPUTE,
+                    allowed=PINS["recompute"].choices,
                 )
         found["recompute"] = tuple(name for name in blocks if name in chosen)
     if "ort" in given:
@@ -150,16 +134,21 @@ def _names(given: Mapping[str, object], step: StepGraph) -> dict[str, object]:
 
 
 def _ort(value: object, step: StepGraph) -> str | tuple[str, ...]:
-    """One of `ORT`, or paths of modules that compute something."""
+    """A word of the pin's, or paths of modules that compute something."""
     if isinstance(value, str):
-        if value not in ORT:
-            raise BadPin(pin="ort", value=value, reason="unknown", allowed=ORT)
+        if value not in PINS["ort"].choices:
+            raise BadPin(pin="ort", value=value, reason="unknown", allowed=PINS["ort"].choices)
         return value
     paths = _strings("ort", value)
     modules = {n.meta.get("module", "") for n in step.graph.graph.nodes}
     for path in paths:
         if not any(m == path or m.startswith(f"{path}.") for m in modules):
-            raise BadPin(pin="ort", value=paths, reason=f"no op belongs to {path}", allowed=ORT)
+            raise BadPin(
+                pin="ort",
+                value=paths,
+                reason=f"no op belongs to {path}",
+                allowed=PINS["ort"].choices,
+            )
     return paths
 
 

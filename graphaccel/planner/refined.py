@@ -25,8 +25,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from graphaccel.planner.base_plan import PRECISIONS
 from graphaccel.planner.cluster import Cluster, Device, Link, StepTime
-from graphaccel.planner.pins import PRECISIONS
 from graphaccel.planner.plan import Plan, Precision, Prediction
 from graphaccel.planner.profile import Profile
 

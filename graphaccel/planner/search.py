@@ -36,6 +36,7 @@ from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.conflicts import agreeing_pins
 from graphaccel.planner.explain import alternatives, infeasible, seconds, time_text
 from graphaccel.planner.layouts import Layouts
+from graphaccel.planner.limits import Limit, Limits
 from graphaccel.planner.offering import (
     check_chunk,
     check_offload,
@@ -46,7 +47,7 @@ from graphaccel.planner.offering import (
 from graphaccel.planner.offload import offload_text
 from graphaccel.planner.on_host import faster_on_host, goal_of, missing, solve_as_needed
 from graphaccel.planner.outside import outside_notes
-from graphaccel.planner.pins import Limit, Limits, Pins
+from graphaccel.planner.pins import Pins
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.profile import Profile
 from graphaccel.planner.record import Record
@@ -96,7 +97,7 @@ def search(
     decided = agreeing_pins(pins, step, cluster.count, batch, limits)
     problem = Problem(
         profiles or Layouts(Profile(step)), cluster, optimizer_bytes, limits, shardable,
-        decided.stages or (), stepping,
+        decided.stage_of or (), stepping,
     )  # fmt: skip
     record = Record() if record is None else record
     record.asked(problem, decided, batch, dict(pins), refine)

@@ -14,10 +14,10 @@ from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.estimate import predict, predict_seconds
 from graphaccel.planner.footprint import predict_memory
 from graphaccel.planner.layouts import Layouts
+from graphaccel.planner.limits import Limits
 from graphaccel.planner.needed import needed
 from graphaccel.planner.offload import device_state, host_excess, placed_parameters
 from graphaccel.planner.ordering import orders
-from graphaccel.planner.pins import Limits
 from graphaccel.planner.plan import Plan, Prediction, StageMemory
 from graphaccel.planner.profile import Profile, SizedProfile
 from graphaccel.planner.recompute import BlockOption, block_options, every_second

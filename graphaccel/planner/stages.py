@@ -440,7 +440,7 @@ def _with_pinned(
                 held[other] &= ~touched
     if partition(cost, stages, held) is None:
         reason = f"no {stages - 1} cuts make {stages} stages with these modules on theirs"
-        raise BadPin(pin="stages", value=dict(pinned), reason=reason)
+        raise BadPin(pin="stage_of", value=dict(pinned), reason=reason)
     if room is None or limit is None:
         return partition(cost, stages, held)
     for j in range(1, points):

@@ -98,7 +98,7 @@ def _over_data(
             found.append((plan.shard_axis, "reduce-scatter", calls * times, size * times,
                           calls * times * one))  # fmt: skip
             size /= plan.shards
-            inner = (*(("replicate",) if plan.replicas > 1 else ()), *axes)
+            inner = (*(("replicate",) if plan.num_replicas > 1 else ()), *axes)
             one = shards_seconds(cluster, size / calls, axes, plan)
         else:
             inner = (*(("data",) if plan.data > 1 else ()), *axes)
@@ -109,7 +109,7 @@ def _over_data(
         sizes = [work.gradient] if plan.zero < 3 else _groups(profile, work, plan)
         again = 1
         if plan.zero == 3 and not plan.holds_gathered:
-            again = plan.microbatches * (2 if plan.gather_again else 1)
+            again = plan.microbatches * (1 if plan.reshard_after_forward == "never" else 2)
         seconds = sum(
             all_gather_seconds(cluster, n, plan.shards, plan.stride("data")) for n in sizes
         )

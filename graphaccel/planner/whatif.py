@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 
 from graphaccel.errors import BadPin, GraphAccelError, InfeasiblePlan
 from graphaccel.messages import format_bytes
+from graphaccel.planner.base_plan import PRECISIONS
 from graphaccel.planner.candidates import Shape, shapes, shard_sizes
 from graphaccel.planner.cluster import MOST_DEVICES, Cluster, Collective, Link, OpTime
 from graphaccel.planner.conflicts import agreeing_pins
@@ -35,7 +36,7 @@ from graphaccel.planner.offload import offload_text, read_offload
 from graphaccel.planner.on_host import WORTH_COPIES, solve_as_needed
 from graphaccel.planner.order import AXES
 from graphaccel.planner.ordering import orders
-from graphaccel.planner.pins import NAMES, PRECISIONS, Pins
+from graphaccel.planner.pins import NAMES, Pins
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.record import Record
 from graphaccel.planner.solve import Problem, excess
@@ -247,7 +248,7 @@ def value_of(plan: Plan, name: str, blocks: tuple[str, ...]) -> str:
         return offload_text(plan.offload)
     if name == "precision":
         return _precision(plan)
-    if name == "shard":
+    if name == "shard_size":
         return str(plan.shards)
     return _said(plan.order) if name == "order" else str(getattr(plan, name))
 
@@ -261,7 +262,7 @@ def _decisions(record: Record, problem: Problem, plan: Plan) -> Iterator[Decisio
     for name in NAMES:
         values = _values(record, problem, plan, name)
         pinned = name in record.pins.names
-        if not hasattr(plan, name) or not (values or pinned):
+        if name == "placements" or not hasattr(plan, name) or not (values or pinned):
             continue
         chosen = value_of(plan, name, blocks)
         others = [v for v in values if _said(v) != chosen]
@@ -278,10 +279,16 @@ def _decisions(record: Record, problem: Problem, plan: Plan) -> Iterator[Decisio
 
 def _values(record: Record, problem: Problem, plan: Plan, name: str) -> list:
     """The values of a decision that can be planned with everything else free or as pinned."""
-    if name in ("gather_again", "accumulation") and plan.zero < (3 if "gather" in name else 2):
+    if name in ("reshard_after_forward", "accumulation") and plan.zero < (
+        3 if name == "reshard_after_forward" else 2
+    ):
         return []  # nothing to decide
-    if name == "shard":
-        return sorted(shard_sizes(problem.cluster, plan.data, plan.replica)) if plan.zero else []
+    if name == "shard_size":
+        return (
+            sorted(shard_sizes(problem.cluster, plan.data, plan.model_parallel_size))
+            if plan.zero
+            else []
+        )
     if name == "order":
         found = orders(problem.cluster, replace(plan, order=AXES, pinned=()))
         return list(found) if len(found) > 1 else []

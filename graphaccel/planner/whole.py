@@ -97,9 +97,10 @@ def _left(
 def _kept(pins: Pins, own: Sequence[Shape]) -> list[Shape]:
     """With what ZeRO 3 gathers held from a microbatch's forward to its backward: slower than for
     the whole step, and with several stages on a rank it may take less."""
-    free = [] if pins.gather_again is not None else own
-    return [mesh._replace(gather_again=False)
-            for mesh in free if mesh.gather_again == "step" and mesh.microbatches > 1]  # fmt: skip
+    free = [] if pins.reshard_after_forward is not None else own
+    return [mesh._replace(reshard_after_forward="never")
+            for mesh in free
+            if mesh.reshard_after_forward == "once_per_step" and mesh.microbatches > 1]  # fmt: skip
 
 
 def _gpipes(pins: Pins, own: Sequence[Shape]) -> list[Shape]:

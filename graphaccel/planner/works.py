@@ -25,7 +25,7 @@ _NUMBERED = 1 << 62  # what one integer can tell apart
 
 def sized_for(profile: Profile, plan: Plan, cluster: Cluster) -> SizedProfile:
     """The profile at the plan's microbatch size, on the plan's mesh."""
-    wires = wires_of(cluster, plan) if plan.replica > 1 else None
+    wires = wires_of(cluster, plan) if plan.model_parallel_size > 1 else None
     device = computing(cluster.device, plan.precision)
     return profile.sized(plan.microbatch_size, device, wires, plan.loss_chunk)
 

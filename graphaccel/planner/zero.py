@@ -113,7 +113,7 @@ def _check(
     even = size % ranks == 0 and asked.dim not in _taken(shape, splits, plan)
     if not (even or _wide(size, asked.dim, splits, ranks)):
         raise BadPin(
-            pin="pins",
+            pin="placements",
             value={name: asked},
             reason=f"dim {asked.dim} of {name} {list(shape)} can not be shared evenly by "
             f"{plan.shard_axis} {ranks}",

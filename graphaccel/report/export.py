@@ -43,7 +43,7 @@ class _Refused:
 _RECOMPUTE_OR_NOT = (("recompute", "none"), ("recompute", "all"))
 _NOTHING_AWAY = (("offload", "none"),)
 _SHARDED_OR_NOT = (("zero", 0), ("zero", 2), ("zero", 3))
-_GATHERS_AGAIN = (("gather_again", True),)
+_GATHERS_AGAIN = (("reshard_after_forward", "always"),)
 
 
 def export(facts: Facts, target: str) -> str:
@@ -166,11 +166,11 @@ def _torchtitan(facts: Facts, refused: _Refused) -> str:
         )
     sharded = plan.zero >= 2
     tokens = plan.microbatch_size * (facts.model.tokens or 0)
-    again = "always" if plan.zero == 3 and plan.gather_again is True else "never"
+    again = "always" if plan.zero == 3 and plan.reshard_after_forward == "always" else "never"
     if plan.holds_gathered and plan.microbatches > 1 and plan.pipeline == 1:
         refused.add(_PER_MICROBATCH, _GATHERS_AGAIN)
     rows: list[tuple[str, Any]] = [
-        ("parallelism.data_parallel_replicate_degree", plan.replicas if sharded else plan.data),
+        ("parallelism.data_parallel_replicate_degree", plan.num_replicas if sharded else plan.data),
         ("parallelism.data_parallel_shard_degree", plan.shards if sharded else 1),
         ("parallelism.tensor_parallel_degree", plan.tensor),
         ("parallelism.context_parallel_degree", plan.context),
@@ -283,14 +283,15 @@ def _megatron(facts: Facts, refused: _Refused) -> str:
     elif plan.zero > 1:
         kept = {2: "optim_grads", 3: "optim_grads_params"}[plan.zero]
         flags += [("use-megatron-fsdp", None), ("data-parallel-sharding-strategy", kept)]
-        if plan.shard:  # `no_shard`: nothing more is sharded over the replicas
+        if plan.shard_size:  # `no_shard`: nothing more is sharded over the replicas
             flags.append(("outer-dp-sharding-strategy", "no_shard"))
-        if plan.zero == 3 and not plan.gather_again:
+        if plan.zero == 3 and plan.reshard_after_forward == "never":
             refused.add(
-                "gather_again=False: its FSDP gathers again for the backward", _GATHERS_AGAIN
+                "reshard_after_forward='never': its FSDP gathers again for the backward",
+                _GATHERS_AGAIN,
             )
-    if plan.shard:
-        flags.append(("num-distributed-optimizer-instances", plan.replicas))
+    if plan.shard_size:
+        flags.append(("num-distributed-optimizer-instances", plan.num_replicas))
     if "parameters" in plan.offload:
         refused.add(
             "parameters on the host: its CPU offload is of optimizer state alone", _NOTHING_AWAY
@@ -358,8 +359,11 @@ def _deepspeed(facts: Facts, refused: _Refused) -> str:
             "recomputation: it is called in the model's code, not set in this file",
             (("recompute", "none"),),
         )
-    if plan.zero == 3 and not plan.gather_again:
-        refused.add("gather_again=False: its ZeRO-3 gathers again for the backward", _GATHERS_AGAIN)
+    if plan.zero == 3 and plan.reshard_after_forward == "never":
+        refused.add(
+            "reshard_after_forward='never': its ZeRO-3 gathers again for the backward",
+            _GATHERS_AGAIN,
+        )
     stage = plan.zero
     if plan.holds_gathered:  # whole weights in 16 bits, their float32 masters in shards
         stage = 2 if plan.accumulation == "shards" else 1
@@ -375,18 +379,18 @@ def _deepspeed(facts: Facts, refused: _Refused) -> str:
             "reduce_bucket_size": plan.bucket_bytes // _FP32,
         },
     }
-    if plan.shard and stage < 3:
+    if plan.shard_size and stage < 3:
         refused.add(
-            f"zero {stage} in groups of {plan.shard}: its MiCS is of zero 3",
+            f"zero {stage} in groups of {plan.shard_size}: its MiCS is of zero 3",
             (("zero", 3), ("shard", plan.data)),
         )
-    elif plan.shard and plan.offload:
+    elif plan.shard_size and plan.offload:
         refused.add(
-            f"zero 3 in groups of {plan.shard}: its MiCS keeps nothing on the host",
+            f"zero 3 in groups of {plan.shard_size}: its MiCS keeps nothing on the host",
             (("shard", plan.data), *_NOTHING_AWAY),
         )
-    elif plan.shard:
-        content["zero_optimization"]["mics_shard_size"] = plan.shard
+    elif plan.shard_size:
+        content["zero_optimization"]["mics_shard_size"] = plan.shard_size
     if "optimizer" in plan.offload and not stage:
         refused.add(
             "optimizer state on the host without zero: it is part of its ZeRO",
@@ -455,7 +459,7 @@ def _accelerate(facts: Facts, refused: _Refused) -> str:
     if plan.holds_gathered and plan.microbatches > 1:
         refused.add(_PER_MICROBATCH, _GATHERS_AGAIN)
     if plan.zero:
-        again = str(plan.zero == 3 and plan.gather_again is True).lower()
+        again = str(plan.zero == 3 and plan.reshard_after_forward == "always").lower()
         lines += [
             "fsdp_config:",
             "  fsdp_version: 2",
@@ -465,7 +469,7 @@ def _accelerate(facts: Facts, refused: _Refused) -> str:
             f"  fsdp_offload_params: {str('parameters' in plan.offload).lower()}",
             "  fsdp_state_dict_type: SHARDED_STATE_DICT",
             "parallelism_config:",
-            f"  parallelism_config_dp_replicate_size: {plan.replicas}",
+            f"  parallelism_config_dp_replicate_size: {plan.num_replicas}",
             f"  parallelism_config_dp_shard_size: {plan.shards}",
             f"  parallelism_config_tp_size: {plan.tensor}",
             f"  parallelism_config_cp_size: {plan.context}",

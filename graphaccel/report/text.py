@@ -101,8 +101,8 @@ def _decisions(facts: Facts) -> list[str]:
         lines += wrapped(f"pinned: {', '.join(plan.pinned)}")
     parts = plural(plan.microbatches, "microbatch")
     split = f"data {plan.data}"
-    if plan.shard:
-        split += f" (replicate {plan.replicas} x shard {plan.shard})"
+    if plan.shard_size:
+        split += f" (replicate {plan.num_replicas} x shard {plan.shard_size})"
     lines.append(f"  batch {plan.batch} = {split} x {parts} of {plan.microbatch_size}")
     if plan.reordered:
         lines += wrapped(f"neighbours on an axis: {_apart(plan)}")
@@ -163,13 +163,17 @@ def _summed(plan: Plan) -> str:
     buckets = f"in buckets of {format_bytes(plan.bucket_bytes)}"
     if plan.zero < 2:
         text = f"gradients summed over data {plan.data} {buckets}"
-        over = f" over shard {plan.shard}" if plan.shard else ""
+        over = f" over shard {plan.shard_size}" if plan.shard_size else ""
         return f"{text}, parameters gathered{over} after the optimizer" if plan.zero else text
     groups = "a block at a time" if plan.zero == 3 else buckets
     each = plan.microbatches > 1 and plan.accumulation == "shards"
     often = ", in each microbatch" if each else ", once a step" * (plan.microbatches > 1)
     text = f"gradients reduce-scattered over {plan.shard_axis} {plan.shards} {groups}{often}"
-    return f"{text}, their shards summed over replicate {plan.replicas}" if plan.shard else text
+    return (
+        f"{text}, their shards summed over replicate {plan.num_replicas}"
+        if plan.shard_size
+        else text
+    )
 
 
 def _memory(facts: Facts) -> list[str]:

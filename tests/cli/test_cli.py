@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from graphaccel import cli, errors
-from graphaccel.planner.offload import CHOICES
+from graphaccel.planner.pins import OFFLOADS
 
 ROOT = Path(__file__).parents[2]
 
@@ -70,7 +70,7 @@ def test_no_command_is_a_bad_argument(capsys: pytest.CaptureFixture[str]) -> Non
         ([], "FILE[:FUNCTION] and --devices N are needed, or --compare FILE FILE"),
         (["--devices", "2", "--cluster", "c.json", "--device", "cpu"], "leave --device and"),
         (["--devices", "2", "--why-not", "tensor"], "'tensor' is not like pipeline=4"),
-        (["--devices", "2", "--stage", "h.3"], "a module and its stage, as in h.3=1, not 'h.3'"),
+        (["--devices", "2", "--stage-of", "h.3"], "a module and its stage, as in h.3=1, not 'h.3'"),
         (["--devices", "2", "--compare", "a.json"], "expected 2 arguments"),
         (
             ["--devices", "2", "--why-not", "data=4,data=2"],
@@ -107,11 +107,14 @@ def test_plan_arguments(model_file: Path) -> None:
     text = f"plan {model_file}:job --devices 8 --device h100-80gb --memory 1.5GiB --batch 64"
     pins = "--json p.json --data 2 --pipeline 4 --interleave 2 --microbatches 8"
     pins += (
-        " --tensor 2 --context 2 --expert 2 --order data,pipeline --zero 3 --shard 2"
-        " --no-sequence --context-by heads --scatter-sends --gather-again --no-cast-once"
+        " --tensor 2 --context 2 --expert 2 --order data,pipeline --zero 3 --shard-size 2"
+        " --no-sequence --context-by heads --scatter-sends --no-cast-once"
+        " --reshard-after-forward always"
     )
     choices = "--recompute some --precision bf16 --html r.html --trace t.json --save-cluster c.json"
-    choices += " --accumulation shards --vocab data --stage h.3=1 --stage h.4=2 --compile inductor"
+    choices += (
+        " --accumulation shards --vocab data --stage-of h.3=1 --stage-of h.4=2 --compile inductor"
+    )
     choices += " --fusions auto,-rotary --cuda-graphs --loss-chunk 512"
     choices += " --offload optimizer --schedule interleaved --cuts a,b --bucket-bytes 25MiB"
     shown = "--format json --measure 3 --explain --why-not pipeline=4,recompute=none"
@@ -136,17 +139,17 @@ def test_plan_arguments(model_file: Path) -> None:
         "expert": 2,
         "order": ("data", "pipeline"),
         "zero": 3,
-        "shard": 2,
+        "shard_size": 2,
         "refine": None,
         "check": False,
         "sequence": False,
         "context_by": "heads",
         "scatter_sends": True,
-        "gather_again": True,
+        "reshard_after_forward": "always",
         "cast_once": False,
         "accumulation": "shards",
         "vocab": "data",
-        "stages": [("h.3", 1), ("h.4", 2)],
+        "stage_of": [("h.3", 1), ("h.4", 2)],
         "recompute": "some",
         "precision": "bf16",
         "compile": "inductor",
@@ -179,7 +182,7 @@ def test_plan_arguments(model_file: Path) -> None:
 
 @pytest.mark.parametrize("command", ["plan", "run"])
 def test_every_value_of_offload_can_be_said(model_file: Path, command: str) -> None:
-    for value in CHOICES:
+    for value in OFFLOADS:
         target = f"{model_file}:job" if command == "plan" else str(model_file)
         line = [command, "--devices", "2", "--offload", value, target]
         assert cli.build_parser().parse_args(line).offload == value
@@ -269,11 +272,11 @@ def test_pins_of_run_come_before_those_of_the_script(monkeypatch: pytest.MonkeyP
     calls = []
     monkeypatch.setattr(launch, "run_script", lambda *arguments: calls.append(arguments) or 0)
     monkeypatch.setenv(PINS, "{}")
-    flags = "--zero 3 --data 2 --stage head=1 --no-sequence --ort a,b --recompute h.0,h.1"
+    flags = "--zero 3 --data 2 --stage-of head=1 --no-sequence --ort a,b --recompute h.0,h.1"
     flags += " --schedule gpipe --bucket-bytes 1MiB --cuts a"
     assert cli.main(f"run --devices 2 {flags} train.py --zero 1".split()) == 0
     assert calls == [(2, ["train.py", "--zero", "1"], [], False)]
-    given = {"zero": 3, "data": 2, "stages": {"head": 1}, "sequence": False, "ort": ("a", "b")}
+    given = {"zero": 3, "data": 2, "stage_of": {"head": 1}, "sequence": False, "ort": ("a", "b")}
     given |= {"recompute": ("h.0", "h.1"), "schedule": "gpipe", "bucket_bytes": 1 << 20}
     given |= {"cuts": ("a",)}
     assert with_command_line({"zero": 1, "tensor": 2}) == {"tensor": 2, **given}

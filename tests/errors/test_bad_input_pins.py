@@ -63,11 +63,11 @@ from tests.support.small import WIDTH, Classifier, small_batch
             "zero, schedule",
         ),
         (
-            {"zero": 0, "gather_again": "step"},
-            "zero=0 and gather_again='step'",
-            ("zero=0               with the others:  zero=3", "gather_again='step'  with the others:  gather_again=True"),
+            {"zero": 0, "reshard_after_forward": "once_per_step"},
+            "zero=0 and reshard_after_forward='once_per_step'",
+            ("zero=0                                 with the others:  zero=3", "reshard_after_forward='once_per_step'  with the others:  reshard_after_forward='always'"),
             "with zero=0 no parameter is gathered",
-            "zero, gather_again",
+            "zero, reshard_after_forward",
         ),
         (
             {"accumulation": "shards", "zero": 0},
@@ -77,11 +77,11 @@ from tests.support.small import WIDTH, Classifier, small_batch
             "accumulation, zero",
         ),
         (
-            {"zero": 1, "gather_again": False, "recompute": "none"},
-            "zero=1 and gather_again=False",
-            ("zero=1              with the others:  zero=3", "gather_again=False  with the others:  gather_again=True"),
+            {"zero": 1, "reshard_after_forward": "never", "recompute": "none"},
+            "zero=1 and reshard_after_forward='never'",
+            ("zero=1                         with the others:  zero=3", "reshard_after_forward='never'  with the others:  reshard_after_forward='always'"),
             "with zero=1 no parameter is gathered",
-            "zero, gather_again",
+            "zero, reshard_after_forward",
         ),
         (
             {"data": 1, "accumulation": "shards"},
@@ -91,11 +91,11 @@ from tests.support.small import WIDTH, Classifier, small_batch
             "data, accumulation",
         ),
         (
-            {"gather_again": False, "data": 1},
-            "gather_again=False and data=1",
-            ("gather_again=False  with the others:  gather_again=True", "data=1              with the others:  data=2  data=4  data=8"),
+            {"reshard_after_forward": "never", "data": 1},
+            "reshard_after_forward='never' and data=1",
+            ("reshard_after_forward='never'  with the others:  reshard_after_forward='always'", "data=1                         with the others:  data=2  data=4  data=8"),
             "with data=1 there is no axis to shard over",
-            "gather_again, data",
+            "reshard_after_forward, data",
         ),
         (
             {"accumulation": "shards", "schedule": "zero_bubble", "pipeline": 2},
@@ -106,26 +106,26 @@ from tests.support.small import WIDTH, Classifier, small_batch
             "accumulation, schedule",
         ),
         (
-            {"cast_once": True, "gather_again": "step", "precision": "bf16"},
-            "cast_once=True and gather_again='step'",
-            ("cast_once=True       with the others:  cast_once=False", "gather_again='step'  with the others:  gather_again=True"),
-            "gather_again='step' is of zero=3, which gathers parameters that rest in shards; cast_once "
+            {"cast_once": True, "reshard_after_forward": "once_per_step", "precision": "bf16"},
+            "cast_once=True and reshard_after_forward='once_per_step'",
+            ("cast_once=True                         with the others:  cast_once=False", "reshard_after_forward='once_per_step'  with the others:  reshard_after_forward='always'"),
+            "reshard_after_forward='once_per_step' is of zero=3, which gathers parameters that rest in shards; cast_once "
             "holds casts of those that rest whole, under zero=0, 1 or 2",
-            "cast_once, gather_again",
+            "cast_once, reshard_after_forward",
         ),
         (
-            {"gather_again": False, "precision": "bf16-params", "data": 4, "cast_once": True},
-            "gather_again=False and cast_once=True",
-            ("gather_again=False  with the others:  gather_again=True", "cast_once=True      with the others:  cast_once=False"),
-            "gather_again=False is of zero=3, which gathers parameters that rest in shards; cast_once "
+            {"reshard_after_forward": "never", "precision": "bf16-params", "data": 4, "cast_once": True},
+            "reshard_after_forward='never' and cast_once=True",
+            ("reshard_after_forward='never'  with the others:  reshard_after_forward='always'", "cast_once=True                 with the others:  cast_once=False"),
+            "reshard_after_forward='never' is of zero=3, which gathers parameters that rest in shards; cast_once "
             "holds casts of those that rest whole, under zero=0, 1 or 2",
-            "gather_again, cast_once",
+            "reshard_after_forward, cast_once",
         ),
         (
-            {"cast_once": True, "precision": "bf16", "zero": 3, "gather_again": True},
+            {"cast_once": True, "precision": "bf16", "zero": 3, "reshard_after_forward": "always"},
             "cast_once=True and zero=3",
             ("cast_once=True  with the others:  cast_once=False", "zero=3          with the others:  zero=0  zero=1  zero=2"),
-            "with zero=3 parameters are gathered; gather_again='step' does it once a step",
+            "with zero=3 parameters are gathered; reshard_after_forward='once_per_step' does it once a step",
             "cast_once, zero",
         ),
         (
@@ -157,7 +157,9 @@ def test_pins_that_contradict_each_other(
     )
 
 
-@pytest.mark.parametrize("more", [{}, {"precision": "fp32"}, {"gather_again": "step"}], ids=str)
+@pytest.mark.parametrize(
+    "more", [{}, {"precision": "fp32"}, {"reshard_after_forward": "once_per_step"}], ids=str
+)
 def test_without_a_lower_precision_nothing_is_cast(more: dict[str, Any]) -> None:
     """The one pin to blame is named: what the others say does not matter."""
     with pytest.raises(errors.BadPin) as caught:
@@ -192,11 +194,13 @@ def test_a_loss_outside_of_the_graph_is_not_scaled() -> None:
         )
     assert caught.value.allowed == ("fp32",)
     with pytest.raises(errors.BadPin) as caught:
-        graphaccel.plan(model, torch.ones(4, WIDTH), devices=2, gather_again="step")
+        graphaccel.plan(
+            model, torch.ones(4, WIDTH), devices=2, reshard_after_forward="once_per_step"
+        )
     assert str(caught.value) == (
-        "error[GA202]: gather_again='step' can not be planned\n"
+        "error[GA202]: reshard_after_forward='once_per_step' can not be planned\n"
         "  why:  with a loss outside of the graph nothing is in shards; loss_fn= puts it inside\n"
-        "  help: use one of:  gather_again=True\n"
+        "  help: use one of:  reshard_after_forward='always'\n"
         "  explain: graphaccel explain GA202"
     )
 
@@ -204,11 +208,11 @@ def test_a_loss_outside_of_the_graph_is_not_scaled() -> None:
 @pytest.mark.parametrize(
     ("pins", "zeros"),
     [
-        ({"gather_again": "step"}, (3,)),
-        ({"gather_again": False}, (3,)),
+        ({"reshard_after_forward": "once_per_step"}, (3,)),
+        ({"reshard_after_forward": "never"}, (3,)),
         ({"accumulation": "shards", "microbatches": 2}, (2, 3)),
         ({"sequence": True}, (0,)),
-        ({"gather_again": True}, (0,)),
+        ({"reshard_after_forward": "always"}, (0,)),
         ({"accumulation": "whole"}, (0,)),
     ],
 )

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 import graphaccel
 from graphaccel import errors
 from graphaccel.planner.catalogue import cluster
+from graphaccel.planner.pins import NAMES
 from tests.support.small import CLASSES, WIDTH, Classifier, small_batch
 from tests.support.untouched import refused
 
@@ -63,10 +64,7 @@ error[GA202]: {said} can not be planned
         (
             {"tensors": 2},
             "tensors=2",
-            "no such decision; there are: data, pipeline, tensor, context, expert, interleave, "
-            "microbatches, bucket_bytes, loss_chunk, order, recompute, precision, schedule, cuts, outputs, zero, "
-            "shard, gather_again, cast_once, accumulation, sequence, context_by, scatter_sends, pins, fusions, vocab, "
-            "stages, ort, fallback, compile, cuda_graphs, offload",
+            f"no such decision; there are: {', '.join(NAMES)}",
             "leave tensors out and it will be chosen for you",
         ),
         (
@@ -100,40 +98,40 @@ error[GA202]: {said} can not be planned
             "use one of:  zero=0",
         ),
         (
-            {"gather_again": 1},
-            "gather_again=1",
-            "it is a choice",
-            "use one of:  gather_again=True  gather_again=step  gather_again=False",
+            {"reshard_after_forward": 1},
+            "reshard_after_forward=1",
+            "unknown",
+            "use one of:  reshard_after_forward=always  reshard_after_forward=once_per_step  reshard_after_forward=never",
         ),
         (
-            {"pins": {"outs.weight": graphaccel.shard(0, "data")}},
-            "pins={'outs.weight': Sharded(axis='data', dim=0, outer=1)}",
+            {"placements": {"outs.weight": graphaccel.shard(0, "data")}},
+            "placements={'outs.weight': Sharded(axis='data', dim=0, outer=1)}",
             "no parameter or module is called outs.weight; there is out.weight",
-            "leave pins out and it will be chosen for you",
+            "leave placements out and it will be chosen for you",
         ),
         (
-            {"pins": {"out.weight": graphaccel.shard(2, "data")}},
-            "pins={'out.weight': Sharded(axis='data', dim=2, outer=1)}",
+            {"placements": {"out.weight": graphaccel.shard(2, "data")}},
+            "placements={'out.weight': Sharded(axis='data', dim=2, outer=1)}",
             "out.weight is [4, 8]: it has no dim 2",
-            "leave pins out and it will be chosen for you",
+            "leave placements out and it will be chosen for you",
         ),
         (
-            {"pins": {"out.weight": graphaccel.shard(0, "pipeline")}},
-            "pins={'out.weight': Sharded(axis='pipeline', dim=0, outer=1)}",
+            {"placements": {"out.weight": graphaccel.shard(0, "pipeline")}},
+            "placements={'out.weight': Sharded(axis='pipeline', dim=0, outer=1)}",
             "a tensor can be sharded over data, expert, context or tensor, not 'pipeline'",
-            "leave pins out and it will be chosen for you",
+            "leave placements out and it will be chosen for you",
         ),
         (
-            {"pins": {"out.weight": graphaccel.shard(0, "tensor")}},
-            "pins={'out.weight': Sharded(axis='tensor', dim=0, outer=1)}",
+            {"placements": {"out.weight": graphaccel.shard(0, "tensor")}},
+            "placements={'out.weight': Sharded(axis='tensor', dim=0, outer=1)}",
             "out.weight is to be sharded over tensor, which has one device",
-            "leave pins out and it will be chosen for you",
+            "leave placements out and it will be chosen for you",
         ),
         (
-            {"pins": "out.weight"},
-            "pins='out.weight'",
+            {"placements": "out.weight"},
+            "placements='out.weight'",
             "it maps parameters' names to placements",
-            "leave pins out and it will be chosen for you",
+            "leave placements out and it will be chosen for you",
         ),
         (
             {"precision": "int8"},
@@ -354,7 +352,7 @@ def test_a_plan_of_another_cluster(tmp_path: Path) -> None:
             "Expecting property name enclosed in double quotes: line 1 column 2 (char 1)",
         ),
         ("[1, 2]", "it is no plan"),
-        ('{"schema": 7}', "plan schema 7; this version reads 1"),
+        ('{"schema": 7}', "plan schema 7; this version reads 2"),
         ('{"schema": 1, "speed": 3}', "unknown fields in plan: speed"),
         ('{"schema": 1}', "it has no field 'prediction'"),
     ],

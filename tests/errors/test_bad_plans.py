@@ -77,8 +77,8 @@ BAD: list[tuple[dict[str, Any], str, str, str]] = [
     ({"compile": "bar"}, "compile='bar'", "unknown", "compile=off  compile=inductor"),
     ({"outputs": "none"}, "outputs='none'", "unknown", "outputs=loss  outputs=all"),
     ({"fallback": "eager"}, "fallback='eager'", "unknown", "fallback=error  fallback=fx"),
-    ({"gather_again": "step"}, "gather_again='step'", "with zero=0 no parameter is gathered", "gather_again=True"),
-    ({"gather_again": "twice"}, "gather_again='twice'", "it is a choice", "gather_again=True  gather_again=step  gather_again=False"),
+    ({"reshard_after_forward": "once_per_step"}, "reshard_after_forward='once_per_step'", "with zero=0 no parameter is gathered", "reshard_after_forward=always"),
+    ({"reshard_after_forward": "twice"}, "reshard_after_forward='twice'", "unknown", "reshard_after_forward=always  reshard_after_forward=once_per_step  reshard_after_forward=never"),
     ({"cast_once": True}, "cast_once=True", "with precision=fp32 no parameter is cast", "cast_once=False"),
     ({"scatter_sends": True}, "scatter_sends=True", "with tensor=1 there is nothing to send in parts", "scatter_sends=False"),
     ({"interleave": 2}, "cuts=()", "0 cuts make 1 stages, not 2", ""),
@@ -95,8 +95,8 @@ BAD: list[tuple[dict[str, Any], str, str, str]] = [
     # Against the graph.
     ({"recompute": ("nope",)}, "recompute=('nope',)", "nope is no block; blocks: blocks.0, blocks.1", "recompute=none  recompute=some  recompute=selective  recompute=all"),
     ({"ort": ("nope",)}, "ort=('nope',)", "no op belongs to nope", "ort=off  ort=auto  ort=all"),
-    ({"placements": PLACED}, f"pins={dict(PLACED)!r}", "no parameter or module is called blocks.2.weight; there is blocks.1.0.weight", ""),
-    ({"placements": (("blocks.1.0.weight", (Sharded("data", 0, 3),)),)}, "pins={'blocks.1.0.weight': (Sharded(axis='data', dim=0, outer=3),)}", "dim 0 of blocks.1.0.weight has no 3 equal sections", ""),
+    ({"placements": PLACED}, f"placements={dict(PLACED)!r}", "no parameter or module is called blocks.2.weight; there is blocks.1.0.weight", ""),
+    ({"placements": (("blocks.1.0.weight", (Sharded("data", 0, 3),)),)}, "placements={'blocks.1.0.weight': (Sharded(axis='data', dim=0, outer=3),)}", "dim 0 of blocks.1.0.weight has no 3 equal sections", ""),
     ({"loss_chunk": 64}, "loss_chunk=64", "the graph has no fused head and loss, which fusions= asks for", ""),
     ({"fusions": ("gelu_tanh", "attention")}, "fusions=('gelu_tanh', 'attention')", "of these, a plan with tensor=1 places: attention, gelu_tanh", ""),
 ]  # fmt: skip

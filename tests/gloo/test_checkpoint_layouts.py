@@ -45,10 +45,13 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "tensor around data": (4, {"data": 2, "tensor": 2, "zero": 3, "order": ("tensor", "data")}),
     "tensor and data": (4, {"data": 2, "tensor": 2, "zero": 3}),
     "pipeline of four": (4, {"pipeline": 4, "microbatches": 4}),
-    "zero3 replicated": (4, {"data": 4, "zero": 3, "shard": 2}),
-    "zero1 replicated": (4, {"data": 4, "zero": 1, "shard": 2}),
-    "zero2 replicated, tensor": (8, {"data": 4, "zero": 2, "shard": 2, "tensor": 2}),
-    "gathered once": (2, {"data": 2, "zero": 3, "gather_again": "step", "microbatches": 2}),
+    "zero3 replicated": (4, {"data": 4, "zero": 3, "shard_size": 2}),
+    "zero1 replicated": (4, {"data": 4, "zero": 1, "shard_size": 2}),
+    "zero2 replicated, tensor": (8, {"data": 4, "zero": 2, "shard_size": 2, "tensor": 2}),
+    "gathered once": (
+        2,
+        {"data": 2, "zero": 3, "reshard_after_forward": "once_per_step", "microbatches": 2},
+    ),
     "zero1 on the host": (2, {"data": 2, "zero": 1, "offload": "optimizer"}),
     "pipeline on the host": (2, {"pipeline": 2, "microbatches": 2, "offload": "optimizer"}),
 }

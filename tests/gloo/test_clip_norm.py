@@ -29,13 +29,16 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "zero1": (2, {"data": 2, "zero": 1}),
     "zero2": (2, {"data": 2, "zero": 2, "microbatches": 2}),
     "zero3": (2, {"data": 2, "zero": 3}),
-    "zero3-once": (2, {"data": 2, "zero": 3, "gather_again": "step", "microbatches": 2}),
+    "zero3-once": (
+        2,
+        {"data": 2, "zero": 3, "reshard_after_forward": "once_per_step", "microbatches": 2},
+    ),
     "tensor": (2, {"tensor": 2, "data": 1}),
     "pipeline": (2, {"pipeline": 2, "microbatches": 4}),
     "zero3-tensor": (4, {"data": 2, "zero": 3, "tensor": 2}),
-    "zero1-replicated": (4, {"data": 4, "zero": 1, "shard": 2}),
-    "zero2-replicated": (4, {"data": 4, "zero": 2, "shard": 2}),
-    "zero3-replicated": (4, {"data": 4, "zero": 3, "shard": 2}),
+    "zero1-replicated": (4, {"data": 4, "zero": 1, "shard_size": 2}),
+    "zero2-replicated": (4, {"data": 4, "zero": 2, "shard_size": 2}),
+    "zero3-replicated": (4, {"data": 4, "zero": 3, "shard_size": 2}),
 }
 BOUND = 0.05  # gradients of these models are larger
 

@@ -47,8 +47,19 @@ COLLECTIVES: dict[str, dict[str, Any]] = {
     "data, one microbatch": {"data": 2, "microbatches": 1},
     "zero 1": {"data": 2, "microbatches": 2, "zero": 1},
     "zero 2, shards": {"data": 2, "microbatches": 2, "zero": 2, "accumulation": "shards"},
-    "zero 3": {"data": 2, "microbatches": 2, "zero": 3, "gather_again": True, "recompute": "all"},
-    "zero 3, held": {"data": 2, "microbatches": 2, "zero": 3, "gather_again": "step"},
+    "zero 3": {
+        "data": 2,
+        "microbatches": 2,
+        "zero": 3,
+        "reshard_after_forward": "always",
+        "recompute": "all",
+    },
+    "zero 3, held": {
+        "data": 2,
+        "microbatches": 2,
+        "zero": 3,
+        "reshard_after_forward": "once_per_step",
+    },
     "tensor": {"tensor": 2, "microbatches": 2},
     "context": {"context": 2, "microbatches": 1},
 }

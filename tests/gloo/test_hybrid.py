@@ -21,8 +21,8 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "zero3": (4, {"zero": 3, "microbatches": 1}),
     "zero3-whole": (4, {"zero": 3, "microbatches": 2}),
     "zero3-shards": (4, {"zero": 3, "microbatches": 2, "accumulation": "shards"}),
-    "zero3-kept": (4, {"zero": 3, "microbatches": 1, "gather_again": False}),
-    "zero3-held": (4, {"zero": 3, "microbatches": 2, "gather_again": "step"}),
+    "zero3-kept": (4, {"zero": 3, "microbatches": 1, "reshard_after_forward": "never"}),
+    "zero3-held": (4, {"zero": 3, "microbatches": 2, "reshard_after_forward": "once_per_step"}),
     "zero1-context2": (8, {"context": 2, "zero": 1, "microbatches": 1}),
     "zero3-tensor2": (8, {"tensor": 2, "zero": 3, "microbatches": 1}),
     "zero2-pipeline2": (8, {"pipeline": 2, "interleave": 1, "zero": 2, "microbatches": 2}),
@@ -41,7 +41,7 @@ def _reference(model: str, dtype: str, steps: int) -> Reference:
 @pytest.mark.parametrize(("model", "plan"), CASES)
 def test_one_step_in_float64_is_that_of_one_device(pool: Pool, model: str, plan: str) -> None:
     world, pins = PLANS[plan]
-    pins = {"data": 4, "shard": 2, "pipeline": 1, "recompute": "none", **pins}
+    pins = {"data": 4, "shard_size": 2, "pipeline": 1, "recompute": "none", **pins}
     got = pool.run(world, run_plan, model, "float64", pins, 2)
     compare(_reference(model, "float64", 2), got).check(1e-10, 1e-10)
     for rank in got:

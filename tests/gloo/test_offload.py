@@ -22,7 +22,7 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "zero3": (2, {"data": 2, "zero": 3, "microbatches": 1}),
     "tensor2": (2, {"data": 1, "tensor": 2, "microbatches": 1}),
     "pipeline": (2, PIPELINE),
-    "zero1-replicated": (4, {"data": 4, "zero": 1, "shard": 2, "microbatches": 1}),
+    "zero1-replicated": (4, {"data": 4, "zero": 1, "shard_size": 2, "microbatches": 1}),
     "zero3-pipeline2": (4, {**PIPELINE, "data": 2, "zero": 3, "microbatches": 2}),
 }
 

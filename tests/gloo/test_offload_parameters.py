@@ -31,7 +31,7 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "pipeline": (2, PIPELINE),
     "interleaved": (2, {**PIPELINE, "interleave": 2}),
     "recomputed": (1, {"data": 1, "microbatches": 2, "recompute": "all"}),
-    "zero3-replicated": (4, {"data": 4, "zero": 3, "shard": 2, "microbatches": 1}),
+    "zero3-replicated": (4, {"data": 4, "zero": 3, "shard_size": 2, "microbatches": 1}),
     "zero3-tensor2": (4, {"data": 2, "zero": 3, "tensor": 2, "microbatches": 1}),
     "zero3-pipeline2": (4, {**PIPELINE, "data": 2, "zero": 3, "microbatches": 2}),
 }

@@ -22,9 +22,9 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "context, data": (4, {"context": 2, "data": 2, "zero": 2}),
     "context, data, tensor": (8, {"context": 2, "data": 2, "tensor": 2}),
     "expert, data": (4, {"expert": 2, "data": 2, "zero": 1}),
-    "tensor, data of replicas": (8, {"tensor": 2, "data": 4, "zero": 3, "shard": 2}),
+    "tensor, data of replicas": (8, {"tensor": 2, "data": 4, "zero": 3, "shard_size": 2}),
     "data of replicas, pipeline": (
-        8, {"data": 4, "zero": 2, "shard": 2, "pipeline": 2, "microbatches": 2}
+        8, {"data": 4, "zero": 2, "shard_size": 2, "pipeline": 2, "microbatches": 2}
     ),
 }  # fmt: skip
 CASES = [("gpt", plan) for plan in PLANS if "expert" not in plan]

@@ -22,10 +22,11 @@ PLANS = {
     "pipeline": {"pipeline": 2, "microbatches": 2, "schedule": "1f1b", "interleave": 1},
     "tensor": {"tensor": 2, "recompute": "all"},
     "zero": {"data": 2, "zero": 3},
-    "once": {"data": 2, "zero": 3, "gather_again": "step", "microbatches": 2},
-    "replicated": {"data": 4, "zero": 3, "shard": 2},
+    "once": {"data": 2, "zero": 3, "reshard_after_forward": "once_per_step", "microbatches": 2},
+    "replicated": {"data": 4, "zero": 3, "shard_size": 2},
     "replicated once": {
-        "data": 4, "zero": 3, "shard": 2, "gather_again": "step", "microbatches": 2,
+        "data": 4, "zero": 3, "shard_size": 2, "microbatches": 2,
+        "reshard_after_forward": "once_per_step",
     },
 }  # fmt: skip
 SMALL = 1e-3  # of the largest gradient: below, rounding is all there is

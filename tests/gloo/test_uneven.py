@@ -79,7 +79,7 @@ def test_an_odd_vocabulary(pool: Pool, pins: dict[str, Any], local: tuple[int, i
     model, optimizer = made()
     seen = train(model, optimizer)
     wanted: dict[str, Tensor] = model.state_dict()
-    pins = {**pins, "pins": {TOKEN: graphaccel.shard(0, "tensor")}, "recompute": "none"}
+    pins = {**pins, "placements": {TOKEN: graphaccel.shard(0, "tensor")}, "recompute": "none"}
     with tempfile.TemporaryDirectory() as folder:
         got = pool.run(2 * pins.get("data", 1), run, {"microbatches": 1, **pins}, folder)
         saved = {"model": {key: torch.zeros_like(value) for key, value in wanted.items()}}

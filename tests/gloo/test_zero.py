@@ -30,7 +30,7 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "zero3": (2, {"data": 2, "zero": 3, "microbatches": 1}),
     "zero3-whole": (2, {"data": 2, "zero": 3, "microbatches": 4}),
     "zero3-shards": (2, {"data": 2, "zero": 3, "microbatches": 2, "accumulation": "shards"}),
-    "zero3-kept": (2, {"data": 2, "zero": 3, "microbatches": 1, "gather_again": False}),
+    "zero3-kept": (2, {"data": 2, "zero": 3, "microbatches": 1, "reshard_after_forward": "never"}),
     "zero3-tensor2": (4, {"data": 2, "tensor": 2, "zero": 3, "microbatches": 1}),
     "zero3-pipeline2": (
         4,

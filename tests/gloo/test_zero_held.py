@@ -12,7 +12,7 @@ from tests.support.pool import Pool
 
 pytestmark = pytest.mark.multiprocess
 
-STEP = {"data": 2, "zero": 3, "gather_again": "step", "recompute": "none"}
+STEP = {"data": 2, "zero": 3, "reshard_after_forward": "once_per_step", "recompute": "none"}
 PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "whole": (2, {"microbatches": 4, "pipeline": 1}),
     "shards": (2, {"microbatches": 2, "pipeline": 1, "accumulation": "shards"}),

@@ -31,17 +31,17 @@ PLANS: tuple[tuple[int, dict[str, Any]], ...] = (
     (2, {"data": 2, "zero": 1}),
     (2, {"data": 2, "zero": 2, "microbatches": 2}),
     (2, {"data": 2, "zero": 3}),
-    (2, {"data": 2, "zero": 3, "gather_again": "step", "microbatches": 2}),
+    (2, {"data": 2, "zero": 3, "reshard_after_forward": "once_per_step", "microbatches": 2}),
     (4, {"data": 2, "zero": 3, "pipeline": 2, "microbatches": 2}),
-    (4, {"data": 4, "zero": 1, "shard": 2}),
-    (4, {"data": 4, "zero": 3, "shard": 2}),
+    (4, {"data": 4, "zero": 1, "shard_size": 2}),
+    (4, {"data": 4, "zero": 3, "shard_size": 2}),
 )
 IDS = (
     "zero1", "zero2", "zero3", "zero3-once", "zero3-pipeline2", "zero1-replicated",
     "zero3-replicated",
 )  # fmt: skip
 BY_MODULE = {
-    "data": 2, "zero": 1, "pins": {"blocks.0": shard(0, "data"), "blocks.1": replicate()},
+    "data": 2, "zero": 1, "placements": {"blocks.0": shard(0, "data"), "blocks.1": replicate()},
 }  # fmt: skip
 EVERY = pytest.mark.parametrize(("world", "pins"), PLANS, ids=IDS)
 

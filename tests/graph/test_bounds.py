@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from graphaccel.capture.batch import flatten_call
 from graphaccel.capture.stepgraph import StepGraph, capture
 from graphaccel.model import without_data
+from graphaccel.planner.base_plan import base_plan
 from graphaccel.planner.bounds import Bounds, again_curve, columns, least_idle
 from graphaccel.planner.candidates import Layout, Shape, meshes_of
 from graphaccel.planner.catalogue import cluster
 from graphaccel.planner.least_moved import least_moved
-from graphaccel.planner.pins import Pins, base_plan
+from graphaccel.planner.pins import Pins
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.profile import Profile
 from graphaccel.planner.recompute import least_saved
@@ -183,6 +184,6 @@ def test_what_keeps_no_less() -> None:
         assert lean._replace(**more) == lean or not lean.keeps_no_less(lean._replace(**more))
     for other in ({"data": 8}, {"pipeline": 4}, {"tensor": 2}, {"schedule": "zero_bubble"}):
         assert not lean._replace(**other).keeps_no_less(lean)
-    gathered = lean._replace(zero=3, gather_again="step")
-    assert gathered.keeps_no_less(gathered._replace(gather_again=True))
-    assert not gathered._replace(gather_again=True).keeps_no_less(gathered)
+    gathered = lean._replace(zero=3, reshard_after_forward="once_per_step")
+    assert gathered.keeps_no_less(gathered._replace(reshard_after_forward="always"))
+    assert not gathered._replace(reshard_after_forward="always").keeps_no_less(gathered)

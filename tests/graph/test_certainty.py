@@ -13,10 +13,10 @@ from statistics import fmean
 import numpy as np
 import pytest
 
+from graphaccel.planner.base_plan import PRECISIONS
 from graphaccel.planner.catalogue import cluster
 from graphaccel.planner.cluster import Cluster, OpTime, StepTime
 from graphaccel.planner.found import Found, cluster_found
-from graphaccel.planner.pins import PRECISIONS
 from graphaccel.planner.plan import Precision
 from graphaccel.report.certainty import (
     Calibration,

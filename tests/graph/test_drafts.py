@@ -21,7 +21,7 @@ from graphaccel.passes.exact_microbatch import exact_microbatch
 from graphaccel.passes.localise import localised
 from graphaccel.passes.lower_precision import lower_precision
 from graphaccel.passes.shard_axes import shard_axes
-from graphaccel.planner.pins import PRECISIONS
+from graphaccel.planner.base_plan import PRECISIONS
 from graphaccel.planner.plan import Plan
 
 Captured = Callable[[str], StepGraph]

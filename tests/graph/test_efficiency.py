@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from graphaccel.planner.base_plan import PRECISIONS
 from graphaccel.planner.catalogue import cluster
 from graphaccel.planner.cluster import Device
 from graphaccel.planner.efficiency import Work, computing, efficiency, gap_seconds, seconds_of
-from graphaccel.planner.pins import PRECISIONS
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.works import flight, held_together
 

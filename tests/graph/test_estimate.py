@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.passes.lower_precision import lower_precision
+from graphaccel.planner.base_plan import PRECISIONS
 from graphaccel.planner.buckets import bucket_limit
 from graphaccel.planner.cluster import Cluster, OpTime
 from graphaccel.planner.communication import all_reduce_seconds, send_seconds
 from graphaccel.planner.estimate import predict, predict_seconds
 from graphaccel.planner.footprint import gathered_sizes, predict_memory
 from graphaccel.planner.over_data import reduce_counts
-from graphaccel.planner.pins import PRECISIONS
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.profile import Profile
 from graphaccel.planner.stage_messages import device_number, message_bytes

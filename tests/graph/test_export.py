@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from graphaccel.errors import CannotExport
+from graphaccel.planner.base_plan import PRECISIONS
 from graphaccel.planner.catalogue import cluster
-from graphaccel.planner.pins import NAMES, PRECISIONS
+from graphaccel.planner.pins import NAMES
 from graphaccel.planner.plan import Plan, Precision, Selective
 from graphaccel.report.export import TARGETS, export, refusals
 from graphaccel.report.facts import Facts, ModelFacts, StageFacts
@@ -21,7 +22,7 @@ BF16 = Precision(compute="bfloat16")
 BLOCKS = 8
 STATE, ALL = ("optimizer",), ("optimizer", "parameters")
 
-ONCE: dict[str, Any] = {"zero": 3, "gather_again": "step"}
+ONCE: dict[str, Any] = {"zero": 3, "reshard_after_forward": "once_per_step"}
 
 
 def facts(*layers: int, whole: bool = True, **decided: Any) -> Facts:
@@ -29,7 +30,7 @@ def facts(*layers: int, whole: bool = True, **decided: Any) -> Facts:
     layers = layers or (BLOCKS,)
     settings = {"data": 1, "batch": 64, **decided}
     plan = Plan(devices=1, **settings)
-    plan = replace(plan, devices=plan.data * plan.pipeline * plan.replica)
+    plan = replace(plan, devices=plan.data * plan.pipeline * plan.model_parallel_size)
     again, stages = list(plan.recompute), []
     for number, count in enumerate(layers):
         own = [f"h.{i}" in again for i in range(sum(layers[:number]), sum(layers[: number + 1]))]
@@ -226,18 +227,18 @@ def test_parameters_gathered_once_a_step() -> None:
 
 
 def test_zero_over_a_part_of_the_data_axis() -> None:
-    said = configured(export(facts(data=8, zero=3, shard=4), "torchtitan"))
+    said = configured(export(facts(data=8, zero=3, shard_size=4), "torchtitan"))
     assert said["data_parallel_replicate_degree"] == 2
     assert said["data_parallel_shard_degree"] == 4
-    text = export(facts(data=8, zero=3, shard=4), "accelerate")
+    text = export(facts(data=8, zero=3, shard_size=4), "accelerate")
     assert "parallelism_config_dp_replicate_size: 2\n" in text
     assert "parallelism_config_dp_shard_size: 4\n" in text
-    zero = json.loads(export(facts(data=8, zero=3, shard=4), "deepspeed"))["zero_optimization"]
+    zero = json.loads(export(facts(data=8, zero=3, shard_size=4), "deepspeed"))["zero_optimization"]
     assert (zero["stage"], zero["mics_shard_size"]) == (3, 4)
     assert "--num-distributed-optimizer-instances" not in export(facts(data=8, zero=1), "megatron")
-    flags = export(facts(data=8, zero=1, shard=2), "megatron")
+    flags = export(facts(data=8, zero=1, shard_size=2), "megatron")
     assert "--use-distributed-optimizer\n--num-distributed-optimizer-instances 4\n" in flags
-    flags = export(facts(data=8, zero=2, shard=4), "megatron")
+    flags = export(facts(data=8, zero=2, shard_size=4), "megatron")
     assert (
         "--data-parallel-sharding-strategy optim_grads\n--outer-dp-sharding-strategy no_shard\n"
         "--num-distributed-optimizer-instances 2\n"
@@ -263,7 +264,11 @@ def test_accelerate() -> None:
         ("deepspeed", facts(4, 4, pipeline=2), "pipeline 2: "),
         ("deepspeed", facts(data=2, recompute=("h.0",)), "recomputation: "),
         ("deepspeed", facts(expert=2), "expert 2: "),
-        ("deepspeed", facts(data=2, zero=3, gather_again=False), "gather_again=False: "),
+        (
+            "deepspeed",
+            facts(data=2, zero=3, reshard_after_forward="never"),
+            "reshard_after_forward='never': ",
+        ),
         (
             "megatron",
             facts(data=2, microbatches=2, accumulation="shards", **ONCE),
@@ -297,8 +302,12 @@ def test_accelerate() -> None:
         ("deepspeed", facts(data=2, offload=STATE), "optimizer state on the host without zero: "),
         ("megatron", facts(data=2, offload=STATE), "optimizer state on the host: "),
         ("deepspeed", facts(data=2, zero=2, offload=("activations",)), "activations on the host: "),
-        ("deepspeed", facts(data=4, zero=2, shard=2), "zero 2 in groups of 2: "),
-        ("deepspeed", facts(data=4, zero=3, shard=2, offload=STATE), "zero 3 in groups of 2: "),
+        ("deepspeed", facts(data=4, zero=2, shard_size=2), "zero 2 in groups of 2: "),
+        (
+            "deepspeed",
+            facts(data=4, zero=3, shard_size=2, offload=STATE),
+            "zero 3 in groups of 2: ",
+        ),
         ("megatron", facts(data=2, zero=3, offload=ALL), "parameters on the host: "),
         ("torchtitan", facts(offload=ALL), "parameters on the host with data 1: "),
         ("accelerate", facts(offload=ALL), "parameters on the host with data 1: "),

@@ -34,7 +34,10 @@ def cut(step: StepGraph, *shares: float) -> tuple[str, ...]:
 
 PLANS: dict[str, tuple[dict[str, Any], tuple[float, ...]]] = {
     "shards": ({"data": 2, "zero": 3, "accumulation": "shards", "recompute": ALL}, (0.5,)),
-    "held": ({"data": 2, "zero": 3, "gather_again": "step", "recompute": ALL[:13]}, (0.4,)),
+    "held": (
+        {"data": 2, "zero": 3, "reshard_after_forward": "once_per_step", "recompute": ALL[:13]},
+        (0.4,),
+    ),
     "three": ({"data": 2, "zero": 3}, (0.35, 0.7)),
     "parts": ({"data": 2, "tensor": 2, "zero": 3, "scatter_sends": True}, (0.5,)),
     "sums": ({"data": 2, "context": 2, "zero": 3, "recompute": ALL}, ()),

@@ -18,12 +18,14 @@ from graphaccel.compiler import Compiler
 from graphaccel.ir.program import StepProgram
 from graphaccel.model import Model, as_batch
 from graphaccel.passes.localise import localised
+from graphaccel.planner.base_plan import base_plan
 from graphaccel.planner.catalogue import cluster as named_cluster
 from graphaccel.planner.cluster import Cluster, Host
 from graphaccel.planner.communication import all_reduce_seconds
 from graphaccel.planner.cost import Sizes, dims_of
 from graphaccel.planner.layouts import Layouts, Localise, rates_of
-from graphaccel.planner.pins import Limits, Pins, base_plan
+from graphaccel.planner.limits import Limits
+from graphaccel.planner.pins import Pins
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.profile import Profile
 from graphaccel.planner.solve import Problem, with_cuts_and_blocks
@@ -55,7 +57,10 @@ def problem_of(step: StepGraph, cluster: Cluster) -> Problem:
         ("gpt", {"data": 2, "zero": 2}),
         ("gpt", {"data": 2, "zero": 3}),
         ("gpt", {"data": 2, "zero": 3, "tensor": 2, "microbatches": 2}),
-        ("gpt", {"data": 2, "zero": 3, "gather_again": "step", "microbatches": 2}),
+        (
+            "gpt",
+            {"data": 2, "zero": 3, "reshard_after_forward": "once_per_step", "microbatches": 2},
+        ),
         ("gpt", {"microbatches": 2, "offload": AWAY}),
         ("gpt", {"tensor": 2, "offload": AWAY}),
         ("mixtral", {"expert": 2}),
@@ -66,7 +71,7 @@ def test_memory_is_that_of_the_programs(
     name: str, decided: dict[str, Any], captured: Captured, made_up: MadeUp
 ) -> None:
     plan = Plan(devices=1, batch=8).decided(**decided)
-    cluster = made_up(plan.data * plan.pipeline * plan.replica, 1 << 20)
+    cluster = made_up(plan.data * plan.pipeline * plan.model_parallel_size, 1 << 20)
     cluster = replace(cluster, host=Host(1 << 30, 1e9, 1e9))
     step = captured(name)
     plan = with_cuts_and_blocks(problem_of(step, cluster), plan, "none", None)

@@ -23,7 +23,10 @@ PINS: dict[str, tuple[str, dict[str, Any]]] = {
     "pipeline": ("gpt", {"pipeline": 2, "data": 2, "microbatches": 2, "recompute": "all"}),
     "interleaved": ("gpt", {"pipeline": 2, "interleave": 2, "data": 2}),
     "zero bubble": ("gpt", {"pipeline": 4, "schedule": "zero_bubble", "microbatches": 4}),
-    "gathered once": ("gpt", {"gather_again": "step", "data": 4, "precision": "bf16"}),
+    "gathered once": (
+        "gpt",
+        {"reshard_after_forward": "once_per_step", "data": 4, "precision": "bf16"},
+    ),
     "shards": ("gpt", {"accumulation": "shards", "microbatches": 2, "pipeline": 1}),
     "cast once": ("gpt", {"cast_once": True, "precision": "bf16-params", "microbatches": 2}),
     "host": ("gpt", {"offload": "optimizer+parameters", "data": 4}),

@@ -19,10 +19,12 @@ from graphaccel.ir.values import returned
 from graphaccel.model import Model, as_batch
 from graphaccel.passes.lower_precision import lower_precision
 from graphaccel.passes.pipeline import build
+from graphaccel.planner.base_plan import PRECISIONS
 from graphaccel.planner.bounds import Bounds, columns
 from graphaccel.planner.candidates import shapes
 from graphaccel.planner.cluster import Cluster
-from graphaccel.planner.pins import PRECISIONS, Limits, Pins
+from graphaccel.planner.limits import Limits
+from graphaccel.planner.pins import Pins
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.read_pins import read_pins
 from graphaccel.planner.solve import Problem, with_cuts_and_blocks
@@ -181,7 +183,7 @@ def test_no_bound_is_above_what_holds_casts(captured: Captured, made_up: MadeUp)
     plan, cluster = replace(plan, devices=4), made_up(4, 1 << 20)
     problem = problem_for(captured("gpt"), plan, cluster)
     pins = Pins(precision="bf16-params", recompute="none", tensor=1, context=1, expert=1)
-    found = [s for s in shapes(problem, pins, 8) if s.layout.replica == 1]
+    found = [s for s in shapes(problem, pins, 8) if s.layout.model_parallel_size == 1]
     least = Bounds(problem, plan).seconds(columns(found, 8))
     held = 0
     for shape, bound in zip(found, least.tolist(), strict=True):
@@ -200,7 +202,8 @@ def test_no_bound_is_above_what_holds_casts(captured: Captured, made_up: MadeUp)
         ({"cast_once": True}, "with precision=fp32 no parameter is cast"),
         (
             {"cast_once": True, "precision": "bf16", "zero": 3},
-            "with zero=3 parameters are gathered; gather_again='step' does it once a step",
+            "with zero=3 parameters are gathered; reshard_after_forward='once_per_step' "
+            "does it once a step",
         ),
     ],
 )

@@ -18,7 +18,8 @@ from graphaccel.planner.catalogue import cluster
 from graphaccel.planner.communication import all_gather_seconds, all_reduce_seconds
 from graphaccel.planner.conflicts import agreeing_pins
 from graphaccel.planner.given import check_given
-from graphaccel.planner.pins import Limits, shard
+from graphaccel.planner.limits import Limits
+from graphaccel.planner.module_pins import shard
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.profile import Profile
 from graphaccel.planner.read_pins import read_pins
@@ -42,25 +43,25 @@ def test_shards_are_neighbours_and_replicas_apart() -> None:
 
 
 def test_a_plan_says_so_and_older_ones_are_read_as_before() -> None:
-    plan = Plan(devices=8, data=8, zero=3, shard=4, batch=8)
-    assert (plan.shards, plan.replicas, plan.shard_axis) == (4, 2, "shard")
+    plan = Plan(devices=8, data=8, zero=3, shard_size=4, batch=8)
+    assert (plan.shards, plan.num_replicas, plan.shard_axis) == (4, 2, "shard")
     assert plan.name == "data 8 x pipeline 1 · zero 3 in groups of 4"
     assert Plan.from_json(plan.to_json()) == plan
-    older = json.loads(replace(plan, shard=0).to_json())
-    del older["shard"]
+    older = json.loads(replace(plan, shard_size=0).to_json())
+    del older["shard_size"]
     read = Plan.from_json(json.dumps(older))
-    assert (read.shards, read.replicas, read.shard_axis) == (8, 1, "data")
+    assert (read.shards, read.num_replicas, read.shard_axis) == (8, 1, "data")
 
 
 @pytest.mark.parametrize(
     ("pins", "reason"),
     [
-        ({"shard": 1, "zero": 3}, "over one device nothing is sharded"),
-        ({"shard": 2, "zero": 0}, "with zero=0 nothing is sharded"),
-        ({"shard": 2, "data": 1}, "with data=1 there is no axis to shard over"),
-        ({"shard": 4, "data": 2}, "data=2 can not be made of groups of 4"),
-        ({"shard": 3}, "data=8 can not be made of groups of 3"),
-        ({"shard": 2.0}, "it is a count of at least 1"),
+        ({"shard_size": 1, "zero": 3}, "over one device nothing is sharded"),
+        ({"shard_size": 2, "zero": 0}, "with zero=0 nothing is sharded"),
+        ({"shard_size": 2, "data": 1}, "with data=1 there is no axis to shard over"),
+        ({"shard_size": 4, "data": 2}, "data=2 can not be made of groups of 4"),
+        ({"shard_size": 3}, "data=8 can not be made of groups of 3"),
+        ({"shard_size": 2.0}, "it is a count of at least 1"),
     ],
 )
 def test_a_pin_that_can_not_be_is_refused(
@@ -72,19 +73,19 @@ def test_a_pin_that_can_not_be_is_refused(
 
 def test_pins_that_contradict_it_are_named(captured: Captured) -> None:
     with pytest.raises(ConflictingPins) as caught:
-        agreeing_pins({"shard": 4, "data": 2, "zero": 3}, captured("gpt"), 8, 8, Limits())
-    assert dict(caught.value.pins) == {"shard": 4, "data": 2}
-    assert caught.value.instead == {"shard": (2,), "data": (4, 8)}
+        agreeing_pins({"shard_size": 4, "data": 2, "zero": 3}, captured("gpt"), 8, 8, Limits())
+    assert dict(caught.value.pins) == {"shard_size": 4, "data": 2}
+    assert caught.value.instead == {"shard_size": (2,), "data": (4, 8)}
 
 
 def test_a_plan_file_says_all_of_the_axis_in_one_way() -> None:
-    plan = Plan(devices=4, data=4, zero=3, shard=2, batch=4)
+    plan = Plan(devices=4, data=4, zero=3, shard_size=2, batch=4)
     check_given(plan, "plan.json")
-    for wrong in (replace(plan, shard=4), replace(plan, shard=3), replace(plan, zero=0)):
+    for wrong in (replace(plan, shard_size=4), replace(plan, shard_size=3), replace(plan, zero=0)):
         with pytest.raises(GraphAccelError) as caught:
             check_given(wrong, "plan.json")
         assert isinstance(caught.value, BadPin)
-        assert caught.value.pin == "shard"
+        assert caught.value.pin == "shard_size"
 
 
 def test_few_devices_are_offered_all_parts_and_many_full_levels() -> None:
@@ -98,7 +99,7 @@ def test_few_devices_are_offered_all_parts_and_many_full_levels() -> None:
 def test_single_parameters_rest_over_the_part(captured: Captured) -> None:
     step = captured("gpt")
     placed = (("norm.weight", (shard(0, "data"),)),)
-    plan = Plan(devices=4, data=4, shard=2, batch=4, placements=placed)
+    plan = Plan(devices=4, data=4, shard_size=2, batch=4, placements=placed)
     owned, _ = owned_shards(step, plan, {})
     assert {name: own.split for name, own in owned.items()} == {"norm.weight": shard(0, "shard")}
 
@@ -107,7 +108,7 @@ def test_single_parameters_rest_over_the_part(captured: Captured) -> None:
 def test_replicas_are_summed_in_the_last_microbatch(captured: Captured, accumulation: str) -> None:
     step = captured("gpt")
     plan = Plan(
-        devices=4, data=4, zero=3, shard=2, microbatches=2, accumulation=accumulation, batch=4
+        devices=4, data=4, zero=3, shard_size=2, microbatches=2, accumulation=accumulation, batch=4
     )
     (stage,) = build(step, plan).stages
 
@@ -133,7 +134,7 @@ def test_replicas_are_summed_in_the_last_microbatch(captured: Captured, accumula
 def test_what_is_sent_and_over_which_links(captured: Captured) -> None:
     """Whole gradients and parameters within a node, an eighth of the gradients between nodes."""
     step, where = captured("gpt"), cluster("h100-80gb", 16)
-    plan = Plan(devices=16, data=16, zero=3, shard=8, gather_again=False, batch=16)
+    plan = Plan(devices=16, data=16, zero=3, shard_size=8, reshard_after_forward="never", batch=16)
     rows = {(t.axis, t.kind): t for t in traffic(Profile(step), plan, where)}
     scattered = rows["shard", "reduce-scatter"]
     gathered, summed = rows["shard", "all-gather"], rows["replicate", "all-reduce"]

@@ -23,7 +23,8 @@ from graphaccel.planner.candidates import shapes
 from graphaccel.planner.catalogue import cluster
 from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.layouts import Layouts
-from graphaccel.planner.pins import Limits, Pins
+from graphaccel.planner.limits import Limits
+from graphaccel.planner.pins import Pins
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.profile import Profile
 from graphaccel.planner.solve import Problem, with_cuts_and_blocks

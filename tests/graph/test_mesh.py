@@ -20,8 +20,8 @@ from graphaccel.errors import BadPin
 from graphaccel.passes.localise import localised
 from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.layouts import Layouts, LocalGraph, rates_of
+from graphaccel.planner.limits import Limits
 from graphaccel.planner.order import AXES, coordinates, number_of, stride
-from graphaccel.planner.pins import Limits
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.profile import Profile
 from graphaccel.planner.read_pins import read_pins
@@ -55,7 +55,7 @@ def test_the_last_axis_is_the_innermost(size: dict[str, int], data: st.DataObjec
 def test_the_tensor_axis_is_the_innermost_unless_said_otherwise() -> None:
     plan = Plan(32, pipeline=2, data=2, expert=2, context=2, tensor=2)
     assert tuple(plan.sizes) == ("pipeline", "data", "expert", "context", "tensor")
-    other = replace(plan, order=("tensor", "data", "expert", "context", "pipeline"), shard=1)
+    other = replace(plan, order=("tensor", "data", "expert", "context", "pipeline"), shard_size=1)
     assert tuple(other.sizes) == ("tensor", "replicate", "shard", "expert", "context", "pipeline")
     assert [other.stride(axis) for axis in ("tensor", "data", "pipeline")] == [16, 8, 1]
 

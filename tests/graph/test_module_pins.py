@@ -17,8 +17,8 @@ from graphaccel.passes.localise import localised
 from graphaccel.passes.shard_axes import shard_axes
 from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.layouts import rates_of
-from graphaccel.planner.module_pins import is_inside, vocabulary
-from graphaccel.planner.pins import Limits, replicate, shard
+from graphaccel.planner.limits import Limits
+from graphaccel.planner.module_pins import is_inside, replicate, shard, vocabulary
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.profile import Profile
 from graphaccel.planner.read_pins import read_pins
@@ -47,7 +47,7 @@ def test_what_the_vocabulary_is(captured: Captured, name: str, words: dict[str, 
 def test_a_vocabulary_split_by_words(captured: Captured, made_up: MadeUp) -> None:
     step = captured("llama")
     pins = read_pins({"vocab": "tensor", "tensor": 2}, step, 2, 8, Limits())
-    plan = Plan(2, tensor=2, batch=8, placements=pins.pins)
+    plan = Plan(2, tensor=2, batch=8, placements=pins.placements)
     made = shard_axes(step.graph, step, replace(plan, rates=rates_of(made_up(2), plan)))
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         assert made.resting[name] == (Sharded("tensor", 0),)
@@ -56,8 +56,10 @@ def test_a_vocabulary_split_by_words(captured: Captured, made_up: MadeUp) -> Non
 def test_a_vocabulary_on_the_data_axis(captured: Captured, made_up: MadeUp) -> None:
     """Whole on the tensor axis, a shard on each data rank; a pin of one's own comes first."""
     step, own = captured("llama"), {"lm_head.weight": shard(0, "tensor")}
-    pins = read_pins({"vocab": "data", "tensor": 2, "data": 2, "pins": own}, step, 4, 8, Limits())
-    plan = Plan(4, tensor=2, data=2, batch=8, placements=pins.pins)
+    pins = read_pins(
+        {"vocab": "data", "tensor": 2, "data": 2, "placements": own}, step, 4, 8, Limits()
+    )
+    plan = Plan(4, tensor=2, data=2, batch=8, placements=pins.placements)
     made = shard_axes(step.graph, step, replace(plan, rates=rates_of(made_up(4), plan)))
     assert "model.embed_tokens.weight" not in made.resting
     assert made.resting["lm_head.weight"] == (Sharded("tensor", 0),)
@@ -71,13 +73,15 @@ def test_a_module_stands_for_its_parameters(captured: Captured) -> None:
     that is pinned to be whole, nothing is sharded; a parameter's own pin comes first."""
     step, given = captured("gpt"), {"data": 2, "pipeline": 1}
     some = {"blocks.1": shard(0, "data"), "blocks.1.up": replicate()}
-    pins = read_pins({**given, "pins": some, "zero": 0}, step, 2, 8, Limits())
-    owned, _ = owned_shards(step, Plan(2, data=2, batch=8, placements=pins.pins), {})
+    pins = read_pins({**given, "placements": some, "zero": 0}, step, 2, 8, Limits())
+    owned, _ = owned_shards(step, Plan(2, data=2, batch=8, placements=pins.placements), {})
     inside = {n for n in step.trainable if n.startswith("blocks.1.") and ".up." not in n}
     assert set(owned) == inside
     assert {o.level for o in owned.values()} == {3}
-    pins = read_pins({**given, "pins": {"blocks": replicate()}, "zero": 3}, step, 2, 8, Limits())
-    owned, _ = owned_shards(step, Plan(2, data=2, zero=3, batch=8, placements=pins.pins), {})
+    pins = read_pins(
+        {**given, "placements": {"blocks": replicate()}, "zero": 3}, step, 2, 8, Limits()
+    )
+    owned, _ = owned_shards(step, Plan(2, data=2, zero=3, batch=8, placements=pins.placements), {})
     assert owned
     assert not any(name.startswith("blocks.") for name in owned)
 
@@ -90,7 +94,7 @@ def test_layers_are_on_their_stages(
     captured: Captured, made_up: MadeUp, stages: dict[str, int], pipeline: int
 ) -> None:
     step = captured("gpt")
-    pins = {"stages": stages, "pipeline": pipeline, "interleave": 1, "microbatches": 4}
+    pins = {"stage_of": stages, "pipeline": pipeline, "interleave": 1, "microbatches": 4}
     plan = search(step, made_up(pipeline, 1 << 20), pins=pins, optimizer_bytes=8)
     profile = Profile(step)
     for path, stage in stages.items():
@@ -98,12 +102,12 @@ def test_layers_are_on_their_stages(
         inside = [at for at, module in enumerate(profile.modules) if is_inside(module, path)]
         assert inside
         assert first <= min(inside) <= max(inside) < end
-    assert "stages" in plan.pinned
+    assert "stage_of" in plan.pinned
 
 
 def test_the_search_makes_as_many_stages_as_are_named(captured: Captured, made_up: MadeUp) -> None:
     plan = search(
-        captured("gpt"), made_up(2, 1 << 20), pins={"stages": {"blocks.3": 1}}, optimizer_bytes=8
+        captured("gpt"), made_up(2, 1 << 20), pins={"stage_of": {"blocks.3": 1}}, optimizer_bytes=8
     )
     assert plan.stages > 1
 
@@ -111,7 +115,7 @@ def test_the_search_makes_as_many_stages_as_are_named(captured: Captured, made_u
 def test_a_stage_beyond_the_ranks_asks_for_several_on_each(
     captured: Captured, made_up: MadeUp
 ) -> None:
-    pins = {"stages": {"blocks.2": 3}, "pipeline": 2, "microbatches": 4}
+    pins = {"stage_of": {"blocks.2": 3}, "pipeline": 2, "microbatches": 4}
     plan = search(captured("gpt"), made_up(2, 1 << 20), pins=pins, optimizer_bytes=8)
     assert plan.stages > 3
     profile = Profile(captured("gpt"))
@@ -127,15 +131,15 @@ def test_a_stage_beyond_the_ranks_asks_for_several_on_each(
         ("resnet", {"vocab": "tensor", "tensor": 2}, "vocab='tensor' can not be planned\n  why:  nothing is looked up by rows (aten.embedding): the model has no vocabulary\n  help: leave vocab out and it will be chosen for you"),
         ("gpt", {"vocab": "tensor"}, "vocab='tensor' can not be planned\n  why:  token.weight is to be sharded over tensor, which has one device\n  help: leave vocab out and it will be chosen for you"),
         ("gpt", {"vocab": "data", "data": 5}, "vocab='data' can not be planned\n  why:  no dim of token.weight [96, 32] can be shared evenly by data 5\n  help: leave vocab out and it will be chosen for you"),
-        ("gpt", {"stages": "blocks.1"}, "stages='blocks.1' can not be planned\n  why:  it maps paths of modules to their stage\n  help: leave stages out and it will be chosen for you"),
-        ("gpt", {"stages": {"block.1": 0}}, "stages={'block.1': 0} can not be planned\n  why:  no op belongs to block.1; there is blocks.1\n  help: leave stages out and it will be chosen for you"),
-        ("gpt", {"stages": {"blocks.1": -1}}, "stages={'blocks.1': -1} can not be planned\n  why:  a stage is a number from 0 on\n  help: leave stages out and it will be chosen for you"),
-        ("gpt", {"stages": {"blocks.3": 0, "blocks.1": 1}}, "stages={'blocks.1': 1, 'blocks.3': 0} can not be planned\n  why:  blocks.1 runs before blocks.3, so it can not be on a later stage\n  help: leave stages out and it will be chosen for you"),
-        ("gpt", {"stages": {"blocks.1": 0, "blocks.1.norm_1": 1}}, "stages={'blocks.1': 0, 'blocks.1.norm_1': 1} can not be planned\n  why:  blocks.1 still runs when blocks.1.norm_1 does, so both are on one stage\n  help: leave stages out and it will be chosen for you"),
-        ("gpt", {"stages": {"blocks.1": 8}, "pipeline": 2}, "stages={'blocks.1': 8} can not be planned\n  why:  blocks.1 is to be on stage 8, and there are 8 at most, from 0 on\n  help: leave stages out and it will be chosen for you"),
-        ("gpt", {"stages": {"blocks.1": 3}, "pipeline": 2, "schedule": "1f1b"}, "stages={'blocks.1': 3} can not be planned\n  why:  blocks.1 is to be on stage 3, and there are 2, from 0 on\n  help: leave stages out and it will be chosen for you"),
-        ("gpt", {"stages": {"blocks.1": 5}, "pipeline": 5, "interleave": 1}, "stages={'blocks.1': 5} can not be planned\n  why:  blocks.1 is to be on stage 5, and there are 5, from 0 on\n  help: leave stages out and it will be chosen for you"),
-        ("gpt", {"stages": {"blocks.1": 1}, "cuts": ["add_4"]}, "stages={'blocks.1': 1} can not be planned\n  why:  cuts= says already where stages end\n  help: leave stages out and it will be chosen for you"),
+        ("gpt", {"stage_of": "blocks.1"}, "stage_of='blocks.1' can not be planned\n  why:  it maps paths of modules to their stage\n  help: leave stage_of out and it will be chosen for you"),
+        ("gpt", {"stage_of": {"block.1": 0}}, "stage_of={'block.1': 0} can not be planned\n  why:  no op belongs to block.1; there is blocks.1\n  help: leave stage_of out and it will be chosen for you"),
+        ("gpt", {"stage_of": {"blocks.1": -1}}, "stage_of={'blocks.1': -1} can not be planned\n  why:  a stage is a number from 0 on\n  help: leave stage_of out and it will be chosen for you"),
+        ("gpt", {"stage_of": {"blocks.3": 0, "blocks.1": 1}}, "stage_of={'blocks.1': 1, 'blocks.3': 0} can not be planned\n  why:  blocks.1 runs before blocks.3, so it can not be on a later stage\n  help: leave stage_of out and it will be chosen for you"),
+        ("gpt", {"stage_of": {"blocks.1": 0, "blocks.1.norm_1": 1}}, "stage_of={'blocks.1': 0, 'blocks.1.norm_1': 1} can not be planned\n  why:  blocks.1 still runs when blocks.1.norm_1 does, so both are on one stage\n  help: leave stage_of out and it will be chosen for you"),
+        ("gpt", {"stage_of": {"blocks.1": 8}, "pipeline": 2}, "stage_of={'blocks.1': 8} can not be planned\n  why:  blocks.1 is to be on stage 8, and there are 8 at most, from 0 on\n  help: leave stage_of out and it will be chosen for you"),
+        ("gpt", {"stage_of": {"blocks.1": 3}, "pipeline": 2, "schedule": "1f1b"}, "stage_of={'blocks.1': 3} can not be planned\n  why:  blocks.1 is to be on stage 3, and there are 2, from 0 on\n  help: leave stage_of out and it will be chosen for you"),
+        ("gpt", {"stage_of": {"blocks.1": 5}, "pipeline": 5, "interleave": 1}, "stage_of={'blocks.1': 5} can not be planned\n  why:  blocks.1 is to be on stage 5, and there are 5, from 0 on\n  help: leave stage_of out and it will be chosen for you"),
+        ("gpt", {"stage_of": {"blocks.1": 1}, "cuts": ["add_4"]}, "stage_of={'blocks.1': 1} can not be planned\n  why:  cuts= says already where stages end\n  help: leave stage_of out and it will be chosen for you"),
     ],
 )  # fmt: skip
 def test_pins_that_can_not_hold(
@@ -148,7 +152,7 @@ def test_pins_that_can_not_hold(
 
 def test_layers_for_which_no_cuts_do(captured: Captured, made_up: MadeUp) -> None:
     pins = {
-        "stages": {"blocks.1": 0, "blocks.2": 3},
+        "stage_of": {"blocks.1": 0, "blocks.2": 3},
         "pipeline": 4,
         "microbatches": 4,
         "interleave": 1,
@@ -158,9 +162,9 @@ def test_layers_for_which_no_cuts_do(captured: Captured, made_up: MadeUp) -> Non
     assert (
         str(caught.value)
         == """\
-error[GA202]: stages={'blocks.1': 0, 'blocks.2': 3} can not be planned
+error[GA202]: stage_of={'blocks.1': 0, 'blocks.2': 3} can not be planned
   why:  no 3 cuts make 4 stages with these modules on theirs
-  help: leave stages out and it will be chosen for you
+  help: leave stage_of out and it will be chosen for you
   explain: graphaccel explain GA202"""
     )
 

@@ -16,12 +16,13 @@ from graphaccel.capture.batch import flatten_call
 from graphaccel.capture.stepgraph import StepGraph, capture
 from graphaccel.compiler import Compiler
 from graphaccel.model import Model, as_batch
+from graphaccel.planner.base_plan import base_plan
 from graphaccel.planner.bounds import Bounds, columns
 from graphaccel.planner.candidates import Layout, Shape, meshes_of, plain
 from graphaccel.planner.cluster import Cluster, Host
 from graphaccel.planner.estimate import predict
-from graphaccel.planner.offload import CHOICES, LEAVING, STAYING, read_offload
-from graphaccel.planner.pins import Pins, base_plan
+from graphaccel.planner.offload import LEAVING, STAYING, read_offload
+from graphaccel.planner.pins import OFFLOADS, Pins
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.profile import Profile
 from graphaccel.planner.record import Record
@@ -83,7 +84,7 @@ def _seconds(plan: Plan) -> float:
     return plan.prediction.seconds
 
 
-@pytest.mark.parametrize("value", CHOICES)
+@pytest.mark.parametrize("value", OFFLOADS)
 def test_values_of_the_pin(value: str) -> None:
     kinds = read_offload(value)
     assert ("parameters" in kinds) is (value in LEAVING)
@@ -239,7 +240,7 @@ def test_nothing_that_is_best_is_ruled_out(
         assert every.seen
         for other in every.seen:
             assert other.zero == (3 if other.data > 1 else 0)
-            assert other.gather_again is True
+            assert other.reshard_after_forward == "always"
             assert not other.cast_once
             assert other.schedule != "zero_bubble"
 
@@ -286,7 +287,7 @@ def test_it_is_tried_where_nothing_else_fits(captured: Captured, made_up: MadeUp
         with pytest.raises(errors.InfeasiblePlan):
             _find(step, _where(made_up, 2, 200), **pins)
     with pytest.raises(errors.InfeasiblePlan) as caught:  # with what is pinned it can not be
-        _find(step, _where(made_up, 2, 200), data=2, gather_again=False)
+        _find(step, _where(made_up, 2, 200), data=2, reshard_after_forward="never")
     said = (*(change for change, _ in caught.value.relaxations), *caught.value.useless)
     assert not any("parameters" in change for change in said)
 
@@ -296,8 +297,8 @@ def test_it_is_tried_where_nothing_else_fits(captured: Captured, made_up: MadeUp
     [
         ({"zero": 1}, "which is zero=3", (0, 3)),
         ({"zero": 0, "data": 2}, "which is zero=3", (3,)),
-        ({"gather_again": False}, "no device holds them between", (True,)),
-        ({"gather_again": "step"}, "no device holds them between", (True,)),
+        ({"reshard_after_forward": "never"}, "no device holds them between", (True,)),
+        ({"reshard_after_forward": "once_per_step"}, "no device holds them between", (True,)),
         (
             {"schedule": "zero_bubble", "pipeline": 2},
             "parameters on the host are copied up for the forward and the backward alone",

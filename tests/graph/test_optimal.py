@@ -23,9 +23,10 @@ from graphaccel.planner.bounds import Bounds, columns
 from graphaccel.planner.candidates import Shape
 from graphaccel.planner.cluster import Cluster, Device, Link
 from graphaccel.planner.layouts import Layouts, rates_of
+from graphaccel.planner.limits import Limits
 from graphaccel.planner.one_pass import weighed
 from graphaccel.planner.order import AXES
-from graphaccel.planner.pins import Limits, Pins
+from graphaccel.planner.pins import Pins
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.profile import Profile
 from graphaccel.planner.search import search
@@ -110,7 +111,7 @@ PINS: Mapping[str, tuple[Any, ...]] = {
     "interleave": (1, 2),
     "recompute": ("none", "all"),
     "zero": (0, 1, 2, 3),
-    "gather_again": (True, False, "step"),
+    "reshard_after_forward": ("always", "never", "once_per_step"),
     "accumulation": ("whole", "shards"),
 }
 HYBRID = range(60, 100)
@@ -142,7 +143,8 @@ def drawn_by(seed: int) -> dict[str, Any]:
 
 NARROWER = (
     ("recompute", "none"), ("schedule", "1f1b"), ("interleave", 1), ("accumulation", "whole"),
-    ("gather_again", True), ("tensor", 1), ("context", 1), ("microbatches", 2), ("zero", 0),
+    ("reshard_after_forward", "always"),
+    ("tensor", 1), ("context", 1), ("microbatches", 2), ("zero", 0),
     ("microbatches", 1), ("pipeline", 2), ("pipeline", 1),
 )  # fmt: skip
 

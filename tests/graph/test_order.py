@@ -24,9 +24,9 @@ from graphaccel.planner.communication import (
 from graphaccel.planner.conflicts import agreeing_pins
 from graphaccel.planner.estimate import predict, timeline
 from graphaccel.planner.given import check_given, misread
+from graphaccel.planner.limits import Limits
 from graphaccel.planner.order import AXES, members
 from graphaccel.planner.ordering import DATA_OUTSIDE, orders
-from graphaccel.planner.pins import Limits
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.profile import Profile
 from graphaccel.planner.read_pins import read_pins
@@ -60,7 +60,7 @@ def _stages(plan: Plan) -> tuple[int, int]:
 @pytest.mark.parametrize("order", list(permutations(AXES))[::7])
 def test_every_group_is_where_the_devices_are(order: tuple[str, ...]) -> None:
     """Sizes and strides say which devices are in a group, as the ranks of the runtime do."""
-    plan = Plan(64, data=4, shard=2, pipeline=2, context=2, expert=2, tensor=2, order=order)
+    plan = Plan(64, data=4, shard_size=2, pipeline=2, context=2, expert=2, tensor=2, order=order)
     wires = wires_of(TWO_NODES, plan)
     for axes in ({"data"}, {"data", "tensor"}, {"replicate", "context"}, {"shard"}, {"pipeline"}):
         many, apart, further = wires.group(axes)

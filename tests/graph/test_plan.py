@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphaccel.ir.program import Sharded
-from graphaccel.planner.plan import GATHERS, Alternative, Plan, Precision, Prediction, StageMemory
+from graphaccel.planner.pins import RESHARDS
+from graphaccel.planner.plan import Alternative, Plan, Precision, Prediction, StageMemory
 
 names = st.text(max_size=20)
 counts = st.integers(1, 1 << 40)
@@ -29,7 +30,7 @@ plans = st.builds(
     context=counts,
     expert=counts,
     zero=st.integers(0, 3),
-    gather_again=st.sampled_from(GATHERS),
+    reshard_after_forward=st.sampled_from(RESHARDS),
     cast_once=st.booleans(),
     cuda_graphs=st.booleans(),
     accumulation=st.sampled_from(["whole", "shards"]),
@@ -71,3 +72,14 @@ def test_an_unknown_field_is_refused() -> None:
     data = json.loads(Plan(devices=1).to_json())
     with pytest.raises(ValueError, match="unknown fields in plan: speed"):
         Plan.from_json(json.dumps({**data, "speed": 2}))
+
+
+def test_a_plan_of_schema_1_is_read() -> None:
+    data = json.loads(
+        Plan(devices=4, data=4, zero=3, shard_size=2, pinned=("shard_size",)).to_json()
+    )
+    del data["reshard_after_forward"], data["shard_size"]
+    older = {**data, "schema": 1, "gather_again": "step", "shard": 2, "pinned": ["shard"]}
+    plan = Plan.from_json(json.dumps(older))
+    assert (plan.reshard_after_forward, plan.shard_size) == ("once_per_step", 2)
+    assert (plan.pinned, plan.schema) == (("shard_size",), 2)

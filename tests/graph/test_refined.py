@@ -12,12 +12,13 @@ import pytest
 
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.errors import BadCluster
+from graphaccel.planner.base_plan import base_plan
 from graphaccel.planner.bounds import Bounds, columns
 from graphaccel.planner.candidates import Layout, meshes_of
 from graphaccel.planner.cluster import Cluster, StepTime
 from graphaccel.planner.cluster_file import read_cluster, write_cluster
 from graphaccel.planner.estimate import predict_seconds
-from graphaccel.planner.pins import Pins, base_plan
+from graphaccel.planner.pins import Pins
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.profile import Profile
 from graphaccel.planner.refined import model_key, refined, scales, step_time, with_step

@@ -20,10 +20,10 @@ from graphaccel.model import without_data
 from graphaccel.passes import rewrite
 from graphaccel.passes.localise import localised
 from graphaccel.passes.pipeline import build
+from graphaccel.planner.base_plan import PRECISIONS
 from graphaccel.planner.catalogue import cluster
 from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.memory import Resident, rank_memory
-from graphaccel.planner.pins import PRECISIONS
 from graphaccel.planner.plan import Plan, StageMemory
 from graphaccel.planner.profile import Profile
 from graphaccel.planner.wires import wires_of
@@ -130,8 +130,11 @@ ALL = tuple(f"blocks.{n}" for n in range(LAYERS))
     ("plan", "programs"),
     [
         (Plan(4, data=2, tensor=2, zero=3, microbatches=2, batch=8, sequence=False), True),
-        (Plan(2, data=2, microbatches=2, batch=8, zero=3, gather_again=False), True),
-        (Plan(2, data=2, microbatches=2, batch=8, zero=3, gather_again="step"), True),
+        (Plan(2, data=2, microbatches=2, batch=8, zero=3, reshard_after_forward="never"), True),
+        (
+            Plan(2, data=2, microbatches=2, batch=8, zero=3, reshard_after_forward="once_per_step"),
+            True,
+        ),
         (Plan(1, microbatches=2, batch=8, precision=PRECISIONS["bf16"], cast_once=True), True),
         (Plan(2, data=2, microbatches=2, batch=8, recompute=ALL), True),
         (Plan(2, data=2, microbatches=2, batch=8, recompute=("blocks.1", "blocks.4")), False),
@@ -168,7 +171,7 @@ def test_programs_are_those_of_all_layers(
 @pytest.mark.parametrize(
     "options",
     [{}, {"microbatches": 3, "accumulation": "shards"},
-     {"microbatches": 2, "gather_again": "step"}],
+     {"microbatches": 2, "reshard_after_forward": "once_per_step"}],
     ids=str,
 )  # fmt: skip
 def test_planning_makes_no_node_of_the_layers_that_repeat(options: dict[str, Any]) -> None:
@@ -244,7 +247,7 @@ def ends(step: StepGraph, layers: Sequence[int]) -> tuple[str, ...]:
     "options",
     [
         {"data": 2, "zero": 3, "recompute": tuple(f"blocks.{n}" for n in (2, 4, 6, 9))},
-        {"data": 2, "zero": 3, "gather_again": "step"},
+        {"data": 2, "zero": 3, "reshard_after_forward": "once_per_step"},
         {"precision": PRECISIONS["bf16"], "cast_once": True},
         {"tensor": 2, "sequence": False, "schedule": "zero_bubble"},
         {"data": 2, "interleave": 2, "schedule": "interleaved"},

@@ -22,7 +22,7 @@ from graphaccel.model import without_data
 from graphaccel.passes.drop_backward import drop_backward
 from graphaccel.passes.fuse import fuse
 from graphaccel.passes.lower_precision import lower_precision
-from graphaccel.planner.pins import PRECISIONS
+from graphaccel.planner.base_plan import PRECISIONS
 from graphaccel.planner.plan import Plan
 from tests.support.gpt import GPT
 

@@ -16,7 +16,7 @@ from graphaccel.passes.pipeline import build
 from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.estimate import predict_seconds
 from graphaccel.planner.layouts import Layouts, rates_of
-from graphaccel.planner.pins import Limits
+from graphaccel.planner.limits import Limits
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.profile import Profile
 from graphaccel.planner.read_pins import read_pins

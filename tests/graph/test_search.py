@@ -19,10 +19,12 @@ from graphaccel.capture.stepgraph import StepGraph, capture
 from graphaccel.passes.localise import localised
 from graphaccel.passes.pipeline import prepared
 from graphaccel.planner import guided, one_pass, solving
+from graphaccel.planner.base_plan import PRECISIONS
 from graphaccel.planner.cluster import Cluster
 from graphaccel.planner.layouts import Layouts, LocalGraph, rates_of
+from graphaccel.planner.limits import Limit, Limits
 from graphaccel.planner.one_pass import weighed
-from graphaccel.planner.pins import PRECISIONS, Limit, Limits, Pins
+from graphaccel.planner.pins import Pins
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.profile import Profile
 from graphaccel.planner.search import search
@@ -114,7 +116,7 @@ def test_tensor_is_chosen_where_the_batch_can_not_be_split(
     asked = {"pins": {}, "optimizer_bytes": 8, "limits": Limits(limit, limit)}
     plan = search(captured("gpt"), made_up(2), profiles=profiles, **asked)
     assert (plan.data, plan.pipeline) == (1, 1)
-    assert plan.replica == 2
+    assert plan.model_parallel_size == 2
     assert search(captured("gpt"), made_up(2), **asked).pipeline == 2
     assert [a.name for a in plan.alternatives if "pipeline 2" in a.name]
 

@@ -10,7 +10,8 @@ import pytest
 from graphaccel.planner import solving
 from graphaccel.planner.cluster import Cluster, Link
 from graphaccel.planner.layouts import Layouts
-from graphaccel.planner.pins import Limits, Pins
+from graphaccel.planner.limits import Limits
+from graphaccel.planner.pins import Pins
 from graphaccel.planner.solve import Problem
 from graphaccel.planner.solving import solve_all
 

@@ -91,7 +91,7 @@ def test_memory_is_that_of_the_programs(
 ) -> None:
     """Of every way that the blocks have, whole recomputation among them."""
     plan = Plan(devices=1, batch=8).decided(**decided)
-    cluster = made_up(plan.data * plan.pipeline * plan.replica, 1 << 20)
+    cluster = made_up(plan.data * plan.pipeline * plan.model_parallel_size, 1 << 20)
     cluster = replace(cluster, host=Host(1 << 30, 1e9, 1e9))
     problem = problem_of(captured(name), cluster)
     plan = with_cuts_and_blocks(problem, plan, "none", None)

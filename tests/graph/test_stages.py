@@ -15,8 +15,8 @@ from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.errors import TooManyStages
 from graphaccel.passes.lower_precision import lower_precision
 from graphaccel.passes.pipeline import build
+from graphaccel.planner.base_plan import PRECISIONS
 from graphaccel.planner.cluster import Cluster
-from graphaccel.planner.pins import PRECISIONS
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.profile import Profile, SizedProfile
 from graphaccel.planner.stages import (

@@ -207,7 +207,11 @@ def test_the_chosen_plan_is_compared_with_itself_as_built(
     plan = search(
         captured("gpt"), made_up(2), pins={}, optimizer_bytes=8, refine=refine, record=record
     )
-    asked = {"data": plan.data, "zero": plan.zero, "gather_again": plan.gather_again}
+    asked = {
+        "data": plan.data,
+        "zero": plan.zero,
+        "reshard_after_forward": plan.reshard_after_forward,
+    }
     answer = why_not(record, plan, asked)
     assert plan.prediction is not None
     assert answer.verdict == "chosen"

@@ -15,8 +15,9 @@ from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.errors import BadPin, InfeasiblePlan
 from graphaccel.ir.program import Sharded, StageProgram
 from graphaccel.passes.pipeline import build
+from graphaccel.planner.base_plan import PRECISIONS
 from graphaccel.planner.cluster import Cluster
-from graphaccel.planner.pins import PRECISIONS, replicate, shard
+from graphaccel.planner.module_pins import replicate, shard
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.search import search
 from graphaccel.planner.zero import data_dim, owned_shards
@@ -78,7 +79,7 @@ def test_two_gathers_and_one_reduce_scatter_a_block(captured: Captured) -> None:
 
 
 def test_without_gathering_again_there_is_one(captured: Captured) -> None:
-    stage = _stage(captured("gpt"), zero=3, gather_again=False)
+    stage = _stage(captured("gpt"), zero=3, reshard_after_forward="never")
     assert _count(stage.forward, GATHER) == 8
     assert _count(stage.backwards[True, True], GATHER) == 0
 

@@ -15,8 +15,8 @@ from graphaccel.compiler import schedule_of
 from graphaccel.ir.program import StageProgram, StepProgram
 from graphaccel.ir.values import returned
 from graphaccel.passes.pipeline import build
+from graphaccel.planner.base_plan import PRECISIONS
 from graphaccel.planner.memory import Resident, rank_curve, rank_memory
-from graphaccel.planner.pins import PRECISIONS
 from graphaccel.planner.plan import Plan
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
@@ -28,7 +28,9 @@ Captured = Callable[[str], StepGraph]
 
 
 def _program(step: StepGraph, **decisions: Any) -> tuple[Plan, StepProgram]:
-    plan = Plan(2, data=2, batch=step.batch_size, zero=3, gather_again="step", **decisions)
+    plan = Plan(
+        2, data=2, batch=step.batch_size, zero=3, reshard_after_forward="once_per_step", **decisions
+    )
     return plan, build(step, plan)
 
 
@@ -128,7 +130,7 @@ def test_what_is_held_is_counted_until_the_last_backward(captured: Captured) -> 
 def test_evaluation_gathers_for_itself(captured: Captured) -> None:
     """A group at a time: nothing has to be held for a backward."""
     _, program = _program(captured("gpt"), microbatches=2)
-    alone = Plan(2, batch=8, zero=3, gather_again="step")
+    alone = Plan(2, batch=8, zero=3, reshard_after_forward="once_per_step")
     made = build(captured("gpt"), alone, gradients=False, groups=program.groups, ranks=2)
     (stage,) = made.stages
     assert stage.prepare is None

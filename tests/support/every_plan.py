@@ -20,6 +20,7 @@ from graphaccel.errors import BadPin
 from graphaccel.ir.unfold import distinct_nodes
 from graphaccel.planner.estimate import predict_seconds
 from graphaccel.planner.footprint import predict_memory
+from graphaccel.planner.pins import RESHARDS
 from graphaccel.planner.plan import Plan
 from graphaccel.planner.recompute import block_options
 from graphaccel.planner.solve import Problem
@@ -123,19 +124,19 @@ def _ways(
             if interleave == 1:
                 several = ("gpipe", "zero_bubble") if zero < 2 else ("gpipe",)
                 schedules = ("1f1b", *several) if pipeline > 1 else ("1f1b",)
-            agains: Sequence[bool | str] = (True, False, "step") if zero == 3 else (True,)
-            if pins.get("zero") == 3 and "gather_again" not in pins:
-                agains = (True,)  # who asks for it wants the memory
+            agains: Sequence[str] = RESHARDS if zero == 3 else ("always",)
+            if pins.get("zero") == 3 and "reshard_after_forward" not in pins:
+                agains = ("always",)  # who asks for it wants the memory
             kinds = ("whole", "shards") if zero > 1 else ("whole",)
             parts: Sequence[int] = (0,)
-            if zero and ("zero" not in pins or "shard" in pins):
+            if zero and ("zero" not in pins or "shard_size" in pins):
                 parts = (0, *(n for n in range(2, data) if data % n == 0))
             for schedule, again, kind, shard in product(schedules, agains, kinds, parts):
                 if kind == "shards" and microbatches == 1 and "accumulation" not in pins:
                     continue  # the same as whole
                 yield {
                     "interleave": interleave, "zero": zero, "schedule": schedule,
-                    "gather_again": again, "accumulation": kind, "shard": shard,
+                    "reshard_after_forward": again, "accumulation": kind, "shard_size": shard,
                 }  # fmt: skip
 
 
@@ -228,9 +229,9 @@ def _asked_for(pins: Mapping[str, Any], plan: Plan) -> bool:
 
 def _least_zero(pins: Mapping[str, Any]) -> int:
     """The level of ZeRO that was asked for, by its number or by what only higher levels have."""
-    if pins.get("gather_again", True) is not True:
+    if pins.get("reshard_after_forward", "always") != "always":
         return int(pins.get("zero", 3))
-    least = 2 if pins.get("accumulation") == "shards" else int("shard" in pins)
+    least = 2 if pins.get("accumulation") == "shards" else int("shard_size" in pins)
     return int(pins.get("zero", least))
 
 
