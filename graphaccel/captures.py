@@ -23,10 +23,10 @@ from graphaccel.capture.symbols import BATCH, SEQUENCE
 from graphaccel.compat.torch import FakeTensorMode, pytree
 from graphaccel.conditions import no_collections, without_autocast
 from graphaccel.errors import GraphAccelError, GraphMisuse, StateFrozen, Unsupported
-from graphaccel.guards.guards import Change, Guards
-from graphaccel.guards.lines import location
+from graphaccel.guards.guards import Guards
 from graphaccel.guards.numbers import as_inputs
 from graphaccel.guards.places import Place, places
+from graphaccel.guards.refusals import too_many
 from graphaccel.ir.unfold import input_nodes
 from graphaccel.model import Model, follow_attributes, without_data
 from graphaccel.progress import progress
@@ -186,7 +186,7 @@ class Captures:
         if len(others) < MOST:
             return
         change = self._kept[id(others[0])].guards.changes()[0]
-        raise too_many(change)
+        raise too_many(change, MOST)
 
     def _capture(
         self, model: nn.Module, made: Batch, training: bool, many: int | None
@@ -342,26 +342,6 @@ def _constants(step: StepGraph, recorded: Mapping[str, Place]) -> dict[str, str]
         if path in held:
             known[id(tensor)] = held[path]
     return {n: known[id(t)] for n, t in tensors.items() if id(t) in known}
-
-
-def too_many(change: Change) -> StateFrozen:
-    """GA106 for a value that changes again and again, and can not be an input of the graph."""
-    name = change.place.name
-    return StateFrozen(
-        what=f"`{name}` had {MOST} values, each with a capture of its own, and is now {change.now}",
-        location=location(change.place.line),
-        note="this does something with it that a tensor can not stand for",
-        reason="a capture takes seconds; numbers that arithmetic with tensors reads need none",
-        help_lines=(
-            "hold it in a tensor, which the forward reads and the script fills:  "
-            f"model.{name} = torch.tensor({said_value(change)})",
-        ),
-    )
-
-
-def said_value(change: Change) -> str:
-    """The value of a change as it can be typed."""
-    return change.now if change.place.is_number else "0.5"
 
 
 def _has_dims(batch: Batch, dims: Mapping[int, int]) -> bool:

@@ -25,8 +25,9 @@ from graphaccel.planner.base_plan import PRECISIONS
 from graphaccel.planner.plan import Plan, Precision, StageMemory
 from graphaccel.progress import progress
 from graphaccel.proof.comparison import Pair, pair_of
-from graphaccel.proof.gate import Gate
-from graphaccel.proof.planned import Given
+from graphaccel.proof.gate import Gate, Now
+from graphaccel.proof.planned import Given, Part, parts_of
+from graphaccel.proof.trial import run_trial
 from graphaccel.report.text import plan_report
 from graphaccel.runtime.agreement import BACKWARD, EVALUATE, PLAN, STATE, TRAIN, Agreement
 from graphaccel.runtime.all_gradients import AllGradients, clip_before
@@ -185,11 +186,11 @@ class Handle:
         self._agree(chosen)
         check_compiler(chosen.compile, self._device)
         recorder = recorder_for(self._device) if chosen.cuda_graphs else None
+        expected = None
         if self._gate.closed:
             pair = self._pair(batch)
             self._gate.prove(pair)
-            if not example:
-                self._gate.expect(pair, chosen)
+            expected = self._gate.expect(pair, chosen, program, example=example)
         planned()
         self._agreement.count_optimizer_steps()
         mesh = build_mesh(
@@ -224,7 +225,10 @@ class Handle:
             self._optimizing.start()
         self._session, self._step, self.plan, self.program = session, step, chosen, program
         compiled = self._compiled(step, program, chosen.microbatches, chosen)
-        self._add(("train", batch.signature()), batch, step, compiled, example=example)
+        variant = self._add(("train", batch.signature()), batch, step, compiled, example=example)
+        if expected is not None:
+            trial = partial(self._trial, variant, batch)
+            self._gate.keep(expected, batch, self._model, trial, example=example)
         self._dtypes = _dtypes(batch)
         peak = chosen.prediction
         progress(
@@ -268,7 +272,7 @@ class Handle:
                 "evaluated before",
                 help_line="graphaccel.optimize(model, optimizer, example_batch=batch)",
             )
-        if not training and self.has_all() and not self._away():
+        if not training and self._whole():
             return self._plain(forward, args, kwargs)
         check_autocast(self._precision(), self._device.type)
         if training:
@@ -298,8 +302,15 @@ class Handle:
         compiled = variant.compiled
         assert self._session is not None
         self._session.follow()
-        whole = self.has_all() and not self._away()
-        self._gate.expect_now(lambda: self._pair(batch), self.plan, whole)
+        now = Now(
+            batch,
+            self._whole(),
+            lambda: self._pair(batch),
+            self.plan,
+            compiled.program,
+            self._session.mesh,
+        )
+        self._gate.before(now, self._model, partial(self._trial, variant, batch))
         leaves = variant.leaves(self._session, given)
         reached = compiled.reached
         named = [(n, p) for n, p in self._model.named_parameters() if n in reached]
@@ -307,7 +318,6 @@ class Handle:
             tracked = frozenset(compiled.program.tangents)
             agree = partial(self._agreement.check, BACKWARD)
             outputs = self._session.call(compiled, leaves, tracked, named, agree)
-            self._gate.check(lambda: self._given(StepResult(None, {}, outputs)), self._session.mesh)
             return compiled.rebuild(None, outputs)
         result = self._session.step(compiled, leaves)
         self._gate.spoilt(result.overflow)
@@ -325,7 +335,24 @@ class Handle:
         values = (v for p in self.program.stages for v in p.forward_outputs if v.kind == "buffer")
         written = {v.name for v in values if v.name in buffers and self._session.holds(v.name)}
         held = {n: buffers[n].detach() for n in written}
-        return Given(result.loss, result.outputs, result.gradients, result.layouts, held)
+        return Given(
+            result.loss, result.outputs, result.gradients, result.layouts, held, result.inputs
+        )
+
+    def _trial(self, variant: Variant, batch: Batch, constant: bool) -> Mapping[str, Part] | None:
+        """What a step of a batch gives here, on which nobody trains; None where it overflowed."""
+        assert self._session is not None
+
+        def seen(result: StepResult) -> Mapping[str, Part] | None:
+            overflowed = result.overflow is not None and bool(result.overflow)
+            return None if overflowed else parts_of(self._given(result))
+
+        leaves = variant.leaves(self._session, batch.leaves)
+        return run_trial(self._session, variant.compiled, leaves, seen, constant=constant)
+
+    def _whole(self) -> bool:
+        """Whether every parameter lies here in full, where the model's own forward can compute."""
+        return self.has_all() and not self._away()
 
     def has_all(self) -> bool:
         """Whether every parameter lies here in full."""
@@ -373,6 +400,7 @@ class Handle:
         step, program = self._compiler.compile(
             batch, self.plan, self._session.homes, self._session.groups
         )
+        self._gate.later(step, lambda: self._pair(batch), whole=self._whole())
         compiled = self._compiled(step, program, self.plan.microbatches, self.plan)
         return self._add(key, batch, step, compiled)
 
@@ -433,6 +461,7 @@ class Handle:
                 self._model.training,
                 self._session.groups,
             )
+            self._gate.later(step, lambda: self._pair(batch), whole=False)
             variant = self._add(key, batch, step, self._compiled(step, program, 1, None))
         compiled = variant.compiled
         self._session.follow()

@@ -11,9 +11,9 @@ import torch
 
 from graphaccel.compat.torch import version
 from graphaccel.errors import StateFrozen
-from graphaccel.guards.guards import Change, Guards
-from graphaccel.guards.lines import location
+from graphaccel.guards.guards import Guards
 from graphaccel.guards.reads import line_of
+from graphaccel.guards.refusals import unsteady
 from graphaccel.planner.base_plan import PRECISIONS
 from graphaccel.planner.plan import Precision
 from graphaccel.runtime.session import CompiledStep, Session
@@ -63,20 +63,9 @@ class Variants:
         """Remember one. Raises StateFrozen (GA106) where a value that it was captured with is
         another one already, unless it was captured of an example, before any step."""
         if not example and not variant.guards.hold():
-            raise _unsteady(variant.guards.changes()[0])
+            raise unsteady(variant.guards.changes()[0])
         self._known.setdefault(key, []).insert(0, variant)
         return variant
-
-
-def _unsteady(change: Change) -> StateFrozen:
-    name = change.place.name
-    return StateFrozen(
-        what=f"`{name}` was {change.before} at capture and is {change.now} when the step starts",
-        location=location(change.place.line),
-        note="the forward reads it",
-        reason="a graph can not follow a value that changes between two looks at it",
-        help_lines=("set it before the call of the model, and leave it until the call returns",),
-    )
 
 
 def check_autocast(precision: Precision, device_type: str) -> None:

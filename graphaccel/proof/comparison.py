@@ -9,7 +9,7 @@ from typing import Any
 
 import sympy
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from graphaccel.capture.batch import Batch
@@ -17,9 +17,10 @@ from graphaccel.capture.export import LossFn
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import BATCH, evaluate
 from graphaccel.errors import GraphMisuse
+from graphaccel.ir.calls import is_random
 from graphaccel.ir.unfold import input_nodes
 from graphaccel.proof.eager_step import Subject, run_eager
-from graphaccel.proof.graph_step import Inputs, Observer, run_graph
+from graphaccel.proof.graph_step import Inputs, Keep, Observer, run_graph
 from graphaccel.proof.modes import NARROW, SameDraws, Widened, WriteGuard
 from graphaccel.proof.results import Deviation, Results, deviations
 from graphaccel.proof.untouched import RandomState, untouched
@@ -83,7 +84,7 @@ class Pair:
             with self._plain(setting, guard), ExitStack() as stack:
                 if watch is not None:
                     stack.enter_context(watch())
-                eager = run_eager(self.subject, batch, _tangent, guard)
+                eager = run_eager(self.subject, batch, tangent, guard)
         return graph, eager
 
     def _eager(self, setting: Setting) -> Results:
@@ -92,7 +93,7 @@ class Pair:
             untouched(self.subject.model, wide=setting.wide) as guard,
             self._plain(setting, guard),
         ):
-            return run_eager(self.subject, batch, _tangent, guard)
+            return run_eager(self.subject, batch, tangent, guard)
 
     @contextmanager
     def _plain(self, setting: Setting, guard: WriteGuard) -> Iterator[None]:
@@ -107,8 +108,14 @@ class Pair:
             stack.enter_context(draws)
             yield
 
-    def graph(self, batch: Batch, setting: Setting, observe: Observer | None = None) -> Results:
-        """The graph's results alone, of a batch that `part` made."""
+    def graph(
+        self,
+        batch: Batch,
+        setting: Setting,
+        observe: Observer | None = None,
+        keep: Keep | None = None,
+    ) -> Results:
+        """The graph's results alone, of a batch that `part` made. keep: as in `run_graph`."""
         model, step = self.subject.model, self.step
         sizes = dict(self.sizes)
         if setting.rows is not None:
@@ -122,9 +129,9 @@ class Pair:
                 shape = [int(evaluate(d, sizes)) for d in node.meta["dims"]]
                 dtype = torch.float64 if setting.wide else node.meta["val"].dtype
                 like = torch.empty(shape, dtype=dtype, device=device)
-                tangents[spec.leaf] = _tangent(spec.leaf, like)
+                tangents[spec.leaf] = tangent(spec.leaf, like)
         inputs = Inputs(parameters, buffers, batch.leaves, tangents, device)
-        made = run_graph(step, sizes, inputs, observe)
+        made = run_graph(step, sizes, inputs, observe, keep)
         first = {id(b): n for n, b in model.named_buffers()}
         first |= {id(p): n for n, p in model.named_parameters()}
         held = {**parameters, **buffers}
@@ -192,24 +199,21 @@ def part(batch: Batch, step: StepGraph, setting: Setting, device: torch.device) 
     return Batch(tuple(leaves), batch.names, batch.spec)
 
 
-def _tangent(leaf: int, like: Tensor) -> Tensor:
-    """A gradient for an output, the same for both."""
+def tangent(leaf: int, like: Tensor) -> Tensor:
+    """A gradient for an output: numbers that depend on its leaf and on their place alone."""
     numbers = torch.arange(like.numel(), dtype=torch.float32, device=like.device)
     return torch.cos(1.7 * numbers + leaf).reshape(like.shape).to(like.dtype)
 
 
-def graph_results(pair: Pair) -> Results:
-    """What the graph gives for the whole batch, with the draws that a step would make."""
+def graph_results(pair: Pair, keep: Keep) -> Results:
+    """What the graph gives for the whole batch, with the draws that a step would make; of each
+    result what `keep` makes of it."""
     model = pair.subject.model
     batch = part(pair.batch, pair.step, Setting(), pair.subject.device)
     with untouched(model):
-        return pair.graph(batch, Setting())
+        return pair.graph(batch, Setting(), keep=keep)
 
 
 def draws(step: StepGraph) -> bool:
     """Whether the step draws random numbers."""
-    return any(_draws(node) for node in step.graph.graph.nodes)
-
-
-def _draws(node: fx.Node) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    return any(n.op == "call_function" and is_random(n) for n in step.graph.graph.nodes)

@@ -3,16 +3,53 @@ the captured graph's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
+from graphaccel.capture.batch import Batch
+from graphaccel.capture.stepgraph import StepGraph
+from graphaccel.compat.torch import version
+from graphaccel.ir.program import StepProgram
 from graphaccel.planner.plan import Plan
 from graphaccel.progress import progress
 from graphaccel.proof.comparison import Pair
 from graphaccel.proof.first_step import prove_together
-from graphaccel.proof.planned import Expected, Given, expect_together
+from graphaccel.proof.planned import Expected, Given, Part, expect_together, parts_of
 from graphaccel.runtime.mesh import Mesh
+from graphaccel.runtime.remote import RemoteTensor
+from graphaccel.runtime.sharded import local_of
+
+
+@dataclass(frozen=True)
+class Now:
+    """A training step that is about to be run. whole: whether every parameter lies here in full.
+    pair: the model beside the step that was captured of this batch."""
+
+    batch: Batch
+    whole: bool
+    pair: Callable[[], Pair]
+    plan: Plan
+    program: StepProgram
+    mesh: Mesh
+
+
+@dataclass
+class _Reference:
+    """What one device gives for a batch, or why that is not known.
+
+    trial: runs a step under the plan on that batch (constant draws or not) and gives its parts;
+    None where gradients overflowed. weights: what they were when the reference was made.
+    """
+
+    made: Expected | str
+    batch: Batch
+    trial: Callable[[bool], Mapping[str, Part] | None] = field(repr=False)
+    example: bool = False
+    weights: Any = field(default=None, repr=False)
 
 
 class Gate:
@@ -23,8 +60,9 @@ class Gate:
 
     def __init__(self, *, on: bool, ranks: int) -> None:
         self.proving, self.closed = False, on
-        self._ranks = ranks
-        self._expected: Expected | None = None
+        self._on, self._ranks = on, ranks
+        self._proved: set[int] = set()
+        self._reference: _Reference | None = None
 
     def prove(self, pair: Pair) -> None:
         """The captured graph against eager code. Raises CaptureDiffers (GA108)."""
@@ -33,28 +71,73 @@ class Gate:
             prove_together(pair, self._ranks)
         finally:
             self.proving = False
+        self._proved.add(id(pair.step))
 
-    def expect(self, pair: Pair, plan: Plan) -> None:
-        """What the step of this batch is to give: before it, while weights are what they will be
-        in it."""
-        self._expected = expect_together(pair, plan, self._ranks)
-        self.closed = self._expected is not None
+    def later(self, step: StepGraph, pair: Callable[[], Pair], *, whole: bool) -> None:
+        """A step for a batch that comes later; one of a capture of its own is compared as the first
+        was, where weights are in full on this rank.
 
-    def expect_now(self, pair: Callable[[], Pair], plan: Plan, whole: bool) -> None:
-        """`expect`, where the first batch comes after the plan was made; whole: whether every
-        parameter is still here in full."""
-        if self.closed and self._expected is None:
-            if whole:
-                self.expect(pair(), plan)
+        Raises CaptureDiffers (GA108).
+        """
+        if not self._on or id(step) in self._proved:
+            return
+        if whole:
+            self.prove(pair())
+            self.closed, self._reference = True, None
+        else:
+            reason = "since the first step weights are shards, or on the host"
+            progress("not proved", f"a new capture: {reason}", 0.0)
+            self._proved.add(id(step))
+
+    def expect(
+        self, pair: Pair, plan: Plan, program: StepProgram, *, example: bool
+    ) -> Expected | str:
+        """What a step of this batch is to give, while weights are whole."""
+        return expect_together(pair, plan, program, self._ranks, example=example)
+
+    def keep(
+        self,
+        made: Expected | str,
+        batch: Batch,
+        model: nn.Module,
+        trial: Callable[[bool], Mapping[str, Part] | None],
+        *,
+        example: bool,
+    ) -> None:
+        """Compare the next training step with this. model: as it is now, on this rank."""
+        weights = _weights(model) if example else None
+        self._reference = _Reference(made, batch, trial, example, weights)
+
+    def before(self, now: Now, model: nn.Module, trial: Callable[[bool], Any]) -> None:
+        """Before a training step: what it, or a trial step, is to give.
+
+        trial: of the step of this batch. Raises PlanDiffers (GA109) where a trial step differs.
+        """
+        if not self.closed:
+            return
+        known = self._reference
+        if known is None or (known.example and self._changed(known, model)):
+            made: Expected | str = "weights are shards, and were written after optimize()"
+            if now.whole:
+                made = self.expect(now.pair(), now.plan, now.program, example=False)
+            elif known is not None and isinstance(known.made, str):
+                made = known.made
+            known = self._reference = _Reference(made, now.batch, trial)
+        made = known.made
+        if isinstance(made, str):
+            self._give_up(made)
+        elif made.tried or not _equal(known.batch, now.batch):
+            parts = known.trial(made.constant)
+            if parts is None:
+                self._give_up("its gradients overflowed in fp16")
             else:
-                progress("not proved", "the plan's step: weights are shards since optimize()", 0.0)
-                self.closed = False
+                made.check(parts, now.mesh)
+                self._open()
 
     def spoilt(self, overflow: Tensor | None) -> None:
         """A first step in fp16 whose gradients overflowed has none to compare."""
         if self.closed and overflow is not None and bool(overflow):
-            progress("not proved", "the plan's step: its gradients overflowed in fp16", 0.0)
-            self.closed = False
+            self._give_up("its gradients overflowed in fp16")
 
     def check(self, given: Callable[[], Given], mesh: Mesh) -> None:
         """What the first step gave against what it is to give; after that nothing is compared.
@@ -62,6 +145,38 @@ class Gate:
         Raises PlanDiffers (GA109), in every step until one is right.
         """
         if self.closed:
-            assert self._expected is not None
-            self._expected.check(given(), mesh)
-            self.closed, self._expected = False, None
+            assert self._reference is not None
+            assert isinstance(self._reference.made, Expected)
+            self._reference.made.check(parts_of(given()), mesh)
+            self._open()
+
+    def _changed(self, known: _Reference, model: nn.Module) -> bool:
+        """Whether the reference is not of the weights that the model has now, on some rank."""
+        changed = isinstance(known.made, str) or known.weights != _weights(model)
+        if self._ranks == 1:
+            return changed
+        everyone: list[Any] = [None] * self._ranks
+        dist.all_gather_object(everyone, changed)
+        return any(everyone)
+
+    def _give_up(self, reason: str) -> None:
+        progress("not proved", f"the plan's step: {reason}", 0.0)
+        self._open()
+
+    def _open(self) -> None:
+        self.closed, self._reference = False, None
+
+
+def _weights(model: nn.Module) -> tuple[tuple[str, int, int], ...]:
+    """Says of each tensor of a model here which it is and how often it was written."""
+    own = (*model.named_parameters(), *model.named_buffers())
+    here = [(n, local_of(t)) for n, t in own if not isinstance(t, RemoteTensor)]
+    return tuple((name, t.data_ptr(), version(t)) for name, t in here)
+
+
+def _equal(one: Batch, other: Batch) -> bool:
+    """Whether two batches have the same leaves."""
+    if one.signature() != other.signature():
+        return False
+    pairs = zip(one.leaves, other.leaves, strict=True)
+    return all(a is b or not isinstance(a, Tensor) or a.equal(b) for a, b in pairs)

@@ -17,6 +17,7 @@ from graphaccel.kernels.attention_cuda import attention_on_gpu
 from graphaccel.proof.results import Results
 
 Observer = Callable[[fx.Node, Any], None]
+Keep = Callable[[Tensor], Any]
 
 
 @dataclass(frozen=True)
@@ -45,10 +46,13 @@ def run_graph(
     sizes: Mapping[sympy.Symbol, int],
     inputs: Inputs,
     observe: Observer | None = None,
+    keep: Keep | None = None,
 ) -> Results:
     """Loss, outputs and gradients of the step with `sizes` in the place of its symbols.
 
-    observe: called with each node and its value. A value is freed after its last use.
+    observe: called with each node and its value. A value is freed after its last use. keep: makes
+    what is given back of each result as soon as it is computed, so that a gradient need not stay
+    until the last one is there.
 
     Raises GraphFailed, and torch.OutOfMemoryError.
     """
@@ -57,6 +61,8 @@ def run_graph(
     values: dict[fx.Node, Any] = {}
     uses: dict[fx.Node, int] = {}
     given = iter(_given(step, inputs))
+    results = {n for n in step.graph.graph.output_node().args[0] if isinstance(n, fx.Node)}
+    made: dict[fx.Node, Any] = {}
     output: list[Any] = []
     for node in step.graph.graph.nodes:
         if node.op == "placeholder":
@@ -66,9 +72,12 @@ def run_graph(
         elif node.op == "call_function":
             values[node] = _call(node, sizes, values, inputs.device)
         else:
-            output = [values.get(n) if isinstance(n, fx.Node) else n for n in node.args[0]]
+            output = [made.get(n) if isinstance(n, fx.Node) else n for n in node.args[0]]
             break
         uses[node] = len(node.users)
+        if node in results:
+            made[node] = _result(values[node], keep)
+            uses[node] -= 1
         if observe is not None:
             observe(node, values[node])
         for source in node.all_input_nodes:
@@ -131,17 +140,31 @@ def _attribute(graph: fx.GraphModule, name: str, device: torch.device) -> Any:
     return value.to(device) if isinstance(value, Tensor) else value
 
 
+@dataclass(frozen=True)
+class _Made:
+    """What is kept of a result. floating: whether it has floating-point numbers."""
+
+    kept: Any
+    floating: bool
+
+
+def _result(value: Any, keep: Keep | None) -> _Made | None:
+    if not isinstance(value, Tensor):
+        return None
+    dense = value if value.layout == torch.strided else value.to_dense()
+    return _Made(dense if keep is None else keep(dense), dense.is_floating_point())
+
+
 def _sorted(step: StepGraph, output: Sequence[Any]) -> Results:
-    by_kind: dict[str, dict[Any, Tensor]] = {}
+    by_kind: dict[str, dict[Any, Any]] = {}
     for spec, value in zip(step.outputs, output, strict=True):
         key = spec.leaf if spec.kind in ("output", "input_gradient") else spec.name
-        if isinstance(value, Tensor):
-            value = value if value.layout == torch.strided else value.to_dense()
-            by_kind.setdefault(spec.kind, {})[key] = value
+        if isinstance(value, _Made) and (value.floating or spec.kind != "output"):
+            by_kind.setdefault(spec.kind, {})[key] = value.kept
     losses = by_kind.get("loss", {})
     return Results(
         next(iter(losses.values()), None),
-        {k: v for k, v in by_kind.get("output", {}).items() if v.is_floating_point()},
+        by_kind.get("output", {}),
         by_kind.get("gradient", {}),
         {f"leaf {k}": v for k, v in by_kind.get("input_gradient", {}).items()},
         by_kind.get("buffer", {}) | by_kind.get("parameter", {}),

@@ -43,9 +43,9 @@ class SameDraws(TorchDispatchMode):
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
-        made = _DRAWS.get(func.overloadpacket)
+        made = DRAWS.get(func.overloadpacket)
         self.count += 1
-        given = _bound(func, args, kwargs)
+        given = bound(func, args, kwargs)
         result = NotImplemented if made is None else made(self._noise, func, given)
         if result is not NotImplemented:
             return result
@@ -85,7 +85,7 @@ Noise = Callable[..., Tensor]
 Given = Mapping[str, Any]
 
 
-def _bound(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def bound(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments by name; those that a call leaves out, because they are the default, as well."""
     declared = func._schema.arguments
     given = {a.name: a.default_value for a in declared if a.has_default_value()}
@@ -141,7 +141,7 @@ def _rrelu(noise: Noise, func: Any, given: Given) -> Any:
     return x.mul_(drawn) if func.overloadpacket is aten.rrelu_with_noise_ else x * drawn
 
 
-_DRAWS: dict[Any, Callable[..., Any]] = {
+DRAWS: dict[Any, Callable[..., Any]] = {
     aten.bernoulli: _bernoulli,
     aten.bernoulli_: _bernoulli,
     aten.native_dropout: _native_dropout,

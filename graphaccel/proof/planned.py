@@ -7,8 +7,8 @@ which sees signs and places. Shards contribute their part of both, so that nothi
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,11 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from graphaccel.errors import PlanDiffers
+from graphaccel.ir.program import StepProgram
 from graphaccel.ir.values import tensors_of
 from graphaccel.passes.pipeline import prepared
 from graphaccel.planner.plan import Plan
 from graphaccel.progress import progress
 from graphaccel.proof.comparison import Pair, Setting, draws, graph_results
+from graphaccel.proof.constant_draws import ConstantDraws, can_be_constant
 from graphaccel.proof.first_step import affordable
 from graphaccel.proof.graph_step import GraphFailed
 from graphaccel.proof.results import shown
@@ -41,6 +43,9 @@ times that of the dtype. What a wrong rewrite does (a part that is not summed, a
 hundred times above.
 """
 
+_TILE = 8191
+"""Numbers of the direction that are computed once: a prime, so that no dim is a multiple of it."""
+
 Sums = tuple[float, float]
 Part = tuple[tuple[int, ...], float, float]
 
@@ -48,31 +53,36 @@ Part = tuple[tuple[int, ...], float, float]
 @dataclass(frozen=True)
 class Given:
     """What one step under a plan gave on this rank. layouts: of the gradients that are shards.
-    buffers: those held here."""
+    buffers: those held here. inputs: gradients by batch leaf."""
 
     loss: Tensor | None
     outputs: Mapping[int, Tensor]
     gradients: Mapping[str, Tensor]
     layouts: Mapping[str, Layout]
     buffers: Mapping[str, Tensor]
+    inputs: Mapping[int, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Expected:
     """What the captured graph gives for the whole batch, as sums: (squared norm, product with the
-    direction) by name. reached: whether gradients are known, which they are with the loss."""
+    direction) by name.
+
+    constant: with constants in the place of random draws. tried: whether a trial step is compared
+    (`proof.trial`), as the training step gives other numbers or no gradients yet.
+    """
 
     plan: str
     dtype: str
-    seconds: float
     values: Mapping[str, Sums] = field(repr=False)
+    constant: bool = False
+    tried: bool = False
 
-    def check(self, given: Given, mesh: Mesh) -> None:
-        """Compare with what a step gave; a collective over all ranks.
+    def check(self, mine: Mapping[str, Part], mesh: Mesh) -> None:
+        """Compare with what a step gave, as `parts_of` has it; a collective over all ranks.
 
         Raises PlanDiffers (GA109) on every rank.
         """
-        mine = dict(_parts(given))
         everyone: list[Any] = [mine]
         if mesh.world > 1:
             everyone = [None] * mesh.world
@@ -84,8 +94,11 @@ class Expected:
                 some.append(f"and {len(wrong) - _SHOWN} more")
             raise PlanDiffers(plan=self.plan, values=tuple(some))
         count = sum(name.startswith("gradient") for name in self.values)
-        what = f"loss and {count} gradients" if count else "outputs"
-        progress("proved", f"{what} of the plan's step equal one device's ({shown(error)})", 0.0)
+        what = "loss" if "loss" in self.values else "outputs"
+        what += f" and {count} gradients" * bool(count)
+        text = f"{what} of the plan's step equal one device's ({shown(error)})"
+        text += ", random draws held constant" * self.constant
+        progress("proved", text, 0.0)
 
     def _compared(self, everyone: list[Mapping[str, Part]]) -> tuple[list[str], float]:
         """(a sentence for each value that differs, the largest relative error)."""
@@ -133,6 +146,11 @@ def _totals(parts: list[Part]) -> Iterator[Sums]:
         yield sum(s for s, _ in shards.values()), sum(a for _, a in shards.values())
 
 
+def parts_of(given: Given) -> dict[str, Part]:
+    """This rank's part of the sums of everything that a step gave."""
+    return dict(_parts(given))
+
+
 def _parts(given: Given) -> Iterator[tuple[str, Part]]:
     if given.loss is not None:
         yield "loss", ((), *_sums(given.loss))
@@ -147,62 +165,93 @@ def _parts(given: Given) -> Iterator[tuple[str, Part]]:
         if layout is not None:
             place = tuple(layout.mesh.coordinate(split.axis) for split in layout.splits)
         yield f"gradient of `{name}`", (place, *_sums(tensor, layout))
+    for leaf, tensor in given.inputs.items():
+        yield f"gradient of input leaf {leaf}", ((), *_sums(tensor))
 
 
 def _sums(tensor: Tensor, layout: Layout | None = None) -> Sums:
     """(squared norm, product with the direction) of a tensor, or of this rank's shard of one."""
-    shape = tensor.shape if layout is None else layout.shape
-    numbers = torch.arange(shape.numel(), dtype=torch.float32, device=tensor.device)
-    along = torch.cos(1.7 * numbers).view(shape)
-    if layout is not None:
-        along = layout.own(along)
-    value = tensor.detach().double()
-    return float(value.square().sum()), float((value * along).sum())
+    flat = tensor.detach().reshape(-1)
+    if layout is None:
+        tiles = -(-flat.numel() // _TILE)
+        parts = [flat[i : i + _chunk(tiles)] for i in range(0, flat.numel(), _chunk(tiles))]
+        along = (_direction(i * _chunk(tiles), p.numel(), p.device) for i, p in enumerate(parts))
+    else:
+        whole = _direction(0, layout.shape.numel(), tensor.device).view(layout.shape)
+        parts, along = [flat], iter([layout.own(whole).reshape(-1)])
+    squares = products = 0.0
+    for part, direction in zip(parts, along, strict=True):
+        wide = part.double()
+        squares += float(wide.dot(wide))
+        products += float(wide.dot(direction))
+    return squares, products
 
 
-def expect(pair: Pair, plan: Plan, devices: int) -> Expected | str:
+def _chunk(tiles: int) -> int:
+    """How many numbers to widen at a time: few enough to need little memory beside the tensor."""
+    return _TILE * max(1, tiles // 64)
+
+
+def _direction(start: int, count: int, device: torch.device) -> Tensor:
+    """float64 [count]: that part of the direction, from a place on which is a multiple of a tile.
+
+    It is a tile of cosines that is repeated with another factor each time."""
+    tiles = torch.arange(start // _TILE, (start + count - 1) // _TILE + 1, device=device)
+    factors = 1 + 0.5 * torch.cos(0.9 * tiles.double())
+    tile = torch.cos(1.7 * torch.arange(_TILE, dtype=torch.float64, device=device))
+    return torch.outer(factors, tile).view(-1)[:count]
+
+
+def expect(
+    pair: Pair, plan: Plan, program: StepProgram, devices: int, *, example: bool
+) -> Expected | str:
     """What the captured graph gives for the batch of the pair, or why it is not computed.
 
-    Parameters must still be whole. Nothing is changed.
+    program: of the plan. example: whether the first training step may come with other random
+    states. Parameters must still be whole. Nothing is changed.
     """
     reason = _too_much(pair, plan, devices)
     if reason:
         return reason
-    start = time.perf_counter()
+    split = devices > 1 or plan.microbatches > 1 or bool(plan.fusions) or plan.compile != "off"
+    constant = (split or example) and draws(pair.step)
+    if constant and not all(can_be_constant(g.graph) for p in program.stages for g in p.graphs):
+        return "its random draws are made inside of a kernel, and are not those of one device"
     step = prepared(pair.step, replace(plan, fusions=()))
     try:
-        made = graph_results(replace(pair, step=step))
+        with ConstantDraws() if constant else nullcontext():
+            made = graph_results(replace(pair, step=step), _sums)
     except torch.OutOfMemoryError:
         return "not enough memory for the whole batch on one device"
     except GraphFailed as error:
         raise PlanDiffers(plan=plan.name, values=(f"on one device: {error}",)) from error
-    values = {} if made.loss is None else {"loss": _sums(made.loss)}
+    values = {} if made.loss is None else {"loss": made.loss}
     if plan.outputs != "loss" or made.loss is None:
-        values |= {f"output {leaf}": _sums(t) for leaf, t in made.outputs.items()}
-    if made.loss is not None:
-        values |= {f"gradient of `{n}`": _sums(t) for n, t in made.gradients.items()}
-    values |= {f"new value of `{n}`": _sums(t) for n, t in made.buffers.items()}
-    return Expected(plan.name, _dtype(pair, plan), time.perf_counter() - start, values)
+        values |= {f"output {leaf}": sums for leaf, sums in made.outputs.items()}
+    values |= {f"gradient of `{n}`": sums for n, sums in made.gradients.items()}
+    values |= {f"gradient of input {n}": sums for n, sums in made.inputs.items()}
+    values |= {f"new value of `{n}`": sums for n, sums in made.buffers.items()}
+    tried = constant or made.loss is None
+    return Expected(plan.name, _dtype(pair, plan), values, constant=constant, tried=tried)
 
 
-def expect_together(pair: Pair, plan: Plan, devices: int) -> Expected | None:
-    """`expect` on rank 0 for all; prints why where it gives none. A collective.
+def expect_together(
+    pair: Pair, plan: Plan, program: StepProgram, devices: int, *, example: bool
+) -> Expected | str:
+    """`expect` on rank 0 for all. A collective.
 
     Raises PlanDiffers (GA109) where the captured graph can not be run."""
     said: list[Any] = [None]
     if devices == 1 or dist.get_rank() == 0:
         try:
-            said[0] = expect(pair, plan, devices)
+            said[0] = expect(pair, plan, program, devices, example=example)
         except PlanDiffers as error:  # on all ranks: none may wait for another in the step
             said[0] = error
     if devices > 1:
         dist.broadcast_object_list(said, 0)
     if isinstance(said[0], PlanDiffers):
         raise said[0]
-    if isinstance(said[0], Expected):
-        return said[0]
-    progress("not proved", f"the plan's step: {said[0]}", 0.0)
-    return None
+    return said[0]
 
 
 def _too_much(pair: Pair, plan: Plan, devices: int) -> str:
@@ -214,9 +263,6 @@ def _too_much(pair: Pair, plan: Plan, devices: int) -> str:
         return f"one device needs {seconds:.0f} s for the whole batch"
     if not affordable(pair, Setting()):
         return "not enough memory for the whole batch on one device"
-    split = devices > 1 or plan.microbatches > 1 or bool(plan.fusions) or plan.compile != "off"
-    if split and draws(pair.step):
-        return "its random draws are not those of one device"
     return ""
 
 

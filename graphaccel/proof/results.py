@@ -24,7 +24,7 @@ the rounding of terms that cancel."""
 
 @dataclass(frozen=True)
 class Results:
-    """Values of one step, whole and detached.
+    """Values of one step, whole and detached, or what was kept of each (`run_graph(keep=)`).
 
     loss: None where it is outside of the graph. outputs: floating-point tensors by leaf of what the
     model returned. gradients: by parameter; tied ones by the first of their names. inputs:

@@ -38,13 +38,15 @@ from graphaccel.schedule.walk import last_actions, walk
 class StepResult:
     """loss: scalar, the same on every rank. gradients: by parameter name, of this rank's stages.
     outputs: by leaf of what the model returned, whole batch, on every rank. overflow: of a step in
-    fp16, not 0 if gradients of some rank overflowed. layouts: of the gradients that are shards."""
+    fp16, not 0 if gradients of some rank overflowed. layouts: of the gradients that are shards.
+    inputs: gradients by batch leaf, where the loss is outside."""
 
     loss: torch.Tensor | None
     gradients: dict[str, torch.Tensor]
     outputs: dict[int, torch.Tensor]
     overflow: torch.Tensor | None = None
     layouts: Mapping[str, Layout] = field(default_factory=dict)
+    inputs: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -311,13 +311,9 @@ class Session:
         """
         executor = self._outside.get(id(compiled))
         if executor is None:
-            assert compiled.backward is not None
-            held = self.held(compiled.constants)
-            executor = OutsideExecutor(
-                compiled.program, self.mesh, held, compiled.backward, self._buckets,
-                agree, compiled.compiler, self._products,
-            )  # fmt: skip
-            self._outside[id(compiled)] = executor
+            executor = self._outside[id(compiled)] = self._outside_executor(
+                compiled, self._buckets, agree
+            )
         with torch.no_grad():
             made = executor.forward(leaves)
         order = tuple(made.outputs)
@@ -335,6 +331,31 @@ class Session:
             *(leaves[i] for i in wanting),
         )
         return dict(zip(order, outputs, strict=True))
+
+    def _outside_executor(
+        self, compiled: CompiledStep, buckets: Buckets, agree: Callable[[], object]
+    ) -> OutsideExecutor:
+        assert compiled.backward is not None
+        held = self.held(compiled.constants)
+        return OutsideExecutor(
+            compiled.program, self.mesh, held, compiled.backward, buckets,
+            agree, compiled.compiler, self._products,
+        )  # fmt: skip
+
+    def apart(self, compiled: CompiledStep) -> Executor:
+        """An executor of a training step whose memory for gradients is its own, and which records
+        no CUDA graphs."""
+        if compiled.backward is not None:
+            return self._outside_executor(compiled, Buckets(), lambda: None)
+        return Executor(
+            compiled.program,
+            compiled.schedule,
+            self.mesh,
+            self.held(compiled.constants),
+            compiled.microbatches,
+            compiler=compiled.compiler,
+            products=self._products,
+        )
 
     def evaluate(self, compiled: CompiledStep, leaves: Sequence[Any]) -> StepResult:
         """A forward of the whole batch: every data rank runs it alike."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 import graphaccel
 from graphaccel import errors
-from tests.support.small import WIDTH, small_batch
+from tests.support.small import WIDTH, Classifier, small_batch
 from tests.support.untouched import refused
 
 CASES = [
@@ -185,6 +186,37 @@ error[GA106]: `power` had 2 values, each with a capture of its own, and is now 3
   explain: graphaccel explain GA106"""
     source = "scale = sum(1.0 for _ in range(self.power))"
     with refused(errors.StateFrozen, placed(text, source), model):
+        model(*batch)
+
+
+WARM = SimpleNamespace(scale=1.0)
+
+
+class Warming(Classifier):
+    """Scales by a number that it sets where it runs outside of a capture."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = super().forward(x * WARM.scale, y)
+        if not torch.compiler.is_exporting() and type(x) is Tensor:
+            WARM.scale = 0.5
+        return loss
+
+
+def test_a_value_that_is_another_one_when_the_step_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WARM, "scale", 1.0)
+    model, batch = Warming(), small_batch()
+    graphaccel.optimize(model, devices=1)
+    text = """\
+error[GA106]: `tests.errors.test_state_texts.WARM.scale` was 1.0 at capture and is 0.5 when the step starts
+  --> test_state_texts.py:LINE
+   LINE |         loss = super().forward(x * WARM.scale, y)
+      |         ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^ the forward reads it
+  why:  a graph can not follow a value that changes between two looks at it
+  help: set it before the call of the model, and leave it until the call returns
+  explain: graphaccel explain GA106"""
+    with refused(
+        errors.StateFrozen, placed(text, "loss = super().forward(x * WARM.scale, y)"), model
+    ):
         model(*batch)
 
 

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import graphaccel
 from graphaccel.errors import GraphAccelError
 from graphaccel.passes import accumulate_gradients
-from graphaccel.runtime.executor import StepResult
+from graphaccel.proof import gate, planned
+from graphaccel.runtime.executor import Executor, StepResult
+from graphaccel.runtime.outside import OutsideExecutor
 from graphaccel.runtime.session import Session
 from tests.proof.models import Net, Reverse, batch, seeded
 from tests.support.captures import captures_of
@@ -89,6 +92,120 @@ def test_all_ranks_stop(pool: Pool, fault: Any, pins: Mapping[str, Any], code: s
     assert values[0]
     if fault is scaled_on_rank_1:
         assert all("gradient of `" in value for value in values[0])
+
+
+class Dropped(Net):
+    """With dropout; `Outside` returns what the loss is computed of."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda net, x: F.dropout(x, 0.4, net.training))
+
+
+class Outside(Net):
+    """Its loss is the script's."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return self.last(self.second(F.gelu(self.first(x))))
+
+
+@contextmanager
+def scaled_outside() -> Iterator[None]:
+    """A backward behind a loss outside in which one gradient of rank 1 is 1.01 times what it is."""
+    backward = OutsideExecutor.backward
+
+    def scaled(*args: Any, **settings: Any) -> Any:
+        gradients, inputs = backward(*args, **settings)
+        if dist.get_rank() == 1:
+            next(iter(gradients.values())).mul_(1.01)
+        return gradients, inputs
+
+    with patch.object(OutsideExecutor, "backward", scaled):
+        yield
+
+
+@contextmanager
+def scaled_run() -> Iterator[None]:
+    """An executor in which one gradient of rank 1 is 1.01 times what it is."""
+    run = Executor.run
+
+    def scaled(*args: Any) -> StepResult:
+        result = run(*args)
+        if dist.get_rank() == 1:
+            next(iter(result.gradients.values())).mul_(1.01)
+        return result
+
+    with patch.object(Executor, "run", scaled):
+        yield
+
+
+TRIALS: Mapping[str, tuple[type[Net], Mapping[str, Any]]] = {
+    "random draws": (Dropped, DATA),
+    "random draws in a pipeline": (Dropped, {"pipeline": 2, "microbatches": 2}),
+    "random draws over tensors": (Dropped, {"tensor": 2}),
+    "loss outside": (Outside, {**DATA, "loss_fn": "outside"}),
+    "loss outside, another batch before": (Outside, {**DATA, "loss_fn": "outside"}),
+    "another batch before": (Net, {"data": 2, "zero": 3}),
+}
+
+
+@captures_of("first step trials")
+def _tried(case: str, fault: bool) -> tuple[str, str, bool]:
+    """(code, what was said of the plan's step, whether state is as without a trial)."""
+    kind, pins = TRIALS[case]
+    model: nn.Module = seeded(kind)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs = batch().leaves[: 1 if kind is Outside else 2]
+    if case.endswith("another batch before"):
+        pins = {**pins, "example_batch": inputs}
+        inputs = tuple(2 * x for x in inputs)
+    said: list[str] = []
+    wrong = scaled_outside if kind is Outside else scaled_run
+    code, random = "", torch.random.get_rng_state()
+    with wrong() if fault else nullcontext(), patch.object(gate, "progress", _note(said)):
+        with patch.object(planned, "progress", _note(said)):
+            graphaccel.optimize(model, optimizer, devices=2, **pins)
+            try:
+                model(*inputs)
+            except GraphAccelError as error:
+                code = error.code
+    left = model.graphaccel._gate
+    drawn = not torch.equal(torch.random.get_rng_state(), random)
+    return code, "; ".join(said), left.closed is fault and drawn is (kind is Dropped and not fault)
+
+
+def _note(said: list[str]) -> Callable[[str, str, float], None]:
+    return lambda phase, what, seconds: said.append(f"{phase} {what}")
+
+
+@pytest.mark.parametrize("case", TRIALS)
+def test_a_trial_step_stands_for_one_that_can_not_be_compared(pool: Pool, case: str) -> None:
+    for code, said, as_before in pool.run(2, _tried, case, False):
+        assert code == ""
+        assert said.startswith("proved")
+        assert "6 gradients of the plan's step equal one device's" in said
+        assert ("random draws held constant" in said) is case.startswith("random")
+        assert as_before
+
+
+@pytest.mark.parametrize("case", TRIALS)
+def test_a_wrong_trial_step_stops_all_ranks(pool: Pool, case: str) -> None:
+    for code, said, as_before in pool.run(2, _tried, case, True):
+        assert code == "GA109"
+        assert said == ""
+        assert as_before
+
+
+@captures_of("first step trials")
+def _first_loss(check: str) -> tuple[float, float]:
+    """(loss of the first step, a random number behind it)."""
+    model = seeded(Dropped)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    graphaccel.optimize(model, optimizer, devices=2, check=check, **DATA)
+    return model(*batch().leaves).item(), torch.rand(()).item()
+
+
+def test_a_trial_step_changes_nothing(pool: Pool) -> None:
+    assert pool.run(2, _first_loss, "first-step") == pool.run(2, _first_loss, "off")
 
 
 @captures_of("first step")

@@ -108,8 +108,7 @@ def _phases(pins: dict[str, Any], foreach: bool, deferred: bool) -> tuple[Phases
     _held[:] = list(batch.values())
     model = graphaccel.deferred(_model) if deferred else _model()
     optimizer = torch.optim.AdamW(model.parameters(), foreach=foreach)
-    # What the proof of the first step holds beside it is not the plan's.
-    given = {"devices": 2, "recompute": "none", "ort": "off", "check": "off", **pins}
+    given = {"devices": 2, "recompute": "none", "ort": "off", **pins}
     with _watched(seen):
         graphaccel.optimize(model, optimizer, example_batch=batch, **given)
         load = seen.peaks["load"]

@@ -1,0 +1,43 @@
+"""What is said of Python values that a step can not follow (GA106)."""
+
+from __future__ import annotations
+
+from graphaccel.errors import StateFrozen
+from graphaccel.guards.guards import Change
+from graphaccel.guards.lines import location
+
+
+def too_many(change: Change, most: int) -> StateFrozen:
+    """For a value that changes from step to step, and can not be an input of the graph. most:
+    captures that it had."""
+    name, value = change.place.name, change.now if change.place.is_number else "0.5"
+    return _refused(
+        change,
+        what=f"`{name}` had {most} values, each with a capture of its own, and is now {change.now}",
+        note="this does something with it that a tensor can not stand for",
+        reason="a capture takes seconds; numbers that arithmetic with tensors reads need none",
+        help_line="hold it in a tensor, which the forward reads and the script fills:  "
+        f"model.{name} = torch.tensor({value})",
+    )
+
+
+def unsteady(change: Change) -> StateFrozen:
+    """For a value that is another one already when the step starts that was captured with it."""
+    return _refused(
+        change,
+        what=f"`{change.place.name}` was {change.before} at capture and is {change.now} when the "
+        "step starts",
+        note="the forward reads it",
+        reason="a graph can not follow a value that changes between two looks at it",
+        help_line="set it before the call of the model, and leave it until the call returns",
+    )
+
+
+def _refused(change: Change, *, what: str, note: str, reason: str, help_line: str) -> StateFrozen:
+    return StateFrozen(
+        what=what,
+        location=location(change.place.line),
+        note=note,
+        reason=reason,
+        help_lines=(help_line,),
+    )

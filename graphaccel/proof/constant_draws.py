@@ -1,0 +1,62 @@
+"""Random numbers that are one constant, so that a step gives the same however it is split.
+
+A plan that splits a step draws other numbers than one device: each part of the batch and each rank
+has a stream of its own. Everything else of the two can be compared when no number depends on its
+place: dropout then keeps every value and scales it, `rand` and `randn` give the same number
+everywhere.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from graphaccel.compat.torch import TorchDispatchMode
+from graphaccel.ir.calls import is_random
+from graphaccel.passes.random_parts import DROPOUT_PART
+from graphaccel.proof.modes import DRAWS, Given, Noise, bound
+
+aten = torch.ops.aten
+
+_VALUE = 0.25
+"""Low, so that dropout keeps values up to p = 0.75; not zero, so that noise has a gradient."""
+
+
+class ConstantDraws(TorchDispatchMode):
+    """Every draw is a constant. See `can_be_constant` for which draws there are."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Any op: those that draw are replaced."""
+        kwargs = kwargs or {}
+        made = _CONSTANT.get(func.overloadpacket)
+        if made is None:
+            return func(*args, **kwargs)
+        result = made(_constant, func, bound(func, args, kwargs))
+        return func(*args, **kwargs) if result is NotImplemented else result
+
+
+def can_be_constant(graph: fx.Graph) -> bool:
+    """Whether every draw of a graph is one that `ConstantDraws` replaces: a kernel may have a
+    generator inside."""
+    return all(
+        getattr(node.target, "overloadpacket", None) in _CONSTANT
+        for node in graph.nodes
+        if node.op == "call_function" and is_random(node)
+    )
+
+
+def _constant(shape: Any, device: torch.device, normal: bool = False) -> Tensor:
+    return torch.full(tuple(shape), _VALUE, dtype=torch.float32, device=device)
+
+
+def _dropout_part(noise: Noise, func: Any, given: Given) -> Any:
+    x, p = given["x"], given["p"]
+    mask = noise(x.shape, x.device) < 1 - p
+    return x * mask / (1 - p) if p < 1 else torch.zeros_like(x), mask
+
+
+_CONSTANT = {**DRAWS, DROPOUT_PART.overloadpacket: _dropout_part}
