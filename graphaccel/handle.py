@@ -44,7 +44,7 @@ from graphaccel.runtime.record import Record
 from graphaccel.runtime.remote import RemoteTensor
 from graphaccel.runtime.session import CompiledStep, Session
 from graphaccel.runtime.sharded import local_of
-from graphaccel.runtime.share import depends_on, share_capture, share_plan
+from graphaccel.runtime.share import depends_on, refuse_other_weights, share_capture, share_plan
 from graphaccel.runtime.state import (
     OptimizerState,
     full_state,
@@ -292,6 +292,8 @@ class Handle:
         random = self.program is not None and self.program.random
         state = self._compiler.captures.state_digest(batch)
         given = self._agreement.check(TRAIN, batch, random=random, state=state)
+        if self._agreement.steps == 1 and self._whole():
+            refuse_other_weights(self._model, self._devices)
         if self.plan is None:
             try:
                 self.prepare(batch, example=False)

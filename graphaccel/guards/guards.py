@@ -50,9 +50,13 @@ class Guards:
         self._contents: dict[str, torch.Tensor] = {}
         self._last: _Last | None = None
         self._changes: tuple[Change, ...] = ()
+        self._dtype = torch.get_default_dtype()
 
     def hold(self) -> bool:
         """Whether nothing changed."""
+        if torch.get_default_dtype() is not self._dtype:
+            self._changes = (self._other_dtype(),)
+            return False
         if self._last is not None and self._last.same():
             return True
         found = self._find()
@@ -62,6 +66,11 @@ class Guards:
             return False
         self._last = _Last(found, self._free, self.tensors, self.numbers)
         return True
+
+    def _other_dtype(self) -> Change:
+        """Of tensors that a forward makes without a dtype of their own."""
+        name, now = "torch.get_default_dtype()", torch.get_default_dtype()
+        return Change(Place(name, {}, name, "dict", now), str(self._dtype), str(now))
 
     def numbers_now(self) -> tuple[float, ...]:
         """The numbers that are inputs, as they are; after `hold` said yes."""

@@ -22,6 +22,8 @@ from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.transport import packed, unpacked
 from graphaccel.errors import GraphMisuse
 from graphaccel.planner.plan import Plan
+from graphaccel.progress import progress
+from graphaccel.runtime import digest
 from graphaccel.runtime.deferred import share_record
 from graphaccel.runtime.record import Record
 
@@ -31,7 +33,8 @@ log = logging.getLogger("graphaccel.runtime")
 def same_on_all_ranks(
     model: nn.Module, count: int, initial: Record | None = None, device: torch.device | None = None
 ) -> None:
-    """Rank 0's weights and random state everywhere: replicas and shuffles must not differ.
+    """Rank 0's weights and random state everywhere: replicas and shuffles must not differ. A line
+    says so where weights were others on some rank.
 
     initial: how they will be made, of a model without weights: from rank 0's random states. device:
     that this rank sends from, a tensor at a time, where the weights lie elsewhere.
@@ -43,12 +46,16 @@ def same_on_all_ranks(
     said: list[Any] = [None] * count
     dist.all_gather_object(said, depends_on(model, None, None))
     if len(set(said)) > 1:
-        other = next(rank for rank, digest in enumerate(said) if digest != said[0])
+        other = next(rank for rank, told in enumerate(said) if told != said[0])
         raise GraphMisuse(
             what=f"the model of rank {other} is not that of rank 0: they differ in modules, "
             "parameters, buffers or modes",
             help_line="build the same model on every rank",
         )
+    others = _ranks_that_differ(model, count)
+    if others:
+        named = ", ".join(map(str, others))
+        progress("weights", f"rank 0's, on every rank: others had rank {named}", 0.0)
     if initial is not None:
         share_record(initial)
     tensors = (*model.parameters(), *model.buffers()) if initial is None else ()
@@ -63,6 +70,33 @@ def same_on_all_ranks(
     torch.random.set_rng_state(states[0][0])
     random.setstate(states[0][1])
     np.random.set_state(states[0][2])
+
+
+def refuse_other_weights(model: nn.Module, count: int) -> None:
+    """Before the first step of `count` ranks, whose weights are still whole: each goes on with its
+    own. A collective.
+
+    Raises GraphMisuse (GA407) on every rank where some rank's are not rank 0's.
+    """
+    others = _ranks_that_differ(model, count)
+    if others:
+        raise GraphMisuse(
+            what=f"rank {others[0]}'s weights are not rank 0's: some ranks wrote theirs alone "
+            "after optimize()",
+            help_line="write them on every rank:  model.load_state_dict(torch.load(path))",
+        )
+
+
+def _ranks_that_differ(model: nn.Module, count: int) -> list[int]:
+    """Ranks that have other values in parameters and buffers than rank 0."""
+    tensors = [t.detach() for t in (*model.parameters(), *model.buffers()) if not t.is_meta]
+    if count == 1:
+        return []
+    here = digest.of_host(t for t in tensors if t.device.type == "cpu")
+    there = [t for t in tensors if t.device.type != "cpu"]
+    said: list[Any] = [None] * count
+    dist.all_gather_object(said, (here, int(digest.of_device(there)) if there else 0))
+    return [rank for rank, values in enumerate(said) if values != said[0]]
 
 
 def share_capture(
@@ -104,7 +138,7 @@ def _share(
     """
     said: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(said, (known, depends))
-    if all(has for has, _ in said) or len({digest for _, digest in said}) > 1:
+    if all(has for has, _ in said) or len({told for _, told in said}) > 1:
         return
     source = next((rank for rank, (has, _) in enumerate(said) if has), 0)
     data: list[bytes | None] = [None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 import graphaccel
 from graphaccel import captures
 from graphaccel.errors import GraphMisuse, TensorBranch
+from graphaccel.runtime import share
 from tests.support.gpt import GPT
 from tests.support.pool import Pool
 
@@ -79,3 +81,43 @@ def _made(kind: str) -> tuple[int, str]:
 )
 def test_captures_made(pool: Pool, kind: str, expected: list[tuple[int, str]]) -> None:
     assert pool.run(2, _made, kind) == expected
+
+
+WRITTEN = """\
+error[GA407]: rank 1's weights are not rank 0's: some ranks wrote theirs alone after optimize()
+  help: write them on every rank:  model.load_state_dict(torch.load(path))
+  explain: graphaccel explain GA407"""
+
+
+def _weights(written: bool) -> tuple[str, list[str], torch.Tensor]:
+    """(the error of the first step, what was said of weights, the weights) of a model that each
+    rank seeds by itself. written: rank 1 writes into its own after `optimize`."""
+    said: list[str] = []
+    rank = torch.distributed.get_rank()
+    torch.manual_seed(rank)
+    model: nn.Module = _Net("plain")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with patch.object(share, "progress", lambda phase, what, _: said.append(f"{phase} {what}")):
+        model, optimizer = graphaccel.optimize(model, optimizer, devices=2, data=2)
+    if written and rank == 1:
+        with torch.no_grad():
+            model.layer.bias.add_(1.0)
+    error = ""
+    try:
+        model(torch.ones(4, 4)).backward()
+        optimizer.step()
+    except GraphMisuse as caught:
+        error = str(caught)
+    return error, said, model.layer.weight.detach().clone()
+
+
+def test_weights_that_ranks_made_otherwise_are_those_of_rank_0(pool: Pool) -> None:
+    (error, said, weight), other = pool.run(2, _weights, False)
+    assert error == other[0] == ""
+    assert said == other[1] == ["weights rank 0's, on every rank: others had rank 1"]
+    assert torch.equal(weight, other[2])
+
+
+def test_weights_that_one_rank_writes_after_it_are_refused(pool: Pool) -> None:
+    for error, _, _ in pool.run(2, _weights, True):
+        assert error == WRITTEN

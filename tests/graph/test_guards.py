@@ -236,3 +236,23 @@ def test_an_example_may_come_while_the_model_evaluates() -> None:
         model.train(training).alpha = plain.train(training).alpha = alpha
         with torch.set_grad_enabled(training):
             torch.testing.assert_close(model(x), plain(x))
+
+
+def test_another_default_dtype_is_captured_anew() -> None:
+    def use(net: Net, h: Tensor) -> Tensor:
+        return h * torch.full((4,), 0.1)  # float64 where that is the default
+
+    model, plain = Net(use), Net(use)
+    plain.load_state_dict(model.double().state_dict())
+    plain.double()
+    graphaccel.optimize(model, devices=1, check="off")
+    x = torch.randn(4, 4, dtype=torch.float64)
+    before, counts = torch.get_default_dtype(), []
+    try:
+        for dtype in (torch.float32, torch.float64, torch.float32):
+            torch.set_default_dtype(dtype)
+            assert torch.equal(model(x), plain(x))
+            counts.append(len(model.graphaccel._compiler.captures.steps))
+    finally:
+        torch.set_default_dtype(before)
+    assert counts == [1, 2, 2]
