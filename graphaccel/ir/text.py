@@ -2,7 +2,7 @@
 
     %linear: f32[8,16,64] = aten.linear(%x, %p_proj_weight, %p_proj_bias)    # proj
 
-Used for dumps, golden tests, errors and `StepGraph.text()`.
+Used for dumps, golden tests, errors and `StepGraph.text()`. `ir.parse` reads it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import fx
 from graphaccel.ir.layers import Item, Place
 from graphaccel.ir.unfold import Unfolded, unfolded_from
 
-_SHORT = {
+DTYPES = {
     torch.float64: "f64",
     torch.float32: "f32",
     torch.float16: "f16",
@@ -31,13 +31,14 @@ _SHORT = {
     torch.complex64: "c64",
     torch.complex128: "c128",
 }
-
+"""What the text calls a dtype; others by their torch name."""
 
 _HOLE = "\0"  # a name to be filled in
 
 
 def graph_text(graph: fx.Graph, *, notes: bool = False) -> str:
-    """The whole graph; with `notes`, phase and module path at the end of each line."""
+    """The whole graph; with `notes`, phase, module path and the pass that made the node at the end
+    of each line."""
     return "\n".join(_line(node, notes) for node in graph.nodes) + "\n"
 
 
@@ -80,7 +81,7 @@ def node_text(node: fx.Node) -> str:
 def type_text(value: Any) -> str:
     """`f32[8,64]` of a tensor; a parenthesised list of several; the value itself otherwise."""
     if isinstance(value, torch.Tensor):
-        return f"{_SHORT.get(value.dtype, str(value.dtype))}[{','.join(map(str, value.shape))}]"
+        return f"{DTYPES.get(value.dtype, str(value.dtype))}[{','.join(map(str, value.shape))}]"
     if isinstance(value, (tuple, list)):
         return "(" + ", ".join(type_text(v) for v in value) + ")"
     return str(value)
@@ -100,7 +101,8 @@ def _line(node: fx.Node, notes: bool) -> str:
     line = _said(node, node.name, node.args, node.kwargs)
     if not notes or node.op in ("placeholder", "get_attr"):
         return line
-    said = [node.meta.get("phase", ""), node.meta.get("module", ""), node.meta.get("made_by", "")]
+    made_by = node.meta.get("made_by", "")
+    said = [node.meta.get("phase", ""), node.meta.get("module", ""), made_by and f"by {made_by}"]
     return f"{line}    # {' '.join(s for s in said if s)}".rstrip(" #")
 
 
@@ -121,5 +123,5 @@ def _argument(value: Any) -> str:
     if isinstance(value, (tuple, list)):
         return "[" + ", ".join(_argument(v) for v in value) + "]"
     if isinstance(value, torch.dtype):
-        return _SHORT.get(value, str(value))
+        return DTYPES.get(value, str(value))
     return str(value)
