@@ -13,6 +13,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from graphaccel.capture.python_function import (
@@ -27,6 +28,7 @@ from graphaccel.capture.python_function import (
 from graphaccel.capture.recorded import is_own, record, recording, tried_hook
 from graphaccel.capture.weights import Weights
 from graphaccel.compat.torch import checkpoints_called, forward_class, gradient_nodes_refused
+from graphaccel.kernels.ctc_loss import ctc_loss
 
 INSIDE = (f"{torch.__path__[0]}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}")
 """Where the frames of torch and of graphaccel lie: they are not the user's."""
@@ -137,6 +139,14 @@ class _Functions(TorchFunctionMode):
             _HANDS_OUT,
         )
 
+    def _gaussian_nll_loss(self, func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Without its check of the variance, which asks for values."""
+        with patch.object(torch, "any", lambda *_, **__: False):
+            return func(*args, **kwargs)
+
+    def _ctc_loss(self, func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return ctc_loss(*args, **kwargs)
+
     def _post_hook(self, func: Any, tensor: torch.Tensor, hook: Any) -> Any:
         raise RuleRefused(
             "a hook on the gradient of a parameter",
@@ -168,6 +178,8 @@ _NAMES = {
     torch.Tensor.retain_grad: "retain_grad",
     torch.Tensor.register_post_accumulate_grad_hook: "post_hook",
     torch.Tensor.register_hook: "hook",
+    F.gaussian_nll_loss: "gaussian_nll_loss",
+    F.ctc_loss: "ctc_loss",
 }
 
 

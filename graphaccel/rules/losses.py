@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from graphaccel.ir.calls import arguments
+from graphaccel.kernels import ctc_loss
 from graphaccel.rules.notation import (
     Indices,
     Notation,
@@ -118,8 +119,18 @@ def _margin_labels(node: fx.Node, scores: Indices, tensors: list[fx.Node]) -> li
     return [labels, ("c",)][: len(tensors)]
 
 
+def _ctc(node: fx.Node) -> Notation:
+    """Targets of all examples in one row can not be split: where each begins depends on lengths."""
+    several = len(shape_of(tensor_arguments(node)[1])) == 2
+    targets = ("n", "s") if several else ("s",)
+    whole = frozenset("tcs") if several else frozenset("tcsn")
+    scores = ("t", "n", "c")
+    return Notation((scores, targets, ("n",), ("n",)), (("n",), scores), whole)
+
+
 RULES: Rules = MappingProxyType(
     {
+        ctc_loss.OP: _ctc,
         aten.nll_loss_forward.default: _labelled_loss,
         aten.nll_loss_backward.default: _labelled_loss_backward,
         aten.nll_loss2d_forward.default: _labelled_loss,

@@ -164,6 +164,7 @@ class _State:
         self.hoisted: dict[fx.Node, None] = {}
         self.reduced: dict[fx.Node, None] = {}
         self.readers: dict[fx.Node, None] = {}  # of values that are reduced
+        self.constants: set[fx.Node] = set()  # of which no part has its own
         self._start()
 
     def _start(self) -> None:
@@ -187,6 +188,9 @@ class _State:
                     self.places[node] = batch_inputs.get(node.name, REPLICATED)
                     if node.name in parameters:
                         self.learned.add(node)
+                    elif node.name not in batch_inputs and self._has_parts(node):
+                        self.hoisted[node] = None  # a constant with a row for each example
+                        self.constants.add(node)
                 elif node.op == "call_function":
                     self.visit(node)
             if (len(self.hoisted), len(self.reduced)) == converted:
@@ -295,7 +299,8 @@ class _State:
     def _is_whole(self, node: fx.Node) -> bool:
         """Whether all examples are in a value, where others have those of one part."""
         known = node in self.head or node in self.hoisted
-        return known and node.op != "placeholder" and self._has_parts(node)
+        given = node.op == "placeholder" and node not in self.constants
+        return known and not given and self._has_parts(node)
 
     def _slice(self, node: fx.Node, position: int, rule: Notation, places: list) -> Placement:
         """What a part reads of a whole value: the examples of the other things it is read with, or

@@ -33,6 +33,11 @@ def _asserted(y: Tensor, x: Tensor) -> Tensor:
     return y
 
 
+def _by_row(y: Tensor, x: Tensor) -> Tensor:
+    """A constant with a row for each example."""
+    return y * torch.tensor([float(i) for i in range(x.shape[0])], dtype=x.dtype)[:, None]
+
+
 class Reads(nn.Module):
     def __init__(self, read: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
@@ -44,7 +49,7 @@ class Reads(nn.Module):
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize("read", [_largest, _count, _filled, _asserted])
+@pytest.mark.parametrize("read", [_largest, _count, _filled, _asserted, _by_row])
 def test_gradients_are_those_of_eager_mode(
     read: Callable[[Tensor, Tensor], Tensor], microbatches: int
 ) -> None:

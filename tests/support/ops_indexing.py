@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from graphaccel.kernels import ctc_loss
 from tests.support.calls import Arguments, Case, Draw, scatter_add_call, unary_call
 from tests.support.recorded import Traced, through
 
@@ -78,8 +79,16 @@ def _margin(several: bool) -> Traced:
     return draw
 
 
+def _ctc_call(d: Draw) -> Arguments:
+    n = d.size()
+    given, lengths = torch.tensor([4, 3] * (n // 2)), torch.tensor([2, 1] * (n // 2))
+    targets = 1 + d.one(d.whole(3, n, 2), d.whole(3, int(lengths.sum())))
+    return (d.real(4, n, 4).log_softmax(-1), targets, given, lengths, 0, d.one(True, False)), {}
+
+
 CASES: Mapping[Any, Case] = MappingProxyType(
     {
+        ctc_loss.OP: _ctc_call,
         aten.index_add.default: _put_call(),
         aten.index_copy.default: _once_call,
         aten.index_reduce.default: lambda d: _put_call(d.one("prod", "mean", "amax", "amin"))(d),
