@@ -33,13 +33,13 @@ def with_batch(samples: Iterable[Sample]) -> Iterator[Sample]:
 
     A sample has examples along dim 0 if a call with twice as many gives, of each half, what a call
     with that half gives: the same rows, or scalars whose mean or sum it is. Behind these come those
-    whose result is at least as long as the batch (batch statistics).
+    where the halves, exchanged, give the result exchanged: batch statistics, but not steps of time.
     """
     likely = []
     for sample in samples:
         for leaves in _candidates(sample):
-            doubled, halves, held = leaves
-            judged = _independent(sample, doubled, halves)
+            doubled, halves, exchanged, held = leaves
+            judged = _independent(sample, doubled, halves, exchanged)
             if judged is None:
                 continue
             args, kwargs = doubled
@@ -51,8 +51,9 @@ def with_batch(samples: Iterable[Sample]) -> Iterator[Sample]:
     yield from likely
 
 
-def _candidates(sample: Sample) -> Iterable[tuple[Any, tuple[Any, Any], tuple[int, ...]]]:
-    """The call with twice the batch, in every tensor as long as the first one or in that alone."""
+def _candidates(sample: Sample) -> Iterable[tuple[Any, tuple[Any, Any], Any, tuple[int, ...]]]:
+    """The call with twice the batch, in every tensor as long as the first one or in that alone; its
+    halves; the halves exchanged; and what is not of the batch."""
     leaves, spec = pytree.tree_flatten((sample.args, dict(sample.kwargs)))
     tensors = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
     long = [i for i in tensors if leaves[i].dim() > 0 and leaves[i].shape[0] > 0]
@@ -61,21 +62,25 @@ def _candidates(sample: Sample) -> Iterable[tuple[Any, tuple[Any, Any], tuple[in
     first = leaves[long[0]]
     alike = [i for i in long if leaves[i].shape[0] == first.shape[0]]
     for chosen in dict.fromkeys((tuple(alike), (long[0],))):
-        other, both = list(leaves), list(leaves)
+        other, both, exchanged = list(leaves), list(leaves), list(leaves)
         for i in chosen:
             value = leaves[i].detach()
             other[i] = value.roll(1, -1) if value.dim() > 1 else value.roll(1, 0)
             other[i].requires_grad_(trained(leaves[i]))
             both[i] = torch.cat([value, other[i].detach()]).requires_grad_(trained(leaves[i]))
+            exchanged[i] = torch.cat([other[i].detach(), value])
         unflatten = pytree.tree_unflatten
         held = tuple(i for i in tensors if i not in chosen)
-        yield unflatten(both, spec), (unflatten(leaves, spec), unflatten(other, spec)), held
+        halves = unflatten(leaves, spec), unflatten(other, spec)
+        yield unflatten(both, spec), halves, unflatten(exchanged, spec), held
 
 
-def _independent(sample: Sample, doubled: Any, halves: Sequence[Any]) -> bool | None:
+def _independent(
+    sample: Sample, doubled: Any, halves: Sequence[Any], exchanged: Any
+) -> bool | None:
     """Whether examples do not depend on each other; None if the doubled call has no batch."""
     try:
-        whole, *parts = (_outputs(sample, call) for call in (doubled, *halves))
+        whole, *parts, turned = (_outputs(sample, call) for call in (doubled, *halves, exchanged))
     except Exception:
         return None
     if not whole or any(len(part) != len(whole) for part in parts):
@@ -83,7 +88,13 @@ def _independent(sample: Sample, doubled: Any, halves: Sequence[Any]) -> bool | 
     size = 2 * next(x for x in pytree.tree_leaves(halves[0]) if isinstance(x, Tensor)).shape[0]
     if not all(x.dim() == 0 or x.shape[0] == size for x in whole):
         return None
-    return all(map(_joined, whole, *parts))
+    if all(map(_joined, whole, *parts)):
+        return True
+    same = all(
+        _close(y, x if x.dim() == 0 else x.roll(size // 2, 0))
+        for x, y in zip(whole, turned, strict=True)
+    )
+    return False if same else None
 
 
 def _outputs(sample: Sample, call: tuple[tuple[Any, ...], dict[str, Any]]) -> list[Tensor]:

@@ -63,10 +63,12 @@ class Weighted(nn.Module):
 
 
 def _floating(outputs: Any) -> list[Tensor]:
-    """The outputs that a loss can be made of; complex ones as pairs of numbers."""
+    """The outputs that a loss can be made of; complex ones as pairs of numbers, those in half
+    precision widened: the order of their sum is not to be seen."""
     tensors = [x for x in pytree.tree_leaves(outputs) if isinstance(x, Tensor)]
     real = [torch.view_as_real(x.resolve_conj()) if x.is_complex() else x for x in tensors]
-    return [x for x in real if x.is_floating_point() and (x.requires_grad or x.grad_fn is not None)]
+    wide = [x.double() if x.dtype in (torch.half, torch.bfloat16) else x for x in real]
+    return [x for x in wide if x.is_floating_point() and (x.requires_grad or x.grad_fn is not None)]
 
 
 class Scaled(nn.Module):

@@ -29,6 +29,7 @@ from graphaccel.capture.explain import (
     refuse_writes,
 )
 from graphaccel.capture.no_grad import detach_regions
+from graphaccel.capture.one_name import one_name_each
 from graphaccel.capture.python_function import put_back
 from graphaccel.capture.watch import Watch
 from graphaccel.capture.weights import Weights
@@ -229,6 +230,7 @@ def export_forward(model: nn.Module, batch: Batch, loss_fn: LossFn) -> ForwardGr
     with (
         _state_restored(model),
         _batched_experts(model),
+        one_name_each(model),
         warnings.catch_warnings(),
         _quiet(),
         watch.reading(),

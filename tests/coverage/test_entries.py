@@ -84,3 +84,8 @@ def test_another_error_is_raw(monkeypatch):
     verdict = _outcome("op_db", "sin", "one")
     assert (verdict["outcome"], verdict["detail"]) == ("raw", "KeyError: 'lost'")
     assert torch.backends.flags_frozen() is frozen
+
+
+def test_steps_of_time_are_no_batch():
+    verdict = _outcome("module_db", "nn.LSTM", "microbatches")
+    assert (verdict["outcome"], verdict["detail"]) == ("unmeasured", "no sample has a batch")

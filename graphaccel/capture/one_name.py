@@ -1,0 +1,49 @@
+"""Modules with buffers, and without submodules, that are registered under several names.
+
+torch.export writes a buffer back under one name, and fails where it has two. While a model is
+exported, a stand-in of the same class, without buffers of its own, takes the place of the module
+under its other names: what is read of it, or written to it, is the module's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+
+@contextmanager
+def one_name_each(model: nn.Module) -> Iterator[None]:
+    """Meanwhile every buffer of such a module has one name."""
+    replaced: list[tuple[nn.Module, str, nn.Module]] = []
+    seen: set[nn.Module] = set()
+    for parent in list(model.modules()):
+        for name, module in list(parent._modules.items()):
+            if module is None or module._modules or next(module.buffers(), None) is None:
+                continue
+            if module in seen:
+                replaced.append((parent, name, module))
+                parent._modules[name] = _stand_in(module)
+            seen.add(module)
+    try:
+        yield
+    finally:
+        for parent, name, module in replaced:
+            parent._modules[name] = module
+
+
+def _stand_in(module: nn.Module) -> nn.Module:
+    kind = type(module)
+
+    def read(self: nn.Module, name: str) -> Any:
+        return getattr(module, name)
+
+    def write(self: nn.Module, name: str, value: Any) -> None:
+        setattr(module, name, value)
+
+    made = kind.__new__(type(kind.__name__, (kind,), {"__getattr__": read, "__setattr__": write}))
+    made.__dict__.update(module.__dict__)
+    made.__dict__.update(_parameters=dict(module._parameters), _buffers={})
+    return made

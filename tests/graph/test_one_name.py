@@ -1,0 +1,56 @@
+"""Modules with batch statistics that are registered under several names."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import graphaccel
+
+WIDTH = 4
+
+
+def _unused(model: nn.Module, y: Tensor) -> Tensor:
+    return y
+
+
+def _called(model: nn.Module, y: Tensor) -> Tensor:
+    return model.other(y.sin())
+
+
+def _penalty(model: nn.Module, y: Tensor) -> Tensor:
+    return model.other(y) + sum(p.square().sum() for p in model.other.parameters())
+
+
+class Twice(nn.Module):
+    def __init__(self, use: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.norm, self.use = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), use
+        self.other = self.norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.use(self, self.norm(self.layer(x)))
+        return (y * torch.arange(WIDTH, dtype=y.dtype)).sin().sum()
+
+
+@pytest.mark.parametrize("use", [_unused, _called, _penalty])
+def test_gradients_and_statistics_are_those_of_eager_mode(
+    use: Callable[[nn.Module, Tensor], Tensor],
+) -> None:
+    torch.manual_seed(1)
+    plain = Twice(use).double()
+    ours = copy.deepcopy(plain)
+    x = torch.randn(6, WIDTH, dtype=torch.float64)
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
+    ours, _ = graphaccel.optimize(ours, optimizer, devices=1)
+    for _ in range(2):
+        plain(x).backward()
+        ours(x).backward()
+    grads = [[p.grad for p in model.parameters()] for model in (ours, plain)]
+    torch.testing.assert_close(*grads)
+    torch.testing.assert_close(list(ours.buffers()), list(plain.buffers()))
+    assert ours.other is ours.norm
