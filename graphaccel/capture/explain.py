@@ -171,7 +171,7 @@ def refuse_writes(program: Any, batch: Batch, model: nn.Module) -> None:
     """What a call writes into its inputs or trained parameters would be lost; a frozen parameter is
     written back as a buffer is. Raises CaptureRefused."""
     signature = program.graph_signature
-    placeholders = [n.name for n in program.graph.nodes if n.op == "placeholder"]
+    placeholders = [n.name for n in program.graph_module.graph.nodes if n.op == "placeholder"]
     first = len(placeholders) - len(batch.leaves)
     for name in signature.user_inputs_to_mutate.values():
         given = batch.names[placeholders.index(name) - first]

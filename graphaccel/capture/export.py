@@ -22,6 +22,7 @@ import torch
 from torch import fx, nn
 
 from graphaccel.capture.batch import Batch
+from graphaccel.capture.decompose import Exported, decomposed
 from graphaccel.capture.explain import (
     explained,
     refuse_lookups,
@@ -31,6 +32,7 @@ from graphaccel.capture.explain import (
 from graphaccel.capture.no_grad import detach_regions
 from graphaccel.capture.one_name import one_name_each
 from graphaccel.capture.python_function import put_back
+from graphaccel.capture.trace import Answers
 from graphaccel.capture.watch import Watch
 from graphaccel.capture.weights import Weights
 from graphaccel.compat.torch import (
@@ -211,8 +213,12 @@ def find_loss(output: Any) -> torch.Tensor | None:
     return None
 
 
-def export_forward(model: nn.Module, batch: Batch, loss_fn: LossFn) -> ForwardGraph:
+def export_forward(
+    model: nn.Module, batch: Batch, loss_fn: LossFn, answers: Answers | None = None
+) -> ForwardGraph:
     """Export `model` on `batch` in its present mode (training or evaluation).
+
+    answers: what calls give, shared with other traces of this model.
 
     Raises:
         TensorBranch: the model branches on the value of a tensor (GA101).
@@ -241,7 +247,7 @@ def export_forward(model: nn.Module, batch: Batch, loss_fn: LossFn) -> ForwardGr
             weights.join(program)
             refuse_lookups(program.graph_module, model)
             detach_regions(program.graph_module, _trained(program, model))
-            program = program.run_decompositions({})
+            program = decomposed(program, answers)
             put_back(program.graph_module, watch.calls)
         except Exception as error:  # every failure of export becomes one of ours, cause kept
             raise explained(error, model, weights) from error
@@ -258,7 +264,7 @@ def _trained(program: Any, model: nn.Module) -> set[str]:
     return {place for place, name in names.items() if _own(name) in wanted}
 
 
-def _unpack(program: Any, batch: Batch, returned: Returned) -> ForwardGraph:
+def _unpack(program: Exported, batch: Batch, returned: Returned) -> ForwardGraph:
     signature = program.graph_signature
     parameters = signature.inputs_to_parameters
     buffers = signature.inputs_to_buffers

@@ -12,14 +12,18 @@ from torch import fx, nn
 from graphaccel.capture.batch import Batch
 from graphaccel.capture.canonical import canonicalise
 from graphaccel.capture.export import ForwardGraph, LossFn, export_forward
+from graphaccel.capture.trace import Answers
 from graphaccel.compat.torch import fake_mode_of
 from graphaccel.ir.place import place
 
 
-def forward_graph(model: nn.Module, batch: Batch, loss_fn: LossFn) -> ForwardGraph:
-    """The canonical forward graph of a model with its loss. Raises as `export_forward`."""
+def forward_graph(
+    model: nn.Module, batch: Batch, loss_fn: LossFn, answers: Answers | None = None
+) -> ForwardGraph:
+    """The canonical forward graph of a model with its loss. answers, and what it raises: as
+    `export_forward`."""
     tied = tied_names(model)
-    forward = _merged(_on_cpu(export_forward(model, batch, loss_fn)), tied)
+    forward = _merged(_on_cpu(export_forward(model, batch, loss_fn, answers)), tied)
     with fake_mode_of([n for n in forward.graph.graph.nodes if n.op == "placeholder"]):
         canonicalise(forward.graph)
     return forward

@@ -165,13 +165,14 @@ def capture(
     """
     batch = without_aliases(batch)
     runs = find_runs(model, many) if many is not None and _is_fake(model) else ()
+    answers: Answers = {}
     options = [batch_dims] if batch_dims is not None else assignments(batch)
     if not symbolic or (splits is None and len(options[0]) == len(options[-1])):
         options = options[:1]
     first: StepGraph | None = None
     for dims in options:
         known = first.forward if first is not None and not runs else None
-        step = _with_dims(model, batch, loss_fn, symbolic, runs, dims, known)
+        step = _with_dims(model, batch, loss_fn, symbolic, runs, dims, answers, known)
         if not symbolic or ((BATCH in step.sizes or not dims) and (not splits or splits(step))):
             return step
         first = first or step
@@ -186,15 +187,16 @@ def _with_dims(
     symbolic: bool,
     runs: tuple[Run, ...],
     dims: Mapping[int, int],
+    answers: Answers,
     known: ForwardGraph | None,
 ) -> StepGraph:
     """The step where the batch lies on these dims. known: the forward of this batch."""
     if runs:
         try:
-            return _repeated(model, batch, loss_fn, symbolic, runs, dims)
+            return _repeated(model, batch, loss_fn, symbolic, runs, dims, answers)
         except (NotRepeated, GraphAccelError) as reason:  # errors are then those of the model
             log.info("all layers are captured: %s", reason)
-    return _captured(model, batch, loss_fn, symbolic, dims, known)
+    return _captured(model, batch, loss_fn, symbolic, dims, answers, known)
 
 
 def _is_fake(model: nn.Module) -> bool:
@@ -207,11 +209,12 @@ def _captured(
     loss_fn: LossFn,
     symbolic: bool,
     dims: Mapping[int, int],
+    answers: Answers,
     known: ForwardGraph | None = None,
 ) -> StepGraph:
     """Capture the model as it is."""
     size = batch_size(batch, dims)
-    forward = known or forward_graph(model, batch, loss_fn)
+    forward = known or forward_graph(model, batch, loss_fn, answers)
     base = {BATCH: size} if dims and size else {}
     others: list[tuple[sympy.Symbol, int, ForwardGraph]] = []
     if symbolic and base:
@@ -221,15 +224,21 @@ def _captured(
             base[SEQUENCE] = length
             wanted.append((SEQUENCE, length // 2, sequence))
         for symbol, other, where in wanted:
-            variant = _variant(model, batch, loss_fn, where, other)
+            variant = _variant(model, batch, loss_fn, where, other, answers)
             ratio = other / base[symbol]
             if variant is not None and same_structure(forward.graph, variant.graph, ratio):
                 others.append((symbol, other, variant))
             else:
                 base.pop(symbol)
-    trainable = _trainable(model)
     return assemble(
-        forward, tuple(others), base, dims, tied_names(model), trainable, model.training
+        forward,
+        tuple(others),
+        base,
+        dims,
+        tied_names(model),
+        _trainable(model),
+        model.training,
+        answers=answers,
     )
 
 
@@ -240,6 +249,7 @@ def _repeated(
     symbolic: bool,
     runs: tuple[Run, ...],
     dims: Mapping[int, int],
+    answers: Answers,
 ) -> StepGraph:
     """Capture the model with few layers of each run, prove that it repeats, and repeat it.
 
@@ -247,13 +257,9 @@ def _repeated(
     """
     prove_repeats(model, batch, loss_fn, runs, KEPT)
     few = shortened(model, dict.fromkeys(runs, KEPT))
-    short = _captured(few, batch, loss_fn, symbolic, dims)
-    longer = tuple(
-        _captured(
-            shortened(model, {r: KEPT + (r is run) for r in runs}), batch, loss_fn, False, dims
-        )
-        for run in runs
-    )
+    short = _captured(few, batch, loss_fn, symbolic, dims, answers)
+    more = [shortened(model, {r: KEPT + (r is run) for r in runs}) for run in runs]
+    longer = tuple(_captured(one, batch, loss_fn, False, dims, answers) for one in more)
     return expanded(Repeats(runs, short, longer), tied_names(model), _trainable(model))
 
 
@@ -325,7 +331,7 @@ def assemble(
         points = [
             (symbol, size, other_joint)
             for symbol, size, other in others
-            if (other_joint := _differentiated(other, trainable, scaled=scaled)) is not None
+            if (other_joint := _differentiated(other, trainable, scaled, answers)) is not None
         ]
         kept = [p for p in points if same_structure(joint, p[2], p[1] / sizes[p[0]])]
         known = {s: n for s, n in sizes.items() if s in {s for s, _, _ in kept}}
@@ -407,19 +413,20 @@ def _variant(
     loss_fn: LossFn,
     dims: Mapping[int, int],
     size: int,
+    answers: Answers,
 ) -> ForwardGraph | None:
     """The same capture at another size, or None where the model does not allow that size."""
     try:
-        return forward_graph(model, resized(batch, dims, size), loss_fn)
+        return forward_graph(model, resized(batch, dims, size), loss_fn, answers)
     except Exception:  # any refusal means the same: this size is fixed
         return None
 
 
 def _differentiated(
-    forward: ForwardGraph, trainable: frozenset[str], *, scaled: bool
+    forward: ForwardGraph, trainable: frozenset[str], scaled: bool, answers: Answers | None
 ) -> fx.GraphModule | None:
     """The joint graph at another size, or None: some ops check sizes in their backward only."""
     try:
-        return differentiate(forward, trainable, scaled=scaled)[0]
+        return differentiate(forward, trainable, scaled=scaled, answers=answers)[0]
     except Exception:  # as in `_variant`
         return None

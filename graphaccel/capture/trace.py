@@ -12,6 +12,7 @@ over: at anything else (tensors from outside, values, subclasses) it gives up, a
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from operator import getitem
 from typing import Any, NamedTuple, TypeAlias
@@ -92,7 +93,7 @@ def trace(
 
     Raises NotTraced.
     """
-    tracing = _Tracing(mode, {} if answers is None else answers)
+    tracing = Tracing(mode, {} if answers is None else answers)
     with without_modes():  # who calls may be among fake tensors of his own
         for number, value in enumerate(values):
             tracing.take(value, f"value_{number}")
@@ -114,8 +115,8 @@ def _kind(tensor: torch.Tensor) -> _Kind:
     return _Kind(tensor.dtype, tensor.fake_device, shape, stride, offset, size)
 
 
-class _Tracing(BareDispatchMode):
-    """Sees every call, those of the backward included."""
+class Tracing(BareDispatchMode):
+    """Sees every call, those of the backward included, and makes `graph` of them."""
 
     supports_higher_order_operators = True  # they come here, and are refused
 
@@ -123,6 +124,7 @@ class _Tracing(BareDispatchMode):
         super().__init__()
         self.graph, self.mode = fx.Graph(), mode
         self._known: dict[int, _Known] = {}
+        self._inputs: dict[tuple[int, _Kind], torch.Tensor] = {}
         self._answers = answers
 
     def known(self, tensor: torch.Tensor) -> _Known:
@@ -132,29 +134,39 @@ class _Tracing(BareDispatchMode):
         return found
 
     def take(self, value: torch.Tensor, name: str) -> None:
-        """Another input."""
+        """Another input; two on the same memory stay so."""
         kind = _kind(value)
         if kind.offset or kind.bytes != _bytes(kind):
             raise NotTraced("an input that is a part of a tensor")
-        self._keep(value, self.graph.placeholder(name), kind, self._like(kind))
+        like = self._inputs.setdefault((storage_key(value), kind), self._like(kind))
+        self._keep(value, self.graph.placeholder(name), kind, like)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:
             return self.known(args[0]).kind.device
+        return self.call(func, args, kwargs or {})
+
+    def call(self, func: Any, args: tuple, kwargs: dict[str, Any], *, whole: bool = False) -> Any:
+        """A node for a call, and what the call gives. whole: also of an op that is made of others.
+
+        Raises NotTraced.
+        """
         given: list[_Known] = []
         key = func, self._told(args, given), self._told(tuple(kwargs.items()), given)
         if key not in self._answers:
-            self._answers[key] = self._ask(func, args, kwargs, given)
+            with without_modes() if whole else nullcontext():
+                self._answers[key] = self._ask(func, args, kwargs, given, whole)
         made = self._answers[key]
         if type(made) in _NUMBERS:
             return made  # nothing of the graph
+        name = func.overloadpacket.__name__
+        if whole:  # as make_fx calls `__and__`, which is one call only here
+            name = name.removeprefix("__").removesuffix("__")
         node = new_node(
-            self.graph, "call_function", func, self._nodes(args), self._nodes(kwargs),
-            func.overloadpacket.__name__, {},
-        )  # fmt: skip
+            self.graph, "call_function", func, self._nodes(args), self._nodes(kwargs), name, {}
+        )
         return self._give(made, node, given)
 
     def _told(self, value: Any, given: list[_Known]) -> Hashable:
@@ -169,10 +181,14 @@ class _Tracing(BareDispatchMode):
             return type(value), value
         raise NotTraced(f"an argument that is a {type(value).__name__}")
 
-    def _ask(self, func: Any, args: tuple, kwargs: dict[str, Any], given: list[_Known]) -> Any:
+    def _ask(
+        self, func: Any, args: tuple, kwargs: dict[str, Any], given: list[_Known], whole: bool
+    ) -> Any:
         """What a call gives, by asking it."""
         devices = {known.kind.device for known in given}
-        if type(func) is not _OP or _by_values(func, given) or decomposes(func, devices):
+        if type(func) is not _OP or _by_values(func, given):
+            raise NotTraced(f"{func}")
+        if decomposes(func, devices) and not whole:
             raise NotTraced(f"{func}")
         with self.mode:
             result = func(*args, **kwargs)

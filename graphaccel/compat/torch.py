@@ -18,6 +18,10 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import fx
 
+# Which ops are made of others, and which of these stay whole where no op is decomposed on purpose
+# (capture/decompose.py does what `ExportedProgram.run_decompositions({})` does).
+from torch._export.utils import _is_cia_op, _is_preservable_cia_op
+
 # What fake tensors say of single ops.
 from torch._subclasses.fake_impls import op_implementations_dict, register_op_impl
 
@@ -174,6 +178,23 @@ def decomposes(op: Any, devices: Iterable[torch.device]) -> bool:
 
     own = {torch._C._dispatch_key_for_device(device.type) for device in devices}
     return has("CompositeImplicitAutograd") and not any(map(has, own))
+
+
+def is_composite(op: Any) -> bool:
+    """Whether an op is made of others, on all devices alike."""
+    return _is_cia_op(op)
+
+
+def stays_whole(op: Any) -> bool:
+    """Whether an op that is made of others stays one call in a functional graph: it gives no view
+    of what it reads, and writes nothing."""
+    return _is_preservable_cia_op(op)
+
+
+def writes_unsaid(op: Any) -> bool:
+    """Whether an op may write what its schema does not say: batch norms their running statistics
+    (torch calls them "prim ops with a wrong schema")."""
+    return "batch_norm" in str(op)
 
 
 def lone_fakes(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
