@@ -58,9 +58,14 @@ class Captures:
         self._kept: dict[int, _Kept] = {}
         self._fixed: set[str] = set()  # numbers that can not be inputs
 
-    def of(self, batch: Batch, *, training: bool = True) -> tuple[StepGraph, dict]:
+    def of(
+        self, batch: Batch, *, training: bool = True, fixed: bool = False
+    ) -> tuple[StepGraph, dict]:
         """The step for a batch and the Python state of this moment, and the symbol sizes of that
         batch in it.
+
+        fixed: the first step in evaluation mode need not serve other sizes than the batch's, which
+        takes a third of the time; the next one then does.
 
         Raises what capturing raises, and StateFrozen (GA106) where a value that can not be an input
         had MOST other values before.
@@ -72,7 +77,8 @@ class Captures:
                 return step, sizes
             others.append(step)
         start = time.perf_counter()
-        step = self._captured(batch, training, others)
+        fixed = fixed and not training and all(step.training for step in self.steps.values())
+        step = self._captured(batch, training, others, symbolic=not fixed)
         progress("capture", f"{step.nodes:,} ops", time.perf_counter() - start)
         return step, self._sizes(step, batch)
 
@@ -126,7 +132,9 @@ class Captures:
                 found.append((step, sizes))
         return found
 
-    def _captured(self, batch: Batch, training: bool, others: Sequence[StepGraph]) -> StepGraph:
+    def _captured(
+        self, batch: Batch, training: bool, others: Sequence[StepGraph], *, symbolic: bool
+    ) -> StepGraph:
         """Capture anew. others: those that only the Python state of this moment rules out."""
         if others:
             self._refuse_other_modules(self._kept[id(others[0])].guards)
@@ -135,7 +143,8 @@ class Captures:
         if not numbers:
             self._refuse_more(others)
         faked = self._faked(batch, training, observed, numbers)
-        step = self._capture(*faked, training, many=None if numbers else MANY)
+        many = None if numbers else MANY
+        step = self._capture(*faked, training, many=many, symbolic=symbolic)
         self._guarded(step, batch, observed, training, numbers)
         self.steps[(batch.signature(), training, len(self.steps))] = step
         return step
@@ -189,13 +198,14 @@ class Captures:
         raise too_many(change, MOST)
 
     def _capture(
-        self, model: nn.Module, made: Batch, training: bool, many: int | None
+        self, model: nn.Module, made: Batch, training: bool, *, many: int | None, symbolic: bool
     ) -> StepGraph:
         with self._capturing():
             step = capture(
                 model,
                 made,
                 self.model.loss_fn,
+                symbolic=symbolic,
                 many=many,
                 batch_dims=self.given_dims(made),
                 splits=self.splits if training else None,

@@ -99,9 +99,9 @@ class Compiler:
         other.captures = self.captures
         return other
 
-    def capture(self, batch: Batch, *, training: bool = True) -> tuple[StepGraph, dict]:
-        """The step for a batch, and the symbol sizes of that batch in it."""
-        return self.captures.of(batch, training=training)
+    def capture(self, batch: Batch) -> tuple[StepGraph, dict]:
+        """The training step for a batch, and the symbol sizes of that batch in it."""
+        return self.captures.of(batch)
 
     def of_size(self, batch: Batch, size: int) -> Batch:
         """The batch at another size, along the dims of its examples: the likeliest, if a capture at
@@ -405,7 +405,9 @@ class Compiler:
     ) -> tuple[StepGraph, StepProgram]:
         """A forward-only program in the model's present mode; every data rank sees the whole
         batch."""
-        step, sizes = self.capture(batch, training=training)
+        # Sharded over more than data, a graph is cut by its symbols.
+        fixed = plan.model_parallel_size == 1
+        step, sizes = self.captures.of(batch, training=training, fixed=fixed)
         size = sizes.get(BATCH, step.batch_size)
         alone = plan.decided(data=1, microbatches=1, recompute=(), outputs="all", batch=size)
         return step, build(

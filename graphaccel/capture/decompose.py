@@ -109,7 +109,8 @@ class _Calls(fx.Interpreter):
         if target._schema.is_mutable:
             raise NotTraced(f"{target} writes")
         if stays_whole(target):
-            return self._tracing.call(target, args, kwargs, whole=True)
+            with without_modes():
+                return self._tracing.call(target, args, kwargs, whole=True)
         return (
             target.decompose(*args, **kwargs) if is_composite(target) else target(*args, **kwargs)
         )

@@ -12,7 +12,6 @@ over: at anything else (tensors from outside, values, subclasses) it gives up, a
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from operator import getitem
 from typing import Any, NamedTuple, TypeAlias
@@ -149,15 +148,14 @@ class Tracing(BareDispatchMode):
         return self.call(func, args, kwargs or {})
 
     def call(self, func: Any, args: tuple, kwargs: dict[str, Any], *, whole: bool = False) -> Any:
-        """A node for a call, and what the call gives. whole: also of an op that is made of others.
+        """A node for a call, and what the call gives; this mode must not be active.
 
-        Raises NotTraced.
+        whole: also of an op that is made of others. Raises NotTraced.
         """
         given: list[_Known] = []
         key = func, self._told(args, given), self._told(tuple(kwargs.items()), given)
         if key not in self._answers:
-            with without_modes() if whole else nullcontext():
-                self._answers[key] = self._ask(func, args, kwargs, given, whole)
+            self._answers[key] = self._ask(func, args, kwargs, given, whole)
         made = self._answers[key]
         if type(made) in _NUMBERS:
             return made  # nothing of the graph

@@ -150,7 +150,8 @@ def test_a_layer_of_an_lstm_is_the_ops_of_its_cells(training: bool) -> None:
     """On a CPU with oneDNN too: its one op keeps a workspace for the backward."""
     for name in ("cpu", "h100-80gb"):
         compiler = Compiler(Model(Recurrent(), None, 2.0), cluster(name, 1), {})
-        step, _ = compiler.capture(as_batch((torch.randn(4, 6, 8),)), training=training)
+        batch = as_batch((torch.randn(4, 6, 8),))
+        step, _ = compiler.captures.of(batch, training=training)
         found = {str(n.target) for n in step.graph.graph.nodes if n.op == "call_function"}
         assert "aten.sigmoid.default" in found
         assert not any("lstm" in target or "rnn" in target for target in found)

@@ -50,28 +50,6 @@ def told(module: Any) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("name", ["gpt", "gpt2", "bert", "swin", "llama"])
-def test_graphs_are_those_of_torch(
-    name: str, asked: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pairs = []
-
-    def both(program: Any, answers: Answers | None) -> Any:
-        own = decomposed(program, answers)
-        pairs.append((told(own.graph_module), len(asked)))
-        by_torch = program.run_decompositions({})
-        pairs.append((told(by_torch.graph_module), len(asked)))
-        return own
-
-    monkeypatch.setattr("graphaccel.capture.export.decomposed", both)
-    model, batch, _ = ZOO[name].build()
-    args, kwargs = ((), batch) if isinstance(batch, dict) else (batch, {})
-    capture(model, flatten_call(args, kwargs), symbolic=False)
-    (own, before), (by_torch, after) = pairs
-    assert (before, after) == (0, 1)
-    assert own == by_torch
-
-
 def dropped(x: Tensor) -> Tensor:
     return nn.functional.dropout(x, 0.5).reshape(-1).to(torch.float64).float()
 
@@ -88,7 +66,7 @@ def written(x: Tensor) -> Tensor:
     return y
 
 
-class Counting(nn.Module):
+class Scaled(nn.Module):
     def __init__(self, inner: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.inner, self.scale = inner, nn.Parameter(torch.ones(4))
@@ -107,13 +85,44 @@ class Normed(nn.Module):
         return nn.functional.batch_norm(x, self.mean, self.var, training=True)
 
 
+MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
+    **{
+        name: (lambda name=name: ZOO[name].build()[:2]) for name in ("gpt", "bert", "swin", "llama")
+    },
+    "dropout": lambda: (Scaled(dropped), (torch.randn(6, 4),)),
+    "region": lambda: (Scaled(without_gradient), (torch.randn(6, 4),)),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_graphs_are_those_of_torch(
+    name: str, asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pairs = []
+
+    def both(program: Any, answers: Answers | None) -> Any:
+        own = decomposed(program, answers)
+        pairs.append((told(own.graph_module), len(asked)))
+        by_torch = program.run_decompositions({})
+        pairs.append((told(by_torch.graph_module), len(asked)))
+        return own
+
+    monkeypatch.setattr("graphaccel.capture.export.decomposed", both)
+    model, batch = MODELS[name]()
+    args, kwargs = ((), batch) if isinstance(batch, dict) else (batch, {})
+    capture(model, flatten_call(args, kwargs), symbolic=False)
+    (own, before), (by_torch, after) = pairs
+    assert (before, after) == (0, 1)
+    assert own == by_torch
+
+
 @pytest.mark.parametrize(
     ("inner", "by_torch"), [(dropped, 0), (without_gradient, 0), (written, 1), (Normed(), 1)]
 )
 def test_torch_is_asked_where_something_is_written(
     inner: Callable[[Tensor], Tensor], by_torch: int, asked: list[str]
 ) -> None:
-    step = capture(Counting(inner), flatten_call((torch.randn(6, 4),), {}), symbolic=False)
+    step = capture(Scaled(inner), flatten_call((torch.randn(6, 4),), {}), symbolic=False)
     assert len(asked) == by_torch
     buffers = [o.name for o in step.outputs if o.kind == "buffer"]
     assert buffers == (["inner.mean", "inner.var"] if isinstance(inner, Normed) else [])
