@@ -66,9 +66,8 @@ def main() -> None:
         said = f"{verdict['outcome']:10} {verdict.get('code', ''):5} {verdict.get('detail', '')}"
         print(f"{part:12} {name:44} {setting:12} {said}", flush=True)
     if not args.keep:
-        body = _body(done)
-        RESULT.write_text(json.dumps(body, indent=0, sort_keys=True) + "\n")
-        PAGE.write_text(page(body))
+        RESULT.write_text(json.dumps(_body(done), indent=0, sort_keys=True) + "\n")
+        PAGE.write_text(page(json.loads(RESULT.read_text())))  # in the order of the file
 
 
 def _tasks(
