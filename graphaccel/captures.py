@@ -15,6 +15,7 @@ from torch import nn
 
 from graphaccel.capture.batch import Batch, batch_leaves, batch_size, sequence_leaves
 from graphaccel.capture.batch_dims import given_dims
+from graphaccel.capture.carried import Path
 from graphaccel.capture.export import export_forward
 from graphaccel.capture.numbers import same_but_numbers
 from graphaccel.capture.observe import Observed, observe
@@ -37,10 +38,11 @@ MOST = 8
 
 @dataclass(frozen=True)
 class _Kept:
-    """A step, and what it depends on besides its batch."""
+    """A step, what it depends on besides its batch, and where its forward leaves tensors."""
 
     step: StepGraph
     guards: Guards
+    left: tuple[Path, ...]
 
 
 class Captures:
@@ -101,6 +103,11 @@ class Captures:
             observed = self._observed(batch, step.training)
             kept = self._guarded(step, batch, observed, step.training)
         return kept.guards
+
+    def left(self, step: StepGraph) -> tuple[Path, ...]:
+        """Where the forward of a step leaves tensors in the model, which its graph does not."""
+        kept = self._kept.get(id(step))
+        return () if kept is None else kept.left
 
     def with_numbers(self, step: StepGraph, batch: Batch) -> Batch:
         """The batch with the numbers of the model that are inputs of a step, as they are now."""
@@ -249,7 +256,7 @@ class Captures:
             tensors=_constants(step, recorded),
         )
         guards.watch_content(recorded)
-        self._kept[id(step)] = kept = _Kept(step, guards)
+        self._kept[id(step)] = kept = _Kept(step, guards, observed.left)
         return kept
 
     def _fresh(self, training: bool) -> nn.Module:

@@ -33,12 +33,13 @@ from graphaccel.runtime.agreement import BACKWARD, EVALUATE, PLAN, STATE, TRAIN,
 from graphaccel.runtime.all_gradients import AllGradients, clip_before
 from graphaccel.runtime.cuda_graphs import recorder_for
 from graphaccel.runtime.deferred import RECORD
+from graphaccel.runtime.dropped import Dropped, drop_left
 from graphaccel.runtime.executor import StepResult
 from graphaccel.runtime.host import HostCopies
 from graphaccel.runtime.inductor import StageCompiler, check_compiler
 from graphaccel.runtime.loss_scale import LossScale
 from graphaccel.runtime.mesh import build_mesh
-from graphaccel.runtime.module import Dropped, HandOut, Kept, detach, original_class
+from graphaccel.runtime.module import HandOut, Kept, detach, original_class
 from graphaccel.runtime.optimizer_step import OptimizerStep
 from graphaccel.runtime.record import Record
 from graphaccel.runtime.remote import RemoteTensor
@@ -320,10 +321,12 @@ class Handle:
             tracked = frozenset(compiled.program.tangents)
             agree = partial(self._agreement.check, BACKWARD)
             outputs = self._session.call(compiled, leaves, tracked, named, agree)
+            drop_left(self._model, variant.left)
             return compiled.rebuild(None, outputs)
         result = self._session.step(compiled, leaves)
         self._gate.spoilt(result.overflow)
         self._gate.check(lambda: self._given(result), self._session.mesh)
+        drop_left(self._model, variant.left)
         marks = self._optimizing is not None  # an optimizer of ours can leave the update out
         names, parameters = [n for n, _ in named], [p for _, p in named]
         loss = HandOut.apply(result, marks, self._away(), tuple(names), *parameters)
@@ -416,7 +419,8 @@ class Handle:
         example: bool = False,
     ) -> Variant:
         guards = self._compiler.captures.guards(step, batch)
-        return self._steps.add(key, Variant(compiled, guards), example=example)
+        left = self._compiler.captures.left(step)
+        return self._steps.add(key, Variant(compiled, guards, left), example=example)
 
     def _refuse_changes(self) -> None:
         """What was captured must still hold: otherwise the step would be wrong in silence."""
@@ -470,6 +474,7 @@ class Handle:
         leaves = variant.leaves(self._session, given)
         with torch.no_grad():
             result = self._session.evaluate(compiled, leaves)
+        drop_left(self._model, variant.left)
         return compiled.rebuild(result.loss, result.outputs)
 
     def _compiled(

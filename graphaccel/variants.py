@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from graphaccel.capture.carried import Path
 from graphaccel.compat.torch import version
 from graphaccel.errors import StateFrozen
 from graphaccel.guards.guards import Guards
@@ -24,11 +25,12 @@ class Variant:
     """One compiled step and what it depends on besides its batch.
 
     filled: constant of its graph → the model's tensor whose values it has, and that tensor's
-    version.
+    version. left: where the forward leaves tensors in the model, which its graph does not.
     """
 
     compiled: CompiledStep
     guards: Guards
+    left: tuple[Path, ...] = ()
     filled: dict[str, tuple[torch.Tensor, int]] = field(default_factory=dict)
 
     def leaves(self, session: Session, leaves: Sequence[Any]) -> tuple[Any, ...]:

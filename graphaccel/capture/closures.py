@@ -215,7 +215,7 @@ def _named_by(value: Any) -> list[tuple[str, Any]]:
         return [("func", value.func), *arguments, *value.keywords.items()]
     if isinstance(value, Mapping):
         return [(str(k), v) for k, v in value.items()]
-    if isinstance(value, (list, tuple, set, frozenset)):
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
         return [(str(i), v) for i, v in enumerate(value)]
     if isinstance(value, (type, ModuleType, torch.Tensor)):
         return []

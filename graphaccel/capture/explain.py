@@ -12,14 +12,16 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from graphaccel.capture.assigned import AssignedWithGradient
 from graphaccel.capture.batch import Batch
 from graphaccel.capture.no_grad import WrittenWithoutGrad
 from graphaccel.capture.python_function import RuleRefused
-from graphaccel.capture.watch import INSIDE
+from graphaccel.capture.watch import INSIDE, OwnGenerator
 from graphaccel.capture.weights import Unregistered, Weights
 from graphaccel.compat.torch import DataDependentError, is_known
 from graphaccel.errors import (
     CaptureRefused,
+    DrawnOutside,
     GradientRuleRefused,
     GraphAccelError,
     TensorBranch,
@@ -39,6 +41,21 @@ def explained(error: Exception, model: nn.Module, weights: Weights) -> Exception
     frame = _user_frame(error)
     location = None if frame is None else _location(frame)
     where = _module_of(error, model)
+    if isinstance(error, AssignedWithGradient):
+        attribute = error.name.rpartition(".")[2]
+        return CaptureRefused(
+            module=where,
+            reason=f"it replaces its buffer `{error.name}` by a value that requires a gradient",
+            help_line=f"self.{attribute} = value.detach()",
+        )
+    if isinstance(error, OwnGenerator):
+        return DrawnOutside(
+            module=where,
+            generator="a `torch.Generator` of its own",
+            location=location,
+            help_line="leave `generator=` out, and seed before the call of the model:  "
+            "torch.manual_seed(0)",
+        )
     if isinstance(error, WrittenWithoutGrad):
         location = line_of(error.stack_trace)
     if isinstance(error, DataDependentError):

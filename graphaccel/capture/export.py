@@ -21,6 +21,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import fx, nn
 
+from graphaccel.capture.assigned import written_in_place
 from graphaccel.capture.batch import Batch
 from graphaccel.capture.decompose import Exported, decomposed
 from graphaccel.capture.explain import (
@@ -39,6 +40,7 @@ from graphaccel.compat.torch import (
     causal_masks_as_given,
     graph_module,
     inference_as_no_grad,
+    parametrizations_computed,
     pytree,
 )
 
@@ -136,7 +138,14 @@ class _WithLoss(nn.Module):
         around = nullcontext() if self._watch is None else self._watch.around()
         state = kwargs.pop(_NUMBERS, ())
         numbers = nullcontext() if self._numbers is None else self._numbers(state)
-        with inference_as_no_grad(), causal_masks_as_given(), around, numbers:
+        with (
+            inference_as_no_grad(),
+            causal_masks_as_given(),
+            parametrizations_computed(),
+            around,
+            numbers,
+            written_in_place(self.model),
+        ):
             if not callable(self._loss_fn):
                 output = self.model(*args, **kwargs)
             else:

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -20,9 +21,11 @@ import torch
 from torch import nn
 
 from graphaccel.capture.batch import Batch
+from graphaccel.capture.carried import Ops, Path, kept_by, name_of
+from graphaccel.capture.closures import memory_of
 from graphaccel.capture.export import LossFn, export_forward, with_loss
 from graphaccel.capture.runs import find_runs, shortened
-from graphaccel.compat.torch import FakeTensor, TorchDispatchMode, exporting, version
+from graphaccel.compat.torch import FakeTensor, exporting, version
 from graphaccel.errors import DrawnOutside, GraphAccelError, StateFrozen
 from graphaccel.guards.lines import location
 from graphaccel.guards.places import Place, objects_of, places
@@ -36,10 +39,15 @@ _UNLIKELY = 0x5EED_0FF0
 
 @dataclass(frozen=True)
 class Observed:
-    """What a forward read. written: names of places that it writes itself, the same each time."""
+    """What a forward read.
+
+    written: names of places that it writes itself, the same each time. left: where it leaves a new
+    tensor in the model each time, which it does not read again.
+    """
 
     reads: Reads = field(repr=False)
     written: frozenset[str]
+    left: tuple[Path, ...] = ()
 
 
 def observe(fresh: Callable[[], nn.Module], batch: Batch, loss_fn: LossFn, many: int) -> Observed:
@@ -56,25 +64,34 @@ def observe(fresh: Callable[[], nn.Module], batch: Batch, loss_fn: LossFn, many:
     with _generators_restored():
         model = _few(fresh(), many)
         with recorded(objects_of(model)) as reads:
-            run = _run if _run(model, batch, loss_fn) else _exported
+            ops = Ops()
+            run = _run if _run(model, batch, loss_fn, ops) else _exported
             if run is _exported:
-                _exported(model, batch, loss_fn)
+                _exported(model, batch, loss_fn, ops)
+        if run is _run and reads.seeds:
+            raise _seeds(model, reads.seeds[0])
         model = _few(fresh(), many)
-        watch = _Passes(model, reads)
-        ran = watch.ran(lambda: run(model, batch, loss_fn))
+        watch = _Passes(model, reads, batch)
+        ran = watch.ran(lambda ops: run(model, batch, loss_fn, ops))
         if watch.seeded:
-            raise _seeds(model, lambda: run(model, batch, loss_fn))
+            forward = partial(run, model, batch, loss_fn, Ops())
+            torch.default_generator.manual_seed(_UNLIKELY)
+            raise _seeds(model, _line_that_changes(torch.default_generator.initial_seed, forward))
+        watch.refuse_written()
         if not ran:  # capture says why
             return Observed(reads, frozenset())
-        if watch.steady:
+        if watch.steady and not watch.keeps:
             return Observed(reads, frozenset())
-        watch.ran(lambda: run(model, batch, loss_fn))
+        watch.ran(lambda ops: run(model, batch, loss_fn, ops))
+        if watch.reads_kept:
+            watch.ran(lambda ops: run(model, batch, loss_fn, ops))
+            watch.refuse_carried()
         if watch.drew:
-            line = _draw(lambda: run(model, batch, loss_fn), reads)
+            line = _draw(partial(run, model, batch, loss_fn, Ops()), reads)
             raise DrawnOutside(
                 module=f"{type(model).__name__}.forward", generator=watch.drew, location=line
             )
-        return Observed(reads, watch.written())
+        return Observed(reads, watch.written(), watch.left)
 
 
 def _few(model: nn.Module, many: int) -> nn.Module:
@@ -82,74 +99,113 @@ def _few(model: nn.Module, many: int) -> nn.Module:
     return shortened(model, dict.fromkeys(runs, KEPT)) if runs else model
 
 
-def _run(model: nn.Module, batch: Batch, loss_fn: LossFn) -> bool:
+def _run(model: nn.Module, batch: Batch, loss_fn: LossFn, ops: Ops) -> bool:
     """One forward; whether it runs without data, outside of export."""
     fake = next(p for p in model.parameters() if isinstance(p, FakeTensor)).fake_mode
     args, kwargs = batch.rebuild(batch.leaves)
     try:
-        with fake, exporting(), torch.enable_grad():
+        with fake, exporting(), torch.enable_grad(), ops:
             with_loss(model, loss_fn)(*args, **kwargs)
     except Exception:  # whatever the model raises where it wants a value
         return False
     return True
 
 
-def _exported(model: nn.Module, batch: Batch, loss_fn: LossFn) -> bool:
+def _exported(model: nn.Module, batch: Batch, loss_fn: LossFn, ops: Ops) -> bool:
     """One export, which has ways that a plain forward has not; whether it succeeds."""
     try:
-        export_forward(model, batch, loss_fn)
+        with ops:
+            export_forward(model, batch, loss_fn)
     except GraphAccelError:  # capture raises it again
         return False
     return True
 
 
-class _Ops(TorchDispatchMode):
-    """Writes down which operators run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[Any] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        self.names.append(func)
-        return func(*args, **(kwargs or {}))
-
-
 @dataclass(frozen=True)
 class _Pass:
-    """A forward: what lay in the places behind it, the operators that ran, the parameters and
-    buffers that it wrote, and the states of generators."""
+    """A forward: what was in the places behind it, the operators that ran, the parameters and
+    buffers that it wrote, the states of generators, and where modules hold tensors that it made."""
 
     found: Mapping[str, Place]
-    ops: list[Any]
+    ops: Ops
     wrote: frozenset[str]
     generators: tuple[Any, ...]
+    kept: Mapping[Path, int]
 
 
 class _Passes:
     """Forwards of one model, one after the other."""
 
-    def __init__(self, model: nn.Module, reads: Reads) -> None:
+    def __init__(self, model: nn.Module, reads: Reads, batch: Batch) -> None:
         self._model, self._reads = model, reads
+        tensors = (*model.parameters(), *model.buffers(), *batch.tensors.values())
+        self._own = frozenset(map(memory_of, tensors))
         found = places(model, reads)
-        self._passes = [_Pass(found, [], frozenset(), _states(found))]
+        self._passes = [_Pass(found, Ops(), frozenset(), _states(found), {})]
         self.seeded = False
 
-    def ran(self, forward: Callable[[], bool]) -> bool:
+    def ran(self, forward: Callable[[Ops], bool]) -> bool:
         """Run one more."""
-        ops, before = _Ops(), self._versions()
+        ops, before = Ops(self._own, self._passes[-1].ops.made), self._versions()
         torch.default_generator.manual_seed(_UNLIKELY)
         state = torch.random.get_rng_state()  # a forward on fakes draws nothing from it
-        with ops:
-            ran = forward()
+        ran = forward(ops)
         self.seeded |= not torch.equal(state, torch.random.get_rng_state())
         after = self._versions()
         wrote = frozenset(n for n, number in after.items() if before.get(n) != number)
         found = places(self._model, self._reads)
-        self._passes.append(_Pass(found, ops.names, wrote, _states(found)))
+        kept = kept_by(self._model, ops.made)
+        self._passes.append(_Pass(found, ops, wrote, _states(found), kept))
         return ran
+
+    @property
+    def keeps(self) -> bool:
+        """Whether modules hold tensors that the last forward made."""
+        return bool(self._passes[-1].kept)
+
+    @property
+    def reads_kept(self) -> bool:
+        """Whether the last forward read what the one before it made."""
+        return bool(self._passes[-1].ops.read)
+
+    @property
+    def left(self) -> tuple[Path, ...]:
+        """Where the second forward, too, left tensors that it made, which no other one reads."""
+        return tuple(self._passes[2].kept)
+
+    def refuse_written(self) -> None:
+        """Raises StateFrozen for a tensor attribute that the forward writes in place."""
+        for key, line in self._passes[-1].ops.written.items():
+            name = name_of(self._model, key)
+            if name:
+                raise self._carried(name, line, None)
+
+    def refuse_carried(self) -> None:
+        """Raises StateFrozen where each forward reads a tensor that the one before it made."""
+        ops = self._passes[-1].ops
+        for key, line in ops.read.items():
+            paths = [p for p, k in self._passes[-2].kept.items() if k == key]
+            raise self._carried(".".join(paths[0]) if paths else "", line, ops.before[key])
+
+    def _carried(
+        self, name: str, line: Location | None, tensor: torch.Tensor | None
+    ) -> StateFrozen:
+        attribute = name.rpartition(".")[2] if name else "state"
+        sizes = "()" if tensor is None else ", ".join(map(str, tensor.shape)) or "()"
+        size = f"torch.zeros({sizes})" if tensor is not None else f"self.{attribute}"
+        return StateFrozen(
+            what=f"`{name}` is a tensor that each forward leaves for the next one"
+            if name
+            else "a tensor that one forward makes is read by the next one",
+            location=location(line),
+            note="read here" if tensor is not None else "written here",
+            reason="a graph has the values of its capture there, in every step",
+            help_lines=(
+                f"hold it in a buffer:  self.register_buffer('{attribute}', {size})",
+                "or give it to the forward as an input, and return its new value "
+                "(with loss_fn='outside')",
+            ),
+        )
 
     @property
     def steady(self) -> bool:
@@ -178,7 +234,9 @@ class _Passes:
             for n in first.found
             if n not in self._passes[0].found or n in written
         )
-        if first.wrote != second.wrote or (not cache and first.ops != second.ops):
+        if not written:
+            return frozenset()
+        if first.wrote != second.wrote or (not cache and first.ops.names != second.ops.names):
             place = first.found[written[0]]
             raise StateFrozen(
                 what=f"`{place.name}` makes the first forward another one than those after it",
@@ -258,11 +316,10 @@ def _generators_restored() -> Iterator[None]:
         np.random.set_state(numpy)
 
 
-def _seeds(model: nn.Module, forward: Callable[[], bool]) -> StateFrozen:
-    torch.default_generator.manual_seed(_UNLIKELY)
+def _seeds(model: nn.Module, line: Location | None) -> StateFrozen:
     return StateFrozen(
         what=f"`{type(model).__name__}.forward` seeds torch's generator",
-        location=_line_that_changes(torch.default_generator.initial_seed, forward),
+        location=line,
         note="a graph draws from the generator as it is",
         reason="what is drawn behind this line would be other numbers than in the script's model",
         help_lines=("seed in the script, before the call of the model:  torch.manual_seed(0)",),

@@ -33,6 +33,11 @@ from graphaccel.kernels.ctc_loss import ctc_loss
 INSIDE = (f"{torch.__path__[0]}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}")
 """Where the frames of torch and of graphaccel lie: they are not the user's."""
 
+
+class OwnGenerator(Exception):
+    """The forward draws from a generator that it holds itself."""
+
+
 _HANDS_OUT = "return the tensor from the model's forward, with loss_fn='outside'"
 
 
@@ -109,6 +114,8 @@ class _Functions(TorchFunctionMode):
         for tensor in _tensors((args, kwargs.values())):
             if id(tensor) not in self._own:
                 self._weights.check(tensor)
+        if "generator" in kwargs:
+            kwargs = _default_generator(kwargs)
         name = _NAMES.get(func)
         if name is None:
             return func(*args, **kwargs)
@@ -181,6 +188,15 @@ _NAMES = {
     F.gaussian_nll_loss: "gaussian_nll_loss",
     F.ctc_loss: "ctc_loss",
 }
+
+
+def _default_generator(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments without torch's default generator. Raises OwnGenerator for another one."""
+    if isinstance(kwargs["generator"], torch.Generator):
+        if kwargs["generator"] is not torch.default_generator:
+            raise OwnGenerator
+        return {name: value for name, value in kwargs.items() if name != "generator"}
+    return kwargs
 
 
 def _node_read() -> None:

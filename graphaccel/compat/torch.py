@@ -51,6 +51,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.graph import CodeGen
 
 # Trees with key paths; torch.utils.pytree of later versions has them publicly.
+from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
 # Sees every operator that runs, also inside backward: measuring tensor bytes (runtime/meter.py);
@@ -421,19 +422,21 @@ def without_tensor_hooks(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
     """Meanwhile leaves have no hooks and no gradient: a backward adds to none that is there, and
     calls nobody. Both are back afterwards."""
     kept = [(t, t.grad, t._backward_hooks, t._post_accumulate_grad_hooks) for t in tensors]
+    # Autograd keeps the dict of post-accumulate hooks itself, whatever the attribute is set to.
+    after = [(hooks, dict(hooks)) for *_, hooks in kept if hooks]
     try:
         for tensor, *_ in kept:
             tensor.grad = None
             tensor._backward_hooks = None
-            if tensor._post_accumulate_grad_hooks is not None:
-                tensor._post_accumulate_grad_hooks = None
+        for hooks, _ in after:
+            hooks.clear()
         yield
     finally:
-        for tensor, gradient, hooks, after in kept:
+        for tensor, gradient, before, _ in kept:
             tensor.grad = gradient
-            tensor._backward_hooks = hooks
-            if after is not None:
-                tensor._post_accumulate_grad_hooks = after
+            tensor._backward_hooks = before
+        for hooks, held in after:
+            hooks.update(held)
 
 
 def keeps_graph() -> bool:
@@ -578,6 +581,17 @@ def grad_region(node: fx.Node) -> tuple[bool, str, tuple[fx.Node, ...]] | None:
         return None
     enabled, graph, *inputs = node.args
     return bool(enabled), str(graph.target), tuple(inputs)  # type: ignore[union-attr, arg-type]
+
+
+@contextmanager
+def parametrizations_computed() -> Iterator[None]:
+    """In the caller's `parametrize.cached()` each parametrized weight is computed once meanwhile,
+    and not read from another forward."""
+    before, parametrize._cache = parametrize._cache, {}
+    try:
+        yield
+    finally:
+        parametrize._cache = before
 
 
 @contextmanager

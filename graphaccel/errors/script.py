@@ -154,12 +154,29 @@ _DIFFERENCES = {
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class OutputDropped(GraphAccelError):
-    """An output of the model that the plan does not compute on this rank was read."""
+    """An output of the model that the plan does not compute on this rank was read.
+
+    attribute: it is no output, but a tensor that the forward leaves in an attribute of the model.
+    """
 
     code = "GA405"
     name: str
+    attribute: bool = False
 
     def message(self) -> Message:
+        if self.attribute:
+            names = [part for part in self.name.split(".") if part.isidentifier()]
+            return Message(
+                f"`{self.name}` of the model has no value after a step: its forward did not run",
+                why="a step runs a graph, which gives what the forward returns and the new values "
+                "of buffers",
+                help=(
+                    "add it to the loss in the forward, or return it with the outputs:  "
+                    "return output, value",
+                    "or hold it in a buffer, to look at it:  "
+                    f"self.register_buffer('{names[-1]}', torch.zeros(()))",
+                ),
+            )
         return Message(
             f"output `{self.name}` is not kept in training by this plan",
             why="microbatches and stages would have to keep and send it; only the loss is",

@@ -28,22 +28,26 @@ class StateFrozen(GraphAccelError):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class DrawnOutside(GraphAccelError):
-    """The forward draws random numbers outside of torch. generator: e.g. "Python's `random`"."""
+    """The forward draws random numbers from another generator than torch's default one.
+
+    generator: e.g. "Python's `random`". help_line: what to write instead.
+    """
 
     code = "GA107"
     module: str
     generator: str
     location: Location | None = None
+    help_line: str = (
+        "draw with torch, and choose without a branch:  "
+        "x = torch.where(torch.rand((), device=x.device) < 0.5, a, b)"
+    )
 
     def message(self) -> Message:
         return Message(
             f"cannot capture `{self.module}`: it draws from {self.generator}",
             self.location,
             note="a graph would keep the number that was drawn at capture",
-            why="only torch's generator is drawn from anew in every step, and is the same on every "
-            "rank",
-            help=(
-                "draw with torch, and choose without a branch:  "
-                "x = torch.where(torch.rand((), device=x.device) < 0.5, a, b)",
-            ),
+            why="only torch's default generator is drawn from anew in every step, and is the same "
+            "on every rank",
+            help=(self.help_line,),
         )

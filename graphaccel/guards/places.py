@@ -33,7 +33,9 @@ _FUNCTIONS = (FunctionType, BuiltinFunctionType, type)
 STRUCTURE = frozenset({*vars(nn.Module()), "_flat_weights", "_flat_weight_refs"}) - {"training"}
 """What modules have besides Python values: tensors, submodules, hooks, and the second list of its
 weights that a recurrent layer keeps."""
-_OPAQUE = frozenset({"torch", "builtins", "threading", "_thread", "weakref", "logging", "re"})
+_OPAQUE = frozenset(
+    {"torch", "graphaccel", "builtins", "threading", "_thread", "weakref", "logging", "re"}
+)
 
 
 @dataclass(frozen=True, eq=False)

@@ -30,6 +30,9 @@ _OWN = (f"{torch.__path__[0]}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}", 
 """Where the code of torch and graphaccel lies."""
 _STANDARD = f"{sysconfig.get_paths()['stdlib']}{os.sep}"
 
+_SEEDS = frozenset({"manual_seed", "seed", "set_state", "graphsafe_set_state"})
+"""Methods of `torch.Generator` that set its state."""
+
 Kind = tuple[str, str]
 """A class by module and qualified name: that of an optimized model is a subclass so named."""
 
@@ -74,13 +77,15 @@ class Reads:
 
     attributes: class → attribute → the first line that reads it. written: the same for attributes
     of modules that it wrote. scopes: functions that ran. draws: lines that draw from a generator of
-    Python's `random`. noted: classes whose reads are all in `attributes`.
+    Python's `random`. seeds: lines that set the state of a generator of torch's. noted: classes
+    whose reads are all in `attributes`.
     """
 
     attributes: dict[Kind, dict[str, Location | None]] = field(default_factory=dict)
     written: dict[Kind, dict[str, Location | None]] = field(default_factory=dict)
     scopes: tuple[Scope, ...] = ()
     draws: list[Location] = field(default_factory=list)
+    seeds: list[Location] = field(default_factory=list)
     noted: set[Kind] = field(default_factory=set)
 
     @cached_property
@@ -149,6 +154,10 @@ def _profile(codes: dict[int, tuple[CodeType, dict[str, Any]]], reads: Reads) ->
             line = line_of(frame)
             if line is not None:
                 reads.draws.append(line)
+        elif event == "c_call" and isinstance(getattr(argument, "__self__", 0), torch.Generator):
+            line = line_of(frame)
+            if line is not None and argument.__name__ in _SEEDS:
+                reads.seeds.append(line)
 
     return profile
 

@@ -13,7 +13,11 @@ from torch import Tensor, nn
 
 from graphaccel.capture.batch import Batch
 from graphaccel.capture.export import OUTSIDE, LossFn, find_loss, split_targets
-from graphaccel.compat.torch import pytree, without_tensor_hooks
+from graphaccel.compat.torch import (
+    parametrizations_computed,
+    pytree,
+    without_tensor_hooks,
+)
 from graphaccel.proof.modes import WriteGuard
 from graphaccel.proof.results import Results
 
@@ -54,7 +58,11 @@ def _run(
     model, loss_fn = subject.model, subject.loss_fn
     before = {n: (b, b.detach().clone()) for n, b in model.named_buffers()}
     args, kwargs = batch.rebuild(batch.leaves)
-    with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
+    with (
+        torch.enable_grad(),
+        torch.autograd.set_multithreading_enabled(False),
+        parametrizations_computed(),
+    ):
         if callable(loss_fn):
             args, kwargs, targets = split_targets(loss_fn, args, kwargs)
             output = loss_fn(subject.forward(*args, **kwargs), *targets)

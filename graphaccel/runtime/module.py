@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphaccel.compat.torch import pytree
-from graphaccel.errors import GraphMisuse, OutputDropped, RetainGraph
+from graphaccel.errors import GraphMisuse, RetainGraph
 from graphaccel.kernels.host_copy import TO_HOST, wait
 from graphaccel.runtime.all_gradients import spoil
 from graphaccel.runtime.executor import StepResult
@@ -168,35 +167,3 @@ class Kept(torch.autograd.Function):
             help_line="let the script compute the whole loss:  "
             "graphaccel.optimize(model, optimizer, loss_fn='outside')",
         )
-
-
-class Dropped:
-    """Stands for an output that a training step under this plan does not keep."""
-
-    def __init__(self, name: str) -> None:
-        object.__setattr__(self, "_name", name)
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Any function of torch that is given one."""
-        given = pytree.tree_leaves((args, kwargs or {}))
-        return next(leaf for leaf in given if isinstance(leaf, Dropped))._raise()
-
-    def _raise(self) -> Any:
-        raise OutputDropped(name=object.__getattribute__(self, "_name"))
-
-    def __getattr__(self, _name: str) -> Any:
-        return self._raise()
-
-    def _operate(self, *_: Any) -> Any:
-        return self._raise()
-
-    __getitem__ = __iter__ = __len__ = __bool__ = __float__ = __int__ = _operate
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _operate
-    __truediv__ = __rtruediv__ = __floordiv__ = __matmul__ = __rmatmul__ = __pow__ = _operate
-    __neg__ = __abs__ = __lt__ = __le__ = __gt__ = __ge__ = _operate
-
-    def __repr__(self) -> str:
-        return f"<{object.__getattribute__(self, '_name')}: not kept in training by this plan>"

@@ -46,7 +46,7 @@ error[GA107]: cannot capture `Net.forward`: it draws from Python's `random`
   --> model.py:5
     5 |     if random.random() < 0.5:
       |     ^^^^^^^^^^^^^^^^^^^^^^^^^ a graph would keep the number that was drawn at capture
-  why:  only torch's generator is drawn from anew in every step, and is the same on every rank
+  why:  only torch's default generator is drawn from anew in every step, and is the same on every rank
   help: draw with torch, and choose without a branch:  x = torch.where(torch.rand((), device=x.device) < 0.5, a, b)
   explain: graphaccel explain GA107""",
     ),
@@ -100,7 +100,7 @@ error[GA107]: cannot capture `Counting.forward`: it draws from GENERATOR
   --> test_state_texts.py:LINE
    LINE |             scale = CALL
       |             ^^^^^^^^UNDER a graph would keep the number that was drawn at capture
-  why:  only torch's generator is drawn from anew in every step, and is the same on every rank
+  why:  only torch's default generator is drawn from anew in every step, and is the same on every rank
   help: draw with torch, and choose without a branch:  x = torch.where(torch.rand((), device=x.device) < 0.5, a, b)
   explain: graphaccel explain GA107"""
 

@@ -1,0 +1,92 @@
+"""Tensors that one forward makes and keeps: for the next forward to read, or for the script."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphaccel.capture.closures import held_by_module, memory_of
+from graphaccel.compat.torch import TorchDispatchMode, pytree
+from graphaccel.guards.reads import line_of
+from graphaccel.messages import Location
+
+Path = tuple[str, ...]
+"""Names of attributes, list indices and dict keys, from a model to what it holds."""
+
+
+@dataclass
+class Ops(TorchDispatchMode):
+    """Writes down the operators of one forward, what they make, and what they read of `before`.
+
+    before: memory → tensor, of an earlier forward. names: the operators. made: memory → tensor.
+    read: memory in `before` → the first line that reads it. written: lines that write to tensors
+    that are neither in `own` (memory of weights, buffers, batch) nor made by the forward.
+    """
+
+    own: frozenset[int] = frozenset()
+    before: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    names: list[Any] = field(default_factory=list)
+    made: dict[int, torch.Tensor] = field(default_factory=dict)
+    read: dict[int, Location | None] = field(default_factory=dict)
+    written: dict[int, Location | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        self.names.append(func)
+        given = {memory_of(t) for t in _tensors((args, kwargs))}
+        for key in given & self.before.keys() - self.read.keys():
+            self.read[key] = line_of(sys._getframe(1))
+        for tensor in _written(func, args, kwargs):
+            key = memory_of(tensor)
+            if key not in self.own and key not in self.made and key not in self.written:
+                self.written[key] = line_of(sys._getframe(1))
+        result = func(*args, **kwargs)
+        for tensor in _tensors(result):
+            key = memory_of(tensor)
+            if key not in given:
+                self.made[key] = tensor
+        return result
+
+
+def kept_by(model: nn.Module, made: Mapping[int, torch.Tensor]) -> dict[Path, int]:
+    """Path from the model → memory, of the tensors in `made` that its modules hold."""
+    own = {memory_of(t) for t in (*model.parameters(), *model.buffers())}
+    return {
+        held.path: key
+        for held in held_by_module(model)
+        if isinstance(held.value, torch.Tensor)
+        and (key := memory_of(held.value)) in made
+        and key not in own
+    }
+
+
+def name_of(model: nn.Module, key: int) -> str:
+    """What a model calls the tensor of a memory that it holds; "" if it does not hold it."""
+    for held in held_by_module(model):
+        if isinstance(held.value, torch.Tensor) and memory_of(held.value) == key:
+            return ".".join(held.path)
+    return ""
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    return (x for x in pytree.tree_leaves(values) if isinstance(x, torch.Tensor))
+
+
+def _written(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    """The arguments that an operator writes to."""
+    schema = func._schema
+    if not schema.is_mutable:
+        return
+    for i, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from _tensors(args[i] if i < len(args) else kwargs.get(argument.name))
