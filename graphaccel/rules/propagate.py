@@ -390,6 +390,9 @@ class _State:
             else:
                 self._refuse(node, "it reduces over the examples of a batch, and not by a sum")
                 return
+        if PARTIAL in outputs and self._has_parts(node):  # eye(batch) @ x: a row for each example
+            self._refuse(node, "it combines different examples of a batch with each other")
+            return
         self._set(node, outputs)
 
     def _regroup(self, node: fx.Node, source: fx.Node, place: Placement) -> None:

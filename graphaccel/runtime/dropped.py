@@ -11,7 +11,6 @@ from torch import nn
 from graphaccel.compat.torch import pytree
 from graphaccel.errors import OutputDropped
 
-
 _ASKED = frozenset(
     f"__{name}__" for name in ("copy", "deepcopy", "getnewargs", "getnewargs_ex", "setstate")
 )

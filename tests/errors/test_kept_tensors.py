@@ -66,6 +66,9 @@ def left(s: Any, h: Tensor) -> Tensor:
     return h
 
 
+DRAWN = (
+    "only torch's default generator is drawn from anew in every step, and is the same on every rank"
+)
 CARRIED = """\
 error[GA106]: `NAME` is a tensor that each forward leaves for the next one
   --> test_kept_tensors.py:LINE
@@ -79,10 +82,10 @@ error[GA106]: `Net.forward` seeds torch's generator
   why:  what is drawn behind this line would be other numbers than in the script's model
   help: seed in the script, before the call of the model:  torch.manual_seed(0)
   explain: graphaccel explain GA106"""
-OWN = """\
+OWN = f"""\
 error[GA107]: cannot capture `Net.own_generator`: it draws from a `torch.Generator` of its own
   --> test_kept_tensors.py:LINE
-  why:  only torch's default generator is drawn from anew in every step, and is the same on every rank
+  why:  {DRAWN}
   help: leave `generator=` out, and seed before the call of the model:  torch.manual_seed(0)
   explain: graphaccel explain GA107"""
 REPLACED = """\
@@ -114,7 +117,9 @@ CASES: dict[str, tuple[Callable[..., Tensor], str, str]] = {
         CARRIED.replace("NAME", "state").replace("VALUE", "torch.zeros(4, 2)"),
     ),
     "a buffer with a gradient": (replaced, "", REPLACED),
-    "a generator of its own": (own_generator, "return h + torch.randn(h.shape, generator=s.own)", OWN),
+    "a generator of its own": (
+        own_generator, "return h + torch.randn(h.shape, generator=s.own)", OWN
+    ),
     "a forked generator": (forked, "with torch.random.fork_rng():", SEEDS),
 }  # fmt: skip
 
