@@ -21,7 +21,8 @@ from graphaccel.capture.numbers import same_but_numbers
 from graphaccel.capture.observe import Observed, observe
 from graphaccel.capture.stepgraph import MANY, StepGraph, capture
 from graphaccel.capture.symbols import BATCH, SEQUENCE
-from graphaccel.compat.torch import FakeTensorMode, pytree
+from graphaccel.capture.weights import layout_of
+from graphaccel.compat.torch import FakeTensor, FakeTensorMode, pytree
 from graphaccel.conditions import no_collections, without_autocast
 from graphaccel.errors import GraphAccelError, GraphMisuse, StateFrozen, Unsupported
 from graphaccel.guards.guards import Guards
@@ -152,6 +153,7 @@ class Captures:
         faked = self._faked(batch, training, observed, numbers)
         many = None if numbers else MANY
         step = self._capture(*faked, training, many=many, symbolic=symbolic)
+        step = _with_paths(step, places(self._fresh(training), observed.reads, self.model.module))
         self._guarded(step, batch, observed, training, numbers)
         self.steps[(batch.signature(), training, len(self.steps))] = step
         return step
@@ -350,15 +352,32 @@ def _numbers(step: StepGraph, batch: Batch) -> tuple[str, ...]:
 
 def _constants(step: StepGraph, recorded: Mapping[str, Place]) -> dict[str, str]:
     """Place of a tensor → the constant of a step's graph that has its values."""
-    constants = step.forward.constants
     tensors = {n: p.value for n, p in recorded.items() if isinstance(p.value, torch.Tensor)}
-    known = {id(constant): name for name, constant in constants.items()}
+    known = {id(constant): name for name, constant in step.forward.constants.items()}
     held = {path: name for name, path in step.forward.attributes.items()}
     for name, tensor in tensors.items():
-        path = re.sub(r"\['?(.*?)'?\]", r".\1", name)
-        if path in held:
-            known[id(tensor)] = held[path]
+        if _path(name) in held:
+            known[id(tensor)] = held[_path(name)]
     return {n: known[id(t)] for n, t in tensors.items() if id(t) in known}
+
+
+def _with_paths(step: StepGraph, recorded: Mapping[str, Place]) -> StepGraph:
+    """The step, which knows where constants are that the model does not hold (a loss function does,
+    a global): for other ranks, whose tensors are others."""
+    laid = {layout_of(constant): name for name, constant in step.forward.constants.items()}
+    attributes = dict(step.forward.attributes)
+    for name, place in recorded.items():
+        tensor = place.value
+        if isinstance(tensor, torch.Tensor) and not isinstance(tensor, FakeTensor):
+            constant = laid.get(layout_of(tensor))
+            if constant is not None:
+                attributes.setdefault(constant, _path(name))
+    return replace(step, forward=replace(step.forward, attributes=attributes))
+
+
+def _path(name: str) -> str:
+    """The name of a place, as attributes of a captured forward have it."""
+    return re.sub(r"\['?(.*?)'?\]", r".\1", name)
 
 
 def _has_dims(batch: Batch, dims: Mapping[int, int]) -> bool:

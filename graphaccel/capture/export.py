@@ -131,7 +131,8 @@ class _WithLoss(nn.Module):
     ) -> None:
         super().__init__()
         self.model = model
-        self._loss_fn, self._watch, self._numbers = loss_fn, watch, numbers
+        self._watch, self._numbers = watch, numbers
+        self.__dict__["_loss_fn"] = loss_fn  # a module, too, is none of the model's
         self._note = note  # a call: export undoes what forward writes to attributes
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
@@ -185,11 +186,12 @@ def split_targets(
     """Which part of the batch is the model's and which is the loss function's.
 
     `loss_fn(output, target, ...)`: each parameter after the first is taken from the batch by
-    keyword, else from the end of the positional arguments.
+    keyword, else from the end of the positional arguments. Of a module they are its forward's.
     """
+    called = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
     wanted = [
         p.name
-        for p in inspect.signature(loss_fn).parameters.values()
+        for p in inspect.signature(called).parameters.values()
         if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty
     ][1:]
     if "target" not in wanted and not wanted:

@@ -63,14 +63,19 @@ def observe(fresh: Callable[[], nn.Module], batch: Batch, loss_fn: LossFn, many:
     """
     with _generators_restored():
         model = _few(fresh(), many)
-        with recorded(objects_of(model)) as reads:
+        called = (loss_fn,) if callable(loss_fn) else ()
+        with recorded(objects_of(model, *called)) as reads:
             ops = Ops()
             run = _run if _run(model, batch, loss_fn, ops) else _exported
             if run is _exported:
                 _exported(model, batch, loss_fn, ops)
         if run is _run and reads.seeds:
             raise _seeds(model, reads.seeds[0])
+        reads.copies.append(model)
+        if called:
+            reads.roots["loss_fn"] = loss_fn
         model = _few(fresh(), many)
+        reads.copies.append(model)
         watch = _Passes(model, reads, batch)
         ran = watch.ran(lambda ops: run(model, batch, loss_fn, ops))
         if watch.seeded:

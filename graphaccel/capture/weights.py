@@ -68,11 +68,11 @@ class Weights:
     def attributes(self, constants: Mapping[str, torch.Tensor]) -> dict[str, str]:
         """Names of constants → where the model holds them, as `closures.read_attribute` reads it;
         those that it does not hold (made in the forward, a global) are left out."""
-        laid = {_layout(tensor): name for name, tensor in constants.items()}
+        laid = {layout_of(tensor): name for name, tensor in constants.items()}
         found: dict[str, str] = {}
         for held in held_by_module(self._model) if laid else ():
             if isinstance(held.value, torch.Tensor) and not held.closed:
-                name = laid.get(_layout(held.value))
+                name = laid.get(layout_of(held.value))
                 if name is not None:
                     found.setdefault(name, ".".join(held.path))
         return found
@@ -102,7 +102,8 @@ class Found:
     line: str
 
 
-def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+def layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Equal for tensors that are the same elements of the same memory."""
     return memory_of(tensor), tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from graphaccel.compat.torch import version
+from graphaccel.compat.torch import FakeTensor, version
 from graphaccel.guards.places import MISSING, Place, token_of
 
 
@@ -109,7 +109,7 @@ class Guards:
         """Compare the values of tensors that no constant of the graph has the values of."""
         for name, place in found.items():
             if isinstance(place.value, torch.Tensor) and name in self.recorded:
-                if name not in self.tensors and not isinstance(place.value, torch.nn.Parameter):
+                if name not in self.tensors and not isinstance(place.value, FakeTensor):
                     self._contents[name] = place.value.detach().clone()
 
     def _same_content(self, place: Place) -> bool:

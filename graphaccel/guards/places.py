@@ -117,20 +117,24 @@ def places(model: nn.Module, reads: Reads, live: nn.Module | None = None) -> dic
     copies on fakes; the weights that they reach are no state of Python's.
     """
     walk = _Walk(model, reads)
-    if live is not None:
-        walk.leave_out(live)
+    for other in (*reads.copies, *(() if live is None else (live,))):
+        walk.leave_out(other)
     for path, module in model.named_modules():
         walk.module(path, module)
     for scope in reads.scopes:
         walk.scope(scope)
+    for name, root in reads.roots.items():
+        walk.value(name, reads.roots, name, "dict", root, None, 0, True)
     return walk.found
 
 
-def objects_of(model: nn.Module) -> set[type]:
-    """The classes of the plain objects that modules hold, in containers and objects too."""
+def objects_of(model: nn.Module, *others: Any) -> set[type]:
+    """The classes of the plain objects that modules hold, in containers and objects too; and of
+    those in `others`."""
     found: set[type] = set()
     seen: set[int] = set()
     stack = [(v, 0) for m in model.modules() for k, v in vars(m).items() if k not in STRUCTURE]
+    stack += [(other.__self__ if isinstance(other, MethodType) else other, 0) for other in others]
     while stack:
         value, depth = stack.pop()
         if id(value) in seen or depth > _DEPTH:
@@ -170,14 +174,32 @@ class _Walk:
     def __init__(self, model: nn.Module, reads: Reads) -> None:
         self.found: dict[str, Place] = {}
         self._reads, self._names = reads, reads.names
-        self._own = {id(t) for t in (*model.parameters(), *model.buffers())}
+        self._own: set[int] = set()
+        self._modules: set[int] = set()
+        self.leave_out(model)
         self._done: set[tuple[int, Any]] = set()
 
     def leave_out(self, model: nn.Module) -> None:
-        """Parameters and buffers of another model are no places."""
+        """Parameters, buffers and modules of a model are no places where something else holds
+        them."""
         self._own |= {id(t) for t in (*model.parameters(), *model.buffers())}
+        self._modules |= {id(m) for m in model.modules()}
 
-    def module(self, path: str, module: nn.Module) -> None:
+    def _stranger(self, text: str, module: nn.Module, line: Read) -> None:
+        """A module that is none of the model's (a criterion, a teacher): also its tensors."""
+        if id(module) in self._modules:
+            return
+        self._modules |= {id(m) for m in module.modules()}
+        for path, inner in module.named_modules():
+            start = f"{text}.{path}" if path else text
+            self.module(start, inner, shared=True)
+            for own in (inner._parameters, inner._buffers):
+                for name, tensor in own.items():
+                    if isinstance(tensor, torch.Tensor) and id(tensor) not in self._own:
+                        place = Place(f"{start}.{name}", own, name, "dict", tensor, line, True)
+                        self._keep(place)
+
+    def module(self, path: str, module: nn.Module, *, shared: bool = False) -> None:
         """Attributes of a module that were read, and the classes of its children."""
         own, start = vars(module), f"{path}." if path else ""
         names = self._reads.of(type(module))
@@ -188,7 +210,7 @@ class _Walk:
                 continue
             if any(name in t for t in (module._parameters, module._buffers, module._modules)):
                 continue
-            self._attribute(f"{start}{name}", module, own, name, names.get(name), 0, False)
+            self._attribute(f"{start}{name}", module, own, name, names.get(name), 0, shared)
 
     def _attribute(
         self, text: str, holder: Any, own: Any, name: str, line: Read, depth: int, shared: bool
@@ -237,7 +259,7 @@ class _Walk:
             if follows and not _installed(value):
                 self._namespace(text, value, scope)
             return
-        if isinstance(value, nn.Module) or not (follows or _is_plain(value)):
+        if not (follows or _is_plain(value)):
             return
         line = (scope.code, key)
         self.value(text, holder, key, how, value, line, 0, True)
@@ -275,7 +297,11 @@ class _Walk:
         def inside(name: str, holder: Any, key: Any, how: str, value: Any) -> None:
             self.value(name, holder, key, how, value, line, depth + 1, shared)
 
-        if isinstance(value, dict):
+        if isinstance(value, nn.Module):
+            self._stranger(text, value, line)
+        elif isinstance(value, MethodType):
+            inside(f"{text}.__self__", value, "__self__", "fixed", value.__self__)
+        elif isinstance(value, dict):
             for k, v in value.items():
                 inside(f"{text}[{k!r}]", value, k, "dict", v)
         elif isinstance(value, (list, tuple)):

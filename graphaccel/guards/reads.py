@@ -78,7 +78,8 @@ class Reads:
     attributes: class → attribute → the first line that reads it. written: the same for attributes
     of modules that it wrote. scopes: functions that ran. draws: lines that draw from a generator of
     Python's `random`. seeds: lines that set the state of a generator of torch's. noted: classes
-    whose reads are all in `attributes`.
+    whose reads are all in `attributes`. roots: what is called besides the model, by name. copies:
+    of the model, which the functions that ran may hold.
     """
 
     attributes: dict[Kind, dict[str, Location | None]] = field(default_factory=dict)
@@ -87,6 +88,8 @@ class Reads:
     draws: list[Location] = field(default_factory=list)
     seeds: list[Location] = field(default_factory=list)
     noted: set[Kind] = field(default_factory=set)
+    roots: dict[str, Any] = field(default_factory=dict, repr=False)
+    copies: list[nn.Module] = field(default_factory=list, repr=False)
 
     @cached_property
     def names(self) -> frozenset[str]:

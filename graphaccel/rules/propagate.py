@@ -390,10 +390,21 @@ class _State:
             else:
                 self._refuse(node, "it reduces over the examples of a batch, and not by a sum")
                 return
-        if PARTIAL in outputs and self._has_parts(node):  # eye(batch) @ x: a row for each example
+        if self._sums_of_rows(node, outputs):  # eye(batch) @ x: a row for each example
             self._refuse(node, "it combines different examples of a batch with each other")
             return
         self._set(node, outputs)
+
+    def _sums_of_rows(self, node: fx.Node, outputs: list[Placement]) -> bool:
+        """Whether a partial sum has as many rows as there are examples."""
+        dims = node.meta["dims"]
+        if isinstance(node.meta["val"], torch.Tensor):
+            dims = (dims,)
+        made = [d for d in dims if d is not None]
+        return any(
+            place == PARTIAL and any(map(self._has_batch, each))
+            for place, each in zip(outputs, made, strict=False)
+        )
 
     def _regroup(self, node: fx.Node, source: fx.Node, place: Placement) -> None:
         """A reshape that merges what stands before the batch with it, or parts them again."""
