@@ -203,9 +203,10 @@ class BatchChanged(GraphAccelError):
             f"{self.what} changed: captured with {self.expected}, now {self.got}",
             why="the graph and the plan hold for batches like the captured one only",
             help=(
-                "leave the last, smaller batch out:  DataLoader(dataset, drop_last=True)",
-                "or capture with such a batch:  "
-                "graphaccel.optimize(model, optimizer, example_batch=batch)",
+                f"convert it before the call:  x = x.to({self.expected})"
+                if self.what.startswith("dtype")
+                else "call the model with the same inputs in every training step, and with others "
+                "under torch.no_grad()",
             ),
         )
 

@@ -166,8 +166,7 @@ def test_another_dtype_later() -> None:
     text = """\
 error[GA406]: dtype of args[0] changed: captured with torch.float32, now torch.float64
   why:  the graph and the plan hold for batches like the captured one only
-  help: leave the last, smaller batch out:  DataLoader(dataset, drop_last=True)
-  help: or capture with such a batch:  graphaccel.optimize(model, optimizer, example_batch=batch)
+  help: convert it before the call:  x = x.to(torch.float32)
   explain: graphaccel explain GA406"""
     with refused(errors.BatchChanged, text, model, optimizer):
         model(x.double(), y)
@@ -181,8 +180,7 @@ def test_other_inputs_later() -> None:
     text = """\
 error[GA406]: the inputs of the model changed: captured with args[0], y, now args[0]
   why:  the graph and the plan hold for batches like the captured one only
-  help: leave the last, smaller batch out:  DataLoader(dataset, drop_last=True)
-  help: or capture with such a batch:  graphaccel.optimize(model, optimizer, example_batch=batch)
+  help: call the model with the same inputs in every training step, and with others under torch.no_grad()
   explain: graphaccel explain GA406"""
     with refused(errors.BatchChanged, text, model, optimizer):
         model(x)

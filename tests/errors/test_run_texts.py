@@ -67,8 +67,7 @@ error[GA405]: output `logits` is not kept in training by this plan
         """\
 error[GA406]: dtype of tokens changed: captured with torch.int64, now torch.float32
   why:  the graph and the plan hold for batches like the captured one only
-  help: leave the last, smaller batch out:  DataLoader(dataset, drop_last=True)
-  help: or capture with such a batch:  graphaccel.optimize(model, optimizer, example_batch=batch)
+  help: convert it before the call:  x = x.to(torch.int64)
   explain: graphaccel explain GA406""",
     ),
     (
