@@ -25,8 +25,10 @@ def pool() -> Iterator[Pool]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A folder for captures, of this run: processes that pytest starts inherit its name. No test of
-    properties is timed: how long an example takes is up to what else runs."""
+    """A folder for captures, of this run: processes that pytest starts inherit its name. After each
+    pass all graphs are checked. No test of properties is timed: how long an example takes is up to
+    what else runs."""
+    os.environ.setdefault("GRAPHACCEL_VERIFY", "1")
     settings.register_profile(
         "untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow]
     )

@@ -310,6 +310,11 @@ def deferred_from(module: fx.GraphModule) -> Any:
     return None if unmade is None else unmade[2]
 
 
+def is_deferred(module: fx.GraphModule) -> bool:
+    """Whether nobody has read the module's graph yet, which is then not made."""
+    return "_unmade" in module.__dict__
+
+
 def boxed(module: fx.GraphModule) -> fx.GraphModule:
     """The module with `BoxedCode`; where its graph is not made yet, from when it is."""
     unmade = module.__dict__.get("_unmade")

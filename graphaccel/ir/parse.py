@@ -35,18 +35,21 @@ _PHASES = ("input", "forward", "backward", "output")
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
-def parse_graph(text: str) -> fx.GraphModule:
+def parse_graph(text: str, mode: FakeTensorMode | None = None) -> fx.GraphModule:
     """The graph that a text states, with meta "val", "phase", "module" and "made_by" on its nodes.
+
+    mode: which its values belong to, for several graphs that are rewritten together; its own by
+    default.
 
     Raises ValueError, with the number of the line, for text of another form, for an op that torch
     does not have, and where the stated type of a call is not what its op gives.
     """
-    return _Parser().module(text)
+    return _Parser(mode or FakeTensorMode()).module(text)
 
 
 class _Parser:
-    def __init__(self) -> None:
-        self.mode = FakeTensorMode()
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self.mode = mode
         self.graph = fx.Graph()
         self.nodes: dict[str, fx.Node] = {}
         self.root = torch.nn.Module()

@@ -1,9 +1,13 @@
-"""Runs passes and does their chores: time, op-count difference, numbered dumps.
+"""Runs passes and does for each what all of them need: time, checks, differences, dumps.
 
-`GRAPHACCEL_DUMP=dir` writes the graph after each pass that changed it, `dir/PLAN/04_recompute.txt`,
-and the graphs of every stage, which are what runs. Each plan that is built has a folder: the search
-may build some that then do not fit, and an evaluation is a plan of its own. Only rank 0 writes; all
-ranks build the same.
+After each pass: a line in the log with its time, and with how often which op is called now where it
+changed that; a check that every program still has the inputs and results that it states
+(`passes.verify`), and with `GRAPHACCEL_VERIFY=1` of every graph in full.
+
+`GRAPHACCEL_DUMP=dir` writes the graphs after each pass that changed them, numbered in the order of
+the run, `dir/PLAN/08_recompute.txt`, and the graphs of every stage, which are what runs. Each plan
+that is built has a folder: the search may build some that then do not fit, and an evaluation is a
+plan of its own. Only rank 0 writes; all ranks build the same.
 """
 
 from __future__ import annotations
@@ -13,63 +17,96 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeAlias, TypeVar
 
 from torch import fx
 
-from graphaccel.capture.stepgraph import StepGraph
+from graphaccel.compat.torch import is_deferred
 from graphaccel.ir.text import graph_text, target_text
 from graphaccel.ir.unfold import distinct_nodes
+from graphaccel.passes.context import Context
+from graphaccel.passes.verify import InvalidGraph, check_counts, check_graphs
 from graphaccel.planner.plan import Plan
 
 T = TypeVar("T")
+Level: TypeAlias = Literal["step", "rank", "joint", "program", "sums"]
 log = logging.getLogger("graphaccel.passes")
 
 
-class Runner:
-    """One run of the pipeline for one plan."""
+@dataclass(frozen=True)
+class Pass:
+    """One entry of the pipeline.
 
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
+    name: of its file and function. run: the adapter that applies it. level: what it rewrites: the
+    captured "step", the graph of one "rank", its "joint" graph of forward and backward before it is
+    cut into stages, the "program" of each stage, or the "sums" of gradients in it. why: the reason
+    for its place. exact: whether values stay bitwise the same.
+    """
+
+    name: str
+    level: Level
+    run: Callable[[Context], Context]
+    why: str
+    exact: bool = False
+
+
+class Runner:
+    """One run of a list of passes for one plan."""
+
+    def __init__(self, plan: Plan, passes: Sequence[Pass]) -> None:
+        self.passes = tuple(passes)
         self._number = 0
         wanted = os.environ.get("GRAPHACCEL_DUMP") if os.environ.get("RANK", "0") == "0" else None
         self._dump = Path(wanted) / re.sub(r"\W+", "-", plan.name) if wanted else None
+        self._full = os.environ.get("GRAPHACCEL_VERIFY", "0") not in ("", "0")
 
-    def step(
-        self, name: str, run: Callable[[StepGraph, Plan], StepGraph], step: StepGraph
-    ) -> StepGraph:
-        """A pass from step to step: one that rewrites the forward and differentiates again."""
-        result = self.call(name, lambda: run(step, self._plan))
-        if result is not step:
-            self._report(name, step.graph, result.graph)
-        return result
+    def run(self, context: Context, *levels: Level) -> Context:
+        """The passes of these levels in their order.
 
-    def graph(
-        self, name: str, run: Callable[[fx.GraphModule], fx.GraphModule], graph: fx.GraphModule
-    ) -> fx.GraphModule:
-        """A pass over the joint graph, in place."""
-        before = _count(graph)
-        result = self.call(name, lambda: run(graph))
-        if _count(result) != before:
-            self._write(name, result, _difference(before, _count(result)))
-        return result
+        Raises what passes raise, and InvalidGraph for one that left an invalid graph.
+        """
+        for each in self.passes:
+            if each.level in levels:
+                context = self._one(each, context)
+        return context
 
-    def call(self, name: str, run: Callable[[], T]) -> T:
-        """Any pass, timed."""
+    def timed(self, name: str, run: Callable[[], T]) -> T:
+        """Anything else, timed and numbered as a pass."""
         start = time.perf_counter()
         result = run()
         self._number += 1
         log.info("%02d %-24s %6.1f ms", self._number, name, 1e3 * (time.perf_counter() - start))
         return result
 
-    def dump(self, name: str, graph: fx.GraphModule, notes: str = "") -> None:
+    def _one(self, each: Pass, context: Context) -> Context:
+        watched = self._dump is not None or log.isEnabledFor(logging.DEBUG)
+        before = _texts(context) if watched else {}
+        counted = _count(context) if watched else Counter()
+        result = self.timed(each.name, lambda: each.run(context))
+        try:
+            check_counts(result)
+            if self._full:
+                check_graphs(result)
+        except InvalidGraph as error:
+            raise InvalidGraph(f"after {each.name}: {error}") from error
+        if watched and _texts(result) != before:
+            self._report(each.name, result, _difference(counted, _count(result)))
+        return result
+
+    def _report(self, name: str, context: Context, difference: str) -> None:
+        log.debug("%s: %s", name, difference)
+        if self._dump is not None:
+            graphs = [f"# {what}\n{text}" for what, text in _texts(context).items()]
+            head = f"# {difference}\n" if difference else ""
+            self.write(f"{self._number:02d}_{name}.txt", (head + "\n".join(graphs)).encode())
+
+    def dump(self, name: str, graph: fx.GraphModule) -> None:
         """Write a graph to the plan's folder, if GRAPHACCEL_DUMP asks for it."""
         if self._dump is not None:
-            self._dump.mkdir(parents=True, exist_ok=True)
-            head = f"# {notes}\n" if notes else ""
-            (self._dump / f"{name}.txt").write_text(head + graph_text(graph.graph, notes=True))
+            self.write(f"{name}.txt", graph_text(graph.graph, notes=True).encode())
 
     def write(self, name: str, content: bytes) -> None:
         """Write a file to the plan's folder, if GRAPHACCEL_DUMP asks for it."""
@@ -77,19 +114,24 @@ class Runner:
             self._dump.mkdir(parents=True, exist_ok=True)
             (self._dump / name).write_bytes(content)
 
-    def _report(self, name: str, before: fx.GraphModule, after: fx.GraphModule) -> None:
-        self._write(name, after, _difference(_count(before), _count(after)))
 
-    def _write(self, name: str, graph: fx.GraphModule, difference: str) -> None:
-        log.debug("%s: %s", name, difference)
-        self.dump(f"{self._number:02d}_{name}", graph, difference)
+def _texts(context: Context) -> Mapping[str, str]:
+    """The graphs as text; those that nobody has made yet are left out."""
+    graphs = context.graphs.items()
+    return {
+        name: graph_text(graph.graph, notes=True)
+        for name, graph in graphs
+        if not is_deferred(graph)
+    }
 
 
-def _count(graph: fx.GraphModule) -> Counter[str]:
+def _count(context: Context) -> Counter[str]:
+    """How often which op is called."""
     found: Counter[str] = Counter()
-    for node, count in distinct_nodes(graph):
-        if node.op == "call_function":
-            found[target_text(node.target)] += count
+    for graph in context.graphs.values():
+        for node, count in distinct_nodes(graph):
+            if node.op == "call_function":
+                found[target_text(node.target)] += count
     return found
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from graphaccel.capture.stepgraph import StepGraph
-from graphaccel.passes import offload_activations, rewrite
+from graphaccel.passes import offload_activations, replicated
 from graphaccel.passes.pipeline import build
 from graphaccel.planner.catalogue import cluster
 from graphaccel.planner.plan import Plan
@@ -59,14 +59,14 @@ def test_programs_of_stages_are_those_of_all_layers(
     devices *= len(cuts) + 1
     plan = Plan(devices, microbatches=3, batch=12, pipeline=len(cuts) + 1, cuts=cuts, **options)
     repeated: list[int] = []
-    real = rewrite.check_messages
+    real = replicated.check_messages
 
     def noting(programs):  # type: ignore[no-untyped-def]
         real(programs)
         repeated.append(len(programs))
 
-    monkeypatch.setattr(rewrite, "check_messages", noting)
-    monkeypatch.setattr(rewrite, "_fewer", lambda *_: True)
+    monkeypatch.setattr(replicated, "check_messages", noting)
+    monkeypatch.setattr(replicated, "_fewer", lambda *_: True)
     monkeypatch.setattr(offload_activations, "LARGE", 1)
     made = build(deep, plan, sizes=deep.sizes)
     assert repeated == [len(cuts) + 1], "all layers were rewritten"

@@ -17,7 +17,7 @@ from graphaccel.ir.text import graph_text
 from graphaccel.ir.unfold import distinct_nodes, node_names, unfolded_from
 from graphaccel.ir.values import module_path
 from graphaccel.model import without_data
-from graphaccel.passes import rewrite
+from graphaccel.passes import adapters, replicated
 from graphaccel.passes.localise import localised
 from graphaccel.passes.pipeline import build
 from graphaccel.planner.base_plan import PRECISIONS
@@ -146,19 +146,19 @@ def test_programs_are_those_of_all_layers(
 ) -> None:
     sharded: list[int] = []
     repeated: list[StageProgram] = []
-    real, again = rewrite.shard_axes, rewrite.repeat_programs
+    real, again = adapters.shard_axes, replicated.repeat_programs
 
     def noting(*args):  # type: ignore[no-untyped-def]
         repeated.append(again(*args))
         return repeated[-1]
 
-    monkeypatch.setattr(rewrite, "repeat_programs", noting)
+    monkeypatch.setattr(replicated, "repeat_programs", noting)
 
     def counting(graph, step, *rest, **more):  # type: ignore[no-untyped-def]
         sharded.append(len(step.blocks))
         return real(graph, step, *rest, **more)
 
-    monkeypatch.setattr(rewrite, "shard_axes", counting)
+    monkeypatch.setattr(adapters, "shard_axes", counting)
     few = build(replace(deep, derived={}), plan, sizes=deep.sizes)
     assert sharded == [4, 3]
     assert bool(repeated) == programs
@@ -222,14 +222,14 @@ def test_rows_of_layers_that_are_treated_alike(
     plan: Plan, deeper: StepGraph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rewritten: list[int] = []
-    real = rewrite.recompute
+    real = adapters.recompute
 
     def counting(graph, plan, positions):  # type: ignore[no-untyped-def]
         rewritten.append(len(plan.recompute))
         return real(graph, plan, positions)
 
-    monkeypatch.setattr(rewrite, "recompute", counting)
-    monkeypatch.setattr(rewrite, "_fewer", lambda *_: True)
+    monkeypatch.setattr(adapters, "recompute", counting)
+    monkeypatch.setattr(replicated, "_fewer", lambda *_: True)
     few = build(deeper, plan, sizes=deeper.sizes)
     assert len(rewritten) == 3
     assert_same(few, build(whole(deeper), plan, sizes=deeper.sizes), plan)
@@ -263,15 +263,15 @@ def test_equal_stages_are_rewritten_once(
         cuts=ends(deeper, range(1, 11, 2)), **options,
     )  # fmt: skip
     kinds: list[int] = []
-    real = rewrite.split_phases
+    real = adapters.split_phases
 
     def counting(staged, outlines):  # type: ignore[no-untyped-def]
         kinds.append(len(outlines))
         return real(staged, outlines)
 
-    monkeypatch.setattr(rewrite, "split_phases", counting)
+    monkeypatch.setattr(adapters, "split_phases", counting)
     few = build(deeper, plan, sizes=deeper.sizes)
-    monkeypatch.setattr(rewrite, "equal_stages", lambda *_: {})
+    monkeypatch.setattr(replicated, "equal_stages", lambda *_: {})
     full = build(deeper, plan, sizes=deeper.sizes)
     assert kinds == [4 if plan.recompute else 3, 6]
     assert_same(few, full, plan)

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 import graphaccel
 from graphaccel.errors import CaptureDiffers, PlanDiffers
-from graphaccel.passes import exact_microbatch, rewrite
+from graphaccel.passes import adapters, exact_microbatch
 from tests.proof.models import Net, batch, plain_step, seeded
 
 aten = torch.ops.aten
@@ -46,17 +46,17 @@ def test_a_wrong_pass_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> N
         # A loss that divides by the count of the part is scaled as if it were a sum.
         monkeypatch.setattr(exact_microbatch._Local, "_is_number", lambda *_: False)
     elif fault == "lost part":
-        whole = rewrite.accumulate_gradients
+        whole = adapters.accumulate_gradients
 
         def last_alone(program: Any, *rest: Any) -> Any:
             made = whole(program, *rest)
             made.backwards[(False, True)] = made.backwards[(True, False)]
             return made
 
-        monkeypatch.setattr(rewrite, "accumulate_gradients", last_alone)
+        monkeypatch.setattr(adapters, "accumulate_gradients", last_alone)
     else:
-        split = rewrite.split_phases
-        monkeypatch.setattr(rewrite, "split_phases", lambda *a: _scaled(split(*a)))
+        split = adapters.split_phases
+        monkeypatch.setattr(adapters, "split_phases", lambda *a: _scaled(split(*a)))
     model, _ = planned(seeded(Net), microbatches=2)
     before = [p.detach().clone() for p in model.parameters()]
     for _ in range(2):  # it does not pass the second time either

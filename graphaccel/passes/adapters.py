@@ -1,0 +1,253 @@
+"""Each pass as a function from context to context: which part of the context it reads and replaces.
+
+`pipeline.PIPELINE` lists them. What a pass does stands in its own file, what it decides in the
+plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+
+import torch
+
+from graphaccel.capture.stepgraph import StepGraph
+from graphaccel.ir.program import StageProgram
+from graphaccel.passes.accumulate_gradients import accumulate_gradients
+from graphaccel.passes.choose_products import choose_products
+from graphaccel.passes.chunk_loss import chunk_loss
+from graphaccel.passes.context import Context
+from graphaccel.passes.cut_stages import cut_stages
+from graphaccel.passes.drop_backward import drop_backward
+from graphaccel.passes.exact_microbatch import LocalStep, exact_microbatch
+from graphaccel.passes.fuse import fuse
+from graphaccel.passes.gather_parameters import gather_parameters
+from graphaccel.passes.hold_casts import hold_casts
+from graphaccel.passes.hold_parameters import hold_parameters
+from graphaccel.passes.lower_precision import lower_precision
+from graphaccel.passes.offload_activations import offload_activations
+from graphaccel.passes.overlap_collectives import overlap_collectives
+from graphaccel.passes.place_ort import place_ort
+from graphaccel.passes.recompute import recompute
+from graphaccel.passes.reduce_shards import reduce_shards
+from graphaccel.passes.release_parameters import release_parameters
+from graphaccel.passes.scatter_sends import scatter_sends
+from graphaccel.passes.shard_axes import LocalGraph, shard_axes
+from graphaccel.passes.shard_gradients import shard_gradients
+from graphaccel.passes.split_phases import split_phases
+from graphaccel.passes.split_weights import split_weights, with_weights
+from graphaccel.passes.synchronise_batch_norm import synchronise_batch_norm
+from graphaccel.passes.two_pass_head import two_pass_head
+from graphaccel.passes.upload_parameters import upload_parameters
+from graphaccel.planner.plan import Plan
+from graphaccel.planner.zero import owned_shards
+
+_CAST = torch.ops.aten._to_copy.default
+
+
+# ---- the step
+
+
+def run_lower_precision(c: Context) -> Context:
+    """Once for all plans in this precision."""
+    return _rewritten(c, lower_precision, c.plan.precision)
+
+
+def run_fuse(c: Context) -> Context:
+    """Once for all plans with these fusions, on a step in the plan's precision."""
+    return _rewritten(c, fuse, (c.plan.fusions, c.plan.outputs))
+
+
+def run_synchronise_batch_norm(c: Context) -> Context:
+    """The step with the data axis in its batch norms."""
+    return replace(c, step=synchronise_batch_norm(c.step, c.plan))
+
+
+def run_drop_backward(c: Context) -> Context:
+    """Where no gradients are wanted."""
+    return c if c.gradients else replace(c, step=drop_backward(c.step, c.plan))
+
+
+# ---- one rank
+
+
+def run_exact_microbatch(c: Context) -> Context:
+    """The step's graph → that of one microbatch."""
+    return replace(c, local=exact_microbatch(c.step, c.plan, c.sizes))
+
+
+def run_shard_axes(c: Context) -> Context:
+    """The graph of one microbatch → that of one rank."""
+    axes = shard_axes(c.part.graph, c.step, c.plan, c.fixed.resting, twin=c.transfer)
+    return of_rank(c, c.part, axes)
+
+
+def of_rank(c: Context, local: LocalStep, axes: LocalGraph) -> Context:
+    """The context with the graph of one rank, and what ZeRO shards there."""
+    owned, unsharded = owned_shards(c.step, c.plan, axes.resting, c.fixed.ranks)
+    return replace(c, local=local, axes=axes, owned=owned, unsharded=unsharded)
+
+
+# ---- the joint graph of one rank
+
+
+def run_recompute(c: Context) -> Context:
+    """In place."""
+    return _in_graph(c, recompute(c.rank.graph, c.plan, c.step.positions))
+
+
+def run_release_parameters(c: Context) -> Context:
+    """In place; of parameters that are gathered, cast or copied to the device for each phase."""
+    offloaded = "parameters" in c.plan.offload
+    names = {
+        node.name
+        for name, node in c.parameters.items()
+        if offloaded
+        or (name in c.owned and c.owned[name].level == 3)
+        or any(user.target is _CAST for user in node.users)
+    }
+    return _in_graph(c, release_parameters(c.rank.graph, names))
+
+
+def run_cut_stages(c: Context) -> Context:
+    """The joint graph → the stage of each of its nodes."""
+    prologue, step = c.part.prologue, c.step
+    everywhere = () if prologue is None else prologue.buffers
+    staged = cut_stages(
+        c.rank.graph, step.inputs, step.outputs, step.positions, c.plan.cuts, c.fixed.homes,
+        everywhere,
+    )  # fmt: skip
+    shared = {name: at for name, at in staged.homes.items() if len(at) > 1}
+    return replace(c, staged=staged, shared=shared)
+
+
+def run_scatter_sends(c: Context) -> Context:
+    """In place."""
+    return replace(c, staged=scatter_sends(c.stages, c.plan))
+
+
+# ---- the programs of stages
+
+
+def run_split_phases(c: Context) -> Context:
+    """The joint graph → a program for each stage."""
+    return replace(c, programs=split_phases(c.stages, c.outlined))
+
+
+def run_two_pass_head(c: Context) -> Context:
+    """Where part of the step runs once on the whole batch."""
+    return replace(c, programs=two_pass_head(c.programs)) if c.part.headed else c
+
+
+def run_split_weights(c: Context) -> Context:
+    """The gradients of parameters go to programs of their own."""
+    programs, weights = split_weights(c.programs, c.plan)
+    return replace(c, programs=programs, weights=weights)
+
+
+def run_place_ort(c: Context) -> Context:
+    """With a report of what was placed."""
+    programs, report = place_ort(c.programs, c.plan, c.ort)
+    return replace(c, programs=programs, report=report)
+
+
+def run_chunk_loss(c: Context) -> Context:
+    """Each program by itself."""
+    return _each(c, lambda program: chunk_loss(program, c.plan))
+
+
+def run_choose_products(c: Context) -> Context:
+    """Each program by itself, those of weights too."""
+    weights = tuple(choose_products(program) for program in c.weights)
+    return replace(_each(c, choose_products), weights=weights)
+
+
+def run_overlap_collectives(c: Context) -> Context:
+    """Each program by itself."""
+    return _each(c, overlap_collectives)
+
+
+def run_offload_activations(c: Context) -> Context:
+    """Each program by itself."""
+    return _each(c, lambda program: offload_activations(program, c.plan))
+
+
+def run_shard_gradients(c: Context) -> Context:
+    """Each program by itself."""
+    return _each(c, lambda program: shard_gradients(program, c.owned))
+
+
+def run_hold_parameters(c: Context) -> Context:
+    """Each program by itself, where parameters are gathered once a step."""
+    if c.plan.reshard_after_forward != "once_per_step":
+        return c
+    ranks, values = c.fixed.ranks or c.plan.shards, c.values
+    return _each(
+        c,
+        lambda program: hold_parameters(
+            program, c.plan, c.owned, ranks, values, shared=c.shared, groups=c.fixed.groups
+        ),
+    )
+
+
+def run_gather_parameters(c: Context) -> Context:
+    """Each program by itself, but for those whose parameters are gathered once a step."""
+    ranks, values, last = c.fixed.ranks or c.plan.shards, c.values, c.stages.stages - 1
+
+    def run(program: StageProgram) -> StageProgram:
+        if program.prepare is not None:
+            return program
+        return gather_parameters(
+            program, c.plan, c.owned, ranks, values,
+            shared=c.shared, groups=c.fixed.groups, last=program.stage == last,
+        )  # fmt: skip
+
+    return _each(c, run)
+
+
+def run_hold_casts(c: Context) -> Context:
+    """Each program by itself."""
+    return _each(c, lambda program: hold_casts(program, c.plan))
+
+
+def run_upload_parameters(c: Context) -> Context:
+    """Each program by itself."""
+    return _each(c, lambda program: upload_parameters(program, c.plan))
+
+
+# ---- the sums of gradients
+
+
+def run_accumulate_gradients(c: Context) -> Context:
+    """Each program by itself; those of weights, now complete, join the program of their stage."""
+    partial = c.rank.partial
+    made = _each(c, lambda program: accumulate_gradients(program, c.plan, partial))
+    if c.weights:
+        weights = [accumulate_gradients(program, c.plan, partial) for program in c.weights]
+        pairs = zip(made.programs, weights, strict=True)
+        made = replace(made, programs=tuple(with_weights(p, w) for p, w in pairs), weights=())
+    return replace(made, unsummed=c.programs)
+
+
+def run_reduce_shards(c: Context) -> Context:
+    """Each program by itself."""
+    return _each(c, lambda program: reduce_shards(program, c.plan, c.owned, c.rank.partial))
+
+
+# ---- helpers
+
+
+def _rewritten(c: Context, run: Callable[[StepGraph, Plan], StepGraph], asked: Hashable) -> Context:
+    """A pass that depends on the step and `asked` alone: its result is kept for other plans."""
+    key = (run.__name__, asked)
+    if key not in c.step.derived:
+        c.step.derived[key] = run(c.step, c.plan)
+    return replace(c, step=c.step.derived[key])
+
+
+def _in_graph(c: Context, graph: torch.fx.GraphModule) -> Context:
+    return replace(c, axes=replace(c.rank, graph=graph))
+
+
+def _each(c: Context, run: Callable[[StageProgram], StageProgram]) -> Context:
+    return replace(c, programs=tuple(run(program) for program in c.programs))

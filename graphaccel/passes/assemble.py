@@ -1,0 +1,64 @@
+"""From what the passes left to the program of a whole step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from graphaccel.compat.torch import boxed
+from graphaccel.ir.program import StageProgram, StepProgram, Value
+from graphaccel.passes.context import Context
+from graphaccel.rules.propagate import PARTIAL
+
+
+def assembled(context: Context) -> StepProgram:
+    """What runs: the programs of the stages, and what holds for all of them together."""
+    step, axes, programs = context.step, context.rank, context.programs
+    resting = dict(axes.resting)
+    for name, own in context.owned.items():
+        if own.level == 3:
+            resting[name] = (*resting.get(name, ()), own.split)
+    prologue = context.part.prologue
+    places = list(zip(step.outputs, context.part.output_places, strict=True))
+    loss = [place == PARTIAL for spec, place in places if spec.kind == "loss"]
+    outside = context.gradients and not step.has_loss
+    return StepProgram(
+        stages=tuple(boxed_program(p) for p in programs),
+        prologue=None if prologue is None else replace(prologue, graph=boxed(prologue.graph)),
+        forward_edges=_edges([(p.stage, p.forward_inputs) for p in programs]),
+        backward_edges=_edges([(p.stage, p.backward_inputs) for p in programs]),
+        loss_partial=bool(loss and loss[0]),
+        shared=context.shared,
+        output_places={s.leaf: place for s, place in places if s.kind == "output"},
+        random=context.random,
+        resting=resting,
+        partial=axes.partial,
+        input_places={s.leaf: place for s, place in places if s.kind == "input_gradient"},
+        data=context.plan.data,
+        bare=context.unsummed[0] if outside else None,
+        owned=context.owned,
+        unsharded=context.unsharded,
+        ort=context.report,
+    )
+
+
+def boxed_program(program: StageProgram) -> StageProgram:
+    """The program with graphs that take one list, which they empty."""
+    return replace(
+        program,
+        forward=boxed(program.forward),
+        backwards={moment: boxed(graph) for moment, graph in program.backwards.items()},
+        weights={moment: boxed(graph) for moment, graph in program.weights.items()},
+        prepare=None if program.prepare is None else boxed(program.prepare),
+        head=None if program.head is None else boxed(program.head),
+    )
+
+
+def _edges(inputs: Sequence[tuple[int, Sequence[Value]]]) -> frozenset[tuple[int, int]]:
+    """(source, destination) of what the stages receive."""
+    return frozenset(
+        (value.peers[0], stage)
+        for stage, values in inputs
+        for value in values
+        if value.kind == "received"
+    )
