@@ -25,9 +25,9 @@ from torch import Tensor, nn
 import graphaccel.runtime.session  # what `optimize` imports, before the clock starts
 from benchmarks.common import RESULTS
 from graphaccel.capture.batch import as_call, flatten_call
-from graphaccel.compiler import Compiler
-from graphaccel.model import model_of
-from graphaccel.planner.catalogue import cluster
+from graphaccel.compiler.compiler import Compiler
+from graphaccel.compiler.model import model_of
+from graphaccel.planner.cluster.catalogue import cluster
 
 assert graphaccel.runtime.session
 

@@ -1,8 +1,8 @@
 """Which fusions are found in which models, and the bytes that a training step moves with them.
 
 No timing: the graph is captured without weights, and bytes are what every kernel of the step reads
-and writes, each operand once (`planner.cost.node_bytes`). `floor`: the bytes of matrix products,
-convolutions, attention and embeddings, which no fusion of this kind removes.
+and writes, each operand once (`planner.profile.cost.node_bytes`). `floor`: the bytes of matrix
+products, convolutions, attention and embeddings, which no fusion of this kind removes.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from torch import Tensor, fx, nn
 
 from benchmarks.common import RESULTS
 from graphaccel.capture.stepgraph import StepGraph
-from graphaccel.compiler import Compiler
+from graphaccel.compiler.compiler import Compiler
+from graphaccel.compiler.model import Model, as_batch
+from graphaccel.errors.messages import columns
 from graphaccel.kernels.register import fusion_of
 from graphaccel.kernels.registry import enabled, fusion_named
-from graphaccel.messages import columns
-from graphaccel.model import Model, as_batch
-from graphaccel.passes.fuse import find_sites, fuse
+from graphaccel.passes.fusion.fuse import find_sites, fuse
 from graphaccel.passes.lower_precision import lower_precision
-from graphaccel.planner.catalogue import cluster
-from graphaccel.planner.chunks import chunk_sizes
-from graphaccel.planner.cost import Sizes, in_chunks, node_bytes, node_work
-from graphaccel.planner.plan import Plan, Precision
+from graphaccel.planner.cluster.catalogue import cluster
+from graphaccel.planner.plan.plan import Plan, Precision
+from graphaccel.planner.profile.chunk_rows import chunk_sizes
+from graphaccel.planner.profile.cost import Sizes, in_chunks, node_bytes, node_work
 
 LAYERS, BATCH, TOKENS = 4, 4, 512
 _DENSE = ("mm", "addmm", "bmm", "linear", "matmul", "convolution", "attention", "embedding")

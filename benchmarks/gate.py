@@ -26,6 +26,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from benchmarks.common import RESULTS
+from graphaccel.errors.messages import columns
 from graphaccel.kernels import (
     cross_entropy,
     rotary,
@@ -36,7 +37,6 @@ from graphaccel.kernels import (
 )
 from graphaccel.kernels import multi_tensor_triton as steps
 from graphaccel.kernels.jit import next_power_of_2, warps
-from graphaccel.messages import columns
 
 _REGISTERS = 65536  # of a multiprocessor, all three generations
 _FEWEST_WARPS = 16  # of 64: enough loads in flight for a kernel that waits for memory

@@ -46,8 +46,8 @@ from benchmarks.gpu_kernels import (
     timed_or_told,
     with_kernels,
 )
+from graphaccel.errors.messages import columns
 from graphaccel.kernels.jit import has_triton
-from graphaccel.messages import columns
 
 SIDES = ("eager", "compile", "graphaccel", "inductor", "graphs")
 REAL = Scale(

@@ -19,8 +19,8 @@ from torch import nn
 
 import graphaccel
 from benchmarks.common import RESULTS
+from graphaccel.errors.messages import columns
 from graphaccel.kernels.register import fusion_of, is_backward
-from graphaccel.messages import columns
 from graphaccel.runtime.meter import PeakMeter
 
 CHOICES = {"whole logits": "off", "fused head and loss": ("linear_cross_entropy",)}

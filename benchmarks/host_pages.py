@@ -20,8 +20,8 @@ import torch
 
 from benchmarks import predicted
 from benchmarks.common import RESULTS
-from graphaccel.measure import measure
-from graphaccel.planner.catalogue import cluster
+from graphaccel.cli.measure import measure
+from graphaccel.planner.cluster.catalogue import cluster
 from graphaccel.runtime.host_pages import KEEP
 
 SIDES = {"kept": "1", "given back": "0"}

@@ -34,9 +34,9 @@ def measured(layers: int, same: bool) -> dict[str, Any]:
     import torch
     import transformers
 
-    from graphaccel.compiler import Compiler
-    from graphaccel.model import Model, as_batch
-    from graphaccel.planner.catalogue import cluster
+    from graphaccel.compiler.compiler import Compiler
+    from graphaccel.compiler.model import Model, as_batch
+    from graphaccel.planner.cluster.catalogue import cluster
 
     config = transformers.LlamaConfig(
         hidden_size=4096, num_hidden_layers=layers, num_attention_heads=32, num_key_value_heads=8,

@@ -17,7 +17,7 @@ import transformers
 from torch import nn
 
 from benchmarks.common import OURS, Settings, Step, run, time_sides
-from graphaccel.runtime.optimizer_step import OptimizerStep
+from graphaccel.runtime.parameters.optimizer_step import OptimizerStep
 
 
 def _weights() -> list[nn.Parameter]:

@@ -35,12 +35,12 @@ from torch.nn import functional as F
 
 import graphaccel
 from benchmarks.common import RESULTS
-from graphaccel.calibrate_command import region_costs
-from graphaccel.compiler import Compiler
-from graphaccel.model import Model, as_batch
+from graphaccel.cli.calibrate import region_costs
+from graphaccel.compiler.compiler import Compiler
+from graphaccel.compiler.model import Model, as_batch
 from graphaccel.ort.kernels import installed
 from graphaccel.ort.measure import calibration_name
-from graphaccel.planner.catalogue import cluster
+from graphaccel.planner.cluster.catalogue import cluster
 
 BATCH, TOKENS, WIDTH, HEADS, VOCABULARY = 8, 128, 256, 4, 1024
 LEAST_SECONDS = 0.06

@@ -30,14 +30,14 @@ from torch import nn
 
 from benchmarks.common import RESULTS, Settings, make_batch, make_model
 from benchmarks.validation.grids import spearman
-from graphaccel.calibration import measured
-from graphaccel.compiler import Compiler
-from graphaccel.jobs import find_job
-from graphaccel.measure import measure
-from graphaccel.model import Model, optimizer_bytes
-from graphaccel.planner.catalogue import cluster
-from graphaccel.planner.cluster import Cluster
-from graphaccel.planner.plan import Plan
+from graphaccel.cli.calibration import measured
+from graphaccel.cli.jobs import find_job
+from graphaccel.cli.measure import measure
+from graphaccel.compiler.compiler import Compiler
+from graphaccel.compiler.model import Model, optimizer_bytes
+from graphaccel.planner.cluster.catalogue import cluster
+from graphaccel.planner.cluster.cluster import Cluster
+from graphaccel.planner.plan.plan import Plan
 
 PLANS: tuple[tuple[int, Mapping[str, Any]], ...] = (
     (1, {"microbatches": 1}),

@@ -1,7 +1,7 @@
 """One process: a GPT block's float32 products by oneDNN against PyTorch's `addmm` and `mm` (MKL).
 
 Per product the forward, the gradient of the input and that of the weight, as the step graphs have
-them. What `passes/choose_products.py` stands on: above 1 on a processor that MKL is made for.
+them. What `passes/select_matmul_backend.py` stands on: above 1 on a processor that MKL is made for.
 """
 
 from __future__ import annotations

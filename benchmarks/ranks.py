@@ -1,7 +1,7 @@
 """The place of a plan among all meshes that a search has.
 
-How many meshes a rough guess (`planner.guess`, too kind to most) says to be faster, and how many of
-those fit and are faster indeed when they are solved, both in closed form.
+How many meshes a rough guess (`planner.search.heuristic`, too kind to most) says to be faster, and
+how many of those fit and are faster indeed when they are solved, both in closed form.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 
 from graphaccel.errors import GraphAccelError
-from graphaccel.planner.bounds import Bounds, columns
-from graphaccel.planner.candidates import Shape, layouts, meshes_of, recomputes
-from graphaccel.planner.guess import guess
-from graphaccel.planner.pins import Pins
-from graphaccel.planner.plan import Plan
-from graphaccel.planner.solve import Problem, excess, with_cuts_and_blocks
+from graphaccel.planner.plan.pins import Pins
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.search.bounds import Bounds, columns
+from graphaccel.planner.search.candidates import Shape, layouts, meshes_of, recomputes
+from graphaccel.planner.search.heuristic import guess
+from graphaccel.planner.search.solve import Problem, excess, with_cuts_and_blocks
 
 
 class Meshes:

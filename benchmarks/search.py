@@ -106,7 +106,7 @@ def model_of(case: Case) -> tuple[Any, Any]:
     import torch
     import transformers as hf
 
-    from graphaccel.model import as_batch
+    from graphaccel.compiler.model import as_batch
 
     hidden, ffn, heads, keys, vocabulary = _SIZES[case.model]
     usual = {
@@ -169,12 +169,12 @@ def _llama(config: Any, case: Case) -> Any:
 def measured(name: str) -> dict[str, Any]:
     """One case in this process."""
     from benchmarks.ranks import Meshes
-    from graphaccel.compiler import Compiler
-    from graphaccel.model import Model
-    from graphaccel.planner.base_plan import base_plan
-    from graphaccel.planner.catalogue import cluster
-    from graphaccel.planner.pins import Pins
-    from graphaccel.planner.record import Record
+    from graphaccel.compiler.compiler import Compiler
+    from graphaccel.compiler.model import Model
+    from graphaccel.planner.cluster.catalogue import cluster
+    from graphaccel.planner.plan.base_plan import base_plan
+    from graphaccel.planner.plan.pins import Pins
+    from graphaccel.planner.search.record import Record
     from graphaccel.report.text import plan_report
 
     class Timed(Compiler):

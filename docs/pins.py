@@ -1,8 +1,8 @@
-"""Write what follows from the fields of `graphaccel.planner.pins.Pins`.
+"""Write what follows from the fields of `graphaccel.planner.plan.pins.Pins`.
 
     python docs/pins.py
 
-docs/pins.md has the table of pins, graphaccel/planner/pin_types.py the types of their keyword
+docs/pins.md has the table of pins, graphaccel/planner/plan/pin_types.py the types of their keyword
 arguments; tests/docs fails while either is not that of the fields.
 """
 
@@ -11,15 +11,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from graphaccel.pin_options import option_of
-from graphaccel.planner.pins import PINS, Pin
+from graphaccel.cli.pin_options import option_of
+from graphaccel.planner.plan.pins import PINS, Pin
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "pins.md"
-TYPES = ROOT / "graphaccel" / "planner" / "pin_types.py"
+TYPES = ROOT / "graphaccel" / "planner" / "plan" / "pin_types.py"
 HEAD = """# Pins: decisions of yours
 
-Written by `python docs/pins.py` from `graphaccel/planner/pins.py`; do not edit.
+Written by `python docs/pins.py` from `graphaccel/planner/plan/pins.py`; do not edit.
 
 Every decision of a plan can be pinned: as a keyword argument of `graphaccel.optimize` and
 `graphaccel.plan`, or as an option of `graphaccel plan`, `run` and `calibrate`. The rest is planned

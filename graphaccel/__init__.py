@@ -17,9 +17,9 @@ from graphaccel.errors import GraphAccelError
 if TYPE_CHECKING:
     from graphaccel.api import full_state_dict, optimize, plan
     from graphaccel.kernels.fusion import Scalar, T, fusion
-    from graphaccel.planner.module_pins import replicate, shard
-    from graphaccel.rules.own import sharding_rule
+    from graphaccel.planner.plan.module_pins import replicate, shard
     from graphaccel.runtime.deferred import deferred
+    from graphaccel.sharding.rules.custom import sharding_rule
 
 __version__ = "0.1.0"
 
@@ -31,9 +31,9 @@ _PUBLIC = {
     "fusion": "graphaccel.kernels.fusion",
     "optimize": "graphaccel.api",
     "plan": "graphaccel.api",
-    "replicate": "graphaccel.planner.module_pins",
-    "shard": "graphaccel.planner.module_pins",
-    "sharding_rule": "graphaccel.rules.own",
+    "replicate": "graphaccel.planner.plan.module_pins",
+    "shard": "graphaccel.planner.plan.module_pins",
+    "sharding_rule": "graphaccel.sharding.rules.custom",
 }
 __all__ = [
     "GraphAccelError", "Scalar", "T", "__version__", "deferred", "errors", "full_state_dict",

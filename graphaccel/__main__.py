@@ -2,6 +2,6 @@
 
 import sys
 
-from graphaccel.cli import main
+from graphaccel.cli.main import main
 
 sys.exit(main())

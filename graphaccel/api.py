@@ -32,22 +32,22 @@ from graphaccel.arguments import (
 from graphaccel.capture.batch import flatten_call
 from graphaccel.capture.batch_dims import BatchDims, check_batch_dims
 from graphaccel.capture.export import LossFn, split_targets
-from graphaccel.compiler import Compiler
+from graphaccel.compiler.compiler import Compiler
+from graphaccel.compiler.model import as_batch, check_supported, model_of, tensor_bytes
 from graphaccel.errors import GraphMisuse
-from graphaccel.handle import Handle
-from graphaccel.model import as_batch, check_supported, model_of, tensor_bytes
-from graphaccel.planner.catalogue import cluster as named_cluster
-from graphaccel.planner.catalogue import host_memory
-from graphaccel.planner.cluster import Cluster
-from graphaccel.planner.found import Found, cluster_found
-from graphaccel.planner.pin_types import PinArguments
-from graphaccel.planner.plan import Plan
+from graphaccel.optimized_model import Handle
+from graphaccel.planner.cluster.catalogue import cluster as named_cluster
+from graphaccel.planner.cluster.catalogue import host_memory
+from graphaccel.planner.cluster.cluster import Cluster
+from graphaccel.planner.cluster.detect import Found, cluster_found
+from graphaccel.planner.plan.pin_types import PinArguments
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.runtime.broadcast import same_on_all_ranks
 from graphaccel.runtime.deferred import initial_values
 from graphaccel.runtime.environment import join_job
 from graphaccel.runtime.launch import check_devices, ensure_launched
 from graphaccel.runtime.module import attach
-from graphaccel.runtime.share import same_on_all_ranks
-from graphaccel.runtime.twins import is_elementwise
+from graphaccel.runtime.parameters.sharded_optimizer import is_elementwise
 from graphaccel.runtime.wrappers import refuse_on
 
 PLAN_ONLY = "GRAPHACCEL_PLAN_ONLY"
@@ -180,8 +180,8 @@ def plan(
 ) -> Plan:
     """Choose a plan without running anything; devices need not exist.
 
-    device: a name from the catalogue (`graphaccel.planner.catalogue.device_names()`). memory: bytes
-    of one device, where it differs. batch_dims: as for `optimize`.
+    device: a name from the catalogue (`graphaccel.planner.cluster.catalogue.device_names()`).
+    memory: bytes of one device, where it differs. batch_dims: as for `optimize`.
 
     Raises InfeasiblePlan (GA201) with what would make it fit.
     """

@@ -17,14 +17,14 @@ from torch.utils.data import DataLoader
 
 from graphaccel.capture.export import OUTSIDE
 from graphaccel.compat.torch import is_compiled
+from graphaccel.compiler.model import check_parameters
 from graphaccel.errors import BadPin, GraphMisuse, HookNotKept
-from graphaccel.messages import Location
-from graphaccel.model import check_parameters
-from graphaccel.planner.base_plan import PRECISIONS
-from graphaccel.planner.cluster import Cluster
-from graphaccel.planner.given import check_given, misread
-from graphaccel.planner.pins import NAMES
-from graphaccel.planner.plan import Plan
+from graphaccel.errors.messages import Location
+from graphaccel.planner.cluster.cluster import Cluster
+from graphaccel.planner.plan.base_plan import PRECISIONS
+from graphaccel.planner.plan.pins import NAMES
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.search.validate_plan import check_given, misread
 from graphaccel.runtime.module import original_class
 
 _HOOKS = {
@@ -135,8 +135,8 @@ def check_settings(cluster: Any, timeout: Any, example_batch: Any) -> None:
     """Raises GraphMisuse (GA407) for what is of another kind."""
     if cluster is not None and not isinstance(cluster, Cluster):
         raise GraphMisuse(
-            what=f"cluster is a graphaccel.planner.cluster.Cluster, not {cluster!r}",
-            help_line="cluster=graphaccel.planner.catalogue.cluster('h100-80gb', count=8)",
+            what=f"cluster is a graphaccel.planner.cluster.cluster.Cluster, not {cluster!r}",
+            help_line="cluster=graphaccel.planner.cluster.catalogue.cluster('h100-80gb', count=8)",
         )
     number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
     if not number or not timeout > 0:

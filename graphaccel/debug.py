@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from graphaccel.capture.export import LossFn
-from graphaccel.captures import Captures
-from graphaccel.model import as_batch, check_supported, model_of
+from graphaccel.compiler.captures import Captures
+from graphaccel.compiler.model import as_batch, check_supported, model_of
 from graphaccel.proof.comparison import pair_of
 from graphaccel.proof.first_step import Proof, examine
 from graphaccel.proof.locate import Difference

@@ -19,14 +19,14 @@ from benchmarks.validation.state_space import between_bytes
 from benchmarks.validation.systems import SCHEDULED
 from graphaccel.capture.symbols import BATCH
 from graphaccel.kernels.expert_rows import EXCHANGE
-from graphaccel.planner.catalogue import LAUNCH_SECONDS
-from graphaccel.planner.cluster import Cluster, Device
-from graphaccel.planner.communication import all_to_all_seconds, exposed_seconds
-from graphaccel.planner.cost import Sizes, left_source, node_work
-from graphaccel.planner.efficiency import Work, seconds_of
-from graphaccel.planner.plan import Plan
-from graphaccel.planner.profile import Profile
-from graphaccel.planner.wires import KINDS, sent_bytes, wires_of
+from graphaccel.planner.cluster.catalogue import LAUNCH_SECONDS
+from graphaccel.planner.cluster.cluster import Cluster, Device
+from graphaccel.planner.cluster.communication import all_to_all_seconds, exposed_seconds
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.profile.axis_collectives import KINDS, sent_bytes, wires_of
+from graphaccel.planner.profile.cost import Sizes, left_source, node_work
+from graphaccel.planner.profile.efficiency import Work, seconds_of
+from graphaccel.planner.profile.profile import Profile
 
 _EXPERTS = ".experts"  # the module's name in all of them
 _ROUTERS = (".gate", ".router")

@@ -1,13 +1,14 @@
-"""The shares of `planner.catalogue` that published runs support, and how well they hold elsewhere.
+"""The shares of `planner.cluster.catalogue` that published runs support, and how well they hold
+elsewhere.
 
 For each family of devices four numbers: what large products reach of the peak, in 16 and in 8 bits,
 what a copy reaches of the memory's bandwidth, and fused attention (forward and backward alike, as a
 factor on what was measured alone). Blackwells are one family: chips alike, in machines that give
 them 1,000 to 1,400 W, which is what limits large products. Their share is that of a B200; others
-are as much faster as the catalogue says (`planner.catalogue.by_power`). They are those of a grid
-with the least mean error, each source counting the same; the share of 8 bits is fitted last, on
-runs that have them, and the others on those that have none. And the host time of systems that start
-operations eagerly (`launch_seconds` in `systems`), which those share; and of those that start
+are as much faster as the catalogue says (`planner.cluster.catalogue.by_power`). They are those of a
+grid with the least mean error, each source counting the same; the share of 8 bits is fitted last,
+on runs that have them, and the others on those that have none. And the host time of systems that
+start operations eagerly (`launch_seconds` in `systems`), which those share; and of those that start
 parts of a mixture so (`started`), another framework on other hosts: what the others say of it
 stands for it where none is left. What lies between operations that are traced (`traced.GAP`) is
 what lies between any where the source that traces is left out; and a process that schedules two
@@ -35,9 +36,9 @@ from benchmarks.validation.predict import Predicted
 from benchmarks.validation.rows import Run, document
 from benchmarks.validation.systems import EAGER_LAUNCH, SCHEDULED, STARTED_LAUNCH, own_shares
 from benchmarks.validation.traced import GAP, Segment, seconds
-from graphaccel.planner.catalogue import KILOWATTS, cluster
-from graphaccel.planner.cluster import Device
-from graphaccel.planner.efficiency import Work, gap_seconds, seconds_of
+from graphaccel.planner.cluster.catalogue import KILOWATTS, cluster
+from graphaccel.planner.cluster.cluster import Device
+from graphaccel.planner.profile.efficiency import Work, gap_seconds, seconds_of
 
 # Shares of the peak of large products, measured alone, in 16 and in 8 bits. 16: SimuMax's
 # configs/system. 8: Azure/AI-benchmarking-guide, cuBLASLt at 16384: 1377 TFLOP/s of 1979 on H100,

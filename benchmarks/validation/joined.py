@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from benchmarks.validation.mixtures import MIXTURES
 from benchmarks.validation.rows import Run
-from graphaccel.planner.efficiency import Work
+from graphaccel.planner.profile.efficiency import Work
 
 _BYTES = 2  # of a number that is multiplied
 

@@ -11,11 +11,11 @@ from benchmarks.validation.rows import Run
 from graphaccel.capture.symbols import BATCH
 from graphaccel.kernels.experts import PRODUCT as EXPERT_PRODUCT
 from graphaccel.kernels.register import fusion_of
-from graphaccel.planner.cluster import Cluster
-from graphaccel.planner.cost import Sizes
-from graphaccel.planner.plan import Plan, StageMemory
-from graphaccel.planner.profile import Profile
-from graphaccel.planner.storages import Tensor
+from graphaccel.planner.cluster.cluster import Cluster
+from graphaccel.planner.plan.plan import Plan, StageMemory
+from graphaccel.planner.profile.cost import Sizes
+from graphaccel.planner.profile.profile import Profile
+from graphaccel.planner.profile.storages import Tensor
 
 STATE_BYTES = 24
 """Of optimizer state for each 4 bytes of 16-bit weights: float32 weights and two moments."""

@@ -17,10 +17,10 @@ from benchmarks.validation.mixtures import MIXTURES
 from benchmarks.validation.nemotron import Nemotron
 from benchmarks.validation.rows import Run
 from graphaccel.capture.batch import Batch
+from graphaccel.compiler.model import as_batch
 from graphaccel.ir.program import Sharded
-from graphaccel.model import as_batch
-from graphaccel.planner.module_pins import replicate
-from graphaccel.planner.profile import Profile
+from graphaccel.planner.plan.module_pins import replicate
+from graphaccel.planner.profile.profile import Profile
 
 # How Megatron-LM shards over the tensor axis (arXiv 1909.08053, section 3): names of parameters by
 # their end. A fused query, key and value weight is cut in three.

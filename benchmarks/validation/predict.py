@@ -15,24 +15,24 @@ from benchmarks.validation.systems import STARTED_LAUNCH
 from benchmarks.validation.traced import Segment, as_traced
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import BATCH
-from graphaccel.compiler import Compiler
+from graphaccel.compiler.compiler import Compiler
+from graphaccel.compiler.model import Model
 from graphaccel.errors import InfeasiblePlan
-from graphaccel.model import Model
-from graphaccel.planner.catalogue import by_power, cluster
-from graphaccel.planner.cluster import GIB, Cluster, Collective, Device, Link
-from graphaccel.planner.communication import (
+from graphaccel.planner.cluster.catalogue import by_power, cluster
+from graphaccel.planner.cluster.cluster import GIB, Cluster, Collective, Device, Link
+from graphaccel.planner.cluster.communication import (
     INTERFERENCE,
     all_gather_seconds,
     exposed_seconds,
 )
-from graphaccel.planner.cost import Sizes, node_work
-from graphaccel.planner.efficiency import Work, computing, seconds_of
-from graphaccel.planner.footprint import gathered_sizes
-from graphaccel.planner.layouts import Layouts
-from graphaccel.planner.plan import Plan, Precision
-from graphaccel.planner.profile import Profile
-from graphaccel.planner.search import search
-from graphaccel.planner.works import held_parameters
+from graphaccel.planner.estimate.estimated_memory import gathered_sizes
+from graphaccel.planner.estimate.stage_costs import held_parameters
+from graphaccel.planner.plan.plan import Plan, Precision
+from graphaccel.planner.profile.cost import Sizes, node_work
+from graphaccel.planner.profile.efficiency import Work, computing, seconds_of
+from graphaccel.planner.profile.layout_profiles import Layouts
+from graphaccel.planner.profile.profile import Profile
+from graphaccel.planner.search.search import search
 
 _ENDLESS = 2**60
 _TRIES = 4  # of choosing what a row does not say, each with less memory

@@ -12,11 +12,11 @@ from benchmarks.validation.memory import STATE_BYTES
 from benchmarks.validation.predict import Predictor, cluster_of, real_cluster
 from benchmarks.validation.rows import Run
 from graphaccel.errors import GraphAccelError
-from graphaccel.planner.base_plan import base_plan
-from graphaccel.planner.limits import Limits
-from graphaccel.planner.pins import Pins
-from graphaccel.planner.search import search
-from graphaccel.planner.solve import Problem
+from graphaccel.planner.plan.base_plan import base_plan
+from graphaccel.planner.plan.limits import Limits
+from graphaccel.planner.plan.pins import Pins
+from graphaccel.planner.search.search import search
+from graphaccel.planner.search.solve import Problem
 
 
 def fastest(runs: Sequence[Run]) -> list[Run]:

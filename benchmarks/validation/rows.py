@@ -11,7 +11,7 @@ from pathlib import Path
 from benchmarks.validation.mixtures import MIXTURES, mixture_of
 from benchmarks.validation.recipes import as_trained
 from benchmarks.validation.systems import System, known_system, system_of
-from graphaccel.planner.catalogue import device_names
+from graphaccel.planner.cluster.catalogue import device_names
 
 # Behind the name of a source, by what products round to.
 FEWER_BITS = {

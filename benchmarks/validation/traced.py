@@ -20,12 +20,12 @@ import torch
 
 from benchmarks.validation.rows import Run
 from graphaccel.capture.symbols import BATCH
-from graphaccel.planner.cluster import Device
-from graphaccel.planner.cost import Sizes, node_work
-from graphaccel.planner.efficiency import NOTHING, Work, gap_seconds, seconds_of
-from graphaccel.planner.plan import Plan
-from graphaccel.planner.profile import Profile
-from graphaccel.planner.wires import KINDS
+from graphaccel.planner.cluster.cluster import Device
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.profile.axis_collectives import KINDS
+from graphaccel.planner.profile.cost import Sizes, node_work
+from graphaccel.planner.profile.efficiency import NOTHING, Work, gap_seconds, seconds_of
+from graphaccel.planner.profile.profile import Profile
 
 Segment = tuple[tuple[Work, ...], int]
 GAP = 10e-6  # seconds, as its own times say

@@ -12,8 +12,8 @@ from torch import nn
 
 from graphaccel.capture.closures import held_by_module, memory_of
 from graphaccel.compat.torch import TorchDispatchMode, pytree
+from graphaccel.errors.messages import Location
 from graphaccel.guards.reads import line_of
-from graphaccel.messages import Location
 
 Path = tuple[str, ...]
 """Names of attributes, list indices and dict keys, from a model to what it holds."""

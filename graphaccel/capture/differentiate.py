@@ -31,8 +31,8 @@ from graphaccel.compat.torch import (
     written_arguments,
 )
 from graphaccel.errors import CaptureRefused
+from graphaccel.errors.messages import Location
 from graphaccel.ir.values import module_path, returned
-from graphaccel.messages import Location
 
 log = logging.getLogger("graphaccel.capture")
 

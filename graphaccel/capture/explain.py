@@ -27,8 +27,8 @@ from graphaccel.errors import (
     TensorBranch,
     UnregisteredWeight,
 )
+from graphaccel.errors.messages import Location
 from graphaccel.ir.calls import arguments
-from graphaccel.messages import Location
 
 _DISTRIBUTIONS = f"{torch.__path__[0]}{os.sep}distributions{os.sep}"
 _STDLIB = f"{sysconfig.get_paths()['stdlib']}{os.sep}"

@@ -27,11 +27,11 @@ from graphaccel.capture.export import LossFn, export_forward, with_loss
 from graphaccel.capture.runs import find_runs, shortened
 from graphaccel.compat.torch import FakeTensor, exporting, version
 from graphaccel.errors import DrawnOutside, GraphAccelError, StateFrozen
+from graphaccel.errors.messages import Location
 from graphaccel.guards.lines import location
 from graphaccel.guards.places import Place, objects_of, places
 from graphaccel.guards.reads import Reads, is_library, kind_of, line_of, recorded
-from graphaccel.ir.layers import KEPT
-from graphaccel.messages import Location
+from graphaccel.ir.replication.layers import KEPT
 
 _UNLIKELY = 0x5EED_0FF0
 """A seed that no model sets: one that a forward sets itself is then another state."""

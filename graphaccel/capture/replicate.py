@@ -1,4 +1,4 @@
-"""Captured graphs of many identical layers, from captures of few (`ir.repeat`)."""
+"""Captured graphs of many identical layers, from captures of few (`ir.replication.repeat`)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import fx
 from graphaccel.capture.blocks import Block
 from graphaccel.capture.export import ForwardGraph, GraphInput, GraphOutput
 from graphaccel.compat.torch import FakeTensor
-from graphaccel.ir.layers import Layered, NotRepeated, Run, copies
-from graphaccel.ir.repeat import Pattern
-from graphaccel.ir.unfold import Unfolded
+from graphaccel.ir.replication.layers import Layered, NotRepeated, Run, copies
+from graphaccel.ir.replication.repeat import Pattern
+from graphaccel.ir.replication.unfold import Unfolded
 
 Joint = tuple[fx.GraphModule, tuple[GraphInput, ...], tuple[GraphOutput, ...]]
 

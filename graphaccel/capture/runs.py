@@ -26,7 +26,7 @@ from graphaccel.compat.torch import (
     stand_ins,
     without_modes,
 )
-from graphaccel.ir.layers import NotRepeated, Run, among
+from graphaccel.ir.replication.layers import NotRepeated, Run, among
 
 _PLAIN = (int, float, str, bool, type(None), tuple, torch.dtype, torch.Size)
 

@@ -40,9 +40,9 @@ from graphaccel.capture.symbols import (
 from graphaccel.capture.trace import Answers
 from graphaccel.compat.torch import FakeTensor
 from graphaccel.errors import GraphAccelError
-from graphaccel.ir.layers import KEPT, NotRepeated, Run, among, copies
+from graphaccel.ir.replication.layers import KEPT, NotRepeated, Run, among, copies
+from graphaccel.ir.replication.unfold import distinct_nodes
 from graphaccel.ir.text import graph_text, module_text
-from graphaccel.ir.unfold import distinct_nodes
 
 log = logging.getLogger("graphaccel.capture")
 
@@ -52,8 +52,9 @@ MANY = 8
 
 @dataclass(frozen=True)
 class Repeats:
-    """A step of many identical layers, as steps of few: short has `ir.repeat.KEPT` layers of each
-    run, and each of longer one more of one run. The names in them are those of the short models."""
+    """A step of many identical layers, as steps of few: short has `ir.replication.repeat.KEPT`
+    layers of each run, and each of longer one more of one run. The names in them are those of the
+    short models."""
 
     runs: tuple[Run, ...]
     short: StepGraph

@@ -34,10 +34,10 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 
-# Meshes of owners, to present parameters as DTensors (runtime/state.py).
+# Meshes of owners, to present parameters as DTensors (runtime/parameters/state.py).
 from torch.distributed.device_mesh import DeviceMesh
 
-# A dim cut section by section: as DTensor says what runtime/layout.py calls `outer`.
+# A dim cut section by section: as DTensor says what runtime/parameters/layout.py calls `outer`.
 from torch.distributed.tensor.placement_types import _StridedShard
 
 # Graphs that are compiled when they are first called.
@@ -358,7 +358,8 @@ def without_storage(
     requires_grad: bool = False,
     strides: Any = None,
 ) -> Any:
-    """A tensor of a subclass that has shape, dtype and device but no memory (runtime/remote.py).
+    """A tensor of a subclass that has shape, dtype and device but no memory
+    (runtime/parameters/remote.py).
 
     strides: those of a contiguous tensor where None.
     """
@@ -455,7 +456,7 @@ def submesh(device: str, ranks: torch.Tensor, rank: int, names: tuple[str, ...] 
     return DeviceMesh(device, ranks, mesh_dim_names=named, _init_backend=False, _rank=rank)
 
 
-# For tensor subclasses whose functions are those of plain tensors (runtime/sharded.py).
+# For tensor subclasses whose functions are those of plain tensors (runtime/parameters/sharded.py).
 no_torch_function = torch._C._disabled_torch_function_impl
 
 

@@ -31,6 +31,7 @@ from graphaccel.errors.kernels import (
     OrtMissing,
     UnknownFusion,
 )
+from graphaccel.errors.messages import Location
 from graphaccel.errors.plan import (
     BadPin,
     BatchNotDivisible,
@@ -61,7 +62,6 @@ from graphaccel.errors.script import (
     WrappedModel,
 )
 from graphaccel.errors.state import DrawnOutside, StateFrozen
-from graphaccel.messages import Location
 
 
 def error_classes() -> dict[str, type[GraphAccelError]]:

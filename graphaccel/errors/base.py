@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
-from graphaccel.messages import Message, format_bytes
+from graphaccel.errors.messages import Message, format_bytes
 
 
 def named_module(module: str) -> str:

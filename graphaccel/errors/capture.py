@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from graphaccel.errors.base import GraphAccelError, named_module
-from graphaccel.messages import Location, Message, columns
+from graphaccel.errors.messages import Location, Message, columns
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from graphaccel.errors.base import GraphAccelError
-from graphaccel.messages import Message, columns
+from graphaccel.errors.messages import Message, columns
 
 _OFF = "or without it:  graphaccel.optimize(model, optimizer, compile='off')"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from graphaccel.errors.base import GraphAccelError
-from graphaccel.messages import Message, columns, format_bytes
+from graphaccel.errors.messages import Message, columns, format_bytes
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from graphaccel.errors.base import GraphAccelError
-from graphaccel.messages import Location, Message
+from graphaccel.errors.messages import Location, Message
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

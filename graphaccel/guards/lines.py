@@ -5,7 +5,7 @@ from __future__ import annotations
 import dis
 from types import CodeType
 
-from graphaccel.messages import Location
+from graphaccel.errors.messages import Location
 
 Read = Location | tuple[CodeType, str] | None
 """A line, or the code that has it with the name to look for."""

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphaccel.messages import Location
+from graphaccel.errors.messages import Location
 
 _OWN = (f"{torch.__path__[0]}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}", "<frozen")
 """Where the code of torch and graphaccel lies."""

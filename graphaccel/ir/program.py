@@ -52,8 +52,8 @@ class Value:
       batch leaf `leaf`), "carried" (the flat gradients of a group, that the next microbatch's
       backward takes back; the last one's are the reduced shards), "held".
     kind, around the head: "joined", "summed", "same" (a part's value, output of a forward; the
-      whole batch's, input of the head: `rules.parts`), "headed" (output of the head, input of the
-      backwards).
+      whole batch's, input of the head: `sharding.rules.parts`), "headed" (output of the head, input
+      of the backwards).
     name: parameter or buffer name, or the name of the value in the joint graph.
     peers: stages the value comes from or goes to ("received": one; "sent": one or more).
     leaf: position among the batch's or the output's leaves.
@@ -120,8 +120,8 @@ class StageProgram:
     groups: parameters that rest sharded over the data axis, by the flat buffer they lie in.
     reduced: those whose gradients are reduce-scattered, by the flat buffer, in its order.
     prepare: what runs once a step, before anything else, where parameters are gathered or cast for
-      all microbatches at once (`passes.hold_parameters`, `passes.hold_casts`): it gives "held"
-      parameters, perhaps on their way, which live until the last phase of the stage has run.
+      all microbatches at once (`passes.gather_once`, `passes.cast_parameters_once`): it gives
+      "held" parameters, perhaps on their way, which live until the last phase of the stage has run.
     head: of the last stage, what runs once on the whole batch, when all forwards have run and no
       backward has (`passes.two_pass_head`).
     """
@@ -205,18 +205,18 @@ class StepProgram:
     """A whole step after all passes: what the runtime runs and the memory model reads.
 
     stages: one program a stage, in order. Edges are (source stage, destination stage).
-    loss_partial: whether the loss is a partial sum over microbatches and the data axis.
-    shared: parameters that several stages hold, with those stages: their gradients are summed.
-    output_places: leaf of the model's output → where the batch lies in it (`rules.propagate`).
-    input_places: leaf of the batch → where the batch lies in its gradient, where it wants one.
-    random: whether some op draws random numbers.
-    resting: parameter → the splits under which it, its gradient and its optimizer state rest, in
+    loss_partial: whether the loss is a partial sum over microbatches and the data axis. shared:
+    parameters that several stages hold, with those stages: their gradients are summed.
+    output_places: leaf of the model's output → where the batch lies in it
+    (`sharding.rules.propagate`). input_places: leaf of the batch → where the batch lies in its
+    gradient, where it wants one. random: whether some op draws random numbers. resting: parameter →
+    the splits under which it, its gradient and its optimizer state rest, in
       the order in which they are applied (tensor axis first, then data); whole if it has none.
     partial: parameter → axes besides data over which its gradient is a partial sum when the
       backward gives it: `accumulate_gradients` reduces over them too.
     data: ranks that share the batch.
     bare: the stage without accumulators, where the loss is outside of the graph: which of its
-      outputs a loss reads is known when it is differentiated (`passes.drop_tangents`).
+      outputs a loss reads is known when it is differentiated (`passes.prune_output_gradients`).
     owned: parameter → what ZeRO shards of it. unsharded: parameter → why it stays whole all the
       same.
     ort: what ONNX Runtime runs of it.

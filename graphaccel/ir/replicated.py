@@ -2,7 +2,7 @@
 
 Ranks run the same text on the same batch, so that values differ only where something told the ranks
 apart: a parameter that rests in shards, a number that is bound to a rank's coordinate (meta "bind",
-`passes.emit`), a collective that gives each rank a part.
+`sharding.apply.graph_builder`), a collective that gives each rank a part.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import fx
 
-from graphaccel.ir.layers import Item, Place
-from graphaccel.ir.unfold import Unfolded, unfolded_from
+from graphaccel.ir.replication.layers import Item, Place
+from graphaccel.ir.replication.unfold import Unfolded, unfolded_from
 
 DTYPES = {
     torch.float64: "f64",

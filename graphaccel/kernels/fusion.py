@@ -27,9 +27,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from graphaccel.errors import BadFusion
+from graphaccel.errors.messages import Location
 from graphaccel.kernels.register import register
 from graphaccel.kernels.spec import Chunks, Fusion, Scalar, T
-from graphaccel.messages import Location
 
 __all__ = ["Chunks", "Fusion", "Scalar", "T", "fusion"]
 

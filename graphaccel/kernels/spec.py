@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from graphaccel.messages import Location
+from graphaccel.errors.messages import Location
 
 Function = Callable[..., Any]
 SCALARS = {float: "float", int: "int", bool: "bool"}

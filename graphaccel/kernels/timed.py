@@ -2,7 +2,7 @@
 
 Bytes are those of distinct operands and results, each once, of the op's own fakes: what a kernel
 moves that reads and writes nothing twice. Of inputs that are gathered from, the rows that are given
-count; the backward needs their shape alone (`planner.cost.node_bytes` counts the same).
+count; the backward needs their shape alone (`planner.profile.cost.node_bytes` counts the same).
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from graphaccel.capture.blocks import block_of
 from graphaccel.ort.kernels import Kernels
 from graphaccel.ort.partition import Border, Flow, Part, partition, touches, written
 from graphaccel.ort.translate import RegionModel, refusal, translate
-from graphaccel.planner.cost import is_view
+from graphaccel.planner.profile.cost import is_view
 
 LEVELS = 5
 """How far below a block "auto" looks for regions: `h.3`, `h.3.attn`, `h.3.attn.proj`, ..."""

@@ -28,9 +28,9 @@ from graphaccel.compat.torch import graph_module
 from graphaccel.ir.nodes import copy_nodes
 from graphaccel.ir.program import StageProgram, Value
 from graphaccel.ir.values import operands, returned
-from graphaccel.planner.buckets import bucket_limit
-from graphaccel.planner.cost import RESHAPES, TRANSPOSES
-from graphaccel.planner.plan import Plan
+from graphaccel.planner.estimate.gradient_buckets import bucket_limit
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.profile.cost import RESHAPES, TRANSPOSES
 
 aten = torch.ops.aten
 
@@ -188,7 +188,8 @@ def _undo(view: fx.Node, target: Any, call: Any = None) -> Any:
 def _buckets(
     gradients: Sequence[_Gradient], size: int, reduced: _Reduced
 ) -> tuple[tuple[str, ...], ...]:
-    """Buckets of at most `size` bytes, or less where there is little (`planner.buckets`)."""
+    """Buckets of at most `size` bytes, or less where there is little
+    (`planner.estimate.gradient_buckets`)."""
     buckets: list[list[str]] = []
     filled: list[int] = []
     filling: dict[Any, int] = {}  # (dtype, axes) → the bucket that is being filled

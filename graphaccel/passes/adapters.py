@@ -14,24 +14,24 @@ import torch
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.ir.program import StageProgram
 from graphaccel.passes.accumulate_gradients import accumulate_gradients
-from graphaccel.passes.choose_products import choose_products
+from graphaccel.passes.cast_parameters_once import cast_parameters_once
 from graphaccel.passes.chunk_loss import chunk_loss
 from graphaccel.passes.context import Context
 from graphaccel.passes.cut_stages import cut_stages
 from graphaccel.passes.drop_backward import drop_backward
 from graphaccel.passes.exact_microbatch import LocalStep, exact_microbatch
-from graphaccel.passes.fuse import fuse
+from graphaccel.passes.fusion.fuse import fuse
+from graphaccel.passes.gather_once import gather_once
 from graphaccel.passes.gather_parameters import gather_parameters
-from graphaccel.passes.hold_casts import hold_casts
-from graphaccel.passes.hold_parameters import hold_parameters
 from graphaccel.passes.lower_precision import lower_precision
 from graphaccel.passes.offload_activations import offload_activations
 from graphaccel.passes.overlap_collectives import overlap_collectives
 from graphaccel.passes.place_ort import place_ort
 from graphaccel.passes.recompute import recompute
+from graphaccel.passes.recompute_casts import recompute_casts
 from graphaccel.passes.reduce_shards import reduce_shards
-from graphaccel.passes.release_parameters import release_parameters
 from graphaccel.passes.scatter_sends import scatter_sends
+from graphaccel.passes.select_matmul_backend import select_matmul_backend
 from graphaccel.passes.shard_axes import LocalGraph, shard_axes
 from graphaccel.passes.shard_gradients import shard_gradients
 from graphaccel.passes.split_phases import split_phases
@@ -39,8 +39,8 @@ from graphaccel.passes.split_weights import split_weights, with_weights
 from graphaccel.passes.synchronise_batch_norm import synchronise_batch_norm
 from graphaccel.passes.two_pass_head import two_pass_head
 from graphaccel.passes.upload_parameters import upload_parameters
-from graphaccel.planner.plan import Plan
-from graphaccel.planner.zero import owned_shards
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.plan.zero import owned_shards
 
 _CAST = torch.ops.aten._to_copy.default
 
@@ -96,7 +96,7 @@ def run_recompute(c: Context) -> Context:
     return _in_graph(c, recompute(c.rank.graph, c.plan, c.step.positions))
 
 
-def run_release_parameters(c: Context) -> Context:
+def run_recompute_casts(c: Context) -> Context:
     """In place; of parameters that are gathered, cast or copied to the device for each phase."""
     offloaded = "parameters" in c.plan.offload
     names = {
@@ -106,7 +106,7 @@ def run_release_parameters(c: Context) -> Context:
         or (name in c.owned and c.owned[name].level == 3)
         or any(user.target is _CAST for user in node.users)
     }
-    return _in_graph(c, release_parameters(c.rank.graph, names))
+    return _in_graph(c, recompute_casts(c.rank.graph, names))
 
 
 def run_cut_stages(c: Context) -> Context:
@@ -156,10 +156,10 @@ def run_chunk_loss(c: Context) -> Context:
     return _each(c, lambda program: chunk_loss(program, c.plan))
 
 
-def run_choose_products(c: Context) -> Context:
+def run_select_matmul_backend(c: Context) -> Context:
     """Each program by itself, those of weights too."""
-    weights = tuple(choose_products(program) for program in c.weights)
-    return replace(_each(c, choose_products), weights=weights)
+    weights = tuple(select_matmul_backend(program) for program in c.weights)
+    return replace(_each(c, select_matmul_backend), weights=weights)
 
 
 def run_overlap_collectives(c: Context) -> Context:
@@ -177,14 +177,14 @@ def run_shard_gradients(c: Context) -> Context:
     return _each(c, lambda program: shard_gradients(program, c.owned))
 
 
-def run_hold_parameters(c: Context) -> Context:
+def run_gather_once(c: Context) -> Context:
     """Each program by itself, where parameters are gathered once a step."""
     if c.plan.reshard_after_forward != "once_per_step":
         return c
     ranks, values = c.fixed.ranks or c.plan.shards, c.values
     return _each(
         c,
-        lambda program: hold_parameters(
+        lambda program: gather_once(
             program, c.plan, c.owned, ranks, values, shared=c.shared, groups=c.fixed.groups
         ),
     )
@@ -205,9 +205,9 @@ def run_gather_parameters(c: Context) -> Context:
     return _each(c, run)
 
 
-def run_hold_casts(c: Context) -> Context:
+def run_cast_parameters_once(c: Context) -> Context:
     """Each program by itself."""
-    return _each(c, lambda program: hold_casts(program, c.plan))
+    return _each(c, lambda program: cast_parameters_once(program, c.plan))
 
 
 def run_upload_parameters(c: Context) -> Context:

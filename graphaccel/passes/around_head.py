@@ -1,4 +1,4 @@
-"""What stands around the head in the graph of one part of the batch (`rules.head`).
+"""What stands around the head in the graph of one part of the batch (`sharding.rules.head`).
 
 before (one graph, 2 parts)                      after
   %z: f32[8,4] = ...            # forward          %z: f32[4,4] = ...           # forward
@@ -20,9 +20,9 @@ import torch
 from torch import fx
 
 from graphaccel.ir.calls import is_random
-from graphaccel.rules.parts import JOINED, PART, SAME, SUMMED, WHOLE
-from graphaccel.rules.propagate import PARTIAL, BatchPlacement
-from graphaccel.rules.shard import Shard
+from graphaccel.sharding.rules.parts import JOINED, PART, SAME, SUMMED, WHOLE
+from graphaccel.sharding.rules.propagate import PARTIAL, BatchPlacement
+from graphaccel.sharding.rules.shard import Shard
 
 aten = torch.ops.aten
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from graphaccel.compat.torch import boxed
 from graphaccel.ir.program import StageProgram, StepProgram, Value
 from graphaccel.passes.context import Context
-from graphaccel.rules.propagate import PARTIAL
+from graphaccel.sharding.rules.propagate import PARTIAL
 
 
 def assembled(context: Context) -> StepProgram:

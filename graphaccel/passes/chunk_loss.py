@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from graphaccel.ir.program import StageProgram
 from graphaccel.kernels.register import fusion_of
-from graphaccel.planner.cost import in_chunks
-from graphaccel.planner.plan import Plan
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.profile.cost import in_chunks
 
 
 def chunk_loss(program: StageProgram, plan: Plan) -> StageProgram:

@@ -18,7 +18,7 @@ from graphaccel.passes.exact_microbatch import LocalStep
 from graphaccel.passes.outline_stages import StageOutline, outline_stages
 from graphaccel.passes.place_ort import Tools
 from graphaccel.passes.shard_axes import Alike, LocalGraph
-from graphaccel.planner.plan import Plan
+from graphaccel.planner.plan.plan import Plan
 
 Sizes: TypeAlias = Mapping[sympy.Symbol, int]
 

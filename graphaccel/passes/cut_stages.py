@@ -4,9 +4,9 @@ A cut falls after a node of the forward graph, not between modules. The stage of
 the stage of the forward-graph node it computes; a backward value lies where the values it is the
 derivative of lie, but never later than the gradients it is made from: gradients flow down the
 stages; what the backward makes of parameters alone lies where it is read. What runs once on the
-whole batch (`rules.head`) lies on the last stage. Values that depend on no parameter (masks,
-positions, rotary tables) are computed again on every stage that reads them; everything else that
-crosses is sent once, from the stage that makes it to each that reads it, neighbour or not (an
+whole batch (`sharding.rules.head`) lies on the last stage. Values that depend on no parameter
+(masks, positions, rotary tables) are computed again on every stage that reads them; everything else
+that crosses is sent once, from the stage that makes it to each that reads it, neighbour or not (an
 encoder's output to every decoder stage).
 
 The gradient of a parameter that several stages use is one partial gradient per stage: each adds up
@@ -26,7 +26,7 @@ from graphaccel.capture.export import GraphInput, GraphOutput
 from graphaccel.errors import BadPin
 from graphaccel.ir.calls import is_random
 from graphaccel.ir.values import returned
-from graphaccel.rules.collectives import is_message
+from graphaccel.sharding.rules.collectives import is_message
 
 aten = torch.ops.aten
 

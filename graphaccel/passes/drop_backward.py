@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from graphaccel.capture.export import ForwardGraph
 from graphaccel.capture.stepgraph import StepGraph, assemble, of_few
-from graphaccel.planner.plan import Plan
+from graphaccel.planner.plan.plan import Plan
 
 
 def drop_backward(step: StepGraph, plan: Plan) -> StepGraph:

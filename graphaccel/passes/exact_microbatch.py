@@ -13,8 +13,9 @@ before (batch 8, two microbatches)              after
   %g: f32[128,32] = aten.mm(...)                  %g: f32[64,32] = aten.mm(...)
 
 Where examples mix (a contrastive loss), and over microbatches where a whole sum is needed (the
-square root of a mean), what follows runs once on the whole batch (`rules.head`): its nodes have the
-size of the whole batch and `meta["head"]`, and `whole_batch` and `batch_part` stand around it.
+square root of a mean), what follows runs once on the whole batch (`sharding.rules.head`): its nodes
+have the size of the whole batch and `meta["head"]`, and `whole_batch` and `batch_part` stand around
+it.
 
 Raises SplitRefused (GA207) where that would be most of the model: batch statistics over
 microbatches.
@@ -36,16 +37,16 @@ from graphaccel.capture.export import GraphOutput
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import BATCH, evaluate, with_integers
 from graphaccel.compat.torch import graph_module, schema
+from graphaccel.errors.messages import Location
 from graphaccel.ir.fakes import Fakes
 from graphaccel.ir.nodes import drop_dead, new_node
 from graphaccel.ir.program import Prologue, Value
 from graphaccel.ir.values import fake_like, propagate, returned
-from graphaccel.messages import Location
 from graphaccel.passes.around_head import Around, lies_in
-from graphaccel.planner.limits import Limit, Limits
-from graphaccel.planner.plan import Plan
-from graphaccel.rules.notation import tensor_arguments
-from graphaccel.rules.propagate import (
+from graphaccel.planner.plan.limits import Limit, Limits
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.sharding.rules.notation import tensor_arguments
+from graphaccel.sharding.rules.propagate import (
     PARTIAL,
     REPLICATED,
     WHOLE_SUM,
@@ -53,7 +54,7 @@ from graphaccel.rules.propagate import (
     Conflict,
     place_batch,
 )
-from graphaccel.rules.shard import Shard
+from graphaccel.sharding.rules.shard import Shard
 
 aten = torch.ops.aten
 _TORCH = str(Path(torch.__file__).parent)
@@ -101,7 +102,7 @@ def exact_microbatch(
 
 
 def batch_placement(step: StepGraph, *, over_time: bool = False) -> BatchPlacement:
-    """Where the batch goes in a step (`rules.propagate`), found once."""
+    """Where the batch goes in a step (`sharding.rules.propagate`), found once."""
     key = ("batch_placement", over_time)
     if key not in step.derived:
         step.derived[key] = _batch_placement(step, over_time)

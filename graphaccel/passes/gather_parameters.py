@@ -38,7 +38,7 @@ from graphaccel.passes.parameter_groups import (
     placeholders_of,
     whole_of,
 )
-from graphaccel.planner.plan import Plan
+from graphaccel.planner.plan.plan import Plan
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional

@@ -34,9 +34,9 @@ from graphaccel.ir.fakes import Fakes
 from graphaccel.ir.nodes import copy_nodes
 from graphaccel.ir.values import module_path
 from graphaccel.kernels.experts import PRODUCT
-from graphaccel.passes.emit import set_value
-from graphaccel.planner.plan import Plan
-from graphaccel.rules.notation import tensor_arguments
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.sharding.apply.graph_builder import set_value
+from graphaccel.sharding.rules.notation import tensor_arguments
 
 aten = torch.ops.aten
 _LOW = {

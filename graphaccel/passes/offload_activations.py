@@ -28,9 +28,9 @@ from torch import fx
 from graphaccel.ir.program import StageProgram, Value
 from graphaccel.ir.values import is_dense, returned, shares, tensors_of
 from graphaccel.kernels.host_copy import TO_DEVICE, TO_HOST
-from graphaccel.planner.cost import is_view
-from graphaccel.planner.offload import LARGE
-from graphaccel.planner.plan import Plan
+from graphaccel.planner.plan.offload import LARGE
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.profile.cost import is_view
 
 _STRIDED = torch.ops.aten.as_strided.default
 _Memory = tuple[fx.Node, int]  # the node that made a storage, and which of its tensors it is

@@ -1,8 +1,8 @@
 """The passes in the order in which they run, each with the reason for its place.
 
 `PIPELINE` is the list, read from top to bottom; `build` runs it. What a pass does stands in its
-file, what it decides in the plan. `passes.replicated` runs the list once for layers and stages that
-are alike; without such ones every pass runs once, in this order.
+file, what it decides in the plan. `passes.replication.replicated` runs the list once for layers and
+stages that are alike; without such ones every pass runs once, in this order.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from collections.abc import Mapping
 
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.ir.program import Sharded, StageProgram, StepProgram
-from graphaccel.ir.unfold import distinct_nodes
+from graphaccel.ir.replication.unfold import distinct_nodes
 from graphaccel.passes import adapters
 from graphaccel.passes.accumulate_gradients import accumulate_gradients
 from graphaccel.passes.assemble import assembled, boxed_program
 from graphaccel.passes.context import Context, Fixed, Sizes, graphs_of
-from graphaccel.passes.drop_tangents import drop_tangents
 from graphaccel.passes.place_ort import Tools, region_models
-from graphaccel.passes.replicated import run_replicated
+from graphaccel.passes.prune_output_gradients import prune_output_gradients
+from graphaccel.passes.replication.replicated import run_replicated
 from graphaccel.passes.runner import Pass, Runner
-from graphaccel.planner.plan import Plan
+from graphaccel.planner.plan.plan import Plan
 
 PIPELINE: tuple[Pass, ...] = (
     # The captured step: its forward graph is rewritten, then differentiated again.
@@ -60,7 +60,7 @@ PIPELINE: tuple[Pass, ...] = (
         exact=True,
     ),
     Pass(
-        "release_parameters", "joint", adapters.run_release_parameters,
+        "recompute_casts", "joint", adapters.run_recompute_casts,
         "before the cut, as recompute, for casts and views of parameters",
         exact=True,
     ),
@@ -99,7 +99,7 @@ PIPELINE: tuple[Pass, ...] = (
         "changes one number of a call, which has to be in its final place",
     ),
     Pass(
-        "choose_products", "program", adapters.run_choose_products,
+        "select_matmul_backend", "program", adapters.run_select_matmul_backend,
         "sizes and dtypes are final; before the sums, which let the other matmuls write into "
         "buckets",
     ),
@@ -121,7 +121,7 @@ PIPELINE: tuple[Pass, ...] = (
         exact=True,
     ),
     Pass(
-        "hold_parameters", "program", adapters.run_hold_parameters,
+        "gather_once", "program", adapters.run_gather_once,
         "before gather_parameters, which leaves out what is gathered once per step",
         exact=True,
     ),
@@ -131,7 +131,7 @@ PIPELINE: tuple[Pass, ...] = (
         exact=True,
     ),
     Pass(
-        "hold_casts", "program", adapters.run_hold_casts,
+        "cast_parameters_once", "program", adapters.run_cast_parameters_once,
         "after both: what they gather is no longer a parameter of the graph",
         exact=True,
     ),
@@ -150,8 +150,8 @@ PIPELINE: tuple[Pass, ...] = (
         "last, for the same reason: it makes a graph for the same moments of the step",
     ),
 )  # fmt: skip
-"""`drop_tangents` is not among them: which outputs a loss outside of the graph reads is known when
-it is differentiated (`backward_of`)."""
+"""`prune_output_gradients` is not among them: which outputs a loss outside of the graph reads is
+known when it is differentiated (`backward_of`)."""
 
 
 def build(
@@ -212,5 +212,5 @@ def backward_of(program: StepProgram, plan: Plan, used: frozenset[int]) -> Stage
     assert program.bare is not None
     if used == frozenset(program.tangents):
         return program.stages[0]
-    pruned = drop_tangents(program.bare, used)
+    pruned = prune_output_gradients(program.bare, used)
     return boxed_program(accumulate_gradients(pruned, plan, program.partial))

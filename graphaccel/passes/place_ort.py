@@ -23,15 +23,15 @@ from torch.fx.node import map_arg
 
 from graphaccel.compat.torch import fake_mode_of, graph_module
 from graphaccel.ir.program import OrtDeclined, OrtRegion, OrtReport, StageProgram
+from graphaccel.ir.replication.unfold import distinct_nodes
 from graphaccel.ir.text import target_text
-from graphaccel.ir.unfold import distinct_nodes
 from graphaccel.ir.values import propagate
 from graphaccel.ort.choose import Chooser
 from graphaccel.ort.kernels import Kernels
 from graphaccel.ort.partition import Part, fx_graph
 from graphaccel.ort.session import Region, Sessions
 from graphaccel.ort.translate import memory_order, translate
-from graphaccel.planner.plan import Plan
+from graphaccel.planner.plan.plan import Plan
 
 aten = torch.ops.aten
 

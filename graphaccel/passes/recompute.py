@@ -24,10 +24,10 @@ from torch import fx
 
 from graphaccel.capture.blocks import block_of
 from graphaccel.ir.calls import is_random
-from graphaccel.planner.again import block_values
-from graphaccel.planner.cost import is_view
-from graphaccel.planner.plan import Plan
-from graphaccel.rules.collectives import is_message
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.profile.block_recompute import block_values
+from graphaccel.planner.profile.cost import is_view
+from graphaccel.sharding.rules.collectives import is_message
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default

@@ -33,8 +33,8 @@ from torch import fx
 from graphaccel.compat.torch import graph_module
 from graphaccel.ir.nodes import copy_nodes
 from graphaccel.ir.program import Owned, StageProgram, Value
-from graphaccel.planner.buckets import bucket_limit
-from graphaccel.planner.plan import Plan
+from graphaccel.planner.estimate.gradient_buckets import bucket_limit
+from graphaccel.planner.plan.plan import Plan
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional

@@ -25,11 +25,11 @@ from typing import Literal, TypeAlias, TypeVar
 from torch import fx
 
 from graphaccel.compat.torch import is_deferred
+from graphaccel.ir.replication.unfold import distinct_nodes
 from graphaccel.ir.text import graph_text, target_text
-from graphaccel.ir.unfold import distinct_nodes
 from graphaccel.passes.context import Context
 from graphaccel.passes.verify import InvalidGraph, check_counts, check_graphs
-from graphaccel.planner.plan import Plan
+from graphaccel.planner.plan.plan import Plan
 
 T = TypeVar("T")
 Level: TypeAlias = Literal["step", "rank", "joint", "program", "sums"]

@@ -23,10 +23,10 @@ from torch import fx
 
 from graphaccel.compat.torch import fake_mode_of
 from graphaccel.passes.cut_stages import StagedGraph
-from graphaccel.passes.emit import Emitter
-from graphaccel.planner.plan import Plan
-from graphaccel.rules.propagate import REPLICATED
-from graphaccel.rules.shard import Shard
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.sharding.apply.graph_builder import Emitter
+from graphaccel.sharding.rules.propagate import REPLICATED
+from graphaccel.sharding.rules.shard import Shard
 
 aten = torch.ops.aten
 _AXIS = "tensor"

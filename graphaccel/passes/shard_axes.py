@@ -17,18 +17,18 @@ from torch import fx
 from graphaccel.capture.export import GraphInput
 from graphaccel.capture.stepgraph import Repeats, StepGraph
 from graphaccel.errors import BadPin
-from graphaccel.ir.layers import KEPT, Run, among
 from graphaccel.ir.program import Sharded
 from graphaccel.ir.replicated import replicated
-from graphaccel.passes.drafts import Drafts
-from graphaccel.passes.shard_axis import shard_axis
-from graphaccel.planner.alike import placed_alike
-from graphaccel.planner.by_heads import HeadsDoNotDivide
-from graphaccel.planner.conversions import Counted, Rates
-from graphaccel.planner.placements import Placements, solve_placements
-from graphaccel.planner.plan import Plan
-from graphaccel.rules.propagate import REPLICATED
-from graphaccel.rules.shard import Placement, shard_of
+from graphaccel.ir.replication.layers import KEPT, Run, among
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.sharding.apply.shard_axis import shard_axis
+from graphaccel.sharding.apply.sharding_cache import Drafts
+from graphaccel.sharding.rules.propagate import REPLICATED
+from graphaccel.sharding.rules.shard import Placement, shard_of
+from graphaccel.sharding.solve.conversions import Counted, Rates
+from graphaccel.sharding.solve.head_parallel import HeadsDoNotDivide
+from graphaccel.sharding.solve.placements import Placements, solve_placements
+from graphaccel.sharding.solve.transfer_placements import placed_alike
 
 T = TypeVar("T")
 AXES = ("context", "tensor", "expert")

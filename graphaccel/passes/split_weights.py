@@ -22,7 +22,7 @@ from torch import fx
 from graphaccel.compat.torch import graph_module
 from graphaccel.ir.program import StageProgram, Value
 from graphaccel.ir.values import returned
-from graphaccel.planner.plan import Plan
+from graphaccel.planner.plan.plan import Plan
 
 _PASSING = ("saved", "received")  # inputs of a backward that are gone once it has run
 

@@ -23,9 +23,9 @@ from torch.fx.node import map_arg
 from graphaccel.capture.export import ForwardGraph
 from graphaccel.capture.stepgraph import StepGraph, rewritten
 from graphaccel.compat.torch import fake_mode_of, graph_module
-from graphaccel.ir.unfold import distinct_nodes
+from graphaccel.ir.replication.unfold import distinct_nodes
 from graphaccel.ir.values import operands
-from graphaccel.planner.plan import Plan
+from graphaccel.planner.plan.plan import Plan
 
 aten = torch.ops.aten
 _BATCH_NORM = aten._native_batch_norm_legit_functional.default

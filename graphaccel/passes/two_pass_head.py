@@ -25,7 +25,7 @@ from torch import fx
 from graphaccel.compat.torch import graph_module
 from graphaccel.ir.program import StageProgram, Value
 from graphaccel.ir.values import returned
-from graphaccel.rules.parts import PART, WHOLE
+from graphaccel.sharding.rules.parts import PART, WHOLE
 
 _ONCE = ("loss", "output", "buffer")  # what of a backward's results the head gives itself
 

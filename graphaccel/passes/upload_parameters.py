@@ -11,8 +11,8 @@ before                                        after (w and v of two blocks; they
 
 What a block reads is copied where the block before starts to compute, and let go of after its last
 use; the backward copies it again. What is read outside of blocks is copied alone. Under ZeRO 3 the
-flat shard of a group is copied so, and gathered from there. `planner.uploads` says what that takes.
-Rajbhandari et al., ZeRO-Infinity, 2021, §5.1.1 and 5.2.
+flat shard of a group is copied so, and gathered from there. `planner.estimate.parameter_prefetch`
+says what that takes. Rajbhandari et al., ZeRO-Infinity, 2021, §5.1.1 and 5.2.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from torch import fx
 from graphaccel.capture.blocks import block_of
 from graphaccel.ir.program import StageProgram, Value
 from graphaccel.kernels.host_copy import AHEAD, ARRIVED
-from graphaccel.planner.plan import Plan
-from graphaccel.planner.uploads import Use, runs_of
+from graphaccel.planner.estimate.parameter_prefetch import Use, runs_of
+from graphaccel.planner.plan.plan import Plan
 
 
 def upload_parameters(program: StageProgram, plan: Plan) -> StageProgram:

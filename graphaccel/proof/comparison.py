@@ -18,15 +18,15 @@ from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import BATCH, evaluate
 from graphaccel.errors import GraphMisuse
 from graphaccel.ir.calls import is_random
-from graphaccel.ir.unfold import input_nodes
+from graphaccel.ir.replication.unfold import input_nodes
 from graphaccel.proof.eager_step import Subject, run_eager
 from graphaccel.proof.graph_step import Inputs, Keep, Observer, run_graph
 from graphaccel.proof.modes import NARROW, SameDraws, Widened, WriteGuard
 from graphaccel.proof.results import Deviation, Results, deviations
 from graphaccel.proof.untouched import RandomState, untouched
 from graphaccel.runtime.module import own_forward
-from graphaccel.runtime.remote import RemoteTensor
-from graphaccel.runtime.sharded import ShardTensor
+from graphaccel.runtime.parameters.remote import RemoteTensor
+from graphaccel.runtime.parameters.sharded import ShardTensor
 
 
 @dataclass(frozen=True)

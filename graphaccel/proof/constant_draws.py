@@ -15,8 +15,8 @@ from torch import Tensor, fx
 
 from graphaccel.compat.torch import TorchDispatchMode
 from graphaccel.ir.calls import is_random
-from graphaccel.passes.random_parts import DROPOUT_PART
 from graphaccel.proof.modes import DRAWS, Given, Noise, bound
+from graphaccel.sharding.apply.random_parts import DROPOUT_PART
 
 aten = torch.ops.aten
 

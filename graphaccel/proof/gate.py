@@ -14,14 +14,14 @@ from graphaccel.capture.batch import Batch
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.compat.torch import version
 from graphaccel.ir.program import StepProgram
-from graphaccel.planner.plan import Plan
+from graphaccel.planner.plan.plan import Plan
 from graphaccel.progress import progress
 from graphaccel.proof.comparison import Pair
 from graphaccel.proof.first_step import prove_together
 from graphaccel.proof.planned import Expected, Given, Part, expect_together, parts_of
 from graphaccel.runtime.mesh import Mesh
-from graphaccel.runtime.remote import RemoteTensor
-from graphaccel.runtime.sharded import local_of
+from graphaccel.runtime.parameters.remote import RemoteTensor
+from graphaccel.runtime.parameters.sharded import local_of
 
 
 @dataclass(frozen=True)

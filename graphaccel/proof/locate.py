@@ -18,9 +18,9 @@ from torch import Tensor, fx
 
 from graphaccel.capture.differentiate import FRAME
 from graphaccel.compat.torch import TorchDispatchMode
-from graphaccel.ir.unfold import input_nodes
+from graphaccel.errors.messages import Location
+from graphaccel.ir.replication.unfold import input_nodes
 from graphaccel.ir.values import tensors_of
-from graphaccel.messages import Location
 from graphaccel.proof.comparison import Pair, Setting
 
 _WITHOUT_VALUES = ("zeros_like", "ones_like", "full_like", "empty_like", "new_")

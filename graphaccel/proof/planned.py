@@ -20,15 +20,15 @@ from graphaccel.errors import PlanDiffers
 from graphaccel.ir.program import StepProgram
 from graphaccel.ir.values import tensors_of
 from graphaccel.passes.pipeline import prepared
-from graphaccel.planner.plan import Plan
+from graphaccel.planner.plan.plan import Plan
 from graphaccel.progress import progress
 from graphaccel.proof.comparison import Pair, Setting, draws, graph_results
 from graphaccel.proof.constant_draws import ConstantDraws, can_be_constant
 from graphaccel.proof.first_step import affordable
 from graphaccel.proof.graph_step import GraphFailed
 from graphaccel.proof.results import shown
-from graphaccel.runtime.layout import Layout
 from graphaccel.runtime.mesh import Mesh
+from graphaccel.runtime.parameters.layout import Layout
 
 SECONDS = 10.0
 """Of computing on one device, as the plan predicts it for all together, up to which the whole first

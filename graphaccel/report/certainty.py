@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from graphaccel.messages import format_bytes
-from graphaccel.planner.catalogue import RESERVED, device_names
-from graphaccel.planner.catalogue import cluster as named_cluster
-from graphaccel.planner.cluster import Cluster
-from graphaccel.planner.plan import Precision, StageMemory
-from graphaccel.planner.refined import scales
+from graphaccel.errors.messages import format_bytes
+from graphaccel.planner.cluster.catalogue import RESERVED, device_names
+from graphaccel.planner.cluster.catalogue import cluster as named_cluster
+from graphaccel.planner.cluster.cluster import Cluster
+from graphaccel.planner.plan.plan import Precision, StageMemory
+from graphaccel.planner.profile.rate_correction import scales
 
 
 @dataclass(frozen=True)

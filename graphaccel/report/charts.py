@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from graphaccel.messages import format_bytes
-from graphaccel.planner.memory import Sample
+from graphaccel.errors.messages import format_bytes
+from graphaccel.planner.memory.exact_memory import Sample
 from graphaccel.report.facts import Event, Facts, Point, RankMemory, StageFacts
 from graphaccel.report.format import plural, seconds_text, term_name
 from graphaccel.report.scales import Scale, Tick, bytes_label, time_label

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from graphaccel.messages import format_bytes
-from graphaccel.planner.plan import Plan
+from graphaccel.errors.messages import format_bytes
+from graphaccel.planner.plan.plan import Plan
 from graphaccel.report.facts import fold
 from graphaccel.report.format import CATEGORIES, clipped, right_aligned, seconds_text, term_name
 

@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from graphaccel.errors import CannotExport
-from graphaccel.planner.order import AXES
-from graphaccel.planner.ordering import DATA_OUTSIDE
-from graphaccel.planner.plan import Plan
+from graphaccel.planner.plan.axis_order import AXES
+from graphaccel.planner.plan.axis_orders import DATA_OUTSIDE
+from graphaccel.planner.plan.plan import Plan
 from graphaccel.report.facts import Facts
 
 _FP32 = 4

@@ -15,19 +15,19 @@ from graphaccel.capture.blocks import block_of
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import SEQUENCE
 from graphaccel.ir.program import StepProgram
-from graphaccel.ir.unfold import distinct_nodes, input_nodes
-from graphaccel.planner.cluster import Cluster
-from graphaccel.planner.estimate import timeline
-from graphaccel.planner.footprint import predict_memory
-from graphaccel.planner.layouts import Layouts
-from graphaccel.planner.memory import Sample
-from graphaccel.planner.plan import Plan, Prediction
-from graphaccel.planner.profile import Profile, SizedProfile
-from graphaccel.planner.stage_messages import message_bytes
-from graphaccel.planner.stages import stage_positions
-from graphaccel.planner.traffic import Traffic, traffic
-from graphaccel.planner.whatif import Answer, Explanation
-from graphaccel.planner.works import held_parameters, sized_for, stage_works
+from graphaccel.ir.replication.unfold import distinct_nodes, input_nodes
+from graphaccel.planner.cluster.cluster import Cluster
+from graphaccel.planner.estimate.estimate import timeline
+from graphaccel.planner.estimate.estimated_memory import predict_memory
+from graphaccel.planner.estimate.stage_costs import held_parameters, sized_for, stage_works
+from graphaccel.planner.estimate.stage_messages import message_bytes
+from graphaccel.planner.estimate.traffic import Traffic, traffic
+from graphaccel.planner.explain.what_if import Answer, Explanation
+from graphaccel.planner.memory.exact_memory import Sample
+from graphaccel.planner.plan.plan import Plan, Prediction
+from graphaccel.planner.profile.layout_profiles import Layouts
+from graphaccel.planner.profile.profile import Profile, SizedProfile
+from graphaccel.planner.profile.stages import stage_positions
 from graphaccel.report.certainty import (
     Calibration,
     Reserve,

@@ -6,7 +6,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Collection, Sequence
 
-from graphaccel.planner.explain import TERMS
+from graphaccel.planner.search.reasons import TERMS
 
 WIDTH = 110
 _LINES, _FIRST, _LAST = 20, 8, 4  # of lines that are much alike, those shown

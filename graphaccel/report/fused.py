@@ -7,15 +7,15 @@ from collections.abc import Mapping
 import torch
 
 from graphaccel.capture.symbols import BATCH
+from graphaccel.errors.messages import format_bytes
 from graphaccel.kernels.jit import has_triton
 from graphaccel.kernels.registry import fusion_named
-from graphaccel.messages import format_bytes
-from graphaccel.planner.chunks import chunk_seconds
-from graphaccel.planner.cluster import Cluster
-from graphaccel.planner.cost import Sizes, chunk_bytes, chunks_of, in_chunks
-from graphaccel.planner.efficiency import computing
-from graphaccel.planner.plan import Plan
-from graphaccel.planner.profile import Profile
+from graphaccel.planner.cluster.cluster import Cluster
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.profile.chunk_rows import chunk_seconds
+from graphaccel.planner.profile.cost import Sizes, chunk_bytes, chunks_of, in_chunks
+from graphaccel.planner.profile.efficiency import computing
+from graphaccel.planner.profile.profile import Profile
 
 
 def fusion_notes(placed: Mapping[str, int], device: str) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ from importlib.resources import files
 
 import jinja2
 
-from graphaccel.messages import format_bytes
+from graphaccel.errors.messages import format_bytes
 from graphaccel.report import charts
 from graphaccel.report.certainty import error_text
 from graphaccel.report.explanation import stability

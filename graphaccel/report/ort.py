@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from graphaccel.errors.messages import columns
 from graphaccel.ir.program import OrtDeclined, OrtReport
-from graphaccel.messages import columns
-from graphaccel.planner.plan import Plan
+from graphaccel.planner.plan.plan import Plan
 
 _SHOWN = 3
 

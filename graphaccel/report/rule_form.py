@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphaccel.rules.notation import output_shapes, shape_of, tensor_arguments
+from graphaccel.sharding.rules.notation import output_shapes, shape_of, tensor_arguments
 
 _NAMES = [c for c in ascii_lowercase if c != "n"]
 

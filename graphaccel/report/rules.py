@@ -16,16 +16,16 @@ from torch import fx
 
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.errors import MissingRule
+from graphaccel.errors.messages import Location, columns
+from graphaccel.ir.replication.unfold import distinct_nodes
 from graphaccel.ir.text import target_text, type_text
-from graphaccel.ir.unfold import distinct_nodes
-from graphaccel.messages import Location, columns
-from graphaccel.planner.cluster import Device
-from graphaccel.planner.cost import Sizes, node_bytes, node_flops, node_seconds
+from graphaccel.planner.cluster.cluster import Device
+from graphaccel.planner.profile.cost import Sizes, node_bytes, node_flops, node_seconds
 from graphaccel.report.format import folded, in_unit, plural, seconds_text, unit_of
 from graphaccel.report.rule_form import rule_form
-from graphaccel.rules.lowered import has_lowering
-from graphaccel.rules.notation import written
-from graphaccel.rules.table import rule_of
+from graphaccel.sharding.rules.lowered import has_lowering
+from graphaccel.sharding.rules.notation import written
+from graphaccel.sharding.rules.table import rule_of
 
 
 @dataclass(frozen=True)

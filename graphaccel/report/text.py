@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from graphaccel.capture.stepgraph import StepGraph
+from graphaccel.errors.messages import columns, format_bytes
 from graphaccel.ir.program import StepProgram
-from graphaccel.messages import columns, format_bytes
-from graphaccel.planner.cluster import Cluster
-from graphaccel.planner.layouts import Layouts
-from graphaccel.planner.memory import UNEVEN
-from graphaccel.planner.plan import Plan, StageMemory
+from graphaccel.planner.cluster.cluster import Cluster
+from graphaccel.planner.memory.exact_memory import UNEVEN
+from graphaccel.planner.plan.plan import Plan, StageMemory
+from graphaccel.planner.profile.layout_profiles import Layouts
 from graphaccel.report.certainty import error_text, reserve_of, reserve_text, room
 from graphaccel.report.explanation import answer_lines, explanation_lines
 from graphaccel.report.facts import Event, Facts, fold, gather

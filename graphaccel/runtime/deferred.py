@@ -1,8 +1,8 @@
 """Models that are built without memory and initialised later, a tensor at a time.
 
 `record(build)` runs `build()` on tensors without memory and writes down every op on them, with the
-state of the random generator before each op that draws (`runtime.record`). Each rank then computes
-the values of what it holds, whatever the plan, and gets those of one device.
+state of the random generator before each op that draws (`runtime.init_tape`). Each rank then
+computes the values of what it holds, whatever the plan, and gets those of one device.
 
 While the ops are recorded the generator goes on as it would on one device: each draw is made once
 on a buffer that is thrown away. Time is that of initialising the model; memory that of its largest
@@ -29,7 +29,7 @@ from graphaccel.compat.torch import (
     without_modes,
 )
 from graphaccel.errors import CannotInitialise, GraphMisuse
-from graphaccel.runtime.record import Call, Record, Ref, ref_of
+from graphaccel.runtime.init_tape import Call, Record, Ref, ref_of
 
 aten = torch.ops.aten
 # In place, and nothing of what was there before is read.

@@ -19,19 +19,19 @@ from graphaccel.compat.torch import unscale
 from graphaccel.errors import RankLost
 from graphaccel.ir.program import StageProgram, StepProgram, Value
 from graphaccel.ir.values import returned
-from graphaccel.rules.propagate import PARTIAL
 from graphaccel.runtime.bind import bind
 from graphaccel.runtime.buckets import Buckets
 from graphaccel.runtime.cuda_graphs import ActionWork, Recorder, StepGraphs
 from graphaccel.runtime.inductor import StageCompiler
-from graphaccel.runtime.layout import Layout
 from graphaccel.runtime.loss_scale import LossScale
 from graphaccel.runtime.mesh import Mesh, axes_of
 from graphaccel.runtime.messages import Messages, sent_values
+from graphaccel.runtime.parameters.layout import Layout
 from graphaccel.runtime.parts import Parts, over_data, part_of
-from graphaccel.runtime.rounding import rounding
+from graphaccel.runtime.tf32 import rounding
 from graphaccel.schedule.table import Action, Schedule
 from graphaccel.schedule.walk import last_actions, walk
+from graphaccel.sharding.rules.propagate import PARTIAL
 
 
 @dataclass

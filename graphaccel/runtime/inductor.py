@@ -1,4 +1,5 @@
-"""Stage graphs by Inductor: their pieces (`runtime.pieces`) compiled, and run one after the other.
+"""Stage graphs by Inductor: their pieces (`runtime.inductor_partition`) compiled, and run one after
+the other.
 
 A graph keeps its calling convention: one list of inputs, which is emptied. What a piece reads last
 is handed over with the list, so that Inductor's code frees it as early as the FX code would.
@@ -24,7 +25,7 @@ from graphaccel.compat.torch import (
 from graphaccel.errors import CompileFailed, CompilerMissing
 from graphaccel.ir.program import StageProgram
 from graphaccel.ir.values import returned
-from graphaccel.runtime.pieces import Piece, pieces, signature
+from graphaccel.runtime.inductor_partition import Piece, pieces, signature
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 Tell = Callable[[str, str, float], None]

@@ -1,10 +1,10 @@
 """Process groups of a mesh with named axes: who talks to whom.
 
-The plan says in which order the axes lie over the ranks (`planner.order`): by default so that ranks
-that say most to each other are neighbours. Stage k lies on pipeline coordinate k % pipeline, and
-messages between stages go to the rank with the same other coordinates. Where ZeRO shards over a
-part of the data axis, that is two: replicate, and within it shard, so that the ranks whose shards
-make a whole are the nearer ones. "data" still names both together.
+The plan says in which order the axes lie over the ranks (`planner.plan.axis_order`): by default so
+that ranks that say most to each other are neighbours. Stage k lies on pipeline coordinate k %
+pipeline, and messages between stages go to the rank with the same other coordinates. Where ZeRO
+shards over a part of the data axis, that is two: replicate, and within it shard, so that the ranks
+whose shards make a whole are the nearer ones. "data" still names both together.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from graphaccel.planner.order import AXES, PARTS, coordinates, members, number_of
-from graphaccel.planner.plan import Plan
+from graphaccel.planner.plan.axis_order import AXES, PARTS, coordinates, members, number_of
+from graphaccel.planner.plan.plan import Plan
 
 _NAMES = (*AXES, *PARTS)
 

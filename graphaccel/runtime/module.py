@@ -16,11 +16,11 @@ from torch import nn
 
 from graphaccel.errors import GraphMisuse, RetainGraph
 from graphaccel.kernels.host_copy import TO_HOST, wait
-from graphaccel.runtime.all_gradients import spoil
 from graphaccel.runtime.executor import StepResult
+from graphaccel.runtime.parameters.all_gradients import spoil
+from graphaccel.runtime.parameters.remote import RemoteTensor
+from graphaccel.runtime.parameters.sharded import ShardTensor
 from graphaccel.runtime.plain import copying, looks_like
-from graphaccel.runtime.remote import RemoteTensor
-from graphaccel.runtime.sharded import ShardTensor
 from graphaccel.runtime.wrappers import refuse_bypass
 
 

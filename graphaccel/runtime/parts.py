@@ -14,9 +14,9 @@ from torch import Tensor
 
 from graphaccel.compat.torch import all_gather_flat
 from graphaccel.ir.program import Value
-from graphaccel.rules.parts import JOINED, SUMMED
-from graphaccel.rules.propagate import PARTIAL
 from graphaccel.runtime.mesh import Mesh
+from graphaccel.sharding.rules.parts import JOINED, SUMMED
+from graphaccel.sharding.rules.propagate import PARTIAL
 
 
 @dataclass

@@ -19,13 +19,13 @@ from graphaccel.runtime.cuda_graphs import Recorder
 from graphaccel.runtime.executor import Executor, Held, StepResult
 from graphaccel.runtime.host_pages import keep_pages
 from graphaccel.runtime.inductor import StageCompiler
-from graphaccel.runtime.layout import Layout
+from graphaccel.runtime.init_tape import Record
 from graphaccel.runtime.loss_scale import LossScale
 from graphaccel.runtime.mesh import Mesh
 from graphaccel.runtime.outside import HandIn, OutsideExecutor
-from graphaccel.runtime.record import Record
-from graphaccel.runtime.remote import RemoteTensor
-from graphaccel.runtime.sharded import ShardTensor, local_of
+from graphaccel.runtime.parameters.layout import Layout
+from graphaccel.runtime.parameters.remote import RemoteTensor
+from graphaccel.runtime.parameters.sharded import ShardTensor, local_of
 from graphaccel.schedule.table import Schedule
 
 
@@ -66,7 +66,7 @@ class Session:
         *,
         away: bool = False,
     ) -> None:
-        """products: `planner.plan.Precision.products`. recorder: of the training steps. away:
+        """products: `planner.plan.plan.Precision.products`. recorder: of the training steps. away:
         parameters rest on the host, and their gradients are handed out there."""
         self.model, self.mesh, self.scale, self.away = model, mesh, scale, away
         self._products, self._recorder = products, recorder

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from graphaccel.errors import WrappedModel
-from graphaccel.messages import Location
+from graphaccel.errors.messages import Location
 
 _PARALLEL = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel", "FSDPModule")
 _TWICE = "graphaccel splits the step over devices and sums the gradients itself"

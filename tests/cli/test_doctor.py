@@ -6,8 +6,9 @@ from importlib import metadata
 
 import pytest
 
-from graphaccel import cli, doctor
-from graphaccel.doctor import Finding
+from graphaccel.cli import doctor
+from graphaccel.cli import main as cli
+from graphaccel.cli.doctor import Finding
 
 COMPLETE = {
     "torch": "2.13.0+cpu",

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import graphaccel
-from graphaccel import cli
-from graphaccel.planner.plan import Plan
+from graphaccel.cli import main as cli
+from graphaccel.planner.plan.plan import Plan
 
 MODEL = """
 import torch

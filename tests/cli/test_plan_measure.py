@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from graphaccel import cli
-from graphaccel.jobs import Job
-from graphaccel.measure import materialise, random_batch
-from graphaccel.model import as_batch
-from graphaccel.planner.cluster import COLLECTIVES
-from graphaccel.planner.cluster_file import read_cluster
+from graphaccel.cli import main as cli
+from graphaccel.cli.jobs import Job
+from graphaccel.cli.measure import materialise, random_batch
+from graphaccel.compiler.model import as_batch
+from graphaccel.planner.cluster.cluster import COLLECTIVES
+from graphaccel.planner.cluster.cluster_file import read_cluster
 from graphaccel.report.facts import Facts
 from tests.cli.test_plan import JOBS, MODEL
 

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from graphaccel import cli, plan_command
-from graphaccel.planner.plan import Plan
-from graphaccel.planner.record import Record
+from graphaccel.cli import main as cli
+from graphaccel.cli import plan as plan_command
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.search.record import Record
 from graphaccel.report.facts import Facts
 from tests.cli.test_plan import JOBS, MODEL
 
@@ -174,7 +175,7 @@ def test_what_can_not_be_run_is_not_measured(
 
 
 def test_memory_is_that_of_the_devices_that_are_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    from graphaccel.planner.catalogue import cluster
+    from graphaccel.planner.cluster.catalogue import cluster
 
     def here(count: int, device: torch.device) -> Any:
         return cluster("cpu" if device.type == "cpu" else "h200-141gb", count)
@@ -307,7 +308,7 @@ def test_ctrl_c_before_there_is_a_plan(
 def test_progress_is_one_line_on_a_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from graphaccel.planner.solve import Outcome
+    from graphaccel.planner.search.solve import Outcome
 
     record = Record()
     record.started(Outcome(), 1.0)
@@ -380,7 +381,7 @@ def test_ctrl_c_while_it_is_planned_for_another_system(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("graphaccel.plan_command._Found.with_pins", interrupted)
+    monkeypatch.setattr("graphaccel.cli.plan._Found.with_pins", interrupted)
     tight = (f"{DEMO}:job", "--devices", "2", "--device", "h100-80gb", "--memory", "1600MiB")
     saved = tmp_path / "plan.json"
     assert plan(*tight, "--export", "megatron", "--json", str(saved)) == 1

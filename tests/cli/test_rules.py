@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphaccel import cli
 from graphaccel.capture.stepgraph import capture
-from graphaccel.compiler import Compiler
+from graphaccel.cli import main as cli
+from graphaccel.cli.jobs import job_of_function
+from graphaccel.compiler.compiler import Compiler
+from graphaccel.compiler.model import Model
 from graphaccel.errors import MissingRule
-from graphaccel.jobs import job_of_function
-from graphaccel.model import Model
-from graphaccel.planner.catalogue import cluster
+from graphaccel.planner.cluster.catalogue import cluster
 from graphaccel.report.rules import missing_note, priced_rules
 
 JOB = """\
@@ -86,7 +86,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     library.impl("evened", evened, "CompositeExplicitAutograd")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GRAPHACCEL_QUIET", "1")
-    monkeypatch.setattr("graphaccel.rules_command.cluster_here", lambda n, _: cluster("cpu", n))
+    monkeypatch.setattr("graphaccel.cli.rules.cluster_here", lambda n, _: cluster("cpu", n))
     Path("job.py").write_text(JOB)
     yield Path("job.py")
     del library  # the op is gone with it

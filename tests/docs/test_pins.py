@@ -9,8 +9,8 @@ from typing import get_type_hints
 
 import pytest
 
-from graphaccel.planner.pin_types import PinArguments
-from graphaccel.planner.pins import NAMES, PINS, Pins
+from graphaccel.planner.plan.pin_types import PinArguments
+from graphaccel.planner.plan.pins import NAMES, PINS, Pins
 
 ROOT = Path(__file__).resolve().parents[2]
 

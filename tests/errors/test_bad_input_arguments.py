@@ -41,7 +41,7 @@ OPTIMIZER = {"line": "graphaccel.optimize(model, torch.optim.AdamW(model.paramet
 EXAMPLE = {"line": "graphaccel.optimize(model, optimizer, example_batch=next(iter(loader)))"}
 TIMEOUT = {"line": "graphaccel.optimize(model, optimizer, timeout=600)"}
 LOSS = {"line": 'loss_fn=torch.nn.functional.cross_entropy, or "outside" if the script computes the loss'}  # fmt: skip
-CLUSTER = {"line": "cluster=graphaccel.planner.catalogue.cluster('h100-80gb', count=8)"}
+CLUSTER = {"line": "cluster=graphaccel.planner.cluster.catalogue.cluster('h100-80gb', count=8)"}
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ CLUSTER = {"line": "cluster=graphaccel.planner.catalogue.cluster('h100-80gb', co
         ({"timeout": "long"}, _text("timeout is a number of seconds above 0, not 'long'", **TIMEOUT)),
         ({"timeout": -1.0}, _text("timeout is a number of seconds above 0, not -1.0", **TIMEOUT)),
         ({"loss_fn": nn.MSELoss}, _text("loss_fn is a function of the model's output and the targets, not <class 'torch.nn.modules.loss.MSELoss'>", **LOSS)),
-        ({"cluster": "h100"}, _text("cluster is a graphaccel.planner.cluster.Cluster, not 'h100'", **CLUSTER)),
+        ({"cluster": "h100"}, _text("cluster is a graphaccel.planner.cluster.cluster.Cluster, not 'h100'", **CLUSTER)),
     ],
 )  # fmt: skip
 def test_other_kinds(given: dict[str, Any], text: str) -> None:

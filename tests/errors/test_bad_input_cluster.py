@@ -14,9 +14,9 @@ import pytest
 
 import graphaccel
 from graphaccel import errors
-from graphaccel.planner.catalogue import cluster
-from graphaccel.planner.cluster import Collective
-from graphaccel.planner.cluster_file import read_cluster, write_cluster
+from graphaccel.planner.cluster.catalogue import cluster
+from graphaccel.planner.cluster.cluster import Collective
+from graphaccel.planner.cluster.cluster_file import read_cluster, write_cluster
 from tests.support.small import Classifier, small_batch
 
 HELP = """\

@@ -14,7 +14,7 @@ from torch import nn
 
 import graphaccel
 from graphaccel import errors
-from graphaccel.planner.conflicts import conflict
+from graphaccel.planner.plan.conflicts import conflict
 from tests.support.small import WIDTH, Classifier, small_batch
 
 

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 import graphaccel
 from graphaccel import errors
-from graphaccel.planner.catalogue import cluster
-from graphaccel.planner.pins import NAMES
+from graphaccel.planner.cluster.catalogue import cluster
+from graphaccel.planner.plan.pins import NAMES
 from tests.support.small import CLASSES, WIDTH, Classifier, small_batch
 from tests.support.untouched import refused
 

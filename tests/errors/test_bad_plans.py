@@ -17,11 +17,11 @@ from torch.nn import functional as F
 import graphaccel
 from graphaccel import errors
 from graphaccel.arguments import read_plan
-from graphaccel.compiler import Compiler
+from graphaccel.compiler.compiler import Compiler
+from graphaccel.compiler.model import Model, as_batch
 from graphaccel.ir.program import Sharded
-from graphaccel.model import Model, as_batch
-from graphaccel.planner.catalogue import cluster
-from graphaccel.planner.plan import Plan, Precision
+from graphaccel.planner.cluster.catalogue import cluster
+from graphaccel.planner.plan.plan import Plan, Precision
 from tests.support.small import WIDTH, small_batch
 from tests.support.untouched import refused
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from graphaccel import errors
-from graphaccel.messages import Location, format_bytes
+from graphaccel.errors.messages import Location, format_bytes
 from tests.errors import (
     test_capture_texts,
     test_compile_texts,

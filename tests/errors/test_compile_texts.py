@@ -1,4 +1,5 @@
-"""The full text of every error about compiled stages; a machine without a C++ compiler, or a GPU."""
+"""The full text of every error about compiled stages; a machine without a C++ compiler, or a
+GPU."""
 
 from __future__ import annotations
 

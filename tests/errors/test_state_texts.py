@@ -170,7 +170,7 @@ def test_the_help_for_a_counter_works() -> None:
 
 
 def test_too_many_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("graphaccel.captures.MOST", 2)
+    monkeypatch.setattr("graphaccel.compiler.captures.MOST", 2)
     model, batch = Counting("range"), small_batch()
     graphaccel.optimize(model, devices=1)
     for model.power in (1, 2, 1, 2):

@@ -17,17 +17,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from graphaccel.api import cluster_here
-from graphaccel.compiler import Compiler, schedule_of
-from graphaccel.handle import choose_together
+from graphaccel.compiler.compiler import Compiler, schedule_of
+from graphaccel.compiler.model import Model, as_batch
 from graphaccel.ir.program import Sharded, StepProgram
 from graphaccel.kernels.register import fusion_of
-from graphaccel.model import Model, as_batch
-from graphaccel.planner.order import coordinates
-from graphaccel.planner.plan import Plan
-from graphaccel.rules.shard import Shard
+from graphaccel.optimized_model import choose_together
+from graphaccel.planner.plan.axis_order import coordinates
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.runtime.broadcast import share_capture
 from graphaccel.runtime.executor import Executor, Held
 from graphaccel.runtime.mesh import build_mesh
-from graphaccel.runtime.share import share_capture
+from graphaccel.sharding.rules.shard import Shard
 from tests.support.captures import read_captures, write_captures
 from tests.support.casts import lift_loss_cast
 from tests.support.lockstep import part_of, whole_of

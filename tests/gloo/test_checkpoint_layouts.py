@@ -23,10 +23,10 @@ from torch.distributed.tensor import DTensor
 
 import graphaccel
 from graphaccel.ir.program import Sharded
-from graphaccel.planner.plan import Plan
-from graphaccel.runtime.layout import Layout
+from graphaccel.planner.plan.plan import Plan
 from graphaccel.runtime.mesh import build_mesh
-from graphaccel.runtime.sharded import ShardTensor
+from graphaccel.runtime.parameters.layout import Layout
+from graphaccel.runtime.parameters.sharded import ShardTensor
 from tests.gloo.test_semantics import gpt, groups, tokens
 from tests.support.captures import captures_of
 from tests.support.pool import Pool

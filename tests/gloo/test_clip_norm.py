@@ -15,7 +15,7 @@ from torch import nn
 
 import graphaccel
 from graphaccel.errors import GraphMisuse
-from graphaccel.runtime.remote import RemoteTensor
+from graphaccel.runtime.parameters.remote import RemoteTensor
 from tests.gloo.test_numbers import Loud
 from tests.gloo.test_semantics import furthest, gpt, groups, tokens
 from tests.support.captures import captures_of

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from graphaccel import handle
+from graphaccel import optimized_model as handle
 from graphaccel.runtime.cuda_graphs import WARM
 from tests.support.parity import run_plan
 from tests.support.pool import Pool

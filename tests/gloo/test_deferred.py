@@ -13,7 +13,7 @@ from torch.optim import SGD
 
 import graphaccel
 from graphaccel.runtime.meter import PeakMeter
-from graphaccel.runtime.sharded import local_of
+from graphaccel.runtime.parameters.sharded import local_of
 from tests.support.gpt import GPT
 from tests.support.pool import Pool
 from tests.support.zoo import loss_of

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from graphaccel.planner.plan import Plan
+from graphaccel.planner.plan.plan import Plan
 from graphaccel.runtime.mesh import build_mesh
 from tests.support.pool import Pool
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import graphaccel
-from graphaccel.runtime.remote import RemoteTensor
+from graphaccel.runtime.parameters.remote import RemoteTensor
 from tests.gloo.test_semantics import IDS, PLANS, tokens
 from tests.support.gpt import GPT
 from tests.support.pool import Pool

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import graphaccel
-from graphaccel.planner.offload import LARGE
+from graphaccel.planner.plan.offload import LARGE
 from tests.gloo.test_semantics import furthest
 from tests.support.parity import peaks_of_a_step, tensors_alive
 from tests.support.pool import Pool

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from graphaccel.planner.order import AXES, coordinates
+from graphaccel.planner.plan.axis_order import AXES, coordinates
 from tests.support.parity import Reference, build, compare, reference, run_plan
 from tests.support.pool import Pool
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import graphaccel
-from graphaccel.planner.plan import Phases, Plan
+from graphaccel.planner.plan.plan import Phases, Plan
 from graphaccel.runtime.executor import Executor
 from graphaccel.runtime.meter import PeakMeter
 from graphaccel.runtime.session import Session

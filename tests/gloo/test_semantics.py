@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import graphaccel
-from graphaccel.runtime.remote import RemoteTensor
+from graphaccel.runtime.parameters.remote import RemoteTensor
 from tests.support.captures import captures_of
 from tests.support.gpt import GPT
 from tests.support.pool import Pool

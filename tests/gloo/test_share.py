@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import graphaccel
-from graphaccel import captures
+from graphaccel.compiler import captures
 from graphaccel.errors import GraphMisuse, TensorBranch
-from graphaccel.runtime import share
+from graphaccel.runtime import broadcast as share
 from tests.support.gpt import GPT
 from tests.support.pool import Pool
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import graphaccel
-from graphaccel.runtime.sharded import ShardTensor
+from graphaccel.runtime.parameters.sharded import ShardTensor
 from tests.support.captures import captures_of
 from tests.support.pool import Pool
 

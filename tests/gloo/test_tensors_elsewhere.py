@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import graphaccel
 from graphaccel.compat.torch import pytree
 from graphaccel.errors import ElsewhereNeeded
-from graphaccel.runtime.remote import RemoteTensor
-from graphaccel.runtime.sharded import ShardTensor, ShardView
+from graphaccel.runtime.parameters.remote import RemoteTensor
+from graphaccel.runtime.parameters.sharded import ShardTensor, ShardView
 from tests.support.captures import captures_of
 from tests.support.pool import Pool
 

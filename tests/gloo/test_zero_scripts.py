@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 
 import graphaccel
 from graphaccel import replicate, shard
-from graphaccel.runtime.remote import RemoteTensor
-from graphaccel.runtime.sharded import ShardTensor
+from graphaccel.runtime.parameters.remote import RemoteTensor
+from graphaccel.runtime.parameters.sharded import ShardTensor
 from tests.gloo.test_numbers import Dropping, Loud
 from tests.gloo.test_semantics import furthest, gpt, pair, tokens
 from tests.support.captures import captures_of

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import graphaccel
-from graphaccel.runtime.sharded import ShardTensor
+from graphaccel.runtime.parameters.sharded import ShardTensor
 from tests.gloo.test_uneven import train
 from tests.support.gpt import GPT
 from tests.support.parity import least_peaks, stored, tensors_alive

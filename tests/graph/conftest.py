@@ -11,13 +11,13 @@ import pytest
 
 from graphaccel.capture.batch import as_call, flatten_call
 from graphaccel.capture.stepgraph import StepGraph, capture
-from graphaccel.compiler import Compiler
-from graphaccel.model import Model, as_batch
-from graphaccel.passes.localise import localised
-from graphaccel.planner.cluster import Cluster, Device, Link
-from graphaccel.planner.layouts import Layouts, rates_of
-from graphaccel.planner.profile import Profile
-from graphaccel.planner.record import Record
+from graphaccel.compiler.compiler import Compiler
+from graphaccel.compiler.model import Model, as_batch
+from graphaccel.passes.profile_graph import localised
+from graphaccel.planner.cluster.cluster import Cluster, Device, Link
+from graphaccel.planner.profile.layout_profiles import Layouts, rates_of
+from graphaccel.planner.profile.profile import Profile
+from graphaccel.planner.search.record import Record
 from graphaccel.report.facts import Facts, RankMemory, gather, points, run_spans
 from tests.support.captures import captured_once
 from tests.support.zoo import ALL, ZOO

@@ -18,7 +18,7 @@ from graphaccel.passes.cut_stages import cut_stages
 from graphaccel.passes.exact_microbatch import exact_microbatch
 from graphaccel.passes.outline_stages import outline_stages
 from graphaccel.passes.split_phases import split_phases
-from graphaccel.planner.plan import Plan
+from graphaccel.planner.plan.plan import Plan
 from tests.support.parity import build
 from tests.support.zoo import call, lift_loss_cast, loss_of
 

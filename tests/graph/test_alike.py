@@ -12,19 +12,19 @@ from torch import fx
 
 from graphaccel.capture.batch import flatten_call
 from graphaccel.capture.stepgraph import StepGraph, capture
-from graphaccel.ir.layers import KEPT, among
+from graphaccel.compiler.model import without_data
+from graphaccel.ir.replication.layers import KEPT, among
 from graphaccel.ir.text import graph_text
-from graphaccel.model import without_data
 from graphaccel.passes import shard_axes as module
 from graphaccel.passes.exact_microbatch import exact_microbatch
-from graphaccel.passes.localise import localised
+from graphaccel.passes.profile_graph import localised
 from graphaccel.passes.shard_axes import Alike, shard_axes
-from graphaccel.planner.alike import placed_alike
-from graphaccel.planner.bounds import over_parameters
-from graphaccel.planner.candidates import Layout
-from graphaccel.planner.placements import Placements, solve_placements
-from graphaccel.planner.plan import Plan
-from graphaccel.rules.shard import Shard
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.search.bounds import over_parameters
+from graphaccel.planner.search.candidates import Layout
+from graphaccel.sharding.rules.shard import Shard
+from graphaccel.sharding.solve.placements import Placements, solve_placements
+from graphaccel.sharding.solve.transfer_placements import placed_alike
 from tests.graph.test_repeat_layers import LAYERS, captured
 
 

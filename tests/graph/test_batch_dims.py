@@ -13,10 +13,10 @@ import graphaccel
 from graphaccel.capture import forward
 from graphaccel.capture.batch import flatten_call
 from graphaccel.capture.batch_dims import assignments, given_dims
-from graphaccel.compiler import Compiler
+from graphaccel.compiler.compiler import Compiler
+from graphaccel.compiler.model import as_batch, model_of
 from graphaccel.errors import GraphMisuse
-from graphaccel.model import as_batch, model_of
-from graphaccel.planner.catalogue import cluster
+from graphaccel.planner.cluster.catalogue import cluster
 from tests.support.small import Classifier, small_batch
 
 

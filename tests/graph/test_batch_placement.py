@@ -21,9 +21,9 @@ from graphaccel.capture.batch import flatten_call
 from graphaccel.capture.stepgraph import StepGraph, capture
 from graphaccel.compat.torch import FakeTensorMode
 from graphaccel.passes.exact_microbatch import batch_placement, split_limits
-from graphaccel.planner.limits import Limits
-from graphaccel.rules.propagate import PARTIAL, REPLICATED, BatchPlacement, place_batch
-from graphaccel.rules.shard import Shard
+from graphaccel.planner.plan.limits import Limits
+from graphaccel.sharding.rules.propagate import PARTIAL, REPLICATED, BatchPlacement, place_batch
+from graphaccel.sharding.rules.shard import Shard
 from tests.support.zoo import ZOO
 
 

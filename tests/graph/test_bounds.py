@@ -12,20 +12,20 @@ from hypothesis import strategies as st
 
 from graphaccel.capture.batch import flatten_call
 from graphaccel.capture.stepgraph import StepGraph, capture
-from graphaccel.model import without_data
-from graphaccel.planner.base_plan import base_plan
-from graphaccel.planner.bounds import Bounds, again_curve, columns, least_idle
-from graphaccel.planner.candidates import Layout, Shape, meshes_of
-from graphaccel.planner.catalogue import cluster
-from graphaccel.planner.least_moved import least_moved
-from graphaccel.planner.pins import Pins
-from graphaccel.planner.plan import Plan
-from graphaccel.planner.profile import Profile
-from graphaccel.planner.recompute import least_saved
-from graphaccel.planner.simulate import play
-from graphaccel.planner.solve import with_cuts_and_blocks
-from graphaccel.planner.solving import seconds
-from graphaccel.planner.wires import wires_of
+from graphaccel.compiler.model import without_data
+from graphaccel.planner.cluster.catalogue import cluster
+from graphaccel.planner.estimate.simulate import play
+from graphaccel.planner.plan.base_plan import base_plan
+from graphaccel.planner.plan.pins import Pins
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.profile.axis_collectives import wires_of
+from graphaccel.planner.profile.profile import Profile
+from graphaccel.planner.search.bounds import Bounds, again_curve, columns, least_idle
+from graphaccel.planner.search.branch_and_bound import seconds
+from graphaccel.planner.search.candidates import Layout, Shape, meshes_of
+from graphaccel.planner.search.data_axis_bounds import least_moved
+from graphaccel.planner.search.recompute import least_saved
+from graphaccel.planner.search.solve import with_cuts_and_blocks
 from tests.graph.test_footprint import problem_of
 from tests.support.gpt import GPT
 

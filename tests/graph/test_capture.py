@@ -16,9 +16,9 @@ import graphaccel
 from graphaccel.capture.batch import flatten_call
 from graphaccel.capture.stepgraph import StepGraph, capture
 from graphaccel.capture.symbols import BATCH, SEQUENCE, evaluate
-from graphaccel.compiler import Compiler
-from graphaccel.model import Model, as_batch
-from graphaccel.planner.catalogue import cluster
+from graphaccel.compiler.compiler import Compiler
+from graphaccel.compiler.model import Model, as_batch
+from graphaccel.planner.cluster.catalogue import cluster
 from tests.support.zoo import ZOO
 
 Captured = Callable[[str], StepGraph]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from graphaccel.capture.stepgraph import StepGraph, capture
-from graphaccel.model import as_batch
+from graphaccel.compiler.model import as_batch
 
 WIDTH, HEADS = 8, 2
 

@@ -13,11 +13,11 @@ from statistics import fmean
 import numpy as np
 import pytest
 
-from graphaccel.planner.base_plan import PRECISIONS
-from graphaccel.planner.catalogue import cluster
-from graphaccel.planner.cluster import Cluster, OpTime, StepTime
-from graphaccel.planner.found import Found, cluster_found
-from graphaccel.planner.plan import Precision
+from graphaccel.planner.cluster.catalogue import cluster
+from graphaccel.planner.cluster.cluster import Cluster, OpTime, StepTime
+from graphaccel.planner.cluster.detect import Found, cluster_found
+from graphaccel.planner.plan.base_plan import PRECISIONS
+from graphaccel.planner.plan.plan import Precision
 from graphaccel.report.certainty import (
     Calibration,
     calibration_of,
@@ -127,7 +127,7 @@ def test_reports_say_both(facts: Facts) -> None:
 def test_a_plan_that_does_not_fit_may_run_all_the_same(
     facts: Facts, made_up: Callable[..., Cluster], part: float, verdict: str
 ) -> None:
-    from graphaccel.planner.whatif import Answer
+    from graphaccel.planner.explain.what_if import Answer
 
     where = made_up(4)
     tensors = int(where.device.memory * part)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from graphaccel.capture.closures import copied, read_attribute
 from graphaccel.capture.runs import find_runs
-from graphaccel.model import without_data
+from graphaccel.compiler.model import without_data
 from tests.support.steps import WIDTH, assert_as_eager
 
 WIDE = 2 * WIDTH

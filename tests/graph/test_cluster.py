@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 import graphaccel
 from graphaccel.api import cluster_here
 from graphaccel.errors import UnknownDevice
-from graphaccel.planner.axis_rates import axis_rates
-from graphaccel.planner.catalogue import cluster, device_names
-from graphaccel.planner.cluster import (
+from graphaccel.planner.cluster.catalogue import cluster, device_names
+from graphaccel.planner.cluster.cluster import (
     COLLECTIVES,
     GIB,
     Cluster,
@@ -24,7 +23,7 @@ from graphaccel.planner.cluster import (
     Link,
     parse_bytes,
 )
-from graphaccel.planner.communication import (
+from graphaccel.planner.cluster.communication import (
     INTERFERENCE,
     all_gather_seconds,
     all_reduce_seconds,
@@ -33,8 +32,9 @@ from graphaccel.planner.communication import (
     reduce_scatter_seconds,
     send_seconds,
 )
-from graphaccel.planner.found import Found, cluster_found
-from graphaccel.planner.plan import Plan
+from graphaccel.planner.cluster.detect import Found, cluster_found
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.profile.axis_rates import axis_rates
 
 # Two nodes and more of four devices: 10 bytes/s at 1 s a hop inside, 2 bytes/s at 3 s outside.
 DEVICE = Device("toy", 1000, {"float32": 1.0}, 1.0, 0.5)

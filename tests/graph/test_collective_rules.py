@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, fx
 
 from graphaccel.kernels.experts import GRADIENT, PRODUCT
-from graphaccel.planner.cost import Sizes, node_work
-from graphaccel.rules.rows import rows_of
-from graphaccel.rules.shard import Shard
+from graphaccel.planner.profile.cost import Sizes, node_work
+from graphaccel.sharding.rules.shard import Shard
+from graphaccel.sharding.rules.strategies import rows_of
 
 _c10d = torch.ops._c10d_functional
 OTHERS, RANKS = 3, 2  # of the axis over which they move, and of the axis that is looked at

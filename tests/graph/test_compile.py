@@ -19,10 +19,10 @@ from graphaccel.compat.torch import BoxedCode, opaque_linear, written_arguments
 from graphaccel.errors import CompileFailed
 from graphaccel.ir.program import StageProgram
 from graphaccel.passes.pipeline import build
-from graphaccel.planner.plan import Plan
+from graphaccel.planner.plan.plan import Plan
 from graphaccel.runtime import inductor
 from graphaccel.runtime.inductor import StageCompiler
-from graphaccel.runtime.pieces import notes, pieces
+from graphaccel.runtime.inductor_partition import notes, pieces
 from tests.support.gpt import GPT
 from tests.support.small import Classifier, small_batch
 

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 import graphaccel
 from graphaccel.runtime import inductor
-from graphaccel.runtime.pieces import Piece, notes, pieces, signature
+from graphaccel.runtime.inductor_partition import Piece, notes, pieces, signature
 from tests.graph.test_compile import Run, plainly, stage_of
 from tests.support.gpt import GPT
 

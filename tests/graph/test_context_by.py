@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from graphaccel.compiler import Compiler
-from graphaccel.model import Model, as_batch
-from graphaccel.planner.catalogue import cluster
+from graphaccel.compiler.compiler import Compiler
+from graphaccel.compiler.model import Model, as_batch
+from graphaccel.planner.cluster.catalogue import cluster
 from tests.support.zoo import ALL
 
 HEADS = "each device has the whole sequence of some of the heads"

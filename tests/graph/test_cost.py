@@ -15,10 +15,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import BATCH
-from graphaccel.passes.fuse import fuse
+from graphaccel.passes.fusion.fuse import fuse
 from graphaccel.passes.lower_precision import lower_precision
-from graphaccel.planner.cluster import Device, OpTime
-from graphaccel.planner.cost import (
+from graphaccel.planner.cluster.cluster import Device, OpTime
+from graphaccel.planner.plan.plan import Plan, Precision
+from graphaccel.planner.profile.cost import (
     Sizes,
     dims_of,
     is_view,
@@ -29,9 +30,8 @@ from graphaccel.planner.cost import (
     node_work,
     step_flops,
 )
-from graphaccel.planner.efficiency import Work, seconds_of
-from graphaccel.planner.plan import Plan, Precision
-from graphaccel.planner.profile import Profile
+from graphaccel.planner.profile.efficiency import Work, seconds_of
+from graphaccel.planner.profile.profile import Profile
 from tests.support.zoo import ZOO, call, loss_of
 
 aten = torch.ops.aten

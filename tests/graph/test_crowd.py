@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphaccel.planner.crowd import shared_makespan
-from graphaccel.planner.simulate import play
+from graphaccel.planner.estimate.cpu_oversubscription import shared_makespan
+from graphaccel.planner.estimate.simulate import play
 
 Edge = tuple[int, int, str]
 

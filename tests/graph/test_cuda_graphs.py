@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import graphaccel
-from graphaccel import handle
+from graphaccel import optimized_model as handle
 from graphaccel.capture.batch import as_call, flatten_call
 from graphaccel.capture.stepgraph import capture
 from graphaccel.errors import CaptureFailed
@@ -22,9 +22,9 @@ from graphaccel.kernels.host_copy import TO_HOST
 from graphaccel.kernels.register import op_of
 from graphaccel.kernels.registry import fusion_named
 from graphaccel.passes.pipeline import build
-from graphaccel.passes.random_parts import DROPOUT_PART
-from graphaccel.planner.plan import Plan
+from graphaccel.planner.plan.plan import Plan
 from graphaccel.runtime.cuda_graphs import MOST, WARM, StepGraphs, declined
+from graphaccel.sharding.apply.random_parts import DROPOUT_PART
 from tests.support.gpt import GPT
 from tests.support.recorder import PoolRecorder
 from tests.support.small import Classifier, small_batch

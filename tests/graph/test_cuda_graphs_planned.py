@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from graphaccel.capture.stepgraph import StepGraph
-from graphaccel.compiler import schedule_of
+from graphaccel.compiler.compiler import schedule_of
 from graphaccel.ir.values import returned
 from graphaccel.passes.pipeline import build
-from graphaccel.planner.catalogue import cluster
-from graphaccel.planner.estimate import predict
-from graphaccel.planner.plan import Plan
-from graphaccel.planner.profile import Profile
+from graphaccel.planner.cluster.catalogue import cluster
+from graphaccel.planner.estimate.estimate import predict
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.profile.profile import Profile
 from graphaccel.runtime.cuda_graphs import fixed_bytes
 
 Captured = Callable[[str], StepGraph]

@@ -16,13 +16,13 @@ from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import BATCH, SEQUENCE, evaluate, take_sizes
 from graphaccel.compat.torch import pytree
 from graphaccel.ir.fakes import Fakes
-from graphaccel.passes.drafts import Drafts
 from graphaccel.passes.exact_microbatch import exact_microbatch
-from graphaccel.passes.localise import localised
 from graphaccel.passes.lower_precision import lower_precision
+from graphaccel.passes.profile_graph import localised
 from graphaccel.passes.shard_axes import shard_axes
-from graphaccel.planner.base_plan import PRECISIONS
-from graphaccel.planner.plan import Plan
+from graphaccel.planner.plan.base_plan import PRECISIONS
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.sharding.apply.sharding_cache import Drafts
 
 Captured = Callable[[str], StepGraph]
 aten = torch.ops.aten

@@ -6,12 +6,18 @@ from dataclasses import replace
 
 import pytest
 
-from graphaccel.planner.base_plan import PRECISIONS
-from graphaccel.planner.catalogue import cluster
-from graphaccel.planner.cluster import Device
-from graphaccel.planner.efficiency import Work, computing, efficiency, gap_seconds, seconds_of
-from graphaccel.planner.plan import Plan
-from graphaccel.planner.works import flight, held_together
+from graphaccel.planner.cluster.catalogue import cluster
+from graphaccel.planner.cluster.cluster import Device
+from graphaccel.planner.estimate.stage_costs import flight, held_together
+from graphaccel.planner.plan.base_plan import PRECISIONS
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.profile.efficiency import (
+    Work,
+    computing,
+    efficiency,
+    gap_seconds,
+    seconds_of,
+)
 
 A100 = replace(cluster("a100-80gb", 1).device, product=0.77)  # a kernel alone on the device
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphaccel.planner import eliminate
-from graphaccel.planner.eliminate import Table, cheapest_assignment
+from graphaccel.sharding.solve import variable_elimination as eliminate
+from graphaccel.sharding.solve.variable_elimination import Table, cheapest_assignment
 
 
 @st.composite

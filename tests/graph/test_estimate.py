@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.passes.lower_precision import lower_precision
-from graphaccel.planner.base_plan import PRECISIONS
-from graphaccel.planner.buckets import bucket_limit
-from graphaccel.planner.cluster import Cluster, OpTime
-from graphaccel.planner.communication import all_reduce_seconds, send_seconds
-from graphaccel.planner.estimate import predict, predict_seconds
-from graphaccel.planner.footprint import gathered_sizes, predict_memory
-from graphaccel.planner.over_data import reduce_counts
-from graphaccel.planner.plan import Plan
-from graphaccel.planner.profile import Profile
-from graphaccel.planner.stage_messages import device_number, message_bytes
-from graphaccel.planner.works import flight, held_together, sized_for, stage_works
+from graphaccel.planner.cluster.cluster import Cluster, OpTime
+from graphaccel.planner.cluster.communication import all_reduce_seconds, send_seconds
+from graphaccel.planner.estimate.data_axis import reduce_counts
+from graphaccel.planner.estimate.estimate import predict, predict_seconds
+from graphaccel.planner.estimate.estimated_memory import gathered_sizes, predict_memory
+from graphaccel.planner.estimate.gradient_buckets import bucket_limit
+from graphaccel.planner.estimate.stage_costs import flight, held_together, sized_for, stage_works
+from graphaccel.planner.estimate.stage_messages import device_number, message_bytes
+from graphaccel.planner.plan.base_plan import PRECISIONS
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.profile.profile import Profile
 from graphaccel.schedule.table import build
 from graphaccel.schedule.validate import in_flight, occupancy
 

@@ -12,13 +12,13 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from graphaccel.capture.stepgraph import capture
+from graphaccel.compiler.model import as_batch
 from graphaccel.kernels.expert_rows import EXCHANGE
 from graphaccel.kernels.experts import GRADIENT, PRODUCT
-from graphaccel.model import as_batch
-from graphaccel.passes.shard_axis import shard_axis
-from graphaccel.planner.cost import node_flops
-from graphaccel.planner.placements import solve_placements
-from graphaccel.rules.collectives import is_message
+from graphaccel.planner.profile.cost import node_flops
+from graphaccel.sharding.apply.shard_axis import shard_axis
+from graphaccel.sharding.rules.collectives import is_message
+from graphaccel.sharding.solve.placements import solve_placements
 from tests.graph import test_shard_axis
 from tests.graph.test_shard_axis import RATES, captured, check
 from tests.support.zoo import ALL

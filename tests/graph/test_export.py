@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from graphaccel.errors import CannotExport
-from graphaccel.planner.base_plan import PRECISIONS
-from graphaccel.planner.catalogue import cluster
-from graphaccel.planner.pins import NAMES
-from graphaccel.planner.plan import Plan, Precision, Selective
+from graphaccel.planner.cluster.catalogue import cluster
+from graphaccel.planner.plan.base_plan import PRECISIONS
+from graphaccel.planner.plan.pins import NAMES
+from graphaccel.planner.plan.plan import Plan, Precision, Selective
 from graphaccel.report.export import TARGETS, export, refusals
 from graphaccel.report.facts import Facts, ModelFacts, StageFacts
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from graphaccel.capture.batch import flatten_call
-from graphaccel.captures import Captures
-from graphaccel.model import model_of
+from graphaccel.compiler.captures import Captures
+from graphaccel.compiler.model import model_of
 
 
 class Block(nn.Module):

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from graphaccel.capture.stepgraph import StepGraph
-from graphaccel.passes import offload_activations, replicated
+from graphaccel.passes import offload_activations
 from graphaccel.passes.pipeline import build
-from graphaccel.planner.catalogue import cluster
-from graphaccel.planner.plan import Plan
-from graphaccel.planner.profile import Profile
-from graphaccel.planner.stages import candidate_cuts
+from graphaccel.passes.replication import replicated
+from graphaccel.planner.cluster.catalogue import cluster
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.profile.profile import Profile
+from graphaccel.planner.profile.stages import candidate_cuts
 from tests.graph.test_repeat_layers import assert_same, captured, whole
 
 LAYERS = 20

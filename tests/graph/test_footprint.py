@@ -14,23 +14,23 @@ from torch import nn
 
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import BATCH
-from graphaccel.compiler import Compiler
+from graphaccel.compiler.compiler import Compiler
+from graphaccel.compiler.model import Model, as_batch
 from graphaccel.ir.program import StepProgram
-from graphaccel.model import Model, as_batch
-from graphaccel.passes.localise import localised
-from graphaccel.planner.base_plan import base_plan
-from graphaccel.planner.catalogue import cluster as named_cluster
-from graphaccel.planner.cluster import Cluster, Host
-from graphaccel.planner.communication import all_reduce_seconds
-from graphaccel.planner.cost import Sizes, dims_of
-from graphaccel.planner.layouts import Layouts, Localise, rates_of
-from graphaccel.planner.limits import Limits
-from graphaccel.planner.pins import Pins
-from graphaccel.planner.plan import Plan
-from graphaccel.planner.profile import Profile
-from graphaccel.planner.solve import Problem, with_cuts_and_blocks
-from graphaccel.planner.wires import wires_of
-from graphaccel.planner.works import stage_works
+from graphaccel.passes.profile_graph import localised
+from graphaccel.planner.cluster.catalogue import cluster as named_cluster
+from graphaccel.planner.cluster.cluster import Cluster, Host
+from graphaccel.planner.cluster.communication import all_reduce_seconds
+from graphaccel.planner.estimate.stage_costs import stage_works
+from graphaccel.planner.plan.base_plan import base_plan
+from graphaccel.planner.plan.limits import Limits
+from graphaccel.planner.plan.pins import Pins
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.profile.axis_collectives import wires_of
+from graphaccel.planner.profile.cost import Sizes, dims_of
+from graphaccel.planner.profile.layout_profiles import Layouts, Localise, rates_of
+from graphaccel.planner.profile.profile import Profile
+from graphaccel.planner.search.solve import Problem, with_cuts_and_blocks
 from tests.support.zoo import ALL
 
 Captured = Callable[[str], StepGraph]

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from graphaccel.compiler import Compiler
+from graphaccel.compiler.compiler import Compiler
+from graphaccel.compiler.model import Model, as_batch
 from graphaccel.errors import BadPin
-from graphaccel.model import Model, as_batch
 from graphaccel.passes.pipeline import prepared
-from graphaccel.planner.catalogue import cluster
-from graphaccel.planner.given import check_fusions, check_given, misread, pins_of
-from graphaccel.planner.plan import Plan
+from graphaccel.planner.cluster.catalogue import cluster
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.search.validate_plan import check_fusions, check_given, misread, pins_of
 from tests.support.zoo import ALL
 
 PINS: dict[str, tuple[str, dict[str, Any]]] = {

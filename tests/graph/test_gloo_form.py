@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphaccel.planner.rows import rows_of
+from graphaccel.planner.memory.graph_columns import rows_of
 from graphaccel.runtime.gloo import for_gloo
 
 c10d = torch.ops._c10d_functional

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 import graphaccel
 from graphaccel.capture.batch import flatten_call
-from graphaccel.captures import Captures
-from graphaccel.model import model_of
+from graphaccel.compiler.captures import Captures
+from graphaccel.compiler.model import model_of
 
 SCALE = 1.0
 TABLE = {"scale": [1.0, 2.0]}

@@ -13,18 +13,18 @@ import torch
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.errors import BadPin, ConflictingPins, GraphAccelError
 from graphaccel.passes.pipeline import build
-from graphaccel.planner.candidates import shard_sizes
-from graphaccel.planner.catalogue import cluster
-from graphaccel.planner.communication import all_gather_seconds, all_reduce_seconds
-from graphaccel.planner.conflicts import agreeing_pins
-from graphaccel.planner.given import check_given
-from graphaccel.planner.limits import Limits
-from graphaccel.planner.module_pins import shard
-from graphaccel.planner.plan import Plan
-from graphaccel.planner.profile import Profile
-from graphaccel.planner.read_pins import read_pins
-from graphaccel.planner.traffic import traffic
-from graphaccel.planner.zero import owned_shards
+from graphaccel.planner.cluster.catalogue import cluster
+from graphaccel.planner.cluster.communication import all_gather_seconds, all_reduce_seconds
+from graphaccel.planner.estimate.traffic import traffic
+from graphaccel.planner.plan.conflicts import agreeing_pins
+from graphaccel.planner.plan.limits import Limits
+from graphaccel.planner.plan.module_pins import shard
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.plan.read_pins import read_pins
+from graphaccel.planner.plan.zero import owned_shards
+from graphaccel.planner.profile.profile import Profile
+from graphaccel.planner.search.candidates import shard_sizes
+from graphaccel.planner.search.validate_plan import check_given
 from graphaccel.runtime.mesh import Mesh
 
 c10d = torch.ops._c10d_functional

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphaccel.ir.program import Sharded
-from graphaccel.planner.order import AXES, coordinates
-from graphaccel.runtime.layout import Layout
+from graphaccel.planner.plan.axis_order import AXES, coordinates
 from graphaccel.runtime.mesh import Mesh
+from graphaccel.runtime.parameters.layout import Layout
 
 SIZES = {"pipeline": 1, "data": 2, "expert": 1, "context": 1, "tensor": 3}
 

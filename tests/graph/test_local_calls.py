@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, fx
 
 from graphaccel.ir.values import tensors_of
-from graphaccel.passes.shard_axis import _local_sizes
-from graphaccel.rules.notation import output_shapes, shape_of, tensor_arguments
-from graphaccel.rules.propagate import PARTIAL
-from graphaccel.rules.prove import call_node
-from graphaccel.rules.rows import rows_of
-from graphaccel.rules.shard import Row, Shard
+from graphaccel.sharding.apply.shard_axis import _local_sizes
+from graphaccel.sharding.rules.notation import output_shapes, shape_of, tensor_arguments
+from graphaccel.sharding.rules.propagate import PARTIAL
+from graphaccel.sharding.rules.prove import call_node
+from graphaccel.sharding.rules.shard import Row, Shard
+from graphaccel.sharding.rules.strategies import rows_of
 from tests.support.calls import Draw
 from tests.support.ops import CASES
 

@@ -13,22 +13,22 @@ import transformers
 
 import graphaccel
 from graphaccel.capture.stepgraph import StepGraph
-from graphaccel.compiler import Compiler
+from graphaccel.compiler.compiler import Compiler
+from graphaccel.compiler.model import Model, as_batch
 from graphaccel.errors import BadPin
-from graphaccel.model import Model, as_batch
-from graphaccel.passes.fuse import fuse
+from graphaccel.passes.fusion.fuse import fuse
 from graphaccel.passes.pipeline import build
-from graphaccel.planner.bounds import Bounds, columns
-from graphaccel.planner.candidates import shapes
-from graphaccel.planner.catalogue import cluster
-from graphaccel.planner.cluster import Cluster
-from graphaccel.planner.layouts import Layouts
-from graphaccel.planner.limits import Limits
-from graphaccel.planner.pins import Pins
-from graphaccel.planner.plan import Plan
-from graphaccel.planner.profile import Profile
-from graphaccel.planner.solve import Problem, with_cuts_and_blocks
-from graphaccel.planner.solving import seconds
+from graphaccel.planner.cluster.catalogue import cluster
+from graphaccel.planner.cluster.cluster import Cluster
+from graphaccel.planner.plan.limits import Limits
+from graphaccel.planner.plan.pins import Pins
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.profile.layout_profiles import Layouts
+from graphaccel.planner.profile.profile import Profile
+from graphaccel.planner.search.bounds import Bounds, columns
+from graphaccel.planner.search.branch_and_bound import seconds
+from graphaccel.planner.search.candidates import shapes
+from graphaccel.planner.search.solve import Problem, with_cuts_and_blocks
 from tests.support.zoo import ZOO, call, double, loss_of
 
 MadeUp = Callable[..., Cluster]

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphaccel.planner.impossible import indivisible
-from graphaccel.planner.pins import divisors
+from graphaccel.planner.plan.pins import divisors
+from graphaccel.planner.search.impossible import indivisible
 
 
 @given(st.integers(1, 3000))

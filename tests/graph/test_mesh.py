@@ -17,15 +17,15 @@ from torch import fx
 
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.errors import BadPin
-from graphaccel.passes.localise import localised
-from graphaccel.planner.cluster import Cluster
-from graphaccel.planner.layouts import Layouts, LocalGraph, rates_of
-from graphaccel.planner.limits import Limits
-from graphaccel.planner.order import AXES, coordinates, number_of, stride
-from graphaccel.planner.plan import Plan
-from graphaccel.planner.profile import Profile
-from graphaccel.planner.read_pins import read_pins
-from graphaccel.planner.search import search
+from graphaccel.passes.profile_graph import localised
+from graphaccel.planner.cluster.cluster import Cluster
+from graphaccel.planner.plan.axis_order import AXES, coordinates, number_of, stride
+from graphaccel.planner.plan.limits import Limits
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.plan.read_pins import read_pins
+from graphaccel.planner.profile.layout_profiles import Layouts, LocalGraph, rates_of
+from graphaccel.planner.profile.profile import Profile
+from graphaccel.planner.search.search import search
 from graphaccel.runtime.bind import bind
 from graphaccel.runtime.mesh import Mesh, axes_of
 

@@ -13,18 +13,18 @@ import pytest
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.errors import BadPin
 from graphaccel.ir.program import Sharded
-from graphaccel.passes.localise import localised
+from graphaccel.passes.profile_graph import localised
 from graphaccel.passes.shard_axes import shard_axes
-from graphaccel.planner.cluster import Cluster
-from graphaccel.planner.layouts import rates_of
-from graphaccel.planner.limits import Limits
-from graphaccel.planner.module_pins import is_inside, replicate, shard, vocabulary
-from graphaccel.planner.plan import Plan
-from graphaccel.planner.profile import Profile
-from graphaccel.planner.read_pins import read_pins
-from graphaccel.planner.search import search
-from graphaccel.planner.stages import stage_positions
-from graphaccel.planner.zero import owned_shards
+from graphaccel.planner.cluster.cluster import Cluster
+from graphaccel.planner.plan.limits import Limits
+from graphaccel.planner.plan.module_pins import is_inside, replicate, shard, vocabulary
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.plan.read_pins import read_pins
+from graphaccel.planner.plan.zero import owned_shards
+from graphaccel.planner.profile.layout_profiles import rates_of
+from graphaccel.planner.profile.profile import Profile
+from graphaccel.planner.profile.stages import stage_positions
+from graphaccel.planner.search.search import search
 
 Captured = Callable[[str], StepGraph]
 MadeUp = Callable[..., Cluster]

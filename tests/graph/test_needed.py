@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphaccel.planner.needed import Rank
-from graphaccel.planner.recompute import BlockOption, Knapsack
+from graphaccel.planner.search.minimal_recompute import Rank
+from graphaccel.planner.search.recompute import BlockOption, Knapsack
 
 _ROUNDS = 8
 _EACH = 100  # bytes that a block saves of a microbatch, in its last way

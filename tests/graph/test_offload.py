@@ -15,17 +15,17 @@ from torch import nn
 from graphaccel import errors
 from graphaccel.capture.batch import flatten_call
 from graphaccel.capture.stepgraph import StepGraph, capture
-from graphaccel.compiler import Compiler
-from graphaccel.model import Model, as_batch
-from graphaccel.planner.cluster import Cluster, Host, parse_bytes
-from graphaccel.planner.estimate import predict
-from graphaccel.planner.offload import host_step_seconds, read_offload
-from graphaccel.planner.plan import Plan
-from graphaccel.planner.profile import Profile
-from graphaccel.planner.record import Record
-from graphaccel.planner.search import search
-from graphaccel.planner.solving import solve_all
-from graphaccel.planner.whatif import explain, why_not
+from graphaccel.compiler.compiler import Compiler
+from graphaccel.compiler.model import Model, as_batch
+from graphaccel.planner.cluster.cluster import Cluster, Host, parse_bytes
+from graphaccel.planner.estimate.estimate import predict
+from graphaccel.planner.explain.what_if import explain, why_not
+from graphaccel.planner.plan.offload import host_step_seconds, read_offload
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.profile.profile import Profile
+from graphaccel.planner.search.branch_and_bound import solve_all
+from graphaccel.planner.search.record import Record
+from graphaccel.planner.search.search import search
 from graphaccel.report.compare import comparison
 from graphaccel.report.text import plan_report
 from tests.support.zoo import ZOO
@@ -162,7 +162,7 @@ PLANS = (
 
 @pytest.mark.parametrize("pins", PLANS, ids=str)
 def test_seconds_and_bytes(captured: Captured, made_up: MadeUp, pins: dict[str, Any]) -> None:
-    """Each against the same plan without offload, by the formulas of `planner.offload`."""
+    """Each against the same plan without offload, by the formulas of `planner.plan.offload`."""
     step, where = captured("gpt"), _where(made_up, 2)
     profile = Profile(step)
     without = _find(step, where, recompute="none", offload="none", **pins)

@@ -14,24 +14,24 @@ from torch import nn
 from graphaccel import errors
 from graphaccel.capture.batch import flatten_call
 from graphaccel.capture.stepgraph import StepGraph, capture
-from graphaccel.compiler import Compiler
-from graphaccel.model import Model, as_batch
-from graphaccel.planner.base_plan import base_plan
-from graphaccel.planner.bounds import Bounds, columns
-from graphaccel.planner.candidates import Layout, Shape, meshes_of, plain
-from graphaccel.planner.cluster import Cluster, Host
-from graphaccel.planner.estimate import predict
-from graphaccel.planner.offload import LEAVING, STAYING, read_offload
-from graphaccel.planner.pins import OFFLOADS, Pins
-from graphaccel.planner.plan import Plan
-from graphaccel.planner.profile import Profile
-from graphaccel.planner.record import Record
-from graphaccel.planner.search import search
-from graphaccel.planner.solve import excess, with_cuts_and_blocks
-from graphaccel.planner.solving import solve_all
-from graphaccel.planner.uploads import uploaded
-from graphaccel.planner.whatif import why_not
-from graphaccel.planner.works import sized_for, stage_works
+from graphaccel.compiler.compiler import Compiler
+from graphaccel.compiler.model import Model, as_batch
+from graphaccel.planner.cluster.cluster import Cluster, Host
+from graphaccel.planner.estimate.estimate import predict
+from graphaccel.planner.estimate.parameter_prefetch import uploaded
+from graphaccel.planner.estimate.stage_costs import sized_for, stage_works
+from graphaccel.planner.explain.what_if import why_not
+from graphaccel.planner.plan.base_plan import base_plan
+from graphaccel.planner.plan.offload import LEAVING, STAYING, read_offload
+from graphaccel.planner.plan.pins import OFFLOADS, Pins
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.profile.profile import Profile
+from graphaccel.planner.search.bounds import Bounds, columns
+from graphaccel.planner.search.branch_and_bound import solve_all
+from graphaccel.planner.search.candidates import Layout, Shape, meshes_of, plain
+from graphaccel.planner.search.record import Record
+from graphaccel.planner.search.search import search
+from graphaccel.planner.search.solve import excess, with_cuts_and_blocks
 from graphaccel.report.text import plan_report
 from tests.graph.test_footprint import problem_of
 from tests.support.zoo import ZOO
@@ -229,7 +229,7 @@ def test_nothing_that_is_best_is_ruled_out(
 ) -> None:
     """The search finds what trying everything finds, where there is room and where there is little;
     over data in shards, of which none is gathered for longer than a block. It may find more: cuts
-    and blocks of small problems are tried whole (`planner.whole`)."""
+    and blocks of small problems are tried whole (`planner.search.exhaustive`)."""
     step = captured("gpt")
     for kib in (16 * 1024, 540):
         where, record = _where(made_up, 2, kib), Record()

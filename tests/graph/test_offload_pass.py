@@ -18,8 +18,8 @@ from graphaccel.passes.exact_microbatch import exact_microbatch
 from graphaccel.passes.offload_activations import offload_activations
 from graphaccel.passes.outline_stages import outline_stages
 from graphaccel.passes.split_phases import split_phases
-from graphaccel.planner.liveness import Liveness
-from graphaccel.planner.plan import Plan
+from graphaccel.planner.memory.liveness import Liveness
+from graphaccel.planner.plan.plan import Plan
 
 Golden = Callable[[str, str], None]
 ROWS, LENGTH = 64, 512

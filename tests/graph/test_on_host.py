@@ -12,14 +12,14 @@ from torch import nn
 
 from graphaccel.capture.batch import flatten_call
 from graphaccel.capture.stepgraph import StepGraph, capture
-from graphaccel.planner.cluster import Cluster, Host
-from graphaccel.planner.offering import offered
-from graphaccel.planner.on_host import solve_as_needed
-from graphaccel.planner.plan import Plan
-from graphaccel.planner.record import Record
-from graphaccel.planner.search import search
-from graphaccel.planner.solving import solve_all
-from graphaccel.planner.whatif import explain, why_not
+from graphaccel.planner.cluster.cluster import Cluster, Host
+from graphaccel.planner.explain.what_if import explain, why_not
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.search.branch_and_bound import solve_all
+from graphaccel.planner.search.capabilities import offered
+from graphaccel.planner.search.offload_search import solve_as_needed
+from graphaccel.planner.search.record import Record
+from graphaccel.planner.search.search import search
 
 MadeUp = Callable[..., Cluster]
 GIB = 2**30

@@ -18,27 +18,27 @@ from torch.nn import functional as F
 from graphaccel import errors
 from graphaccel.capture.batch import flatten_call
 from graphaccel.capture.stepgraph import StepGraph, capture
-from graphaccel.passes.localise import localised
-from graphaccel.planner.bounds import Bounds, columns
-from graphaccel.planner.candidates import Shape
-from graphaccel.planner.cluster import Cluster, Device, Link
-from graphaccel.planner.layouts import Layouts, rates_of
-from graphaccel.planner.limits import Limits
-from graphaccel.planner.one_pass import weighed
-from graphaccel.planner.order import AXES
-from graphaccel.planner.pins import Pins
-from graphaccel.planner.plan import Plan
-from graphaccel.planner.profile import Profile
-from graphaccel.planner.search import search
-from graphaccel.planner.solve import Problem, _cuts
-from graphaccel.planner.stepping import NOTHING, Stepping
+from graphaccel.passes.profile_graph import localised
+from graphaccel.planner.cluster.cluster import Cluster, Device, Link
+from graphaccel.planner.estimate.optimizer_memory import NOTHING, Stepping
+from graphaccel.planner.plan.axis_order import AXES
+from graphaccel.planner.plan.limits import Limits
+from graphaccel.planner.plan.pins import Pins
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.profile.layout_profiles import Layouts, rates_of
+from graphaccel.planner.profile.profile import Profile
+from graphaccel.planner.search.bounds import Bounds, columns
+from graphaccel.planner.search.candidates import Shape
+from graphaccel.planner.search.search import search
+from graphaccel.planner.search.search_state import weighed
+from graphaccel.planner.search.solve import Problem, _cuts
 from tests.support.captures import captured_once
 from tests.support.every_plan import Found, best_within, every_cut, every_plan, how_many
 from tests.support.gpt import GPT
 
 BATCH, TOKENS = 8, 8
 BLOCKS = 1.05
-"""Blocks are chosen by what each saves alone (`planner.recompute`): 1.023 was seen."""
+"""Blocks are chosen by what each saves alone (`planner.search.recompute`): 1.023 was seen."""
 LIMIT = 1200  # plans of a problem: more are narrowed down by further pins
 REFUSALS = (errors.BadPin, errors.BatchNotDivisible, errors.ConflictingPins, errors.TooManyStages)
 
@@ -172,7 +172,7 @@ def planned(drawn: Mapping[str, Any], pins: Mapping[str, Any], memory: int) -> P
     """The search's plan; None where it says that none fits, without looking for ways out."""
     problem = problem_of(drawn, memory)
     nothing = errors.InfeasiblePlan(devices=0, memory=0, peak=0, stage=0, closest="", breakdown={})
-    with patch("graphaccel.planner.search.infeasible", return_value=nothing):
+    with patch("graphaccel.planner.search.search.infeasible", return_value=nothing):
         try:
             return search(
                 problem.profile.step, problem.cluster, pins=pins, batch=drawn["batch"],
@@ -280,7 +280,7 @@ def test_a_search_of_a_larger_problem_is_near_it(seed: int) -> None:
     pins = narrowed(roomy, dict(drawn["pins"]), batch)
     known: dict[Plan, Found] = {}
     found = every_plan(roomy, pins, batch, even_cuts(roomy), known)
-    with patch("graphaccel.planner.whole._CUTS", -1):
+    with patch("graphaccel.planner.search.exhaustive._CUTS", -1):
         for memory in levels(found, drawn):
             own = every_plan(problem_of(drawn, memory), pins, batch, even_cuts(roomy), known)
             plan, best = planned(drawn, pins, memory), best_within(own, memory)

@@ -13,26 +13,26 @@ import pytest
 
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.errors import BadPin, ConflictingPins
-from graphaccel.planner.catalogue import cluster
-from graphaccel.planner.cluster import Cluster
-from graphaccel.planner.communication import (
+from graphaccel.planner.cluster.catalogue import cluster
+from graphaccel.planner.cluster.cluster import Cluster
+from graphaccel.planner.cluster.communication import (
     all_gather_seconds,
     all_reduce_seconds,
     link_between,
     send_seconds,
 )
-from graphaccel.planner.conflicts import agreeing_pins
-from graphaccel.planner.estimate import predict, timeline
-from graphaccel.planner.given import check_given, misread
-from graphaccel.planner.limits import Limits
-from graphaccel.planner.order import AXES, members
-from graphaccel.planner.ordering import DATA_OUTSIDE, orders
-from graphaccel.planner.plan import Plan
-from graphaccel.planner.profile import Profile
-from graphaccel.planner.read_pins import read_pins
-from graphaccel.planner.stage_messages import device_number, scatters
-from graphaccel.planner.traffic import traffic
-from graphaccel.planner.wires import wires_of
+from graphaccel.planner.estimate.estimate import predict, timeline
+from graphaccel.planner.estimate.stage_messages import device_number, scatters
+from graphaccel.planner.estimate.traffic import traffic
+from graphaccel.planner.plan.axis_order import AXES, members
+from graphaccel.planner.plan.axis_orders import DATA_OUTSIDE, orders
+from graphaccel.planner.plan.conflicts import agreeing_pins
+from graphaccel.planner.plan.limits import Limits
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.plan.read_pins import read_pins
+from graphaccel.planner.profile.axis_collectives import wires_of
+from graphaccel.planner.profile.profile import Profile
+from graphaccel.planner.search.validate_plan import check_given, misread
 from graphaccel.report.compare import comparison
 
 MadeUp = Callable[..., Cluster]

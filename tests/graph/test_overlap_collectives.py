@@ -8,8 +8,8 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from graphaccel.passes.overlap_collectives import overlap_collectives
-from graphaccel.passes.shard_axis import shard_axis
-from graphaccel.planner.placements import solve_placements
+from graphaccel.sharding.apply.shard_axis import shard_axis
+from graphaccel.sharding.solve.placements import solve_placements
 from tests.graph.test_shard_axis import RATES, captured, check
 
 _C10D = torch.ops._c10d_functional

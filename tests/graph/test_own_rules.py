@@ -11,9 +11,9 @@ from torch import Tensor
 
 import graphaccel
 from graphaccel.errors import RuleWrong
-from graphaccel.rules.notation import Notation
-from graphaccel.rules.prove import call_node
-from graphaccel.rules.table import rule_of
+from graphaccel.sharding.rules.notation import Notation
+from graphaccel.sharding.rules.prove import call_node
+from graphaccel.sharding.rules.table import rule_of
 
 
 @pytest.fixture(scope="module")

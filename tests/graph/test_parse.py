@@ -14,7 +14,7 @@ from graphaccel.ir.parse import parse_graph
 from graphaccel.ir.text import graph_text
 from graphaccel.kernels import expert_rows, experts, host_copy  # noqa: F401  # they define ops
 from graphaccel.passes.pipeline import build
-from graphaccel.planner.plan import Plan
+from graphaccel.planner.plan.plan import Plan
 from tests.support.zoo import ALL
 
 GOLDEN = Path(__file__).parent.parent / "golden"

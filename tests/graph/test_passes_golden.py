@@ -20,7 +20,7 @@ from graphaccel.passes.outline_stages import outline_stages
 from graphaccel.passes.recompute import recompute
 from graphaccel.passes.split_phases import split_phases
 from graphaccel.passes.split_weights import split_weights
-from graphaccel.planner.plan import Plan, Precision
+from graphaccel.planner.plan.plan import Plan, Precision
 
 Golden = Callable[[str, str], None]
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from graphaccel.capture.batch import Batch
-from graphaccel.compiler import Compiler
+from graphaccel.compiler.compiler import Compiler
+from graphaccel.compiler.model import Model, as_batch
 from graphaccel.errors import InfeasiblePlan
-from graphaccel.model import Model, as_batch
-from graphaccel.planner.cluster import Cluster
-from graphaccel.planner.phases import STEP
-from graphaccel.planner.plan import Phases, Plan
-from graphaccel.planner.stepping import NOTHING, Stepping
+from graphaccel.planner.cluster.cluster import Cluster
+from graphaccel.planner.estimate.optimizer_memory import NOTHING, Stepping
+from graphaccel.planner.memory.phases import STEP
+from graphaccel.planner.plan.plan import Phases, Plan
 from graphaccel.report.phases import misfits
 from graphaccel.report.text import plan_report
 from tests.support.gpt import GPT

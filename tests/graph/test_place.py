@@ -15,9 +15,9 @@ from graphaccel.api import _moved
 from graphaccel.capture.batch import Batch
 from graphaccel.capture.stepgraph import capture
 from graphaccel.compat.torch import TorchDispatchMode, pytree
+from graphaccel.compiler.model import as_batch
 from graphaccel.ir.place import place
 from graphaccel.kernels import attention_cuda as gpu
-from graphaccel.model import as_batch
 
 aten = torch.ops.aten
 _CPU = aten._scaled_dot_product_flash_attention_for_cpu

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from graphaccel.capture.batch import Batch, flatten_call
-from graphaccel.captures import Captures
+from graphaccel.compiler.captures import Captures
+from graphaccel.compiler.model import model_of
 from graphaccel.errors import GraphMisuse
-from graphaccel.model import model_of
 
 
 class Flags(nn.Module):

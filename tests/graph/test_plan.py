@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphaccel.ir.program import Sharded
-from graphaccel.planner.pins import RESHARDS
-from graphaccel.planner.plan import Alternative, Plan, Precision, Prediction, StageMemory
+from graphaccel.planner.plan.pins import RESHARDS
+from graphaccel.planner.plan.plan import Alternative, Plan, Precision, Prediction, StageMemory
 
 names = st.text(max_size=20)
 counts = st.integers(1, 1 << 40)

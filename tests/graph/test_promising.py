@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphaccel.planner.candidates import Layout, Shape
-from graphaccel.planner.promising import Promising
+from graphaccel.planner.search.candidate_queue import Promising
+from graphaccel.planner.search.candidates import Layout, Shape
 
 SECONDS = st.sampled_from([1.0, 2.0, 2.5, 7.0, math.inf, math.nan])  # nan: not looked at
 ROWS = st.lists(st.lists(SECONDS, max_size=5), min_size=1, max_size=4)

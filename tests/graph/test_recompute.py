@@ -16,10 +16,10 @@ from torch import fx, nn
 from graphaccel.capture.batch import flatten_call
 from graphaccel.capture.stepgraph import StepGraph, capture
 from graphaccel.passes.pipeline import build
-from graphaccel.planner.cluster import Cluster
-from graphaccel.planner.plan import Plan
-from graphaccel.planner.profile import Profile
-from graphaccel.planner.recompute import Knapsack, block_options, every_second
+from graphaccel.planner.cluster.cluster import Cluster
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.profile.profile import Profile
+from graphaccel.planner.search.recompute import Knapsack, block_options, every_second
 
 Captured = Callable[[str], StepGraph]
 MadeUp = Callable[..., Cluster]
@@ -46,7 +46,7 @@ def test_the_cheapest_blocks_that_save_enough(
 @settings(deadline=None)
 def test_a_table_where_choices_are_many(blocks: list[list[tuple[int, int]]], needed: int) -> None:
     best, most = cheapest_of_all(blocks, needed), max((p for b in blocks for _, p in b), default=0)
-    with patch("graphaccel.planner.recompute._ALL", 0):
+    with patch("graphaccel.planner.search.recompute._ALL", 0):
         chosen = Knapsack(blocks).cheapest(needed)
     assert (chosen is None) == (best is None)
     if chosen is not None:
@@ -77,7 +77,7 @@ def test_many_blocks_that_are_alike(
     blocks = [*others[:1], *[items] * count, *others[1:]]
     needed = sum(max((s for s, _ in own), default=0) for own in blocks) * share
     limits = {"_ALL": 0, "_TABLE": 0}
-    with patch.multiple("graphaccel.planner.recompute", **limits):
+    with patch.multiple("graphaccel.planner.search.recompute", **limits):
         chosen = Knapsack(blocks).cheapest(needed)
     best = cheapest_of_all(blocks, needed)
     assert chosen is not None

@@ -9,9 +9,9 @@ import pytest
 
 from graphaccel import errors
 from graphaccel.capture.stepgraph import StepGraph
-from graphaccel.planner.cluster import Cluster
-from graphaccel.planner.plan import Plan
-from graphaccel.planner.search import search
+from graphaccel.planner.cluster.cluster import Cluster
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.search.search import search
 
 Captured = Callable[[str], StepGraph]
 MadeUp = Callable[..., Cluster]

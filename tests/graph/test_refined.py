@@ -12,18 +12,24 @@ import pytest
 
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.errors import BadCluster
-from graphaccel.planner.base_plan import base_plan
-from graphaccel.planner.bounds import Bounds, columns
-from graphaccel.planner.candidates import Layout, meshes_of
-from graphaccel.planner.cluster import Cluster, StepTime
-from graphaccel.planner.cluster_file import read_cluster, write_cluster
-from graphaccel.planner.estimate import predict_seconds
-from graphaccel.planner.pins import Pins
-from graphaccel.planner.plan import Plan
-from graphaccel.planner.profile import Profile
-from graphaccel.planner.refined import model_key, refined, scales, step_time, with_step
-from graphaccel.planner.solve import with_cuts_and_blocks
-from graphaccel.planner.solving import seconds
+from graphaccel.planner.cluster.cluster import Cluster, StepTime
+from graphaccel.planner.cluster.cluster_file import read_cluster, write_cluster
+from graphaccel.planner.estimate.estimate import predict_seconds
+from graphaccel.planner.plan.base_plan import base_plan
+from graphaccel.planner.plan.pins import Pins
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.profile.profile import Profile
+from graphaccel.planner.profile.rate_correction import (
+    model_key,
+    refined,
+    scales,
+    step_time,
+    with_step,
+)
+from graphaccel.planner.search.bounds import Bounds, columns
+from graphaccel.planner.search.branch_and_bound import seconds
+from graphaccel.planner.search.candidates import Layout, meshes_of
+from graphaccel.planner.search.solve import with_cuts_and_blocks
 from graphaccel.report.certainty import calibration_of
 from tests.graph.test_footprint import problem_of
 

@@ -10,13 +10,13 @@ import pytest
 
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.errors import InfeasiblePlan
-from graphaccel.messages import format_bytes
-from graphaccel.planner.catalogue import cluster
-from graphaccel.planner.cluster import Cluster, Device, Host, Link, parse_bytes
-from graphaccel.planner.explain import as_corrected, rounded_up, wider_cluster
-from graphaccel.planner.plan import Plan
-from graphaccel.planner.record import Record
-from graphaccel.planner.search import search
+from graphaccel.errors.messages import format_bytes
+from graphaccel.planner.cluster.catalogue import cluster
+from graphaccel.planner.cluster.cluster import Cluster, Device, Host, Link, parse_bytes
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.search.reasons import as_corrected, rounded_up, wider_cluster
+from graphaccel.planner.search.record import Record
+from graphaccel.planner.search.search import search
 
 Captured = Callable[[str], StepGraph]
 MadeUp = Callable[..., Cluster]

@@ -11,22 +11,23 @@ import torch
 
 from graphaccel.capture.batch import flatten_call
 from graphaccel.capture.stepgraph import StepGraph, capture
-from graphaccel.compiler import schedule_of
+from graphaccel.compiler.compiler import schedule_of
+from graphaccel.compiler.model import without_data
 from graphaccel.ir.program import StageProgram, StepProgram
+from graphaccel.ir.replication.unfold import distinct_nodes, node_names, unfolded_from
 from graphaccel.ir.text import graph_text
-from graphaccel.ir.unfold import distinct_nodes, node_names, unfolded_from
 from graphaccel.ir.values import module_path
-from graphaccel.model import without_data
-from graphaccel.passes import adapters, replicated
-from graphaccel.passes.localise import localised
+from graphaccel.passes import adapters
 from graphaccel.passes.pipeline import build
-from graphaccel.planner.base_plan import PRECISIONS
-from graphaccel.planner.catalogue import cluster
-from graphaccel.planner.cluster import Cluster
-from graphaccel.planner.memory import Resident, rank_memory
-from graphaccel.planner.plan import Plan, StageMemory
-from graphaccel.planner.profile import Profile
-from graphaccel.planner.wires import wires_of
+from graphaccel.passes.profile_graph import localised
+from graphaccel.passes.replication import replicated
+from graphaccel.planner.cluster.catalogue import cluster
+from graphaccel.planner.cluster.cluster import Cluster
+from graphaccel.planner.memory.exact_memory import Resident, rank_memory
+from graphaccel.planner.plan.base_plan import PRECISIONS
+from graphaccel.planner.plan.plan import Plan, StageMemory
+from graphaccel.planner.profile.axis_collectives import wires_of
+from graphaccel.planner.profile.profile import Profile
 from tests.support.gpt import GPT
 
 LAYERS = 6

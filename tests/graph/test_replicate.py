@@ -14,16 +14,16 @@ from graphaccel.capture.batch import flatten_call
 from graphaccel.capture.replicate import layered
 from graphaccel.capture.stepgraph import StepGraph, capture
 from graphaccel.capture.transport import packed, unpacked
-from graphaccel.ir.layers import NotRepeated
-from graphaccel.ir.repeat import Pattern
+from graphaccel.compiler.model import without_data
+from graphaccel.ir.replication.layers import NotRepeated
+from graphaccel.ir.replication.repeat import Pattern
+from graphaccel.ir.replication.unfold import Unfolded
 from graphaccel.ir.text import graph_text
-from graphaccel.ir.unfold import Unfolded
-from graphaccel.model import without_data
 from graphaccel.passes.drop_backward import drop_backward
-from graphaccel.passes.fuse import fuse
+from graphaccel.passes.fusion.fuse import fuse
 from graphaccel.passes.lower_precision import lower_precision
-from graphaccel.planner.base_plan import PRECISIONS
-from graphaccel.planner.plan import Plan
+from graphaccel.planner.plan.base_plan import PRECISIONS
+from graphaccel.planner.plan.plan import Plan
 from tests.support.gpt import GPT
 
 

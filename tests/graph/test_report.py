@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from graphaccel.capture.stepgraph import StepGraph
-from graphaccel.planner.cluster import Cluster
-from graphaccel.planner.search import search
+from graphaccel.planner.cluster.cluster import Cluster
+from graphaccel.planner.search.search import search
 from graphaccel.report.facts import fold
 from graphaccel.report.format import seconds_text, shortened
 from graphaccel.report.text import plan_report

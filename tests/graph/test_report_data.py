@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphaccel.planner.catalogue import cluster
-from graphaccel.planner.cluster import Cluster
+from graphaccel.planner.cluster.catalogue import cluster
+from graphaccel.planner.cluster.cluster import Cluster
 from graphaccel.report.facts import Facts, RankMemory
 from graphaccel.report.plain import from_plain, to_plain
 from graphaccel.report.trace import trace_json

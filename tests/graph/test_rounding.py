@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from graphaccel.runtime.rounding import rounding
+from graphaccel.runtime.tf32 import rounding
 
 SETTINGS = (torch.backends.cuda.matmul, torch.backends.cudnn.conv)
 

@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from graphaccel import routing
 from graphaccel.capture.batch import Batch
-from graphaccel.compiler import Compiler, schedule_of
-from graphaccel.handle import assumed_of
-from graphaccel.model import Model, as_batch
-from graphaccel.planner.catalogue import cluster
-from graphaccel.planner.memory import rank_memory
-from graphaccel.planner.plan import Chosen, Plan
-from graphaccel.routing import fullest, share_of, tried_choices
+from graphaccel.compiler import probe_routing as routing
+from graphaccel.compiler.compiler import Compiler, schedule_of
+from graphaccel.compiler.model import Model, as_batch
+from graphaccel.compiler.probe_routing import fullest, share_of, tried_choices
+from graphaccel.optimized_model import assumed_of
+from graphaccel.planner.cluster.catalogue import cluster
+from graphaccel.planner.memory.exact_memory import rank_memory
+from graphaccel.planner.plan.plan import Chosen, Plan
 from tests.support.zoo import ALL, call
 
 CPU = cluster("cpu", 4)

@@ -9,9 +9,9 @@ import torch
 
 import graphaccel
 from graphaccel.report.rule_form import rule_form
-from graphaccel.rules.notation import shape_of
-from graphaccel.rules.own import own_rule
-from graphaccel.rules.prove import call_node
+from graphaccel.sharding.rules.custom import own_rule
+from graphaccel.sharding.rules.notation import shape_of
+from graphaccel.sharding.rules.prove import call_node
 
 SIGNATURES = {
     "row(Tensor x) -> Tensor": (lambda x: x / x.sum(-1, keepdim=True), (8, 4)),

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from torch import fx
 
 from graphaccel.capture.stepgraph import StepGraph
-from graphaccel.rules import collectives, factories
-from graphaccel.rules.notation import Notation
-from graphaccel.rules.prove import call_node, faults
-from graphaccel.rules.table import RULES, rule_of
+from graphaccel.sharding.rules import collectives, factories
+from graphaccel.sharding.rules.notation import Notation
+from graphaccel.sharding.rules.prove import call_node, faults
+from graphaccel.sharding.rules.table import RULES, rule_of
 from tests.support.calls import Draw
 from tests.support.ops import CASES
 

@@ -14,10 +14,10 @@ import graphaccel
 from graphaccel.capture.batch import flatten_call
 from graphaccel.capture.python_function import PythonFunction
 from graphaccel.capture.stepgraph import capture
-from graphaccel.model import without_data
+from graphaccel.compiler.model import without_data
 from graphaccel.passes.lower_precision import lower_precision
-from graphaccel.planner.base_plan import PRECISIONS
-from graphaccel.planner.plan import Plan
+from graphaccel.planner.plan.base_plan import PRECISIONS
+from graphaccel.planner.plan.plan import Plan
 from tests.support.steps import ROWS, WIDTH, assert_as_eager, batch_of
 
 

@@ -11,18 +11,18 @@ import pytest
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.errors import BadPin
 from graphaccel.ir.program import StepProgram
-from graphaccel.passes.localise import localised
 from graphaccel.passes.pipeline import build
-from graphaccel.planner.cluster import Cluster
-from graphaccel.planner.estimate import predict_seconds
-from graphaccel.planner.layouts import Layouts, rates_of
-from graphaccel.planner.limits import Limits
-from graphaccel.planner.plan import Plan
-from graphaccel.planner.profile import Profile
-from graphaccel.planner.read_pins import read_pins
-from graphaccel.planner.solve import Problem, with_cuts_and_blocks
-from graphaccel.planner.stage_messages import message_bytes, scatters
-from graphaccel.planner.traffic import traffic
+from graphaccel.passes.profile_graph import localised
+from graphaccel.planner.cluster.cluster import Cluster
+from graphaccel.planner.estimate.estimate import predict_seconds
+from graphaccel.planner.estimate.stage_messages import message_bytes, scatters
+from graphaccel.planner.estimate.traffic import traffic
+from graphaccel.planner.plan.limits import Limits
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.plan.read_pins import read_pins
+from graphaccel.planner.profile.layout_profiles import Layouts, rates_of
+from graphaccel.planner.profile.profile import Profile
+from graphaccel.planner.search.solve import Problem, with_cuts_and_blocks
 
 Captured = Callable[[str], StepGraph]
 MadeUp = Callable[..., Cluster]

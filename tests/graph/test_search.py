@@ -16,20 +16,22 @@ from torch import nn
 from graphaccel import errors
 from graphaccel.capture.batch import flatten_call
 from graphaccel.capture.stepgraph import StepGraph, capture
-from graphaccel.passes.localise import localised
 from graphaccel.passes.pipeline import prepared
-from graphaccel.planner import guided, one_pass, solving
-from graphaccel.planner.base_plan import PRECISIONS
-from graphaccel.planner.cluster import Cluster
-from graphaccel.planner.layouts import Layouts, LocalGraph, rates_of
-from graphaccel.planner.limits import Limit, Limits
-from graphaccel.planner.one_pass import weighed
-from graphaccel.planner.pins import Pins
-from graphaccel.planner.plan import Plan
-from graphaccel.planner.profile import Profile
-from graphaccel.planner.search import search
-from graphaccel.planner.solve import Problem
-from graphaccel.planner.solving import solve_all
+from graphaccel.passes.profile_graph import localised
+from graphaccel.planner.cluster.cluster import Cluster
+from graphaccel.planner.plan.base_plan import PRECISIONS
+from graphaccel.planner.plan.limits import Limit, Limits
+from graphaccel.planner.plan.pins import Pins
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.profile.layout_profiles import Layouts, LocalGraph, rates_of
+from graphaccel.planner.profile.profile import Profile
+from graphaccel.planner.search import best_first as guided
+from graphaccel.planner.search import branch_and_bound as solving
+from graphaccel.planner.search import search_state as one_pass
+from graphaccel.planner.search.branch_and_bound import solve_all
+from graphaccel.planner.search.search import search
+from graphaccel.planner.search.search_state import weighed
+from graphaccel.planner.search.solve import Problem
 
 Captured = Callable[[str], StepGraph]
 MadeUp = Callable[..., Cluster]

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from graphaccel.planner import solving
-from graphaccel.planner.cluster import Cluster, Link
-from graphaccel.planner.layouts import Layouts
-from graphaccel.planner.limits import Limits
-from graphaccel.planner.pins import Pins
-from graphaccel.planner.solve import Problem
-from graphaccel.planner.solving import solve_all
+from graphaccel.planner.cluster.cluster import Cluster, Link
+from graphaccel.planner.plan.limits import Limits
+from graphaccel.planner.plan.pins import Pins
+from graphaccel.planner.profile.layout_profiles import Layouts
+from graphaccel.planner.search import branch_and_bound as solving
+from graphaccel.planner.search.branch_and_bound import solve_all
+from graphaccel.planner.search.solve import Problem
 
 MadeUp = Callable[..., Cluster]
 

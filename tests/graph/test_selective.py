@@ -16,22 +16,22 @@ from torch.nn import functional as F
 
 from graphaccel.capture.batch import Batch, flatten_call
 from graphaccel.capture.stepgraph import StepGraph, capture
-from graphaccel.compiler import Compiler
+from graphaccel.compiler.compiler import Compiler
+from graphaccel.compiler.model import Model, as_batch
 from graphaccel.errors import BadPin
 from graphaccel.ir.text import graph_text
-from graphaccel.model import Model, as_batch
 from graphaccel.passes.exact_microbatch import exact_microbatch
 from graphaccel.passes.recompute import recompute
-from graphaccel.planner.again import BlockKind
-from graphaccel.planner.cluster import Cluster, Host
-from graphaccel.planner.cost import is_view
-from graphaccel.planner.explain import seconds
-from graphaccel.planner.given import check_given
-from graphaccel.planner.plan import Plan, Selective
-from graphaccel.planner.profile import Profile
-from graphaccel.planner.recompute import block_options
-from graphaccel.planner.selective import MOST, Body, leanest_of, ways_of
-from graphaccel.planner.solve import excess, with_cuts_and_blocks
+from graphaccel.planner.cluster.cluster import Cluster, Host
+from graphaccel.planner.plan.plan import Plan, Selective
+from graphaccel.planner.profile.block_recompute import BlockKind
+from graphaccel.planner.profile.cost import is_view
+from graphaccel.planner.profile.profile import Profile
+from graphaccel.planner.search.reasons import seconds
+from graphaccel.planner.search.recompute import block_options
+from graphaccel.planner.search.selective_recompute import MOST, Body, leanest_of, ways_of
+from graphaccel.planner.search.solve import excess, with_cuts_and_blocks
+from graphaccel.planner.search.validate_plan import check_given
 from tests.graph.test_footprint import problem_of
 from tests.graph.test_passes_golden import Golden, values
 from tests.support.zoo import ALL

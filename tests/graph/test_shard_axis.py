@@ -18,14 +18,14 @@ import transformers
 from torch import Tensor, fx, nn
 
 from graphaccel.capture.stepgraph import StepGraph, capture
-from graphaccel.model import as_batch
+from graphaccel.compiler.model import as_batch
 from graphaccel.passes.exact_microbatch import exact_microbatch
-from graphaccel.passes.shard_axis import ShardedGraph, shard_axis
-from graphaccel.planner.by_heads import HeadsDoNotDivide
-from graphaccel.planner.placements import PlacementProblem, Rates, solve_placements
-from graphaccel.planner.plan import Plan
-from graphaccel.planner.shardable import Shardable
-from graphaccel.rules.shard import Row, Shard, shard_of
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.sharding.apply.shard_axis import ShardedGraph, shard_axis
+from graphaccel.sharding.rules.shard import Row, Shard, shard_of
+from graphaccel.sharding.solve.head_parallel import HeadsDoNotDivide
+from graphaccel.sharding.solve.placements import PlacementProblem, Rates, solve_placements
+from graphaccel.sharding.solve.shardable import Shardable
 from tests.support.casts import lift_loss_cast
 from tests.support.gpt import GPT
 from tests.support.lockstep import part_of, run_ranks, whole_of

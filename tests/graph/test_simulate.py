@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphaccel.planner import simulate as simulate_module
-from graphaccel.planner.simulate import simulate
+from graphaccel.planner.estimate import simulate as simulate_module
+from graphaccel.planner.estimate.simulate import simulate
 from graphaccel.schedule.communicate import with_communication
 from graphaccel.schedule.table import build, interleaved, parse_schedule
 from graphaccel.schedule.text import gantt

@@ -15,11 +15,11 @@ from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.errors import TooManyStages
 from graphaccel.passes.lower_precision import lower_precision
 from graphaccel.passes.pipeline import build
-from graphaccel.planner.base_plan import PRECISIONS
-from graphaccel.planner.cluster import Cluster
-from graphaccel.planner.plan import Plan
-from graphaccel.planner.profile import Profile, SizedProfile
-from graphaccel.planner.stages import (
+from graphaccel.planner.cluster.cluster import Cluster
+from graphaccel.planner.plan.base_plan import PRECISIONS
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.profile.profile import Profile, SizedProfile
+from graphaccel.planner.profile.stages import (
     Chain,
     Room,
     StageLimit,

@@ -18,17 +18,17 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from graphaccel.capture.stepgraph import StepGraph
-from graphaccel.compiler import Compiler
+from graphaccel.compiler.compiler import Compiler
+from graphaccel.compiler.model import Model, as_batch
 from graphaccel.ir.calls import counted_packet
-from graphaccel.model import Model, as_batch
 from graphaccel.passes.exact_microbatch import exact_microbatch
 from graphaccel.passes.shard_axes import shard_axes
-from graphaccel.passes.shard_axis import shard_axis
-from graphaccel.planner.axis_rates import axis_rates
-from graphaccel.planner.catalogue import cluster
-from graphaccel.planner.layouts import rates_of
-from graphaccel.planner.placements import solve_placements
-from graphaccel.planner.plan import Plan
+from graphaccel.planner.cluster.catalogue import cluster
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.profile.axis_rates import axis_rates
+from graphaccel.planner.profile.layout_profiles import rates_of
+from graphaccel.sharding.apply.shard_axis import shard_axis
+from graphaccel.sharding.solve.placements import solve_placements
 
 BATCH, TOKENS, WIDTH = 4, 512, 1024
 RESIDUAL = BATCH * TOKENS * WIDTH  # numbers in the residual stream

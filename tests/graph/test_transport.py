@@ -11,7 +11,7 @@ from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.transport import packed, unpacked
 from graphaccel.ir.text import graph_text
 from graphaccel.passes.pipeline import build
-from graphaccel.planner.plan import Plan, Precision
+from graphaccel.planner.plan.plan import Plan, Precision
 
 
 @pytest.mark.parametrize("model", ["gpt", "t5"])

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from graphaccel.model import optimizer_bytes
-from graphaccel.planner.plan import Plan
-from graphaccel.planner.stepping import Stepping, step_bytes
+from graphaccel.compiler.model import optimizer_bytes
+from graphaccel.compiler.probe_optimizer import stepping_of, tried_step
+from graphaccel.planner.estimate.optimizer_memory import Stepping, step_bytes
+from graphaccel.planner.plan.plan import Plan
 from graphaccel.runtime.meter import PeakMeter
-from graphaccel.trial_step import stepping_of, tried_step
 
 optim = torch.optim
 CASES: dict[str, tuple[type, dict[str, Any]]] = {

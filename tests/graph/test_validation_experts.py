@@ -15,9 +15,9 @@ from benchmarks.validation.predict import Predicted, Predictor
 from benchmarks.validation.recipes import beside_another, started
 from benchmarks.validation.rows import FOLDER, Run, read
 from benchmarks.validation.systems import SCHEDULED, STARTED_LAUNCH
-from graphaccel.planner.catalogue import cluster
-from graphaccel.planner.communication import INTERFERENCE
-from graphaccel.planner.efficiency import Work, seconds_of
+from graphaccel.planner.cluster.catalogue import cluster
+from graphaccel.planner.cluster.communication import INTERFERENCE
+from graphaccel.planner.profile.efficiency import Work, seconds_of
 
 ALL, EXPERTS = frozenset({"experts", "router", "rest"}), frozenset({"experts"})
 

@@ -11,9 +11,9 @@ from benchmarks.validation.experts import Phase, Started
 from benchmarks.validation.fit import Sample, fitted, text
 from benchmarks.validation.rows import FOLDER, Run, read
 from benchmarks.validation.systems import SCHEDULED, STARTED_LAUNCH, own_shares
-from graphaccel.planner.catalogue import KILOWATTS, cluster
-from graphaccel.planner.efficiency import Work, computing, seconds_of
-from graphaccel.planner.plan import Precision
+from graphaccel.planner.cluster.catalogue import KILOWATTS, cluster
+from graphaccel.planner.plan.plan import Precision
+from graphaccel.planner.profile.efficiency import Work, computing, seconds_of
 
 PRODUCT = Work(
     kind="product", flops=2 * 32768**3, bytes=6 * 32768**2, dtype="bfloat16",

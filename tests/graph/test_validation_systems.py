@@ -10,8 +10,8 @@ import pytest
 from benchmarks.validation.joined import joined_works
 from benchmarks.validation.predict import Predicted, Predictor, cluster_of, real_cluster
 from benchmarks.validation.rows import FOLDER, TENSOR_LINK, Run, read
-from graphaccel.planner.communication import exposed_seconds
-from graphaccel.planner.efficiency import seconds_of
+from graphaccel.planner.cluster.communication import exposed_seconds
+from graphaccel.planner.profile.efficiency import seconds_of
 
 
 @cache

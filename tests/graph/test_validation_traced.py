@@ -10,9 +10,9 @@ from benchmarks.validation.predict import Predicted, Predictor, cluster_of
 from benchmarks.validation.rows import FOLDER, Run, read
 from benchmarks.validation.traced import GAP, seconds, segments
 from graphaccel.capture.symbols import BATCH
-from graphaccel.planner.catalogue import cluster
-from graphaccel.planner.cost import Sizes
-from graphaccel.planner.efficiency import Work, gap_seconds
+from graphaccel.planner.cluster.catalogue import cluster
+from graphaccel.planner.profile.cost import Sizes
+from graphaccel.planner.profile.efficiency import Work, gap_seconds
 
 LAUNCH = 50e-6
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from graphaccel.capture.stepgraph import StepGraph
-from graphaccel.planner.cluster import COLLECTIVES, Cluster, Collective
-from graphaccel.planner.estimate import predict_seconds
-from graphaccel.planner.plan import Plan
-from graphaccel.planner.record import Record
-from graphaccel.planner.search import search
-from graphaccel.planner.whatif import Explanation, explain, why_not
+from graphaccel.planner.cluster.cluster import COLLECTIVES, Cluster, Collective
+from graphaccel.planner.estimate.estimate import predict_seconds
+from graphaccel.planner.explain.what_if import Explanation, explain, why_not
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.search.record import Record
+from graphaccel.planner.search.search import search
 from graphaccel.report.explanation import answer_lines, explanation_lines
 
 Captured = Callable[[str], StepGraph]

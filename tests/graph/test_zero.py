@@ -15,12 +15,12 @@ from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.errors import BadPin, InfeasiblePlan
 from graphaccel.ir.program import Sharded, StageProgram
 from graphaccel.passes.pipeline import build
-from graphaccel.planner.base_plan import PRECISIONS
-from graphaccel.planner.cluster import Cluster
-from graphaccel.planner.module_pins import replicate, shard
-from graphaccel.planner.plan import Plan
-from graphaccel.planner.search import search
-from graphaccel.planner.zero import data_dim, owned_shards
+from graphaccel.planner.cluster.cluster import Cluster
+from graphaccel.planner.plan.base_plan import PRECISIONS
+from graphaccel.planner.plan.module_pins import replicate, shard
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.plan.zero import data_dim, owned_shards
+from graphaccel.planner.search.search import search
 
 c10d = torch.ops._c10d_functional
 GATHER, SCATTER = c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default

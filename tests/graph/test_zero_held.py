@@ -11,13 +11,13 @@ import torch
 from torch import fx
 
 from graphaccel.capture.stepgraph import StepGraph
-from graphaccel.compiler import schedule_of
+from graphaccel.compiler.compiler import schedule_of
 from graphaccel.ir.program import StageProgram, StepProgram
 from graphaccel.ir.values import returned
 from graphaccel.passes.pipeline import build
-from graphaccel.planner.base_plan import PRECISIONS
-from graphaccel.planner.memory import Resident, rank_curve, rank_memory
-from graphaccel.planner.plan import Plan
+from graphaccel.planner.memory.exact_memory import Resident, rank_curve, rank_memory
+from graphaccel.planner.plan.base_plan import PRECISIONS
+from graphaccel.planner.plan.plan import Plan
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 TOGETHER = c10d.all_gather_into_tensor_coalesced.default

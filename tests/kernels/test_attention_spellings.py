@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.kernels.registry import fusion_named
-from graphaccel.passes.fuse import find_sites
+from graphaccel.passes.fusion.fuse import find_sites
 from graphaccel.passes.lower_precision import lower_precision
 from graphaccel.passes.pipeline import placed_fusions
-from graphaccel.planner.plan import Plan
+from graphaccel.planner.plan.plan import Plan
 from tests.kernels.test_fuse import AUTOCAST, fused, gradients, same, step_of
 
 aten = torch.ops.aten

@@ -16,9 +16,9 @@ from benchmarks.fusions import measured
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.kernels.register import fusion_of, is_backward, wide_form
 from graphaccel.kernels.registry import fusion_named
-from graphaccel.passes.fuse import find_sites
+from graphaccel.passes.fusion.fuse import find_sites
 from graphaccel.passes.lower_precision import lower_precision
-from graphaccel.planner.plan import Plan
+from graphaccel.planner.plan.plan import Plan
 from tests.kernels.test_fuse import AUTOCAST, counted, fused, gradients, step_of
 
 

@@ -18,11 +18,11 @@ from graphaccel.capture.stepgraph import StepGraph, capture
 from graphaccel.capture.symbols import SEQUENCE
 from graphaccel.kernels.register import fusion_of, is_backward
 from graphaccel.kernels.registry import fusion_named, shipped
-from graphaccel.passes.fuse import find_sites, fuse
+from graphaccel.passes.fusion.fuse import find_sites, fuse
 from graphaccel.passes.lower_precision import lower_precision
 from graphaccel.passes.pipeline import build
-from graphaccel.planner.cost import step_flops
-from graphaccel.planner.plan import Plan, Precision
+from graphaccel.planner.plan.plan import Plan, Precision
+from graphaccel.planner.profile.cost import step_flops
 
 NORMS = ("add_rms_norm", "rms_norm")
 WATCHED = ("gelu_tanh", "cross_entropy", "linear_cross_entropy")

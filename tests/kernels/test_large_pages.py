@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from graphaccel.runtime.large_pages import LARGE, zeros_like_all
-from graphaccel.runtime.optimizer_step import OptimizerStep
+from graphaccel.runtime.parameters.optimizer_step import OptimizerStep
 
 
 def flags_at(address: int) -> set[str]:

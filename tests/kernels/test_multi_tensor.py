@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from graphaccel.kernels.multi_tensor import AdamRule, Around, MultiTensor, SGDRule
-from graphaccel.runtime.optimizer_step import OptimizerStep
+from graphaccel.runtime.parameters.optimizer_step import OptimizerStep
 
 SHAPES = ((3, 5), (7,), (), (2, 3, 4))
 MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

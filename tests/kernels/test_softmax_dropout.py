@@ -14,9 +14,9 @@ from graphaccel.capture.batch import as_call, flatten_call
 from graphaccel.capture.stepgraph import StepGraph, capture
 from graphaccel.kernels.register import op_of
 from graphaccel.kernels.registry import enabled, fusion_named, without_tensor_axis
-from graphaccel.passes.fuse import find_sites, fuse
+from graphaccel.passes.fusion.fuse import find_sites, fuse
 from graphaccel.passes.lower_precision import lower_precision
-from graphaccel.planner.plan import Plan
+from graphaccel.planner.plan.plan import Plan
 from tests.kernels.test_fuse import AUTOCAST, counted, fused, step_of
 from tests.support.zoo import ALL
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from graphaccel.fusion_command import timings
+from graphaccel.cli.fusion import timings
 from graphaccel.kernels.fusion import Scalar, T, fusion
 from graphaccel.kernels.register import op_of, tensors
 from graphaccel.kernels.registry import fusion_named, fusions, shipped
@@ -21,7 +21,7 @@ from graphaccel.kernels.timed import (
     traffic,
     values_of,
 )
-from graphaccel.planner.cost import node_bytes
+from graphaccel.planner.profile.cost import node_bytes
 
 SHIPPED = tuple(f.name for f in shipped() if f.rewrite is None)
 LOW = torch.bfloat16

@@ -15,9 +15,9 @@ from torch import Tensor
 from graphaccel.capture.batch import as_call, flatten_call
 from graphaccel.capture.stepgraph import StepGraph, capture
 from graphaccel.kernels.registry import enabled, fusion_named
-from graphaccel.passes.fuse import find_sites, fuse
+from graphaccel.passes.fusion.fuse import find_sites, fuse
 from graphaccel.passes.lower_precision import lower_precision
-from graphaccel.planner.plan import Plan
+from graphaccel.planner.plan.plan import Plan
 from tests.kernels.test_fuse import AUTOCAST
 from tests.support.zoo import ALL, double, lift_loss_cast
 

@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from graphaccel import cli
-from graphaccel.compiler import Compiler
+from graphaccel.cli import main as cli
+from graphaccel.compiler.compiler import Compiler
+from graphaccel.compiler.model import Model, as_batch
 from graphaccel.errors import BadPin, OrtMismatch, OrtMissing
-from graphaccel.model import Model, as_batch
 from graphaccel.ort import kernels as kernels_module
 from graphaccel.ort.kernels import Kernels
 from graphaccel.ort.measure import calibration_name
-from graphaccel.planner.catalogue import cluster
-from graphaccel.planner.cluster import Cluster
-from graphaccel.planner.cluster_file import read_cluster
-from graphaccel.planner.plan import Plan
+from graphaccel.planner.cluster.catalogue import cluster
+from graphaccel.planner.cluster.cluster import Cluster
+from graphaccel.planner.cluster.cluster_file import read_cluster
+from graphaccel.planner.plan.plan import Plan
 from tests.ort.test_place_ort import Net
 
 JOB = """
@@ -86,7 +86,9 @@ def test_a_saved_plan_runs_the_regions_it_names(kernels: Kernels) -> None:
 
 
 def test_nothing_measured_nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("graphaccel.regions.installed", lambda: pytest.fail("not needed"))
+    monkeypatch.setattr(
+        "graphaccel.compiler.ort_regions.installed", lambda: pytest.fail("not needed")
+    )
     assert choose(cluster("cpu", 1)).prediction.ort is None
 
 
@@ -135,7 +137,7 @@ def test_pins_that_can_not_be(value: Any) -> None:
 
 
 def test_without_onnxruntime(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("graphaccel.regions.installed", lambda: None)
+    monkeypatch.setattr("graphaccel.compiler.ort_regions.installed", lambda: None)
     with pytest.raises(OrtMissing, match="ort='all' needs ONNX Runtime"):
         choose(cluster("cpu", 1), ort="all")
     measured = dataclasses.replace(cluster("cpu", 1), ort={"plain 1.0, 1 thread": {"k": (2, 1)}})

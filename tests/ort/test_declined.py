@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from graphaccel import cli
-from graphaccel.compiler import Compiler
-from graphaccel.model import Model, as_batch
+from graphaccel.cli import main as cli
+from graphaccel.compiler.compiler import Compiler
+from graphaccel.compiler.model import Model, as_batch
 from graphaccel.ort.kernels import Kernels
-from graphaccel.planner.catalogue import cluster
+from graphaccel.planner.cluster.catalogue import cluster
 
 
 class Mixed(nn.Module):

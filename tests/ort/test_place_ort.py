@@ -13,18 +13,18 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
 from graphaccel.compat.torch import FakeTensorMode
-from graphaccel.compiler import Compiler
+from graphaccel.compiler.compiler import Compiler
+from graphaccel.compiler.model import Model, as_batch
 from graphaccel.ir.program import StageProgram, StepProgram, Value
 from graphaccel.ir.text import graph_text
 from graphaccel.ir.values import propagate
-from graphaccel.model import Model, as_batch
 from graphaccel.ort.kernels import Kernels
 from graphaccel.ort.partition import Flow, partition
 from graphaccel.ort.session import Sessions
 from graphaccel.passes.place_ort import Tools, place_ort
-from graphaccel.planner.catalogue import cluster
-from graphaccel.planner.cost import is_view
-from graphaccel.planner.plan import Plan
+from graphaccel.planner.cluster.catalogue import cluster
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.profile.cost import is_view
 
 aten = torch.ops.aten
 

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from graphaccel.capture.batch import Batch
-from graphaccel.captures import Captures
-from graphaccel.model import as_batch, model_of
+from graphaccel.compiler.captures import Captures
+from graphaccel.compiler.model import as_batch, model_of
 from graphaccel.proof.comparison import Pair, pair_of
 
 ROWS, WIDTH = 6, 5

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 import graphaccel.debug
-from graphaccel import captures, cli
-from graphaccel.runtime.remote import RemoteTensor
+from graphaccel.cli import main as cli
+from graphaccel.compiler import captures
+from graphaccel.runtime.parameters.remote import RemoteTensor
 from tests.proof.models import Net, Reverse, batch, plain_step, seeded
 
 REVERSED = """

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from graphaccel.captures import Captures
-from graphaccel.model import as_batch, model_of
+from graphaccel.compiler.captures import Captures
+from graphaccel.compiler.model import as_batch, model_of
 from graphaccel.proof.comparison import pair_of
 from graphaccel.proof.first_step import prove
 from tests.support import parity

@@ -1,4 +1,5 @@
-"""Random small calls of ops on images, matrices and rows (`graphaccel.rules.leading`)."""
+"""Random small calls of ops on images, matrices and rows
+(`graphaccel.sharding.rules.batch_dims`)."""
 
 from __future__ import annotations
 

@@ -17,12 +17,12 @@ from unittest.mock import patch
 
 from torch import nn
 
-from graphaccel import captures as kept
 from graphaccel.capture.batch import Batch
 from graphaccel.capture.export import LossFn
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.transport import packed, unpacked
-from graphaccel.runtime.share import depends_on
+from graphaccel.compiler import captures as kept
+from graphaccel.runtime.broadcast import depends_on
 
 FOLDER = "GRAPHACCEL_TEST_CAPTURES"
 """Environment variable with the folder; where it is not set, everything is captured anew."""

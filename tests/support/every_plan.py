@@ -17,17 +17,18 @@ from typing import Any
 
 from graphaccel.capture.symbols import SEQUENCE
 from graphaccel.errors import BadPin
-from graphaccel.ir.unfold import distinct_nodes
-from graphaccel.planner.estimate import predict_seconds
-from graphaccel.planner.footprint import predict_memory
-from graphaccel.planner.pins import RESHARDS
-from graphaccel.planner.plan import Plan
-from graphaccel.planner.recompute import block_options
-from graphaccel.planner.solve import Problem
-from graphaccel.planner.stages import candidate_cuts
+from graphaccel.ir.replication.unfold import distinct_nodes
+from graphaccel.planner.estimate.estimate import predict_seconds
+from graphaccel.planner.estimate.estimated_memory import predict_memory
+from graphaccel.planner.plan.pins import RESHARDS
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.profile.stages import candidate_cuts
+from graphaccel.planner.search.recompute import block_options
+from graphaccel.planner.search.solve import Problem
 
 WORTH = 1.03
-"""How much faster a plan must be that shards what nobody asked to shard (`planner.search`)."""
+"""How much faster a plan must be that shards what nobody asked to shard
+(`planner.search.search`)."""
 
 
 @dataclass(frozen=True)

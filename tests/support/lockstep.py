@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, fx
 
 from graphaccel.kernels.expert_rows import EXCHANGE
-from graphaccel.rules.collectives import is_message
-from graphaccel.rules.shard import Shard
+from graphaccel.sharding.rules.collectives import is_message
+from graphaccel.sharding.rules.shard import Shard
 
 _ops = torch.ops._c10d_functional
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from graphaccel.runtime.meter import PeakMeter
-from graphaccel.runtime.sharded import ShardTensor
+from graphaccel.runtime.parameters.sharded import ShardTensor
 from tests.support.captures import read_captures, write_captures
 from tests.support.zoo import ALL, Batch, LossFn, call, double, lift_loss_cast, loss_of
 

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from graphaccel.rules.prove import call_node
+from graphaccel.sharding.rules.prove import call_node
 from tests.support.calls import Arguments, Case, Draw
 
 

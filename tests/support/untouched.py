@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from graphaccel.errors import GraphAccelError
-from graphaccel.runtime.remote import RemoteTensor
+from graphaccel.runtime.parameters.remote import RemoteTensor
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 
 from graphaccel.passes.drop_backward import drop_backward
-from graphaccel.planner.plan import Plan
+from graphaccel.planner.plan.plan import Plan
 from tests.graph.passes.captured import inputs_of, layer
 
 BEFORE = """\

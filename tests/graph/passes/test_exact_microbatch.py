@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from graphaccel.passes.exact_microbatch import exact_microbatch
-from graphaccel.planner.plan import Plan
+from graphaccel.planner.plan.plan import Plan
 from tests.graph.passes.captured import eager, inputs_of, layer
 from tests.graph.passes.support import text_of_graph
 

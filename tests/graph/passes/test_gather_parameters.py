@@ -8,7 +8,7 @@ import torch
 
 from graphaccel.ir.program import Owned, Sharded, StageProgram
 from graphaccel.passes.gather_parameters import gather_parameters
-from graphaccel.planner.plan import Plan
+from graphaccel.planner.plan.plan import Plan
 from tests.graph.passes.support import LINEAR, held_by_linear, program_of, text_of
 from tests.support.lockstep import run_ranks
 

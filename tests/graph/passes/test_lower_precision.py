@@ -7,7 +7,7 @@ import torch
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.ir.text import graph_text
 from graphaccel.passes.lower_precision import lower_precision
-from graphaccel.planner.plan import Plan, Precision
+from graphaccel.planner.plan.plan import Plan, Precision
 from tests.graph.passes.captured import eager, inputs_of, layer
 
 BEFORE = """\

@@ -8,7 +8,7 @@ import pytest
 
 from graphaccel.ir.program import StageProgram
 from graphaccel.passes import offload_activations as module
-from graphaccel.planner.plan import Plan
+from graphaccel.planner.plan.plan import Plan
 from tests.graph.passes.support import (
     LINEAR,
     assert_same_results,

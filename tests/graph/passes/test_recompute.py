@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from graphaccel.passes.recompute import recompute
-from graphaccel.planner.plan import Plan
+from graphaccel.planner.plan.plan import Plan
 from tests.graph.passes.support import assert_same_bits, joint, text_of_graph
 
 BEFORE = """\

@@ -9,7 +9,7 @@ import torch
 from graphaccel.ir.program import Sharded
 from graphaccel.passes.exact_microbatch import exact_microbatch
 from graphaccel.passes.shard_axes import LocalGraph, shard_axes
-from graphaccel.planner.plan import Plan
+from graphaccel.planner.plan.plan import Plan
 from tests.graph.passes.captured import eager, layer
 from tests.graph.passes.support import text_of_graph
 from tests.support.lockstep import run_ranks

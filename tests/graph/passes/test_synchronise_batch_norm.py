@@ -11,7 +11,7 @@ from graphaccel.capture.batch import Batch, flatten_call
 from graphaccel.capture.stepgraph import StepGraph, capture
 from graphaccel.ir.text import graph_text
 from graphaccel.passes.synchronise_batch_norm import synchronise_batch_norm
-from graphaccel.planner.plan import Plan
+from graphaccel.planner.plan.plan import Plan
 from tests.graph.passes.captured import inputs_of
 
 BEFORE = """\

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from graphaccel.ir.program import StageProgram
 from graphaccel.passes.upload_parameters import upload_parameters
-from graphaccel.planner.plan import Plan
+from graphaccel.planner.plan.plan import Plan
 from tests.graph.passes.support import (
     LINEAR,
     assert_same_results,

@@ -1,0 +1,132 @@
+"""What is planned or measured: found by calling a function of a user's file, or by running it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import runpy
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphaccel.api import PLAN_ONLY, PlanRequested
+from graphaccel.arguments import check_job
+from graphaccel.capture.batch import Batch
+from graphaccel.capture.batch_dims import BatchDims, check_batch_dims
+from graphaccel.capture.export import LossFn
+from graphaccel.compiler.model import as_batch
+from graphaccel.errors import GraphMisuse
+from graphaccel.runtime.module import original_class
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is planned for. pins: those of the script; the command line's come before them.
+    batch_dims: as `graphaccel.optimize` is told."""
+
+    model: nn.Module
+    batch: Batch
+    loss_fn: LossFn | None = None
+    optimizer: torch.optim.Optimizer | None = None
+    pins: Mapping[str, Any] = field(default_factory=dict)
+    batch_dims: BatchDims = None
+
+
+def find_job(file: Path, function: str | None) -> Job:
+    """The job of `function` in `file`, or of the script `file`. Raises GraphMisuse (GA407)."""
+    return job_of_script(file) if function is None else job_of_function(file, function)
+
+
+def job_of_function(file: Path, name: str) -> Job:
+    """What the function `name` of `file` returns: (model, example_batch[, loss_fn[, optimizer[,
+    batch_dims]]]).
+
+    Raises GraphMisuse (GA407) where there is no such function, or it returns something else.
+    """
+    form = "return model, example_batch, loss_fn, optimizer, batch_dims  # the last 3 if needed"
+    module_name = f"graphaccel plan {file.stem}"  # no import statement can mean this name
+    spec = importlib.util.spec_from_file_location(module_name, file)
+    if spec is None or spec.loader is None:
+        raise GraphMisuse(what=f"{file} is not a Python file", help_line="name it model.py")
+    module = importlib.util.module_from_spec(spec)
+    with _first_on_path(file.resolve().parent):
+        sys.modules[module_name] = module  # dataclasses look their module up there
+        try:
+            spec.loader.exec_module(module)
+            function = getattr(module, name, None)
+            if not callable(function):
+                raise GraphMisuse(
+                    what=f"{file} has no function `{name}`", help_line=f"def {name}(): {form}"
+                )
+            made = function()
+        finally:
+            del sys.modules[module_name]
+    if not isinstance(made, tuple) or not 2 <= len(made) <= 5 or not isinstance(made[0], nn.Module):
+        raise GraphMisuse(
+            what=f"{file}:{name} returned {_described(made)}, not a model and its example batch",
+            help_line=form,
+        )
+    model, example, loss_fn, optimizer, batch_dims = (*made, None, None, None)[:5]
+    check_job(model, optimizer, {}, loss_fn)
+    check_batch_dims(batch_dims)
+    return Job(model, as_batch(example), loss_fn, optimizer, batch_dims=batch_dims)
+
+
+def job_of_script(file: Path) -> Job:
+    """What a training script passes to `optimize()`; runs the script until that is known.
+
+    Raises GraphMisuse (GA407) for a script that ends before it trains under `optimize()`.
+    """
+    print(f"graphaccel: running {file} up to its first training batch", file=sys.stderr)
+    request = None
+    with _first_on_path(file.resolve().parent), _as_script(file):
+        try:
+            runpy.run_path(str(file), run_name="__main__")
+        except PlanRequested as found:
+            request = found
+    if request is None:
+        raise GraphMisuse(
+            what=f"{file} ended without training a model under graphaccel.optimize()",
+            help_line="model, optimizer = graphaccel.optimize(model, optimizer)",
+        )
+    model, example = request.model, request.example
+    model.__class__ = original_class(model)
+    batch = example if isinstance(example, Batch) else as_batch(example)
+    return Job(model, batch, request.loss_fn, request.optimizer, request.pins, request.batch_dims)
+
+
+def _described(made: Any) -> str:
+    if isinstance(made, tuple):
+        return f"({', '.join(type(x).__name__ for x in made)})"
+    return f"a {type(made).__name__}"
+
+
+@contextmanager
+def _first_on_path(folder: Path) -> Iterator[None]:
+    """As `python file.py` has it, so that the file finds the modules beside it."""
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+
+
+@contextmanager
+def _as_script(file: Path) -> Iterator[None]:
+    """`sys.argv` of a script without arguments, and `optimize` asked to plan only."""
+    argv, before = sys.argv, os.environ.get(PLAN_ONLY)
+    sys.argv, os.environ[PLAN_ONLY] = [str(file)], "1"
+    try:
+        yield
+    finally:
+        sys.argv = argv
+        if before is None:
+            del os.environ[PLAN_ONLY]
+        else:
+            os.environ[PLAN_ONLY] = before

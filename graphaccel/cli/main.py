@@ -1,0 +1,356 @@
+"""The command line: `graphaccel plan | run | calibrate | doctor | explain | fusion`.
+
+Exit codes: 0 done (and for `plan`: it fits), 1 an error, 2 bad arguments, 3 no plan fits, 130 ended
+by Ctrl-C (`plan` then shows the best so far).
+`run` ends with the exit code of the script. Only the chosen command's modules are imported, so
+that `--help` answers without loading torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from graphaccel import __version__
+from graphaccel.cli.pin_options import add_pins, byte_count, pin_pairs, pins_of, positive
+from graphaccel.errors import (
+    BadCluster,
+    GraphAccelError,
+    InfeasiblePlan,
+    UnknownDevice,
+    error_classes,
+)
+
+NOTHING_FITS = 3
+INTERRUPTED = 130  # 128 + SIGINT
+_EXIT_CODES = {UnknownDevice: 2, BadCluster: 2, InfeasiblePlan: NOTHING_FITS}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code.
+
+    A GraphAccelError is printed without its traceback, unless GRAPHACCEL_TRACEBACK=full.
+    """
+    arguments = build_parser().parse_args(argv)
+    command: Callable[[argparse.Namespace], int] = arguments.run_command
+    try:
+        return command(arguments)
+    except KeyboardInterrupt:
+        print("graphaccel: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except GraphAccelError as error:
+        if os.environ.get("GRAPHACCEL_TRACEBACK") == "full":
+            raise
+        print(error, file=sys.stderr)
+        return _EXIT_CODES.get(type(error), 1)
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser of options that are written out: the beginning of one of ours may be an option of
+    the script that `run` starts."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(allow_abbrev=False, **settings)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole grammar of the command line."""
+    parser = _Parser(
+        prog="graphaccel",
+        description="Plan how a PyTorch training step is split over devices, and run it so.",
+    )
+    parser.add_argument("--version", action="version", version=f"graphaccel {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_plan(commands)
+    _add_run(commands)
+    _add_calibrate(commands)
+    doctor = commands.add_parser("doctor", help="what is installed, what is missing, its cost")
+    doctor.set_defaults(run_command=_doctor)
+    explain = commands.add_parser(
+        "explain",
+        help="the long form of an error code; which fusions fit a model; or why a plan's ops run "
+        "where they run",
+    )
+    explain.add_argument(
+        "subject", metavar="CODE|FILE:FUNCTION|PLAN.json", type=_code_or_target, help="e.g. GA201"
+    )
+    explain.add_argument("--rules", action="store_true", help="the sharding rule of every op")
+    explain.add_argument("--strict", action="store_true", help="with --rules: GA301 if one lacks")
+    explain.set_defaults(run_command=_explain)
+    _add_fusion(commands)
+    return parser
+
+
+def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    plan = commands.add_parser(
+        "plan",
+        help="choose a plan and predict its memory and time; nothing is trained",
+        description="Plan a model for devices that need not exist here. Exit code 3: nothing fits.",
+    )
+    plan.add_argument(
+        "target",
+        metavar="FILE[:FUNCTION]",
+        type=_target,
+        nargs="?",
+        help="FUNCTION() returns (model, example_batch[, loss_fn[, optimizer[, batch_dims]]]); "
+        "without it FILE "
+        "is run up to its optimize() call, or up to the first training batch",
+    )
+    plan.add_argument("--devices", type=positive, metavar="N", help="how many (needed)")
+    plan.add_argument(
+        "--device", metavar="NAME", help="from the catalogue, e.g. h100-80gb; else what is here"
+    )
+    plan.add_argument("--cluster", type=Path, metavar="FILE", help="devices and links from a file")
+    plan.add_argument("--memory", type=byte_count, metavar="SIZE", help="of one device: 80GiB")
+    plan.add_argument("--batch", type=positive, metavar="N", help="global batch size")
+    out = plan.add_argument_group("what to show")
+    out.add_argument("--json", type=_output, metavar="FILE", help="save the plan")
+    out.add_argument(
+        "--save-cluster", type=_output, metavar="FILE", help="what was planned for, for --cluster"
+    )
+    out.add_argument("--html", type=_output, metavar="FILE", help="save the report as one page")
+    out.add_argument("--trace", type=_output, metavar="FILE", help="save the step for Perfetto")
+    out.add_argument("--format", choices=("text", "json"), default="text", help="of the report")
+    out.add_argument(
+        "--check",
+        action="store_true",
+        help="compare the captured graph with the model in eager code; GA108 where they differ",
+    )
+    out.add_argument("--explain", action="store_true", help="decision by decision, what would help")
+    out.add_argument(
+        "--why-not",
+        type=pin_pairs,
+        action="append",
+        default=[],
+        metavar="PINS",
+        help='what that plan would be and why it lost: "tensor=4,recompute=none"; several names '
+        'with + between: "recompute=h.0+h.1"',
+    )
+    out.add_argument(
+        "--measure",
+        type=positive,
+        metavar="STEPS",
+        help="run the plan here for some steps, and show what it took beside what was predicted",
+    )
+    out.add_argument(
+        "--refine",
+        type=_output,
+        metavar="FILE",
+        help="with --measure: put what the step took into a cluster file, by which later plans "
+        "with --cluster FILE are predicted",
+    )
+    out.add_argument(
+        "--export",
+        choices=("torchtitan", "megatron", "deepspeed", "accelerate"),
+        help="print the plan as the configuration of that system, and nothing else",
+    )
+    out.add_argument(
+        "--compare", nargs=2, type=Path, metavar="FILE", help="two saved plans instead of a model"
+    )
+    add_pins(plan)
+    plan.set_defaults(run_command=_plan, usage_error=plan.error)
+
+
+def _add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    calibrate = commands.add_parser(
+        "calibrate",
+        help="measure this machine, for later plans",
+        description="Measure how long a model's ops take here, on N processes at once, and the "
+        "messages between them; or its regions in torch and in ONNX Runtime, side by side.",
+    )
+    calibrate.add_argument("target", metavar="FILE[:FUNCTION]", type=_target, help="as for plan")
+    calibrate.add_argument(
+        "--ort",
+        dest="regions",
+        action="store_true",
+        help="measure regions for ONNX Runtime instead",
+    )
+    calibrate.add_argument("--devices", type=positive, default=1, metavar="N", help="of the plan")
+    calibrate.add_argument("--threads", type=positive, metavar="N", help="of each process")
+    calibrate.add_argument("--cluster", type=Path, metavar="FILE", help="add to what is in it")
+    calibrate.add_argument("--output", type=_output, required=True, metavar="FILE")
+    add_pins(calibrate, without=("ort",))
+    calibrate.set_defaults(run_command=_calibrate, device=None, memory=None, batch=None, ort=None)
+
+
+def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    run = commands.add_parser(
+        "run",
+        help="start a script on N devices (torchrun with less typing)",
+        description="Start a script once for each device. Standard output is that of the first.",
+    )
+    run.add_argument("--devices", type=positive, required=True, metavar="N", help="per machine")
+    run.add_argument(
+        "--check",
+        choices=("first-step", "off"),
+        help="before the first step, compare the captured graph with the model in eager code",
+    )
+    run.add_argument("--all-output", action="store_true", help="show what every rank prints")
+    run.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name")
+    nodes = run.add_argument_group("several machines", "as in torchrun; start it on each")
+    nodes.add_argument("--nnodes", metavar="N")
+    nodes.add_argument("--node-rank", metavar="I")
+    nodes.add_argument("--rdzv-endpoint", metavar="HOST:PORT")
+    nodes.add_argument("--rdzv-backend", metavar="NAME")
+    nodes.add_argument("--rdzv-id", metavar="NAME")
+    add_pins(run)
+    run.add_argument("script", metavar="SCRIPT")
+    run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="of the script")
+    run.set_defaults(run_command=_run)
+
+
+def _add_fusion(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    fusion = commands.add_parser("fusion", help="list, write, check and time fused ops")
+    tasks = fusion.add_subparsers(required=True, metavar="TASK")
+    tasks.add_parser("list", help="every fusion that is registered").set_defaults(task="list")
+    new = tasks.add_parser("new", help="write a file with a working fusion to start from")
+    new.add_argument("name", metavar="NAME", help="a Python name; NAME.py is written here")
+    new.set_defaults(task="new")
+    check = tasks.add_parser("check", help="prove numbers, patterns and sharding; exit 1 if not")
+    check.add_argument("names", nargs="+", metavar="NAME|FILE.py", help="or `all`")
+    check.set_defaults(task="check")
+    bench = tasks.add_parser("bench", help="time fusions against eager and against a copy")
+    bench.add_argument("names", nargs="+", metavar="NAME|FILE.py", help="or `all`")
+    bench.add_argument("--json", type=_output, metavar="FILE", help="save the figures")
+    bench.set_defaults(task="bench")
+    fusion.set_defaults(run_command=_fusion)
+
+
+def torchrun_flags(arguments: argparse.Namespace) -> list[str]:
+    """The launcher flags of `run`; empty for one machine.
+
+    With a node rank given the machines are numbered by the user (static rendezvous); without,
+    they number themselves.
+    """
+    names = ("nnodes", "node_rank", "rdzv_endpoint", "rdzv_backend", "rdzv_id")
+    given = {name: getattr(arguments, name) for name in names if getattr(arguments, name)}
+    if given:
+        given.setdefault("rdzv_backend", "static" if "node_rank" in given else "c10d")
+        given.setdefault("rdzv_id", "graphaccel")
+    return [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
+
+
+def _output(text: str) -> Path:
+    """A file that can be written: said before anything is searched or measured for it."""
+    path = Path(text)
+    reason = ""
+    if path.is_dir():
+        reason = "is a folder"
+    elif not path.parent.is_dir():
+        reason = f"can not be written: there is no folder {str(path.parent)!r}"
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        reason = "can not be written"
+    if reason:
+        raise argparse.ArgumentTypeError(f"{text!r} {reason}")
+    return path
+
+
+def _target(text: str) -> tuple[Path, str | None]:
+    """("model.py", "make_job") of "model.py:make_job"; the function is None without a colon."""
+    file, colon, function = text.rpartition(":")
+    path, name = (Path(file), function) if colon and function.isidentifier() else (Path(text), None)
+    if not path.is_file():
+        raise argparse.ArgumentTypeError(f"there is no file {str(path)!r}")
+    return path, name
+
+
+def _code_or_target(text: str) -> str | tuple[Path, str | None]:
+    """An error code, or a file (and function) that makes a model."""
+    return _target(text) if ".py" in text else _code(text)
+
+
+def _code(text: str) -> str:
+    if text.endswith(".json") and Path(text).is_file():
+        return text
+    if text.upper() not in error_classes():
+        known = ", ".join(error_classes())
+        raise argparse.ArgumentTypeError(f"there is no error {text!r}; there are {known}")
+    return text.upper()
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    if arguments.compare is None and (arguments.target is None or arguments.devices is None):
+        arguments.usage_error("FILE[:FUNCTION] and --devices N are needed, or --compare FILE FILE")
+    if arguments.cluster is not None and (arguments.device, arguments.memory) != (None, None):
+        arguments.usage_error("--cluster FILE says which devices: leave --device and --memory out")
+    refined = arguments.refine
+    if refined is not None and arguments.measure is None:
+        arguments.usage_error("--refine FILE is told what --measure STEPS finds: give both")
+    if refined is not None and refined.exists() and arguments.cluster != refined:
+        arguments.usage_error(f"{refined} exists: add to it with --cluster {refined}")
+    if arguments.export is not None:
+        beside = {
+            "--format json": arguments.format == "json",
+            "--explain": arguments.explain,
+            "--why-not": arguments.why_not,
+            "--measure": arguments.measure is not None and arguments.html is None,
+        }
+        for option in (option for option, given in beside.items() if given):
+            arguments.usage_error(f"--export prints nothing else: leave {option} out")
+    from graphaccel.cli.plan import plan_command
+
+    return plan_command(arguments)
+
+
+def _calibrate(arguments: argparse.Namespace) -> int:
+    from graphaccel.cli.calibrate import calibrate_command
+
+    return calibrate_command(arguments)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    import json
+
+    from graphaccel.arguments import CHECK, PINS
+    from graphaccel.runtime import launch
+
+    pins = pins_of(arguments)
+    if pins:
+        os.environ[PINS] = json.dumps(pins)  # read by optimize() in every process
+    if arguments.check is not None:
+        os.environ[CHECK] = arguments.check
+    argv = [*(["-m"] if arguments.module else []), arguments.script, *arguments.arguments]
+    flags = torchrun_flags(arguments)
+    return launch.run_script(arguments.devices, argv, flags, arguments.all_output)
+
+
+def _doctor(_: argparse.Namespace) -> int:
+    from graphaccel.cli import doctor
+
+    return doctor.run()
+
+
+def _fusion(arguments: argparse.Namespace) -> int:
+    from graphaccel.cli import fusion as fusion_command
+
+    return fusion_command.run(arguments)
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    if not isinstance(arguments.subject, str):
+        if arguments.rules:
+            from graphaccel.cli.rules import rules_command
+
+            return rules_command(*arguments.subject, strict=arguments.strict)
+        from graphaccel.cli import fusion as fusion_command
+
+        return fusion_command.explain(*arguments.subject)
+    if arguments.subject.endswith(".json"):
+        from graphaccel.report.ort import ort_report
+
+        print(ort_report(Path(arguments.subject)), end="")
+        return 0
+    package = Path(__file__).parents[1]
+    folders = (package / "docs_errors", package.parent / "docs" / "errors")  # wheel, checkout
+    pages = [folder / f"{arguments.subject}.md" for folder in folders]
+    page = next(page for page in pages if page.is_file())
+    print(page.read_text(encoding="utf-8").rstrip())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""Pins on the command line: options made of `planner.plan.pins.PINS`, and what their texts mean."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Collection
+from typing import Any
+
+from graphaccel.planner.plan.pins import PINS, Pin
+
+Reader = Callable[[str], Any]
+_WORDS = {"true": True, "false": False}
+
+
+def add_pins(parser: argparse.ArgumentParser, *, without: Collection[str] = ()) -> None:
+    """An option for every pin that has one. without: pins whose option the command has itself."""
+    group = parser.add_argument_group("pins", "decide these; the rest is planned around them")
+    for name, pin in PINS.items():
+        if pin.option is not None and name not in without:
+            group.add_argument(option_of(name), dest=name, help=pin.help, **_settings(pin))
+
+
+def option_of(name: str) -> str:
+    """`--reshard-after-forward` of a pin's name."""
+    return f"--{name.replace('_', '-')}"
+
+
+def pins_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The pins that a command line decides."""
+    given = {name: getattr(arguments, name, None) for name, pin in PINS.items()
+             if pin.option is not None}  # fmt: skip
+    given = {name: value for name, value in given.items() if value is not None}
+    if "stage_of" in given:
+        given["stage_of"] = dict(given["stage_of"])
+    return given
+
+
+def pin_pairs(text: str) -> dict[str, Any]:
+    """{"pipeline": 4, "recompute": ("h.0", "h.1")} of "pipeline=4,recompute=h.0+h.1"."""
+    found: dict[str, Any] = {}
+    for part in text.split(","):
+        name, equals, value = (piece.strip() for piece in part.partition("="))
+        if not (name and equals and value):
+            raise argparse.ArgumentTypeError(f"{part!r} is not like pipeline=4")
+        if name in found:
+            raise argparse.ArgumentTypeError(f"{name} is there twice in {text!r}")
+        pin = PINS.get(name)
+        if pin is not None and pin.kind in ("names", "word or names"):
+            found[name] = _reader(pin)(value.replace("+", ","))
+        elif pin is not None and pin.kind == "bytes":
+            found[name] = byte_count(value)
+        else:
+            found[name] = int(value) if value.lstrip("-").isdecimal() else _WORDS.get(value, value)
+    return found
+
+
+def positive(text: str) -> int:
+    """A whole number above 0."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def byte_count(text: str) -> int:
+    """Bytes of "80GiB"."""
+    from graphaccel.planner.cluster.cluster import parse_bytes
+
+    try:
+        size = parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    if size == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} holds nothing")
+    return size
+
+
+def _settings(pin: Pin) -> dict[str, Any]:
+    """What argparse is told of an option."""
+    if pin.kind == "switch":
+        return {"action": argparse.BooleanOptionalAction}
+    if pin.kind in ("choice", "offload"):
+        return {"choices": pin.choices}
+    if pin.kind == "level":
+        return {"type": int, "choices": pin.choices}
+    metavar = pin.metavar or "N"
+    if pin.kind == "stages":
+        return {"type": _stage, "action": "append", "metavar": metavar}
+    return {"type": _reader(pin), "metavar": metavar}
+
+
+def _reader(pin: Pin) -> Reader:
+    if pin.kind == "count":
+        return positive
+    if pin.kind == "bytes":
+        return byte_count
+    words = pin.choices if pin.kind == "word or names" else ()
+    return lambda text: text if text in words else _names(text)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(","))
+    if not all(names):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of names with commas between")
+    return names
+
+
+def _stage(text: str) -> tuple[str, int]:
+    """("transformer.h.3", 1) of "transformer.h.3=1"."""
+    module, equals, stage = text.rpartition("=")
+    if not equals or not module or not stage.isdecimal():
+        raise argparse.ArgumentTypeError(f"a module and its stage, as in h.3=1, not {text!r}")
+    return module, int(stage)

@@ -1,0 +1,422 @@
+"""What was captured of one model: a step for each kind of batch and each state of Python's."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphaccel.capture.batch import Batch, batch_leaves, batch_size, sequence_leaves
+from graphaccel.capture.batch_dims import given_dims
+from graphaccel.capture.carried import Path
+from graphaccel.capture.export import export_forward
+from graphaccel.capture.numbers import same_but_numbers
+from graphaccel.capture.observe import Observed, observe
+from graphaccel.capture.stepgraph import MANY, StepGraph, capture
+from graphaccel.capture.symbols import BATCH, SEQUENCE
+from graphaccel.capture.weights import layout_of
+from graphaccel.compat.torch import FakeTensor, FakeTensorMode, pytree
+from graphaccel.compiler.capture_context import no_collections, without_autocast
+from graphaccel.compiler.model import Model, follow_attributes, without_data
+from graphaccel.errors import GraphAccelError, GraphMisuse, StateFrozen, Unsupported
+from graphaccel.guards.guards import Guards
+from graphaccel.guards.numbers import as_inputs
+from graphaccel.guards.places import Place, places
+from graphaccel.guards.refusals import too_many
+from graphaccel.ir.replication.unfold import input_nodes
+from graphaccel.progress import progress
+
+MOST = 8
+"""Captures of one kind of batch that differ in Python values alone."""
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A step, what it depends on besides its batch, and where its forward leaves tensors."""
+
+    step: StepGraph
+    guards: Guards
+    left: tuple[Path, ...]
+
+
+class Captures:
+    """Captures a model when a batch asks for it, and remembers what it captured.
+
+    steps: (signature of the batch, training, number) → step. capturing: whether it does so now.
+    splits: whether a step can be split over its batch, where somebody may want to.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self.model, self.capturing = model, False
+        self.steps: dict[Any, StepGraph] = {}
+        self.splits: Callable[[StepGraph], bool] | None = None
+        self._skeleton: nn.Module | None = None
+        self._kept: dict[int, _Kept] = {}
+        self._fixed: set[str] = set()  # numbers that can not be inputs
+
+    def of(
+        self, batch: Batch, *, training: bool = True, fixed: bool = False
+    ) -> tuple[StepGraph, dict]:
+        """The step for a batch and the Python state of this moment, and the symbol sizes of that
+        batch in it.
+
+        fixed: the first step in evaluation mode need not serve other sizes than the batch's, which
+        takes a third of the time; the next one then does.
+
+        Raises what capturing raises, and StateFrozen (GA106) where a value that can not be an input
+        had MOST other values before.
+        """
+        _refuse_empty(batch, first=not self.steps)
+        others = []
+        for step, sizes in self._fitting_steps(batch, training):
+            if self.guards(step, batch).hold():
+                return step, sizes
+            others.append(step)
+        start = time.perf_counter()
+        fixed = fixed and not training and all(step.training for step in self.steps.values())
+        step = self._captured(batch, training, others, symbolic=not fixed)
+        progress("capture", f"{step.nodes:,} ops", time.perf_counter() - start)
+        return step, self._sizes(step, batch)
+
+    def knows(self, batch: Batch, *, training: bool = True) -> bool:
+        """Whether the step of this batch and the Python state of this moment is captured."""
+        steps = self._fitting_steps(batch, training)
+        return any(self.guards(step, batch).hold() for step, _ in steps)
+
+    def keep(self, batch: Batch, step: StepGraph) -> None:
+        """Use another rank's capture of the training step of this batch."""
+        if self._skeleton is None:  # now: later the model has shards and stand-ins
+            self._skeleton = without_data(self.model.module)
+        self.steps[(batch.signature(), step.training, len(self.steps))] = step
+        self.guards(step, batch)
+
+    def guards(self, step: StepGraph, batch: Batch) -> Guards:
+        """What a step depends on besides its batch; of one captured elsewhere, as of now."""
+        kept = self._kept.get(id(step))
+        if kept is None:
+            observed = self._observed(batch, step.training)
+            kept = self._guarded(step, batch, observed, step.training)
+        return kept.guards
+
+    def left(self, step: StepGraph) -> tuple[Path, ...]:
+        """Where the forward of a step leaves tensors in the model, which its graph does not."""
+        kept = self._kept.get(id(step))
+        return () if kept is None else kept.left
+
+    def with_numbers(self, step: StepGraph, batch: Batch) -> Batch:
+        """The batch with the numbers of the model that are inputs of a step, as they are now."""
+        guards = self.guards(step, batch)
+        if not guards.numbers or not guards.hold():
+            return batch
+        numbers = [torch.tensor(n, dtype=torch.float64) for n in guards.numbers_now()]
+        names = (*batch.names, *guards.numbers)
+        return replace(batch, leaves=(*batch.leaves, *numbers), names=names)
+
+    def state_digest(self, batch: Batch, *, training: bool = True) -> str:
+        """Of the Python values that the step of a batch depends on, as they are now: equal on ranks
+        that will run the same step. "" before the first capture."""
+        latest = None
+        for step, _ in self._fitting_steps(batch, training):
+            guards = self.guards(step, batch)
+            if guards.hold():
+                return repr((step.fingerprint, guards.numbers_now()))
+            latest = latest or guards
+        changes = () if latest is None else latest.changes()
+        return repr(sorted((c.place.name, c.now) for c in changes)) if changes else ""
+
+    def _fitting_steps(self, batch: Batch, training: bool) -> list[tuple[StepGraph, dict]]:
+        """Steps for such a batch, the latest first."""
+        found = []
+        for (signature, *_), step in reversed(self.steps.items()):
+            sizes = self._fitting(step, batch, training)
+            if sizes is not None and _same_values(signature, batch.signature()):
+                found.append((step, sizes))
+        return found
+
+    def _captured(
+        self, batch: Batch, training: bool, others: Sequence[StepGraph], *, symbolic: bool
+    ) -> StepGraph:
+        """Capture anew. others: those that only the Python state of this moment rules out."""
+        if others:
+            self._refuse_other_modules(self._kept[id(others[0])].guards)
+        observed = self._observed(batch, training)
+        numbers = self._inputs(batch, training, others[0], observed) if others else ()
+        if not numbers:
+            self._refuse_more(others)
+        faked = self._faked(batch, training, observed, numbers)
+        many = None if numbers else MANY
+        step = self._capture(*faked, training, many=many, symbolic=symbolic)
+        step = _with_paths(step, places(self._fresh(training), observed.reads, self.model.module))
+        self._guarded(step, batch, observed, training, numbers)
+        self.steps[(batch.signature(), training, len(self.steps))] = step
+        return step
+
+    def _inputs(
+        self, batch: Batch, training: bool, before: StepGraph, observed: Observed
+    ) -> tuple[str, ...]:
+        """The numbers that become inputs of the next capture: those that differ from what another
+        has, and its own, as far as a tensor can stand for them."""
+        guards = self._kept[id(before)].guards
+        changed = [c.place.name for c in guards.changes() if c.place.is_number]
+        names = [n for n in dict.fromkeys((*guards.numbers, *changed)) if n not in self._fixed]
+        if not names or self._stands_for(batch, training, observed, names):
+            return tuple(names)
+        able = [n for n in names if self._stands_for(batch, training, observed, [n])]
+        self._fixed |= {*names} - {*able}
+        return tuple(able)
+
+    def _stands_for(
+        self, batch: Batch, training: bool, observed: Observed, names: Sequence[str]
+    ) -> bool:
+        """Whether a forward with tensors in the place of numbers is that with the numbers."""
+        graphs = []
+        for numbers in (names, ()):
+            model, made = self._faked(batch, training, observed, numbers)
+            try:
+                with self._capturing():
+                    graphs.append(export_forward(model, made, self.model.loss_fn))
+            except GraphAccelError:
+                return False
+        return same_but_numbers(graphs[1], graphs[0], set(names))
+
+    def _refuse_other_modules(self, guards: Guards) -> None:
+        """Raises StateFrozen (GA106) where a submodule is of another class than at capture."""
+        assert self._skeleton is not None
+        known = dict(self._skeleton.named_modules())
+        for change in guards.changes():
+            if change.place.name in known:
+                raise StateFrozen(
+                    what=f"submodule `{change.place.name}` is another one than when the step was "
+                    "captured",
+                    reason="the plan and the optimizer hold parts of the model as it was",
+                    help_lines=("replace modules before graphaccel.optimize(model, optimizer)",),
+                )
+
+    def _refuse_more(self, others: Sequence[StepGraph]) -> None:
+        """Raises StateFrozen (GA106) where too many captures differ in Python values."""
+        if len(others) < MOST:
+            return
+        change = self._kept[id(others[0])].guards.changes()[0]
+        raise too_many(change, MOST)
+
+    def _capture(
+        self, model: nn.Module, made: Batch, training: bool, *, many: int | None, symbolic: bool
+    ) -> StepGraph:
+        with self._capturing():
+            step = capture(
+                model,
+                made,
+                self.model.loss_fn,
+                symbolic=symbolic,
+                many=many,
+                batch_dims=self.given_dims(made),
+                splits=self.splits if training else None,
+            )
+        if step.has_loss and training:
+            _refuse_tracked(step)
+        return step
+
+    def _observed(self, batch: Batch, training: bool) -> Observed:
+        made = self._faked(batch, training)[1]
+        with self._capturing():
+            return observe(partial(self._fresh, training), made, self.model.loss_fn, MANY)
+
+    @contextmanager
+    def _capturing(self) -> Iterator[None]:
+        self.capturing = True
+        try:
+            with torch.enable_grad(), no_collections(), without_autocast():
+                yield
+        finally:
+            self.capturing = False
+
+    def _guarded(
+        self,
+        step: StepGraph,
+        batch: Batch,
+        observed: Observed,
+        training: bool,
+        numbers: Sequence[str] | None = None,
+    ) -> _Kept:
+        """Note what a step depends on."""
+        reads = observed.reads
+        if numbers is None:  # of another rank's step: the inputs behind those of the batch
+            numbers = _numbers(step, batch)
+        recorded = places(self._fresh(training), reads, self.model.module)
+        guards = Guards(
+            lambda: places(self.model.module, reads),
+            {n: p.token for n, p in recorded.items()},
+            numbers=tuple(numbers),
+            written=observed.written,
+            tensors=_constants(step, recorded),
+        )
+        guards.watch_content(recorded)
+        self._kept[id(step)] = kept = _Kept(step, guards, observed.left)
+        return kept
+
+    def _fresh(self, training: bool) -> nn.Module:
+        """The model without data, its attributes as they are in the user's."""
+        if self._skeleton is None:
+            self._skeleton = without_data(self.model.module)
+        else:
+            follow_attributes(self._skeleton, self.model.module)
+        if self._skeleton.training != training:
+            self._skeleton.train(training)
+        return self._skeleton
+
+    def _faked(
+        self,
+        batch: Batch,
+        training: bool,
+        observed: Observed | None = None,
+        numbers: Sequence[str] = (),
+    ) -> tuple[nn.Module, Batch]:
+        """The model and a batch without data: capture then leaves no trace on the user's own.
+
+        numbers: names of places that become leaves behind those of the batch."""
+        model = self._fresh(training)
+        with _mode_of(model):
+            leaves = tuple(
+                torch.empty(
+                    x.shape, dtype=x.dtype, device=_real(x.device), requires_grad=x.requires_grad
+                )
+                if isinstance(x, torch.Tensor)
+                else x
+                for x in batch.leaves
+            )
+            state = tuple(torch.empty((), dtype=torch.float64) for _ in numbers)
+        put = None
+        if observed is not None and numbers:
+            found = places(model, observed.reads)
+            put = partial(as_inputs, [found[name] for name in numbers])
+        names = (*batch.names, *numbers)
+        return model, replace(batch, leaves=(*leaves, *state), names=names, numbers=put)
+
+    def given_dims(self, batch: Batch) -> dict[int, int] | None:
+        """Leaf → the dim of its examples, where that was said. Raises GraphMisuse (GA407)."""
+        said = self.model.batch_dims
+        return None if said is None else given_dims(batch, said, self.model.module.forward)
+
+    def _sizes(self, step: StepGraph, batch: Batch) -> dict:
+        dims = step.batch_dims
+        sizes = {BATCH: batch_size(batch, dims)} if BATCH in step.sizes else {}
+        if SEQUENCE in step.sizes:
+            sizes[SEQUENCE] = sequence_leaves(batch, dims)[0]
+        return sizes
+
+    def _fitting(self, step: StepGraph, batch: Batch, training: bool) -> dict | None:
+        """Symbol sizes with which a capture serves this batch, or None."""
+        if step.training != training or not _has_dims(batch, step.batch_dims):
+            return None
+        sizes = self._sizes(step, batch)
+        if any((n == 1) != (step.sizes[symbol] == 1) for symbol, n in sizes.items()):
+            return None  # a model may treat a size of one apart: squeeze(), broadcasting
+        for node, spec in zip(input_nodes(step.graph), step.inputs, strict=True):
+            if spec.kind != "batch" or spec.leaf >= len(batch.leaves):
+                continue
+            leaf = batch.leaves[spec.leaf]
+            if not isinstance(leaf, torch.Tensor) or batch.names[spec.leaf] != spec.name:
+                return None
+            if leaf.dtype != node.meta["val"].dtype or leaf.dim() != len(node.meta["dims"]):
+                return None
+            if training and leaf.requires_grad != spec.tracked:
+                return None
+            for size, expression in zip(leaf.shape, node.meta["dims"], strict=True):
+                wanted = expression if isinstance(expression, int) else expression.subs(sizes)
+                if int(wanted) != size:
+                    return None
+        used = {spec.leaf for spec in step.inputs if spec.kind == "batch"}
+        return sizes if used >= set(batch.tensors) else None
+
+
+def _same_values(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    """Whether two batches have the same structure and the same values that are no tensors
+    (`return_loss=True`, None), by their signatures: a capture holds for those."""
+    plain = [[d for d in described if isinstance(d, str)] for _, described in (one, other)]
+    return one[0] == other[0] and plain[0] == plain[1]
+
+
+def _numbers(step: StepGraph, batch: Batch) -> tuple[str, ...]:
+    """The inputs of a step behind the leaves of its batch."""
+    count = len(batch.leaves)
+    state = {s.leaf: s.name for s in step.inputs if s.kind == "batch" and s.leaf >= count}
+    return tuple(state[leaf] for leaf in sorted(state))
+
+
+def _constants(step: StepGraph, recorded: Mapping[str, Place]) -> dict[str, str]:
+    """Place of a tensor → the constant of a step's graph that has its values."""
+    tensors = {n: p.value for n, p in recorded.items() if isinstance(p.value, torch.Tensor)}
+    known = {id(constant): name for name, constant in step.forward.constants.items()}
+    held = {path: name for name, path in step.forward.attributes.items()}
+    for name, tensor in tensors.items():
+        if _path(name) in held:
+            known[id(tensor)] = held[_path(name)]
+    return {n: known[id(t)] for n, t in tensors.items() if id(t) in known}
+
+
+def _with_paths(step: StepGraph, recorded: Mapping[str, Place]) -> StepGraph:
+    """The step, which knows where constants are that the model does not hold (a loss function does,
+    a global): for other ranks, whose tensors are others."""
+    laid = {layout_of(constant): name for name, constant in step.forward.constants.items()}
+    attributes = dict(step.forward.attributes)
+    for name, place in recorded.items():
+        tensor = place.value
+        if isinstance(tensor, torch.Tensor) and not isinstance(tensor, FakeTensor):
+            constant = laid.get(layout_of(tensor))
+            if constant is not None:
+                attributes.setdefault(constant, _path(name))
+    return replace(step, forward=replace(step.forward, attributes=attributes))
+
+
+def _path(name: str) -> str:
+    """The name of a place, as attributes of a captured forward have it."""
+    return re.sub(r"\['?(.*?)'?\]", r".\1", name)
+
+
+def _has_dims(batch: Batch, dims: Mapping[int, int]) -> bool:
+    tensors = batch.tensors
+    return all(leaf in tensors and tensors[leaf].dim() > dim for leaf, dim in dims.items())
+
+
+def _refuse_empty(batch: Batch, *, first: bool) -> None:
+    """Raises GraphMisuse (GA407) for a batch without examples, whose mean loss is no number.
+
+    first: nothing has been captured yet.
+    """
+    size, dims = batch_leaves(batch)
+    if size == 0:
+        name = batch.names[next(iter(dims))]
+        shape = list(batch.leaves[next(iter(dims))].shape)
+        raise GraphMisuse(
+            what=f"the {'first ' * first}batch has no examples: `{name}` has the shape {shape}",
+            help_line="graphaccel.optimize(model, optimizer, example_batch=batch)  # one that has"
+            if first
+            else "leave it out:  DataLoader(dataset, drop_last=True)",
+        )
+
+
+def _refuse_tracked(step: StepGraph) -> None:
+    """A gradient of the batch would be lost in silence. Raises Unsupported (GA208)."""
+    for spec in step.inputs:
+        if spec.tracked:
+            raise Unsupported(
+                what=f"a gradient of the input `{spec.name}` where the loss is part of the graph",
+                reason="gradients are computed when the model is called, those of parameters only",
+                help_line="let the script compute the loss:  "
+                "graphaccel.optimize(model, optimizer, loss_fn='outside')",
+            )
+
+
+def _real(device: torch.device) -> torch.device:
+    return torch.device("cpu") if device.type == "meta" else device
+
+
+def _mode_of(module: nn.Module) -> FakeTensorMode:
+    return next(iter(pytree.tree_leaves(list(module.parameters())))).fake_mode

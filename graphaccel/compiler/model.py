@@ -1,0 +1,241 @@
+"""What is planned for: a model, its loss function and its optimizer's state, as bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from graphaccel.capture.batch import Batch, as_call, flatten_call
+from graphaccel.capture.batch_dims import BatchDims
+from graphaccel.capture.closures import copied, held_by_module, memory_of
+from graphaccel.capture.export import LossFn
+from graphaccel.compat.torch import FakeTensorMode
+from graphaccel.compiler.probe_optimizer import stepping_of, tried_step
+from graphaccel.errors import Unsupported
+from graphaccel.guards.places import STRUCTURE
+from graphaccel.ir.program import Sharded, StepProgram
+from graphaccel.planner.estimate.optimizer_memory import NOTHING, Stepping, step_bytes
+from graphaccel.planner.memory.exact_memory import Resident
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.plan.zero import local_shape
+from graphaccel.runtime.deferred import RECORD
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is planned for: a module, its loss function, how many bytes of optimizer state each byte
+    of trained parameter has, and the bytes of its parameters and buffers by name. shardable: its
+    optimizer can work on shards. stepping: what its step makes besides. batch_dims: on which dims
+    of the inputs the batch lies, where that was said."""
+
+    module: nn.Module = field(repr=False)
+    loss_fn: LossFn | None
+    optimizer_bytes: float
+    shardable: bool = True
+    stepping: Stepping = NOTHING
+    batch_dims: BatchDims = None
+
+    def resident(self, batch: Batch, plan: Plan, program: StepProgram) -> Resident:
+        """Bytes that lie on a rank all the time."""
+        parameters = dict(self.module.named_parameters(remove_duplicate=False))
+
+        def share(name: str, splits: tuple[Sharded, ...]) -> int:
+            parameter = parameters[name]
+            return prod(local_shape(parameter.shape, splits, plan)) * parameter.element_size()
+
+        resting = {n: share(n, program.resting.get(n, ())) for n in parameters}
+        states = {
+            n: share(n, program.state_splits(n)) for n, p in parameters.items() if p.requires_grad
+        }
+
+        def stepped(names: Sequence[str]) -> int:
+            held = {n for n in names if n in states}
+            apart = [resting[n] for n in parameters if n in held and states[n] < resting[n]]
+            fused = bool(plan.fusions)
+            sizes = [states[n] for n in parameters if n in held]
+            split = (n for n in held if n in program.owned and program.owned[n].level < 3)
+            padded = sum(states[n] for n in split if states[n] * plan.shards > resting[n])
+            return step_bytes(plan, self.stepping, sum(sizes), sizes, apart, fused, padded)
+
+        built = (*self.module.parameters(), *self.module.buffers())
+        # A frozen parameter that the forward updates is a buffer to the graph.
+        buffers = {n: p for n, p in parameters.items() if not p.requires_grad}
+        buffers |= self.module.named_buffers(remove_duplicate=False)
+        return Resident(
+            resting,
+            {n: tensor_bytes(b) for n, b in buffers.items()},
+            states,
+            sum(tensor_bytes(t) for t in batch.tensors.values()),
+            self.optimizer_bytes,
+            plan.offload,
+            whole={n: tensor_bytes(p) for n, p in parameters.items()},
+            built=sum(map(tensor_bytes, built)),
+            step=stepped,
+        )
+
+
+def model_of(
+    module: nn.Module,
+    loss_fn: LossFn | None,
+    optimizer: torch.optim.Optimizer | None,
+    device_type: str,
+    *,
+    shardable: bool = True,
+    batch_dims: BatchDims = None,
+) -> Model:
+    """What is planned for devices of a type ("cpu" or "cuda"), with what its optimizer needs."""
+    state, made = optimizer_bytes(optimizer), stepping_of(optimizer, device_type)
+    return Model(module, loss_fn, state, shardable, made, batch_dims)
+
+
+def tensor_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def as_batch(example: Any) -> Batch:
+    """An example batch, as the call of the model it stands for."""
+    return flatten_call(*as_call(example))
+
+
+def check_supported(module: nn.Module) -> None:
+    """Raises Unsupported (GA208) for what no plan can hold: no parameters, dtypes, layouts, several
+    devices."""
+    check_parameters(module)
+    devices = set()
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.is_complex() or tensor.is_quantized:
+            raise Unsupported(
+                what=f"dtype {tensor.dtype} of {name}",
+                reason="gradients of such a tensor can not be summed over ranks",
+                help_line="keep it as two real tensors, or exclude its module",
+            )
+        if tensor.is_sparse or tensor.layout != torch.strided:
+            raise Unsupported(
+                what=f"layout {tensor.layout} of {name}",
+                reason="parameters must be dense",
+                help_line=f"{name} = {name}.to_dense()",
+            )
+        devices.add(tensor.device)
+    if len(devices) > 1:
+        found = ", ".join(sorted(map(str, devices)))
+        raise Unsupported(
+            what=f"a model that lies on several devices ({found})",
+            reason="the plan decides where parameters lie",
+            help_line="model.to('cpu') before graphaccel.optimize",
+        )
+
+
+def check_parameters(module: nn.Module) -> None:
+    """Raises Unsupported (GA208) for a model that has none, or none with a shape, and for one whose
+    forward is not Python any more."""
+    if next(module.parameters(), None) is None:
+        raise Unsupported(what="a model without parameters", reason="there is nothing to train")
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if is_lazy(tensor):
+            raise Unsupported(
+                what=f"`{name}`, which has no shape yet,",
+                reason="a lazy module makes its parameters when it is called the first time",
+                help_line="model(batch)  # once, before the optimizer is made and optimize() "
+                "is called",
+            )
+    for name, inner in module.named_modules():
+        if isinstance(inner, torch.jit.ScriptModule):
+            raise Unsupported(
+                what=f"a TorchScript module ({f'`{name}`' if name else 'the model'})",
+                reason="the graph is captured from the model's Python code, which it has no more",
+                help_line="build it from its Python class, and load its state_dict()",
+            )
+
+
+def optimizer_bytes(optimizer: torch.optim.Optimizer | None) -> float:
+    """Bytes of state per byte of trained parameter: 2 for Adam's two moments, 1 for momentum. Of
+    one that can not be tried (`trial_step`), by its name."""
+    if optimizer is None:
+        return 0.0
+    tried = tried_step(optimizer, "cpu")
+    if tried is not None:
+        return tried.state
+    name = type(optimizer).__name__.lower()
+    if "adam" in name or "lamb" in name:
+        return 2.0
+    momentum = any(group.get("momentum") for group in optimizer.param_groups)
+    return 0.0 if name == "sgd" and not momentum else 1.0
+
+
+def without_data(module: nn.Module) -> nn.Module:
+    """A copy without data, functions that reach the model's own modules included. Meta tensors
+    become fakes on the CPU: a graph on the meta device would mix with what the model creates on the
+    CPU in its forward. Other tensors (plain attributes) keep their values."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    known: dict[int, Any] = {}
+    memory: dict[int, torch.Tensor] = {}
+    for parameter in module.parameters():
+        fake = _fake(parameter.detach(), mode)
+        known[id(parameter)] = nn.Parameter(fake, parameter.requires_grad)
+        memory[memory_of(parameter)] = fake
+    for buffer in module.buffers():
+        memory[memory_of(buffer)] = known[id(buffer)] = _fake(buffer.detach(), mode)
+    _know_others(module, known, memory)
+    made = copied(module, known, module.modules())
+    for hooks in (made._forward_hooks, made._forward_pre_hooks):
+        hooks.clear()  # they run when the script calls its own model
+    return made
+
+
+def follow_attributes(made: nn.Module, module: nn.Module) -> None:
+    """Give a copy of `without_data` the Python attributes that its original has now."""
+    copies = dict(made.named_modules())
+    originals = {name: m for name, m in module.named_modules() if name in copies}
+    known: dict[int, Any] = {id(m): copies[name] for name, m in originals.items()}
+    fakes = dict(_tensors(made))
+    memory: dict[int, torch.Tensor] = {}
+    for name, tensor in _tensors(module):
+        if name in fakes:
+            known[id(tensor)] = fakes[name]
+            memory[memory_of(tensor)] = fakes[name].detach()
+    _know_others(module, known, memory)
+    own = {
+        name: {k: v for k, v in vars(m).items() if k not in _STRUCTURE}
+        for name, m in originals.items()
+    }
+    for name, values in copied(own, known, originals.values()).items():
+        state = vars(copies[name])
+        for gone in [k for k in state if k not in _STRUCTURE and k not in values]:
+            del state[gone]
+        state.update(values)
+
+
+_STRUCTURE = STRUCTURE | {RECORD}
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def _know_others(module: nn.Module, known: dict[int, Any], memory: dict[int, torch.Tensor]) -> None:
+    """What stands in a copy for tensors that are no parameters or buffers and are not copied."""
+    for held in held_by_module(module):
+        tensor = held.value
+        if not isinstance(tensor, torch.Tensor) or id(tensor) in known:
+            continue
+        fake = memory.get(memory_of(tensor))
+        if fake is not None:  # a view of a parameter: the copy then looks at the copy's
+            known[id(tensor)] = fake.as_strided(
+                tensor.shape, tensor.stride(), tensor.storage_offset()
+            )
+        elif tensor.grad_fn is not None:  # computed before, which `deepcopy` refuses
+            known[id(tensor)] = tensor.detach().clone().requires_grad_()
+
+
+def _fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    if tensor.device.type != "meta":
+        return mode.from_tensor(tensor)
+    with mode:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)

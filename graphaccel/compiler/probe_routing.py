@@ -1,0 +1,157 @@
+"""Which experts the tokens of a batch choose, found by trying: as much of the forward graph as
+choosing takes is run once on the batch that is planned for, with the weights that there are.
+
+What a device with experts needs depends on it: with an untrained router half of the experts may
+have two thirds of the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import sympy
+import torch
+from torch import fx, nn
+
+from graphaccel.capture.batch import Batch
+from graphaccel.capture.blocks import block_of
+from graphaccel.capture.stepgraph import StepGraph
+from graphaccel.capture.symbols import BATCH
+from graphaccel.compat.torch import FakeTensor, graph_module
+from graphaccel.ir.program import StepProgram
+from graphaccel.ir.replication.unfold import distinct_nodes
+from graphaccel.kernels.experts import PRODUCT
+from graphaccel.passes.exact_microbatch import exact_microbatch
+from graphaccel.planner.memory.exact_memory import Resident, rank_memory
+from graphaccel.planner.memory.graph_columns import Share, even
+from graphaccel.planner.plan.plan import Chosen, Plan, StageMemory
+from graphaccel.planner.profile.cost import Sizes, node_flops
+from graphaccel.schedule.table import Schedule
+
+AFFORDED = {"cpu": 2e11, "cuda": 2e14}
+"""FLOPs that are spent on trying, by where the model lies: a few seconds of either."""
+
+
+def tried_choices(
+    step: StepGraph,
+    module: nn.Module,
+    batch: Batch,
+    plan: Plan,
+    sizes: Mapping[sympy.Symbol, int],
+) -> tuple[Chosen, ...] | str:
+    """What the rows of `batch` choose, or why that is not known: an even choice is then assumed.
+
+    Of the microbatches of a data rank the one counts that chose a device most. sizes: symbol sizes
+    of the batch. No weight, buffer or state of a random number generator changes.
+    """
+    held = {
+        "parameter": dict(module.named_parameters(remove_duplicate=False)),
+        "buffer": dict(module.named_parameters(remove_duplicate=False))  # frozen and updated
+        | dict(module.named_buffers(remove_duplicate=False)),
+        "constant": step.forward.constants,
+    }
+    tensors = [t for kind in held.values() for t in kind.values()]
+    if any(t.is_meta or isinstance(t, FakeTensor) for t in (*tensors, *batch.tensors.values())):
+        return "the model or its batch has no data"
+    parts, at = plan.data * plan.microbatches, dict(sizes)
+    if parts > 1:
+        if sizes.get(BATCH, 1) % parts:
+            return f"a batch of {sizes.get(BATCH, 1)} can not be tried in {parts} parts"
+        at[BATCH] = sizes[BATCH] // parts
+    device = next(iter(held["parameter"].values())).device
+    afforded, whole = AFFORDED.get(device.type, 0.0), Sizes(sizes)
+    ahead = [(n, k) for n, k in distinct_nodes(step.graph) if n.meta.get("phase") == "forward"]
+    flops = sum(count * node_flops(node, whole) for node, count in ahead)
+    if flops > afforded:
+        return f"a forward takes {flops:.0e} FLOPs, and {afforded:.0e} are spent on it at most"
+    alone = replace(plan, data=1, microbatches=1, batch=at.get(BATCH, plan.batch))
+    routes, chosen = _routes(exact_microbatch(step, alone, at).graph)
+    counted: dict[str, list[list[torch.Tensor]]] = {}
+    with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+        for part in range(parts):
+            values: list[Any] = []
+            for spec in step.inputs:
+                value = held.get(spec.kind, {}).get(spec.name)
+                if spec.kind == "batch":
+                    value, dim = batch.leaves[spec.leaf], step.batch_dims.get(spec.leaf)
+                    if parts > 1 and dim is not None:
+                        value = value.narrow(dim, part * at[BATCH], at[BATCH])
+                values.append(value.to(device) if isinstance(value, torch.Tensor) else value)
+            try:
+                found = _interpreted(routes, values)
+            except torch.OutOfMemoryError:
+                return f"the model and {alone.batch} examples do not fit on one {device.type}"
+            except RuntimeError as error:  # no kernel for this dtype, no memory on the host, ...
+                return f"trying failed, {(str(error) or type(error).__name__).splitlines()[0]}"
+            for (block, count), experts in zip(chosen, found, strict=True):
+                if count % plan.expert:
+                    continue  # these experts are not split
+                rows = torch.bincount(experts.flatten(), minlength=count).cpu()
+                shares = rows.view(plan.expert, -1).sum(1) * plan.expert / experts.numel()
+                of_data = counted.setdefault(block, [[] for _ in range(plan.data)])
+                of_data[part // plan.microbatches].append(shares)
+    return tuple(
+        Chosen(block, tuple(tuple(torch.stack(tried).amax(0).tolist()) for tried in of_data))
+        for block, of_data in counted.items()
+    )
+
+
+def share_of(chosen: tuple[Chosen, ...], data: int, expert: int) -> Share:
+    """Module path → rows that chose a device, by its places on the data and the expert axis, over
+    an even share."""
+    shares = {each.block: each.shares[data][expert] for each in chosen}
+    return lambda path: shares.get(block_of(path), 1.0)
+
+
+def fullest(chosen: tuple[Chosen, ...], blocks: Collection[str]) -> tuple[Share, ...]:
+    """`share_of` the devices that may need most memory: that which most rows of `blocks` choose,
+    for all that is kept until the backward, and that which most of a single one do, for what is
+    computed again."""
+    own = [each.shares for each in chosen if each.block in blocks]
+    if not own:
+        return (even,)
+    places = [(d, e) for d, row in enumerate(own[0]) for e in range(len(row))]
+    most = (sum, max)
+    found = [max(places, key=lambda at: of([s[at[0]][at[1]] for s in own])) for of in most]
+    return tuple(share_of(chosen, *place) for place in dict.fromkeys(found))
+
+
+def fullest_memory(
+    chosen: tuple[Chosen, ...],
+    program: StepProgram,
+    schedule: Schedule,
+    rank: int,
+    resident: Resident,
+) -> tuple[StageMemory, Share]:
+    """The memory of a pipeline rank's fullest device, and what it is chosen."""
+    shares: tuple[Share, ...] = (even,)
+    if chosen:
+        own = {action.stage for action in schedule[rank]}
+        names = (n for stage in program.stages if stage.stage in own for n in stage.parameters)
+        shares = fullest(chosen, {block_of(name) for name in names})
+    found = [(rank_memory(program, schedule, rank, resident, chosen=s), s) for s in shares]
+    return max(found, key=lambda pair: pair[0].peak)
+
+
+def _interpreted(graph: fx.GraphModule, values: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+    """Call by call: what nobody reads any more is freed, and no code is made of the graph."""
+    return fx.Interpreter(graph).run(*values)
+
+
+def _routes(graph: fx.GraphModule) -> tuple[fx.GraphModule, list[tuple[str, int]]]:
+    """What leads to the experts of all rows, and for each result its block and how many experts."""
+    routes: dict[fx.Node, tuple[str, int]] = {}
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and node.target is PRODUCT:
+            experts, count = node.args[2], node.args[4]
+            assert isinstance(experts, fx.Node)
+            assert isinstance(count, int)
+            routes.setdefault(experts, (block_of(node.meta.get("module", "")), count))
+    made = fx.Graph()
+    known: dict[fx.Node, fx.Node] = {}
+    made.graph_copy(graph.graph, known)
+    made.output(tuple(known[node] for node in routes))
+    made.eliminate_dead_code()
+    return graph_module({}, made), list(routes.values())

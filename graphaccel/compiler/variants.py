@@ -1,0 +1,90 @@
+"""The compiled steps of a model: for a kind of batch one for each state of Python's it ran in."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from graphaccel.capture.carried import Path
+from graphaccel.compat.torch import version
+from graphaccel.errors import StateFrozen
+from graphaccel.guards.guards import Guards
+from graphaccel.guards.reads import line_of
+from graphaccel.guards.refusals import unsteady
+from graphaccel.planner.plan.base_plan import PRECISIONS
+from graphaccel.planner.plan.plan import Precision
+from graphaccel.runtime.session import CompiledStep, Session
+
+
+@dataclass
+class Variant:
+    """One compiled step and what it depends on besides its batch.
+
+    filled: constant of its graph → the model's tensor whose values it has, and that tensor's
+    version. left: where the forward leaves tensors in the model, which its graph does not.
+    """
+
+    compiled: CompiledStep
+    guards: Guards
+    left: tuple[Path, ...] = ()
+    filled: dict[str, tuple[torch.Tensor, int]] = field(default_factory=dict)
+
+    def leaves(self, session: Session, leaves: Sequence[Any]) -> tuple[Any, ...]:
+        """The inputs of the step: the batch's leaves, then the numbers of the model that are inputs
+        (float64, 0-dim). Constants get the values that the model's tensors have now."""
+        for name, tensor in self.guards.tensors_now().items():
+            kept = self.filled.get(name)
+            if kept is None or kept[0] is not tensor or kept[1] != version(tensor):
+                session.fill(self.compiled, name, tensor)
+                self.filled[name] = tensor, version(tensor)
+        numbers = self.guards.numbers_now()
+        return (*leaves, *(torch.tensor(n, dtype=torch.float64) for n in numbers))
+
+
+class Variants:
+    """Variants by key, the latest used first."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, list[Variant]] = {}
+
+    def find(self, key: Any) -> Variant | None:
+        """The one whose guards hold."""
+        known = self._known.get(key, [])
+        for place, variant in enumerate(known):
+            if variant.guards.hold():
+                if place:
+                    known.insert(0, known.pop(place))
+                return variant
+        return None
+
+    def add(self, key: Any, variant: Variant, *, example: bool = False) -> Variant:
+        """Remember one. Raises StateFrozen (GA106) where a value that it was captured with is
+        another one already, unless it was captured of an example, before any step."""
+        if not example and not variant.guards.hold():
+            raise unsteady(variant.guards.changes()[0])
+        self._known.setdefault(key, []).insert(0, variant)
+        return variant
+
+
+def check_autocast(precision: Precision, device_type: str) -> None:
+    """Raises StateFrozen (GA106) where an autocast is active that the plan does not say."""
+    if not torch.is_autocast_enabled(device_type):
+        return
+    dtype = str(torch.get_autocast_dtype(device_type)).removeprefix("torch.")
+    if dtype in (precision.compute, "float32"):
+        return
+    names = [n for n, p in PRECISIONS.items() if p.compute == dtype and p.stream == "float32"]
+    pin = f'precision="{names[0]}"' if names else ""
+    helps = (f"say it to the plan instead:  graphaccel.optimize(model, optimizer, {pin})",)
+    raise StateFrozen(
+        what=f"torch.autocast in {dtype} is active around a step that is planned in "
+        f"{precision.compute}",
+        location=line_of(sys._getframe(1)),
+        note="the model is called here",
+        reason="the plan decides in which precision the step computes, and what memory it takes",
+        help_lines=(*(helps if pin else ()), "or call the model outside of torch.autocast"),
+    )

@@ -1,0 +1,1 @@
+"""Graphs of many identical layers, made of the graphs of few."""

@@ -1,0 +1,238 @@
+"""The nodes of many identical layers, told from those of few without making them.
+
+`Pattern` (`ir.replication.repeat`) knows how one layer follows from the one before. What the graph
+of all layers has - how many nodes, what they are called, what each reads, its inputs and results -
+then is arithmetic on arrays, and costs next to nothing however many layers there are. The graph
+itself is made when somebody first asks for it (`Unfolded.module`): a plan needs sizes, and only
+what runs needs nodes.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import cast
+
+import numpy as np
+from torch import fx
+
+from graphaccel.compat.torch import deferred_from, deferred_module
+from graphaccel.ir.replication.layers import NUMBER, NotRepeated, split
+from graphaccel.ir.replication.repeat import Pattern
+
+
+class Unfolded:
+    """The graph of as many layers as a pattern's runs have, as rows: one a node, in order, then one
+    for each result.
+
+    slots: (reader, source) rows of every argument that is a node, by reader and in order. reader,
+    source: likewise, each source of a reader once.
+    item, copy: row → the item of the pattern it is, and which copy of it, from 1. nodes: how many
+    of the rows are nodes (the output left out). inputs, outputs: for each placeholder and result,
+    which one of the short graph it is, and its name; input_copies, output_copies: and which copy.
+
+    Raises NotRepeated where there is no such graph. Of a pattern without names there are no
+    `names`, and no module.
+    """
+
+    def __init__(self, pattern: Pattern) -> None:
+        self.pattern = pattern
+        self.makers = pattern.makers()
+        more = [run.count - pattern.kept for run in pattern.runs]
+        middle = [item.middle for item in pattern.items]
+        self.middle = np.array(middle)
+        self.count = np.array([more[m] + 1 if m >= 0 else 1 for m in middle])
+        self.start = np.cumsum(self.count) - self.count  # of an item's copies, in `row`
+        self.item, self.copy = self._order()
+        self.row = np.empty(len(self.item), dtype=np.int64)
+        self.row[self.start[self.item] + self.copy - 1] = np.arange(len(self.item))
+        self.read = tuple(item.node for item in pattern.items if item.node is not None)
+        self.nodes = int(self.count[: len(self.read)].sum())
+        if (self.item[: self.nodes] >= len(self.read)).any():
+            raise NotRepeated("results stand between the nodes")
+        self.slots = self._slots()
+        self.reader, self.source = self._edges()
+        if (self.source >= self.reader).any():
+            raise NotRepeated("a layer reads what is made after it")
+        if pattern.named and not self._distinct():
+            raise NotRepeated("two nodes would have one name")
+        self.inputs, self.input_copies = self._inputs()
+        self.outputs, self.output_copies = self._outputs()
+
+    # ---- what the rows are
+
+    @cached_property
+    def names(self) -> list[str]:
+        """Of the nodes."""
+        made = zip(self.makers[: len(self.read)], self.count.tolist(), strict=False)
+        flat = [name for maker, count in made for name in maker.all_named(count)]
+        return [flat[i] for i in (self.start[self.item] + self.copy - 1)[: self.nodes].tolist()]
+
+    def _distinct(self) -> bool:
+        """Whether no two nodes have one name; told from the numbers, of names that have some."""
+        bases: dict[str, int] = {}
+        counted: list[tuple[int, int, int, int]] = []
+        plain: list[str] = []
+        for maker, count in zip(self.makers[: len(self.read)], self.count.tolist(), strict=False):
+            name = None if maker.item.named else maker.names["name"]
+            if name is None or NUMBER.match(name.base):
+                plain += maker.all_named(count)
+            else:
+                base = bases.setdefault(name.base, len(bases))
+                counted.append((base, name.number, name.step, count))
+        for base, number in map(split, plain):
+            if base in bases:
+                counted.append((bases[base], number, 0, 1))
+        of, first, step, times = np.array(counted, dtype=np.int64).reshape(-1, 4).T
+        copy = np.arange(times.sum()) - np.repeat(np.cumsum(times) - times, times)
+        numbers = np.repeat(first, times) + np.repeat(step, times) * copy
+        pairs = np.repeat(of, times) * (1 << 32) + numbers
+        return len(set(plain)) == len(plain) and len(np.unique(pairs)) == len(pairs)
+
+    def path(self, row: int) -> str:
+        """The path of a node's module or parameter, as the node says it; "" where it has none."""
+        return self.paths(np.array([row]))[0]
+
+    def paths(self, rows: np.ndarray) -> list[str]:
+        """Those of several nodes."""
+        found = [""] * len(rows)
+        items, copies = self.item[rows], self.copy[rows]
+        order = np.argsort(items, kind="stable")
+        for own in np.split(order, np.flatnonzero(np.diff(items[order])) + 1):
+            index = int(items[own[0]])
+            if known := self.read[index].meta.get("module", ""):
+                place = self.pattern.items[index].place
+                told = self.makers[index].all_whole(copies[own].tolist())
+                for at, path in zip(own.tolist(), told, strict=True):
+                    found[at] = known if path == place else path
+        return found
+
+    def told(self, values: list) -> np.ndarray:
+        """What is known of the items that are nodes, of each node."""
+        return np.array(values)[self.item[: self.nodes]]
+
+    @property
+    def end(self) -> str:
+        """What the output is called: as a graph would call it that has these names."""
+        used = set(self.names)
+        wanted = ("output", *(f"output_{n}" for n in range(1, len(used) + 2)))
+        return next(name for name in wanted if name not in used)
+
+    @cached_property
+    def results(self) -> list[int]:
+        """The row of each result, -1 where it is no node."""
+        found = np.full(len(self.item) - self.nodes, -1)
+        of = self.reader >= self.nodes
+        found[self.reader[of] - self.nodes] = self.source[of]
+        return found.tolist()
+
+    @property
+    def input_values(self) -> list[str]:
+        """What the value of each placeholder is called; "" where that was not said."""
+        pairs = zip(self.inputs, self.input_copies, strict=True)
+        return [self._value(i, copy) for (i, _), copy in pairs]
+
+    @property
+    def output_values(self) -> list[str]:
+        """Likewise of each result."""
+        pairs, first = zip(self.outputs, self.output_copies, strict=True), len(self.read)
+        return [self._value(first + i, copy) for (i, _), copy in pairs]
+
+    def _value(self, item: int, copy: int) -> str:
+        name = self.makers[item].names.get("value")
+        return "" if name is None else name.at((), copy)
+
+    # ---- the graph
+
+    def module(self, root: fx.GraphModule) -> fx.GraphModule:
+        """The graph, made when it is first asked for. root: where its constants are."""
+        return deferred_module(root, self._graph, self)
+
+    def _graph(self) -> fx.Graph:
+        return self.pattern.graph(self.makers)
+
+    # ---- arithmetic
+
+    def _order(self) -> tuple[np.ndarray, np.ndarray]:
+        """(item, copy) of each row: items of one layer stand together, layer by layer."""
+        found: list[tuple[np.ndarray, np.ndarray]] = []
+        for run, group in self.pattern.groups():
+            own = np.array(group)
+            copies = np.arange(1, int(self.count[own[0]]) + 1)
+            if self.pattern.down(run, group[0]):
+                copies = copies[::-1]
+            found.append((np.tile(own, len(copies)), np.repeat(copies, len(own))))
+        item, copy = (np.concatenate(column) for column in zip(*found, strict=True))
+        return item, copy
+
+    def _slots(self) -> tuple[np.ndarray, np.ndarray]:
+        """(reader, source) rows of every argument that is a node, by reader and in order."""
+        told = [
+            (i, slot, ref.item, max(ref.near, 0), ref.step, ref.last)
+            for i, known in enumerate(self.pattern.learned)
+            for slot, ref in enumerate(known.refs)
+        ]
+        slots = np.array(told, dtype=np.int64).reshape(-1, 6)
+        times = self.count[slots[:, 0]]
+        reader, slot, target, near, step, last = np.repeat(slots, times, axis=0).T
+        copy = np.arange(len(reader)) - np.repeat(np.cumsum(times) - times, times) + 1
+        beside = (step != 0) & (copy + step >= 1) & (copy + step <= self.count[reader])
+        same = (self.middle[target] == self.middle[reader]) & (self.middle[reader] >= 0)
+        found = np.where(
+            beside,
+            self.start[near] + copy + step - 1,
+            self.start[target]
+            + np.where(same, copy - 1, np.where(last == 1, self.count[target] - 1, 0)),
+        )
+        rows, sources = self.row[self.start[reader] + copy - 1], self.row[found]
+        order = np.lexsort((slot, rows))
+        return rows[order], sources[order]
+
+    def _edges(self) -> tuple[np.ndarray, np.ndarray]:
+        """(reader, source) rows, by reader and in the order of its inputs, each input once."""
+        rows, sources = self.slots
+        _, once = np.unique(rows * len(self.row) + sources, return_index=True)
+        once = np.sort(once)  # two slots may hold the same node
+        return rows[once], sources[once]
+
+    def _inputs(self) -> tuple[list[tuple[int, str]], list[int]]:
+        given = np.array([node.op == "placeholder" for node in self.read])
+        rows = np.flatnonzero(given[self.item[: self.nodes]])
+        items, copies = self.item[rows].tolist(), self.copy[rows].tolist()
+        pairs = zip(items, copies, strict=True)
+        return [(i, self.makers[i].whole(copy)) for i, copy in pairs], copies
+
+    def _outputs(self) -> tuple[list[tuple[int, str]], list[int]]:
+        first = len(self.read)
+        items, copies = self.item[self.nodes :].tolist(), self.copy[self.nodes :].tolist()
+        pairs = zip(items, copies, strict=True)
+        return [(i - first, self.makers[i].path(copy)) for i, copy in pairs], copies
+
+
+def unfolded_from(module: fx.GraphModule) -> Unfolded | None:
+    """What tells the nodes of a graph that nobody has made yet, if it is one."""
+    return cast("Unfolded | None", deferred_from(module))
+
+
+def distinct_nodes(module: fx.GraphModule) -> list[tuple[fx.Node, int]]:
+    """The nodes of a graph, without its output, each with how many times it is there: once, but for
+    those of few layers that stand for all. Names and modules are then those of the few."""
+    known = unfolded_from(module)
+    if known is not None:
+        return list(zip(known.read, known.count.tolist(), strict=False))
+    return [(node, 1) for node in module.graph.nodes if node.op != "output"]
+
+
+def input_nodes(module: fx.GraphModule) -> list[fx.Node]:
+    """The placeholders of a graph, or those of few layers that stand for them."""
+    known = unfolded_from(module)
+    if known is not None:
+        return [known.read[i] for i, _ in known.inputs]
+    return list(module.graph.find_nodes(op="placeholder"))
+
+
+def node_names(module: fx.GraphModule) -> list[str]:
+    """What the nodes of a graph are called, its output included."""
+    known = unfolded_from(module)
+    if known is not None:
+        return [*known.names, known.end]
+    return [node.name for node in module.graph.nodes]

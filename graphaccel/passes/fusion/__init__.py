@@ -1,0 +1,1 @@
+"""Replaces what fused ops compute by those ops."""

@@ -1,0 +1,194 @@
+"""Replace what fused ops compute by those ops, before the graph is differentiated.
+
+before                                                after
+  %p: f32[8,16,32] = aten.pow(%x, 2)                    %r: (f32[8,16,32], f32[8,16,1]) =
+  %m: f32[8,16,1] = aten.mean.dim(%p, [-1], True)            graphaccel.rms_norm(%x, %w, 1e-06)
+  %a: f32[8,16,1] = aten.add.Tensor(%m, 1e-06)          %z: f32[8,16,32] = getitem(%r, 0)
+  %s: f32[8,16,1] = aten.rsqrt(%a)
+  %y: f32[8,16,32] = aten.mul.Tensor(%x, %s)
+  %z: f32[8,16,32] = aten.mul.Tensor(%w, %y)
+
+A match is found by structure, then proved: the pattern is traced again at the very shapes and
+dtypes of the match, must then be equal to it node by node, and the op's fake must give the dtype,
+shape and stride of what it replaces. Patterns are functions in float32; their variants in 16 bits
+and under autocast are derived. `GRAPHACCEL_FUEL=n` places only the first n: halving it finds a
+wrong one. Matching before autograd needs one pattern a kernel, where joint patterns miss ordinary
+training code (frozen weights, gradients that are added in another order).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphaccel.capture.export import ForwardGraph
+from graphaccel.capture.patterns import simplify
+from graphaccel.capture.stepgraph import StepGraph, assemble, of_few
+from graphaccel.capture.symbols import integers
+from graphaccel.compat.torch import fake_mode_of, graph_module
+from graphaccel.errors import BadFuel
+from graphaccel.ir.values import propagate
+from graphaccel.kernels.registry import fusion_named
+from graphaccel.kernels.spec import Fusion
+from graphaccel.passes.fusion.sites import Finder, Site, at, drop_copies, emit, unchanged
+from graphaccel.planner.plan.plan import Plan
+
+aten = torch.ops.aten
+
+
+def fuse(step: StepGraph, plan: Plan) -> StepGraph:
+    """The step with the plan's fusions placed and differentiated again; as it is without any."""
+    if not plan.fusions:
+        return step
+    return of_few(step, lambda few: _fused(few, plan))
+
+
+def _fused(step: StepGraph, plan: Plan) -> StepGraph:
+    chosen = tuple(fusion_named(name) for name in plan.fusions)
+    keep = plan.outputs == "all"
+    forward = _prepared(step.forward, keep)
+    others = [(symbol, size, _prepared(f, keep)) for symbol, size, f in step.others]
+    sites = Finder(forward, chosen, step.trainable).sites()
+    sites = tuple(s for s in sites[: _fuel(len(sites))] if all(_fits(s, f) for _, _, f in others))
+    if not sites:
+        return step  # differentiating again would be for nothing
+    nodes = list(forward.graph.graph.nodes)
+    for _, _, other in others:
+        twins = dict(zip(nodes, other.graph.graph.nodes, strict=True))
+        _place(other, [at(s, twins) for s in sites])
+    _place(forward, sites)
+    return assemble(
+        forward,
+        tuple(others),
+        step.sizes,
+        step.batch_dims,
+        step.tied,
+        step.trainable,
+        step.training,
+        scaled=plan.precision.scaled,
+    )
+
+
+def _fuel(sites: int) -> int:
+    """How many of the sites are placed. Raises: BadFuel (GA705)."""
+    said = os.environ.get("GRAPHACCEL_FUEL")
+    if said is None:
+        return sites
+    try:
+        fuel = int(said)
+    except ValueError:
+        fuel = -1
+    if fuel < 0:
+        raise BadFuel(value=said, sites=sites)
+    return fuel
+
+
+def find_sites(
+    step: StepGraph, chosen: tuple[Fusion, ...], *, keep_outputs: bool = False
+) -> tuple[Finder, tuple[Site, ...]]:
+    """Where fusions would be placed, and with `Finder.near` how close the others came."""
+    forward = _prepared(step.forward, keep_outputs)
+    finder = Finder(forward, chosen, step.trainable)
+    return finder, finder.sites()
+
+
+def _fits(site: Site, other: ForwardGraph) -> bool:
+    """Whether the op gives what it replaces at the other captured size too, by the same numbers (a
+    factor that goes with a size would be taken for a constant)."""
+    twins = dict(zip(site.outputs[0].graph.nodes, other.graph.graph.nodes, strict=True))
+    for node in site.inside:
+        if torch.Tag.pointwise in getattr(node.target, "tags", ()):
+            if integers(node) != integers(twins[node]):
+                return False
+    mode = fake_mode_of([n for n in twins.values() if n.op == "placeholder"])
+    return unchanged(at(site, twins), mode) is None
+
+
+def _prepared(forward: ForwardGraph, keep_outputs: bool) -> ForwardGraph:
+    """A copy without no-op copies and, unless wanted, without what the model returns besides its
+    loss: logits that nobody reads need not exist."""
+    graph = fx.Graph()
+    values = graph.graph_copy(forward.graph.graph, {})
+    outputs = forward.outputs
+    if not keep_outputs and any(o.kind == "loss" for o in outputs):
+        kept = [o.kind != "output" for o in outputs]
+        values = [v for v, k in zip(values, kept, strict=True) if k]
+        outputs = tuple(o for o, k in zip(outputs, kept, strict=True) if k)
+    graph.output(values)
+    module = graph_module(forward.graph, graph)
+    module.graph.eliminate_dead_code()
+    simplify(module)
+    with fake_mode_of([n for n in module.graph.nodes if n.op == "placeholder"]):
+        _cast_first(module.graph)
+        _slice_first(module.graph)
+    module.graph.eliminate_dead_code()
+    simplify(module)
+    return replace(forward, graph=module, outputs=outputs)
+
+
+def _cast_first(graph: fx.Graph) -> None:
+    """Casts before the transposes that only they read, as patterns have them."""
+    for node in list(graph.nodes):
+        if node.target is not aten._to_copy.default or set(node.kwargs) != {"dtype"}:
+            continue
+        view = node.args[0]
+        assert isinstance(view, fx.Node)
+        if view.target is not aten.transpose.int or len(view.users) > 1:
+            continue
+        source, *dims = view.args
+        assert isinstance(source, fx.Node)
+        low = source.meta["val"].to(node.kwargs["dtype"])
+        turned = low.transpose(*dims)
+        if turned.stride() != node.meta["val"].stride():
+            continue
+        with graph.inserting_before(view):
+            cast = graph.call_function(aten._to_copy.default, (source,), dict(node.kwargs))
+        cast.meta = {**node.meta, "val": low}
+        view.replace_input_with(source, cast)
+        view.meta["val"] = turned
+        node.replace_all_uses_with(view)
+        graph.erase_node(node)
+
+
+def _slice_first(graph: fx.Graph) -> None:
+    """Products of the rows that are wanted, in place of the rows that are wanted of all (labels one
+    position on: `linear(x)[:, :-1]`): what patterns have, and less work."""
+    for node in list(graph.nodes):
+        if node.target is not aten.slice.Tensor:
+            continue
+        product, dim, *ends = node.args
+        assert isinstance(product, fx.Node)
+        if product.target is not aten.linear.default or len(product.users) > 1:
+            continue
+        whole = product.meta["val"]
+        if dim % whole.dim() == whole.dim() - 1 or whole.dim() < 3:
+            continue
+        source, *weights = product.args
+        assert isinstance(source, fx.Node)
+        with graph.inserting_before(product):
+            rows = graph.call_function(aten.slice.Tensor, (source, dim, *ends))
+        rows.meta = {**node.meta, "val": aten.slice.Tensor(source.meta["val"], dim, *ends)}
+        product.args = (rows, *weights)
+        values = [n.meta["val"] if isinstance(n, fx.Node) else n for n in product.args]
+        product.meta["val"] = aten.linear.default(*values)
+        node.replace_all_uses_with(product)
+        graph.erase_node(node)
+
+
+def _place(forward: ForwardGraph, sites: Sequence[Site]) -> None:
+    module = forward.graph
+    with fake_mode_of([n for n in module.graph.nodes if n.op == "placeholder"]):
+        moved: dict[fx.Node, fx.Node] = {}
+        for site in sites:
+            moved |= emit(module.graph, site, moved)
+        drop_copies(module.graph)
+    module.graph.eliminate_dead_code()
+    module.graph.lint()
+    module.recompile()
+    values: list[Any] = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
+    propagate(module, values)

@@ -1,0 +1,176 @@
+"""The graph of a plan's layout for the planner: sharded over its axes, sizes in examples.
+
+The graph of a few examples is sharded, once, with the placements that are best for as many examples
+as there are in a step (`Plan.usual`). A call that was copied has the sizes it had, as expressions,
+divided as its dims now are. Their number has a prime factor that no other size has, so that what
+was put in between tells as well which of its dims count examples.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from graphaccel.capture.stepgraph import StepGraph
+from graphaccel.capture.symbols import BATCH, evaluate
+from graphaccel.compat.torch import graph_module, pytree
+from graphaccel.errors import GraphAccelError
+from graphaccel.ir.nodes import copy_nodes
+from graphaccel.ir.replication.layers import NotRepeated, copies
+from graphaccel.passes.exact_microbatch import exact_microbatch
+from graphaccel.passes.shard_axes import Alike, over_few, shard_axes
+from graphaccel.passes.shard_axes import LocalGraph as Placed
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.profile.layout_profiles import LocalGraph
+from graphaccel.planner.profile.lines import unfolded
+from graphaccel.sharding.apply.sharding_cache import Drafts
+from graphaccel.sharding.solve.conversions import Counted
+
+log = logging.getLogger("graphaccel.passes")
+
+_PRIMES = (13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
+
+
+def localised(
+    step: StepGraph, plan: Plan, sizes: Mapping[sympy.Symbol, int] | None = None
+) -> LocalGraph:
+    """The step as each rank of the tensor, context and expert axes of `plan` runs it.
+
+    sizes: symbol sizes of the batch, where they differ from the capture's.
+
+    Raises BadPin (GA202) for placements that the graph does not allow.
+    """
+    drafts = step.derived.setdefault("drafts", Drafts())
+    if step.repeats is not None and step.even(dict(plan.placements)):
+        try:
+            return _repeated(step, plan, sizes, drafts)
+        except (NotRepeated, GraphAccelError) as reason:  # errors are then those of the model
+            log.info("all layers are sharded: %s", reason)
+    return _localised(step, plan, sizes, drafts)[0]
+
+
+def _repeated(
+    step: StepGraph, plan: Plan, sizes: Mapping[sympy.Symbol, int] | None, drafts: Drafts
+) -> LocalGraph:
+    """Shard few layers, and unfold what comes out."""
+    few = step.repeats
+    assert few is not None
+    made = over_few(few, lambda each, twin: _localised(each, plan, sizes, drafts, twin))
+    if any(each.guessed for each in made):
+        raise NotRepeated("some calls are not placed exactly")
+    short, *longer = (each.step for each in made)
+    local = replace(
+        step, graph=short.graph, sizes=short.sizes, derived={},
+        repeats=replace(few, short=short, longer=tuple(longer)),
+    )  # fmt: skip
+    partial = {n: axes for name, axes in made[0].partial.items() for n in copies(few.runs, name)}
+    return LocalGraph(local, partial, {}, unfolded(local))
+
+
+def _localised(
+    step: StepGraph,
+    plan: Plan,
+    sizes: Mapping[sympy.Symbol, int] | None,
+    drafts: Drafts,
+    twin: Alike | None = None,
+) -> tuple[LocalGraph, Placed]:
+    even = BATCH in step.sizes and plan.microbatch_size % plan.expert == 0
+    part, prime, at = _part(step, plan, sizes or {}, even, drafts)
+    counted = None
+    if even:
+        counted = Counted(prime, plan.usual / at[BATCH], examples=plan.usual)
+    made = shard_axes(part, step, plan, counted=counted, drafts=drafts, twin=twin)
+    graph = made.graph
+    if plan.model_parallel_size == plan.context:  # other layouts are made of it
+        graph = _copied(graph)
+    known = at if even else {s: n for s, n in at.items() if s != BATCH}
+    local = _Local(at, prime)
+    for node in graph.graph.nodes:
+        if "val" in node.meta:
+            dims = local.dims(node, node.meta["val"], node.meta.get("dims"))
+            node.meta["dims"] = dims if even else local.numbers(dims)
+    found = replace(step, graph=graph, sizes=known, derived={}, repeats=None)
+    return LocalGraph(found, made.partial, made.guessed), made
+
+
+def _part(
+    step: StepGraph, plan: Plan, sizes: Mapping[sympy.Symbol, int], even: bool, drafts: Drafts
+) -> tuple[fx.GraphModule, int, Mapping[sympy.Symbol, int]]:
+    """The graph of few examples that is sharded, its prime, and the sizes in it."""
+    asked = step.graph, plan.expert if even else -plan.microbatch_size, tuple(sizes.items())
+    if asked not in drafts.parts:
+        prime = _prime(step, sizes) if even else 1
+        few = prime * plan.expert if even else plan.microbatch_size  # these lie on the expert axis
+        at = {**step.sizes, **sizes, **({BATCH: few} if BATCH in step.sizes else {})}
+        alone = replace(plan, data=1, microbatches=1, batch=few)
+        drafts.parts[asked] = exact_microbatch(step, alone, at, drafts.fakes).graph, prime, at
+    return drafts.parts[asked]
+
+
+def _copied(module: fx.GraphModule) -> fx.GraphModule:
+    graph = fx.Graph()
+    known: dict[fx.Node, fx.Node] = {}
+    output = module.graph.output_node()
+    graph.output(copy_nodes(graph, module.graph, known)).meta = dict(output.meta)
+    return graph_module(module, graph)
+
+
+def _prime(step: StepGraph, sizes: Mapping[sympy.Symbol, int]) -> int:
+    """A prime that divides no size of the graph for one example."""
+    one = {**step.sizes, **sizes, BATCH: 1}
+    dims = {d for node in step.graph.graph.nodes
+            for d in pytree.tree_leaves(node.meta.get("dims", ()))}  # fmt: skip
+    found = {n for n in (int(evaluate(d, one)) for d in dims) if n}
+    return next((p for p in _PRIMES if not any(n % p == 0 for n in found)), _PRIMES[-1])
+
+
+class _Local:
+    """Local sizes as expressions; each is found once."""
+
+    def __init__(self, at: Mapping[sympy.Symbol, int], prime: int) -> None:
+        self.at, self.prime = at, prime
+        self.shares: dict[tuple[Any, int], Any] = {}
+        self.counts: dict[int, Any] = {}
+
+    def dims(self, node: fx.Node, value: Any, whole: Any) -> Any:
+        """whole: sizes before sharding, None for a call put in between."""
+        if isinstance(value, (tuple, list)):
+            parts = whole if whole else [None] * len(value)
+            return tuple(self.dims(node, v, d) for v, d in zip(value, parts, strict=False))
+        if not isinstance(value, torch.Tensor):
+            return ()
+        shape = [int(n) for n in value.shape]
+        if node.target is operator.getitem:
+            whole = node.args[0].meta["dims"][node.args[1]]
+        if whole is not None and len(whole) == len(shape):
+            return tuple(self._share(d, n) for d, n in zip(whole, shape, strict=True))
+        return tuple(map(self._count, shape))
+
+    def _share(self, whole: Any, size: int) -> Any:
+        if isinstance(whole, int):
+            return size
+        if (whole, size) not in self.shares:
+            before = int(evaluate(whole, self.at))
+            share = whole if before == size else whole * sympy.Rational(size, before)
+            self.shares[whole, size] = share
+        return self.shares[whole, size]
+
+    def _count(self, size: int) -> Any:
+        if self.prime == 1 or size % self.prime:
+            return size
+        if size not in self.counts:
+            self.counts[size] = sympy.Rational(size, self.at[BATCH]) * BATCH
+        return self.counts[size]
+
+    def numbers(self, dims: Any) -> Any:
+        """Sizes as numbers."""
+        if isinstance(dims, tuple):
+            return tuple(map(self.numbers, dims))
+        return int(evaluate(dims, self.at))

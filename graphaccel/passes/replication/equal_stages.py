@@ -1,0 +1,152 @@
+"""Which stages are another one with other names: their passes need not run.
+
+Two stages are the same where both phases have the same calls on the same shapes, read and give the
+same kinds of values in the same order, and what the plan says of their parameters is the same.
+Nothing else of a stage is looked at by the passes after `split_phases`, so what they make of the
+one is what they make of the other. The last stage is nobody's twin: it is treated in its own way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphaccel.capture.blocks import block_of
+from graphaccel.ir.program import Value
+from graphaccel.ir.replication.layers import taken
+from graphaccel.passes.outline_stages import Outline, StageOutline
+
+_TOLD = ("phase", "made_by", "bind", "scratch")  # what passes read of a node besides its call
+_NAMED = ("constant", "parameter", "buffer", "gradient")  # kinds that are called after a parameter
+
+
+@dataclass(frozen=True)
+class Twin:
+    """A stage that is stage `like` under other names.
+
+    nodes: of the joint graph, those of `like` → its own. named: parameters, buffers and constants;
+    modules: paths. values: what goes to other stages or comes from them.
+    """
+
+    outline: StageOutline = field(repr=False)
+    like: int
+    nodes: Mapping[fx.Node, fx.Node] = field(repr=False)
+    named: Mapping[str, str] = field(repr=False)
+    modules: Mapping[str, str] = field(repr=False)
+    values: Mapping[Value, Value] = field(repr=False)
+
+
+def equal_stages(
+    outlines: Sequence[StageOutline], told: Callable[[str], object]
+) -> dict[int, Twin]:
+    """Stage → whose twin it is; those that are none are left out. told: what is known of a
+    parameter besides its value."""
+    twins: dict[int, Twin] = {}
+    first: dict[Any, list[StageOutline]] = {}
+    for outline in outlines[:-1]:
+        like = first.setdefault(_sizes(outline), [])
+        found = next(filter(None, (_twin(other, outline, told) for other in like)), None)
+        if found is None:
+            like.append(outline)
+        else:
+            twins[outline.stage] = found
+    return twins
+
+
+def _sizes(outline: StageOutline) -> tuple[int, ...]:
+    phases = (outline.forward, outline.backward)
+    counts = (len(each) for p in phases for each in (p.inputs, p.body, p.outputs))
+    return (*counts, len(outline.parameters), len(outline.buffers))
+
+
+def _twin(like: StageOutline, outline: StageOutline, told: Callable[[str], object]) -> Twin | None:
+    found = _Comparison(told)
+    same = (
+        found.phases(like.forward, outline.forward)
+        and found.phases(like.backward, outline.backward)
+        and all(map(found.parameter, like.parameters, outline.parameters))
+        and all(map(found.parameter, like.buffers, outline.buffers))
+    )
+    if not same:
+        return None
+    return Twin(outline, like.stage, found.nodes, found.named, found.modules, found.values)
+
+
+class _Comparison:
+    """Names of one stage and of the other, as far as they are found to be the same."""
+
+    def __init__(self, told: Callable[[str], object]) -> None:
+        self.told = told
+        self.nodes: dict[fx.Node, fx.Node] = {}
+        self.named: dict[str, str] = {}
+        self.modules: dict[str, str] = {}
+        self.values: dict[Value, Value] = {}
+        self.blocks: dict[str, str] = {}
+        self._back: dict[int, dict[Any, Any]] = {}
+
+    def pair(self, known: dict[Any, Any], a: Any, b: Any) -> bool:
+        """Whether `a` is always `b`, and nothing else is."""
+        back = self._back.setdefault(id(known), {})
+        return known.setdefault(a, b) == b and back.setdefault(b, a) == a
+
+    def phases(self, a: Outline, b: Outline) -> bool:
+        """Whether two phases are the same."""
+        gradients = [node for node, v in a.outputs if v.kind == "gradient"]
+        return (
+            len(set(gradients)) == len(gradients)  # two of one node are told apart by their names
+            and all(self.given(*x, *y) for x, y in zip(a.inputs, b.inputs, strict=True))
+            and all(map(self.call, a.body, b.body))
+            and all(
+                self.nodes.get(x) is y and self.value(v, w)
+                for (x, v), (y, w) in zip(a.outputs, b.outputs, strict=True)
+            )
+        )
+
+    def given(self, a: fx.Node, v: Value, b: fx.Node, w: Value) -> bool:
+        """Whether two inputs are the same."""
+        return self.pair(self.nodes, a, b) and self.value(v, w) and _types(a) == _types(b)
+
+    def value(self, v: Value, w: Value) -> bool:
+        """Whether two inputs or outputs mean the same."""
+        if (v.kind, v.leaf, v.batch_dim) != (w.kind, w.leaf, w.batch_dim):
+            return False
+        if v.kind in _NAMED:
+            return self.parameter(v.name, w.name)
+        if v.kind == "saved":
+            return True
+        if v.kind in ("sent", "received"):
+            return len(v.peers) == len(w.peers) and self.pair(self.values, v, w)
+        return v == w
+
+    def parameter(self, a: str, b: str) -> bool:
+        """Whether a parameter is treated as another."""
+        return self.pair(self.named, a, b) and self.told(a) == self.told(b)
+
+    def call(self, a: fx.Node, b: fx.Node) -> bool:
+        """Whether two nodes do the same with the same."""
+        if a.target is not b.target or any(a.meta.get(k) != b.meta.get(k) for k in _TOLD):
+            return False
+        (call, reads), (other, others) = taken((a.args, a.kwargs)), taken((b.args, b.kwargs))
+        if len(reads) != len(others) or repr(call) != repr(other):
+            return False
+        if not all(self.nodes.get(x) is y for x, y in zip(reads, others, strict=True)):
+            return False
+        here, there = a.meta.get("module", ""), b.meta.get("module", "")
+        return (
+            self.pair(self.nodes, a, b)
+            and self.pair(self.modules, here, there)
+            and self.pair(self.blocks, block_of(here), block_of(there))
+            and _types(a) == _types(b)
+        )
+
+
+def _types(node: fx.Node) -> Any:
+    value = node.meta.get("val")
+    return [
+        (t.dtype, tuple(t.shape), t.stride(), t.device) if isinstance(t, torch.Tensor) else t
+        for t in (value if isinstance(value, (tuple, list)) else (value,))
+    ]

@@ -1,0 +1,1 @@
+"""Devices, how they are linked, and how long collectives take on them."""

@@ -1,0 +1,55 @@
+"""Activations that wait on the host: their bytes by position, and the seconds of their copies.
+
+What is counted is a storage that waits for the backward and has `LARGE` bytes or more; the pass
+(`passes.offload_activations`) leaves some of these on the device, and a built program says which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from graphaccel.planner.cluster.cluster import Cluster
+from graphaccel.planner.estimate.stage_costs import StageWork
+from graphaccel.planner.plan.offload import LARGE
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.profile.profile import Profile, SizedProfile
+
+
+def away_bytes(profile: Profile, sized: SizedProfile, plan: Plan) -> np.ndarray:
+    """Bytes of one microbatch that go to the host, by the position whose backward reads them."""
+    if "activations" not in plan.offload:
+        return np.zeros(len(profile), dtype=np.int64)
+
+    def made() -> np.ndarray:
+        kept, at, *_ = profile.saved(profile.again(plan))
+        large = sized.bytes[kept] >= LARGE
+        size = sized.bytes[kept[large]]
+        return np.bincount(at[large], size, minlength=len(profile)).astype(np.int64)
+
+    return sized.once(("away", plan.recompute, plan.selective), made)
+
+
+def beside(profile: Profile, away: np.ndarray, here: slice) -> np.ndarray:
+    """Bytes on the device of what goes to the host, while each position computes: those of its
+    block, which are copied after their last use and back before their first."""
+    block, own = profile.block_at[here], away[here]
+    inside = block >= 0
+    sums = np.bincount(block[inside], own[inside], minlength=len(profile.block_names) + 1)
+    return np.where(inside, sums[block], own).astype(np.int64)
+
+
+def with_copies(
+    profile: Profile, sized: SizedProfile, plan: Plan, works: Sequence[StageWork], cluster: Cluster
+) -> tuple[StageWork, ...]:
+    """The stages' work with the copies of a microbatch: down beside the forward on a device that
+    is not its own host, up before the backward goes on."""
+    assert cluster.host is not None
+    away, found = away_bytes(profile, sized, plan), []
+    for work in works:
+        seconds = float(away[work.first : work.end].sum()) / cluster.host.link
+        down = seconds if cluster.host.shared else max(0.0, seconds - work.forward)
+        found.append(replace(work, forward=work.forward + down, backward=work.backward + seconds))
+    return tuple(found)

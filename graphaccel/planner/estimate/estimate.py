@@ -1,0 +1,171 @@
+"""Memory and time of a plan, predicted from the step's profile without running any pass.
+
+Memory is that of `planner.estimate.estimated_memory`. Time plays the schedule against each stage's
+seconds:
+
+    step = makespan of the schedule with its messages and what is left of the gradient all-reduces
+         + optimizer
+
+Messages are those of `planner.estimate.stage_messages`, what moves over data is in
+`planner.estimate.data_axis`, the optimizer in `planner.estimate.optimizer_time`. Devices are
+numbered in the plan's order of the axes (`planner.plan.axis_order`). Under tensor, context and
+expert the profile is that of the graph of one of their devices (`planner.profile.layout_profiles`),
+in which their collectives stand as nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from graphaccel.planner.cluster.cluster import Cluster
+from graphaccel.planner.estimate.activation_offload import with_copies
+from graphaccel.planner.estimate.cpu_oversubscription import shared_makespan
+from graphaccel.planner.estimate.data_axis import reduce_seconds
+from graphaccel.planner.estimate.estimated_memory import predict_memory
+from graphaccel.planner.estimate.external_loss import gather_seconds
+from graphaccel.planner.estimate.optimizer_memory import NOTHING, Stepping
+from graphaccel.planner.estimate.optimizer_time import step_seconds, stepped
+from graphaccel.planner.estimate.parameter_prefetch import with_uploads
+from graphaccel.planner.estimate.simulate import Timeline, play, simulate
+from graphaccel.planner.estimate.stage_costs import StageWork, sized_for, stage_works
+from graphaccel.planner.estimate.stage_messages import edge_seconds
+from graphaccel.planner.plan.plan import Plan, Prediction
+from graphaccel.planner.profile.profile import Profile
+from graphaccel.schedule.communicate import with_communication
+from graphaccel.schedule.table import Schedule, build
+
+
+def predict_seconds(
+    profile: Profile, plan: Plan, cluster: Cluster, optimizer_bytes: int, *, simulated: bool = True
+) -> Prediction:
+    """Seconds of a step, and where they go on the rank that works most. No memory in it.
+
+    simulated: play the schedule; otherwise the closed form of 1F1B, m * t + (sum - t) / interleave
+    with t the busiest rank's seconds a microbatch, which is exact for even stages and free
+    messages; weights apart leave F + B - W of each other stage instead of F + B + W.
+    """
+    sized = sized_for(profile, plan, cluster)
+    works = stage_works(profile, sized, plan, cluster.device.launch_seconds)
+    edges = edge_seconds(profile, sized, plan, cluster)
+    reduces = reduce_seconds(profile, works, plan, cluster)
+    crowd, ranks = cluster.device.crowd, range(plan.pipeline)
+    if crowd != 1:
+        works = tuple(work.shorter(crowd) for work in works)
+    held = {stepped(profile, plan, works[r :: plan.pipeline]) for r in ranks}
+    optimizer, copies = max(
+        step_seconds(*each, cluster, optimizer_bytes, plan.offload) for each in held
+    )
+    price = _played if simulated else _closed
+    compute, bubble, communication = price(plan, works, edges, reduces)
+    longer = works
+    if "activations" in plan.offload:
+        longer = with_copies(profile, sized, plan, longer, cluster)
+    if "parameters" in plan.offload:
+        longer = with_uploads(profile, plan, works, longer, cluster)
+    if longer is not works:
+        copies += sum(price(plan, longer, edges, reduces)) - compute - bubble - communication
+    if crowd > 1:  # who waits leaves its core to others, until all cores are busy
+        busy = [sum(w.forward + w.backward for w in works[r :: plan.pipeline]) for r in ranks]
+        least = crowd * plan.microbatches * sum(busy) / len(busy)
+        whole = max(compute + bubble, least)
+        if simulated:
+            shape = plan.schedule, plan.pipeline, plan.interleave, plan.microbatches
+            own = _durations(plan, [work.alone for work in works])
+            alike = plan.devices // plan.pipeline
+            shared = shared_makespan(shape, own, edges, alike, plan.devices / crowd)
+            whole = max(whole, shared)
+        compute = max(compute, least)
+        bubble = whole - compute
+    communication += gather_seconds(profile.step, plan, cluster)
+    return Prediction(
+        seconds=compute + bubble + communication + optimizer + copies,
+        compute=compute,
+        communication=communication,
+        bubble=bubble,
+        optimizer=optimizer,
+        offload=copies,
+    )
+
+
+def _played(
+    plan: Plan,
+    works: Sequence[StageWork],
+    edges: Mapping[tuple[int, int, str], float],
+    reduces: Sequence[float],
+) -> tuple[float, float, float]:
+    """(compute, bubble, communication) seconds by simulation, with messages and without."""
+    shape = plan.schedule, plan.pipeline, plan.interleave, plan.microbatches
+    real = play(shape, _durations(plan, works), edges, reduces)
+    alone = _durations(plan, [work.alone for work in works])
+    ideal = play(shape, alone, dict.fromkeys(edges, 0.0), [0.0] * len(works))
+    compute = max(ideal.busy)
+    return compute, ideal.makespan - compute, max(real.makespan - ideal.makespan, 0.0)
+
+
+def _durations(
+    plan: Plan, works: Sequence[StageWork]
+) -> tuple[list[float], list[float], list[float]]:
+    """Seconds of forward, backward and weight, per stage."""
+    forward, backward = [w.forward for w in works], [w.backward for w in works]
+    if plan.schedule == "zero_bubble":
+        backward = [w.backward - w.weight for w in works]
+    return forward, backward, [w.weight + w.action for w in works]
+
+
+def _play(
+    plan: Plan,
+    works: Sequence[StageWork],
+    edges: Mapping[tuple[int, int, str], float],
+    reduces: Sequence[float],
+) -> tuple[Schedule, Timeline]:
+    table = build(plan.schedule, plan.pipeline, plan.interleave, plan.microbatches)
+    ahead = frozenset((a, b) for a, b, way in edges if way == "forward")
+    back = frozenset((a, b) for a, b, way in edges if way == "backward")
+    schedule = with_communication(table, ahead, back)
+    forward, backward, weight = _durations(plan, works)
+    return schedule, simulate(schedule, forward, backward, edges, reduces, weight)
+
+
+def timeline(profile: Profile, plan: Plan, cluster: Cluster) -> tuple[Schedule, Timeline]:
+    """The plan's schedule with its messages, and when each of its actions happens."""
+    sized = sized_for(profile, plan, cluster)
+    works = stage_works(profile, sized, plan, cluster.device.launch_seconds)
+    edges = edge_seconds(profile, sized, plan, cluster)
+    reduces = reduce_seconds(profile, works, plan, cluster)
+    return _play(plan, works, edges, reduces)
+
+
+def _closed(
+    plan: Plan,
+    works: Sequence[StageWork],
+    edges: Mapping[tuple[int, int, str], float],
+    reduces: Sequence[float],
+) -> tuple[float, float, float]:
+    per_stage = [w.forward + w.backward for w in works]
+    ranks = range(plan.pipeline)
+    top = max(ranks, key=lambda r: sum(per_stage[r :: plan.pipeline]))
+    busiest = sum(per_stage[top :: plan.pipeline])
+    sent = sum(w.sent_forward + w.sent_backward for w in works[top :: plan.pipeline])
+    bubble = max(sum(per_stage) - busiest, 0.0) / plan.interleave
+    if plan.schedule == "zero_bubble":
+        others = [w for i, w in enumerate(works) if i != top]
+        bubble = sum(max(0.0, w.forward + w.backward - 2 * w.weight) for w in others)
+    exposed = sum(edges.values()) + max(sum(reduces[r :: plan.pipeline]) for r in ranks)
+    exposed += plan.microbatches * sent
+    return plan.microbatches * (busiest - sent), bubble, exposed
+
+
+def predict(
+    profile: Profile,
+    plan: Plan,
+    cluster: Cluster,
+    optimizer_bytes: int,
+    stepping: Stepping = NOTHING,
+    *,
+    simulated: bool = True,
+) -> Plan:
+    """`plan` with its prediction: seconds and memory."""
+    seconds = predict_seconds(profile, plan, cluster, optimizer_bytes, simulated=simulated)
+    memory = predict_memory(profile, plan, cluster, optimizer_bytes, stepping)
+    return replace(plan, prediction=replace(seconds, memory=memory))

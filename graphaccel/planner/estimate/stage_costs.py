@@ -1,0 +1,240 @@
+"""What each stage of a plan holds and does, from the profile of its graph."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from math import prod
+
+import numpy as np
+
+from graphaccel.planner.cluster.cluster import Cluster
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.profile.axis_collectives import wires_of
+from graphaccel.planner.profile.efficiency import computing
+from graphaccel.planner.profile.profile import Parameter, Profile, SizedProfile
+from graphaccel.planner.profile.stages import stage_positions
+
+# Starting a stage's graph for one microbatch costs as much host time as starting some ops.
+_LAUNCHES_AN_ACTION = 10
+_GROUPS = 5
+_NUMBERED = 1 << 62  # what one integer can tell apart
+
+
+def sized_for(profile: Profile, plan: Plan, cluster: Cluster) -> SizedProfile:
+    """The profile at the plan's microbatch size, on the plan's mesh."""
+    wires = wires_of(cluster, plan) if plan.model_parallel_size > 1 else None
+    device = computing(cluster.device, plan.precision)
+    return profile.sized(plan.microbatch_size, device, wires, plan.loss_chunk)
+
+
+@dataclass(frozen=True)
+class StageWork:
+    """One stage of a plan: positions [first, end), seconds a microbatch, bytes of its parameters.
+
+    weight: seconds of the backward that a schedule can have apart. action: seconds that starting
+    one of them takes. sent_forward, sent_backward:
+    seconds of collectives inside forward and backward. held: bytes of parameters
+    and buffers. gradient: bytes of gradients; partial: of those among them that are partial sums,
+    by the axes besides data. tensors: trained tensors.
+    """
+
+    first: int
+    end: int
+    forward: float
+    backward: float
+    held: int
+    gradient: int
+    tensors: int
+    sent_forward: float = 0.0
+    sent_backward: float = 0.0
+    partial: tuple[tuple[tuple[str, ...], int], ...] = ()
+    weight: float = 0.0
+    action: float = 0.0
+
+    @property
+    def summed(self) -> dict[tuple[str, ...], int]:
+        """Bytes of gradients by the axes besides data over which they are still to be summed."""
+        found = dict(self.partial)
+        return {(): self.gradient - sum(found.values()), **found}
+
+    def shorter(self, factor: float) -> StageWork:
+        """The same in so much less time."""
+        names = ("forward", "backward", "weight", "action", "sent_forward", "sent_backward")
+        return replace(self, **{name: getattr(self, name) / factor for name in names})
+
+    @property
+    def alone(self) -> StageWork:
+        """The same with collectives that take no time."""
+        return replace(
+            self,
+            forward=self.forward - self.sent_forward,
+            backward=self.backward - self.sent_backward,
+            sent_forward=0.0,
+            sent_backward=0.0,
+        )
+
+
+def stage_works(
+    profile: Profile, sized: SizedProfile, plan: Plan, launch_seconds: float
+) -> tuple[StageWork, ...]:
+    """What each stage of `plan` holds and does. Raises ValueError for cuts that do not fit the
+    graph.
+    """
+    spared = plan.holds_casts, recorded(plan), *spared_casts(plan)
+    key = ("works", plan.cuts, plan.recompute, plan.selective, launch_seconds, spared)
+    return sized.once(key, lambda: _stage_works(profile, sized, plan, launch_seconds))
+
+
+def recorded(plan: Plan) -> bool:
+    """Whether the work of an action is a CUDA graph: the process starts that, not its operations.
+    Where calls in a stage send rows to their experts or copy to the host, it is not."""
+    inside = plan.expert > 1 or "activations" in plan.offload
+    return plan.cuda_graphs and not inside and plan.ort in ("off", "auto")
+
+
+def spared_casts(plan: Plan) -> tuple[float, float]:
+    """The share of the casts of parameters that a microbatch is spared, in forward and backward:
+    where ZeRO 3 gathers in low precision, a shard is cast; held casts are made once a step."""
+    if plan.holds_casts:
+        return 1 - 1 / plan.microbatches, 1.0
+    low = 1 - 1 / plan.shards if plan.gathers_low else 0.0
+    return low, low
+
+
+def _stage_works(
+    profile: Profile, sized: SizedProfile, plan: Plan, launch_seconds: float
+) -> tuple[StageWork, ...]:
+    again, sent_again, host_again = sized.done_again(profile.again(plan))
+    ahead_of, back_of = spared_casts(plan)
+    casts = sized.held_casts if plan.holds_casts else sized.casts
+    forward = sized.forward - ahead_of * casts
+    backward = sized.backward - back_of * casts + again
+    sent = sized.sent_backward + sent_again
+    starts = sized.held_starts if plan.holds_casts else np.zeros(len(profile), dtype=float)
+    starting = sized.host_forward - ahead_of * starts
+    host = sized.host_backward - back_of * starts + host_again
+    if recorded(plan):
+        starting, host = np.zeros_like(starting), np.zeros_like(host)
+    action = _LAUNCHES_AN_ACTION * launch_seconds
+    columns = np.stack([
+        forward, sized.sent_forward, starting, backward, sent, host, sized.weight
+    ])  # fmt: skip
+    works = []
+    for first, end in stage_positions(profile, plan.cuts):
+        held = held_parameters(profile, [(first, end)])
+        trained = [p for p in held if p.trainable]
+        partial: dict[tuple[str, ...], int] = defaultdict(int)
+        for parameter in trained:
+            if parameter.name in profile.partial:
+                partial[profile.partial[parameter.name]] += parameter.bytes
+        *busy, weight = columns[:, first:end].sum(axis=1).tolist()
+        ahead, back = _phase(*busy[:3]), _phase(*busy[3:])
+        works.append(
+            StageWork(
+                first=first,
+                end=end,
+                forward=action + ahead[0],
+                backward=action + back[0],
+                held=sum(p.bytes for p in held),
+                gradient=sum(p.bytes for p in trained),
+                tensors=len(trained),
+                sent_forward=ahead[1],
+                sent_backward=back[1],
+                partial=tuple(sorted(partial.items())),
+                weight=weight,
+                action=action,
+            )
+        )
+    return tuple(works)
+
+
+def _phase(busy: float, waiting: float, starting: float) -> tuple[float, float]:
+    """(seconds, those that collectives add) of a stage's phase: device and process work side by
+    side, so that the slower decides."""
+    whole = max(busy, starting)
+    return whole, whole - max(busy - waiting, starting)
+
+
+def held_parameters(profile: Profile, spans: Sequence[tuple[int, int]]) -> tuple[Parameter, ...]:
+    """Parameters and buffers that positions [first, end) of `spans` read; unused ones lie on stage
+    0.
+    """
+    return tuple(map(profile.parameters.__getitem__, profile.read(spans)))
+
+
+def flight(plan: Plan) -> dict[int, int]:
+    """Stage → the most microbatches it holds at a time."""
+    return dict(_flight(plan.schedule, plan.pipeline, plan.interleave, plan.microbatches))
+
+
+@cache
+def _flight(schedule: str, ranks: int, per_rank: int, microbatches: int) -> Mapping[int, int]:
+    """Without the table of actions, which may be long: of 1F1B stage s holds S - s, with weights
+    apart as many as ranks, and what ranks of several stages hold repeats (`_held_by_rank`)."""
+    stages = ranks * per_rank
+    if schedule == "1f1b" or (schedule == "interleaved" and per_rank == 1):
+        return {s: min(microbatches, stages - s) for s in range(stages)}
+    if schedule == "gpipe":
+        return dict.fromkeys(range(stages), microbatches)
+    if schedule == "zero_bubble":
+        return dict.fromkeys(range(stages), min(microbatches, ranks))
+    held = [h.max(axis=0) for h in _held_by_rank(ranks, per_rank, _few(ranks, microbatches))]
+    return {s: int(held[s % ranks][s // ranks]) for s in range(stages)}
+
+
+def held_together(plan: Plan, bytes_of: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Of each stage, the microbatches it holds while its rank holds the most bytes of them.
+    bytes_of: what a stage saves of one microbatch.
+
+    The stages of a rank are full at different times.
+    """
+    if plan.interleave == 1:
+        return _flight_column(plan.schedule, plan.pipeline, plan.interleave, plan.microbatches)
+    ranks = plan.pipeline
+    sizes = np.asarray(bytes_of, dtype=np.int64).reshape(plan.interleave, ranks)
+    moments = _held_by_rank(ranks, plan.interleave, _few(ranks, plan.microbatches))
+    found = [held[(held @ sizes[:, rank]).argmax()] for rank, held in enumerate(moments)]
+    return np.stack(found, axis=1).reshape(-1)
+
+
+@cache
+def _flight_column(schedule: str, ranks: int, per_rank: int, microbatches: int) -> np.ndarray:
+    held = _flight(schedule, ranks, per_rank, microbatches)
+    return np.array([held[stage] for stage in range(ranks * per_rank)])
+
+
+def _few(ranks: int, microbatches: int) -> int:
+    """As many microbatches as show all that a rank holds at a time: they pass in groups of `ranks`,
+    and between warm-up and end every group finds what the one before it found."""
+    return min(microbatches, _GROUPS * ranks + microbatches % ranks)
+
+
+@cache
+def _held_by_rank(ranks: int, per_rank: int, microbatches: int) -> tuple[np.ndarray, ...]:
+    """For each rank of the interleaved schedule, before its actions: microbatches that wait for
+    their backward, of each of its stages (`schedule.table.interleaved`). What it finds again later
+    is left out."""
+    start, chunk, offset = np.indices((-(-microbatches // ranks), per_rank, ranks)).reshape(3, -1)
+    real = start * ranks + offset < microbatches
+    ahead = np.eye(per_rank, dtype=np.int64)[chunk]
+    back = -ahead[:, ::-1]
+    found = []
+    for rank in range(ranks):
+        warm = min(2 * (ranks - 1 - rank) + (per_rank - 1) * ranks, len(chunk))
+        steady = len(chunk) - warm
+        mixed = np.empty((2 * steady, per_rank), dtype=np.int64)
+        mixed[::2], mixed[1::2] = ahead[warm:], back[:steady]
+        kept = np.empty(2 * steady, dtype=bool)
+        kept[::2], kept[1::2] = real[warm:], real[:steady]
+        change = np.concatenate([ahead[:warm], mixed, back[steady:]])
+        change = change[np.concatenate([real[:warm], kept, real[steady:]])]
+        held = np.cumsum(change, axis=0) - change
+        most = tuple((held.max(axis=0) + 1).tolist())
+        if prod(most) < _NUMBERED:
+            number = np.ravel_multi_index(tuple(held.T), most)
+            held = held[np.sort(np.unique(number, return_index=True)[1])]
+        found.append(held)
+    return tuple(found)

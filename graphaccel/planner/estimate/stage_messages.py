@@ -1,0 +1,101 @@
+"""Messages between the stages of a pipeline: how large they are, and how long they take."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from itertools import pairwise
+
+import numpy as np
+
+from graphaccel.planner.cluster.cluster import Cluster
+from graphaccel.planner.cluster.communication import all_gather_seconds, link_between, send_seconds
+from graphaccel.planner.estimate.estimated_memory import in_parts
+from graphaccel.planner.plan.axis_order import number_of
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.profile.profile import Profile, SizedProfile
+from graphaccel.planner.profile.stages import stage_positions
+
+
+def device_number(plan: Plan, pipeline_rank: int, data_rank: int = 0) -> int:
+    """The device that pipeline rank `pipeline_rank` of replica `data_rank` runs on, the first of
+    those that hold the stage together."""
+    between, within = divmod(data_rank, plan.shards)
+    place = {"pipeline": pipeline_rank, "data": data_rank, "replicate": between, "shard": within}
+    return number_of(plan.sizes, place)
+
+
+def scatters(plan: Plan, cluster: Cluster) -> bool:
+    """Whether sending in parts pays: of S bytes, (t - 1) / t go over the links between the tensor
+    ranks of a stage in place of those between stages."""
+    if plan.tensor == 1 or plan.pipeline == 1:
+        return False
+    numbers = [device_number(plan, rank) for rank in range(plan.pipeline)]
+    between = min(link_between(cluster, *pair).bandwidth for pair in pairwise(numbers))
+    return link_between(cluster, 0, (plan.tensor - 1) * plan.stride("tensor")).bandwidth > between
+
+
+def message_bytes(
+    profile: Profile, sized: SizedProfile, plan: Plan
+) -> dict[tuple[int, int, str], int]:
+    """Bytes of each message: (source stage, destination stage, "forward" or "backward")."""
+    return {key: sent for key, (sent, _) in _messages(profile, sized, plan).items()}
+
+
+def gathered_bytes(
+    profile: Profile, sized: SizedProfile, plan: Plan
+) -> dict[tuple[int, int, str], int]:
+    """Bytes that the tensor ranks of a destination gather of each message that comes in parts."""
+    found = _messages(profile, sized, plan).items()
+    return {key: gathered for key, (_, gathered) in found if gathered}
+
+
+def _messages(
+    profile: Profile, sized: SizedProfile, plan: Plan
+) -> dict[tuple[int, int, str], tuple[int, int]]:
+    """(bytes sent, bytes gathered of it) by message."""
+    key = ("messages", plan.cuts, plan.scatter_sends)
+    return sized.once(key, lambda: _find_messages(profile, sized, plan))
+
+
+def _find_messages(
+    profile: Profile, sized: SizedProfile, plan: Plan
+) -> dict[tuple[int, int, str], tuple[int, int]]:
+    ends = np.array([end - 1 for _, end in stage_positions(profile, plan.cuts)])
+    crossing = profile.crossing
+    source = np.searchsorted(ends, crossing.at)
+    which, place = crossing.uses
+    reader = np.searchsorted(ends, place)
+    far = reader != source[which]
+    whole, floating = sized.bytes[crossing.storage], profile.storages.floating[crossing.storage]
+    parts = in_parts(profile, sized, plan)
+    sent, gathered = np.where(parts, whole // plan.tensor, whole), np.where(parts, whole, 0)
+    found: dict[tuple[int, int, str], np.ndarray] = defaultdict(lambda: np.zeros(2, dtype=int))
+    for value, stage in sorted(set(zip(which[far].tolist(), reader[far].tolist(), strict=True))):
+        message = np.array((sent[value], gathered[value]))
+        found[int(source[value]), stage, "forward"] += message
+        if floating[value]:
+            found[stage, int(source[value]), "backward"] += message
+    return {key: (int(both[0]), int(both[1])) for key, both in found.items()}
+
+
+def edge_seconds(
+    profile: Profile, sized: SizedProfile, plan: Plan, cluster: Cluster
+) -> dict[tuple[int, int, str], float]:
+    """Seconds of each message that goes to another rank."""
+
+    def made() -> dict[tuple[int, int, str], float]:
+        seconds = {}
+        for (source, destination, way), size in message_bytes(profile, sized, plan).items():
+            a, b = source % plan.pipeline, destination % plan.pipeline
+            if a != b:
+                numbers = device_number(plan, a), device_number(plan, b)
+                seconds[source, destination, way] = send_seconds(cluster, size, *numbers)
+                whole = gathered.get((source, destination, way), 0)
+                seconds[source, destination, way] += all_gather_seconds(cluster, whole, *tensor)
+        return seconds
+
+    gathered = gathered_bytes(profile, sized, plan)
+    tensor = plan.tensor, plan.stride("tensor")
+    mesh = plan.pipeline, plan.stride("pipeline"), *tensor, plan.scatter_sends
+    key = ("edges", plan.cuts, *mesh, cluster.links, cluster.count)
+    return sized.once(key, made)

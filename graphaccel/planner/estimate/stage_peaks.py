@@ -1,0 +1,175 @@
+"""Where each stage holds most, with one microbatch in flight: all stages of a plan at once.
+
+Columns over the positions of the graph, which stages take in a row: what a stage adds up starts
+again at its first position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from graphaccel.planner.estimate.activation_offload import away_bytes, beside
+from graphaccel.planner.estimate.parameter_prefetch import uploaded
+from graphaccel.planner.estimate.stage_costs import StageWork
+from graphaccel.planner.estimate.zero_memory import Motion, in_motion, motion_key
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.profile.block_recompute import Again
+from graphaccel.planner.profile.profile import Profile, SizedProfile
+
+
+@dataclass(frozen=True, eq=False)
+class Peaks:
+    """Bytes of each stage (int64) at its peak. kept: what one more microbatch keeps. position:
+    where the peak is; late: whether it is in the backward."""
+
+    activation: np.ndarray
+    temporary: np.ndarray
+    gradient: np.ndarray
+    kept: np.ndarray
+    position: np.ndarray
+    late: np.ndarray
+
+    def at(self, profile: Profile, stage: int) -> str:
+        """Where the peak of a stage is, in words."""
+        place = int(self.position[stage])
+        phase = "backward" if self.late[stage] else "forward"
+        return f"{phase} of {profile.modules[place] or profile.names[place]}"
+
+
+def stage_peaks(
+    profile: Profile, sized: SizedProfile, works: Sequence[StageWork], plan: Plan
+) -> Peaks:
+    """The peak of every stage of `plan`. works: of its stages, whatever is computed again.
+
+    Gradients lie in buckets the whole step where there are several parts of the batch or sums over
+    other axes; otherwise they come as backward proceeds. What ZeRO gathers and reduces is there
+    where it moves (`planner.estimate.zero_memory`).
+    """
+    key = "stages", plan.cuts
+    first, stage = sized.once(key, lambda: _stages(works))
+    again = profile.again(plan)
+    saved, _ = sized.saved(again)
+    away = away_bytes(profile, sized, plan)
+    running = _within(saved - away, first, stage)
+    forward, backward = sized.passing_forward, sized.passing_backward
+    if plan.holds_casts:
+        forward, backward = sized.passing_held
+    whole = plan.microbatches > 1 or plan.data > 1
+    accumulated = np.array([whole or bool(work.partial) for work in works])
+    if not motion_key(plan):  # they stay where they are added up
+        added = sized.passing_added(plan.holds_casts)
+        backward = np.where(accumulated[stage], added, backward)
+    if again.rows.any():
+        groups = sized.once(("blocks", plan.cuts), lambda: _blocks(profile, stage))
+        backward = backward + _remade(_coming(profile, sized, again, stage), *groups)
+    if "activations" in plan.offload:
+        spans = [slice(work.first, work.end) for work in works]
+        moved = np.concatenate([beside(profile, away, here) for here in spans])
+        forward, backward = forward + moved, backward + moved
+    if "parameters" in plan.offload:
+        up = [uploaded(profile, plan, (work.first, work.end)) for work in works]
+        forward = forward + np.concatenate([ahead for ahead, _ in up])
+        backward = backward + np.concatenate([back for _, back in up])
+    gradient = np.array([work.gradient for work in works])
+    moving = sized.once(
+        ("motion", plan.cuts, motion_key(plan)), lambda: _moving(profile, sized, works, plan)
+    )
+    if moving is not None:
+        forward, backward, ready = (
+            forward + moving.forward,
+            backward + moving.backward,
+            moving.ready,
+        )
+    else:  # of later positions: backward did those first
+        sums = _within(sized.gradients, first, stage)
+        ready = np.where(accumulated[stage], 0, _last(sums, first)[stage] - sums)
+    ahead, back = running + forward, running + backward + ready
+    most, late = _higher(ahead, back, first)
+    chosen = np.where(late[stage], back, ahead)
+    hits = np.flatnonzero(chosen == most[stage])
+    _, at = np.unique(stage[hits], return_index=True)
+    top = hits[at]
+    early = np.where(late, ready[top], 0)
+    return Peaks(
+        activation=running[top],
+        temporary=np.where(late, backward[top], forward[top]),
+        gradient=early if moving is not None else np.where(accumulated, gradient, early),
+        kept=_last(running, first),
+        position=top,
+        late=late,
+    )
+
+
+def _stages(works: Sequence[StageWork]) -> tuple[np.ndarray, np.ndarray]:
+    """(first position of each stage, stage of each position)."""
+    first = np.array([work.first for work in works])
+    sizes = [work.end - work.first for work in works]
+    return first, np.repeat(np.arange(len(works)), sizes)
+
+
+def _within(values: np.ndarray, first: np.ndarray, stage: np.ndarray) -> np.ndarray:
+    """Running sums that start again at each stage."""
+    sums = np.cumsum(values)
+    return sums - (sums[first] - values[first])[stage]
+
+
+def _last(values: np.ndarray, first: np.ndarray) -> np.ndarray:
+    """Of each stage, the value at its last position."""
+    return values[np.append(first[1:], len(values)) - 1]
+
+
+def _higher(
+    ahead: np.ndarray, back: np.ndarray, first: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """(the most of each stage, whether it is in the backward)."""
+    forward, backward = np.maximum.reduceat(ahead, first), np.maximum.reduceat(back, first)
+    return np.maximum(forward, backward), backward > forward
+
+
+def _blocks(profile: Profile, stage: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(positions inside blocks, by stage and block; which of these groups each is in; where the
+    groups start)."""
+    inside = np.flatnonzero(profile.block_at >= 0)
+    number = stage[inside] * len(profile.block_names) + profile.block_at[inside]
+    order = np.argsort(number, kind="stable")
+    _, start, group = np.unique(number[order], return_index=True, return_inverse=True)
+    return inside[order], group, start
+
+
+def _coming(profile: Profile, sized: SizedProfile, again: Again, stage: np.ndarray) -> np.ndarray:
+    """Bytes per position by which what blocks make again grows from the one before: from where
+    backward reads it last up to where it is made, or to the stage's end."""
+    _, _, made, until = profile.saved(again)
+    before, size = again.before[made], sized.bytes[made]
+    within = (before >= 0) & (stage[before] == stage[until])
+    found = np.bincount(until, size, minlength=len(profile))
+    found -= np.bincount(before[within], size[within], minlength=len(profile))
+    return found.astype(np.int64)
+
+
+def _remade(
+    again: np.ndarray, places: np.ndarray, group: np.ndarray, start: np.ndarray
+) -> np.ndarray:
+    """What blocks make again, added up within each block of each stage."""
+    found = np.zeros(len(again), dtype=np.int64)
+    found[places] = _within(again[places], start, group)
+    return found
+
+
+def _moving(
+    profile: Profile, sized: SizedProfile, works: Sequence[StageWork], plan: Plan
+) -> Motion | None:
+    """What ZeRO has in motion at each position; None where nothing is."""
+    spans = [(work.first, work.end) for work in works]
+    parts = [in_motion(profile, plan, span, exchanged=sized.exchanges) for span in spans]
+    known = [part for part in parts if part is not None]
+    if not known:
+        return None
+    return Motion(
+        np.concatenate([part.forward for part in known]),
+        np.concatenate([part.backward for part in known]),
+        np.concatenate([part.ready for part in known]),
+    )

@@ -1,0 +1,104 @@
+"""What a rank keeps of the parameters that ZeRO shares out: those that it can not cut, whole.
+
+A parameter of which the ranks can cut no dim rests whole on each (`planner.plan.zero`): neither
+gathered nor scattered, its gradients are summed like those of data parallelism. One whose dim they
+do not divide is padded.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.plan.zero import data_dim, even_dim
+from graphaccel.planner.profile.profile import Profile
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Bytes of parameters that lie whole on a rank where ZeRO shares the others, and of those among
+    them that are trained; bytes by which the shards of all ranks together are larger than those
+    others, and than those of them that are trained; of such the bytes of those that are padded."""
+
+    held: int = 0
+    trained: int = 0
+    padding: int = 0
+    padding_trained: int = 0
+    padded_trained: int = 0
+
+
+def kept_whole(profile: Profile, plan: Plan) -> frozenset[str]:
+    """Names of the parameters that stay whole."""
+    return frozenset() if plan.shards == 1 else _cut(profile, plan)[0]
+
+
+def padding_bytes(profile: Profile, plan: Plan) -> Mapping[str, int]:
+    """By how much the shards of all ranks are larger than a parameter, of those that are padded."""
+    return {} if plan.shards == 1 else _cut(profile, plan)[1]
+
+
+def _cut(profile: Profile, plan: Plan) -> tuple[frozenset[str], Mapping[str, int]]:
+    ranks = plan.shards
+
+    def found() -> tuple[frozenset[str], Mapping[str, int]]:
+        whole, padding = set(), {}
+        for shape, names in profile.once("shapes", lambda: _shapes(profile)).items():
+            dim = data_dim(shape, (), plan, ranks)
+            if dim is None:
+                whole |= set(names)
+            elif behind := -shape[dim] % ranks:
+                padding |= {name: size * behind // shape[dim] for name, size in names.items()}
+        return frozenset(whole), padding
+
+    return profile.once(("cut", ranks), found)
+
+
+def perhaps_kept(profile: Profile, ranks: int) -> int:
+    """Bytes of trained parameters that may stay whole where ZeRO and axes that shard further are of
+    so many ranks together: all but those that these divide. What others cut is not padded."""
+
+    def found() -> int:
+        trained = (p for p in profile.parameters if p.trainable)
+        return sum(p.bytes for p in trained if even_dim(p.shape, ranks) is None)
+
+    return profile.once(("perhaps kept", ranks), found)
+
+
+def kept_bytes(profile: Profile, plan: Plan, spans: Sequence[tuple[int, int]]) -> Kept:
+    """Of positions [first, end) of `spans`; none where ZeRO shares nothing."""
+    if not plan.zero or plan.data == 1:
+        return Kept()
+    names, padding = kept_whole(profile, plan), padding_bytes(profile, plan)
+    if not (names or padding):
+        return Kept()
+
+    def found() -> Kept:
+        read = [profile.parameters[n] for n in profile.read(spans)]
+        kept = [p for p in read if p.name in names]
+        padded = [p for p in read if p.name in padding]
+        trained = [p for p in padded if p.trainable]
+        return Kept(
+            sum(p.bytes for p in kept),
+            sum(p.bytes for p in kept if p.trainable),
+            sum(padding[p.name] for p in padded),
+            sum(padding[p.name] for p in trained),
+            sum(p.bytes for p in trained),
+        )
+
+    return profile.once(("kept bytes", plan.shards, tuple(spans)), found)
+
+
+def share_bytes(size: int, kept: int, padding: int, plan: Plan) -> int:
+    """Of so many bytes, of which some are kept whole, those of a rank. padding: of all ranks."""
+    return kept + (size - kept + padding) // plan.shards
+
+
+def _shapes(profile: Profile) -> dict[tuple[int, ...], dict[str, int]]:
+    """The names of the parameters of each shape, with their bytes."""
+    found: dict[tuple[int, ...], dict[str, int]] = defaultdict(dict)
+    for parameter in profile.parameters:
+        if parameter.name in profile.resting:
+            found[parameter.shape][parameter.name] = parameter.bytes
+    return dict(found)

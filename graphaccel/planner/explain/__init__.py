@@ -1,0 +1,1 @@
+"""Answers after the search: what another decision or machine changes."""

@@ -1,0 +1,1 @@
+"""Peak tensor bytes of a plan, counted over the graphs that run."""

@@ -1,0 +1,321 @@
+"""Bytes that live while graphs run, storage by storage.
+
+Storages, not tensors, are counted: views cost nothing. A storage lives from the node that makes it
+to its last use, or as long as somebody outside holds it. What a run of a graph does depends on the
+graph and on who else holds what it is given, and on nothing else: the microbatches of a step do the
+same, so each graph is walked once for each way in which it is called. A walk is sums over columns
+(`planner.memory.graph_columns`), which are there for graphs that nobody has made yet as well.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+from torch import fx
+
+from graphaccel.planner.memory.graph_columns import Rows, Share, even, rows_of
+
+HOST = "host"  # the category of what lies there
+_NEVER = 1 << 62
+Live: TypeAlias = Mapping[str, int]  # bytes by category
+
+
+@dataclass(eq=False)
+class Storage:
+    """Bytes of one category, as long as it has holders."""
+
+    size: int
+    kind: str
+    holders: int = 0
+
+
+@dataclass(frozen=True)
+class _Ran:
+    """What a run of a graph did. change: of the bytes that live. top: the most that lived more than
+    before, in which module. given: (holders, kind) of what it was given, afterwards; made: storages
+    that outlive it; results: numbers of the given, then of the made. last: module. pieces: as top,
+    in each piece of the run, with how far into the run it is."""
+
+    change: Live
+    top: tuple[int, Live, str] | None
+    given: tuple[tuple[int, str], ...]
+    made: tuple[Storage, ...]
+    results: tuple[tuple[int, ...], ...]
+    last: str | None
+    pieces: tuple[tuple[float, Live, str], ...]
+
+
+@dataclass
+class Liveness:
+    """What lives, and the most that ever lived. at_peak: then, by category; where: in words.
+    host_peak: the most of what `host_copy.to_host` put on the host, which is no part of the total.
+
+    pieces: into how many pieces each run is taken apart for `seen`, which is of the last one: how
+    far into the run, bytes, where. chosen, exchanged: see `planner.memory.graph_columns.Rows`.
+    """
+
+    peak: int = 0
+    where: str = "start of the step"
+    at_peak: Live = field(default_factory=dict)
+    live: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    total: int = 0
+    here: str = "start of the step"
+    pieces: int = 0
+    chosen: Share = even
+    exchanged: bool = False
+    host_peak: int = 0
+    seen: list[tuple[float, Live, str]] = field(default_factory=list)
+    _rows: dict[fx.GraphModule, Rows] = field(default_factory=dict)
+    _ran: dict[object, _Ran] = field(default_factory=dict)
+
+    def take(self, storage: Storage) -> None:
+        """Hold a storage; the first to do so brings its bytes."""
+        if storage.holders == 0:
+            self.live[storage.kind] += storage.size
+            self.total += storage.size
+            if self.total > self.peak:
+                self.peak, self.at_peak, self.where = self.total, dict(self.live), self.here
+        storage.holders += 1
+
+    def drop(self, storage: Storage) -> None:
+        """Let go of a storage; the last to do so frees it."""
+        storage.holders -= 1
+        if storage.holders == 0:
+            self.live[storage.kind] -= storage.size
+            self.total -= storage.size if storage.kind != HOST else 0
+
+    def hold(self, held: Iterable[Storage]) -> None:
+        """Hold what somebody holds already."""
+        for storage in held:
+            storage.holders += 1
+
+    def recount(self, storage: Storage, kind: str) -> None:
+        """Count a storage to another category."""
+        self.live[storage.kind] -= storage.size
+        self.live[kind] += storage.size
+        storage.kind = kind
+
+    def run(
+        self,
+        graph: fx.GraphModule,
+        inputs: Sequence[list[Storage]],
+        name: str,
+        stage: int,
+    ) -> list[list[Storage]]:
+        """Run a graph: what each of its results holds. inputs: for each placeholder what is handed
+        over with it, nothing for what is held all the time; it dies at its last use."""
+        given = list(dict.fromkeys(s for held in inputs for s in held))
+        number = {storage: i for i, storage in enumerate(given)}
+        key = (
+            graph,
+            tuple(tuple(number[s] for s in held) for held in inputs),
+            tuple((s.size, s.kind, s.holders) for s in given),
+        )
+        if key not in self._ran:
+            if graph not in self._rows:
+                self._rows[graph] = rows_of(graph, self.chosen, exchanged=self.exchanged)
+            handed = [[number[s] for s in held] for held in inputs]
+            self._ran[key] = _Walk(self._rows[graph], given, handed).through(self.pieces)
+        return self._again(self._ran[key], given, name, stage)
+
+    def _again(
+        self, ran: _Ran, given: Sequence[Storage], name: str, stage: int
+    ) -> list[list[Storage]]:
+        before = dict(self.live)
+
+        def at(more: Live) -> dict[str, int]:
+            return {k: before.get(k, 0) + more.get(k, 0) for k in {**before, **more}}
+
+        if ran.top is not None and self.total + ran.top[0] > self.peak:
+            self.peak = self.total + ran.top[0]
+            self.at_peak, self.where = at(ran.top[1]), _place(ran.top[2], name, stage)
+        if ran.last is not None:
+            self.here = _place(ran.last, name, stage)
+        self.seen = [(far, at(more), _place(n, name, stage)) for far, more, n in ran.pieces]
+        for kind, size in ran.change.items():
+            self.live[kind] += size
+            self.total += size if kind != HOST else 0
+        self.host_peak = max(self.host_peak, self.live[HOST])  # a run either fills it or empties it
+        for storage, (holders, kind) in zip(given, ran.given, strict=True):
+            storage.holders, storage.kind = holders, kind
+        known = [*given, *(Storage(s.size, s.kind, s.holders) for s in ran.made)]
+        return [[known[i] for i in held] for held in ran.results]
+
+
+class _Walk:
+    """One run of a graph, counted from where it starts.
+
+    A storage that the run makes dies after the last use of all that show it; so does one that it
+    is given and nobody else holds. Sums over the rows then tell what lives at each.
+    """
+
+    def __init__(
+        self, rows: Rows, given: Sequence[Storage], inputs: Sequence[Sequence[int]]
+    ) -> None:
+        """inputs: for each placeholder which of `given` are handed over with it."""
+        self.rows, self.given = rows, given
+        self.entries = dict(zip(rows.inputs.tolist(), inputs, strict=True))
+        kept = np.zeros(len(rows), dtype=bool)
+        kept[rows.results[rows.results >= 0]] = True
+        self.after = np.where(kept, _NEVER, rows.last)  # the row after which nothing reads a row
+        self.end = np.full(len(rows.made), -1)  # root → the row after which it dies
+        np.maximum.at(self.end, rows.root, self.after[rows.made])
+        called = np.zeros(len(rows), dtype=bool)
+        called[rows.calls] = True
+        own = rows.root == np.arange(len(rows.made))
+        self.made = np.flatnonzero(own & called[rows.made])  # tensors that are storages of the run
+        self.left = self.made[self.end[self.made] == _NEVER].tolist()
+        self.results = self._results()
+        self.freed = self._freed()
+
+    def through(self, pieces: int) -> _Ran:
+        """Walk through the nodes. pieces: see `Liveness`."""
+        rows, made = self.rows, self.made
+        level = self._lives_of(made[~rows.away[made]])  # of what the run makes on the device
+        self.host = self._lives_of(made[rows.away[made]])
+        rest = [(at, storage.size) for at, storage in self.freed if storage.kind != HOST]
+        lost = self._lives((), (), *zip(*rest, strict=True)) if rest else np.zeros_like(level)
+        top = None
+        new = np.zeros(len(rows), dtype=bool)
+        new[rows.made[made]] = True
+        taking = rows.calls[(new | (rows.scratch > 0))[rows.calls]]
+        if len(taking):
+            most = level + lost + rows.scratch
+            at = int(taking[np.argmax(most[taking])])
+            live = self._live(at, int(level[at] + rows.scratch[at]))
+            top = int(most[at]), live, rows.module(at)
+        end = rows.calls[-1] if len(rows.calls) else None
+        return _Ran(
+            self._change(),
+            top,
+            self._holders(),
+            self._left(),
+            self.results,
+            None if end is None else rows.module(int(end)),
+            self._fullest(level, level + lost, pieces),
+        )
+
+    def _lives_of(self, made: np.ndarray) -> np.ndarray:
+        """Bytes at each row of storages that the run makes."""
+        dying = made[self.end[made] < _NEVER]
+        sizes = self.rows.size
+        return self._lives(self.rows.made[made], sizes[made], self.end[dying], sizes[dying])
+
+    def _lives(self, born: Any, more: Any, died: Any, less: Any) -> np.ndarray:
+        """Bytes at each row of what is born at some rows and dies after others."""
+        change = np.zeros(len(self.rows) + 1, dtype=np.int64)
+        np.add.at(change, np.asarray(born, dtype=np.int64), np.asarray(more, dtype=np.int64))
+        np.subtract.at(change, np.asarray(died, dtype=np.int64) + 1, np.asarray(less))
+        return np.cumsum(change)[:-1]
+
+    def _results(self) -> tuple[tuple[int, ...], ...]:
+        """For each result the numbers of the given, then of those left, that it holds."""
+        rows = self.rows
+        number = {tensor: len(self.given) + i for i, tensor in enumerate(self.left)}
+        found: list[tuple[int, ...]] = []
+        for row in rows.results.tolist():
+            held: list[int] = []
+            if row in self.entries:
+                held = [*self.entries[row]]
+            elif row >= 0:
+                first, many = int(rows.first[row]), int(rows.many[row])
+                for tensor in rows.root[first : first + many].tolist():
+                    source = int(rows.made[tensor])
+                    if tensor in number:
+                        held.append(number[tensor])
+                    elif self.entries[source]:
+                        held.append(self.entries[source][tensor - int(rows.first[source])])
+            found.append(tuple(held))
+        return tuple(found)
+
+    def _freed(self) -> list[tuple[int, Storage]]:
+        """(the row after which it dies, storage) of those given that nobody else holds."""
+        ends: dict[int, int] = {}
+        for row, held in self.entries.items():
+            first, many = int(self.rows.first[row]), int(self.rows.many[row])
+            for place, number in enumerate(held):
+                end = self.end[first + place] if place < many else self.after[row]
+                ends[number] = max(ends.get(number, -1), int(end))
+        handed = Counter(number for held in self.entries.values() for number in held)
+        return [
+            (end, self.given[number])
+            for number, end in ends.items()
+            if end < _NEVER and self.given[number].holders == handed[number]
+        ]
+
+    def _live(self, row: int, temporary: int) -> Live:
+        """What lives at a row more than before, by category."""
+        live = {"temporary": temporary, HOST: int(self.host[row]) if row < len(self.host) else 0}
+        for end, storage in self.freed:
+            if end < row:
+                live[storage.kind] = live.get(storage.kind, 0) - storage.size
+        return live
+
+    def _change(self) -> Live:
+        """What lives after the run more than before: what is returned is no longer temporary."""
+        live = dict(self._live(len(self.rows), 0))
+        for storage in self._left():
+            live[storage.kind] = live.get(storage.kind, 0) + storage.size
+        for storage in self._returned():
+            if storage.kind == "temporary":
+                live["temporary"] -= storage.size
+                live["activation"] = live.get("activation", 0) + storage.size
+        return live
+
+    def _returned(self) -> list[Storage]:
+        """Those of the given that are returned."""
+        numbers = dict.fromkeys(n for held in self.results for n in held)
+        return [self.given[n] for n in numbers if n < len(self.given)]
+
+    def _holders(self) -> tuple[tuple[int, str], ...]:
+        """(holders, kind) of those given, after the run."""
+        handed = Counter(number for held in self.entries.values() for number in held)
+        held = Counter(number for own in self.results for number in own)
+        returned = {id(s) for s in self._returned()}
+        return tuple(
+            (
+                storage.holders - handed[i] + held[i],
+                "activation"
+                if storage.kind == "temporary" and id(storage) in returned
+                else storage.kind,
+            )
+            for i, storage in enumerate(self.given)
+        )
+
+    def _left(self) -> tuple[Storage, ...]:
+        """The storages that the run makes and returns."""
+        held = Counter(number for own in self.results for number in own)
+        return tuple(
+            Storage(
+                int(self.rows.size[tensor]),
+                HOST if self.rows.away[tensor] else "activation",
+                held[len(self.given) + i],
+            )
+            for i, tensor in enumerate(self.left)
+        )
+
+    def _fullest(
+        self, level: np.ndarray, total: np.ndarray, pieces: int
+    ) -> tuple[tuple[float, Live, str], ...]:
+        """Of each piece of the run, the moment at which most lives."""
+        calls = self.rows.calls
+        if not pieces or not len(calls):
+            return ()
+        found = []
+        size = max(1, -(-len(calls) // pieces))
+        for first in range(0, len(calls), size):
+            piece = calls[first : first + size]
+            top = int(np.argmax(total[piece]))
+            at = int(piece[top])
+            live = self._live(at, int(level[at]))
+            found.append(((first + top + 0.5) / len(calls), live, self.rows.module(at)))
+        return tuple(found)
+
+
+def _place(module: str, name: str, stage: int) -> str:
+    module = module or "outside any module"
+    return f"stage {stage}, {name}, {module}" if stage >= 0 else name

@@ -1,0 +1,68 @@
+"""The most bytes of tensors on a rank in each phase of a training: load, steps, save.
+
+    load     what rests here, and one whole parameter at a time of those of which a shard rests
+             (`runtime.session.Session.settle`); of a model that was built with weights all of it,
+             then what rests here beside the whole of what this rank keeps of it
+    step     what is there after the backward, optimizer state, and what the step makes
+             (`planner.estimate.optimizer_memory`)
+    save     the same without the latter: shards are written as they lie. `full_state_dict`
+             gathers one parameter at a time, its parts and then the whole, and gives all of them
+             on the host (`runtime.parameters.state.full_state`)
+
+The first forward and backward have no optimizer state yet. Where the device is the host's own
+processor, what is built or gathered whole lies with the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from graphaccel.ir.program import StageProgram
+from graphaccel.planner.plan.plan import Phases
+
+if TYPE_CHECKING:
+    from graphaccel.planner.memory.exact_memory import Resident
+
+LOAD, STEP = "loading the model", "the optimizer's step"
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a walk through a rank's step found, in bytes. lying, optimizer: of what rests there.
+    forward, backward, peak: the most of all other, in each and of both; left: what of it is there
+    when the optimizer steps."""
+
+    lying: int
+    optimizer: int
+    forward: int
+    backward: int
+    peak: int
+    left: int
+
+
+def phases_of(own: Sequence[StageProgram], resident: Resident, seen: Seen) -> Phases:
+    """The phases of a rank with the stages `own`."""
+    names = sorted({n for p in own for n in p.parameters})
+    rest, whole = resident.parameters, {**resident.parameters, **resident.whole}
+    shared = [n for n in names if rest[n] < whole[n]]
+    largest = max((whole[n] for n in shared), default=0)
+    here = seen.lying + sum(whole[n] - rest[n] for n in names)
+    biggest = max(whole.values(), default=0)
+    sent = biggest if here < resident.built else 0  # what another rank of the pipeline has
+    kept = seen.lying + seen.optimizer + seen.left
+    given = 0 if resident.exchanged else resident.built
+    return Phases(
+        load=seen.lying + largest + resident.batch,
+        load_built=max(resident.built, here + sum(rest[n] for n in shared)) + resident.batch,
+        forward=seen.lying + seen.forward,
+        backward=seen.lying + seen.backward,
+        step=kept + resident.step(names),
+        later=seen.lying + seen.optimizer + seen.peak,
+        save=kept,
+        save_whole=kept + max(2 * largest, sent) + resident.built - given,
+        host_load=0 if resident.exchanged else biggest,
+        host_load_built=given,
+        host_save_whole=0 if resident.exchanged else given + biggest,
+    )

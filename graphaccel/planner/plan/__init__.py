@@ -1,0 +1,1 @@
+"""The plan and its pins: the contract between planner, passes and runtime."""

@@ -1,0 +1,50 @@
+"""The plan on which a search builds, and the precisions that it may have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from graphaccel.planner.plan.axis_order import AXES
+from graphaccel.planner.plan.pins import Pins
+from graphaccel.planner.plan.plan import Plan, Precision
+
+PRECISIONS: Mapping[str, Precision] = {
+    "fp32": Precision(),
+    "bf16": Precision(compute="bfloat16"),
+    "bf16-params": Precision(compute="bfloat16", stream="bfloat16"),
+    "fp16": Precision(compute="float16", scaled=True),
+    "tf32": Precision(products="tfloat32"),
+    "fp8": Precision(compute="bfloat16", stream="bfloat16", products="float8_e4m3fn"),
+}
+
+
+def base_plan(pins: Pins, devices: int, batch: int, graph: str, cluster: str, outputs: str) -> Plan:
+    """The plan on which the search builds: what was pinned and does not depend on the mesh."""
+    return Plan(
+        devices=devices,
+        precision=PRECISIONS[pins.precision or "fp32"],
+        bucket_bytes=pins.bucket_bytes or Plan.bucket_bytes,
+        loss_chunk=pins.loss_chunk or 0,
+        outputs=outputs,
+        tensor=pins.tensor or 1,
+        context=pins.context or 1,
+        expert=pins.expert or 1,
+        order=pins.order or AXES,
+        zero=min(pins.zeros),
+        reshard_after_forward=pins.reshard_after_forward or "always",
+        cast_once=bool(pins.cast_once),
+        accumulation=pins.accumulation or "whole",
+        placements=pins.placements or (),
+        sequence=pins.sequence is not False,
+        context_by=pins.context_by or "",
+        scatter_sends=bool(pins.scatter_sends),
+        ort="auto" if pins.ort is None else pins.ort,
+        fallback=pins.fallback or "error",
+        compile=pins.compile or "off",
+        cuda_graphs=bool(pins.cuda_graphs),
+        offload=pins.on_host,
+        batch=batch,
+        pinned=pins.names,
+        graph=graph,
+        cluster=cluster,
+    )

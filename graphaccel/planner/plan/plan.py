@@ -1,0 +1,485 @@
+"""`Plan`: everything that was decided about a step, as plain data; JSON on disk."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from graphaccel.ir.program import OrtDeclined, OrtRegion, OrtReport, Sharded
+from graphaccel.planner.plan.axis_order import AXES, PARTS, stride
+
+SCHEMA = 2
+_WORDS = {True: "always", False: "never", "step": "once_per_step"}
+"""How schema 1 says `reshard_after_forward`."""
+INTERLEAVES = (1, 2, 4)
+"""Values of `Plan.interleave` that are offered where it is not pinned."""
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Dtype per role, as torch dtype names. compute: of products. stream: of what lies between
+    them: float32, or that of compute, where parameters are cast before anything reads them.
+    products: what a device rounds the inputs of a product to, where that is not compute
+    ("tfloat32", or an 8-bit dtype). scaled: dynamic loss scaling (fp16)."""
+
+    compute: str = "float32"
+    stream: str = "float32"
+    parameter: str = "float32"
+    reduce: str = "float32"
+    products: str = ""
+    scaled: bool = False
+
+    @property
+    def planned_only(self) -> bool:
+        """Whether the runtime can not do it."""
+        return self.products.startswith("float8")
+
+
+@dataclass(frozen=True)
+class Phases:
+    """The most bytes of tensors on a rank in each phase of a training.
+
+    load: while what rests here is made of a model without weights; load_built: of one that was
+    built with them. forward, backward: of the first step, which has no optimizer state yet. step:
+    while the optimizer steps. later: forward and backward of the other steps. save: while shards
+    are saved where they are; save_whole: in `full_state_dict`. host_load, host_load_built,
+    host_save_whole: bytes of the host beside a device that is another one, for the same.
+    """
+
+    load: int
+    load_built: int
+    forward: int
+    backward: int
+    step: int
+    later: int
+    save: int
+    save_whole: int
+    host_load: int = 0
+    host_load_built: int = 0
+    host_save_whole: int = 0
+
+
+@dataclass(frozen=True)
+class Selective:
+    """Blocks that are computed again in the backward but for some values, which are saved.
+
+    saved: what they are called in a block (`planner.profile.block_recompute.value_labels`).
+    """
+
+    blocks: tuple[str, ...]
+    saved: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Predicted peak tensor bytes on one rank of a stage, by PyTorch's categories, and where the
+    peak is. host: the most that the plan keeps on the host for this rank, no part of the peak.
+    chosen: by how much an uneven choice of experts raises the peak (`Prediction.chosen`). uneven:
+    how much more it is on a device whose experts `planner.memory.exact_memory.UNEVEN` times their
+    even share of rows chose. phases: of a plan whose programs were built."""
+
+    rank: int
+    parameter: int
+    gradient: int
+    optimizer: int
+    activation: int
+    temporary: int
+    other: int
+    peak: int
+    at: str
+    host: int = 0
+    chosen: int = 0
+    uneven: int = 0
+    phases: Phases | None = None
+
+    @property
+    def tensors(self) -> int:
+        """Bytes in tensors: the peak without context and allocator reserve."""
+        return self.peak - self.other
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes at the peak by PyTorch's category; their sum is the peak."""
+        return {
+            f.name: getattr(self, f.name)
+            for f in fields(self)
+            if f.name not in ("rank", "peak", "at", "host", "chosen", "uneven", "phases")
+        }
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What the example batch's rows choose in a block. shares: [data][expert], the rows that choose
+    the experts of a device there, over an even share; of the microbatch with most."""
+
+    block: str
+    shares: tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Seconds per step and where they go; memory per pipeline rank; what ONNX Runtime runs.
+
+    offload: copies between device and host that nothing hides. chosen: what memory is predicted
+    for, on the fullest device; without it, and for seconds, each expert is chosen as often as the
+    others.
+    """
+
+    seconds: float
+    compute: float
+    communication: float
+    bubble: float
+    optimizer: float
+    memory: tuple[StageMemory, ...] = ()
+    ort: OrtReport | None = None
+    offload: float = 0.0
+    chosen: tuple[Chosen, ...] = ()
+
+    @property
+    def terms(self) -> dict[str, float]:
+        """Seconds by what they go to; their sum is the step."""
+        return {
+            f.name: getattr(self, f.name)
+            for f in fields(self)
+            if f.name not in ("seconds", "memory", "ort", "chosen")
+            and (f.name != "offload" or self.offload)
+        }
+
+
+_NO_DECISION = frozenset(
+    "devices batch pinned graph cluster prediction alternatives notes certificate schema".split()
+)  # of Plan: what it was made for, and what was found out about it
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A plan that was not chosen: what it was, how long, how big, and why it lost."""
+
+    name: str
+    seconds: float
+    peak: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The decisions, the predictions, and what they were made for.
+
+    Mesh axes: pipeline x data x expert x context x tensor = devices.
+    order: the axes from the outermost, whose neighbours are furthest apart, to the innermost
+      (`planner.plan.axis_order`).
+    `interleave` stages lie on each pipeline rank; stage k is on pipeline rank k % pipeline.
+    cuts: names of the forward-graph nodes after which a stage ends.
+    recompute: names of the blocks that are computed again in the backward pass as a whole.
+    selective: blocks of which that is done but for some values, and those values.
+    bucket_bytes: size at which a bucket of gradients is sent for all-reduce.
+    zero: what is sharded over the data axis: 1 optimizer state, 2 and gradients, 3 and parameters.
+    shard_size: devices of the data axis over which ZeRO shards, neighbours; 0: all of it. The rest
+      replicates.
+    reshard_after_forward: ZeRO 3 frees gathered parameters after the forward and gathers them again
+      for the backward ("always"), keeps them for the microbatch's backward ("never"), or gathers
+      them once a step and keeps them for all microbatches ("once_per_step").
+    cast_once: without ZeRO 3, parameters are cast to the precision of products once a step, and
+      held so for all microbatches.
+    accumulation: "whole": gradients are reduced in the last microbatch; "shards": in every one, so
+    that only this rank's shard is kept (zero 2 and 3).
+    placements: parameter name → how it rests, where the user said so.
+    sequence: activations between tensor-parallel regions may be sharded along the sequence.
+    context_by: "heads" or "sequence": of what each context rank has some in attention; "": of the
+      faster one, call by call.
+    scatter_sends: of what all tensor ranks have, each sends its part to the next stage, where they
+      gather it.
+    rates: axis → what decided between placements on it (`sharding.solve.placements.Rates`).
+    fusions: names of the fused ops that are placed where their patterns are found.
+    loss_chunk: tokens of a microbatch of which a fused head and loss has the logits at a time; 0:
+      what the op takes by itself.
+    ort: what ONNX Runtime runs: "off", "all" (whatever it can), "auto" (what was measured to be
+      faster), or module paths. fallback: "error", or "fx": torch runs a region that ONNX Runtime
+      fails to build or run.
+    compile: what runs the graphs of stages: "off" (FX code) or "inductor". cuda_graphs: actions are
+      recorded as CUDA graphs, and replayed.
+    offload: what rests on the host between its uses: "optimizer" (its state, and its step),
+      "parameters" (copied up for each block that reads them), "activations" (large ones, until
+      their backward).
+    outputs: "loss" or "all": what a training step hands out besides the loss.
+    pinned: decisions the user made. graph, cluster: fingerprints of what was planned for.
+    """
+
+    devices: int
+    data: int = 1
+    pipeline: int = 1
+    tensor: int = 1
+    context: int = 1
+    expert: int = 1
+    order: tuple[str, ...] = AXES
+    interleave: int = 1
+    microbatches: int = 1
+    schedule: str = "1f1b"
+    cuts: tuple[str, ...] = ()
+    recompute: tuple[str, ...] = ()
+    selective: tuple[Selective, ...] = ()
+    precision: Precision = field(default_factory=Precision)
+    bucket_bytes: int = 25 << 20
+    fusions: tuple[str, ...] = ()
+    loss_chunk: int = 0
+    ort: str | tuple[str, ...] = "auto"
+    fallback: str = "error"
+    compile: str = "off"
+    cuda_graphs: bool = False
+    offload: tuple[str, ...] = ()
+    outputs: str = "loss"
+    zero: int = 0
+    shard_size: int = 0
+    reshard_after_forward: str = "always"
+    cast_once: bool = False
+    accumulation: str = "whole"
+    placements: tuple[tuple[str, tuple[Sharded, ...]], ...] = ()
+    sequence: bool = True
+    context_by: str = ""
+    scatter_sends: bool = False
+    rates: tuple[tuple[str, tuple[float, ...]], ...] = ()
+    batch: int = 1
+    pinned: tuple[str, ...] = ()
+    graph: str = ""
+    cluster: str = ""
+    prediction: Prediction | None = None
+    alternatives: tuple[Alternative, ...] = ()
+    notes: tuple[str, ...] = ()
+    certificate: str = ""
+    schema: int = SCHEMA
+
+    @property
+    def stages(self) -> int:
+        """Number of pipeline stages over all ranks."""
+        return self.pipeline * self.interleave
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """Axis → devices on it; the product is `devices`."""
+        inner = {axis: getattr(self, axis) for axis in ("expert", "context", "tensor")}
+        inner = {axis: size for axis, size in inner.items() if size > 1}
+        return {"data": self.data, **inner, "pipeline": self.pipeline}
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """Axis → devices on it, from the outside in; "replicate" and "shard" in the place of data
+        where ZeRO shards over a part of it."""
+        found: dict[str, int] = {}
+        for axis in self.order:
+            if axis == "data" and self.num_replicas > 1:
+                found |= dict(zip(PARTS, (self.num_replicas, self.shards), strict=True))
+            else:
+                found[axis] = getattr(self, axis)
+        return found
+
+    def stride(self, axis: str) -> int:
+        """How far apart neighbours on an axis are, in device numbers. Of data, where that is two,
+        on the part that ZeRO shards over."""
+        sizes = self.sizes
+        return stride(sizes, "shard" if axis == "data" and axis not in sizes else axis)
+
+    @property
+    def reordered(self) -> tuple[str, ...]:
+        """The axes of several devices from the outside in, where that is not the usual order."""
+        own, usual = ([axis for axis in order if getattr(self, axis) > 1]
+                      for order in (self.order, AXES))  # fmt: skip
+        return tuple(own) if own != usual else ()
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Devices that hold one stage of one replica together: expert x context x tensor."""
+        return self.expert * self.context * self.tensor
+
+    @property
+    def tensor_over_heads(self) -> int:
+        """By how much the tensor axis divides the heads that the context axis leaves."""
+        return self.tensor if self.context > 1 else 1
+
+    @property
+    def shards(self) -> int:
+        """Devices of the data axis over which ZeRO shards."""
+        return self.shard_size or self.data
+
+    @property
+    def num_replicas(self) -> int:
+        """How often the data axis holds what ZeRO shards."""
+        return self.data // self.shards
+
+    @property
+    def shard_axis(self) -> str:
+        """The mesh axis of ZeRO's shards: "shard", or "data" where that is all of it."""
+        return "shard" if self.shard_size else "data"
+
+    @property
+    def gathers_low(self) -> bool:
+        """Whether ZeRO 3 gathers parameters in the dtype that they are computed with: where all
+        that reads them wants it, and the backward does not read what the forward gathered."""
+        through = self.precision.stream != "float32"
+        return (
+            through and self.zero == 3 and self.data > 1 and self.reshard_after_forward != "never"
+        )
+
+    @property
+    def holds_gathered(self) -> bool:
+        """Whether ZeRO 3 gathers parameters once a step, and holds them for all microbatches."""
+        return self.zero == 3 and self.data > 1 and self.reshard_after_forward == "once_per_step"
+
+    @property
+    def holds_casts(self) -> bool:
+        """Whether casts of parameters are made once a step, and held for all microbatches."""
+        low = self.precision.compute != "float32" and "parameters" not in self.offload
+        return self.cast_once and low and not (self.zero == 3 and self.data > 1)
+
+    @cached_property
+    def again(self) -> dict[str, tuple[str, ...]]:
+        """Block that is computed again → what is saved of it, () if nothing."""
+        several = {block: own.saved for own in self.selective for block in own.blocks}
+        return {**dict.fromkeys(self.recompute, ()), **several}
+
+    def doing_again(self, saved: Mapping[str, tuple[str, ...]]) -> Plan:
+        """This plan with other blocks computed again: block → what is saved of it, () if nothing
+        is.
+        """
+        groups: dict[tuple[str, ...], list[str]] = {}
+        for block, values in saved.items():
+            groups.setdefault(values, []).append(block)
+        whole = tuple(groups.pop((), ()))
+        selective = tuple(Selective(tuple(blocks), values) for values, blocks in groups.items())
+        return replace(self, recompute=whole, selective=selective)
+
+    @property
+    def decisions(self) -> dict[str, Any]:
+        """Everything that was decided, by field name."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _NO_DECISION}
+
+    @property
+    def name(self) -> str:
+        """`data 2 x pipeline 2 · 8 microbatches · recompute 4 blocks`."""
+        parts = [" x ".join(f"{axis} {size}" for axis, size in self.mesh.items())]
+        if self.interleave > 1:
+            parts[0] += f" x interleave {self.interleave}"
+        if self.reordered:
+            parts[0] += f" in the order {', '.join(self.reordered)}"
+        if self.pipeline > 1 and self.schedule not in ("1f1b", "interleaved"):
+            parts[0] += f", {self.schedule.replace('_', ' ')}"
+        if self.zero:
+            parts.append(f"zero {self.zero}")
+            parts[-1] += f" in groups of {self.shard_size}" if self.shard_size else ""
+            if self.zero == 3 and self.reshard_after_forward != "always":
+                each = " a step" if self.reshard_after_forward == "once_per_step" else ""
+                parts[-1] += f", gathered once{each}"
+            if self.accumulation == "shards":
+                parts[-1] += ", reduced in each microbatch"
+        if self.microbatches > 1:
+            parts.append(f"{self.microbatches} microbatches of {self.microbatch_size}")
+        if self.recompute or self.selective:
+            several = sum(len(own.blocks) for own in self.selective)
+            whole = f"{len(self.recompute)} blocks" if self.recompute else ""
+            part = f"{several} {'' if whole else 'blocks '}selectively" if several else ""
+            parts.append("recompute " + ", ".join(filter(None, (whole, part))))
+        if self.offload:
+            parts.append(f"{' and '.join(self.offload)} on the host")
+        if self.precision.compute != "float32":
+            through = self.precision.stream != "float32"
+            parts.append(self.precision.compute + " parameters" * through)
+            parts[-1] += ", cast once a step" * self.holds_casts
+        if self.precision.products:
+            parts.append(f"{self.precision.products} products")
+        if self.compile != "off":
+            parts.append(self.compile)
+        if self.cuda_graphs:
+            parts.append("CUDA graphs")
+        return " · ".join(parts)
+
+    @property
+    def microbatch_size(self) -> int:
+        """Examples in one microbatch on one data rank."""
+        return self.batch // (self.data * self.microbatches)
+
+    @property
+    def usual(self) -> float:
+        """Examples in a step for as many devices as hold a stage together, which is what decides
+        between placements: the same for all plans of these devices with these axes."""
+        return max(1.0, self.batch * self.model_parallel_size / self.devices)
+
+    def to_json(self) -> str:
+        """Stable JSON: sorted keys, bytes as integers, seconds as floats."""
+        return json.dumps(asdict(self), indent=1, sort_keys=True) + "\n"
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """Read a plan back, one of schema 1 too. Raises ValueError for another schema or unknown
+        fields."""
+        data = _upgraded(json.loads(text))
+        if data.get("schema") != SCHEMA:
+            raise ValueError(f"plan schema {data.get('schema')!r}; this version reads {SCHEMA}")
+        unknown = set(data) - {f.name for f in fields(Plan)}
+        if unknown:
+            raise ValueError(f"unknown fields in plan: {', '.join(sorted(unknown))}")
+        if sorted(data.get("order", AXES)) != sorted(AXES):
+            raise ValueError(f"order {data['order']!r} is not one of {', '.join(AXES)}")
+        prediction = data.pop("prediction")
+        if prediction is not None:
+            memory = tuple(_stage_memory(**m) for m in prediction.pop("memory"))
+            ort = _ort_report(prediction.pop("ort", None))
+            chosen = tuple(
+                Chosen(block["block"], tuple(map(tuple, block["shares"])))
+                for block in prediction.pop("chosen", ())
+            )
+            prediction = Prediction(**prediction, memory=memory, ort=ort, chosen=chosen)
+        plain: dict[str, Any] = {
+            k: tuple(v) if isinstance(v, list) else v
+            for k, v in data.items()
+            if k not in ("precision", "alternatives", "placements", "rates", "selective")
+        }
+        return Plan(
+            **plain,
+            selective=tuple(
+                Selective(tuple(own["blocks"]), tuple(own["saved"]))
+                for own in data.get("selective", ())
+            ),
+            placements=tuple(
+                (name, tuple(Sharded(**s) for s in splits))
+                for name, splits in data.get("placements", ())
+            ),
+            rates=tuple((axis, tuple(values)) for axis, values in data.get("rates", ())),
+            precision=Precision(**data["precision"]),
+            alternatives=tuple(Alternative(**a) for a in data["alternatives"]),
+            prediction=prediction,
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON."""
+        Path(path).write_text(self.to_json())
+
+    def decided(self, **changes: Any) -> Plan:
+        """The same plan with some decisions changed and the predictions dropped."""
+        return replace(self, prediction=None, alternatives=(), certificate="", **changes)
+
+
+def _upgraded(data: dict[str, Any]) -> dict[str, Any]:
+    """A plan of schema 1 in the names of schema 2; others as they are."""
+    if data.get("schema") != 1:
+        return data
+    new = {**data, "schema": SCHEMA, "shard_size": data.get("shard", 0)}
+    new["reshard_after_forward"] = _WORDS[data.get("gather_again", True)]
+    names = {"gather_again": "reshard_after_forward", "shard": "shard_size", "pins": "placements",
+             "stages": "stage_of"}  # fmt: skip
+    new["pinned"] = [names.get(name, name) for name in data.get("pinned", ())]
+    return {name: value for name, value in new.items() if name not in ("shard", "gather_again")}
+
+
+def _stage_memory(phases: dict[str, int] | None = None, **data: Any) -> StageMemory:
+    return StageMemory(**data, phases=None if phases is None else Phases(**phases))
+
+
+def _ort_report(data: dict[str, Any] | None) -> OrtReport | None:
+    if data is None:
+        return None
+    regions = tuple(OrtRegion(**r) for r in data.pop("regions"))
+    declined = tuple(OrtDeclined(**d) for d in data.pop("declined"))
+    return OrtReport(**data, regions=regions, declined=declined)

@@ -1,0 +1,1 @@
+"""A captured step as columns of FLOPs, bytes and seconds."""

@@ -1,0 +1,376 @@
+"""What computing blocks again does again, and what it then finds in memory.
+
+A block is done again whole, or but for some of its values, which are saved. Blocks whose forward is
+the same are of one kind: what is told of one is told of all.
+
+Done again is what the backward reads and what that is made of, up to what is saved, was drawn or
+sent, or left the block (`passes.recompute`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from torch import fx
+
+from graphaccel.capture.blocks import block_of
+from graphaccel.ir.replication.layers import split
+
+if TYPE_CHECKING:
+    from graphaccel.planner.plan.plan import Plan
+    from graphaccel.planner.profile.profile import Profile
+
+_FAR = np.iinfo(np.int64).max
+
+
+def value_labels(block: str, names: Sequence[tuple[str, str]]) -> list[str]:
+    """What the values of a block are called, the same in all layers that are alike: "attn.out
+    linear", the module within the block and the call, numbered where there are several. names:
+    (node of the forward graph, its module path), in order."""
+    seen: dict[str, int] = defaultdict(int)
+    found = []
+    for name, module in names:
+        label = f"{module[len(block) :].strip('.')} {split(name)[0]}".strip()
+        seen[label] += 1
+        found.append(label if seen[label] == 1 else f"{label} {seen[label]}")
+    return found
+
+
+def block_values(
+    nodes: Iterable[fx.Node], positions: Mapping[str, int]
+) -> dict[str, dict[str, str]]:
+    """Block → what a value of it is called → the node of the forward graph that makes it. nodes: of
+    a joint graph. positions: forward-graph node → its place."""
+    modules: dict[str, str] = {}
+    for node in nodes:
+        origin = node.meta.get("origin", "")
+        if origin in positions:
+            modules[origin] = modules.get(origin) or node.meta.get("module", "")
+    members: dict[str, list[tuple[str, str]]] = defaultdict(list)
+    for origin, module in sorted(modules.items(), key=lambda pair: positions[pair[0]]):
+        members[block_of(module)].append((origin, module))
+    return {
+        block: dict(zip(value_labels(block, own), (origin for origin, _ in own), strict=True))
+        for block, own in members.items()
+        if block
+    }
+
+
+@dataclass(frozen=True, eq=False)
+class Again:
+    """What is computed again. saved: block number → which of its positions are saved, by their
+    order in the block. rows: joint rows that are done again. inner: storages that are made again
+    where the backward of their block reads them. until: the position of that backward which reads
+    them last; before: the one before whose turn they are made; -1 without one.
+    """
+
+    saved: Mapping[int, tuple[int, ...]]
+    rows: np.ndarray
+    inner: np.ndarray
+    until: np.ndarray
+    before: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class BlockKind:
+    """Blocks with the same forward.
+
+    blocks: their numbers. labels: of their positions. places, rows, makes: [block][...]
+    positions, joint rows that compute something, and storages they make. at: position of a row,
+    by its order. fixed: rows that are never done again; sent: those of gathers, which are never
+    saved; cast: those that give a parameter in another dtype, which backward does itself. maker:
+    row of each storage. reads: (row, storage) pairs; storages from `len(maker)` on come from
+    outside. outer: those, of the first block. back: own storages that the backward reads; beyond:
+    outside of the block. lowest, highest: position of the block whose backward reads them last and
+    first, by its order. counted: own storages that one stage makes and keeps; owed: those from
+    outside that do not wait for the backward anyway.
+    """
+
+    blocks: tuple[int, ...]
+    labels: tuple[str, ...]
+    places: np.ndarray
+    rows: np.ndarray
+    makes: np.ndarray
+    at: np.ndarray
+    fixed: np.ndarray
+    sent: np.ndarray
+    cast: np.ndarray
+    maker: np.ndarray
+    reads: tuple[np.ndarray, np.ndarray]
+    outer: np.ndarray
+    back: np.ndarray
+    beyond: np.ndarray
+    lowest: np.ndarray
+    highest: np.ndarray
+    counted: np.ndarray
+    owed: np.ndarray
+
+    @cached_property
+    def sources(self) -> list[list[int]]:
+        """Storages that each row reads."""
+        found: list[list[int]] = [[] for _ in self.at]
+        for reader, storage in zip(*(column.tolist() for column in self.reads), strict=True):
+            found[reader].append(storage)
+        return found
+
+    @cached_property
+    def _ways(self) -> dict[tuple[int, ...], _Way]:
+        """What was told of positions that are saved."""
+        return {}
+
+    def way(self, saved: tuple[int, ...]) -> _Way:
+        """What is done again and lies in memory where these positions are saved."""
+        if saved not in self._ways:
+            self._ways[saved] = _Way(self.stays(saved), self.done_again(saved), *self.lives(saved))
+        return self._ways[saved]
+
+    def stays(self, saved: Collection[int]) -> np.ndarray:
+        """Rows whose values are not made again where some positions are saved."""
+        return self.fixed | (np.isin(self.at, list(saved)) & ~self.sent)
+
+    def done_again(self, saved: Collection[int]) -> np.ndarray:
+        """Rows that are done again."""
+        stays, count = self.stays(saved), len(self.maker)
+        done = np.zeros(len(self.at), dtype=bool)
+        stack = self.maker[self.back].tolist()
+        while stack:
+            row = stack.pop()
+            if not stays[row] and not done[row]:
+                done[row] = True
+                stack += [int(self.maker[s]) for s in self.sources[row] if s < count]
+        return done
+
+    def lives(self, saved: Collection[int]) -> tuple[np.ndarray, np.ndarray]:
+        """(first, last) of the positions, by their order, during whose backward each own storage
+        that is made again lies there: backward goes down from the last. It is made when something
+        made of it is first read. first > last where it is not kept from one position to another.
+        Casts that what is done again reads are among them.
+        """
+        done, count = self.done_again(saved), len(self.maker)
+        read = self.reads[1][done[self.reads[0]]]
+        makers = self.maker[read[read < count]]
+        done[makers[self.cast[makers]]] = True
+        first, last = self.lowest.copy(), self.highest.copy()
+        turn = np.full(len(self.at), -1)
+        makes: list[list[int]] = [[] for _ in self.at]
+        for storage, row in enumerate(self.maker.tolist()):
+            makes[row].append(storage)
+        for row in np.flatnonzero(done)[::-1].tolist():  # what reads a value stands behind it
+            turn[row] = max(int(last[s]) for s in makes[row])
+            for storage in makes[row]:
+                last[storage] = turn[row]
+            for source in self.sources[row]:
+                if source < count:
+                    last[source] = max(last[source], turn[row])
+                    first[source] = min(first[source], turn[row])
+        passing = ~self.back & (first == last)
+        again = done[self.maker] & (self.counted | self.cast[self.maker]) & ~passing
+        return np.where(again, first, len(self.labels)), np.where(again, last, -1)
+
+    def waiting(self, saved: Collection[int]) -> tuple[np.ndarray, np.ndarray]:
+        """(own storages, storages from outside) that wait for the backward on account of this
+        block, if it alone is computed again."""
+        done, count = self.done_again(saved), len(self.maker)
+        reader, storage = self.reads
+        wanted = np.zeros(count + len(self.outer), dtype=bool)
+        wanted[storage[done[reader]]] = True
+        stays = self.stays(saved)[self.maker]
+        own = self.counted & np.where(stays, self.back | wanted[:count], self.beyond)
+        return own, self.owed & wanted[count:]
+
+
+class _Way(NamedTuple):
+    """Of `BlockKind` where some positions are saved: what `stays`, `done_again` and `lives` say."""
+
+    stays: np.ndarray
+    done: np.ndarray
+    first: np.ndarray
+    last: np.ndarray
+
+
+def again_of(profile: Profile, saved: Mapping[int, tuple[int, ...]]) -> Again:
+    """What is computed again where blocks save these of their positions, and nothing else."""
+    rows = np.zeros(len(profile.lines.of), dtype=bool)
+    inner = np.zeros(len(profile.storages), dtype=bool)
+    until, before = np.full(len(inner), -1), np.full(len(inner), -1)
+    for kind in profile.block_kinds if saved else ():
+        places = {block: i for i, block in enumerate(kind.blocks)}
+        groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        for block in places.keys() & saved.keys():
+            groups[saved[block]].append(places[block])
+        for kept, chosen in groups.items():
+            way = kind.way(kept)
+            whole = profile.whole_again and not kept
+            rows[kind.rows[chosen][:, ~kind.fixed if whole else way.done]] = True
+            inner[kind.makes[chosen][:, ~way.stays[kind.maker]]] = True
+            first, last = way.first, way.last
+            lying, makes, places = first <= last, kind.makes[chosen], kind.places[chosen]
+            inner[makes[:, lying]] = True
+            until[makes[:, lying]] = places[:, first[lying]]
+            ended = lying & (last + 1 < len(kind.labels))
+            before[makes[:, ended]] = places[:, last[ended] + 1]
+    return Again(dict(saved), rows, inner, until, before)
+
+
+def chosen_positions(profile: Profile, plan: Plan) -> dict[int, tuple[int, ...]]:
+    """Block number → the positions that `plan` saves of it, by their order in the block. Raises
+    ValueError for a value that a block does not have."""
+    saved: dict[int, tuple[int, ...]] = dict.fromkeys(profile.numbers(plan.recompute), ())
+    if not plan.selective:
+        return saved
+    kinds = {block: kind for kind in profile.block_kinds for block in kind.blocks}
+    for own in plan.selective:
+        found: dict[int, tuple[int, ...]] = {}
+        for number in profile.numbers(own.blocks):
+            kind = kinds[number]
+            if id(kind) not in found:
+                found[id(kind)] = tuple(sorted(map(kind.labels.index, own.saved)))
+            saved[number] = found[id(kind)]
+    return saved
+
+
+def saved_with(profile: Profile, again: Again) -> tuple[np.ndarray, ...]:
+    """What backward finds in memory.
+
+    (storage numbers, positions) of what is saved, (storage numbers, positions as `Again.until`) of
+    what is made again. Saved: what backward reads and what is done again reads, unless it is made
+    again in its block and nobody outside that block wants it.
+    """
+    storages = profile.storages
+    storage, row, place, ahead = storages.uses
+    own = profile.block_at[storages.at[storage]]
+    counted = storages.waits[storage] & (~ahead | again.rows[row])
+    counted &= ~(again.inner[storage] & (profile.block_at[place] == own))
+    first = np.full(len(storages), _FAR)
+    used, start = storages.used
+    if len(used):
+        first[used] = np.minimum.reduceat(np.where(counted, place, _FAR), start)
+    kept = np.flatnonzero(first < _FAR)
+    made = np.flatnonzero(again.inner & (again.until >= 0) & (first == _FAR))
+    return kept, first[kept], made, again.until[made]
+
+
+def find_kinds(profile: Profile) -> tuple[BlockKind, ...]:
+    """The kinds of a profile's blocks, in the order in which they first compute something."""
+    finder = _Kinds(profile)
+    groups: dict[Any, list[int]] = defaultdict(list)
+    for block in range(len(profile.block_names)):
+        groups[finder.signature(block)].append(block)
+    return tuple(finder.kind(blocks) for blocks in groups.values())
+
+
+class _Kinds:
+    """What is known of each block, as columns over all rows and storages."""
+
+    def __init__(self, profile: Profile) -> None:
+        self.profile = profile
+        storages, lines = profile.storages, profile.lines
+        count = len(profile.block_names)
+        block = np.where(profile.node_forward, profile.block_at[profile.node_position], -1)
+        views = profile.node_views
+        self.positions = _grouped(profile.block_at, count)
+        self.rows = _grouped(np.where(views, -1, block), count)
+        self.makes = _grouped(block[storages.made], count)
+        storage, row, _, ahead = storages.uses
+        inside = np.flatnonzero(ahead & (block[row] >= 0))
+        self.uses = [inside[i] for i in _grouped(block[row[inside]], count)]
+        self.local = _order(self.rows, len(lines.of))
+        self.place = _order(self.positions, len(profile))
+        self.number = _order(self.makes, len(storages))
+        home = block[storages.made]
+        self.back = np.zeros(len(storages), dtype=bool)
+        self.back[storage[~ahead]] = True
+        away = profile.block_at[storages.uses[2]] != home[storage]
+        self.beyond = np.zeros(len(storages), dtype=bool)
+        self.beyond[storage[~ahead & away]] = True
+        place = self.place[storages.uses[2]]
+        self.lowest = np.full(len(storages), _FAR)
+        self.highest = np.full(len(storages), -1)
+        np.minimum.at(self.lowest, storage[~ahead & ~away], place[~ahead & ~away])
+        np.maximum.at(self.highest, storage[~ahead & ~away], place[~ahead & ~away])
+        leaving = np.zeros(len(lines.of), dtype=bool)
+        leaving[storages.made[storage[ahead & away]]] = True
+        leaving[lines.roots()[0][lines.results]] = True
+        kept = np.zeros(len(lines.of), dtype=bool)
+        kept[storages.made[storages.kept]] = True
+        self.fixed = kept | profile.node_released
+        if not profile.whole_again:
+            self.fixed |= leaving
+        self.sent = profile.node_gathers
+        self.home = home
+
+    def signature(self, block: int) -> Any:
+        """Equal for blocks of a kind."""
+        profile, storages = self.profile, self.profile.storages
+        rows, makes, uses = self.rows[block], self.makes[block], self.uses[block]
+        kinds, sizes = profile.alike[0], profile.alike_storages[0]
+        outer, source = self._sources(block)
+        owed = storages.waits[outer] & ~self.back[outer]
+        columns = (
+            kinds[rows], self.place[profile.node_position[rows]], self.fixed[rows],
+            self.local[storages.made[makes]], sizes[makes], self.back[makes], self.beyond[makes],
+            self.lowest[makes], self.highest[makes], storages.waits[makes],
+            self.local[storages.uses[1][uses]], source, sizes[outer], owed,
+        )  # fmt: skip
+        return self._labels(block), *((len(c), c.tobytes()) for c in columns)
+
+    def kind(self, blocks: list[int]) -> BlockKind:
+        """Of blocks with one signature."""
+        profile, storages, first = self.profile, self.profile.storages, blocks[0]
+        rows, makes, uses = self.rows[first], self.makes[first], self.uses[first]
+        outer, source = self._sources(first)
+        return BlockKind(
+            tuple(blocks),
+            self._labels(first),
+            np.stack([self.positions[b] for b in blocks]),
+            np.stack([self.rows[b] for b in blocks]),
+            np.stack([self.makes[b] for b in blocks]),
+            self.place[profile.node_position[rows]],
+            self.fixed[rows],
+            self.sent[rows],
+            profile.node_released[rows],
+            self.local[storages.made[makes]],
+            (self.local[storages.uses[1][uses]], source),
+            outer,
+            self.back[makes],
+            self.beyond[makes],
+            self.lowest[makes],
+            self.highest[makes],
+            storages.waits[makes],
+            storages.waits[outer] & ~self.back[outer],
+        )
+
+    def _sources(self, block: int) -> tuple[np.ndarray, np.ndarray]:
+        """(storages from outside that a block reads, what each of its reads is of)."""
+        storage = self.profile.storages.uses[0][self.uses[block]]
+        own = self.home[storage] == block
+        outer, which = np.unique(storage[~own], return_inverse=True)
+        found = self.number[storage]
+        found[~own] = len(self.makes[block]) + which
+        return outer, found
+
+    def _labels(self, block: int) -> tuple[str, ...]:
+        profile = self.profile
+        places: Iterable[int] = self.positions[block].tolist()
+        names = [(profile.names[place], profile.modules[place]) for place in places]
+        return tuple(value_labels(profile.block_names[block], names))
+
+
+def _grouped(block: np.ndarray, count: int) -> list[np.ndarray]:
+    """Where each block is found, in order."""
+    order = np.argsort(block, kind="stable")
+    ends = np.searchsorted(block[order], np.arange(count + 1))
+    return [order[ends[b] : ends[b + 1]] for b in range(count)]
+
+
+def _order(groups: Sequence[np.ndarray], length: int) -> np.ndarray:
+    """The order of each number within its group; -1 for those in none."""
+    found = np.full(length, -1)
+    for group in groups:
+        found[group] = np.arange(len(group))
+    return found

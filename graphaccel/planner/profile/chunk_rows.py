@@ -1,0 +1,40 @@
+"""How many rows a fused op that goes over them in chunks does at a time (`kernels.spec.Chunks`).
+
+Each chunk reads the weight anew and adds a gradient as large as it up: of few rows that takes
+longer than the products themselves. With all rows in one chunk the logits would be whole, which is
+what the op is there to spare: that is not offered. There is a size from which on time hardly falls:
+the least that is within `_NEAR` of the fastest. Where that does not fit, less is tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import fx
+
+from graphaccel.planner.cluster.cluster import Device
+from graphaccel.planner.profile.cost import Sizes, chunks_of, node_work
+from graphaccel.planner.profile.efficiency import gap_seconds, seconds_of
+
+_LEAST = 128  # rows: below that, products waste most of what they read
+_NEAR = 1.05  # of the op's own seconds: a hundredth of a step of which it is a fifth
+
+
+def chunk_sizes(nodes: Sequence[fx.Node], sizes: Sizes, device: Device) -> tuple[int, ...]:
+    """Rows at a time for which a plan may ask: powers of two, the one to be preferred first, then
+    each that is less; all there are where that is not more than the least. () without nodes. sizes:
+    of a microbatch."""
+    if not nodes:
+        return ()
+    most = max(chunks_of(node, sizes, 1).times for node in nodes)  # rows there are
+    offered = [size for size in (_LEAST << i for i in range(32)) if size < most] or [most]
+    seconds = {size: chunk_seconds(nodes, sizes, device, size) for size in offered}
+    enough = _NEAR * min(seconds.values())
+    best = min(size for size in offered if seconds[size] <= enough)
+    return tuple(size for size in reversed(offered) if size <= best)
+
+
+def chunk_seconds(nodes: Sequence[fx.Node], sizes: Sizes, device: Device, size: int) -> float:
+    """Seconds of these nodes with `size` rows at a time."""
+    works = [node_work(node, sizes, size, device.type) for node in nodes]
+    return sum(seconds_of(work, device) + gap_seconds(device) * work.calls for work in works)

@@ -1,0 +1,222 @@
+"""Seconds that a node's work takes on a device: the roofline with what kernels really reach.
+
+    max(FLOPs / (peak x efficiency), bytes / bandwidth) + what starting it costs
+
+(Williams, Waterman, Patterson, CACM 2009.) The efficiency is a number of the device
+(`planner.cluster.cluster.Device`: measured on large shapes) times what the shape leaves of it:
+
+* A product [m, k] x [k, n] is computed in tiles, one on a processor at a time. What tiles stick out
+  over the edge is wasted, and so are processors that find no tile in the last round; half of that,
+  since real kernels share out the last round. Each tile fills its pipeline of loads once:
+  k / (k + 128). The library picks the best of its tiles, small ones being slower. Against 183
+  products measured on A100 (SimuMax, configs/system, Apache 2.0): 4.1 % mean error, a third too
+  fast where one round is hardly filled; against 514 on B200: 10.3 %.
+  Where the processors are not known, tiles of 128 x 128 and k / (k + 64) stand for all of that.
+  Tensor cores are fed by copies of 4, 8 or 16 bytes (PTX ISA, `cp.async`). Of numbers of 2 bytes in
+  rows of an odd length not even those of 4 are aligned, and 0.45 of the rate is left, as the times
+  of GPT's 50257 words say beside those of two even halves (VIA-Research/vTrain, one node, A100).
+  From Hopper on they are fed by a unit that takes rows of whole 16 bytes only (PTX ISA,
+  `cp.async.bulk.tensor`); others go by the kernels of Ampere, at its rate for each processor: 232
+  TFLOP/s for BERT's 30522 words, 121 for GPT-2's 50257, of about 745 (`benchmarks.gpu`, H200).
+* Fused attention does one block of 128 queries on a processor; t of them leave processors idle,
+  t / (t + r x processors), and a short sequence is mostly start and diagonal, s / (s + 1024). With
+  r = 1.5 forward and 0.6 backward within a tenth of the same tables on A100 from 8 heads on.
+
+A product in 8 bits reads inputs that were cast for it (NVIDIA Transformer Engine, "FP8 primer"):
+of the three that a linear layer is, its input and the gradient of its output, each written twice,
+as it lies and transposed, by the kernel that makes it, once for all products that read it. Weights
+are cast once a step. In 4 bits each 16 numbers have a scale of 8 bits, and all of a tensor one that
+its largest number decides: it is read to find that, again to cast it, and once more for the copy
+that lies transposed, which is turned by a random Hadamard transform first ("Pretraining Large
+Language Models with NVFP4", arXiv 2509.25149, 2025, section 4 and appendix B).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cache
+
+from graphaccel.planner.cluster.cluster import Device, OpTime
+from graphaccel.planner.plan.plan import Precision
+
+# Tiles of CUTLASS and cuBLAS, and what smaller ones reach of the largest.
+_TILES = (
+    (256, 128, 1.0),
+    (128, 256, 1.0),
+    (128, 128, 0.9),
+    (128, 64, 0.65),
+    (64, 128, 0.65),
+    (64, 64, 0.5),
+)
+_ODD = 0.45  # of the rate, where rows of 16-bit numbers have an odd length
+_ALIGNED = 16  # bytes
+_AMPERE = 312e12 / 108  # FLOP/s of a processor in 16 bits (NVIDIA A100 Tensor Core GPU, 2020)
+_SHARED = 0.5  # of the last round's idle processors, what is lost
+_INNER = 128
+_GAP = 2e-6
+_QUERIES = 128
+_DIAGONAL = 1024
+_ROUNDS = {"attention": 1.5, "attention backward": 0.6}
+_EIGHT_BITS = "8-bit products of "  # with a dtype: a rate of a device as `computing` gives it
+_FOUR_BITS = "4-bit products of "
+# Bytes written, and in 4 bits read, for each number that is cast.
+_CASTS = {_EIGHT_BITS: 1 + 1, _FOUR_BITS: 3 * 2 + 2 * (1 / 2 + 1 / 16)}
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one node asks of a device.
+
+    op: ATen name without overload. kind: "product", "attention", "attention backward", "dense" (a
+    convolution), "chunks" (of `parts`), or "" for what only moves bytes. flops: those that are
+    really done. dtype: torch dtype name it computes in. rows, columns, inner, count: of a product,
+    or of `count` of them; rows is the queries and count the heads of attention. calls: kernels that
+    are started. aligned: bytes, up to 16, of which the rows of every matrix of a product are whole
+    multiples in memory, where these are of 16 bits. parts: what it does one after another, `times`
+    over, where it is no single kernel; flops and bytes are those of all. cast: the share of what is
+    on a product's left that is cast for it alone, where products are of fewer bits.
+    """
+
+    kind: str = ""
+    flops: int = 0
+    bytes: int = 0
+    dtype: str = "float32"
+    rows: int = 0
+    columns: int = 0
+    inner: int = 0
+    count: int = 1
+    calls: int = 1
+    op: str = ""
+    aligned: int = _ALIGNED
+    parts: tuple[Work, ...] = ()
+    times: int = 1
+    cast: float = 1.0
+
+    @property
+    def name(self) -> str:
+        """What `OpTime` calls it."""
+        return "product" if self.kind == "product" else self.op
+
+
+NOTHING = Work(calls=0)
+
+
+def peak_flops(device: Device, dtype: str) -> float:
+    """FLOP/s at the given torch dtype name; a dtype without a fast path runs as float32."""
+    return device.peak_flops.get(dtype, device.peak_flops["float32"])
+
+
+def computing(device: Device, precision: Precision) -> Device:
+    """The device at the rates of a precision that rounds what its products read."""
+    if not precision.products:
+        return device
+    rate = peak_flops(device, precision.products)
+    if precision.products == "tfloat32":  # convolutions and attention as well
+        return replace(device, peak_flops={**device.peak_flops, "float32": rate})
+    bits = _FOUR_BITS if precision.products.startswith("float4") else _EIGHT_BITS
+    return replace(device, peak_flops={**device.peak_flops, bits + precision.compute: rate})
+
+
+def seconds_of(work: Work, device: Device) -> float:
+    """Seconds on `device`, without what starting it costs."""
+    if work.parts:
+        return work.times * sum(seconds_of(part, device) for part in work.parts)
+    known = measured_seconds(work, device)
+    if known is not None:
+        return max(0.0, known - work.calls * gap_seconds(device))
+    seconds = work.bytes / device.memory_bandwidth
+    if not work.flops:
+        return seconds
+    peak, cast = peak_flops(device, work.dtype), 0.0
+    for bits, moved in _CASTS.items() if work.kind == "product" else ():
+        if low := device.peak_flops.get(bits + work.dtype):
+            left = work.cast * work.count * work.rows * work.inner
+            reached = (device.product_8_bits or device.product) / device.product
+            peak, cast = reached * low, moved * left / device.memory_bandwidth
+    return max(seconds, work.flops / (peak * efficiency(work, device))) + cast
+
+
+def measured_seconds(work: Work, device: Device) -> float | None:
+    """Seconds of a call on a device that was measured, from the call that is most like it: as much
+    longer as it does more. None where the op was not measured there."""
+    alike = _measured(device).get((work.name, work.dtype), ())
+    if not alike:
+        return None
+    shape = _shape(work)
+
+    def apart(other: OpTime) -> float:
+        pairs = zip(shape, _shape(other), strict=True)
+        return sum(abs(math.log((a + 1) / (b + 1))) for a, b in pairs)
+
+    near = min(alike, key=apart)
+    more = work.flops / near.flops if near.flops else work.bytes / max(near.bytes, 1)
+    floor = min(near.seconds, gap_seconds(device))
+    return floor + (near.seconds - floor) * more
+
+
+def _shape(work: Work | OpTime) -> tuple[int, ...]:
+    if work.flops and work.rows:
+        return work.rows, work.columns, work.inner, work.count
+    return (work.flops or work.bytes,)
+
+
+@cache
+def _measured(device: Device) -> dict[tuple[str, str], tuple[OpTime, ...]]:
+    found: dict[tuple[str, str], tuple[OpTime, ...]] = {}
+    for row in device.measured:
+        found[row.op, row.dtype] = (*found.get((row.op, row.dtype), ()), row)
+    return found
+
+
+def gap_seconds(device: Device) -> float:
+    """Seconds a device loses between two operations: a CPU waits until the next one is started, a
+    GPU has it in a queue."""
+    if device.name == "cpu":
+        return device.launch_seconds
+    return min(_GAP, device.launch_seconds)
+
+
+def efficiency(work: Work, device: Device) -> float:
+    """Share of the peak that dense work reaches. The CPU's peaks are rates already reached."""
+    if device.name == "cpu":
+        return 1.0
+    if work.kind.startswith("attention"):
+        best = device.attention if work.kind == "attention" else device.attention_backward
+        if not device.processors:
+            return best
+        blocks = work.count * math.ceil(work.rows / _QUERIES)
+        long = work.rows / (work.rows + _DIAGONAL)
+        return best * long * blocks / (blocks + _ROUNDS[work.kind] * device.processors)
+    if work.kind != "product":
+        return device.product
+    shape = work.rows, work.columns, work.inner, work.count
+    return device.product * _filled(*shape, device.processors) * _rows_read(work, device)
+
+
+def _rows_read(work: Work, device: Device) -> float:
+    """What rows that are not aligned leave of the rate, 0..1."""
+    if work.aligned >= _ALIGNED:
+        return 1.0
+    share = _ODD if work.aligned <= 2 else 1.0
+    if device.processors:
+        share *= min(1.0, _AMPERE * device.processors / peak_flops(device, work.dtype))
+    return share
+
+
+@cache
+def _filled(rows: int, columns: int, inner: int, count: int, processors: int) -> float:
+    """What the sizes of a product leave of the rate of a large one, 0..1."""
+    best = 1 / 8  # where less is left, another kernel is picked
+    if not processors:
+        filled = rows / (math.ceil(rows / 128) * 128) * columns / (math.ceil(columns / 128) * 128)
+        return max(best, filled * inner / (inner + 64))
+    for high, wide, share in _TILES:
+        tiles = count * math.ceil(rows / high) * math.ceil(columns / wide)
+        filled = share * count * rows * columns / (tiles * high * wide)
+        rounds = tiles / processors
+        busy = rounds / math.ceil(rounds)
+        if rounds > 1:
+            busy = 1 - _SHARED * (1 - busy)
+        best = max(best, filled * busy * inner / (inner + _INNER))
+    return best

@@ -1,0 +1,108 @@
+"""Profiles of the graph that one device runs, for each layout of the tensor, context and expert
+axes and each precision.
+
+Dividing the whole graph's numbers would be a guess: what is not divided, what is sent and what is
+gathered follows from where every tensor lies, and in how many bytes each is kept from where the
+casts are. So the graph is rewritten as it will be when it runs, and measured like any other. That
+costs about as much as a rewrite of the step, so that each layout is made once, and only when a
+search comes to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import astuple, dataclass, field
+from typing import Any, TypeAlias
+
+from graphaccel.capture.stepgraph import StepGraph
+from graphaccel.capture.symbols import BATCH
+from graphaccel.planner.cluster.cluster import Cluster
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.profile.axis_rates import axis_rates
+from graphaccel.planner.profile.lines import Lines
+from graphaccel.planner.profile.profile import Profile
+
+
+@dataclass(frozen=True)
+class LocalGraph:
+    """The step as each rank of a layout runs it.
+
+    step: its joint graph has local shapes and collectives; its sizes are in examples of a
+    microbatch, where they could be known as expressions. partial: parameter → axes over which its
+    gradient is a partial sum. guessed: axis → calls that were not placed exactly. lines: of the
+    joint graph, where the step's own is that of few layers.
+    """
+
+    step: StepGraph = field(repr=False)
+    partial: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    guessed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    lines: Lines | None = field(default=None, repr=False)
+
+
+def rates_of(cluster: Cluster, plan: Plan) -> tuple[tuple[str, tuple[float, ...]], ...]:
+    """What decides between placements on each axis of the plan (`Plan.rates`)."""
+    axes = [axis for axis in ("tensor", "context", "expert") if getattr(plan, axis) > 1]
+    return tuple((axis, astuple(axis_rates(cluster, plan, axis))) for axis in axes)
+
+
+Localise: TypeAlias = Callable[[Plan], LocalGraph]
+
+
+class Layouts:
+    """Profiles by layout, made as they are asked for and kept."""
+
+    def __init__(self, whole: Profile, localise: Localise | None = None) -> None:
+        """localise: rewrites the graph for a plan's precision and shards it as the plan lays its
+        axes; None where nothing can, and every plan of one device is in the precision of `whole`.
+        """
+        self.whole = whole
+        self.localise = localise
+        self._made: dict[Any, tuple[Profile, LocalGraph]] = {}
+        self._fixed: set[Any] = set()
+
+    @property
+    def offered(self) -> bool:
+        """Whether there are layouts besides the whole graph."""
+        return self.localise is not None
+
+    def known(self, plan: Plan) -> bool:
+        """Whether the profile of `plan` is there already."""
+        return (
+            plan.model_parallel_size == 1 or self._key(plan) in self._made
+        )  # of one device: a cheap rewrite
+
+    def of(self, plan: Plan) -> Profile:
+        """The profile of the graph that a device of `plan` runs.
+
+        Raises what sharding raises: BadPin (GA202), MissingRule (GA302). ValueError where there is
+        nothing that could shard.
+        """
+        given = self.localise is None or plan.precision.compute == "float32"
+        return self.whole if plan.model_parallel_size == 1 and given else self._layout(plan)[0]
+
+    def guessed(self, plan: Plan) -> Mapping[str, tuple[str, ...]]:
+        """Axis → calls of the plan's layout that were not placed exactly."""
+        return {} if plan.model_parallel_size == 1 else self._layout(plan)[1].guessed
+
+    def _layout(self, plan: Plan) -> tuple[Profile, LocalGraph]:
+        key = self._key(plan)
+        if key not in self._made:
+            if self.localise is None:
+                raise ValueError(f"nothing here can shard a graph for {plan.name}")
+            local = self.localise(plan)
+            if BATCH not in local.step.sizes:  # one profile for each size of a microbatch
+                self._fixed.add(_layout_of(plan))
+                key = self._key(plan)
+            self._made[key] = Profile(local.step, local.partial, local.lines), local
+        return self._made[key]
+
+    def _key(self, plan: Plan) -> Any:
+        layout = _layout_of(plan)
+        return (layout, plan.microbatch_size) if layout in self._fixed else layout
+
+
+def _layout_of(plan: Plan) -> Any:
+    axes = (plan.tensor, plan.context, plan.expert)
+    uneven = plan.microbatch_size if plan.microbatch_size % plan.expert else 0
+    told = plan.sequence, plan.context_by, plan.placements, plan.precision
+    return (*axes, uneven, *told)

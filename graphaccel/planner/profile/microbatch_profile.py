@@ -1,0 +1,250 @@
+"""The numbers of a profile for one microbatch size: seconds and bytes per position."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from graphaccel.capture.symbols import BATCH
+from graphaccel.planner.cluster.cluster import Device
+from graphaccel.planner.profile.axis_collectives import KINDS, Wires
+from graphaccel.planner.profile.chunk_rows import chunk_sizes
+from graphaccel.planner.profile.cost import Sizes, chunk_bytes, dims_of, in_chunks, node_work
+from graphaccel.planner.profile.efficiency import gap_seconds, seconds_of
+
+if TYPE_CHECKING:
+    from graphaccel.planner.profile.block_recompute import Again
+    from graphaccel.planner.profile.profile import Profile
+    from graphaccel.planner.profile.storages import Tensor
+
+T = TypeVar("T")
+
+
+class SizedProfile:
+    """Seconds and bytes per position for one microbatch size, as arrays over the positions.
+
+    forward, backward: seconds of the device; weight: those of the backward that give gradients of
+    parameters alone; sent_forward, sent_backward: those of collectives among them; host_forward,
+    host_backward: seconds in which the process starts the ops, which goes on beside the device.
+    casts: of the forward's, and as much of the backward's, what giving parameters another dtype
+    takes besides starting it; held_casts: of those that may be made once a step, and held_starts:
+    seconds in which the process starts them. launches, forward_launches: seconds of the device that
+    starting ops takes, all and those of the forward. bytes: of each storage. gradients: bytes of
+    parameters' gradients, where they are made. passing_forward, passing_backward: the most bytes of
+    values that live only within a phase, while the position computes. chunks: rows at a time for
+    which a fused op may be asked (`planner.profile.chunk_rows`). exchanges: sums into shards are
+    made of what an all-to-all brings, which takes memory for it (`runtime.gloo`).
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        microbatch: int,
+        device: Device,
+        wires: Wires | None = None,
+        chunk: int = 0,
+    ) -> None:
+        """chunk: rows at a time of what goes over them in chunks; 0: as is to be preferred."""
+        step, length = profile.step, len(profile)
+        sizes: Mapping = {**step.sizes, **({BATCH: microbatch} if BATCH in step.sizes else {})}
+        resolve = Sizes(sizes)
+        self._profile = profile
+        self.exchanges = device.type == "cpu"
+        self._known: dict[Hashable, Any] = {}
+        self._of_again: WeakKeyDictionary[Again, dict[str, Any]] = WeakKeyDictionary()
+        kind, first = profile.alike
+        parted = [n for n in first if in_chunks(n)]
+        self.chunks = chunk_sizes(parted, resolve, device)
+        chunk = chunk or next(iter(self.chunks), 0)
+        works = [node_work(n, resolve, chunk, device.type) for n in first]
+        moves = np.array([n.target in KINDS for n in first])
+        sent = np.zeros(len(first))
+        if wires is not None:
+            sent = np.array([wires.seconds(n, resolve) for n in first])
+        calls = np.where(moves, sent > 0, [w.calls for w in works])
+        gap = gap_seconds(device)
+        alone = np.where(moves, 0.0, [seconds_of(w, device) + gap * w.calls for w in works])
+        self._by_kind = alone + sent, sent, device.launch_seconds * calls
+        sent, calls, seconds = sent[kind], calls[kind], (alone + sent)[kind]
+        place, ahead = profile.node_position, profile.node_forward
+        self.launches = gap * float(calls.sum())
+        self.forward_launches = gap * float(calls[ahead].sum())
+        starting = device.launch_seconds * calls
+
+        def summed(values: np.ndarray, here: np.ndarray) -> np.ndarray:
+            # of nothing it gives integers, to which no seconds can be added
+            return np.bincount(place[here], values[here], minlength=length).astype(float)
+
+        self.sent_forward, self.sent_backward = summed(sent, ahead), summed(sent, ~ahead)
+        self.forward, self.backward = summed(seconds, ahead), summed(seconds, ~ahead)
+        self.host_forward, self.host_backward = summed(starting, ahead), summed(starting, ~ahead)
+        released = profile.node_released
+        self.casts = summed(seconds - gap * calls, released)
+        self.held_casts = summed(seconds - gap * calls, profile.node_held)
+        self.held_starts = summed(starting, profile.node_held)
+        if released.any():
+            self.backward += summed(seconds, released)
+            self.host_backward += summed(starting, released)
+        taken = [chunk_bytes(n, resolve, chunk) if n in parted else 0 for n in first]
+        self._taken = np.array(taken, dtype=np.int64)
+        of, tensors = profile.alike_storages
+        self.bytes = np.array([_bytes(t, resolve) for t in tensors], dtype=np.int64)[of]
+
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What `make` gives, made once for each key."""
+        if key not in self._known:
+            self._known[key] = make()
+        return cast(T, self._known[key])
+
+    @cached_property
+    def weight(self) -> np.ndarray:
+        """Seconds of the backward that give gradients of parameters alone."""
+        profile = self._profile
+        place, here = profile.node_position, profile.node_weight
+        return np.bincount(place[here], self.row_seconds[here], minlength=len(profile))
+
+    @cached_property
+    def work(self) -> float:
+        """Seconds of a microbatch, forward and backward."""
+        return float(self.forward.sum() + self.backward.sum())
+
+    @cached_property
+    def gradients(self) -> np.ndarray:
+        """Bytes of parameters' gradients, where they are made."""
+        storages = self._profile.storages
+        made = storages.gradient
+        return self._at(storages.at[made], self.bytes[made])
+
+    @cached_property
+    def batch_bytes(self) -> int:
+        """Bytes of what the step is given of one microbatch."""
+        step, storages = self._profile.step, self._profile.storages
+        given = np.array([s.kind in ("batch", "tangent") for s in step.inputs], dtype=bool)
+        inputs = np.flatnonzero(storages.input >= 0)
+        return int(self.bytes[inputs[given[storages.input[inputs]]]].sum())
+
+    @property
+    def passing_forward(self) -> np.ndarray:
+        """The most bytes of values that live only within the forward, per position."""
+        return self._passing[0]
+
+    @property
+    def passing_backward(self) -> np.ndarray:
+        """Likewise of the backward."""
+        return self._passing[1]
+
+    @cached_property
+    def passing_held(self) -> tuple[np.ndarray, np.ndarray]:
+        """Likewise of forward and backward, where casts of parameters are held."""
+        return self._phases(self._profile.node_held)
+
+    def _phases(self, apart: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        passing, ahead = self._alive(apart), self._profile.node_forward
+        return self._most(ahead, passing), self._most(~ahead, passing)
+
+    def passing_added(self, held: bool) -> np.ndarray:
+        """`passing_backward` where products add their gradients up in buckets. held: casts are."""
+        profile = self._profile
+
+        def most() -> np.ndarray:
+            apart = profile.node_added | profile.node_held if held else profile.node_added
+            return self._most(~profile.node_forward, self._alive(apart))
+
+        return self.once(("added", held), most)
+
+    def _most(self, here: np.ndarray, passing: np.ndarray) -> np.ndarray:
+        found = np.zeros(len(self._profile), dtype=np.int64)
+        np.maximum.at(found, self._profile.node_position[here], passing[here])
+        return found
+
+    def _at(self, places: np.ndarray, sizes: np.ndarray, length: int | None = None) -> np.ndarray:
+        """Bytes summed by position. Sums of doubles are exact up to 8 PiB."""
+        length = len(self._profile) if length is None else length
+        return np.bincount(places, sizes, minlength=length).astype(np.int64)
+
+    @cached_property
+    def _passing(self) -> tuple[np.ndarray, np.ndarray]:
+        return self._phases(np.zeros(len(self._profile.lines.of), dtype=bool))
+
+    def _alive(self, apart: np.ndarray) -> np.ndarray:
+        """Bytes alive at each joint node, with what chunks take, without inputs, what is saved for
+        backward and what the nodes `apart` make.
+
+        A gradient of a parameter counts while it is made only; afterwards it is in its accumulator.
+        """
+        storages, rows = self._profile.storages, len(self._profile.lines.of)
+        ahead, back = storages.last_forward, storages.last_backward
+        last = np.where(storages.common | storages.released | (back < 0), ahead, back)
+        last = np.where(storages.gradient | (last < 0), storages.made, last)
+        here = storages.value & ~storages.saved & ~apart[storages.made]
+        size = self.bytes[here]
+        change = self._at(storages.made[here], size, rows + 1)
+        change -= self._at(last[here] + 1, size, rows + 1)
+        return np.cumsum(change)[:-1] - self._let_go() + self._taken[self._profile.alike[0]]
+
+    def _let_go(self) -> np.ndarray:
+        """Bytes of what was saved that a position's backward has read for the last time, at each
+        joint node: a loss computed by shards is many nodes at one position."""
+        profile, storages = self._profile, self._profile.storages
+        places = profile.node_position
+        rows = len(places)
+        saved = np.flatnonzero(storages.saved)
+        last, at = storages.last_backward[saved], storages.first_wanted[saved]
+        ends = places[last] == at
+        saved, last, at = saved[ends], last[ends], at[ends]
+        order = np.argsort(places, kind="stable")  # nodes of a position stand in a row
+        start = np.searchsorted(places[order] * rows + order, at * rows + last, side="right")
+        end = np.searchsorted(places[order], at, side="right")
+        size = self.bytes[saved]
+        change = self._at(start, size, rows + 1) - self._at(end, size, rows + 1)
+        gone = np.empty(rows, dtype=np.int64)
+        gone[order] = np.cumsum(change)[:-1]
+        return gone
+
+    def saved(self, again: Again | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Bytes per position that wait for backward, and that are made again for it."""
+        again = self._profile.none_again if again is None else again
+
+        def made() -> tuple[np.ndarray, np.ndarray]:
+            kept, kept_at, remade, remade_at = self._profile.saved(again)
+            return self._at(kept_at, self.bytes[kept]), self._at(remade_at, self.bytes[remade])
+
+        return self._once_again("saved", again, made)
+
+    def done_again(self, again: Again) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Seconds per position of what is done again for the backward: of the device, those of
+        collectives among them, and those in which the process starts the ops."""
+
+        def made() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+            here, length = again.rows, len(self._profile)
+            place, kind = self._profile.node_position[here], self._profile.alike[0][here]
+            seconds, sent, starting = (
+                np.bincount(place, values[kind], minlength=length).astype(float)
+                for values in self._by_kind
+            )
+            return seconds, sent, starting
+
+        return self._once_again("done", again, made)
+
+    def _once_again(self, what: str, again: Again, make: Callable[[], T]) -> T:
+        """`once`, for as long as there is `again`."""
+        known = self._of_again.setdefault(again, {})
+        if what not in known:
+            known[what] = make()
+        return cast(T, known[what])
+
+    @property
+    def row_seconds(self) -> np.ndarray:
+        """Seconds of the device for each joint row."""
+        return self._by_kind[0][self._profile.alike[0]]
+
+
+def _bytes(tensor: Tensor, sizes: Sizes) -> int:
+    dims: Any = dims_of(tensor.node, sizes)
+    if tensor.item >= 0:
+        dims = dims[tensor.item]
+    return int(np.prod(dims, dtype=np.int64)) * tensor.value.element_size()

@@ -1,0 +1,416 @@
+"""A step seen by the planner: a line of positions, with seconds and bytes at each.
+
+A position is a node of the forward graph. Every joint node lies at the position of its origin, so a
+stage, which is a range of positions, owns a forward and a backward part. `Profile` holds what does
+not depend on sizes, as columns; `planner.profile.microbatch_profile.SizedProfile` the numbers for
+one microbatch size.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Any, TypeVar, cast
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import fx
+
+from graphaccel.capture.blocks import block_of
+from graphaccel.capture.stepgraph import StepGraph
+from graphaccel.ir.replication.layers import NotRepeated
+from graphaccel.ir.replication.unfold import node_names
+from graphaccel.planner.cluster.cluster import Device
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.profile.axis_collectives import KINDS, Wires
+from graphaccel.planner.profile.block_recompute import (
+    Again,
+    BlockKind,
+    again_of,
+    chosen_positions,
+    find_kinds,
+    saved_with,
+)
+from graphaccel.planner.profile.cost import (
+    RESHAPES,
+    TRANSPOSES,
+    first_input,
+    in_chunks,
+    is_view,
+    left_readers,
+)
+from graphaccel.planner.profile.lines import Lines, read_lines, unfolded
+from graphaccel.planner.profile.microbatch_profile import SizedProfile
+from graphaccel.planner.profile.storages import Crossing, Tensor, find_storages
+
+_CAST = torch.ops.aten._to_copy.default
+_PRODUCT = torch.ops.aten.mm.default
+_LOW = (torch.bfloat16, torch.float16)
+_RECENT = 8  # choices of what to compute again that are remembered: of many layers each is large
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter or buffer: bytes, whether it is trained, the positions that read it (in forward),
+    and its shape on a device of the layout."""
+
+    name: str
+    bytes: int
+    trainable: bool
+    positions: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+def _is_result(node: fx.Node) -> bool:
+    """Whether a node is a product that one result shows, and nothing else reads."""
+    if node.target is not _PRODUCT:
+        return False
+    while len(node.users) == 1:
+        (user,) = node.users
+        if user.op == "output":
+            return list(user.args[0]).count(node) == 1
+        if user.target not in RESHAPES and user.target not in TRANSPOSES:
+            return False
+        node = user
+    return False
+
+
+class Profile:
+    """Positions, storages, parameters and blocks of a step; sized profiles are kept once made."""
+
+    def __init__(
+        self,
+        step: StepGraph,
+        partial: Mapping[str, tuple[str, ...]] | None = None,
+        lines: Lines | None = None,
+    ) -> None:
+        """partial: parameter → axes besides data over which its gradient is a partial sum. lines:
+        of the step's joint graph, where they are known."""
+        self.step = step
+        self.partial = dict(partial or {})
+        self.names = tuple(node_names(step.forward.graph))
+        self.position = {name: i for i, name in enumerate(self.names)}
+        self.lines = _lines(step) if lines is None else lines
+        self.modules = self.lines.modules
+        self.node_position = self.lines.place
+        self.node_forward = self.lines.told(
+            [n.meta.get("phase") != "backward" for n in self.lines.nodes]
+        )
+        self.block_names = tuple(block.name for block in step.blocks)
+        self._number = {name: i for i, name in enumerate(self.block_names)}
+        numbers = self._number
+        known = {module: numbers.get(block_of(module), -1) for module in set(self.modules)}
+        self.block_at = np.array([known[module] for module in self.modules])
+        self.tensors, self.storages = find_storages(
+            step, self.lines, self.node_position, self.node_forward, self.node_released
+        )
+        self.parameters = self._find_parameters()
+        self._sized: dict[Any, SizedProfile] = {}
+        self.whole_again = False
+        """Whether computing a block again does all of its forward, as other systems do."""
+        self._recent = lru_cache(_RECENT)(self._again)
+        self._saved: WeakKeyDictionary[Again, tuple[np.ndarray, ...]] = WeakKeyDictionary()
+        self._known: dict[Hashable, Any] = {}
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def numbers(self, blocks: Iterable[str]) -> tuple[int, ...]:
+        """Numbers of blocks, by name."""
+        return tuple(self._number[name] for name in blocks)
+
+    @cached_property
+    def in_chunks(self) -> bool:
+        """Whether a fused op of the graph goes over its rows in chunks."""
+        return any(in_chunks(node) for node in self.lines.nodes)
+
+    @property
+    def nodes(self) -> list[fx.Node]:
+        """For each row the node that it is, or is a copy of."""
+        return [self.lines.nodes[i] for i in self.lines.of.tolist()]
+
+    def sized(
+        self,
+        microbatch: int,
+        device: Device,
+        wires: Wires | None = None,
+        chunk: int = 0,
+    ) -> SizedProfile:
+        """Numbers for `microbatch` examples on `device`.
+
+        wires: prices of the collectives in the graph, where it has some. chunk: see `SizedProfile`.
+        """
+        if wires is not None:  # no call of the graph goes over data, which is outside of the others
+            wires = wires.inside
+        # memory changes no number here
+        key = (microbatch, replace(device, memory=0), wires, chunk)
+        if key not in self._sized:
+            made = SizedProfile(self, microbatch, device, wires, chunk)
+            self._sized[key] = made
+            if not chunk and made.chunks:  # what is preferred
+                self._sized.setdefault((*key[:-1], made.chunks[0]), made)
+        return self._sized[key]
+
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What `make` gives, made once for each key."""
+        if key not in self._known:
+            self._known[key] = make()
+        return cast(T, self._known[key])
+
+    @cached_property
+    def node_weight(self) -> np.ndarray:
+        """Whether a node makes the gradient of one parameter and nothing else: what a schedule that
+        has weights apart can do later (`passes.split_weights` decides by the cuts)."""
+        lines, names = self.lines, {"": -1}
+        only = [0] * len(lines.of)  # number of the one parameter; 0: of none, -1: of several
+        for row, spec in zip(lines.results.tolist(), self.step.outputs, strict=True):
+            name = spec.name if spec.kind == "gradient" else ""
+            own = names.setdefault(name, len(names))
+            only[row] = own if only[row] in (0, own) else -1
+        for reader, source in zip(
+            lines.reader[::-1].tolist(), lines.source[::-1].tolist(), strict=True
+        ):
+            own = only[reader]
+            if own and only[source] != own:
+                only[source] = -1 if only[source] else own
+        return (np.array(only) > 0) & ~self.node_forward
+
+    @cached_property
+    def alike(self) -> tuple[np.ndarray, list[fx.Node]]:
+        """For each node the number of its kind, and the first node of each kind: nodes of a kind
+        ask the same of a device at any size."""
+        numbers: dict[Any, int] = {}
+        first: list[fx.Node] = []
+        kinds = []
+        for node in self.lines.nodes:
+            key = _asked(node)
+            if key not in numbers:
+                numbers[key] = len(first)
+                first.append(node)
+            kinds.append(numbers[key])
+        return self.lines.told(kinds), first
+
+    @cached_property
+    def alike_storages(self) -> tuple[np.ndarray, list[Tensor]]:
+        """For each storage the number of its kind, and the first tensor of each kind: those have
+        the same bytes at any size."""
+        numbers: dict[Any, int] = {}
+        first: list[Tensor] = []
+        kinds = []
+        for tensor in self.tensors:
+            dims = tensor.node.meta.get("dims", ())
+            key = dims[tensor.item] if tensor.item >= 0 else dims, tensor.value.element_size()
+            if key not in numbers:
+                numbers[key] = len(first)
+                first.append(tensor)
+            kinds.append(numbers[key])
+        return np.array(kinds, dtype=np.int64)[self.storages.tensor], first
+
+    @cached_property
+    def block_first(self) -> np.ndarray:
+        """The first position of each block."""
+        return np.array([int((self.block_at == b).argmax()) for b in range(len(self.block_names))])
+
+    @cached_property
+    def trained_bytes(self) -> int:
+        """Bytes of trained parameters."""
+        return sum(p.bytes for p in self.parameters if p.trainable)
+
+    @cached_property
+    def held_bytes(self) -> int:
+        """Bytes of parameters and buffers."""
+        return sum(p.bytes for p in self.parameters)
+
+    @cached_property
+    def trained_tensors(self) -> int:
+        """How many parameters are trained."""
+        return sum(p.trainable for p in self.parameters)
+
+    @cached_property
+    def readers(self) -> tuple[list[int], list[int]]:
+        """(number of a parameter, position that reads it), by position; one that none reads is at
+        0."""
+        pairs = [(at, i) for i, p in enumerate(self.parameters) for at in p.positions or (0,)]
+        pairs.sort()
+        return [i for _, i in pairs], [at for at, _ in pairs]
+
+    def read(self, spans: Iterable[tuple[int, int]]) -> list[int]:
+        """Numbers of the parameters that positions [first, end) of `spans` read."""
+        owners, places = self.readers
+        found: set[int] = set()
+        for first, end in spans:
+            found.update(owners[bisect_left(places, first) : bisect_left(places, end)])
+        return sorted(found)
+
+    @cached_property
+    def resting(self) -> frozenset[str]:
+        """Names of the parameters, buffers left out."""
+        return frozenset(s.name for s in self.step.inputs if s.kind == "parameter")
+
+    def _find_parameters(self) -> tuple[Parameter, ...]:
+        step, storages = self.step, self.storages
+        found: dict[str, Parameter] = {}
+        storage, _, place, ahead = storages.uses
+        storage, place = storage[ahead], place[ahead]
+        ends = np.searchsorted(storage, np.arange(len(storages) + 1))
+        sizes = [t.value.numel() * t.value.element_size() for t in self.tensors]
+        for index in np.flatnonzero(storages.input >= 0).tolist():
+            spec = step.inputs[int(storages.input[index])]
+            if spec.kind not in ("parameter", "buffer"):
+                continue
+            name = step.tied.get(spec.name, spec.name)
+            known = found.get(name)
+            positions = set(place[ends[index] : ends[index + 1]].tolist())
+            positions |= set(known.positions if known else ())
+            trainable = spec.kind == "parameter" and spec.name in step.trainable
+            which = int(storages.tensor[index])
+            shape = tuple(self.tensors[which].value.shape)
+            found[name] = Parameter(name, sizes[which], trainable, tuple(sorted(positions)), shape)
+        return tuple(found.values())
+
+    def again(self, plan: Plan) -> Again:
+        """What `plan` computes again."""
+        return self.saving(chosen_positions(self, plan))
+
+    def saving(self, saved: Mapping[int, tuple[int, ...]]) -> Again:
+        """What is computed again where blocks (numbers) save these of their positions, by their
+        order in the block, and nothing else."""
+        return self._recent(frozenset(saved.items())) if saved else self.none_again
+
+    def _again(self, saved: frozenset[tuple[int, tuple[int, ...]]]) -> Again:
+        return again_of(self, dict(saved))
+
+    @cached_property
+    def none_again(self) -> Again:
+        """Nothing."""
+        return again_of(self, {})
+
+    @cached_property
+    def all_again(self) -> Again:
+        """Every block as a whole."""
+        return self.saving(dict.fromkeys(range(len(self.block_names)), ()))
+
+    def saved(self, again: Again) -> tuple[np.ndarray, ...]:
+        """What backward finds in memory (`planner.profile.block_recompute.saved_with`)."""
+        if again not in self._saved:
+            self._saved[again] = saved_with(self, again)
+        return self._saved[again]
+
+    @cached_property
+    def block_kinds(self) -> tuple[BlockKind, ...]:
+        """The blocks by kind: those of one have the same forward."""
+        return find_kinds(self)
+
+    @cached_property
+    def crossing(self) -> Crossing:
+        """Values a cut may separate from a use."""
+        storages = self.storages
+        storage, _, place, ahead = storages.uses
+        storage, place = storage[ahead], place[ahead]
+        last = np.full(len(storages), -1)
+        np.maximum.at(last, storage, place)
+        chosen = storages.owned & (last > storages.at) & ~self._of_parameters[storages.made]
+        number = np.cumsum(chosen) - 1
+        found = np.flatnonzero(chosen)
+        uses = number[storage[chosen[storage]]], place[chosen[storage]]
+        return Crossing(found, storages.at[found], last[found], uses)
+
+    @cached_property
+    def node_released(self) -> np.ndarray:
+        """Calls of the forward that give a parameter in another dtype (`passes.recompute_casts`
+        does them again for the backward)."""
+        cast = self.lines.told([n.target is _CAST for n in self.lines.nodes])
+        return cast & self._of_parameters & self.node_forward
+
+    @cached_property
+    def node_held(self) -> np.ndarray:
+        """Those of them that `passes.cast_parameters_once` may make once a step: casts of a
+        parameter itself to 16 bits."""
+        lines = self.lines
+        own = np.zeros(len(lines.of), dtype=bool)
+        own[lines.inputs] = [spec.kind == "parameter" for spec in self.step.inputs]
+        direct = np.zeros(len(lines.of), dtype=bool)
+        direct[lines.reader[own[lines.source]]] = True
+        plain = [set(n.kwargs) == {"dtype"} and n.kwargs["dtype"] in _LOW for n in lines.nodes]
+        return self.node_released & direct & lines.told(plain)
+
+    @cached_property
+    def node_added(self) -> np.ndarray:
+        """Products that are gradients of parameters as they are: where gradients are added up, they
+        write into the buckets themselves (`passes.accumulate_gradients`)."""
+        found = np.zeros(len(self.lines.of), dtype=bool)
+        found[self.storages.made[self.storages.gradient]] = True
+        return found & self.lines.told([_is_result(n) for n in self.lines.nodes])
+
+    @cached_property
+    def held_casts(self) -> tuple[np.ndarray, ...]:
+        """(storage of the cast, row of the parameter, position) of each."""
+        lines, storages = self.lines, self.storages
+        found = np.flatnonzero(self.node_held[storages.made])
+        source = np.zeros(len(lines.of), dtype=np.int64)
+        source[lines.reader] = lines.source  # a cast has one
+        return found, source[storages.made[found]], storages.at[found]
+
+    @cached_property
+    def node_views(self) -> np.ndarray:
+        """Calls that only look at what another made."""
+        return self.lines.told([is_view(n) for n in self.lines.nodes])
+
+    @cached_property
+    def node_gathers(self) -> np.ndarray:
+        """Calls that gather what other devices have."""
+        return self.lines.told([KINDS.get(n.target) == "all-gather" for n in self.lines.nodes])
+
+    @cached_property
+    def _of_parameters(self) -> np.ndarray:
+        """Rows that are a cast or copy of one parameter: each stage makes its own."""
+        lines = self.lines
+        given = np.zeros(len(lines.of), dtype=bool)
+        given[lines.inputs] = [spec.kind == "batch" for spec in self.step.inputs]
+        apart = lines.told([n.op == "placeholder" for n in lines.nodes]) & ~lines.reached(given)
+        alone = np.bincount(lines.reader, minlength=len(lines.of)) == 1
+        alone &= lines.told([n.op == "call_function" for n in lines.nodes])
+        behind = np.arange(len(lines.of))
+        single = alone[lines.reader]
+        behind[lines.reader[single]] = lines.source[single]
+        while (behind[behind] != behind).any():
+            behind = behind[behind]
+        return apart[behind]
+
+
+def _lines(step: StepGraph) -> Lines:
+    if step.repeats is not None:
+        try:
+            return unfolded(step)
+        except NotRepeated:  # a rewrite of the whole graph: it is there to be read
+            pass
+    return read_lines(step)
+
+
+def _asked(node: fx.Node) -> Any:
+    """What a node's cost depends on: its call, with sizes and dtypes in place of values, and how
+    many share what is cast for it."""
+    if node.op != "call_function" or is_view(node):
+        return None
+    order = {n: i for i, n in enumerate(node.all_input_nodes)}
+
+    def told(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            within = first_input(value) if value.target is torch.ops.aten.expand.default else value
+            return order[value], *_sized(value), within.meta.get("dims")
+        if isinstance(value, (list, tuple)):
+            return tuple(told(v) for v in value)
+        return str(value)
+
+    given = (*node.args, *node.kwargs.values())
+    return node.target, left_readers(node), tuple(told(v) for v in given), *_sized(node)
+
+
+def _sized(node: fx.Node) -> tuple[Any, str]:
+    value = node.meta.get("val")
+    values = value if isinstance(value, (tuple, list)) else [value]
+    return node.meta.get("dims"), " ".join(str(getattr(v, "dtype", "")) for v in values)

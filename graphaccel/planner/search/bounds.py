@@ -1,0 +1,437 @@
+"""Seconds and bytes that candidates can not do with less than, many candidates at once.
+
+A bound is the work of the graph that a device runs, spread evenly over the pipeline, with its
+collectives; the gradients, parameters and optimizer state that must move; no messages, nothing
+recomputed. While a layout's graph is not made yet, its bound is that of a layout with fewer axes
+(`Layout.parent`), all divided further but for what starting ops takes, and parameters by what
+divides them: at best another axis divides what collectives send.
+
+A large problem has a hundred thousand candidates: what is said of them is said of columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, TypeVar, cast
+
+import numpy as np
+
+from graphaccel.errors import BadPin
+from graphaccel.planner.estimate.optimizer_time import least_optimizer
+from graphaccel.planner.plan.axis_orders import orders, usual_inside
+from graphaccel.planner.plan.pins import RESHARDS
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.profile.efficiency import computing
+from graphaccel.planner.profile.profile import Profile, SizedProfile
+from graphaccel.planner.profile.stages import candidate_cuts
+from graphaccel.planner.search.candidates import Layout, Shape
+from graphaccel.planner.search.data_axis_bounds import LeastMoved, least_moved
+from graphaccel.planner.search.recompute import least_saved
+from graphaccel.planner.search.selective_recompute import ways_of
+from graphaccel.planner.search.solve import Problem, resident_parts
+
+T = TypeVar("T")
+_STEP = RESHARDS.index("once_per_step")
+
+
+@dataclass(frozen=True, eq=False)
+class Columns:
+    """Shapes of one layout, field by field. again: number in `RESHARDS`; shards: whether gradients
+    are reduced in each microbatch; small: examples of a microbatch; apart: whether the schedule has
+    the gradients of weights apart; gpipe: whether all its forwards are before its backwards; over:
+    how many devices ZeRO shards over. order: the place of each by `Shape.order`."""
+
+    layout: Layout
+    microbatches: np.ndarray
+    pipeline: np.ndarray
+    interleave: np.ndarray
+    data: np.ndarray
+    zero: np.ndarray
+    again: np.ndarray
+    shards: np.ndarray
+    small: np.ndarray
+    apart: np.ndarray
+    gpipe: np.ndarray
+    over: np.ndarray
+    order: np.ndarray
+
+    def of(self, rows: np.ndarray) -> Columns:
+        """Some rows of them."""
+        names = [field.name for field in fields(self) if field.name != "layout"]
+        return replace(self, **{name: getattr(self, name)[rows] for name in names})
+
+    @property
+    def once(self) -> np.ndarray:
+        """Whether gradients are reduced as soon as they are there."""
+        return (self.microbatches == 1) | self.shards
+
+    @property
+    def held(self) -> np.ndarray:
+        """Whether what ZeRO 3 gathers is held for all microbatches."""
+        return (self.zero == 3) & (self.data > 1) & (self.again == _STEP)
+
+    @cached_property
+    def sizes(self) -> tuple[list[int], np.ndarray]:
+        """Sizes of microbatches, ascending, and which of them each has."""
+        sizes, place = np.unique(self.small, return_inverse=True)
+        return sizes.tolist(), place
+
+    @cached_property
+    def over_data(self) -> tuple[list[list[int]], np.ndarray]:
+        """What decides what moves over data, (data, pipeline, ZeRO up to 2, devices that it shards
+        over), and which of these each has."""
+        asked = np.stack([self.data, self.pipeline, np.minimum(self.zero, 2), self.over])
+        kinds, place = np.unique(asked, axis=1, return_inverse=True)
+        return kinds.T.tolist(), place
+
+
+def columns(shapes: Sequence[Shape], batch: int) -> Columns:
+    """The columns of shapes, all of one layout."""
+    rows = [
+        (s.microbatches, s.pipeline, s.interleave, s.data, s.zero,
+         RESHARDS.index(s.reshard_after_forward),
+         s.accumulation == "shards", s.microbatch_size(batch), s.schedule == "zero_bubble",
+         s.schedule == "gpipe", s.shard_size or s.data)
+        for s in shapes
+    ]  # fmt: skip
+    found = np.array(rows, dtype=np.int64).reshape(-1, 11).T
+    held = found[6] > 0, found[7], found[8] > 0, found[9] > 0, found[10]
+    order = np.empty(len(shapes), dtype=np.int64)
+    order[sorted(range(len(shapes)), key=lambda i: shapes[i].order)] = np.arange(len(shapes))
+    return Columns(shapes[0].layout, *found[:6], *held, order)
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Of a microbatch on all stages: seconds (launches: starting ops, of which forward_launches in
+    the forward; casts: of parameters, in one phase; held_casts: those that may be made once a
+    step); bytes of parameters, of what is saved if nothing and if all is computed again; the most
+    that live within a phase, and the least that a cut sends. Numbers, or columns of them."""
+
+    work: Any
+    launches: Any
+    forward_launches: Any
+    backward: Any
+    weight: Any
+    casts: Any
+    held_casts: Any
+    held: Any
+    trained: Any
+    lean: Any
+    kept: Any
+    passing: Any
+    crossing: Any
+
+
+class Bounds:
+    """Seconds and bytes that candidates of one problem can not do with less than."""
+
+    def __init__(self, problem: Problem, base: Plan, alike: dict[Any, Any] | None = None) -> None:
+        """alike: what is known, and will be, that does not depend on what is on the host."""
+        self._alike = {} if alike is None else alike
+        self._problem, self._base = problem, base
+        self._refused: set[Layout] = set()
+        self._built: set[Layout] = set()
+        self._near: dict[Layout, Layout] = {}
+        self._known: dict[Any, Any] = {}
+
+    @property
+    def problem(self) -> Problem:
+        """What is planned."""
+        return self._problem
+
+    @property
+    def batch(self) -> int:
+        """Examples in the global batch."""
+        return self._base.batch
+
+    @property
+    def offload(self) -> tuple[str, ...]:
+        """What the plans keep on the host."""
+        return self._base.offload
+
+    @property
+    def gathered(self) -> float:
+        """Bytes that ZeRO 3 gathers for each byte of a parameter that it lets go of."""
+        return 0.5 if self._base.precision.stream != "float32" else 1.0
+
+    @property
+    def _casts_once(self) -> bool:
+        """Whether casts of parameters may be held for all microbatches."""
+        free = self._base.cast_once or "cast_once" not in self._base.pinned
+        return free and self._base.precision.compute != "float32"
+
+    def build(self, layout: Layout) -> bool:
+        """Shard the graph so, if it is not yet; False where it can not be."""
+        if layout in self._refused:
+            return False
+        self._near.clear()
+        try:
+            self._problem.layouts.of(self._stands(layout))
+        except BadPin:
+            self._refused.add(layout)
+            return False
+        return True
+
+    def built(self, layout: Layout) -> bool:
+        """Whether the graph of a layout was made."""
+        if layout not in self._built and layout not in self._refused:
+            if not self._problem.layouts.known(self._stands(layout)):
+                return False
+            self._built.add(layout)
+        return layout in self._built
+
+    def nearest(self, layout: Layout) -> Layout:
+        """The layout itself or, of those it is made of, the last whose graph was made."""
+        if layout not in self._near:
+            known = layout
+            while not self.built(known):
+                known = known.parent
+            self._near[layout] = known
+        return self._near[layout]
+
+    def _stands(self, layout: Layout) -> Plan:
+        return replace(self._base, **vars(layout), data=1, microbatches=1)
+
+    def seconds(self, of: Columns, *, even: bool = False) -> np.ndarray:
+        """Seconds no plan of these axes, microbatches and ZeRO can beat. even: of stages that are
+        alike, as most are, which others may beat by some of the time that a device waits."""
+        known, sums = self.nearest(of.layout), self.sums(of)
+        extra = of.layout.model_parallel_size // known.model_parallel_size
+        low = (of.zero == 3) & (RESHARDS.index("never") != of.again) & (self.gathered < 1)
+        casts = np.where(low, sums.casts * (1 - 1 / of.over), 0.0)
+        if self._casts_once:  # perhaps
+            held = (of.microbatches > 1) & ~((of.zero == 3) & (of.data > 1))
+            casts = np.where(held, sums.held_casts, casts)
+
+        def divided(phase: np.ndarray, launches: np.ndarray) -> np.ndarray:
+            return launches + np.maximum(phase - casts - launches, 0.0) / extra
+
+        starts = sums.forward_launches
+        forward = divided(sums.work - sums.backward, starts)
+        backward = divided(sums.backward, sums.launches - starts)
+        work = forward + backward
+        each = work / of.pipeline
+        idle = (_even_idle if even else least_idle)(of, work, sums.weight)
+        if self._problem.cluster.device.crowd > 1:
+            idle = np.zeros_like(idle)
+        moving, late = self._outside(known, of)
+        # Computing blocks again hides no more than it takes.
+        moved = moving.exposed(of, forward, backward)
+        return of.microbatches * each + np.maximum(idle, moved) + late
+
+    def too_big(self, of: Columns) -> np.ndarray:
+        """Whether what lies on the fullest device all the time, however much is computed again,
+        is too much already; less by what a layout divides further, while its graph is not made."""
+        sums = self.sums(of)
+        lean = 0 if "activations" in self.offload else sums.lean
+        known = self.nearest(of.layout)
+        each = self.resident(of) / over_parameters(of.layout, known)
+        each = (
+            each + lean * known.model_parallel_size / of.layout.model_parallel_size
+        ) / of.pipeline
+        return each > self._problem.cluster.tensor_budget
+
+    def resident(self, of: Columns) -> np.ndarray:
+        """Bytes of parameters, gradients and optimizer state of all stages together."""
+        sums = self.sums(of)
+        state = self._problem.optimizer_bytes
+        parameter, gradient, optimizer = resident_parts(
+            of.over, of.zero, of.once, of.held, state, self.gathered, self.offload
+        )
+        kept = (of.microbatches > 1) | ((of.data > 1) & (of.zero < 2))
+        return (
+            sums.held * parameter
+            + sums.trained * optimizer
+            + np.where(kept, sums.trained * gradient, 0)
+        )
+
+    def sums(self, of: Columns) -> Sums:
+        """Of each shape's microbatch, on the layout whose graph was made."""
+        known = self.nearest(of.layout)
+        sizes, place = of.sizes
+        ends = sizes[0], sizes[-1]
+        return _spread([self.alike(_sums, known, size, ends) for size in sizes], place)
+
+    def _outside(self, known: Layout, of: Columns) -> tuple[LeastMoved, np.ndarray]:
+        kinds, place = of.over_data
+        asked = [(known, of.layout, *kind) for kind in kinds]
+        late = np.array([self._once(_late, *key) for key in asked])
+        return _spread([self.alike(_moving, *key) for key in asked], place), late[place]
+
+    def alike(self, make: Callable[..., T], *key: Any) -> T:
+        """What `make` gives of these bounds and a key, made at its first call; the same whatever is
+        on the host."""
+        return _made(self._alike, self, make, key)
+
+    def _once(self, make: Callable[..., T], *key: Any) -> T:
+        return _made(self._known, self, make, key)
+
+    def plan(self, layout: Layout, **decided: Any) -> Plan:
+        """A plan of this problem on a layout."""
+        return replace(self._base, **vars(layout), **decided)
+
+
+def _made(known: dict[Any, Any], bounds: Bounds, make: Callable[..., T], key: Any) -> T:
+    asked = make, *key
+    if asked not in known:
+        known[asked] = make(bounds, *key)
+    return cast(T, known[asked])
+
+
+def least_idle(of: Columns, work: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """Seconds that a device waits at least in the pipeline, wherever it is cut and however forward
+    and backward are spread over its stages. work: of a microbatch on all S stages; weight: of it,
+    what may be done apart.
+
+    1F1B of m > S microbatches: rank r idles for the stages before it, and twice for those after it
+    but for the S - 1 - r microbatches it has in flight there. By those multiples of these S
+    inequalities that make all stages' coefficients equal, no cuts do better than even ones, m + S -
+    1 times an S-th of the work. Of m <= S microbatches, of which the first rank runs all forwards
+    while it waits: 2 S / (2 S - m + 1) times the work. GPipe runs all forwards, then all backwards:
+    the even form for any m. Of other schedules: a device runs its part of all microbatches, and all
+    devices run one after another; never more than the closed form of `planner.estimate.estimate`
+    says, by which candidates are ranked first. Even stages are not the least of an interleaved
+    schedule: of 2 ranks with 2 stages each, 4 microbatches take 2.25 times the work, and 2.133
+    times with forwards of 3, 3, 3, 6 and backwards of 5, 5, 5, 0.
+    """
+    m, ranks = of.microbatches, of.pipeline
+    even = (m + ranks - 1) / ranks
+    few = 2 * ranks / (2 * ranks - np.minimum(m, ranks) + 1)
+    times = np.where(of.gpipe | (m > ranks), even, few)
+    plain = (of.interleave == 1) & ~of.apart
+    idle = np.maximum(0.0, np.where(plain, times, 1.0) * work - m * work / ranks)
+    certain = np.where(of.apart, np.maximum(0.0, idle - weight), idle)
+    return np.minimum(certain, _even_idle(of, work, weight))  # as the closed form has it
+
+
+def _even_idle(of: Columns, work: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """The same of stages that take equally long."""
+    idle = (work - work / of.pipeline) / of.interleave
+    return np.where(of.apart, np.maximum(0.0, idle - 2 * weight), idle)
+
+
+def over_parameters(layout: Layout, known: Layout) -> int:
+    """Into how many parts at best a layout divides each parameter of one that it is made of:
+    context divides none."""
+    return layout.tensor * layout.expert // (known.tensor * known.expert)
+
+
+def _least(found: Sequence[LeastMoved]) -> LeastMoved:
+    """The least of each number."""
+    names = [field.name for field in fields(LeastMoved)]
+    return LeastMoved(**{name: min(getattr(one, name) for one in found) for name in names})
+
+
+def _spread(found: Sequence[T], place: np.ndarray) -> T:
+    """One of columns, of several of numbers. place: which of them each row has."""
+    names = [field.name for field in fields(cast(Any, found[0]))]
+    return replace(
+        cast(Any, found[0]),
+        **{name: np.array([getattr(one, name) for one in found])[place] for name in names},
+    )
+
+
+def again_curve(bounds: Bounds, known: Layout, small: int) -> tuple[np.ndarray, np.ndarray]:
+    """(shares of what may be let go of for the backward, ascending from 0 to 1; of the forward, the
+    share that is done again for it), the cheapest first, of examples of one size."""
+    profile, sized = bounds.alike(_sized, known, small)
+    steps: list[tuple[float, float, float]] = []  # seconds for a byte, bytes, seconds
+    for kind, ways in zip(profile.block_kinds, ways_of(profile, sized), strict=True):
+        ends = [(0, 0.0), *((way.less, way.seconds) for way in ways)]
+        for (less, before), (more, after) in pairwise(ends):
+            count, saved = len(kind.blocks), more - less
+            steps.append(((after - before) / saved, count * saved, count * (after - before)))
+    steps.sort()
+    saved = np.cumsum([0.0, *(step[1] for step in steps)])
+    seconds = np.cumsum([0.0, *(step[2] for step in steps)])
+    forward = sized.work - float(sized.backward.sum())
+    if not saved[-1]:
+        return np.array([0.0, 1.0]), np.array([0.0, 1.0])
+    return saved / saved[-1], seconds / forward
+
+
+def _sized(bounds: Bounds, known: Layout, small: int) -> tuple[Profile, SizedProfile]:
+    plan = bounds.plan(known, data=1, microbatches=1, batch=small)
+    profile = bounds.problem.layouts.of(plan)
+    if usual_inside(plan):
+        return profile, bounds.problem.sized(plan)
+    # How far they reach depends on the other axes: counted as free.
+    device = computing(bounds.problem.cluster.device, plan.precision)
+    return profile, profile.sized(plan.microbatch_size, device, None, plan.loss_chunk)
+
+
+def _lean(bounds: Bounds, known: Layout, small: int) -> int:
+    return least_saved(*_sized(bounds, known, small))
+
+
+def _least_lean(bounds: Bounds, known: Layout, small: int, ends: tuple[int, int]) -> int:
+    """`least_saved` at one size, or a little less: of a size between two others it is no less than
+    what lies between theirs. It is the least of many sums of bytes; the least of sums that grow
+    evenly is concave."""
+    low, high = ends
+    asked = [bounds.alike(_sized, known, size) for size in (low, small, high)]
+    if small in ends or len({id(profile) for profile, _ in asked}) > 1:
+        return bounds.alike(_lean, known, small)
+    each = [sized.bytes for _, sized in asked]
+    between = each[0] * (high - small) + each[2] * (small - low)
+    if (each[1] * (high - low) < between).any():
+        return bounds.alike(_lean, known, small)
+    least, most = (bounds.alike(_lean, known, size) for size in ends)
+    return (least * (high - small) + most * (small - low)) // (high - low)
+
+
+def _sums(bounds: Bounds, known: Layout, small: int, ends: tuple[int, int]) -> Sums:
+    profile, sized = bounds.alike(_sized, known, small)
+    lean = _least_lean(bounds, known, small, ends)
+    cuts = candidate_cuts(profile, sized).bytes
+    return Sums(
+        sized.work,
+        sized.launches,
+        sized.forward_launches,
+        float(sized.backward.sum()),
+        float(sized.weight.sum()),
+        float(sized.casts.sum()),
+        float(sized.held_casts.sum()),
+        profile.held_bytes,
+        profile.trained_bytes,
+        lean,
+        int(sized.saved()[0].sum()),
+        int(max(sized.passing_forward.max(), sized.passing_backward.max())),
+        min(cuts, default=0),
+    )
+
+
+def _moving(
+    bounds: Bounds, known: Layout, layout: Layout, data: int, pipeline: int, zero: int, over: int
+) -> LeastMoved:
+    """What moves over data at least, in any order of the axes that is offered."""
+    problem, extra = bounds.problem, over_parameters(layout, known)
+    profile, plan = _between(bounds, known, layout, data, pipeline, zero, over)
+    ways = [replace(plan, order=order) for order in orders(problem.cluster, plan)]
+    return _least([least_moved(profile, one, problem.cluster, extra) for one in ways])
+
+
+def _late(
+    bounds: Bounds, known: Layout, layout: Layout, data: int, pipeline: int, zero: int, over: int
+) -> float:
+    """Seconds of the optimizer at least."""
+    problem, extra = bounds.problem, over_parameters(layout, known)
+    profile, plan = _between(bounds, known, layout, data, pipeline, zero, over)
+    return least_optimizer(profile, plan, problem.cluster, problem.optimizer_bytes, extra)
+
+
+def _between(
+    bounds: Bounds, known: Layout, layout: Layout, data: int, pipeline: int, zero: int, over: int
+) -> tuple[Profile, Plan]:
+    """The graph that stands for such plans, and one of them."""
+    shard = over if over < data else 0
+    plan = bounds.plan(layout, data=data, pipeline=pipeline, zero=zero, shard_size=shard)
+    return bounds.alike(_profile, known), plan
+
+
+def _profile(bounds: Bounds, known: Layout) -> Profile:
+    return bounds.problem.layouts.of(bounds.plan(known, data=1, microbatches=1))

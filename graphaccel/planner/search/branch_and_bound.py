@@ -1,0 +1,151 @@
+"""Solve the candidates of a problem that their bounds do not rule out, the promising ones first.
+
+`planner.search.search` says in which order, and what is proved by it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import astuple
+from itertools import chain
+
+from graphaccel.planner.plan.pins import Pins
+from graphaccel.planner.search.best_first import guided
+from graphaccel.planner.search.candidates import WORTH, Layout, Shape, plain
+from graphaccel.planner.search.exhaustive import solve_whole
+from graphaccel.planner.search.impossible import indivisible, no_shape
+from graphaccel.planner.search.reasons import mesh_key, seconds
+from graphaccel.planner.search.record import Record
+from graphaccel.planner.search.search_state import KEPT, Pass, rank
+from graphaccel.planner.search.solve import Outcome, Problem, Shared
+
+MANY = 20_000
+"""Candidates from which on the promising ones are solved first, and not more than enough."""
+
+
+def solve_all(
+    problem: Problem,
+    pins: Pins,
+    batch: int,
+    *,
+    record: Record | None = None,
+    prune: bool = True,
+    build: bool = True,
+    goal: float = math.inf,
+    shared: Shared | None = None,
+) -> Outcome:
+    """Solve every candidate that its bound does not rule out, or every one where not `prune`.
+
+    record: holds the outcome from the first candidate on, and is told after each. build: make the
+    graphs of further layouts; otherwise only those that were made already are looked at. goal:
+    seconds; what can not be faster is not looked at. shared: of a search that differs in what is on
+    the host.
+
+    Raises: BatchNotDivisible (GA206), SplitRefused (GA207), TooManyStages (GA203) when no
+    candidate is left for that reason.
+    """
+    work = Pass(problem, pins, batch, prune, build, goal, shared or Shared())
+    outcome = work.outcome
+    if not outcome.tally.candidates:
+        raise no_shape(problem, pins, batch)
+    large = prune and outcome.tally.candidates > MANY
+    if record is not None:
+        record.started(outcome, 0.0 if large else work.least())
+    for done, bound in _run(work, large):
+        if record is not None:
+            record.tick(bound, done)
+    if not outcome.fitting and outcome.closest is None and outcome.refused is not None:
+        raise outcome.refused
+    if not outcome.fitting and outcome.closest is None and outcome.too_many is not None:
+        if problem.limits.data and pins.pipeline is None:  # the data axis is what is missing
+            raise no_shape(problem, pins, batch)
+        if not pins.names and math.gcd(batch, problem.cluster.count) == 1:
+            raise indivisible(problem.cluster.count, batch, outcome.too_many.possible)
+        raise outcome.too_many
+    outcome.fitting = [plan for plan in outcome.fitting if seconds(plan) <= goal]
+    outcome.fitting.sort(key=lambda plan: rank(plan, pins))
+    work.simulate_best()
+    if prune and outcome.tally.candidates <= MANY and outcome.open is None:
+        solve_whole(problem, pins, work.bounds, work.meshes, outcome, goal)
+    return outcome
+
+
+def _run(work: Pass, large: bool) -> Iterator[tuple[int, float]]:
+    """Solve them; yields how many are dealt with and what none of the others can beat."""
+    done, tally = 0, work.outcome.tally
+    for many, bound in guided(work) if large else chain(_plain(work), _others(work)):
+        done += many
+        yield done, bound
+    if not work.outcome.fitting and work.goal == math.inf:  # which of them misses least, then
+        for bound, shape in work.late[:KEPT]:
+            tally.infeasible -= 1
+            tally.solved -= 1
+            work.solve(bound, shape, floor=False)
+    yield tally.candidates, math.inf
+
+
+def _plain(work: Pass) -> Iterator[tuple[int, float]]:
+    """Candidates that shard nothing that was not asked for, by ascending bound."""
+    least = work.least()
+    for bound, shape in _sorted(work, (s for s in work.own if plain(work.pins, s))):
+        known = work.outcome.by_mesh.get(mesh_key(shape.on(work.base)))
+        full = len(work.times) >= KEPT and bound > work.times[KEPT - 1]
+        slow = bound > work.goal or (full and known is not None)
+        if work.prune and (slow or work.known(shape)):
+            work.outcome.tally.pruned += 1
+        else:
+            work.solve(bound, shape)
+        yield 1, least
+
+
+def _sorted(work: Pass, meshes: Iterable[Shape]) -> list[tuple[float, Shape]]:
+    """With every recomputation, and its bound: that of its microbatches and axes does for all
+    of them."""
+    found = [(work.bound(mesh), mesh._replace(recompute=choice))
+             for mesh in meshes for choice in work.choices]  # fmt: skip
+    return sorted(found, key=lambda pair: (pair[0], pair[1].order))
+
+
+def _others(work: Pass) -> Iterator[tuple[int, float]]:
+    """Candidates that shard more than was asked for, by ascending bound."""
+    tally = work.outcome.tally
+    more = [mesh for mesh in work.own if not plain(work.pins, mesh)]
+    heap: list[tuple[float, tuple[object, ...], Layout | Shape]] = []
+    for bound, shape in _sorted(work, more):
+        heapq.heappush(heap, (bound, shape.order, shape))
+    for layout, own in work.others.items():
+        if own:
+            heapq.heappush(heap, (work.of_layout(layout), astuple(layout), layout))
+    many = {layout: len(work.choices) * len(own) for layout, own in work.others.items()}
+    left = len(work.choices) * len(more) + sum(many.values())
+    while heap:
+        bound, _, item = heapq.heappop(heap)
+        if work.prune and bound * WORTH > work.limit:
+            break
+        if isinstance(item, Shape):
+            if work.prune and work.known(item):
+                tally.pruned += 1
+            else:
+                work.solve(bound, item)
+            left -= 1
+            yield 1, bound
+        elif not work.bounds.built(item):
+            parent = item.parent
+            ahead = parent if work.bounds.nearest(item) != parent else item
+            if work.bounds.build(ahead) or (ahead != item and work.bounds.build(item)):
+                heapq.heappush(heap, (work.of_layout(item), astuple(item), item))
+            else:
+                tally.impossible += many[item]
+                left -= many[item]
+                yield many[item], bound
+        else:
+            for mesh in work.others[item]:
+                tight = work.bound(mesh)
+                if work.prune and tight * WORTH > work.limit:
+                    continue  # its turn would come after the end
+                for choice in work.choices:
+                    shape = mesh._replace(recompute=choice)
+                    heapq.heappush(heap, (tight, shape.order, shape))
+    tally.pruned += left

@@ -1,0 +1,336 @@
+"""The candidates of a search: what is offered.
+
+An axis is offered in the sizes for which the model has something to share out: tensor by the heads
+of its attention and within the fastest links, context by the length of its sequences, expert by the
+experts it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+
+from graphaccel.capture.stepgraph import StepGraph
+from graphaccel.capture.symbols import SEQUENCE
+from graphaccel.ir.calls import counted_packet
+from graphaccel.ir.replication.unfold import distinct_nodes, input_nodes
+from graphaccel.planner.cluster.cluster import Cluster
+from graphaccel.planner.plan.base_plan import PRECISIONS
+from graphaccel.planner.plan.pins import RECOMPUTE, RESHARDS, Pins, divisors
+from graphaccel.planner.plan.plan import INTERLEAVES, Plan
+from graphaccel.planner.search.solve import Problem
+from graphaccel.schedule.table import SCHEDULE_NAMES
+
+_FEW = 8  # devices up to which ZeRO is offered over every part of the data axis
+WORTH = 1.03
+"""How much faster a plan must be to be worth axes or ZeRO that were not asked for: less than the
+model of time can tell apart."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the axes that shard the graph itself."""
+
+    tensor: int = 1
+    context: int = 1
+    expert: int = 1
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Devices that hold one stage of one replica together."""
+        return self.tensor * self.context * self.expert
+
+    @property
+    def parent(self) -> Layout:
+        """The layout with one axis less that says most of this one: tensor has most collectives."""
+        if self.expert > 1:
+            return replace(self, expert=1)
+        return Layout(self.tensor) if self.context > 1 else Layout()
+
+
+class Shape(NamedTuple):
+    """One candidate before it is solved."""
+
+    microbatches: int
+    pipeline: int
+    interleave: int
+    recompute: str | tuple[str, ...]
+    data: int
+    zero: int = 0
+    reshard_after_forward: str = "always"
+    accumulation: str = "whole"
+    tensor: int = 1
+    context: int = 1
+    expert: int = 1
+    schedule: str = "1f1b"
+    shard_size: int = 0
+
+    @property
+    def order(self) -> tuple[object, ...]:
+        """Between equals: fewer microbatches, less pipeline, less of everything."""
+        depth = RECOMPUTE.index(self.recompute) if isinstance(
+            self.recompute, str) and self.recompute else 0  # fmt: skip
+        return (self.microbatches, self.pipeline, self.interleave, depth, self.data, self.zero,
+                RESHARDS.index(self.reshard_after_forward), self.accumulation, self.tensor,
+                self.context, self.expert, SCHEDULE_NAMES.index(self.schedule),
+                self.shard_size)  # fmt: skip
+
+    @property
+    def mesh(self) -> Shape:
+        """What a deeper recomputation has in common with this."""
+        return self._replace(recompute="")
+
+    @property
+    def layout(self) -> Layout:
+        """Of the axes that shard the graph itself."""
+        return Layout(self.tensor, self.context, self.expert)
+
+    @property
+    def comparable(self) -> tuple[object, ...]:
+        """What shapes have in common of which `keeps_no_less` says something."""
+        return self.layout, self.data, self.pipeline, self.schedule, self.shard_size
+
+    def keeps_no_less(self, other: Shape) -> bool:
+        """Whether a device keeps at least as much as that of another shape, however much either
+        does again: of the same mesh, and of nothing that shares out less or keeps longer."""
+        if self.comparable != other.comparable:
+            return False
+        more = self.microbatches <= other.microbatches and self.interleave >= other.interleave
+        # Gradients of the only microbatch are reduced as they are made.
+        more = more and (self.microbatches > 1 or other.microbatches == 1
+                         or other.accumulation == "shards")  # fmt: skip
+        longer = (
+            self.reshard_after_forward == other.reshard_after_forward
+            or other.reshard_after_forward == "always"
+        )
+        whole = self.accumulation == other.accumulation or other.accumulation == "shards"
+        return more and self.zero <= other.zero and longer and whole
+
+    def microbatch_size(self, batch: int) -> int:
+        """Examples in one microbatch on one data rank."""
+        return batch // (self.data * self.microbatches)
+
+    def on(self, base: Plan) -> Plan:
+        """`base` with these decisions; cuts and recomputation come later."""
+        return replace(base, **{k: v for k, v in self._asdict().items() if k != "recompute"})
+
+
+def plain(pins: Pins, found: Shape | Plan) -> bool:
+    """Whether nothing is sharded that was not asked for. Who has parameters on the host asked for
+    their shards, where there is a data axis."""
+    return bool(plain_with(pins, Layout(found.tensor, found.context, found.expert), found.zero))
+
+
+def plain_with(pins: Pins, layout: Layout, zero: Any) -> Any:
+    """The same of a layout and a level of ZeRO, or a column of levels."""
+    asked = (zero == min(pins.zeros)) | ("parameters" in pins.on_host)
+    return asked & (layout == base_layout(pins))
+
+
+def base_layout(pins: Pins) -> Layout:
+    """What was asked for, and nothing else."""
+    return Layout(pins.tensor or 1, pins.context or 1, pins.expert or 1)
+
+
+def layouts(problem: Problem, pins: Pins, batch: int) -> list[Layout]:
+    """The layouts on offer, what was asked for first."""
+    base = base_layout(pins)
+    step, count = problem.profile.step, problem.cluster.count
+    if not problem.layouts.offered or not step.has_loss:
+        return [base]
+    choices = [
+        (getattr(pins, axis),) if getattr(pins, axis) is not None else sizes
+        for axis, sizes in (
+            ("tensor", tensor_sizes(problem)),
+            ("context", context_sizes(step, count)),
+            ("expert", tuple(n for n in expert_sizes(step, count) if batch % n == 0)),
+        )
+    ]
+    found = [Layout(*sizes) for sizes in product(*choices)]
+    return [base, *(x for x in found if x != base and count % x.model_parallel_size == 0)]
+
+
+def tensor_sizes(problem: Problem) -> tuple[int, ...]:
+    """Divisors of the devices, no more than the fastest links hold, that share heads evenly."""
+    step, cluster = problem.profile.step, problem.cluster
+    heads, widths = set(), set()
+    for node, _ in distinct_nodes(step.forward.graph):
+        if "scaled_dot_product" in str(counted_packet(node)):
+            heads.add(int(node.args[0].meta["val"].shape[1]))
+    for value in _parameters(step).values():
+        widths |= set(value.shape) if value.ndim > 1 else set()
+    shared = heads or widths
+    return tuple(
+        n for n in divisors(cluster.count)
+        if n == 1 or (n <= cluster.links[0].size and any(size % n == 0 for size in shared))
+    )  # fmt: skip
+
+
+def context_sizes(step: StepGraph, count: int) -> tuple[int, ...]:
+    """Divisors of the devices that share a sequence evenly."""
+    length = step.sizes.get(SEQUENCE, 1)
+    return tuple(n for n in divisors(count) if length % n == 0)
+
+
+def expert_sizes(step: StepGraph, count: int) -> tuple[int, ...]:
+    """Divisors of the devices that share experts evenly: rows of a weight of three dims."""
+    aten = torch.ops.aten
+    experts = set()
+    for node, value in _parameters(step).items():
+        convolved = any(counted_packet(user) is aten.convolution for user in node.users)
+        if value.ndim == 3 and not convolved:
+            experts.add(int(value.shape[0]))
+    return tuple(n for n in divisors(count) if n == 1 or any(e % n == 0 for e in experts))
+
+
+def _parameters(step: StepGraph) -> dict[torch.fx.Node, torch.Tensor]:
+    pairs = zip(input_nodes(step.graph), step.inputs, strict=True)
+    return {node: node.meta["val"] for node, spec in pairs if spec.kind == "parameter"}
+
+
+def shapes(problem: Problem, pins: Pins, batch: int) -> Iterator[Shape]:
+    """Every candidate of every layout on offer."""
+    for layout in layouts(problem, pins, batch):
+        yield from shapes_of(problem, pins, batch, layout)
+
+
+def shapes_of(problem: Problem, pins: Pins, batch: int, layout: Layout) -> Iterator[Shape]:
+    """Every candidate of one layout."""
+    choices = recomputes(problem, pins)
+    for mesh in meshes_of(problem, pins, batch, layout):
+        for choice in choices:
+            yield mesh._replace(recompute=choice)
+
+
+def meshes_of(problem: Problem, pins: Pins, batch: int, layout: Layout) -> Iterator[Shape]:
+    """Every candidate of one layout, without its recomputation."""
+    step, cluster = problem.profile.step, problem.cluster
+    outer = cluster.count // layout.model_parallel_size
+    asked = layout == base_layout(pins)
+    for data in divisors(outer):
+        pipeline = outer // data
+        if min(pins.zeros) and data == 1:
+            continue
+        if pins.data not in (None, data) or pins.pipeline not in (None, pipeline):
+            continue
+        if batch % data or (pipeline > 1 and not step.has_loss):
+            continue
+        if problem.limits.data and data > 1:
+            continue
+        for interleave in _interleaves(pins, pipeline):
+            if pipeline * interleave <= max((s for _, s in pins.stage_of or ()), default=0) > 0:
+                continue
+            for microbatches in divisors(batch // data):
+                if pins.microbatches not in (None, microbatches):
+                    continue
+                if microbatches > 1 and (problem.limits.microbatches or not step.has_loss):
+                    continue
+                if not asked and batch // (data * microbatches) % layout.expert:
+                    continue
+                once = microbatches > 1 and problem.limits.head is not None
+                for zero in _zeros(problem, pins, data, microbatches):
+                    schedules = _schedules(pins, pipeline, interleave, zero[0])
+                    if once:  # all forwards come before any backward
+                        schedules = ("gpipe",) if interleave == 1 else ()
+                    parts = _shards(problem, pins, data, layout.model_parallel_size, zero[0])
+                    for schedule, shard in product(schedules, parts):
+                        yield Shape(
+                            microbatches, pipeline, interleave, "", data, *zero,
+                            layout.tensor, layout.context, layout.expert, schedule, shard,
+                        )  # fmt: skip
+
+
+def _interleaves(pins: Pins, pipeline: int) -> tuple[int, ...]:
+    if pins.cuts is not None:
+        stages = len(pins.cuts) + 1
+        fits = stages % pipeline == 0 and pins.interleave in (None, stages // pipeline)
+        return (stages // pipeline,) if fits else ()
+    if pins.interleave is not None:
+        return (pins.interleave,) if pipeline > 1 or pins.interleave == 1 else ()
+    if pipeline == 1 or pins.schedule in ("1f1b", "gpipe", "zero_bubble"):
+        return (1,)
+    return INTERLEAVES
+
+
+def _schedules(pins: Pins, pipeline: int, interleave: int, zero: int) -> tuple[str, ...]:
+    if pins.schedule is not None:
+        return (pins.schedule,)
+    if interleave > 1:
+        return ("interleaved",)
+    apart = pipeline > 1 and zero < 2 and pins.ort in (None, "auto", "off")
+    apart = apart and not {"activations", "parameters"} & set(pins.on_host)
+    return ("1f1b", "zero_bubble") if apart else ("1f1b",)
+
+
+def _shards(problem: Problem, pins: Pins, data: int, replica: int, zero: int) -> tuple[int, ...]:
+    """Over how many devices of the data axis ZeRO shards, as `Plan.shard` says it.
+
+    With a level that was asked for it is all of them, unless said otherwise: whoever asks for it
+    wants the memory.
+    """
+    if pins.shard_size is not None:
+        sizes: tuple[int, ...] = (pins.shard_size,) if data % pins.shard_size == 0 else ()
+    else:
+        free = zero and pins.zero is None
+        sizes = shard_sizes(problem.cluster, data, replica) if free else (data,)
+    return tuple(0 if size == data else size for size in sizes)
+
+
+def shard_sizes(cluster: Cluster, data: int, replica: int) -> tuple[int, ...]:
+    """Over how many devices of a data axis ZeRO may shard, all of them first.
+
+    On few devices that is each part of the axis; on many, parts that fill a level of links together
+    with the axes inside: up to there a larger part sends over the same links.
+    """
+    parts = [n for n in divisors(data) if 1 < n < data]
+    if cluster.count > _FEW:
+        full = {link.size // replica for link in cluster.links if link.size % replica == 0}
+        parts = [n for n in parts if n in full]
+    return (data, *parts)
+
+
+def recomputes(problem: Problem, pins: Pins) -> tuple[str | tuple[str, ...], ...]:
+    """The choices of what is computed again."""
+    if pins.recompute is not None:
+        return (pins.recompute,)
+    return ("none", "some", "all") if problem.profile.block_names else ("none",)
+
+
+def _zeros(
+    problem: Problem, pins: Pins, data: int, microbatches: int
+) -> Iterator[tuple[int, str, str]]:
+    """(zero, reshard_after_forward, accumulation), what was asked for or is usual first.
+
+    With a level that was asked for, parameters are gathered again unless said otherwise: whoever
+    asks for it wants the memory. Keeping them for a microbatch's backward is only another way than
+    holding them for all where there is one microbatch, and what is gathered is float32: it takes as
+    much memory.
+    """
+    again = pins.reshard_after_forward or "always"
+    usual = again, pins.accumulation or "whole"
+    low = PRECISIONS[pins.precision or "fp32"].stream != "float32"
+    once = "once_per_step" if microbatches > 1 or low else "never"
+    free = problem.shardable and problem.profile.step.has_loss and data > 1
+    if "parameters" in pins.on_host and data > 1:  # in shards, of which nothing is held gathered
+        kinds = ("whole", "shards") if microbatches > 1 else ("whole",)
+        if pins.zero == 3 or (pins.zero is None and free):
+            for kind in kinds if pins.accumulation is None else (pins.accumulation,):
+                yield 3, "always", kind
+        return
+    first = min(pins.zeros), *usual
+    yield first
+    for zero in pins.zeros:
+        if (zero > first[0] and not free) or (zero == 3 and pins.cast_once):
+            return
+        agains = ("always", once) if zero == 3 and pins.zero is None else (usual[0],)
+        kinds = ("whole", "shards") if zero > 1 and microbatches > 1 else (usual[1],)
+        for again in (
+            agains if pins.reshard_after_forward is None else (pins.reshard_after_forward,)
+        ):
+            for kind in kinds if pins.accumulation is None else (pins.accumulation,):
+                if (zero, again, kind) != first:
+                    yield zero, again, kind

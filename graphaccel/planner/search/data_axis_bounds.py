@@ -1,0 +1,98 @@
+"""What moves over the data axis at least, for bounds on the time of many plans at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+
+from graphaccel.planner.cluster.cluster import Cluster
+from graphaccel.planner.cluster.communication import INTERFERENCE, all_gather_seconds
+from graphaccel.planner.estimate.data_axis import bucket_seconds
+from graphaccel.planner.estimate.zero_shards import perhaps_kept
+from graphaccel.planner.plan.pins import RESHARDS
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.profile.profile import Profile
+
+
+@dataclass(frozen=True)
+class LeastMoved:
+    """Seconds to reduce all gradients and to gather all parameters over the data axis, of a device;
+    scatter: of reducing, what each microbatch does; beside: the share of a phase's seconds, all
+    stages together, that they may hide behind, and slows: by how much a phase is longer for a
+    second that hides; low: of gathering them in the dtype in which they are read. Numbers, or
+    columns of them."""
+
+    reduce: Any
+    scatter: Any
+    gather: Any
+    beside: Any
+    low: Any
+    slows: Any
+
+    def exposed(self, of: Any, forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
+        """What of it makes a step longer, wherever it is cut. of: `planner.search.bounds.Columns`.
+        forward, backward: seconds of a microbatch, all stages."""
+
+        def least(moved: Any, phase: np.ndarray) -> np.ndarray:  # of `exposed_seconds`
+            return np.maximum(self.slows * moved, moved - self.beside * phase)
+
+        always, never = (of.again == RESHARDS.index(again) for again in ("always", "never"))
+        shards = (of.zero >= 2) & of.shards
+        gather = np.where(never, self.gather, self.low)
+        gathering = np.where(always | never, of.microbatches, 1)
+        summing = np.where(shards, of.microbatches, 1)
+
+        def backwards(more: Any) -> np.ndarray:
+            before = (summing - 1) * least(self.scatter + more, backward)
+            return before + least(self.reduce + more, backward)
+
+        reduces = backwards(0.0)
+        again = backwards(gather) + (gathering - summing) * least(gather, backward)
+        third = gathering * least(gather, forward) + np.where(always, again, reduces)
+        return np.where(of.zero == 3, third, reduces + np.where(of.zero == 0, 0.0, self.gather))
+
+
+def least_moved(profile: Profile, plan: Plan, cluster: Cluster, extra: int = 1) -> LeastMoved:
+    """What moves over the data axis at least. extra: by how much more parameters will be sharded
+    than the profile's. It depends on the plan's axes, and on whether ZeRO is 2 or more.
+
+    Gradients may be partial sums over any of the other axes too: over a group with those that is
+    all in one node a sum may take less than over data alone.
+    """
+    if plan.data == 1:
+        return LeastMoved(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+
+    def seconds(move: Callable[[float], float], size: float) -> float:
+        """Latencies are left out where stages may hold nothing that moves."""
+        return move(size) if plan.pipeline == 1 else max(0.0, move(size) - move(1))
+
+    def gather(size: float) -> float:
+        return all_gather_seconds(cluster, size, plan.shards, plan.stride("data"))
+
+    others = [axis for axis in ("context", "tensor", "expert") if getattr(plan, axis) > 1]
+    groups = [axes for n in range(len(others) + 1) for axes in combinations(others, n)]
+    groups = groups if plan.zero < 2 else [()]  # shards are summed over the others besides
+    width = 2 if plan.precision.reduce in ("bfloat16", "float16") else 4
+    trained = profile.trained_bytes / extra / plan.pipeline
+    # What is certainly shared: dims that the ranks of ZeRO and of what shards further divide.
+    whole = perhaps_kept(profile, plan.shards * extra)
+    shared = trained - whole / extra / plan.pipeline
+    low = shared / 2 if plan.precision.stream != "float32" else shared
+
+    def summed(axes: tuple[str, ...]) -> float:
+        return seconds(
+            lambda size: sum(bucket_seconds(cluster, size, axes, plan)), trained * width / 4
+        )
+
+    return LeastMoved(
+        min(map(summed, groups)),
+        seconds(lambda size: bucket_seconds(cluster, size, (), plan)[0], trained * width / 4),
+        seconds(gather, shared),
+        0.0 if cluster.device.type == "cpu" else 1 / plan.pipeline,
+        seconds(gather, low),
+        INTERFERENCE,
+    )

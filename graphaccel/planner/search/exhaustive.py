@@ -1,0 +1,176 @@
+"""Small problems, whole: every cut and every set of blocks, of what the bounds leave over, each
+block recomputed in any of its ways, and the axes in each order that is offered.
+
+`planner.search.solve` cuts evenly in time and computes again what each block alone saves: near the
+best, and not always it. Where few cuts are left to try, all are: each is played with nothing
+computed again first, which none of its sets of blocks can beat but by hiding more of ZeRO 3's
+collectives. GPipe is tried here as well: of stages that are unlike each other it may be faster than
+1F1B. So is ZeRO 3 that keeps what it gathered for a microbatch's backward.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import combinations, product
+
+from graphaccel.planner.plan.axis_orders import orders
+from graphaccel.planner.plan.pins import Pins
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.profile.stages import candidate_cuts
+from graphaccel.planner.search.bounds import Bounds, columns
+from graphaccel.planner.search.candidates import WORTH, Layout, Shape, plain
+from graphaccel.planner.search.reasons import mesh_key, seconds
+from graphaccel.planner.search.recompute import block_options
+from graphaccel.planner.search.solve import Outcome, Problem, chunked, excess
+
+_CUTS = 1500  # of all candidates and orders of their axes together, more are not tried
+_PLANS = 4000  # that are played: some seconds at most
+_BETTER = 1 - 1e-9
+
+
+def solve_whole(
+    problem: Problem, pins: Pins, bounds: Bounds, meshes: Mapping[Layout, Sequence[Shape]],
+    outcome: Outcome, goal: float = math.inf,
+) -> None:  # fmt: skip
+    """Put what is better than the best of `outcome`, or than `goal` seconds, before it; its `whole`
+    says whether everything was tried. Where stages or "some" blocks were pinned, nothing is."""
+    if problem.stages or pins.recompute in ("some", "selective"):
+        return
+    best = outcome.fitting[0] if outcome.fitting else None
+    limit = goal if best is None else seconds(best) * _weight(pins, best)
+    left = _left(problem, pins, bounds, meshes, limit)
+    ways = sum(_how_many(problem, pins, mesh.on(bounds.plan(mesh.layout))) for _, _, mesh in left)
+    if ways > _CUTS:
+        return
+    found: list[Plan] = []
+    tried, outcome.whole = 0, True
+    for bound, _, mesh in left:
+        if bound >= limit:
+            break
+        for plan in _plans(problem, pins, mesh.on(bounds.plan(mesh.layout))):
+            floor = 0.0
+            for blocks in _sets(problem, pins, plan):
+                if floor * _weight(pins, plan) >= limit * _BETTER:
+                    break
+                if tried == _PLANS:
+                    outcome.whole = False
+                    break
+                tried += 1
+                one = plan.doing_again(blocks)
+                if limit == math.inf and not problem.fits(one):
+                    continue  # most do not where nothing fitted so far
+                one = problem.predicted(one, simulated=True)
+                if not blocks:
+                    floor = _floor(one)
+                time = seconds(one) * _weight(pins, one)
+                if time < limit * _BETTER and excess(one, problem.cluster) <= 0:
+                    limit = time
+                    found.append(one)
+    for plan in found:
+        outcome.fitting.insert(0, plan)
+        outcome.by_mesh[mesh_key(plan)] = plan
+
+
+def _left(
+    problem: Problem, pins: Pins, bounds: Bounds, meshes: Mapping[Layout, Sequence[Shape]],
+    limit: float,
+) -> list[tuple[float, tuple[object, ...], Shape]]:  # fmt: skip
+    """Candidates that may be faster, the least bound first; graphs that the search did not make
+    belong to layouts that can not."""
+    found = []
+    for layout, own in meshes.items():
+        if not own or not bounds.built(layout):
+            continue
+        every = [*own, *_kept(pins, own)]
+        every += _gpipes(pins, every)
+        of = columns(every, bounds.batch)
+        rows = zip(every, bounds.seconds(of).tolist(), bounds.too_big(of).tolist(), strict=True)
+        for mesh, bound, big in rows:
+            weighed = bound * _weight(pins, mesh)
+            if weighed < limit and not big:
+                found.append((weighed, mesh.order, mesh))
+    return sorted(found, key=lambda row: row[:2])
+
+
+def _kept(pins: Pins, own: Sequence[Shape]) -> list[Shape]:
+    """With what ZeRO 3 gathers held from a microbatch's forward to its backward: slower than for
+    the whole step, and with several stages on a rank it may take less."""
+    free = [] if pins.reshard_after_forward is not None else own
+    return [mesh._replace(reshard_after_forward="never")
+            for mesh in free
+            if mesh.reshard_after_forward == "once_per_step" and mesh.microbatches > 1]  # fmt: skip
+
+
+def _gpipes(pins: Pins, own: Sequence[Shape]) -> list[Shape]:
+    if pins.schedule is not None or pins.on_host:
+        return []
+    return [
+        mesh._replace(schedule="gpipe")
+        for mesh in own
+        if mesh.schedule == "1f1b" and mesh.pipeline > 1 and mesh.microbatches > 1
+    ]
+
+
+def _weight(pins: Pins, of: Shape | Plan) -> float:
+    return 1.0 if plain(pins, of) else WORTH
+
+
+def _positions(problem: Problem, plan: Plan) -> tuple[str, ...]:
+    profile = problem.layouts.of(plan)
+    places = candidate_cuts(profile, problem.sized(plan)).positions
+    return tuple(profile.names[place] for place in places)
+
+
+def _how_many(problem: Problem, pins: Pins, plan: Plan) -> int:
+    if pins.cuts is not None or plan.stages == 1:
+        return len(orders(problem.cluster, plan))
+    cuts = math.comb(len(_positions(problem, plan)), plan.stages - 1)
+    return cuts * len(orders(problem.cluster, plan))
+
+
+def _plans(problem: Problem, pins: Pins, plan: Plan) -> Iterator[Plan]:
+    """Of one candidate, all but its blocks."""
+    free = "scatter_sends" not in plan.pinned and plan.tensor > 1 and plan.pipeline > 1
+    several = product(orders(problem.cluster, plan), chunked(problem, plan))
+    for order, chunk in several:
+        if pins.cuts is not None:
+            cuts: Iterator[tuple[str, ...]] = iter([pins.cuts])
+        else:
+            cuts = combinations(_positions(problem, plan), plan.stages - 1)
+        for choice in cuts:
+            for parts in (False, True) if free else (plan.scatter_sends,):
+                one = replace(chunk, order=order, cuts=choice, scatter_sends=parts)
+                yield one
+                held = replace(one, cast_once=True)
+                casts = plan.microbatches > 1 and "cast_once" not in plan.pinned
+                if casts and held.holds_casts and problem.profile.step.has_loss:
+                    yield held
+
+
+def _sets(problem: Problem, pins: Pins, plan: Plan) -> Iterator[dict[str, tuple[str, ...]]]:
+    """Sets of blocks with what is saved of each, the smallest first."""
+    profile = problem.layouts.of(plan)
+    names = profile.block_names
+    if pins.recompute is not None:
+        whole = {"none": (), "all": names}
+        chosen = whole[pins.recompute] if isinstance(pins.recompute, str) else pins.recompute
+        return iter([dict.fromkeys(chosen, ())])
+    options = [own for own in block_options(profile, problem.sized(plan)) if own]
+    return (
+        {own.name: own.saved for own in ways}
+        for size in range(len(options) + 1)
+        for blocks in combinations(options, size)
+        for ways in product(*blocks)
+    )
+
+
+def _floor(plan: Plan) -> float:
+    """Seconds that the plan can not beat by computing blocks again. The same second of a backward
+    may hide two of ZeRO 3's collectives, and nothing else is hidden twice."""
+    told = plan.prediction
+    assert told is not None
+    if plan.zero == 3 and plan.data > 1:
+        return told.compute + told.bubble + told.optimizer
+    return told.seconds

@@ -1,0 +1,63 @@
+"""Why a batch, devices and pins leave no candidate at all, and what near them would."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import islice
+
+from graphaccel.errors import BadPin, BatchNotDivisible
+from graphaccel.planner.plan.offload import STAYING, offload_text
+from graphaccel.planner.plan.pins import Pins
+from graphaccel.planner.search.solve import Problem
+
+
+def no_shape(problem: Problem, pins: Pins, batch: int) -> Exception:
+    """Why there is no candidate at all."""
+    count = problem.cluster.count // pins.model_parallel_size
+    if problem.limits.data and pins.pipeline in (None, 1):
+        return problem.limits.data.refused("data")
+    data = pins.data or count // (pins.pipeline or 1)
+    if "parameters" in pins.on_host and data > 1:
+        reason = None
+        if pins.zero == 0:
+            reason = "zero=0 keeps them whole"
+        elif not problem.profile.step.has_loss:
+            reason = "with a loss outside of the graph nothing is sharded"
+        elif not problem.shardable:
+            reason = "the optimizer is not known to step shards"
+        if reason is not None:
+            reason = f"over data, parameters on the host rest in shards, and {reason}"
+            said = offload_text(pins.on_host)
+            return BadPin(pin="offload", value=said, reason=reason, allowed=STAYING)
+    return BatchNotDivisible(
+        batch=batch, microbatches=pins.microbatches or 1, data=data, allowed=()
+    )
+
+
+def indivisible(count: int, batch: int, stages: int) -> BatchNotDivisible:
+    """No data axis and no pipeline of all devices: what would do, near what was asked."""
+
+    def possible(devices: int, size: int) -> bool:
+        return devices // math.gcd(devices, size) <= stages
+
+    devices = islice((n for n in _near(count, 2 * count) if possible(n, batch)), 3)
+    most = 2 * batch + count
+    batches = islice((n for n in _near(batch, most) if possible(count, n)), 3)
+    return BatchNotDivisible(
+        batch=batch,
+        microbatches=1,
+        data=count,
+        allowed=(),
+        devices=tuple(sorted(devices)),
+        batches=tuple(sorted(batches)),
+    )
+
+
+def _near(value: int, most: int) -> Iterator[int]:
+    """Whole numbers from 1 to `most`, by how far they are from `value`, the lower of two first."""
+    for far in range(max(value, most - value + 1)):
+        if value - far >= 1:
+            yield value - far
+        if 0 < far <= most - value:
+            yield value + far

@@ -1,0 +1,166 @@
+"""What a plan computes again so that every rank fits, and no more than that.
+
+What a choice saves is estimated: bytes of a microbatch times those that lie on the rank while it is
+fullest. What is made again lies there too, and the stages of a rank are full at different times. So
+a rank is asked for as many bytes as it misses, and for more as long as it misses some: by as much
+as what it was asked for has turned out to be too little. Where that leaves far more free than has
+to be, less is asked for again, between what did not and what did fit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from graphaccel.planner.cluster.cluster import Cluster
+from graphaccel.planner.estimate.estimated_memory import predict_memory
+from graphaccel.planner.estimate.optimizer_memory import Stepping
+from graphaccel.planner.estimate.stage_costs import held_together, sized_for
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.profile.profile import Profile, SizedProfile
+from graphaccel.planner.profile.stages import stage_positions
+from graphaccel.planner.search.recompute import BlockOption, Item, Knapsack
+
+Choice = dict[str, tuple[str, ...]]
+_ROUNDS = 8  # of predicting memory
+_SLOW = 1.5  # bytes asked for by the byte that it gave, from which on more is asked for
+_MOST = 16.0  # times what is missing
+_SPARE = 1 / 32  # of the memory: more than that is far more
+
+
+def needed(
+    profile: Profile,
+    plan: Plan,
+    cluster: Cluster,
+    optimizer_bytes: int,
+    stepping: Stepping,
+    options: Sequence[Sequence[BlockOption]],
+    least: int,
+) -> Choice:
+    """What to compute again, block → what is saved of it: with the fewest seconds that make every
+    rank fit, or the most that all of a rank's blocks can save if none do. options: of each block.
+    least: how many of them, the first ones, are taken where memory asks for nothing: 0 or 1.
+    """
+    if not any(options):
+        return {}
+    ranks = _ranks(profile, sized_for(profile, plan, cluster), plan, options, least)
+    names, fits = profile.block_names, False
+
+    def together(chosen: Sequence[Choice]) -> Choice:
+        every = {name: saved for own in chosen for name, saved in own.items()}
+        return {name: every[name] for name in names if name in every}
+
+    def missing(chosen: Sequence[Choice]) -> list[int]:
+        given = plan.doing_again(together(chosen)), cluster, optimizer_bytes, stepping
+        return [m.tensors - cluster.tensor_budget for m in predict_memory(profile, *given)]
+
+    spare = _SPARE * cluster.tensor_budget
+    tried = [rank.chosen for rank in ranks]
+    for _ in range(_ROUNDS):
+        over = missing(tried)
+        fits = all(more <= 0 for more in over)
+        changed = [rank.asks(more, spare) for rank, more in zip(ranks, over, strict=True)]
+        if not any(changed):
+            break
+        tried = [rank.chosen for rank in ranks]
+    found = [rank.found for rank in ranks]
+    if (found != tried or not fits) and any(more > 0 for more in missing(found)):
+        found = [rank.all for rank in ranks]  # of blocks that lie on two ranks
+    return together(found)
+
+
+class Rank:
+    """What is chosen of one rank's blocks, and what is asked of them."""
+
+    def __init__(
+        self, blocks: Sequence[Sequence[BlockOption]], waiting: Sequence[int], least: int
+    ) -> None:
+        """blocks: the options of each; waiting: microbatches that each waits for at a time."""
+        self._blocks, self._least = blocks, least
+        self._items = Knapsack(
+            [_beyond(own, count, least) for own, count in zip(blocks, waiting, strict=True)]
+        )
+        self._asked = self._low = self._missed = 0.0  # bytes: the most that did not do
+        self._high = math.inf  # the least that did
+        self._fitting: Choice | None = None
+        self.chosen = self._choice(0.0)
+
+    @property
+    def found(self) -> Choice:
+        """What fits, or else all that there is."""
+        return self.all if self._fitting is None else self._fitting
+
+    @property
+    def all(self) -> Choice:
+        """What saves most."""
+        return self._choice(math.inf)
+
+    def asks(self, missing: float, spare: float) -> bool:
+        """Whether something else is chosen, as that misses so many bytes, or has them left."""
+        before = self.chosen
+        if missing > 0:
+            if self._asked >= self._high:  # another rank's choice has changed what lies here
+                self._high, self._fitting = math.inf, None
+            self._ask_more(missing)
+        elif self._asked <= self._high:
+            self._high, self._fitting = self._asked, before
+            if -missing > spare and self._asked > self._low:
+                self._asked = (self._low + min(self._asked, self._items.most)) / 2
+                self.chosen = self._choice(self._asked)
+        return self.chosen != before
+
+    def _ask_more(self, missing: float) -> None:
+        gave, more = self._missed - missing, self._asked - self._low
+        rate = min(more / gave, _MOST) if gave > 0 else _MOST
+        further = missing * (rate if more > 0 and rate > _SLOW else 1.0)
+        before, self._low, self._missed = self.chosen, self._asked, missing
+        while self.chosen == before and self._asked < math.inf:
+            told = self._asked + further
+            if told >= self._high:
+                self._asked = (self._asked + self._high) / 2
+                self.chosen = self._choice(self._asked)
+                return  # there may be nothing between
+            self._asked = told if told <= self._items.most else math.inf
+            self.chosen = self._choice(self._asked)
+            further *= 2
+
+    def _choice(self, asked: float) -> Choice:
+        """What is saved of each block that is computed again, where so many bytes are asked for."""
+        picked = self._items.cheapest(asked) if asked <= self._items.most else None
+        last = [len(own) - 1 - self._least for own in self._blocks]
+        told = zip(self._blocks, last if picked is None else picked, strict=True)
+        least = self._least
+        return {own[0].name: own[k + least].saved for own, k in told if k + least >= 0}
+
+
+def _beyond(own: Sequence[BlockOption], count: int, least: int) -> list[Item]:
+    """Bytes that the options of a block save beyond the one that is taken anyhow, and seconds."""
+    saved, seconds = (own[0].saved_bytes, own[0].seconds) if least else (0, 0.0)
+    return [((o.saved_bytes - saved) * count, o.seconds - seconds) for o in own[least:]]
+
+
+def _ranks(
+    profile: Profile,
+    sized: SizedProfile,
+    plan: Plan,
+    options: Sequence[Sequence[BlockOption]],
+    least: int,
+) -> list[Rank]:
+    ends = np.array([end for _, end in stage_positions(profile, plan.cuts)])
+    stages = np.searchsorted(ends, profile.block_first, side="right").tolist()
+    waiting = held_together(plan, _saved_by_stage(profile, sized, ends)).tolist()
+    blocks: list[list[Sequence[BlockOption]]] = [[] for _ in range(plan.pipeline)]
+    counts: list[list[int]] = [[] for _ in range(plan.pipeline)]
+    for stage, own in zip(stages, options, strict=True):
+        if own:
+            blocks[stage % plan.pipeline].append(own)
+            counts[stage % plan.pipeline].append(waiting[stage])
+    return [Rank(own, count, least) for own, count in zip(blocks, counts, strict=True)]
+
+
+def _saved_by_stage(profile: Profile, sized: SizedProfile, ends: np.ndarray) -> np.ndarray:
+    """Bytes that each stage saves of a microbatch if nothing is computed again."""
+    kept, at, *_ = profile.saved(profile.none_again)
+    return np.bincount(np.searchsorted(ends - 1, at), sized.bytes[kept], minlength=len(ends))

@@ -1,0 +1,314 @@
+"""Why a plan won, why the others lost, and what would make an impossible one fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+
+from graphaccel.errors import GraphAccelError, InfeasiblePlan
+from graphaccel.errors.messages import format_bytes
+from graphaccel.planner.cluster.catalogue import cluster as named_cluster
+from graphaccel.planner.cluster.catalogue import device_names
+from graphaccel.planner.cluster.cluster import MOST_DEVICES, Cluster
+from graphaccel.planner.plan.offload import host_excess, hosts, offload_text
+from graphaccel.planner.plan.pins import Pins
+from graphaccel.planner.plan.plan import Alternative, Plan, StageMemory
+from graphaccel.planner.search.candidates import WORTH
+from graphaccel.planner.search.capabilities import offered
+from graphaccel.planner.search.solve import Outcome, Problem, excess
+
+TERMS: Mapping[str, str] = {"communication": "exposed communication"}
+"""How terms of a prediction are called where their own name does not say enough."""
+
+_ALTERNATIVES = 16  # meshes of which the best plan is kept beside the chosen one
+_ROUNDS = 6  # in which memory grows until a plan fits
+_NO_BYTES = frozenset({"precision", "outputs", "bucket_bytes"})  # pins that are not let go of
+
+SolveAll = Callable[[Problem, Pins, int], Outcome]
+Refine = Callable[[Plan], Plan]
+
+
+def fullest(plan: Plan) -> StageMemory:
+    """The rank with the highest peak."""
+    assert plan.prediction is not None
+    return max(plan.prediction.memory, key=lambda m: (m.peak, -m.rank))
+
+
+def seconds(plan: Plan) -> float:
+    """Predicted seconds of a step."""
+    assert plan.prediction is not None
+    return plan.prediction.seconds
+
+
+def time_text(took: float) -> str:
+    """Seconds in three digits, as seconds or milliseconds."""
+    return f"{took:.3g} s" if took >= 1 else f"{took * 1e3:.3g} ms"
+
+
+def alternatives(
+    best: Plan,
+    by_mesh: Mapping[tuple[int, ...], Plan],
+    cluster: Cluster,
+    corrected: Cluster | None = None,
+    refused: Collection[Plan] = (),
+) -> tuple[Alternative, ...]:
+    """The best plan of other meshes, those that fit first, then the fastest.
+
+    corrected: devices smaller by what the estimate of memory was too low. refused: decisions of
+    plans that were built, and did not fit or could not run.
+    """
+
+    def reason(plan: Plan) -> str:
+        if excess(plan, cluster) <= 0 and plan.decided(notes=()) in refused:
+            return "was built, and does not fit or can not run"
+        if excess(plan, cluster) <= 0 < excess(plan, corrected or cluster):
+            return "would not fit: plans like it turned out larger once built"
+        return lost_because(plan, best, cluster)
+
+    others = [plan for key, plan in by_mesh.items() if key != mesh_key(best)]
+    others.sort(key=lambda plan: (excess(plan, cluster) > 0, seconds(plan), plan.pipeline))
+    return tuple(
+        Alternative(plan.name, seconds(plan), fullest(plan).peak, reason(plan))
+        for plan in others[:_ALTERNATIVES]
+    )
+
+
+def mesh_key(plan: Plan) -> tuple[int, ...]:
+    """Equal for plans with the same mesh."""
+    return (plan.data, plan.pipeline, plan.tensor, plan.context, plan.expert)
+
+
+def lost_because(plan: Plan, best: Plan, cluster: Cluster) -> str:
+    """Why `plan` lost: memory, the term of its time that grew most, or that it is no better."""
+    missing = excess(plan, cluster)
+    if missing > 0:
+        if _host_excess(plan, cluster) == missing:
+            return f"its host does not fit by {format_bytes(missing)}"
+        return f"does not fit by {format_bytes(missing)} on rank {fullest(plan).rank}"
+    mine, theirs = plan.prediction, best.prediction
+    assert mine is not None
+    assert theirs is not None
+    slower = (mine.seconds / theirs.seconds - 1) * 100
+    if slower <= 0:
+        return no_slower(1 - mine.seconds / theirs.seconds)
+    grown = {name: mine.terms[name] - theirs.terms.get(name, 0.0) for name in mine.terms}
+    term = max(grown, key=lambda name: grown[name])
+    more = grown[term]
+    how = f"{slower:.0f}% slower" if slower < 900 else f"{slower / 100 + 1:.0f} times as long"
+    return f"{how}: {TERMS.get(term, term)} +{time_text(more)}"
+
+
+def no_slower(gain: float, but: str = "") -> str:
+    """Why a plan that fits and takes no longer was not chosen. gain: the share of the step it
+    saves. but: what speaks against it, where something does."""
+    said = f"{gain:.0%} faster" if gain >= 0.005 else "as fast"
+    if but:
+        return f"{said}, but {but}"
+    if gain < 0.005:
+        return f"{said}: ties go to the simpler plan"
+    if gain < WORTH - 1:
+        return f"{said}, which is too little to be sure of and to shard more for"
+    return said
+
+
+def infeasible(
+    problem: Problem,
+    pins: Pins,
+    outcome: Outcome,
+    batch: int,
+    solve_all: SolveAll,
+    corrected: Problem,
+    refine: Refine | None = None,
+) -> InfeasiblePlan:
+    """The error for a problem without a plan, with the single changes that would give one.
+
+    corrected: the problem in which changes are tried (`solve.scaled` where the estimate was too
+    low). refine: builds a plan and gives it back with exact memory; None: the estimate counts.
+    """
+    closest = outcome.closest
+    assert closest is not None
+    top = fullest(closest)
+    works, useless = _relaxations(problem, corrected, pins, closest, batch, solve_all, refine)
+    return InfeasiblePlan(
+        devices=problem.cluster.count,
+        memory=problem.cluster.device.memory,
+        peak=top.peak,
+        stage=top.rank,
+        closest=closest.name,
+        breakdown={
+            "param": top.parameter,
+            "grad": top.gradient,
+            "optstate": top.optimizer,
+            "activ": top.activation,
+            "temp": top.temporary,
+            "other": top.other,
+        },
+        relaxations=works,
+        useless=useless,
+        host=_host_excess(closest, problem.cluster) + hosts(problem.cluster),
+        host_memory=hosts(problem.cluster),
+    )
+
+
+def _relaxations(
+    asked: Problem,
+    problem: Problem,
+    pins: Pins,
+    closest: Plan,
+    batch: int,
+    solve_all: SolveAll,
+    refine: Refine | None,
+) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
+    """Each change alone: those that make it fit with their effect, and those that do not help.
+
+    asked: with the devices as they are; problem: with those that changes are tried on.
+    """
+    works: list[tuple[str, str]] = []
+    useless: list[str] = []
+
+    def attempt(
+        change: str, other: Problem, wanted: Pins, remark: str = "", batch: int = batch
+    ) -> bool:
+        try:
+            found = solve_all(other, wanted, batch)
+        except GraphAccelError:  # this change can not be planned at all
+            return False
+        if not found.fitting:
+            useless.append(change)
+            return False
+        works.append((change, f"{_effect(found.fitting[0], wanted)}{remark}"))
+        return True
+
+    for name in pins.names:
+        if name == "offload":
+            for spared in offered(replace(pins, offload=None), problem, batch)[1:]:
+                other = replace(pins, offload=spared)
+                attempt(f"offload={offload_text(spared)}", problem, other)
+        elif name not in _NO_BYTES:
+            attempt(f"{name} not pinned", problem, replace(pins, **{name: None}))
+    axes = [axis for axis in closest.mesh if getattr(pins, axis) is not None]
+    if len(axes) > 1:
+        free = replace(pins, **dict.fromkeys(axes))
+        attempt(f"{' and '.join(axes)} not pinned", problem, free)
+    if pins.precision is None:
+        low = replace(pins, precision="bf16")
+        attempt("precision=bf16", problem, low, "; changes numerics")
+    for size in (batch // 2, batch // 4, batch // 8):
+        if size and attempt(f"batch {size}", problem, pins, batch=size):
+            break
+    free = replace(pins, **dict.fromkeys(axes))
+    for factor in (2, 4, 8):
+        if asked.cluster.count * factor > MOST_DEVICES:
+            break
+        wider, change = wider_cluster(asked.cluster, factor)
+        wider = as_corrected(wider, asked.cluster, problem.cluster)
+        if attempt(change, replace(problem, cluster=wider), free):
+            break
+    enough = _enough(asked, pins, closest, batch, solve_all, refine)
+    if enough is not None:
+        works.append((enough[0], _effect(enough[1], pins)))
+    if closest.recompute and set(closest.recompute) == set(problem.profile.block_names):
+        useless.append("more recomputation (already all blocks)")
+    if closest.microbatch_size == 1:
+        useless.append("smaller microbatches (already 1)")
+    return tuple(works), tuple(dict.fromkeys(useless))
+
+
+def _host_excess(plan: Plan, cluster: Cluster) -> int:
+    assert plan.prediction is not None
+    return host_excess(plan.prediction.memory, cluster)
+
+
+def _effect(plan: Plan, wanted: Pins) -> str:
+    """What a plan that fits takes, and what it keeps on the host without being asked to."""
+    effect = f"peak {format_bytes(fullest(plan).peak)}, {seconds(plan) * 1e3:.3g} ms"
+    if plan.offload and wanted.offload is None:
+        effect += f", {offload_text(plan.offload)} on the host"
+    return effect
+
+
+def _enough(
+    problem: Problem,
+    pins: Pins,
+    closest: Plan,
+    batch: int,
+    solve_all: SolveAll,
+    refine: Refine | None,
+) -> tuple[str, Plan] | None:
+    """(what to say, the plan) of devices, or hosts, with as much memory as a plan needs that was
+    solved for them and built: what is closest by the estimate may turn out larger."""
+    plan, cluster = closest, problem.cluster
+    for _ in range(_ROUNDS):
+        cluster = _roomier(cluster, plan)
+        try:
+            outcome = solve_all(replace(problem, cluster=cluster), pins, batch)
+            found = outcome.fitting[0] if outcome.fitting else outcome.closest
+            plan = refine(found) if refine is not None and found is not None else found or plan
+        except GraphAccelError:  # it can not run, or no longer be planned
+            return None
+        if excess(plan, cluster) <= 0:
+            change = f"devices of {format_bytes(cluster.device.memory)}"
+            if cluster.device.memory == problem.cluster.device.memory:
+                change = f"hosts of {format_bytes(hosts(cluster))} for each device"
+            elif hosts(cluster) != hosts(problem.cluster):
+                change += f" and hosts of {format_bytes(hosts(cluster))} for each"
+            return change, plan
+    return None
+
+
+def _roomier(cluster: Cluster, plan: Plan) -> Cluster:
+    """With as much memory as `plan` misses, in figures that can be typed."""
+    top = fullest(plan).peak
+    if top > cluster.device.memory:
+        device = replace(cluster.device, memory=rounded_up(top))
+        cluster = replace(cluster, device=device)
+    over = _host_excess(plan, cluster)
+    if over > 0:
+        assert cluster.host is not None
+        host = replace(cluster.host, memory=rounded_up(cluster.host.memory + over))
+        cluster = replace(cluster, host=host)
+    return cluster
+
+
+def rounded_up(count: int) -> int:
+    """The least number of bytes from `count` on that `format_bytes` writes without a rest."""
+    unit = next((size for size in (2**30, 2**20, 2**10) if count >= size / 10), 1)
+    return -(-count * 10 // unit) * unit // 10
+
+
+def wider_cluster(cluster: Cluster, factor: int) -> tuple[Cluster, str]:
+    """`factor` times as many devices, and how to say it.
+
+    What is the catalogue's of `cluster` is for the others too: several nodes are linked as it has
+    them, and processes on a host share it. Links that it does not know are taken to reach all,
+    which is said.
+    """
+    count = cluster.count * factor
+    said = f"{count} devices"
+    if cluster.device.name in device_names():
+        here, there = (named_cluster(cluster.device.name, n) for n in (cluster.count, count))
+        memory = cluster.device.memory
+        memory = there.device.memory if memory == here.device.memory else memory
+        like = replace(cluster.device, memory=here.device.memory) == here.device
+        device = replace(there.device if like else cluster.device, memory=memory)
+        host = there.host if cluster.host == here.host else cluster.host
+        cluster = replace(cluster, device=device, host=host)
+        if cluster.links == here.links:
+            return replace(cluster, count=count, links=there.links), said
+    *inner, last = cluster.links
+    if last.size >= count:
+        return replace(cluster, count=count), said
+    wider = replace(cluster, count=count, links=(*inner, replace(last, size=count)))
+    return wider, f"{said}, if {last.name} reaches them all"
+
+
+def as_corrected(cluster: Cluster, asked: Cluster, corrected: Cluster) -> Cluster:
+    """`cluster` with devices smaller as those of `corrected` are than those of `asked`
+    (`solve.scaled`)."""
+    context, size = cluster.context_bytes, cluster.device.memory
+    usable = asked.device.memory - asked.context_bytes
+    if usable <= 0 or corrected.device.memory == asked.device.memory:
+        return cluster
+    part = (corrected.device.memory - corrected.context_bytes) / usable
+    device = replace(cluster.device, memory=int(context + (size - context) * part))
+    return replace(cluster, device=device)

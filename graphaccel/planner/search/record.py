@@ -1,0 +1,90 @@
+"""What a search was asked and what it saw, for those who show or explain it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from graphaccel.planner.plan.pins import Pins
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.search.solve import Outcome, Problem
+
+Refine = Callable[[Plan], Plan]
+
+
+@dataclass
+class Record:
+    """Filled by `search`, also by one that is interrupted.
+
+    watch: called with this record after every candidate.
+    problem, pins, batch, given, refine: what was asked; given are the pins as the user wrote them.
+    outcome: the candidates so far. done: how many are dealt with. bound: seconds that none of the
+      others can beat; they come by ascending bound. refused: decisions of plans that turned out
+      not to run or not to fit once they were built.
+    corrected: the problem with devices smaller by what the estimate of memory was too low; None
+      while there is no proved plan.
+    """
+
+    watch: Callable[[Record], None] | None = None
+    problem: Problem | None = None
+    pins: Pins = field(default_factory=Pins)
+    batch: int = 1
+    given: Mapping[str, Any] = field(default_factory=dict)
+    refine: Refine | None = None
+    outcome: Outcome | None = None
+    done: int = 0
+    bound: float = 0.0
+    corrected: Problem | None = None
+    refused: set[Plan] = field(default_factory=set)
+
+    def asked(
+        self,
+        problem: Problem,
+        pins: Pins,
+        batch: int,
+        given: Mapping[str, Any],
+        refine: Refine | None,
+    ) -> None:
+        """The search starts."""
+        self.problem, self.pins, self.batch = problem, pins, batch
+        self.given, self.refine = given, refine
+
+    def started(self, outcome: Outcome, bound: float) -> None:
+        """The candidates are known, none is solved."""
+        self.outcome, self.bound = outcome, bound
+
+    def tick(self, bound: float, done: int) -> None:
+        """`done` candidates are dealt with; none of the others can beat `bound`."""
+        self.done, self.bound = done, bound
+        if self.watch is not None:
+            self.watch(self)
+
+    def incumbent(self) -> Plan | None:
+        """The fastest plan that fits so far, its certificate with the gap; None if there is none.
+
+        Its memory is an estimate. What was built and refused is none.
+        """
+        if self.outcome is None:
+            return None
+        fitting = self.outcome.fitting
+        if self.refused:  # before, this is asked often, of many plans
+            fitting = [plan for plan in fitting if plan.decided(notes=()) not in self.refused]
+        best = min(fitting, key=_seconds, default=None)
+        if best is None:
+            return None
+        tally = self.outcome.tally
+        if self.done < tally.candidates:
+            gap = max(0.0, 1 - self.bound / _seconds(best))
+            rest = (
+                f"stopped after {self.done}: none of the rest takes less than "
+                f"{self.bound * 1e3:.3g} ms, so the gap is at most {gap:.1%}"
+            )
+        else:
+            rest = "stopped before the programs were built: memory is an estimate"
+        return replace(best, certificate=tally.certificate(rest))
+
+
+def _seconds(plan: Plan) -> float:
+    assert plan.prediction is not None
+    return plan.prediction.seconds

@@ -1,0 +1,289 @@
+"""Choose a plan: enumerate, bound, solve, simulate the best, prove the winner.
+
+Every candidate is a choice of tensor x context x expert x data x pipeline x interleave x schedule x
+ZeRO x microbatches x recompute (precision only when pinned: it changes numerics). Solving one means
+choosing its cuts and the blocks to compute again, and predicting memory and time in closed form, in
+each order of its axes that is offered (`planner.plan.axis_orders`).
+
+First come the candidates that shard nothing that was not asked for. Of these, one is not solved
+when its lower bound (`planner.search.bounds`) is above the 32nd best found so far. Then the others,
+by ascending bound, until no bound is below the best time found, played on its schedule; the graph
+of a layout is made when its bound comes up. They count as 3 % slower than they are predicted: what
+was not asked for must be worth it. The 32 best are ranked again by playing their schedules; then
+`refine`, which builds the real programs, has the last word on memory.
+
+Nothing is kept on the host unless that is pinned, or nothing fits without, or what fits takes much
+longer (`planner.search.offload_search`). A plan with offload takes longer than the same plan
+without: it copies more, and the host's memory and processors are not taken to be faster than the
+device's. So it is tried only where memory ruled out what might be faster. Parameters are kept there
+only where that is pinned: the runtime can not do it, and both `graphaccel plan` and `optimize()`
+search here.
+
+Deterministic: ties go to fewer microbatches, less pipeline, less interleaving, less recomputing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from graphaccel.capture.stepgraph import StepGraph
+from graphaccel.capture.symbols import BATCH
+from graphaccel.errors import SplitRefused, TooManyStages
+from graphaccel.errors.messages import format_bytes
+from graphaccel.planner.cluster.cluster import Cluster
+from graphaccel.planner.estimate.external_loss import outside_notes
+from graphaccel.planner.estimate.optimizer_memory import NOTHING, Stepping
+from graphaccel.planner.plan.conflicts import agreeing_pins
+from graphaccel.planner.plan.limits import Limit, Limits
+from graphaccel.planner.plan.offload import offload_text
+from graphaccel.planner.plan.pins import Pins
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.profile.layout_profiles import Layouts
+from graphaccel.planner.profile.profile import Profile
+from graphaccel.planner.search.branch_and_bound import solve_all
+from graphaccel.planner.search.capabilities import (
+    check_chunk,
+    check_offload,
+    check_products,
+    offered,
+    planned_notes,
+)
+from graphaccel.planner.search.offload_search import (
+    faster_on_host,
+    goal_of,
+    missing,
+    solve_as_needed,
+)
+from graphaccel.planner.search.reasons import alternatives, infeasible, seconds, time_text
+from graphaccel.planner.search.record import Record
+from graphaccel.planner.search.solve import Outcome, Problem, excess, scaled
+from graphaccel.sharding.solve.head_parallel import context_notes
+
+_REFINED = 12  # programs built before giving up: each costs as much as a capture
+
+Refine = Callable[[Plan], Plan]
+
+
+def search(
+    step: StepGraph,
+    cluster: Cluster,
+    *,
+    pins: Mapping[str, object],
+    optimizer_bytes: int,
+    refine: Refine | None = None,
+    limits: Limits | None = None,
+    batch: int | None = None,
+    record: Record | None = None,
+    shardable: bool = True,
+    profiles: Layouts | None = None,
+    stepping: Stepping = NOTHING,
+) -> Plan:
+    """The fastest plan that fits, with its prediction, alternatives, notes and certificate.
+
+    pins: decisions of the user (`planner.plan.pins.NAMES`). optimizer_bytes: bytes of optimizer
+    state for each trained number (8: AdamW). refine: gives a plan back with exact memory, or raises
+    SplitRefused or TooManyStages for one that can not run; called on the best plans until one fits.
+    limits: what of the graph does not allow a split of the batch. batch: examples in the global
+    batch, where it is not the captured one. record: is told what is asked and how the search goes,
+    so that it knows the best plan so far when Ctrl-C ends it. shardable: whether the optimizer can
+    work on shards: ZeRO is then considered. profiles: of the step and of its shards; without it no
+    axis shards the graph itself. stepping: what the optimizer's step makes.
+
+    Raises: InfeasiblePlan (GA201), BadPin (GA202), TooManyStages (GA203), BatchNotDivisible
+    (GA206), SplitRefused (GA207), ConflictingPins (GA210), ScheduleRefused (GA213), NoLoss
+    (GA103).
+    """
+    batch = step.batch_size if batch is None else batch
+    limits = Limits() if limits is None else limits
+    if BATCH not in step.sizes:
+        fixed = Limit("", "", "the model takes batches of one size only")
+        limits = Limits(limits.microbatches or fixed, limits.data or fixed)
+    decided = agreeing_pins(pins, step, cluster.count, batch, limits)
+    problem = Problem(
+        profiles or Layouts(Profile(step)), cluster, optimizer_bytes, limits, shardable,
+        decided.stage_of or (), stepping,
+    )  # fmt: skip
+    record = Record() if record is None else record
+    record.asked(problem, decided, batch, dict(pins), refine)
+    check_offload(decided, problem)
+    check_products(decided, problem)
+    check_chunk(decided, problem.profile.in_chunks)
+    best, outcome, corrected, notes = _chosen(problem, decided, batch, refine, record)
+    record.corrected = corrected
+    return replace(
+        best,
+        pinned=decided.names,
+        alternatives=alternatives(
+            best, outcome.by_mesh, cluster, corrected.cluster, record.refused
+        ),
+        notes=(
+            *outside_notes(step, best, cluster),
+            *planned_notes(best),
+            *context_notes(
+                problem.layouts.of(best).alike[1],
+                problem.profile.alike[1],
+                context=best.context,
+                tensor=best.tensor,
+            ),
+            *_notes(step, cluster, limits),
+            *notes,
+        ),
+        certificate=outcome.tally.certificate(_gap(problem, best, outcome)),
+    )
+
+
+def _chosen(
+    problem: Problem, decided: Pins, batch: int, refine: Refine | None, record: Record
+) -> tuple[Plan, Outcome, Problem, tuple[str, ...]]:
+    """The best that is proved, what was solved for it, the problem and what is said of it.
+
+    Raises: InfeasiblePlan (GA201)."""
+    tried: list[tuple[Outcome, Problem]] = []
+    for spared in offered(decided, problem, batch):
+        wanted = replace(decided, spared=spared)
+        outcome, corrected = solve_all(problem, wanted, batch, record=record), problem
+        if outcome.fitting:
+            given = problem, wanted, outcome, batch, refine, record.refused
+            about = outcome.fitting[0]
+            if not tried and (away := _away(*given, about)) is not None:
+                return away
+            best, notes, corrected = _proved(*given)
+            if best is not None:
+                slower = not tried and seconds(best) > seconds(about)  # than was thought
+                if slower and (away := _away(*given, best)) is not None:
+                    return away
+                break
+        tried.append((outcome, corrected))
+    else:
+        outcome, corrected = min(tried, key=lambda found: missing(found[0], problem.cluster))
+        raise infeasible(problem, decided, outcome, batch, solve_as_needed, corrected, refine)
+    if tried:
+        over = format_bytes(missing(tried[0][0], problem.cluster))
+        said = f"{offload_text(best.offload)} on the host: without, no plan fits by {over}"
+        notes = said, *notes
+    return best, outcome, corrected, notes
+
+
+def _away(
+    problem: Problem,
+    pins: Pins,
+    outcome: Outcome,
+    batch: int,
+    refine: Refine | None,
+    dropped: set[Plan],
+    best: Plan,
+) -> tuple[Plan, Outcome, Problem, tuple[str, ...]] | None:
+    """What is worth its copies rather than `best`, the fastest with nothing on the host."""
+    chosen = None
+    for wanted, other in faster_on_host(problem, pins, batch, outcome, best):
+        if chosen is None and other.fitting:
+            found, notes, smaller = _proved(problem, wanted, other, batch, refine, dropped)
+            # Where the first does not fit once built, all are solved again, without a goal.
+            if found is not None and seconds(found) <= goal_of(best):
+                said = f"{offload_text(found.offload)} on the host: without, the best takes "
+                said += f"{time_text(seconds(best))} ({best.name})"
+                chosen = found, outcome, smaller, (said, *notes)
+        outcome.beside(other, problem.cluster)
+    return chosen
+
+
+def _gap(problem: Problem, best: Plan, outcome: Outcome) -> str:
+    """How far the plan may be from the best: placements that were guessed leave it open."""
+    kept = outcome.kept
+    proved = f"gap 0 within the cost model over the {kept} best"
+    if outcome.whole:
+        proved = "gap 0 within the cost model, with every cut and every set of blocks"
+    if outcome.open is not None:
+        many, bound = outcome.open
+        gap = max(0.0, 1 - bound / seconds(best))
+        proved = (
+            f"gap at most {gap:.1%} within the cost model: of {many} that were not solved none "
+            f"takes less than {bound:.3g} s"
+        )
+    guessed = {axis: len(calls) for axis, calls in problem.layouts.guessed(best).items()}
+    if not guessed:
+        return proved
+    said = " and ".join(f"{n} calls on the {axis} axis" for axis, n in guessed.items())
+    return f"gap not proved: {said} placed without proof; but for these, {proved}"
+
+
+def _proved(
+    problem: Problem,
+    pins: Pins,
+    outcome: Outcome,
+    batch: int,
+    refine: Refine | None,
+    dropped: set[Plan],
+) -> tuple[Plan | None, tuple[str, ...], Problem]:
+    """The first of the best plans that really fits, why those before it were dropped, and the
+    problem.
+
+    Where the exact memory is above the estimate, everything is solved again with a device smaller
+    by the same factor: the estimate is usually wrong in the same way for all plans of one model.
+    Where none is left then, it was wrong for some more than for others, and those that were thought
+    to need least are built.
+    """
+    if refine is None:
+        return outcome.fitting[0], (), problem
+    notes: list[str] = []
+    refused: SplitRefused | TooManyStages | None = None
+    corrected, queue, tried, wrong_alike = problem, list(outcome.fitting), set(), True
+    while queue and len(tried) < _REFINED:
+        plan = queue.pop(0)
+        if _decisions(plan) in tried:
+            continue
+        tried.add(_decisions(plan))
+        try:
+            exact = refine(plan)
+        except (SplitRefused, TooManyStages) as error:
+            refused = refused or error
+            notes.append(f"{plan.name}: {error.message().sentence}")
+            dropped.add(_decisions(plan))
+            continue
+        missing = excess(exact, problem.cluster)
+        if missing <= 0:
+            if not wrong_alike:
+                _leave_open(outcome, exact, tried)
+            return exact, tuple(notes), corrected
+        notes.append(f"{plan.name}: does not fit once built")
+        dropped.add(_decisions(plan))
+        outcome.missed(exact, problem.cluster)
+        if wrong_alike:
+            corrected = scaled(problem, plan, exact)
+            again = solve_all(corrected, pins, batch)
+            outcome.open = again.open or outcome.open
+            queue = again.fitting
+            if not queue:
+                wrong_alike, queue = False, sorted(outcome.fitting, key=_peak)
+    if outcome.closest is None and refused is not None:
+        raise refused
+    return None, tuple(notes), corrected
+
+
+def _leave_open(outcome: Outcome, best: Plan, tried: set[Plan]) -> None:
+    """Those that should be faster than the best and were not built may fit: the gap says so."""
+    left = [p for p in outcome.fitting if _decisions(p) not in tried and seconds(p) < seconds(best)]
+    if left:
+        many, bound = outcome.open or (0, math.inf)
+        outcome.open = many + len(left), min(bound, *map(seconds, left))
+
+
+def _peak(plan: Plan) -> int:
+    assert plan.prediction is not None
+    return max(m.peak for m in plan.prediction.memory)
+
+
+def _decisions(plan: Plan) -> Plan:
+    """The plan without what was predicted about it."""
+    return plan.decided()
+
+
+def _notes(step: StepGraph, cluster: Cluster, limits: Limits) -> tuple[str, ...]:
+    notes = []
+    if limits.microbatches and step.has_loss:
+        notes.append(f"microbatches not considered: {limits.microbatches}")
+    if limits.data and cluster.count > 1:
+        notes.append(f"data axis not considered: {limits.data}")
+    return tuple(notes)

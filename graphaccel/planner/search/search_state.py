@@ -1,0 +1,289 @@
+"""One pass over the candidates of a problem: what is told of them all, and what of those solved.
+
+`planner.search.branch_and_bound` says which are solved, in which order.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+
+from graphaccel.errors import BadPin, TooManyStages
+from graphaccel.planner.cluster.cluster import Cluster, cluster_name
+from graphaccel.planner.estimate.estimate import predict_seconds
+from graphaccel.planner.plan.base_plan import base_plan
+from graphaccel.planner.plan.pins import RESHARDS, Pins
+from graphaccel.planner.plan.plan import Plan, Prediction
+from graphaccel.planner.search.bounds import Bounds, Columns, columns
+from graphaccel.planner.search.candidates import (
+    WORTH,
+    Layout,
+    Shape,
+    layouts,
+    meshes_of,
+    plain,
+    recomputes,
+)
+from graphaccel.planner.search.reasons import mesh_key, seconds
+from graphaccel.planner.search.solve import Outcome, Problem, Shared, excess, in_orders
+
+KEPT = 32
+_ACTIONS = 150_000  # forwards of schedules that are played at the end: a second
+_PLAYED = 20_000  # forwards of a schedule that is played to see which candidates are left out
+
+
+class Told(NamedTuple):
+    """Of each of some shapes: seconds it can not beat, and whether it is too big in any case."""
+
+    seconds: np.ndarray
+    big: np.ndarray
+
+
+class _Candidates(NamedTuple):
+    """Meshes of what was asked for and of the other layouts, and those of each as columns."""
+
+    own: list[Shape]
+    others: dict[Layout, list[Shape]]
+    columns: dict[Layout, Columns]
+
+
+def _staying(every: _Candidates) -> _Candidates:
+    """Those of them whose schedule can have activations away."""
+
+    def staying(meshes: list[Shape]) -> list[Shape]:
+        return [mesh for mesh in meshes if mesh.schedule != "zero_bubble"]
+
+    others = {layout: staying(meshes) for layout, meshes in every.others.items()}
+    left = {x: of.of(~of.apart) for x, of in every.columns.items() if not of.apart.all()}
+    return _Candidates(staying(every.own), others, left)
+
+
+class Pass:
+    """The candidates of a problem, what is told of them, and what was solved.
+
+    own, others: meshes of what was asked for and of the other layouts; meshes: of each layout.
+    columns: their columns. choices: ways of computing again. goal: seconds; limit: weighed seconds
+    of the best plan so far, played, or the goal. times: those of plans that fit, ascending. late:
+    those that are too big before anything is computed. settled: meshes of which something fits.
+    """
+
+    def __init__(
+        self, problem: Problem, pins: Pins, batch: int, prune: bool, build: bool, goal: float,
+        shared: Shared,
+    ) -> None:  # fmt: skip
+        self.problem, self.pins, self.batch, self.prune = problem, pins, batch, prune
+        self.outcome = Outcome(shared=shared)
+        step = problem.profile.step
+        self.base = base_plan(
+            pins,
+            problem.cluster.count,
+            batch,
+            step.fingerprint,
+            cluster_name(problem.cluster),
+            (pins.outputs or "loss") if step.has_loss else "all",
+        )
+        self.bounds = Bounds(problem, self.base, shared.bounds)
+        self._told: dict[tuple[Layout, Layout], Told] = {}
+        self._places: dict[Layout, dict[Shape, int]] = {}
+        self.settled: set[Shape] = set()
+        self.times: list[float] = []
+        self.goal = self.limit = goal
+        self.late: list[tuple[float, Shape]] = []
+        self._misfits: dict[tuple[object, ...], list[Shape]] = {}  # however much they do again
+        self._tried: Counter[Shape] = Counter()  # ways of doing again of each
+        offered = layouts(problem, pins, batch)
+        self.base_layout = offered[0]
+        if not build:
+            offered = [x for x in offered if x == offered[0] or self.bounds.built(x)]
+        own, others, cols = self._candidates(offered, shared.candidates if build else {})
+        if own and not self.bounds.build(offered[0]):
+            problem.layouts.of(own[0].on(self.base))  # raises why not
+        self.own, self.others, self.columns = own, others, cols
+        self.choices = recomputes(problem, pins)
+        self.meshes = {offered[0]: list(dict.fromkeys(own)), **others}
+        apart = sum(map(len, self.others.values()))
+        self.outcome.tally.candidates = len(self.choices) * (len(own) + apart)
+
+    def _candidates(self, offered: Sequence[Layout], known: dict[bool, _Candidates]) -> _Candidates:
+        """Of these layouts. known: those of other searches, by whether activations are away, which
+        not every schedule can do."""
+        away = "activations" in self.pins.on_host
+        if away not in known and away and False in known and self.pins.schedule is None:
+            known[away] = _staying(known[False])
+        if away not in known:
+            given = self.problem, self.pins, self.batch
+            own, *others = (list(meshes_of(*given, layout)) for layout in offered)
+            apart = dict(zip(offered[1:], others, strict=True))
+            every = {offered[0]: list(dict.fromkeys(own)), **apart}
+            cols = {x: columns(meshes, self.batch) for x, meshes in every.items() if meshes}
+            known[away] = _Candidates(own, apart, cols)
+        return known[away]
+
+    def told_of(self, layout: Layout) -> Told:
+        """What is told of a layout's shapes without their recomputation; anew where the graph of
+        the layout was made."""
+        key = layout, self.bounds.nearest(layout)
+        if key not in self._told:
+            if not self.meshes[layout]:
+                return Told(np.empty(0), np.empty(0, dtype=bool))
+            of = self.columns[layout]
+            self._told[key] = Told(self.bounds.seconds(of), self.bounds.too_big(of))
+        return self._told[key]
+
+    def place(self, mesh: Shape) -> int:
+        """Of a mesh among those of its layout."""
+        layout = mesh.layout
+        if layout not in self._places:
+            self._places[layout] = {own: i for i, own in enumerate(self.meshes[layout])}
+        return self._places[layout][mesh]
+
+    def bound(self, mesh: Shape) -> float:
+        """Seconds that a mesh can not beat, however much is computed again."""
+        return float(self.told_of(mesh.layout).seconds[self.place(mesh)])
+
+    def of_layout(self, layout: Layout) -> float:
+        """Seconds that no candidate of a layout can beat that may fit."""
+        told = self.told_of(layout)
+        return float(min(told.seconds[~told.big], default=math.inf))
+
+    def least(self) -> float:
+        """Seconds that no candidate can beat."""
+        return float(min(self.told_of(x).seconds.min() for x, own in self.meshes.items() if own))
+
+    def known(self, shape: Shape) -> bool:
+        """Whether it is known without solving it that a shape is no better than others, or fits
+        nowhere: a deeper recompute of what already fits only costs time."""
+        return shape.mesh in self.settled or self.is_misfit(shape.mesh)
+
+    def is_misfit(self, mesh: Shape) -> bool:
+        """Whether it keeps no less than another that does not fit."""
+        known = self._misfits.get(mesh.comparable, ())
+        if misfit := any(mesh.keeps_no_less(one) for one in known):
+            self.outcome.cramped = min(self.outcome.cramped, self.bound(mesh))
+        return misfit
+
+    def missed(self, mesh: Shape) -> None:
+        """Note that a way of doing again does not make it fit."""
+        self._tried[mesh] += 1
+        if self._tried[mesh] == len(self.choices):
+            self._misfits.setdefault(mesh.comparable, []).append(mesh)
+
+    def solve(self, bound: float, shape: Shape, *, floor: bool = True) -> None:
+        """Solve a candidate, in each order of its axes. floor: put it off (`late`) where it is too
+        big in any case."""
+        problem, pins, outcome = self.problem, self.pins, self.outcome
+        if floor and self.prune and self.told_of(shape.layout).big[self.place(shape.mesh)]:
+            self.late.append((bound, shape))
+            outcome.cramped = min(outcome.cramped, bound)
+            outcome.tally.infeasible += 1
+            outcome.tally.solved += 1
+            return
+        plan = shape.on(self.base)
+        try:
+            found = in_orders(problem, plan, shape.recompute, pins.cuts)
+        except TooManyStages as error:
+            if outcome.too_many is None or error.asked < outcome.too_many.asked:
+                outcome.too_many = error
+            outcome.tally.impossible += 1
+            return
+        except BadPin as error:  # the stages that modules were given
+            outcome.refused = outcome.refused or error
+            outcome.tally.impossible += 1
+            return
+        outcome.tally.solved += 1
+        fitting = [self._solved(one) for one in found]
+        if any(fitting):
+            self.settled.add(shape.mesh)
+        else:
+            outcome.tally.infeasible += 1
+            self.missed(shape.mesh)
+
+    def _solved(self, plan: Plan) -> bool:
+        """Note a solved candidate in one order of its axes: whether it fits."""
+        problem, pins, outcome = self.problem, self.pins, self.outcome
+        known = outcome.by_mesh.get(mesh_key(plan))
+        outcome.seen.append(plan)
+        fits = excess(plan, problem.cluster) <= 0
+        if not fits:
+            outcome.missed(plan, problem.cluster)
+            outcome.cramped = min(outcome.cramped, seconds(plan))
+        else:
+            outcome.fitting.append(plan)
+            bisect.insort(self.times, weighed(plan, pins))
+            long = plan.microbatches * plan.stages > _PLAYED  # playing it takes seconds
+            if weighed(plan, pins) < self.limit and not long:
+                self.limit = min(self.limit, self._weigh(plan, self._played(plan).seconds))
+        if _better(plan, known, problem.cluster, pins):
+            outcome.by_mesh[mesh_key(plan)] = plan
+        return fits
+
+    def _weigh(self, plan: Plan, seconds: float) -> float:
+        return seconds if plain(self.pins, plan) else seconds * WORTH
+
+    def _played(self, plan: Plan) -> Prediction:
+        """The plan's times on its schedule."""
+        outcome, problem = self.outcome, self.problem
+        if plan not in outcome.played:
+            outcome.played[plan] = predict_seconds(
+                problem.layouts.of(plan), plan, problem.cluster, problem.optimizer_bytes
+            )
+        return outcome.played[plan]
+
+    def simulate_best(self) -> None:
+        """Rank the best again by playing their schedules."""
+        outcome = self.outcome
+        actions = [plan.microbatches * plan.stages for plan in outcome.fitting[:KEPT]]
+        kept = sum(total <= _ACTIONS for total in accumulate(actions))
+        outcome.kept = kept = min(len(actions), max(kept, 2))
+        for place, plan in enumerate(outcome.fitting[:kept]):
+            assert plan.prediction is not None
+            memory = plan.prediction.memory
+            better = replace(plan, prediction=replace(self._played(plan), memory=memory))
+            outcome.fitting[place] = better
+            if outcome.by_mesh.get(mesh_key(plan)) == plan:
+                outcome.by_mesh[mesh_key(plan)] = better
+        outcome.fitting[:kept] = sorted(
+            outcome.fitting[:kept], key=lambda plan: rank(plan, self.pins)
+        )
+        for plan in reversed(outcome.fitting[:kept]):
+            outcome.by_mesh[mesh_key(plan)] = plan
+
+
+def weighed(plan: Plan, pins: Pins) -> float:
+    """Predicted seconds, a little more for what is sharded without being asked for."""
+    return seconds(plan) if plain(pins, plan) else seconds(plan) * WORTH
+
+
+def rank(plan: Plan, pins: Pins) -> tuple[object, ...]:
+    return (
+        weighed(plan, pins),
+        plan.microbatches,
+        plan.pipeline,
+        plan.interleave,
+        len(plan.again),
+        plan.zero,
+        plan.shard_size,
+        RESHARDS.index(plan.reshard_after_forward),
+        plan.accumulation,
+        plan.tensor,
+        plan.context,
+        plan.expert,
+        bool(plan.reordered),
+    )
+
+
+def _better(plan: Plan, known: Plan | None, cluster: Cluster, pins: Pins) -> bool:
+    """Whether `plan` stands for its mesh rather than `known`: it fits, or misses by less; then
+    time.
+    """
+    if known is None:
+        return True
+    new, old = max(excess(plan, cluster), 0), max(excess(known, cluster), 0)
+    return (new, rank(plan, pins)) < (old, rank(known, pins))

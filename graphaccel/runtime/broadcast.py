@@ -1,0 +1,172 @@
+"""What one rank gives to all: its weights and random state, its capture, and its plan.
+
+On a machine whose ranks share few cores, all of them making the same at once takes as many times
+longer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import pickle
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from graphaccel.capture.stepgraph import StepGraph
+from graphaccel.capture.transport import packed, unpacked
+from graphaccel.errors import GraphMisuse
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.progress import progress
+from graphaccel.runtime import digest
+from graphaccel.runtime.deferred import share_record
+from graphaccel.runtime.init_tape import Record
+
+log = logging.getLogger("graphaccel.runtime")
+
+
+def same_on_all_ranks(
+    model: nn.Module, count: int, initial: Record | None = None, device: torch.device | None = None
+) -> None:
+    """Rank 0's weights and random state everywhere: replicas and shuffles must not differ. A line
+    says so where weights were others on some rank.
+
+    initial: how they will be made, of a model without weights: from rank 0's random states. device:
+    that this rank sends from, a tensor at a time, where the weights lie elsewhere.
+
+    Raises GraphMisuse (GA407) where the models have not the same parts; nothing is changed then.
+    """
+    if count == 1:
+        return
+    said: list[Any] = [None] * count
+    dist.all_gather_object(said, depends_on(model, None, None))
+    if len(set(said)) > 1:
+        other = next(rank for rank, told in enumerate(said) if told != said[0])
+        raise GraphMisuse(
+            what=f"the model of rank {other} is not that of rank 0: they differ in modules, "
+            "parameters, buffers or modes",
+            help_line="build the same model on every rank",
+        )
+    others = _ranks_that_differ(model, count)
+    if others:
+        named = ", ".join(map(str, others))
+        progress("weights", f"rank 0's, on every rank: others had rank {named}", 0.0)
+    if initial is not None:
+        share_record(initial)
+    tensors = (*model.parameters(), *model.buffers()) if initial is None else ()
+    with torch.no_grad():
+        for tensor in tensors:
+            data = tensor.detach().contiguous().to(device or tensor.device)
+            dist.broadcast(data, 0)
+            if data.data_ptr() != tensor.data_ptr():
+                tensor.copy_(data)
+    states: list[Any] = [(torch.random.get_rng_state(), random.getstate(), np.random.get_state())]
+    dist.broadcast_object_list(states, 0)
+    torch.random.set_rng_state(states[0][0])
+    random.setstate(states[0][1])
+    np.random.set_state(states[0][2])
+
+
+def refuse_other_weights(model: nn.Module, count: int) -> None:
+    """Before the first step of `count` ranks, whose weights are still whole: each goes on with its
+    own. A collective.
+
+    Raises GraphMisuse (GA407) on every rank where some rank's are not rank 0's.
+    """
+    others = _ranks_that_differ(model, count)
+    if others:
+        raise GraphMisuse(
+            what=f"rank {others[0]}'s weights are not rank 0's: some ranks wrote theirs alone "
+            "after optimize()",
+            help_line="write them on every rank:  model.load_state_dict(torch.load(path))",
+        )
+
+
+def _ranks_that_differ(model: nn.Module, count: int) -> list[int]:
+    """Ranks that have other values in parameters and buffers than rank 0."""
+    tensors = [t.detach() for t in (*model.parameters(), *model.buffers()) if not t.is_meta]
+    if count == 1:
+        return []
+    here = digest.of_host(t for t in tensors if t.device.type == "cpu")
+    there = [t for t in tensors if t.device.type != "cpu"]
+    said: list[Any] = [None] * count
+    dist.all_gather_object(said, (here, int(digest.of_device(there)) if there else 0))
+    return [rank for rank, values in enumerate(said) if values != said[0]]
+
+
+def share_capture(
+    known: bool,
+    depends: str,
+    capture: Callable[[], StepGraph],
+    keep: Callable[[StepGraph], None],
+) -> None:
+    """Let one rank call `capture` and the others `keep` what it made; a collective (`_share`).
+
+    What can not be sent (an output of a class that pickle can not find) costs time only.
+    """
+
+    def unpack(data: bytes) -> None:
+        step = unpacked(data)
+        if step is None:
+            log.info("another rank's capture did not survive the way; capturing here too")
+        else:
+            keep(step)
+
+    _share(known, depends, lambda: _packed(capture()), unpack)
+
+
+def share_plan(
+    known: bool, depends: str, choose: Callable[[], Plan], keep: Callable[[Plan], None]
+) -> None:
+    """Let one rank `choose` a plan and the others `keep` it; a collective (`_share`)."""
+    _share(known, depends, lambda: pickle.dumps(choose()), lambda data: keep(pickle.loads(data)))
+
+
+def _share(
+    known: bool, depends: str, make: Callable[[], bytes | None], keep: Callable[[bytes], None]
+) -> None:
+    """Let one rank `make` what all need, and the others `keep` it.
+
+    known: this rank has it already. depends: digest of what it depends on. Nothing is done where
+    all ranks know it or where they differ in what it depends on. A rank for which nothing is kept
+    makes it by itself: its error is then its own.
+    """
+    said: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(said, (known, depends))
+    if all(has for has, _ in said) or len({told for _, told in said}) > 1:
+        return
+    source = next((rank for rank, (has, _) in enumerate(said) if has), 0)
+    data: list[bytes | None] = [None]
+    try:
+        if dist.get_rank() == source:
+            data[0] = make()
+    finally:  # the others wait, whatever happens here
+        dist.broadcast_object_list(data, source)
+    if not known and dist.get_rank() != source and data[0] is not None:
+        keep(data[0])
+
+
+def depends_on(model: nn.Module, signature: object, loss: object) -> str:
+    """A digest of what a capture depends on, as far as two ranks' models can differ: their modules,
+    parameters and modes, and the batch's signature."""
+    parts: list[object] = [signature, getattr(loss, "__qualname__", loss)]
+    parts += [(name, type(m).__qualname__, m.training) for name, m in model.named_modules()]
+    for named in (model.named_parameters, model.named_buffers):
+        parts += [
+            (name, tuple(t.shape), str(t.dtype), t.requires_grad)
+            for name, t in named(remove_duplicate=False)
+        ]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def _packed(step: StepGraph) -> bytes | None:
+    try:
+        return packed(step)
+    except Exception as error:  # of the user's classes: pickle raises whatever they do
+        log.info("each rank captures by itself: the capture can not be sent: %s", error)
+        return None

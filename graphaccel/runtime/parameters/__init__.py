@@ -1,0 +1,1 @@
+"""Parameters, gradients and optimizer state of which this rank holds a part."""

@@ -1,0 +1,137 @@
+"""What a step of an optimizer has to know of all gradients together, over all ranks.
+
+Two numbers: the norm that `clip_norm=` clips by, and whether gradients of an fp16 step overflowed.
+They are found before the step, on the gradients as the script sees them, and stay on the device:
+nothing waits for them. `runtime.parameters.optimizer_step` hands them to the fused step; what
+torch's own code steps has its gradients clipped in place before.
+
+    norm = √ Σ g²      g ← g / max(1, (norm + 1e-6) / clip_norm)
+
+as torch.nn.utils.clip_grad_norm_ has it (Pascanu, Mikolov and Bengio, 2013, algorithm 1). Squares
+are summed over the axes that a gradient is split over, then over the pipeline's ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from graphaccel.errors import GraphMisuse
+from graphaccel.kernels.multi_tensor import MultiTensor
+from graphaccel.runtime.mesh import Mesh
+from graphaccel.runtime.parameters.remote import RemoteTensor
+from graphaccel.runtime.parameters.sharded import ShardTensor, local_of
+
+Optimizer = torch.optim.Optimizer
+
+
+class AllGradients:
+    """A hook before every step of one optimizer; the first of ours.
+
+    clip_norm: largest norm, or None. scaled: whether gradients may have overflowed (fp16).
+    elsewhere: parameters, by identity, that another rank of the pipeline counts.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        mesh: Mesh,
+        clip_norm: float | None,
+        *,
+        scaled: bool = False,
+        elsewhere: Iterable[Tensor] = (),
+    ) -> None:
+        self.clip_norm = clip_norm
+        self.norm: Tensor | None = None
+        self.overflow: Tensor | None = None
+        self._mesh, self._scaled = mesh, scaled
+        self._elsewhere = {id(p) for p in elsewhere}
+        self._many = MultiTensor()
+        optimizer.register_step_pre_hook(self._before)
+
+    @torch.no_grad()
+    def _before(self, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
+        if self.clip_norm is not None and kwargs.get("closure", *args[1:2] or (None,)) is not None:
+            raise GraphMisuse(
+                what="optimizer.step(closure) with clip_norm=: the gradients that it would clip "
+                "are made in the step",
+                help_line="call the closure first, then optimizer.step()",
+            )
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        given = [(p, p.grad) for p in params if p.grad is not None]
+        if self._scaled:
+            self.overflow = spoiled([g for _, g in given], self._mesh.device)
+        if self.clip_norm is not None:
+            wide = any(p.dtype == torch.float64 for p in params)
+            own = [g for p, g in given if id(p) not in self._elsewhere]
+            self.norm = self._norm(own, torch.float64 if wide else torch.float32)
+            scale = getattr(optimizer, "grad_scale", None)  # torch.amp.GradScaler's, not ours
+            if scale is not None:
+                self.norm = self.norm / scale.to(self.norm.device)
+
+    def _norm(self, gradients: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
+        """Of the gradients of all ranks, a scalar."""
+        sets: dict[str, list[Tensor]] = {}
+        for gradient in gradients:
+            if not isinstance(gradient, RemoteTensor):
+                axes = gradient.sharding.axes if isinstance(gradient, ShardTensor) else ""
+                sets.setdefault(axes, []).append(local_of(gradient))
+        total = torch.zeros((), dtype=dtype, device=self._mesh.device)
+        for axes, some in sorted(sets.items()):
+            squares = self._many.squares(some).to(total.device, dtype)
+            if axes:
+                dist.all_reduce(squares, group=self._mesh.group(axes))
+            total = total + squares
+        if self._mesh.pipeline > 1:
+            dist.all_reduce(total, group=self._mesh.pipeline_group)
+        return total.sqrt_()
+
+    def clip(self, gradients: Iterable[Tensor]) -> None:
+        """What the fused step does not: gradients of this step are clipped, in place."""
+        if self.clip_norm is None or self.norm is None:
+            return
+        own = [g for g in map(local_of, gradients) if not isinstance(g, RemoteTensor)]
+        kinds: dict[tuple[Any, Any], list[Tensor]] = {}
+        for gradient in own:
+            kinds.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+        factor = torch.clamp(self.clip_norm / (self.norm + 1e-6), max=1.0)
+        for (device, dtype), some in kinds.items():
+            torch._foreach_mul_(some, factor.to(device, dtype))
+
+
+def clip_before(optimizer: Optimizer, known: AllGradients) -> None:
+    """Clip in place before each step, where torch's own code does all of it."""
+
+    def clip(of: Optimizer, *_: Any) -> None:
+        with torch.no_grad():
+            known.clip(p.grad for g in of.param_groups for p in g["params"] if p.grad is not None)
+
+    optimizer.register_step_pre_hook(clip)
+
+
+def spoil(gradients: Iterable[Tensor], overflow: Tensor) -> None:
+    """Where `overflow` is not 0, a NaN in every gradient: what is added to it stays one, and
+    `spoiled` finds it on whatever rank. Nothing waits for the device."""
+    kinds: dict[torch.dtype, list[Tensor]] = {}
+    for first in _firsts(gradients):
+        kinds.setdefault(first.dtype, []).append(first)
+    for dtype, firsts in kinds.items():
+        nan = torch.full_like(overflow, float("nan"))
+        torch._foreach_add_(firsts, torch.where(overflow > 0, nan, 0.0).to(dtype))
+
+
+def spoiled(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
+    """1 where a gradient is of a step that overflowed, else 0: a float32 scalar on `device`."""
+    firsts = [f.to(device, torch.float32) for f in _firsts(map(local_of, gradients))]
+    if not firsts:
+        return torch.zeros((), device=device)
+    return torch.stack(firsts).isnan().any().to(torch.float32)
+
+
+def _firsts(gradients: Iterable[Tensor]) -> list[Tensor]:
+    own = [g for g in gradients if not isinstance(g, RemoteTensor) and g.numel()]
+    return [g[(0,) * g.dim()] for g in own]

@@ -1,0 +1,80 @@
+"""Norms of shards, that become the norms of the whole when they are read: many of them travel
+together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from graphaccel.compat.torch import no_torch_function as _no_torch_function
+from graphaccel.compat.torch import pytree, without_storage
+from graphaccel.runtime.parameters.layout import Layout
+
+aten = torch.ops.aten
+
+
+class PendingNorm(torch.Tensor):
+    """The norm of one shard, that becomes that of the whole when it is read or stacked: norms of
+    many gradients then travel together."""
+
+    local: torch.Tensor
+    sharding: Layout
+    order: float
+    known: torch.Tensor | None
+
+    __torch_function__ = _no_torch_function
+
+    @staticmethod
+    def __new__(cls, local: torch.Tensor, layout: Layout, order: float) -> PendingNorm:
+        """local: the norm of order `order` of this rank's shard."""
+        made = without_storage(cls, (), local.dtype, local.device)
+        made.local, made.sharding, made.order, made.known = local, layout, order, None
+        return made
+
+    def __repr__(self, **_: Any) -> str:
+        return f"PendingNorm({self.dtype}, {self.sharding.axes})"
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        """The first op that reads it."""
+        own = (PendingNorm, torch.Tensor, torch.nn.Parameter)
+        if any(issubclass(kind, torch.Tensor) and kind not in own for kind in types):
+            return NotImplemented  # shards and remote tensors know what to do with it
+        if func in (aten.detach.default, aten.alias.default) and args[0].known is None:
+            return PendingNorm(args[0].local, args[0].sharding, args[0].order)
+        leaves, spec = pytree.tree_flatten((args, kwargs or {}))
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, PendingNorm)]
+        for i, known in zip(places, resolve([leaves[i] for i in places]), strict=True):
+            leaves[i].known = leaves[i] = known  # what is written in place stays
+        args, kwargs = pytree.tree_unflatten(leaves, spec)
+        return func(*args, **(kwargs or {}))
+
+
+def resolve(norms: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Norms with the pending ones known: one all-reduce for each set of axes and each order."""
+    found = list(norms)
+    sets: dict[tuple[str, float], list[int]] = {}
+    for i, norm in enumerate(norms):
+        if isinstance(norm, PendingNorm) and norm.known is not None:
+            found[i] = norm.known
+        elif isinstance(norm, PendingNorm):
+            sets.setdefault((norm.sharding.axes, norm.order), []).append(i)
+    for (axes, order), places in sorted(sets.items()):
+        pending = [norms[i] for i in places]
+        mesh = pending[0].sharding.mesh  # type: ignore[attr-defined]
+        local = torch.stack([n.local for n in pending])  # type: ignore[attr-defined]
+        local, group = local.to(mesh.device), mesh.group(axes)  # of what may lie on the host
+        if order == float("inf"):
+            dist.all_reduce(local, op=dist.ReduceOp.MAX, group=group)
+        else:
+            local = local**order
+            dist.all_reduce(local, group=group)
+            local = local ** (1.0 / order)
+        for i, value in zip(places, local.to(pending[0].device).unbind(), strict=True):
+            found[i] = value
+    return found

@@ -1,0 +1,299 @@
+"""The user's Adam, AdamW or SGD in one pass over all its parameters (`kernels.multi_tensor`).
+
+While `optimizer.step()` runs, groups whose step is done here have no parameters, so that torch's
+own code has nothing to do for them; before and after they are as the user knows them, and the state
+is that which torch would have made. What is not done here (amsgrad, maximize, learning rates that
+are tensors, ...) is left to torch, and `reasons` says why. A closure leaves a step to torch too,
+as does a hook that was added after ours and would see the parameters too late.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphaccel.compat.torch import order_step_hooks
+from graphaccel.kernels.multi_tensor import AdamRule, Around, MultiTensor, SGDRule
+from graphaccel.runtime.large_pages import zeros_like_all
+from graphaccel.runtime.parameters.all_gradients import AllGradients
+
+Optimizer = torch.optim.Optimizer
+_ADAM = (torch.optim.Adam, torch.optim.AdamW)
+_SETTINGS = ("amsgrad", "maximize", "differentiable")
+
+
+def refusal(optimizer: Optimizer, group: dict[str, Any]) -> str | None:
+    """Why the settings of a group leave its step to torch, or None."""
+    kind = type(optimizer)
+    if kind not in (*_ADAM, torch.optim.SGD):
+        return f"{kind.__name__} is neither Adam, AdamW nor SGD of torch.optim"
+    for name in _SETTINGS:
+        if group.get(name):
+            return f"{name}=True"
+    numbers = [group["lr"], group["weight_decay"], *group.get("betas", ())]
+    if any(isinstance(n, Tensor) for n in numbers):
+        return "a learning rate, decay or beta that is a tensor"
+    return None
+
+
+def _unfit(tensors: Sequence[Tensor], like: Sequence[Tensor]) -> str | None:
+    """Why some tensors can not stand beside the parameters that they belong to, or None."""
+    for t, p in zip(tensors, like, strict=True):
+        if type(t) not in (Tensor, torch.nn.Parameter):
+            return f"a parameter or gradient that is a {type(t).__name__}"
+        if t.layout != torch.strided or not t.is_contiguous() or t.is_complex():
+            return "a tensor that is sparse, complex or not contiguous"
+        if t.dtype != p.dtype:
+            return "weights, gradients and state of different dtypes"
+        if t.shape != p.shape or t.device != p.device:
+            return "state of another shape or on another device"
+    return None
+
+
+@dataclass
+class _Group:
+    """The parameters of a group that have gradients, and what belongs to them, in their order."""
+
+    group: dict[str, Any]
+    params: list[Tensor]
+    grads: list[Tensor]
+    states: list[dict[str, Any]]
+
+
+class OptimizerStep:
+    """Hooks around one optimizer: made before other hooks of ours, started after them.
+
+    known: of all gradients together, where something of them has to be known. on_host: the
+    parameters that are stepped lie there (`runtime.parameters.sharded_optimizer`).
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, known: AllGradients | None = None, *, on_host: bool = False
+    ) -> None:
+        self.reasons: tuple[str, ...] = ()
+        self._known_of_all, self._on_host = known, on_host
+        self._optimizer = optimizer
+        self._many = MultiTensor()
+        self._emptied: list[tuple[dict[str, Any], list[Tensor]]] = []
+        self._known: dict[int, list[Tensor]] = {}
+        self._after_id = optimizer.register_step_post_hook(self._after).id
+        self._before_hook: Any = None
+
+    def start(self) -> None:
+        """From now on steps are done here."""
+        if self._before_hook is not None:
+            self._before_hook.remove()
+        self._before_hook = self._optimizer.register_step_pre_hook(self._before)
+
+    @torch.no_grad()
+    def _before(self, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
+        self._restore()  # a step before may have raised
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        last = order_step_hooks(optimizer, self._before_hook.id, self._after_id)
+        if closure is not None or not last:
+            self._leave([p for group in optimizer.param_groups for p in group["params"]])
+            return
+        fit: list[_Group] = []
+        left: list[Tensor] = []
+        reasons = []
+        for number, group in enumerate(optimizer.param_groups):
+            reason = refusal(optimizer, group)
+            found = self._found(group) if reason is None else None
+            if found is not None:
+                reason = self._refused(number, found)
+            if found is not None and reason is None:
+                fit.append(found)
+            elif reason is not None:
+                reasons.append(reason)
+                left += group["params"]
+        around = _on_cpu(self._around()) if self._on_host else self._around()
+        if around.found_inf is not None and not _on_device(optimizer, fit):
+            # What the device alone knows would be counted as a step: see it here.
+            if self._known_of_all is None or self._known_of_all.overflow is None:
+                fit, reasons = [], [*reasons, "step counts on the CPU under torch.amp.GradScaler"]
+            elif bool(around.found_inf):
+                left += [p for found in fit for p in found.params]
+                fit = []
+            else:
+                around = replace(around, found_inf=None)
+        self.reasons = tuple(dict.fromkeys(reasons))
+        step = self._sgd if type(optimizer) is torch.optim.SGD else self._adam
+        for some in _by_device(fit):
+            step(some, around)
+        self._leave(left)
+        for found in fit:
+            self._emptied.append((found.group, found.group["params"]))
+            found.group["params"] = []
+
+    def _around(self) -> Around:
+        """What torch.amp.GradScaler says, and what is known of all gradients."""
+        optimizer, known = self._optimizer, self._known_of_all
+        around = Around(
+            getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+        )
+        if known is None:
+            return around
+        found = around.found_inf
+        if known.overflow is not None:
+            found = known.overflow if found is None else torch.maximum(found, known.overflow)
+        return replace(around, found_inf=found, max_norm=known.clip_norm, norm=known.norm)
+
+    def _leave(self, params: Sequence[Tensor]) -> None:
+        """What torch's own code will step: without gradients after an overflow, else clipped."""
+        known = self._known_of_all
+        if known is None or not params:
+            return
+        if known.overflow is not None and bool(known.overflow):
+            for p in params:
+                p.grad = None
+        known.clip(p.grad for p in params if p.grad is not None)
+
+    def _found(self, group: dict[str, Any]) -> _Group:
+        pairs = [(p, g) for p in group["params"] if (g := p.grad) is not None]
+        params = [p for p, _ in pairs]
+        state = self._optimizer.state
+        plain = type(self._optimizer) is torch.optim.SGD and not group["momentum"]
+        states = [] if plain else [state[p] for p in params]
+        return _Group(group, params, [g for _, g in pairs], states)
+
+    def _refused(self, number: int, found: _Group) -> str | None:
+        """Why tensors of a group leave it to torch. Weights and state that were looked at in the
+        step before are not looked at again."""
+        names = ("momentum_buffer",) if "momentum" in found.group else ("exp_avg", "exp_avg_sq")
+        held = list(found.params)
+        for name in names:
+            held += [t for s in found.states if (t := s.get(name)) is not None]
+        known = self._known.get(number, ())
+        if len(held) != len(known) or not all(map(is_, held, known)):
+            like = list(found.params)
+            for name in names:
+                rows = zip(found.params, found.states, strict=False)
+                like += [p for p, s in rows if s.get(name) is not None]
+            if (reason := _unfit(held, like)) is not None:
+                return reason
+            self._known[number] = held
+        for g, p in zip(found.grads, found.params, strict=True):
+            if type(g) is not Tensor or g.dtype != p.dtype or not g.is_contiguous():
+                if (reason := _unfit([g], [p])) is not None:
+                    return reason
+        return None
+
+    def _after(self, optimizer: Optimizer, *_: Any) -> None:
+        self._restore()
+        if not order_step_hooks(optimizer, self._before_hook.id, self._after_id):
+            self.start()  # behind the hooks that came meanwhile
+
+    def _restore(self) -> None:
+        for group, params in self._emptied:
+            group["params"] = params
+        self._emptied = []
+
+    def _adam(self, groups: list[_Group], around: Around) -> None:
+        kind = type(self._optimizer) is torch.optim.AdamW
+        rules: list[AdamRule] = []
+        for found in groups:
+            group = found.group
+            _make_adam_states(found)
+            decoupled = group.get("decoupled_weight_decay", kind)
+            numbers = (*group["betas"], group["eps"], group["weight_decay"])
+            rules += [AdamRule(group["lr"], *numbers, decoupled)] * len(found.params)
+        states = [s for found in groups for s in found.states]
+        self._many.adam(
+            [p for found in groups for p in found.params],
+            [g for found in groups for g in found.grads],
+            [s["exp_avg"] for s in states],
+            [s["exp_avg_sq"] for s in states],
+            [s["step"] for s in states],
+            rules,
+            around,
+        )
+
+    def _sgd(self, groups: list[_Group], around: Around) -> None:
+        buffers: list[Tensor | None] = []
+        first: list[bool] = []
+        damped = any(found.group["dampening"] for found in groups)
+        if around.found_inf is not None and damped and _any_empty(groups):
+            # A first step that is left out must leave buffers unmade: damping tells them apart.
+            if bool(around.found_inf):
+                return
+            around = replace(around, found_inf=None)
+        rules: list[SGDRule] = []
+        for found in groups:
+            group = found.group
+            new = [s.get("momentum_buffer") is None for s in found.states]
+            empty = [i for i, is_new in enumerate(new) if is_new]
+            made = zeros_like_all([found.params[i] for i in empty])  # as in a step left out
+            for i, buffer in zip(empty, made, strict=True):
+                found.states[i]["momentum_buffer"] = buffer
+            count = len(found.params)
+            buffers += [s["momentum_buffer"] for s in found.states] or [None] * count
+            first += new or [False] * count
+            numbers = (group["momentum"], group["dampening"], group["nesterov"])
+            rules += [SGDRule(group["lr"], *numbers, group["weight_decay"])] * count
+        self._many.sgd(
+            [p for found in groups for p in found.params],
+            [g for found in groups for g in found.grads],
+            buffers,
+            first,
+            rules,
+            around,
+        )
+
+
+def _on_cpu(around: Around) -> Around:
+    """With its scalars beside parameters that lie on the host."""
+    tensors = {name: value for name, value in vars(around).items() if isinstance(value, Tensor)}
+    return replace(around, **{name: value.cpu() for name, value in tensors.items()})
+
+
+def _any_empty(groups: Sequence[_Group]) -> bool:
+    return any(s.get("momentum_buffer") is None for found in groups for s in found.states)
+
+
+def _make_adam_states(found: _Group) -> None:
+    """What torch makes at the first step, of a group's parameters that have no state."""
+    group = found.group
+    new = [i for i, state in enumerate(found.states) if not state]
+    params = [found.params[i] for i in new]
+    moments = zeros_like_all([*params, *params])
+    wide = torch.get_default_dtype() == torch.float64 and not group["fused"]
+    dtype = torch.float64 if wide else torch.float32
+    for place, i in enumerate(new):
+        own = group["capturable"] or group["fused"]
+        device = found.params[i].device if own else torch.device("cpu")
+        found.states[i].update(
+            step=torch.zeros((), dtype=dtype, device=device),
+            exp_avg=moments[place],
+            exp_avg_sq=moments[len(new) + place],
+        )
+
+
+def _by_device(groups: list[_Group]) -> list[list[_Group]]:
+    """Groups that have something to do; where their parameters lie on several devices, in parts."""
+    found: dict[torch.device, list[_Group]] = {}
+    for group in groups:
+        devices = dict.fromkeys(p.device for p in group.params)
+        for device in devices:
+            part = group
+            if len(devices) > 1:
+                some = [i for i, p in enumerate(group.params) if p.device == device]
+                states = [group.states[i] for i in some if group.states]
+                params, grads = ([x[i] for i in some] for x in (group.params, group.grads))
+                part = _Group(group.group, params, grads, states)
+            found.setdefault(device, []).append(part)
+    return list(found.values())
+
+
+def _on_device(optimizer: Optimizer, groups: list[_Group]) -> bool:
+    """Whether a step that is left out by the device is not counted by the CPU."""
+    if type(optimizer) is torch.optim.SGD:
+        return True
+    return all(
+        g.group["capturable"] or g.group["fused"] or all(p.device.type == "cpu" for p in g.params)
+        for g in groups
+    )

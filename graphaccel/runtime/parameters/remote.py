@@ -1,0 +1,177 @@
+"""Parameters and gradients that lie on another pipeline rank: full shape here, no storage.
+
+Optimizers, schedulers, gradient clipping and `parameters()` see every parameter of the model; those
+of other stages are `RemoteTensor`s. In-place arithmetic on one does nothing (its own rank does it),
+results are remote again, and reading a number from one is an error. The one number that training
+needs from all of them, the total norm, is right: `clip_grad_norm_` stacks the norms of all
+gradients, and stacking a remote norm fetches it (one small all-reduce within the pipeline; every
+rank calls it alike).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from graphaccel.compat.torch import pytree, without_storage
+from graphaccel.errors import ElsewhereNeeded, PartOfModel
+from graphaccel.errors.messages import line_of_script
+from graphaccel.runtime.parameters.norms import resolve
+from graphaccel.runtime.parameters.sharded import copied
+
+aten = torch.ops.aten
+
+
+class RemoteTensor(torch.Tensor):
+    """A tensor of another rank: shape, dtype and device, and the group it can be asked through."""
+
+    group: Any
+
+    @staticmethod
+    def __new__(
+        cls, like: torch.Tensor, group: Any, device: torch.device | None = None
+    ) -> RemoteTensor:
+        """A stand-in for `like`, on another device if that is said."""
+        made = without_storage(cls, like.shape, like.dtype, device or like.device)
+        made.group = group
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        """No tensors inside: nothing of it lies in this rank's memory."""
+        return [], (self.shape, self.dtype, self.device, self.group)
+
+    @staticmethod
+    def __tensor_unflatten__(_inner: Any, context: Any, *_sizes: Any) -> RemoteTensor:
+        shape, dtype, device, group = context
+        made = without_storage(RemoteTensor, shape, dtype, device)
+        made.group = group
+        return made
+
+    def __repr__(self, **_: Any) -> str:
+        return f"RemoteTensor({list(self.shape)}, {self.dtype})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RemoteTensor:
+        return copied(self, RemoteTensor(self, self.group), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Nothing of it is here. Raises PartOfModel (GA411)."""
+        raise PartOfModel(what=f"a parameter of shape {list(self.shape)}")
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        """Ops with at least one remote tensor among their arguments."""
+        return _computed(func, args, kwargs or {})
+
+
+def _computed(func: Any, args: tuple, kwargs: dict) -> Any:
+    name = func.__name__.split(".")[0]
+    leaves = pytree.tree_leaves((args, kwargs))
+    remote = next(leaf for leaf in leaves if isinstance(leaf, RemoteTensor))
+    if func is aten.stack.default and all(t.dim() == 0 for t in args[0]):
+        return _stack(args[0], remote)
+    if "_foreach_" in name or "_fused_" in name:
+        return _on_local(func, args, kwargs, remote)
+    if func in (aten.detach.default, aten.alias.default):
+        return RemoteTensor(args[0], remote.group)
+    if torch.Tag.nondeterministic_seeded in func.tags:  # its own rank draws: so does this one
+        given = pytree.tree_map_only(RemoteTensor, _zeros, (args, kwargs))
+        func(*given[0], **given[1])
+    written = [
+        kwargs.get(a.name, args[i] if i < len(args) else None)
+        for i, a in enumerate(func._schema.arguments)
+        if a.alias_info is not None and a.alias_info.is_write
+    ]
+    if written:
+        if not all(isinstance(leaf, RemoteTensor) for leaf in pytree.tree_leaves(written)):
+            raise _needed(func)
+        return written[0] if len(written) == 1 else tuple(written)
+    if func in (aten._local_scalar_dense.default, aten.equal.default):
+        raise _needed(func)
+    shapes = pytree.tree_map_only(torch.Tensor, _meta, (args, kwargs))
+    try:
+        result = func(*shapes[0], **{k: v for k, v in shapes[1].items() if k != "device"})
+    except NotImplementedError as error:  # ops whose result has a size that depends on values
+        raise _needed(func) from error
+    device = kwargs.get("device") or remote.device
+    if isinstance(device, torch.device) and device.type == "meta":
+        return result
+    return pytree.tree_map_only(torch.Tensor, lambda t: _remote(t, remote), result)
+
+
+def _needed(func: Any) -> ElsewhereNeeded:
+    name = func.__name__.split(".")[0].strip("_").removeprefix("foreach_")
+    name = "item" if name == "local_scalar_dense" else name
+    return ElsewhereNeeded(op=name, location=line_of_script())
+
+
+def _zeros(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+
+def _meta(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def _remote(shape: torch.Tensor, like: RemoteTensor) -> RemoteTensor:
+    with torch.device(like.device):
+        made = without_storage(RemoteTensor, shape.shape, shape.dtype, like.device)
+    made.group = like.group
+    return made
+
+
+def _stack(tensors: Sequence[torch.Tensor], remote: RemoteTensor) -> torch.Tensor:
+    """Numbers of all ranks, stacked: each is known where its tensor lies, on one rank or several.
+
+    The largest of what is known is the number, for what is not is less than any; that a number is
+    NaN travels beside it.
+    """
+    number = remote.dtype
+    wide = number if number.is_floating_point else torch.int64
+    least = -float("inf") if number.is_floating_point else torch.iinfo(wide).min
+    known = torch.stack(
+        [
+            torch.full((), least, dtype=wide, device=remote.device)
+            if isinstance(t, RemoteTensor)
+            else t.detach().to(remote.device, wide)  # from the host, perhaps
+            for t in resolve(tensors)
+        ]
+    )
+    missing = known.isnan()
+    both = torch.stack([known.masked_fill(missing, least), missing.to(wide)])
+    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=remote.group)
+    values = both[0].to(number)
+    return values.masked_fill(both[1] > 0, float("nan")) if number.is_floating_point else values
+
+
+def _on_local(func: Any, args: tuple, kwargs: dict, remote: RemoteTensor) -> Any:
+    """A list op on those places at which every list has a tensor of this rank."""
+    lists = [
+        a for a in args if isinstance(a, (list, tuple)) and a and isinstance(a[0], torch.Tensor)
+    ]
+    count = max(len(x) for x in lists)
+    places = [[x[i] for x in lists if len(x) == count] for i in range(count)]
+    here = [i for i, p in enumerate(places) if not any(isinstance(t, RemoteTensor) for t in p)]
+    writes = func.__name__.split(".")[0].endswith("_")
+    if writes and not all(i in here or isinstance(lists[0][i], RemoteTensor) for i in range(count)):
+        raise _needed(func)
+
+    def kept(value: Any) -> Any:
+        if isinstance(value, (list, tuple)) and len(value) == count:
+            return [value[i] for i in here]
+        return value
+
+    results = None
+    if here:
+        results = func(*(kept(a) for a in args), **{k: kept(v) for k, v in kwargs.items()})
+    if "_amp_foreach_" in func.__name__:  # whether all are finite: the same on every rank
+        dist.all_reduce(args[1], op=dist.ReduceOp.MAX, group=remote.group)
+    if writes or not func._schema.returns:
+        return None
+    found = dict(zip(here, results or (), strict=True))
+    shapes = func(*pytree.tree_map_only(torch.Tensor, _meta, args), **kwargs)
+    return [found[i] if i in found else _remote(shapes[i], remote) for i in range(count)]

@@ -1,0 +1,208 @@
+"""The user's own optimizer, working on shards.
+
+While `optimizer.step()` runs, each parameter whose optimizer state is sharded is replaced in the
+optimizer's groups by a twin: a plain tensor, this rank's shard of the parameter, with this rank's
+shard of the gradient. So the optimizer runs at its own speed, and its state has the shard's shape.
+Before and after, groups and state are keyed by the user's parameters. Parameters that rest whole
+(ZeRO-1 and 2) are gathered from their shards afterwards. Where the plan keeps optimizer state on
+the host, every parameter with a gradient has its twin there (`runtime.parameters.host`).
+
+Rajbhandari et al., ZeRO, 2020, §5.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphaccel.errors import GraphMisuse, NotElementwise
+from graphaccel.runtime.gloo import gather_rows
+from graphaccel.runtime.parameters.host import HostCopies
+from graphaccel.runtime.parameters.layout import Layout
+from graphaccel.runtime.parameters.sharded import ShardTensor
+
+Optimizer = torch.optim.Optimizer
+
+ELEMENTWISE = frozenset(
+    "SGD Adam AdamW Adamax NAdam RAdam RMSprop Rprop Adagrad Adadelta ASGD".split()
+)
+"""Optimizers of torch.optim that treat every number of a parameter by itself."""
+
+
+def is_elementwise(optimizer: Optimizer | None) -> bool:
+    """Whether an optimizer's step on a shard is known to be that shard of its step on the whole."""
+    kind = type(optimizer)
+    known = kind.__module__.startswith("torch.optim") and kind.__name__ in ELEMENTWISE
+    return optimizer is None or known or bool(getattr(optimizer, "graphaccel_elementwise", False))
+
+
+def check_elementwise(optimizer: Optimizer) -> None:
+    """Raises NotElementwise (GA211) for an optimizer that needs the whole."""
+    if not is_elementwise(optimizer):
+        raise NotElementwise(optimizer=type(optimizer).__name__, known=tuple(sorted(ELEMENTWISE)))
+
+
+class Twins:
+    """Hooks around one optimizer.
+
+    layouts: of optimizer state, by name of the parameter, then by its identity; without splits
+    where it lies here whole. host: where the optimizer works, if not on the device.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        parameters: Mapping[str, nn.Parameter],
+        layouts: Mapping[str, Layout],
+        bucket_bytes: int,
+        host: HostCopies | None = None,
+    ) -> None:
+        self.layouts = {id(parameters[n]): layout for n, layout in layouts.items()}
+        self._bucket_bytes, self._host = bucket_bytes, host
+        self._twins: dict[int, nn.Parameter] = {}
+        self._swapped: list[tuple[nn.Parameter, nn.Parameter]] = []
+        optimizer.register_step_pre_hook(self._before)
+        optimizer.register_step_post_hook(self._after)
+
+    def _before(self, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
+        self._restore(optimizer)  # a step before may have raised
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0]: itself
+        if callable(closure):
+            raise GraphMisuse(
+                what="optimizer.step(closure) where optimizer state is "
+                + ("sharded" if self._host is None else "on the host"),
+                help_line="call the closure first, then optimizer.step()",
+            )
+        for group in optimizer.param_groups:
+            group["params"] = [self._twin_of(p, optimizer) for p in group["params"]]
+        if self._host is not None:
+            self._host.wait()
+
+    def _twin_of(self, parameter: nn.Parameter, optimizer: Optimizer) -> nn.Parameter:
+        layout, gradient = self.layouts.get(id(parameter)), parameter.grad
+        on_host = self._host is not None and gradient is not None
+        if layout is None or not (layout.splits or on_host):
+            return parameter
+        local = _local(parameter, layout)
+        if self._host is not None and gradient is not None:
+            twin = self._host.twin(id(parameter), local, _local(gradient, layout))
+        else:
+            twin = self._on_device(id(parameter), local, parameter.requires_grad)
+            twin.grad = None if gradient is None else _local(gradient, layout)
+        if parameter in optimizer.state:
+            state = optimizer.state.pop(parameter)
+            optimizer.state[twin] = self._host.state(state) if self._host is not None else state
+        self._swapped.append((parameter, twin))
+        return twin
+
+    def _on_device(self, key: int, local: torch.Tensor, trained: bool) -> nn.Parameter:
+        """The shard itself as a parameter."""
+        twin = self._twins.get(key)
+        if twin is None or twin.data_ptr() != local.data_ptr():
+            twin = self._twins[key] = nn.Parameter(local, requires_grad=trained)
+        return twin
+
+    def _restore(self, optimizer: Optimizer) -> None:
+        """Groups and state as the user knows them."""
+        known = {id(twin): parameter for parameter, twin in self._swapped}
+        for group in optimizer.param_groups:
+            group["params"] = [known.get(id(p), p) for p in group["params"]]
+        for parameter, twin in self._swapped:
+            if twin in optimizer.state:
+                optimizer.state[parameter] = optimizer.state.pop(twin)
+        self._swapped = []
+
+    @torch.no_grad()
+    def _after(self, optimizer: Optimizer, *_: Any) -> None:
+        swapped = self._swapped
+        self._restore(optimizer)
+        stepped = []
+        for parameter, twin in swapped:
+            layout = self.layouts[id(parameter)]
+            if layout.padded and (rest := _rest(parameter, layout)).padded:  # stepped apart
+                rest.here(_held(parameter)).copy_(rest.real(twin.detach()), non_blocking=True)
+                self._twins.pop(id(parameter), None)
+            elif twin.data_ptr() != (local := _local(parameter, layout)).data_ptr():
+                local.copy_(twin.detach(), non_blocking=True)  # it was given another memory
+            if twin.grad is not None and _rests_whole(parameter, layout):
+                stepped.append(parameter)
+            twin.grad = None
+        self._gather(stepped)
+
+    def _gather(self, parameters: Sequence[nn.Parameter]) -> None:
+        """The whole of what rests whole, from the shards of all ranks: in flat buckets, the next
+        one travelling while one is unpacked."""
+        flying: tuple[list[Any], torch.Tensor, list[nn.Parameter]] | None = None
+        for bucket in self._buckets(parameters):
+            layout = self.layouts[id(bucket[0])]
+            mesh, axis = layout.mesh, layout.splits[-1].axis
+            place = mesh.coordinate(axis)
+            pieces = [_local(p, self.layouts[id(p)]).reshape(-1) for p in bucket]
+            rows = pieces[0].new_empty(mesh.size(axis), sum(piece.numel() for piece in pieces))
+            torch.cat(pieces, out=rows[place])
+            works = gather_rows(rows, place, mesh.ranks(axis), mesh.group(axis))
+            if flying is not None:
+                self._unpack(*flying)
+            flying = (works, rows, bucket)
+        if flying is not None:
+            self._unpack(*flying)
+
+    def _unpack(self, works: list[Any], whole: torch.Tensor, bucket: list[nn.Parameter]) -> None:
+        for work in works:
+            work.wait()
+        offset = 0
+        for parameter in bucket:
+            layout = self.layouts[id(parameter)]
+            split = layout.splits[-1]
+            shape = layout.local_shape
+            count, own = shape.numel(), layout.mesh.coordinate(split.axis)
+            parts = whole[:, offset : offset + count].view(len(whole), *shape)
+            offset += count
+            if layout.padded and _rest(parameter, layout).padded:
+                rows = parts.movedim(0, split.dim).flatten(split.dim, split.dim + 1)
+                held = _held(parameter)
+                held.copy_(rows.narrow(split.dim, 0, held.shape[split.dim]))
+                continue
+            target = _held(parameter).unflatten(split.dim, (len(whole), shape[split.dim]))
+            target = target.movedim(split.dim, 0)
+            for others in (slice(own), slice(own + 1, None)):  # its own is there
+                if len(parts[others]):
+                    target[others].copy_(parts[others])
+
+    def _buckets(self, parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+        buckets: list[list[nn.Parameter]] = []
+        filled, kind = 0, None
+        for parameter in parameters:
+            size = parameter.numel() * parameter.element_size()
+            if not buckets or parameter.dtype != kind or filled + size > self._bucket_bytes:
+                buckets.append([])
+                filled, kind = 0, parameter.dtype
+            buckets[-1].append(parameter)
+            filled += size
+        return buckets
+
+
+def _held(parameter: torch.Tensor) -> torch.Tensor:
+    """What of a parameter lies here: all of it, or the shard of other axes."""
+    return parameter.local if isinstance(parameter, ShardTensor) else parameter.detach()
+
+
+def _local(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """This rank's shard of a tensor that is whole, or split over some of the axes already."""
+    held = _held(tensor)
+    if held.shape == layout.local_shape and isinstance(tensor, ShardTensor):
+        return held
+    return _rest(tensor, layout).own(held)
+
+
+def _rest(tensor: torch.Tensor, layout: Layout) -> Layout:
+    """How what lies here is split further."""
+    done = len(tensor.sharding.splits) if isinstance(tensor, ShardTensor) else 0
+    return Layout(_held(tensor).shape, layout.splits[done:], layout.mesh) if done else layout
+
+
+def _rests_whole(parameter: torch.Tensor, layout: Layout) -> bool:
+    return _held(parameter).shape != layout.local_shape

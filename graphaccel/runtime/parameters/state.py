@@ -1,0 +1,220 @@
+"""State dicts of a model and an optimizer whose tensors lie on several ranks.
+
+What this rank holds in full is a plain tensor, a shard a DTensor of the same memory, and what other
+stages hold a DTensor that is empty here: torch.distributed.checkpoint reads and writes each where
+it is. A shard that no DTensor checkpoint can describe (fused weights, cut section by section) is a
+ShardTensor, which can say so itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from graphaccel.compat.torch import StridedShard, submesh
+from graphaccel.errors import PartOfModel
+from graphaccel.runtime.parameters.layout import Layout
+from graphaccel.runtime.parameters.remote import RemoteTensor
+from graphaccel.runtime.parameters.sharded import ShardTensor
+from graphaccel.runtime.session import Session
+
+Optimizer = torch.optim.Optimizer
+
+
+def stage_meshes(session: Session) -> dict[int, DeviceMesh]:
+    """A device mesh of the ranks of each pipeline coordinate, its dims named after the axes; this
+    rank's has process groups. All ranks call this together."""
+    mesh = session.mesh
+    if mesh.pipeline == 1 and not session.states and not session.parameters:
+        return {}
+    axes = [axis for axis in mesh.axes if axis != "pipeline" and mesh.sizes[axis] > 1]
+    mesh.ensure(axes)
+    shape = [mesh.sizes[axis] for axis in axes] or [1]
+    found = {}
+    for p in range(mesh.pipeline):
+        ranks = torch.tensor(mesh.holders(p)).view(shape)
+        if p == mesh.pipeline_index and axes:
+            groups = [mesh.group(axis) for axis in axes]
+            found[p] = DeviceMesh.from_group(
+                groups if len(groups) > 1 else groups[0],
+                mesh.device.type,
+                mesh=ranks if len(groups) > 1 else None,
+                mesh_dim_names=tuple(axes),
+            )
+        else:
+            found[p] = submesh(mesh.device.type, ranks, mesh.rank, tuple(axes))
+    return found
+
+
+def placements(layout: Layout, meshes: DeviceMesh) -> list[Any]:
+    """A layout as DTensor says it, for each dim of the mesh. DTensor splits over the outer axes
+    first: where an inner axis has cut the same dim before, the outer one takes a strided part."""
+    found: list[Any] = []
+    order = layout.mesh.axes
+    for axis in meshes.mesh_dim_names or ():
+        number = next((i for i, s in enumerate(layout.splits) if s.axis == axis), None)
+        if number is None:
+            found.append(Replicate())
+            continue
+        split = layout.splits[number]
+        sections = split.outer
+        for other in layout.splits[:number]:
+            if other.dim == split.dim and order.index(other.axis) > order.index(axis):
+                sections *= layout.mesh.size(other.axis)
+        found.append(StridedShard(split.dim, sections) if sections > 1 else Shard(split.dim))
+    return found or [Replicate()]
+
+
+class _Part:
+    """A tensor of a model's state dict of which other processes have the rest: what reads the
+    memory of this process alone, and does not know of the others, is refused."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise PartOfModel(what="this state dict")
+
+    def untyped_storage(self) -> Any:
+        """What safetensors reads. Raises PartOfModel (GA411)."""
+        raise PartOfModel(what="this state dict")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        made = self.detach().clone()  # type: ignore[attr-defined]
+        made.__class__ = type(self)
+        memo[id(self)] = made
+        return made
+
+
+class ShardPart(_Part, ShardTensor):
+    """A shard that no DTensor can describe, in a model's state dict."""
+
+
+class DTensorPart(_Part, DTensor):
+    """A shard, or what is on another process, in a model's state dict."""
+
+
+def _part(value: Any) -> Any:
+    value.__class__ = DTensorPart if isinstance(value, DTensor) else ShardPart
+    return value
+
+
+def presented(local: torch.Tensor, layout: Layout, meshes: Mapping[int, DeviceMesh]) -> Any:
+    """A shard for a checkpoint: same memory. A DTensor would bring it from the host."""
+    if not layout.simple or local.device.type != layout.mesh.device.type:
+        return ShardTensor(local, layout)
+    return _dtensor(local, layout, meshes[layout.mesh.pipeline_index])
+
+
+def _dtensor(local: torch.Tensor, layout: Layout, meshes: DeviceMesh) -> DTensor:
+    return DTensor.from_local(
+        layout.real(local) if local.dim() == len(layout.shape) else local,
+        meshes,
+        placements(layout, meshes),
+        run_check=False,
+        shape=layout.shape,
+        stride=torch.empty(layout.shape, device="meta").stride(),
+    )
+
+
+def sharded_state_dict(
+    session: Session, meshes: Mapping[int, DeviceMesh], plain: MutableMapping[str, Any], prefix: str
+) -> MutableMapping[str, Any]:
+    """A model's state dict with the original names: what this rank holds as plain tensors, shards
+    and what lies on other ranks as DTensors of full shape."""
+    for key, value in plain.items():
+        name = key.removeprefix(prefix)
+        if isinstance(value, ShardTensor):
+            plain[key] = _part(presented(value.local, value.sharding, meshes))
+        elif isinstance(value, RemoteTensor):
+            layout = Layout(value.shape, session.splits.get(name, ()), session.mesh)
+            local = torch.empty(0, dtype=value.dtype, device=value.device)
+            plain[key] = _part(_dtensor(local, layout, meshes[session.owner(name)]))
+    return plain
+
+
+def full_state(session: Session, model: nn.Module, plain: Mapping[str, Any]) -> dict[str, Any]:
+    """Full tensors on the CPU, on every rank. Collective: all ranks call it."""
+    mesh = session.mesh
+    full: dict[str, Any] = {}
+    for key, value in plain.items():
+        if not isinstance(value, torch.Tensor):
+            full[key] = value
+            continue
+        whole = value.whole() if isinstance(value, ShardTensor) else value.detach()
+        if mesh.pipeline > 1 and key in session.homes:
+            if isinstance(value, RemoteTensor):
+                whole = torch.empty(value.shape, dtype=value.dtype, device=mesh.device)
+            whole = whole.contiguous().to(mesh.device)
+            owner = mesh.rank_of(session.owner(key))
+            dist.broadcast(whole, owner, group=mesh.pipeline_group)
+        full[key] = whole.cpu().clone()
+    return full
+
+
+class OptimizerState:
+    """Hooks that make an optimizer's state dict one of the whole model.
+
+    Saved: shards as DTensors. Loaded: DTensors, or full tensors (of the plain model's optimizer).
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        layouts: Mapping[int, Layout],
+        meshes: Mapping[int, DeviceMesh],
+    ) -> None:
+        self._layouts, self._meshes = layouts, meshes
+        optimizer.register_state_dict_post_hook(self._saved)
+        optimizer.register_load_state_dict_pre_hook(self._loaded)
+
+    def _saved(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        made = {}
+        layouts = self._by_key(optimizer, state)
+        for number, values in state["state"].items():
+            layout = layouts.get(number)
+            made[number] = {
+                key: presented(value, layout, self._meshes)
+                if layout is not None and _has_shape(value, layout.local_shape)
+                else value
+                for key, value in values.items()
+            }
+        return {**state, "state": made}
+
+    def _loaded(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        made = {}
+        layouts = self._by_key(optimizer, state)
+        for number, values in state["state"].items():
+            layout = layouts.get(number)
+            made[number] = {
+                key: value if layout is None else self._own(value, layout)
+                for key, value in values.items()
+            }
+        return {**state, "state": made}
+
+    def _own(self, value: Any, layout: Layout) -> Any:
+        """This rank's shard of a value that may be whole."""
+        if isinstance(value, ShardTensor):
+            return value.local if value.sharding == layout else layout.own(value.whole()).clone()
+        if isinstance(value, DTensor):
+            here = self._meshes[layout.mesh.pipeline_index]
+            if value.device_mesh == here and list(value.placements) == placements(layout, here):
+                return layout.filled(value.to_local())
+            value = value.full_tensor()
+        if _has_shape(value, layout.shape):
+            return layout.own(value).clone()
+        return value
+
+    def _by_key(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[Any, Layout]:
+        """What the state dict calls a parameter (a number, or its name) → how its state lies."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        keys = [key for group in state["param_groups"] for key in group["params"]]
+        pairs = zip(keys, parameters, strict=False)
+        return {key: self._layouts[id(p)] for key, p in pairs if id(p) in self._layouts}
+
+
+def _has_shape(value: Any, shape: torch.Size) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == shape

@@ -1,0 +1,456 @@
+"""Where the batch goes: the placement of every value of a joint graph when the batch is split.
+
+Microbatches (a virtual axis, time) and the data axis split the same tensor dim, so one analysis
+serves both. A value is replicated (the same for every part of the batch), sharded on the dim that
+carries the batch (perhaps inside a merged one: a flattened [sequence, batch]), or a partial sum.
+Where an op needs the whole sum (the number of unignored labels as a divisor), the value is
+*converted*:
+  hoisted   it depends on the batch alone: computed once a step from the whole batch, exactly
+  reduced   it depends on parameters (batch statistics): needs an all-reduce over the data axis, and
+            can not be split over time at all
+A value that is the same for every part, where a partial sum is wanted, is *shared out* (divided by
+the number of parts).
+
+Where examples mix, and over time where a whole sum is needed, the rest of the forward becomes the
+*head* (`sharding.rules.head`), which runs once on the whole batch. Of what it gives, each part of
+the backward reads all, or its own *slice*.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphaccel.ir.calls import is_random
+from graphaccel.sharding.rules.factories import COUNTS, UNIFORM
+from graphaccel.sharding.rules.head import MOST, close, is_backward, share_of_weights
+from graphaccel.sharding.rules.indexing import only_counts_rows
+from graphaccel.sharding.rules.notation import Notation, reshaped, shape_of, tensor_arguments
+from graphaccel.sharding.rules.shapes import REGROUPS
+from graphaccel.sharding.rules.shard import Shard
+from graphaccel.sharding.rules.table import rule_of
+
+REPLICATED = "replicated"
+PARTIAL = "partial"
+WHOLE_SUM = "it needs a sum over the whole batch at once"
+NO_RULE = "has no sharding rule"
+"""How the reason of a conflict ends where the op is in no table."""
+Placement = str | int | Shard
+"""An int: sharded on that tensor dim, whose outermost part is the batch. A Shard: on a dim in which
+`outer` sections stand before the batch, each with all examples."""
+_ANY = 0
+"""`outer` of what is the same for every example, at every place of a merged dim."""
+
+# What they give depends on how their argument lies in memory.
+_READ_MEMORY = frozenset(
+    {torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_scatter.default}
+)
+_RANDOM = torch.Tag.nondeterministic_seeded
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """A node at which examples of the batch mix, and why."""
+
+    node: fx.Node
+    reason: str
+
+
+@dataclass(frozen=True)
+class BatchPlacement:
+    """Result of `place_batch`.
+
+    places: placement per node (a tuple for several outputs).
+    hoisted, reduced: values converted from a partial sum to the whole sum.
+    shared: (user, position among its tensor arguments) where a replicated value is divided by the
+    parts.
+    conflicts: where the batch can not be split at all.
+    head: nodes that run once on the whole batch; first: of them, and why it does. slices: values of
+    the whole batch, given by the head or hoisted, of which a part reads its own slice.
+    """
+
+    places: Mapping[fx.Node, Any] = field(repr=False)
+    hoisted: tuple[fx.Node, ...]
+    reduced: tuple[fx.Node, ...]
+    shared: frozenset[tuple[fx.Node, int]]
+    conflicts: tuple[Conflict, ...]
+    head: frozenset[fx.Node] = frozenset()
+    slices: Mapping[fx.Node, Placement] = field(default_factory=dict)
+    first: Conflict | None = None
+
+
+def place_batch(
+    graph: fx.Graph,
+    batch_inputs: Mapping[str, int],
+    symbol: Any,
+    size: int,
+    parameters: frozenset[str],
+    *,
+    over_time: bool = False,
+    headed: bool = False,
+) -> BatchPlacement:
+    """Propagate the split of the batch through a joint graph.
+
+    batch_inputs: placeholder name → dim that carries the batch. symbol, size: the batch's symbol in
+    `meta["dims"]`, and its size in the graph. parameters: placeholder names of parameters, and of
+    buffers that the step changes. over_time: whether there are several microbatches. headed:
+    whether a head may be formed, as of a step with its loss.
+    """
+    rules: dict[fx.Node, Notation | None] = {}
+    seeds: dict[fx.Node, str] = {}
+    head: frozenset[fx.Node] = frozenset()
+    while True:
+        state = _State(symbol, size, head, rules)
+        state.walk(graph, batch_inputs, parameters)
+        more = state.seeds(over_time) if headed else {}
+        if not more.keys() - seeds.keys():
+            break
+        seeds |= more
+        head = close(graph, seeds)
+    first = next((Conflict(n, seeds[n]) for n in graph.nodes if n in seeds), None)
+    if first is not None:
+        share = share_of_weights(graph, head, state.places, parameters, REPLICATED)
+        if share > MOST:
+            why = f"{first.reason}, and what follows holds {share:.0%} of the model's parameters"
+            state.conflicts.insert(0, Conflict(first.node, why))
+    needed = [n for n in state.hoisted if any(u not in state.hoisted for u in n.users)]
+    return BatchPlacement(
+        state.places,
+        tuple(needed),
+        tuple(state.reduced),
+        frozenset(state.shared),
+        tuple(state.conflicts),
+        head,
+        state.slices,
+        first,
+    )
+
+
+def _lies(place: Placement) -> tuple[int, int] | None:
+    """The dim the batch lies in and what stands before it there, if a value is sharded."""
+    if isinstance(place, int):
+        return place, 1
+    return (place.dim, place.outer) if isinstance(place, Shard) else None
+
+
+def _placed(dim: int, outer: int) -> Placement:
+    return dim if outer == 1 else Shard(dim, outer)
+
+
+def _divides(node: fx.Node) -> bool:
+    """Whether a part of what a call makes of replicated values is a smaller call."""
+    if node.target in COUNTS:
+        return only_counts_rows(node)
+    return node.target in UNIFORM or bool(node.all_input_nodes)
+
+
+class _State:
+    """The walk: placements so far, and which values depend on more than the batch. rules: of calls,
+    found in any walk."""
+
+    def __init__(
+        self,
+        symbol: Any,
+        size: int,
+        head: frozenset[fx.Node],
+        rules: dict[fx.Node, Notation | None],
+    ) -> None:
+        self.symbol, self.size, self.head, self.rules = symbol, size, head, rules
+        self.hoisted: dict[fx.Node, None] = {}
+        self.reduced: dict[fx.Node, None] = {}
+        self.readers: dict[fx.Node, None] = {}  # of values that are reduced
+        self.constants: set[fx.Node] = set()  # of which no part has its own
+        self._start()
+
+    def _start(self) -> None:
+        self.places: dict[fx.Node, Any] = {}
+        self.learned: set[fx.Node] = set()  # depends on a parameter, or on random numbers
+        self.drawn: set[fx.Node] = set()  # depends on random numbers
+        self.shared: set[tuple[fx.Node, int]] = set()
+        self.slices: dict[fx.Node, Placement] = {}
+        self.conflicts: list[Conflict] = []
+
+    def walk(
+        self, graph: fx.Graph, batch_inputs: Mapping[str, int], parameters: frozenset[str]
+    ) -> None:
+        """Place every node. A conversion changes what earlier users of the value saw: until there
+        is no other."""
+        while True:
+            converted = len(self.hoisted), len(self.reduced)
+            self._start()
+            for node in graph.nodes:
+                if node.op == "placeholder":
+                    self.places[node] = batch_inputs.get(node.name, REPLICATED)
+                    if node.name in parameters:
+                        self.learned.add(node)
+                    elif node.name not in batch_inputs and self._has_parts(node):
+                        self.hoisted[node] = None  # a constant with a row for each example
+                        self.constants.add(node)
+                elif node.op == "call_function":
+                    self.visit(node)
+            if (len(self.hoisted), len(self.reduced)) == converted:
+                return
+
+    def seeds(self, over_time: bool) -> dict[fx.Node, str]:
+        """Nodes that would have to run on the whole batch, each with the reason. What conflicts in
+        the backward alone may follow from what does in the forward.
+
+        Batch statistics are summed over the data axis (`passes.synchronise_batch_norm`).
+        """
+        found = {
+            c.node: c.reason
+            for c in self.conflicts
+            if over_time or "batch_norm" not in str(c.node.target)
+        }
+        if over_time:
+            found |= dict.fromkeys(self.readers, WHOLE_SUM)
+        ahead = {n: reason for n, reason in found.items() if not is_backward(n)}
+        return ahead or dict(list(found.items())[:1])
+
+    def visit(self, node: fx.Node) -> None:
+        inputs = node.all_input_nodes
+        if is_random(node) or any(n in self.drawn for n in inputs):
+            self.drawn.add(node)
+        if node in self.drawn or any(n in self.learned for n in inputs):
+            self.learned.add(node)
+        if node in self.head:
+            self._in_head(node)
+            return
+        if node in self.hoisted and self._has_parts(node):
+            self.places[node] = REPLICATED
+            return
+        whole = any(self._is_whole(n) for n in inputs)
+        result = node.target is operator.getitem and node.args[0] in self.hoisted
+        if result or (whole and node not in self.learned):
+            self._hoist(node)
+            return
+        if node.target is operator.getitem:
+            source, index = node.args
+            place = self.places[source]
+            self.places[node] = place[index] if isinstance(place, tuple) else place
+            return
+        tensors = tensor_arguments(node)
+        places = [self._current(t) for t in tensors]
+        if not whole and all(p == REPLICATED for p in places):
+            self.places[node] = self._made(node)
+            return
+        if node not in self.rules:
+            self.rules[node] = rule_of(node)
+        notation = self.rules[node]
+        if notation is None:
+            self._without_rule(node, tensors, places)
+            return
+        for i, tensor in enumerate(tensors):
+            if self._is_whole(tensor):
+                places[i] = self._slice(tensor, i, notation, places)
+                if places[i] == REPLICATED and i not in notation.unread:
+                    self._refuse(node, "it mixes the examples of a batch")
+                    return
+        self._apply(node, notation, tensors, places)
+
+    def _without_rule(self, node: fx.Node, tensors: list[fx.Node], places: list) -> None:
+        """Any op may be run on whole values, as one that reads weights and gradients of weights
+        alone does (the exponential of a matrix that keeps a weight orthogonal)."""
+        sharded = any(_lies(place) for place in places)
+        if sharded or node.target in _READ_MEMORY:
+            self._refuse(node, f"{node.target} {NO_RULE}")
+            return
+        for tensor, place in zip(tensors, places, strict=True):
+            if place == PARTIAL:
+                self._convert(tensor, node)
+        self.places[node] = self._made(node)
+
+    def _current(self, node: fx.Node) -> Placement:
+        if node.op == "placeholder":  # of a leaf of the batch, a part has its own at hand
+            return self.places[node]
+        return REPLICATED if node in self.hoisted or node in self.reduced else self.places[node]
+
+    def _in_head(self, node: fx.Node) -> None:
+        """Of the whole batch. What it reads that depends on the batch alone is hoisted."""
+        self.places[node] = REPLICATED
+        for source in node.all_input_nodes:
+            if source in self.head or source in self.hoisted:
+                continue
+            if self.places[source] == REPLICATED:
+                if source in self.drawn:
+                    reason = "it needs a number that is drawn anew for every part of the batch"
+                    self.conflicts.append(Conflict(node, reason))
+            elif source not in self.learned:
+                self._hoist(source)
+
+    def _hoist(self, node: fx.Node) -> None:
+        self.hoisted[node] = None
+        if node.op != "placeholder":
+            self.places[node] = REPLICATED
+
+    def _has_parts(self, node: fx.Node) -> bool:
+        """Whether the size of a value depends on how many examples there are."""
+        dims = node.meta["dims"]
+        several = isinstance(node.meta["val"], (tuple, list))
+        return any(
+            self._has_batch(n) for each in (dims if several else (dims,)) for n in each or ()
+        )
+
+    def _is_whole(self, node: fx.Node) -> bool:
+        """Whether all examples are in a value, where others have those of one part."""
+        known = node in self.head or node in self.hoisted
+        given = node.op == "placeholder" and node not in self.constants
+        return known and not given and self._has_parts(node)
+
+    def _slice(self, node: fx.Node, position: int, rule: Notation, places: list) -> Placement:
+        """What a part reads of a whole value: the examples of the other things it is read with, or
+        those along the only dim that has as many; REPLICATED if neither is known."""
+        if node in self.slices:
+            return self.slices[node]
+        names = rule.inputs[position]
+        for other, place in zip(rule.inputs, places, strict=False):
+            at = _lies(place)
+            if at is not None and other[at[0]] in names and other[at[0]] not in ("", "1"):
+                self.slices[node] = _placed(names.index(other[at[0]]), at[1] or 1)
+                return self.slices[node]
+        dims = node.meta["dims"]
+        carry = [d for d, n in enumerate(dims) if self._has_batch(n)]
+        if len(carry) == 1 and dims[carry[0]] == self.symbol:
+            self.slices[node] = carry[0]
+            return carry[0]
+        return REPLICATED
+
+    def _made(self, node: fx.Node) -> Any:
+        """Values made of numbers or replicated values: sharded if the batch is among their dims.
+
+        A part of one must be the same op at a smaller size: not so for tensors whose elements
+        depend on where they stand, unless they number rows that are sharded too.
+        """
+
+        def place(dims: tuple) -> Placement:
+            carry = [d for d, n in enumerate(dims) if self._has_batch(n)]
+            if len(carry) > 1 or (carry and not _divides(node)):
+                self._conflict(node, "it numbers the examples of a batch")
+            if not carry:
+                return REPLICATED
+            uniform = node.target in UNIFORM or node.target in COUNTS
+            merged = uniform and dims[carry[0]] != self.symbol
+            return _placed(carry[0], _ANY if merged else 1)
+
+        dims = node.meta["dims"]
+        if isinstance(node.meta["val"], (tuple, list)):
+            return tuple(place(d) for d in dims)
+        return place(dims)
+
+    def _has_batch(self, size: Any) -> bool:
+        return self.symbol in getattr(size, "free_symbols", ())
+
+    def _apply(self, node: fx.Node, rule: Notation, tensors: list[fx.Node], places: list) -> None:
+        places = [REPLICATED if i in rule.unread else p for i, p in enumerate(places)]
+        split = [(i, *at) for i, p in enumerate(places) if (at := _lies(p))]
+        sharded = {rule.inputs[i][dim] for i, dim, _ in split}
+        partial = {i for i, p in enumerate(places) if p == PARTIAL}
+        outers = {outer for _, _, outer in split} - {_ANY}
+        if node.target in REGROUPS and (sharded & {"", "1"} or outers - {1}):
+            self._regroup(node, tensors[0], places[0])
+            return
+        if any(index in ("", "1") or index in rule.whole for index in sharded):
+            self._refuse(node, "it mixes the examples of a batch")
+            return
+        if len(sharded) > 1 or len(outers) > 1:
+            self._refuse(node, "it combines different examples of a batch with each other")
+            return
+        group = frozenset() if sharded else self._linear_group(rule, partial)
+        for i in partial - group:
+            self._convert(tensors[i], node)
+        partial &= group
+        if partial:
+            for i in group - partial:
+                value = tensors[i].meta["val"]
+                if not (value.is_floating_point() or value.is_complex()):
+                    self._refuse(node, "it adds a whole number to a partial sum")
+                    return
+                self.shared.add((node, i))
+            count = len(rule.outputs)
+            self._set(node, [REPLICATED if k in rule.kept else PARTIAL for k in range(count)])
+            return
+        if not sharded:
+            self.places[node] = self._made(node)
+            return
+        (index,) = sharded
+        (outer,) = outers or {_ANY}
+        outputs: list[Placement] = []
+        for position, names in enumerate(rule.outputs):
+            if index in names:
+                outputs.append(_placed(names.index(index), outer))
+            elif position in rule.kept:
+                outputs.append(REPLICATED)
+            elif rule.sums:
+                outputs.append(PARTIAL)
+            else:
+                self._refuse(node, "it reduces over the examples of a batch, and not by a sum")
+                return
+        if self._sums_of_rows(node, outputs):  # eye(batch) @ x: a row for each example
+            self._refuse(node, "it combines different examples of a batch with each other")
+            return
+        self._set(node, outputs)
+
+    def _sums_of_rows(self, node: fx.Node, outputs: list[Placement]) -> bool:
+        """Whether a partial sum has as many rows as there are examples."""
+        dims = node.meta["dims"]
+        if isinstance(node.meta["val"], torch.Tensor):
+            dims = (dims,)
+        made = [d for d in dims if d is not None]
+        return any(
+            place == PARTIAL and any(map(self._has_batch, each))
+            for place, each in zip(outputs, made, strict=False)
+        )
+
+    def _regroup(self, node: fx.Node, source: fx.Node, place: Placement) -> None:
+        """A reshape that merges what stands before the batch with it, or parts them again."""
+        dim, outer = _lies(place) or (0, _ANY)
+        found = None
+        if outer != _ANY:
+            found = reshaped(shape_of(source), shape_of(node), dim, outer, self.size)
+        else:
+            sizes = node.meta["dims"]
+            carry = [d for d, n in enumerate(sizes) if self._has_batch(n)]
+            if len(carry) == 1:
+                found = carry[0], 1 if sizes[carry[0]] == self.symbol else _ANY
+        if found is None:
+            self._refuse(node, "it mixes the examples of a batch")
+        else:
+            self._set(node, [_placed(*found)])
+
+    @staticmethod
+    def _linear_group(rule: Notation, partial: set[int]) -> frozenset[int]:
+        return max(rule.linear, key=lambda g: len(g & partial), default=frozenset())
+
+    def _convert(self, node: fx.Node, reader: fx.Node) -> None:
+        """The whole sum is needed: from the whole batch if that is all it depends on."""
+        if node in self.learned:
+            self.reduced[node] = self.readers[reader] = None
+        else:
+            self.hoisted[node] = None
+
+    def _set(self, node: fx.Node, outputs: list[Placement]) -> None:
+        value = node.meta["val"]
+        if isinstance(value, torch.Tensor):
+            self.places[node] = outputs[0]
+            return
+        # outputs that are None (unwanted gradients) have no entry in a rule
+        remaining = iter(outputs)
+        self.places[node] = tuple(
+            next(remaining) if isinstance(v, torch.Tensor) else REPLICATED for v in value
+        )
+
+    def _refuse(self, node: fx.Node, reason: str) -> None:
+        self._conflict(node, reason)
+        self.places[node] = self._made(node)
+
+    def _conflict(self, node: fx.Node, reason: str) -> None:
+        """Examples mix. What depends on the batch alone is computed from the whole batch."""
+        if node in self.learned:
+            self.conflicts.append(Conflict(node, reason))
+        else:
+            self.hoisted[node] = None

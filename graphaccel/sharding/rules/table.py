@@ -1,0 +1,67 @@
+"""The rule of every ATen op that occurs in captured training steps.
+
+`rule_of(node)` gives the node's `Notation`, or None where no rule is known: callers then refuse a
+sharded operand and say which op it was. Elementwise ops need no entry (`sharding.rules.pointwise`).
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+from torch import fx
+
+from graphaccel.sharding.rules import (
+    attention,
+    collectives,
+    factories,
+    fourier,
+    images,
+    indexing,
+    linalg,
+    losses,
+    normalise,
+    pointwise,
+    products,
+    reductions,
+    shapes,
+)
+from graphaccel.sharding.rules import batch_dims as leading
+from graphaccel.sharding.rules.custom import own_rule
+from graphaccel.sharding.rules.fused import fused_rule
+from graphaccel.sharding.rules.notation import Notation, Rules, kept_whole
+
+RULES: Rules = MappingProxyType(
+    {
+        **pointwise.RULES,
+        **products.RULES,
+        **shapes.RULES,
+        **reductions.RULES,
+        **indexing.RULES,
+        **normalise.RULES,
+        **attention.RULES,
+        **losses.RULES,
+        **images.RULES,
+        **leading.RULES,
+        **linalg.RULES,
+        **factories.RULES,
+        **fourier.RULES,
+        **collectives.RULES,
+    }
+)
+
+
+def rule_of(node: fx.Node) -> Notation | None:
+    """The rule of a call, or None."""
+    found = RULES.get(node.target)
+    if found is not None:
+        try:
+            return found(node)
+        except ZeroDivisionError:  # a dim of a tensor without dims, which torch takes
+            return kept_whole(node)
+        except NotImplementedError:  # a form of the call that its rule does not speak of
+            return None
+    if (own := own_rule(node)) is not None:
+        return own
+    if (fused := fused_rule(node)) is not None:
+        return fused
+    return pointwise.pointwise_rule(node)

@@ -1,0 +1,99 @@
+"""The tensors that calls of a joint graph make, as `sharding.solve.placements` names and compares
+them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import fx
+
+from graphaccel.capture.export import GraphInput
+from graphaccel.capture.symbols import BATCH
+from graphaccel.ir.calls import is_random
+from graphaccel.kernels.experts import GRADIENT, PRODUCT
+from graphaccel.sharding.rules import indexing
+from graphaccel.sharding.rules.factories import UNIFORM
+from graphaccel.sharding.rules.shard import Placement, Shard
+
+Value: TypeAlias = tuple[fx.Node, int]  # a call and which of its results
+
+
+def free_nodes(
+    graph: fx.Graph, kinds: Mapping[fx.Node, GraphInput], mutated: frozenset[str]
+) -> set[fx.Node]:
+    """Calls that depend on the batch, constants and buffers that stay as they are alone: every rank
+    makes them for itself."""
+    bound = {n for n, spec in kinds.items() if spec.kind in ("parameter", "tangent")}
+    bound |= {n for n, spec in kinds.items() if spec.kind == "buffer" and spec.name in mutated}
+    free = set()
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        made = node.target in UNIFORM and node.meta["val"].is_floating_point()
+        if is_random(node) or made or any(n in bound for n in node.all_input_nodes):
+            bound.add(node)
+        else:
+            free.add(node)
+    return free
+
+
+def source_of(node: fx.Node) -> Value:
+    """The call a value comes from, and which of its results it is."""
+    if node.target is operator.getitem:
+        made = [k for k, t in enumerate(node.args[0].meta["val"]) if isinstance(t, torch.Tensor)]
+        return node.args[0], made.index(node.args[1])
+    return node, 0
+
+
+def tensor_of(value: Value) -> torch.Tensor:
+    found = value[0].meta["val"]
+    if isinstance(found, torch.Tensor):
+        return found
+    return [t for t in found if isinstance(t, torch.Tensor)][value[1]]
+
+
+def looks(node: fx.Node) -> bool:
+    """Whether a call gives its one argument's elements, seen or cast in another way."""
+    plain = node.target is torch.ops.aten._to_copy.default
+    return len(node.all_input_nodes) == 1 and (plain or getattr(node.target, "is_view", False))
+
+
+def splits_batch(value: Value, placement: Placement | None) -> bool:
+    """Whether a shard takes some of the examples: of a dim with the batch in it, its outermost."""
+    if not isinstance(placement, Shard) or placement.outer > 1:
+        return False
+    node, position = value
+    dims = node.meta.get("dims", ())
+    if isinstance(node.meta["val"], (tuple, list)):
+        dims = dims[position] if position < len(dims) else ()
+    size = dims[placement.dim] if placement.dim < len(dims) else 0
+    return BATCH in getattr(size, "free_symbols", ())
+
+
+def shapes_of(node: fx.Node) -> Any:
+    value = node.meta["val"]
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape)
+    return tuple(tuple(v.shape) if isinstance(v, torch.Tensor) else v for v in value)
+
+
+def signature(node: fx.Node) -> tuple[Any, ...]:
+    """Equal for calls that have the same rows."""
+
+    def seen(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            found = value.meta["val"]
+            if isinstance(found, torch.Tensor):
+                return ("tensor", found.dtype, tuple(found.shape), value.target in UNIFORM)
+            return ("value",)
+        if isinstance(value, (tuple, list)):
+            return tuple(map(seen, value))
+        return type(value), value
+
+    if node.target in indexing.RULES or node.target in (PRODUCT, GRADIENT):
+        return (node.name,)  # what their indices count, or are, decides as well
+    named = tuple((name, seen(value)) for name, value in node.kwargs.items())
+    return (node.target, seen(node.args), named, node.meta.get("dims"))

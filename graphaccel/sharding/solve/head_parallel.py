@@ -1,0 +1,176 @@
+"""Attention divided by its heads on the context axis, with whole sequences.
+
+  q k v  [b, h, s/n, d]  ->  all-to-all  ->  [b, h/n, s, d]  ->  attention  ->  all-to-all
+
+Jacobs et al., DeepSpeed Ulysses, 2023, §3.1. What is sent shrinks with the ranks, and a causal mask
+stays one word to the kernel, which does half of the work; with queries split along the sequence it
+sees a mask, and keys and values are gathered. Heads of keys that several queries share are sent
+before they are repeated.
+
+Only attention and what repeats its keys may lie so: elsewhere the axis splits sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import fx
+
+from graphaccel.sharding.rules.shard import Row, Shard, Shards, shard_of
+from graphaccel.sharding.solve.call_values import Value, source_of, tensor_of
+
+aten = torch.ops.aten
+_sends = torch.ops._c10d_functional
+_FORWARD = aten._scaled_dot_product_flash_attention_for_cpu.default
+_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+_KEYS = {_FORWARD: (1, 2), _BACKWARD: (2, 3)}  # where it reads keys and values
+_REPEATS = frozenset({aten.expand.default, aten.clone.default, aten.view.default,
+                      aten.reshape.default, aten._unsafe_view.default,
+                      aten.unsqueeze.default})  # fmt: skip
+_SUMS = frozenset({aten.sum.dim_IntList, aten.view.default, aten.reshape.default,
+                   aten.squeeze.dim})  # fmt: skip
+_SAYS = {
+    "heads": "each device has the whole sequence of some of the heads",
+    "sequence": "each device has some of the queries, and gathers keys and values",
+    "whole": "each device does all of it, which takes less than to share it out",
+}
+_HEADS = 1  # their dim in [b, h, s, d]
+
+
+class HeadsDoNotDivide(ValueError):
+    """No attention here can have some of the heads on each rank."""
+
+
+@dataclass(frozen=True)
+class ByHeads:
+    """calls: those that may have some of the heads each. values: what they read and give. seeds: of
+    attention's own."""
+
+    calls: frozenset[fx.Node] = frozenset()
+    values: frozenset[Value] = frozenset()
+    seeds: tuple[Value, ...] = ()
+
+    def elsewhere(self, node: fx.Node, value: Value, shards: Shards) -> Shards:
+        """Of a value's shards those that a call may know of."""
+        if value not in self.values or node in self.calls:
+            return shards
+        return frozenset(s for s in shards if not _of_heads(value, s))
+
+
+def by_heads(
+    calls: Sequence[fx.Node],
+    reads: Mapping[fx.Node, Sequence[Value]],
+    gives: Mapping[fx.Node, Sequence[Value]],
+    ranks: int,
+    inner: int,
+) -> ByHeads:
+    """Where attention may be divided by heads over `ranks`, and what is left of them by `inner`
+    more, which the tensor axis has; nothing where some of its heads do not divide."""
+    attention = [n for n in calls if n.target in _KEYS]
+    users: dict[Value, list[fx.Node]] = {}
+    for node in calls:
+        for value in reads[node]:
+            users.setdefault(value, []).append(node)
+    found: set[fx.Node] = set()
+    for node in attention:
+        repeats = [list(_repeats(reads[node][at], reads)) for at in _KEYS[node.target]]
+        own = [node, *chain(*repeats)]
+        if node.target is _BACKWARD and any(repeats):
+            own += chain(*(_summed(value, users, gives) for value in gives[node][1:]))
+        tensors = [tensor_of(v) for n in own for v in _without_masks(n, reads, gives)]
+        if any(t.shape[_HEADS] % (ranks * inner) for t in tensors if t.dim() == 4):
+            return ByHeads()
+        found.update(own)
+    values = {v for n in found for v in _without_masks(n, reads, gives)}
+    seeds = dict.fromkeys(v for n in attention for v in _without_masks(n, reads, gives))
+    return ByHeads(frozenset(found), frozenset(values), tuple(seeds))
+
+
+def context_notes(
+    nodes: Iterable[fx.Node], whole: Iterable[fx.Node], *, context: int, tensor: int
+) -> tuple[str, ...]:
+    """What a report says of attention on the context axis; nodes: of what a device runs, alike ones
+    once, whole: of the step before it was shared out; context, tensor: ranks of these axes."""
+    if context == 1:
+        return ()
+    before = [_sizes(n) for n in whole if n.target is _FORWARD]
+    lengths, most = {tuple(own[1:]) for own in before}, max((own[0] for own in before), default=0)
+    found: set[str] = set()
+    for node in nodes:
+        if node.target is _sends.all_to_all_single.default and "context" in node.args:
+            found.add("heads")
+        elif node.target is _FORWARD:
+            heads, *own = _sizes(node)
+            few = "heads" if heads * tensor < most else "whole"
+            found.add(few if tuple(own) in lengths else "sequence")
+    if "heads" in found:
+        found.discard("whole")  # it looks so
+    said = [text for way, text in _SAYS.items() if way in found]
+    return ("attention on the context axis: " + "; or ".join(said),) if said else ()
+
+
+def _sizes(node: fx.Node) -> tuple[int, ...]:
+    """Heads, queries and keys of a call."""
+    queries, keys = (tensor_of(source_of(value)).shape for value in node.args[:2])
+    return int(queries[1]), int(queries[2]), int(keys[2])
+
+
+def attention_rows(node: fx.Node, rows: tuple[Row, ...], context_by: str) -> tuple[Row, ...]:
+    """Those that are as was asked for; all of them of other calls, and where none is."""
+    dim = {"heads": _HEADS, "sequence": 2}.get(context_by)
+    if dim is None or node.target not in _KEYS:
+        return rows
+    asked = tuple(r for r in rows if isinstance(r.inputs[0], Shard) and r.inputs[0].dim == dim)
+    return asked or rows
+
+
+def split(shape: Sequence[int], ranks: int, inner: int) -> Shards:
+    """Of one of attention's tensors, by heads: of each part that a rank of the tensor axis has."""
+    found = shard_of(_HEADS, inner, shape, ranks)
+    return frozenset({found} if found.fits(shape, ranks) else ())
+
+
+def _without_masks(
+    node: fx.Node,
+    reads: Mapping[fx.Node, Sequence[Value]],
+    gives: Mapping[fx.Node, Sequence[Value]],
+) -> list[Value]:
+    count = {_FORWARD: 3, _BACKWARD: 6}.get(node.target, len(reads[node]))
+    return [*reads[node][:count], *gives[node]]
+
+
+def _of_heads(value: Value, shard: Shard) -> bool:
+    return _HEADS <= shard.dim < max(2, tensor_of(value).dim() - 2)
+
+
+def _repeats(value: Value, reads: Mapping[fx.Node, Sequence[Value]]) -> Iterator[fx.Node]:
+    """The calls that repeat a head of keys for its queries, back from what attention reads."""
+    found, node = [], value[0]
+    while node.target in _REPEATS and len(reads[node]) == 1:
+        found.append(node)
+        node = reads[node][0][0]
+    last = max((k for k, n in enumerate(found) if n.target is aten.expand.default), default=-1)
+    for k, each in enumerate(found):
+        if k <= last or (last >= 0 and each.target is aten.unsqueeze.default and k == last + 1):
+            yield each
+
+
+def _summed(
+    value: Value, users: Mapping[Value, Sequence[fx.Node]], gives: Mapping[fx.Node, Sequence[Value]]
+) -> Iterator[fx.Node]:
+    """The calls that add up the gradients of one head of keys."""
+    summed = False
+    while len(users.get(value, ())) == 1:
+        node = users[value][0]
+        if node.target not in _SUMS or (summed and node.target is aten.sum.dim_IntList):
+            return
+        if summed and tensor_of((node, 0)).dim() < 4:
+            return
+        yield node
+        if summed:
+            return
+        summed = node.target is aten.sum.dim_IntList
+        value = gives[node][0]

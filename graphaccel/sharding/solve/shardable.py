@@ -1,0 +1,249 @@
+"""What of a graph may be sharded on one mesh axis: shards of its tensors, rows of its calls.
+
+Which dims may lie on the axis at first depends on what it is for: features of parameters and, if
+asked for, the sequence ("tensor"), the sequence ("context"), examples and experts ("expert"). From
+there shards spread over the rows of calls (`sharding.rules.strategies`) until nothing new follows.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphaccel.capture.export import GraphInput, GraphOutput
+from graphaccel.capture.symbols import BATCH, SEQUENCE
+from graphaccel.sharding.rules.notation import output_shapes, shape_of, tensor_arguments
+from graphaccel.sharding.rules.propagate import REPLICATED
+from graphaccel.sharding.rules.shard import (
+    LEAST_WIDTH,
+    Placement,
+    Row,
+    Shard,
+    Shards,
+    shard_of,
+    shards_of,
+)
+from graphaccel.sharding.rules.strategies import rows_of
+from graphaccel.sharding.solve.call_values import (
+    Value,
+    free_nodes,
+    looks,
+    signature,
+    source_of,
+    splits_batch,
+    tensor_of,
+)
+from graphaccel.sharding.solve.head_parallel import (
+    ByHeads,
+    HeadsDoNotDivide,
+    attention_rows,
+    by_heads,
+    split,
+)
+
+_HELD = ("parameter", "buffer")
+_ROUNDS = 12
+_NONE: Shards = frozenset()
+
+
+class Shardable:
+    """One graph on one axis of `ranks`.
+
+    kinds: placeholder → its input. free: nodes that are the same on every rank. calls: those that
+    have a choice. held: parameters and buffers. resting: those, and what only looks at them.
+    shards: those of each tensor. rows: those of each call. pins: placements of parameters by name.
+    """
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        inputs: Sequence[GraphInput],
+        outputs: Sequence[GraphOutput],
+        axis: str,
+        ranks: int,
+        pins: Mapping[str, Placement],
+        sequence: bool,
+        keep_outputs: bool = False,
+        context_by: str = "",
+        inner: int = 1,
+    ) -> None:
+        """Raises HeadsDoNotDivide where `context_by` asks for heads and none divide."""
+        self.graph, self.axis, self.ranks = graph, axis, ranks
+        self.pins, self.sequence, self.keep_outputs = pins, sequence, keep_outputs
+        nodes = list(graph.nodes)
+        placeholders = [n for n in nodes if n.op == "placeholder"]
+        self.kinds = dict(zip(placeholders, inputs, strict=False))
+        self.outputs = list(zip(graph.output_node().args[0], outputs, strict=False))
+        # Of one example a merged [batch x sequence] is split along the sequence, whatever its name.
+        self.examples = next(
+            (int(n.meta["val"].shape[d]) for n in placeholders
+             for d, size in enumerate(n.meta.get("dims", ())) if size == BATCH), 0
+        )  # fmt: skip
+        mutated = frozenset(spec.name for spec in outputs if spec.kind == "buffer")
+        self.free = free_nodes(graph, self.kinds, mutated)
+        self.calls = [
+            n
+            for n in nodes
+            if n.op == "call_function" and n.target is not operator.getitem and n not in self.free
+        ]
+        self.held = [n for n, spec in self.kinds.items() if spec.kind in _HELD]
+        self.resting = set(self.held)  # and what only looks at them
+        for node in self.calls:
+            if looks(node) and node.all_input_nodes[0] in self.resting:
+                self.resting.add(node)
+        self.shards: dict[Value, Shards] = {}
+        self.rows: dict[fx.Node, tuple[Row, ...]] = {}
+        self._known: dict[Any, tuple[Row, ...]] = {}
+        self._shards_of: dict[int, tuple[tuple[Shards, ...], tuple[Shards, ...]]] = {}
+        self._alike: dict[Shards, Shards] = {}  # one object of equals: they are compared often
+        self._reads = {n: tuple(map(source_of, tensor_arguments(n))) for n in self.calls}
+        self._gives = {n: [(n, k) for k in range(len(output_shapes(n)))] for n in self.calls}
+        numbers: dict[Any, int] = {}
+        self.kind = {n: numbers.setdefault(signature(n), len(numbers)) for n in self.calls}
+        self._touched: dict[Value, list[fx.Node]] = {}  # the calls that read or give it
+        for n in self.calls:
+            for value in (*self._reads[n], *self._gives[n]):
+                self._touched.setdefault(value, []).append(n)
+        self.heads, self.inner = ByHeads(), inner
+        self.context_by = context_by if axis == "context" else ""
+        if axis == "context" and context_by != "sequence":
+            self.heads = by_heads(self.calls, self._reads, self._gives, ranks, inner)
+            if context_by == "heads" and not self.heads.calls:
+                over = f"context={ranks} x tensor={inner}"
+                raise HeadsDoNotDivide(f"there is no attention whose heads divide by {over}")
+        self._stale = set(self.calls)  # calls whose tensors have shards that were not spread yet
+        self._seed()
+        for _ in range(_ROUNDS):
+            if not self._stale:
+                break
+            for node in (*self.calls, *reversed(self.calls)):
+                if node in self._stale:
+                    self._spread(node)
+        for node in self.calls:
+            self.rows[node] = self._rows(node)
+
+    def resting_places(self, node: fx.Node) -> tuple[Placement, ...]:
+        """Where a parameter or buffer may rest: as pinned, or whole and in any of its shards."""
+        pin = self.pins.get(self.kinds[node].name)
+        if pin is not None:
+            return (pin,)
+        if self.kinds[node].kind == "buffer":
+            return (REPLICATED,)
+        if self.axis == "expert" and self._experts(node):
+            return (Shard(0),)  # that is what the axis was asked for
+        return (REPLICATED, *sorted(self.shards[(node, 0)]))
+
+    def _experts(self, node: fx.Node) -> bool:
+        """Whether a parameter holds experts, and every call that reads it can do with some."""
+        if len(shape_of(node)) != 3 or Shard(0) not in self.shards[(node, 0)]:
+            return False
+        uses = [
+            (user, at)
+            for user in node.users
+            for at, argument in enumerate(tensor_arguments(user))
+            if argument is node and user in self.rows
+        ]
+        return all(any(r.inputs[at] == Shard(0) for r in self.rows[user]) for user, at in uses)
+
+    def users(self) -> dict[Value, list[tuple[fx.Node, int]]]:
+        """Value → (call, position) that reads it; an output reads at position -1."""
+        users: dict[Value, list[tuple[fx.Node, int]]] = {}
+        for node in self.calls:
+            for position, value in enumerate(self._reads[node]):
+                users.setdefault(value, []).append((node, position))
+        result = self.graph.output_node()
+        for node, spec in self.outputs:
+            if isinstance(node, fx.Node) and (spec.kind != "output" or self.keep_outputs):
+                users.setdefault(source_of(node), []).append((result, -1))
+        return users
+
+    def _seed(self) -> None:
+        for node in self.held:
+            if not isinstance(node.meta["val"], torch.Tensor):
+                continue
+            shape = shape_of(node)
+            found = set()
+            if self.axis == "tensor" and self.kinds[node].kind == "parameter":
+                found = {Shard(d) for d in range(len(shape))} | self._padded(shape)
+            if self.axis == "expert" and len(shape) == 3:
+                found = {Shard(0)}
+            pin = self.pins.get(self.kinds[node].name)
+            if isinstance(pin, Shard):
+                found.add(pin)
+            self.shards[(node, 0)] = frozenset(s for s in found if s.fits(shape, self.ranks))
+        tensor = SEQUENCE if self.sequence else None
+        wanted = {"tensor": tensor, "context": SEQUENCE, "expert": BATCH}.get(self.axis)
+        for node in self.calls:
+            dims = node.meta.get("dims", ())
+            several = isinstance(node.meta["val"], (tuple, list))
+            for k, shape in enumerate(output_shapes(node)):
+                sizes = dims[k] if several and k < len(dims) else dims
+                found = {
+                    Shard(d)
+                    for d, size in enumerate(sizes[: len(shape)] if not several or sizes else ())
+                    if wanted is not None and size == wanted
+                }
+                self.shards[(node, k)] = frozenset(s for s in found if s.fits(shape, self.ranks))
+        for value in self.heads.seeds:
+            self._add(value, split(tensor_of(value).shape, self.ranks, self.inner))
+
+    def _padded(self, shape: Sequence[int]) -> set[Shard]:
+        """Shards of dims that the ranks do not divide, where little of them is padding."""
+        if len(shape) > 2:
+            return set()
+        wide = (d for d, n in enumerate(shape) if n % self.ranks and n >= LEAST_WIDTH * self.ranks)
+        return {shard_of(d, 1, shape, self.ranks) for d in wide}
+
+    def _spread(self, node: fx.Node) -> None:
+        """What follows from the shards of a call's tensors for the others."""
+        self._stale.discard(node)
+        rows = self._rows(node)
+        if id(rows) not in self._shards_of:
+            self._shards_of[id(rows)] = shards_of(rows)
+        given, made = self._shards_of[id(rows)]
+        for source, shards in zip(self._reads[node], given, strict=True):
+            if source in self.shards:
+                self._add(source, shards, resting=source[0] in self.resting)
+        for value, shards in zip(self._gives[node], made, strict=True):
+            self._add(value, shards)
+
+    def _add(self, value: Value, shards: Shards, *, resting: bool = False) -> None:
+        known = self.shards[value]
+        if resting:
+            shards = frozenset(s for s in shards if not s.by)
+        if not shards <= known:
+            both = known | shards
+            self.shards[value] = self._alike.setdefault(both, both)
+            self._stale.update(self._touched.get(value, ()))
+
+    def _asked(self, node: fx.Node) -> tuple[Any, ...]:
+        """Equal for calls that have the same rows."""
+        known, seen = self.shards, self.heads.elsewhere
+        given = tuple(seen(node, value, known.get(value, _NONE)) for value in self._reads[node])
+        return self.kind[node], given, tuple(seen(node, v, known[v]) for v in self._gives[node])
+
+    def _rows(self, node: fx.Node) -> tuple[Row, ...]:
+        key = self._asked(node)
+        if key not in self._known:
+            rows = rows_of(node, self.ranks, key[1], key[2])
+            rows = tuple(r for r in rows if self._allowed(node, r))
+            self._known[key] = attention_rows(node, rows, self.context_by)
+        return self._known[key]
+
+    def _allowed(self, node: fx.Node, row: Row) -> bool:
+        """Work on the tensor axis is never divided by examples: that is what the data axis does."""
+        if self.axis != "expert" and self.examples != 1:
+            given = zip(self._reads[node], row.inputs, strict=True)
+            made = zip(self._gives[node], row.outputs, strict=True)
+            if any(splits_batch(v, p) for v, p in (*given, *made)):
+                return False
+        if row.lowering in ("expert_product", "expert_gradient"):
+            return self.axis == "expert"  # what other axes split has as many rows on each rank
+        if row.lowering == "causal":  # on the tensor axis where its heads can not be shared
+            heads = shape_of(tensor_arguments(node)[0])[1]
+            return self.axis == "context" or (self.sequence and heads % self.ranks > 0)
+        return True

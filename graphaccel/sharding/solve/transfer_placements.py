@@ -1,0 +1,102 @@
+"""Placements of a graph with a layer less or more, told from those of a graph that was placed.
+
+Of the graphs that a deep model is made of (`ir.replication.repeat`) one of the longer ones is
+solved: what is best differs with the depth where layers are few, and it is nearer to all of them.
+Only where it is plain are the others told what it has: each of their calls has its twin, on tensors
+of the same sizes, and what it reads lies where what its twin reads does. `ir.replication.repeat`
+then proves of the sharded graphs that one is the other with a layer more, as it does where all were
+solved.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from torch import fx
+
+from graphaccel.capture.export import GraphInput
+from graphaccel.ir.replication.layers import Run
+from graphaccel.sharding.rules.notation import output_shapes, tensor_arguments
+from graphaccel.sharding.rules.shard import Shard
+from graphaccel.sharding.solve.call_values import source_of
+from graphaccel.sharding.solve.placements import Placements
+
+
+def placed_alike(
+    known: Placements,
+    placed: fx.Graph,
+    placed_inputs: Sequence[GraphInput],
+    graph: fx.Graph,
+    inputs: Sequence[GraphInput],
+    run: Run,
+    more: int,
+) -> Placements | None:
+    """Placements of `graph`, where `placed` has `more` layers (1 or -1) of `run`; None where they
+    are not plain. run: as it lies in both."""
+    twins = _twins(placed, placed_inputs, graph, inputs, run, more)
+    if twins is None or known.guessed:
+        return None
+    rows = {node: known.rows[twin] for node, twin in twins.items() if twin in known.rows}
+    if any(isinstance(p, Shard) and p.by for r in rows.values() for p in (*r.inputs, *r.outputs)):
+        return None  # by a name, which the other graph has not
+    several = {node for node, _ in known.versions}
+    versions = {}
+    for node, twin in twins.items():
+        for k in range(len(output_shapes(node)) if twin in several else 0):
+            if (twin, k) in known.versions:
+                versions[node, k] = known.versions[twin, k]
+    held = {node: known.held[twin] for node, twin in twins.items() if twin in known.held}
+    found = Placements(rows, held, versions, known.seconds)
+    for node, twin in twins.items():
+        if node.op != "call_function":
+            continue
+        read, theirs = tensor_arguments(node), tensor_arguments(twin)
+        if len(read) != len(theirs):
+            return None
+        for one, other in zip(read, theirs, strict=True):
+            if one.meta["val"].shape != other.meta["val"].shape:
+                return None
+            own, its = source_of(one), source_of(other)
+            if found.of(own) != known.of(its) or versions.get(own) != known.versions.get(its):
+                return None
+    return found
+
+
+def _twins(
+    placed: fx.Graph,
+    placed_inputs: Sequence[GraphInput],
+    graph: fx.Graph,
+    inputs: Sequence[GraphInput],
+    run: Run,
+    more: int,
+) -> dict[fx.Node, fx.Node] | None:
+    """Node → its twin. A second middle layer is nobody's twin, or has that of the first."""
+    theirs = _by_module(placed, placed_inputs)
+    found: dict[fx.Node, fx.Node] = {}
+    for (phase, path), nodes in _by_module(graph, inputs).items():
+        number = run.number(path)
+        lying = path if number is None or number < 2 else run.entry(path, number + more)
+        same = theirs.get((phase, lying), [])
+        if [n.target for n in nodes if n.op != "placeholder"] != [
+            n.target for n in same if n.op != "placeholder"
+        ] or len(nodes) != len(same):
+            return None
+        found |= zip(nodes, same, strict=True)
+    return found
+
+
+def _by_module(
+    graph: fx.Graph, inputs: Sequence[GraphInput]
+) -> dict[tuple[str, str], list[fx.Node]]:
+    """(phase, module path) → its nodes in order; inputs by their names."""
+    found: dict[tuple[str, str], list[fx.Node]] = defaultdict(list)
+    names = iter(inputs)
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            spec = next(names, None)
+            found["input", spec.name if spec is not None else node.name].append(node)
+        elif node.op != "output":
+            path = node.meta.get("module", "")
+            found[node.meta.get("phase", "forward"), path].append(node)
+    return found
