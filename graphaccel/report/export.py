@@ -382,12 +382,12 @@ def _deepspeed(facts: Facts, refused: _Refused) -> str:
     if plan.shard_size and stage < 3:
         refused.add(
             f"zero {stage} in groups of {plan.shard_size}: its MiCS is of zero 3",
-            (("zero", 3), ("shard", plan.data)),
+            (("zero", 3), ("shard_size", plan.data)),
         )
     elif plan.shard_size and plan.offload:
         refused.add(
             f"zero 3 in groups of {plan.shard_size}: its MiCS keeps nothing on the host",
-            (("shard", plan.data), *_NOTHING_AWAY),
+            (("shard_size", plan.data), *_NOTHING_AWAY),
         )
     elif plan.shard_size:
         content["zero_optimization"]["mics_shard_size"] = plan.shard_size
