@@ -16,7 +16,7 @@ from torch import fx
 
 from graphaccel.capture.symbols import BATCH, evaluate
 from graphaccel.compat.torch import is_view
-from graphaccel.errors import CaptureDiffers, GraphAccelError
+from graphaccel.errors import CaptureDiffers, GraphAccelError, StateFrozen
 from graphaccel.ir.values import tensors_of
 from graphaccel.progress import progress
 from graphaccel.proof.comparison import Pair, Setting, draws
@@ -191,10 +191,21 @@ def _without_float64(
 
 
 def _unsteady(pair: Pair, setting: Setting) -> Proof | None:
-    """Where eager code does not even agree with itself there is nothing to compare with."""
+    """Where eager code does not even agree with itself there is nothing to compare with.
+
+    Raises StateFrozen (GA106) where it differs by more than rounding.
+    """
     wrong = _wrong(pair.compare_eager(setting))
     if not wrong:
         return None
+    worst = max(wrong, key=lambda one: one.error)
+    if worst.error > _ROUGH:
+        raise StateFrozen(
+            what=f"two forwards on one batch, with one random state, differ: {worst}",
+            reason="a captured graph gives one result for the same inputs, and would train on what "
+            "was so at its capture",
+            help_lines=("pass what changes from call to call to the forward, as an argument",),
+        )
     return Proof(False, f"eager differs from itself from run to run: {wrong[0]}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from pathlib import Path
 from types import SimpleNamespace
@@ -262,3 +263,33 @@ def test_autocast_that_the_plan_says_changes_nothing() -> None:
         with torch.autocast("cpu", torch.bfloat16, enabled=active):
             losses.append(model(*batch).item())
     assert losses[0] == losses[1]
+
+
+def test_a_forward_that_gives_another_result_each_time() -> None:
+    counter = itertools.count(1)
+
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+
+        @property
+        def factor(self) -> int:
+            return next(counter)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.layer(x) * self.factor).square().mean()
+
+    model = graphaccel.optimize(Counting(), devices=1)
+    with pytest.raises(errors.StateFrozen) as caught:
+        model(torch.ones(2, 2))
+    said = str(caught.value).splitlines()
+    assert said[0].startswith(
+        "error[GA106]: two forwards on one batch, with one random state, differ: "
+    )
+    assert said[1:] == [
+        "  why:  a captured graph gives one result for the same inputs, and would train on what was "
+        "so at its capture",
+        "  help: pass what changes from call to call to the forward, as an argument",
+        "  explain: graphaccel explain GA106",
+    ]
