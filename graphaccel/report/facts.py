@@ -269,7 +269,7 @@ def _resting(plan: Plan, program: StepProgram) -> tuple[Resting, ...]:
         by_dim = (f"dim {d}: {folded([n for n, dim in held if dim == d])}" for d in dims)
         found.append(
             Resting(
-                axis, getattr(plan, axis), _LEVELS[level], len(held), len(names), "; ".join(by_dim)
+                axis, plan.ranks(axis), _LEVELS[level], len(held), len(names), "; ".join(by_dim)
             )
         )
     order = ("tensor", "context", "expert", "shard", "data")

@@ -83,7 +83,7 @@ def _orders(
 
 
 def _decided(plan: Plan, name: str) -> Any:
-    return plan.shards if name == "shard" and plan.zero else getattr(plan, name)
+    return plan.shards if name == "shard_size" and plan.zero else getattr(plan, name)
 
 
 def _shardable(problem: Problem, tensor: int, context: int) -> bool:

@@ -314,6 +314,11 @@ class Plan:
         """The mesh axis of ZeRO's shards: "shard", or "data" where that is all of it."""
         return "shard" if self.shard_size else "data"
 
+    def ranks(self, axis: str) -> int:
+        """Devices on a mesh axis; "shard" and "replicate" are the two parts of data."""
+        parts = {"shard": self.shards, "replicate": self.num_replicas}
+        return parts[axis] if axis in parts else int(getattr(self, axis))
+
     @property
     def gathers_low(self) -> bool:
         """Whether ZeRO 3 gathers parameters in the dtype that they are computed with: where all

@@ -90,14 +90,14 @@ def local_shape(shape: Sequence[int], splits: Sequence[Sharded], plan: Plan) -> 
     """The shape of one shard."""
     local = tuple(shape)
     for split in splits:
-        local = split.local(local, getattr(plan, split.axis))
+        local = split.local(local, plan.ranks(split.axis))
     return local
 
 
 def _taken(shape: Sequence[int], splits: Sequence[Sharded], plan: Plan) -> set[int]:
     """Dims of which a contiguous split has no DTensor, after these splits: cut by sections, or with
     padding."""
-    uneven = (s.dim for s in splits if shape[s.dim] % getattr(plan, s.axis))
+    uneven = (s.dim for s in splits if shape[s.dim] % plan.ranks(s.axis))
     return {s.dim for s in splits if s.outer > 1} | set(uneven)
 
 
