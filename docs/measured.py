@@ -1,4 +1,4 @@
-"""Write the tables of measurements in README.md and docs/ from benchmarks/results.
+"""Write the tables of measurements in docs/ from benchmarks/results.
 
     python docs/measured.py
 
@@ -17,7 +17,7 @@ from statistics import fmean, median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "benchmarks.md"
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- measured: python docs/measured.py -->\n", "<!-- end -->\n"
 OURS = "graphaccel"
@@ -55,12 +55,12 @@ def table(results: list[dict[str, Any]]) -> str:
     return "\n".join([*rows, "", text, ""])
 
 
-def with_table(readme: str, folder: Path) -> str:
-    """The README with the table of the results in `folder`. Raises ValueError without marks."""
-    before, begin, rest = readme.partition(BEGIN)
+def with_table(page: str, folder: Path) -> str:
+    """The page with the table of the results in `folder`. Raises ValueError without marks."""
+    before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise ValueError(f"README.md has no lines {BEGIN!r} and {END!r}")
+        raise ValueError(f"docs/benchmarks.md has no lines {BEGIN!r} and {END!r}")
     results = [json.loads(file.read_text()) for file in folder.glob("*.json")]
     return f"{before}{begin}\n{table(results)}\n{end}{after}"
 
@@ -497,12 +497,12 @@ def _ratio(rows: list[dict[str, Any]], ours: str, theirs: str) -> str:
     return f"{sum(p[0] for p in pairs) / sum(p[1] for p in pairs):.2f}"
 
 
-def with_gpu_tables(readme: str, folder: Path) -> str:
-    """The README with what was measured on a GPU. Raises ValueError without the marks."""
-    before, begin, rest = readme.partition(GPU_FIRST)
+def with_gpu_tables(page: str, folder: Path) -> str:
+    """The page with what was measured on a GPU. Raises ValueError without the marks."""
+    before, begin, rest = page.partition(GPU_FIRST)
     _, end, after = rest.partition(GPU_LAST)
     if not begin or not end:
-        raise ValueError(f"README.md has no lines {GPU_FIRST!r} and {GPU_LAST!r}")
+        raise ValueError(f"docs/benchmarks.md has no lines {GPU_FIRST!r} and {GPU_LAST!r}")
     file = folder / "gpu.json"
     result = json.loads(file.read_text()) if file.exists() else None
     return f"{before}{begin}\n{gpu_tables(result)}\n{end}{after}"
@@ -510,7 +510,7 @@ def with_gpu_tables(readme: str, folder: Path) -> str:
 
 def main() -> None:
     argparse.ArgumentParser(description="Update the tables of measurements.").parse_args()
-    README.write_text(with_gpu_tables(with_table(README.read_text(), RESULTS), RESULTS))
+    PAGE.write_text(with_gpu_tables(with_table(PAGE.read_text(), RESULTS), RESULTS))
     ORT_PAGE.write_text(with_ort_tables(ORT_PAGE.read_text(), RESULTS))
     FUSIONS_PAGE.write_text(with_fusion_table(FUSIONS_PAGE.read_text(), RESULTS))
     COMPILE_PAGE.write_text(with_compile_table(COMPILE_PAGE.read_text(), RESULTS))

@@ -185,3 +185,12 @@ def test_the_map_lists_every_pass_in_order() -> None:
     text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
     named = re.findall(r"^\| `(\w+)` \|", text, flags=re.M)
     assert named == [each.name for each in PIPELINE]
+
+
+def test_the_sample_plan_is_what_is_printed(capsys: pytest.CaptureFixture) -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    sample = text.split("<!-- sample -->\n```text\n")[1].split("\n```\n<!-- end: sample -->")[0]
+    command = ["plan", "examples/gpt2/demo.py:job", "--device", "h100-80gb", "--devices", "8"]
+    assert cli.main([*command, "--batch", "64"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert [line for line in sample.splitlines() if line not in printed] == []

@@ -74,14 +74,14 @@ def test_a_point_for_each_row(tmp_path: Path) -> None:
     )
 
 
-def test_the_readme_shows_the_committed_results(measured: ModuleType) -> None:
-    readme = measured.README.read_text()
-    assert readme == measured.with_table(readme, measured.RESULTS), "run python docs/measured.py"
+def test_the_page_shows_the_committed_results(measured: ModuleType) -> None:
+    page = measured.PAGE.read_text()
+    assert page == measured.with_table(page, measured.RESULTS), "run python docs/measured.py"
 
 
-def test_the_readme_shows_what_was_measured_on_a_gpu(measured: ModuleType, tmp_path: Path) -> None:
-    readme = measured.README.read_text()
-    assert readme == measured.with_gpu_tables(readme, measured.RESULTS), "run docs/measured.py"
+def test_the_page_shows_what_was_measured_on_a_gpu(measured: ModuleType, tmp_path: Path) -> None:
+    page = measured.PAGE.read_text()
+    assert page == measured.with_gpu_tables(page, measured.RESULTS), "run docs/measured.py"
     marked = f"above\n{measured.GPU_FIRST}old\n{measured.GPU_LAST}below\n"
     without = measured.with_gpu_tables(marked, tmp_path)
     assert without == (
