@@ -221,6 +221,7 @@ class Captures:
             )
         if step.has_loss and training:
             _refuse_tracked(step)
+            _refuse_without_gradient(step)
         return step
 
     def _observed(self, batch: Batch, training: bool) -> Observed:
@@ -412,6 +413,17 @@ def _refuse_tracked(step: StepGraph) -> None:
                 help_line="let the script compute the loss:  "
                 "graphaccel.optimize(model, optimizer, loss_fn='outside')",
             )
+
+
+def _refuse_without_gradient(step: StepGraph) -> None:
+    """A step that trains nothing is a mistake. Raises Unsupported (GA208)."""
+    if step.trainable and not any(spec.kind == "gradient" for spec in step.outputs):
+        raise Unsupported(
+            what="a training step in which no parameter gets a gradient",
+            reason="the loss depends on no trained parameter, or only through ops whose gradient "
+            "is zero everywhere",
+            help_line="with torch.no_grad():  # around a forward that trains nothing",
+        )
 
 
 def _real(device: torch.device) -> torch.device:

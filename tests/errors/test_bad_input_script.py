@@ -332,3 +332,29 @@ error[GA208]: a model without parameters is not supported
             graphaccel.plan(model, small_batch()[:1], devices=2)
         else:
             graphaccel.optimize(model, example_batch=small_batch()[:1])
+
+
+class Counted(nn.Module):
+    """A loss whose gradient is zero everywhere, so that autograd has none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.norm(self.layer(x), p=0)
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_a_loss_without_a_gradient(planned: bool) -> None:
+    text = """\
+error[GA208]: a training step in which no parameter gets a gradient is not supported
+  why:  the loss depends on no trained parameter, or only through ops whose gradient is zero everywhere
+  help: with torch.no_grad():  # around a forward that trains nothing
+  explain: graphaccel explain GA208"""
+    model = Counted()
+    with refused(errors.Unsupported, text, model):
+        if planned:
+            graphaccel.plan(model, small_batch()[:1], devices=2)
+        else:
+            graphaccel.optimize(model, example_batch=small_batch()[:1])
