@@ -1,4 +1,4 @@
-"""Known devices and how they are linked, by name.
+"""The catalogue: known devices by name, with their rates, links and hosts.
 
 Figures are rates a program reaches, not the datasheet's, except ``peak_flops``, which a cost model
 multiplies by an efficiency of its own. Datasheet numbers and the factors applied to them:
@@ -9,14 +9,15 @@ multiplies by an efficiency of its own. Datasheet numbers and the factors applie
   2025), Ada GPU architecture whitepaper (RTX 4090, FP32 accumulation), T4, L4, L40S and RTX A6000
   datasheets, GA102 and RTX Blackwell whitepapers (RTX 3090, RTX 5090). Figures of a rack or board
   are divided by its 72 or 8 devices. "float4_e2m1fn_x2" is NVFP4.
-* Of devices on which none of the published runs was trained, products reach 0.82 of the fastest
-  large one of PyTorch (zzc0721/torch-performance-test-data: 42 TFLOP/s on T4, 269 on L40S, 123 on
-  RTX A6000, 76.6 on RTX 3090, 238 on RTX 5090), as training does on A100 (0.70 of the peak for 264
-  of 312) and H100 (0.68 for 789 of 989). Nobody measured an L4: half its peak is assumed.
+* On devices on which none of the published runs was trained, matmuls reach 0.82 of the fastest
+  large matmul of PyTorch (zzc0721/torch-performance-test-data: 42 TFLOP/s on T4, 269 on L40S, 123
+  on RTX A6000, 76.6 on RTX 3090, 238 on RTX 5090), as training does on A100 (0.70 of the peak for
+  264 of 312) and H100 (0.68 for 789 of 989). There is no measurement of an L4: half its peak is
+  assumed.
 * A copy reaches 0.9 of the memory bandwidth (3.0 of 3.35 TB/s on H100, 4.3 of 4.8 on H200).
-* NVLink per link and direction as NCCL counts on it (``src/graph/topo.h``): 20 GB/s (V100, A100),
-  20.6 (H100, H200), 40.1 (B200), of 25, 25, 26.5 and 50. Latencies per hop are those of its ring
-  with the LL128 protocol (``src/graph/tuning.cc``): 1.9 us NVLink, 2.5 us PCIe, 4.0 us network.
+* NVLink per link and direction as NCCL models it (``src/graph/topo.h``): 20 GB/s (V100, A100), 20.6
+  (H100, H200), 40.1 (B200), of 25, 25, 26.5 and 50. Latencies per hop are those of its ring with
+  the LL128 protocol (``src/graph/tuning.cc``): 1.9 us NVLink, 2.5 us PCIe, 4.0 us network.
 * Networks as in NVIDIA's own DGX of that generation, shared evenly by its devices (a rack of GB200
   has one ConnectX-7 for each, B300 and GB300 one ConnectX-8); 0.95 reached. NVLink joins eight
   devices, those of an NVL72 rack all 72.
@@ -24,17 +25,16 @@ multiplies by an efficiency of its own. Datasheet numbers and the factors applie
   in DGX-1, 1 and 2 TB in DGX A100 of 40 and 80 GB, 2 TB in DGX H100, H200, B200 and B300), of which
   a tenth is left to the system, and all channels of two sockets (8 DDR4-2133, 16 DDR4-3200, 16
   DDR5-4800, 16 DDR5-5600, 16 DDR5-6400). For RTX cards a server like that of the A100 with 512 GB
-  is assumed; T4, L4 and L40S are in instances that clouds let (g4dn.12xlarge: four in 192 GB with
-  50 Gb/s; g6.48xlarge: eight in 768 GB with 100; g6e.48xlarge: eight in 1.5 TB with 400). Two
-  devices of an NVL72 rack share a Grace: 17 TB of LPDDR5X for 36 of them, at 18.4 (GB200) and 14.3
-  TB/s (GB300).
-* A Grace starts operations twice as slowly as the Xeon of a DGX H100, as published mixtures say
-  (``benchmarks.validation``); ``nn.Linear`` alone takes 37.1 us there and 13.5 us here
+  is assumed; T4, L4 and L40S are in cloud instances (g4dn.12xlarge: four in 192 GB with 50 Gb/s;
+  g6.48xlarge: eight in 768 GB with 100; g6e.48xlarge: eight in 1.5 TB with 400). Two devices of an
+  NVL72 rack share a Grace: 17 TB of LPDDR5X for 36 of them, at 18.4 (GB200) and 14.3 TB/s (GB300).
+* A Grace starts operations twice as slowly as the Xeon of a DGX H100, according to published
+  mixtures (``benchmarks.validation``); ``nn.Linear`` alone takes 37.1 us there and 13.5 us here
   (NVIDIA/TransformerEngine, issue 2053).
 * Links to the host: PCIe x16 of the device's datasheet (3.0: V100, T4; 4.0: A100, L4, L40S, RTX
   3090, 4090 and A6000; 5.0: H100, H200, B200, RTX 5090, and of B300 its host's), 15.75, 31.5 and 63
   GB/s each way; NVLink-C2C of a Grace, 450 GB/s each way for two. A copy from pinned memory reaches
-  0.8 of that. That devices share an uplink of the host's switches is not in it.
+  0.8 of that. That devices share an uplink of the host's switches is not modelled.
 * Memory is what the CUDA runtime reports, e.g. in PyTorch's "total capacity of 79.11 GiB": a little
   under the number in the name. ``b200-192gb`` carries 192 GB, of which 180 GB are enabled. For
   GB200, B300 and GB300 0.996 of what nvidia-smi says, 189471, 275040 and 284208 MiB, as for B200.
@@ -62,12 +62,13 @@ from graphaccel.planner.cluster.cluster import (
 
 
 def cluster(device: str, count: int, memory: int | None = None) -> Cluster:
-    """``count`` devices called ``device`` (one of ``device_names()``, any case), wired as usual.
+    """``count`` devices called ``device`` (one of ``device_names()``, any case), with their usual
+    links.
 
     ``memory`` in bytes per device overrides the catalogue's. "cpu" is this host: its cores and
     memory shared evenly by ``count`` processes.
     Raises ``graphaccel.errors.UnknownDevice`` (GA601), and ``BadCluster`` (GA602) for a count below
-    one or above ``MOST_DEVICES`` or a memory that holds nothing.
+    one or above ``MOST_DEVICES`` or a memory that is not positive.
     """
     name = device.lower()
     problems = [] if count > 0 else [f"a cluster needs at least one device, not {count}"]
@@ -87,23 +88,23 @@ def cluster(device: str, count: int, memory: int | None = None) -> Cluster:
 
 
 def device_names() -> tuple[str, ...]:
-    """The catalogue's names."""
+    """The names of the devices in the catalogue."""
     return tuple(_CATALOGUE)
 
 
 RESERVED = 0.07
-"""What PyTorch's CUDA allocator reserves beyond the tensors, as a share of them: the 90th
-percentile (0.069; 0.033 to 0.093, mean 0.051) of the 27 published runs that say both (SimuMax,
-B200; benchmarks/validation/data)."""
+"""Bytes that PyTorch's CUDA allocator reserves beyond the tensors, as a share of the tensors'
+bytes: the 90th percentile (0.069; 0.033 to 0.093, mean 0.051) of the 27 published runs that report
+both (SimuMax, B200; benchmarks/validation/data)."""
 _CUDA_CONTEXT_BYTES = 3 * GIB // 2
-LAUNCH_SECONDS = 7e-6  # to start an operation, on a host of x86
+LAUNCH_SECONDS = 7e-6  # to start an operation, on an x86 host
 _GRACE_LAUNCH_SECONDS = 14e-6
 _NETWORK_REACHED = 0.95
 
 
 @dataclass(frozen=True)
 class _Kernels:
-    """Processors of a device, and the share of the datasheet that kernels reach on it: products and
+    """Processors of a device, and the share of the datasheet that kernels reach on it: matmuls and
     attention of the peak, copies of the memory's bandwidth (`benchmarks.validation --fit`)."""
 
     processors: int
@@ -127,19 +128,19 @@ _OF_5090 = _Kernels(170, 0.93, 0.6, 0.5)
 KILOWATTS: Mapping[str, float] = MappingProxyType(
     {"b200": 1.0, "b300": 1.1, "gb200": 1.2, "gb300": 1.4}
 )
-"""What a Blackwell may draw in each of its machines (their datasheets)."""
+"""Power limit in kilowatts of a Blackwell device in each of its machines (their datasheets)."""
 
 
 def by_power(power: float, dtype: str) -> float:
-    """The rate of large products in a torch dtype where a device may draw ``power`` times as many
-    watts: at 600 of 700 W pretraining on H100 loses 10 to 15 % of its throughput, in 8 bits 15 to
-    20 % (factryze.ai, scale-atlas/power/power-capping)."""
+    """The rate of large matmuls in a torch dtype, relative to now, where a device may draw
+    ``power`` times as many watts: at 600 of 700 W pretraining on H100 loses 10 to 15 % of its
+    throughput, in 8 bits 15 to 20 % (factryze.ai, scale-atlas/power/power-capping)."""
     return power ** (1.25 if dtype.startswith(("float8", "float4")) else 0.87)
 
 
 def _of_blackwell(machine: str, processors: int) -> _Kernels:
-    """Chips alike, in machines that give them more power or less: their rates are those of a B200
-    by power, whatever their own peaks."""
+    """The kernels of a Blackwell device. Its machines have identical chips with different power
+    limits: rates are those of a B200 scaled by power, whatever the peaks in their datasheets."""
     power, peaks = KILOWATTS[machine], _GB200 if machine.startswith("g") else _B200
 
     def share(reached: float, dtype: str) -> float:
@@ -184,10 +185,10 @@ def _cuda(
     return name, make
 
 
-# Per core: a matrix product of 1024 x 1024 reached 72 (float32), 50 (float64), 474 (bfloat16, with
-# AVX-512 BF16) and 1 to 3 (float16) GFLOP/s on a 2025 server core, a copy 37 GB/s. Older cores
-# reach half, and bfloat16 is no faster than float32 where it is emulated; these are meant to hold
-# there too.
+# Per core: a matmul of 1024 x 1024 reached 72 (float32), 50 (float64), 474 (bfloat16, with AVX-512
+# BF16) and 1 to 3 (float16) GFLOP/s on a 2025 server core, a copy 37 GB/s. Older cores reach half,
+# and bfloat16 is no faster than float32 where it is emulated; these rates are chosen to hold there
+# too.
 _CORE_GIGAFLOPS = {"float64": 20.0, "float32": 40.0, "bfloat16": 20.0, "float16": 1.0}
 _CORE_BANDWIDTH = 10e9
 _HOST_BANDWIDTH = 200e9
@@ -196,7 +197,7 @@ _CPU_CONTEXT_BYTES = 512 * 2**20  # the interpreter, torch's libraries and gloo'
 
 def _cpu(count: int) -> Cluster:
     cores = os.cpu_count() or 1
-    share = cores / count  # of a core if below one: processes then take turns
+    share = cores / count  # of a core; below one, processes take turns
     memory, bandwidth = host_memory() // count, min(_CORE_BANDWIDTH * cores, _HOST_BANDWIDTH)
     device = Device(
         "cpu",
@@ -205,8 +206,8 @@ def _cpu(count: int) -> Cluster:
         bandwidth / count,
         5e-6,
     )
-    # gloo over loopback with two processes: 0.8 ms for a small all_reduce, 21 ms for 32 MiB.
-    # More processes than cores wait for one another's turn at every hop.
+    # gloo over loopback with two processes: 0.8 ms for a small all_reduce, 21 ms for 32 MiB. If
+    # there are more processes than cores, they wait for each other at every hop.
     turns = max(1.0, 1 / share)
     loopback = Link("gloo over loopback", 3e-4 * turns, 1.5e9 / turns, count)
     host = Host(
@@ -216,7 +217,7 @@ def _cpu(count: int) -> Cluster:
 
 
 def host_memory() -> int:
-    """Bytes of memory of this host, or of the container it is in where that has less."""
+    """Bytes of memory of this host, or of its container where that has less."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = Path("/sys/fs/cgroup/memory.max")
     allowed = limit.read_text().strip() if limit.exists() else "max"
@@ -224,18 +225,18 @@ def host_memory() -> int:
 
 
 _PCIE = {3: 15.75e9, 4: 31.5e9, 5: 63.0e9}
-_COPIED = 0.8  # of a PCIe link or of the host's memory
+_COPIED = 0.8  # share reached of a PCIe link or of the host's memory bandwidth
 
 
 def _host(gibibytes: int, channels: int, transfers: float, pcie: int, devices: int = 8) -> Host:
-    """Of one of so many devices: memory of the machine, its channels of 8 bytes a transfer, and
-    millions of these a second."""
+    """The host share of one of ``devices`` devices: the machine's memory, its channels of 8 bytes a
+    transfer, and millions of transfers a second."""
     bandwidth = channels * 8 * transfers * 1e6 * _COPIED / devices
     return Host(int(0.9 * gibibytes * GIB / devices), bandwidth, _PCIE[pcie] * _COPIED)
 
 
 def _grace(terabytes_per_second: float) -> Host:
-    """Of one of the 72 devices of an NVL72 rack."""
+    """The host share of one of the 72 devices of an NVL72 rack."""
     bandwidth = terabytes_per_second * 1e12 * _COPIED / 72
     return Host(int(0.9 * 17e12 / 72), bandwidth, min(450e9 / 2 * _COPIED, bandwidth))
 
@@ -281,8 +282,8 @@ _5090 = {
     "float8_e4m3fn": 419,
 }  # fmt: skip
 
-# GeForce cards, and those of clouds, have no peer-to-peer copies: NCCL stages through host memory,
-# both ways over one PCIe 4.0 x16 slot (32 GB/s each way on paper).
+# GeForce cards and cloud GPUs have no peer-to-peer copies: NCCL stages through host memory, both
+# ways over one PCIe 4.0 x16 slot (32 GB/s each way on paper).
 _PCIE_STAGED = Link("PCIe 4.0 through host memory", 2.5e-6, 10e9, 8)
 _PCIE_3_STAGED = Link("PCIe 3.0 through host memory", 2.5e-6, 5e9, 4)
 _PCIE_5_STAGED = Link("PCIe 5.0 through host memory", 2.5e-6, 20e9, 8)

@@ -1,5 +1,6 @@
-"""What a plan may run on: devices, and how they are linked (`planner.cluster.catalogue` has known
-ones)."""
+"""`Cluster`: the devices that a plan runs on, their links and their host.
+
+Known devices are in `planner.cluster.catalogue`."""
 
 from __future__ import annotations
 
@@ -12,15 +13,17 @@ from typing import Any
 
 GIB = 2**30
 SCHEMA = 1
-"""Of a cluster as JSON; files without one are of this, too."""
+"""Schema of a cluster as JSON; a file without the field has this schema, too."""
 MOST_DEVICES = 2**20
-"""Of a cluster: several times the largest machines; more is a slip of whoever asks."""
+"""The largest device count of a cluster: several times the largest machines, so more is a mistake.
+"""
 
 
 @dataclass(frozen=True)
 class OpTime:
-    """Seconds that one call took on a device. op: ATen name without overload, "product" or
-    "optimizer"; dtype: it computes in; the others as in `planner.profile.efficiency.Work`."""
+    """Measured seconds of one call on a device. op: ATen name without overload, "product" (a
+    matmul) or "optimizer"; dtype: the dtype it computes in; the others as in
+    `planner.profile.efficiency.Work`."""
 
     op: str
     dtype: str = ""
@@ -40,14 +43,15 @@ class Device:
     ``memory`` in bytes; ``peak_flops`` in FLOP/s by PyTorch dtype name without ``torch.`` (a dtype
     that is missing has no fast path there; "float32" is without TF32, which has its own entry
     "tfloat32"); ``memory_bandwidth`` in bytes/s that a copy reaches, reads and writes counted;
-    ``launch_seconds`` is the time a process needs to start an operation. ``processors`` work side
-    by side (streaming multiprocessors; 0: not known). Of the peak, large matrix products reach the
-    share ``product`` (in 8 bits or fewer ``product_8_bits``, 0: the same), fused attention
-    ``attention`` and its backward ``attention_backward``, FLOPs that a causal mask spares not
-    counted. ``measured``: what ops really took (`graphaccel calibrate`), where it was measured with
-    ``crowd`` processes on each core. ``stepping``: how many times as long an optimizer's step takes
-    as its bytes say (`planner.profile.rate_correction`). ``stands_for``: the GPU that was found,
-    where these are the rates of another by its processors (`planner.cluster.detect`).
+    ``launch_seconds`` is the time a process needs to start an operation. ``processors`` is the
+    number of processors that work in parallel (streaming multiprocessors; 0: not known). Of the
+    peak, large matmuls reach the share ``product`` (in 8 bits or fewer ``product_8_bits``, 0: the
+    same), fused attention ``attention`` and its backward ``attention_backward``, where FLOPs that a
+    causal mask skips do not count. ``measured``: measured seconds of ops (`graphaccel calibrate`),
+    measured with ``crowd`` processes on each core. ``stepping``: the factor by which an optimizer's
+    step takes longer than its bytes predict (`planner.profile.rate_correction`). ``stands_for``:
+    the detected GPU, where these are the rates of another device scaled by processors
+    (`planner.cluster.detect`).
     """
 
     name: str
@@ -67,18 +71,18 @@ class Device:
 
     @property
     def type(self) -> str:
-        """That of torch, "cpu" or "cuda"."""
+        """The torch device type, "cpu" or "cuda"."""
         return "cpu" if self.name == "cpu" else "cuda"
 
 
 COLLECTIVES = ("reduce-scatter", "all-gather", "all-to-all")
-"""Those that a link can have rates of their own for."""
+"""The collectives for which a link can have rates of their own."""
 
 
 @dataclass(frozen=True)
 class Collective:
-    """Rates of one of ``COLLECTIVES`` on a link: latency per hop and bytes/s, in the formula that
-    `planner.cluster.communication` has for it."""
+    """Rates of one of ``COLLECTIVES`` on a link: latency per hop and bytes/s, used in its formula
+    in `planner.cluster.communication`."""
 
     name: str
     latency_seconds: float
@@ -90,7 +94,7 @@ class Link:
     """One level of the network: ``size`` devices that reach one another at this speed.
 
     ``bandwidth`` in bytes/s each device sends while it receives as much; ``latency_seconds`` per
-    hop. ``measured``: collectives that were found to have other rates (`graphaccel calibrate`).
+    hop. ``measured``: collectives whose measured rates differ (`graphaccel calibrate`).
     """
 
     name: str
@@ -100,7 +104,9 @@ class Link:
     measured: tuple[Collective, ...] = ()
 
     def rates(self, collective: str) -> tuple[float, float]:
-        """(seconds of a hop, bytes/s) of a collective, or of a message: those of the link."""
+        """(seconds per hop, bytes/s) of a collective or of a message; the link's own rates where
+        nothing else was measured.
+        """
         for row in self.measured:
             if row.name == collective:
                 return row.latency_seconds, row.bandwidth
@@ -109,14 +115,14 @@ class Link:
 
 @dataclass(frozen=True)
 class StepTime:
-    """A step that was run (`graphaccel plan --measure N --refine FILE`), beside what it was
-    predicted to take by the cluster's own rates; all in seconds.
+    """A measured step (`graphaccel plan --measure N --refine FILE`), and the prediction for it by
+    the cluster's own rates; all in seconds.
 
     ``model``: its key (`planner.profile.rate_correction.model_key`), ``name`` in words;
-    ``precision``: the pin; ``plan``: its name, on ``devices``. ``compute`` (with what waits for it
-    in a pipeline), ``communication``, ``optimizer``: predicted. ``took``: forward and backward,
-    measured, and ``optimizer_took`` the optimizer's step; 0 where its time has communication in it:
-    it is then part of ``took``.
+    ``precision``: the pin; ``plan``: its name, on ``devices``. Predicted: ``compute`` (with what
+    waits for it in a pipeline), ``communication``, ``optimizer``. Measured: ``took``, forward and
+    backward, and ``optimizer_took``, the optimizer's step; it is 0 where the optimizer's step
+    includes communication, and is then part of ``took``.
     """
 
     model: str
@@ -133,11 +139,11 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Host:
-    """A device's share of the machine that it is in, for what a plan keeps there.
+    """A device's share of its host machine, for what a plan offloads.
 
     ``memory`` in bytes; ``memory_bandwidth`` in bytes/s that its processors reach, reads and writes
     counted; ``link`` in bytes/s that a copy between host and device reaches, one way at a time.
-    ``shared``: the device is the host's own processor, and has its memory of it.
+    ``shared``: the device is the host's own processor, and their memory is the same.
     """
 
     memory: int
@@ -148,17 +154,18 @@ class Host:
 
 @dataclass(frozen=True)
 class Cluster:
-    """``count`` equal devices; ``links`` from the innermost level outwards, the last holds all.
+    """``count`` identical devices; ``links`` from the innermost level outwards, the last holds all.
 
     ``context_bytes`` per device are lost to the runtime (CUDA context, NCCL, cuBLAS workspaces);
     ``fragmentation`` is what the allocator reserves beyond the tensors, as a share of them.
     ``ort``: by build of ONNX Runtime and threads ("training 1.19.2, 2 threads"), region key →
     seconds measured here (torch, ONNX Runtime). ``host``: of each device; where it is not known,
-    nothing is kept there. ``steps``: what whole steps took. ``refined_by``: those by which the
-    rates are corrected already (`planner.profile.rate_correction`); no part of a file.
+    nothing is offloaded. ``steps``: measured seconds of full steps. ``refined_by``: the steps by
+    which the rates are already corrected (`planner.profile.rate_correction`); not written to a
+    file.
     Raises ``ValueError`` for no devices or more than ``MOST_DEVICES``, when the levels do not grow,
-    one is not made of whole ones of the level inside it (of the last, any number may be there), or
-    the last does not hold all devices.
+    when the size of a level is no multiple of the level inside it (the last level may have any
+    size), or when the last does not hold all devices.
     """
 
     device: Device
@@ -186,23 +193,22 @@ class Cluster:
 
     @cached_property
     def bare(self) -> Cluster:
-        """Without the devices' memory, which changes no price."""
+        """This cluster without the devices' memory, which changes no predicted time."""
         return replace(self, device=replace(self.device, memory=0))
 
     @cached_property
     def known(self) -> dict[Any, Any]:
-        """What was found out about its links (`planner.cluster.communication`)."""
+        """Cache of what is derived from the links (`planner.cluster.communication`)."""
         return {}
 
     @property
     def tensor_budget(self) -> int:
-        """Bytes of tensors that fit one device once context and fragmentation are taken off."""
+        """Bytes of tensors that fit one device, after subtracting context and fragmentation."""
         return max(0, int((self.device.memory - self.context_bytes) / (1 + self.fragmentation)))
 
     def verdict(self, tensors: float) -> str:
-        """What is to be expected of that many bytes of tensors on one device: "safe", "likely" (an
-        allocator that wastes little has room), "risky" (the tensors fit, but hardly more) or
-        "impossible"."""
+        """Whether that many bytes of tensors fit one device: "safe", "likely" (if the allocator
+        wastes little), "risky" (the tensors fit, but hardly more) or "impossible"."""
         free = self.device.memory - self.context_bytes
         if tensors * (1 + self.fragmentation) <= free:
             return "safe"
@@ -251,7 +257,7 @@ def _link_of(data: Mapping[str, Any]) -> Link:
 
 
 def too_many_devices(count: int) -> str:
-    """What is wrong with more than ``MOST_DEVICES``."""
+    """The error text for more devices than ``MOST_DEVICES``."""
     return f"a cluster has at most {MOST_DEVICES} devices, not {count}"
 
 
@@ -263,7 +269,7 @@ _UNITS = {"b": 1} | {
 
 
 def cluster_name(cluster: Cluster) -> str:
-    """`4 x h100-80gb`: what a plan says it was made for."""
+    """`4 x h100-80gb`: the cluster as a plan names it."""
     return f"{cluster.count} x {cluster.device.name}"
 
 

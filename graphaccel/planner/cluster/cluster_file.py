@@ -1,7 +1,7 @@
-"""Clusters as JSON files, for machines that are not in the catalogue.
+"""Reads and writes clusters as JSON files, for machines that are not in the catalogue.
 
-The file is what `Cluster.to_json` gives. Everything that is wrong with it is collected and said at
-once, with the place in the file.
+The file is the output of `Cluster.to_json`. All errors in a file are collected and reported
+together, each with its place in the file.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ _DTYPES = frozenset(
 
 
 def read_cluster(file: Path, devices: int | None = None) -> Cluster:
-    """The cluster that a file describes, of `devices` where that is given.
+    """The cluster that a file describes, with `devices` devices where that is given.
 
-    Raises BadCluster (GA602) with everything that is wrong with it.
+    Raises BadCluster (GA602) with all errors in the file.
     """
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
@@ -64,7 +64,7 @@ def read_cluster(file: Path, devices: int | None = None) -> Cluster:
 
 
 def write_cluster(cluster: Cluster, file: Path) -> None:
-    """What `read_cluster` reads."""
+    """Write a cluster as `read_cluster` reads it."""
     file.write_text(json.dumps(cluster.to_json(), indent=1) + "\n", encoding="utf-8")
 
 
@@ -133,7 +133,7 @@ def _of_dtype(name: Any, where: str) -> Iterator[str]:
 
 
 def _of_regions(builds: Any) -> Iterator[str]:
-    """What `graphaccel calibrate --ort` measured."""
+    """Errors in the times that `graphaccel calibrate --ort` measured."""
     if not isinstance(builds, Mapping):
         yield "ort is to be an object of what was measured, by build of ONNX Runtime"
         return
@@ -151,7 +151,7 @@ def _of_regions(builds: Any) -> Iterator[str]:
 
 
 def _of_steps(steps: Any) -> Iterator[str]:
-    """What `graphaccel plan --measure N --refine FILE` measured."""
+    """Errors in the steps that `graphaccel plan --measure N --refine FILE` measured."""
     if not isinstance(steps, list):
         yield "steps is to be a list"
         return
@@ -220,7 +220,7 @@ def _of_fields(data: Mapping[str, Any], kind: type, where: str) -> Iterator[str]
     needed = {f.name for f in fields(kind) if f.default is MISSING}
     for name in names:
         if kind is Cluster and name in ("ort", "host", "steps"):
-            continue  # told by functions of their own
+            continue  # checked by functions of their own
         if name not in data:
             if name in needed:
                 yield f"{where}{name} is missing"

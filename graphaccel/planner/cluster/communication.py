@@ -1,43 +1,42 @@
 """How long collectives and messages take: latency plus bandwidth over the levels of links.
 
-A group is ``group_size`` devices ``stride`` apart, aligned to the levels: device 0, stride, 2 *
+A group is ``group_size`` devices with a ``stride``, aligned to the levels: device 0, stride, 2 *
 stride, ... A level that holds ``size`` devices holds ``size // stride`` members of it, so the group
 falls into nested subgroups; ``f`` is how many of the subgroups one level below meet on a level and
-``c`` how many members each of those has. Of groups that neither share a level evenly nor are made
-of whole ones, some lie across its borders (of 3 in nodes of 8 the third has 2 and 1), and the
-slowest decides: only as many devices as divide both are taken to share a level. A group over axes
-that are not next to each other (``further``) is such a group again and again, further apart: a
-level holds so many times as many of its members. With S bytes,
-latency a and bandwidth B of a level:
+``c`` how many members each of those has. Of groups that neither divide a level evenly nor are a
+multiple of it, some cross its borders (of groups of 3 in nodes of 8 the third has 2 and 1), and the
+slowest decides: only as many devices as divide both are assumed to share a level. A group over axes
+that are not adjacent (``further``) is such a group repeated at a larger stride: a level holds as
+many times more of its members. With S bytes, latency a and bandwidth B of a level:
 
-* Bandwidth. A ring takes S * (n - 1) / n bytes past every device, once for reduce_scatter and
+* Bandwidth. A ring moves S * (n - 1) / n bytes past every device, once for reduce_scatter and
   all_gather, twice for all_reduce. Where it leaves a subgroup, the c members share them, each
   having a port of its own: ``passes * S * (n - 1) / n / c / B``. Bytes travel in chunks, so the
   levels work at the same time and the slowest decides.
-* Latency of a ring: one hop for each of its n - 1 steps and passes, slow hops only where it
-  leaves a subgroup. It grows with n.
+* Latency of a ring: one hop for each of its n - 1 steps and passes, slow hops only where it leaves
+  a subgroup. It grows with n.
 * Latency of a tree (all_reduce only): f - 1 hops along a chain on the innermost level, log2(f)
   above it, up and down. Its bandwidth is 0.92 of the ring's, and the factor (n - 1) / n is lost.
 
-The faster of ring and tree is taken, as NCCL does; the tree wins where many nodes exchange little.
+The faster of ring and tree is used, as NCCL does; the tree wins where many nodes exchange little.
 gloo has the ring only. Every operation starts with one launch.
 
-Where a collective was measured on a level (`Link.measured`), a and B are what was found for it:
-gloo's reduce_scatter takes longer than its all_reduce, not half as long.
+Where a collective was measured on a level (`Link.measured`), a and B are the measured ones: gloo's
+reduce_scatter takes longer than its all_reduce, not half as long.
 
-What runs beside computing is not free (`exposed_seconds`). NCCL's kernels occupy processors, up to
+What overlaps with compute is not free (`exposed_seconds`). NCCL's kernels occupy processors, up to
 24 of the 132 of an H100, and memory: training Llama and GPT models on A100 and H100, what computed
 beside collectives took 18.9 % longer on average (Lee et al., "Characterizing Compute-Communication
 Overlap in GPU-Accelerated Distributed Deep Learning", arXiv 2507.03114, 2025; 24 / 132 = 18.2 %).
-Only what moves over data runs so; collectives of the tensor, context and expert axes stand in the
-graph, where what follows reads them, and are waited for. Copies from the host are made by engines
-of their own. A CPU's processes compute and send with the same cores: nothing hides.
+Only collectives over data overlap with compute; those of the tensor, context and expert axes are in
+the graph, where the ops after them read their results, and are waited for. Copies from the host use
+copy engines of their own. A CPU's processes compute and send with the same cores: nothing overlaps.
 
 Sources: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in
 MPICH", IJHPCA 2005 (alpha-beta costs of ring and pairwise exchange); NCCL ``src/graph/tuning.cc``
 (steps inside and between nodes, choice by predicted time, the factor 0.92); Sanders, Speck, Träff,
 "Two-tree algorithms for full bandwidth broadcast, reduction and scan", 2009 (two trees together use
-both directions of every port). In-switch reduction (NVLS, SHARP) is not counted on.
+both directions of every port). In-switch reduction (NVLS, SHARP) is not modelled.
 """
 
 from __future__ import annotations
@@ -49,18 +48,17 @@ from typing import cast
 from graphaccel.planner.cluster.cluster import Cluster, Device, Link
 
 Further = tuple[tuple[int, int], ...]
-"""(how often, how far apart) a group is there again, as `planner.plan.axis_order.group_of` says
-it."""
+"""(repeats, stride): the group is repeated, as in `planner.plan.axis_order.group_of`."""
 _TREE_BANDWIDTH = 0.92
-_SLOWED = 0.189  # by how much longer computing takes while a collective runs beside it
+_SLOWED = 0.189  # share by which compute takes longer while a collective overlaps with it
 INTERFERENCE = _SLOWED / (1 + _SLOWED)
-"""Seconds that a phase takes longer for each second of collectives that hide behind it."""
+"""Seconds by which a phase takes longer for each second of collectives that it hides."""
 
 
 @dataclass(frozen=True)
 class _Level:
-    """``factor`` subgroups of ``inside`` members each meet over ``link``; ``ring_hops`` of a ring
-    around the whole group go over it."""
+    """``factor`` subgroups of ``inside`` members each meet over ``link``; ``ring_hops`` hops of a
+    ring around the group cross it."""
 
     link: Link
     factor: int
@@ -71,7 +69,7 @@ class _Level:
 def all_reduce_seconds(
     cluster: Cluster, size: float, group_size: int, stride: int = 1, further: Further = ()
 ) -> float:
-    """Seconds to sum ``size`` bytes over the group, result everywhere.
+    """Seconds to sum ``size`` bytes over the group, with the result on every member.
 
     Raises ``ValueError``, like all functions here, for a group the cluster does not hold.
     """
@@ -93,7 +91,7 @@ def all_reduce_seconds(
 def reduce_scatter_seconds(
     cluster: Cluster, size: float, group_size: int, stride: int = 1, further: Further = ()
 ) -> float:
-    """Seconds to sum ``size`` bytes over the group, each member keeping its share."""
+    """Seconds to sum ``size`` bytes over the group, where each member keeps its shard."""
     levels = _levels(cluster, group_size, stride, further)
     if not levels or size <= 0:
         return 0.0
@@ -103,7 +101,7 @@ def reduce_scatter_seconds(
 def all_gather_seconds(
     cluster: Cluster, size: float, group_size: int, stride: int = 1, further: Further = ()
 ) -> float:
-    """Seconds until every member has all ``size`` bytes, of which each brings its share."""
+    """Seconds until every member has all ``size`` bytes, of which each contributes its shard."""
     levels = _levels(cluster, group_size, stride, further)
     if not levels or size <= 0:
         return 0.0
@@ -141,14 +139,14 @@ def send_seconds(cluster: Cluster, size: float, source: int, destination: int) -
 def exposed_seconds(
     device: Device, moved: float, piece: float, beside: float, interference: float = INTERFERENCE
 ) -> float:
-    """Seconds by which a phase that computes for `beside` seconds is longer for `moved` seconds of
-    collectives that run beside it in pieces; piece: seconds of those that are needed first, or
+    """Seconds by which a phase with `beside` seconds of compute takes longer for `moved` seconds of
+    collectives that overlap with it in pieces. piece: seconds of the piece that is needed first, or
     ready last.
 
-    Either all but such a piece hides, and slows down what it hides behind; or the phase ends with
-    what moves, for which it is too short: all of it but for the share that waits for the first
-    piece. It grows with `moved`, and is at least max(interference x moved, moved - beside).
-    interference: see `INTERFERENCE`.
+    Either all but that piece is hidden, and slows down the compute that hides it; or the phase is
+    too short to hide the collectives and ends with them: all of `moved` is exposed, except for the
+    share that waits for the first piece. The result grows with `moved`, and is at least
+    max(interference x moved, moved - beside). interference: see `INTERFERENCE`.
     """
     if moved <= 0:
         return 0.0
@@ -167,7 +165,7 @@ def link_between(cluster: Cluster, source: int, destination: int) -> Link:
 
 
 def _ring_seconds(levels: list[_Level], size: float, collective: str) -> float:
-    """Of one pass."""
+    """Seconds of one pass around the ring."""
     group_size = 1 + sum(level.ring_hops for level in levels)
     passing = size * (group_size - 1) / group_size
     rates = [level.link.rates(collective) for level in levels]

@@ -1,4 +1,4 @@
-"""GPUs as a driver tells of them, by what the catalogue knows."""
+"""Builds a cluster from detected GPUs: the nearest entry of the catalogue, scaled by processors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _CAPABILITIES: Mapping[str, tuple[int, int]] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Found:
-    """What a driver says of a GPU. memory: bytes; processors: streaming multiprocessors;
+    """What a driver reports of a GPU. memory: bytes; processors: streaming multiprocessors;
     capability: CUDA's compute capability, as (major, minor)."""
 
     name: str
@@ -46,10 +46,10 @@ class Found:
 
 
 def cluster_found(found: Found, count: int) -> Cluster:
-    """``count`` such GPUs, wired as the catalogue has its entry of that name; where there is none,
-    the entry that is nearest by compute capability and then by processors. Peaks and memory
-    bandwidth are the entry's, as many times as the GPU has its processors; where that is no entry
-    as it stands, the device says so (``Device.stands_for``).
+    """A cluster of ``count`` such GPUs with the links of the catalogue entry of that name; where
+    there is none, of the nearest entry by compute capability and then by processors. Peaks and
+    memory bandwidth are the entry's, scaled by the GPU's share of the entry's processors; where the
+    result is not exactly a catalogue entry, the device records it (``Device.stands_for``).
 
     Raises what ``planner.cluster.catalogue.cluster`` raises.
     """
@@ -72,7 +72,7 @@ def cluster_found(found: Found, count: int) -> Cluster:
 
 
 def _word(name: str) -> str:
-    """That of an entry by which drivers name the device: "4090" of "rtx4090-24gb"."""
+    """The word of an entry's name by which drivers name the device: "4090" of "rtx4090-24gb"."""
     return name.partition("-")[0].removeprefix("rtx")
 
 

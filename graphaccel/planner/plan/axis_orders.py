@@ -1,4 +1,4 @@
-"""Which orders of the mesh axes there are to choose from, and how a pinned one is read."""
+"""Candidate orders of the mesh axes, and how a pinned order is read."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from graphaccel.planner.plan.axis_order import AXES, PARTS
 from graphaccel.planner.plan.plan import Plan
 
 DATA_OUTSIDE = ("data", "pipeline", "expert", "context", "tensor")
-"""Neighbours of a pipeline are nearer than those of data."""
+"""The order in which pipeline neighbours are nearer to each other than data neighbours."""
 
 
 def orders(cluster: Cluster, plan: Plan) -> tuple[tuple[str, ...], ...]:
-    """The orders that are offered for a plan's mesh, its own first.
+    """The candidate orders for a plan's mesh, its own first.
 
-    Pipeline or data is outermost, and crosses nodes; where the axes inside both fill a node, both
-    do, and there is nothing to choose. The others stay inside: their collectives stand in the
-    graph, where nothing hides them.
+    Either pipeline or data is the outermost axis and crosses nodes. Where the axes inside both fill
+    a node, both cross nodes and there is nothing to choose. The other axes stay innermost: their
+    collectives are in the graph, where no computation hides them.
     """
     several = plan.data > 1 and plan.pipeline > 1
     room = max((link.size for link in cluster.links if link.size < cluster.count), default=1)
@@ -28,16 +28,16 @@ def orders(cluster: Cluster, plan: Plan) -> tuple[tuple[str, ...], ...]:
 
 
 def usual_inside(plan: Plan) -> bool:
-    """Whether the axes that shard the graph are the innermost, in their usual order: how far apart
-    their devices are does then not depend on the others."""
+    """Whether the axes that shard the graph are innermost and in their usual order; the stride of
+    their devices then does not depend on the other axes."""
     return plan.order[2:] == AXES[2:]
 
 
 def read_order(said: object, sizes: Mapping[str, int | None]) -> tuple[str, ...]:
-    """A pinned order with every axis: those that it leaves out have one device, so that it does not
-    matter where they stand; they are put before the axis that usually follows them.
+    """A pinned order, completed to all axes. An axis that it leaves out has one device, so its
+    position does not matter; it is inserted before the axis that usually follows it.
 
-    sizes: axis → devices that are pinned. Raises BadPin (GA202).
+    sizes: axis → number of devices if pinned, else None. Raises BadPin (GA202).
     """
 
     def refused(reason: str) -> BadPin:

@@ -1,4 +1,4 @@
-"""The plan on which a search builds, and the precisions that it may have."""
+"""The plan from which a search starts, and the precisions to choose from."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ PRECISIONS: Mapping[str, Precision] = {
 
 
 def base_plan(pins: Pins, devices: int, batch: int, graph: str, cluster: str, outputs: str) -> Plan:
-    """The plan on which the search builds: what was pinned and does not depend on the mesh."""
+    """The plan from which the search starts: every pinned decision that does not depend on the
+    mesh.
+    """
     return Plan(
         devices=devices,
         precision=PRECISIONS[pins.precision or "fp32"],

@@ -1,4 +1,4 @@
-"""Whether pins can be together, on so many devices, of such a model."""
+"""Checks that pins are compatible with each other, with the device count and with the model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from graphaccel.planner.plan.module_pins import check_stages
 from graphaccel.planner.plan.offload import offload_text
 from graphaccel.planner.plan.pins import Pins, divisors
 
-# What on the host weights apart do not go with.
+# Why zero_bubble (separate weight gradients) does not work with what is offloaded.
 _TWICE = MappingProxyType(
     {
         "activations": "reads what is saved a second time, for the gradients of weights, and it "
@@ -59,7 +59,8 @@ def _check_zero(pins: Pins, devices: int) -> None:
 
 
 def _check_shard(pins: Pins, data: int) -> None:
-    """The part of the data axis that ZeRO shards over. data: the largest that axis can be."""
+    """Check the part of the data axis that ZeRO shards over. data: the largest size of that axis.
+    """
     if pins.shard_size is None:
         return
     reason = None
@@ -75,7 +76,7 @@ def _check_shard(pins: Pins, data: int) -> None:
 
 
 def _without_zero(pins: Pins, reason: str, allowed: Sequence[int] = (0,)) -> BadPin:
-    """Of the pin that asks for ZeRO. allowed: its levels that can be."""
+    """The error for the pin that asks for ZeRO. allowed: the ZeRO levels that are possible."""
     if pins.zero is not None:
         levels = tuple(map(str, allowed))
         return BadPin(pin="zero", value=pins.zero, reason=reason, allowed=levels)
@@ -128,7 +129,8 @@ def _check_casts(pins: Pins, has_loss: bool) -> None:
 
 
 def _check_parameters_away(pins: Pins) -> None:
-    """What else would hold whole parameters on the device, where they rest on the host."""
+    """Check the pins that would keep full parameters on the device while parameters are offloaded.
+    """
     if "parameters" not in (pins.offload or ()):
         return
     whole = pins.zero == 0 and (pins.data or 1) > 1
@@ -149,14 +151,16 @@ def _check_parameters_away(pins: Pins) -> None:
 
 
 def axis_sizes(pins: Pins, devices: int) -> dict[str, int]:
-    """The mesh axes' sizes; of data the largest there can be."""
+    """The sizes of the mesh axes; for data the largest possible size."""
     data = pins.data or devices // (pins.model_parallel_size * (pins.pipeline or 1))
     inner = {axis: getattr(pins, axis) or 1 for axis in ("expert", "context", "tensor")}
     return {"data": data, **inner}
 
 
 def check_mesh(pins: Pins, devices: int) -> None:
-    """The axes' product = devices; what follows from the others is filled in by the search."""
+    """Check that the axis sizes multiply to `devices`; the search fills in the axes that are not
+    pinned.
+    """
     for name in AXES:
         value = getattr(pins, name)
         if value is not None and devices % value:

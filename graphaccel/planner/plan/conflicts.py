@@ -1,8 +1,8 @@
-"""Pins that contradict one another: the fewest of them that do, and what each could be instead.
+"""Conflicting pins: a minimal set that conflicts, and the values that would resolve it.
 
-A set of pins conflicts when no plan at all can have them, whatever its memory. Dropping one pin
-after another, and keeping it dropped while the rest still conflicts, leaves a set of which every
-part is needed: a minimal (irreducible) conflicting set, found with as many checks as there are pins
+A set of pins conflicts if no plan can satisfy it, whatever its memory. Dropping the pins one by
+one, and leaving a pin out whenever the rest still conflicts, gives a set of which every member is
+needed: a minimal (irreducible) conflicting set, found with as many checks as there are pins
 (deletion filter: Chinneck and Dravnieks, "Locating minimal infeasible constraint sets in linear
 programs", ORSA Journal on Computing 3, 1991).
 """
@@ -20,18 +20,18 @@ from graphaccel.planner.plan.read_pins import read_pins
 
 Check = Callable[[Mapping[str, object]], GraphAccelError | None]
 _OFFERED = ("schedule", "zero", "reshard_after_forward", "accumulation", "offload")
-"""Words of which each is tried in the place of one that contradicts others."""
+"""Pins whose choices are tried as replacements when they conflict with others."""
 _NEVER_CHOSEN = ("precision",)
-"""Pins that the search does not choose where they are left out: a plan then has their default,
-which may be what contradicts another. Dropping them does not tell whether the rest can be."""
+"""Pins that the search does not choose: if left out, the plan has their default, which may itself
+conflict with another pin. So dropping them does not show whether the rest is feasible."""
 
 
 def agreeing_pins(
     pins: Mapping[str, object], step: StepGraph, devices: int, batch: int, limits: Limits
 ) -> Pins:
-    """`read_pins`; where several pins can not be together, the error names the fewest that can not.
+    """`read_pins`; where several pins conflict, the error names a minimal conflicting set.
 
-    Those in `_NEVER_CHOSEN` are not among them, and stand while the others are dropped.
+    Pins in `_NEVER_CHOSEN` are not part of that set and stay fixed while the others are dropped.
     Raises: as `read_pins`, and ConflictingPins (GA210).
     """
     given = {name: value for name, value in pins.items() if value is not None}
@@ -61,9 +61,9 @@ def agreeing_pins(
 
 
 def conflict(pins: Mapping[str, object], check: Check) -> tuple[str, ...]:
-    """The names of a minimal part of `pins` that `check` still refuses.
+    """The names of a minimal subset of `pins` that `check` still refuses.
 
-    check: an error for a set of pins that can not be. `pins` themselves are refused.
+    check: returns an error for a set of pins that is not possible. It refuses `pins` as a whole.
     """
     kept = dict(pins)
     for name in pins:
@@ -76,7 +76,7 @@ def conflict(pins: Mapping[str, object], check: Check) -> tuple[str, ...]:
 def _instead(
     core: Mapping[str, object], name: str, devices: int, batch: int, check: Check
 ) -> Iterator[object]:
-    """The values of one pin with which the others could stay."""
+    """The values of one pin with which the other pins could stay as they are."""
     for value in _values(name, devices, batch):
         if value != core[name] and check({**core, name: value}) is None:
             yield value

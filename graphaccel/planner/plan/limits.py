@@ -1,4 +1,4 @@
-"""What a step's graph does not allow of splits of the batch, and why."""
+"""Which splits of the batch a step's graph does not allow, and why."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from graphaccel.errors.messages import Location
 
 @dataclass(frozen=True)
 class Limit:
-    """An op that does not allow a split of the batch, and why. module: its path. location: of the
-    line that calls it. outside: the loss is not part of the step."""
+    """An op that does not allow a split of the batch, and why. module: the path of the op's module.
+    location: the line that calls it. outside: the loss is not part of the step."""
 
     op: str
     module: str
@@ -25,7 +25,7 @@ class Limit:
         )
 
     def refused(self, axis: str) -> SplitRefused:
-        """The error. axis: "microbatch" or "data"."""
+        """The error for this limit. axis: "microbatch" or "data"."""
         return SplitRefused(
             axis=axis,
             op=self.op,
@@ -36,7 +36,7 @@ class Limit:
         )
 
     def refused_schedule(self, schedule: str) -> ScheduleRefused:
-        """The error of a schedule that does not run all forwards before any backward."""
+        """The error for a schedule that does not run all forwards before any backward."""
         return ScheduleRefused(
             schedule=schedule,
             op=self.op,
@@ -48,9 +48,9 @@ class Limit:
 
 @dataclass(frozen=True)
 class Limits:
-    """What the graph does not allow; None where it does. head: the op for which several
-    microbatches need a schedule that runs all forwards before any backward
-    (`sharding.rules.head`)."""
+    """The limits of a graph; None where a split is allowed. head: the op because of which several
+    microbatches need a schedule that runs all forwards before any backward (`sharding.rules.head`).
+    """
 
     microbatches: Limit | None = None
     data: Limit | None = None

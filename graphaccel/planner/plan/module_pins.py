@@ -1,4 +1,5 @@
-"""Pins that speak of parts of the model: where its vocabulary rests, which stage a layer is on."""
+"""Pins that name parts of the model: vocabulary sharding, stages of modules, parameter placements.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +30,10 @@ _LOOKS = frozenset(
 
 
 def vocabulary(step: StepGraph) -> dict[str, tuple[tuple[int, ...], int]]:
-    """The parameters with a row for each word: name → (shape, the dim of the words).
+    """The parameters with one row per vocabulary word: name → (shape, the dim of the words).
 
-    They are the weights (and biases) of the products that a softmax of the loss sees, and the
-    tables with as many rows; without such a product, the largest table that is looked up.
+    They are the weights (and biases) of the matmuls whose output the softmax of the loss reads, and
+    the embedding tables with as many rows; without such a matmul, the largest embedding table.
     """
     graph = step.graph.graph
     pairs = zip(graph.find_nodes(op="placeholder"), step.inputs, strict=True)
@@ -59,7 +60,7 @@ def _is_table(node: fx.Node) -> bool:
 
 
 def _heads(scores: fx.Node, parameters: Mapping[fx.Node, str]) -> list[fx.Node]:
-    """The parameters of the product that makes some scores, through views, casts and shifts."""
+    """The parameters of the matmul that computes some scores, through views, casts and shifts."""
     while scores.target in _LOOKS:
         scores = cast(fx.Node, scores.args[0])
     if scores.target not in _PRODUCTS:
@@ -75,12 +76,13 @@ def _heads(scores: fx.Node, parameters: Mapping[fx.Node, str]) -> list[fx.Node]:
 def vocabulary_placements(
     where: str, step: StepGraph, sizes: Mapping[str, int]
 ) -> dict[str, tuple[Sharded, ...]]:
-    """How the embedding and the head rest under `vocab=where`, by parameter.
+    """The placements of embedding and head under `vocab=where`, by parameter.
 
-    sizes: of the mesh axes. "tensor": split by words over the tensor axis, as in Megatron-LM;
-    "data": whole on it, and a shard on each data rank, gathered for use, as in FSDP.
+    sizes: sizes of the mesh axes. "tensor": sharded by words over the tensor axis, as in
+    Megatron-LM; "data": replicated over the tensor axis, with a shard on each data rank that is
+    gathered for use, as in FSDP.
 
-    Raises BadPin (GA202) where that can not be.
+    Raises BadPin (GA202) where that is not possible.
     """
     found = vocabulary(step)
     if not found:
@@ -104,8 +106,8 @@ def vocabulary_placements(
 def read_stages(value: object, step: StepGraph) -> tuple[tuple[str, int], ...]:
     """`{"transformer.h.3": 1}`, in the order in which the modules first run.
 
-    Raises BadPin (GA202) for what is no module that computes something, or no number of a stage,
-    and for modules whose stages go against the order in which they run.
+    Raises BadPin (GA202) for a path that is no module that computes something, for a stage that is
+    no valid number, and for modules whose stages contradict the order in which they run.
     """
     if not isinstance(value, Mapping):
         raise BadPin(pin="stage_of", value=value, reason="it maps paths of modules to their stage")
@@ -142,8 +144,8 @@ def check_stages(
     interleave: int | None,
     schedule: str | None,
 ) -> None:
-    """The stages that modules were given, against the other pins: the cuts, and as many stages as
-    there can be. Raises BadPin (GA202)."""
+    """Check the stages that modules are pinned to against the other pins: the cuts, and the largest
+    possible number of stages. Raises BadPin (GA202)."""
     if cuts is not None:
         raise BadPin(pin="stage_of", value=stages, reason="cuts= says already where stages end")
     if pipeline is None:
@@ -160,7 +162,8 @@ def check_stages(
 def read_placements(value: object, step: StepGraph) -> tuple[tuple[str, tuple[Sharded, ...]], ...]:
     """`{"head.weight": shard(0, "tensor")}`, checked against the parameters.
 
-    A module's path stands for the parameters inside that have the dim; longer paths come first.
+    A module's path stands for the parameters inside it that have the dim; longer paths take
+    precedence.
     """
     if not isinstance(value, Mapping):
         raise BadPin(
@@ -205,7 +208,7 @@ def read_placements(value: object, step: StepGraph) -> tuple[tuple[str, tuple[Sh
 
 
 def is_inside(path: str, module: str) -> bool:
-    """Whether a module path lies in another."""
+    """Whether a module path is inside another."""
     return path == module or path.startswith(f"{module}.")
 
 
@@ -221,7 +224,7 @@ def _in_order(found: Sequence[tuple[str, int]], runs: Mapping[str, Sequence[int]
 
 
 def shard(dim: int, axis: str) -> Sharded:
-    """A tensor rests with its dim `dim` split evenly over mesh axis `axis`.
+    """A tensor is sharded: its dim `dim` is split evenly over mesh axis `axis`.
 
     For `placements={"head.weight": graphaccel.shard(0, "tensor")}`; axis is "data", "tensor",
     "context" or "expert". A tuple of several is applied in its order.
@@ -230,5 +233,5 @@ def shard(dim: int, axis: str) -> Sharded:
 
 
 def replicate() -> tuple[Sharded, ...]:
-    """A tensor rests whole on every device of its stage (see `shard`)."""
+    """A tensor is replicated: every device of its stage holds all of it (see `shard`)."""
     return ()

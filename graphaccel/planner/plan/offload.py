@@ -1,4 +1,4 @@
-"""What may rest on the host: the pin, its bytes there and its seconds."""
+"""Offloading to the host: the pin, the bytes that move there, and the time of the host's step."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from graphaccel.planner.plan.pins import OFFLOADS
 from graphaccel.planner.plan.plan import StageMemory
 
 KINDS = ("optimizer", "parameters", "activations")
-"""What can be offloaded, in the order in which it is said."""
+"""What can be offloaded, in the order in which reports name it."""
 STAYING = tuple(choice for choice in OFFLOADS if "parameters" not in choice)
-"""The values of the pin with which parameters rest on the device."""
+"""The values of the pin that keep parameters on the device."""
 LEAVING = tuple(choice for choice in OFFLOADS if "parameters" in choice)
-"""Those with which they rest on the host."""
+"""The values of the pin that offload parameters to the host."""
 LARGE = 2**20
-"""Bytes from which on an activation is worth a copy."""
+"""The size in bytes from which an activation is worth offloading."""
 
 
 def read_offload(value: object) -> tuple[str, ...]:
-    """What a pin asks for, in the order of `KINDS`: "none", a kind, several joined by "+" or in a
-    list.
+    """What a pin offloads, in the order of `KINDS`. value: "none", a kind, or several kinds joined
+    by "+" or in a list.
 
     Raises: BadPin (GA202).
     """
@@ -37,24 +37,25 @@ def read_offload(value: object) -> tuple[str, ...]:
 
 
 def offload_text(offload: Sequence[str]) -> str:
-    """A plan's offload as the pin says it."""
+    """A plan's offload in the notation of the pin."""
     return "+".join(offload) or "none"
 
 
 def placed_optimizer(state: int, trained: int, offload: Sequence[str]) -> tuple[int, int]:
     """Bytes of optimizer state on the device and on the host.
 
-    state: its bytes on this rank; trained: those of the parameters it is of. On the host it has
-    them, or copies of them, and their gradients beside it (`runtime.parameters.host`).
+    state: bytes of optimizer state on this rank; trained: bytes of the parameters that it belongs
+    to. If offloaded, the host also holds these parameters, or copies of them, and their gradients
+    (`runtime.parameters.host`).
     """
     return (0, state + 2 * trained) if "optimizer" in offload else (state, 0)
 
 
 def placed_parameters(resting: int, trained: int, offload: Sequence[str]) -> tuple[int, int]:
-    """Bytes of parameters that rest on the device and on the host.
+    """Bytes of parameters held on the device and on the host.
 
-    resting: of all on this rank; trained: of those among them that are trained, which
-    `placed_optimizer` has on the host already.
+    resting: bytes of all parameters on this rank; trained: bytes of the trained ones among them,
+    which `placed_optimizer` already counts on the host.
     """
     return (0, resting - trained) if "parameters" in offload else (resting, 0)
 
@@ -65,13 +66,14 @@ def device_state(optimizer_bytes: int, offload: Sequence[str]) -> int:
 
 
 def hosts(cluster: Cluster) -> int:
-    """Bytes of host memory of each device; 0 where nothing is known of it."""
+    """Bytes of host memory per device; 0 where the host is not known."""
     return 0 if cluster.host is None else cluster.host.memory
 
 
 def host_excess(memory: Sequence[StageMemory], cluster: Cluster) -> int:
-    """Bytes by which what the fullest rank keeps on the host misses it; below 0 it fits, or nothing
-    is kept there. A device that is the host's own processor has its own bytes there too."""
+    """Bytes by which the host memory of the fullest rank exceeds what there is; below 0 it fits, or
+    nothing is offloaded. If the device is the host's own processor, the device's bytes are counted
+    there too."""
     kept = [m for m in memory if m.host]
     if not kept or cluster.host is None:
         return -1
@@ -89,13 +91,14 @@ def host_step_seconds(
 ) -> tuple[float, float]:
     """(seconds of the optimizer's step on the host, seconds of the copies before and after it).
 
-    gradient: bytes of gradients on this rank, of so many tensors. optimizer_bytes: for each trained
-    number. device_seconds: of the same step on the device.
+    gradient: bytes of gradients on this rank, in `tensors` tensors. optimizer_bytes: bytes of
+    optimizer state for each trained number. device_seconds: seconds of the same step on the device.
 
-    Parameters and gradients go down and parameters up, one after another: three times their bytes
-    over the link; gradients alone where parameters rest on the host too. The step reads parameter,
-    gradient and state and writes parameter and state at the bandwidth of the host's memory; it is
-    not taken to be faster than the device's. So a plan is never faster for its offload.
+    Parameters and gradients are copied to the host and parameters back, one after another: three
+    times their bytes over the link, or gradients alone where parameters are offloaded too. The step
+    reads parameter, gradient and state and writes parameter and state at the bandwidth of the
+    host's memory; it is assumed to be no faster than the device's step. So offloading never makes a
+    plan faster.
     """
     assert cluster.host is not None
     copies = (1 if "parameters" in offload else 3) * gradient / cluster.host.link

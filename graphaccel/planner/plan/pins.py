@@ -1,8 +1,8 @@
-"""What a user may decide: one field a decision, with all that is known of it.
+"""Every decision a user can pin: one dataclass field each, with its type, choices and help.
 
-From the fields come the checks of single values, the options of the command line, the typed keyword
-arguments of `optimize` and `plan` (`planner.pin_options`), and the table of `docs/pins.md`. A pin
-that is left out is None, and planned.
+The fields are the one source of the checks of single values, the command-line options, the typed
+keyword arguments of `optimize` and `plan` (`planner.pin_options`), and the table of `docs/pins.md`.
+A pin that is left out is None, and the planner decides.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ OFFLOADS = (
 
 @dataclass(frozen=True)
 class Pin:
-    """What is known of one pin.
+    """The metadata of one pin.
 
     group: heading in the documents. kind: how a value is read and checked: "count" (a whole number
     above 0), "bytes", "level" (a number of `choices`), "switch" (a bool), "choice" (a word of
     `choices`), "names" (words), "word or names" (a word of `choices`, or names), "offload",
     "placements" or "stages" (mappings). type: the annotation of its keyword argument. help: one
-    sentence. needs: what it depends on. numerics: what it does to numbers beyond rounding.
-    metavar, option: on the command line; an option of None is Python's alone.
+    sentence. needs: what it depends on. numerics: how it changes numbers beyond rounding. metavar,
+    option: on the command line; with option None the pin exists in Python only.
     """
 
     group: str
@@ -64,10 +64,11 @@ def _pin(group: str, kind: str, help: str, **known: Any) -> Any:
 
 @dataclass(frozen=True)
 class Pins:
-    """Decisions of the user; None where there is none. recompute: one of `RECOMPUTE` or block
-    names. placements: parameter → how it rests, those of `vocab` among them. stage_of: path of
-    a module and its stage, in the order of the graph. fusions: read by `kernels.registry.enabled`.
-    spared: no pin; what is on the host because nothing fits otherwise, where `offload` is not one.
+    """The user's decisions; None where there is none. recompute: one of `RECOMPUTE` or block names.
+    placements: parameter → its placement, including those that `vocab` stands for. stage_of: module
+    path and its stage, in the order of the graph. fusions: read by `kernels.registry.enabled`.
+    spared: not a pin; what is offloaded because nothing fits otherwise, where `offload` is not
+    pinned.
     """
 
     data: int | None = _pin("mesh", "count", "ranks of the data axis: parts of the batch")
@@ -194,7 +195,7 @@ class Pins:
 
     @property
     def zeros(self) -> tuple[int, ...]:
-        """The levels of ZeRO that have what is pinned, ascending."""
+        """The ZeRO levels that are compatible with the pins, ascending."""
         if self.zero is not None:
             return (self.zero,)
         if self.reshard_after_forward not in (None, "always"):
@@ -206,27 +207,27 @@ class Pins:
 
     @property
     def over_data(self) -> bool:
-        """Whether single parameters are to rest sharded over data."""
+        """Whether single parameters are pinned to be sharded over data."""
         return any(split.axis == "data" for _, splits in self.placements or () for split in splits)
 
     @property
     def on_host(self) -> tuple[str, ...]:
-        """What the plan keeps there."""
+        """What the plan offloads to the host."""
         return self.spared if self.offload is None else self.offload
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What is pinned."""
+        """The names of the pins that are set."""
         return tuple(name for name in NAMES if getattr(self, name) is not None)
 
 
 PINS: Mapping[str, Pin] = {f.name: f.metadata["pin"] for f in fields(Pins) if "pin" in f.metadata}
-"""By the name of the keyword argument."""
+"""The pins by the name of their keyword argument."""
 NAMES = tuple(PINS)
 
 
 def pins_of_kind(*kinds: str) -> tuple[str, ...]:
-    """Names of the pins that are read so."""
+    """Names of the pins of these kinds."""
     return tuple(name for name, pin in PINS.items() if pin.kind in kinds)
 
 

@@ -1,4 +1,4 @@
-"""`Plan`: everything that was decided about a step, as plain data; JSON on disk."""
+"""`Plan`: everything that was decided about a training step, as plain data; saved as JSON."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from graphaccel.planner.plan.axis_order import AXES, PARTS, stride
 
 SCHEMA = 2
 _WORDS = {True: "always", False: "never", "step": "once_per_step"}
-"""How schema 1 says `reshard_after_forward`."""
+"""The words for the values of `reshard_after_forward` in schema 1."""
 INTERLEAVES = (1, 2, 4)
-"""Values of `Plan.interleave` that are offered where it is not pinned."""
+"""Candidate values of `Plan.interleave` where it is not pinned."""
 
 
 @dataclass(frozen=True)
 class Precision:
-    """Dtype per role, as torch dtype names. compute: of products. stream: of what lies between
-    them: float32, or that of compute, where parameters are cast before anything reads them.
-    products: what a device rounds the inputs of a product to, where that is not compute
-    ("tfloat32", or an 8-bit dtype). scaled: dynamic loss scaling (fp16)."""
+    """Dtypes by role, as torch dtype names. compute: of matmuls. stream: of the values between
+    them: float32, or the compute dtype, where parameters are cast before anything reads them.
+    products: what a device rounds the inputs of a matmul to, where that is not compute ("tfloat32",
+    or an 8-bit dtype). scaled: dynamic loss scaling (fp16)."""
 
     compute: str = "float32"
     stream: str = "float32"
@@ -35,19 +35,20 @@ class Precision:
 
     @property
     def planned_only(self) -> bool:
-        """Whether the runtime can not do it."""
+        """Whether it can be planned only: the runtime does not support it."""
         return self.products.startswith("float8")
 
 
 @dataclass(frozen=True)
 class Phases:
-    """The most bytes of tensors on a rank in each phase of a training.
+    """The peak bytes of tensors on a rank in each phase of a training.
 
-    load: while what rests here is made of a model without weights; load_built: of one that was
-    built with them. forward, backward: of the first step, which has no optimizer state yet. step:
-    while the optimizer steps. later: forward and backward of the other steps. save: while shards
-    are saved where they are; save_whole: in `full_state_dict`. host_load, host_load_built,
-    host_save_whole: bytes of the host beside a device that is another one, for the same.
+    load: while this rank's parameters are initialised from a model without weights; load_built:
+    from one that was built with them. forward, backward: of the first step, which has no optimizer
+    state yet. step: during the optimizer's step. later: forward and backward of the later steps.
+    save: while each rank saves its shards; save_whole: in `full_state_dict`. host_load,
+    host_load_built, host_save_whole: the same in bytes of host memory, where the device is not the
+    host.
     """
 
     load: int
@@ -65,9 +66,9 @@ class Phases:
 
 @dataclass(frozen=True)
 class Selective:
-    """Blocks that are computed again in the backward but for some values, which are saved.
+    """Blocks that are recomputed in the backward except for some values, which are saved.
 
-    saved: what they are called in a block (`planner.profile.block_recompute.value_labels`).
+    saved: the labels of these values in a block (`planner.profile.block_recompute.value_labels`).
     """
 
     blocks: tuple[str, ...]
@@ -77,10 +78,11 @@ class Selective:
 @dataclass(frozen=True)
 class StageMemory:
     """Predicted peak tensor bytes on one rank of a stage, by PyTorch's categories, and where the
-    peak is. host: the most that the plan keeps on the host for this rank, no part of the peak.
-    chosen: by how much an uneven choice of experts raises the peak (`Prediction.chosen`). uneven:
-    how much more it is on a device whose experts `planner.memory.exact_memory.UNEVEN` times their
-    even share of rows chose. phases: of a plan whose programs were built."""
+    peak occurs. host: the most bytes that the plan keeps on the host for this rank, not part of the
+    peak. chosen: by how much an uneven choice of experts raises the peak (`Prediction.chosen`).
+    uneven: by how much the peak is higher on a device whose experts are chosen by
+    `planner.memory.exact_memory.UNEVEN` times their even share of rows. phases: only of a plan
+    whose programs were built."""
 
     rank: int
     parameter: int
@@ -113,8 +115,9 @@ class StageMemory:
 
 @dataclass(frozen=True)
 class Chosen:
-    """What the example batch's rows choose in a block. shares: [data][expert], the rows that choose
-    the experts of a device there, over an even share; of the microbatch with most."""
+    """The experts that the example batch's rows choose in a block. shares: [data][expert], the rows
+    that choose the experts of a device there, divided by an even share; of the microbatch with
+    most."""
 
     block: str
     shares: tuple[tuple[float, ...], ...]
@@ -122,11 +125,11 @@ class Chosen:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds per step and where they go; memory per pipeline rank; what ONNX Runtime runs.
+    """Seconds per step by cause; memory per pipeline rank; what ONNX Runtime runs.
 
-    offload: copies between device and host that nothing hides. chosen: what memory is predicted
-    for, on the fullest device; without it, and for seconds, each expert is chosen as often as the
-    others.
+    offload: seconds of copies between device and host that no computation hides. chosen: the choice
+    of experts for which memory is predicted, on the fullest device; without it, and for seconds,
+    every expert is assumed to be chosen equally often.
     """
 
     seconds: float
@@ -141,7 +144,7 @@ class Prediction:
 
     @property
     def terms(self) -> dict[str, float]:
-        """Seconds by what they go to; their sum is the step."""
+        """Seconds by cause; their sum is the step."""
         return {
             f.name: getattr(self, f.name)
             for f in fields(self)
@@ -152,12 +155,12 @@ class Prediction:
 
 _NO_DECISION = frozenset(
     "devices batch pinned graph cluster prediction alternatives notes certificate schema".split()
-)  # of Plan: what it was made for, and what was found out about it
+)  # what the plan was made for, and what is predicted or reported about it
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """A plan that was not chosen: what it was, how long, how big, and why it lost."""
+    """A plan that was not chosen: its name, seconds, peak bytes, and why it lost."""
 
     name: str
     seconds: float
@@ -172,41 +175,43 @@ class Plan:
     Mesh axes: pipeline x data x expert x context x tensor = devices.
     order: the axes from the outermost, whose neighbours are furthest apart, to the innermost
       (`planner.plan.axis_order`).
-    `interleave` stages lie on each pipeline rank; stage k is on pipeline rank k % pipeline.
+    interleave: stages on each pipeline rank; stage k is on pipeline rank k % pipeline.
     cuts: names of the forward-graph nodes after which a stage ends.
-    recompute: names of the blocks that are computed again in the backward pass as a whole.
-    selective: blocks of which that is done but for some values, and those values.
+    recompute: names of the blocks of which the backward recomputes everything.
+    selective: blocks that the backward recomputes except for some values, and these values.
     bucket_bytes: size at which a bucket of gradients is sent for all-reduce.
     zero: what is sharded over the data axis: 1 optimizer state, 2 and gradients, 3 and parameters.
-    shard_size: devices of the data axis over which ZeRO shards, neighbours; 0: all of it. The rest
-      replicates.
+    shard_size: number of neighbouring devices of the data axis over which ZeRO shards; 0: all of
+      them. The data axis replicates over the rest.
     reshard_after_forward: ZeRO 3 frees gathered parameters after the forward and gathers them again
       for the backward ("always"), keeps them for the microbatch's backward ("never"), or gathers
       them once a step and keeps them for all microbatches ("once_per_step").
-    cast_once: without ZeRO 3, parameters are cast to the precision of products once a step, and
-      held so for all microbatches.
-    accumulation: "whole": gradients are reduced in the last microbatch; "shards": in every one, so
-    that only this rank's shard is kept (zero 2 and 3).
-    placements: parameter name → how it rests, where the user said so.
+    cast_once: without ZeRO 3, parameters are cast to the compute dtype once a step, and the casts
+      are held for all microbatches.
+    accumulation: "whole": gradients are reduced in the last microbatch; "shards": in every
+      microbatch, so that this rank holds its shard only (zero 2 and 3).
+    placements: parameter name → its placement, where the user pinned it.
     sequence: activations between tensor-parallel regions may be sharded along the sequence.
-    context_by: "heads" or "sequence": of what each context rank has some in attention; "": of the
-      faster one, call by call.
-    scatter_sends: of what all tensor ranks have, each sends its part to the next stage, where they
-      gather it.
-    rates: axis → what decided between placements on it (`sharding.solve.placements.Rates`).
-    fusions: names of the fused ops that are placed where their patterns are found.
-    loss_chunk: tokens of a microbatch of which a fused head and loss has the logits at a time; 0:
-      what the op takes by itself.
+    context_by: "heads" or "sequence": what attention is sharded by on the context axis; "": the
+      faster of both, for each call.
+    scatter_sends: of a value that all tensor ranks hold, each sends its part to the next stage,
+      which gathers it.
+    rates: axis → the rates by which placements on it were chosen
+      (`sharding.solve.placements.Rates`).
+    fusions: names of the fused ops that are used where their patterns match.
+    loss_chunk: tokens of a microbatch whose logits a fused head and loss holds at a time; 0: the
+      op's own default.
     ort: what ONNX Runtime runs: "off", "all" (whatever it can), "auto" (what was measured to be
       faster), or module paths. fallback: "error", or "fx": torch runs a region that ONNX Runtime
       fails to build or run.
     compile: what runs the graphs of stages: "off" (FX code) or "inductor". cuda_graphs: actions are
       recorded as CUDA graphs, and replayed.
-    offload: what rests on the host between its uses: "optimizer" (its state, and its step),
-      "parameters" (copied up for each block that reads them), "activations" (large ones, until
-      their backward).
-    outputs: "loss" or "all": what a training step hands out besides the loss.
-    pinned: decisions the user made. graph, cluster: fingerprints of what was planned for.
+    offload: what is on the host between its uses: "optimizer" (its state, and its step),
+      "parameters" (copied to the device for each block that reads them), "activations" (large ones,
+      until their backward).
+    outputs: "loss" or "all": what a training step returns besides the loss.
+    pinned: the names of the decisions that the user made. graph, cluster: fingerprints of what was
+      planned for.
     """
 
     devices: int
@@ -259,14 +264,14 @@ class Plan:
 
     @property
     def mesh(self) -> dict[str, int]:
-        """Axis → devices on it; the product is `devices`."""
+        """Axis → number of devices on it; they multiply to `devices`."""
         inner = {axis: getattr(self, axis) for axis in ("expert", "context", "tensor")}
         inner = {axis: size for axis, size in inner.items() if size > 1}
         return {"data": self.data, **inner, "pipeline": self.pipeline}
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """Axis → devices on it, from the outside in; "replicate" and "shard" in the place of data
+        """Axis → number of devices on it, outermost first; "replicate" and "shard" replace data
         where ZeRO shards over a part of it."""
         found: dict[str, int] = {}
         for axis in self.order:
@@ -277,14 +282,14 @@ class Plan:
         return found
 
     def stride(self, axis: str) -> int:
-        """How far apart neighbours on an axis are, in device numbers. Of data, where that is two,
-        on the part that ZeRO shards over."""
+        """The stride of an axis: the difference between the device numbers of neighbours on it. For
+        data where it has two parts: of the part that ZeRO shards over."""
         sizes = self.sizes
         return stride(sizes, "shard" if axis == "data" and axis not in sizes else axis)
 
     @property
     def reordered(self) -> tuple[str, ...]:
-        """The axes of several devices from the outside in, where that is not the usual order."""
+        """The axes with several devices, outermost first, where that is not the usual order."""
         own, usual = ([axis for axis in order if getattr(self, axis) > 1]
                       for order in (self.order, AXES))  # fmt: skip
         return tuple(own) if own != usual else ()
@@ -296,7 +301,7 @@ class Plan:
 
     @property
     def tensor_over_heads(self) -> int:
-        """By how much the tensor axis divides the heads that the context axis leaves."""
+        """The number of tensor ranks that split the heads that are left on a context rank."""
         return self.tensor if self.context > 1 else 1
 
     @property
@@ -306,7 +311,7 @@ class Plan:
 
     @property
     def num_replicas(self) -> int:
-        """How often the data axis holds what ZeRO shards."""
+        """How many copies of what ZeRO shards the data axis holds."""
         return self.data // self.shards
 
     @property
@@ -321,8 +326,8 @@ class Plan:
 
     @property
     def gathers_low(self) -> bool:
-        """Whether ZeRO 3 gathers parameters in the dtype that they are computed with: where all
-        that reads them wants it, and the backward does not read what the forward gathered."""
+        """Whether ZeRO 3 gathers parameters in the compute dtype: where everything that reads them
+        uses that dtype, and the backward does not read what the forward gathered."""
         through = self.precision.stream != "float32"
         return (
             through and self.zero == 3 and self.data > 1 and self.reshard_after_forward != "never"
@@ -335,19 +340,19 @@ class Plan:
 
     @property
     def holds_casts(self) -> bool:
-        """Whether casts of parameters are made once a step, and held for all microbatches."""
+        """Whether parameters are cast once a step, and the casts held for all microbatches."""
         low = self.precision.compute != "float32" and "parameters" not in self.offload
         return self.cast_once and low and not (self.zero == 3 and self.data > 1)
 
     @cached_property
     def again(self) -> dict[str, tuple[str, ...]]:
-        """Block that is computed again → what is saved of it, () if nothing."""
+        """Block that is recomputed → the values that are saved of it, () if none."""
         several = {block: own.saved for own in self.selective for block in own.blocks}
         return {**dict.fromkeys(self.recompute, ()), **several}
 
     def doing_again(self, saved: Mapping[str, tuple[str, ...]]) -> Plan:
-        """This plan with other blocks computed again: block → what is saved of it, () if nothing
-        is.
+        """This plan with other blocks recomputed: block → the values that are saved of it, () if
+        none.
         """
         groups: dict[tuple[str, ...], list[str]] = {}
         for block, values in saved.items():
@@ -407,8 +412,8 @@ class Plan:
 
     @property
     def usual(self) -> float:
-        """Examples in a step for as many devices as hold a stage together, which is what decides
-        between placements: the same for all plans of these devices with these axes."""
+        """Examples in a step per group of devices that hold a stage together, by which placements
+        are chosen: identical for all plans of these devices with these axes."""
         return max(1.0, self.batch * self.model_parallel_size / self.devices)
 
     def to_json(self) -> str:
@@ -417,8 +422,8 @@ class Plan:
 
     @staticmethod
     def from_json(text: str) -> Plan:
-        """Read a plan back, one of schema 1 too. Raises ValueError for another schema or unknown
-        fields."""
+        """Read a plan from JSON of the current schema or of schema 1. Raises ValueError for another
+        schema or unknown fields."""
         data = _upgraded(json.loads(text))
         if data.get("schema") != SCHEMA:
             raise ValueError(f"plan schema {data.get('schema')!r}; this version reads {SCHEMA}")
@@ -467,7 +472,7 @@ class Plan:
 
 
 def _upgraded(data: dict[str, Any]) -> dict[str, Any]:
-    """A plan of schema 1 in the names of schema 2; others as they are."""
+    """The data of a schema 1 plan in the names of schema 2; of others, unchanged."""
     if data.get("schema") != 1:
         return data
     new = {**data, "schema": SCHEMA, "shard_size": data.get("shard", 0)}

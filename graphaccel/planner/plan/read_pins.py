@@ -1,4 +1,4 @@
-"""What the user wrote, checked and turned into `Pins`."""
+"""Reads and checks the pins that the user wrote, and makes `Pins` of them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from graphaccel.planner.plan.pins import NAMES, PINS, Pin, Pins
 def read_pins(
     pins: Mapping[str, object], step: StepGraph, devices: int, batch: int, limits: Limits
 ) -> Pins:
-    """Check the pins, alone and against each other.
+    """Check the pins, one by one and against each other.
 
     A pin whose value is None counts as left out.
 
@@ -59,7 +59,7 @@ def read_pins(
 
 
 def check_alone(pins: Mapping[str, object], devices: int, batch: int) -> None:
-    """As `read_pins`, as far as that needs no graph."""
+    """The checks of `read_pins` that need no graph."""
     graph = ("recompute", "ort", "placements", "vocab", "stage_of", "fusions")
     given: dict[str, Any] = {n: v for n, v in _values(pins).items() if n not in graph}
     if "offload" in given:
@@ -73,7 +73,7 @@ def check_alone(pins: Mapping[str, object], devices: int, batch: int) -> None:
 
 
 def _values(pins: Mapping[str, object]) -> dict[str, object]:
-    """Those that are not left out, each checked by itself."""
+    """The pins that are not left out, each checked by itself."""
     given = {name: value for name, value in pins.items() if value is not None}
     for name in given:
         if name not in NAMES:
@@ -84,7 +84,7 @@ def _values(pins: Mapping[str, object]) -> dict[str, object]:
 
 
 def _check_value(name: str, value: object, pin: Pin) -> None:
-    """One value, as far as its kind says what it may be. Raises BadPin (GA202)."""
+    """Check one value against the kind of its pin. Raises BadPin (GA202)."""
     if pin.kind in ("count", "bytes"):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise BadPin(pin=name, value=value, reason="it is a count of at least 1")
@@ -99,7 +99,7 @@ def _check_value(name: str, value: object, pin: Pin) -> None:
 
 
 def _names(given: Mapping[str, object], step: StepGraph) -> dict[str, object]:
-    """recompute and cuts, checked."""
+    """The pins recompute, ort and cuts, checked."""
     found: dict[str, object] = {}
     value = given.get("recompute")
     blocks = tuple(block.name for block in step.blocks)
@@ -134,7 +134,7 @@ def _names(given: Mapping[str, object], step: StepGraph) -> dict[str, object]:
 
 
 def _ort(value: object, step: StepGraph) -> str | tuple[str, ...]:
-    """A word of the pin's, or paths of modules that compute something."""
+    """The pin ort: one of its words, or paths of modules that compute something."""
     if isinstance(value, str):
         if value not in PINS["ort"].choices:
             raise BadPin(pin="ort", value=value, reason="unknown", allowed=PINS["ort"].choices)
@@ -160,7 +160,9 @@ def _strings(pin: str, value: object) -> tuple[str, ...]:
 
 
 def _ordered(pins: Pins) -> Pins:
-    """With every axis in the order: one that it leaves out has one device, wherever it stands."""
+    """The pins with all axes in their order; an axis that the pinned order leaves out has one
+    device.
+    """
     if pins.order is None:
         return pins
     order = read_order(pins.order, {axis: getattr(pins, axis) for axis in AXES})

@@ -1,12 +1,12 @@
-"""What ZeRO shards, and how: a dim of each parameter, over the data axis or a part of it.
+"""ZeRO sharding: the dim of each parameter that is sharded over the data axis or a part of it.
 
 Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, 2020, §5:
 with N data ranks, level 1 keeps 1/N of the optimizer state on each, level 2 of the gradients too,
 level 3 of the parameters too. A parameter is split on the first dim that N divides, so that a shard
 is a tensor in its own right, with a place in a checkpoint; where N divides none, on the first that
 is wide enough to be padded, as FSDP pads (Zhao et al., PyTorch FSDP, VLDB 2023, §3.2.1). N may be a
-part of the data ranks: each group of N neighbours then holds all shards, and those of all groups
-are summed (hybrid sharding: there, §3.2.2).
+part of the data ranks: each group of N neighbours then holds all shards, and gradient shards are
+summed over the groups (hybrid sharding: there, §3.2.2).
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def owned_shards(
     resting: Mapping[str, tuple[Sharded, ...]],
     ranks: int | None = None,
 ) -> tuple[dict[str, Owned], dict[str, str]]:
-    """(parameter → what is sharded of it, parameter → why it stays whole).
+    """(parameter → its ZeRO level and shard, parameter → why it is not sharded).
 
-    resting: splits over other axes, applied before. ranks: over which ZeRO shards, where the plan
-    is one of an evaluation, which has no data axis.
+    resting: splits over other axes, applied before. ranks: the number of ranks over which ZeRO
+    shards, where the plan is of an evaluation, which has no data axis.
 
     Raises: BadPin (GA202) for a pinned dim that the axis neither divides nor can be padded for.
     """
@@ -65,8 +65,8 @@ def owned_shards(
 
 
 def data_dim(shape: Sequence[int], splits: Sequence[Sharded], plan: Plan, ranks: int) -> int | None:
-    """The first dim that `ranks` divides after `splits`, or else that can be padded; None if there
-    is none."""
+    """The first dim that `ranks` divides after `splits`, or else the first that can be padded; None
+    if there is none."""
     local = local_shape(shape, splits, plan)
     even = even_dim(local, ranks, _taken(shape, splits, plan))
     if even is not None:
@@ -81,8 +81,8 @@ def even_dim(shape: Sequence[int], ranks: int, taken: Collection[int] = ()) -> i
 
 
 def _wide(size: int, dim: int, splits: Sequence[Sharded], ranks: int) -> bool:
-    """Whether a dim that `ranks` do not divide can be cut, with little of it padding. One that
-    another axis has cut would have no DTensor."""
+    """Whether a dim that `ranks` does not divide can be sharded with little padding. A dim that
+    another axis already splits is excluded: no DTensor could describe it."""
     return size >= LEAST_WIDTH * ranks and dim not in {s.dim for s in splits}
 
 
@@ -95,8 +95,8 @@ def local_shape(shape: Sequence[int], splits: Sequence[Sharded], plan: Plan) -> 
 
 
 def _taken(shape: Sequence[int], splits: Sequence[Sharded], plan: Plan) -> set[int]:
-    """Dims of which a contiguous split has no DTensor, after these splits: cut by sections, or with
-    padding."""
+    """Dims for which, after these splits, no DTensor describes a further contiguous split: dims
+    split by sections, or with padding."""
     uneven = (s.dim for s in splits if shape[s.dim] % plan.ranks(s.axis))
     return {s.dim for s in splits if s.outer > 1} | set(uneven)
 
