@@ -132,8 +132,8 @@ KILOWATTS: Mapping[str, float] = MappingProxyType(
 
 
 def by_power(power: float, dtype: str) -> float:
-    """The rate of large matmuls in a torch dtype, relative to now, where a device may draw
-    ``power`` times as many watts: at 600 of 700 W pretraining on H100 loses 10 to 15 % of its
+    """The factor by which the rate of large matmuls in a torch dtype changes where a device may
+    draw ``power`` times as many watts: at 600 of 700 W pretraining on H100 loses 10 to 15 % of its
     throughput, in 8 bits 15 to 20 % (factryze.ai, scale-atlas/power/power-capping)."""
     return power ** (1.25 if dtype.startswith(("float8", "float4")) else 0.87)
 

@@ -1,1 +1,1 @@
-"""Branch and bound over the candidate plans."""
+"""Branch-and-bound search for the fastest plan that fits in memory."""

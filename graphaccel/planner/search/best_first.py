@@ -1,8 +1,9 @@
-"""Candidates of a large problem, the promising ones first.
+"""Best-first search over the candidates of a large problem, most promising first.
 
-`planner.search.heuristic` says which promise most. They are solved until no bound is below the best
-time found, no guess promises more, or enough were solved: then `Outcome.open` says what none of the
-rest can beat. Graphs of layouts are made on the way, those of the tensor axis alone first.
+`planner.search.heuristic` estimates which are most promising. Candidates are solved until no lower
+bound is below the best time, no estimate is promising any more, or enough were solved: then
+`Outcome.open` records what none of the rest can beat. The graphs of layouts are built on the way,
+those with a tensor axis only first.
 """
 
 from __future__ import annotations
@@ -20,29 +21,31 @@ from graphaccel.planner.search.search_state import Pass
 
 _SOLVED = 160  # candidates that are solved at most
 _FEW = 32  # and at least, of deep models: of five the best was among the first dozen
-_AGAIN = 16  # likewise, where it is asked whether anything is worth more than a plan that is known
-_BLOCKS = 320_000  # over the square of their blocks: solving and layouts both cost by block
-_BUILT = 6  # layouts whose graphs are made, those of the tensor axis alone in any case
-# Of 460 candidates of Llama-3-405B on 1,024 to 16,384 devices none took less than 0.94 of what was
-# guessed on its layout's graph; on that of another layout guesses were too short, by 0 to 37 %.
+_AGAIN = 16  # the same, where the question is whether anything beats a plan that is already known
+_BLOCKS = 320_000  # divided by the square of the number of blocks: solving and layouts both cost time by block
+_BUILT = 6  # layouts whose graphs are built, besides those with a tensor axis only
+# Of 460 candidates of Llama-3-405B on 1,024 to 16,384 devices none took less than 0.94 of the
+# estimate on its layout's own graph; on the graph of another layout estimates were too short, by 0
+# to 37 %.
 _PROMISING, _UNMADE = 1.07, 1.05
-# Stages of less than a block take a second each to build, and send what lies inside of blocks: they
-# are tried after others, and not where one of those fits.
+# Stages of less than a block take a second each to build, and send values from inside blocks: they
+# are tried last, and only if none of the others fits.
 _INSIDE = 1.07
 
 
 def guided(work: Pass) -> Iterator[tuple[int, float]]:
-    """Solve them; yields how many are dealt with each time, and what none of the others can
-    beat."""
+    """Solve the candidates; yields each time how many are done and the seconds that none of the
+    others can beat."""
     yield from _Guided(work).run()
 
 
 class _Guided:
-    """guessed: seconds of each layout's best shape. slower: than guessed before a graph was made,
-    by the axes of its layout. crowded: of each layout's shapes, whether they are far from fitting
-    without computing anything again. taken: numbers of those that were looked at. skipped: bounds
-    of those that were not solved for what they would keep. built: sizes of the tensor axis, and
-    layouts whose graphs were made besides. beyond: size of the tensor axis after which none is.
+    """guessed: estimated seconds of each layout's best shape. slower: by which factor estimates
+    rose when the graph was built, by the axes of the layout. crowded: of each layout's shapes,
+    whether they are far from fitting without recomputation. taken: numbers of the shapes that were
+    handled. skipped: lower bounds of shapes that were not solved because of the memory they would
+    hold. built: the number of tensor axis sizes, plus the layouts built since. beyond: size of the
+    tensor axis above which no layout is built.
     """
 
     def __init__(self, work: Pass) -> None:
@@ -70,7 +73,7 @@ class _Guided:
             if row is None:
                 if work.limit < math.inf or not self.queue.return_later():
                     break
-                self.beyond = math.inf  # nothing else fits
+                self.beyond = math.inf  # nothing smaller fits
             elif row.seconds > _PROMISING * work.limit:
                 break
             elif work.bound(row.first) * WORTH > work.limit:
@@ -85,7 +88,7 @@ class _Guided:
         self._leave()
 
     def _push_all(self) -> None:
-        """Every layout, on the graphs of the tensor axis alone."""
+        """Push every layout, estimated on the graphs with a tensor axis only."""
         work, best = self.work, math.inf
         alone = [x for x in self.groups if x == replace(work.base_layout, tensor=x.tensor)]
         for layout in sorted(alone, key=lambda x: x.tensor):
@@ -95,14 +98,14 @@ class _Guided:
             self._push(layout)
             best = min(best, self.guessed[layout])
             if self.guessed[layout] > _PROMISING * best:
-                self.beyond = layout.tensor  # larger ones send more, of smaller products
+                self.beyond = layout.tensor  # larger ones send more, of smaller matmuls
                 break
         for layout in self.groups:
             if layout not in self.guessed:
                 self._push(layout)
 
     def _push(self, layout: Layout) -> None:
-        """All shapes of a layout wait, as is guessed by what is known now."""
+        """Queue all shapes of a layout, ordered by the current estimate."""
         work, meshes = self.work, self.groups[layout]
         before = self.guessed.get(layout, math.inf)
         self.guessed[layout] = math.inf
@@ -119,18 +122,20 @@ class _Guided:
         self.queue.put(layout, meshes, np.where(seen, weighed, np.nan), of.order)
 
     def _inside(self, stages: int | np.ndarray) -> bool | np.ndarray:
-        """Whether nobody asked for so many stages, and they are less than a block."""
+        """Whether a stage would be smaller than a block, without a pin that asks for so many
+        stages.
+        """
         return (0 < self.blocks < stages) & (self.work.pins.pipeline is None)
 
     def _make(self, row: Row) -> None:
-        """Make the graph of a row's layout, or let the row wait for its turn, or drop it."""
+        """Build the graph of a row's layout, or defer the row, or drop it."""
         layout = row.layout
         if self.built >= _BUILT or row.seconds > self.work.limit:
             return
         if layout.tensor > self.beyond:
             self.queue.later(row)
             return
-        more = self.slower.get(_axes(layout), _UNMADE)  # as those like it turned out to be
+        more = self.slower.get(_axes(layout), _UNMADE)  # the factor found for similar layouts
         if more > row.times:
             self.queue.back(replace(row, times=more))
             return
@@ -145,7 +150,7 @@ class _Guided:
         self.work.outcome.tally.impossible += len(self.work.choices) * len(meshes)
 
     def _solve(self, row: Row) -> None:
-        """The first of a row, with each way of computing again."""
+        """Solve the first candidate of a row with each recompute choice."""
         work, mesh, bound = self.work, row.first, self.work.bound(row.first)
         tally, choices = work.outcome.tally, work.choices
         within = work.limit < math.inf and self._inside(mesh.pipeline * mesh.interleave)
@@ -166,7 +171,7 @@ class _Guided:
                 self.solved += 1
 
     def _leave(self) -> None:
-        """Say what is left open."""
+        """Record in the outcome how many candidates are left unsolved, and their lower bound."""
         work, found = self.work, [np.array(self.skipped)]
         for layout, meshes in self.groups.items():
             if meshes:
@@ -180,5 +185,7 @@ class _Guided:
 
 
 def _axes(layout: Layout) -> tuple[bool, bool]:
-    """The axes of a layout besides tensor: what is guessed too well of one is of its likes."""
+    """Which axes a layout has besides tensor: layouts with the same axes share the correction of
+    estimates.
+    """
     return layout.context > 1, layout.expert > 1

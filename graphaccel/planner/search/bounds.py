@@ -1,12 +1,13 @@
-"""Seconds and bytes that candidates can not do with less than, many candidates at once.
+"""Lower bounds on seconds and bytes of candidates, for many candidates at once.
 
 A bound is the work of the graph that a device runs, spread evenly over the pipeline, with its
-collectives; the gradients, parameters and optimizer state that must move; no messages, nothing
-recomputed. While a layout's graph is not made yet, its bound is that of a layout with fewer axes
-(`Layout.parent`), all divided further but for what starting ops takes, and parameters by what
-divides them: at best another axis divides what collectives send.
+collectives; plus the gradients, parameters and optimizer state that must move; without messages,
+and without recomputation. While a layout's graph is not built yet, its bound is derived from a
+layout with fewer axes (`Layout.parent`): everything is divided further except the launches of ops,
+and parameters are divided by the axes that shard them; at best another axis divides what
+collectives send.
 
-A large problem has a hundred thousand candidates: what is said of them is said of columns.
+A large problem has a hundred thousand candidates, so bounds are computed on columns of candidates.
 """
 
 from __future__ import annotations
@@ -39,10 +40,11 @@ _STEP = RESHARDS.index("once_per_step")
 
 @dataclass(frozen=True, eq=False)
 class Columns:
-    """Shapes of one layout, field by field. again: number in `RESHARDS`; shards: whether gradients
-    are reduced in each microbatch; small: examples of a microbatch; apart: whether the schedule has
-    the gradients of weights apart; gpipe: whether all its forwards are before its backwards; over:
-    how many devices ZeRO shards over. order: the place of each by `Shape.order`."""
+    """Shapes of one layout as columns, field by field. again: index in `RESHARDS`; shards: whether
+    gradients are reduced in each microbatch; small: examples of a microbatch; apart: whether the
+    schedule computes the gradients of weights separately; gpipe: whether all its forwards are
+    before its backwards; over: number of devices over which ZeRO shards. order: the rank of each by
+    `Shape.order`."""
 
     layout: Layout
     microbatches: np.ndarray
@@ -59,30 +61,30 @@ class Columns:
     order: np.ndarray
 
     def of(self, rows: np.ndarray) -> Columns:
-        """Some rows of them."""
+        """A subset of the rows."""
         names = [field.name for field in fields(self) if field.name != "layout"]
         return replace(self, **{name: getattr(self, name)[rows] for name in names})
 
     @property
     def once(self) -> np.ndarray:
-        """Whether gradients are reduced as soon as they are there."""
+        """Whether gradients are reduced as soon as they are computed."""
         return (self.microbatches == 1) | self.shards
 
     @property
     def held(self) -> np.ndarray:
-        """Whether what ZeRO 3 gathers is held for all microbatches."""
+        """Whether parameters that ZeRO 3 gathers are held for all microbatches."""
         return (self.zero == 3) & (self.data > 1) & (self.again == _STEP)
 
     @cached_property
     def sizes(self) -> tuple[list[int], np.ndarray]:
-        """Sizes of microbatches, ascending, and which of them each has."""
+        """The distinct microbatch sizes, ascending, and the index of each row's size."""
         sizes, place = np.unique(self.small, return_inverse=True)
         return sizes.tolist(), place
 
     @cached_property
     def over_data(self) -> tuple[list[list[int]], np.ndarray]:
-        """What decides what moves over data, (data, pipeline, ZeRO up to 2, devices that it shards
-        over), and which of these each has."""
+        """The distinct values of what traffic over data depends on, (data, pipeline, ZeRO up to 2,
+        devices over which it shards), and the index of each row's."""
         asked = np.stack([self.data, self.pipeline, np.minimum(self.zero, 2), self.over])
         kinds, place = np.unique(asked, axis=1, return_inverse=True)
         return kinds.T.tolist(), place
@@ -106,10 +108,11 @@ def columns(shapes: Sequence[Shape], batch: int) -> Columns:
 
 @dataclass(frozen=True)
 class Sums:
-    """Of a microbatch on all stages: seconds (launches: starting ops, of which forward_launches in
-    the forward; casts: of parameters, in one phase; held_casts: those that may be made once a
-    step); bytes of parameters, of what is saved if nothing and if all is computed again; the most
-    that live within a phase, and the least that a cut sends. Numbers, or columns of them."""
+    """Sums over all stages for one microbatch: seconds (launches: time to start ops, of which
+    forward_launches in the forward; casts: of parameters, in one phase; held_casts: the casts that
+    can be done once a step); bytes of parameters, of what is saved without recomputation (kept) and
+    with full recomputation (lean); the most that live within a phase, and the least that a cut
+    sends. Numbers, or columns of them."""
 
     work: Any
     launches: Any
@@ -127,10 +130,10 @@ class Sums:
 
 
 class Bounds:
-    """Seconds and bytes that candidates of one problem can not do with less than."""
+    """Lower bounds on seconds and bytes for the candidates of one problem."""
 
     def __init__(self, problem: Problem, base: Plan, alike: dict[Any, Any] | None = None) -> None:
-        """alike: what is known, and will be, that does not depend on what is on the host."""
+        """alike: cache of what does not depend on what is offloaded, shared with other searches."""
         self._alike = {} if alike is None else alike
         self._problem, self._base = problem, base
         self._refused: set[Layout] = set()
@@ -140,7 +143,7 @@ class Bounds:
 
     @property
     def problem(self) -> Problem:
-        """What is planned."""
+        """The problem to plan."""
         return self._problem
 
     @property
@@ -150,22 +153,24 @@ class Bounds:
 
     @property
     def offload(self) -> tuple[str, ...]:
-        """What the plans keep on the host."""
+        """What the plans offload to the host."""
         return self._base.offload
 
     @property
     def gathered(self) -> float:
-        """Bytes that ZeRO 3 gathers for each byte of a parameter that it lets go of."""
+        """Bytes that ZeRO 3 gathers for each byte of a parameter that it frees."""
         return 0.5 if self._base.precision.stream != "float32" else 1.0
 
     @property
     def _casts_once(self) -> bool:
-        """Whether casts of parameters may be held for all microbatches."""
+        """Whether casts of parameters can be held for all microbatches."""
         free = self._base.cast_once or "cast_once" not in self._base.pinned
         return free and self._base.precision.compute != "float32"
 
     def build(self, layout: Layout) -> bool:
-        """Shard the graph so, if it is not yet; False where it can not be."""
+        """Build the sharded graph of a layout, unless it exists; False where the layout is not
+        possible.
+        """
         if layout in self._refused:
             return False
         self._near.clear()
@@ -177,7 +182,7 @@ class Bounds:
         return True
 
     def built(self, layout: Layout) -> bool:
-        """Whether the graph of a layout was made."""
+        """Whether the graph of a layout is built."""
         if layout not in self._built and layout not in self._refused:
             if not self._problem.layouts.known(self._stands(layout)):
                 return False
@@ -185,7 +190,7 @@ class Bounds:
         return layout in self._built
 
     def nearest(self, layout: Layout) -> Layout:
-        """The layout itself or, of those it is made of, the last whose graph was made."""
+        """The layout itself or, of its parents, the nearest whose graph is built."""
         if layout not in self._near:
             known = layout
             while not self.built(known):
@@ -197,13 +202,13 @@ class Bounds:
         return replace(self._base, **vars(layout), data=1, microbatches=1)
 
     def seconds(self, of: Columns, *, even: bool = False) -> np.ndarray:
-        """Seconds no plan of these axes, microbatches and ZeRO can beat. even: of stages that are
-        alike, as most are, which others may beat by some of the time that a device waits."""
+        """Lower bounds in seconds, by axes, microbatches and ZeRO. even: for equally long stages,
+        as most are; uneven stages may beat this by a part of the pipeline bubble."""
         known, sums = self.nearest(of.layout), self.sums(of)
         extra = of.layout.model_parallel_size // known.model_parallel_size
         low = (of.zero == 3) & (RESHARDS.index("never") != of.again) & (self.gathered < 1)
         casts = np.where(low, sums.casts * (1 - 1 / of.over), 0.0)
-        if self._casts_once:  # perhaps
+        if self._casts_once:  # casts may be held
             held = (of.microbatches > 1) & ~((of.zero == 3) & (of.data > 1))
             casts = np.where(held, sums.held_casts, casts)
 
@@ -219,13 +224,14 @@ class Bounds:
         if self._problem.cluster.device.crowd > 1:
             idle = np.zeros_like(idle)
         moving, late = self._outside(known, of)
-        # Computing blocks again hides no more than it takes.
+        # Recomputing blocks hides no more than it costs.
         moved = moving.exposed(of, forward, backward)
         return of.microbatches * each + np.maximum(idle, moved) + late
 
     def too_big(self, of: Columns) -> np.ndarray:
-        """Whether what lies on the fullest device all the time, however much is computed again,
-        is too much already; less by what a layout divides further, while its graph is not made."""
+        """Whether what the fullest device holds throughout the step is already too much, however
+        much is recomputed; reduced by what a layout divides further, while its graph is not built.
+        """
         sums = self.sums(of)
         lean = 0 if "activations" in self.offload else sums.lean
         known = self.nearest(of.layout)
@@ -250,7 +256,7 @@ class Bounds:
         )
 
     def sums(self, of: Columns) -> Sums:
-        """Of each shape's microbatch, on the layout whose graph was made."""
+        """The sums of each shape's microbatch, on the nearest layout whose graph is built."""
         known = self.nearest(of.layout)
         sizes, place = of.sizes
         ends = sizes[0], sizes[-1]
@@ -263,8 +269,8 @@ class Bounds:
         return _spread([self.alike(_moving, *key) for key in asked], place), late[place]
 
     def alike(self, make: Callable[..., T], *key: Any) -> T:
-        """What `make` gives of these bounds and a key, made at its first call; the same whatever is
-        on the host."""
+        """The result of `make` for these bounds and a key, cached; it must not depend on what is
+        offloaded."""
         return _made(self._alike, self, make, key)
 
     def _once(self, make: Callable[..., T], *key: Any) -> T:
@@ -283,20 +289,20 @@ def _made(known: dict[Any, Any], bounds: Bounds, make: Callable[..., T], key: An
 
 
 def least_idle(of: Columns, work: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """Seconds that a device waits at least in the pipeline, wherever it is cut and however forward
-    and backward are spread over its stages. work: of a microbatch on all S stages; weight: of it,
-    what may be done apart.
+    """Lower bound on the seconds that a device idles in the pipeline, for any cuts and any
+    distribution of forward and backward over the stages. work: seconds of a microbatch on all S
+    stages; weight: of it, what can run separately (gradients of weights).
 
-    1F1B of m > S microbatches: rank r idles for the stages before it, and twice for those after it
-    but for the S - 1 - r microbatches it has in flight there. By those multiples of these S
-    inequalities that make all stages' coefficients equal, no cuts do better than even ones, m + S -
-    1 times an S-th of the work. Of m <= S microbatches, of which the first rank runs all forwards
+    1F1B with m > S microbatches: rank r idles for the stages before it, and twice for the stages
+    after it, except for the S - 1 - r microbatches it has in flight there. With those multiples of
+    these S inequalities that make all stages' coefficients equal, no cuts beat even ones: m + S - 1
+    times an S-th of the work. With m <= S microbatches, where the first rank runs all forwards
     while it waits: 2 S / (2 S - m + 1) times the work. GPipe runs all forwards, then all backwards:
-    the even form for any m. Of other schedules: a device runs its part of all microbatches, and all
-    devices run one after another; never more than the closed form of `planner.estimate.estimate`
-    says, by which candidates are ranked first. Even stages are not the least of an interleaved
-    schedule: of 2 ranks with 2 stages each, 4 microbatches take 2.25 times the work, and 2.133
-    times with forwards of 3, 3, 3, 6 and backwards of 5, 5, 5, 0.
+    the even form for any m. Other schedules: a device runs its part of all microbatches, and all
+    devices run one after another; never more than the closed form of `planner.estimate.estimate`,
+    which ranks the candidates first. Even stages are not optimal for an interleaved schedule: with
+    2 ranks of 2 stages each, 4 microbatches take 2.25 times the work, and 2.133 times with forwards
+    of 3, 3, 3, 6 and backwards of 5, 5, 5, 0.
     """
     m, ranks = of.microbatches, of.pipeline
     even = (m + ranks - 1) / ranks
@@ -305,29 +311,29 @@ def least_idle(of: Columns, work: np.ndarray, weight: np.ndarray) -> np.ndarray:
     plain = (of.interleave == 1) & ~of.apart
     idle = np.maximum(0.0, np.where(plain, times, 1.0) * work - m * work / ranks)
     certain = np.where(of.apart, np.maximum(0.0, idle - weight), idle)
-    return np.minimum(certain, _even_idle(of, work, weight))  # as the closed form has it
+    return np.minimum(certain, _even_idle(of, work, weight))  # no more than in the closed form
 
 
 def _even_idle(of: Columns, work: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """The same of stages that take equally long."""
+    """The idle seconds of stages that take equally long."""
     idle = (work - work / of.pipeline) / of.interleave
     return np.where(of.apart, np.maximum(0.0, idle - 2 * weight), idle)
 
 
 def over_parameters(layout: Layout, known: Layout) -> int:
-    """Into how many parts at best a layout divides each parameter of one that it is made of:
-    context divides none."""
+    """The number of parts into which a layout at best divides each parameter of its parent `known`;
+    the context axis divides none."""
     return layout.tensor * layout.expert // (known.tensor * known.expert)
 
 
 def _least(found: Sequence[LeastMoved]) -> LeastMoved:
-    """The least of each number."""
+    """The minimum of each field."""
     names = [field.name for field in fields(LeastMoved)]
     return LeastMoved(**{name: min(getattr(one, name) for one in found) for name in names})
 
 
 def _spread(found: Sequence[T], place: np.ndarray) -> T:
-    """One of columns, of several of numbers. place: which of them each row has."""
+    """One instance with columns, from several with numbers. place: which of them each row takes."""
     names = [field.name for field in fields(cast(Any, found[0]))]
     return replace(
         cast(Any, found[0]),
@@ -336,10 +342,10 @@ def _spread(found: Sequence[T], place: np.ndarray) -> T:
 
 
 def again_curve(bounds: Bounds, known: Layout, small: int) -> tuple[np.ndarray, np.ndarray]:
-    """(shares of what may be let go of for the backward, ascending from 0 to 1; of the forward, the
-    share that is done again for it), the cheapest first, of examples of one size."""
+    """(shares of the saved bytes that recomputation can free, ascending from 0 to 1; share of the
+    forward that is recomputed for it), the cheapest first, for one microbatch size."""
     profile, sized = bounds.alike(_sized, known, small)
-    steps: list[tuple[float, float, float]] = []  # seconds for a byte, bytes, seconds
+    steps: list[tuple[float, float, float]] = []  # seconds per byte, bytes, seconds
     for kind, ways in zip(profile.block_kinds, ways_of(profile, sized), strict=True):
         ends = [(0, 0.0), *((way.less, way.seconds) for way in ways)]
         for (less, before), (more, after) in pairwise(ends):
@@ -359,7 +365,7 @@ def _sized(bounds: Bounds, known: Layout, small: int) -> tuple[Profile, SizedPro
     profile = bounds.problem.layouts.of(plan)
     if usual_inside(plan):
         return profile, bounds.problem.sized(plan)
-    # How far they reach depends on the other axes: counted as free.
+    # The stride of the collectives depends on the other axes: they are counted as free.
     device = computing(bounds.problem.cluster.device, plan.precision)
     return profile, profile.sized(plan.microbatch_size, device, None, plan.loss_chunk)
 
@@ -369,9 +375,9 @@ def _lean(bounds: Bounds, known: Layout, small: int) -> int:
 
 
 def _least_lean(bounds: Bounds, known: Layout, small: int, ends: tuple[int, int]) -> int:
-    """`least_saved` at one size, or a little less: of a size between two others it is no less than
-    what lies between theirs. It is the least of many sums of bytes; the least of sums that grow
-    evenly is concave."""
+    """`least_saved` at one size, or a little less: for a size between two others it is at least
+    their linear interpolation. It is a minimum of many sums of bytes, and the minimum of linear
+    sums is concave."""
     low, high = ends
     asked = [bounds.alike(_sized, known, size) for size in (low, small, high)]
     if small in ends or len({id(profile) for profile, _ in asked}) > 1:
@@ -408,7 +414,7 @@ def _sums(bounds: Bounds, known: Layout, small: int, ends: tuple[int, int]) -> S
 def _moving(
     bounds: Bounds, known: Layout, layout: Layout, data: int, pipeline: int, zero: int, over: int
 ) -> LeastMoved:
-    """What moves over data at least, in any order of the axes that is offered."""
+    """Lower bound on the traffic over data, in any candidate order of the axes."""
     problem, extra = bounds.problem, over_parameters(layout, known)
     profile, plan = _between(bounds, known, layout, data, pipeline, zero, over)
     ways = [replace(plan, order=order) for order in orders(problem.cluster, plan)]
@@ -418,7 +424,7 @@ def _moving(
 def _late(
     bounds: Bounds, known: Layout, layout: Layout, data: int, pipeline: int, zero: int, over: int
 ) -> float:
-    """Seconds of the optimizer at least."""
+    """Lower bound on the seconds of the optimizer's step."""
     problem, extra = bounds.problem, over_parameters(layout, known)
     profile, plan = _between(bounds, known, layout, data, pipeline, zero, over)
     return least_optimizer(profile, plan, problem.cluster, problem.optimizer_bytes, extra)
@@ -427,7 +433,7 @@ def _late(
 def _between(
     bounds: Bounds, known: Layout, layout: Layout, data: int, pipeline: int, zero: int, over: int
 ) -> tuple[Profile, Plan]:
-    """The graph that stands for such plans, and one of them."""
+    """The profile that represents such plans, and one of these plans."""
     shard = over if over < data else 0
     plan = bounds.plan(layout, data=data, pipeline=pipeline, zero=zero, shard_size=shard)
     return bounds.alike(_profile, known), plan

@@ -1,6 +1,6 @@
-"""Solve the candidates of a problem that their bounds do not rule out, the promising ones first.
+"""Branch and bound: solves the candidates that their lower bounds do not rule out.
 
-`planner.search.search` says in which order, and what is proved by it.
+`planner.search.search` describes the order, and what it proves.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from graphaccel.planner.search.search_state import KEPT, Pass, rank
 from graphaccel.planner.search.solve import Outcome, Problem, Shared
 
 MANY = 20_000
-"""Candidates from which on the promising ones are solved first, and not more than enough."""
+"""The number of candidates above which only the most promising are solved, best first."""
 
 
 def solve_all(
@@ -36,15 +36,15 @@ def solve_all(
     goal: float = math.inf,
     shared: Shared | None = None,
 ) -> Outcome:
-    """Solve every candidate that its bound does not rule out, or every one where not `prune`.
+    """Solve every candidate that its lower bound does not rule out, or all of them if not `prune`.
 
-    record: holds the outcome from the first candidate on, and is told after each. build: make the
-    graphs of further layouts; otherwise only those that were made already are looked at. goal:
-    seconds; what can not be faster is not looked at. shared: of a search that differs in what is on
-    the host.
+    record: holds the outcome from the first candidate on, and is updated after each. build: build
+    the graphs of further layouts; otherwise only layouts whose graphs exist are considered. goal:
+    seconds; slower candidates are skipped. shared: caches of a search that differs in what is
+    offloaded.
 
-    Raises: BatchNotDivisible (GA206), SplitRefused (GA207), TooManyStages (GA203) when no
-    candidate is left for that reason.
+    Raises: BatchNotDivisible (GA206), SplitRefused (GA207), TooManyStages (GA203) when no candidate
+    is left for that reason.
     """
     work = Pass(problem, pins, batch, prune, build, goal, shared or Shared())
     outcome = work.outcome
@@ -73,12 +73,14 @@ def solve_all(
 
 
 def _run(work: Pass, large: bool) -> Iterator[tuple[int, float]]:
-    """Solve them; yields how many are dealt with and what none of the others can beat."""
+    """Solve the candidates; yields how many are done and the seconds that none of the others can
+    beat.
+    """
     done, tally = 0, work.outcome.tally
     for many, bound in guided(work) if large else chain(_plain(work), _others(work)):
         done += many
         yield done, bound
-    if not work.outcome.fitting and work.goal == math.inf:  # which of them misses least, then
+    if not work.outcome.fitting and work.goal == math.inf:  # then which of them is closest to fitting
         for bound, shape in work.late[:KEPT]:
             tally.infeasible -= 1
             tally.solved -= 1
@@ -87,7 +89,7 @@ def _run(work: Pass, large: bool) -> Iterator[tuple[int, float]]:
 
 
 def _plain(work: Pass) -> Iterator[tuple[int, float]]:
-    """Candidates that shard nothing that was not asked for, by ascending bound."""
+    """Candidates that shard nothing beyond the pins, by ascending bound."""
     least = work.least()
     for bound, shape in _sorted(work, (s for s in work.own if plain(work.pins, s))):
         known = work.outcome.by_mesh.get(mesh_key(shape.on(work.base)))
@@ -101,15 +103,15 @@ def _plain(work: Pass) -> Iterator[tuple[int, float]]:
 
 
 def _sorted(work: Pass, meshes: Iterable[Shape]) -> list[tuple[float, Shape]]:
-    """With every recomputation, and its bound: that of its microbatches and axes does for all
-    of them."""
+    """The meshes with every recompute choice, sorted by lower bound; the bound of a mesh applies to
+    all choices."""
     found = [(work.bound(mesh), mesh._replace(recompute=choice))
              for mesh in meshes for choice in work.choices]  # fmt: skip
     return sorted(found, key=lambda pair: (pair[0], pair[1].order))
 
 
 def _others(work: Pass) -> Iterator[tuple[int, float]]:
-    """Candidates that shard more than was asked for, by ascending bound."""
+    """Candidates that shard more than the pins ask for, by ascending bound."""
     tally = work.outcome.tally
     more = [mesh for mesh in work.own if not plain(work.pins, mesh)]
     heap: list[tuple[float, tuple[object, ...], Layout | Shape]] = []
@@ -144,7 +146,7 @@ def _others(work: Pass) -> Iterator[tuple[int, float]]:
             for mesh in work.others[item]:
                 tight = work.bound(mesh)
                 if work.prune and tight * WORTH > work.limit:
-                    continue  # its turn would come after the end
+                    continue  # it would be reached after the end of the search
                 for choice in work.choices:
                     shape = mesh._replace(recompute=choice)
                     heapq.heappush(heap, (tight, shape.order, shape))

@@ -1,7 +1,7 @@
-"""The candidates of a search: what is offered.
+"""Enumerates the candidates of a search.
 
-An axis is offered in the sizes for which the model has something to share out: tensor by the heads
-of its attention and within the fastest links, context by the length of its sequences, expert by the
+An axis is offered in the sizes that divide something in the model: tensor by the heads of its
+attention and within the fastest links, context by the length of its sequences, expert by the
 experts it holds.
 """
 
@@ -27,8 +27,8 @@ from graphaccel.schedule.table import SCHEDULE_NAMES
 
 _FEW = 8  # devices up to which ZeRO is offered over every part of the data axis
 WORTH = 1.03
-"""How much faster a plan must be to be worth axes or ZeRO that were not asked for: less than the
-model of time can tell apart."""
+"""How much faster a plan must be to use axes or ZeRO that were not pinned: the time model can not
+resolve smaller differences."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,9 @@ class Layout:
 
     @property
     def parent(self) -> Layout:
-        """The layout with one axis less that says most of this one: tensor has most collectives."""
+        """The layout with one axis less that approximates this one best: tensor has the most
+        collectives.
+        """
         if self.expert > 1:
             return replace(self, expert=1)
         return Layout(self.tensor) if self.context > 1 else Layout()
@@ -71,7 +73,7 @@ class Shape(NamedTuple):
 
     @property
     def order(self) -> tuple[object, ...]:
-        """Between equals: fewer microbatches, less pipeline, less of everything."""
+        """Tie-break: fewer microbatches, less pipeline, less of everything."""
         depth = RECOMPUTE.index(self.recompute) if isinstance(
             self.recompute, str) and self.recompute else 0  # fmt: skip
         return (self.microbatches, self.pipeline, self.interleave, depth, self.data, self.zero,
@@ -81,26 +83,27 @@ class Shape(NamedTuple):
 
     @property
     def mesh(self) -> Shape:
-        """What a deeper recomputation has in common with this."""
+        """This shape without its recompute choice."""
         return self._replace(recompute="")
 
     @property
     def layout(self) -> Layout:
-        """Of the axes that shard the graph itself."""
+        """The sizes of the axes that shard the graph itself."""
         return Layout(self.tensor, self.context, self.expert)
 
     @property
     def comparable(self) -> tuple[object, ...]:
-        """What shapes have in common of which `keeps_no_less` says something."""
+        """What two shapes must share for `keeps_no_less` to compare them."""
         return self.layout, self.data, self.pipeline, self.schedule, self.shard_size
 
     def keeps_no_less(self, other: Shape) -> bool:
-        """Whether a device keeps at least as much as that of another shape, however much either
-        does again: of the same mesh, and of nothing that shares out less or keeps longer."""
+        """Whether a device holds at least as many bytes as with another shape, however much either
+        recomputes: the shapes share the mesh, and this one shards no more and holds nothing for a
+        shorter time."""
         if self.comparable != other.comparable:
             return False
         more = self.microbatches <= other.microbatches and self.interleave >= other.interleave
-        # Gradients of the only microbatch are reduced as they are made.
+        # With a single microbatch, gradients are reduced as soon as they are computed.
         more = more and (self.microbatches > 1 or other.microbatches == 1
                          or other.accumulation == "shards")  # fmt: skip
         longer = (
@@ -115,29 +118,29 @@ class Shape(NamedTuple):
         return batch // (self.data * self.microbatches)
 
     def on(self, base: Plan) -> Plan:
-        """`base` with these decisions; cuts and recomputation come later."""
+        """`base` with these decisions, still without cuts and recomputation."""
         return replace(base, **{k: v for k, v in self._asdict().items() if k != "recompute"})
 
 
 def plain(pins: Pins, found: Shape | Plan) -> bool:
-    """Whether nothing is sharded that was not asked for. Who has parameters on the host asked for
-    their shards, where there is a data axis."""
+    """Whether nothing is sharded beyond the pins. Offloaded parameters count as a request to shard
+    them, where there is a data axis."""
     return bool(plain_with(pins, Layout(found.tensor, found.context, found.expert), found.zero))
 
 
 def plain_with(pins: Pins, layout: Layout, zero: Any) -> Any:
-    """The same of a layout and a level of ZeRO, or a column of levels."""
+    """`plain` for a layout and a ZeRO level, or a column of levels."""
     asked = (zero == min(pins.zeros)) | ("parameters" in pins.on_host)
     return asked & (layout == base_layout(pins))
 
 
 def base_layout(pins: Pins) -> Layout:
-    """What was asked for, and nothing else."""
+    """The layout with the pinned axes only."""
     return Layout(pins.tensor or 1, pins.context or 1, pins.expert or 1)
 
 
 def layouts(problem: Problem, pins: Pins, batch: int) -> list[Layout]:
-    """The layouts on offer, what was asked for first."""
+    """The candidate layouts, the pinned one first."""
     base = base_layout(pins)
     step, count = problem.profile.step, problem.cluster.count
     if not problem.layouts.offered or not step.has_loss:
@@ -155,7 +158,9 @@ def layouts(problem: Problem, pins: Pins, batch: int) -> list[Layout]:
 
 
 def tensor_sizes(problem: Problem) -> tuple[int, ...]:
-    """Divisors of the devices, no more than the fastest links hold, that share heads evenly."""
+    """Divisors of the device count, up to the size of the fastest links, that divide the heads
+    evenly.
+    """
     step, cluster = problem.profile.step, problem.cluster
     heads, widths = set(), set()
     for node, _ in distinct_nodes(step.forward.graph):
@@ -171,13 +176,14 @@ def tensor_sizes(problem: Problem) -> tuple[int, ...]:
 
 
 def context_sizes(step: StepGraph, count: int) -> tuple[int, ...]:
-    """Divisors of the devices that share a sequence evenly."""
+    """Divisors of the device count that divide a sequence evenly."""
     length = step.sizes.get(SEQUENCE, 1)
     return tuple(n for n in divisors(count) if length % n == 0)
 
 
 def expert_sizes(step: StepGraph, count: int) -> tuple[int, ...]:
-    """Divisors of the devices that share experts evenly: rows of a weight of three dims."""
+    """Divisors of the device count that divide the experts evenly: rows of a weight of three dims.
+    """
     aten = torch.ops.aten
     experts = set()
     for node, value in _parameters(step).items():
@@ -193,7 +199,7 @@ def _parameters(step: StepGraph) -> dict[torch.fx.Node, torch.Tensor]:
 
 
 def shapes(problem: Problem, pins: Pins, batch: int) -> Iterator[Shape]:
-    """Every candidate of every layout on offer."""
+    """Every candidate of every candidate layout."""
     for layout in layouts(problem, pins, batch):
         yield from shapes_of(problem, pins, batch, layout)
 
@@ -207,7 +213,7 @@ def shapes_of(problem: Problem, pins: Pins, batch: int, layout: Layout) -> Itera
 
 
 def meshes_of(problem: Problem, pins: Pins, batch: int, layout: Layout) -> Iterator[Shape]:
-    """Every candidate of one layout, without its recomputation."""
+    """Every candidate of one layout, without its recompute choice."""
     step, cluster = problem.profile.step, problem.cluster
     outer = cluster.count // layout.model_parallel_size
     asked = layout == base_layout(pins)
@@ -267,10 +273,10 @@ def _schedules(pins: Pins, pipeline: int, interleave: int, zero: int) -> tuple[s
 
 
 def _shards(problem: Problem, pins: Pins, data: int, replica: int, zero: int) -> tuple[int, ...]:
-    """Over how many devices of the data axis ZeRO shards, as `Plan.shard` says it.
+    """The numbers of devices of the data axis over which ZeRO may shard, as in `Plan.shard_size`.
 
-    With a level that was asked for it is all of them, unless said otherwise: whoever asks for it
-    wants the memory.
+    With a pinned level it is all of them, unless pinned otherwise: a pinned level is taken as a
+    request to save memory.
     """
     if pins.shard_size is not None:
         sizes: tuple[int, ...] = (pins.shard_size,) if data % pins.shard_size == 0 else ()
@@ -281,10 +287,10 @@ def _shards(problem: Problem, pins: Pins, data: int, replica: int, zero: int) ->
 
 
 def shard_sizes(cluster: Cluster, data: int, replica: int) -> tuple[int, ...]:
-    """Over how many devices of a data axis ZeRO may shard, all of them first.
+    """The numbers of devices of a data axis over which ZeRO may shard, all of them first.
 
-    On few devices that is each part of the axis; on many, parts that fill a level of links together
-    with the axes inside: up to there a larger part sends over the same links.
+    With few devices that is each part of the axis; with many, parts that fill a level of links
+    together with the axes inside: up to there a larger part sends over the same links.
     """
     parts = [n for n in divisors(data) if 1 < n < data]
     if cluster.count > _FEW:
@@ -294,7 +300,7 @@ def shard_sizes(cluster: Cluster, data: int, replica: int) -> tuple[int, ...]:
 
 
 def recomputes(problem: Problem, pins: Pins) -> tuple[str | tuple[str, ...], ...]:
-    """The choices of what is computed again."""
+    """The recompute choices."""
     if pins.recompute is not None:
         return (pins.recompute,)
     return ("none", "some", "all") if problem.profile.block_names else ("none",)
@@ -303,19 +309,19 @@ def recomputes(problem: Problem, pins: Pins) -> tuple[str | tuple[str, ...], ...
 def _zeros(
     problem: Problem, pins: Pins, data: int, microbatches: int
 ) -> Iterator[tuple[int, str, str]]:
-    """(zero, reshard_after_forward, accumulation), what was asked for or is usual first.
+    """(zero, reshard_after_forward, accumulation), the pinned or default one first.
 
-    With a level that was asked for, parameters are gathered again unless said otherwise: whoever
-    asks for it wants the memory. Keeping them for a microbatch's backward is only another way than
-    holding them for all where there is one microbatch, and what is gathered is float32: it takes as
-    much memory.
+    With a pinned level, parameters are resharded after the forward unless pinned otherwise: a
+    pinned level is taken as a request to save memory. "never" is an alternative to "once_per_step"
+    only where there is one microbatch and parameters are gathered in float32: it takes as much
+    memory.
     """
     again = pins.reshard_after_forward or "always"
     usual = again, pins.accumulation or "whole"
     low = PRECISIONS[pins.precision or "fp32"].stream != "float32"
     once = "once_per_step" if microbatches > 1 or low else "never"
     free = problem.shardable and problem.profile.step.has_loss and data > 1
-    if "parameters" in pins.on_host and data > 1:  # in shards, of which nothing is held gathered
+    if "parameters" in pins.on_host and data > 1:  # in shards, and never held gathered
         kinds = ("whole", "shards") if microbatches > 1 else ("whole",)
         if pins.zero == 3 or (pins.zero is None and free):
             for kind in kinds if pins.accumulation is None else (pins.accumulation,):

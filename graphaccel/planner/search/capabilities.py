@@ -1,4 +1,4 @@
-"""What a problem's devices can do of what is pinned; what may be kept on their host."""
+"""Checks pins against what the devices support, and lists what may be offloaded to the host."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from graphaccel.planner.search.solve import Problem
 
 
 def offered(pins: Pins, problem: Problem, batch: int) -> tuple[tuple[str, ...], ...]:
-    """What is tried one after another until something fits: nothing first, and of the rest what
-    copies least. () alone where `offload` is pinned or the host is not known. Optimizers that may
-    need more than a step on the host have to be asked for. Parameters leave where other pins let
-    some candidate have them there."""
+    """The offload choices, tried one after another until something fits: nothing first, then those
+    with the fewest copies. () alone where `offload` is pinned or the host is not known. Optimizers
+    that may not be able to step on the host are offloaded only if pinned. Parameters are offloaded
+    only where the other pins leave a candidate for it."""
     if pins.offload is not None or problem.cluster.host is None:
         return ((),)
     state = bool(problem.optimizer_bytes) and problem.shardable
     saved = pins.schedule != "zero_bubble"
-    # What candidates do not look at: with parameters there, other pins can not be had.
+    # Pins that candidates do not check: they are not compatible with offloaded parameters.
     again = pins.reshard_after_forward in (None, "always") and not pins.cast_once
     both = "optimizer", "activations"
     some = (("optimizer",), state), (("activations",), saved), (both, state and saved)
@@ -33,13 +33,15 @@ def offered(pins: Pins, problem: Problem, batch: int) -> tuple[tuple[str, ...], 
 
 
 def _left(pins: Pins, problem: Problem, batch: int) -> bool:
-    """Whether there is a candidate at all."""
+    """Whether there is any candidate."""
     found = (meshes_of(problem, pins, batch, each) for each in layouts(problem, pins, batch))
     return any(next(meshes, None) is not None for meshes in found)
 
 
 def check_offload(pins: Pins, problem: Problem) -> None:
-    """Raises BadPin (GA202) where what is pinned to the host is not there, or the host is not."""
+    """Raises BadPin (GA202) where there is nothing to offload for the pin, or the host is not
+    known.
+    """
     if not pins.offload:
         return
     reason = None
@@ -53,8 +55,8 @@ def check_offload(pins: Pins, problem: Problem) -> None:
 
 
 def check_products(pins: Pins, problem: Problem) -> None:
-    """Raises BadPin (GA202) for a precision whose products the devices do not have; it names those
-    that are no slower there than float32."""
+    """Raises BadPin (GA202) for a precision whose matmuls the devices do not support; the error
+    names the precisions that are no slower there than float32."""
     dtype = PRECISIONS[pins.precision or "fp32"].products
     device = problem.cluster.device
     if dtype and dtype not in device.peak_flops:
@@ -70,7 +72,7 @@ def check_products(pins: Pins, problem: Problem) -> None:
 
 
 def check_chunk(pins: Pins, in_chunks: bool) -> None:
-    """Raises BadPin (GA202) where rows at a time are pinned, and nothing goes over rows so."""
+    """Raises BadPin (GA202) where loss_chunk is pinned, and no op processes rows in chunks."""
     if pins.loss_chunk is None or in_chunks:
         return
     reason = "the graph has no fused head and loss"
@@ -79,7 +81,7 @@ def check_chunk(pins: Pins, in_chunks: bool) -> None:
 
 
 def planned_notes(plan: Plan) -> tuple[str, ...]:
-    """What a report says of what is planned and can not be run."""
+    """Notes of a report on what is planned but can not be run."""
     notes = []
     if plan.precision.planned_only:
         notes.append(

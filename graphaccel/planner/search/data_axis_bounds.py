@@ -1,4 +1,4 @@
-"""What moves over the data axis at least, for bounds on the time of many plans at once."""
+"""Lower bounds on the exposed traffic over the data axis, for many plans at once."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from graphaccel.planner.profile.profile import Profile
 
 @dataclass(frozen=True)
 class LeastMoved:
-    """Seconds to reduce all gradients and to gather all parameters over the data axis, of a device;
-    scatter: of reducing, what each microbatch does; beside: the share of a phase's seconds, all
-    stages together, that they may hide behind, and slows: by how much a phase is longer for a
-    second that hides; low: of gathering them in the dtype in which they are read. Numbers, or
-    columns of them."""
+    """Lower bounds on the seconds of a device to reduce all gradients and to gather all parameters
+    over the data axis. scatter: of reducing, the part that each microbatch repeats; beside: the
+    share of a phase's seconds, all stages together, that can hide them, and slows: by how much a
+    phase takes longer for each hidden second; low: of gathering in the dtype in which parameters
+    are read. Numbers, or columns of them."""
 
     reduce: Any
     scatter: Any
@@ -34,10 +34,10 @@ class LeastMoved:
     slows: Any
 
     def exposed(self, of: Any, forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
-        """What of it makes a step longer, wherever it is cut. of: `planner.search.bounds.Columns`.
-        forward, backward: seconds of a microbatch, all stages."""
+        """Lower bound on the exposed seconds of a step, for any cuts. of:
+        `planner.search.bounds.Columns`. forward, backward: seconds of a microbatch, all stages."""
 
-        def least(moved: Any, phase: np.ndarray) -> np.ndarray:  # of `exposed_seconds`
+        def least(moved: Any, phase: np.ndarray) -> np.ndarray:  # lower bound of `exposed_seconds`
             return np.maximum(self.slows * moved, moved - self.beside * phase)
 
         always, never = (of.again == RESHARDS.index(again) for again in ("always", "never"))
@@ -57,17 +57,18 @@ class LeastMoved:
 
 
 def least_moved(profile: Profile, plan: Plan, cluster: Cluster, extra: int = 1) -> LeastMoved:
-    """What moves over the data axis at least. extra: by how much more parameters will be sharded
-    than the profile's. It depends on the plan's axes, and on whether ZeRO is 2 or more.
+    """Lower bounds on the traffic over the data axis. extra: the factor by which parameters will be
+    sharded further than in the profile. They depend on the plan's axes, and on whether ZeRO is 2 or
+    more.
 
-    Gradients may be partial sums over any of the other axes too: over a group with those that is
-    all in one node a sum may take less than over data alone.
+    Gradients may be partial over any of the other axes too: an all-reduce over a group that
+    includes these and is inside one node may take less than over data alone.
     """
     if plan.data == 1:
         return LeastMoved(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
     def seconds(move: Callable[[float], float], size: float) -> float:
-        """Latencies are left out where stages may hold nothing that moves."""
+        """Latencies are omitted where a stage may have nothing to communicate."""
         return move(size) if plan.pipeline == 1 else max(0.0, move(size) - move(1))
 
     def gather(size: float) -> float:
@@ -75,10 +76,10 @@ def least_moved(profile: Profile, plan: Plan, cluster: Cluster, extra: int = 1) 
 
     others = [axis for axis in ("context", "tensor", "expert") if getattr(plan, axis) > 1]
     groups = [axes for n in range(len(others) + 1) for axes in combinations(others, n)]
-    groups = groups if plan.zero < 2 else [()]  # shards are summed over the others besides
+    groups = groups if plan.zero < 2 else [()]  # shards are summed over the other axes separately
     width = 2 if plan.precision.reduce in ("bfloat16", "float16") else 4
     trained = profile.trained_bytes / extra / plan.pipeline
-    # What is certainly shared: dims that the ranks of ZeRO and of what shards further divide.
+    # What is certainly sharded: dims that both the ranks of ZeRO and the further sharding divide.
     whole = perhaps_kept(profile, plan.shards * extra)
     shared = trained - whole / extra / plan.pipeline
     low = shared / 2 if plan.precision.stream != "float32" else shared

@@ -1,11 +1,12 @@
-"""Small problems, whole: every cut and every set of blocks, of what the bounds leave over, each
-block recomputed in any of its ways, and the axes in each order that is offered.
+"""Exhaustive search for small problems: every cut, every set of recomputed blocks, every axis
+order.
 
-`planner.search.solve` cuts evenly in time and computes again what each block alone saves: near the
-best, and not always it. Where few cuts are left to try, all are: each is played with nothing
-computed again first, which none of its sets of blocks can beat but by hiding more of ZeRO 3's
-collectives. GPipe is tried here as well: of stages that are unlike each other it may be faster than
-1F1B. So is ZeRO 3 that keeps what it gathered for a microbatch's backward.
+It covers the candidates that the lower bounds leave, with every recompute option of each block.
+`planner.search.solve` cuts evenly in time and chooses blocks by what each saves alone: near the
+optimum, but not always optimal. Where few cuts are left, all are tried: each is first simulated
+without recomputation, which none of its sets of blocks can beat except by hiding more of ZeRO 3's
+collectives. GPipe is tried here as well: with unequal stages it may be faster than 1F1B. So is ZeRO
+3 that holds gathered parameters for a microbatch's backward.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from graphaccel.planner.search.reasons import mesh_key, seconds
 from graphaccel.planner.search.recompute import block_options
 from graphaccel.planner.search.solve import Outcome, Problem, chunked, excess
 
-_CUTS = 1500  # of all candidates and orders of their axes together, more are not tried
-_PLANS = 4000  # that are played: some seconds at most
+_CUTS = 1500  # of all candidates and orders of their axes together; with more, nothing is tried
+_PLANS = 4000  # that are simulated: some seconds at most
 _BETTER = 1 - 1e-9
 
 
@@ -34,8 +35,9 @@ def solve_whole(
     problem: Problem, pins: Pins, bounds: Bounds, meshes: Mapping[Layout, Sequence[Shape]],
     outcome: Outcome, goal: float = math.inf,
 ) -> None:  # fmt: skip
-    """Put what is better than the best of `outcome`, or than `goal` seconds, before it; its `whole`
-    says whether everything was tried. Where stages or "some" blocks were pinned, nothing is."""
+    """Insert plans that are better than the best of `outcome`, or than `goal` seconds, at its
+    front; its `whole` records whether everything was tried. Nothing is tried where stages or "some"
+    blocks are pinned."""
     if problem.stages or pins.recompute in ("some", "selective"):
         return
     best = outcome.fitting[0] if outcome.fitting else None
@@ -60,7 +62,7 @@ def solve_whole(
                 tried += 1
                 one = plan.doing_again(blocks)
                 if limit == math.inf and not problem.fits(one):
-                    continue  # most do not where nothing fitted so far
+                    continue  # most do not, where nothing has fitted so far
                 one = problem.predicted(one, simulated=True)
                 if not blocks:
                     floor = _floor(one)
@@ -77,8 +79,8 @@ def _left(
     problem: Problem, pins: Pins, bounds: Bounds, meshes: Mapping[Layout, Sequence[Shape]],
     limit: float,
 ) -> list[tuple[float, tuple[object, ...], Shape]]:  # fmt: skip
-    """Candidates that may be faster, the least bound first; graphs that the search did not make
-    belong to layouts that can not."""
+    """Candidates that may be faster, the least bound first; a graph that the search did not build
+    belongs to a layout that can not be."""
     found = []
     for layout, own in meshes.items():
         if not own or not bounds.built(layout):
@@ -95,8 +97,8 @@ def _left(
 
 
 def _kept(pins: Pins, own: Sequence[Shape]) -> list[Shape]:
-    """With what ZeRO 3 gathers held from a microbatch's forward to its backward: slower than for
-    the whole step, and with several stages on a rank it may take less."""
+    """Shapes in which ZeRO 3 holds gathered parameters from a microbatch's forward to its backward:
+    slower than for the full step, but with several stages on a rank it may take less memory."""
     free = [] if pins.reshard_after_forward is not None else own
     return [mesh._replace(reshard_after_forward="never")
             for mesh in free
@@ -131,7 +133,7 @@ def _how_many(problem: Problem, pins: Pins, plan: Plan) -> int:
 
 
 def _plans(problem: Problem, pins: Pins, plan: Plan) -> Iterator[Plan]:
-    """Of one candidate, all but its blocks."""
+    """All plans of one candidate, without the choice of blocks."""
     free = "scatter_sends" not in plan.pinned and plan.tensor > 1 and plan.pipeline > 1
     several = product(orders(problem.cluster, plan), chunked(problem, plan))
     for order, chunk in several:
@@ -150,7 +152,7 @@ def _plans(problem: Problem, pins: Pins, plan: Plan) -> Iterator[Plan]:
 
 
 def _sets(problem: Problem, pins: Pins, plan: Plan) -> Iterator[dict[str, tuple[str, ...]]]:
-    """Sets of blocks with what is saved of each, the smallest first."""
+    """Sets of recomputed blocks with what is saved of each, the smallest first."""
     profile = problem.layouts.of(plan)
     names = profile.block_names
     if pins.recompute is not None:
@@ -167,8 +169,8 @@ def _sets(problem: Problem, pins: Pins, plan: Plan) -> Iterator[dict[str, tuple[
 
 
 def _floor(plan: Plan) -> float:
-    """Seconds that the plan can not beat by computing blocks again. The same second of a backward
-    may hide two of ZeRO 3's collectives, and nothing else is hidden twice."""
+    """Lower bound on the seconds of the plan with any blocks recomputed. A second of recomputation
+    in the backward may hide two of ZeRO 3's collectives, and nothing else is hidden twice."""
     told = plan.prediction
     assert told is not None
     if plan.zero == 3 and plan.data > 1:

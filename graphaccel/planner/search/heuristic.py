@@ -1,9 +1,9 @@
-"""About how long the candidates of a large problem take, to look at the promising ones first.
+"""Estimates how long the candidates of a large problem take, to solve promising ones first.
 
-Not a bound: a step of even stages that fills its devices as evenly as it computes, with as much of
-its forward done again as memory asks for; with activations on the host, as is best with the copies
-of what waits. What is guessed decides the order in which candidates are solved, never what is said
-of them.
+It is no bound: it assumes even stages, memory filled as evenly as compute, and as much of the
+forward recomputed as memory requires; with activations offloaded, the best trade-off between
+recomputation and copies of saved values. The estimate only decides the order in which candidates
+are solved, never their predicted time.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ _CROWDED = 1.5
 
 
 def guess(bounds: Bounds, of: Columns, least: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(seconds of the best of each shape's recomputations, infinity where none seems to fit;
-    whether it is far from fitting without computing anything again).
+    """(seconds of each shape's best recompute choice, infinity where none seems to fit; whether it
+    is far from fitting without recomputation).
 
-    What a graph that is not made yet would send is not known: layouts are then guessed too well.
-    That context divides no parameter is: each device casts them all, reads them forward and
-    backward and writes their gradients. least: the shapes' bounds with even stages.
+    Collectives of a graph that is not built yet are not known, so the estimate is too low for such
+    layouts. That the context axis divides no parameter is known: each device casts all parameters,
+    reads them in forward and backward and writes their gradients. least: the shapes' bounds with
+    even stages.
     """
     layout, cluster = of.layout, bounds.problem.cluster
     known, sums = bounds.nearest(layout), bounds.sums(of)
@@ -39,7 +40,7 @@ def guess(bounds: Bounds, of: Columns, least: np.ndarray) -> tuple[np.ndarray, n
     shares, costs = bounds.alike(again_curve, known, int(of.small.min()))
     forward = (sums.work - sums.backward) / extra / of.pipeline
     if "activations" in bounds.offload:
-        kept = lean = np.zeros_like(room)  # what stays of them is little
+        kept = lean = np.zeros_like(room)  # the part of them that stays on the device is small
         assert cluster.host is not None
         each = of.pipeline * extra * cluster.host.link
         left = ((sums.kept - share * (sums.kept - sums.lean)) / each for share in shares.tolist())
@@ -61,14 +62,16 @@ def guess(bounds: Bounds, of: Columns, least: np.ndarray) -> tuple[np.ndarray, n
 
 
 def _copied(copy: np.ndarray, forward: np.ndarray) -> np.ndarray:
-    """Seconds that copies add to a microbatch: down beside its forward, and up again."""
+    """Seconds that copies add to a microbatch: to the host beside its forward, and back."""
     return copy + np.maximum(0.0, copy - forward)
 
 
 def _sends(bounds: Bounds, of: Columns, size: np.ndarray) -> np.ndarray:
-    """Seconds of a message of `size` bytes to the next stage, the order in which it takes least."""
+    """Seconds of a message of `size` bytes to the next stage, in the axis order in which it is
+    fastest.
+    """
     layout, cluster = of.layout, bounds.problem.cluster
-    plan = bounds.plan(layout, data=2, pipeline=2)  # of several devices on both
+    plan = bounds.plan(layout, data=2, pipeline=2)  # with several devices on both axes
     least = np.full(len(size), np.inf)
     for order in orders(cluster, plan):
         apart = prod(
@@ -84,7 +87,7 @@ def _sends(bounds: Bounds, of: Columns, size: np.ndarray) -> np.ndarray:
 
 
 def in_flight(of: Columns) -> np.ndarray:
-    """Microbatches that the first rank holds of its stages."""
+    """Microbatches in flight on the first rank, in units of its stages."""
     ranks, each = of.pipeline, of.interleave
     most = 2 * (ranks - 1) + (each - 1) * ranks + 1
     several = np.minimum(of.microbatches * each, most) / each

@@ -1,4 +1,4 @@
-"""Why a batch, devices and pins leave no candidate at all, and what near them would."""
+"""Explains why batch, devices and pins leave no candidate, and finds nearby values that would."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from graphaccel.planner.search.solve import Problem
 
 
 def no_shape(problem: Problem, pins: Pins, batch: int) -> Exception:
-    """Why there is no candidate at all."""
+    """The error that says why there is no candidate at all."""
     count = problem.cluster.count // pins.model_parallel_size
     if problem.limits.data and pins.pipeline in (None, 1):
         return problem.limits.data.refused("data")
@@ -36,7 +36,9 @@ def no_shape(problem: Problem, pins: Pins, batch: int) -> Exception:
 
 
 def indivisible(count: int, batch: int, stages: int) -> BatchNotDivisible:
-    """No data axis and no pipeline of all devices: what would do, near what was asked."""
+    """The error where all devices together form neither a data axis nor a pipeline, with the
+    nearest device counts and batch sizes that would work.
+    """
 
     def possible(devices: int, size: int) -> bool:
         return devices // math.gcd(devices, size) <= stages
@@ -55,7 +57,7 @@ def indivisible(count: int, batch: int, stages: int) -> BatchNotDivisible:
 
 
 def _near(value: int, most: int) -> Iterator[int]:
-    """Whole numbers from 1 to `most`, by how far they are from `value`, the lower of two first."""
+    """Whole numbers from 1 to `most`, by their distance from `value`, the lower of two first."""
     for far in range(max(value, most - value + 1)):
         if value - far >= 1:
             yield value - far

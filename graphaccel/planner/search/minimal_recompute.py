@@ -1,10 +1,11 @@
-"""What a plan computes again so that every rank fits, and no more than that.
+"""Chooses the least recomputation with which every rank fits in memory.
 
-What a choice saves is estimated: bytes of a microbatch times those that lie on the rank while it is
-fullest. What is made again lies there too, and the stages of a rank are full at different times. So
-a rank is asked for as many bytes as it misses, and for more as long as it misses some: by as much
-as what it was asked for has turned out to be too little. Where that leaves far more free than has
-to be, less is asked for again, between what did not and what did fit.
+The bytes that a choice frees are estimated: bytes of a microbatch times the microbatches in flight
+while the rank is fullest. Recomputed values also take memory, and the stages of a rank peak at
+different times. So a rank is first asked to free the bytes it is short of, and more as long as it
+is still short, scaled by how much too little the earlier requests freed. Where that frees far more
+than necessary, the request is lowered again, between the last one that did not fit and the one that
+did.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from graphaccel.planner.profile.stages import stage_positions
 from graphaccel.planner.search.recompute import BlockOption, Item, Knapsack
 
 Choice = dict[str, tuple[str, ...]]
-_ROUNDS = 8  # of predicting memory
-_SLOW = 1.5  # bytes asked for by the byte that it gave, from which on more is asked for
+_ROUNDS = 8  # rounds of predicting memory
+_SLOW = 1.5  # bytes asked for per byte freed, above which more is asked for
 _MOST = 16.0  # times what is missing
-_SPARE = 1 / 32  # of the memory: more than that is far more
+_SPARE = 1 / 32  # of the memory: more free than that is far more
 
 
 def needed(
@@ -39,9 +40,10 @@ def needed(
     options: Sequence[Sequence[BlockOption]],
     least: int,
 ) -> Choice:
-    """What to compute again, block → what is saved of it: with the fewest seconds that make every
-    rank fit, or the most that all of a rank's blocks can save if none do. options: of each block.
-    least: how many of them, the first ones, are taken where memory asks for nothing: 0 or 1.
+    """The recomputation, block → values that are saved of it: the fewest seconds with which every
+    rank fits, or the most that all of a rank's blocks can free if none does. options: the options
+    of each block. least: how many of them, the first ones, are taken where memory does not require
+    any: 0 or 1.
     """
     if not any(options):
         return {}
@@ -67,41 +69,45 @@ def needed(
         tried = [rank.chosen for rank in ranks]
     found = [rank.found for rank in ranks]
     if (found != tried or not fits) and any(more > 0 for more in missing(found)):
-        found = [rank.all for rank in ranks]  # of blocks that lie on two ranks
+        found = [rank.all for rank in ranks]  # for blocks that span two ranks
     return together(found)
 
 
 class Rank:
-    """What is chosen of one rank's blocks, and what is asked of them."""
+    """The recompute options chosen for one rank's blocks, and the bytes they are asked to free."""
 
     def __init__(
         self, blocks: Sequence[Sequence[BlockOption]], waiting: Sequence[int], least: int
     ) -> None:
-        """blocks: the options of each; waiting: microbatches that each waits for at a time."""
+        """blocks: the options of each; waiting: microbatches that each block holds values for at a
+        time.
+        """
         self._blocks, self._least = blocks, least
         self._items = Knapsack(
             [_beyond(own, count, least) for own, count in zip(blocks, waiting, strict=True)]
         )
-        self._asked = self._low = self._missed = 0.0  # bytes: the most that did not do
-        self._high = math.inf  # the least that did
+        self._asked = self._low = self._missed = 0.0  # bytes: the most that was not enough
+        self._high = math.inf  # the least that was enough
         self._fitting: Choice | None = None
         self.chosen = self._choice(0.0)
 
     @property
     def found(self) -> Choice:
-        """What fits, or else all that there is."""
+        """The choice that fits, or else the one that frees most."""
         return self.all if self._fitting is None else self._fitting
 
     @property
     def all(self) -> Choice:
-        """What saves most."""
+        """The choice that frees most."""
         return self._choice(math.inf)
 
     def asks(self, missing: float, spare: float) -> bool:
-        """Whether something else is chosen, as that misses so many bytes, or has them left."""
+        """Update the choice by the result of the last one: missing is how many bytes it is short of
+        (negative: bytes left). Returns whether the choice changed.
+        """
         before = self.chosen
         if missing > 0:
-            if self._asked >= self._high:  # another rank's choice has changed what lies here
+            if self._asked >= self._high:  # another rank's choice has changed what this rank holds
                 self._high, self._fitting = math.inf, None
             self._ask_more(missing)
         elif self._asked <= self._high:
@@ -121,13 +127,13 @@ class Rank:
             if told >= self._high:
                 self._asked = (self._asked + self._high) / 2
                 self.chosen = self._choice(self._asked)
-                return  # there may be nothing between
+                return  # there may be no choice in between
             self._asked = told if told <= self._items.most else math.inf
             self.chosen = self._choice(self._asked)
             further *= 2
 
     def _choice(self, asked: float) -> Choice:
-        """What is saved of each block that is computed again, where so many bytes are asked for."""
+        """The values saved of each recomputed block, if so many bytes are to be freed."""
         picked = self._items.cheapest(asked) if asked <= self._items.most else None
         last = [len(own) - 1 - self._least for own in self._blocks]
         told = zip(self._blocks, last if picked is None else picked, strict=True)
@@ -136,7 +142,7 @@ class Rank:
 
 
 def _beyond(own: Sequence[BlockOption], count: int, least: int) -> list[Item]:
-    """Bytes that the options of a block save beyond the one that is taken anyhow, and seconds."""
+    """Bytes and seconds of a block's options beyond those of the option that is taken anyway."""
     saved, seconds = (own[0].saved_bytes, own[0].seconds) if least else (0, 0.0)
     return [((o.saved_bytes - saved) * count, o.seconds - seconds) for o in own[least:]]
 
@@ -161,6 +167,6 @@ def _ranks(
 
 
 def _saved_by_stage(profile: Profile, sized: SizedProfile, ends: np.ndarray) -> np.ndarray:
-    """Bytes that each stage saves of a microbatch if nothing is computed again."""
+    """Bytes that each stage saves of a microbatch without recomputation."""
     kept, at, *_ = profile.saved(profile.none_again)
     return np.bincount(np.searchsorted(ends - 1, at), sized.bytes[kept], minlength=len(ends))

@@ -1,10 +1,10 @@
-"""Solve with as much on the host as it takes, or as pays.
+"""Solves with offload to the host where nothing fits without it, or where it makes the step faster.
 
-Where nothing fits otherwise, more and more is kept there. Where something fits, but what memory
-ruled out might be `WORTH_COPIES` times as fast, each way of keeping something there is tried
-against it: no published run says how well copies and a step on the host are predicted, so they must
-be worth more than other things that nobody asked for. A plan takes no less with them than without
-(`planner.plan.offload`): where memory rules out nothing that fast, there is nothing to try.
+Where nothing fits otherwise, more and more is offloaded. Where something fits, but a candidate
+ruled out by memory might be `WORTH_COPIES` times as fast, each offload choice is compared with it:
+no published run shows how accurately copies and a step on the host are predicted, so they must gain
+more than other things that are not pinned. A plan is never faster with offload than without
+(`planner.plan.offload`): where memory rules out nothing that fast, nothing is tried.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from graphaccel.planner.search.reasons import seconds
 from graphaccel.planner.search.solve import Outcome, Problem, excess
 
 WORTH_COPIES = 1.1
-"""How many times as long a step must take without."""
+"""The factor by which a step must be slower without offload."""
 
 
 def solve_as_needed(problem: Problem, pins: Pins, batch: int) -> Outcome:
-    """`solve_all`; where nothing fits, again with more on the host, and where something does that
-    memory makes slower, with what pays, as `search` does."""
+    """`solve_all`; where nothing fits, again with more offloaded, and where something fits that
+    memory makes slower, with the offload that pays, as `search` does."""
     found = [solve_all(problem, replace(pins, spared=()), batch)]
     if found[0].fitting:
         best = found[0].fitting[0]
@@ -40,8 +40,8 @@ def solve_as_needed(problem: Problem, pins: Pins, batch: int) -> Outcome:
 
 
 def goal_of(best: Plan) -> float:
-    """Seconds that a plan with something on the host must not exceed to be worth it. best: with
-    nothing there."""
+    """Seconds that a plan with offload must not exceed to be chosen. best: the best plan without
+    offload."""
     return seconds(best) / WORTH_COPIES
 
 
@@ -54,11 +54,11 @@ def missing(outcome: Outcome, cluster: Cluster) -> int:
 def faster_on_host(
     problem: Problem, pins: Pins, batch: int, without: Outcome, best: Plan
 ) -> list[tuple[Pins, Outcome]]:
-    """Pins and outcomes of what was tried on the host, the fastest first, at the end those of which
-    no plan is worth it.
+    """Pins and outcomes of the offload choices that were tried, the fastest first, and at the end
+    those without a plan that is fast enough.
 
-    without: of solving with nothing there; best: of these plans, the best. What copies more must be
-    worth that. Nothing is tried where device and host have one memory."""
+    without: the outcome without offload; best: the best of its plans. A choice with more copies
+    must be that much faster. Nothing is tried where device and host share one memory."""
     host, goal = problem.cluster.host, goal_of(best)
     if host is None or host.shared or without.cramped > goal:
         return []

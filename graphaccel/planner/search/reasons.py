@@ -1,4 +1,4 @@
-"""Why a plan won, why the others lost, and what would make an impossible one fit."""
+"""Explains why a plan won, why the others lost, and what would make an impossible one fit."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from graphaccel.planner.search.capabilities import offered
 from graphaccel.planner.search.solve import Outcome, Problem, excess
 
 TERMS: Mapping[str, str] = {"communication": "exposed communication"}
-"""How terms of a prediction are called where their own name does not say enough."""
+"""Longer names for terms of a prediction whose own name is not clear."""
 
-_ALTERNATIVES = 16  # meshes of which the best plan is kept beside the chosen one
+_ALTERNATIVES = 16  # meshes whose best plan is listed beside the chosen one
 _ROUNDS = 6  # in which memory grows until a plan fits
-_NO_BYTES = frozenset({"precision", "outputs", "bucket_bytes"})  # pins that are not let go of
+_NO_BYTES = frozenset({"precision", "outputs", "bucket_bytes"})  # pins that are never relaxed
 
 SolveAll = Callable[[Problem, Pins, int], Outcome]
 Refine = Callable[[Plan], Plan]
@@ -52,10 +52,10 @@ def alternatives(
     corrected: Cluster | None = None,
     refused: Collection[Plan] = (),
 ) -> tuple[Alternative, ...]:
-    """The best plan of other meshes, those that fit first, then the fastest.
+    """The best plan of each other mesh, those that fit first, then the fastest.
 
-    corrected: devices smaller by what the estimate of memory was too low. refused: decisions of
-    plans that were built, and did not fit or could not run.
+    corrected: the cluster with device memory reduced by the error of the memory estimate. refused:
+    decisions of plans that were built, and did not fit or could not run.
     """
 
     def reason(plan: Plan) -> str:
@@ -100,7 +100,7 @@ def lost_because(plan: Plan, best: Plan, cluster: Cluster) -> str:
 
 def no_slower(gain: float, but: str = "") -> str:
     """Why a plan that fits and takes no longer was not chosen. gain: the share of the step it
-    saves. but: what speaks against it, where something does."""
+    saves. but: what is wrong with it, if anything."""
     said = f"{gain:.0%} faster" if gain >= 0.005 else "as fast"
     if but:
         return f"{said}, but {but}"
@@ -123,7 +123,7 @@ def infeasible(
     """The error for a problem without a plan, with the single changes that would give one.
 
     corrected: the problem in which changes are tried (`solve.scaled` where the estimate was too
-    low). refine: builds a plan and gives it back with exact memory; None: the estimate counts.
+    low). refine: builds a plan and returns it with exact memory; None: the estimate counts.
     """
     closest = outcome.closest
     assert closest is not None
@@ -161,7 +161,7 @@ def _relaxations(
 ) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
     """Each change alone: those that make it fit with their effect, and those that do not help.
 
-    asked: with the devices as they are; problem: with those that changes are tried on.
+    asked: with the devices as they are; problem: with the devices that changes are tried on.
     """
     works: list[tuple[str, str]] = []
     useless: list[str] = []
@@ -220,7 +220,7 @@ def _host_excess(plan: Plan, cluster: Cluster) -> int:
 
 
 def _effect(plan: Plan, wanted: Pins) -> str:
-    """What a plan that fits takes, and what it keeps on the host without being asked to."""
+    """Peak and seconds of a plan that fits, and what it offloads without a pin."""
     effect = f"peak {format_bytes(fullest(plan).peak)}, {seconds(plan) * 1e3:.3g} ms"
     if plan.offload and wanted.offload is None:
         effect += f", {offload_text(plan.offload)} on the host"
@@ -235,8 +235,9 @@ def _enough(
     solve_all: SolveAll,
     refine: Refine | None,
 ) -> tuple[str, Plan] | None:
-    """(what to say, the plan) of devices, or hosts, with as much memory as a plan needs that was
-    solved for them and built: what is closest by the estimate may turn out larger."""
+    """(the change in words, the plan) with devices, or hosts, whose memory is as large as a plan
+    needs that was solved for them and built: the closest plan by the estimate may turn out larger.
+    """
     plan, cluster = closest, problem.cluster
     for _ in range(_ROUNDS):
         cluster = _roomier(cluster, plan)
@@ -257,7 +258,9 @@ def _enough(
 
 
 def _roomier(cluster: Cluster, plan: Plan) -> Cluster:
-    """With as much memory as `plan` misses, in figures that can be typed."""
+    """The cluster with memory increased by what `plan` is short of, rounded to figures that can be
+    typed.
+    """
     top = fullest(plan).peak
     if top > cluster.device.memory:
         device = replace(cluster.device, memory=rounded_up(top))
@@ -271,17 +274,17 @@ def _roomier(cluster: Cluster, plan: Plan) -> Cluster:
 
 
 def rounded_up(count: int) -> int:
-    """The least number of bytes from `count` on that `format_bytes` writes without a rest."""
+    """The least number of bytes, at least `count`, that `format_bytes` writes exactly."""
     unit = next((size for size in (2**30, 2**20, 2**10) if count >= size / 10), 1)
     return -(-count * 10 // unit) * unit // 10
 
 
 def wider_cluster(cluster: Cluster, factor: int) -> tuple[Cluster, str]:
-    """`factor` times as many devices, and how to say it.
+    """The cluster with `factor` times as many devices, and the change in words.
 
-    What is the catalogue's of `cluster` is for the others too: several nodes are linked as it has
-    them, and processes on a host share it. Links that it does not know are taken to reach all,
-    which is said.
+    What `cluster` has from the catalogue is used for the larger one too: nodes are linked as in the
+    catalogue, and processes on a host share it. Links that the catalogue does not have are assumed
+    to reach all devices, and the text says so.
     """
     count = cluster.count * factor
     said = f"{count} devices"
@@ -303,7 +306,7 @@ def wider_cluster(cluster: Cluster, factor: int) -> tuple[Cluster, str]:
 
 
 def as_corrected(cluster: Cluster, asked: Cluster, corrected: Cluster) -> Cluster:
-    """`cluster` with devices smaller as those of `corrected` are than those of `asked`
+    """`cluster` with its device memory reduced in the ratio of `corrected` to `asked`
     (`solve.scaled`)."""
     context, size = cluster.context_bytes, cluster.device.memory
     usable = asked.device.memory - asked.context_bytes

@@ -1,10 +1,10 @@
-"""Which blocks to compute again in the backward pass, and how much of each, to save memory.
+"""Recompute options of each block, and the knapsack that chooses among them to free memory.
 
-A block that is recomputed whole keeps only what enters it, what others want of it, and the results
-of random ops; the rest is made again, one block at a time (Chen et al., "Training Deep Nets with
-Sublinear Memory Cost", arXiv:1604.06174). Selectively it saves some values more
-(`planner.search.selective_recompute`). Choosing for each block is a knapsack of which each block
-fills at most one place: the fewest seconds that save the bytes needed.
+A block that is fully recomputed saves only its inputs, its values that other blocks read, and the
+results of random ops; the rest is recomputed, one block at a time (Chen et al., "Training Deep Nets
+with Sublinear Memory Cost", arXiv:1604.06174). Selective recomputation saves some more values
+(`planner.search.selective_recompute`). The choice for all blocks is a multiple-choice knapsack with
+at most one option per block: the fewest seconds that free the bytes needed.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from graphaccel.planner.profile.profile import Profile, SizedProfile
 from graphaccel.planner.search.selective_recompute import leanest_of, ways_of
 
 _UNITS = 2000
-_ALL = 5000  # choices, up to which each is looked at
-_TABLE = 64  # options of all blocks together, from which on blocks that are alike are counted
+_ALL = 5000  # choices up to which each is enumerated
+_TABLE = 64  # options of all blocks together, above which identical blocks are counted
 
-_WAYS = 64  # of the few that are not alike
+_WAYS = 64  # of the few blocks that are not identical
 
 Item = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class BlockOption:
-    """A way of recomputing one block: bytes saved for one microbatch in flight, seconds of what is
-    done again, and what the values are called that stay saved; none if it is recomputed whole.
+    """A way of recomputing one block: bytes freed for one microbatch in flight, seconds of
+    recomputation, and the labels of the values that stay saved; none if it is fully recomputed.
     """
 
     block: int
@@ -44,8 +44,8 @@ class BlockOption:
 
 
 def block_options(profile: Profile, sized: SizedProfile) -> tuple[tuple[BlockOption, ...], ...]:
-    """What recomputing each block alone would save and cost, in each of its ways, the fewest
-    seconds first; ways that save nothing are left out.
+    """The bytes freed and seconds of recomputing each block alone, for each of its options, the
+    fewest seconds first; options that free nothing are left out.
     """
     return sized.once("block options", lambda: _block_options(profile, sized))
 
@@ -61,7 +61,9 @@ def _block_options(profile: Profile, sized: SizedProfile) -> tuple[tuple[BlockOp
 
 
 def least_saved(profile: Profile, sized: SizedProfile) -> int:
-    """Bytes of a microbatch that wait for the backward at least, whatever is computed again."""
+    """Lower bound on the bytes of a microbatch that are saved for the backward, whatever is
+    recomputed.
+    """
     leanest = {
         block: way.saved
         for kind, way in zip(profile.block_kinds, leanest_of(profile, sized), strict=True)
@@ -73,13 +75,13 @@ def least_saved(profile: Profile, sized: SizedProfile) -> int:
 
 
 class Knapsack:
-    """Blocks of which something is chosen, asked again and again.
+    """A knapsack over blocks, for repeated queries.
 
-    blocks: of each its items, (saving, price). Where blocks are few, or alike, every choice is
-    looked at. Of many blocks that are alike, only two kinds of items and one item more are chosen:
-    the best choice without whole numbers has two, so that no more than the price of one item can be
-    lost. A few others beside them, as the first block and the last often are, are tried in all
-    their ways.
+    blocks: of each its items, (saving, price). Where there are few blocks, or they are identical,
+    every choice is enumerated. Of many identical blocks, only two kinds of items and one single
+    item are combined: the optimum of the linear relaxation has two, so that at most the price of
+    one item is lost. A few other blocks, as the first and the last often are, are tried in all
+    their combinations.
     """
 
     def __init__(self, blocks: Sequence[Sequence[Item]]) -> None:
@@ -95,9 +97,9 @@ class Knapsack:
         self._many = _Many.of(blocks, self._kinds) if not few and self.most > 0 else None
 
     def cheapest(self, needed: float) -> list[int] | None:
-        """For each block the item that is chosen of it, -1 for none: those with the least total
-        price whose savings reach `needed`; None if none do. Exact where every choice is looked at;
-        in a table savings are counted in 1/2000 of the need, rounded down."""
+        """For each block the item that is chosen, -1 for none: the least total price whose savings
+        reach `needed`; None if no choice does. Exact where every choice is enumerated; in the
+        dynamic-programming table savings are counted in 1/2000 of the need, rounded down."""
         blocks = self._blocks
         if needed <= 0:
             return [-1] * len(blocks)
@@ -129,8 +131,8 @@ class Knapsack:
         return chosen
 
     def _counted(self, chosen: Sequence[Sequence[int]]) -> list[int]:
-        """Items by block, of those of each kind of blocks: the first blocks have them, and the
-        first of these what saves most."""
+        """Items by block, from those of each kind of blocks: the first blocks of a kind get them,
+        and the first of these the item that saves most."""
         found = [-1] * len(self._blocks)
         for own, items in zip(self._kinds, chosen, strict=True):
             saving = self._blocks[own[0]]
@@ -142,16 +144,17 @@ class Knapsack:
 
 @dataclass(frozen=True)
 class _Every:
-    """All choices of blocks, of which only how many of a kind have which item counts. ways: of each
-    kind of blocks the items that are chosen together. savings: of the choices that nothing cheaper
-    saves more than, ascending; places: where they stand among all combinations of the ways."""
+    """All choices for blocks, where only the number of blocks of a kind with an item counts. ways:
+    for each kind of blocks the combinations of items. savings: of the choices on the Pareto front
+    (nothing cheaper saves more), ascending; places: their index among all combinations of the ways.
+    """
 
     ways: Sequence[Sequence[tuple[int, ...]]]
     savings: np.ndarray
     places: np.ndarray
 
     def cheapest(self, needed: float) -> list[tuple[int, ...]]:
-        """Of each kind the items that are chosen. Some choice reaches what is needed."""
+        """The chosen items of each kind. Some choice reaches `needed`."""
         at = min(int(np.searchsorted(self.savings, needed)), len(self.savings) - 1)
         chosen = np.unravel_index(self.places[at], [len(own) for own in self.ways])
         return [own[int(way)] for own, way in zip(self.ways, chosen, strict=True)]
@@ -159,7 +162,7 @@ class _Every:
 
 @lru_cache(maxsize=256)
 def _every(kinds: tuple[tuple[tuple[Item, ...], int], ...]) -> _Every:
-    """kinds: of blocks, their items and how many there are."""
+    """kinds: kinds of blocks, as their items and the number of blocks."""
     ways, savings, prices = [], np.zeros(1), np.zeros(1)
     for items, count in kinds:
         each = [way for n in range(count + 1)
@@ -176,7 +179,9 @@ def _every(kinds: tuple[tuple[tuple[Item, ...], int], ...]) -> _Every:
 
 @dataclass(frozen=True)
 class _Many:
-    """Blocks of which most have the same items. at: the numbers of those; few: of the others."""
+    """Blocks of which most have the same items. at: the numbers of those; few: the numbers of the
+    others.
+    """
 
     blocks: Sequence[Sequence[Item]]
     at: tuple[int, ...]
@@ -184,7 +189,7 @@ class _Many:
 
     @staticmethod
     def of(blocks: Sequence[Sequence[Item]], kinds: Sequence[Sequence[int]]) -> _Many | None:
-        """None where a table of all blocks is less to do. kinds: numbers of those alike."""
+        """None where a table of all blocks is less work. kinds: numbers of identical blocks."""
         at = max(kinds, key=len)
         few = [n for own in kinds if own is not at for n in own]
         ways = math.prod(len(blocks[n]) + 1 for n in few)
@@ -193,7 +198,7 @@ class _Many:
         return _Many(blocks, tuple(at), tuple(few))
 
     def cheapest(self, needed: float) -> list[int]:
-        """As of a knapsack. Some choice reaches what is needed."""
+        """As `Knapsack.cheapest`. Some choice reaches `needed`."""
         best: tuple[float, list[int]] | None = None
         for others in product(*(range(-1, len(self.blocks[n])) for n in self.few)):
             taken = [self.blocks[n][k] for n, k in zip(self.few, others, strict=True) if k >= 0]
@@ -212,11 +217,11 @@ class _Many:
 
 
 def _alike(count: int, items: Sequence[Item], needed: float) -> tuple[float, list[int]] | None:
-    """The cheapest of `count` blocks with the same items, with its price: those that save most come
-    first."""
+    """The cheapest choice for `count` blocks with the same items, with its price: items that save
+    most come first."""
     saving, price = np.array(items, dtype=float).T
     pairs = [*combinations(range(len(items)), 2), *((i, i) for i in range(len(items)))]
-    a, b = np.array(pairs).T[:, :, None, None]  # [pair, single, so many of b]
+    a, b = np.array(pairs).T[:, :, None, None]  # [pair, single, number of b]
     single = np.arange(-1, len(items))[:, None]
     less, more = (np.append(0.0, column)[:, None] for column in (saving, price))
     own = np.arange(count + 1) * (a != b)
@@ -233,5 +238,5 @@ def _alike(count: int, items: Sequence[Item], needed: float) -> tuple[float, lis
 
 
 def every_second(names: Sequence[str]) -> tuple[str, ...]:
-    """Every second block: what `recompute="some"` means where memory does not ask for more."""
+    """Every second block: what `recompute="some"` means where memory does not require more."""
     return tuple(names[1::2]) if len(names) > 1 else tuple(names)

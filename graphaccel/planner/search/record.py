@@ -1,4 +1,4 @@
-"""What a search was asked and what it saw, for those who show or explain it."""
+"""The record of a search: its inputs and its progress, for reports and explanations."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ Refine = Callable[[Plan], Plan]
 
 @dataclass
 class Record:
-    """Filled by `search`, also by one that is interrupted.
+    """Filled by `search`, even if it is interrupted.
 
     watch: called with this record after every candidate.
-    problem, pins, batch, given, refine: what was asked; given are the pins as the user wrote them.
-    outcome: the candidates so far. done: how many are dealt with. bound: seconds that none of the
-      others can beat; they come by ascending bound. refused: decisions of plans that turned out
-      not to run or not to fit once they were built.
-    corrected: the problem with devices smaller by what the estimate of memory was too low; None
-      while there is no proved plan.
+    problem, pins, batch, given, refine: the inputs; given are the pins as the user wrote them.
+    outcome: the candidates so far. done: how many are done. bound: seconds that none of the others
+      can beat; they are solved by ascending bound. refused: decisions of plans that were built and
+      did not run or did not fit.
+    corrected: the problem with device memory reduced by the error of the memory estimate; None
+      while no plan is proved.
     """
 
     watch: Callable[[Record], None] | None = None
@@ -46,16 +46,16 @@ class Record:
         given: Mapping[str, Any],
         refine: Refine | None,
     ) -> None:
-        """The search starts."""
+        """Record the inputs when the search starts."""
         self.problem, self.pins, self.batch = problem, pins, batch
         self.given, self.refine = given, refine
 
     def started(self, outcome: Outcome, bound: float) -> None:
-        """The candidates are known, none is solved."""
+        """Record that the candidates are enumerated and none is solved yet."""
         self.outcome, self.bound = outcome, bound
 
     def tick(self, bound: float, done: int) -> None:
-        """`done` candidates are dealt with; none of the others can beat `bound`."""
+        """Record that `done` candidates are done and none of the others can beat `bound`."""
         self.done, self.bound = done, bound
         if self.watch is not None:
             self.watch(self)
@@ -63,12 +63,12 @@ class Record:
     def incumbent(self) -> Plan | None:
         """The fastest plan that fits so far, its certificate with the gap; None if there is none.
 
-        Its memory is an estimate. What was built and refused is none.
+        Its memory is an estimate. Plans that were built and refused do not count.
         """
         if self.outcome is None:
             return None
         fitting = self.outcome.fitting
-        if self.refused:  # before, this is asked often, of many plans
+        if self.refused:  # skipped at first: this is called often, with many plans
             fitting = [plan for plan in fitting if plan.decided(notes=()) not in self.refused]
         best = min(fitting, key=_seconds, default=None)
         if best is None:

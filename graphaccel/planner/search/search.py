@@ -1,23 +1,22 @@
-"""Choose a plan: enumerate, bound, solve, simulate the best, prove the winner.
+"""Chooses a plan: enumerate, bound, solve, simulate the best, prove the winner.
 
 Every candidate is a choice of tensor x context x expert x data x pipeline x interleave x schedule x
 ZeRO x microbatches x recompute (precision only when pinned: it changes numerics). Solving one means
-choosing its cuts and the blocks to compute again, and predicting memory and time in closed form, in
-each order of its axes that is offered (`planner.plan.axis_orders`).
+choosing its cuts and the blocks to recompute, and predicting memory and time in closed form, in
+each candidate order of its axes (`planner.plan.axis_orders`).
 
-First come the candidates that shard nothing that was not asked for. Of these, one is not solved
-when its lower bound (`planner.search.bounds`) is above the 32nd best found so far. Then the others,
-by ascending bound, until no bound is below the best time found, played on its schedule; the graph
-of a layout is made when its bound comes up. They count as 3 % slower than they are predicted: what
-was not asked for must be worth it. The 32 best are ranked again by playing their schedules; then
-`refine`, which builds the real programs, has the last word on memory.
+First come the candidates that shard nothing beyond the pins. One of these is not solved if its
+lower bound (`planner.search.bounds`) is above the 32nd best so far. Then the others follow, by
+ascending bound, until no bound is below the best simulated time; the graph of a layout is built
+when its bound is reached. They count as 3 % slower than predicted: what is not pinned must be worth
+it. The 32 best are ranked again by simulating their schedules; then `refine`, which builds the real
+programs, decides on memory.
 
-Nothing is kept on the host unless that is pinned, or nothing fits without, or what fits takes much
-longer (`planner.search.offload_search`). A plan with offload takes longer than the same plan
-without: it copies more, and the host's memory and processors are not taken to be faster than the
-device's. So it is tried only where memory ruled out what might be faster. Parameters are kept there
-only where that is pinned: the runtime can not do it, and both `graphaccel plan` and `optimize()`
-search here.
+Nothing is offloaded unless that is pinned, or nothing fits without, or what fits takes much longer
+(`planner.search.offload_search`). A plan with offload takes longer than the same plan without: it
+copies more, and the host's memory and processors are assumed to be no faster than the device's. So
+it is tried only where memory ruled out what might be faster. Parameters are offloaded last
+(`planner.search.capabilities.offered`).
 
 Deterministic: ties go to fewer microbatches, less pipeline, less interleaving, less recomputing.
 """
@@ -83,17 +82,16 @@ def search(
     """The fastest plan that fits, with its prediction, alternatives, notes and certificate.
 
     pins: decisions of the user (`planner.plan.pins.NAMES`). optimizer_bytes: bytes of optimizer
-    state for each trained number (8: AdamW). refine: gives a plan back with exact memory, or raises
+    state for each trained number (8: AdamW). refine: returns a plan with exact memory, or raises
     SplitRefused or TooManyStages for one that can not run; called on the best plans until one fits.
-    limits: what of the graph does not allow a split of the batch. batch: examples in the global
-    batch, where it is not the captured one. record: is told what is asked and how the search goes,
-    so that it knows the best plan so far when Ctrl-C ends it. shardable: whether the optimizer can
-    work on shards: ZeRO is then considered. profiles: of the step and of its shards; without it no
-    axis shards the graph itself. stepping: what the optimizer's step makes.
+    limits: the splits of the batch that the graph does not allow. batch: examples in the global
+    batch, where it is not the captured one. record: receives the inputs and the progress of the
+    search, so that it has the best plan so far when Ctrl-C ends it. shardable: whether the
+    optimizer can work on shards: ZeRO is then considered. profiles: of the step and of its shards;
+    without it no axis shards the graph itself. stepping: memory that the optimizer's step needs.
 
     Raises: InfeasiblePlan (GA201), BadPin (GA202), TooManyStages (GA203), BatchNotDivisible
-    (GA206), SplitRefused (GA207), ConflictingPins (GA210), ScheduleRefused (GA213), NoLoss
-    (GA103).
+    (GA206), SplitRefused (GA207), ConflictingPins (GA210), ScheduleRefused (GA213), NoLoss (GA103).
     """
     batch = step.batch_size if batch is None else batch
     limits = Limits() if limits is None else limits
@@ -137,7 +135,7 @@ def search(
 def _chosen(
     problem: Problem, decided: Pins, batch: int, refine: Refine | None, record: Record
 ) -> tuple[Plan, Outcome, Problem, tuple[str, ...]]:
-    """The best that is proved, what was solved for it, the problem and what is said of it.
+    """The best plan that is proved, the outcome, the problem with corrected memory, and notes.
 
     Raises: InfeasiblePlan (GA201)."""
     tried: list[tuple[Outcome, Problem]] = []
@@ -151,7 +149,7 @@ def _chosen(
                 return away
             best, notes, corrected = _proved(*given)
             if best is not None:
-                slower = not tried and seconds(best) > seconds(about)  # than was thought
+                slower = not tried and seconds(best) > seconds(about)  # than predicted
                 if slower and (away := _away(*given, best)) is not None:
                     return away
                 break
@@ -175,7 +173,8 @@ def _away(
     dropped: set[Plan],
     best: Plan,
 ) -> tuple[Plan, Outcome, Problem, tuple[str, ...]] | None:
-    """What is worth its copies rather than `best`, the fastest with nothing on the host."""
+    """A plan with offload that is worth its copies, instead of `best`, the fastest without offload.
+    """
     chosen = None
     for wanted, other in faster_on_host(problem, pins, batch, outcome, best):
         if chosen is None and other.fitting:
@@ -190,7 +189,7 @@ def _away(
 
 
 def _gap(problem: Problem, best: Plan, outcome: Outcome) -> str:
-    """How far the plan may be from the best: placements that were guessed leave it open."""
+    """How far the plan may be from the optimum: placements without proof leave it open."""
     kept = outcome.kept
     proved = f"gap 0 within the cost model over the {kept} best"
     if outcome.whole:
@@ -217,13 +216,13 @@ def _proved(
     refine: Refine | None,
     dropped: set[Plan],
 ) -> tuple[Plan | None, tuple[str, ...], Problem]:
-    """The first of the best plans that really fits, why those before it were dropped, and the
-    problem.
+    """The first of the best plans that fits once built, notes on those that were dropped before it,
+    and the problem with corrected memory.
 
-    Where the exact memory is above the estimate, everything is solved again with a device smaller
-    by the same factor: the estimate is usually wrong in the same way for all plans of one model.
-    Where none is left then, it was wrong for some more than for others, and those that were thought
-    to need least are built.
+    Where the exact memory is above the estimate, everything is solved again with device memory
+    reduced by the same factor: the error of the estimate is usually the same for all plans of one
+    model. If no plan is left then, the error differs between plans, and those with the least
+    estimated memory are built.
     """
     if refine is None:
         return outcome.fitting[0], (), problem
@@ -263,7 +262,8 @@ def _proved(
 
 
 def _leave_open(outcome: Outcome, best: Plan, tried: set[Plan]) -> None:
-    """Those that should be faster than the best and were not built may fit: the gap says so."""
+    """Plans that should be faster than the best and were not built may fit: count them in the gap.
+    """
     left = [p for p in outcome.fitting if _decisions(p) not in tried and seconds(p) < seconds(best)]
     if left:
         many, bound = outcome.open or (0, math.inf)
@@ -276,7 +276,7 @@ def _peak(plan: Plan) -> int:
 
 
 def _decisions(plan: Plan) -> Plan:
-    """The plan without what was predicted about it."""
+    """The plan without its predictions."""
     return plan.decided()
 
 

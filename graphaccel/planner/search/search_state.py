@@ -1,6 +1,6 @@
-"""One pass over the candidates of a problem: what is told of them all, and what of those solved.
+"""The state of one search over a problem's candidates: their lower bounds, and those solved so far.
 
-`planner.search.branch_and_bound` says which are solved, in which order.
+`planner.search.branch_and_bound` decides which are solved, and in which order.
 """
 
 from __future__ import annotations
@@ -35,19 +35,20 @@ from graphaccel.planner.search.reasons import mesh_key, seconds
 from graphaccel.planner.search.solve import Outcome, Problem, Shared, excess, in_orders
 
 KEPT = 32
-_ACTIONS = 150_000  # forwards of schedules that are played at the end: a second
-_PLAYED = 20_000  # forwards of a schedule that is played to see which candidates are left out
+_ACTIONS = 150_000  # forwards of schedules that are simulated at the end: a second
+_PLAYED = 20_000  # forwards of a schedule that is simulated to prune candidates
 
 
 class Told(NamedTuple):
-    """Of each of some shapes: seconds it can not beat, and whether it is too big in any case."""
+    """For each of some shapes: the lower bound in seconds, and whether it is too big in any case.
+    """
 
     seconds: np.ndarray
     big: np.ndarray
 
 
 class _Candidates(NamedTuple):
-    """Meshes of what was asked for and of the other layouts, and those of each as columns."""
+    """Meshes of the pinned layout and of the other layouts, and those of each as columns."""
 
     own: list[Shape]
     others: dict[Layout, list[Shape]]
@@ -55,7 +56,7 @@ class _Candidates(NamedTuple):
 
 
 def _staying(every: _Candidates) -> _Candidates:
-    """Those of them whose schedule can have activations away."""
+    """The candidates whose schedule supports offloaded activations."""
 
     def staying(meshes: list[Shape]) -> list[Shape]:
         return [mesh for mesh in meshes if mesh.schedule != "zero_bubble"]
@@ -66,12 +67,13 @@ def _staying(every: _Candidates) -> _Candidates:
 
 
 class Pass:
-    """The candidates of a problem, what is told of them, and what was solved.
+    """The candidates of a problem, their bounds, and what was solved.
 
-    own, others: meshes of what was asked for and of the other layouts; meshes: of each layout.
-    columns: their columns. choices: ways of computing again. goal: seconds; limit: weighed seconds
-    of the best plan so far, played, or the goal. times: those of plans that fit, ascending. late:
-    those that are too big before anything is computed. settled: meshes of which something fits.
+    own, others: meshes of the pinned layout and of the other layouts; meshes: of each layout.
+    columns: their columns. choices: recompute choices. goal: seconds; limit: weighed seconds of the
+    best plan so far, simulated, or the goal. times: weighed seconds of plans that fit, ascending.
+    late: candidates that are too big before anything is computed. settled: meshes of which
+    something fits.
     """
 
     def __init__(
@@ -96,15 +98,15 @@ class Pass:
         self.times: list[float] = []
         self.goal = self.limit = goal
         self.late: list[tuple[float, Shape]] = []
-        self._misfits: dict[tuple[object, ...], list[Shape]] = {}  # however much they do again
-        self._tried: Counter[Shape] = Counter()  # ways of doing again of each
+        self._misfits: dict[tuple[object, ...], list[Shape]] = {}  # however much they recompute
+        self._tried: Counter[Shape] = Counter()  # recompute choices tried of each mesh
         offered = layouts(problem, pins, batch)
         self.base_layout = offered[0]
         if not build:
             offered = [x for x in offered if x == offered[0] or self.bounds.built(x)]
         own, others, cols = self._candidates(offered, shared.candidates if build else {})
         if own and not self.bounds.build(offered[0]):
-            problem.layouts.of(own[0].on(self.base))  # raises why not
+            problem.layouts.of(own[0].on(self.base))  # raises the reason
         self.own, self.others, self.columns = own, others, cols
         self.choices = recomputes(problem, pins)
         self.meshes = {offered[0]: list(dict.fromkeys(own)), **others}
@@ -112,8 +114,8 @@ class Pass:
         self.outcome.tally.candidates = len(self.choices) * (len(own) + apart)
 
     def _candidates(self, offered: Sequence[Layout], known: dict[bool, _Candidates]) -> _Candidates:
-        """Of these layouts. known: those of other searches, by whether activations are away, which
-        not every schedule can do."""
+        """The candidates of these layouts. known: those of other searches, by whether activations
+        are offloaded, which not every schedule supports."""
         away = "activations" in self.pins.on_host
         if away not in known and away and False in known and self.pins.schedule is None:
             known[away] = _staying(known[False])
@@ -127,8 +129,8 @@ class Pass:
         return known[away]
 
     def told_of(self, layout: Layout) -> Told:
-        """What is told of a layout's shapes without their recomputation; anew where the graph of
-        the layout was made."""
+        """The bounds of a layout's shapes without their recompute choice; computed again once the
+        graph of the layout is built."""
         key = layout, self.bounds.nearest(layout)
         if key not in self._told:
             if not self.meshes[layout]:
@@ -138,18 +140,18 @@ class Pass:
         return self._told[key]
 
     def place(self, mesh: Shape) -> int:
-        """Of a mesh among those of its layout."""
+        """The index of a mesh among those of its layout."""
         layout = mesh.layout
         if layout not in self._places:
             self._places[layout] = {own: i for i, own in enumerate(self.meshes[layout])}
         return self._places[layout][mesh]
 
     def bound(self, mesh: Shape) -> float:
-        """Seconds that a mesh can not beat, however much is computed again."""
+        """Seconds that a mesh can not beat, however much is recomputed."""
         return float(self.told_of(mesh.layout).seconds[self.place(mesh)])
 
     def of_layout(self, layout: Layout) -> float:
-        """Seconds that no candidate of a layout can beat that may fit."""
+        """Seconds that no candidate of a layout that may fit can beat."""
         told = self.told_of(layout)
         return float(min(told.seconds[~told.big], default=math.inf))
 
@@ -158,25 +160,25 @@ class Pass:
         return float(min(self.told_of(x).seconds.min() for x, own in self.meshes.items() if own))
 
     def known(self, shape: Shape) -> bool:
-        """Whether it is known without solving it that a shape is no better than others, or fits
-        nowhere: a deeper recompute of what already fits only costs time."""
+        """Whether a shape need not be solved, because it is no better than others or can not fit: a
+        deeper recompute of what already fits only costs time."""
         return shape.mesh in self.settled or self.is_misfit(shape.mesh)
 
     def is_misfit(self, mesh: Shape) -> bool:
-        """Whether it keeps no less than another that does not fit."""
+        """Whether a mesh holds at least as much as another that does not fit."""
         known = self._misfits.get(mesh.comparable, ())
         if misfit := any(mesh.keeps_no_less(one) for one in known):
             self.outcome.cramped = min(self.outcome.cramped, self.bound(mesh))
         return misfit
 
     def missed(self, mesh: Shape) -> None:
-        """Note that a way of doing again does not make it fit."""
+        """Record that a mesh does not fit with one of the recompute choices."""
         self._tried[mesh] += 1
         if self._tried[mesh] == len(self.choices):
             self._misfits.setdefault(mesh.comparable, []).append(mesh)
 
     def solve(self, bound: float, shape: Shape, *, floor: bool = True) -> None:
-        """Solve a candidate, in each order of its axes. floor: put it off (`late`) where it is too
+        """Solve a candidate, in each order of its axes. floor: defer it (`late`) where it is too
         big in any case."""
         problem, pins, outcome = self.problem, self.pins, self.outcome
         if floor and self.prune and self.told_of(shape.layout).big[self.place(shape.mesh)]:
@@ -193,7 +195,7 @@ class Pass:
                 outcome.too_many = error
             outcome.tally.impossible += 1
             return
-        except BadPin as error:  # the stages that modules were given
+        except BadPin as error:  # the pinned stages of modules
             outcome.refused = outcome.refused or error
             outcome.tally.impossible += 1
             return
@@ -206,7 +208,7 @@ class Pass:
             self.missed(shape.mesh)
 
     def _solved(self, plan: Plan) -> bool:
-        """Note a solved candidate in one order of its axes: whether it fits."""
+        """Record a solved candidate in one order of its axes; returns whether it fits."""
         problem, pins, outcome = self.problem, self.pins, self.outcome
         known = outcome.by_mesh.get(mesh_key(plan))
         outcome.seen.append(plan)
@@ -217,7 +219,7 @@ class Pass:
         else:
             outcome.fitting.append(plan)
             bisect.insort(self.times, weighed(plan, pins))
-            long = plan.microbatches * plan.stages > _PLAYED  # playing it takes seconds
+            long = plan.microbatches * plan.stages > _PLAYED  # simulating it takes seconds
             if weighed(plan, pins) < self.limit and not long:
                 self.limit = min(self.limit, self._weigh(plan, self._played(plan).seconds))
         if _better(plan, known, problem.cluster, pins):
@@ -228,7 +230,7 @@ class Pass:
         return seconds if plain(self.pins, plan) else seconds * WORTH
 
     def _played(self, plan: Plan) -> Prediction:
-        """The plan's times on its schedule."""
+        """The plan's times by simulating its schedule."""
         outcome, problem = self.outcome, self.problem
         if plan not in outcome.played:
             outcome.played[plan] = predict_seconds(
@@ -237,7 +239,7 @@ class Pass:
         return outcome.played[plan]
 
     def simulate_best(self) -> None:
-        """Rank the best again by playing their schedules."""
+        """Rank the best plans again by simulating their schedules."""
         outcome = self.outcome
         actions = [plan.microbatches * plan.stages for plan in outcome.fitting[:KEPT]]
         kept = sum(total <= _ACTIONS for total in accumulate(actions))
@@ -257,7 +259,7 @@ class Pass:
 
 
 def weighed(plan: Plan, pins: Pins) -> float:
-    """Predicted seconds, a little more for what is sharded without being asked for."""
+    """Predicted seconds, a little more for what is sharded without a pin."""
     return seconds(plan) if plain(pins, plan) else seconds(plan) * WORTH
 
 
@@ -280,8 +282,8 @@ def rank(plan: Plan, pins: Pins) -> tuple[object, ...]:
 
 
 def _better(plan: Plan, known: Plan | None, cluster: Cluster, pins: Pins) -> bool:
-    """Whether `plan` stands for its mesh rather than `known`: it fits, or misses by less; then
-    time.
+    """Whether `plan` represents its mesh rather than `known`: it fits, or is short of fewer bytes;
+    then time.
     """
     if known is None:
         return True

@@ -1,13 +1,13 @@
-"""What a block may save where it is computed again: the ways between keeping all and nothing.
+"""Selective recompute: which values a recomputed block saves, by minimum cut.
 
-A way saves some values; what the backward reads besides is made again of them. For a price of a
-second in bytes, the best way is a minimum cut: a value that is wanted is cut from the op that makes
-it (its bytes are saved), or the op from the sink (its seconds are spent again) and then what it
-reads is wanted too. The prices at which the best way changes are those of the lower convex hull of
-(seconds, bytes), found from its ends inwards.
+An option (`Way`) saves some values, and recomputes from them whatever else the backward reads. For
+a given price of a second in bytes, the best option is a minimum cut: a value that is needed is cut
+from the op that computes it (its bytes are saved), or the op from the sink (its seconds are spent
+again) and then its inputs are needed too. The prices at which the best option changes are those of
+the lower convex hull of (seconds, bytes), which is searched from its ends inwards.
 
-The cut: Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016, as torch's partitioner
-has it (`torch._functorch.partitioners.min_cut_rematerialization_partition`); the hull: Eisner and
+The cut: Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016, as in torch's partitioner
+(`torch._functorch.partitioners.min_cut_rematerialization_partition`); the hull: Eisner and
 Severance, Mathematical techniques for efficient record segmentation, 1976.
 """
 
@@ -24,14 +24,15 @@ from graphaccel.planner.profile.block_recompute import BlockKind
 from graphaccel.planner.profile.profile import Profile, SizedProfile
 
 MOST = 3
-"""Ways of a kind of block besides keeping all and computing all again."""
-_TICKS = 1e12  # to a second: capacities are integers, so that a cut is exact
+"""Options of a kind of block besides saving everything and recomputing everything."""
+_TICKS = 1e12  # ticks per second: capacities are integers, so that a cut is exact
 
 
 @dataclass(frozen=True)
 class Way:
-    """saved: positions of a block whose values are saved, by their order. less: bytes that it keeps
-    less for the backward than where nothing is done again. seconds: of the device, of what is."""
+    """One recompute option. saved: positions of a block whose values are saved, by their order.
+    less: by how many bytes it saves less for the backward than without recomputation. seconds:
+    device seconds of the recomputation."""
 
     saved: tuple[int, ...]
     less: int
@@ -39,8 +40,8 @@ class Way:
 
 
 def ways_of(profile: Profile, sized: SizedProfile) -> tuple[tuple[Way, ...], ...]:
-    """For each kind of block its ways of being computed again that none other beats in both bytes
-    and seconds, from the fewest seconds to the fewest bytes; only what keeps less than all does.
+    """For each kind of block its recompute options on the Pareto front of bytes and seconds, from
+    the fewest seconds to the fewest bytes; only options that save less than no recomputation does.
     """
     return sized.once(
         "ways", lambda: tuple(_ways(Body(profile, sized, k)) for k in profile.block_kinds)
@@ -48,7 +49,9 @@ def ways_of(profile: Profile, sized: SizedProfile) -> tuple[tuple[Way, ...], ...
 
 
 def leanest_of(profile: Profile, sized: SizedProfile) -> tuple[Way | None, ...]:
-    """For each kind of block the last of its ways, found without the others; None without one."""
+    """For each kind of block the last of its options, computed without the others; None without
+    one.
+    """
     return sized.once(
         "leanest", lambda: tuple(_leanest(Body(profile, sized, k)) for k in profile.block_kinds)
     )
@@ -70,7 +73,8 @@ def _ways(body: Body) -> tuple[Way, ...]:
 
 
 class Body:
-    """A kind of block at one size: what its ops take and its values hold."""
+    """A kind of block at one microbatch size: the seconds of its ops and the bytes of its values.
+    """
 
     def __init__(self, profile: Profile, sized: SizedProfile, kind: BlockKind) -> None:
         self.kind = kind
@@ -81,7 +85,7 @@ class Body:
         self.kept = int(self.own[kind.back].sum())
 
     def way(self, saved: tuple[int, ...]) -> Way:
-        """What saving these positions takes."""
+        """The bytes and seconds of saving these positions."""
         own, outer = self.kind.waiting(saved)
         size = int(self.own[own].sum() + self.outer[outer].sum())
         return Way(saved, self.kept - size, float(self.seconds[self.kind.done_again(saved)].sum()))
@@ -91,8 +95,8 @@ class Body:
         return self.cut(sum(self.ticks) + 1, 1)
 
     def hull(self) -> list[tuple[int, ...]]:
-        """Positions saved at the corners of the hull between its ends, those that lie farthest from
-        the line between their neighbours first, `MOST` of them at most."""
+        """The saved positions at the corners of the convex hull between its ends, those farthest
+        from the line between their neighbours first, at most `MOST` of them."""
         few = self.leanest()
         spans = [(self.point(None), self.point(few))]
         found = [few]
@@ -112,14 +116,14 @@ class Body:
         return found
 
     def point(self, saved: tuple[int, ...] | None) -> tuple[int, int]:
-        """(ticks, bytes) of a way; None: nothing is computed again."""
+        """(ticks, bytes) of an option; None: nothing is recomputed."""
         if saved is None:
             return 0, self.kept
         done = zip(self.ticks, self.kind.done_again(saved).tolist(), strict=True)
         return sum(t for t, again in done if again), self.kept - self.way(saved).less
 
     def cut(self, a_byte: int, a_tick: int) -> tuple[int, ...]:
-        """The positions whose values are saved where bytes and ticks have these prices."""
+        """The positions whose values are saved at these prices of a byte and a tick."""
         kind, graph = self.kind, nx.DiGraph()
         count = len(kind.maker)
         source, sink = "wanted", "spent"
@@ -129,7 +133,7 @@ class Body:
                 graph.add_edge(source, storage)
             whole: dict[str, Any] = {"capacity": int(self.own[storage]) * a_byte}
             if kind.fixed[row] or kind.beyond[storage]:
-                if not kind.back[storage]:  # otherwise it waits anyway
+                if not kind.back[storage]:  # otherwise it is held for the backward anyway
                     graph.add_edge(storage, sink, **whole)
             else:
                 unsaved = kind.sent[row] or not kind.counted[storage]

@@ -1,4 +1,4 @@
-"""Solve one candidate: its cuts, and the blocks it computes again, so that it fits."""
+"""Solves one candidate: chooses its stage cuts and recomputed blocks so that it fits in memory."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ from graphaccel.planner.search.recompute import BlockOption, block_options, ever
 
 @dataclass(frozen=True)
 class Problem:
-    """What is planned, for what. layouts: profiles, of the whole graph and of its shards.
-    optimizer_bytes: for each trained number. shardable: the optimizer can work on shards. stages:
-    of modules, where they were said. stepping: what the optimizer's step makes beside its state."""
+    """The problem to plan. layouts: profiles, of the unsharded graph and of its shards.
+    optimizer_bytes: bytes of optimizer state for each trained number. shardable: the optimizer can
+    work on shards. stages: pinned stages of modules. stepping: memory that the optimizer's step
+    needs besides its state."""
 
     layouts: Layouts
     cluster: Cluster
@@ -43,7 +44,7 @@ class Problem:
 
     @property
     def profile(self) -> Profile:
-        """Of the whole graph."""
+        """The profile of the unsharded graph."""
         return self.layouts.whole
 
     def sized(self, plan: Plan) -> SizedProfile:
@@ -51,7 +52,7 @@ class Problem:
         return sized_for(self.layouts.of(plan), plan, self.cluster)
 
     def fits(self, plan: Plan) -> bool:
-        """Whether `plan` is predicted to, without its seconds."""
+        """Whether `plan` is predicted to fit, without predicting its seconds."""
         given = self.cluster, self.optimizer_bytes, self.stepping
         return excess_of(predict_memory(self.layouts.of(plan), plan, *given), self.cluster) <= 0
 
@@ -63,14 +64,14 @@ class Problem:
 
 
 def excess(plan: Plan, cluster: Cluster) -> int:
-    """Bytes by which the fullest rank of a predicted plan misses the device, or the host with what
-    it keeps there; below 0 it fits."""
+    """Bytes by which a predicted plan exceeds the device memory on its fullest rank, or the host
+    memory with what it offloads; below 0 it fits."""
     assert plan.prediction is not None
     return excess_of(plan.prediction.memory, cluster)
 
 
 def excess_of(memory: Sequence[StageMemory], cluster: Cluster) -> int:
-    """The same of the memory of a plan's ranks."""
+    """`excess` of the memory of a plan's ranks."""
     missing = max(m.peak for m in memory) - cluster.device.memory
     kept = host_excess(memory, cluster)
     return max(missing, kept) if kept > 0 else missing
@@ -78,8 +79,8 @@ def excess_of(memory: Sequence[StageMemory], cluster: Cluster) -> int:
 
 @dataclass
 class Tally:
-    """What became of the candidates, for the certificate: pruned, solved or impossible each, and
-    infeasible besides if solved, or too big before anything was."""
+    """The counts of candidates for the certificate: pruned, solved or impossible each; infeasible
+    counts those solved that do not fit, or are too big before anything is computed."""
 
     candidates: int = 0
     infeasible: int = 0
@@ -88,7 +89,7 @@ class Tally:
     impossible: int = 0
 
     def certificate(self, gap: str) -> str:
-        """One line."""
+        """The certificate in one line."""
         parts = [
             f"{self.candidates} candidates: {self.solved} solved ({self.infeasible} do not fit)",
             f"{self.pruned} pruned by bound",
@@ -100,8 +101,8 @@ class Tally:
 
 @dataclass
 class Shared:
-    """What solving again with something else on the host need not find again: what bounds know
-    (`planner.search.bounds`), and candidates, by whether activations are there."""
+    """Caches shared by searches that differ in what is offloaded: what the bounds know
+    (`planner.search.bounds`), and candidates, by whether activations are offloaded."""
 
     bounds: dict[Any, Any] = field(default_factory=dict)
     candidates: dict[bool, Any] = field(default_factory=dict)
@@ -109,13 +110,14 @@ class Shared:
 
 @dataclass
 class Outcome:
-    """Solved candidates: fitting, fastest first; the best of each mesh; the one that misses least;
-    all of them, in the order in which they were solved; times of schedules that were played; why
-    the first that could not be cut could not. kept: how many of the fitting were ranked by playing
-    them. whole: every cut and set of blocks was tried (`planner.search.exhaustive`). open:
-    candidates that might be faster and were not solved, and seconds that they can not beat; None
-    where there are none. cramped: least seconds of what memory alone rules out, or a bound of them.
-    shared: with other searches for the same plan.
+    """Solved candidates. fitting: fastest first; by_mesh: the best of each mesh; closest: the one
+    that is short of the fewest bytes; seen: all of them, in the order in which they were solved;
+    played: times of schedules that were simulated; too_many, refused: why the first that could not
+    be cut could not. kept: how many of the fitting were ranked by simulation. whole: every cut and
+    set of blocks was tried (`planner.search.exhaustive`). open: the number of candidates that might
+    be faster and were not solved, and seconds that they can not beat; None where there are none.
+    cramped: least seconds of what memory alone rules out, or a bound of them. shared: caches shared
+    with other searches for the same plan.
     """
 
     fitting: list[Plan] = field(default_factory=list)
@@ -133,7 +135,7 @@ class Outcome:
     shared: Shared = field(default_factory=Shared)
 
     def beside(self, other: Outcome, cluster: Cluster) -> None:
-        """Count the candidates of another search for the same plan among these."""
+        """Add the candidates of another search for the same plan."""
         pairs = zip(astuple(self.tally), astuple(other.tally), strict=True)
         self.tally = Tally(*(own + more for own, more in pairs))
         self.seen += other.seen
@@ -148,7 +150,7 @@ class Outcome:
                 self.by_mesh[key] = plan
 
     def missed(self, plan: Plan, cluster: Cluster) -> None:
-        """Note a plan that does not fit."""
+        """Record a plan that does not fit."""
         if self.closest is None or excess(plan, cluster) < excess(self.closest, cluster):
             self.closest = plan
 
@@ -158,14 +160,14 @@ def with_cuts_and_blocks(
 ) -> Plan:
     """`plan` with cuts, recomputed blocks and its prediction (time in closed form).
 
-    recompute: "none", "all", "some" (as much as memory asks for; every second block if it asks for
-    none), "selective" (every block, but for values that it saves, as memory asks for) or names.
+    recompute: "none", "all", "some" (as much as memory requires; every second block if it requires
+    none), "selective" (every block, except for values that it saves, as memory requires) or names.
     Cuts are even in time; where that does not fit however much is recomputed, they are chosen again
-    under each stage's memory. Where a fused op goes over its rows in chunks, fewer at a time are
-    tried where that makes a plan fit, or fit with less to compute again.
+    under each stage's memory. Where a fused op processes its rows in chunks, smaller chunks are
+    tried where that makes a plan fit, or fit with less recomputation.
 
-    Raises: TooManyStages (GA203), BadPin (GA202) where the stages of modules can not be, or rows at
-    a time were pinned and nothing goes over rows so.
+    Raises: TooManyStages (GA203), BadPin (GA202) where the pinned stages of modules are not
+    possible, or loss_chunk is pinned and no op processes rows in chunks.
     """
     best: Plan | None = None
     for tried in chunked(problem, plan):
@@ -173,7 +175,7 @@ def with_cuts_and_blocks(
         if best is None or _order(problem.cluster, found) < _order(problem.cluster, best):
             best = found
         if excess(best, problem.cluster) <= 0 and recompute not in ("some", "selective"):
-            break  # fewer rows at a time take longer
+            break  # smaller chunks take longer
     assert best is not None
     return best
 
@@ -181,10 +183,10 @@ def with_cuts_and_blocks(
 def in_orders(
     problem: Problem, plan: Plan, recompute: str | Sequence[str], cuts: tuple[str, ...] | None
 ) -> list[Plan]:
-    """`with_cuts_and_blocks` in each order of the axes that is offered.
+    """`with_cuts_and_blocks` in each candidate order of the axes.
 
-    Where the axes lie changes no memory and no seconds of computing: cuts and blocks are those of
-    the first order, unless what goes from stage to stage is sent in parts in one of them alone.
+    The order changes neither memory nor seconds of compute: cuts and blocks are those of the first
+    order, unless messages between stages are scattered in one of the orders only.
     """
     first = with_cuts_and_blocks(problem, plan, recompute, cuts)
     assert first.prediction is not None
@@ -203,14 +205,14 @@ def in_orders(
 
 
 def _order(cluster: Cluster, plan: Plan) -> tuple[int, float]:
-    """What makes a plan better than another: to fit, or to miss by less; then time."""
+    """Sort key of plans: one that fits, or is short of fewer bytes, is better; then time."""
     assert plan.prediction is not None
     return max(0, excess(plan, cluster)), plan.prediction.seconds
 
 
 def chunked(problem: Problem, plan: Plan) -> list[Plan]:
-    """The plan with each number of rows at a time that may be asked for; as it is where that was
-    pinned, or nothing goes over rows in chunks. Raises BadPin (GA202) for both at once."""
+    """The plan with each candidate chunk size; unchanged where that is pinned, or no op processes
+    rows in chunks. Raises BadPin (GA202) if it is pinned and no op does."""
     if "loss_chunk" in plan.pinned and not problem.layouts.of(plan).in_chunks:
         reason = f"with tensor={plan.tensor} the graph has no fused head and loss"
         raise BadPin(pin="loss_chunk", value=plan.loss_chunk, reason=reason)
@@ -237,7 +239,9 @@ def _solved(
 
 
 def _sending(problem: Problem, plan: Plan) -> Plan:
-    """With sends in parts where they are faster and something can be sent so, unless pinned."""
+    """The plan with `scatter_sends` where that is faster and some values can be sent so, unless
+    pinned.
+    """
     if "scatter_sends" in plan.pinned or not scatters(plan, problem.cluster):
         return plan
     tried = replace(plan, scatter_sends=True)
@@ -246,8 +250,8 @@ def _sending(problem: Problem, plan: Plan) -> Plan:
 
 
 def _casting(problem: Problem, plan: Plan) -> Plan:
-    """With casts of parameters held for all microbatches where that fits and is faster, unless
-    pinned."""
+    """The plan with casts of parameters held for all microbatches where that fits and is faster,
+    unless pinned."""
     tried = replace(plan, cast_once=True)
     if "cast_once" in plan.pinned or plan.microbatches == 1 or not tried.holds_casts:
         return plan
@@ -313,10 +317,11 @@ def resident_parts(
     gathered: float,
     offload: Sequence[str],
 ) -> tuple[Any, Any, Any]:
-    """Bytes that lie on a device for each byte of trained parameter of its stage: parameter,
-    gradient and optimizer state, less what ZeRO and the host have; of one plan, or of columns.
+    """Bytes that a device holds for each byte of trained parameter of its stage: parameter,
+    gradient and optimizer state, without what ZeRO shards away and what is offloaded; of one plan,
+    or of columns.
 
-    shards: devices that ZeRO shards over. once: gradients are reduced as soon as they are there.
+    shards: devices that ZeRO shards over. once: gradients are reduced as soon as they are computed.
     held: parameters are gathered once a step and held. gathered: bytes that each then takes."""
     share, (own, _) = 1 / shards, placed_parameters(1, 1, offload)
     parameter = own * np.where(zero == 3, share, 1.0) + np.where(held, gathered, 0.0)
@@ -342,7 +347,7 @@ def _with_blocks(problem: Problem, plan: Plan, recompute: str | Sequence[str]) -
     else:
         chosen = dict.fromkeys(recompute, ())
     found = problem.predicted(plan.doing_again(chosen), simulated=False)
-    if recompute == "some" and excess(found, problem.cluster) > 0:  # what is made again lies too
+    if recompute == "some" and excess(found, problem.cluster) > 0:  # recomputed values take memory, too
         less = _with_blocks(problem, plan, "selective")
         return min(found, less, key=lambda one: excess(one, problem.cluster))
     return found
@@ -355,8 +360,8 @@ def _selective(problem: Problem, plan: Plan) -> tuple[tuple[BlockOption, ...], .
 
 
 def scaled(problem: Problem, plan: Plan, exact: Plan) -> Problem:
-    """The problem with devices smaller by what the estimate was too low: exact over estimated
-    tensors, for an even choice of experts, as is estimated.
+    """The problem with device memory reduced by the error of the estimate: exact over estimated
+    tensor bytes, for an even choice of experts, as the estimate assumes.
     """
     assert plan.prediction is not None
     assert exact.prediction is not None

@@ -1,9 +1,8 @@
-"""A plan that was given: its decisions are read back as pins, so that none of them is one that no
-pin could ask for.
+"""Validates a plan from the user: its decisions are read back as pins and checked like pins.
 
-A plan is plain data, which can be edited, or made by `dataclasses.replace`. What it says is run as
-it is; a microbatch count that does not divide the batch, or a misspelt word, would train something
-else.
+A plan is plain data, which can be edited, or made by `dataclasses.replace`. It runs exactly as it
+is written; a microbatch count that does not divide the batch, or a misspelt word, would train
+something else.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from graphaccel.planner.profile.cost import in_chunks
 from graphaccel.planner.search.capabilities import check_chunk
 from graphaccel.sharding.solve.conversions import Rates
 
-_NO_PIN = ("rates", "selective")  # found with other decisions, never asked for
+_NO_PIN = ("rates", "selective")  # chosen together with other decisions, never pinned
 
 
 def misread(plan: Plan) -> str | None:
-    """The first field that is of another type than `Plan` says, as a sentence; None where all are
-    right."""
+    """The first field whose value does not have the type that `Plan` declares, as a sentence; None
+    where all are right."""
     hints = get_type_hints(Plan)
     for f in fields(Plan):
         value = getattr(plan, f.name)
@@ -41,10 +40,10 @@ def misread(plan: Plan) -> str | None:
 
 
 def check_given(plan: Plan, path: str, step: StepGraph | None = None) -> None:
-    """Checks every decision of a plan, alone and against the others; against the graph too, where
-    it is given: the captured step in the plan's precision and with its fusions.
+    """Check every decision of a plan, alone and against the others; against the graph too, where it
+    is given: the captured step in the plan's precision and with its fusions.
 
-    path: what the plan is called in errors.
+    path: how errors name the plan.
 
     Raises: BadPin (GA202), BatchNotDivisible (GA206), NoLoss (GA103).
     """
@@ -75,7 +74,7 @@ def check_fusions(plan: Plan, path: str, device: str) -> None:
 
 
 def pins_of(plan: Plan) -> dict[str, Any]:
-    """The pins that ask for this plan. Raises BadPin (GA202) for a precision that none asks for."""
+    """The pins that ask for this plan. Raises BadPin (GA202) for a precision without a name."""
     pins = {name: value for name, value in plan.decisions.items() if name not in _NO_PIN}
     named = {precision: name for name, precision in PRECISIONS.items()}
     precision = pins["precision"]
@@ -84,9 +83,9 @@ def pins_of(plan: Plan) -> dict[str, Any]:
         raise BadPin(pin="precision", value=precision, reason="it has no name", allowed=known)
     pins["precision"] = named[precision]
     pins["placements"] = dict(pins["placements"])
-    pins["loss_chunk"] = plan.loss_chunk or None  # what the op takes by itself
+    pins["loss_chunk"] = plan.loss_chunk or None  # the op's own default
     pins["shard_size"] = plan.shard_size or None  # all of data
-    pins["context_by"] = plan.context_by or None  # call by call
+    pins["context_by"] = plan.context_by or None  # chosen call by call
     if plan.tensor == 1:
         del pins["sequence"]
     return pins
@@ -103,7 +102,7 @@ def _check_counts(plan: Plan) -> None:
 
 
 def _check_rates(plan: Plan) -> None:
-    """Those of the axes that shard the graph, or none."""
+    """Check that the rates are those of the axes that shard the graph, or none."""
     if not plan.rates:
         return
     axes = [axis for axis in ("tensor", "context", "expert") if getattr(plan, axis) > 1]
@@ -116,7 +115,7 @@ def _check_rates(plan: Plan) -> None:
 
 
 def _check_selective(plan: Plan, step: StepGraph) -> None:
-    """Blocks and values that there are, each block once."""
+    """Check that the blocks and values exist, each block once."""
     if not plan.selective:
         return
     known = block_values(step.graph.graph.nodes, step.positions)
@@ -138,7 +137,9 @@ def _check_selective(plan: Plan, step: StepGraph) -> None:
 
 
 def _is(value: object, hint: Any) -> bool:
-    """Whether a value is of a type as `Plan` has them. Whole numbers are numbers; no bool is."""
+    """Whether a value has a type as `Plan` declares it. Whole numbers count as float; a bool is no
+    number.
+    """
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         return any(_is(value, arg) for arg in args)
