@@ -1,1 +1,1 @@
-"""Memory and time of a plan in closed form, predicted without running any pass."""
+"""Closed-form estimates of a plan's memory and time, without running any pass."""

@@ -1,7 +1,8 @@
-"""Activations that wait on the host: their bytes by position, and the seconds of their copies.
+"""Activations offloaded to the host: their bytes by position, and the seconds of their copies.
 
-What is counted is a storage that waits for the backward and has `LARGE` bytes or more; the pass
-(`passes.offload_activations`) leaves some of these on the device, and a built program says which.
+Counted are storages that are saved for the backward and have `LARGE` bytes or more; the pass
+(`passes.offload_activations`) leaves some of these on the device, and a built program has the exact
+list.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from graphaccel.planner.profile.profile import Profile, SizedProfile
 
 
 def away_bytes(profile: Profile, sized: SizedProfile, plan: Plan) -> np.ndarray:
-    """Bytes of one microbatch that go to the host, by the position whose backward reads them."""
+    """Bytes of one microbatch that are offloaded, by the position whose backward reads them."""
     if "activations" not in plan.offload:
         return np.zeros(len(profile), dtype=np.int64)
 
@@ -33,8 +34,8 @@ def away_bytes(profile: Profile, sized: SizedProfile, plan: Plan) -> np.ndarray:
 
 
 def beside(profile: Profile, away: np.ndarray, here: slice) -> np.ndarray:
-    """Bytes on the device of what goes to the host, while each position computes: those of its
-    block, which are copied after their last use and back before their first."""
+    """Bytes on the device of what is offloaded, while each position computes: the offloaded values
+    of its block, which are copied to the host after their last use and back before their first."""
     block, own = profile.block_at[here], away[here]
     inside = block >= 0
     sums = np.bincount(block[inside], own[inside], minlength=len(profile.block_names) + 1)
@@ -44,8 +45,8 @@ def beside(profile: Profile, away: np.ndarray, here: slice) -> np.ndarray:
 def with_copies(
     profile: Profile, sized: SizedProfile, plan: Plan, works: Sequence[StageWork], cluster: Cluster
 ) -> tuple[StageWork, ...]:
-    """The stages' work with the copies of a microbatch: down beside the forward on a device that
-    is not its own host, up before the backward goes on."""
+    """The costs of the stages with the copies of a microbatch: to the host beside the forward if
+    the device is not its own host, and back before the backward goes on."""
     assert cluster.host is not None
     away, found = away_bytes(profile, sized, plan), []
     for work in works:

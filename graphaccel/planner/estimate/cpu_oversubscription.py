@@ -1,9 +1,9 @@
-"""How long a step takes where more processes compute than there are cores for them.
+"""Step time where more processes compute at the same time than there are cores.
 
 The system gives every process that computes an equal share of the cores (processor sharing:
-Kleinrock, Queueing Systems II, 1976, §4.4; Linux's fair scheduler comes close). One that waits for
-a message leaves its share to the others, so that a step takes longer than all work on all cores,
-and longer than the schedule with a core for each.
+Kleinrock, Queueing Systems II, 1976, §4.4; Linux's fair scheduler comes close). A process that
+waits for a message leaves its share to the others, so that a step takes longer than all work on all
+cores, and longer than the schedule with a core for each.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from graphaccel.schedule.table import build
 
 _KINDS = ("forward", "backward", "weight")
-_DONE = 1e-9  # of the longest action: what is left when several end together
+_DONE = 1e-9  # of the longest action: what is left when several end at the same time
 
 
 def shared_makespan(
@@ -28,7 +28,8 @@ def shared_makespan(
 
     shape: name of the table, ranks, stages of a rank, microbatches. seconds: of forward, backward
     and weight on a core of their own, per stage. edges: messages, by (source stage, destination
-    stage, "forward" or "backward"). alike: processes that do what each rank does, at once.
+    stage, "forward" or "backward"). alike: number of processes that do the work of each rank at the
+    same time.
 
     Raises ValueError when the table deadlocks.
     """

@@ -1,5 +1,7 @@
-"""Seconds by which what moves over the data axis makes a step longer: gradients summed beside the
-backward, parameters gathered under ZeRO, gradients of what several stages use.
+"""Exposed seconds of the traffic over the data axis.
+
+It consists of gradients reduced beside the backward, parameters gathered under ZeRO, and gradients
+of parameters that several stages use.
 """
 
 from __future__ import annotations
@@ -29,14 +31,15 @@ from graphaccel.planner.profile.profile import Profile
 def reduce_seconds(
     profile: Profile, works: Sequence[StageWork], plan: Plan, cluster: Cluster
 ) -> list[float]:
-    """Seconds of each stage's gradients and parameters that nothing hides; equal stages once."""
+    """Exposed seconds of each stage's gradients and parameters; identical stages are computed once.
+    """
     shared = profile.once(("shared", plan.cuts), lambda: _shared_bytes(profile, works))
     known: dict[object, float] = {}
     found = []
     for stage, work in enumerate(works):
         alike: object = work.gradient, work.partial, work.backward, work.weight
         alike = alike, kept_bytes(profile, plan, [(work.first, work.end)])
-        if plan.zero == 3 and plan.data > 1:  # what is held matters
+        if plan.zero == 3 and plan.data > 1:  # the parameters that are held matter
             alike = alike, work.forward, _groups(profile, work, plan)
         if alike not in known:
             known[alike] = _stage_seconds(profile, work, plan, cluster)
@@ -45,15 +48,17 @@ def reduce_seconds(
 
 
 def _stage_seconds(profile: Profile, work: StageWork, plan: Plan, cluster: Cluster) -> float:
-    """Seconds by which what moves over data makes a step longer on a stage: its gradients beside
-    the last microbatch's backward, or beside each; parameters (`_gathered`) beside forward and
-    backward, or after the optimizer."""
+    """Exposed seconds of a stage's traffic over data: its gradients beside the last microbatch's
+    backward, or beside each; parameters (`_gathered`) beside forward and backward, or after the
+    optimizer."""
     before, last, copies = _summed(profile, work, plan, cluster)
     summing = plan.microbatches if plan.accumulation == "shards" and plan.zero >= 2 else 1
     beside = work.weight if plan.schedule == "zero_bubble" else work.backward
 
     def backwards(*gathered: tuple[float, float]) -> float:
-        """Of the backwards that sum gradients, beside which others gather parameters."""
+        """Exposed seconds of the backwards that reduce gradients, beside which parameters are
+        gathered.
+        """
         found = _exposed(cluster, beside, last, *gathered)
         return found + (summing - 1) * _exposed(cluster, beside, before, *gathered) + copies
 
@@ -71,7 +76,9 @@ def _stage_seconds(profile: Profile, work: StageWork, plan: Plan, cluster: Clust
 
 
 def _exposed(cluster: Cluster, beside: float, *moves: tuple[float, float]) -> float:
-    """moves: (seconds, those of a piece) of collectives that share the links beside a phase."""
+    """Exposed seconds of collectives that share the links beside a phase. moves: (seconds, seconds
+    of a piece) of each.
+    """
     moved, piece = (sum(each) for each in zip(*moves, strict=True))
     return exposed_seconds(cluster.device, moved, piece, beside)
 
@@ -79,13 +86,14 @@ def _exposed(cluster: Cluster, beside: float, *moves: tuple[float, float]) -> fl
 def _summed(
     profile: Profile, work: StageWork, plan: Plan, cluster: Cluster
 ) -> tuple[tuple[float, float], tuple[float, float], float]:
-    """(what each microbatch that sums a stage's gradients moves, what the last one moves, seconds
-    of copies around it in a step); what is moved: (seconds, those of its slowest collective)."""
+    """(traffic of each microbatch that reduces a stage's gradients, traffic of the last one,
+    seconds of the copies around it in a step); traffic: (seconds, seconds of its slowest
+    collective)."""
     width = 2 if plan.precision.reduce in ("bfloat16", "float16") else 4
     sizes = {axes: size * width / 4 for axes, size in work.summed.items() if size > 0}
     counts = reduce_counts(profile, work, plan, sizes)
     one = {x: bucket_seconds(cluster, sizes[x] / counts[x], x, plan) for x in sizes}
-    if plan.zero >= 2:  # what stays whole is not scattered: its sum is gathered besides
+    if plan.zero >= 2:  # replicated parameters are not scattered: their sum is gathered, too
         kept = kept_bytes(profile, plan, [(work.first, work.end)]).trained / max(1, work.gradient)
         one = {x: (scattered * (1 + kept), rest) for x, (scattered, rest) in one.items()}
 
@@ -94,7 +102,7 @@ def _summed(
         return total, max(seconds.values(), default=0.0)
 
     copies = 0.0
-    if plan.zero >= 2 and plan.data > 1:  # written into its group's flat tensor, or added there
+    if plan.zero >= 2 and plan.data > 1:  # written or added into its group's flat tensor
         copies = plan.microbatches * copy_seconds(sum(sizes.values()), cluster.device)
     before = moved({axes: scattered for axes, (scattered, _) in one.items()})
     return before, moved({axes: sum(each) for axes, each in one.items()}), copies
@@ -103,8 +111,9 @@ def _summed(
 def reduce_counts(
     profile: Profile, work: StageWork, plan: Plan, sizes: Mapping[tuple[str, ...], float]
 ) -> dict[tuple[str, ...], int]:
-    """Collectives that sum a stage's gradients in a backward, by the axes besides data: with ZeRO 3
-    one for each group of parameters, otherwise one for each bucket. sizes: bytes by axes."""
+    """Number of collectives that reduce a stage's gradients in a backward, by the axes besides
+    data: with ZeRO 3 one for each group of parameters, otherwise one for each bucket. sizes: bytes
+    by axes."""
     total = sum(sizes.values())
     if plan.zero == 3 and plan.data > 1:
         groups = len(_groups(profile, work, plan))
@@ -115,8 +124,8 @@ def reduce_counts(
 
 
 def _gathered_after(profile: Profile, work: StageWork, plan: Plan, cluster: Cluster) -> float:
-    """Seconds to gather what the optimizer changed, once, after it (ZeRO 1 and 2): a rank's part is
-    copied into a bucket, and those of others out of it."""
+    """Seconds to gather what the optimizer changed, once, after it (ZeRO 1 and 2): a rank's shard
+    is copied into a bucket, and those of the other ranks out of it."""
     shared = work.gradient - kept_bytes(profile, plan, [(work.first, work.end)]).trained
     if not shared:
         return 0.0
@@ -128,16 +137,16 @@ def _gathered_after(profile: Profile, work: StageWork, plan: Plan, cluster: Clus
 def _gathered(
     profile: Profile, work: StageWork, plan: Plan, cluster: Cluster
 ) -> tuple[tuple[float, float], float]:
-    """((seconds to gather all groups of a stage, those of the first), seconds of copies) of ZeRO 3:
-    each group ahead of use in every forward, and again in every backward where the plan says so; or
-    all of them once, beside the first forward."""
+    """((seconds to gather all groups of a stage, seconds of the first), seconds of copies) of ZeRO
+    3: each group is gathered ahead of use in every forward, and again in every backward where the
+    plan resharded it; or all of them once, beside the first forward."""
     sizes = _groups(profile, work, plan)
     first = _gathers(cluster, sorted(sizes)[-1:], plan)
     return (_gathers(cluster, sizes, plan), first), copy_seconds(sum(sizes), cluster.device)
 
 
 def _groups(profile: Profile, work: StageWork, plan: Plan) -> tuple[int, ...]:
-    """Bytes of what ZeRO 3 gathers at once of a stage."""
+    """Bytes of each group of parameters that ZeRO 3 gathers at once, of a stage."""
     span = (work.first, work.end)
     key = "groups", span, plan.gathers_low, kept_whole(profile, plan)
     return profile.once(key, lambda: tuple(
@@ -153,10 +162,10 @@ def _gathers(cluster: Cluster, sizes: Sequence[float], plan: Plan) -> float:
 def bucket_seconds(
     cluster: Cluster, size: float, axes: tuple[str, ...], plan: Plan
 ) -> tuple[float, float]:
-    """Seconds to sum a bucket of `size` bytes of gradients over data and `axes`: (to scatter it, in
-    each microbatch that reduces it; of what the last one does besides).
+    """Seconds to reduce a bucket of `size` bytes of gradients over data and `axes`:
+    (reduce-scatter, in each microbatch that reduces it; what the last microbatch does in addition).
 
-    ZeRO 2 and 3 scatter it over the devices that shard; the shards are then summed.
+    ZeRO 2 and 3 reduce-scatter it over the devices that shard; the shards are then all-reduced.
     """
     if size <= 0:
         return 0.0, 0.0
@@ -167,7 +176,7 @@ def bucket_seconds(
 
 
 def shards_seconds(cluster: Cluster, size: float, axes: tuple[str, ...], plan: Plan) -> float:
-    """Seconds to sum shards of `size` bytes of gradients over their replicas and `axes`: one
+    """Seconds to all-reduce shards of `size` bytes of gradients over their replicas and `axes`: one
     all-reduce over both, which takes no longer than one after the other."""
     wires = wires_of(cluster, plan)
     return wires.all_reduce(size, ("replicate",)) + wires.all_reduce(size, axes)
@@ -186,7 +195,7 @@ def _shared_bytes(profile: Profile, works: Sequence[StageWork]) -> list[int]:
 
 
 def _shared_seconds(size: int, plan: Plan, cluster: Cluster, stage: int) -> float:
-    """Seconds to sum the gradients of parameters that other ranks' stages use too: there and
+    """Seconds to sum the gradients of parameters that stages on other ranks use too: there and
     back.
     """
     if plan.pipeline == 1 or not size:

@@ -1,16 +1,16 @@
-"""Memory and time of a plan, predicted from the step's profile without running any pass.
+"""Predicts memory and time of a plan from the step's profile, without running any pass.
 
-Memory is that of `planner.estimate.estimated_memory`. Time plays the schedule against each stage's
+Memory is that of `planner.estimate.estimated_memory`. Time simulates the schedule with each stage's
 seconds:
 
-    step = makespan of the schedule with its messages and what is left of the gradient all-reduces
+    step = makespan of the schedule with its messages and the exposed part of gradient all-reduces
          + optimizer
 
-Messages are those of `planner.estimate.stage_messages`, what moves over data is in
+Messages are those of `planner.estimate.stage_messages`, traffic over data is in
 `planner.estimate.data_axis`, the optimizer in `planner.estimate.optimizer_time`. Devices are
-numbered in the plan's order of the axes (`planner.plan.axis_order`). Under tensor, context and
-expert the profile is that of the graph of one of their devices (`planner.profile.layout_profiles`),
-in which their collectives stand as nodes.
+numbered in the plan's order of the axes (`planner.plan.axis_order`). With tensor, context and
+expert axes the profile is that of the graph of one of their devices
+(`planner.profile.layout_profiles`), which has their collectives as nodes.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ from graphaccel.schedule.table import Schedule, build
 def predict_seconds(
     profile: Profile, plan: Plan, cluster: Cluster, optimizer_bytes: int, *, simulated: bool = True
 ) -> Prediction:
-    """Seconds of a step, and where they go on the rank that works most. No memory in it.
+    """Seconds of a step, and their parts on the rank with the most compute, without memory.
 
-    simulated: play the schedule; otherwise the closed form of 1F1B, m * t + (sum - t) / interleave
-    with t the busiest rank's seconds a microbatch, which is exact for even stages and free
-    messages; weights apart leave F + B - W of each other stage instead of F + B + W.
+    simulated: simulate the schedule; otherwise use the closed form of 1F1B, m * t + (sum - t) /
+    interleave with t the busiest rank's seconds a microbatch, which is exact for even stages and
+    free messages; with separate weight gradients each other stage adds F + B - W instead of F + B +
+    W.
     """
     sized = sized_for(profile, plan, cluster)
     works = stage_works(profile, sized, plan, cluster.device.launch_seconds)
@@ -65,7 +66,7 @@ def predict_seconds(
         longer = with_uploads(profile, plan, works, longer, cluster)
     if longer is not works:
         copies += sum(price(plan, longer, edges, reduces)) - compute - bubble - communication
-    if crowd > 1:  # who waits leaves its core to others, until all cores are busy
+    if crowd > 1:  # a waiting rank leaves its core to others, until all cores are busy
         busy = [sum(w.forward + w.backward for w in works[r :: plan.pipeline]) for r in ranks]
         least = crowd * plan.microbatches * sum(busy) / len(busy)
         whole = max(compute + bubble, least)

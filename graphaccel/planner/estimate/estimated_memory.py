@@ -1,8 +1,8 @@
-"""Memory of a plan, predicted from the profile of its graph without running any pass.
+"""Estimates the peak memory of each pipeline rank from the graph's profile, without any pass.
 
-It follows the liveness of the joint graph, cut into stages; a stage in 1F1B waits for as many
-microbatches as the schedule keeps in flight. What ZeRO gathers and reduces comes and goes with the
-positions that read it (`passes.gather_parameters`, `passes.reduce_shards`).
+It follows the liveness of the joint graph, cut into stages; a stage in 1F1B holds values of as many
+microbatches as the schedule keeps in flight. What ZeRO gathers and reduces is allocated and freed
+at the positions that read it (`passes.gather_parameters`, `passes.reduce_shards`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from graphaccel.planner.plan.offload import placed_optimizer, placed_parameters
 from graphaccel.planner.plan.plan import Plan, StageMemory
 from graphaccel.planner.profile.profile import Parameter, Profile, SizedProfile
 
-_TRAVELLING = 2  # messages on their way to and from a rank: one is awaited, one not yet let go of
+_TRAVELLING = 2  # messages held by a rank: one that it awaits, one sent and not yet freed
 
 
 def predict_memory(
@@ -44,7 +44,7 @@ def predict_memory(
     """Peak bytes of each pipeline rank, by category.
 
     optimizer_bytes: bytes of optimizer state for each 4-byte trained parameter (8 for AdamW, 0 for
-    none). stepping: what its step makes besides.
+    none). stepping: temporary memory of its step.
     """
     sized = sized_for(profile, plan, cluster)
     works = stage_works(profile, sized, plan.doing_again({}), cluster.device.launch_seconds)
@@ -70,10 +70,10 @@ def predict_memory(
     each = peaks.kept + sent
     waiting = held_together(plan, each)
     waits = waiting * each
-    grown = peaks.activation + (np.maximum(waiting, 1) - 1) * each  # that many, in place of one
-    lying = (plan.interleave, plan.pipeline)  # stage s is on rank s % pipeline
+    grown = peaks.activation + (np.maximum(waiting, 1) - 1) * each  # that many, instead of one
+    lying = (plan.interleave, plan.pipeline)  # [interleave, rank]: stage s is on rank s % pipeline
     beyond = (grown + peaks.temporary - waits).reshape(lying)
-    top = beyond.argmax(axis=0) * plan.pipeline + np.arange(plan.pipeline)  # computes; others wait
+    top = beyond.argmax(axis=0) * plan.pipeline + np.arange(plan.pipeline)  # the stage that computes
     activations = waits.reshape(lying).sum(axis=0) - waits[top] + grown[top] + whole_batch
     before = np.append(0, sent[: plan.pipeline - 1])
     activations += _TRAVELLING * np.maximum(sent.reshape(lying).max(axis=0), before)
@@ -101,7 +101,7 @@ def predict_memory(
             gradient = share_bytes(gradient, kept.trained, kept.padding_trained, plan)
         if plan.zero == 3:
             parameter = share_bytes(parameter, kept.held + buffers, kept.padding, plan)
-        if "parameters" in plan.offload:  # buffers stay
+        if "parameters" in plan.offload:  # buffers stay on the device
             resting = parameter - buffers
             parameter, below = placed_parameters(resting, shard, plan.offload)
             parameter, host = parameter + buffers, host + below
@@ -132,8 +132,7 @@ def predict_memory(
 
 
 def in_parts(profile: Profile, sized: SizedProfile, plan: Plan) -> np.ndarray:
-    """Which of the values that a cut may separate from a use are sent in parts
-    (`passes.scatter_sends`)."""
+    """Which of the values that may cross a cut are sent in parts (`passes.scatter_sends`)."""
     storage = profile.crossing.storage
     if not plan.scatter_sends:
         return np.zeros(len(storage), dtype=bool)
@@ -144,8 +143,8 @@ def in_parts(profile: Profile, sized: SizedProfile, plan: Plan) -> np.ndarray:
 def _sent(
     profile: Profile, sized: SizedProfile, works: Sequence[StageWork], plan: Plan
 ) -> np.ndarray:
-    """Bytes of what each stage sends on of one microbatch, but for what its backward needs itself:
-    it lies there until that microbatch's gradient comes back (`schedule.walk`). Parts are copies.
+    """Bytes of one microbatch that each stage sends on, without what its own backward needs: they
+    are held until that microbatch's gradient comes back (`schedule.walk`). Parts are copies.
     """
     ends = np.array([work.end - 1 for work in works])
     crossing = profile.crossing
@@ -163,8 +162,8 @@ def _sent(
 def _of_ranks(
     profile: Profile, works: Sequence[StageWork], ranks: int
 ) -> tuple[tuple[int, int, int, int], ...]:
-    """Bytes of parameters and buffers on each rank, of those that are trained, of buffers, and of
-    the largest that is trained."""
+    """For each rank, bytes of parameters and buffers, of the trained parameters, of buffers, and of
+    the largest trained parameter."""
     found = []
     for rank in range(ranks):
         held = held_parameters(profile, _spans(works[rank::ranks]))
@@ -182,8 +181,8 @@ def _spans(works: Sequence[StageWork]) -> tuple[tuple[int, int], ...]:
 def _made_once(
     profile: Profile, sized: SizedProfile, works: Sequence[StageWork], plan: Plan
 ) -> int:
-    """Bytes that a rank holds of its stages' parameters for all microbatches: what ZeRO 3 gathered,
-    or a cast of each, however often it is read."""
+    """Bytes that a rank holds of its stages' parameters for all microbatches: parameters that ZeRO
+    3 gathered, or one cast of each, however often it is read."""
     if plan.holds_casts:
         storage, parameter, place = profile.held_casts
         size = sized.bytes[storage]
@@ -205,8 +204,8 @@ def _made_once(
 
 
 def gathered_sizes(profile: Profile, held: Sequence[Parameter], plan: Plan) -> list[int]:
-    """Bytes of what ZeRO 3 gathers at once: parameters by the block that reads them, and outside
-    blocks each, in the dtype in which they travel."""
+    """Bytes of each group that ZeRO 3 gathers at once: the parameters that one block reads, and
+    outside blocks each parameter, in the dtype in which they are gathered."""
     groups: dict[str, int] = defaultdict(int)
     kept = kept_whole(profile, plan)
     for parameter in held:

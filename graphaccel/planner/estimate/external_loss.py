@@ -1,4 +1,4 @@
-"""What it costs to hand outputs out to a script that computes the loss itself."""
+"""Costs of returning the model's outputs to a script that computes the loss itself."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def output_bytes(step: StepGraph, batch: int) -> int:
 
 
 def gather_seconds(step: StepGraph, plan: Plan, cluster: Cluster) -> float:
-    """Seconds until every data rank has all outputs of the whole batch."""
+    """Seconds until every data rank has all outputs of the global batch."""
     return all_gather_seconds(cluster, output_bytes(step, plan.batch), plan.data)
 
 
 def outside_notes(step: StepGraph, plan: Plan, cluster: Cluster) -> tuple[str, ...]:
-    """What a report says about a loss outside of the graph."""
+    """Notes of a report about a loss outside of the graph."""
     if step.has_loss:
         return ()
     size = format_bytes(output_bytes(step, plan.batch))

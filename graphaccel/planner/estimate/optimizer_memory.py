@@ -1,10 +1,10 @@
-"""Bytes that the optimizer's step needs on a device, beside parameters, gradients and state.
+"""Temporary bytes of the optimizer's step on a device, beside parameters, gradients and state.
 
-What torch's own steps make is as large as what they step: the loop one tensor at a time, foreach
-all of them at once (torch.optim, notes on `foreach`: "uses ~ sizeof(params) more peak memory").
-The fused step makes nothing, and a step on the host nothing on the device. After it ZeRO 1 and 2
-gather parameters in flat buckets of all ranks' parts, the next one while one is unpacked
-(`runtime.parameters.sharded_optimizer`).
+The temporaries of torch's own steps are as large as what they step: one tensor at a time for the
+loop, all of them at once for foreach (torch.optim, notes on `foreach`: "uses ~ sizeof(params) more
+peak memory"). The fused step has none, and a step on the host has none on the device. After the
+step ZeRO 1 and 2 gather parameters in flat buckets of all ranks' shards, the next bucket while one
+is unpacked (`runtime.parameters.sharded_optimizer`).
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ _FLYING = 2
 
 @dataclass(frozen=True)
 class Stepping:
-    """Bytes that a step makes for each byte of parameters that it steps: of all together, of each
-    one by itself, and of the one before it, which a loop lets go of late."""
+    """Temporary bytes of a step for each byte of parameters: over all parameters together, for each
+    one by itself, and for the one before it, which a loop frees late."""
 
     together: float = 0.0
     each: float = 0.0
     before: float = 0.0
 
     def needed(self, stepped: int, sizes: Sequence[int]) -> int:
-        """The most for so many bytes of parameters; sizes: of each, in the order of the step."""
+        """The peak for `stepped` bytes of parameters; sizes: of each, in the order of the step."""
         pairs = zip(sizes, [0, *sizes], strict=False)
         one = max((self.each * own + self.before * last for own, last in pairs), default=0.0)
         return int(self.together * stepped + one)
@@ -45,10 +45,10 @@ def step_bytes(
     fused: bool,
     padded: int = 0,
 ) -> int:
-    """The most that a rank's step makes at once. stepped: bytes of parameters; sizes: of each, or
-    of the largest twice; whole: of those of which the step has a shard and which rest whole. fused:
-    the step is ours (`runtime.parameters.optimizer_step`). padded: of shards of parameters that
-    rest whole, which are copies then."""
+    """The peak of temporary bytes of a rank's step. stepped: bytes of parameters; sizes: of each,
+    or of the largest twice; whole: of the replicated parameters of which this rank steps a shard.
+    fused: the step is graphaccel's own (`runtime.parameters.optimizer_step`). padded: of padded
+    shards of replicated parameters, which are then copies."""
     on_host = "optimizer" in plan.offload
     made = 0 if fused or on_host else stepping.needed(stepped, sizes)
     copies = 0 if on_host else padded
@@ -56,7 +56,7 @@ def step_bytes(
 
 
 def _gathered(sizes: Sequence[int], bucket_bytes: int) -> int:
-    """The most bytes of buckets that follow each other."""
+    """The peak bytes of successive buckets."""
     buckets: list[int] = []
     for size in sizes:
         if not buckets or buckets[-1] + size > bucket_bytes:

@@ -13,14 +13,14 @@ from graphaccel.planner.plan.plan import Plan
 from graphaccel.planner.profile.cost import OPTIMIZER
 from graphaccel.planner.profile.profile import Profile
 
-# A step of AdamW is about ten element-wise operations for each tensor; on a GPU they run on a
+# A step of AdamW is about ten elementwise operations for each tensor; on a GPU they run on a
 # hundred tensors at once.
 _OPTIMIZER_OPS = 10
 _TENSORS_AT_ONCE = 100
 
 
 def stepped(profile: Profile, plan: Plan, works: Sequence[StageWork]) -> tuple[float, int]:
-    """(bytes of gradients that a rank's optimizer steps, of how many tensors)."""
+    """(bytes of gradients that a rank's optimizer steps, number of their tensors)."""
     trained, tensors = sum(w.gradient for w in works), sum(w.tensors for w in works)
     if not plan.zero:
         return trained, tensors
@@ -31,7 +31,7 @@ def stepped(profile: Profile, plan: Plan, works: Sequence[StageWork]) -> tuple[f
 def step_seconds(
     gradient: float, tensors: int, cluster: Cluster, optimizer_bytes: int, offload: Sequence[str]
 ) -> tuple[float, float]:
-    """(seconds of the optimizer's step, of copies to and from the host around it)."""
+    """(seconds of the optimizer's step, seconds of copies to and from the host around it)."""
     seconds = _optimizer_seconds(gradient, tensors, cluster, optimizer_bytes)
     if "optimizer" not in offload:
         return seconds, 0.0
@@ -48,10 +48,11 @@ def _optimizer_seconds(
 def _steps(
     gradient: float, tensors: float, launches: float, device: Device, optimizer_bytes: int
 ) -> float:
-    """Read parameter, gradient and state, write parameter and state, at memory bandwidth; or as it
-    was measured.
+    """Read parameter, gradient and state, write parameter and state, at memory bandwidth; or by the
+    measured rate.
 
-    gradient: bytes of so many tensors. launches: times that each operation is started."""
+    gradient: bytes of gradients, in `tensors` tensors. launches: times that each operation is
+    started."""
     for row in device.measured:
         if row.op == OPTIMIZER:
             starts, moves = _measured(row, device)
@@ -62,8 +63,8 @@ def _steps(
 
 
 def _measured(row: OpTime, device: Device) -> tuple[float, float]:
-    """(seconds for each tensor, for each byte) of a step that was measured: a shard has fewer
-    numbers, but as many tensors."""
+    """(seconds for each tensor, for each byte) of a measured step: a shard has fewer numbers, but
+    as many tensors."""
     starts = min(row.seconds / row.count, _OPTIMIZER_OPS * device.launch_seconds)
     return starts, (row.seconds - row.count * starts) / max(1, row.bytes)
 
@@ -71,8 +72,8 @@ def _measured(row: OpTime, device: Device) -> tuple[float, float]:
 def least_optimizer(
     profile: Profile, plan: Plan, cluster: Cluster, optimizer_bytes: int, extra: int = 1
 ) -> float:
-    """Seconds of the optimizer, with copies to and from the host, where every stage has an equal
-    part. extra: as in `least_moved.least_moved`."""
+    """Lower bound on the seconds of the optimizer, with copies to and from the host, where every
+    stage has an equal part. extra: as in `planner.search.data_axis_bounds.least_moved`."""
     size = profile.trained_bytes / extra / (plan.shards if plan.zero else 1)
     tensors = profile.trained_tensors
     launches = tensors / (1 if cluster.device.name == "cpu" else _TENSORS_AT_ONCE)

@@ -1,11 +1,11 @@
-"""Parameters that rest on the host: what of them lies on the device, and the seconds of copying.
+"""Offloaded parameters: their bytes on the device by position, and the exposed seconds of prefetch.
 
-They are copied up a block at a time, one block ahead of use, and let go of after it, in the forward
-and again in the backward (`passes.upload_parameters`; Rajbhandari et al., ZeRO-Infinity, 2021,
-§5.1.1 and 5.2). What is read outside of blocks is copied alone. Under ZeRO 3 it is the shard that
-is copied up: it lies there until it is gathered, a block ahead too, and what is gathered comes and
-goes as without (`planner.estimate.zero_memory`). Bytes are those that rest: casts are made on the
-device.
+They are copied to the device a block at a time, one block ahead of use, and freed after it, in the
+forward and again in the backward (`passes.upload_parameters`; Rajbhandari et al., ZeRO-Infinity,
+2021, §5.1.1 and 5.2). Parameters that are read outside of blocks are copied alone. Under ZeRO 3 the
+shard is copied to the device: it is held until it is gathered, a block ahead too, and what is
+gathered is held as without offload (`planner.estimate.zero_memory`). Bytes are those in the stored
+dtype: casts run on the device.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from graphaccel.planner.profile.profile import Profile
 
 @dataclass(frozen=True)
 class Use:
-    """One read of a parameter: the place where it has to be there, and the last at which it still
-    is. block: that reads it, "" outside of blocks. bytes: of the parameter."""
+    """One read of a parameter: the first position at which it must be on the device, and the last
+    at which it still is. block: the block that reads it, "" outside of blocks. bytes: of the
+    parameter."""
 
     place: int
     last: int
@@ -37,7 +38,7 @@ class Use:
 
 @dataclass(frozen=True)
 class _Stretch:
-    """What is copied up at once: for which places, and its bytes."""
+    """Parameters that are copied together: for which positions, and their bytes."""
 
     first: int
     last: int
@@ -45,9 +46,9 @@ class _Stretch:
 
 
 def runs_of(uses: Iterable[Use]) -> list[list[Use]]:
-    """Uses by what is copied up at once: the run of them that one block has, and outside of blocks
-    each parameter; in the order in which they start, as their own uses are. A parameter that
-    several read is copied for each."""
+    """Uses grouped by what is copied together: the consecutive uses of one block, and outside of
+    blocks each parameter; groups, and the uses inside them, in the order in which they start. A
+    parameter that several groups read is copied for each."""
     found: dict[object, list[Use]] = defaultdict(list)
     number, before = 0, None
     for use in sorted(uses, key=lambda use: use.place):
@@ -68,7 +69,9 @@ def _stretches(uses: Iterable[Use]) -> list[_Stretch]:
 
 
 def _there(stretches: Sequence[_Stretch], length: int) -> np.ndarray:
-    """Bytes at each place: each from where the one before it starts, up to its own end."""
+    """Bytes at each position: a copy is held from where the one before it starts, up to its own
+    end.
+    """
     found = np.zeros(length, dtype=np.int64)
     for k, one in enumerate(stretches):
         found[stretches[k - 1].first if k else 0 : one.last + 1] += one.bytes
@@ -89,8 +92,8 @@ def _read(profile: Profile, span: tuple[int, int]) -> list[Use]:
 
 
 def _shards(stretches: Sequence[_Stretch], ranks: int) -> list[_Stretch]:
-    """The shards of what is gathered: each from where it is sent to where it has arrived, before
-    its first use."""
+    """The shards of what is gathered: each held from where its all-gather is issued to where it has
+    arrived, before its first use."""
     sent = [0, *(one.first for one in stretches)]
     return [
         _Stretch(start, max(start, one.first - 1), one.bytes // ranks)
@@ -99,7 +102,7 @@ def _shards(stretches: Sequence[_Stretch], ranks: int) -> list[_Stretch]:
 
 
 def uploaded(profile: Profile, plan: Plan, span: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes of parameters from the host at each position of a stage, in forward and backward."""
+    """Bytes of prefetched parameters at each position of a stage, in forward and backward."""
 
     def found() -> tuple[np.ndarray, np.ndarray]:
         length = span[1] - span[0]
@@ -121,11 +124,12 @@ def with_uploads(
     works: Sequence[StageWork],
     cluster: Cluster,
 ) -> tuple[StageWork, ...]:
-    """The stages' work with the copies of parameters in each forward and each backward, as far as
-    nothing hides them: that of the largest block, at least, as of what ZeRO 3 gathers
+    """The costs of the stages with the exposed seconds of parameter prefetch in each forward and
+    each backward: at least the copy of the largest block, as for ZeRO 3's all-gathers
     (`planner.estimate.data_axis`).
 
-    beside: the work that they may hide behind; nothing on a device that is its own host.
+    beside: the costs of the work that can hide the copies; on a device that is its own host nothing
+    does.
     """
     assert cluster.host is not None
     link, alone = cluster.host.link, cluster.host.shared

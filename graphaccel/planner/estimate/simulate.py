@@ -1,9 +1,9 @@
-"""When each action of a schedule happens, and how long a step takes.
+"""Simulates a schedule: when each action happens, and how long a step takes.
 
 Each rank runs its list in order. A send starts when the action before it is done and overlaps what
 follows; messages of one channel (source rank, destination rank, direction) follow one another. A
-receive ends when its message has arrived. Times depend on the lists' order only, so one pass over
-any order that respects the messages (``execution_order``) gives them exactly.
+receive ends when its message has arrived. Times depend on the order of the lists only, so one pass
+over any order that respects the messages (``execution_order``) gives them exactly.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class Timeline:
     """A simulated step; all times in seconds from its start.
 
     ``spans[rank][index]`` is the (start, end) of that rank's action; for a send it is the time on
-    the wire, for a receive the time the rank waits. ``busy`` is computing time per rank,
-    ``reducing`` its gradient reductions, ``idle`` the rest up to the makespan: bubble and exposed
-    messages together. The share of the messages is ``makespan`` minus that of a simulation with
-    all edges at zero seconds.
+    the wire, for a receive the time the rank waits. ``busy`` is compute time per rank, ``reducing``
+    its gradient reductions, ``idle`` the rest up to the makespan: bubble and exposed messages
+    together. The share of the messages is ``makespan`` minus that of a simulation with all edges at
+    zero seconds.
     """
 
     makespan: float
@@ -49,12 +49,12 @@ def simulate(
     reduce_seconds: Sequence[float],
     weight_seconds: Sequence[float] = (),
 ) -> Timeline:
-    """Play ``schedule``, a table with its messages, against given durations.
+    """Simulate ``schedule``, a table with its messages, with given durations.
 
     The sequences hold seconds per stage (per microbatch for forward, backward and weight, per step
-    for reduce: what is not hidden behind the backward). Where a table has weights apart,
-    ``backward_seconds`` are without them. ``edge_seconds`` holds seconds per message,
-    by (source stage, destination stage, "forward" or "backward").
+    for reduce: the exposed part after the backward). Where a table has separate weight gradients,
+    ``backward_seconds`` are without them. ``edge_seconds`` holds seconds per message, by (source
+    stage, destination stage, "forward" or "backward").
 
     Raises ``ValueError`` when the table deadlocks, and ``KeyError`` or ``IndexError`` when a
     duration is missing.
@@ -64,7 +64,7 @@ def simulate(
         "forward": forward_seconds,
         "backward": backward_seconds,
         "weight": weight_seconds,
-        "head": defaultdict(float),  # it is counted to the forwards and backwards
+        "head": defaultdict(float),  # it is counted in the forwards and backwards
         "reduce": reduce_seconds,
     }
     clock = [0.0] * len(schedule)
@@ -102,7 +102,7 @@ _KINDS = ("forward", "backward", "weight")
 
 @dataclass(frozen=True)
 class Played:
-    """When a step ends, and how long each rank computes."""
+    """The end of a step, and the compute seconds of each rank."""
 
     makespan: float
     busy: tuple[float, ...]
@@ -114,11 +114,11 @@ def play(
     edge_seconds: Mapping[tuple[int, int, str], float],
     reduce_seconds: Sequence[float],
 ) -> Played:
-    """What `simulate` says of the table of `shape`, (name, ranks, stages of a rank, microbatches),
-    with its messages, without making either: the same sums in the same order.
+    """The result of `simulate` for the table of `shape`, (name, ranks, stages of a rank,
+    microbatches), with its messages, without building either: identical sums in the same order.
 
-    seconds: of forward, backward and weight, per stage. A message is there when it is wanted or its
-    rank waits, so that receives need no place in a list; those that come early wait for nothing.
+    seconds: of forward, backward and weight, per stage. A message has arrived when it is needed, or
+    its rank waits, so receives need no place in a list; early messages block nothing.
     """
     durations = tuple(tuple(each) for each in seconds)
     ends, busy = _ends(shape, durations, tuple(sorted(edge_seconds.items())))
@@ -136,8 +136,8 @@ def _ends(
     seconds: tuple[tuple[float, ...], ...],
     edge_seconds: tuple[tuple[tuple[int, int, str], float], ...],
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """(when each rank has done the last of its microbatches, how long it computed): plans that
-    differ in what they reduce alone ask the same."""
+    """(when each rank has done the last of its microbatches, its compute seconds); cached, because
+    plans that differ only in what they reduce share it."""
     _, ranks, per_rank, microbatches = shape
     rows, stages = _rows(*shape), ranks * per_rank
     outgoing: dict[int, list[tuple[list[float], float, int, int, int]]] = defaultdict(list)
@@ -156,7 +156,7 @@ def _ends(
     ]
     free = [0.0] * len(channels)
     clock, busy, at = [0.0] * ranks, [0.0] * ranks, [0] * ranks
-    wanted = [-1] * len(edge_seconds)  # by edge: of which microbatch a rank waits for the message
+    wanted = [-1] * len(edge_seconds)  # by edge: the microbatch whose message a rank waits for
     runnable = list(range(ranks))
     while runnable:
         rank = runnable.pop()
@@ -204,7 +204,7 @@ def _rows(name: str, ranks: int, per_rank: int, microbatches: int) -> tuple[_Row
 
 @lru_cache(maxsize=8)
 def _last_stages(name: str, ranks: int, per_rank: int, microbatches: int) -> list[list[int]]:
-    """The stages of each rank, in the order in which they are done."""
+    """The stages of each rank, in the order in which they finish."""
     found = []
     for row in _rows(name, ranks, per_rank, microbatches):
         last = {job % (ranks * per_rank): index for index, (job, _) in enumerate(row)}

@@ -1,4 +1,6 @@
-"""What each stage of a plan holds and does, from the profile of its graph."""
+"""Per-stage costs of a plan: seconds of forward and backward, parameter bytes, microbatches in
+flight.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from graphaccel.planner.profile.stages import stage_positions
 # Starting a stage's graph for one microbatch costs as much host time as starting some ops.
 _LAUNCHES_AN_ACTION = 10
 _GROUPS = 5
-_NUMBERED = 1 << 62  # what one integer can tell apart
+_NUMBERED = 1 << 62  # range of one integer
 
 
 def sized_for(profile: Profile, plan: Plan, cluster: Cluster) -> SizedProfile:
@@ -34,11 +36,10 @@ def sized_for(profile: Profile, plan: Plan, cluster: Cluster) -> SizedProfile:
 class StageWork:
     """One stage of a plan: positions [first, end), seconds a microbatch, bytes of its parameters.
 
-    weight: seconds of the backward that a schedule can have apart. action: seconds that starting
-    one of them takes. sent_forward, sent_backward:
-    seconds of collectives inside forward and backward. held: bytes of parameters
-    and buffers. gradient: bytes of gradients; partial: of those among them that are partial sums,
-    by the axes besides data. tensors: trained tensors.
+    weight: seconds of the backward that a schedule can run separately. action: seconds to start one
+    action. sent_forward, sent_backward: seconds of collectives inside forward and backward. held:
+    bytes of parameters and buffers. gradient: bytes of gradients; partial: of those among them that
+    are partial sums, by the axes besides data. tensors: number of trained tensors.
     """
 
     first: int
@@ -56,18 +57,18 @@ class StageWork:
 
     @property
     def summed(self) -> dict[tuple[str, ...], int]:
-        """Bytes of gradients by the axes besides data over which they are still to be summed."""
+        """Bytes of gradients by the axes besides data over which they are still to be reduced."""
         found = dict(self.partial)
         return {(): self.gradient - sum(found.values()), **found}
 
     def shorter(self, factor: float) -> StageWork:
-        """The same in so much less time."""
+        """The stage with all seconds divided by `factor`."""
         names = ("forward", "backward", "weight", "action", "sent_forward", "sent_backward")
         return replace(self, **{name: getattr(self, name) / factor for name in names})
 
     @property
     def alone(self) -> StageWork:
-        """The same with collectives that take no time."""
+        """The stage with collectives that take no time."""
         return replace(
             self,
             forward=self.forward - self.sent_forward,
@@ -80,24 +81,22 @@ class StageWork:
 def stage_works(
     profile: Profile, sized: SizedProfile, plan: Plan, launch_seconds: float
 ) -> tuple[StageWork, ...]:
-    """What each stage of `plan` holds and does. Raises ValueError for cuts that do not fit the
-    graph.
-    """
+    """The costs of each stage of `plan`. Raises ValueError for cuts that do not fit the graph."""
     spared = plan.holds_casts, recorded(plan), *spared_casts(plan)
     key = ("works", plan.cuts, plan.recompute, plan.selective, launch_seconds, spared)
     return sized.once(key, lambda: _stage_works(profile, sized, plan, launch_seconds))
 
 
 def recorded(plan: Plan) -> bool:
-    """Whether the work of an action is a CUDA graph: the process starts that, not its operations.
-    Where calls in a stage send rows to their experts or copy to the host, it is not."""
+    """Whether each action is a CUDA graph, so that the process starts it as one operation. It is
+    not where calls in a stage dispatch rows to experts or copy to the host."""
     inside = plan.expert > 1 or "activations" in plan.offload
     return plan.cuda_graphs and not inside and plan.ort in ("off", "auto")
 
 
 def spared_casts(plan: Plan) -> tuple[float, float]:
-    """The share of the casts of parameters that a microbatch is spared, in forward and backward:
-    where ZeRO 3 gathers in low precision, a shard is cast; held casts are made once a step."""
+    """The share of the casts of parameters that a microbatch does not run, in forward and backward:
+    where ZeRO 3 gathers in low precision, only a shard is cast; held casts run once a step."""
     if plan.holds_casts:
         return 1 - 1 / plan.microbatches, 1.0
     low = 1 - 1 / plan.shards if plan.gathers_low else 0.0
@@ -152,28 +151,29 @@ def _stage_works(
 
 
 def _phase(busy: float, waiting: float, starting: float) -> tuple[float, float]:
-    """(seconds, those that collectives add) of a stage's phase: device and process work side by
-    side, so that the slower decides."""
+    """(seconds of a stage's phase, seconds that collectives add): device and process work in
+    parallel, so the slower one decides."""
     whole = max(busy, starting)
     return whole, whole - max(busy - waiting, starting)
 
 
 def held_parameters(profile: Profile, spans: Sequence[tuple[int, int]]) -> tuple[Parameter, ...]:
-    """Parameters and buffers that positions [first, end) of `spans` read; unused ones lie on stage
+    """Parameters and buffers that positions [first, end) of `spans` read; unused ones are on stage
     0.
     """
     return tuple(map(profile.parameters.__getitem__, profile.read(spans)))
 
 
 def flight(plan: Plan) -> dict[int, int]:
-    """Stage → the most microbatches it holds at a time."""
+    """Stage → the most microbatches it has in flight."""
     return dict(_flight(plan.schedule, plan.pipeline, plan.interleave, plan.microbatches))
 
 
 @cache
 def _flight(schedule: str, ranks: int, per_rank: int, microbatches: int) -> Mapping[int, int]:
-    """Without the table of actions, which may be long: of 1F1B stage s holds S - s, with weights
-    apart as many as ranks, and what ranks of several stages hold repeats (`_held_by_rank`)."""
+    """Computed without the table of actions, which may be long: with 1F1B stage s holds S - s, with
+    separate weight gradients as many as ranks, and ranks of several stages repeat a pattern
+    (`_held_by_rank`)."""
     stages = ranks * per_rank
     if schedule == "1f1b" or (schedule == "interleaved" and per_rank == 1):
         return {s: min(microbatches, stages - s) for s in range(stages)}
@@ -186,10 +186,10 @@ def _flight(schedule: str, ranks: int, per_rank: int, microbatches: int) -> Mapp
 
 
 def held_together(plan: Plan, bytes_of: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Of each stage, the microbatches it holds while its rank holds the most bytes of them.
-    bytes_of: what a stage saves of one microbatch.
+    """For each stage, its microbatches in flight at the moment when its rank holds the most bytes.
+    bytes_of: bytes that a stage saves of one microbatch.
 
-    The stages of a rank are full at different times.
+    The stages of a rank peak at different times.
     """
     if plan.interleave == 1:
         return _flight_column(plan.schedule, plan.pipeline, plan.interleave, plan.microbatches)
@@ -207,16 +207,16 @@ def _flight_column(schedule: str, ranks: int, per_rank: int, microbatches: int) 
 
 
 def _few(ranks: int, microbatches: int) -> int:
-    """As many microbatches as show all that a rank holds at a time: they pass in groups of `ranks`,
-    and between warm-up and end every group finds what the one before it found."""
+    """The number of microbatches after which a rank's states repeat: microbatches pass in groups of
+    `ranks`, and between warm-up and cool-down every group is identical to the one before it."""
     return min(microbatches, _GROUPS * ranks + microbatches % ranks)
 
 
 @cache
 def _held_by_rank(ranks: int, per_rank: int, microbatches: int) -> tuple[np.ndarray, ...]:
-    """For each rank of the interleaved schedule, before its actions: microbatches that wait for
-    their backward, of each of its stages (`schedule.table.interleaved`). What it finds again later
-    is left out."""
+    """For each rank of the interleaved schedule, before each of its actions: the number of
+    microbatches in flight of each of its stages (`schedule.table.interleaved`). Repeated states are
+    left out."""
     start, chunk, offset = np.indices((-(-microbatches // ranks), per_rank, ranks)).reshape(3, -1)
     real = start * ranks + offset < microbatches
     ahead = np.eye(per_rank, dtype=np.int64)[chunk]

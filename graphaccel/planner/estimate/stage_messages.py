@@ -1,4 +1,4 @@
-"""Messages between the stages of a pipeline: how large they are, and how long they take."""
+"""Messages between the stages of a pipeline: their bytes and their seconds."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from graphaccel.planner.profile.stages import stage_positions
 
 
 def device_number(plan: Plan, pipeline_rank: int, data_rank: int = 0) -> int:
-    """The device that pipeline rank `pipeline_rank` of replica `data_rank` runs on, the first of
-    those that hold the stage together."""
+    """The device number of pipeline rank `pipeline_rank` of replica `data_rank`, the first of the
+    devices that hold the stage together."""
     between, within = divmod(data_rank, plan.shards)
     place = {"pipeline": pipeline_rank, "data": data_rank, "replicate": between, "shard": within}
     return number_of(plan.sizes, place)
 
 
 def scatters(plan: Plan, cluster: Cluster) -> bool:
-    """Whether sending in parts pays: of S bytes, (t - 1) / t go over the links between the tensor
-    ranks of a stage in place of those between stages."""
+    """Whether sending in parts is faster: of S bytes, (t - 1) / t go over the links between the
+    tensor ranks of a stage instead of those between stages."""
     if plan.tensor == 1 or plan.pipeline == 1:
         return False
     numbers = [device_number(plan, rank) for rank in range(plan.pipeline)]
@@ -44,7 +44,7 @@ def message_bytes(
 def gathered_bytes(
     profile: Profile, sized: SizedProfile, plan: Plan
 ) -> dict[tuple[int, int, str], int]:
-    """Bytes that the tensor ranks of a destination gather of each message that comes in parts."""
+    """Bytes that the tensor ranks of a destination gather of each message that is sent in parts."""
     found = _messages(profile, sized, plan).items()
     return {key: gathered for key, (_, gathered) in found if gathered}
 
@@ -81,7 +81,7 @@ def _find_messages(
 def edge_seconds(
     profile: Profile, sized: SizedProfile, plan: Plan, cluster: Cluster
 ) -> dict[tuple[int, int, str], float]:
-    """Seconds of each message that goes to another rank."""
+    """Seconds of each message to another rank."""
 
     def made() -> dict[tuple[int, int, str], float]:
         seconds = {}

@@ -1,7 +1,7 @@
-"""Where each stage holds most, with one microbatch in flight: all stages of a plan at once.
+"""Peak memory of each stage with one microbatch in flight, for all stages of a plan at once.
 
-Columns over the positions of the graph, which stages take in a row: what a stage adds up starts
-again at its first position.
+It works on columns over the positions of the graph, of which each stage has a contiguous range:
+running sums restart at the first position of each stage.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from graphaccel.planner.profile.profile import Profile, SizedProfile
 
 @dataclass(frozen=True, eq=False)
 class Peaks:
-    """Bytes of each stage (int64) at its peak. kept: what one more microbatch keeps. position:
-    where the peak is; late: whether it is in the backward."""
+    """Bytes of each stage (int64) at its peak. kept: bytes that each further microbatch saves.
+    position: where the peak is; late: whether it is in the backward."""
 
     activation: np.ndarray
     temporary: np.ndarray
@@ -42,11 +42,11 @@ class Peaks:
 def stage_peaks(
     profile: Profile, sized: SizedProfile, works: Sequence[StageWork], plan: Plan
 ) -> Peaks:
-    """The peak of every stage of `plan`. works: of its stages, whatever is computed again.
+    """The peak of every stage of `plan`. works: costs of its stages, whatever is recomputed.
 
-    Gradients lie in buckets the whole step where there are several parts of the batch or sums over
-    other axes; otherwise they come as backward proceeds. What ZeRO gathers and reduces is there
-    where it moves (`planner.estimate.zero_memory`).
+    Gradients are held in buckets for the full step where the batch has several parts or gradients
+    are reduced over other axes; otherwise they are added as the backward proceeds. What ZeRO
+    gathers and reduces is counted where it moves (`planner.estimate.zero_memory`).
     """
     key = "stages", plan.cuts
     first, stage = sized.once(key, lambda: _stages(works))
@@ -59,7 +59,7 @@ def stage_peaks(
         forward, backward = sized.passing_held
     whole = plan.microbatches > 1 or plan.data > 1
     accumulated = np.array([whole or bool(work.partial) for work in works])
-    if not motion_key(plan):  # they stay where they are added up
+    if not motion_key(plan):  # they stay where they are accumulated
         added = sized.passing_added(plan.holds_casts)
         backward = np.where(accumulated[stage], added, backward)
     if again.rows.any():
@@ -83,7 +83,7 @@ def stage_peaks(
             backward + moving.backward,
             moving.ready,
         )
-    else:  # of later positions: backward did those first
+    else:  # of later positions: the backward runs those first
         sums = _within(sized.gradients, first, stage)
         ready = np.where(accumulated[stage], 0, _last(sums, first)[stage] - sums)
     ahead, back = running + forward, running + backward + ready
@@ -111,27 +111,27 @@ def _stages(works: Sequence[StageWork]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _within(values: np.ndarray, first: np.ndarray, stage: np.ndarray) -> np.ndarray:
-    """Running sums that start again at each stage."""
+    """Running sums that restart at each stage."""
     sums = np.cumsum(values)
     return sums - (sums[first] - values[first])[stage]
 
 
 def _last(values: np.ndarray, first: np.ndarray) -> np.ndarray:
-    """Of each stage, the value at its last position."""
+    """The value at each stage's last position."""
     return values[np.append(first[1:], len(values)) - 1]
 
 
 def _higher(
     ahead: np.ndarray, back: np.ndarray, first: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(the most of each stage, whether it is in the backward)."""
+    """(the maximum of each stage, whether it is in the backward)."""
     forward, backward = np.maximum.reduceat(ahead, first), np.maximum.reduceat(back, first)
     return np.maximum(forward, backward), backward > forward
 
 
 def _blocks(profile: Profile, stage: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(positions inside blocks, by stage and block; which of these groups each is in; where the
-    groups start)."""
+    """(positions inside blocks, by stage and block; the group of each, one per stage and block; the
+    start of each group)."""
     inside = np.flatnonzero(profile.block_at >= 0)
     number = stage[inside] * len(profile.block_names) + profile.block_at[inside]
     order = np.argsort(number, kind="stable")
@@ -140,8 +140,8 @@ def _blocks(profile: Profile, stage: np.ndarray) -> tuple[np.ndarray, np.ndarray
 
 
 def _coming(profile: Profile, sized: SizedProfile, again: Again, stage: np.ndarray) -> np.ndarray:
-    """Bytes per position by which what blocks make again grows from the one before: from where
-    backward reads it last up to where it is made, or to the stage's end."""
+    """By how many bytes recomputed values grow at each position: they are held from the position
+    whose backward reads them last up to where they are computed, or to the stage's end."""
     _, _, made, until = profile.saved(again)
     before, size = again.before[made], sized.bytes[made]
     within = (before >= 0) & (stage[before] == stage[until])
@@ -153,7 +153,7 @@ def _coming(profile: Profile, sized: SizedProfile, again: Again, stage: np.ndarr
 def _remade(
     again: np.ndarray, places: np.ndarray, group: np.ndarray, start: np.ndarray
 ) -> np.ndarray:
-    """What blocks make again, added up within each block of each stage."""
+    """Running sums of the bytes of recomputed values within each block of each stage."""
     found = np.zeros(len(again), dtype=np.int64)
     found[places] = _within(again[places], start, group)
     return found

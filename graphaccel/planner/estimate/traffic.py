@@ -1,8 +1,8 @@
-"""What a device sends in a step, by mesh axis: bytes and seconds on the wire, hidden or not.
+"""What a device sends in a step, by mesh axis: bytes and seconds on the wire, hidden or exposed.
 
-The collectives of the tensor, context and expert axes are calls of the graph; what moves over data
+The collectives of the tensor, context and expert axes are calls of the graph; traffic over data
 (`planner.estimate.data_axis`) and over the pipeline (`planner.estimate.stage_messages`) follows
-from the plan. All are those of the pipeline rank that sends most over the axis.
+from the plan. All figures are those of the pipeline rank that sends most over the axis.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from graphaccel.planner.profile.profile import Profile, SizedProfile
 class Traffic:
     """One kind of message over one axis (several: `data+tensor`), of a device and a step.
 
-    calls: how many. bytes: of the whole tensors they are about. seconds: on the wire.
+    calls: number of messages. bytes: of the full tensors that they move. seconds: on the wire.
     """
 
     axis: str
@@ -124,7 +124,7 @@ def _over_data(
 
 
 def _groups(profile: Profile, work: StageWork, plan: Plan) -> list[int]:
-    """Bytes of what ZeRO 3 gathers at once, of one stage."""
+    """Bytes of each group of parameters that ZeRO 3 gathers at once, of one stage."""
     held = held_parameters(profile, [(work.first, work.end)])
     return gathered_sizes(profile, held, plan)
 
@@ -132,7 +132,7 @@ def _groups(profile: Profile, work: StageWork, plan: Plan) -> list[int]:
 def _messages(
     profile: Profile, sized: SizedProfile, plan: Plan, cluster: Cluster
 ) -> list[tuple[int, tuple[int, int, float]]]:
-    """(pipeline rank, (calls, bytes, seconds)) of what goes from stage to stage."""
+    """(pipeline rank, (calls, bytes, seconds)) of the messages between stages."""
     found = []
     for (source, destination, _), size in message_bytes(profile, sized, plan).items():
         a, b = source % plan.pipeline, destination % plan.pipeline

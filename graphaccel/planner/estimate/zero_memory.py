@@ -1,8 +1,9 @@
-"""Bytes that ZeRO has in motion at each position of a stage: what it gathers and what it reduces.
+"""Bytes that ZeRO has in motion at each position of a stage: gathered parameters, reduced
+gradients.
 
-Parameters that rest sharded are gathered a group at a time, one group ahead of use, and taken out
-of it one by one; gradients that are kept in shards are collected in the flat tensor of their group,
-which is waited for when the next one is sent (`passes.gather_parameters`, `passes.reduce_shards`).
+Sharded parameters are gathered a group at a time, one group ahead of use, and copied out of it one
+by one; sharded gradients are collected in the flat tensor of their group, which is waited for when
+the next one is sent (`passes.gather_parameters`, `passes.reduce_shards`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from graphaccel.planner.profile.profile import Parameter, Profile
 @dataclass
 class Motion:
     """Bytes by position: gathered for the forward, gathered and collected in the backward, and
-    shards of gradients that are there already."""
+    shards of gradients that are already reduced."""
 
     forward: np.ndarray
     backward: np.ndarray
@@ -31,7 +32,7 @@ class Motion:
 
 @dataclass
 class _Region:
-    """A stretch of positions that reads a group. bytes: of the group; taken: of its largest
+    """A range of positions that reads a group. bytes: of the group; taken: of its largest
     parameter, where it has several; trained: of its gradients."""
 
     first: int
@@ -50,7 +51,7 @@ class _Region:
 
 
 def motion_key(plan: Plan) -> tuple[object, ...]:
-    """Equal for plans under which the same moves at each position of a stage."""
+    """Equal for plans that have the same bytes in motion at each position of a stage."""
     if plan.zero < 2 or plan.data == 1:
         return ()
     once = plan.microbatches == 1
@@ -62,9 +63,9 @@ def motion_key(plan: Plan) -> tuple[object, ...]:
 def in_motion(
     profile: Profile, plan: Plan, span: tuple[int, int], *, exchanged: bool = False
 ) -> Motion | None:
-    """What moves while a stage of positions [first, end) computes; None where nothing does.
+    """Bytes in motion while a stage of positions [first, end) computes; None where nothing moves.
 
-    exchanged: gradients come to their shards by an all-to-all (`SizedProfile.exchanges`).
+    exchanged: gradients are reduced to shards by an all-to-all (`SizedProfile.exchanges`).
     """
     if plan.zero < 2 or plan.data == 1:
         return None
@@ -76,10 +77,10 @@ def in_motion(
         _gather(moving, plan, regions, _final(profile, span))
     if plan.microbatches == 1 or plan.accumulation == "shards":
         _collect(moving, plan, regions)
-    else:  # the whole gradients lie there all the time; their shards are made one by one
+    else:  # full gradients are held throughout; shards are computed one by one
         moving.backward += max((r.trained for r in regions), default=0) // plan.shards
         moving.ready += sum(r.trained for r in regions)
-    if exchanged:  # what comes of a group, from when it is sent until the next one is
+    if exchanged:  # the received parts of a group, from when it is sent until the next one is
         for k, region in enumerate(regions):
             sent = regions[k - 1].first if k else 0
             moving.backward[sent : region.first + 1] += region.trained
@@ -103,7 +104,7 @@ def _regions(profile: Profile, plan: Plan, span: tuple[int, int]) -> list[_Regio
 def _blocks(
     profile: Profile, plan: Plan, start: int, used: Sequence[tuple[Parameter, list[int]]]
 ) -> list[_Region]:
-    """A region for each block, and for each stretch between blocks; in the order of the graph.
+    """A region for each block, and for each range between blocks; in the order of the graph.
 
     A parameter that several of them read is gathered for each.
     """
@@ -146,7 +147,7 @@ _Piece = tuple[int, int, int]  # (first position, one past the last, bytes)
 
 
 def _add(column: np.ndarray, pieces: Sequence[_Piece]) -> None:
-    """Add the bytes of stretches of positions to a column, in place."""
+    """Add the bytes of ranges of positions to a column, in place."""
     first, end, size = np.array(pieces, dtype=np.int64).reshape(-1, 3).T
     change = np.zeros(len(column) + 1, dtype=np.int64)
     np.add.at(change, first, size)
@@ -155,16 +156,16 @@ def _add(column: np.ndarray, pieces: Sequence[_Piece]) -> None:
 
 
 def _final(profile: Profile, span: tuple[int, int]) -> int:
-    """From which position of a stage on what is read stays for the backward, which comes next: what
-    follows the last block, on the last stage."""
+    """The position of a stage from which on what is read stays for the backward, which comes next:
+    after the last block, on the last stage."""
     first, end = span
     inside = np.flatnonzero(profile.block_at[first:end] >= 0)
     return int(inside[-1]) + 1 if end == len(profile) and len(inside) else end - first
 
 
 def _gather(moving: Motion, plan: Plan, regions: Sequence[_Region], final: int) -> None:
-    """A region's group from where the region before it starts, up to its own end. What stays for
-    the backward is not cast before, and what the backward gathers first it gathers at once."""
+    """Hold a region's group from where the region before it starts, up to its own end. What stays
+    for the backward is not cast before, and what the backward gathers first it gathers at once."""
     if plan.gathers_low:
         regions = [
             r if r.first >= final else replace(r, bytes=r.bytes // 2, taken=r.taken // 2)
@@ -194,7 +195,8 @@ def _gather(moving: Motion, plan: Plan, regions: Sequence[_Region], final: int) 
 
 
 def _collect(moving: Motion, plan: Plan, regions: Sequence[_Region]) -> None:
-    """A group's gradients from the first of them until the next group is sent, then its shard."""
+    """Hold a group's gradients from the first of them until the next group is sent, then its shard.
+    """
     length = len(moving.ready)
     backward: list[_Piece] = []
     ready: list[_Piece] = []

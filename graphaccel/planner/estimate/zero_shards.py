@@ -1,8 +1,8 @@
-"""What a rank keeps of the parameters that ZeRO shares out: those that it can not cut, whole.
+"""Bytes of parameters under ZeRO: those that no dim allows to shard, replicated, and padding.
 
-A parameter of which the ranks can cut no dim rests whole on each (`planner.plan.zero`): neither
-gathered nor scattered, its gradients are summed like those of data parallelism. One whose dim they
-do not divide is padded.
+A parameter of which the ranks can split no dim is replicated (`planner.plan.zero`): neither
+gathered nor scattered, its gradients are all-reduced as in data parallelism. One whose dim they do
+not divide is padded.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from graphaccel.planner.profile.profile import Profile
 
 @dataclass(frozen=True)
 class Kept:
-    """Bytes of parameters that lie whole on a rank where ZeRO shares the others, and of those among
-    them that are trained; bytes by which the shards of all ranks together are larger than those
-    others, and than those of them that are trained; of such the bytes of those that are padded."""
+    """Bytes of replicated parameters where ZeRO shards the others (held), and of the trained ones
+    among them (trained); by how many bytes the shards of all ranks together are larger than the
+    sharded parameters (padding), and for the trained ones alone (padding_trained); bytes of the
+    trained parameters that are padded (padded_trained)."""
 
     held: int = 0
     trained: int = 0
@@ -30,12 +31,14 @@ class Kept:
 
 
 def kept_whole(profile: Profile, plan: Plan) -> frozenset[str]:
-    """Names of the parameters that stay whole."""
+    """Names of the parameters that are not sharded."""
     return frozenset() if plan.shards == 1 else _cut(profile, plan)[0]
 
 
 def padding_bytes(profile: Profile, plan: Plan) -> Mapping[str, int]:
-    """By how much the shards of all ranks are larger than a parameter, of those that are padded."""
+    """By how many bytes the shards of all ranks are larger than a parameter, for those that are
+    padded.
+    """
     return {} if plan.shards == 1 else _cut(profile, plan)[1]
 
 
@@ -56,8 +59,9 @@ def _cut(profile: Profile, plan: Plan) -> tuple[frozenset[str], Mapping[str, int
 
 
 def perhaps_kept(profile: Profile, ranks: int) -> int:
-    """Bytes of trained parameters that may stay whole where ZeRO and axes that shard further are of
-    so many ranks together: all but those that these divide. What others cut is not padded."""
+    """Upper bound on the bytes of trained parameters that stay replicated where ZeRO and further
+    sharding axes together have `ranks` ranks: all parameters without a dim that these divide. Dims
+    that other axes split are not padded."""
 
     def found() -> int:
         trained = (p for p in profile.parameters if p.trainable)
@@ -67,7 +71,7 @@ def perhaps_kept(profile: Profile, ranks: int) -> int:
 
 
 def kept_bytes(profile: Profile, plan: Plan, spans: Sequence[tuple[int, int]]) -> Kept:
-    """Of positions [first, end) of `spans`; none where ZeRO shares nothing."""
+    """The bytes for positions [first, end) of `spans`; zero where ZeRO shards nothing."""
     if not plan.zero or plan.data == 1:
         return Kept()
     names, padding = kept_whole(profile, plan), padding_bytes(profile, plan)
@@ -91,7 +95,9 @@ def kept_bytes(profile: Profile, plan: Plan, spans: Sequence[tuple[int, int]]) -
 
 
 def share_bytes(size: int, kept: int, padding: int, plan: Plan) -> int:
-    """Of so many bytes, of which some are kept whole, those of a rank. padding: of all ranks."""
+    """A rank's bytes of `size` bytes of parameters, of which `kept` are replicated. padding: of all
+    ranks.
+    """
     return kept + (size - kept + padding) // plan.shards
 
 

@@ -1,1 +1,1 @@
-"""A captured step as columns of FLOPs, bytes and seconds."""
+"""The profile of a captured step: columns of FLOPs, bytes and seconds."""

@@ -1,6 +1,6 @@
-"""What the collectives inside a graph cost: those of the tensor, context and expert axes.
+"""Costs of the collectives inside a graph: those of the tensor, context and expert axes.
 
-The members of an axis stand as far apart as all axes inside it together hold devices
+The stride of an axis is the number of devices that all axes inside it hold together
 (`planner.plan.axis_order`).
 """
 
@@ -42,31 +42,32 @@ _SECONDS = {
 
 
 def is_kept(node: fx.Node) -> bool:
-    """Whether what a call gives stays where its block is computed again: a message is not sent
-    again, but for gathers, which would keep what all devices have."""
+    """Whether the result of a call is saved where its block is recomputed: a collective is not
+    repeated, except all-gathers, whose result would be saved by every device."""
     return node.target in KINDS and KINDS[node.target] != "all-gather"
 
 
 @dataclass(frozen=True)
 class Wires:
-    """The axes of a mesh on a cluster's links: (axis, devices, stride) of those with several
+    """The axes of a mesh on a cluster's links: (axis, devices, stride) of the axes with several
     devices."""
 
     cluster: Cluster
     axes: tuple[tuple[str, int, int], ...] = ()
 
     def group(self, axes: Collection[str]) -> Group:
-        """The devices of the group over some axes together; of none, one device."""
+        """The devices of the group over some axes together; one device without axes."""
         names = {*axes, *(PARTS if "data" in axes else ())}
         return group_of((size, apart) for axis, size, apart in self.axes if axis in names)
 
     @property
     def inside(self) -> Wires:
-        """Of the axes that calls of a graph go over."""
+        """The wires of the axes over which calls of a graph communicate."""
         return replace(self, axes=tuple(own for own in self.axes if own[0] not in _OUTSIDE))
 
     def all_reduce(self, size: float, axes: Collection[str]) -> float:
-        """Seconds to sum `size` bytes over some axes together; 0 where they have one device."""
+        """Seconds to all-reduce `size` bytes over some axes together; 0 where they have one device.
+        """
         return all_reduce_seconds(self.cluster, size, *self.group(axes))
 
     def seconds(self, node: fx.Node, sizes: Resolve) -> float:
@@ -79,14 +80,14 @@ class Wires:
 
 
 def sent_bytes(node: fx.Node, sizes: Resolve) -> int:
-    """Bytes of what a collective is about: the whole tensor, of which a rank brings or gets a part
+    """Bytes of the full tensor of a collective, of which a rank contributes or receives a shard
     where it is gathered or scattered."""
     whole = node if KINDS[node.target] == "all-gather" else node.all_input_nodes[0]
     return int(tensor_bytes(whole, sizes))
 
 
 def wires_of(cluster: Cluster, plan: Plan) -> Wires:
-    """The wires of a plan's mesh; memory changes no price, so that it is left out."""
+    """The wires of a plan's mesh; device memory is left out, because it changes no time."""
     sizes = plan.sizes
     own = [(axis, size, stride(sizes, axis)) for axis, size in sizes.items() if size > 1]
     return Wires(cluster.bare, tuple(sorted(own)))

@@ -1,4 +1,4 @@
-"""What decides between placements on a mesh axis: the rates of a cluster's devices and links."""
+"""The rates of devices and links by which placements on a mesh axis are chosen."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from graphaccel.sharding.solve.conversions import Rates
 def axis_rates(cluster: Cluster, plan: Plan, axis: str) -> Rates:
     """Rates of an axis of a plan's mesh on a cluster.
 
-    The launch of an op is left out, but for what breaks ties: where sharding pays it vanishes. What
-    was measured of single collectives is not told apart here: it counts where plans are priced.
+    The launch of an op is left out, except as a tie-break: where sharding pays it is negligible.
+    Measured rates of single collectives are not used here; they count where plans are predicted.
     """
     inner = {"tensor": 1, "context": plan.tensor, "expert": plan.context * plan.tensor}[axis]
     span = inner * getattr(plan, axis)

@@ -1,10 +1,10 @@
-"""What computing blocks again does again, and what it then finds in memory.
+"""What recomputing a block repeats, and what is then saved or held in memory.
 
-A block is done again whole, or but for some of its values, which are saved. Blocks whose forward is
-the same are of one kind: what is told of one is told of all.
+A block is recomputed fully, or except for some of its values, which are saved. Blocks with the same
+forward are of one kind: what is computed for one holds for all of them.
 
-Done again is what the backward reads and what that is made of, up to what is saved, was drawn or
-sent, or left the block (`passes.recompute`).
+Recomputed are the values that the backward reads and the values that they depend on, up to those
+that are saved, random or communicated, or left the block (`passes.recompute`).
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _FAR = np.iinfo(np.int64).max
 
 
 def value_labels(block: str, names: Sequence[tuple[str, str]]) -> list[str]:
-    """What the values of a block are called, the same in all layers that are alike: "attn.out
-    linear", the module within the block and the call, numbered where there are several. names:
-    (node of the forward graph, its module path), in order."""
+    """The labels of a block's values, identical in all identical layers: "attn.out linear", the
+    module within the block and the call, numbered where there are several. names: (node of the
+    forward graph, its module path), in order."""
     seen: dict[str, int] = defaultdict(int)
     found = []
     for name, module in names:
@@ -44,8 +44,8 @@ def value_labels(block: str, names: Sequence[tuple[str, str]]) -> list[str]:
 def block_values(
     nodes: Iterable[fx.Node], positions: Mapping[str, int]
 ) -> dict[str, dict[str, str]]:
-    """Block → what a value of it is called → the node of the forward graph that makes it. nodes: of
-    a joint graph. positions: forward-graph node → its place."""
+    """Block → label of a value → the node of the forward graph that computes it. nodes: of a joint
+    graph. positions: forward-graph node → its position."""
     modules: dict[str, str] = {}
     for node in nodes:
         origin = node.meta.get("origin", "")
@@ -63,10 +63,10 @@ def block_values(
 
 @dataclass(frozen=True, eq=False)
 class Again:
-    """What is computed again. saved: block number → which of its positions are saved, by their
-    order in the block. rows: joint rows that are done again. inner: storages that are made again
-    where the backward of their block reads them. until: the position of that backward which reads
-    them last; before: the one before whose turn they are made; -1 without one.
+    """What is recomputed. saved: block number → which of its positions are saved, by their order in
+    the block. rows: joint rows that are recomputed. inner: storages that are recomputed where the
+    backward of their block reads them. until: the position whose backward reads them last; before:
+    the position before whose backward they are recomputed; -1 without one.
     """
 
     saved: Mapping[int, tuple[int, ...]]
@@ -80,15 +80,15 @@ class Again:
 class BlockKind:
     """Blocks with the same forward.
 
-    blocks: their numbers. labels: of their positions. places, rows, makes: [block][...]
-    positions, joint rows that compute something, and storages they make. at: position of a row,
-    by its order. fixed: rows that are never done again; sent: those of gathers, which are never
-    saved; cast: those that give a parameter in another dtype, which backward does itself. maker:
-    row of each storage. reads: (row, storage) pairs; storages from `len(maker)` on come from
-    outside. outer: those, of the first block. back: own storages that the backward reads; beyond:
-    outside of the block. lowest, highest: position of the block whose backward reads them last and
-    first, by its order. counted: own storages that one stage makes and keeps; owed: those from
-    outside that do not wait for the backward anyway.
+    blocks: their numbers. labels: of their positions. places, rows, makes: [block][...] positions,
+    joint rows that compute something, and the storages of their results. at: position of a row, by
+    its order. fixed: rows that are never recomputed; sent: rows of all-gathers, which are never
+    saved; cast: rows that cast a parameter, which the backward repeats itself. maker: row that
+    computes each storage. reads: (row, storage) pairs; storages from `len(maker)` on are computed
+    outside the block. outer: those storages, of the first block. back: own storages that the
+    backward reads; beyond: that the backward outside of the block reads. lowest, highest: position
+    of the block whose backward reads them last and first, by its order. counted: own storages that
+    one stage computes and saves; owed: outside storages that are not saved for the backward anyway.
     """
 
     blocks: tuple[int, ...]
@@ -120,21 +120,21 @@ class BlockKind:
 
     @cached_property
     def _ways(self) -> dict[tuple[int, ...], _Way]:
-        """What was told of positions that are saved."""
+        """Cache by saved positions."""
         return {}
 
     def way(self, saved: tuple[int, ...]) -> _Way:
-        """What is done again and lies in memory where these positions are saved."""
+        """What is recomputed and held in memory where these positions are saved."""
         if saved not in self._ways:
             self._ways[saved] = _Way(self.stays(saved), self.done_again(saved), *self.lives(saved))
         return self._ways[saved]
 
     def stays(self, saved: Collection[int]) -> np.ndarray:
-        """Rows whose values are not made again where some positions are saved."""
+        """Rows whose values are not recomputed where some positions are saved."""
         return self.fixed | (np.isin(self.at, list(saved)) & ~self.sent)
 
     def done_again(self, saved: Collection[int]) -> np.ndarray:
-        """Rows that are done again."""
+        """Rows that are recomputed."""
         stays, count = self.stays(saved), len(self.maker)
         done = np.zeros(len(self.at), dtype=bool)
         stack = self.maker[self.back].tolist()
@@ -146,10 +146,10 @@ class BlockKind:
         return done
 
     def lives(self, saved: Collection[int]) -> tuple[np.ndarray, np.ndarray]:
-        """(first, last) of the positions, by their order, during whose backward each own storage
-        that is made again lies there: backward goes down from the last. It is made when something
-        made of it is first read. first > last where it is not kept from one position to another.
-        Casts that what is done again reads are among them.
+        """(first, last) of the positions, by their order, during whose backward each recomputed own
+        storage is held: the backward goes down from the last. It is recomputed when something that
+        depends on it is first read. first > last where it is not held from one position to another.
+        Casts that recomputed rows read are included.
         """
         done, count = self.done_again(saved), len(self.maker)
         read = self.reads[1][done[self.reads[0]]]
@@ -160,7 +160,7 @@ class BlockKind:
         makes: list[list[int]] = [[] for _ in self.at]
         for storage, row in enumerate(self.maker.tolist()):
             makes[row].append(storage)
-        for row in np.flatnonzero(done)[::-1].tolist():  # what reads a value stands behind it
+        for row in np.flatnonzero(done)[::-1].tolist():  # readers of a value come after it
             turn[row] = max(int(last[s]) for s in makes[row])
             for storage in makes[row]:
                 last[storage] = turn[row]
@@ -173,8 +173,8 @@ class BlockKind:
         return np.where(again, first, len(self.labels)), np.where(again, last, -1)
 
     def waiting(self, saved: Collection[int]) -> tuple[np.ndarray, np.ndarray]:
-        """(own storages, storages from outside) that wait for the backward on account of this
-        block, if it alone is computed again."""
+        """(own storages, outside storages) that are saved for the backward because of this block,
+        if it alone is recomputed."""
         done, count = self.done_again(saved), len(self.maker)
         reader, storage = self.reads
         wanted = np.zeros(count + len(self.outer), dtype=bool)
@@ -185,7 +185,7 @@ class BlockKind:
 
 
 class _Way(NamedTuple):
-    """Of `BlockKind` where some positions are saved: what `stays`, `done_again` and `lives` say."""
+    """The results of `BlockKind.stays`, `done_again` and `lives` for some saved positions."""
 
     stays: np.ndarray
     done: np.ndarray
@@ -194,7 +194,7 @@ class _Way(NamedTuple):
 
 
 def again_of(profile: Profile, saved: Mapping[int, tuple[int, ...]]) -> Again:
-    """What is computed again where blocks save these of their positions, and nothing else."""
+    """What is recomputed where blocks save these of their positions, and nothing else."""
     rows = np.zeros(len(profile.lines.of), dtype=bool)
     inner = np.zeros(len(profile.storages), dtype=bool)
     until, before = np.full(len(inner), -1), np.full(len(inner), -1)
@@ -235,11 +235,11 @@ def chosen_positions(profile: Profile, plan: Plan) -> dict[int, tuple[int, ...]]
 
 
 def saved_with(profile: Profile, again: Again) -> tuple[np.ndarray, ...]:
-    """What backward finds in memory.
+    """What is saved for the backward, and what is recomputed for it.
 
     (storage numbers, positions) of what is saved, (storage numbers, positions as `Again.until`) of
-    what is made again. Saved: what backward reads and what is done again reads, unless it is made
-    again in its block and nobody outside that block wants it.
+    what is recomputed. Saved: what the backward and recomputed rows read, unless it is recomputed
+    in its block and nothing outside that block reads it.
     """
     storages = profile.storages
     storage, row, place, ahead = storages.uses
@@ -265,7 +265,7 @@ def find_kinds(profile: Profile) -> tuple[BlockKind, ...]:
 
 
 class _Kinds:
-    """What is known of each block, as columns over all rows and storages."""
+    """Properties of all blocks, as columns over all rows and storages."""
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
@@ -305,7 +305,7 @@ class _Kinds:
         self.home = home
 
     def signature(self, block: int) -> Any:
-        """Equal for blocks of a kind."""
+        """Equal for blocks of the same kind."""
         profile, storages = self.profile, self.profile.storages
         rows, makes, uses = self.rows[block], self.makes[block], self.uses[block]
         kinds, sizes = profile.alike[0], profile.alike_storages[0]
@@ -320,7 +320,7 @@ class _Kinds:
         return self._labels(block), *((len(c), c.tobytes()) for c in columns)
 
     def kind(self, blocks: list[int]) -> BlockKind:
-        """Of blocks with one signature."""
+        """The kind of blocks with one signature."""
         profile, storages, first = self.profile, self.profile.storages, blocks[0]
         rows, makes, uses = self.rows[first], self.makes[first], self.uses[first]
         outer, source = self._sources(first)
@@ -346,7 +346,7 @@ class _Kinds:
         )
 
     def _sources(self, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """(storages from outside that a block reads, what each of its reads is of)."""
+        """(outside storages that a block reads, the number of the storage of each of its reads)."""
         storage = self.profile.storages.uses[0][self.uses[block]]
         own = self.home[storage] == block
         outer, which = np.unique(storage[~own], return_inverse=True)
@@ -362,14 +362,14 @@ class _Kinds:
 
 
 def _grouped(block: np.ndarray, count: int) -> list[np.ndarray]:
-    """Where each block is found, in order."""
+    """The indices at which each block number occurs, in order."""
     order = np.argsort(block, kind="stable")
     ends = np.searchsorted(block[order], np.arange(count + 1))
     return [order[ends[b] : ends[b + 1]] for b in range(count)]
 
 
 def _order(groups: Sequence[np.ndarray], length: int) -> np.ndarray:
-    """The order of each number within its group; -1 for those in none."""
+    """The index of each number within its group; -1 for those in none."""
     found = np.full(length, -1)
     for group in groups:
         found[group] = np.arange(len(group))

@@ -1,9 +1,11 @@
-"""How many rows a fused op that goes over them in chunks does at a time (`kernels.spec.Chunks`).
+"""Chooses how many rows a fused op that works in chunks processes at a time
+(`kernels.spec.Chunks`).
 
-Each chunk reads the weight anew and adds a gradient as large as it up: of few rows that takes
-longer than the products themselves. With all rows in one chunk the logits would be whole, which is
-what the op is there to spare: that is not offered. There is a size from which on time hardly falls:
-the least that is within `_NEAR` of the fastest. Where that does not fit, less is tried.
+Each chunk reads the weight again and accumulates a gradient of the weight's size: with few rows
+that takes longer than the matmuls themselves. With all rows in one chunk the full logits would be
+in memory, which the op exists to avoid: that is not offered. From some size on time hardly falls:
+the smallest size within `_NEAR` of the fastest is preferred. Where that does not fit, smaller ones
+are tried.
 """
 
 from __future__ import annotations
@@ -16,17 +18,17 @@ from graphaccel.planner.cluster.cluster import Device
 from graphaccel.planner.profile.cost import Sizes, chunks_of, node_work
 from graphaccel.planner.profile.efficiency import gap_seconds, seconds_of
 
-_LEAST = 128  # rows: below that, products waste most of what they read
+_LEAST = 128  # rows: below that, matmuls waste most of what they read
 _NEAR = 1.05  # of the op's own seconds: a hundredth of a step of which it is a fifth
 
 
 def chunk_sizes(nodes: Sequence[fx.Node], sizes: Sizes, device: Device) -> tuple[int, ...]:
-    """Rows at a time for which a plan may ask: powers of two, the one to be preferred first, then
-    each that is less; all there are where that is not more than the least. () without nodes. sizes:
-    of a microbatch."""
+    """Chunk sizes in rows that a plan may use: powers of two, the preferred one first, then all
+    smaller ones; all rows if there are no more than the least. () without nodes. sizes: of a
+    microbatch."""
     if not nodes:
         return ()
-    most = max(chunks_of(node, sizes, 1).times for node in nodes)  # rows there are
+    most = max(chunks_of(node, sizes, 1).times for node in nodes)  # number of rows
     offered = [size for size in (_LEAST << i for i in range(32)) if size < most] or [most]
     seconds = {size: chunk_seconds(nodes, sizes, device, size) for size in offered}
     enough = _NEAR * min(seconds.values())

@@ -1,10 +1,10 @@
-"""What one node of a step costs: FLOPs, bytes, seconds.
+"""The cost of one node of a step: FLOPs, bytes, seconds.
 
-FLOPs are those of `torch.utils.flop_counter` (multiply and add count as two; only matrix products,
-convolutions, attention and fused ops that say so count). Bytes are the distinct tensors a node
-reads and writes; views are free. Sizes are the expressions that capture left in `meta["dims"]`, so
-that a count is an expression in `b` (batch) and `s` (sequence), or a number once sizes are given.
-`planner.profile.efficiency` makes seconds of them.
+FLOPs are those of `torch.utils.flop_counter` (multiply and add count as two; only matmuls,
+convolutions, attention and fused ops that declare FLOPs count). Bytes are the distinct tensors a
+node reads and writes; views are free. Sizes are the expressions that capture stored in
+`meta["dims"]`, so that a count is an expression in `b` (batch) and `s` (sequence), or a number once
+sizes are given. `planner.profile.efficiency` converts them to seconds.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ aten = torch.ops.aten
 _VIEWS = {
     aten._unsafe_view.default,
     aten.reshape.default,
-    torch.ops._c10d_functional.wait_tensor.default,  # it gives back what it waited for
+    torch.ops._c10d_functional.wait_tensor.default,  # it returns the tensor that it waited for
     getitem,
 }
-# Views that can be undone: a product behind them may write where its result is wanted.
+# Views that can be inverted: a matmul before them can write directly to where its result is needed.
 RESHAPES = {
     aten.view.default,
     aten.reshape.default,
@@ -58,7 +58,7 @@ _GATHERS = {aten.embedding, aten.index_select, aten.index, aten.gather}
 
 
 class Sizes:
-    """Sizes of the symbols, and the numbers that expressions in them stand for."""
+    """Sizes of the symbols, and the values of expressions in them."""
 
     def __init__(self, sizes: Mapping[sympy.Symbol, int]) -> None:
         self._sizes = dict(sizes)
@@ -66,13 +66,13 @@ class Sizes:
         self._dims: dict[fx.Node, Any] = {}
 
     def of(self, node: fx.Node) -> Any:
-        """`dims_of` a node, once."""
+        """`dims_of` a node, cached."""
         if node not in self._dims:
             self._dims[node] = _resolved(node.meta.get("dims", ()), self)
         return self._dims[node]
 
     def __call__(self, expression: Amount) -> int:
-        """The number an expression stands for, rounded up."""
+        """The value of an expression, rounded up."""
         if isinstance(expression, int):
             return expression
         if expression not in self._known:
@@ -93,7 +93,7 @@ def first_input(node: fx.Node) -> fx.Node:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether a node only looks at its first argument's storage (or at one item of several)."""
+    """Whether a node is a view of its first argument's storage (or of one item of several)."""
     if node.op != "call_function":
         return False
     return node.target in _VIEWS or bool(getattr(node.target, "is_view", False))
@@ -113,7 +113,7 @@ def _resolved(dims: Any, resolve: Resolve) -> Any:
 
 
 def node_flops(node: fx.Node, resolve: Resolve = _symbolic) -> Amount:
-    """FLOPs of a node: 0 for anything but products, convolutions and attention."""
+    """FLOPs of a node: 0 for anything but matmuls, convolutions, attention and fused ops."""
     if node.op != "call_function":
         return 0
     formula = flop_registry.get(counted_packet(node))
@@ -124,7 +124,7 @@ def node_flops(node: fx.Node, resolve: Resolve = _symbolic) -> Amount:
 
 
 def _fused_flops(node: fx.Node, resolve: Resolve) -> Amount:
-    """FLOPs that a fused op says it does; its backward is taken to be counted in them."""
+    """FLOPs that a fused op declares; they are assumed to include those of its backward."""
     fusion = fusion_of(node.target)
     if fusion is None or fusion.flops is None or is_backward(node.target):
         return 0
@@ -132,8 +132,8 @@ def _fused_flops(node: fx.Node, resolve: Resolve) -> Amount:
 
 
 def _given(fusion: Fusion, node: fx.Node, resolve: Resolve, on: str = "") -> dict[str, Any]:
-    """Inputs of a fused op by name; of tensors, what formulas may ask for. on: type of the device,
-    where it is not that of the tensors."""
+    """Inputs of a fused op by name; for tensors, the attributes that formulas may use. on: device
+    type, where it is not that of the tensors."""
 
     def shaped(value: fx.Node) -> _Shaped:
         like = value.meta["val"]
@@ -144,14 +144,14 @@ def _given(fusion: Fusion, node: fx.Node, resolve: Resolve, on: str = "") -> dic
 
 
 def in_chunks(node: fx.Node) -> bool:
-    """Whether a node is a fused op that goes over its rows in chunks."""
+    """Whether a node is a fused op that processes its rows in chunks."""
     fusion = fusion_of(node.target)
     return fusion is not None and fusion.chunks is not None and not is_backward(node.target)
 
 
 def chunks_of(node: fx.Node, sizes: Resolve, chunk: int = 0, on: str = "") -> Chunks:
-    """How such a node goes over them. chunk: rows at a time, in place of what it was told. on: the
-    type of the device, where it is not that of the tensors."""
+    """How such a node processes its chunks. chunk: rows at a time, instead of the node's own
+    argument. on: device type, where it is not that of the tensors."""
     fusion = fusion_of(node.target)
     assert fusion is not None
     assert fusion.chunks is not None
@@ -160,7 +160,7 @@ def chunks_of(node: fx.Node, sizes: Resolve, chunk: int = 0, on: str = "") -> Ch
 
 
 def chunk_bytes(node: fx.Node, sizes: Resolve, chunk: int = 0) -> int:
-    """Bytes that it takes at its peak besides its results."""
+    """Bytes that the node takes at its peak besides its results."""
     fusion = fusion_of(node.target)
     if fusion is None or fusion.workspace is None:
         return 0
@@ -169,7 +169,7 @@ def chunk_bytes(node: fx.Node, sizes: Resolve, chunk: int = 0) -> int:
 
 
 class _Shaped:
-    """Sizes of a tensor, its dtype and device, for formulas that ask a tensor for them."""
+    """Sizes of a tensor, its dtype and device, for formulas that read them from a tensor."""
 
     def __init__(self, dims: Dims, dtype: torch.dtype, device: torch.device) -> None:
         self.shape, self.dtype, self.device = dims, dtype, device
@@ -178,7 +178,7 @@ class _Shaped:
         return self.shape[0]
 
     def numel(self) -> Amount:
-        """How many elements."""
+        """Number of elements."""
         return math.prod(self.shape)
 
 
@@ -204,9 +204,10 @@ def tensor_bytes(node: fx.Node, resolve: Resolve = _symbolic) -> Amount:
 
 
 def node_bytes(node: fx.Node, resolve: Resolve = _symbolic) -> Amount:
-    """Bytes a node reads and writes. A repeated input counts once; a gather reads what it gives.
+    """Bytes a node reads and writes. A repeated input counts once; a gather reads as much as its
+    result holds.
 
-    A broadcast view counts by what it is a view of, when sizes are numbers.
+    A broadcast view counts the bytes of its base, when sizes are numbers.
     """
     if node.op != "call_function" or is_view(node):
         return 0
@@ -224,7 +225,7 @@ def node_bytes(node: fx.Node, resolve: Resolve = _symbolic) -> Amount:
 
 
 def _gathered(node: fx.Node, resolve: Resolve) -> dict[Any, Amount]:
-    """What a fused op reads of inputs that it looks rows up in."""
+    """Bytes that a fused op reads of the inputs in which it looks up rows."""
     fusion = fusion_of(node.target)
     if fusion is None or not fusion.gathered:
         return {}
@@ -237,10 +238,10 @@ def _gathered(node: fx.Node, resolve: Resolve) -> dict[Any, Amount]:
 
 
 def node_work(node: fx.Node, sizes: Resolve, chunk: int = 0, on: str = "") -> Work:
-    """What a node asks of a device; `sizes` gives numbers for expressions (`Sizes`). chunk, on: see
-    `chunks_of`.
+    """The work of a node for a device; `sizes` gives numbers for expressions (`Sizes`). chunk, on:
+    see `chunks_of`.
 
-    Attention that is causal does half of what is counted.
+    Causal attention counts half of the FLOPs.
     """
     if node.op != "call_function" or is_view(node):
         return NOTHING
@@ -251,8 +252,8 @@ def node_work(node: fx.Node, sizes: Resolve, chunk: int = 0, on: str = "") -> Wo
 
 
 def program_work(node: fx.Node) -> Work | None:
-    """What a call in a stage's program does, whose values have sizes; None for views and what
-    moves nothing. Products that add to their result, or write it elsewhere, are products."""
+    """The work of a call in a stage's program, whose values have sizes; None for views and calls
+    that move nothing. Matmuls that add to their result, or write it elsewhere, count as matmuls."""
     if node.op != "call_function" or is_view(node):
         return None
     for n in (node, *node.all_input_nodes):
@@ -284,7 +285,7 @@ def _asked(node: fx.Node, sizes: Resolve, op: str) -> Work:
     flops = int(node_flops(node, sizes))
     if not flops:
         return Work(bytes=moved, op=op)
-    # A fused op sums a loss in float32, and multiplies in the dtype of what it is given.
+    # A fused op sums a loss in float32, and multiplies in the dtype of its input.
     source = first_input(node) if fusion_of(node.target) is not None else node
     value = _tensors(source.meta["val"], source.meta["dims"])[0][0]
     dtype = str(value.dtype).removeprefix("torch.")
@@ -312,8 +313,8 @@ def _asked(node: fx.Node, sizes: Resolve, op: str) -> Work:
 
 
 def left_readers(node: fx.Node) -> int:
-    """How many products have on their left what this call has there, as it lies or transposed: 1
-    for what is no product."""
+    """How many matmuls have the same left operand as this call, as it is or transposed: 1 for a
+    call that is no matmul."""
     source = left_source(node)
     if source is None:
         return 1
@@ -328,7 +329,7 @@ def left_readers(node: fx.Node) -> int:
 
 
 def left_source(node: fx.Node) -> fx.Node | None:
-    """What made what a product has on its left; None for what is no product."""
+    """The node that computes a matmul's left operand; None for what is no matmul."""
     source = _left(node)
     while source is not None and is_view(source):
         source = first_input(source)
@@ -336,7 +337,7 @@ def left_source(node: fx.Node) -> fx.Node | None:
 
 
 def _left(node: fx.Node) -> fx.Node | None:
-    """What a product has on its left."""
+    """The left operand of a matmul."""
     if node.target in (EXPERT_PRODUCT, EXPERT_GRADIENT):
         return first_input(node)
     if node.op != "call_function" or op_packet(node) not in _PRODUCTS:
@@ -345,8 +346,9 @@ def _left(node: fx.Node) -> fx.Node | None:
 
 
 def _grouped(node: fx.Node, sizes: Resolve) -> tuple[int, int, int, int]:
-    """Rows, columns and inner size of each product of rows with their experts' weights, or of those
-    that give their gradient, and how many; as if each expert was chosen as often."""
+    """Rows, columns and inner size of each matmul of rows with their experts' weights, or of each
+    matmul for the weights' gradients, and their number; as if each expert was chosen equally often.
+    """
     rows, inner = dims_of(node.args[0], sizes)
     if node.target is EXPERT_GRADIENT:
         held, _, columns = dims_of(node, sizes)
@@ -356,7 +358,7 @@ def _grouped(node: fx.Node, sizes: Resolve) -> tuple[int, int, int, int]:
 
 
 def _chunked(node: fx.Node, sizes: Resolve, chunk: int, on: str) -> Work:
-    """The products of each chunk, which read the weight anew, and what is moved besides."""
+    """The matmuls of each chunk, which read the weight again, and what is moved besides."""
     found = chunks_of(node, sizes, chunk, on)
     value = first_input(node).meta["val"]
     dtype, width = str(value.dtype).removeprefix("torch."), value.element_size()
@@ -377,8 +379,8 @@ def _chunked(node: fx.Node, sizes: Resolve, chunk: int, on: str) -> Work:
 
 
 def _aligned(node: fx.Node, sizes: Resolve) -> int:
-    """The largest power of two, up to 16, of which the bytes of a row in memory are a multiple, of
-    numbers of 16 bits; of a matrix that is transposed its rows are its columns."""
+    """The largest power of two, up to 16, that divides the bytes of a row in memory, for 16-bit
+    numbers; the rows of a transposed matrix are its columns."""
     value = node.meta["val"]
     if value.element_size() != 2:
         return 16
@@ -405,5 +407,5 @@ def node_seconds(node: fx.Node, device: Device, sizes: Resolve) -> float:
 
 
 def step_flops(graph: fx.Graph) -> Amount:
-    """FLOPs of a whole graph, as an expression in the symbols of its sizes."""
+    """FLOPs of a graph, as an expression in the symbols of its sizes."""
     return sympy.expand(sum((node_flops(node) for node in graph.nodes), sympy.Integer(0)))

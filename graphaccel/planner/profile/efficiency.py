@@ -1,34 +1,36 @@
-"""Seconds that a node's work takes on a device: the roofline with what kernels really reach.
+"""Seconds of a node's work on a device: a roofline with the efficiency that kernels reach.
 
-    max(FLOPs / (peak x efficiency), bytes / bandwidth) + what starting it costs
+    max(FLOPs / (peak x efficiency), bytes / bandwidth) + the cost of starting it
 
 (Williams, Waterman, Patterson, CACM 2009.) The efficiency is a number of the device
-(`planner.cluster.cluster.Device`: measured on large shapes) times what the shape leaves of it:
+(`planner.cluster.cluster.Device`: measured on large shapes) times the share that the shape leaves
+of it:
 
-* A product [m, k] x [k, n] is computed in tiles, one on a processor at a time. What tiles stick out
-  over the edge is wasted, and so are processors that find no tile in the last round; half of that,
-  since real kernels share out the last round. Each tile fills its pipeline of loads once:
-  k / (k + 128). The library picks the best of its tiles, small ones being slower. Against 183
-  products measured on A100 (SimuMax, configs/system, Apache 2.0): 4.1 % mean error, a third too
-  fast where one round is hardly filled; against 514 on B200: 10.3 %.
-  Where the processors are not known, tiles of 128 x 128 and k / (k + 64) stand for all of that.
-  Tensor cores are fed by copies of 4, 8 or 16 bytes (PTX ISA, `cp.async`). Of numbers of 2 bytes in
+* A matmul [m, k] x [k, n] is computed in tiles, one on a processor at a time. The parts of tiles
+  beyond the edge are wasted, and so are processors without a tile in the last round (wave
+  quantization); half of that, since real kernels split the last round. Each tile fills its pipeline
+  of loads once: k / (k + 128). The library picks the best of its tiles, small ones being slower.
+  Against 183 matmuls measured on A100 (SimuMax, configs/system, Apache 2.0): 4.1 % mean error, a
+  third too fast where one round is hardly filled; against 514 on B200: 10.3 %.
+  Where the number of processors is not known, tiles of 128 x 128 and k / (k + 64) replace all of
+  that.
+  Tensor cores are fed by copies of 4, 8 or 16 bytes (PTX ISA, `cp.async`). With 2-byte numbers in
   rows of an odd length not even those of 4 are aligned, and 0.45 of the rate is left, as the times
-  of GPT's 50257 words say beside those of two even halves (VIA-Research/vTrain, one node, A100).
-  From Hopper on they are fed by a unit that takes rows of whole 16 bytes only (PTX ISA,
-  `cp.async.bulk.tensor`); others go by the kernels of Ampere, at its rate for each processor: 232
+  of GPT's 50257 words show beside those of two even halves (VIA-Research/vTrain, one node, A100).
+  From Hopper on they are fed by a unit that takes rows of multiples of 16 bytes only (PTX ISA,
+  `cp.async.bulk.tensor`); other rows use the kernels of Ampere, at its rate per processor: 232
   TFLOP/s for BERT's 30522 words, 121 for GPT-2's 50257, of about 745 (`benchmarks.gpu`, H200).
-* Fused attention does one block of 128 queries on a processor; t of them leave processors idle,
+* Fused attention computes one block of 128 queries on a processor; t of them leave processors idle,
   t / (t + r x processors), and a short sequence is mostly start and diagonal, s / (s + 1024). With
   r = 1.5 forward and 0.6 backward within a tenth of the same tables on A100 from 8 heads on.
 
-A product in 8 bits reads inputs that were cast for it (NVIDIA Transformer Engine, "FP8 primer"):
-of the three that a linear layer is, its input and the gradient of its output, each written twice,
-as it lies and transposed, by the kernel that makes it, once for all products that read it. Weights
-are cast once a step. In 4 bits each 16 numbers have a scale of 8 bits, and all of a tensor one that
-its largest number decides: it is read to find that, again to cast it, and once more for the copy
-that lies transposed, which is turned by a random Hadamard transform first ("Pretraining Large
-Language Models with NVFP4", arXiv 2509.25149, 2025, section 4 and appendix B).
+A matmul in 8 bits reads inputs that are cast for it (NVIDIA Transformer Engine, "FP8 primer"): of
+the three matmuls of a linear layer, its input and the gradient of its output, each written twice,
+as it is and transposed, by the kernel that computes it, once for all matmuls that read it. Weights
+are cast once a step. In 4 bits each 16 numbers have a scale of 8 bits, and the tensor has one by
+its largest number: it is read to find that, again to cast it, and once more for the transposed
+copy, to which a random Hadamard transform is applied first ("Pretraining Large Language Models with
+NVFP4", arXiv 2509.25149, 2025, section 4 and appendix B).
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from functools import cache
 from graphaccel.planner.cluster.cluster import Device, OpTime
 from graphaccel.planner.plan.plan import Precision
 
-# Tiles of CUTLASS and cuBLAS, and what smaller ones reach of the largest.
+# Tiles of CUTLASS and cuBLAS, and the share of the largest tiles' rate that smaller ones reach.
 _TILES = (
     (256, 128, 1.0),
     (128, 256, 1.0),
@@ -52,13 +54,13 @@ _TILES = (
 _ODD = 0.45  # of the rate, where rows of 16-bit numbers have an odd length
 _ALIGNED = 16  # bytes
 _AMPERE = 312e12 / 108  # FLOP/s of a processor in 16 bits (NVIDIA A100 Tensor Core GPU, 2020)
-_SHARED = 0.5  # of the last round's idle processors, what is lost
+_SHARED = 0.5  # share that is lost of the last round's idle processors
 _INNER = 128
 _GAP = 2e-6
 _QUERIES = 128
 _DIAGONAL = 1024
 _ROUNDS = {"attention": 1.5, "attention backward": 0.6}
-_EIGHT_BITS = "8-bit products of "  # with a dtype: a rate of a device as `computing` gives it
+_EIGHT_BITS = "8-bit products of "  # with a dtype: a rate of a device from `computing`
 _FOUR_BITS = "4-bit products of "
 # Bytes written, and in 4 bits read, for each number that is cast.
 _CASTS = {_EIGHT_BITS: 1 + 1, _FOUR_BITS: 3 * 2 + 2 * (1 / 2 + 1 / 16)}
@@ -66,16 +68,17 @@ _CASTS = {_EIGHT_BITS: 1 + 1, _FOUR_BITS: 3 * 2 + 2 * (1 / 2 + 1 / 16)}
 
 @dataclass(frozen=True)
 class Work:
-    """What one node asks of a device.
+    """The work of one node for a device.
 
-    op: ATen name without overload. kind: "product", "attention", "attention backward", "dense" (a
-    convolution), "chunks" (of `parts`), or "" for what only moves bytes. flops: those that are
-    really done. dtype: torch dtype name it computes in. rows, columns, inner, count: of a product,
-    or of `count` of them; rows is the queries and count the heads of attention. calls: kernels that
-    are started. aligned: bytes, up to 16, of which the rows of every matrix of a product are whole
-    multiples in memory, where these are of 16 bits. parts: what it does one after another, `times`
-    over, where it is no single kernel; flops and bytes are those of all. cast: the share of what is
-    on a product's left that is cast for it alone, where products are of fewer bits.
+    op: ATen name without overload. kind: "product" (a matmul), "attention", "attention backward",
+    "dense" (a convolution), "chunks" (of `parts`), or "" for what only moves bytes. flops: those
+    that are actually computed. dtype: torch dtype name it computes in. rows, columns, inner, count:
+    of a matmul, or of `count` of them; for attention rows is the queries and count the heads.
+    calls: kernels that are started. aligned: bytes, up to 16, of which the rows of every matrix of
+    a matmul are multiples in memory, where these are of 16 bits. parts: the work that it does one
+    after another, `times` over, where it is no single kernel; flops and bytes are those of all.
+    cast: the share of the cast of a matmul's left operand that counts for this matmul, where
+    matmuls are in fewer bits.
     """
 
     kind: str = ""
@@ -95,7 +98,7 @@ class Work:
 
     @property
     def name(self) -> str:
-        """What `OpTime` calls it."""
+        """The name that `OpTime` uses for it."""
         return "product" if self.kind == "product" else self.op
 
 
@@ -108,7 +111,7 @@ def peak_flops(device: Device, dtype: str) -> float:
 
 
 def computing(device: Device, precision: Precision) -> Device:
-    """The device at the rates of a precision that rounds what its products read."""
+    """The device with the rates of a precision that rounds the inputs of matmuls."""
     if not precision.products:
         return device
     rate = peak_flops(device, precision.products)
@@ -119,7 +122,7 @@ def computing(device: Device, precision: Precision) -> Device:
 
 
 def seconds_of(work: Work, device: Device) -> float:
-    """Seconds on `device`, without what starting it costs."""
+    """Seconds on `device`, without the cost of starting it."""
     if work.parts:
         return work.times * sum(seconds_of(part, device) for part in work.parts)
     known = measured_seconds(work, device)
@@ -138,8 +141,8 @@ def seconds_of(work: Work, device: Device) -> float:
 
 
 def measured_seconds(work: Work, device: Device) -> float | None:
-    """Seconds of a call on a device that was measured, from the call that is most like it: as much
-    longer as it does more. None where the op was not measured there."""
+    """Seconds of a call from the most similar measured call on the device, scaled by their work.
+    None where the op was not measured there."""
     alike = _measured(device).get((work.name, work.dtype), ())
     if not alike:
         return None
@@ -178,7 +181,9 @@ def gap_seconds(device: Device) -> float:
 
 
 def efficiency(work: Work, device: Device) -> float:
-    """Share of the peak that dense work reaches. The CPU's peaks are rates already reached."""
+    """Share of the peak that dense work reaches. The CPU's peaks are rates that are already
+    reached.
+    """
     if device.name == "cpu":
         return 1.0
     if work.kind.startswith("attention"):
@@ -195,7 +200,7 @@ def efficiency(work: Work, device: Device) -> float:
 
 
 def _rows_read(work: Work, device: Device) -> float:
-    """What rows that are not aligned leave of the rate, 0..1."""
+    """The share of the rate that is left for rows that are not aligned, 0..1."""
     if work.aligned >= _ALIGNED:
         return 1.0
     share = _ODD if work.aligned <= 2 else 1.0
@@ -206,8 +211,8 @@ def _rows_read(work: Work, device: Device) -> float:
 
 @cache
 def _filled(rows: int, columns: int, inner: int, count: int, processors: int) -> float:
-    """What the sizes of a product leave of the rate of a large one, 0..1."""
-    best = 1 / 8  # where less is left, another kernel is picked
+    """The share of a large matmul's rate that is left for these sizes, 0..1."""
+    best = 1 / 8  # below that, another kernel is picked
     if not processors:
         filled = rows / (math.ceil(rows / 128) * 128) * columns / (math.ceil(columns / 128) * 128)
         return max(best, filled * inner / (inner + 64))

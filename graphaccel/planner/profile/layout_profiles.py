@@ -1,11 +1,10 @@
-"""Profiles of the graph that one device runs, for each layout of the tensor, context and expert
-axes and each precision.
+"""Profiles of the graph that one device runs, by layout of the sharding axes and by precision.
 
-Dividing the whole graph's numbers would be a guess: what is not divided, what is sent and what is
-gathered follows from where every tensor lies, and in how many bytes each is kept from where the
-casts are. So the graph is rewritten as it will be when it runs, and measured like any other. That
-costs about as much as a rewrite of the step, so that each layout is made once, and only when a
-search comes to it.
+Dividing the unsharded graph's numbers would be a guess: what is not divided, communicated or
+gathered depends on the placement of every tensor, and its bytes on where the casts are. So the
+graph is rewritten for the tensor, context and expert axes as it will run, and profiled like any
+other. That costs about as much as a rewrite of the step, so each layout is built once, and only
+when a search needs it.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class LocalGraph:
     """The step as each rank of a layout runs it.
 
     step: its joint graph has local shapes and collectives; its sizes are in examples of a
-    microbatch, where they could be known as expressions. partial: parameter → axes over which its
+    microbatch, where they are known as expressions. partial: parameter → axes over which its
     gradient is a partial sum. guessed: axis → calls that were not placed exactly. lines: of the
     joint graph, where the step's own is that of few layers.
     """
@@ -40,7 +39,7 @@ class LocalGraph:
 
 
 def rates_of(cluster: Cluster, plan: Plan) -> tuple[tuple[str, tuple[float, ...]], ...]:
-    """What decides between placements on each axis of the plan (`Plan.rates`)."""
+    """The rates by which placements on each axis of the plan are chosen (`Plan.rates`)."""
     axes = [axis for axis in ("tensor", "context", "expert") if getattr(plan, axis) > 1]
     return tuple((axis, astuple(axis_rates(cluster, plan, axis))) for axis in axes)
 
@@ -49,11 +48,12 @@ Localise: TypeAlias = Callable[[Plan], LocalGraph]
 
 
 class Layouts:
-    """Profiles by layout, made as they are asked for and kept."""
+    """Profiles by layout, built on first use and cached."""
 
     def __init__(self, whole: Profile, localise: Localise | None = None) -> None:
-        """localise: rewrites the graph for a plan's precision and shards it as the plan lays its
-        axes; None where nothing can, and every plan of one device is in the precision of `whole`.
+        """localise: rewrites the graph for a plan's precision and shards it over the plan's axes;
+        None where no graph can be sharded, and every plan of one device is in the precision of
+        `whole`.
         """
         self.whole = whole
         self.localise = localise
@@ -62,11 +62,11 @@ class Layouts:
 
     @property
     def offered(self) -> bool:
-        """Whether there are layouts besides the whole graph."""
+        """Whether there are layouts besides the unsharded graph."""
         return self.localise is not None
 
     def known(self, plan: Plan) -> bool:
-        """Whether the profile of `plan` is there already."""
+        """Whether the profile of `plan` is built."""
         return (
             plan.model_parallel_size == 1 or self._key(plan) in self._made
         )  # of one device: a cheap rewrite
@@ -74,8 +74,8 @@ class Layouts:
     def of(self, plan: Plan) -> Profile:
         """The profile of the graph that a device of `plan` runs.
 
-        Raises what sharding raises: BadPin (GA202), MissingRule (GA302). ValueError where there is
-        nothing that could shard.
+        Raises what sharding raises: BadPin (GA202), MissingRule (GA302). ValueError where
+        `localise` is None.
         """
         given = self.localise is None or plan.precision.compute == "float32"
         return self.whole if plan.model_parallel_size == 1 and given else self._layout(plan)[0]
@@ -90,7 +90,7 @@ class Layouts:
             if self.localise is None:
                 raise ValueError(f"nothing here can shard a graph for {plan.name}")
             local = self.localise(plan)
-            if BATCH not in local.step.sizes:  # one profile for each size of a microbatch
+            if BATCH not in local.step.sizes:  # one profile for each microbatch size
                 self._fixed.add(_layout_of(plan))
                 key = self._key(plan)
             self._made[key] = Profile(local.step, local.partial, local.lines), local

@@ -1,8 +1,8 @@
-"""The nodes of a joint graph as columns: read from the graph, or unfolded from that of few layers.
+"""The nodes of a joint graph as columns: read from the graph, or unfolded from one of few layers.
 
 Of a deep model few layers are read (`ir.replication.repeat` proves that the others are copies of
 them); rows and what they read then follow by arithmetic on arrays, in the order in which
-`Pattern.graph` would have made the nodes. So a profile of 126 layers costs little more than one of
+`Pattern.graph` would create the nodes. So a profile of 126 layers costs little more than one of
 four.
 """
 
@@ -24,9 +24,9 @@ from graphaccel.planner.profile.cost import is_view
 
 @dataclass(frozen=True, eq=False)
 class Lines:
-    """A row for each node, in the order of the graph (its output left out).
+    """A row for each node, in the order of the graph (without its output).
 
-    nodes: those that were read. of: row → the one of them it is, or is a copy of. place: row →
+    nodes: those that were read. of: row → the node that it is, or is a copy of. place: row →
     position in the forward graph. reader, source: pairs of rows, by reader and then in the order of
     its inputs, each input once. inputs, results: rows of the graph's placeholders and results.
     modules: position → module path, "" where there is none.
@@ -42,7 +42,7 @@ class Lines:
     modules: tuple[str, ...] = field(repr=False)
 
     def told(self, values: list) -> np.ndarray:
-        """What is known of the nodes that were read, of each row."""
+        """Values of the nodes that were read, expanded to every row."""
         return np.array(values)[self.of]
 
     def reached(self, seed: np.ndarray) -> np.ndarray:
@@ -54,8 +54,8 @@ class Lines:
         return np.array(found, dtype=bool)
 
     def roots(self) -> tuple[np.ndarray, np.ndarray]:
-        """(row, item) whose memory each row looks at: itself unless it is a view. item: -1 for all
-        of its tensors."""
+        """(row, item) whose memory each row views: itself unless it is a view. item: -1 for all of
+        its tensors."""
         view = self.told([is_view(n) for n in self.nodes])
         item = self.told([_item(n) for n in self.nodes])
         first = np.arange(len(self.of))
@@ -100,7 +100,7 @@ def read_lines(step: StepGraph) -> Lines:
 
 
 def _place(node: fx.Node, origin: str, position: dict[str, int]) -> int:
-    """A node lies where its origin does; without one at the end or the start."""
+    """The position of a node is that of its origin; without one the last or the first."""
     if origin in position:
         return position[origin]
     return len(position) - 1 if node.meta.get("phase") == "backward" else 0
@@ -109,7 +109,7 @@ def _place(node: fx.Node, origin: str, position: dict[str, int]) -> int:
 def unfolded(step: StepGraph) -> Lines:
     """The rows of all layers, of a step whose `repeats` holds the graphs of few.
 
-    Raises NotRepeated where they do not tell those of more.
+    Raises NotRepeated where these do not determine the rows of more layers.
     """
     few, known = step.repeats, unfolded_from(step.graph)
     assert few is not None
@@ -123,7 +123,7 @@ def unfolded(step: StepGraph) -> Lines:
 
 
 class _Unfolding:
-    """The rows that a pattern stands for. An item is a node or result of the short graph."""
+    """The rows that a pattern represents. An item is a node or result of the short graph."""
 
     def __init__(self, step: StepGraph, rows: Unfolded) -> None:
         self.rows = rows
@@ -146,7 +146,7 @@ class _Unfolding:
         )
 
     def _places(self) -> np.ndarray:
-        """Position of each row. It grows evenly from copy to copy where it does over three."""
+        """Position of each row. It grows evenly from copy to copy if it does over three."""
         rows = self.rows
         found = np.empty(rows.nodes, dtype=np.int64)
         for i in range(len(rows.read)):
@@ -170,7 +170,7 @@ class _Unfolding:
         return _place(node, origin, self.position)
 
     def _modules(self, place: np.ndarray) -> tuple[str, ...]:
-        """Of the first row at each position that has one."""
+        """The module of the first row at each position that has one."""
         known = self.rows.told([bool(n.meta.get("module")) for n in self.rows.read])
         rows = np.flatnonzero(known)
         positions, first = np.unique(place[rows], return_index=True)

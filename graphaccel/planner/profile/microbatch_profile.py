@@ -1,4 +1,4 @@
-"""The numbers of a profile for one microbatch size: seconds and bytes per position."""
+"""The profile at one microbatch size: seconds and bytes per position."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ T = TypeVar("T")
 class SizedProfile:
     """Seconds and bytes per position for one microbatch size, as arrays over the positions.
 
-    forward, backward: seconds of the device; weight: those of the backward that give gradients of
-    parameters alone; sent_forward, sent_backward: those of collectives among them; host_forward,
-    host_backward: seconds in which the process starts the ops, which goes on beside the device.
-    casts: of the forward's, and as much of the backward's, what giving parameters another dtype
-    takes besides starting it; held_casts: of those that may be made once a step, and held_starts:
-    seconds in which the process starts them. launches, forward_launches: seconds of the device that
-    starting ops takes, all and those of the forward. bytes: of each storage. gradients: bytes of
-    parameters' gradients, where they are made. passing_forward, passing_backward: the most bytes of
-    values that live only within a phase, while the position computes. chunks: rows at a time for
-    which a fused op may be asked (`planner.profile.chunk_rows`). exchanges: sums into shards are
-    made of what an all-to-all brings, which takes memory for it (`runtime.gloo`).
+    forward, backward: device seconds; weight: those of the backward that compute only gradients of
+    parameters; sent_forward, sent_backward: those of collectives among them; host_forward,
+    host_backward: seconds in which the process starts the ops, in parallel with the device. casts:
+    seconds of casting parameters without launches, part of the forward and as much of the backward;
+    held_casts: those of casts that can run once a step, and held_starts: seconds in which the
+    process starts them. launches, forward_launches: device seconds of starting ops, all and those
+    of the forward. bytes: of each storage. gradients: bytes of parameters' gradients, where they
+    are computed. passing_forward, passing_backward: the peak bytes of values that live only within
+    a phase, while the position computes. chunks: chunk sizes in rows that a fused op can use
+    (`planner.profile.chunk_rows`). exchanges: reduce-scatters run as an all-to-all and a sum, which
+    takes memory for the received parts (`runtime.gloo`).
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class SizedProfile:
         wires: Wires | None = None,
         chunk: int = 0,
     ) -> None:
-        """chunk: rows at a time of what goes over them in chunks; 0: as is to be preferred."""
+        """chunk: rows at a time of ops that work in chunks; 0: the preferred size."""
         step, length = profile.step, len(profile)
         sizes: Mapping = {**step.sizes, **({BATCH: microbatch} if BATCH in step.sizes else {})}
         resolve = Sizes(sizes)
@@ -76,7 +76,7 @@ class SizedProfile:
         starting = device.launch_seconds * calls
 
         def summed(values: np.ndarray, here: np.ndarray) -> np.ndarray:
-            # of nothing it gives integers, to which no seconds can be added
+            # bincount of nothing gives integers, to which no seconds can be added
             return np.bincount(place[here], values[here], minlength=length).astype(float)
 
         self.sent_forward, self.sent_backward = summed(sent, ahead), summed(sent, ~ahead)
@@ -95,14 +95,14 @@ class SizedProfile:
         self.bytes = np.array([_bytes(t, resolve) for t in tensors], dtype=np.int64)[of]
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What `make` gives, made once for each key."""
+        """The result of `make`, cached by key."""
         if key not in self._known:
             self._known[key] = make()
         return cast(T, self._known[key])
 
     @cached_property
     def weight(self) -> np.ndarray:
-        """Seconds of the backward that give gradients of parameters alone."""
+        """Seconds of the backward that compute only gradients of parameters."""
         profile = self._profile
         place, here = profile.node_position, profile.node_weight
         return np.bincount(place[here], self.row_seconds[here], minlength=len(profile))
@@ -114,14 +114,14 @@ class SizedProfile:
 
     @cached_property
     def gradients(self) -> np.ndarray:
-        """Bytes of parameters' gradients, where they are made."""
+        """Bytes of parameters' gradients, where they are computed."""
         storages = self._profile.storages
         made = storages.gradient
         return self._at(storages.at[made], self.bytes[made])
 
     @cached_property
     def batch_bytes(self) -> int:
-        """Bytes of what the step is given of one microbatch."""
+        """Bytes of the inputs of one microbatch."""
         step, storages = self._profile.step, self._profile.storages
         given = np.array([s.kind in ("batch", "tangent") for s in step.inputs], dtype=bool)
         inputs = np.flatnonzero(storages.input >= 0)
@@ -129,17 +129,17 @@ class SizedProfile:
 
     @property
     def passing_forward(self) -> np.ndarray:
-        """The most bytes of values that live only within the forward, per position."""
+        """The peak bytes of values that live only within the forward, per position."""
         return self._passing[0]
 
     @property
     def passing_backward(self) -> np.ndarray:
-        """Likewise of the backward."""
+        """The peak bytes of values that live only within the backward, per position."""
         return self._passing[1]
 
     @cached_property
     def passing_held(self) -> tuple[np.ndarray, np.ndarray]:
-        """Likewise of forward and backward, where casts of parameters are held."""
+        """The same peaks of forward and backward, where casts of parameters are held."""
         return self._phases(self._profile.node_held)
 
     def _phases(self, apart: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -147,7 +147,9 @@ class SizedProfile:
         return self._most(ahead, passing), self._most(~ahead, passing)
 
     def passing_added(self, held: bool) -> np.ndarray:
-        """`passing_backward` where products add their gradients up in buckets. held: casts are."""
+        """`passing_backward` where matmuls accumulate their gradients in buckets. held: casts are
+        held.
+        """
         profile = self._profile
 
         def most() -> np.ndarray:
@@ -172,9 +174,10 @@ class SizedProfile:
 
     def _alive(self, apart: np.ndarray) -> np.ndarray:
         """Bytes alive at each joint node, with what chunks take, without inputs, what is saved for
-        backward and what the nodes `apart` make.
+        the backward and the results of the nodes `apart`.
 
-        A gradient of a parameter counts while it is made only; afterwards it is in its accumulator.
+        A gradient of a parameter counts only while it is computed; afterwards it is in its
+        accumulator.
         """
         storages, rows = self._profile.storages, len(self._profile.lines.of)
         ahead, back = storages.last_forward, storages.last_backward
@@ -187,8 +190,8 @@ class SizedProfile:
         return np.cumsum(change)[:-1] - self._let_go() + self._taken[self._profile.alike[0]]
 
     def _let_go(self) -> np.ndarray:
-        """Bytes of what was saved that a position's backward has read for the last time, at each
-        joint node: a loss computed by shards is many nodes at one position."""
+        """Bytes of saved values that a position's backward has already read for the last time, at
+        each joint node: a loss computed by shards is many nodes at one position."""
         profile, storages = self._profile, self._profile.storages
         places = profile.node_position
         rows = len(places)
@@ -196,7 +199,7 @@ class SizedProfile:
         last, at = storages.last_backward[saved], storages.first_wanted[saved]
         ends = places[last] == at
         saved, last, at = saved[ends], last[ends], at[ends]
-        order = np.argsort(places, kind="stable")  # nodes of a position stand in a row
+        order = np.argsort(places, kind="stable")  # nodes of a position are contiguous
         start = np.searchsorted(places[order] * rows + order, at * rows + last, side="right")
         end = np.searchsorted(places[order], at, side="right")
         size = self.bytes[saved]
@@ -206,7 +209,7 @@ class SizedProfile:
         return gone
 
     def saved(self, again: Again | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Bytes per position that wait for backward, and that are made again for it."""
+        """Bytes per position that are saved for the backward, and that are recomputed for it."""
         again = self._profile.none_again if again is None else again
 
         def made() -> tuple[np.ndarray, np.ndarray]:
@@ -216,7 +219,7 @@ class SizedProfile:
         return self._once_again("saved", again, made)
 
     def done_again(self, again: Again) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Seconds per position of what is done again for the backward: of the device, those of
+        """Seconds per position of recomputation for the backward: of the device, those of
         collectives among them, and those in which the process starts the ops."""
 
         def made() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -231,7 +234,7 @@ class SizedProfile:
         return self._once_again("done", again, made)
 
     def _once_again(self, what: str, again: Again, make: Callable[[], T]) -> T:
-        """`once`, for as long as there is `again`."""
+        """`once`, cached for the lifetime of `again`."""
         known = self._of_again.setdefault(again, {})
         if what not in known:
             known[what] = make()

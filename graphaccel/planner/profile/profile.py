@@ -1,6 +1,6 @@
-"""A step seen by the planner: a line of positions, with seconds and bytes at each.
+"""The profile of a step: a sequence of positions, with seconds and bytes at each.
 
-A position is a node of the forward graph. Every joint node lies at the position of its origin, so a
+A position is a node of the forward graph. Every joint node has the position of its origin, so a
 stage, which is a range of positions, owns a forward and a backward part. `Profile` holds what does
 not depend on sizes, as columns; `planner.profile.microbatch_profile.SizedProfile` the numbers for
 one microbatch size.
@@ -49,7 +49,7 @@ from graphaccel.planner.profile.storages import Crossing, Tensor, find_storages
 _CAST = torch.ops.aten._to_copy.default
 _PRODUCT = torch.ops.aten.mm.default
 _LOW = (torch.bfloat16, torch.float16)
-_RECENT = 8  # choices of what to compute again that are remembered: of many layers each is large
+_RECENT = 8  # recompute choices that are cached: with many layers each is large
 T = TypeVar("T")
 
 
@@ -66,7 +66,7 @@ class Parameter:
 
 
 def _is_result(node: fx.Node) -> bool:
-    """Whether a node is a product that one result shows, and nothing else reads."""
+    """Whether a node is a matmul that one result is a view of, and that nothing else reads."""
     if node.target is not _PRODUCT:
         return False
     while len(node.users) == 1:
@@ -80,7 +80,7 @@ def _is_result(node: fx.Node) -> bool:
 
 
 class Profile:
-    """Positions, storages, parameters and blocks of a step; sized profiles are kept once made."""
+    """Positions, storages, parameters and blocks of a step; sized profiles are cached."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class Profile:
         self.parameters = self._find_parameters()
         self._sized: dict[Any, SizedProfile] = {}
         self.whole_again = False
-        """Whether computing a block again does all of its forward, as other systems do."""
+        """Whether recomputing a block repeats all of its forward, as other systems do."""
         self._recent = lru_cache(_RECENT)(self._again)
         self._saved: WeakKeyDictionary[Again, tuple[np.ndarray, ...]] = WeakKeyDictionary()
         self._known: dict[Hashable, Any] = {}
@@ -125,7 +125,7 @@ class Profile:
 
     @cached_property
     def in_chunks(self) -> bool:
-        """Whether a fused op of the graph goes over its rows in chunks."""
+        """Whether a fused op of the graph processes its rows in chunks."""
         return any(in_chunks(node) for node in self.lines.nodes)
 
     @property
@@ -142,29 +142,30 @@ class Profile:
     ) -> SizedProfile:
         """Numbers for `microbatch` examples on `device`.
 
-        wires: prices of the collectives in the graph, where it has some. chunk: see `SizedProfile`.
+        wires: costs of the collectives in the graph, where it has some. chunk: see `SizedProfile`.
         """
-        if wires is not None:  # no call of the graph goes over data, which is outside of the others
+        if wires is not None:  # no call of the graph is over data, the outer axis
             wires = wires.inside
         # memory changes no number here
         key = (microbatch, replace(device, memory=0), wires, chunk)
         if key not in self._sized:
             made = SizedProfile(self, microbatch, device, wires, chunk)
             self._sized[key] = made
-            if not chunk and made.chunks:  # what is preferred
+            if not chunk and made.chunks:  # the preferred size
                 self._sized.setdefault((*key[:-1], made.chunks[0]), made)
         return self._sized[key]
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What `make` gives, made once for each key."""
+        """The result of `make`, cached by key."""
         if key not in self._known:
             self._known[key] = make()
         return cast(T, self._known[key])
 
     @cached_property
     def node_weight(self) -> np.ndarray:
-        """Whether a node makes the gradient of one parameter and nothing else: what a schedule that
-        has weights apart can do later (`passes.split_weights` decides by the cuts)."""
+        """Whether a node contributes to the gradient of one parameter and nothing else: what a
+        schedule with separate weight gradients can run later (`passes.split_weights` decides by the
+        cuts)."""
         lines, names = self.lines, {"": -1}
         only = [0] * len(lines.of)  # number of the one parameter; 0: of none, -1: of several
         for row, spec in zip(lines.results.tolist(), self.step.outputs, strict=True):
@@ -181,8 +182,8 @@ class Profile:
 
     @cached_property
     def alike(self) -> tuple[np.ndarray, list[fx.Node]]:
-        """For each node the number of its kind, and the first node of each kind: nodes of a kind
-        ask the same of a device at any size."""
+        """For each node the number of its kind, and the first node of each kind: nodes of a kind do
+        identical work at any size."""
         numbers: dict[Any, int] = {}
         first: list[fx.Node] = []
         kinds = []
@@ -196,8 +197,8 @@ class Profile:
 
     @cached_property
     def alike_storages(self) -> tuple[np.ndarray, list[Tensor]]:
-        """For each storage the number of its kind, and the first tensor of each kind: those have
-        the same bytes at any size."""
+        """For each storage the number of its kind, and the first tensor of each kind: storages of a
+        kind have the same bytes at any size."""
         numbers: dict[Any, int] = {}
         first: list[Tensor] = []
         kinds = []
@@ -227,13 +228,12 @@ class Profile:
 
     @cached_property
     def trained_tensors(self) -> int:
-        """How many parameters are trained."""
+        """Number of trained parameters."""
         return sum(p.trainable for p in self.parameters)
 
     @cached_property
     def readers(self) -> tuple[list[int], list[int]]:
-        """(number of a parameter, position that reads it), by position; one that none reads is at
-        0."""
+        """(number of a parameter, position that reads it), by position; an unused one is at 0."""
         pairs = [(at, i) for i, p in enumerate(self.parameters) for at in p.positions or (0,)]
         pairs.sort()
         return [i for _, i in pairs], [at for at, _ in pairs]
@@ -248,7 +248,7 @@ class Profile:
 
     @cached_property
     def resting(self) -> frozenset[str]:
-        """Names of the parameters, buffers left out."""
+        """Names of the parameters, without buffers."""
         return frozenset(s.name for s in self.step.inputs if s.kind == "parameter")
 
     def _find_parameters(self) -> tuple[Parameter, ...]:
@@ -273,12 +273,12 @@ class Profile:
         return tuple(found.values())
 
     def again(self, plan: Plan) -> Again:
-        """What `plan` computes again."""
+        """What `plan` recomputes."""
         return self.saving(chosen_positions(self, plan))
 
     def saving(self, saved: Mapping[int, tuple[int, ...]]) -> Again:
-        """What is computed again where blocks (numbers) save these of their positions, by their
-        order in the block, and nothing else."""
+        """What is recomputed where blocks (numbers) save these of their positions, by their order
+        in the block, and nothing else."""
         return self._recent(frozenset(saved.items())) if saved else self.none_again
 
     def _again(self, saved: frozenset[tuple[int, tuple[int, ...]]]) -> Again:
@@ -286,28 +286,30 @@ class Profile:
 
     @cached_property
     def none_again(self) -> Again:
-        """Nothing."""
+        """No recomputation."""
         return again_of(self, {})
 
     @cached_property
     def all_again(self) -> Again:
-        """Every block as a whole."""
+        """Full recomputation of every block."""
         return self.saving(dict.fromkeys(range(len(self.block_names)), ()))
 
     def saved(self, again: Again) -> tuple[np.ndarray, ...]:
-        """What backward finds in memory (`planner.profile.block_recompute.saved_with`)."""
+        """What is saved and recomputed for the backward
+        (`planner.profile.block_recompute.saved_with`).
+        """
         if again not in self._saved:
             self._saved[again] = saved_with(self, again)
         return self._saved[again]
 
     @cached_property
     def block_kinds(self) -> tuple[BlockKind, ...]:
-        """The blocks by kind: those of one have the same forward."""
+        """The blocks by kind: blocks of one kind have the same forward."""
         return find_kinds(self)
 
     @cached_property
     def crossing(self) -> Crossing:
-        """Values a cut may separate from a use."""
+        """Values that may cross a cut."""
         storages = self.storages
         storage, _, place, ahead = storages.uses
         storage, place = storage[ahead], place[ahead]
@@ -321,14 +323,14 @@ class Profile:
 
     @cached_property
     def node_released(self) -> np.ndarray:
-        """Calls of the forward that give a parameter in another dtype (`passes.recompute_casts`
-        does them again for the backward)."""
+        """Calls of the forward that cast a parameter (`passes.recompute_casts` repeats them for the
+        backward)."""
         cast = self.lines.told([n.target is _CAST for n in self.lines.nodes])
         return cast & self._of_parameters & self.node_forward
 
     @cached_property
     def node_held(self) -> np.ndarray:
-        """Those of them that `passes.cast_parameters_once` may make once a step: casts of a
+        """Those of them that `passes.cast_parameters_once` may run once a step: casts of a
         parameter itself to 16 bits."""
         lines = self.lines
         own = np.zeros(len(lines.of), dtype=bool)
@@ -340,8 +342,8 @@ class Profile:
 
     @cached_property
     def node_added(self) -> np.ndarray:
-        """Products that are gradients of parameters as they are: where gradients are added up, they
-        write into the buckets themselves (`passes.accumulate_gradients`)."""
+        """Matmuls whose result is the gradient of a parameter: where gradients are accumulated,
+        they write into the buckets themselves (`passes.accumulate_gradients`)."""
         found = np.zeros(len(self.lines.of), dtype=bool)
         found[self.storages.made[self.storages.gradient]] = True
         return found & self.lines.told([_is_result(n) for n in self.lines.nodes])
@@ -352,22 +354,22 @@ class Profile:
         lines, storages = self.lines, self.storages
         found = np.flatnonzero(self.node_held[storages.made])
         source = np.zeros(len(lines.of), dtype=np.int64)
-        source[lines.reader] = lines.source  # a cast has one
+        source[lines.reader] = lines.source  # a cast has one input
         return found, source[storages.made[found]], storages.at[found]
 
     @cached_property
     def node_views(self) -> np.ndarray:
-        """Calls that only look at what another made."""
+        """Calls that are views of another call's result."""
         return self.lines.told([is_view(n) for n in self.lines.nodes])
 
     @cached_property
     def node_gathers(self) -> np.ndarray:
-        """Calls that gather what other devices have."""
+        """Calls that all-gather values of other devices."""
         return self.lines.told([KINDS.get(n.target) == "all-gather" for n in self.lines.nodes])
 
     @cached_property
     def _of_parameters(self) -> np.ndarray:
-        """Rows that are a cast or copy of one parameter: each stage makes its own."""
+        """Rows that are a cast or copy of one parameter: each stage computes its own."""
         lines = self.lines
         given = np.zeros(len(lines.of), dtype=bool)
         given[lines.inputs] = [spec.kind == "batch" for spec in self.step.inputs]
@@ -386,14 +388,14 @@ def _lines(step: StepGraph) -> Lines:
     if step.repeats is not None:
         try:
             return unfolded(step)
-        except NotRepeated:  # a rewrite of the whole graph: it is there to be read
+        except NotRepeated:  # a rewrite of the full graph, which can be read
             pass
     return read_lines(step)
 
 
 def _asked(node: fx.Node) -> Any:
-    """What a node's cost depends on: its call, with sizes and dtypes in place of values, and how
-    many share what is cast for it."""
+    """What a node's cost depends on: its call, with sizes and dtypes instead of values, and how
+    many nodes share the cast of its operand."""
     if node.op != "call_function" or is_view(node):
         return None
     order = {n: i for i, n in enumerate(node.all_input_nodes)}

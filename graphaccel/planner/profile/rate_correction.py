@@ -1,17 +1,16 @@
-"""Rates corrected by whole steps that were run: the third way to know a device, after figures that
-were given and ops that were timed.
+"""Corrects a cluster's rates by measured steps, beside the catalogue and timed ops.
 
-Of a step that was predicted to compute for C seconds (waiting in its pipeline among them), to
-communicate for M that nothing hides and to change parameters for O, and that took T and then S:
+For a step that was predicted to compute for C seconds (including the pipeline bubble), to
+communicate for M exposed seconds and to run the optimizer for O, and that took T and then S:
 
     T = c C + m M        S = o O
 
 Every rate of the device is divided by c, every rate of its links by m, and the optimizer's step is
-given o. All that is predicted is made of rates, bounds as well, so it is all changed alike: what
-was a bound stays one. One step can not tell c from m: where it communicates, c = m, which gives its
-own seconds exactly, also what is hidden behind what; where it does not, m = 1. Several steps are
-met by the least squares of (c C + m M) / T - 1, with c and m held together by a hundredth of a
-step.
+given o. All predictions are functions of rates, lower bounds as well, so all change in the same
+way: a lower bound stays one. One step can not separate c from m: where it communicates, c = m,
+which reproduces its own seconds exactly, and what overlaps with what; where it does not, m = 1.
+Several steps are fitted by the least squares of (c C + m M) / T - 1, with c and m tied together by
+a hundredth of a step.
 
 A step corrects predictions of its own model in its own precision, whatever their batch and plan.
 """
@@ -31,12 +30,14 @@ from graphaccel.planner.plan.plan import Plan, Precision, Prediction
 from graphaccel.planner.profile.profile import Profile
 
 _TOGETHER = 0.01
-_FOLLOWED = (1, 2)  # levels of ZeRO whose optimizer's step is followed by all-gathers
+_FOLLOWED = (1, 2)  # ZeRO levels whose optimizer step is followed by all-gathers
 
 
 @dataclass(frozen=True)
 class Scales:
-    """How many times as long as predicted: computing, communication, the optimizer's step."""
+    """The factors by which compute, communication and the optimizer's step take longer than
+    predicted.
+    """
 
     compute: float
     communication: float
@@ -44,19 +45,19 @@ class Scales:
 
 
 def model_key(profile: Profile) -> str:
-    """The same for any batch of a model: a hash of its parameters' names and bytes."""
+    """A key that is equal for any batch of a model: a hash of its parameters' names and bytes."""
     known = sorted((p.name, p.bytes) for p in profile.parameters)
     return hashlib.sha256(repr(known).encode()).hexdigest()[:16]
 
 
 def precision_name(precision: Precision) -> str:
-    """A precision as its pin says it."""
+    """The name of a precision in the notation of its pin."""
     return next(name for name, one in PRECISIONS.items() if one == precision)
 
 
 def refined(cluster: Cluster, model: str, precision: str) -> Cluster:
     """The cluster with its rates corrected by its steps of a model (`model_key`) in a precision;
-    as it is without any, and where they are corrected already."""
+    unchanged without any, and where they are already corrected."""
     own = tuple(s for s in cluster.steps if (s.model, s.precision) == (model, precision))
     if not own or cluster.refined_by:
         return cluster
@@ -70,7 +71,7 @@ def refined(cluster: Cluster, model: str, precision: str) -> Cluster:
 
 
 def scales(steps: Sequence[StepTime]) -> Scales:
-    """What explains the steps; at least one."""
+    """The factors that fit the steps; there is at least one step."""
     rows = [_row(step) for step in steps]
     compute, communication = _fitted(np.array(rows))
     told = [s for s in steps if s.optimizer_took and s.optimizer]
@@ -80,7 +81,7 @@ def scales(steps: Sequence[StepTime]) -> Scales:
 
 
 def with_step(cluster: Cluster, step: StepTime) -> Cluster:
-    """A cluster with one more step, in place of an earlier one of the same plan."""
+    """A cluster with one more step, which replaces an earlier one of the same plan."""
 
     def same(other: StepTime) -> bool:
         return all(
@@ -100,7 +101,7 @@ def step_time(
     optimizer_took: float,
 ) -> StepTime:
     """A measured step of `plan` for a file. predicted: by the cluster's own rates. took: seconds of
-    the whole step; optimizer_took: those of the optimizer's among them."""
+    the full step; optimizer_took: those of the optimizer among them."""
     apart = (plan.shards == 1 or plan.zero not in _FOLLOWED) and optimizer_took < took
     alone = optimizer_took if apart else 0.0
     return StepTime(
@@ -118,18 +119,18 @@ def step_time(
 
 
 def _row(step: StepTime) -> tuple[float, float]:
-    """Computing and communication, of a step that took 1."""
+    """Compute and communication as shares of the measured time."""
     more = 0.0 if step.optimizer_took else step.optimizer
     return (step.compute + more) / step.took, step.communication / step.took
 
 
 def _fitted(rows: np.ndarray) -> tuple[float, float]:
-    """(c, m) that make every row's sum 1 as nearly as can be, both above 0."""
+    """(c, m), both above 0, for which the rows' sums are as near to 1 as possible."""
     if not rows[:, 1].any():
         return float(rows[:, 0].sum() / np.square(rows[:, 0]).sum()), 1.0
     tied = np.vstack([rows, [_TOGETHER, -_TOGETHER]])
     (c, m), *_ = np.linalg.lstsq(tied, np.append(np.ones(len(rows)), 0.0), rcond=None)
-    if min(c, m) <= 0:  # more than they can tell apart
+    if min(c, m) <= 0:  # the steps do not separate them
         whole = rows.sum(axis=1)
         c = m = whole.sum() / np.square(whole).sum()
     return float(c), float(m)

@@ -1,9 +1,8 @@
-"""Where a step can be cut into stages, and the best cuts.
+"""Candidate pipeline cuts of a step, and the best cuts by dynamic programming.
 
-A cut is a position of the forward graph. Its cost is what crosses it: every value made at or
-before it and used after it is sent on, and its gradient comes back. Values that depend on batch
-and constants only (masks, positions) and casts of parameters do not cross: each stage makes its
-own.
+A cut is a position of the forward graph. Its cost is what crosses it: every value computed at or
+before it and used after it is sent on, and its gradient comes back. Values that depend on batch and
+constants only (masks, positions) and casts of parameters do not cross: each stage computes its own.
 
 The cuts are chosen by dynamic programming over candidate positions. Of S stages the slowest counts
 first, since a pipeline runs at its pace; among equally slow choices the sum of squares of all
@@ -23,13 +22,12 @@ from graphaccel.errors import BadPin, TooManyStages
 from graphaccel.planner.plan.module_pins import is_inside
 from graphaccel.planner.profile.profile import Profile, SizedProfile
 
-_NEAR = 1 + 4e-9  # costs that far apart are told apart later
+_NEAR = 1 + 4e-9  # closer costs are compared later
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """Positions after which a stage may end, ascending, and bytes of activations that cross
-    each.
+    """Positions after which a stage may end, ascending, and bytes of activations that cross each.
     """
 
     positions: tuple[int, ...]
@@ -39,8 +37,8 @@ class Candidates:
 def candidate_cuts(profile: Profile, sized: SizedProfile) -> Candidates:
     """Local minima of the crossing bytes, with a parameter used between any two and at both ends.
 
-    Of several cuts between which no parameter is used the one with fewest bytes is kept, the
-    latest of equals: an activation function stays with the layer before it.
+    Of several cuts between which no parameter is used the one with fewest bytes is kept, the latest
+    of equals: an activation function stays with the layer before it.
     """
     return sized.once("candidate cuts", lambda: _candidate_cuts(profile, sized))
 
@@ -56,13 +54,13 @@ def _candidate_cuts(profile: Profile, sized: SizedProfile) -> Candidates:
 
 
 def _where(profile: Profile) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(parameters used up to each position; whether it is between two; whether something that may
-    cross is made there as well)."""
+    """(number of parameters used up to each position; whether it is between two of them; whether
+    also a value that may cross is computed there)."""
     used = np.zeros(len(profile) + 1, dtype=np.int64)
     casts = np.zeros(len(profile) + 1, dtype=bool)
     casts[profile.node_position[profile.node_released]] = True
     computes = np.flatnonzero(~casts)
-    for parameter in profile.parameters:  # a cast of it stands before what computes with it
+    for parameter in profile.parameters:  # a cast of it comes before the compute that reads it
         if parameter.trainable and parameter.positions:
             first = np.searchsorted(computes, parameter.positions[0])
             used[computes[first]] += 1
@@ -84,8 +82,8 @@ def _crossing_bytes(profile: Profile, sized: SizedProfile) -> np.ndarray:
 
 
 def _chosen_cross(profile: Profile) -> np.ndarray:
-    """Whether rows cross a cut after each position that lie on the ranks of their experts: what
-    passes between stages has a size that is known before."""
+    """Whether rows that were dispatched to the ranks of their experts cross a cut after each
+    position: messages between stages must have a size that is known beforehand."""
     crossing, lines = profile.crossing, profile.lines
     chosen = lines.told([bool(n.meta.get("chosen")) for n in lines.nodes])
     row = chosen[profile.storages.made[crossing.storage]]
@@ -106,11 +104,11 @@ def _local_minima(values: np.ndarray) -> np.ndarray:
 
 
 def partition(cost: np.ndarray, stages: int, allowed: np.ndarray | None = None) -> list[int] | None:
-    """Split points 0 = c0 < c1 < ... < cS = K so that the largest segment cost is least.
+    """Split points 0 = c0 < c1 < ... < cS = K that minimise the largest segment cost.
 
-    cost[i, j]: cost of a segment from split point i to j (i < j), K + 1 points.
-    allowed[s, i, j]: whether stage s may be that segment. None when there is no such split.
-    Ties go to the least sum of squares, then to the earliest cuts.
+    cost[i, j]: cost of a segment from split point i to j (i < j), K + 1 points. allowed[s, i, j]:
+    whether stage s may be that segment. None when there is no such split. Ties go to the least sum
+    of squares, then to the earliest cuts.
     """
     points = cost.shape[0]
     rows, columns = np.indices(cost.shape)
@@ -145,8 +143,8 @@ def _shortest(cost: np.ndarray, possible: np.ndarray, combine: np.ufunc) -> list
 
 @dataclass(frozen=True, eq=False)
 class Chain:
-    """Points at which a line may be cut, both ends among them: seconds of the work before each,
-    and of the messages that a cut there costs; `ends`: the position before each."""
+    """The points at which a sequence may be cut, both ends included: seconds of the work before
+    each, and of the messages that a cut there costs; `ends`: the position before each."""
 
     ends: np.ndarray
     work: np.ndarray
@@ -165,8 +163,8 @@ class Chain:
 
 @dataclass(frozen=True)
 class StageLimit:
-    """Memory of stages for the choice of cuts: bytes a parameter byte takes in all (weights,
-    gradients, optimizer state), microbatches in flight and tensor bytes to spare, per stage."""
+    """Memory limits of stages for the choice of cuts: bytes per parameter byte in all (weights,
+    gradients, optimizer state), microbatches in flight and tensor budget in bytes, per stage."""
 
     per_parameter_byte: float
     in_flight: Sequence[int]
@@ -174,10 +172,10 @@ class StageLimit:
 
 
 class Room:
-    """What memory leaves of the segments of a chain.
+    """The memory of the segments of a chain.
 
-    held: bytes of parameters before each point; waiting: bytes that one microbatch keeps; passing:
-    the most that computing takes between a point and the one before it.
+    held: bytes of parameters before each point; waiting: bytes that are saved of one microbatch;
+    passing: the peak bytes of computing between a point and the one before it.
     """
 
     def __init__(
@@ -199,7 +197,7 @@ class Room:
         return np.minimum(found, np.arange(len(least)))
 
     def enough(self, limit: StageLimit, stages: int) -> bool:
-        """Whether stages, each as long as its memory lets it be, come to the end; otherwise no
+        """Whether stages that are each as long as their memory allows reach the end; otherwise no
         split fits: part of a segment that fits does too."""
         far, last = 0, len(self.held) - 1
         for stage in range(stages):
@@ -212,8 +210,8 @@ class Room:
         return False
 
     def fits(self, limit: StageLimit, i: np.ndarray, j: np.ndarray) -> Fits:
-        """What stages may be of the segments from `i` to `j`: windows of points that end before
-        `j`, in rows."""
+        """Which stages may be the segments from `i` to `j`: windows of points that end before `j`,
+        in rows."""
         running = np.maximum.accumulate(self.passing[i][:, ::-1], axis=1)[:, ::-1]
         fixed = (self.held[j] - self.held[i]) * limit.per_parameter_byte + running
         return Fits(fixed, self.waiting[j] - self.waiting[i], limit)
@@ -221,7 +219,8 @@ class Room:
 
 @dataclass(frozen=True, eq=False)
 class Fits:
-    """Segments in rows: bytes that each holds in any case, and for each microbatch in flight."""
+    """Segments in rows: the bytes that each holds in any case, and for each microbatch in flight.
+    """
 
     fixed: np.ndarray
     one: np.ndarray
@@ -236,10 +235,10 @@ class Fits:
 def split_evenly(
     chain: Chain, stages: int, room: Room | None = None, limit: StageLimit | None = None
 ) -> list[int] | None:
-    """What `partition` finds for a chain, without looking at segments that are far too long.
+    """The result of `partition` for a chain, without considering segments that are far too long.
 
-    A split whose longest segment takes `most` seconds has none with more work than that. So it is
-    enough to look back from each point that far, and where nothing is found, twice as far.
+    A split whose longest segment takes `most` seconds has no segment with more work than that. So
+    it is enough to look back from each point that far, and where no split is found, twice as far.
     """
     points = len(chain.ends)
     if points - 1 < stages:
@@ -278,8 +277,8 @@ def _within(
     room: Room | None,
     limit: StageLimit | None,
 ) -> list[int] | None:
-    """The best split among those whose segments start at `first` of their end or later, and take
-    at most `most` seconds."""
+    """The best split among those whose segments start at `first` of their end or later, and take at
+    most `most` seconds."""
     points = len(first)
     width = int((np.arange(points) - first).max())
     skip = 0 if room is not None else _too_short(chain, stages, most)
@@ -307,8 +306,8 @@ def _within(
 
 
 def _too_short(chain: Chain, stages: int, most: float) -> int:
-    """How many of the nearest points before each one no segment of a split starts at: where the
-    others take `most` seconds at most, it has the rest of the work."""
+    """The number of nearest points before each point at which no segment of a split starts: where
+    the others take at most `most` seconds, it has the rest of the work."""
     work, least = chain.work, chain.work[-1] - (stages - 1) * most * _NEAR
     if least <= 0:
         return 0
@@ -320,8 +319,8 @@ def _too_short(chain: Chain, stages: int, most: float) -> int:
 def _band(
     cost: np.ndarray, width: int, stages: int, allowed: Fits | None, combine: np.ufunc
 ) -> list[int] | None:
-    """As `_shortest`; cost[j, d]: of the segment to point j from point j - width + d. Of each stage
-    it looks only at the points between which a whole split can have its end."""
+    """As `_shortest`; cost[j, d]: of the segment to point j from point j - width + d. For each
+    stage it considers only the points at which that stage can end in a full split."""
     points, columns = cost.shape
     spans = _reach(cost, width, stages)
     if any(low > high for low, high in spans):
@@ -348,8 +347,8 @@ def _band(
 
 
 def _reach(cost: np.ndarray, width: int, stages: int) -> list[tuple[int, int]]:
-    """The first and the last point at which each stage can end, as far as segments go whose cost is
-    not infinite; of some stage the first is behind the last where there is no split."""
+    """The first and the last point at which each stage can end, over segments of finite cost; for
+    some stage the first is after the last where there is no split."""
     points = len(cost)
     possible = np.isfinite(cost)
     longest = np.arange(points) - width + possible.argmax(axis=1)  # where it starts, to each point
@@ -369,7 +368,7 @@ def _reach(cost: np.ndarray, width: int, stages: int) -> list[tuple[int, int]]:
 def chain_of(
     profile: Profile, sized: SizedProfile, seconds_per_byte: float, message_seconds: float
 ) -> Chain:
-    """Where a step may be cut, and what each cut costs (see `choose_cuts`)."""
+    """The points where a step may be cut, and what each cut costs (see `choose_cuts`)."""
 
     def made() -> Chain:
         candidates = candidate_cuts(profile, sized)
@@ -395,8 +394,8 @@ def choose_cuts(
     """Names of the forward nodes after which stages end; None when `limit` leaves no choice.
 
     A message of n bytes over a cut costs `message_seconds + n * seconds_per_byte` in each
-    direction. saved: bytes per position that wait for backward (needed with `limit`). pinned: the
-    stage of modules, by path.
+    direction. saved: bytes per position that are saved for the backward (needed with `limit`).
+    pinned: the stage of modules, by path.
 
     Raises: TooManyStages (GA203) when the graph has fewer cuts than `stages - 1`, BadPin (GA202)
     when no cuts put the pinned modules on their stages.
@@ -428,7 +427,7 @@ def _with_pinned(
     room: Room | None,
     limit: StageLimit | None,
 ) -> list[int] | None:
-    """The best split where a stage has nothing of another's modules."""
+    """The best split in which the pinned modules are on their stages only."""
     cost, points = chain.table, len(chain.ends)
     held = np.ones((stages, points, points), dtype=bool)
     for path, stage in pinned:

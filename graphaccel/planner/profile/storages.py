@@ -1,4 +1,4 @@
-"""The memory of each tensor of a step, views folded in, as columns."""
+"""The storages of a step's tensors as columns; views share the storage of their base."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from graphaccel.planner.profile.axis_collectives import is_kept
 from graphaccel.planner.profile.cost import is_view
 from graphaccel.planner.profile.lines import Lines
 
-_HELD = ("parameter", "buffer", "tangent")  # what one stage has and others do not
+_HELD = ("parameter", "buffer", "tangent")  # inputs that belong to one stage
 _FAR = np.iinfo(np.int64).max
 
 
@@ -35,17 +35,18 @@ class Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Storages:
-    """The memory of each tensor, views folded in, as columns.
+    """The storage of each tensor as columns; a view shares the storage of its base.
 
-    tensor: which of `Profile.tensors` it is, or is a copy of. made: joint row. at: position. ahead:
-    made in the forward. value: made by a call; input: number of the placeholder otherwise, -1.
-    common: made from batch and constants only, without random numbers, so that every stage that
-      needs it makes it for itself. kept: drawn or sent, which is not done again where a block is
-      computed again. released: a parameter in another dtype, which is made anew for the backward.
-      gradient: of a parameter, handed out. replicated: all ranks of the tensor axis have it.
-    item_bytes: of one element.
+    tensor: which of `Profile.tensors` it is, or is a copy of. made: joint row that computes it. at:
+    position. ahead: computed in the forward. value: computed by a call; input: number of the
+    placeholder otherwise, -1.
+    common: computed from batch and constants only, without random numbers, so that every stage that
+      needs it computes it itself. kept: random or communicated, which is not repeated where a block
+      is recomputed. released: a cast of a parameter, which is repeated for the backward. gradient:
+      of a parameter, returned. replicated: all ranks of the tensor axis hold it. item_bytes: of one
+      element.
     uses: (storage, joint row, position, whether it is in the forward), by storage, then by row;
-      uses of a view are uses of what it is a view of.
+      uses of a view are uses of its base.
     """
 
     tensor: np.ndarray
@@ -68,17 +69,17 @@ class Storages:
 
     @cached_property
     def used(self) -> tuple[np.ndarray, np.ndarray]:
-        """(storages that have uses, where those of each start)."""
+        """(storages that have uses, where the uses of each start)."""
         return np.unique(self.uses[0], return_index=True)
 
     @cached_property
     def owned(self) -> np.ndarray:
-        """Made in forward by one stage only."""
+        """Storages computed in the forward by one stage only."""
         return self.value & self.ahead & ~self.common
 
     @cached_property
     def waits(self) -> np.ndarray:
-        """Of these, what is there for the backward if that reads it."""
+        """Those of them that are saved if the backward reads them."""
         return self.owned & ~self.released
 
     @cached_property
@@ -101,7 +102,9 @@ class Storages:
 
     @cached_property
     def saved(self) -> np.ndarray:
-        """Made in forward and kept for backward; what is common is made again there instead."""
+        """Storages computed in the forward and saved for the backward; common ones are recomputed
+        there instead.
+        """
         return self.waits & (self.last_backward >= 0)
 
     def _last(self, chosen: np.ndarray) -> np.ndarray:
@@ -112,8 +115,8 @@ class Storages:
 
 @dataclass(frozen=True, eq=False)
 class Crossing:
-    """Values that a cut may separate from a use. storage, at, last: its number, position, and
-    position of its last use in the forward. uses: (which of them, position) of each such use."""
+    """Values that may cross a cut. storage, at, last: its number, position, and position of its
+    last use in the forward. uses: (which of them, position) of each such use."""
 
     storage: np.ndarray
     at: np.ndarray
@@ -128,10 +131,10 @@ def find_storages(
     forward: np.ndarray,
     released: np.ndarray,
 ) -> tuple[tuple[Tensor, ...], Storages]:
-    """One storage per tensor made, and the results of the nodes that were read.
+    """One storage per tensor that is computed, and the results of the nodes that were read.
 
-    lines: of the step's joint graph. position, forward, released: of each of its rows, where it
-    lies on the line, whether in the forward, and whether it is made anew for the backward.
+    lines: of the step's joint graph. position, forward, released: of each of its rows, its
+    position, whether it is in the forward, and whether it is repeated for the backward.
     """
     views = [is_view(n) for n in lines.nodes]
     made = [[] if view else _tensors(n) for n, view in zip(lines.nodes, views, strict=True)]
@@ -189,7 +192,7 @@ def _spread(
     many: np.ndarray,
     begin: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(storages, which pair they are of) behind pairs of a row and its item, -1 for all."""
+    """(storages, which pair they are of) for pairs of a row and its item, -1 for all."""
     of = lines.of
     place: dict[tuple[fx.Node, int], int] = {}
     first: dict[fx.Node, int] = {}

@@ -22,8 +22,8 @@ from graphaccel.planner.search.search_state import Pass
 _SOLVED = 160  # candidates that are solved at most
 _FEW = 32  # and at least, of deep models: of five the best was among the first dozen
 _AGAIN = 16  # the same, where the question is whether anything beats a plan that is already known
-_BLOCKS = 320_000  # divided by the square of the number of blocks: solving and layouts both cost time by block
-_BUILT = 6  # layouts whose graphs are built, besides those with a tensor axis only
+_BLOCKS = 320_000  # divided by the square of the block count: solving and layouts cost by block
+_BUILT = 6  # layouts whose graphs are built at most; those with a tensor axis only always are
 # Of 460 candidates of Llama-3-405B on 1,024 to 16,384 devices none took less than 0.94 of the
 # estimate on its layout's own graph; on the graph of another layout estimates were too short, by 0
 # to 37 %.

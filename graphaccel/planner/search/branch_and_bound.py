@@ -80,7 +80,7 @@ def _run(work: Pass, large: bool) -> Iterator[tuple[int, float]]:
     for many, bound in guided(work) if large else chain(_plain(work), _others(work)):
         done += many
         yield done, bound
-    if not work.outcome.fitting and work.goal == math.inf:  # then which of them is closest to fitting
+    if not work.outcome.fitting and work.goal == math.inf:  # which of them misses least
         for bound, shape in work.late[:KEPT]:
             tally.infeasible -= 1
             tally.solved -= 1

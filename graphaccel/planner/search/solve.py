@@ -347,7 +347,7 @@ def _with_blocks(problem: Problem, plan: Plan, recompute: str | Sequence[str]) -
     else:
         chosen = dict.fromkeys(recompute, ())
     found = problem.predicted(plan.doing_again(chosen), simulated=False)
-    if recompute == "some" and excess(found, problem.cluster) > 0:  # recomputed values take memory, too
+    if recompute == "some" and excess(found, problem.cluster) > 0:  # recomputed values take memory
         less = _with_blocks(problem, plan, "selective")
         return min(found, less, key=lambda one: excess(one, problem.cluster))
     return found
