@@ -73,7 +73,7 @@ def predict_memory(
     grown = peaks.activation + (np.maximum(waiting, 1) - 1) * each  # that many, instead of one
     lying = (plan.interleave, plan.pipeline)  # [interleave, rank]: stage s is on rank s % pipeline
     beyond = (grown + peaks.temporary - waits).reshape(lying)
-    top = beyond.argmax(axis=0) * plan.pipeline + np.arange(plan.pipeline)  # the stage that computes
+    top = beyond.argmax(axis=0) * plan.pipeline + np.arange(plan.pipeline)  # computes
     activations = waits.reshape(lying).sum(axis=0) - waits[top] + grown[top] + whole_batch
     before = np.append(0, sent[: plan.pipeline - 1])
     activations += _TRAVELLING * np.maximum(sent.reshape(lying).max(axis=0), before)

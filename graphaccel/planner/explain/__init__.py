@@ -1,1 +1,1 @@
-"""Answers after the search: what another decision or machine changes."""
+"""Answers after the search: what another decision or another machine would change."""

@@ -1,15 +1,15 @@
-"""What another decision, another machine or another calibration would change: found by re-solving.
+"""What-if queries: re-solves the problem with another decision, machine or calibration.
 
 Everything here solves the same problem again with one thing changed, by the same search and the
 same model of time and memory, so that its numbers can be compared with the plan's:
 
 * `why_not`: the best plan under further pins, and what it loses against the chosen one.
 * `explain`: for each decision the best plan with each other value (all that is not pinned is
-  planned anew around it); shadow prices, the finite differences of the step's time by what the
-  cluster has; stability, the chosen plan's regret when each rate of the calibration is 10 % off.
+  planned anew around it); shadow prices, the finite differences of the step's time by the cluster's
+  resources; stability, the chosen plan's regret when each rate of the calibration is 10 % off.
 
-Memory is that of the search: the estimate, corrected by what the estimate was wrong by where a
-program was built. Plans that did not fit once built are left out.
+Memory is that of the search: the estimate, corrected by its error where a program was built. Plans
+that did not fit once built are left out.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ from graphaccel.schedule.table import SCHEDULE_NAMES
 _GIB = 2**30
 _OFF = 0.1  # how far each rate of the calibration is moved
 _NEAR = 4  # values of a decision that are tried on either side of the chosen one
-_OF_THE_GRAPH = ("fusions", "outputs")  # pins that graphs are made for before they are planned
+_OF_THE_GRAPH = ("fusions", "outputs")  # pins that must be known when graphs are built, before planning
 _SOLVED = frozenset(
     {"order", "recompute", "cuts", "loss_chunk", "offload", "cast_once"}
-)  # with a candidate
+)  # chosen when a candidate is solved
 
 Replan = Callable[[Mapping[str, object]], Plan]
 
@@ -79,8 +79,8 @@ class Decision:
 
 @dataclass(frozen=True)
 class Price:
-    """What one change of the problem is worth. seconds: of the best plan then, name: that plan,
-    "" and None where nothing fits. gain: the share of the time it saves; negative where it costs.
+    """The value of one change of the problem. seconds: of the best plan then, name: that plan, ""
+    and None where nothing fits. gain: the share of the time it saves; negative where it costs.
     """
 
     change: str
@@ -102,7 +102,7 @@ class Shift:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Why the plan is what it is."""
+    """Why the plan was chosen."""
 
     decisions: tuple[Decision, ...]
     prices: tuple[Price, ...]
@@ -114,8 +114,8 @@ class Answer:
     """Why not: the best plan under the asked pins against the chosen one.
 
     verdict: "chosen", "slower", "as fast", "faster", "does not fit" or "can not be". terms: seconds
-    by what they go to, theirs: of the chosen plan. breakdown: bytes at the peak on `rank`. reason:
-    in one sentence.
+    by cause, theirs: of the chosen plan. breakdown: bytes at the peak on `rank`. reason: in one
+    sentence.
     """
 
     asked: str
@@ -133,10 +133,11 @@ class Answer:
 def why_not(
     record: Record, plan: Plan, asked: Mapping[str, object], replan: Replan | None = None
 ) -> Answer:
-    """The best plan with `asked` pinned besides what is pinned already, built to count its memory.
+    """The best plan with `asked` pinned in addition to the existing pins, built to count its
+    memory.
 
-    asked: a value of None lets go of a pin. replan: plans anew, graphs included, with all the pins
-    that it is given; without it what graphs are made for is refused.
+    asked: a value of None drops a pin. replan: plans anew, graphs included, with all the pins that
+    it is given; without it, pins that change the graphs are refused.
     Raises ValueError for a record without a problem.
     """
     problem = _problem(record)
@@ -168,7 +169,9 @@ def why_not(
 def _against(
     record: Record, plan: Plan, asked: Mapping[str, object], found: Plan, cluster: Cluster
 ) -> Answer:
-    """`found`, the best plan as `asked`, beside the chosen one. cluster: what it has to fit."""
+    """`found`, the best plan under `asked`, compared with the chosen one. cluster: what it has to
+    fit.
+    """
     assert found.prediction is not None
     assert plan.prediction is not None
     gain = 1 - seconds(found) / seconds(plan)
@@ -196,7 +199,7 @@ def _against(
 
 
 def _against_it(record: Record, plan: Plan, asked: Mapping[str, object], gain: float) -> str:
-    """Why the search has no say in what was asked; "" where it has."""
+    """Why the search would not choose what was asked by itself; "" where it could."""
     given = {name: value for name, value in record.given.items() if value is not None}
     other = [name for name, value in asked.items() if given.get(name, value) != value]
     if other:
@@ -218,7 +221,7 @@ def _said(value: object) -> str:
 
 
 def _refusal(error: GraphAccelError) -> str:
-    """An error in one sentence, with what could be instead."""
+    """An error in one sentence, with the allowed values."""
     message = error.message()
     said = f"{message.sentence}: {message.why}" if message.why else message.sentence
     if isinstance(error, BadPin) and error.allowed:
@@ -227,7 +230,7 @@ def _refusal(error: GraphAccelError) -> str:
 
 
 def explain(record: Record, plan: Plan) -> Explanation:
-    """Decision by decision, price by price. Raises ValueError for a record without a problem."""
+    """Explain each decision and each price. Raises ValueError for a record without a problem."""
     problem = _problem(record)
     return Explanation(
         decisions=tuple(_decisions(record, problem, plan)),
@@ -237,7 +240,7 @@ def explain(record: Record, plan: Plan) -> Explanation:
 
 
 def value_of(plan: Plan, name: str, blocks: tuple[str, ...]) -> str:
-    """A decision of `plan` as the pin of that name says it."""
+    """A decision of `plan` in the notation of the pin of that name."""
     if name == "recompute":
         if not plan.again:
             return "none"
@@ -313,7 +316,7 @@ def _values(record: Record, problem: Problem, plan: Plan, name: str) -> list:
 
 
 def _loose(pins: Pins, name: str) -> Pins:
-    """Without the pins that name the graph's own places: they hold for one value only."""
+    """The pins without the cuts, which name nodes of the graph: they hold for one value only."""
     return replace(pins, cuts=None) if name != "cuts" else pins
 
 
@@ -452,7 +455,7 @@ def _problem(record: Record) -> Problem:
 
 
 def _cluster(record: Record) -> Cluster:
-    """The devices as they are, for plans whose programs were built."""
+    """The cluster without memory correction, for plans whose programs were built."""
     assert record.problem is not None
     built = record.refine is not None
     return record.problem.cluster if built else _problem(record).cluster
@@ -464,7 +467,7 @@ def _pins(record: Record, problem: Problem, given: Mapping[str, object]) -> Pins
 
 
 def _first(fitting: list[Plan], record: Record) -> Plan | None:
-    """The best that did not turn out too big once built."""
+    """The best plan that was not refused once built."""
     refused = record.refused
     return next((plan for plan in fitting if plan.decided(notes=()) not in refused), None)
 

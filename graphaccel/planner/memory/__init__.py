@@ -1,1 +1,1 @@
-"""Peak tensor bytes of a plan, counted over the graphs that run."""
+"""The exact peak memory of a plan, counted on the graphs that will run."""

@@ -1,9 +1,9 @@
-"""Peak tensor bytes per pipeline rank: liveness over the very graphs and actions that will run.
+"""Exact peak tensor bytes per pipeline rank: liveness over the graphs and actions that will run.
 
-`planner.memory.liveness` counts what a graph makes and needs; what the executor holds besides
+`planner.memory.liveness` counts what a graph allocates and needs; what the executor holds besides
 (parameters, the batch, gradient buckets, activations saved for a backward, messages) lives as long
-as `schedule.walk` says. Because the same graphs run, the result equals the measured peak; allocator
-reserve and contexts are added by the caller as a stated margin.
+as `schedule.walk` defines. Because exactly these graphs run, the result equals the measured peak;
+allocator reserve and contexts are added by the caller as an explicit margin.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _HELD = {
     "held",
     "headed",
 }
-_GATHERED = ("joined", "summed", "same")  # by the head, of what the forwards give  # fmt: skip
+_GATHERED = ("joined", "summed", "same")  # values that the head reads, from the forwards  # fmt: skip
 
 
 UNEVEN = 1.25
-"""Rows on a device as a multiple of an even share, where a report says what uneven choices would
-cost: the capacity factor of Fedus et al., Switch Transformers, 2021, section 2.2."""
+"""Rows on a device as a multiple of an even share, for which a report gives the cost of uneven
+choices: the capacity factor of Fedus et al., Switch Transformers, 2021, section 2.2."""
 
 
 def _nothing(_: Sequence[str]) -> int:
@@ -53,14 +53,15 @@ def _nothing(_: Sequence[str]) -> int:
 
 @dataclass(frozen=True)
 class Resident:
-    """Bytes that lie on a rank the whole time. parameters, buffers: by name, as they rest. batch:
-    the global batch.
+    """Bytes that a rank holds throughout. parameters, buffers: by name, as this rank holds them.
+    batch: the global batch.
 
-    states: trained parameter → bytes of that part of it whose optimizer state lies here.
+    states: trained parameter → bytes of its part whose optimizer state this rank holds.
     optimizer_bytes: per byte of `states` (2.0 for AdamW in the parameter's dtype). offload: of the
     plan. exchanged: of the transport (`planner.memory.graph_columns.Rows`); the device is then the
-    host. whole: parameter → its bytes in full; built: those of all of them and of buffers. step:
-    what the optimizer's step makes, of the stages on a rank (`planner.estimate.optimizer_memory`).
+    host. whole: parameter → its bytes in full; built: bytes of all parameters in full and of
+    buffers. step: temporary bytes of the optimizer's step, for the parameters of a rank's stages
+    (`planner.estimate.optimizer_memory`).
     """
 
     parameters: Mapping[str, int]
@@ -121,8 +122,8 @@ def rank_memory(
 
 
 def _lying(own: Sequence[StageProgram], resident: Resident) -> tuple[int, int]:
-    """Bytes of parameters and buffers as they rest, each once: on the device, and on the host
-    without those that the optimizer has there."""
+    """Bytes of parameters and buffers as the rank holds them, each counted once: on the device, and
+    on the host without those that the optimizer has there."""
     parameters = {n for p in own for n in p.parameters}
     buffers = {n for p in own for n in p.buffers}
     resting = {n: resident.parameters[n] for n in parameters}
@@ -133,7 +134,7 @@ def _lying(own: Sequence[StageProgram], resident: Resident) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Sample:
-    """What lies on a rank at one time of a step: bytes by category, and what is being computed."""
+    """What a rank holds at one time of a step: bytes by category, and what is being computed."""
 
     seconds: float
     live: Mapping[str, int]
@@ -155,11 +156,12 @@ def rank_curve(
     most: int = 600,
     chosen: Share = even,
 ) -> tuple[Sample, ...]:
-    """The bytes on one pipeline rank in the course of a step; their maximum is `rank_memory`'s.
+    """The bytes on one pipeline rank over the course of a step; their maximum is that of
+    `rank_memory`.
 
-    spans: (start, end) in seconds of each forward and backward, by (kind, stage, microbatch); the
-    nodes of one lie evenly in it. most: about how many samples are kept; of every stretch that
-    is left out, the fullest is. chosen: see `rank_memory`.
+    spans: (start, end) in seconds of each forward and backward, by (kind, stage, microbatch); its
+    nodes are assumed to be spaced evenly. most: about how many samples to return; where samples are
+    left out, the one with most bytes is kept. chosen: see `rank_memory`.
     """
     whole = rank_memory(program, schedule, rank, resident, other, chosen)
     own = [p for p in program.stages if p.stage in {a.stage for a in schedule[rank]}]
@@ -235,7 +237,7 @@ class _Run:
                     self.count.take(Storage(_bytes(node.meta["val"]), "gradient"))
 
     def prepare(self, stage: StageProgram) -> None:
-        """What is held for all microbatches of a stage."""
+        """Count what is held for all microbatches of a stage."""
         if stage.prepare is None:
             return
         given: list[list[Storage]] = [[] for _ in stage.prepare_inputs]
@@ -245,16 +247,18 @@ class _Run:
             self.count.recount(storage, "parameter")
 
     def seen(self, lying: int, optimizer: int) -> Seen:
-        """What a walk through the step found. lying, optimizer: bytes that rest on the rank."""
+        """The results of a walk through the step. lying, optimizer: bytes that the rank holds
+        throughout.
+        """
         most, count = self.most, self.count
         return Seen(lying, optimizer, most["forward"], most["backward"], count.peak, count.total)
 
     def made_by_step(self, resident: Resident) -> int:
-        """Bytes that the optimizer's step makes."""
+        """Temporary bytes of the optimizer's step."""
         return resident.step(sorted({n for p in self.own for n in p.parameters}))
 
     def do(self, verb: str, action: Action) -> None:
-        """One doing of the walk; and the most that lives meanwhile, by phase."""
+        """Count one item of the walk, and the peak during it by phase."""
         count = self.count
         before = count.peak, count.at_peak, count.where
         count.peak = count.total
@@ -279,8 +283,8 @@ class _Run:
                 self.count.drop(storage)
 
     def handed_out(self) -> None:
-        """A loss outside of the graph is that of the whole batch: outputs are brought to every
-        rank, and live as long as the script's loss."""
+        """A loss outside of the graph is computed on the global batch: outputs are gathered to
+        every rank, and live as long as the script's loss."""
         self.count.here = "outputs of the whole batch"
         for leaf, local in self.outputs.items():
             place = self.program.output_places[leaf]
@@ -291,15 +295,15 @@ class _Run:
                     self.count.drop(storage)
 
     def handed_in(self, stage: StageProgram) -> None:
-        """The gradients of the outputs that the loss reads, whole. What the script's own
-        loss keeps and makes is not known and not counted."""
+        """The gradients of the outputs that the loss reads, of the global batch. What the script's
+        own loss saves and allocates is not known and not counted."""
         self.count.here = "gradients of the outputs"
         graph = next(iter(stage.backwards.values()))
         for node, value in zip(_placeholders(graph), stage.backward_inputs, strict=True):
             if value.kind == "tangent":
                 place, size = self.program.output_places[value.leaf], _bytes(node.meta["val"])
                 self.count.take(Storage(size * self._parts(place), "activation"))
-                if self._parts(place) > 1 and place != 0:  # its part is no run of memory
+                if self._parts(place) > 1 and place != 0:  # its part is not contiguous
                     self.count.take(Storage(size, "activation"))
 
     def _parts(self, place: str | int) -> int:
@@ -341,7 +345,7 @@ class _Run:
         self.deliver(action, outputs, results)
 
     def _gather(self, value: Value, held: list[Storage]) -> None:
-        """What a forward gives the head (`runtime.parts`)."""
+        """Hold what a forward passes to the head (`runtime.parts`)."""
         known = self.gathered.setdefault(value.name, [])
         if known and value.kind != "joined":
             return
@@ -354,7 +358,7 @@ class _Run:
         known.append(held)
 
     def _whole(self, value: Value, stage: int) -> list[Storage]:
-        """The value of the whole batch: joined over microbatches, then over data."""
+        """The value of the global batch: joined over microbatches, then over data."""
         given = self.gathered.pop(value.name)
         if value.kind != "joined":
             return given[0]
@@ -363,14 +367,14 @@ class _Run:
         made = [s for held in given for s in held]
         if len(given) > 1:
             made = self._instead(made, [size])
-        if data > 1:  # along another dim than the first, a copy is sent, and what comes is copied
+        if data > 1:  # along a dim other than the first, a copy is sent, and the result is copied
             ahead = value.batch_dim > 0 or value.outer > 1
             made = self._instead(made, [*[size] * ahead, size * data])
             made = self._instead(made, [size * data]) if ahead else made
         return made
 
     def _instead(self, given: list[Storage], sizes: list[int]) -> list[Storage]:
-        """The last of new storages, made while what is given lives."""
+        """Allocate storages one after another while `given` lives, then free all but the last."""
         made = [Storage(size, "activation") for size in sizes]
         for storage in made:
             self.count.take(storage)
@@ -381,7 +385,7 @@ class _Run:
     def deliver(
         self, action: Action, outputs: Sequence[Value], results: list[list[Storage]]
     ) -> None:
-        """Who holds what a graph returned; the caller's own hold on it is dropped."""
+        """Record who holds what a graph returned; the caller's own reference to it is dropped."""
         local = {p.stage for p in self.own}
         for value, held in zip(outputs, results, strict=True):
             if value.kind == "saved":
@@ -431,7 +435,7 @@ def _placeholders(graph: fx.GraphModule) -> list[fx.Node]:
 
 
 def _received(stage: StageProgram, direction: str) -> list[tuple[int, Value]]:
-    """Bytes of what a stage receives, and what it is."""
+    """(bytes, value) of what a stage receives."""
     graph = stage.forward if direction == "forward" else next(iter(stage.backwards.values()))
     values = stage.forward_inputs if direction == "forward" else stage.backward_inputs
     pairs = zip(_placeholders(graph), values, strict=True)

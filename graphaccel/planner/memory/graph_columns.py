@@ -1,8 +1,8 @@
-"""A graph as columns, for counting what lives while it runs (`planner.memory.liveness`).
+"""A graph as columns, for counting the bytes that live while it runs (`planner.memory.liveness`).
 
-A row is a node, in order. Of a graph of many layers that nobody has made yet
-(`ir.replication.unfold`) the columns are unfolded from those of few: so counting 126 layers costs
-little more than counting four.
+A row is a node, in order. For a graph of many layers that is not built yet
+(`ir.replication.unfold`) the columns are unfolded from those of few layers: so counting 126 layers
+costs little more than counting four.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from graphaccel.kernels.host_copy import TO_HOST
 from graphaccel.kernels.register import fusion_of, is_backward
 
 _GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
-_SENDING = {  # what they send is held until what they give is waited for
+_SENDING = {  # their inputs are held until their result is waited for
     _GATHER,
     torch.ops._c10d_functional.all_gather_into_tensor_out.default,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
@@ -33,23 +33,23 @@ _SENDING = {  # what they send is held until what they give is waited for
 _SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 Share: TypeAlias = Callable[[str], float]
-_OWN, _ITSELF = -2, -1  # a tensor's memory is its own, or that of another of the same value
+_OWN, _ITSELF = -2, -1  # a tensor has a storage of its own, or that of another tensor of the same value
 
 
 def even(_: str) -> float:
-    """Each expert is chosen as often as the others."""
+    """The share of rows if every expert is chosen equally often."""
     return 1.0
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """What a graph's calls make and read.
+    """The tensors that a graph's calls return and read.
 
-    nodes: those that were read. of: row → the one of them it is, or is a copy of. reader, source:
+    nodes: those that were read. of: row → the node that it is, or is a copy of. reader, source:
     pairs of rows, by reader and then in the order of its inputs, each input once. results: row of
     each result, -1 for what is no node. module: row → its module path. chosen: module path → the
     rows that chose this rank's experts there (`sharding.apply.token_dispatch`), over an even share.
-    exchanged: a reduce-scatter brings everyone's parts, and what waits for it adds them up, and an
+    exchanged: a reduce-scatter receives the parts of all ranks, and its wait sums them, and an
     all-gather copies its own part at once (`runtime.gloo`).
 
     Tensors are numbered row by row.
@@ -79,7 +79,7 @@ class Rows:
 
     @cached_property
     def many(self) -> np.ndarray:
-        """Row → how many tensors it gives."""
+        """Row → number of tensors that it returns."""
         return self._many[self.of]
 
     @cached_property
@@ -94,7 +94,7 @@ class Rows:
 
     @cached_property
     def size(self) -> np.ndarray:
-        """Tensor → bytes of memory of its own."""
+        """Tensor → bytes of its own storage."""
         size = self._told[self._known, 0]
         if self.chosen is not even:
             came = np.array([bool(n.meta.get("chosen")) for n in self.nodes], dtype=bool)
@@ -107,13 +107,13 @@ class Rows:
 
     @cached_property
     def away(self) -> np.ndarray:
-        """Tensor → whether it is made on the host."""
+        """Tensor → whether it is on the host."""
         sent = np.array([node.target is TO_HOST for node in self.nodes], dtype=bool)
         return sent[self.of[self.made]]
 
     @cached_property
     def root(self) -> np.ndarray:
-        """Tensor → the one whose memory it shows."""
+        """Tensor → the tensor whose storage it shares."""
         _, where, which = self._told[self._known].T
         begin = np.searchsorted(self.reader, np.arange(len(self.of)))
         beside = np.clip(begin[self.made] + where, 0, max(0, len(self.source) - 1))
@@ -132,8 +132,8 @@ class Rows:
 
     @cached_property
     def waited(self) -> np.ndarray:
-        """Row → the last row at which what it sends must be there; 0 where it sends nothing. Parts
-        that came are added up where nothing is on its way any more."""
+        """Row → the last row at which its send buffer must be held; 0 where it sends nothing.
+        Received parts are summed when the communication is done."""
         wait = np.array([n.target is _WAIT for n in self.nodes], dtype=bool)[self.of]
         held = _SENDING - {_GATHER} if self.exchanged else _SENDING
         sends = np.array([n.target in held for n in self.nodes], dtype=bool)[self.of]
@@ -159,7 +159,7 @@ class Rows:
 
     @cached_property
     def _told(self) -> np.ndarray:
-        """Of each tensor of the nodes that were read: (bytes, where its memory is, which)."""
+        """For each tensor of the nodes that were read: (bytes, where its storage is, which)."""
         told: list[tuple[int, int, int]] = []
         for node in self.nodes:
             tensors = tensors_of(node.meta.get("val"))
@@ -188,8 +188,8 @@ class Rows:
 
 
 def rows_of(graph: fx.GraphModule, chosen: Share = even, *, exchanged: bool = False) -> Rows:
-    """The columns of a graph; of one that nobody has made yet, without making it. chosen,
-    exchanged: see `Rows`."""
+    """The columns of a graph; a graph that is not built yet is not built for it. chosen, exchanged:
+    see `Rows`."""
     known = unfolded_from(graph)
     found = _read(graph, chosen) if known is None else _unfolded(known, chosen)
     return replace(found, exchanged=exchanged)

@@ -1,10 +1,10 @@
-"""Bytes that live while graphs run, storage by storage.
+"""Liveness analysis: the bytes of storages that live while graphs run.
 
-Storages, not tensors, are counted: views cost nothing. A storage lives from the node that makes it
-to its last use, or as long as somebody outside holds it. What a run of a graph does depends on the
-graph and on who else holds what it is given, and on nothing else: the microbatches of a step do the
-same, so each graph is walked once for each way in which it is called. A walk is sums over columns
-(`planner.memory.graph_columns`), which are there for graphs that nobody has made yet as well.
+It counts storages, not tensors: views cost nothing. A storage lives from the node that allocates it
+to its last use, or as long as something outside holds it. The result for a run depends only on the
+graph and on who else holds its inputs: all microbatches of a step give identical results, so each
+graph is walked once for each way in which it is called. A walk is sums over columns
+(`planner.memory.graph_columns`), which exist also for graphs that are not built yet.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch import fx
 
 from graphaccel.planner.memory.graph_columns import Rows, Share, even, rows_of
 
-HOST = "host"  # the category of what lies there
+HOST = "host"  # the category of offloaded bytes
 _NEVER = 1 << 62
 Live: TypeAlias = Mapping[str, int]  # bytes by category
 
 
 @dataclass(eq=False)
 class Storage:
-    """Bytes of one category, as long as it has holders."""
+    """Bytes of one category, live as long as it has holders."""
 
     size: int
     kind: str
@@ -35,10 +35,11 @@ class Storage:
 
 @dataclass(frozen=True)
 class _Ran:
-    """What a run of a graph did. change: of the bytes that live. top: the most that lived more than
-    before, in which module. given: (holders, kind) of what it was given, afterwards; made: storages
-    that outlive it; results: numbers of the given, then of the made. last: module. pieces: as top,
-    in each piece of the run, with how far into the run it is."""
+    """The result of one run of a graph. change: change of the live bytes. top: the peak above the
+    bytes before the run, by category, and in which module. given: (holders, kind) of its inputs,
+    after the run; made: storages that outlive it; results: numbers of the inputs, then of `made`.
+    last: the last module. pieces: as top, in each piece of the run, with how far into the run it
+    is."""
 
     change: Live
     top: tuple[int, Live, str] | None
@@ -51,11 +52,11 @@ class _Ran:
 
 @dataclass
 class Liveness:
-    """What lives, and the most that ever lived. at_peak: then, by category; where: in words.
-    host_peak: the most of what `host_copy.to_host` put on the host, which is no part of the total.
+    """The live bytes, and their peak. at_peak: bytes at the peak, by category; where: the peak in
+    words. host_peak: the peak of what `host_copy.to_host` put on the host, not part of the total.
 
-    pieces: into how many pieces each run is taken apart for `seen`, which is of the last one: how
-    far into the run, bytes, where. chosen, exchanged: see `planner.memory.graph_columns.Rows`.
+    pieces: number of pieces of each run for `seen`, which describes the last run: how far into the
+    run, bytes, where. chosen, exchanged: see `planner.memory.graph_columns.Rows`.
     """
 
     peak: int = 0
@@ -73,7 +74,7 @@ class Liveness:
     _ran: dict[object, _Ran] = field(default_factory=dict)
 
     def take(self, storage: Storage) -> None:
-        """Hold a storage; the first to do so brings its bytes."""
+        """Hold a storage; the first holder adds its bytes."""
         if storage.holders == 0:
             self.live[storage.kind] += storage.size
             self.total += storage.size
@@ -82,19 +83,19 @@ class Liveness:
         storage.holders += 1
 
     def drop(self, storage: Storage) -> None:
-        """Let go of a storage; the last to do so frees it."""
+        """Drop a reference to a storage; the last holder frees it."""
         storage.holders -= 1
         if storage.holders == 0:
             self.live[storage.kind] -= storage.size
             self.total -= storage.size if storage.kind != HOST else 0
 
     def hold(self, held: Iterable[Storage]) -> None:
-        """Hold what somebody holds already."""
+        """Add a reference to storages that are already held."""
         for storage in held:
             storage.holders += 1
 
     def recount(self, storage: Storage, kind: str) -> None:
-        """Count a storage to another category."""
+        """Move a storage to another category."""
         self.live[storage.kind] -= storage.size
         self.live[kind] += storage.size
         storage.kind = kind
@@ -106,8 +107,9 @@ class Liveness:
         name: str,
         stage: int,
     ) -> list[list[Storage]]:
-        """Run a graph: what each of its results holds. inputs: for each placeholder what is handed
-        over with it, nothing for what is held all the time; it dies at its last use."""
+        """Run a graph; returns the storages of each of its results. inputs: for each placeholder
+        the storages that are passed with it, none for what is held throughout; they are freed at
+        their last use."""
         given = list(dict.fromkeys(s for held in inputs for s in held))
         number = {storage: i for i, storage in enumerate(given)}
         key = (
@@ -139,7 +141,7 @@ class Liveness:
         for kind, size in ran.change.items():
             self.live[kind] += size
             self.total += size if kind != HOST else 0
-        self.host_peak = max(self.host_peak, self.live[HOST])  # a run either fills it or empties it
+        self.host_peak = max(self.host_peak, self.live[HOST])  # a run either fills or empties it
         for storage, (holders, kind) in zip(given, ran.given, strict=True):
             storage.holders, storage.kind = holders, kind
         known = [*given, *(Storage(s.size, s.kind, s.holders) for s in ran.made)]
@@ -147,22 +149,22 @@ class Liveness:
 
 
 class _Walk:
-    """One run of a graph, counted from where it starts.
+    """One run of a graph, counted from its start.
 
-    A storage that the run makes dies after the last use of all that show it; so does one that it
-    is given and nobody else holds. Sums over the rows then tell what lives at each.
+    A storage that the run allocates is freed after the last use of all its views; so is an input
+    that nothing else holds. Sums over the rows then give the live bytes at each.
     """
 
     def __init__(
         self, rows: Rows, given: Sequence[Storage], inputs: Sequence[Sequence[int]]
     ) -> None:
-        """inputs: for each placeholder which of `given` are handed over with it."""
+        """inputs: for each placeholder which of `given` are passed with it."""
         self.rows, self.given = rows, given
         self.entries = dict(zip(rows.inputs.tolist(), inputs, strict=True))
         kept = np.zeros(len(rows), dtype=bool)
         kept[rows.results[rows.results >= 0]] = True
         self.after = np.where(kept, _NEVER, rows.last)  # the row after which nothing reads a row
-        self.end = np.full(len(rows.made), -1)  # root → the row after which it dies
+        self.end = np.full(len(rows.made), -1)  # root → the row after which it is freed
         np.maximum.at(self.end, rows.root, self.after[rows.made])
         called = np.zeros(len(rows), dtype=bool)
         called[rows.calls] = True
@@ -175,7 +177,7 @@ class _Walk:
     def through(self, pieces: int) -> _Ran:
         """Walk through the nodes. pieces: see `Liveness`."""
         rows, made = self.rows, self.made
-        level = self._lives_of(made[~rows.away[made]])  # of what the run makes on the device
+        level = self._lives_of(made[~rows.away[made]])  # of the run's storages on the device
         self.host = self._lives_of(made[rows.away[made]])
         rest = [(at, storage.size) for at, storage in self.freed if storage.kind != HOST]
         lost = self._lives((), (), *zip(*rest, strict=True)) if rest else np.zeros_like(level)
@@ -200,20 +202,21 @@ class _Walk:
         )
 
     def _lives_of(self, made: np.ndarray) -> np.ndarray:
-        """Bytes at each row of storages that the run makes."""
+        """Bytes at each row of storages that the run allocates."""
         dying = made[self.end[made] < _NEVER]
         sizes = self.rows.size
         return self._lives(self.rows.made[made], sizes[made], self.end[dying], sizes[dying])
 
     def _lives(self, born: Any, more: Any, died: Any, less: Any) -> np.ndarray:
-        """Bytes at each row of what is born at some rows and dies after others."""
+        """Bytes at each row of storages that are allocated at some rows and freed after others."""
         change = np.zeros(len(self.rows) + 1, dtype=np.int64)
         np.add.at(change, np.asarray(born, dtype=np.int64), np.asarray(more, dtype=np.int64))
         np.subtract.at(change, np.asarray(died, dtype=np.int64) + 1, np.asarray(less))
         return np.cumsum(change)[:-1]
 
     def _results(self) -> tuple[tuple[int, ...], ...]:
-        """For each result the numbers of the given, then of those left, that it holds."""
+        """For each result the numbers of the inputs, then of the remaining storages, that it holds.
+        """
         rows = self.rows
         number = {tensor: len(self.given) + i for i, tensor in enumerate(self.left)}
         found: list[tuple[int, ...]] = []
@@ -233,7 +236,7 @@ class _Walk:
         return tuple(found)
 
     def _freed(self) -> list[tuple[int, Storage]]:
-        """(the row after which it dies, storage) of those given that nobody else holds."""
+        """(the row after which it is freed, storage) of the inputs that nothing else holds."""
         ends: dict[int, int] = {}
         for row, held in self.entries.items():
             first, many = int(self.rows.first[row]), int(self.rows.many[row])
@@ -248,7 +251,7 @@ class _Walk:
         ]
 
     def _live(self, row: int, temporary: int) -> Live:
-        """What lives at a row more than before, by category."""
+        """The live bytes at a row beyond those before the run, by category."""
         live = {"temporary": temporary, HOST: int(self.host[row]) if row < len(self.host) else 0}
         for end, storage in self.freed:
             if end < row:
@@ -256,7 +259,9 @@ class _Walk:
         return live
 
     def _change(self) -> Live:
-        """What lives after the run more than before: what is returned is no longer temporary."""
+        """The live bytes after the run beyond those before it: what is returned is no longer
+        temporary.
+        """
         live = dict(self._live(len(self.rows), 0))
         for storage in self._left():
             live[storage.kind] = live.get(storage.kind, 0) + storage.size
@@ -267,12 +272,12 @@ class _Walk:
         return live
 
     def _returned(self) -> list[Storage]:
-        """Those of the given that are returned."""
+        """The inputs that are returned."""
         numbers = dict.fromkeys(n for held in self.results for n in held)
         return [self.given[n] for n in numbers if n < len(self.given)]
 
     def _holders(self) -> tuple[tuple[int, str], ...]:
-        """(holders, kind) of those given, after the run."""
+        """(holders, kind) of the inputs, after the run."""
         handed = Counter(number for held in self.entries.values() for number in held)
         held = Counter(number for own in self.results for number in own)
         returned = {id(s) for s in self._returned()}
@@ -287,7 +292,7 @@ class _Walk:
         )
 
     def _left(self) -> tuple[Storage, ...]:
-        """The storages that the run makes and returns."""
+        """The storages that the run allocates and returns."""
         held = Counter(number for own in self.results for number in own)
         return tuple(
             Storage(
@@ -301,7 +306,7 @@ class _Walk:
     def _fullest(
         self, level: np.ndarray, total: np.ndarray, pieces: int
     ) -> tuple[tuple[float, Live, str], ...]:
-        """Of each piece of the run, the moment at which most lives."""
+        """The moment of most live bytes in each piece of the run."""
         calls = self.rows.calls
         if not pieces or not len(calls):
             return ()

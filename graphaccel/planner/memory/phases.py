@@ -1,16 +1,16 @@
-"""The most bytes of tensors on a rank in each phase of a training: load, steps, save.
+"""Peak tensor bytes of a rank in each phase of a training: load, steps, save.
 
-    load     what rests here, and one whole parameter at a time of those of which a shard rests
-             (`runtime.session.Session.settle`); of a model that was built with weights all of it,
-             then what rests here beside the whole of what this rank keeps of it
-    step     what is there after the backward, optimizer state, and what the step makes
+    load     what this rank holds, and one full parameter at a time of the sharded ones
+             (`runtime.session.Session.settle`); for a model that was built with weights all of
+             it, then what this rank holds beside the full parameters of which it keeps a part
+    step     what is held after the backward, optimizer state, and the temporaries of the step
              (`planner.estimate.optimizer_memory`)
-    save     the same without the latter: shards are written as they lie. `full_state_dict`
-             gathers one parameter at a time, its parts and then the whole, and gives all of them
-             on the host (`runtime.parameters.state.full_state`)
+    save     the same without the temporaries: shards are written as they are. `full_state_dict`
+             gathers one parameter at a time, its shards and then the full one, and returns all of
+             them on the host (`runtime.parameters.state.full_state`)
 
 The first forward and backward have no optimizer state yet. Where the device is the host's own
-processor, what is built or gathered whole lies with the rest.
+processor, what is built or gathered in full is in the same memory.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ LOAD, STEP = "loading the model", "the optimizer's step"
 
 @dataclass(frozen=True)
 class Seen:
-    """What a walk through a rank's step found, in bytes. lying, optimizer: of what rests there.
-    forward, backward, peak: the most of all other, in each and of both; left: what of it is there
-    when the optimizer steps."""
+    """Bytes counted in a walk through a rank's step. lying, optimizer: parameters and optimizer
+    state that the rank holds throughout. forward, backward, peak: the peak of everything else, in
+    each and in both; left: the part of it that is still held when the optimizer steps."""
 
     lying: int
     optimizer: int
@@ -50,7 +50,7 @@ def phases_of(own: Sequence[StageProgram], resident: Resident, seen: Seen) -> Ph
     largest = max((whole[n] for n in shared), default=0)
     here = seen.lying + sum(whole[n] - rest[n] for n in names)
     biggest = max(whole.values(), default=0)
-    sent = biggest if here < resident.built else 0  # what another rank of the pipeline has
+    sent = biggest if here < resident.built else 0  # parameters of another pipeline rank
     kept = seen.lying + seen.optimizer + seen.left
     given = 0 if resident.exchanged else resident.built
     return Phases(
