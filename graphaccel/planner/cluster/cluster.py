@@ -105,8 +105,7 @@ class Link:
 
     def rates(self, collective: str) -> tuple[float, float]:
         """(seconds per hop, bytes/s) of a collective or of a message; the link's own rates where
-        nothing else was measured.
-        """
+        nothing else was measured."""
         for row in self.measured:
             if row.name == collective:
                 return row.latency_seconds, row.bandwidth

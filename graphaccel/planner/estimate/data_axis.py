@@ -57,8 +57,7 @@ def _stage_seconds(profile: Profile, work: StageWork, plan: Plan, cluster: Clust
 
     def backwards(*gathered: tuple[float, float]) -> float:
         """Exposed seconds of the backwards that reduce gradients, beside which parameters are
-        gathered.
-        """
+        gathered."""
         found = _exposed(cluster, beside, last, *gathered)
         return found + (summing - 1) * _exposed(cluster, beside, before, *gathered) + copies
 
@@ -77,8 +76,7 @@ def _stage_seconds(profile: Profile, work: StageWork, plan: Plan, cluster: Clust
 
 def _exposed(cluster: Cluster, beside: float, *moves: tuple[float, float]) -> float:
     """Exposed seconds of collectives that share the links beside a phase. moves: (seconds, seconds
-    of a piece) of each.
-    """
+    of a piece) of each."""
     moved, piece = (sum(each) for each in zip(*moves, strict=True))
     return exposed_seconds(cluster.device, moved, piece, beside)
 
@@ -196,8 +194,7 @@ def _shared_bytes(profile: Profile, works: Sequence[StageWork]) -> list[int]:
 
 def _shared_seconds(size: int, plan: Plan, cluster: Cluster, stage: int) -> float:
     """Seconds to sum the gradients of parameters that stages on other ranks use too: there and
-    back.
-    """
+    back."""
     if plan.pipeline == 1 or not size:
         return 0.0
     rank = stage % plan.pipeline

@@ -144,8 +144,7 @@ def _sent(
     profile: Profile, sized: SizedProfile, works: Sequence[StageWork], plan: Plan
 ) -> np.ndarray:
     """Bytes of one microbatch that each stage sends on, without what its own backward needs: they
-    are held until that microbatch's gradient comes back (`schedule.walk`). Parts are copies.
-    """
+    are held until that microbatch's gradient comes back (`schedule.walk`). Parts are copies."""
     ends = np.array([work.end - 1 for work in works])
     crossing = profile.crossing
     source = np.searchsorted(ends, crossing.at)

@@ -1,4 +1,4 @@
-"""Offloaded parameters: their bytes on the device by position, and the exposed seconds of prefetch.
+"""Offloaded parameters: their bytes on the device by position, and exposed seconds of prefetch.
 
 They are copied to the device a block at a time, one block ahead of use, and freed after it, in the
 forward and again in the backward (`passes.upload_parameters`; Rajbhandari et al., ZeRO-Infinity,
@@ -70,8 +70,7 @@ def _stretches(uses: Iterable[Use]) -> list[_Stretch]:
 
 def _there(stretches: Sequence[_Stretch], length: int) -> np.ndarray:
     """Bytes at each position: a copy is held from where the one before it starts, up to its own
-    end.
-    """
+    end."""
     found = np.zeros(length, dtype=np.int64)
     for k, one in enumerate(stretches):
         found[stretches[k - 1].first if k else 0 : one.last + 1] += one.bytes
@@ -128,8 +127,8 @@ def with_uploads(
     each backward: at least the copy of the largest block, as for ZeRO 3's all-gathers
     (`planner.estimate.data_axis`).
 
-    beside: the costs of the work that can hide the copies; on a device that is its own host nothing
-    does.
+    beside: the costs of the work that can hide the copies. Nothing hides them on a device that is
+    its own host.
     """
     assert cluster.host is not None
     link, alone = cluster.host.link, cluster.host.shared

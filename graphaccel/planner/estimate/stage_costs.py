@@ -1,5 +1,4 @@
-"""Per-stage costs of a plan: seconds of forward and backward, parameter bytes, microbatches in
-flight.
+"""Per-stage costs of a plan: seconds per phase, parameter bytes, microbatches in flight.
 """
 
 from __future__ import annotations
@@ -159,8 +158,7 @@ def _phase(busy: float, waiting: float, starting: float) -> tuple[float, float]:
 
 def held_parameters(profile: Profile, spans: Sequence[tuple[int, int]]) -> tuple[Parameter, ...]:
     """Parameters and buffers that positions [first, end) of `spans` read; unused ones are on stage
-    0.
-    """
+    0."""
     return tuple(map(profile.parameters.__getitem__, profile.read(spans)))
 
 

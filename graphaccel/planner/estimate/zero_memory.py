@@ -1,5 +1,4 @@
-"""Bytes that ZeRO has in motion at each position of a stage: gathered parameters, reduced
-gradients.
+"""Bytes of gathered parameters and reduced gradients under ZeRO at each position of a stage.
 
 Sharded parameters are gathered a group at a time, one group ahead of use, and copied out of it one
 by one; sharded gradients are collected in the flat tensor of their group, which is waited for when

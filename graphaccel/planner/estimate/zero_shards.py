@@ -37,8 +37,7 @@ def kept_whole(profile: Profile, plan: Plan) -> frozenset[str]:
 
 def padding_bytes(profile: Profile, plan: Plan) -> Mapping[str, int]:
     """By how many bytes the shards of all ranks are larger than a parameter, for those that are
-    padded.
-    """
+    padded."""
     return {} if plan.shards == 1 else _cut(profile, plan)[1]
 
 
@@ -96,8 +95,7 @@ def kept_bytes(profile: Profile, plan: Plan, spans: Sequence[tuple[int, int]]) -
 
 def share_bytes(size: int, kept: int, padding: int, plan: Plan) -> int:
     """A rank's bytes of `size` bytes of parameters, of which `kept` are replicated. padding: of all
-    ranks.
-    """
+    ranks."""
     return kept + (size - kept + padding) // plan.shards
 
 

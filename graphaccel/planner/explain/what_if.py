@@ -45,7 +45,7 @@ from graphaccel.schedule.table import SCHEDULE_NAMES
 _GIB = 2**30
 _OFF = 0.1  # how far each rate of the calibration is moved
 _NEAR = 4  # values of a decision that are tried on either side of the chosen one
-_OF_THE_GRAPH = ("fusions", "outputs")  # pins that must be known when graphs are built, before planning
+_OF_THE_GRAPH = ("fusions", "outputs")  # pins that graphs are built for, before planning
 _SOLVED = frozenset(
     {"order", "recompute", "cuts", "loss_chunk", "offload", "cast_once"}
 )  # chosen when a candidate is solved
@@ -80,8 +80,7 @@ class Decision:
 @dataclass(frozen=True)
 class Price:
     """The value of one change of the problem. seconds: of the best plan then, name: that plan, ""
-    and None where nothing fits. gain: the share of the time it saves; negative where it costs.
-    """
+    and None where nothing fits. gain: the share of the time it saves; negative where it costs."""
 
     change: str
     seconds: float | None
@@ -170,8 +169,7 @@ def _against(
     record: Record, plan: Plan, asked: Mapping[str, object], found: Plan, cluster: Cluster
 ) -> Answer:
     """`found`, the best plan under `asked`, compared with the chosen one. cluster: what it has to
-    fit.
-    """
+    fit."""
     assert found.prediction is not None
     assert plan.prediction is not None
     gain = 1 - seconds(found) / seconds(plan)

@@ -39,7 +39,7 @@ _HELD = {
     "held",
     "headed",
 }
-_GATHERED = ("joined", "summed", "same")  # values that the head reads, from the forwards  # fmt: skip
+_GATHERED = ("joined", "summed", "same")  # what forwards give the head  # fmt: skip
 
 
 UNEVEN = 1.25
@@ -248,8 +248,7 @@ class _Run:
 
     def seen(self, lying: int, optimizer: int) -> Seen:
         """The results of a walk through the step. lying, optimizer: bytes that the rank holds
-        throughout.
-        """
+        throughout."""
         most, count = self.most, self.count
         return Seen(lying, optimizer, most["forward"], most["backward"], count.peak, count.total)
 

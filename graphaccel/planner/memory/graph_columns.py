@@ -33,7 +33,7 @@ _SENDING = {  # their inputs are held until their result is waited for
 _SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 Share: TypeAlias = Callable[[str], float]
-_OWN, _ITSELF = -2, -1  # a tensor has a storage of its own, or that of another tensor of the same value
+_OWN, _ITSELF = -2, -1  # a storage of its own, or that of another tensor of the same value
 
 
 def even(_: str) -> float:

@@ -260,8 +260,7 @@ class _Walk:
 
     def _change(self) -> Live:
         """The live bytes after the run beyond those before it: what is returned is no longer
-        temporary.
-        """
+        temporary."""
         live = dict(self._live(len(self.rows), 0))
         for storage in self._left():
             live[storage.kind] = live.get(storage.kind, 0) + storage.size

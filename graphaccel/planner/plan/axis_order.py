@@ -1,4 +1,4 @@
-"""Mesh axis order: how device numbers map to coordinates on the axes, and which axes are innermost.
+"""Mesh axis order: maps device numbers to coordinates on the axes, innermost axis last.
 
 Axes are listed outermost first. With sizes n0, n1, ... and coordinates c0, c1, ...
 
@@ -63,8 +63,7 @@ def stride(sizes: Mapping[str, int], axis: str) -> int:
 
 def group_of(axes: Iterable[tuple[int, int]]) -> Group:
     """The group of devices along some axes, given as (devices, stride) of each; one device without
-    axes.
-    """
+    axes."""
     found: list[tuple[int, int]] = []
     for size, apart in sorted((one for one in axes if one[0] > 1), key=lambda one: one[1]):
         if found and found[-1][0] * found[-1][1] == apart:  # contiguous

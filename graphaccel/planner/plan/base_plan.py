@@ -20,8 +20,7 @@ PRECISIONS: Mapping[str, Precision] = {
 
 def base_plan(pins: Pins, devices: int, batch: int, graph: str, cluster: str, outputs: str) -> Plan:
     """The plan from which the search starts: every pinned decision that does not depend on the
-    mesh.
-    """
+    mesh."""
     return Plan(
         devices=devices,
         precision=PRECISIONS[pins.precision or "fp32"],

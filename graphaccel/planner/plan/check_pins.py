@@ -159,8 +159,7 @@ def axis_sizes(pins: Pins, devices: int) -> dict[str, int]:
 
 def check_mesh(pins: Pins, devices: int) -> None:
     """Check that the axis sizes multiply to `devices`; the search fills in the axes that are not
-    pinned.
-    """
+    pinned."""
     for name in AXES:
         value = getattr(pins, name)
         if value is not None and devices % value:

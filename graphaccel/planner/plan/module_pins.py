@@ -1,4 +1,4 @@
-"""Pins that name parts of the model: vocabulary sharding, stages of modules, parameter placements.
+"""Pins on parts of the model: vocabulary sharding, stages of modules, parameter placements.
 """
 
 from __future__ import annotations

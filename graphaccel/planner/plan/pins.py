@@ -68,8 +68,7 @@ class Pins:
     placements: parameter → its placement, including those that `vocab` stands for. stage_of: module
     path and its stage, in the order of the graph. fusions: read by `kernels.registry.enabled`.
     spared: not a pin; what is offloaded because nothing fits otherwise, where `offload` is not
-    pinned.
-    """
+    pinned."""
 
     data: int | None = _pin("mesh", "count", "ranks of the data axis: parts of the batch")
     pipeline: int | None = _pin(

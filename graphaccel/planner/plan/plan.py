@@ -352,8 +352,7 @@ class Plan:
 
     def doing_again(self, saved: Mapping[str, tuple[str, ...]]) -> Plan:
         """This plan with other blocks recomputed: block → the values that are saved of it, () if
-        none.
-        """
+        none."""
         groups: dict[tuple[str, ...], list[str]] = {}
         for block, values in saved.items():
             groups.setdefault(values, []).append(block)

@@ -1,4 +1,4 @@
-"""Reads and checks the pins that the user wrote, and makes `Pins` of them."""
+"""Reads and checks the user's pins, and returns them as `Pins`."""
 
 from __future__ import annotations
 
@@ -161,8 +161,7 @@ def _strings(pin: str, value: object) -> tuple[str, ...]:
 
 def _ordered(pins: Pins) -> Pins:
     """The pins with all axes in their order; an axis that the pinned order leaves out has one
-    device.
-    """
+    device."""
     if pins.order is None:
         return pins
     order = read_order(pins.order, {axis: getattr(pins, axis) for axis in AXES})

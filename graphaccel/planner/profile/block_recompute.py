@@ -66,8 +66,7 @@ class Again:
     """What is recomputed. saved: block number → which of its positions are saved, by their order in
     the block. rows: joint rows that are recomputed. inner: storages that are recomputed where the
     backward of their block reads them. until: the position whose backward reads them last; before:
-    the position before whose backward they are recomputed; -1 without one.
-    """
+    the position before whose backward they are recomputed; -1 without one."""
 
     saved: Mapping[int, tuple[int, ...]]
     rows: np.ndarray
@@ -149,8 +148,7 @@ class BlockKind:
         """(first, last) of the positions, by their order, during whose backward each recomputed own
         storage is held: the backward goes down from the last. It is recomputed when something that
         depends on it is first read. first > last where it is not held from one position to another.
-        Casts that recomputed rows read are included.
-        """
+        Casts that recomputed rows read are included."""
         done, count = self.done_again(saved), len(self.maker)
         read = self.reads[1][done[self.reads[0]]]
         makers = self.maker[read[read < count]]

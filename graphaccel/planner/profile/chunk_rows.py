@@ -1,5 +1,4 @@
-"""Chooses how many rows a fused op that works in chunks processes at a time
-(`kernels.spec.Chunks`).
+"""Chooses how many rows a chunked fused op processes at a time (`kernels.spec.Chunks`).
 
 Each chunk reads the weight again and accumulates a gradient of the weight's size: with few rows
 that takes longer than the matmuls themselves. With all rows in one chunk the full logits would be

@@ -182,8 +182,7 @@ def gap_seconds(device: Device) -> float:
 
 def efficiency(work: Work, device: Device) -> float:
     """Share of the peak that dense work reaches. The CPU's peaks are rates that are already
-    reached.
-    """
+    reached."""
     if device.name == "cpu":
         return 1.0
     if work.kind.startswith("attention"):

@@ -53,8 +53,7 @@ class Layouts:
     def __init__(self, whole: Profile, localise: Localise | None = None) -> None:
         """localise: rewrites the graph for a plan's precision and shards it over the plan's axes;
         None where no graph can be sharded, and every plan of one device is in the precision of
-        `whole`.
-        """
+        `whole`."""
         self.whole = whole
         self.localise = localise
         self._made: dict[Any, tuple[Profile, LocalGraph]] = {}

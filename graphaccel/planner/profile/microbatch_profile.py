@@ -148,8 +148,7 @@ class SizedProfile:
 
     def passing_added(self, held: bool) -> np.ndarray:
         """`passing_backward` where matmuls accumulate their gradients in buckets. held: casts are
-        held.
-        """
+        held."""
         profile = self._profile
 
         def most() -> np.ndarray:

@@ -296,8 +296,7 @@ class Profile:
 
     def saved(self, again: Again) -> tuple[np.ndarray, ...]:
         """What is saved and recomputed for the backward
-        (`planner.profile.block_recompute.saved_with`).
-        """
+        (`planner.profile.block_recompute.saved_with`)."""
         if again not in self._saved:
             self._saved[again] = saved_with(self, again)
         return self._saved[again]

@@ -36,8 +36,7 @@ _FOLLOWED = (1, 2)  # ZeRO levels whose optimizer step is followed by all-gather
 @dataclass(frozen=True)
 class Scales:
     """The factors by which compute, communication and the optimizer's step take longer than
-    predicted.
-    """
+    predicted."""
 
     compute: float
     communication: float

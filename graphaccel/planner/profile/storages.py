@@ -103,8 +103,7 @@ class Storages:
     @cached_property
     def saved(self) -> np.ndarray:
         """Storages computed in the forward and saved for the backward; common ones are recomputed
-        there instead.
-        """
+        there instead."""
         return self.waits & (self.last_backward >= 0)
 
     def _last(self, chosen: np.ndarray) -> np.ndarray:

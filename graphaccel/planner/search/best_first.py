@@ -45,8 +45,7 @@ class _Guided:
     whether they are far from fitting without recomputation. taken: numbers of the shapes that were
     handled. skipped: lower bounds of shapes that were not solved because of the memory they would
     hold. built: the number of tensor axis sizes, plus the layouts built since. beyond: size of the
-    tensor axis above which no layout is built.
-    """
+    tensor axis above which no layout is built."""
 
     def __init__(self, work: Pass) -> None:
         self.work = work
@@ -123,8 +122,7 @@ class _Guided:
 
     def _inside(self, stages: int | np.ndarray) -> bool | np.ndarray:
         """Whether a stage would be smaller than a block, without a pin that asks for so many
-        stages.
-        """
+        stages."""
         return (0 < self.blocks < stages) & (self.work.pins.pipeline is None)
 
     def _make(self, row: Row) -> None:
@@ -186,6 +184,5 @@ class _Guided:
 
 def _axes(layout: Layout) -> tuple[bool, bool]:
     """Which axes a layout has besides tensor: layouts with the same axes share the correction of
-    estimates.
-    """
+    estimates."""
     return layout.context > 1, layout.expert > 1

@@ -169,8 +169,7 @@ class Bounds:
 
     def build(self, layout: Layout) -> bool:
         """Build the sharded graph of a layout, unless it exists; False where the layout is not
-        possible.
-        """
+        possible."""
         if layout in self._refused:
             return False
         self._near.clear()

@@ -74,8 +74,7 @@ def solve_all(
 
 def _run(work: Pass, large: bool) -> Iterator[tuple[int, float]]:
     """Solve the candidates; yields how many are done and the seconds that none of the others can
-    beat.
-    """
+    beat."""
     done, tally = 0, work.outcome.tally
     for many, bound in guided(work) if large else chain(_plain(work), _others(work)):
         done += many

@@ -47,8 +47,7 @@ class Layout:
     @property
     def parent(self) -> Layout:
         """The layout with one axis less that approximates this one best: tensor has the most
-        collectives.
-        """
+        collectives."""
         if self.expert > 1:
             return replace(self, expert=1)
         return Layout(self.tensor) if self.context > 1 else Layout()
@@ -159,8 +158,7 @@ def layouts(problem: Problem, pins: Pins, batch: int) -> list[Layout]:
 
 def tensor_sizes(problem: Problem) -> tuple[int, ...]:
     """Divisors of the device count, up to the size of the fastest links, that divide the heads
-    evenly.
-    """
+    evenly."""
     step, cluster = problem.profile.step, problem.cluster
     heads, widths = set(), set()
     for node, _ in distinct_nodes(step.forward.graph):
@@ -312,9 +310,8 @@ def _zeros(
     """(zero, reshard_after_forward, accumulation), the pinned or default one first.
 
     With a pinned level, parameters are resharded after the forward unless pinned otherwise: a
-    pinned level is taken as a request to save memory. "never" is an alternative to "once_per_step"
-    only where there is one microbatch and parameters are gathered in float32: it takes as much
-    memory.
+    pinned level is taken as a request to save memory. "never" replaces "once_per_step" where there
+    is one microbatch and parameters are gathered in float32: it then takes as much memory.
     """
     again = pins.reshard_after_forward or "always"
     usual = again, pins.accumulation or "whole"

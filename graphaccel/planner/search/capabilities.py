@@ -15,9 +15,9 @@ from graphaccel.planner.search.solve import Problem
 
 def offered(pins: Pins, problem: Problem, batch: int) -> tuple[tuple[str, ...], ...]:
     """The offload choices, tried one after another until something fits: nothing first, then those
-    with the fewest copies. () alone where `offload` is pinned or the host is not known. Optimizers
-    that may not be able to step on the host are offloaded only if pinned. Parameters are offloaded
-    only where the other pins leave a candidate for it."""
+    with the fewest copies. () alone where `offload` is pinned or the host is not known. Optimizer
+    state is offered only where the optimizer can work on shards (`Problem.shardable`); others have
+    to be pinned. Parameters are offered only where the other pins leave a candidate for it."""
     if pins.offload is not None or problem.cluster.host is None:
         return ((),)
     state = bool(problem.optimizer_bytes) and problem.shardable
@@ -40,8 +40,7 @@ def _left(pins: Pins, problem: Problem, batch: int) -> bool:
 
 def check_offload(pins: Pins, problem: Problem) -> None:
     """Raises BadPin (GA202) where there is nothing to offload for the pin, or the host is not
-    known.
-    """
+    known."""
     if not pins.offload:
         return
     reason = None

@@ -1,5 +1,4 @@
-"""Exhaustive search for small problems: every cut, every set of recomputed blocks, every axis
-order.
+"""Exhaustive search for small problems: every cut, set of recomputed blocks and axis order.
 
 It covers the candidates that the lower bounds leave, with every recompute option of each block.
 `planner.search.solve` cuts evenly in time and chooses blocks by what each saves alone: near the

@@ -68,8 +68,7 @@ def _copied(copy: np.ndarray, forward: np.ndarray) -> np.ndarray:
 
 def _sends(bounds: Bounds, of: Columns, size: np.ndarray) -> np.ndarray:
     """Seconds of a message of `size` bytes to the next stage, in the axis order in which it is
-    fastest.
-    """
+    fastest."""
     layout, cluster = of.layout, bounds.problem.cluster
     plan = bounds.plan(layout, data=2, pipeline=2)  # with several devices on both axes
     least = np.full(len(size), np.inf)

@@ -37,8 +37,7 @@ def no_shape(problem: Problem, pins: Pins, batch: int) -> Exception:
 
 def indivisible(count: int, batch: int, stages: int) -> BatchNotDivisible:
     """The error where all devices together form neither a data axis nor a pipeline, with the
-    nearest device counts and batch sizes that would work.
-    """
+    nearest device counts and batch sizes that would work."""
 
     def possible(devices: int, size: int) -> bool:
         return devices // math.gcd(devices, size) <= stages

@@ -43,8 +43,7 @@ def needed(
     """The recomputation, block → values that are saved of it: the fewest seconds with which every
     rank fits, or the most that all of a rank's blocks can free if none does. options: the options
     of each block. least: how many of them, the first ones, are taken where memory does not require
-    any: 0 or 1.
-    """
+    any: 0 or 1."""
     if not any(options):
         return {}
     ranks = _ranks(profile, sized_for(profile, plan, cluster), plan, options, least)
@@ -80,8 +79,7 @@ class Rank:
         self, blocks: Sequence[Sequence[BlockOption]], waiting: Sequence[int], least: int
     ) -> None:
         """blocks: the options of each; waiting: microbatches that each block holds values for at a
-        time.
-        """
+        time."""
         self._blocks, self._least = blocks, least
         self._items = Knapsack(
             [_beyond(own, count, least) for own, count in zip(blocks, waiting, strict=True)]
@@ -103,8 +101,7 @@ class Rank:
 
     def asks(self, missing: float, spare: float) -> bool:
         """Update the choice by the result of the last one: missing is how many bytes it is short of
-        (negative: bytes left). Returns whether the choice changed.
-        """
+        (negative: bytes left). Returns whether the choice changed."""
         before = self.chosen
         if missing > 0:
             if self._asked >= self._high:  # another rank's choice has changed what this rank holds

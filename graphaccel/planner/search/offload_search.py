@@ -1,4 +1,4 @@
-"""Solves with offload to the host where nothing fits without it, or where it makes the step faster.
+"""Solves with offload to the host where nothing fits without it, or where the step gets faster.
 
 Where nothing fits otherwise, more and more is offloaded. Where something fits, but a candidate
 ruled out by memory might be `WORTH_COPIES` times as fast, each offload choice is compared with it:

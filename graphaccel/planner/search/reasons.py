@@ -259,8 +259,7 @@ def _enough(
 
 def _roomier(cluster: Cluster, plan: Plan) -> Cluster:
     """The cluster with memory increased by what `plan` is short of, rounded to figures that can be
-    typed.
-    """
+    typed."""
     top = fullest(plan).peak
     if top > cluster.device.memory:
         device = replace(cluster.device, memory=rounded_up(top))

@@ -33,8 +33,7 @@ Item = tuple[float, float]
 @dataclass(frozen=True)
 class BlockOption:
     """A way of recomputing one block: bytes freed for one microbatch in flight, seconds of
-    recomputation, and the labels of the values that stay saved; none if it is fully recomputed.
-    """
+    recomputation, and the labels of the values that stay saved; none if it is fully recomputed."""
 
     block: int
     name: str
@@ -45,8 +44,7 @@ class BlockOption:
 
 def block_options(profile: Profile, sized: SizedProfile) -> tuple[tuple[BlockOption, ...], ...]:
     """The bytes freed and seconds of recomputing each block alone, for each of its options, the
-    fewest seconds first; options that free nothing are left out.
-    """
+    fewest seconds first; options that free nothing are left out."""
     return sized.once("block options", lambda: _block_options(profile, sized))
 
 
@@ -62,8 +60,7 @@ def _block_options(profile: Profile, sized: SizedProfile) -> tuple[tuple[BlockOp
 
 def least_saved(profile: Profile, sized: SizedProfile) -> int:
     """Lower bound on the bytes of a microbatch that are saved for the backward, whatever is
-    recomputed.
-    """
+    recomputed."""
     leanest = {
         block: way.saved
         for kind, way in zip(profile.block_kinds, leanest_of(profile, sized), strict=True)
@@ -180,8 +177,7 @@ def _every(kinds: tuple[tuple[tuple[Item, ...], int], ...]) -> _Every:
 @dataclass(frozen=True)
 class _Many:
     """Blocks of which most have the same items. at: the numbers of those; few: the numbers of the
-    others.
-    """
+    others."""
 
     blocks: Sequence[Sequence[Item]]
     at: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""The state of one search over a problem's candidates: their lower bounds, and those solved so far.
+"""The state of a search over a problem's candidates: their lower bounds, and those solved.
 
 `planner.search.branch_and_bound` decides which are solved, and in which order.
 """
@@ -283,8 +283,7 @@ def rank(plan: Plan, pins: Pins) -> tuple[object, ...]:
 
 def _better(plan: Plan, known: Plan | None, cluster: Cluster, pins: Pins) -> bool:
     """Whether `plan` represents its mesh rather than `known`: it fits, or is short of fewer bytes;
-    then time.
-    """
+    then time."""
     if known is None:
         return True
     new, old = max(excess(plan, cluster), 0), max(excess(known, cluster), 0)

@@ -50,8 +50,7 @@ def ways_of(profile: Profile, sized: SizedProfile) -> tuple[tuple[Way, ...], ...
 
 def leanest_of(profile: Profile, sized: SizedProfile) -> tuple[Way | None, ...]:
     """For each kind of block the last of its options, computed without the others; None without
-    one.
-    """
+    one."""
     return sized.once(
         "leanest", lambda: tuple(_leanest(Body(profile, sized, k)) for k in profile.block_kinds)
     )

@@ -112,13 +112,12 @@ class Shared:
 class Outcome:
     """Solved candidates. fitting: fastest first; by_mesh: the best of each mesh; closest: the one
     that is short of the fewest bytes; seen: all of them, in the order in which they were solved;
-    played: times of schedules that were simulated; too_many, refused: why the first that could not
-    be cut could not. kept: how many of the fitting were ranked by simulation. whole: every cut and
-    set of blocks was tried (`planner.search.exhaustive`). open: the number of candidates that might
-    be faster and were not solved, and seconds that they can not beat; None where there are none.
-    cramped: least seconds of what memory alone rules out, or a bound of them. shared: caches shared
-    with other searches for the same plan.
-    """
+    played: times of schedules that were simulated; too_many, refused: why a candidate could not be
+    cut. kept: how many of the fitting were ranked by simulation. whole: every cut and set of blocks
+    was tried (`planner.search.exhaustive`). open: the number of candidates that might be faster and
+    were not solved, and seconds that they can not beat; None where there are none. cramped: least
+    seconds of what memory alone rules out, or a bound of them. shared: caches shared with other
+    searches for the same plan."""
 
     fitting: list[Plan] = field(default_factory=list)
     seen: list[Plan] = field(default_factory=list)
@@ -240,8 +239,7 @@ def _solved(
 
 def _sending(problem: Problem, plan: Plan) -> Plan:
     """The plan with `scatter_sends` where that is faster and some values can be sent so, unless
-    pinned.
-    """
+    pinned."""
     if "scatter_sends" in plan.pinned or not scatters(plan, problem.cluster):
         return plan
     tried = replace(plan, scatter_sends=True)
@@ -361,8 +359,7 @@ def _selective(problem: Problem, plan: Plan) -> tuple[tuple[BlockOption, ...], .
 
 def scaled(problem: Problem, plan: Plan, exact: Plan) -> Problem:
     """The problem with device memory reduced by the error of the estimate: exact over estimated
-    tensor bytes, for an even choice of experts, as the estimate assumes.
-    """
+    tensor bytes, for an even choice of experts, as the estimate assumes."""
     assert plan.prediction is not None
     assert exact.prediction is not None
     ratio = max(

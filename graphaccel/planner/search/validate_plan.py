@@ -138,8 +138,7 @@ def _check_selective(plan: Plan, step: StepGraph) -> None:
 
 def _is(value: object, hint: Any) -> bool:
     """Whether a value has a type as `Plan` declares it. Whole numbers count as float; a bool is no
-    number.
-    """
+    number."""
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         return any(_is(value, arg) for arg in args)
