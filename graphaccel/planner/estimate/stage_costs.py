@@ -1,5 +1,4 @@
-"""Per-stage costs of a plan: seconds per phase, parameter bytes, microbatches in flight.
-"""
+"""Per-stage costs of a plan: seconds per phase, parameter bytes, microbatches in flight."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Pins on parts of the model: vocabulary sharding, stages of modules, parameter placements.
-"""
+"""Pins on parts of the model: vocabulary sharding, stages of modules, parameter placements."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ class Sums:
     """Sums over all stages for one microbatch: seconds (launches: time to start ops, of which
     forward_launches in the forward; casts: of parameters, in one phase; held_casts: the casts that
     can be done once a step); bytes of parameters, of what is saved without recomputation (kept) and
-    with full recomputation (lean); the most that live within a phase, and the least that a cut
+    at least, with recomputation (lean); the most that live within a phase, and the least that a cut
     sends. Numbers, or columns of them."""
 
     work: Any
