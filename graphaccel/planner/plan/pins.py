@@ -1,7 +1,7 @@
 """Every decision a user can pin: one dataclass field each, with its type, choices and help.
 
 The fields are the one source of the checks of single values, the command-line options, the typed
-keyword arguments of `optimize` and `plan` (`planner.pin_options`), and the table of `docs/pins.md`.
+keyword arguments of `optimize` and `plan` (`cli.pin_options`), and the table of `docs/pins.md`.
 A pin that is left out is None, and the planner decides.
 """
 
