@@ -68,7 +68,7 @@ class BadPin(GraphAccelError):
     plan: str = ""
 
     def message(self) -> Message:
-        choices = tuple(f"{self.pin}={value}" for value in self.allowed)
+        choices = tuple(f"{self.pin}={_typed(self.pin, str(value))}" for value in self.allowed)
         if self.plan:
             new = f"make a new one:  graphaccel plan FILE --devices N --json {self.plan}"
             return Message(
@@ -83,6 +83,13 @@ class BadPin(GraphAccelError):
             if choices
             else (f"leave {self.pin} out and it will be chosen for you",),
         )
+
+
+def _typed(pin: str, value: str) -> str:
+    """A value of a pin as it is typed in Python."""
+    if pin == "order":
+        return repr(tuple(value.split(",")))
+    return value if value.isdecimal() or value in ("True", "False") else repr(value)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

@@ -77,7 +77,7 @@ error[GA202]: {said} can not be planned
             {"context_by": "keys"},
             "context_by='keys'",
             "unknown",
-            "use one of:  context_by=heads  context_by=sequence",
+            "use one of:  context_by='heads'  context_by='sequence'",
         ),
         (
             {"tensor": 2},
@@ -101,7 +101,7 @@ error[GA202]: {said} can not be planned
             {"reshard_after_forward": 1},
             "reshard_after_forward=1",
             "unknown",
-            "use one of:  reshard_after_forward=always  reshard_after_forward=once_per_step  reshard_after_forward=never",
+            "use one of:  reshard_after_forward='always'  reshard_after_forward='once_per_step'  reshard_after_forward='never'",
         ),
         (
             {"placements": {"outs.weight": graphaccel.shard(0, "data")}},
@@ -137,27 +137,27 @@ error[GA202]: {said} can not be planned
             {"precision": "int8"},
             "precision='int8'",
             "unknown",
-            "use one of:  precision=fp32  precision=bf16  precision=bf16-params  precision=fp16  "
-            "precision=tf32  precision=fp8",
+            "use one of:  precision='fp32'  precision='bf16'  precision='bf16-params'  precision='fp16'  "
+            "precision='tf32'  precision='fp8'",
         ),
         (
             {"precision": "fp8"},
             "precision='fp8'",
             "products in 8 bits can be planned (`graphaccel plan`), not run yet",
-            "use one of:  precision=fp32  precision=bf16  precision=bf16-params  precision=fp16  "
-            "precision=tf32",
+            "use one of:  precision='fp32'  precision='bf16'  precision='bf16-params'  precision='fp16'  "
+            "precision='tf32'",
         ),
         (
             {"precision": "tf32"},
             "precision='tf32'",
             "cpu has no products in tfloat32",
-            "use one of:  precision=fp32",
+            "use one of:  precision='fp32'",
         ),
         (
             {"accumulation": "shards", "zero": 0},
             "accumulation='shards'",
             "with data=1 there is no axis to shard over",
-            "use one of:  accumulation=whole",
+            "use one of:  accumulation='whole'",
         ),
         (
             {"microbatches": 0},
@@ -181,7 +181,7 @@ error[GA202]: {said} can not be planned
             {"recompute": ["blocks.7"]},
             "recompute=('blocks.7',)",
             "blocks.7 is no block; blocks: none",
-            "use one of:  recompute=none  recompute=some  recompute=selective  recompute=all",
+            "use one of:  recompute='none'  recompute='some'  recompute='selective'  recompute='all'",
         ),
         (
             {"cuts": ["nowhere"]},
@@ -193,15 +193,15 @@ error[GA202]: {said} can not be planned
             {"offload": "disk"},
             "offload='disk'",
             "unknown",
-            "use one of:  offload=none  offload=optimizer  offload=activations  "
-            "offload=optimizer+activations  offload=optimizer+parameters  "
-            "offload=optimizer+parameters+activations",
+            "use one of:  offload='none'  offload='optimizer'  offload='activations'  "
+            "offload='optimizer+activations'  offload='optimizer+parameters'  "
+            "offload='optimizer+parameters+activations'",
         ),
         (
             {"offload": "parameters"},
             "offload='parameters'",
             "parameters on the host are stepped there, with their optimizer state",
-            "use one of:  offload=optimizer+parameters  offload=optimizer+parameters+activations",
+            "use one of:  offload='optimizer+parameters'  offload='optimizer+parameters+activations'",
         ),
         (
             {"cluster": cluster("h100-80gb", 4)},
@@ -222,8 +222,8 @@ def test_a_plan_with_products_in_8_bits_is_not_run() -> None:
     text = _bad_pin(
         "precision='fp8'",
         "products in 8 bits can be planned (`graphaccel plan`), not run yet",
-        "use one of:  precision=fp32  precision=bf16  precision=bf16-params  precision=fp16  "
-        "precision=tf32",
+        "use one of:  precision='fp32'  precision='bf16'  precision='bf16-params'  precision='fp16'  "
+        "precision='tf32'",
     )
     _refuse(errors.BadPin, text, plan=plan)
 

@@ -17,7 +17,7 @@ from tests.support.untouched import plain_places, refused
 FP16 = """\
 error[GA202]: precision='fp16' can not be planned
   why:  fp16 scales the loss before it is differentiated, and skips steps that overflow; the loss is outside of the graph, and loss_fn= puts it inside
-  help: use one of:  precision=bf16  precision=fp32
+  help: use one of:  precision='bf16'  precision='fp32'
   explain: graphaccel explain GA202"""
 SHARDED = """\
 error[GA202]: {name}=2 can not be planned

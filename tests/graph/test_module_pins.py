@@ -127,7 +127,7 @@ def test_a_stage_beyond_the_ranks_asks_for_several_on_each(
 @pytest.mark.parametrize(
     ("name", "pins", "text"),
     [
-        ("gpt", {"vocab": "expert"}, "vocab='expert' can not be planned\n  why:  unknown\n  help: use one of:  vocab=data  vocab=tensor"),
+        ("gpt", {"vocab": "expert"}, "vocab='expert' can not be planned\n  why:  unknown\n  help: use one of:  vocab='data'  vocab='tensor'"),
         ("resnet", {"vocab": "tensor", "tensor": 2}, "vocab='tensor' can not be planned\n  why:  nothing is looked up by rows (aten.embedding): the model has no vocabulary\n  help: leave vocab out and it will be chosen for you"),
         ("gpt", {"vocab": "tensor"}, "vocab='tensor' can not be planned\n  why:  token.weight is to be sharded over tensor, which has one device\n  help: leave vocab out and it will be chosen for you"),
         ("gpt", {"vocab": "data", "data": 5}, "vocab='data' can not be planned\n  why:  no dim of token.weight [96, 32] can be shared evenly by data 5\n  help: leave vocab out and it will be chosen for you"),

@@ -192,7 +192,7 @@ def test_orders_that_can_not_be(
     said = pins["order"]
     assert str(caught.value) == (
         f"error[GA202]: order={said!r} can not be planned\n  why:  {text}\n"
-        "  help: use one of:  order=pipeline,data,expert,context,tensor\n"
+        "  help: use one of:  order=('pipeline', 'data', 'expert', 'context', 'tensor')\n"
         "  explain: graphaccel explain GA202"
     )
 
