@@ -31,7 +31,8 @@ from graphaccel.planner.profile.profile import Profile
 def reduce_seconds(
     profile: Profile, works: Sequence[StageWork], plan: Plan, cluster: Cluster
 ) -> list[float]:
-    """Exposed seconds of each stage's gradients and parameters; identical stages are computed once."""
+    """Exposed seconds of each stage's gradients and parameters; identical stages are computed
+    once."""
     shared = profile.once(("shared", plan.cuts), lambda: _shared_bytes(profile, works))
     known: dict[object, float] = {}
     found = []

@@ -1,4 +1,5 @@
-"""Sizes of the buckets in which gradients are reduced, and the time of copies in and out of them."""
+"""Sizes of the buckets in which gradients are reduced, and the time of copies in and out of
+them."""
 
 from __future__ import annotations
 

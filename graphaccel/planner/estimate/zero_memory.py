@@ -194,7 +194,8 @@ def _gather(moving: Motion, plan: Plan, regions: Sequence[_Region], final: int) 
 
 
 def _collect(moving: Motion, plan: Plan, regions: Sequence[_Region]) -> None:
-    """Hold a group's gradients from the first of them until the next group is sent, then its shard."""
+    """Hold a group's gradients from the first of them until the next group is sent, then its
+    shard."""
     length = len(moving.ready)
     backward: list[_Piece] = []
     ready: list[_Piece] = []

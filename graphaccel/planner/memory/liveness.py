@@ -215,7 +215,8 @@ class _Walk:
         return np.cumsum(change)[:-1]
 
     def _results(self) -> tuple[tuple[int, ...], ...]:
-        """For each result the numbers of the inputs, then of the remaining storages, that it holds."""
+        """For each result the numbers of the inputs, then of the remaining storages, that it
+        holds."""
         rows = self.rows
         number = {tensor: len(self.given) + i for i, tensor in enumerate(self.left)}
         found: list[tuple[int, ...]] = []

@@ -59,7 +59,8 @@ def _check_zero(pins: Pins, devices: int) -> None:
 
 
 def _check_shard(pins: Pins, data: int) -> None:
-    """Check the part of the data axis that ZeRO shards over. data: the largest size of that axis."""
+    """Check the part of the data axis that ZeRO shards over. data: the largest size of that
+    axis."""
     if pins.shard_size is None:
         return
     reason = None
@@ -128,7 +129,8 @@ def _check_casts(pins: Pins, has_loss: bool) -> None:
 
 
 def _check_parameters_away(pins: Pins) -> None:
-    """Check the pins that would keep full parameters on the device while parameters are offloaded."""
+    """Check the pins that would keep full parameters on the device while parameters are
+    offloaded."""
     if "parameters" not in (pins.offload or ()):
         return
     whole = pins.zero == 0 and (pins.data or 1) > 1

@@ -66,7 +66,8 @@ class Wires:
         return replace(self, axes=tuple(own for own in self.axes if own[0] not in _OUTSIDE))
 
     def all_reduce(self, size: float, axes: Collection[str]) -> float:
-        """Seconds to all-reduce `size` bytes over some axes together; 0 where they have one device."""
+        """Seconds to all-reduce `size` bytes over some axes together; 0 where they have one
+        device."""
         return all_reduce_seconds(self.cluster, size, *self.group(axes))
 
     def seconds(self, node: fx.Node, sizes: Resolve) -> float:

@@ -27,7 +27,8 @@ _NEAR = 1 + 4e-9  # closer costs are compared later
 
 @dataclass(frozen=True)
 class Candidates:
-    """Positions after which a stage may end, ascending, and bytes of activations that cross each."""
+    """Positions after which a stage may end, ascending, and bytes of activations that cross
+    each."""
 
     positions: tuple[int, ...]
     bytes: tuple[int, ...]
@@ -218,7 +219,8 @@ class Room:
 
 @dataclass(frozen=True, eq=False)
 class Fits:
-    """Segments in rows: the bytes that each holds in any case, and for each microbatch in flight."""
+    """Segments in rows: the bytes that each holds in any case, and for each microbatch in
+    flight."""
 
     fixed: np.ndarray
     one: np.ndarray

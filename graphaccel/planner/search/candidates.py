@@ -180,7 +180,8 @@ def context_sizes(step: StepGraph, count: int) -> tuple[int, ...]:
 
 
 def expert_sizes(step: StepGraph, count: int) -> tuple[int, ...]:
-    """Divisors of the device count that divide the experts evenly: rows of a weight of three dims."""
+    """Divisors of the device count that divide the experts evenly: rows of a weight of three
+    dims."""
     aten = torch.ops.aten
     experts = set()
     for node, value in _parameters(step).items():

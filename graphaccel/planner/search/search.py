@@ -173,7 +173,8 @@ def _away(
     dropped: set[Plan],
     best: Plan,
 ) -> tuple[Plan, Outcome, Problem, tuple[str, ...]] | None:
-    """A plan with offload that is worth its copies, instead of `best`, the fastest without offload."""
+    """A plan with offload that is worth its copies, instead of `best`, the fastest without
+    offload."""
     chosen = None
     for wanted, other in faster_on_host(problem, pins, batch, outcome, best):
         if chosen is None and other.fitting:
@@ -261,7 +262,8 @@ def _proved(
 
 
 def _leave_open(outcome: Outcome, best: Plan, tried: set[Plan]) -> None:
-    """Plans that should be faster than the best and were not built may fit: count them in the gap."""
+    """Plans that should be faster than the best and were not built may fit: count them in the
+    gap."""
     left = [p for p in outcome.fitting if _decisions(p) not in tried and seconds(p) < seconds(best)]
     if left:
         many, bound = outcome.open or (0, math.inf)

@@ -40,7 +40,8 @@ _PLAYED = 20_000  # forwards of a schedule that is simulated to prune candidates
 
 
 class Told(NamedTuple):
-    """For each of some shapes: the lower bound in seconds, and whether it is too big in any case."""
+    """For each of some shapes: the lower bound in seconds, and whether it is too big in any
+    case."""
 
     seconds: np.ndarray
     big: np.ndarray

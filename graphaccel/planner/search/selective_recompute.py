@@ -72,7 +72,8 @@ def _ways(body: Body) -> tuple[Way, ...]:
 
 
 class Body:
-    """A kind of block at one microbatch size: the seconds of its ops and the bytes of its values."""
+    """A kind of block at one microbatch size: the seconds of its ops and the bytes of its
+    values."""
 
     def __init__(self, profile: Profile, sized: SizedProfile, kind: BlockKind) -> None:
         self.kind = kind
