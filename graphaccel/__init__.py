@@ -42,7 +42,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Public functions, imported (and with them torch) when first used."""
+    """Import a public function, and torch with it, when it is first used."""
     if name in _PUBLIC:
         return getattr(importlib.import_module(_PUBLIC[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""`python -m graphaccel` is `graphaccel`."""
+"""`python -m graphaccel` runs the `graphaccel` command."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The public functions; `optimize` reads top to bottom as capture → planner → passes → runtime."""
+"""The public functions; `optimize` reads top to bottom: capture, planner, passes, runtime."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from graphaccel.runtime.parameters.sharded_optimizer import is_elementwise
 from graphaccel.runtime.wrappers import refuse_on
 
 PLAN_ONLY = "GRAPHACCEL_PLAN_ONLY"
-"""Set to 1 by `graphaccel plan script.py` around the script: optimize() raises PlanRequested."""
+"""`graphaccel plan script.py` sets it to 1 for the script: optimize() then raises PlanRequested."""
 
 Optimizer = torch.optim.Optimizer
 
@@ -95,35 +95,39 @@ def optimize(
     timeout: float = 600.0,
     **pins: Unpack[PinArguments],
 ) -> Any:
-    """Run `model` under a plan chosen for `devices`; the same object comes back.
+    """Choose a parallel plan for `model` on `devices`, and make the model train under it, in place.
 
-    The batch a script passes is the global batch, and every rank passes the same one. In training,
-    `model(batch)` runs the whole planned step and `loss.backward()` hands out the gradients.
+    Calling the returned model (the same object) runs the whole planned step: forward and backward
+    of every microbatch, with their communication. `loss.backward()` then hands out the gradients.
+    Every rank passes the same global batch, and trains on its own part of it.
 
-    optimizer: returned as it is; its parameter groups, schedulers and hooks stay valid.
-    devices: the world size under a launcher; otherwise the script is restarted under one.
-    loss_fn: `loss_fn(output, target)` if the model does not compute its loss; the model is then
-      called with the target as its last argument (or under the parameter's name) and returns the
-      loss. Without it the script computes the loss from the outputs: no pipeline cut is possible
-      then. "outside" says so where the model returns something that looks like a loss.
-    init_fn: builds the model anew, for one on the meta device: every rank then initialises what it
-      holds, with the values of one device (`deferred` says so beforehand; Hugging Face's models
-      need neither).
-    example_batch: plan now; otherwise the first training batch is captured.
-    plan: run exactly this plan (an object, or a file saved by `graphaccel plan --json`).
-    cluster: what to plan for, where it is not the machine found here.
-    clip_norm: `optimizer.step()` clips the gradients of its parameters by their global norm, as
-      clip_grad_norm_ before it would; `model.graphaccel.grad_norm` is the norm.
-    batch_dims: the dim of the examples in the inputs, where it is not found: one for all, or by an
-      input's name or position, as in `{"tokens": 1, 0: 1, "mask": None}` (None: it has none).
-    check: "first-step": before anything is changed, loss and gradients of the captured graph are
-      compared with plain autograd of the model on a few rows of the first batch, and what differs
-      is an error. "off": they are not.
-    timeout: seconds after which a rank that does not answer is given up.
-    pins: data, pipeline, microbatches, recompute, ... (docs/pins.md); the rest is planned.
-      What the command line of `graphaccel run` says comes first.
+    optimizer: returned as the same object; its parameter groups, schedulers and hooks stay valid.
+    devices: the number of ranks. Default: the world size under a launcher (torchrun, Slurm, MPI). A
+      script started without a launcher is restarted under one, with a process per device.
+    loss_fn: `loss_fn(output, target)`, for a model that does not compute its loss: the model is
+      then called with the target as its last argument (or under that parameter's name) and returns
+      the loss. Without it the script computes the loss from the outputs, and the model cannot be
+      cut into pipeline stages. "outside" says that the script computes the loss, for a model whose
+      output looks like one.
+    init_fn: builds the model again, for a model on the meta device: each rank initialises only what
+      it holds, with the values that one device would get. Not needed for a model built by
+      `graphaccel.deferred` or for Hugging Face models.
+    example_batch: a batch to plan for immediately. Default: the first training batch is captured.
+    plan: run exactly this plan (a Plan, or a file saved by `graphaccel plan --json`).
+    cluster: the hardware to plan for. Default: the machine that this process runs on.
+    clip_norm: `optimizer.step()` first clips all gradients by their global norm, as clip_grad_norm_
+      does; `model.graphaccel.grad_norm` is the norm before clipping.
+    batch_dims: which dim of each input is the batch dim, where that cannot be detected: one for all
+      inputs, or by an input's name or position, as in `{"tokens": 1, 0: 1, "mask": None}` (None:
+      the input has no batch dim).
+    check: "first-step" (default): before anything is changed, loss and gradients of the captured
+      graph are compared with plain autograd of the model on a few rows of the first batch; a
+      difference raises an error. "off": no comparison.
+    timeout: seconds after which a rank that does not answer counts as lost.
+    pins: decisions to fix instead of planning them: data, pipeline, microbatches, recompute, ...
+      (docs/pins.md). Options of `graphaccel run` take precedence over them.
 
-    Raises a subclass of GraphAccelError; the model and the optimizer are then as they were.
+    Raises a subclass of GraphAccelError; the model and the optimizer are then unchanged.
     """
     decided = with_command_line(pins)
     check = check_of(check)
@@ -178,12 +182,14 @@ def plan(
     batch_dims: BatchDims = None,
     **pins: Unpack[PinArguments],
 ) -> Plan:
-    """Choose a plan without running anything; devices need not exist.
+    """Choose a plan without running anything; the devices need not exist.
 
-    device: a name from the catalogue (`graphaccel.planner.cluster.catalogue.device_names()`).
-    memory: bytes of one device, where it differs. batch_dims: as for `optimize`.
+    device: a device name from the catalogue
+    (`graphaccel.planner.cluster.catalogue.device_names()`).
+    memory: bytes of memory per device. Default: the catalogue's.
+    loss_fn, batch_dims: as for `optimize`.
 
-    Raises InfeasiblePlan (GA201) with what would make it fit.
+    Raises InfeasiblePlan (GA201), which says what would make a plan fit.
     """
     check_whole(devices)
     decided = with_checkpointing(model, pins)
@@ -202,7 +208,8 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
 
     model: the optimized model, a copy of it, or a module that contains one (`AveragedModel`).
 
-    Collective: all ranks call it, and all get it. Raises GraphMisuse (GA407) for what is no model.
+    Collective: all ranks call it, and all get the result. Raises GraphMisuse (GA407) if `model` is
+    not a model.
     """
     if not isinstance(model, nn.Module):
         raise GraphMisuse(what=f"the model is a torch.nn.Module, not {type(model).__name__}")
@@ -220,7 +227,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
 
 
 def _start(count: int, timeout: float) -> torch.device:
-    """Join the process group; the device this rank computes on."""
+    """Join the default process group; returns the device this rank computes on."""
     if count > 1:
         check_devices(int(os.environ.get("LOCAL_WORLD_SIZE", count)))
     cuda = torch.cuda.is_available()
@@ -235,15 +242,15 @@ def _start(count: int, timeout: float) -> torch.device:
 
 
 def _leave() -> None:
-    """Leave the process group that was joined here: its threads must not outlive the interpreter,
-    which now and then ends in an abort. After an uncaught exception others may never answer, and
-    leaving could wait for them."""
+    """Destroy the process group that was initialised here: threads of it that outlive the
+    interpreter sometimes end in an abort. Not after an uncaught exception: other ranks may never
+    answer, and this would wait for them."""
     if dist.is_initialized() and not hasattr(sys, "last_value"):
         dist.destroy_process_group()
 
 
 def cluster_here(count: int, device: torch.device) -> Cluster:
-    """The machine found here, as the catalogue knows it; its memory as the driver tells it."""
+    """The hardware of this machine: devices from the catalogue, memory as the driver reports it."""
     if device.type == "cpu":
         return named_cluster("cpu", count)
     properties = torch.cuda.get_device_properties(device)
@@ -261,10 +268,10 @@ def cluster_here(count: int, device: torch.device) -> Cluster:
 
 @contextmanager
 def _moved(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """The model on this rank's device, and back where it was if the block fails.
+    """Move the model to this rank's device; if the block fails, back to where it was.
 
-    There is nothing to move on meta. What would leave no room there for its gradients is not moved
-    whole: each tensor is, to where the plan has it (`runtime.session`).
+    A model on the meta device stays there. A model that would leave no room for its gradients is
+    not moved as a whole: each tensor is moved to where the plan puts it (`runtime.session`).
     """
     before = next(model.parameters()).device
     moves = device.type != "cpu" and before.type != "meta"
@@ -282,10 +289,10 @@ def _moved(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 class PlanRequested(BaseException):
-    """Ends a script that `graphaccel plan script.py` runs, with what it would have trained.
+    """Ends a script that `graphaccel plan script.py` runs, and carries what it would have trained.
 
-    A BaseException: a script that catches Exception must not train after all.
-    example: the batch of `optimize`, or a flattened first call of the model.
+    A BaseException, so that a script that catches Exception does not go on to train.
+    example: the batch given to `optimize`, or the flattened arguments of the first model call.
     """
 
     def __init__(
@@ -304,7 +311,7 @@ class PlanRequested(BaseException):
 
 
 def _plan_only(request: PlanRequested) -> Any:
-    """Raise the request; without an example batch, from the first training batch."""
+    """Raise the request now, or without an example batch when the first training batch comes."""
     if request.example is not None:
         raise request
 

@@ -1,4 +1,4 @@
-"""What `optimize` was given: checked before anything is started or changed."""
+"""Checks the arguments of `optimize` before anything is started or changed."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ _HOOKS = {
 _CHECKPOINTING = ("gradient_checkpointing", "grad_checkpointing")
 
 PINS = "GRAPHACCEL_PINS"
-"""Decisions on the command line of `graphaccel run`, as JSON."""
+"""Environment variable: pins from the command line of `graphaccel run`, as JSON."""
 
 
 FIRST_STEP = "first-step"
 CHECKS = (FIRST_STEP, "off")
 CHECK = "GRAPHACCEL_CHECK"
-"""`--check` of `graphaccel run`."""
+"""Environment variable: `--check` of `graphaccel run`."""
 
 
 def check_of(given: str) -> str:
-    """Which check is made: the command line's, else the script's. Raises BadPin (GA202)."""
+    """Which check to run: the command line's, else the script's. Raises BadPin (GA202)."""
     check = os.environ.get(CHECK) or given
     if check not in CHECKS:
         raise BadPin(pin="check", value=check, reason="there is no such check", allowed=CHECKS)
@@ -56,14 +56,14 @@ def check_of(given: str) -> str:
 
 
 def with_command_line(pins: Mapping[str, Any]) -> dict[str, Any]:
-    """The script's decisions, and those of `graphaccel run`, which come first."""
+    """The script's pins, overridden by those of `graphaccel run`."""
     given = json.loads(os.environ.get(PINS, "{}"))
     return {**pins, **{k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}}
 
 
 def with_checkpointing(model: Any, pins: Mapping[str, Any]) -> dict[str, Any]:
-    """The decisions, and recompute="all" where a model was told to compute activations again
-    (`gradient_checkpointing_enable()` of Hugging Face's, `set_grad_checkpointing()` of timm's)."""
+    """The pins, with recompute="all" where the model has gradient checkpointing enabled
+    (`gradient_checkpointing_enable()` of Hugging Face, `set_grad_checkpointing()` of timm)."""
     modules = model.modules() if isinstance(model, nn.Module) else ()
     told = any(getattr(m, name, False) is True for m in modules for name in _CHECKPOINTING)
     return {"recompute": "all", **pins} if told else dict(pins)
@@ -99,7 +99,7 @@ def check_arguments(
 
 
 def check_job(model: Any, optimizer: Any, pins: Mapping[str, Any], loss_fn: Any = None) -> None:
-    """What running and planning alike are given.
+    """Check the arguments that running and planning have in common.
 
     Raises BadPin (GA202), GraphMisuse (GA407) or Unsupported (GA208).
     """
@@ -132,7 +132,7 @@ def check_job(model: Any, optimizer: Any, pins: Mapping[str, Any], loss_fn: Any 
 
 
 def check_settings(cluster: Any, timeout: Any, example_batch: Any) -> None:
-    """Raises GraphMisuse (GA407) for what is of another kind."""
+    """Raises GraphMisuse (GA407) for an argument of the wrong type."""
     if cluster is not None and not isinstance(cluster, Cluster):
         raise GraphMisuse(
             what=f"cluster is a graphaccel.planner.cluster.cluster.Cluster, not {cluster!r}",
@@ -182,12 +182,12 @@ def _check_optimizer(model: nn.Module, optimizer: Any) -> None:
 
 
 def check_hooks(modules: Iterable[tuple[str, nn.Module]]) -> None:
-    """Hooks on inner modules would run once, at capture, and never again: HookNotKept (GA401)."""
+    """Raises HookNotKept (GA401) for hooks on inner modules: they would run at capture only."""
     for name, module in modules:
         for attribute, kind in _HOOKS.items():
             for hook in getattr(module, attribute).values():
                 known = getattr(type(hook), "__module__", "").startswith("torch.nn.utils")
-                # Of gradient checkpointing: the graph does what it is for without it.
+                # A hook of gradient checkpointing; the captured graph does not need it.
                 known = known or getattr(hook, "__name__", "") == "make_inputs_require_grads"
                 if name and not known:
                     code = getattr(hook, "__code__", None)
@@ -196,7 +196,7 @@ def check_hooks(modules: Iterable[tuple[str, nn.Module]]) -> None:
 
 
 def check_can_run(given: Plan | None, pins: Mapping[str, Any]) -> None:
-    """Raises BadPin (GA202) for what can be planned and not be run yet."""
+    """Raises BadPin (GA202) for decisions that can be planned but not run."""
     name = pins.get("precision")
     precision = PRECISIONS.get(str(name)) if given is None else given.precision
     if precision is not None and precision.planned_only:
@@ -209,10 +209,11 @@ def check_can_run(given: Plan | None, pins: Mapping[str, Any]) -> None:
 
 
 def read_plan(given: str | Path | Plan | None, pins: Mapping[str, Any]) -> Plan | None:
-    """The plan to run exactly, from its file if need be, and checked as far as needs no graph.
+    """The plan to run exactly, read from its file if given as one, checked as far as possible
+    without a graph.
 
-    Raises GraphMisuse (GA407) for what is no plan, BadPin (GA202) for pins besides a plan and for
-    decisions that no plan can have, BatchNotDivisible (GA206).
+    Raises GraphMisuse (GA407) if it is not a plan, BadPin (GA202) for pins given beside a plan and
+    for decisions that no plan can contain, BatchNotDivisible (GA206).
     """
     if given is None:
         return None
@@ -250,20 +251,20 @@ def _unread(path: str, reason: str) -> GraphMisuse:
 
 
 def check_whole(asked: Any) -> None:
-    """Raises BadPin (GA202) for a number of devices that is no whole number."""
+    """Raises BadPin (GA202) if the number of devices is not an integer."""
     if isinstance(asked, bool) or not isinstance(asked, int):
         raise BadPin(pin="devices", value=asked, reason="it is a count of at least 1")
 
 
 def check_count(asked: Any) -> None:
-    """Raises BadPin (GA202) for a number of devices that can not be."""
+    """Raises BadPin (GA202) for a number of devices that is not possible."""
     check_whole(asked)
     if asked < 1:
         raise BadPin(pin="devices", value=asked, reason="it is a count of at least 1")
 
 
 def device_count(asked: int | None, given: Plan | None, cluster: Cluster | None) -> int:
-    """How many devices to run on. Raises BadPin (GA202) for a count that can not be."""
+    """How many devices to run on. Raises BadPin (GA202) for a count that is not possible."""
     if asked is not None:
         check_count(asked)
         count = asked

@@ -1,4 +1,4 @@
-"""Finding where a captured graph goes wrong: `import graphaccel.debug`."""
+"""Finds the first node at which a captured graph differs from eager: `import graphaccel.debug`."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ __all__ = ["Bisection", "bisect"]
 
 @dataclass(frozen=True)
 class Bisection:
-    """What a comparison of a captured graph with eager code found.
+    """The result of comparing a captured graph with eager code.
 
-    equal: whether it was compared and every value is eager's. said: the line for people. values:
-    what differs, a sentence each. node: the first node of the graph that differs; None where none
-    does, as where a gradient is missing.
+    equal: whether they were compared and every value equals eager's. said: the printed summary.
+    values: what differs, a sentence each. node: the first node of the graph that differs; None
+    where no node does, as where a gradient is missing.
     """
 
     equal: bool
@@ -43,14 +43,15 @@ class Bisection:
 
 def bisect(model: nn.Module, batch: Any, loss_fn: LossFn = None) -> Bisection:
     """Capture a training step of `model`, run it beside plain autograd, and print and return the
-    first node that differs, with its module and the user's line.
+    first node that differs, with its module and the user's source line.
 
-    batch: as `optimize(example_batch=)` takes it: a mapping are keywords, a sequence positions.
-    loss_fn: as in `optimize`. A few rows of the batch are compared, or all where those do not say.
-    Nothing of the model's is changed.
+    batch: as for `optimize(example_batch=)`: a mapping is passed as keywords, a sequence by
+    position.
+    loss_fn: as for `optimize`. A few rows of the batch are compared, or all rows where the batch
+    dim is not known. The model is not changed.
 
-    Raises what capturing raises (GA101, GA102), GraphMisuse (GA407) where the weights are not whole
-    on this rank, and what the model raises in eager code.
+    Raises what capture raises (GA101, GA102), GraphMisuse (GA407) where this rank does not hold the
+    full weights, and what the model raises in eager code.
     """
     check_supported(model)
     captures = Captures(model_of(model, loss_fn, None, next(model.parameters()).device.type))

@@ -1,4 +1,4 @@
-"""`model.graphaccel`: what an optimized model is run by, and what it can be asked."""
+"""`model.graphaccel`: runs the planned steps of a model, and reports on them."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ Optimizer = torch.optim.Optimizer
 
 
 class Handle:
-    """`model.graphaccel`: the plan, its predictions, and reports. None of it before the first
-    batch, unless an example batch was given."""
+    """`model.graphaccel`: the plan, its predictions, and reports. Available after the first batch,
+    or immediately if an example batch was given."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class Handle:
         self.program: StepProgram | None = None
         self.measured_peak_bytes: int | None = None
 
-    # ---- what people ask for
+    # ---- public properties and reports
 
     def report(self) -> str:
         """The plan as text (`graphaccel plan` prints the same)."""
@@ -112,7 +112,7 @@ class Handle:
 
     @property
     def predicted_step_seconds(self) -> float | None:
-        """Seconds a step is predicted to take."""
+        """Predicted seconds per step."""
         prediction = None if self.plan is None else self.plan.prediction
         return None if prediction is None else prediction.seconds
 
@@ -123,19 +123,19 @@ class Handle:
 
     @property
     def predicted_pass_bytes(self) -> int | None:
-        """Predicted most bytes of tensors on this rank in a forward and backward, beside the
-        optimizer's state."""
+        """Predicted peak bytes of tensors on this rank during forward and backward, without
+        optimizer state."""
         phases = None if self._memory is None else self._memory.phases
         return None if phases is None else phases.later
 
     @property
     def predicted_host_bytes(self) -> int | None:
-        """Predicted peak bytes that the plan keeps on the host for this rank."""
+        """Predicted peak bytes of host memory that the plan uses for this rank."""
         return None if self._memory is None else self._memory.host
 
     def host_tensors(self) -> tuple[torch.Tensor, ...]:
-        """What rests on this rank's host: the optimizer's state, and the copies it works on, or
-        the parameters themselves with their gradients."""
+        """Tensors that this rank keeps on the host: the optimizer's state with the copies it
+        updates, or the parameters themselves with their gradients."""
         if self._optimizer is None or self._session is None:
             return ()
         found: list[torch.Tensor] = []
@@ -152,34 +152,34 @@ class Handle:
 
     @property
     def loss_scale(self) -> float | None:
-        """What the loss is multiplied by inside an fp16 step; gradients come without it."""
+        """What the loss is multiplied by in an fp16 step; gradients are returned unscaled."""
         scale = None if self._session is None else self._session.scale
         return None if scale is None else float(scale.factor)
 
     @property
     def grad_norm(self) -> torch.Tensor | None:
-        """The norm of all gradients in the last step, before `clip_norm` clipped them: a scalar on
-        this rank's device. None before, and without `clip_norm`."""
+        """The global gradient norm of the last step, before `clip_norm` clipped: a scalar on this
+        rank's device. None before the first step, and without `clip_norm`."""
         return None if self._known is None else self._known.norm
 
     @property
     def left_to_torch(self) -> tuple[str, ...]:
-        """Why (parts of) the last optimizer step ran as torch has it; empty if it ran fused."""
+        """Why (parts of) the last optimizer step were not fused; empty if all of it was."""
         return () if self._optimizing is None else self._optimizing.reasons
 
     def graph_text(self) -> str:
         """The captured step as text."""
         return "" if self._step is None else self._step.text()
 
-    # ---- what the model's forward and state_dict do
+    # ---- the model's forward and state_dict
 
     def prepare(
         self, batch: Batch, planned: Callable[[], None] = lambda: None, *, example: bool = True
     ) -> None:
-        """Capture, plan, rewrite, and let go of what this rank does not hold.
+        """Capture, plan and rewrite, then free what this rank does not hold.
 
         planned: called when nothing can be refused any more, before anything is changed. example:
-        whether another batch may be the first that is trained on.
+        whether the first batch to train on may be another one.
         """
         self._agreement.check(PLAN, batch, values=False)
         self._share_capture(batch)
@@ -237,7 +237,7 @@ class Handle:
         )
 
     def _pair(self, batch: Batch) -> Pair:
-        """The model as its user calls it, beside the step that was captured of this batch."""
+        """The user's model beside the step that was captured from this batch."""
         step, sizes = self._compiler.capture(batch)
         batch = self._compiler.captures.with_numbers(step, batch)
         return pair_of(self._model, self._compiler.model.loss_fn, step, batch, sizes)
@@ -245,7 +245,7 @@ class Handle:
     def _before_steps(
         self, optimizer: Optimizer, session: Session, fused: bool, on_host: bool
     ) -> None:
-        """Hooks that see gradients before others of ours do."""
+        """Register the hooks that must see gradients before our other hooks."""
         scaled = fused and session.scale is not None
         if self._clip_norm is not None or scaled:
             named = self._model.named_parameters()
@@ -261,7 +261,7 @@ class Handle:
     def run(
         self, module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
     ) -> Any:
-        """`model(*args, **kwargs)`."""
+        """Run `model(*args, **kwargs)`."""
         inside = self._compiler.captures.capturing or self._gate.proving
         if module is not self._model or inside:
             return forward(module, *args, **kwargs)
@@ -284,7 +284,7 @@ class Handle:
             return self._train(batch) if training else self._evaluate(batch)
 
     def _precision(self) -> Precision:
-        """That of the plan, or what one will have."""
+        """The plan's precision, or the one that a plan will have."""
         plan = self.plan or self._compiler.plan
         pinned = self._compiler.pins.get("precision") or "fp32"
         return PRECISIONS[pinned] if plan is None else plan.precision
@@ -327,13 +327,13 @@ class Handle:
         self._gate.spoilt(result.overflow)
         self._gate.check(lambda: self._given(result), self._session.mesh)
         drop_left(self._model, variant.left)
-        marks = self._optimizing is not None  # an optimizer of ours can leave the update out
+        marks = self._optimizing is not None  # our own optimizer step can skip an update
         names, parameters = [n for n, _ in named], [p for _, p in named]
         loss = HandOut.apply(result, marks, self._away(), tuple(names), *parameters)
         return compiled.rebuild(loss, result.outputs)
 
     def _given(self, result: StepResult) -> Given:
-        """What a step gave on this rank."""
+        """The results of a step on this rank."""
         assert self._session is not None
         assert self.program is not None
         buffers = dict((*self._model.named_parameters(), *self._model.named_buffers()))
@@ -345,7 +345,7 @@ class Handle:
         )
 
     def _trial(self, variant: Variant, batch: Batch, constant: bool) -> Mapping[str, Part] | None:
-        """What a step of a batch gives here, on which nobody trains; None where it overflowed."""
+        """The results on this rank of a step that updates nothing; None where it overflowed."""
         assert self._session is not None
 
         def seen(result: StepResult) -> Mapping[str, Part] | None:
@@ -356,20 +356,20 @@ class Handle:
         return run_trial(self._session, variant.compiled, leaves, seen, constant=constant)
 
     def _whole(self) -> bool:
-        """Whether every parameter lies here in full, where the model's own forward can compute."""
+        """Whether the model's own forward can run here: full parameters, none offloaded."""
         return self.has_all() and not self._away()
 
     def has_all(self) -> bool:
-        """Whether every parameter lies here in full."""
+        """Whether this rank holds every parameter in full."""
         session = self._session
         return session is None or (session.mesh.pipeline == 1 and not session.parameters)
 
     def _away(self) -> bool:
-        """Whether parameters lie on the host, where the model's own forward can not compute."""
+        """Whether parameters are on the host, where the model's own forward cannot run."""
         return self._session is not None and self._session.away
 
     def _plain(self, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """The user's own forward, with the loss function behind it if there is one."""
+        """Run the user's own forward, followed by the loss function if there is one."""
         loss_fn = self._compiler.model.loss_fn
         if not callable(loss_fn):
             return forward(self._model, *args, **kwargs)
@@ -377,13 +377,14 @@ class Handle:
         return loss_fn(forward(self._model, *args, **kwargs), *targets)
 
     def state_dict(self, plain: Any, prefix: str) -> Any:
-        """Completes `model.state_dict()` with what other ranks hold."""
+        """Add to `model.state_dict()` what other ranks hold."""
         if self._session is None or self.has_all():
             return plain
         return sharded_state_dict(self._session, self._meshes, plain, prefix)
 
     def full_state(self, module: nn.Module) -> dict[str, Any]:
-        """`full_state_dict` of the model, or of a copy of it that lies on the ranks alike."""
+        """`full_state_dict` of the model, or of a copy of it that is distributed in the same way.
+        """
         plain = original_class(module).state_dict(module)
         if self._session is None:
             return {k: v.detach().cpu().clone() for k, v in plain.items()}
@@ -423,7 +424,7 @@ class Handle:
         return self._steps.add(key, Variant(compiled, guards, left), example=example)
 
     def _refuse_changes(self) -> None:
-        """What was captured must still hold: otherwise the step would be wrong in silence."""
+        """Raise if a fact that the capture relied on changed: the step would be silently wrong."""
         if self._step is None:
             return
         for name, parameter in self._model.named_parameters():
@@ -435,7 +436,7 @@ class Handle:
                 )
 
     def _refuse_other(self, batch: Batch) -> None:
-        """A batch of other sizes is captured anew; other inputs or dtypes are a mistake."""
+        """Raise for a batch with other inputs or dtypes; one of other sizes is captured anew."""
         found = _dtypes(batch)
         if set(found) != set(self._dtypes):
             expected, got = ", ".join(self._dtypes), ", ".join(found)
@@ -498,7 +499,7 @@ class Handle:
         )
 
     def _share_capture(self, batch: Batch) -> None:
-        """Capture on one rank for all."""
+        """Capture on one rank, and send the result to the others."""
         if self._devices == 1:
             return
         compiler = self._compiler
@@ -510,7 +511,7 @@ class Handle:
         )
 
     def _agree(self, chosen: Plan) -> None:
-        """All ranks must run the same plan: they compare it before anything depends on it."""
+        """Compare the plan across ranks: all must run the same one."""
         if self._devices == 1:
             return
         plans: list[Any] = [None] * self._devices
@@ -525,7 +526,7 @@ class Handle:
 def choose_together(
     compiler: Compiler, batch: Batch, ranks: int
 ) -> tuple[StepGraph, Plan, StepProgram]:
-    """`compiler.choose` on one rank for all; each makes its programs. A collective."""
+    """`compiler.choose` on one rank for all; each rank builds its programs. Collective."""
     here: list[tuple[StepGraph, Plan, StepProgram]] = []
 
     def choose() -> Plan:
@@ -572,7 +573,7 @@ def _rebuilder(step: StepGraph) -> Callable[[torch.Tensor | None, Mapping[int, t
 
 
 def _output_names(output: Any) -> dict[int, str]:
-    """Leaf number → how the script calls it; `output` has its leaves' numbers for leaves."""
+    """Leaf number → the name by which the script calls it; `output` has numbers as leaves."""
     if isinstance(output, Mapping):
         return {i: f"{key}" for key, i in output.items() if isinstance(i, int)}
     if isinstance(output, (tuple, list)):
@@ -588,7 +589,7 @@ def _without_remote_gradients(optimizer: Optimizer, *_: Any) -> None:
 
 
 def assumed_of(optimizer: Optimizer | None, plan: Plan) -> str:
-    """What a report takes for granted: optimizer state, and what tokens will choose."""
+    """What a report assumes: the optimizer state, and how tokens choose experts."""
     state = "no optimizer state" if optimizer is None else type(optimizer).__name__
     if plan.expert == 1:
         return state
