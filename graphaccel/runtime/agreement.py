@@ -1,10 +1,10 @@
-"""All ranks make the same calls on the same batches, in every step, or get the same error.
+"""Checks before every step that all ranks make the same call on the same batch.
 
 Before a step starts the ranks exchange a few numbers over a gloo group of their own: which call of
-the model this is, the batch's structure and values, the generator's state, the optimizer's settings
-and the state that the script's forward reads. Nothing has been compiled or sent by then, so ranks
-that differ, in shapes too, all see it and raise the same error instead of waiting for each other.
-Values that lie on a GPU are compared a step later, so that no step waits for the device.
+the model this is, the batch's structure and values, the random generator's state, the optimizer's
+settings and the state that the script's forward reads. Nothing has been compiled or sent by then,
+so all ranks detect a difference, in shapes too, and raise the same error instead of waiting for
+each other. Values on a GPU are compared one step later, so that no step waits for the device.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _CALLS = (TRAIN, EVALUATE, BACKWARD, PLAN, STATE)
 
 @dataclass(frozen=True)
 class _Seen:
-    """What one rank says, as int64 numbers, in the order in which differences are reported."""
+    """What one rank reports, as int64 numbers, in the order in which differences are reported."""
 
     call: int = 0
     inputs: int = 0
@@ -44,22 +44,22 @@ class _Seen:
 
 
 class Agreement:
-    """Compares what the ranks of a job do. `check` is collective over all of them."""
+    """Compares what the ranks of a job are about to do. `check` is collective over all of them."""
 
     def __init__(
         self, ranks: int, device: torch.device, timeout: timedelta, optimizer: Optimizer | None
     ) -> None:
-        """device: of this rank. optimizer: its settings and its number of steps are compared."""
+        """device: this rank's. optimizer: its settings and its number of steps are compared."""
         self._ranks, self._device = ranks, device
         self._optimizer, self._optimizer_steps = optimizer, 0
-        # Of its own: nothing that the script or a step sends can come between.
+        # A group of its own: no collective of the script or of a step can interleave.
         self._group = dist.new_group(backend="gloo", timeout=timeout) if ranks > 1 else None
         self._pending: tuple[torch.Tensor, Any] | None = None
         self._inputs: dict[tuple[Any, ...], int] = {}
         self.steps = 0
 
     def count_optimizer_steps(self) -> None:
-        """From now on: before the model has a plan its optimizer is left as it is."""
+        """Count steps from now on: an optimizer is left untouched until its model has a plan."""
         if self._optimizer is not None and self._ranks > 1:
             self._optimizer.register_step_post_hook(self._stepped)
 
@@ -75,12 +75,12 @@ class Agreement:
         state: str = "",
         random: bool = False,
     ) -> Sequence[Any]:
-        """The leaves of the batch, once every rank is known to make this call alike.
+        """The leaves of the batch, once every rank is known to make the same call.
 
-        call: one of the names above. values: whether those of the batch matter. state: what else
+        call: one of the names above. values: whether the batch's values matter. state: what else
         the step depends on, as a text or a digest. random: whether it draws from torch's generator.
 
-        Large leaves on the host come back on this rank's GPU, where their digest is made.
+        Large leaves on the host are returned on this rank's GPU, where their digest is computed.
 
         Raises BatchesDiffer (GA404) on every rank, RankLost (GA501) if a rank does not answer.
         """
@@ -110,20 +110,22 @@ class Agreement:
         return leaves
 
     def _placed(self, leaf: Any) -> Any:
-        """A leaf that is digested on the device, which has to have it anyway."""
+        """The leaf on the device, for a leaf whose digest is computed there: it is needed there
+        anyway.
+        """
         moves = isinstance(leaf, torch.Tensor) and not leaf.requires_grad
         return leaf.to(self._device) if moves and self._device.type != "cpu" else leaf
 
     def _signature(self, batch: Batch) -> int:
         signature = batch.signature()
         if signature not in self._inputs:
-            # Default texts of objects have their address, which differs from process to process.
+            # The default repr of an object contains its address, which differs between processes.
             text = re.sub(r" at 0x[0-9a-f]+", "", repr((signature, batch.names)))
             self._inputs[signature] = digest.of_text(text)
         return self._inputs[signature]
 
     def _earlier(self) -> int:
-        """The values of the step before, if they lay on a GPU: known by now."""
+        """The digest of the previous step's values, if they were on a GPU: available by now."""
         if self._pending is None:
             return 0
         (number, event), self._pending = self._pending, None
@@ -131,7 +133,7 @@ class Agreement:
         return int(number)
 
     def _settings(self) -> int:
-        """Numbers among the optimizer's settings (rates, betas), and how often it stepped."""
+        """Digest of the optimizer's numeric settings (rates, betas) and its number of steps."""
         groups = () if self._optimizer is None else self._optimizer.param_groups
         found: list[Any] = [self._optimizer_steps]
         for group in groups:
@@ -184,7 +186,7 @@ class Agreement:
 
 
 def _on_its_way(number: torch.Tensor) -> tuple[torch.Tensor, Any]:
-    """A number's copy on the host, and the event after which it is there."""
+    """A number's asynchronous copy to the host, and the event after which it has arrived."""
     copy = torch.empty_like(number, device="cpu", pin_memory=True)
     copy.copy_(number, non_blocking=True)
     event = torch.cuda.Event()

@@ -1,5 +1,4 @@
-"""Make a graph this rank's: its device, the names of its groups, its place on each axis, and the
-form of collectives that its transport can take."""
+"""Specialises a graph for this rank: device, process groups, mesh coordinates, gloo collectives."""
 
 from __future__ import annotations
 
@@ -12,11 +11,7 @@ from graphaccel.runtime.mesh import Mesh, axes_of
 
 
 def bind(graph: fx.GraphModule, mesh: Mesh) -> None:
-    """Give collectives the names of groups, and arguments that depend on the rank their values.
-
-    A collective's last argument is an axis. `meta["bind"]`: {position: (axis, multiplier)}: that
-    argument becomes this rank's coordinate on the axis, times the multiplier.
-    """
+    """Set the group names of collectives, and arguments whose values depend on the rank."""
     changed = False
     if mesh.device.type != "cpu":
         attention_on_gpu()

@@ -1,7 +1,7 @@
-"""What one rank gives to all: its weights and random state, its capture, and its plan.
+"""Broadcasts from one rank to all: weights and random state, the capture, and the plan.
 
-On a machine whose ranks share few cores, all of them making the same at once takes as many times
-longer.
+On a machine whose ranks share few cores, computing the same on all ranks at once takes that many
+times longer.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ log = logging.getLogger("graphaccel.runtime")
 def same_on_all_ranks(
     model: nn.Module, count: int, initial: Record | None = None, device: torch.device | None = None
 ) -> None:
-    """Rank 0's weights and random state everywhere: replicas and shuffles must not differ. A line
-    says so where weights were others on some rank.
+    """Give every rank the weights and random state of rank 0: replicas and shuffles must not
+    differ. Prints a line where weights differed on some rank.
 
-    initial: how they will be made, of a model without weights: from rank 0's random states. device:
-    that this rank sends from, a tensor at a time, where the weights lie elsewhere.
+    initial: for a model without weights, how they will be initialised: from rank 0's random states.
+    device: the device to send from, a tensor at a time, where the weights are elsewhere.
 
-    Raises GraphMisuse (GA407) where the models have not the same parts; nothing is changed then.
+    Raises GraphMisuse (GA407) where the models have different parameters or buffers; nothing is
+    changed then.
     """
     if count == 1:
         return
@@ -73,10 +74,10 @@ def same_on_all_ranks(
 
 
 def refuse_other_weights(model: nn.Module, count: int) -> None:
-    """Before the first step of `count` ranks, whose weights are still whole: each goes on with its
-    own. A collective.
+    """Check full weights before the first step of `count` ranks, each of which trains its own.
+    Collective.
 
-    Raises GraphMisuse (GA407) on every rank where some rank's are not rank 0's.
+    Raises GraphMisuse (GA407) on every rank where some rank's weights are not rank 0's.
     """
     others = _ranks_that_differ(model, count)
     if others:
@@ -88,7 +89,7 @@ def refuse_other_weights(model: nn.Module, count: int) -> None:
 
 
 def _ranks_that_differ(model: nn.Module, count: int) -> list[int]:
-    """Ranks that have other values in parameters and buffers than rank 0."""
+    """Ranks whose parameters and buffers have other values than rank 0's."""
     tensors = [t.detach() for t in (*model.parameters(), *model.buffers()) if not t.is_meta]
     if count == 1:
         return []
@@ -105,9 +106,9 @@ def share_capture(
     capture: Callable[[], StepGraph],
     keep: Callable[[StepGraph], None],
 ) -> None:
-    """Let one rank call `capture` and the others `keep` what it made; a collective (`_share`).
+    """Let one rank call `capture` and the others `keep` its result; a collective (`_share`).
 
-    What can not be sent (an output of a class that pickle can not find) costs time only.
+    A result that cannot be sent (an output of a class that pickle cannot find) only costs time.
     """
 
     def unpack(data: bytes) -> None:
@@ -132,9 +133,9 @@ def _share(
 ) -> None:
     """Let one rank `make` what all need, and the others `keep` it.
 
-    known: this rank has it already. depends: digest of what it depends on. Nothing is done where
-    all ranks know it or where they differ in what it depends on. A rank for which nothing is kept
-    makes it by itself: its error is then its own.
+    known: this rank has it already. depends: digest of what it depends on. Does nothing where all
+    ranks have it, or where they differ in what it depends on. A rank that receives nothing makes it
+    itself, and raises its own error if that fails.
     """
     said: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(said, (known, depends))
@@ -145,15 +146,15 @@ def _share(
     try:
         if dist.get_rank() == source:
             data[0] = make()
-    finally:  # the others wait, whatever happens here
+    finally:  # the others wait, even if this rank raises
         dist.broadcast_object_list(data, source)
     if not known and dist.get_rank() != source and data[0] is not None:
         keep(data[0])
 
 
 def depends_on(model: nn.Module, signature: object, loss: object) -> str:
-    """A digest of what a capture depends on, as far as two ranks' models can differ: their modules,
-    parameters and modes, and the batch's signature."""
+    """A digest of what a capture depends on that could differ between two ranks: the model's
+    modules, parameters and modes, and the batch's signature."""
     parts: list[object] = [signature, getattr(loss, "__qualname__", loss)]
     parts += [(name, type(m).__qualname__, m.training) for name, m in model.named_modules()]
     for named in (model.named_parameters, model.named_buffers):
@@ -167,6 +168,6 @@ def depends_on(model: nn.Module, signature: object, loss: object) -> str:
 def _packed(step: StepGraph) -> bytes | None:
     try:
         return packed(step)
-    except Exception as error:  # of the user's classes: pickle raises whatever they do
+    except Exception as error:  # pickle raises any exception that the user's classes raise
         log.info("each rank captures by itself: the capture can not be sent: %s", error)
         return None

@@ -1,9 +1,9 @@
-"""The flat buckets that gradients are added up in, kept from step to step.
+"""The flat gradient accumulation buckets, reused from step to step.
 
-Fresh memory costs a page fault for every few KiB, so a bucket is used again once nothing else shows
-its memory: after `zero_grad()`, with which the script lets go of the views that are its `.grad`s.
-A script that keeps its gradients (accumulation over several calls) gets another bucket meanwhile;
-CUDA graphs have addresses in them, so for them that one is kept as well.
+Fresh memory costs a page fault for every few KiB, so a bucket is reused once no tensor outside uses
+its memory: after `zero_grad()`, with which the script drops the views that are its `.grad`s. A
+script that keeps its gradients (accumulation over several calls) gets another bucket meanwhile;
+CUDA graphs contain addresses, so for them that one is kept as well.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from graphaccel.ir.program import StageProgram
 
 
 class Buckets:
-    """One session's buckets: at most `copies` kept for each stage and place in its list."""
+    """One session's buckets: at most `copies` for each stage and position in its list."""
 
     def __init__(self, copies: int = 1) -> None:
         self._copies = copies
@@ -24,8 +24,8 @@ class Buckets:
     def of(
         self, stage: StageProgram, device: torch.device
     ) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
-        """A stage's accumulators by parameter name, views of its buckets, and the buckets. What is
-        in them is not defined."""
+        """A stage's accumulators by parameter name, views of its buckets, and the buckets. Their
+        contents are uninitialised."""
         graph, values = stage.gradients()
         assert graph is not None
         nodes = [n for n in graph.graph.nodes if n.op == "placeholder"]

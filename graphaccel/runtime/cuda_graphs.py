@@ -1,10 +1,10 @@
-"""CUDA graphs: the work of each action of a step recorded once, and replayed in every later step.
+"""CUDA graphs: each action of a step is recorded once, and replayed in every later step.
 
-A rank does the same actions in the same order in every step, so each (the forward of microbatch 2
-of stage 1) is a recording of its own, made and replayed in that order. All take their memory from
-one pool: what one action frees the next ones may have, as in eager mode, and what an action saves
-stays untouched until it is freed. Nothing in the pool outlives a step, so that recordings of other
-shapes of the batch share it. What comes from outside and what leaves lies outside of the pool, at
+A rank runs the same actions in the same order in every step, so each (the forward of microbatch 2
+of stage 1) is a recording of its own, recorded and replayed in that order. All allocate from one
+pool: memory that one action frees can be reused by the next ones, as in eager mode, and what an
+action saves stays untouched until it is freed. Nothing in the pool outlives a step, so recordings
+for other batch shapes share it. Inputs from outside and outputs are stored outside of the pool, at
 fixed addresses:
 
     the batch, values of the prologue, the loss's scale   copied in at the start of a step
@@ -13,12 +13,12 @@ fixed addresses:
     shards of gradients                                   copied out by the recording itself
     gradients                                             added up in buckets, which are outside
 
-Collectives inside of a stage (NCCL's) are recorded with it. A recording waits at its end for those
-that it started, as CUDA asks for: only there is less overlap than without.
+NCCL collectives inside a stage are recorded with it. A recording waits at its end for the
+collectives it started, as CUDA requires; so there is less overlap than without CUDA graphs.
 
-The first steps run as they are, so that libraries choose their kernels and make their workspaces;
-the next one records. A recording has addresses in it: where a bucket or a parameter lies elsewhere
-than it did, the step is recorded anew, and after `MOST` times left as it is.
+The first steps run eagerly, so that libraries choose their kernels and allocate their workspaces;
+the next one records. A recording contains addresses: if a bucket or a parameter moves, the step is
+recorded anew, and after `MOST` times it runs eagerly.
 """
 
 from __future__ import annotations
@@ -56,29 +56,29 @@ _MASKED = frozenset({"index_put", "index_put_", "_unsafe_index_put", "_index_put
 
 
 class Recording(Protocol):
-    """What a recorder made of some work."""
+    """A recording of some work."""
 
     def replay(self) -> None:
-        """Do the work again, on the memory it was recorded with."""
+        """Run the recorded work, on the memory it was recorded with."""
         ...
 
 
 class Recorder(Protocol):
-    """Makes recordings that share one pool of memory. They are replayed in the order in which they
-    were made, one after the other."""
+    """Makes recordings that share one memory pool, to be replayed one after the other in the order
+    in which they were recorded."""
 
     def warm(self, run: Callable[[], Sequence[Any]]) -> Sequence[Any]:
-        """Do work that will be recorded later, where it will be."""
+        """Run work that will be recorded later, where it will be recorded."""
         ...
 
     def record(self, run: Callable[[], None]) -> Recording:
-        """Note what `run` asks of the device; the device does none of it. What `run` makes and
-        still holds lies in the pool."""
+        """Record what `run` launches on the device, without executing it. Tensors that `run`
+        creates and that are still alive are in the pool."""
         ...
 
 
 class CudaRecorder:
-    """By torch.cuda.CUDAGraph, on a stream of its own."""
+    """Records with torch.cuda.CUDAGraph, on a stream of its own."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -87,7 +87,9 @@ class CudaRecorder:
         self._warmed = False
 
     def warm(self, run: Callable[[], Sequence[Any]]) -> Sequence[Any]:
-        """On that stream: what libraries allocate for a stream is then there before."""
+        """Run on that stream, so that what libraries allocate per stream exists before the
+        recording.
+        """
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         self._warmed = True
@@ -97,8 +99,8 @@ class CudaRecorder:
         return made
 
     def record(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """Other threads (NCCL's watchdog) may ask the device something meanwhile."""
-        if self._warmed:  # what the allocator keeps of it could not be had by the pool
+        """Record; other threads (NCCL's watchdog) may call the device meanwhile."""
+        if self._warmed:  # the pool cannot use memory that the allocator caches
             torch.cuda.synchronize(self._device)
             torch.cuda.empty_cache()
             self._warmed = False
@@ -121,7 +123,7 @@ def recorder_for(device: torch.device) -> Recorder:
 
 
 def declined(stage: StageProgram) -> str | None:
-    """Why a stage's actions can not be recorded, as what calls in it do, or None."""
+    """Why a stage's actions cannot be recorded (what a call in it does), or None."""
     if stage.head is not None:
         return "need the whole batch at once"
     for graph in stage.graphs:
@@ -164,7 +166,7 @@ def _indices(node: fx.Node) -> Any:
 
 
 def notes(program: StepProgram) -> tuple[str, ...]:
-    """What a report says of the stages that are recorded and of those that are not, by reason."""
+    """The report's lines about the stages that are recorded and those that are not, by reason."""
     if program.bare is not None:
         return ("CUDA graphs: none, the script computes the loss",)
     reasons: dict[str, list[int]] = {}
@@ -183,9 +185,9 @@ def notes(program: StepProgram) -> tuple[str, ...]:
 
 
 def fixed_bytes(program: StepProgram, actions: Sequence[Action]) -> int:
-    """Bytes at fixed addresses beside a step's own on one rank, without the batch: for as many
-    messages as are there at a time, and for what leaves. An upper bound: where messages of several
-    edges have one size, they share."""
+    """Bytes at fixed addresses that recording adds to a step on one rank, without the batch:
+    messages that are there at the same time, and outputs. An upper bound: messages of several edges
+    share memory where they have one size."""
     inside = {a.stage for a in actions if declined(program.stages[a.stage]) is None}
     live: Counter[tuple[int, str]] = Counter()
     most: dict[tuple[int, str], int] = {}
@@ -235,8 +237,8 @@ def _bytes(node: Any) -> int:
 
 @dataclass(frozen=True, eq=False)
 class ActionWork:
-    """What an action computes. action: (kind, stage, microbatch). graph: boxed; empties `inputs`.
-    values, results: what its inputs and outputs are."""
+    """The computation of an action. action: (kind, stage, microbatch). graph: takes a boxed list
+    `inputs`, and empties it. values, results: describe its inputs and outputs."""
 
     action: tuple[str, int, int]
     graph: Any
@@ -247,7 +249,7 @@ class ActionWork:
 
 @dataclass(frozen=True)
 class _Slot:
-    """A tensor at a fixed address: which memory of `_Slots`, and how it is laid out there."""
+    """A tensor at a fixed address: which memory of `_Slots`, and its layout there."""
 
     place: int
     shape: tuple[int, ...]
@@ -255,15 +257,16 @@ class _Slot:
 
 
 class _Slots:
-    """Memory at fixed addresses, outside of the pool, for what comes from other ranks and what
-    leaves. What nothing shows any more is taken again: in a replay that is at the same moments."""
+    """Memory at fixed addresses, outside of the pool, for tensors that come from other ranks or
+    leave the recording. Memory that no tensor uses any more is reused; in a replay that happens at
+    the same points."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._known: list[tuple[torch.Tensor, int]] = []
 
     def take(self, like: torch.Tensor) -> tuple[_Slot, torch.Tensor]:
-        """A free place for a tensor like this one, and the tensor there."""
+        """A free slot for a tensor like this one, and the tensor there."""
         place = next((i for i, known in enumerate(self._known) if _free(*known, like)), None)
         if place is None:
             place = len(self._known)
@@ -285,8 +288,8 @@ def _free(flat: torch.Tensor, uses: int, like: torch.Tensor) -> bool:
 
 @dataclass(frozen=True)
 class _Recorded:
-    """An action. given: (input, slot) of what came from other ranks. made: of each output its kind
-    and the slot by which it leaves, None where it stays in the pool."""
+    """A recorded action. given: (input, slot) of tensors from other ranks. made: for each output
+    its kind and the slot it is copied to, None where it stays in the pool."""
 
     recording: Recording
     given: tuple[tuple[int, _Slot], ...]
@@ -294,10 +297,10 @@ class _Recorded:
 
 
 class StepGraphs:
-    """The recordings of one executor's steps: of one shape of the batch.
+    """The recordings of one executor's steps, for one batch shape.
 
-    stages: those of this rank. The rank's executor asks `begin` at the start of a step and `end` at
-    its end; between them it gives `run` every action of a stage that `records`.
+    stages: those of this rank. The rank's executor calls `begin` at the start of a step and `end`
+    at its end; between them it passes `run` every action of a stage that `records`.
     """
 
     def __init__(
@@ -327,14 +330,14 @@ class StepGraphs:
         return len(self._known)
 
     def fixed(self, name: Hashable, tensor: torch.Tensor) -> torch.Tensor:
-        """The value of a tensor of this step, where the recordings look for it."""
+        """The tensor at the address where the recordings read it, with this step's value."""
         if name not in self._fixed:
             self._fixed[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
         return self._fixed[name].copy_(tensor)
 
     def begin(self, tensors: Iterable[torch.Tensor], others: Iterable[Any] = ()) -> None:
-        """A step starts. tensors: what lies here for longer than a step and recordings read or
-        write. others: numbers of the batch, which are part of what is recorded."""
+        """Start a step. tensors: those that outlive a step and that recordings read or write.
+        others: numbers of the batch, which are part of what is recorded."""
         self._steps += 1
         self._key = tuple(t.data_ptr() for t in tensors), tuple(map(repr, others))
         self._now = self._known.get(self._key)
@@ -345,17 +348,17 @@ class StepGraphs:
         elif len(self._known) < MOST:
             self.doing, self._now = "record", {}
         else:
-            self.doing = "left"  # addresses change all the time
+            self.doing = "left"  # addresses change all the time: no more recording
 
     def end(self) -> None:
-        """A step was done to its end: what was recorded in it is whole."""
+        """Finish a step: its recordings are complete."""
         if self.doing == "record":
             assert self._now is not None
             self._known[self._key] = self._now
         self._now = None
 
     def run(self, work: ActionWork) -> Sequence[Any]:
-        """The outputs of an action. Of what stays in the pool a replay gives None: only other
+        """The outputs of an action. A replay returns None for what stays in the pool: only other
         recordings read it.
 
         Raises CaptureFailed (GA904).
@@ -378,7 +381,7 @@ class StepGraphs:
         for place, (kind, slot) in enumerate(made.made):
             if slot is not None:
                 shown = self._slots.show(slot)
-                # The script may keep it: the next step must not write over it.
+                # The script may keep it: the next step must not overwrite it.
                 kept[place] = shown.clone() if kind in _HANDED_OUT else shown
         return kept
 
@@ -401,7 +404,7 @@ class StepGraphs:
 
         def run() -> None:
             made = work.graph(inputs)
-            for tensor in (*buckets, *made):  # what is on its way; others are there at once
+            for tensor in (*buckets, *made):  # those in flight; no-op for others
                 if isinstance(tensor, torch.Tensor):
                     torch.ops._c10d_functional.wait_tensor(tensor)
             for target, tensor in zip(leaving, made, strict=True):

@@ -1,12 +1,12 @@
 """Models that are built without memory and initialised later, a tensor at a time.
 
-`record(build)` runs `build()` on tensors without memory and writes down every op on them, with the
+`record(build)` runs `build()` on tensors without memory and records every op on them, with the
 state of the random generator before each op that draws (`runtime.init_tape`). Each rank then
-computes the values of what it holds, whatever the plan, and gets those of one device.
+computes the values of the tensors it holds, whatever the plan: the same values as on one device.
 
-While the ops are recorded the generator goes on as it would on one device: each draw is made once
-on a buffer that is thrown away. Time is that of initialising the model; memory that of its largest
-tensor.
+While recording, the generator advances as it would on one device: each draw is made once on a
+buffer that is thrown away. This takes the time of initialising the model, and the memory of its
+largest tensor.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from graphaccel.errors import CannotInitialise, GraphMisuse
 from graphaccel.runtime.init_tape import Call, Record, Ref, ref_of
 
 aten = torch.ops.aten
-# In place, and nothing of what was there before is read.
+# In place, and overwrites the tensor without reading it.
 _FILLS = frozenset(
     {
         "uniform_", "normal_", "random_", "exponential_", "geometric_", "cauchy_", "log_normal_",
@@ -51,10 +51,11 @@ def deferred(build: Callable[[], nn.Module]) -> nn.Module:
 
         model = graphaccel.deferred(lambda: GPT(config))
 
-    `graphaccel.optimize` gives them their values where they will lie: bitwise those that `build()`
-    gives on one device with the same random state, which goes on as after `build()`.
+    `graphaccel.optimize` initialises them on the ranks that hold them: bitwise with the values that
+    `build()` gives on one device with the same random state, which then advances as after
+    `build()`.
 
-    Raises CannotInitialise (GA212) where `build` does what can not be recorded.
+    Raises CannotInitialise (GA212) where `build` does something that cannot be recorded.
     """
     model, made = record(build)
     vars(model)[RECORD] = made
@@ -64,11 +65,11 @@ def deferred(build: Callable[[], nn.Module]) -> nn.Module:
 def initial_values(model: nn.Module, build: Callable[[], nn.Module] | None = None) -> Record | None:
     """How a model on the meta device is initialised; None for one that has its weights.
 
-    build: makes the model anew. Without it: what `deferred` has written down; and a Hugging Face
-    model is built anew from its config. Tensors that modules keep as plain attributes get values.
+    build: makes the model anew. Without it: what `deferred` has recorded; and a Hugging Face model
+    is built anew from its config. Tensors that modules keep as plain attributes get values.
 
-    Raises CannotInitialise (GA212) where it is not known, GraphMisuse (GA407) for a `build` beside
-    weights.
+    Raises CannotInitialise (GA212) where it is not known, GraphMisuse (GA407) for a `build` given
+    for a model that has weights.
     """
     name = type(model).__name__
     if not any(p.is_meta for p in model.parameters()):
@@ -96,7 +97,7 @@ def initial_values(model: nn.Module, build: Callable[[], nn.Module] | None = Non
 
 
 def _from_config(model: nn.Module) -> Callable[[], nn.Module] | None:
-    """Hugging Face's models are made of their config alone."""
+    """A function that builds a Hugging Face model from its config; None for other models."""
     config = getattr(model, "config", None)
     if config is None or not isinstance(config, getattr(model, "config_class", None) or ()):
         return None
@@ -111,7 +112,7 @@ def _tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 def _check_same(model: nn.Module, made: Record) -> None:
-    """Every tensor of the model is one that was recorded, and as it was then."""
+    """Raise unless every tensor of the model was recorded, with the same shape and dtype."""
     for name, tensor in _tensors(model):
         ref = made.tensors.get(name)
         said = None if ref is None else (ref.dtype, ref.shape)
@@ -125,7 +126,7 @@ def _check_same(model: nn.Module, made: Record) -> None:
 
 
 def _give_attributes(model: nn.Module, twin: nn.Module) -> None:
-    """Tensors on the meta device that are neither parameters nor buffers, from the twin's."""
+    """Replace tensors on the meta device that are neither parameters nor buffers by the twin's."""
     others = dict(twin.named_modules())
     for name, module in model.named_modules():
         for key, value in vars(module).items():
@@ -138,11 +139,11 @@ def _is_meta(value: Any) -> bool:
 
 
 def record(build: Callable[[], nn.Module], name: str = "Model") -> tuple[nn.Module, Record]:
-    """Build a model without memory; parameters and buffers are on the meta device. name: its
-    class's, for errors.
+    """Build a model without memory; parameters and buffers are on the meta device. name: of its
+    class, for errors.
 
-    Other tensors that modules keep as attributes get their values at once. Raises CannotInitialise
-    (GA212) where `build` does what can not be recorded.
+    Other tensors that modules keep as attributes get their values immediately. Raises
+    CannotInitialise (GA212) where `build` does something that cannot be recorded.
     """
     made = Record()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -159,7 +160,7 @@ def record(build: Callable[[], nn.Module], name: str = "Model") -> tuple[nn.Modu
 
 
 def share_record(made: Record) -> None:
-    """Rank 0's random states on all ranks. Collective.
+    """Broadcast rank 0's random states to all ranks. Collective.
 
     Raises CannotInitialise (GA212) where the ranks built different models.
     """
@@ -177,12 +178,14 @@ def share_record(made: Record) -> None:
 
 
 class _NotRecorded(Exception):
-    """An op that can not be recorded."""
+    """Raised for an op that cannot be recorded."""
 
 
 def _settle(model: nn.Module, made: Record) -> None:
-    """Every parameter and buffer to the meta device, every other tensor of a module to values."""
-    held: dict[int, tuple[torch.Tensor, Ref, torch.Tensor]] = {}  # with the tensor: ids stay its
+    """Move every parameter and buffer to the meta device, and compute every other tensor of a
+    module.
+    """
+    held: dict[int, tuple[torch.Tensor, Ref, torch.Tensor]] = {}  # the tensor keeps its id() valid
     for name, tensor in _tensors(model):
         if id(tensor) not in held:
             fake = isinstance(tensor, FakeTensor)
@@ -213,16 +216,16 @@ def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Recorder(TorchDispatchMode):
-    """Tensors that are made have no memory, and the ops on them are written down.
+    """Creates tensors without memory, and records the ops on them.
 
-    Tensors with values from elsewhere (`torch.tensor`, numpy) keep them, as long as they are on
-    their own. What only looks at a tensor is known from the tensor.
+    Tensors with values from elsewhere (`torch.tensor`, numpy) keep them, as long as only they are
+    used. An op that only reads a tensor's metadata is answered from the tensor.
     """
 
     def __init__(self, made: Record, mode: FakeTensorMode) -> None:
         super().__init__()
         self.made, self.mode = made, mode
-        self._alive: list[Any] = []  # storages: another one must not take their place
+        self._alive: list[Any] = []  # storages, kept alive so that no other one gets the same id
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
@@ -244,7 +247,7 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def _for_real(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """Run with values: they are asked for."""
+        """Run on actual values, which the caller needs."""
 
         def real(tensor: torch.Tensor) -> torch.Tensor:
             return self.made.value(ref_of(tensor)) if isinstance(tensor, FakeTensor) else tensor
@@ -290,7 +293,9 @@ class _Recorder(TorchDispatchMode):
         )
 
     def _draw(self, func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-        """Draw once for nothing, so that the next draw is that of one device; the state before."""
+        """Draw once and discard it, so that the next draw is that of one device; returns the state
+        before.
+        """
         generator = kwargs.get("generator")
         state = (generator or torch.default_generator).get_state()
         fills = func._schema.name.removeprefix("aten::") in _FILLS
@@ -307,7 +312,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _written(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> list[Any]:
-    """The arguments, tensors or what stands for them, that an op writes to."""
+    """The arguments that an op writes to: tensors or what stands for them."""
     found: list[Any] = []
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:

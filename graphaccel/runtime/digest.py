@@ -1,7 +1,7 @@
-"""One number for the values of a batch: equal batches have equal digests, on every rank.
+"""Digest of the values of a batch: equal batches have equal digests, on every rank.
 
-On the host a checksum of the bytes (2.6 GB/s on one core); on a GPU a sum of products of the bytes
-with weights that differ from place to place, computed there without waiting for it.
+On the host a checksum of the bytes (2.6 GB/s on one core); on a GPU a weighted sum of the bytes,
+with weights that depend on the position, computed there without waiting for it.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ _ROWS = 512  # rows at a time: 16 MiB, so that temporaries stay small
 
 
 def of_text(text: str) -> int:
-    """An int64 for a text, the same in every process."""
+    """An int64 digest of a text, the same in every process."""
     return int.from_bytes(
         hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True
     )
 
 
 def of_numbers(values: Iterable[float]) -> int:
-    """An int64 for numbers."""
+    """An int64 digest of numbers."""
     return zlib.crc32(array("d", values))
 
 
 def of_host(tensors: Iterable[torch.Tensor], start: int = 0) -> int:
-    """An int64 for the values of tensors on the host, of any dtype and number of dims.
+    """An int64 digest of the values of tensors on the host, of any dtype and number of dims.
 
     start: the digest of what came before them.
     """
@@ -57,14 +57,14 @@ def of_device(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """uint8 [bytes]: the values, one after the other."""
+    """uint8 [bytes]: the tensor's values as bytes."""
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return plain.reshape(-1).view(torch.uint8)
 
 
 def _mixed(words: torch.Tensor) -> torch.Tensor:
-    """High bits into low ones: products keep nothing of a change in the highest bit but its
-    parity, and the sign of a float64 is that bit."""
+    """Mix high bits into low ones: of a change in the highest bit a multiplication preserves only
+    the parity, and the sign of a float64 is that bit."""
     return words ^ (words >> 32)
 
 

@@ -1,4 +1,4 @@
-"""What stands in the place of values that a step does not keep."""
+"""Placeholders for values that a step does not keep."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from graphaccel.errors import OutputDropped
 _ASKED = frozenset(
     f"__{name}__" for name in ("copy", "deepcopy", "getnewargs", "getnewargs_ex", "setstate")
 )
-"""What copies and pickles ask of any object, and may be without."""
+"""Attributes that copy and pickle look up on any object, and that may be missing."""
 
 
 class Dropped:
-    """Stands for a value that a step does not keep: an output called `name`, or a tensor that the
-    model's forward leaves in the attribute `name`. A use of it raises OutputDropped (GA405)."""
+    """Placeholder for a value that a step does not keep: an output called `name`, or a tensor that
+    the model's forward stores in the attribute `name`. Any use of it raises OutputDropped (GA405).
+    """
 
     def __init__(self, name: str, *, attribute: bool = False) -> None:
         object.__setattr__(self, "_name", name)
@@ -29,7 +30,7 @@ class Dropped:
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Any function of torch that is given one."""
+        """Any torch function called with one."""
         given = pytree.tree_leaves((args, kwargs or {}))
         return next(leaf for leaf in given if isinstance(leaf, Dropped))._raise()
 
@@ -55,15 +56,15 @@ class Dropped:
 
 
 def drop_left(model: nn.Module, left: Iterable[tuple[str, ...]]) -> None:
-    """After a step: what the forward would have left in these attributes is not there, and what was
-    there before is not of this step."""
+    """After a step: replace the attributes that the forward would have set by placeholders; their
+    old values are not of this step."""
     for path in left:
         _put_at(model, path, Dropped(".".join(path), attribute=True))
 
 
 def _put_at(model: nn.Module, path: tuple[str, ...], value: Any) -> None:
-    """Put a value where a forward of a copy of the model left a tensor: in the attribute, or in the
-    container that the attribute is now."""
+    """Put a value where a forward of a copy of the model stored a tensor: in the attribute, or in
+    the container that the attribute holds now."""
     holder: Any = model
     for i, name in enumerate(path):
         last = i == len(path) - 1
@@ -90,7 +91,7 @@ def _put_at(model: nn.Module, path: tuple[str, ...], value: Any) -> None:
 
 
 def _open(value: Any) -> bool:
-    """Whether a path goes on inside of a value."""
+    """Whether a path can continue inside a value."""
     if isinstance(value, (list, dict, nn.Module)):
         return True
     return hasattr(value, "__dict__") and not isinstance(value, (type, torch.Tensor))

@@ -1,8 +1,8 @@
-"""Which of a job's processes this is, where another launcher than torch's started it.
+"""Finds this process's rank in a job that another launcher than torch's started (Slurm, MPI).
 
-Slurm, Open MPI and MPICH say so in variables of their own; torch reads RANK, WORLD_SIZE,
-LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which are set from them here. What can
-not be told is refused: each process of the job would train by itself otherwise.
+Slurm, Open MPI and MPICH set variables of their own; torch reads RANK, WORLD_SIZE, LOCAL_RANK,
+LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which are set from them here. A job whose ranks
+cannot be determined is refused: otherwise each process of the job would train by itself.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _PORTS = range(20_000, 40_000)
 def join_job(restarts: bool, environment: MutableMapping[str, str] = os.environ) -> None:
     """Set torch's variables from those of the launcher that started this process, if one did.
 
-    restarts: the script says how many processes it wants, and is restarted as those.
+    restarts: the script asks for a number of processes, and is restarted as that many.
 
-    Raises NotAlone (GA409) where a job of several processes is known, and this one's place is not.
+    Raises NotAlone (GA409) where a job of several processes is detected, but not this one's rank.
     """
     if "WORLD_SIZE" in environment:
         return
@@ -44,7 +44,7 @@ def _slurm(env: Mapping[str, str]) -> dict[str, str]:
     several = int(_of_step(env, "NUM_NODES", "SLURM_NNODES", "1")) > 1
     nodes = _of_step(env, "NODELIST", "SLURM_JOB_NODELIST", "")
     host = _first_host(nodes) or env.get("SLURM_LAUNCH_NODE_IPADDR", "")
-    # The shell of a batch job is told that it is task 0, and nobody started the others.
+    # The shell of a batch job has SLURM_PROCID=0 as well, and no other process was started.
     if not ("SLURM_PROCID" in env and started and (host or not several or "MASTER_ADDR" in env)):
         raise NotAlone(
             variable=f"{name}={tasks}",
@@ -66,7 +66,7 @@ def _slurm(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _of_step(env: Mapping[str, str], name: str, job: str, otherwise: str) -> str:
-    """What Slurm says of the step, or else of the whole job."""
+    """Slurm's variable for the step, or else for the whole job."""
     return env.get(f"SLURM_STEP_{name}", env.get(job, otherwise))
 
 
@@ -102,7 +102,7 @@ def _mpi(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _elastic(env: Mapping[str, str]) -> dict[str, str]:
-    """Torchrun's own settings, where it did not start this process."""
+    """Torchrun's own variables, where torchrun did not start this process."""
     for name in ("PET_NNODES", "PET_NPROC_PER_NODE"):
         if env.get(name, "1").split(":")[-1] not in ("", "1"):
             raise NotAlone(
@@ -123,7 +123,8 @@ def _torch_names(
     address: str,
     port: int,
 ) -> dict[str, str]:
-    """Torch's variables. A process that sees one GPU only is the only one there."""
+    """Torch's variables. A process that sees only one GPU is treated as the only one on its host.
+    """
     if env.get("CUDA_VISIBLE_DEVICES", "").isdigit():
         local, local_world = "0", 1
     return {
@@ -137,7 +138,7 @@ def _torch_names(
 
 
 def _first_host(nodes: str) -> str:
-    """The first of a list as Slurm writes it: node[03-07,12],other → node03."""
+    """The first host of a list in Slurm's notation: node[03-07,12],other → node03."""
     match = re.match(r"([^,\[]+)(?:\[([0-9]+))?", nodes)
     return "" if match is None else match[1] + (match[2] or "")
 

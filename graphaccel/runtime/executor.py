@@ -1,7 +1,8 @@
 """Runs one step: a loop over this rank's list of actions.
 
-The executor knows nothing of models or plans. It slices the batch, calls stage graphs, keeps what
-they save for their backward, moves what they send, and hands back the loss and the gradients.
+The executor knows nothing of models or plans. It slices the batch, calls stage graphs, keeps the
+tensors saved for their backward, sends and receives between stages, and returns the loss and the
+gradients.
 """
 
 from __future__ import annotations
@@ -36,10 +37,13 @@ from graphaccel.sharding.rules.propagate import PARTIAL
 
 @dataclass
 class StepResult:
-    """loss: scalar, the same on every rank. gradients: by parameter name, of this rank's stages.
-    outputs: by leaf of what the model returned, whole batch, on every rank. overflow: of a step in
-    fp16, not 0 if gradients of some rank overflowed. layouts: of the gradients that are shards.
-    inputs: gradients by batch leaf, where the loss is outside."""
+    """The results of one step on this rank.
+
+    loss: scalar, the same on every rank. gradients: by parameter name, of this rank's stages.
+    outputs: by leaf of what the model returned, for the whole batch, on every rank. overflow: of a
+    step in fp16, nonzero if gradients of some rank overflowed. layouts: of the gradients that are
+    sharded. inputs: gradients by batch leaf, where the script computes the loss.
+    """
 
     loss: torch.Tensor | None
     gradients: dict[str, torch.Tensor]
@@ -51,9 +55,10 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Held:
-    """What a rank holds for the whole run, by name. parameters: as they lie here: shards of those
-    that rest sharded. constants: lifted tensors of the model's code. shards: flat buffers of groups
-    of parameters, by the first of each. gradients: how those that are kept in shards lie."""
+    """What a rank holds for the whole run, by name. parameters: as stored: shards of those that are
+    sharded between uses. constants: lifted tensors of the model's code. shards: flat buffers of
+    parameter groups, by the first name of each. gradients: layouts of those that are kept in
+    shards."""
 
     parameters: Mapping[str, torch.Tensor]
     buffers: Mapping[str, torch.Tensor]
@@ -95,10 +100,10 @@ class StepState:
 class Executor:
     """One rank's part of one compiled step.
 
-    program: all stages (peers' too: their values' shapes are needed). schedule: with messages.
-    buckets: those of the session, if all its executors are to use the same memory.
-    whole: every data rank runs the whole batch (evaluation). compiler: of stages, if any.
-    products: what float32 products are rounded to ("tfloat32"), if to anything. recorder: of CUDA
+    program: all stages (peers' too: the shapes of their values are needed). schedule: with
+    messages. buckets: those of the session, if all its executors are to use the same memory. whole:
+    every data rank runs the whole batch (evaluation). compiler: of stages, if any. products: the
+    precision that float32 matmul inputs are rounded to ("tfloat32"), if any. recorder: of CUDA
     graphs, where actions are recorded.
     """
 
@@ -144,7 +149,7 @@ class Executor:
             for graph in stage.graphs:
                 bind(graph, mesh)
         self.graphs = None
-        if recorder is not None:  # what stands in graphs is read before they are compiled
+        if recorder is not None:  # what is recorded is determined before the graphs are compiled
             self.graphs = StepGraphs(recorder, self._stages, microbatches, mesh.device)
         self._compiler = compiler
         if compiler is not None:
@@ -156,14 +161,14 @@ class Executor:
 
     @property
     def constants(self) -> Mapping[str, torch.Tensor]:
-        """Lifted tensors of the model's code, where graphs read them."""
+        """Lifted tensors of the model's code, in the memory that the graphs read."""
         return self._held.constants
 
     @torch.no_grad()
     def run(self, leaves: Sequence[Any], scale: LossScale | None = None) -> StepResult:
-        """One step on the leaves of the whole global batch.
+        """Run one step on the leaves of the whole global batch.
 
-        scale: of the loss, for fp16; gradients come back without it.
+        scale: of the loss, for fp16; gradients are returned unscaled.
         Raises RankLost (GA501) when another rank does not answer.
         """
         state = self._begin(leaves)
@@ -223,13 +228,13 @@ class Executor:
             self._prepare(state)
             self._make_room(state)
         if self._program.random and (self._mesh.world > 1 or self._microbatches > 1):
-            # One draw a step from the generator that all ranks share; the streams of the parts
-            # differ.
+            # One draw per step from the generator that all ranks share; each part of the batch has
+            # a random stream of its own.
             state.seed = int(torch.randint(2**62, ()).item())
         return state
 
     def _brought(self, place: int, leaf: Any) -> Any:
-        """A leaf of the batch on this rank's device, in one piece."""
+        """A leaf of the batch on this rank's device, contiguous."""
         if not isinstance(leaf, torch.Tensor):
             return leaf
         if self.graphs is not None:
@@ -244,7 +249,7 @@ class Executor:
         state.prologue = {n: graphs.fixed(("prologue", n), t) for n, t in state.prologue.items()}
 
     def _prepare(self, state: StepState) -> None:
-        """Start to gather what is held for all microbatches."""
+        """Start the all-gathers of parameters that are held for all microbatches."""
         for number, stage in self._stages.items():
             if stage.prepare is not None:
                 given = [self._lying(v) for v in stage.prepare_inputs]
@@ -255,7 +260,7 @@ class Executor:
                 state.held[number] = dict(zip(names, made, strict=True))
 
     def _made(self, work: ActionWork) -> Sequence[Any]:
-        """What a graph gives."""
+        """The outputs of a graph."""
         if self.graphs is None or not self.graphs.records(work.action[1]):
             return work.graph(work.inputs)
         return self.graphs.run(work)
@@ -265,7 +270,7 @@ class Executor:
         return held[value.name]
 
     def _make_room(self, state: StepState) -> None:
-        """What gradients are added up in."""
+        """Allocate the buckets that gradients are accumulated in."""
         for number, stage in self._stages.items():
             if stage.buckets:
                 made = self._buckets.of(stage, self._mesh.device)
@@ -305,7 +310,9 @@ class Executor:
         return self._data_index * self._microbatches + microbatch
 
     def _stream(self, action: Action) -> int:
-        """Whose random numbers: of a part of the batch, or of what runs on all of it."""
+        """Index of the random stream: one per part of the batch, and one for what runs on all of
+        it.
+        """
         if action.kind == "head":
             return self._data * self._microbatches
         return self._part(action.microbatch)
@@ -323,7 +330,7 @@ class Executor:
             return self._lying(value)
         if kind == "held":
             return state.held[action.stage][value.name]
-        if kind == "carried":  # nothing in the first microbatch
+        if kind == "carried":  # the first microbatch has none
             return state.carried.pop((action.stage, value.name), None)
         if kind == "saved":
             return saved[value.name]
@@ -387,9 +394,9 @@ class Executor:
                 state.outbox[(action.stage, peer, action.microbatch, action.kind)] = tensors
 
     def _reduce(self, action: Action, state: StepState) -> None:
-        """Wait for the all-reduces that the last backward started."""
+        """Wait for the gradient all-reduces that the last backward started."""
         for bucket in state.buckets.get(action.stage, ()):
-            torch.ops._c10d_functional.wait_tensor(bucket)  # nothing to wait for: returns at once
+            torch.ops._c10d_functional.wait_tensor(bucket)  # no-op if nothing is pending
         for name, accumulated in state.accumulators.get(action.stage, {}).items():
             state.gradients[name].append(accumulated)
         for group in self._stages[action.stage].reduced:
@@ -403,7 +410,7 @@ class Executor:
         gradients = {}
         for name, parts in state.gradients.items():
             total = parts[0]
-            for other in parts[1:]:  # stages of one rank that share a parameter
+            for other in parts[1:]:  # stages on one rank that share a parameter
                 total.add_(other)
             gradients[name] = total
         self._sum_shared(gradients)
@@ -416,7 +423,7 @@ class Executor:
         )
 
     def _spread_buffers(self, new: Mapping[str, torch.Tensor]) -> None:
-        """New values of buffers, on every rank that holds them."""
+        """Broadcast new values of buffers to every rank that holds them."""
         for name, maker, places in self._written:
             if self._mesh.pipeline_index not in places:
                 continue
@@ -424,7 +431,7 @@ class Executor:
             value = new.get(name)
             if len(places) > 1:
                 like = own if value is None else value
-                assert like is not None  # a rank in `places` makes the value or holds the buffer
+                assert like is not None  # a rank in `places` computes the value or holds the buffer
                 value = torch.empty_like(like) if value is None else value.contiguous()
                 source = self._mesh.rank_of(maker)
                 dist.broadcast(value, source, group=self._mesh.shared_groups[places])
@@ -432,7 +439,7 @@ class Executor:
                 own.copy_(value)
 
     def _unscaled(self, result: StepResult, scale: LossScale) -> StepResult:
-        """Gradients without the scale of the loss, and whether one of some rank overflowed."""
+        """Unscale the gradients, and record whether some rank's overflowed."""
         overflow = unscale(list(result.gradients.values()), scale.factor)
         if self._mesh.world > 1:
             dist.all_reduce(overflow, op=dist.ReduceOp.MAX, group=self._mesh.world_group)
@@ -441,12 +448,13 @@ class Executor:
         return result
 
     def _sum_shared(self, gradients: dict[str, torch.Tensor]) -> None:
-        """Parameters that stages of several ranks share: one sum of their gradients a step."""
+        """All-reduce the gradients of parameters that stages of several ranks share, once per step.
+        """
         for name, stages in sorted(self._program.shared.items()):
             places = tuple(sorted({s % self._mesh.pipeline for s in stages}))
             if len(places) > 1 and self._mesh.pipeline_index in places:
                 if name not in gradients:
-                    if name not in self._reached:  # frozen: no rank has a gradient of it
+                    if name not in self._reached:  # frozen: no rank has a gradient for it
                         continue
                     gradients[name] = self._zero_gradient(name)
                 gradients[name] = gradients[name].contiguous()
@@ -459,8 +467,8 @@ class Executor:
         return like.new_zeros(shape, device=self._mesh.device)
 
     def _start_loss(self, state: StepState) -> None:
-        """The loss of the whole batch, on every rank: one sum over all of them. It travels while
-        the backwards run."""
+        """Start the all-reduce of the whole batch's loss over all ranks, overlapped with the
+        backwards."""
         like = next(
             (
                 node.meta["val"]
@@ -494,7 +502,7 @@ class Executor:
         return state.loss
 
     def _gather_outputs(self, state: StepState) -> dict[int, torch.Tensor]:
-        """What the model returned besides the loss: parts joined, and brought to every rank."""
+        """The model's outputs besides the loss: parts concatenated, on every rank."""
         stages = {
             v.leaf: p.stage
             for p in self._program.stages
@@ -568,19 +576,19 @@ def _words(action: Action) -> str:
 
 
 def first_line(error: RuntimeError) -> str:
-    """What a backend says first, without the place in its own source."""
+    """The first line of a backend's error message, without the location in its source."""
     return re.sub(r"^\[[^\]]*\] ", "", str(error).strip().splitlines()[0])
 
 
 def is_connection(error: RuntimeError) -> bool:
-    """Whether a backend's error is about another rank, not about this one's computation."""
+    """Whether a backend's error is about another rank, not about this rank's own computation."""
     text = str(error).lower()
     signs = ("connection", "timed out", "timeout", "gloo", "nccl", "peer", "socket", "broken pipe")
     return any(sign in text for sign in signs)
 
 
 def _axes_needed(program: StepProgram) -> set[str]:
-    """The axes, or several joined by "+", that collectives of any stage go over."""
+    """The mesh axes, or several joined by "+", that collectives of any stage run over."""
     graphs = [g for p in program.stages for g in p.graphs]
     nodes = [n for g in graphs for n in g.graph.nodes if n.op == "call_function" and n.args]
     return {n.args[-1] for n in nodes if axes_of(n.args[-1])}

@@ -1,9 +1,9 @@
-"""Collectives of a graph in the form in which gloo is fastest, and right.
+"""Rewrites collectives of a graph into the form in which gloo is fastest and correct.
 
 torch 2.13's ProcessGroupGloo has no reduce-scatter of its own: `reduce_scatter_tensor_coalesced`
-sums a copy of everything on every process and keeps a part. Its all-gather moves everything through
-memory of its own, and the coalesced one, behind the functional collective, writes over freed memory
-where several are on their way ("malloc(): unaligned tcache chunk detected"). In place of them
+sums a full copy on every process and keeps a part. Its all-gather copies everything through buffers
+of its own, and the coalesced one, which the functional collective calls, writes to freed memory
+where several are in flight ("malloc(): unaligned tcache chunk detected"). They are replaced:
 
     %own = reduce_scatter_tensor(%flat, 2)      %parts = all_to_all_single(%flat)
     ...                                         ...
@@ -39,9 +39,9 @@ _WAIT = _c10d.wait_tensor.default
 
 
 def for_gloo(node: fx.Node, place: int) -> None:
-    """Put a collective of a graph into gloo's form; others than these stay as they are.
+    """Rewrite a collective of a graph into gloo's form; others than these stay as they are.
 
-    place: this process's, in the group that the collective's last argument names.
+    place: this process's rank in the group that the collective's last argument names.
     """
     if node.target is _c10d.all_gather_into_tensor.default:
         parts, ranks, group = node.args
@@ -63,8 +63,9 @@ def for_gloo(node: fx.Node, place: int) -> None:
 
 
 def gather_rows(rows: torch.Tensor, place: int, ranks: Sequence[int], group: Any) -> list[Any]:
-    """Start to gather row `at` of `rows`, [ranks, n], from the process ranks[at] of the group; what
-    to wait for. place: the row that this process brings, and has written. By any transport."""
+    """Start to gather row `at` of `rows`, [ranks, n], from the process ranks[at] of the group;
+    returns the handles to wait for. place: the row that this process contributes, already written.
+    Works with any backend."""
     if rows.device.type != "cpu":
         return [all_gather_flat(rows.view(-1), rows[place], group=group, async_op=True)]
     return [dist.broadcast(row, rank, group, async_op=True)
@@ -74,7 +75,7 @@ def gather_rows(rows: torch.Tensor, place: int, ranks: Sequence[int], group: Any
 def _gathered(
     node: fx.Node, part: fx.Node, ranks: int, group: str, place: int, value: Any
 ) -> fx.Node:
-    """Where the parts of all come to lie; who waits for it waits for every broadcast."""
+    """The buffer that all parts are gathered into; waiting for it waits for every broadcast."""
     whole = _call(node, aten.new_empty.default, (part, list(value.shape)), value)
     count = value.shape[0] // ranks
     like = value.narrow(0, 0, count)
@@ -87,7 +88,7 @@ def _gathered(
 
 
 def _scattered(node: fx.Node) -> None:
-    """Everyone's part is sent to everyone, and added up behind what waits for it."""
+    """Send every rank's part to every rank, and sum the parts after the wait."""
     flat, _, ranks, group = node.args
     value, own = flat.meta["val"], node.meta["val"]
     counts = [own.shape[0]] * ranks

@@ -1,11 +1,11 @@
-"""Host memory that a step lets go of stays with the process, for the next step to take again.
+"""Makes the C library keep host memory that a step frees, for the next step to reuse.
 
-glibc gives freed memory back to the system: that of large tensors at once, of others when enough
-lies free at its heap's end. Each page then has to be zeroed and mapped anew in every step, which
-takes up to a fifth of small models' steps (`python -m benchmarks.host_pages`), differing from
-process to process by how their memory came to lie. What a step needs at its peak it needs in every
-step, as CUDA's caching allocator has it. Between blocks that are kept some memory lies idle: the
-system may show a tenth more. https://man7.org/linux/man-pages/man3/mallopt.3.html
+glibc returns freed memory to the system: that of large tensors immediately, of others when enough
+is free at the end of its heap. Each page then has to be zeroed and mapped anew in every step, which
+takes up to a fifth of small models' steps (`python -m benchmarks.host_pages`), and varies between
+processes with the layout of their heaps. A step needs its peak memory in every step, so it is kept,
+as CUDA's caching allocator does. Some memory stays unused between blocks that are kept: the system
+may show a tenth more. https://man7.org/linux/man-pages/man3/mallopt.3.html
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ KEEP = "GRAPHACCEL_KEEP_PAGES"
 
 
 def keep_pages() -> bool:
-    """Have the C library keep freed memory from now on, in this whole process; whether it does.
+    """Make the C library of this process keep freed memory from now on; returns whether it does.
 
-    Left alone where the environment says how memory is to be handled (`MALLOC_*`, glibc's tunables,
-    ``GRAPHACCEL_KEEP_PAGES=0``), and by C libraries without `mallopt`.
+    Does nothing where the environment configures memory itself (`MALLOC_*`, glibc's tunables,
+    ``GRAPHACCEL_KEEP_PAGES=0``), and with C libraries without `mallopt`.
     """
     said = any(name.startswith("MALLOC_") for name in os.environ)
     said = said or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")

@@ -1,8 +1,8 @@
-"""Stage graphs by Inductor: their pieces (`runtime.inductor_partition`) compiled, and run one after
-the other.
+"""Compiles the pieces of stage graphs (`runtime.inductor_partition`) with Inductor, and runs them.
 
-A graph keeps its calling convention: one list of inputs, which is emptied. What a piece reads last
-is handed over with the list, so that Inductor's code frees it as early as the FX code would.
+A graph keeps its calling convention: one list of inputs, which is emptied. An input that a piece
+reads for the last time is removed from the list, so that Inductor's code frees it as early as the
+FX code would.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PHASES = ("forward", "backward", "weight")
 
 
 def check_compiler(compile: str, device: torch.device) -> None:
-    """Raises CompilerMissing (GA901) where `compile` asks for what this machine can not do."""
+    """Raises CompilerMissing (GA901) where this machine cannot do what `compile` asks for."""
     reason = missing_cpp_compiler() if compile != "off" and device.type == "cpu" else None
     if reason is not None:
         raise CompilerMissing(asked=f"compile={compile!r}", reason=reason)
@@ -41,8 +41,8 @@ def check_compiler(compile: str, device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class StageCompiler:
-    """Compiles the graphs of stages. tell: is told (phase, what, seconds) of each stage. known:
-    what is compiled, by its signature: pieces that are alike share it."""
+    """Compiles the graphs of stages. tell: called with (phase, what, seconds) for each stage.
+    known: compiled code by signature: identical pieces share it."""
 
     tell: Tell
     known: dict[Hashable, Boxed] = field(default_factory=dict, repr=False)
@@ -102,7 +102,7 @@ class StageCompiler:
 
 
 class Compiled:
-    """A graph in pieces. `compiled(inputs) -> outputs`, and the list of inputs is emptied."""
+    """A graph as a sequence of pieces. `compiled(inputs) -> outputs` empties the list of inputs."""
 
     def __init__(
         self, module: fx.GraphModule, parts: Sequence[Piece], runs: Sequence[Boxed]
@@ -138,7 +138,7 @@ class Compiled:
 
 
 def _graph_of(piece: Piece) -> tuple[fx.Graph, list[fx.Node]]:
-    """A piece as a graph of its own, and the copies of what it gives."""
+    """A piece as a graph of its own, and the copies of its output nodes."""
     graph = fx.Graph()
     made: dict[fx.Node, fx.Node] = {}
     for node in piece.inputs:
@@ -164,8 +164,8 @@ def _compiled(module: fx.GraphModule, piece: Piece) -> Boxed:
 
 
 class _Checked:
-    """A compiled piece. What it gives must lie in memory as the graph says: messages and FX code
-    behind it count on that. The first call proves it; shapes are static."""
+    """A compiled piece. The memory layout of its outputs must be that of the graph's fake values:
+    messages and the following FX code rely on it. The first call checks it; shapes are static."""
 
     def __init__(self, run: Boxed, piece: Piece) -> None:
         self._run: Boxed = run

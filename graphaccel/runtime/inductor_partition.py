@@ -1,7 +1,7 @@
-"""Which calls of a stage's graph Inductor compiles, and why the others stay as they are.
+"""Partitions a stage's graph into pieces that Inductor compiles and pieces that run as before.
 
-A graph is cut, in its order, into pieces: runs of calls that compute something from tensors alone,
-which are compiled, and what stands between them, which torch runs as before:
+A graph is cut, in its order, into pieces: runs of calls that only compute from tensors, which are
+compiled, and the calls between them, which torch runs as before:
 
     %a = aten.mm(%x, %w)                                   piece 0, compiled
     %b = aten.gelu(%a)
@@ -10,12 +10,12 @@ which are compiled, and what stands between them, which torch runs as before:
     %c = aten.layer_norm(%whole, ...)                      piece 2, compiled
     ...
 
-So nothing moves over a message, a write in place or a draw of a random number, whose order is that
-of the graph; and a compiled piece is the same on every rank, whatever its groups are called.
+So no call moves across a message, an in-place write or a random draw, whose order is that of the
+graph; and a compiled piece is the same on every rank, whatever the names of its groups.
 
-A piece that runs through several layers that are alike is cut where one ends: pieces of the same
-`signature` are compiled once. What that gives up, fusing over the end of a layer, is the sum with
-the residual and the norm behind it.
+A piece that spans several identical layers is cut at their ends: pieces with the same `signature`
+are compiled once. The cost is that nothing is fused across the end of a layer: the residual add and
+the norm after it.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from graphaccel.kernels.host_copy import AHEAD, ARRIVED
 from graphaccel.sharding.rules.collectives import is_message
 
 IN_PLACE = "write in place"
-_FEWEST = 2  # calls that compute: one alone has nothing to be fused with
-_ALIKE, _LAYER = 4, 8  # layers that are worth cutting out, and calls in one that compute
+_FEWEST = 2  # calls that compute: a single one has nothing to fuse with
+_ALIKE, _LAYER = 4, 8  # least identical layers worth cutting at, and computing calls in one
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Calls that follow each other. compiled: whether Inductor compiles them. inputs: what they
-    read that is made before, outputs: what is read of them behind, both in the order of the graph.
+    """Consecutive calls. compiled: whether Inductor compiles them. inputs: values from before that
+    they read, outputs: values that later calls read, both in the order of the graph.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -82,7 +82,7 @@ def refusal(node: fx.Node) -> str | None:
 
 
 def pieces(graph: fx.Graph) -> tuple[Piece, ...]:
-    """The pieces of a graph whose nodes have fake values, in order. They may be none."""
+    """The pieces of a graph whose nodes have fake values, in order; possibly none."""
     ordered = list(_ordered(graph))
     written = _written(graph)
     runs: list[tuple[bool, list[fx.Node]]] = []
@@ -104,8 +104,8 @@ def pieces(graph: fx.Graph) -> tuple[Piece, ...]:
 
 
 def signature(piece: Piece) -> Hashable:
-    """Equal for pieces that compute the same from inputs that are alike: one compiled code serves
-    them all."""
+    """Equal for pieces that compute the same from inputs of the same metadata: they share one
+    compiled code."""
     place = {n: _Place(i) for i, n in enumerate((*piece.inputs, *piece.nodes))}
     if any(n.op == "get_attr" for n in piece.nodes):  # a constant of its graph
         return piece
@@ -118,7 +118,7 @@ def signature(piece: Piece) -> Hashable:
 
 @dataclass(frozen=True)
 class _Place:
-    """Stands for a node in a signature."""
+    """Placeholder for a node in a signature."""
 
     number: int
 
@@ -132,7 +132,7 @@ def _layout(value: Any) -> Any:
 
 
 def _layers(nodes: list[fx.Node], order: dict[fx.Node, int]) -> list[list[fx.Node]]:
-    """A compiled run of calls, cut into its layers where enough of them are alike."""
+    """A compiled run of calls, cut into its layers where enough of them are identical."""
     parts = [list(part) for _, part in groupby(nodes, key=_layer)]
     kinds = [
         signature(_piece(True, part, order))
@@ -142,7 +142,7 @@ def _layers(nodes: list[fx.Node], order: dict[fx.Node, int]) -> list[list[fx.Nod
     ]
     count = Counter(k for k in kinds if k is not None)
     cut: list[list[fx.Node]] = []
-    whole = True  # whether the last part is a layer, behind which another part begins
+    whole = True  # whether the last part is a complete layer, after which another part begins
     for part, kind in zip(parts, kinds, strict=True):
         layer = kind is not None and count[kind] >= _ALIKE
         if layer or whole:
@@ -154,14 +154,14 @@ def _layers(nodes: list[fx.Node], order: dict[fx.Node, int]) -> list[list[fx.Nod
 
 
 def _layer(node: fx.Node) -> str:
-    """The path up to its first number (transformer.h.3), "" without one."""
+    """The module path up to its first number (transformer.h.3), "" without one."""
     path = str(_maker(node).meta.get("module") or "").split(".")
     numbers = [i for i, name in enumerate(path) if name.isdigit()]
     return ".".join(path[: numbers[0] + 1]) if numbers else ""
 
 
 def notes(program: StepProgram) -> tuple[str, ...]:
-    """What a report says of the pieces of all graphs of a step, each graph once."""
+    """The report's lines about the pieces of all graphs of a step, each graph once."""
     compiled, count, calls = 0, 0, 0
     unlike: set[Hashable] = set()
     reasons: Counter[str] = Counter()
@@ -190,7 +190,7 @@ def notes(program: StepProgram) -> tuple[str, ...]:
 
 
 def _ordered(graph: fx.Graph) -> Iterator[fx.Node]:
-    """Calls in order, the parts of a tuple right behind what gives it."""
+    """Calls in order, with the getitems of a tuple right after the call that returns it."""
     for node in graph.nodes:
         if node.op not in ("call_function", "get_attr") or node.target is getitem:
             continue
@@ -206,7 +206,7 @@ def _parts(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _maker(node: fx.Node) -> fx.Node:
-    """The call behind the parts of a tuple."""
+    """The call that returns a tuple, for a getitem of it."""
     while node.target is getitem and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node
@@ -217,7 +217,8 @@ def _computes(node: fx.Node) -> bool:
 
 
 def _written(graph: fx.Graph) -> set[fx.Node]:
-    """Views of memory that a call writes to: they must be views of it, not values."""
+    """Nodes that are views of memory that a call writes to: they must be views of it, not copies.
+    """
     found: set[fx.Node] = set()
     waiting = [a for n in graph.nodes if n.op == "call_function" for a in written_arguments(n)]
     while waiting:

@@ -1,13 +1,13 @@
-"""What was done to tensors without memory, and any of their values computed alone.
+"""A recording of ops on tensors without memory; computes any of their values by itself.
 
     recorded                                      value(layers.1.weight)
       0  %w0 = empty([64, 64])                      3  %w1 = empty([64, 64])
       1  uniform_(%w0)           state 17f3..       5  normal_(%w1)            state 9c02..
       3  %w1 = empty([64, 64])
-      4  uniform_(%w1)           state a7e0..     what 4 wrote was overwritten whole by 5
+      4  uniform_(%w1)           state a7e0..     5 overwrote all that 4 wrote
       5  normal_(%w1)            state 9c02..
 
-Values are known by their memory (storage), so views, ties and `.data` need no care.
+Values are identified by their storage, so views, tied parameters and `.data` need no special case.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from graphaccel.compat.torch import pytree, storage_key, without_modes
 
 @dataclass(frozen=True)
 class Ref:
-    """A tensor of the record: which memory it looks at, and how."""
+    """A tensor of the record: which storage it views, and how."""
 
     memory: int
     dtype: torch.dtype
@@ -34,15 +34,15 @@ class Ref:
     offset: int
 
     def on(self, memory: torch.UntypedStorage) -> torch.Tensor:
-        """The tensor on real memory."""
+        """The tensor on allocated memory."""
         empty = torch.empty(0, dtype=self.dtype, device="cpu")
         return empty.set_(memory, self.offset, self.shape, self.stride)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
 class Call:
-    """One op. reads, writes: memories. fills: the one that it overwrites whole, if any. state: of
-    the generator before it, for an op that draws."""
+    """One op. reads, writes: storages. fills: the one that it overwrites entirely, if any. state:
+    of the generator before it, for an op that draws."""
 
     op: Any
     args: tuple[Any, ...] = field(repr=False)
@@ -55,20 +55,20 @@ class Call:
 
 
 class Record:
-    """What was done while a model was built."""
+    """The ops that were recorded while a model was built."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
-        self.sizes: dict[int, int] = {}  # bytes of each memory
+        self.sizes: dict[int, int] = {}  # bytes of each storage
         self.tensors: dict[str, Ref] = {}  # parameters and buffers by name
         self._writers: dict[int, list[int]] = {}
         self._constants: dict[int, torch.Tensor] = {}
 
     def __deepcopy__(self, _memo: Any) -> Record:
-        return self  # a copy of a model is built alike
+        return self  # a copy of a model is initialised in the same way
 
     def append(self, call: Call) -> None:
-        """One op more."""
+        """Add an op."""
         for memory in call.writes:
             self._writers.setdefault(memory, []).append(len(self.calls))
         self.calls.append(call)
@@ -83,7 +83,7 @@ class Record:
             return ref.on(self._memory(ref.memory, memories))
 
     def _needed(self, memory: int) -> list[int]:
-        """Numbers of the calls that the last value of a memory depends on, in order."""
+        """Numbers of the calls that the last value of a storage depends on, in order."""
         waiting = [-n for n in self._writers.get(memory, ())]
         heapq.heapify(waiting)
         wanted, chosen = {memory}, []
@@ -123,7 +123,9 @@ class Record:
         return memories[memory]
 
     def constant(self, tensor: torch.Tensor) -> Ref:
-        """A tensor with values of its own that an op reads, as it is now."""
+        """Record the current values of a tensor that an op reads and that was not created by a
+        recorded op.
+        """
         with without_modes():
             kept = tensor.detach().clone()
         memory = storage_key(kept)
@@ -132,15 +134,16 @@ class Record:
         return ref_of(kept, memory)
 
     def states(self) -> list[torch.Tensor]:
-        """States of the generator, of every call that draws."""
+        """States of the generator before every call that draws."""
         return [c.state for c in self.calls if c.state is not None]
 
     def with_states(self, states: Iterator[torch.Tensor]) -> None:
-        """Draw from other states: those of another rank."""
+        """Use other generator states: those of another rank."""
         self.calls = [c if c.state is None else replace(c, state=next(states)) for c in self.calls]
 
     def digest(self) -> str:
-        """Equal on ranks that built the same model; memories are numbered as they appear."""
+        """Equal on ranks that built the same model; storages are numbered in order of appearance.
+        """
         numbers: dict[int, int] = {}
         text = hashlib.blake2b(digest_size=16)
 
@@ -149,14 +152,14 @@ class Record:
             return (number, str(ref.dtype), ref.shape, ref.stride, ref.offset)
 
         for call in self.calls:
-            kwargs = {k: v for k, v in call.kwargs.items() if k != "generator"}  # states are sent
+            kwargs = {k: v for k, v in call.kwargs.items() if k != "generator"}  # sent apart
             said = pytree.tree_map_only(Ref, plain, (call.args, kwargs, call.out))
             text.update(f"{call.op} {said}".encode())
         return text.hexdigest()
 
 
 def _drawn(op: Any, args: tuple, kwargs: dict, state: torch.Tensor | None) -> Any:
-    """Run an op, drawing from `state`."""
+    """Run an op, with the generator set to `state` if it draws."""
     if state is None:
         return op(*args, **kwargs)
     if kwargs.get("generator") is not None:

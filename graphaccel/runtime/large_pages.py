@@ -1,9 +1,9 @@
-"""Host memory in large pages, for tensors that are read and written whole in every step.
+"""Host memory in large pages, for tensors that are read and written entirely in every step.
 
-Linux maps memory in pages of 4 KiB. Hardware prefetching ends at a page's end and the processor
-knows the places of few pages, so passes over gigabytes take longer than the memory would. Where the
-system gives pages of 2 MiB to who asks for them (`transparent_hugepage` set to `madvise`, as most
-distributions have it), a mapping that says so is filled with them.
+Linux maps memory in pages of 4 KiB. Hardware prefetching ends at a page boundary and the TLB covers
+few pages, so passes over gigabytes take longer than the memory bandwidth allows. Where the system
+gives pages of 2 MiB on request (`transparent_hugepage` set to `madvise`, as most distributions have
+it), a mapping that requests them is backed by them.
 https://docs.kernel.org/admin-guide/mm/transhuge.html
 """
 
@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 LARGE = 2**25
-"""Bytes together from which on tensors are worth a mapping: less fits into caches."""
-_ALIGNED = 64  # as torch's own allocations
+"""Total bytes from which tensors are worth a mapping: less fits into caches."""
+_ALIGNED = 64  # as in torch's own allocations
 
 
 def zeros_like_all(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Zeros as `torch.zeros_like` gives them for each tensor, side by side in large pages where
-    they lie on the host, are contiguous, have `LARGE` bytes together and the system has such pages.
+    they are on the host, contiguous, `LARGE` bytes in total and the system has such pages.
 
     Each has a storage of its own. The memory is freed once none of them is used.
     """
@@ -34,7 +34,7 @@ def zeros_like_all(tensors: Sequence[Tensor]) -> list[Tensor]:
     try:
         memory.madvise(mmap.MADV_HUGEPAGE)
     except OSError:
-        pass  # a kernel without them: pages as everywhere
+        pass  # a kernel without them: ordinary pages
     made, start = [], 0
     for t, size in zip(tensors, sizes, strict=True):
         if t.numel():

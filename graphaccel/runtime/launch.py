@@ -1,8 +1,8 @@
-"""One process in, N processes out: hands the script to torchrun, which starts and watches ranks.
+"""Restarts the script as N processes under torchrun, which starts and watches the ranks.
 
-`ensure_launched` restarts a plainly started script (`python train.py`) once; `graphaccel run` goes
-straight to `launch`. Both end in torch's own launcher, run inside this process so that a failing
-rank becomes one line and an exit code instead of the launcher's traceback.
+`ensure_launched` restarts a plainly started script (`python train.py`) once; `graphaccel run` calls
+`launch` directly. Both end in torch's own launcher, run inside this process so that a failing rank
+becomes one line and an exit code instead of the launcher's traceback.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from graphaccel.errors import GraphAccelError, GraphMisuse, NeedsLauncher, TooManyDevices
 
 PROCESSES_PER_CORE = 4
-"""CPU ranks share cores; beyond this, gloo's timeouts come before progress does."""
+"""CPU ranks share cores; with more than this, gloo times out before the job progresses."""
 
 _STARTED = "GRAPHACCEL_LAUNCHED"
 _ALL_OUTPUT = "GRAPHACCEL_ALL_OUTPUT"
@@ -32,11 +32,11 @@ def ensure_launched(devices: int, world: int | None = None) -> None:
     world: size of the process group that the script joined itself, if it did.
 
     Without a launcher (no WORLD_SIZE) and with `devices` > 1 the whole program is restarted under
-    torch's launcher: what the script did before this call is done again, by every rank.
+    torch's launcher: what the script did before this call is repeated by every rank.
 
     Raises:
         TooManyDevices: more devices than this machine has (GA205).
-        NeedsLauncher: this program can not be restarted: notebook, REPL, stdin (GA403).
+        NeedsLauncher: this program cannot be restarted: notebook, REPL, stdin (GA403).
         GraphMisuse: a launcher has started another number of processes (GA407).
     """
     if devices <= 1:
@@ -94,7 +94,7 @@ def launch(
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     check_devices(devices)
-    # Iteration over sets decides batch order in some scripts: every rank must do it alike.
+    # Iteration over sets decides batch order in some scripts: it must be the same on every rank.
     os.environ.setdefault("PYTHONHASHSEED", "0")
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // devices)))
     logs = tempfile.mkdtemp(prefix="graphaccel_")
@@ -124,7 +124,7 @@ def launch(
 
 
 def available_devices() -> tuple[int, str]:
-    """How many ranks this machine can hold, and what was counted. Imports torch."""
+    """How many ranks this machine can run, and what was counted. Imports torch."""
     import torch
 
     if torch.cuda.is_available():
@@ -135,7 +135,7 @@ def available_devices() -> tuple[int, str]:
 
 
 def check_devices(devices: int) -> None:
-    """Raises TooManyDevices (GA205) when this machine can not hold that many ranks."""
+    """Raises TooManyDevices (GA205) when this machine cannot run that many ranks."""
     available, where = available_devices()
     if devices > available:
         raise TooManyDevices(asked=devices, available=available, where=where)

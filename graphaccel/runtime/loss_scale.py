@@ -1,7 +1,7 @@
 """Dynamic loss scaling for fp16: gradients too small for fp16 survive, overflows skip the step.
 
 Micikevicius et al., Mixed Precision Training, 2018, §3.2; the constants are those of
-torch.amp.GradScaler. The scale lives on the device, and nothing waits for it.
+torch.amp.GradScaler. The scale is on the device; the host does not wait for it.
 """
 
 from __future__ import annotations
@@ -29,5 +29,7 @@ class LossScale:
         self.good_steps = torch.zeros((), dtype=torch.int32, device=self.device)
 
     def update(self, overflow: Tensor) -> None:
-        """Take note of a step. overflow: not 0 if a gradient on some rank was not finite."""
+        """Update the scale after a step. overflow: nonzero if a gradient on some rank was not
+        finite.
+        """
         update_scale(self.factor, self.good_steps, overflow, self.interval)

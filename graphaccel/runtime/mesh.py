@@ -1,10 +1,10 @@
-"""Process groups of a mesh with named axes: who talks to whom.
+"""Process groups of a device mesh with named axes.
 
-The plan says in which order the axes lie over the ranks (`planner.plan.axis_order`): by default so
-that ranks that say most to each other are neighbours. Stage k lies on pipeline coordinate k %
-pipeline, and messages between stages go to the rank with the same other coordinates. Where ZeRO
-shards over a part of the data axis, that is two: replicate, and within it shard, so that the ranks
-whose shards make a whole are the nearer ones. "data" still names both together.
+The plan gives the order of the axes over the ranks (`planner.plan.axis_order`): by default such
+that ranks that communicate most are neighbours. Stage k is on pipeline coordinate k % pipeline, and
+messages between stages go to the rank with the same other coordinates. Where ZeRO shards over a
+part of the data axis, that axis is two: replicate, and within it shard, so that the ranks whose
+shards make up a full tensor are the nearer ones. "data" still names both together.
 """
 
 from __future__ import annotations
@@ -27,21 +27,22 @@ _NAMES = (*AXES, *PARTS)
 
 
 def axes_of(name: Any) -> tuple[str, ...]:
-    """The axes in `data` or `data+tensor`; none for anything else."""
+    """The axis names in `data` or `data+tensor`; none for anything else."""
     parts = tuple(name.split("+")) if isinstance(name, str) else ()
     return parts if parts and all(part in _NAMES for part in parts) else ()
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """This rank's place and the groups it needs. A group of one is None: nothing to say.
+    """This rank's coordinates and the groups it needs. A group of one rank is None: no
+    communication.
 
-    sizes: axis → devices, from the outside in; "replicate" and "shard" in the place of "data" where
-    that is two axes. groups: axis, or several joined by "+" in any order → the group of the
-    ranks that differ from this one on those axes only.
+    sizes: axis → devices, outermost first; "replicate" and "shard" in the place of "data" where
+    that is two axes. groups: axis, or several joined by "+" in any order → the group of the ranks
+    that differ from this one on those axes only.
     shared_groups: sorted pipeline coordinates → the group of those ranks within this replica.
     spread: the pipeline coordinates for which some ranks have such a group.
-    channels: (source rank, destination rank, direction) → group (NCCL knows no tags; gloo needs
+    channels: (source rank, destination rank, direction) → group (NCCL has no tags; gloo needs
     none).
     timeout: of every group (the default group has the script's).
     """
@@ -60,37 +61,38 @@ class Mesh:
         return prod(self.sizes[axis] for axis in self._parts(axes))
 
     def coordinate(self, axes: str) -> int:
-        """This rank's place on an axis; on several, in the group over them."""
+        """This rank's coordinate on an axis; on several, its rank in the group over them."""
         place = 0
         for axis in self._parts(axes):
             place = place * self.sizes[axis] + self._coordinates[axis]
         return place
 
     def group(self, axes: str) -> Any:
-        """The group of the ranks along an axis, or several joined by "+". It was asked for."""
+        """The group of the ranks along an axis, or several joined by "+"; created by `ensure`."""
         return self.groups[axes]
 
     def ranks(self, axes: str) -> list[int]:
-        """The ranks of `group(axes)`, in the order of their coordinate."""
+        """The ranks of `group(axes)`, ordered by their coordinate."""
         return members(self.sizes, self._parts(axes), self._coordinates)
 
     def joined(self, names: Collection[str]) -> str:
-        """Axes from the outside in, joined by "+"."""
+        """Axes joined by "+", outermost first."""
         return "+".join(axis for axis in self.axes if axis in names)
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes of `sizes`, from the outside in."""
+        """The axes of `sizes`, outermost first."""
         return tuple(self.sizes)
 
     def _parts(self, axes: str) -> tuple[str, ...]:
-        """The axes of `sizes` that one or several joined by "+" consist of, from the outside in: in
-        the order in which torch numbers the ranks of a group."""
+        """The axes of `sizes` that one or several joined by "+" consist of, outermost first: the
+        order in which torch numbers the ranks of a group."""
         named = {*axes_of(axes), *(PARTS if "data" in axes_of(axes) else ())}
         return tuple(axis for axis in self.sizes if axis in named)
 
     def ensure(self, wanted: Iterable[str]) -> None:
-        """Make the groups that are not there yet. Collective: every rank asks for the same ones."""
+        """Create the groups that do not exist yet. Collective: every rank asks for the same ones.
+        """
         for axes in sorted(set(wanted) - set(self.groups)):
             names = self._parts(axes)
             others = [axis for axis in self.axes if axis not in names]
@@ -101,8 +103,8 @@ class Mesh:
                     self.groups[axes] = group
 
     def ensure_shared(self, wanted: Iterable[tuple[int, ...]]) -> None:
-        """Make the groups of ranks at several pipeline coordinates, given sorted, that are not
-        there yet. Collective: every rank asks for the same ones."""
+        """Create the groups of ranks at several pipeline coordinates, given sorted, that do not
+        exist yet. Collective: every rank asks for the same ones."""
         for pipeline in sorted({p for p in wanted if len(p) > 1} - set(self.spread)):
             self.spread.add(pipeline)
             for ranks in zip(*(self.holders(p) for p in pipeline), strict=True):
@@ -131,12 +133,12 @@ class Mesh:
 
     @property
     def data_index(self) -> int:
-        """This rank's place on the data axis."""
+        """This rank's coordinate on the data axis."""
         return self.coordinate("data")
 
     @property
     def pipeline_index(self) -> int:
-        """This rank's place on the pipeline axis."""
+        """This rank's coordinate on the pipeline axis."""
         return self._coordinates["pipeline"]
 
     @property
@@ -151,24 +153,24 @@ class Mesh:
 
     @property
     def pipeline_group(self) -> Any:
-        """Ranks that hold one replica together, a stage each."""
+        """The ranks of one replica along the pipeline, each with its stages."""
         return self.groups["pipeline"]
 
     @property
     def other(self) -> str:
-        """The other rank in words, where there is only one."""
+        """The other rank in words, if there is only one."""
         if self.world != 2:
             return ""
         stage = f" (stage {1 - self.pipeline_index})" if self.pipeline == 2 else ""
         return f"rank {1 - self.rank}{stage}"
 
     def rank_of(self, stage: int) -> int:
-        """The rank that holds a stage of this rank's replica."""
+        """The rank of this replica that holds a stage."""
         place = {**self._coordinates, "pipeline": stage % self.pipeline}
         return number_of(self.sizes, place)
 
     def holders(self, pipeline: int) -> list[int]:
-        """The ranks at a pipeline coordinate, in the order of their other coordinates."""
+        """The ranks at a pipeline coordinate, ordered by their other coordinates."""
         others = [axis for axis in self.axes if axis != "pipeline"]
         return members(self.sizes, others, {"pipeline": pipeline})
 
@@ -176,9 +178,9 @@ class Mesh:
 def build_mesh(
     plan: Plan, shared: Iterable[tuple[int, ...]], device: torch.device, timeout: timedelta
 ) -> Mesh:
-    """Make the groups that every program needs; every rank calls this with the same arguments.
+    """Create the groups that every program needs; every rank calls this with the same arguments.
 
-    Others are made when a program with collectives over them comes (`Mesh.ensure`).
+    Others are created when a program with collectives over them comes (`Mesh.ensure`).
     shared: sets of stages that hold the same parameter.
     """
     if plan.devices == 1:
@@ -196,12 +198,12 @@ def build_mesh(
 
 
 def new_group(ranks: list[int], timeout: timedelta) -> Any:
-    """A group of some ranks, None for one alone. Collective over all ranks."""
+    """A group of some ranks, None for a single one. Collective over all ranks."""
     return dist.new_group(ranks, timeout=timeout) if len(ranks) > 1 else None
 
 
 def _make_channels(mesh: Mesh) -> None:
-    """One communicator per ordered pair and direction: NCCL serialises what shares one."""
+    """One communicator per ordered pair and direction: NCCL serialises messages on the same one."""
     for replica in zip(*(mesh.holders(p) for p in range(mesh.pipeline)), strict=True):
         for pair in permutations(replica, 2):
             for direction in ("forward", "backward"):

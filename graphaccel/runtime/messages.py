@@ -1,8 +1,8 @@
-"""Tensors between stages: asynchronous sends and receives over torch.distributed.
+"""Asynchronous sends and receives of tensors between pipeline stages over torch.distributed.
 
 A message is every value that one stage's forward or backward of one microbatch sends to one other
-stage, each with a tag of its own. What is dense in memory travels as it lies, so that strides are
-kept.
+stage, each with a tag of its own. Dense tensors are sent in their memory layout, so that strides
+are preserved.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Messages:
         self._sending: dict[tuple, list[tuple[Any, torch.Tensor]]] = {}
 
     def post(self, action: Action) -> None:
-        """Make the buffers of a receive and start listening."""
+        """Allocate the buffers of a receive and post it."""
         source = self._mesh.rank_of(action.peer)
         started = []
         for number, (name, like) in enumerate(self._expected(action)):
@@ -40,7 +40,7 @@ class Messages:
         self._posted[_key(action)] = started
 
     def wait(self, action: Action) -> dict[str, torch.Tensor]:
-        """The tensors of a receive, by name, once they are here."""
+        """Wait for a receive; returns its tensors by name."""
         received = {}
         for name, buffer, work in self._posted.pop(_key(action)):
             work.wait()
@@ -55,8 +55,8 @@ class Messages:
         for number, (name, like) in enumerate(self._expected(twin)):
             tensor = values[name]
             if tensor.stride() != like.stride():
-                # A kernel may lay its result out otherwise than its fake said; the receiver was
-                # compiled for the fake's layout.
+                # A kernel's result may have other strides than its fake value; the receiver was
+                # compiled for the fake value's layout.
                 tensor = torch.empty_strided(
                     like.shape, like.stride(), dtype=tensor.dtype, device=tensor.device
                 ).copy_(tensor)
@@ -67,7 +67,7 @@ class Messages:
         self._sending[_key(action)] = started
 
     def release(self, action: Action) -> None:
-        """Wait until a send has been taken and let go of its tensors."""
+        """Wait until a send is complete and drop its tensors."""
         for work, _ in self._sending.pop(_key(action)):
             work.wait()
 
@@ -101,7 +101,7 @@ class Messages:
 def sent_values(
     values: tuple[Value, ...], outputs: list[Any], peer: int
 ) -> dict[str, torch.Tensor]:
-    """What a graph's outputs hold for one other stage."""
+    """The values among a graph's outputs that one other stage receives."""
     return {
         v.name: o
         for v, o in zip(values, outputs, strict=True)

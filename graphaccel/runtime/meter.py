@@ -1,10 +1,10 @@
-"""Measure the bytes of tensor storage alive, and their peak, while a piece of code runs.
+"""Measures the bytes of live tensor storage, and their peak, while code runs.
 
 The measured counterpart of the planner's liveness prediction, on any device: each storage is
-counted once, however many views it has, from the operator that returns it until it is freed.
-Not seen: scratch buffers inside an operator or a collective, what the allocator rounds up or keeps,
-and storages resized after they were made. What a collective reads counts until it is waited for, as
-NCCL needs it: gloo copies it out of sight, and lets go of it at once. An all-reduce reads a copy.
+counted once, however many views it has, from the operator that returns it until it is freed. Not
+seen: scratch buffers inside an operator or a collective, what the allocator rounds up or caches,
+and storages resized after their creation. What a collective reads counts until it is waited for, as
+NCCL needs it: gloo copies it internally, and frees it immediately. An all-reduce reads a copy.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class PeakMeter(TorchDispatchMode):
     ```
     `resident`: tensors that exist already and count from the start (parameters, buffers, batch,
     optimizer state). Tensors made before that are neither in it nor freed by it are left out.
-    `host`: those that the plan keeps on the host; where the device is the host's own processor
-    nothing else tells them apart.
+    `host`: those that the plan keeps on the host; where the device is the CPU nothing else
+    distinguishes them.
     `device`: count storages of this device type only ("cuda"); None counts all but "meta".
 
     `current` and `peak` are bytes on the device, `host_current` and `host_peak` those that the plan
-    keeps on the host: what `host_copy.to_host` gives, and what is made of such tensors alone.
+    keeps on the host: results of `host_copy.to_host`, and of ops whose inputs all are such tensors.
     `peak_op` is the operator that reached the peak, "resident" when nothing after the start did. A
-    meter can be turned on again and goes on counting.
+    meter can be entered again and continues counting.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class PeakMeter(TorchDispatchMode):
         self._device = device
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._on_host: set[int] = set()
-        self._sent: dict[int, list[torch.UntypedStorage]] = {}  # by what is being received
+        self._sent: dict[int, list[torch.UntypedStorage]] = {}  # by the tensor being received
         for tensor in host:
             self._count(tensor, on_host=True)
         for tensor in resident:
@@ -62,7 +62,7 @@ class PeakMeter(TorchDispatchMode):
         self.reset_peak()
 
     def reset_peak(self) -> None:
-        """Forget the peak so far: the bytes alive now become the peak."""
+        """Reset the peak to the bytes alive now."""
         self.peak, self.host_peak = self.current, self.host_current
         self.peak_op = "resident"
 
@@ -75,9 +75,10 @@ class PeakMeter(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if func is EXCHANGE or func.namespace == "_c10d_functional":  # which are waited for
+        if func is EXCHANGE or func.namespace == "_c10d_functional":  # collectives
             self._note_sent(func, args, result)
-        # Views and in-place results share a storage with an argument: counted where it was made.
+        # Views and in-place results share a storage with an argument, which was counted when
+        # created.
         given = {id(s) for value in (*args, *kwargs.values()) for s in _storages(value)}
         on_host = func is TO_HOST or (
             bool(given) and func not in (AHEAD, TO_DEVICE) and given <= self._on_host
@@ -93,7 +94,7 @@ class PeakMeter(TorchDispatchMode):
     def _note_sent(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         if func is torch.ops._c10d_functional.wait_tensor.default:
             self._sent.pop(id(args[0].untyped_storage()), None)
-        elif func is not torch.ops._c10d_functional.all_reduce.default:  # works on a copy
+        elif func is not torch.ops._c10d_functional.all_reduce.default:  # it reads a copy
             for storage in _storages(result):
                 self._sent[id(storage)] = list(_storages(args))
 
@@ -127,7 +128,7 @@ class PeakMeter(TorchDispatchMode):
 
 
 def _storages(value: Any) -> Iterator[torch.UntypedStorage]:
-    """The storages of the tensors in nested lists and tuples, wrapper subclasses opened."""
+    """The storages of the tensors in nested lists and tuples; wrapper subclasses are unwrapped."""
     if isinstance(value, Tensor):
         if is_traceable_wrapper_subclass(value):
             names, _ = value.__tensor_flatten__()

@@ -1,8 +1,8 @@
-"""The user's model, running under a plan: the same object, the same class interface.
+"""Makes the user's model object run the planned step when it is called.
 
 In training the whole step (forward and backward of every microbatch) runs inside `model(...)`; the
-stored gradients are handed out when the script calls `loss.backward()`, scaled by what reaches the
-loss, so that accumulation, loss weights and extra penalty terms keep working.
+stored gradients are handed out when the script calls `loss.backward()`, scaled by the gradient that
+reaches the loss, so that accumulation, loss weights and extra penalty terms keep working.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ def attach(
     state: Callable[..., Any] = lambda plain, _prefix: plain,
     whole: Callable[[], bool] = lambda: True,
 ) -> None:
-    """Give a model's class the forward `run(module, original_forward, args, kwargs)`, in place.
+    """Replace the forward of a model's class by `run(module, original_forward, args, kwargs)`, in
+    place.
 
     handle becomes `model.graphaccel`; state(model, plain_state_dict) completes `state_dict()`;
-    whole: whether this process has all of the model (`runtime.plain.copying`).
+    whole: whether this process holds all of the model (`runtime.plain.copying`).
     """
     original = type(model)
     reached = [0]
@@ -82,7 +83,7 @@ def original_class(model: nn.Module) -> type:
 
 
 def own_forward(model: nn.Module) -> Callable[..., Any]:
-    """What a call of the model ran before `attach`, hooks left out."""
+    """What a call of the model ran before `attach`, without hooks."""
     return vars(model).get("forward") or partial(original_class(model).forward, model)
 
 
@@ -92,7 +93,7 @@ def detach(model: nn.Module) -> None:
 
 
 class HandOut(torch.autograd.Function):
-    """Loss whose backward hands out gradients that were computed with it."""
+    """The loss, whose backward hands out gradients that were computed together with it."""
 
     @staticmethod
     def forward(
@@ -105,9 +106,9 @@ class HandOut(torch.autograd.Function):
     ) -> Any:
         """The loss; `parameters` are those that may get a gradient, named `names`.
 
-        marks: after an overflow there is a NaN in every gradient, for the optimizer's step to find;
-        otherwise there are no gradients, which waits for the device. away: parameters rest on the
-        host, and get their gradients there.
+        marks: after an overflow there is a NaN in every gradient, for the optimizer's step to
+        detect; otherwise there are no gradients, which needs a device synchronisation. away:
+        parameters are offloaded to the host, and get their gradients there.
         """
         ctx.result, ctx.marks, ctx.away, ctx.names = result, marks, away, names
         ctx.parameters = parameters
@@ -116,7 +117,7 @@ class HandOut(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
-        """Each gradient, times what reached the loss."""
+        """Each gradient, times the gradient that reached the loss."""
         if ctx.result is None or torch.is_grad_enabled():  # enabled here: create_graph=True
             raise RetainGraph()
         gradients, overflow = ctx.result.gradients, ctx.result.overflow
@@ -124,7 +125,7 @@ class HandOut(torch.autograd.Function):
         parameters = ctx.parameters
         ctx.result = ctx.parameters = None
         if overflow is not None and not ctx.marks and bool(overflow):
-            # On every rank alike, so that clipping stacks equally many norms everywhere.
+            # The same on every rank, so that clipping stacks equally many norms everywhere.
             return (None, None, None, None, *(None for _ in parameters))
         own = list(gradients.values())
         if own and not (gradient.device.type == "cpu" and gradient.item() == 1.0):
@@ -150,7 +151,7 @@ class HandOut(torch.autograd.Function):
 
 
 class Kept(torch.autograd.Function):
-    """An output beside the loss: a gradient that reaches it would be lost, and is refused."""
+    """An output beside the loss: a gradient that reaches it would be lost, so it is refused."""
 
     @staticmethod
     def forward(ctx: Any, name: str, output: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,9 @@
-"""Training where the script computes the loss from what the model returns.
+"""Training where the script computes the loss from the model's outputs.
 
-The forward runs when the model is called. What it returns is brought to every rank, so that the
+The forward runs when the model is called. Its outputs are gathered to every rank, so that the
 script's loss is that of the whole batch on each. When the loss is differentiated, each rank takes
 its own part of the gradients that reach the outputs, runs the backward, and hands out gradients
-summed over the data axis. A call keeps what its backward reads for as long as its outputs live.
+summed over the data axis. A call holds what its backward reads for as long as its outputs live.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ Backward = Callable[[frozenset[int]], StageProgram]
 
 @dataclass
 class Call:
-    """One call of the model, and what its backward will read.
+    """One call of the model, and the tensors that its backward will read.
 
-    outputs: by leaf of what the model returned, whole batch; taken by whoever hands them out.
-    versions: how often each tensor that the backward reads had been written to, by what it is.
+    outputs: by leaf of what the model returned, whole batch; removed when they are handed out.
+    versions: the version counter of each tensor that the backward reads, by a description of it.
     """
 
     outputs: dict[int, torch.Tensor]
@@ -45,9 +45,9 @@ class Call:
 
 
 class OutsideExecutor(Executor):
-    """One rank's part of a step whose loss is outside of the graph: one stage, one microbatch.
+    """One rank's part of a step whose loss the script computes: one stage, one microbatch.
 
-    backward: gives the stage with the backward of a loss that reads some output leaves alone.
+    backward: returns the stage with the backward of a loss that reads only some output leaves.
     agree: called before each backward, in which all ranks take part.
     """
 
@@ -70,7 +70,7 @@ class OutsideExecutor(Executor):
         (self._stage,) = program.stages
 
     def forward(self, leaves: Sequence[Any]) -> Call:
-        """Run the forward on the leaves of the whole batch, and write what it changes in buffers.
+        """Run the forward on the leaves of the whole batch, and write its buffer updates.
 
         Raises RankLost (GA501) when another rank does not answer.
         """
@@ -90,9 +90,9 @@ class OutsideExecutor(Executor):
     ) -> tuple[dict[str, torch.Tensor], dict[int, torch.Tensor]]:
         """Gradients by parameter name, and by batch leaf for those that require one.
 
-        tangents: of the output leaves that the loss reads, whole. keep: another backward of this
-        call may follow.
-        Raises RetainGraph (GA402) where none may, GraphMisuse (GA407) after writes in place.
+        tangents: gradients of the output leaves that the loss reads, for the whole batch. keep:
+        another backward of this call may follow.
+        Raises RetainGraph (GA402) where none may, GraphMisuse (GA407) after in-place writes.
         """
         if call.state is None:
             raise RetainGraph(kind="freed")
@@ -124,7 +124,7 @@ class OutsideExecutor(Executor):
         return self._compiler.stage(stage, ("forward",))
 
     def _make_room(self, state: StepState) -> None:
-        """Gradients have no place before a backward comes."""
+        """No gradient buckets are allocated before a backward runs."""
 
     def _variant(self, used: frozenset[int]) -> StageProgram:
         if used not in self._variants:
@@ -138,7 +138,9 @@ class OutsideExecutor(Executor):
 
     @contextmanager
     def _running(self, state: StepState, action: Action) -> Iterator[None]:
-        """The generator stays where the draw of this call's seed left it; a lost rank is named."""
+        """Keep the generator's state after this call's seed was drawn, and name a lost rank in
+        errors.
+        """
         generator = torch.random.get_rng_state() if state.seed is not None else None
         try:
             yield
@@ -151,7 +153,8 @@ class OutsideExecutor(Executor):
                 torch.random.set_rng_state(generator)
 
     def _gathered(self, state: StepState) -> dict[int, torch.Tensor]:
-        """Outputs of the whole batch; a rank's own part goes as soon as the whole is there."""
+        """Outputs of the whole batch; a rank's own part is freed as soon as it has been gathered.
+        """
         gathered = {}
         for leaf in sorted(state.outputs):
             (part,) = state.outputs.pop(leaf)
@@ -160,8 +163,8 @@ class OutsideExecutor(Executor):
         return gathered
 
     def _write_buffers(self, state: StepState) -> None:
-        """Buffers change once a call, before the script sees its outputs; the backward reads what
-        they were."""
+        """Write new buffer values once per call, before the script sees its outputs; the backward
+        reads the old values."""
         read = {v.name for v in self._stage.backward_inputs if v.kind == "buffer"}
         for name, new in state.buffers.items():
             buffer = self._held.buffers[name]
@@ -187,7 +190,7 @@ class OutsideExecutor(Executor):
     def _parts(
         self, stage: StageProgram, tangents: Mapping[int, torch.Tensor]
     ) -> dict[int, torch.Tensor]:
-        """This rank's part of each gradient, laid out as the graph expects it."""
+        """This rank's part of each gradient, in the layout that the graph expects."""
         nodes = [n for n in stage.backwards[(True, True)].graph.nodes if n.op == "placeholder"]
         parts = {}
         for node, value in zip(nodes, stage.backward_inputs, strict=True):
@@ -216,7 +219,7 @@ class OutsideExecutor(Executor):
 
 
 def _check_versions(versions: Mapping[str, tuple[torch.Tensor, int]]) -> None:
-    """What eager mode's autograd checks as well."""
+    """Raise for in-place writes to saved tensors, as autograd does in eager mode."""
     for what, (tensor, before) in versions.items():
         if version(tensor) != before:
             raise GraphMisuse(
@@ -243,14 +246,14 @@ class HandIn(torch.autograd.Function):
     ) -> Any:
         """The outputs in the order of their leaves.
 
-        tracked: output leaves that require a gradient. away: parameters rest on the host, and get
-        their gradients there. inputs: parameters that may get a gradient, called `names`, then the
-        batch leaves that require one.
+        tracked: output leaves that require a gradient. away: parameters are offloaded to the host,
+        and get their gradients there. inputs: parameters that may get a gradient, called `names`,
+        then the batch leaves that require one.
         """
         ctx.executor, ctx.call, ctx.names, ctx.input_leaves = executor, call, names, leaves
         ctx.away = away
         ctx.output_leaves = tuple(call.outputs)
-        # New tensor objects: those of the call would keep the call alive, and it them.
+        # New tensor objects: the call's own would be in a reference cycle with the call.
         outputs = tuple(call.outputs.pop(leaf).detach() for leaf in ctx.output_leaves)
         ctx.mark_non_differentiable(
             *(o for o, i in zip(outputs, ctx.output_leaves, strict=True) if i not in tracked)

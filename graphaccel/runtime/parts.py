@@ -1,4 +1,5 @@
-"""Values of the whole batch, and those of its parts: one microbatch on one data rank each.
+"""Joins values of the batch's parts (a microbatch on a data rank) into the whole batch's, and
+slices.
 
 Microbatch k of data rank r is part `r * microbatches + k`.
 """
@@ -21,15 +22,15 @@ from graphaccel.sharding.rules.propagate import PARTIAL
 
 @dataclass
 class Parts:
-    """What the forwards of a stage give its head. count: of the parts of the whole batch."""
+    """The values that the forwards of a stage pass to its head. count: parts of the whole batch."""
 
     count: int
     given: dict[str, list[Tensor]] = field(default_factory=dict)
 
     def take(self, value: Value, part: Tensor) -> None:
-        """One more part of a value, in the order of the microbatches."""
+        """Add a part of a value, in the order of the microbatches."""
         if value.name not in self.given:
-            own = value.kind == SUMMED and self.count > 1  # added to below, and in place
+            own = value.kind == SUMMED and self.count > 1  # accumulated into below, in place
             self.given[value.name] = [part.clone() if own else part]
         elif value.kind == SUMMED:
             self.given[value.name][0].add_(part)
@@ -37,7 +38,7 @@ class Parts:
             self.given[value.name].append(part)
 
     def whole(self, value: Value, data: int, mesh: Mesh) -> Tensor:
-        """The value of the whole batch, on every data rank. It is given up here."""
+        """The value of the whole batch, on every data rank. Its parts are freed here."""
         parts = self.given.pop(value.name)
         if value.kind == SUMMED and data > 1:
             dist.all_reduce(parts[0], group=mesh.data_group)
@@ -55,7 +56,7 @@ class Parts:
 
 
 def part_of(tensor: Tensor, value: Value, part: int, parts: int) -> Tensor:
-    """One part's slice of a value of the whole batch, or all of it where it has no such dim."""
+    """One part's slice of a value of the whole batch, or all of it if it has no batch dim."""
     dim = value.batch_dim
     if dim < 0 or parts == 1:
         return tensor
@@ -67,7 +68,7 @@ def part_of(tensor: Tensor, value: Value, part: int, parts: int) -> Tensor:
 
 
 def over_data(tensor: Tensor, place: Any, mesh: Mesh) -> Tensor:
-    """A data rank's part, brought to every rank: joined, summed, or as it is."""
+    """A data rank's part, on every rank: all-gathered, all-reduced, or as it is."""
     if place == PARTIAL:
         whole = tensor.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(whole, group=mesh.data_group)

@@ -1,4 +1,4 @@
-"""What an optimized model is without its plan: what `inspect`, pickle and copy see of it."""
+"""Makes `inspect`, pickle and copy see an optimized model as its plain original."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from graphaccel.errors import PartOfModel
 
 def looks_like(original: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:
     """`forward` with the name, documentation and signature of `original`: trainers read from it
-    which columns of a data set the model takes."""
+    which data set columns the model takes."""
     made = functools.wraps(original)(forward)
     try:
         made.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
-    except (TypeError, ValueError):  # of a callable that tells none
+    except (TypeError, ValueError):  # of a callable without a signature
         pass
     return made
 
 
 def copying(original: type[nn.Module], whole: Callable[[], bool]) -> dict[str, Any]:
-    """Methods by which a model of a class derived from `original` is pickled and copied.
+    """Methods that pickle and copy a model of a class derived from `original`.
 
-    whole: whether this process has all of the model. A pickled model is the plain one, of its
+    whole: whether this process holds all of the model. A pickled model is the plain one, of its
     original class. So is a copy of a whole model; a copy of a part keeps its class, which knows how
     to name the part in a state dict.
     """
@@ -37,7 +37,7 @@ def copying(original: type[nn.Module], whole: Callable[[], bool]) -> dict[str, A
             raise PartOfModel(what=f"`{original.__name__}`")
         plain = original.__new__(original)
         plain.__dict__ = self.__dict__
-        return plain.__reduce_ex__(1)  # later ones insist on the class of what is pickled
+        return plain.__reduce_ex__(1)  # later protocols check the class of what is pickled
 
     def deepcopy(self: nn.Module, memo: dict[int, Any]) -> Any:
         cls = original if whole() else type(self)
@@ -57,7 +57,7 @@ def copying(original: type[nn.Module], whole: Callable[[], bool]) -> dict[str, A
 
 
 def _of_a_whole(original: Any, whole: Callable[[], bool]) -> Callable[..., Any]:
-    """`save_pretrained` of Hugging Face's libraries, which looks at memory before it reads names:
+    """`save_pretrained` of Hugging Face's libraries, which compares memory before it reads names:
     shards of one buffer look tied to it."""
     save = original.save_pretrained
 

@@ -1,4 +1,5 @@
-"""A model under a plan on this rank: its parameters, its compiled steps, its steps so far."""
+"""A planned model on this rank: its parameters, its compiled steps and what it keeps between steps.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +32,12 @@ from graphaccel.schedule.table import Schedule
 
 @dataclass(frozen=True)
 class CompiledStep:
-    """One step for one shape of batch.
+    """One step for one batch shape.
 
     leaves: turns a call's (args, kwargs) into batch leaves. rebuild: turns the loss and the other
-    outputs into what the user's model returns. backward: of a loss outside of the graph that reads
-    some of the output leaves; None where the loss is inside. compiler: of stages, where the plan
-    compiles them.
+    outputs into what the user's model returns. backward: of a loss that the script computes from
+    some of the output leaves; None where the model computes the loss. compiler: of stages, where
+    the plan compiles them.
     """
 
     program: StepProgram
@@ -49,12 +50,12 @@ class CompiledStep:
 
     @cached_property
     def reached(self) -> frozenset[str]:
-        """Parameters that get a gradient, on this rank or another."""
+        """Parameters that get a gradient, on this rank or a peer."""
         return self.program.reached
 
 
 class Session:
-    """Owns what a rank holds between steps."""
+    """Owns what a rank keeps between steps."""
 
     def __init__(
         self,
@@ -67,7 +68,7 @@ class Session:
         away: bool = False,
     ) -> None:
         """products: `planner.plan.plan.Precision.products`. recorder: of the training steps. away:
-        parameters rest on the host, and their gradients are handed out there."""
+        parameters are offloaded to the host, and their gradients are handed out there."""
         self.model, self.mesh, self.scale, self.away = model, mesh, scale, away
         self._products, self._recorder = products, recorder
         self.homes: dict[str, tuple[int, ...]] = {}
@@ -91,13 +92,13 @@ class Session:
         program: StepProgram,
         initial: Record | None = None,
     ) -> None:
-        """Let go of what this rank does not hold: parameters and buffers of other stages become
-        RemoteTensors in place, those that rest sharded become ShardTensors.
+        """Free what this rank does not hold: parameters and buffers of other stages become
+        RemoteTensors in place, those that are stored sharded become ShardTensors.
 
-        initial: how a model on the meta device gets its values; each is computed where it will
-        lie, one tensor at a time.
+        initial: how to initialise a model on the meta device; each tensor is computed where it will
+        be stored, one at a time.
 
-        Parameter objects keep their identity: optimizers, groups and schedulers go on working.
+        Parameter objects keep their identity: optimizers, groups and schedulers stay valid.
         """
         self._initial = initial
         if self.mesh.device.type == "cpu":
@@ -126,7 +127,9 @@ class Session:
                     setattr(module, name, remote)
 
     def _fill_buffers(self) -> None:
-        """Buffers, on this rank's device: with values, where the model was on the meta device."""
+        """Move buffers to this rank's device; initialise them where the model was on the meta
+        device.
+        """
         filled: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for prefix, module in self.model.named_modules():
             for name, buffer in list(module._buffers.items()):
@@ -139,7 +142,8 @@ class Session:
                 module._buffers[name] = filled[id(buffer)][1]
 
     def _fill_parameters(self) -> None:
-        """Values of parameters that lie here whole, of a model that was on the meta device."""
+        """Initialise parameters held in full on this rank, of a model that was on the meta device.
+        """
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             if parameter.is_meta:
                 value = self._resting(self._value(name, parameter))
@@ -155,19 +159,19 @@ class Session:
         return self._initial.value(name).to(self.mesh.device)
 
     def _resting(self, value: torch.Tensor) -> torch.Tensor:
-        """What belongs to a parameter, where parameters rest."""
+        """A tensor that belongs to a parameter, moved to where parameters are stored."""
         device = self.mesh.device
         return on_host(value, device) if self.away else value.to(device)
 
     def _room(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Memory for so many numbers where parameters rest."""
+        """Memory for `count` elements where parameters are stored."""
         device = self.mesh.device
         if not self.away:
             return torch.empty(count, dtype=dtype, device=device)
         return torch.empty(count, dtype=dtype, pin_memory=device.type == "cuda")
 
     def _bring(self, optimizer: Any = None) -> None:
-        """Parameters to where they rest, with what belongs to them."""
+        """Move parameters, and what belongs to them, to where they are stored."""
         for name, parameter in self.model.named_parameters():
             if not self.holds(name):
                 continue
@@ -184,7 +188,7 @@ class Session:
                     state[key] = self._resting(value)
 
     def _shard(self, program: StepProgram, optimizer: Any) -> None:
-        """Parameters that rest sharded, into the flat buffers of their groups."""
+        """Move parameters that are stored sharded into the flat buffers of their groups."""
         own = dict(self.model.named_parameters(remove_duplicate=False))
         self.groups, self.splits = program.groups, program.resting
         held = {n: p for n, p in own.items() if self.holds(n)}
@@ -221,8 +225,8 @@ class Session:
                 _make_sharded(held[name], shards[name], layout)
 
     def step_layouts(self) -> dict[str, Layout]:
-        """How the optimizer state of every trained parameter that is held here lies; by one of its
-        names."""
+        """Layouts of the optimizer state of every trained parameter held here, by one of its names.
+        """
         own = dict(self.model.named_parameters(remove_duplicate=False))
         sharded = {id(own[n]) for n in self.states}
         whole = {
@@ -233,22 +237,22 @@ class Session:
         return {**whole, **self.states}
 
     def holds(self, name: str) -> bool:
-        """Whether a stage of this rank has the parameter or buffer."""
+        """Whether a stage on this rank has the parameter or buffer."""
         stages = self.homes.get(name)
         return stages is None or any(
             s % self.mesh.pipeline == self.mesh.pipeline_index for s in stages
         )
 
     def owner(self, name: str) -> int:
-        """The pipeline coordinate to ask for a parameter or buffer."""
+        """The pipeline coordinate that owns a parameter or buffer."""
         stages = self.homes.get(name)
         return 0 if stages is None else stages[0] % self.mesh.pipeline
 
     def held(self, constants: Mapping[str, torch.Tensor]) -> Held:
-        """What graphs read by name."""
+        """The tensors that graphs read by name."""
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
         parameters = {n: p for n, p in parameters.items() if self.holds(n)}
-        # A frozen parameter that the forward updates is a buffer to the graph.
+        # A frozen parameter that the forward updates is a buffer in the graph.
         frozen = {n: local_of(p.detach()) for n, p in parameters.items() if not p.requires_grad}
         buffers = self.model.named_buffers(remove_duplicate=False)
         return Held(
@@ -260,7 +264,7 @@ class Session:
         )
 
     def fill(self, compiled: CompiledStep, name: str, values: torch.Tensor) -> None:
-        """Give a constant of a step other values, where graphs already read it too."""
+        """Replace a constant's values, also in the copies that executors' graphs already read."""
         with torch.no_grad():
             compiled.constants[name].copy_(values)
             for executors in (self._executors, self._outside):
@@ -269,10 +273,10 @@ class Session:
                     executor.constants[name].copy_(values)
 
     def follow(self) -> None:
-        """Go on with what the script put where a parameter or buffer was (`p.data = x`,
+        """Use a tensor that the script put in the place of a parameter's or buffer's (`p.data = x`,
         `load_state_dict(assign=True)`).
 
-        Raises GraphMisuse (GA407) where what was there is not in full on this rank.
+        Raises GraphMisuse (GA407) where this rank did not hold the full original.
         """
         tensors = *self.model.named_parameters(), *self.model.named_buffers()
         places = {
@@ -304,7 +308,7 @@ class Session:
         parameters: Sequence[tuple[str, torch.Tensor]],
         agree: Callable[[], object],
     ) -> dict[int, torch.Tensor]:
-        """The forward of a step whose loss is outside of the graph: outputs by leaf, whole batch.
+        """The forward of a step whose loss the script computes: outputs by leaf, whole batch.
 
         tracked: those that require a gradient. parameters: those that may get one, with names.
         agree: called before each backward.
@@ -343,8 +347,8 @@ class Session:
         )  # fmt: skip
 
     def apart(self, compiled: CompiledStep) -> Executor:
-        """An executor of a training step whose memory for gradients is its own, and which records
-        no CUDA graphs."""
+        """An executor of a training step with gradient buckets of its own and without CUDA graphs.
+        """
         if compiled.backward is not None:
             return self._outside_executor(compiled, Buckets(), lambda: None)
         return Executor(
@@ -358,12 +362,12 @@ class Session:
         )
 
     def evaluate(self, compiled: CompiledStep, leaves: Sequence[Any]) -> StepResult:
-        """A forward of the whole batch: every data rank runs it alike."""
+        """A forward of the whole batch, the same on every data rank."""
         return self._ran(self._executor(compiled, whole=True).run(leaves))
 
     def _ran(self, result: StepResult) -> StepResult:
-        """Whoever writes to parameters that rest on the host does not wait for the device, which
-        may still copy them up."""
+        """Wait, where parameters are on the host, for the device's copies of them: the script may
+        write to them after this."""
         if self.away:
             wait(self.mesh.device)
         return result
@@ -405,7 +409,7 @@ def _make_sharded(parameter: nn.Parameter, local: torch.Tensor, layout: Layout) 
 
 
 def _shard_state(parameter: nn.Parameter, layout: Layout, optimizer: Any) -> None:
-    """State of steps before the plan: this rank's part of it."""
+    """Keep this rank's shard of optimizer state from steps before the plan."""
     state = {} if optimizer is None else optimizer.state.get(parameter, {})
     for key, value in state.items():
         if isinstance(value, torch.Tensor) and value.shape == layout.shape and value.dim():
@@ -413,7 +417,7 @@ def _shard_state(parameter: nn.Parameter, layout: Layout, optimizer: Any) -> Non
 
 
 def _all_axes(program: StepProgram, mesh: Mesh) -> set[str]:
-    """The axes, joined by "+", over which something of any stage is sharded."""
+    """The axes, joined by "+", that something in any stage is sharded over."""
     names = {*program.resting, *program.owned}
     splits = [f(n) for n in names for f in (program.gradient_splits, program.state_splits)]
     splits += [program.resting.get(n, ()) for n in names]

@@ -1,5 +1,4 @@
-"""TensorFloat-32: float32 products of CUDA devices with 10 bits of mantissa (PyTorch, "CUDA
-semantics")."""
+"""TensorFloat-32: float32 matmuls on CUDA with a 10-bit mantissa (PyTorch, "CUDA semantics")."""
 
 from __future__ import annotations
 
@@ -11,8 +10,8 @@ import torch
 
 @contextmanager
 def rounding(products: str) -> Iterator[None]:
-    """Float32 products on CUDA devices round their inputs to `products`; the setting is the
-    process's own again behind it."""
+    """Float32 matmuls on CUDA devices round their inputs to `products` in this context; the
+    process's own setting is restored after it."""
     if products != "tfloat32":
         yield
         return

@@ -1,5 +1,8 @@
-"""What must not stand around an optimized model, or on it: wrappers that split or compile the step
-a second time, and forwards that are called in the place of the planned one."""
+"""Refuses wrappers around or inside an optimized model that would bypass or split its planned step.
+
+These are wrappers that split or compile the step a second time, and forwards that are called
+instead of the planned one.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ _COMPILE = (
 
 
 def refuse_on(model: nn.Module) -> None:
-    """Raises WrappedModel (GA410) for a model of which another system has wrapped a part, or its
+    """Raises WrappedModel (GA410) if another system has wrapped a part of the model, or its
     forward, before optimize()."""
     for name, module in model.named_modules():
         kind, where = _parallel(type(module)), f"`{name}`" if name else "the model"
@@ -48,7 +51,7 @@ def refuse_on(model: nn.Module) -> None:
 
 
 def refuse_around(model: nn.Module) -> None:
-    """Raises WrappedModel (GA410) where another system's wrapper calls the model."""
+    """Raises WrappedModel (GA410) if another system's wrapper calls the model."""
     if torch.compiler.is_compiling():
         raise WrappedModel(
             what="the optimized model is called inside torch.compile",
@@ -67,7 +70,7 @@ def refuse_around(model: nn.Module) -> None:
 
 
 def refuse_bypass(model: nn.Module) -> None:
-    """Raises WrappedModel (GA410): a forward on the model itself did not call the planned step."""
+    """Raises WrappedModel (GA410): a forward of the model itself bypassed the planned step."""
     own = vars(model)["forward"]
     raise WrappedModel(
         what=f"`model.forward` was replaced by {_called(own)}, "
@@ -79,7 +82,7 @@ def refuse_bypass(model: nn.Module) -> None:
 
 
 def _parallel(kind: type) -> str:
-    """The name of a wrapper of torch's that a class is or derives from; empty if it is none."""
+    """The name of the torch wrapper that a class is or derives from; empty if it is none."""
     for base in kind.__mro__:
         if base.__name__ in _PARALLEL and base.__module__.startswith("torch."):
             return base.__name__
@@ -87,7 +90,7 @@ def _parallel(kind: type) -> str:
 
 
 def _parallel_caller() -> str:
-    """The wrapper whose forward is running now."""
+    """The wrapper whose forward is on the call stack."""
     frame = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
