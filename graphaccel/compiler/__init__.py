@@ -1,2 +1,1 @@
-"""From a model and a batch to programs that run: capture, plan and passes together, and what they
-probe."""
+"""Compiles a model and a batch into programs: runs capture, planner and passes, and the probes."""

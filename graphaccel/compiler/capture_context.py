@@ -1,4 +1,4 @@
-"""What holds while a model is captured, and while a plan for it is chosen."""
+"""Context managers that are active while a model is captured and planned."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ import torch
 
 @contextmanager
 def without_autocast() -> Iterator[None]:
-    """A plan says the precision: an autocast around the script's step is not part of a capture."""
+    """Disable autocast: the plan has the precision, and an autocast around the step is not
+    captured."""
     with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
         yield
 
 
 @contextmanager
 def no_collections() -> Iterator[None]:
-    """Without looking for garbage: graphs are millions of objects that live on, and going through
-    all of them again and again as they grow took a third of the time."""
+    """Without garbage collection: graphs are millions of long-lived objects, and scanning all of
+    them repeatedly as they grow took a third of the time."""
     enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if enabled:
-            if not gc.get_freeze_count():  # what is there now counts as old: not searched at once
+            if not gc.get_freeze_count():  # existing objects count as old: not scanned at once
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()

@@ -1,4 +1,5 @@
-"""What was captured of one model: a step for each kind of batch and each state of Python's."""
+"""Cache of a model's captured steps, keyed by batch signature and the Python state they depend on.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +35,12 @@ from graphaccel.ir.replication.unfold import input_nodes
 from graphaccel.progress import progress
 
 MOST = 8
-"""Captures of one kind of batch that differ in Python values alone."""
+"""Most captures for one batch signature that differ in Python values only."""
 
 
 @dataclass(frozen=True)
 class _Kept:
-    """A step, what it depends on besides its batch, and where its forward leaves tensors."""
+    """A step, what it depends on besides its batch, and where its forward stores tensors."""
 
     step: StepGraph
     guards: Guards
@@ -47,10 +48,10 @@ class _Kept:
 
 
 class Captures:
-    """Captures a model when a batch asks for it, and remembers what it captured.
+    """Captures a model when a batch needs it, and caches the captured steps.
 
-    steps: (signature of the batch, training, number) → step. capturing: whether it does so now.
-    splits: whether a step can be split over its batch, where somebody may want to.
+    steps: (signature of the batch, training, number) → step. capturing: whether a capture is
+    running. splits: whether a step can be split over its batch, where a plan may want to.
     """
 
     def __init__(self, model: Model) -> None:
@@ -59,19 +60,19 @@ class Captures:
         self.splits: Callable[[StepGraph], bool] | None = None
         self._skeleton: nn.Module | None = None
         self._kept: dict[int, _Kept] = {}
-        self._fixed: set[str] = set()  # numbers that can not be inputs
+        self._fixed: set[str] = set()  # numbers that cannot be inputs
 
     def of(
         self, batch: Batch, *, training: bool = True, fixed: bool = False
     ) -> tuple[StepGraph, dict]:
-        """The step for a batch and the Python state of this moment, and the symbol sizes of that
-        batch in it.
+        """The step for a batch and the current Python state, and the values of the step's symbolic
+        sizes for that batch.
 
         fixed: the first step in evaluation mode need not serve other sizes than the batch's, which
         takes a third of the time; the next one then does.
 
-        Raises what capturing raises, and StateFrozen (GA106) where a value that can not be an input
-        had MOST other values before.
+        Raises what capturing raises, and StateFrozen (GA106) where a value that cannot be an input
+        already had MOST other values.
         """
         _refuse_empty(batch, first=not self.steps)
         others = []
@@ -86,19 +87,20 @@ class Captures:
         return step, self._sizes(step, batch)
 
     def knows(self, batch: Batch, *, training: bool = True) -> bool:
-        """Whether the step of this batch and the Python state of this moment is captured."""
+        """Whether a step for this batch and the current Python state is cached."""
         steps = self._fitting_steps(batch, training)
         return any(self.guards(step, batch).hold() for step, _ in steps)
 
     def keep(self, batch: Batch, step: StepGraph) -> None:
         """Use another rank's capture of the training step of this batch."""
-        if self._skeleton is None:  # now: later the model has shards and stand-ins
+        if self._skeleton is None:  # now: later the model has shards and placeholders
             self._skeleton = without_data(self.model.module)
         self.steps[(batch.signature(), step.training, len(self.steps))] = step
         self.guards(step, batch)
 
     def guards(self, step: StepGraph, batch: Batch) -> Guards:
-        """What a step depends on besides its batch; of one captured elsewhere, as of now."""
+        """What a step depends on besides its batch; for a step captured elsewhere, the current
+        values."""
         kept = self._kept.get(id(step))
         if kept is None:
             observed = self._observed(batch, step.training)
@@ -106,12 +108,13 @@ class Captures:
         return kept.guards
 
     def left(self, step: StepGraph) -> tuple[Path, ...]:
-        """Where the forward of a step leaves tensors in the model, which its graph does not."""
+        """Where the forward of a step stores tensors in the model, which its graph does not."""
         kept = self._kept.get(id(step))
         return () if kept is None else kept.left
 
     def with_numbers(self, step: StepGraph, batch: Batch) -> Batch:
-        """The batch with the numbers of the model that are inputs of a step, as they are now."""
+        """The batch, followed by the current values of the model's numbers that are inputs of a
+        step."""
         guards = self.guards(step, batch)
         if not guards.numbers or not guards.hold():
             return batch
@@ -120,7 +123,7 @@ class Captures:
         return replace(batch, leaves=(*batch.leaves, *numbers), names=names)
 
     def state_digest(self, batch: Batch, *, training: bool = True) -> str:
-        """Of the Python values that the step of a batch depends on, as they are now: equal on ranks
+        """Digest of the current Python values that the step of a batch depends on: equal on ranks
         that will run the same step. "" before the first capture."""
         latest = None
         for step, _ in self._fitting_steps(batch, training):
@@ -132,7 +135,7 @@ class Captures:
         return repr(sorted((c.place.name, c.now) for c in changes)) if changes else ""
 
     def _fitting_steps(self, batch: Batch, training: bool) -> list[tuple[StepGraph, dict]]:
-        """Steps for such a batch, the latest first."""
+        """Steps that fit the batch's signature, the latest first."""
         found = []
         for (signature, *_), step in reversed(self.steps.items()):
             sizes = self._fitting(step, batch, training)
@@ -143,7 +146,7 @@ class Captures:
     def _captured(
         self, batch: Batch, training: bool, others: Sequence[StepGraph], *, symbolic: bool
     ) -> StepGraph:
-        """Capture anew. others: those that only the Python state of this moment rules out."""
+        """Capture anew. others: cached steps that only the current Python state rules out."""
         if others:
             self._refuse_other_modules(self._kept[id(others[0])].guards)
         observed = self._observed(batch, training)
@@ -161,8 +164,8 @@ class Captures:
     def _inputs(
         self, batch: Batch, training: bool, before: StepGraph, observed: Observed
     ) -> tuple[str, ...]:
-        """The numbers that become inputs of the next capture: those that differ from what another
-        has, and its own, as far as a tensor can stand for them."""
+        """The numbers that become inputs of the next capture: those that differ from another
+        capture's, and its own, where a tensor can replace them."""
         guards = self._kept[id(before)].guards
         changed = [c.place.name for c in guards.changes() if c.place.is_number]
         names = [n for n in dict.fromkeys((*guards.numbers, *changed)) if n not in self._fixed]
@@ -175,7 +178,8 @@ class Captures:
     def _stands_for(
         self, batch: Batch, training: bool, observed: Observed, names: Sequence[str]
     ) -> bool:
-        """Whether a forward with tensors in the place of numbers is that with the numbers."""
+        """Whether a forward with tensors in place of numbers computes the same as with the numbers.
+        """
         graphs = []
         for numbers in (names, ()):
             model, made = self._faked(batch, training, observed, numbers)
@@ -187,7 +191,7 @@ class Captures:
         return same_but_numbers(graphs[1], graphs[0], set(names))
 
     def _refuse_other_modules(self, guards: Guards) -> None:
-        """Raises StateFrozen (GA106) where a submodule is of another class than at capture."""
+        """Raises StateFrozen (GA106) where a submodule has another class than at capture."""
         assert self._skeleton is not None
         known = dict(self._skeleton.named_modules())
         for change in guards.changes():
@@ -246,9 +250,9 @@ class Captures:
         training: bool,
         numbers: Sequence[str] | None = None,
     ) -> _Kept:
-        """Note what a step depends on."""
+        """Record what a step depends on."""
         reads = observed.reads
-        if numbers is None:  # of another rank's step: the inputs behind those of the batch
+        if numbers is None:  # step of another rank: the inputs after those of the batch
             numbers = _numbers(step, batch)
         recorded = places(self._fresh(training), reads, self.model.module)
         guards = Guards(
@@ -263,7 +267,7 @@ class Captures:
         return kept
 
     def _fresh(self, training: bool) -> nn.Module:
-        """The model without data, its attributes as they are in the user's."""
+        """The model without data, with the current Python attributes of the user's."""
         if self._skeleton is None:
             self._skeleton = without_data(self.model.module)
         else:
@@ -279,9 +283,10 @@ class Captures:
         observed: Observed | None = None,
         numbers: Sequence[str] = (),
     ) -> tuple[nn.Module, Batch]:
-        """The model and a batch without data: capture then leaves no trace on the user's own.
+        """The model and a batch without data, so that capture does not change the user's own.
 
-        numbers: names of places that become leaves behind those of the batch."""
+        numbers: names of places that become leaves after those of the batch.
+        """
         model = self._fresh(training)
         with _mode_of(model):
             leaves = tuple(
@@ -301,7 +306,7 @@ class Captures:
         return model, replace(batch, leaves=(*leaves, *state), names=names, numbers=put)
 
     def given_dims(self, batch: Batch) -> dict[int, int] | None:
-        """Leaf → the dim of its examples, where that was said. Raises GraphMisuse (GA407)."""
+        """Leaf → its batch dim, where the user gave it. Raises GraphMisuse (GA407)."""
         said = self.model.batch_dims
         return None if said is None else given_dims(batch, said, self.model.module.forward)
 
@@ -313,12 +318,12 @@ class Captures:
         return sizes
 
     def _fitting(self, step: StepGraph, batch: Batch, training: bool) -> dict | None:
-        """Symbol sizes with which a capture serves this batch, or None."""
+        """Symbolic sizes with which a capture serves this batch, or None."""
         if step.training != training or not _has_dims(batch, step.batch_dims):
             return None
         sizes = self._sizes(step, batch)
         if any((n == 1) != (step.sizes[symbol] == 1) for symbol, n in sizes.items()):
-            return None  # a model may treat a size of one apart: squeeze(), broadcasting
+            return None  # a model may treat a size of one differently: squeeze(), broadcasting
         for node, spec in zip(input_nodes(step.graph), step.inputs, strict=True):
             if spec.kind != "batch" or spec.leaf >= len(batch.leaves):
                 continue
@@ -338,21 +343,21 @@ class Captures:
 
 
 def _same_values(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    """Whether two batches have the same structure and the same values that are no tensors
-    (`return_loss=True`, None), by their signatures: a capture holds for those."""
+    """Whether two batches have the same structure and the same non-tensor values
+    (`return_loss=True`, None), by their signatures: a capture is valid for those only."""
     plain = [[d for d in described if isinstance(d, str)] for _, described in (one, other)]
     return one[0] == other[0] and plain[0] == plain[1]
 
 
 def _numbers(step: StepGraph, batch: Batch) -> tuple[str, ...]:
-    """The inputs of a step behind the leaves of its batch."""
+    """The inputs of a step after the leaves of its batch."""
     count = len(batch.leaves)
     state = {s.leaf: s.name for s in step.inputs if s.kind == "batch" and s.leaf >= count}
     return tuple(state[leaf] for leaf in sorted(state))
 
 
 def _constants(step: StepGraph, recorded: Mapping[str, Place]) -> dict[str, str]:
-    """Place of a tensor → the constant of a step's graph that has its values."""
+    """Place of a tensor → the constant of a step's graph that holds its values."""
     tensors = {n: p.value for n, p in recorded.items() if isinstance(p.value, torch.Tensor)}
     known = {id(constant): name for name, constant in step.forward.constants.items()}
     held = {path: name for name, path in step.forward.attributes.items()}
@@ -363,8 +368,8 @@ def _constants(step: StepGraph, recorded: Mapping[str, Place]) -> dict[str, str]
 
 
 def _with_paths(step: StepGraph, recorded: Mapping[str, Place]) -> StepGraph:
-    """The step, which knows where constants are that the model does not hold (a loss function does,
-    a global): for other ranks, whose tensors are others."""
+    """The step, with the places of constants that the model does not hold (a loss function does, a
+    global): for other ranks, whose tensors are different objects."""
     laid = {layout_of(constant): name for name, constant in step.forward.constants.items()}
     attributes = dict(step.forward.attributes)
     for name, place in recorded.items():
@@ -377,7 +382,7 @@ def _with_paths(step: StepGraph, recorded: Mapping[str, Place]) -> StepGraph:
 
 
 def _path(name: str) -> str:
-    """The name of a place, as attributes of a captured forward have it."""
+    """The name of a place, as an attribute name in a captured forward."""
     return re.sub(r"\['?(.*?)'?\]", r".\1", name)
 
 
@@ -387,7 +392,7 @@ def _has_dims(batch: Batch, dims: Mapping[int, int]) -> bool:
 
 
 def _refuse_empty(batch: Batch, *, first: bool) -> None:
-    """Raises GraphMisuse (GA407) for a batch without examples, whose mean loss is no number.
+    """Raises GraphMisuse (GA407) for a batch without examples, whose mean loss is NaN.
 
     first: nothing has been captured yet.
     """
@@ -404,7 +409,7 @@ def _refuse_empty(batch: Batch, *, first: bool) -> None:
 
 
 def _refuse_tracked(step: StepGraph) -> None:
-    """A gradient of the batch would be lost in silence. Raises Unsupported (GA208)."""
+    """A gradient of the batch would be lost silently. Raises Unsupported (GA208)."""
     for spec in step.inputs:
         if spec.tracked:
             raise Unsupported(

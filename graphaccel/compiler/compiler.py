@@ -1,7 +1,7 @@
-"""From a model and a batch to programs that run: capture → planner → passes, with what they share.
+"""Compiles a model and a batch into runnable programs: capture → planner → passes.
 
-`api.optimize` and `graphaccel plan` both go through here; the runtime is given the results and a
-way to ask for another one when a batch of another shape comes.
+`api.optimize` and `graphaccel plan` both use this module; the runtime gets the results, and a way
+to request another program when a batch of another shape comes.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from graphaccel.sharding.rules.propagate import NO_RULE
 
 
 def schedule_of(plan: Plan, program: StepProgram) -> Schedule:
-    """The plan's schedule with its messages."""
+    """The plan's pipeline schedule with its messages."""
     table = build_schedule(plan.schedule, plan.pipeline, plan.interleave, plan.microbatches)
     if program.headed:
         table = with_head(table, len(program.stages) - 1)
@@ -62,7 +62,7 @@ def schedule_of(plan: Plan, program: StepProgram) -> Schedule:
 
 
 def forward_schedule(plan: Plan, program: StepProgram) -> Schedule:
-    """Forwards only, one microbatch: an evaluation."""
+    """The schedule of an evaluation: forwards only, one microbatch."""
     table = build_schedule(
         "gpipe" if plan.interleave == 1 else "interleaved", plan.pipeline, plan.interleave, 1
     )
@@ -74,9 +74,9 @@ def forward_schedule(plan: Plan, program: StepProgram) -> Schedule:
 
 
 class Compiler:
-    """Captures, plans and rewrites one model; remembers captures by the shape of the batch.
+    """Captures, plans and rewrites one model; caches captures by batch shape.
 
-    captures: of equal models they are equal, and compilers may share them.
+    captures: may be shared by the compilers of equal models.
     """
 
     def __init__(
@@ -94,25 +94,25 @@ class Compiler:
         self._choices: dict[Any, tuple[Chosen, ...] | str] = {}
 
     def with_pins(self, pins: Mapping[str, Any]) -> Compiler:
-        """Another one with these pins, that need not capture again."""
+        """A compiler with these pins, which shares the captures."""
         other = Compiler(self.model, self.cluster, pins)
         other.captures = self.captures
         return other
 
     def capture(self, batch: Batch) -> tuple[StepGraph, dict]:
-        """The training step for a batch, and the symbol sizes of that batch in it."""
+        """The training step for a batch, and the values of its symbolic sizes for that batch."""
         return self.captures.of(batch)
 
     def of_size(self, batch: Batch, size: int) -> Batch:
-        """The batch at another size, along the dims of its examples: the likeliest, if a capture at
-        that size agrees, else those that a capture of the batch as it is finds."""
+        """The batch at another size along its batch dims: the most likely dims, if a capture at
+        that size succeeds, else those that a capture of the batch as it is finds."""
         dims = self.captures.given_dims(batch)
         if dims is not None:
             return resized(batch, dims, size)
         dims = assignments(batch)[0]
         try:
             agreed = self.capture(resized(batch, dims, size))[0].batch_dims == dims
-        except GraphAccelError:  # the capture below says why, if it is not for the size
+        except GraphAccelError:  # the capture below raises the reason, if it is not the size
             agreed = False
         if not agreed:
             apart = Compiler(self.model, self.cluster, self.pins)
@@ -120,14 +120,14 @@ class Compiler:
         return resized(batch, dims, size)
 
     def digest(self, batch: Batch) -> str:
-        """Of what a plan depends on, as far as two ranks can differ."""
+        """Digest of what a plan depends on that may differ between two ranks."""
         step, sizes = self.capture(batch)
         told = (step.fingerprint, sorted(map(str, sizes.items())), sorted(self.pins.items()))
         state = (self.model.optimizer_bytes, self.cluster, self.plan)
         return hashlib.sha256(repr((told, state)).encode()).hexdigest()
 
     def adopt(self, plan: Plan) -> None:
-        """Take another rank's plan, which it chose for this step."""
+        """Use another rank's plan, which it chose for this step."""
         self.plan = plan
 
     def choose(
@@ -135,7 +135,7 @@ class Compiler:
     ) -> tuple[StepGraph, Plan, StepProgram]:
         """Capture and plan. The plan carries predictions made on the programs that will run.
 
-        record: told how the search goes.
+        record: collects what the search does.
 
         Raises: InfeasiblePlan (GA201), BadPin (GA202), TooManyStages (GA203), PlanMismatch (GA204),
         BatchNotDivisible (GA206), SplitRefused (GA207), NoLoss (GA103).
@@ -195,7 +195,7 @@ class Compiler:
         return step, plan, program
 
     def _refine_rates(self, step: StepGraph, sizes: Mapping) -> None:
-        """By steps of this model that were run (`planner.profile.rate_correction`)."""
+        """Correct rates by measured steps of this model (`planner.profile.rate_correction`)."""
         if self.cluster.steps:
             pinned, given = self.pins.get("precision") or "fp32", self.plan
             name = pinned if given is None else precision_name(given.precision)
@@ -210,13 +210,14 @@ class Compiler:
                 raise error
 
     def _without_rules(self, step: StepGraph, plan: Plan) -> tuple[str, ...]:
-        """What ops without a rule cost where work is split over more than the batch."""
+        """What missing rules cost, where work is split over more than the batch, as report lines.
+        """
         if plan.model_parallel_size == 1 or every_rule(step):
             return ()
         return missing_note(priced_rules(step, self.cluster.device))
 
     def layouts(self, step: StepGraph, sizes: Mapping | None = None) -> Layouts:
-        """Profiles of a captured step, whole and as its shards run it. sizes: of the batch."""
+        """Profiles of a captured step, unsharded and as its shards run it. sizes: of the batch."""
         if step.fingerprint not in self._layouts:
 
             def local(plan: Plan) -> LocalGraph:
@@ -236,17 +237,18 @@ class Compiler:
         return self._layouts[step.fingerprint]
 
     def _fusions(self, plan: Plan) -> tuple[str, ...]:
-        """Off unless asked for: what they bring has not been measured yet (docs/fusions.md)."""
+        """Off unless pinned: their gain has not been measured yet (docs/fusions.md)."""
         names = enabled(self.pins.get("fusions") or "off", self.cluster.device.type)
         return without_tensor_axis(names) if plan.tensor > 1 else names
 
     def _stepping(self) -> Stepping:
-        """What the optimizer's step makes; ours, with fusions, makes nothing."""
+        """Memory that the optimizer's step allocates; our fused step allocates none."""
         ours = enabled(self.pins.get("fusions") or "off", self.cluster.device.type)
         return NOTHING if ours else self.model.stepping
 
     def _whole_over_tensor(self, program: StepProgram, plan: Plan) -> tuple[str, ...]:
-        """Weights that the tensor axis was asked to split and does not, if they are a twentieth."""
+        """Weights that were to be sharded over the tensor axis and are not, if they are a
+        twentieth."""
         if plan.tensor == 1:
             return ()
         weights = {n: p for n, p in self.model.module.named_parameters() if p.dim() > 1}
@@ -290,10 +292,10 @@ class Compiler:
     def _routed(
         self, step: StepGraph, plan: Plan, batch: Batch, sizes: Mapping, given: bool
     ) -> tuple[Chosen, ...]:
-        """What the batch's rows choose, as far as it is known."""
+        """How the batch's tokens choose experts, where known."""
         if plan.expert == 1:
             return ()
-        if given:  # another rank's, or a file's
+        if given:  # another rank's plan, or one from a file
             return () if plan.prediction is None else plan.prediction.chosen
         key = step.fingerprint, plan.data, plan.microbatches, plan.expert
         if key not in self._choices:
@@ -309,7 +311,7 @@ class Compiler:
         return (f"an even choice of experts is assumed: {found}",)
 
     def _stand_in(self) -> tuple[str, ...]:
-        """Whose rates are planned with, where the device that was found has none of its own."""
+        """Which device's rates are planned with, where the detected device has none of its own."""
         device = self.cluster.device
         if not device.stands_for:
             return ()
@@ -321,8 +323,8 @@ class Compiler:
     def device_memory(
         self, plan: Plan, program: StepProgram, batch: Batch, rank: int, data: int, expert: int
     ) -> StageMemory | None:
-        """What one device of a pipeline rank is predicted to need, by its places on the other axes;
-        the parameters must still lie whole. None without a prediction."""
+        """The predicted memory of one device of a pipeline rank, by its coordinates on the other
+        axes; parameters must still be full. None without a prediction."""
         if plan.prediction is None:
             return None
         memory = plan.prediction.memory[rank]
@@ -340,8 +342,7 @@ class Compiler:
         batch: Batch,
         spans: Mapping[tuple[str, int, int], tuple[float, float]],
     ) -> tuple[tuple[Sample, ...], ...]:
-        """Bytes on each pipeline rank in the course of a step
-        (`planner.memory.exact_memory.rank_curve`)."""
+        """Bytes on each pipeline rank over a step (`planner.memory.exact_memory.rank_curve`)."""
         schedule = schedule_of(plan, program)
         resident = self._resident(batch, plan, program, schedule)
         assert plan.prediction is not None
@@ -357,7 +358,7 @@ class Compiler:
     def _resident(
         self, batch: Batch, plan: Plan, program: StepProgram, schedule: Schedule
     ) -> list[Resident]:
-        """What lies on each pipeline rank the whole time."""
+        """What each pipeline rank holds for the whole step."""
         exchanged = self.cluster.device.name == "cpu"
         resident = replace(self.model.resident(batch, plan, program), exchanged=exchanged)
         if not plan.cuda_graphs:
@@ -372,7 +373,8 @@ class Compiler:
         homes: Mapping[str, tuple[int, ...]],
         groups: tuple[tuple[str, ...], ...],
     ) -> tuple[StepGraph, StepProgram]:
-        """The training program for a batch of another shape under a plan that already runs."""
+        """The training program for a batch of another shape under a plan that is already running.
+        """
         step, sizes = self.capture(batch)
         size = sizes.get(BATCH, step.batch_size)
         parts = plan.data * plan.microbatches
@@ -404,9 +406,9 @@ class Compiler:
         training: bool,
         groups: tuple[tuple[str, ...], ...] = (),
     ) -> tuple[StepGraph, StepProgram]:
-        """A forward-only program in the model's present mode; every data rank sees the whole
-        batch."""
-        # Sharded over more than data, a graph is cut by its symbols.
+        """A forward-only program in the model's current mode; every data rank gets the whole batch.
+        """
+        # A graph sharded over more than data is split by its symbolic sizes.
         fixed = plan.model_parallel_size == 1
         step, sizes = self.captures.of(batch, training=training, fixed=fixed)
         size = sizes.get(BATCH, step.batch_size)
@@ -424,7 +426,7 @@ class Compiler:
         )
 
     def _tools(self, plan: Plan) -> Tools | None:
-        """What places regions of ONNX Runtime under a plan. Raises as `Regions.tools`."""
+        """What placing ONNX Runtime regions under a plan needs. Raises as `Regions.tools`."""
         return self.regions.tools(plan, self.cluster, self.plan)
 
     def _check_plan(self, step: StepGraph, sizes: Mapping) -> None:
@@ -449,14 +451,14 @@ class Compiler:
 
 
 def _check_loss(step: StepGraph, plan: Plan) -> None:
-    """Raises NoLoss (GA103) for a plan that needs the loss in the graph."""
+    """Raises NoLoss (GA103) for a plan that needs the loss inside the graph."""
     for name in ("pipeline", "interleave", "microbatches"):
         if not step.has_loss and getattr(plan, name) > 1:
             raise NoLoss(asked=f"{name}={getattr(plan, name)}")
 
 
 def _kept_whole(program: StepProgram) -> tuple[str, ...]:
-    """Parameters that ZeRO leaves whole, by reason."""
+    """Parameters that ZeRO leaves replicated, by reason."""
     reasons: dict[str, list[str]] = {}
     for name, reason in program.unsharded.items():
         reasons.setdefault(reason, []).append(name)

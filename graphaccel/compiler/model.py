@@ -1,4 +1,4 @@
-"""What is planned for: a model, its loss function and its optimizer's state, as bytes."""
+"""The object of planning: a model, its loss function and its optimizer's state, in bytes."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from graphaccel.runtime.deferred import RECORD
 
 @dataclass(frozen=True)
 class Model:
-    """What is planned for: a module, its loss function, how many bytes of optimizer state each byte
-    of trained parameter has, and the bytes of its parameters and buffers by name. shardable: its
-    optimizer can work on shards. stepping: what its step makes besides. batch_dims: on which dims
-    of the inputs the batch lies, where that was said."""
+    """A module, its loss function, the bytes of optimizer state for each byte of trained parameter,
+    and the bytes of its parameters and buffers by name. shardable: its optimizer can work on
+    shards. stepping: memory that the optimizer's step allocates. batch_dims: the batch dims of the
+    inputs, where given."""
 
     module: nn.Module = field(repr=False)
     loss_fn: LossFn | None
@@ -42,7 +42,7 @@ class Model:
     batch_dims: BatchDims = None
 
     def resident(self, batch: Batch, plan: Plan, program: StepProgram) -> Resident:
-        """Bytes that lie on a rank all the time."""
+        """Bytes that a rank holds the whole time."""
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
 
         def share(name: str, splits: tuple[Sharded, ...]) -> int:
@@ -64,7 +64,7 @@ class Model:
             return step_bytes(plan, self.stepping, sum(sizes), sizes, apart, fused, padded)
 
         built = (*self.module.parameters(), *self.module.buffers())
-        # A frozen parameter that the forward updates is a buffer to the graph.
+        # A frozen parameter that the forward updates is a buffer in the graph.
         buffers = {n: p for n, p in parameters.items() if not p.requires_grad}
         buffers |= self.module.named_buffers(remove_duplicate=False)
         return Resident(
@@ -89,7 +89,7 @@ def model_of(
     shardable: bool = True,
     batch_dims: BatchDims = None,
 ) -> Model:
-    """What is planned for devices of a type ("cpu" or "cuda"), with what its optimizer needs."""
+    """The model for devices of a type ("cpu" or "cuda"), with what its optimizer needs."""
     state, made = optimizer_bytes(optimizer), stepping_of(optimizer, device_type)
     return Model(module, loss_fn, state, shardable, made, batch_dims)
 
@@ -99,13 +99,13 @@ def tensor_bytes(tensor: torch.Tensor) -> int:
 
 
 def as_batch(example: Any) -> Batch:
-    """An example batch, as the call of the model it stands for."""
+    """An example batch, flattened like a call of the model."""
     return flatten_call(*as_call(example))
 
 
 def check_supported(module: nn.Module) -> None:
-    """Raises Unsupported (GA208) for what no plan can hold: no parameters, dtypes, layouts, several
-    devices."""
+    """Raises Unsupported (GA208) for a model that no plan supports: no parameters, dtypes, layouts,
+    several devices."""
     check_parameters(module)
     devices = set()
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
@@ -132,8 +132,8 @@ def check_supported(module: nn.Module) -> None:
 
 
 def check_parameters(module: nn.Module) -> None:
-    """Raises Unsupported (GA208) for a model that has none, or none with a shape, and for one whose
-    forward is not Python any more."""
+    """Raises Unsupported (GA208) for a model without parameters, or with none that have a shape,
+    and for one whose forward is no longer Python."""
     if next(module.parameters(), None) is None:
         raise Unsupported(what="a model without parameters", reason="there is nothing to train")
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
@@ -154,8 +154,8 @@ def check_parameters(module: nn.Module) -> None:
 
 
 def optimizer_bytes(optimizer: torch.optim.Optimizer | None) -> float:
-    """Bytes of state per byte of trained parameter: 2 for Adam's two moments, 1 for momentum. Of
-    one that can not be tried (`trial_step`), by its name."""
+    """Bytes of state per byte of trained parameter: 2 for Adam's two moments, 1 for momentum. For
+    an optimizer that cannot be tried (`probe_optimizer`), by its name."""
     if optimizer is None:
         return 0.0
     tried = tried_step(optimizer, "cpu")
@@ -169,7 +169,7 @@ def optimizer_bytes(optimizer: torch.optim.Optimizer | None) -> float:
 
 
 def without_data(module: nn.Module) -> nn.Module:
-    """A copy without data, functions that reach the model's own modules included. Meta tensors
+    """A copy without data, including functions that refer to the model's own modules. Meta tensors
     become fakes on the CPU: a graph on the meta device would mix with what the model creates on the
     CPU in its forward. Other tensors (plain attributes) keep their values."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -220,17 +220,18 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _know_others(module: nn.Module, known: dict[int, Any], memory: dict[int, torch.Tensor]) -> None:
-    """What stands in a copy for tensors that are no parameters or buffers and are not copied."""
+    """Give the copy's `deepcopy` memo the tensors that are no parameters or buffers and are not
+    copied."""
     for held in held_by_module(module):
         tensor = held.value
         if not isinstance(tensor, torch.Tensor) or id(tensor) in known:
             continue
         fake = memory.get(memory_of(tensor))
-        if fake is not None:  # a view of a parameter: the copy then looks at the copy's
+        if fake is not None:  # a view of a parameter: in the copy a view of the copy's
             known[id(tensor)] = fake.as_strided(
                 tensor.shape, tensor.stride(), tensor.storage_offset()
             )
-        elif tensor.grad_fn is not None:  # computed before, which `deepcopy` refuses
+        elif tensor.grad_fn is not None:  # computed before; `deepcopy` refuses it
             known[id(tensor)] = tensor.detach().clone().requires_grad_()
 
 

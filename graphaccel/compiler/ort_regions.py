@@ -1,4 +1,5 @@
-"""What placing ONNX Runtime regions in a model's programs needs, made when first asked for."""
+"""The ONNX Runtime build and sessions for placing regions in a model's programs, created on demand.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from graphaccel.planner.plan.plan import Plan
 
 
 class Regions:
-    """The installed build of ONNX Runtime and its sessions, for all programs of a model."""
+    """The installed ONNX Runtime build and its sessions, shared by all programs of a model."""
 
     def __init__(self) -> None:
         self._tools: Tools | None = None
@@ -31,7 +32,7 @@ class Regions:
         if self._tools is None:
             auto = plan.ort == "auto"
             if auto and not cluster.ort and not _chosen(given):
-                return None  # nothing was measured, so nothing wins: ONNX Runtime is not loaded
+                return None  # nothing was measured: no region is faster, ONNX Runtime not loaded
             kernels = installed()
             if kernels is None:
                 if auto and not _chosen(given):
@@ -42,13 +43,13 @@ class Regions:
         return self._tools
 
     def watch(self, tools: Tools) -> None:
-        """Place nothing, and show `tools.watch` the programs in which regions would be placed."""
+        """Place nothing, and pass `tools.watch` the programs in which regions would be placed."""
         self._tools = tools
 
 
 def _wins(kernels: Kernels, cluster: Cluster, given: Plan | None) -> frozenset[str]:
-    """Regions of the plan that was given, which is run as it is; else those that were measured
-    to be faster, with this build and as many threads."""
+    """Regions of the given plan, which is run as it is; else those measured to be faster, with this
+    build and the same number of threads."""
     costs = cluster.ort.get(calibration_name(kernels.name, torch.get_num_threads()), {})
     faster = {k for k, (ours, theirs) in costs.items() if theirs < MARGIN * ours}
     return frozenset(_chosen(given) or faster)
@@ -61,7 +62,7 @@ def _chosen(given: Plan | None) -> set[str]:
 
 
 def _check_build(plan: Plan, here: str) -> None:
-    """A plan that was given is run with the kind of build it was made for."""
+    """A given plan must run with the kind of build that it was made for."""
     said = plan.prediction.ort if plan.prediction is not None else None
     if said is not None and said.build.split()[0] != here.split()[0]:
         raise OrtMismatch(planned=said.build, installed=here)

@@ -1,9 +1,9 @@
-"""What an optimizer holds and makes in a step, found by stepping a few numbers.
+"""Measures an optimizer's state and temporary memory by stepping a few small tensors.
 
-A copy of the user's optimizer, which shares nothing that is written with it, steps one matrix of n
-bytes, two, and four. With a, b and c the most that lived beside parameters, gradients and state, it
-makes (c - b) / 2n for each byte of all tensors together, what is left of a for each by itself, and
-what is then left of c for the one before it.
+A copy of the user's optimizer, which shares nothing mutable with it, steps one matrix of n bytes,
+two, and four. With a, b and c the peak bytes beside parameters, gradients and state, it allocates
+(c - b) / 2n for each byte of all tensors together, the rest of a for each tensor by itself, and the
+rest of c for the one before it.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ _UNKNOWN = Stepping(together=1.0)
 
 @dataclass(frozen=True)
 class Tried:
-    """state: bytes of optimizer state for each byte of parameters."""
+    """The result. state: bytes of optimizer state for each byte of parameters."""
 
     state: float
     stepping: Stepping
 
 
 def tried_step(optimizer: Optimizer, device_type: str) -> Tried | None:
-    """What a step of this optimizer needs on devices of that type. None where it can not be tried:
-    one that is not of torch.optim, or takes no plain tensors or needs a closure.
+    """What a step of this optimizer needs on devices of that type. None where it cannot be tried:
+    it is not of torch.optim, takes no plain tensors or needs a closure.
 
-    On CUDA, torch takes `foreach` where nothing else is asked for.
+    On CUDA, torch uses `foreach` by default.
     """
     if not type(optimizer).__module__.startswith("torch.optim"):
         return None
@@ -48,7 +48,7 @@ def tried_step(optimizer: Optimizer, device_type: str) -> Tried | None:
             settings["foreach"] = "foreach" in settings or None
         try:
             found.append(_of_group(optimizer, settings))
-        except Exception:  # whatever it is that this optimizer asks for
+        except Exception:  # the optimizer may raise anything
             return None
     return Tried(
         max(one.state for one in found),
@@ -61,8 +61,8 @@ def tried_step(optimizer: Optimizer, device_type: str) -> Tried | None:
 
 
 def stepping_of(optimizer: Optimizer | None, device_type: str) -> Stepping:
-    """What a step makes beside gradients and state; of one that can not be tried one copy of all
-    that it steps is assumed."""
+    """Memory that a step allocates beside gradients and state; for an optimizer that cannot be
+    tried, one copy of all that it steps."""
     if optimizer is None:
         return Stepping()
     found = tried_step(optimizer, device_type)
@@ -79,7 +79,7 @@ def _of_group(optimizer: Optimizer, settings: dict[str, Any]) -> Tried:
 
 
 def _step(optimizer: Optimizer, settings: dict[str, Any], count: int) -> tuple[int, int]:
-    """(bytes of state after a step, the most that two steps made beside it)."""
+    """(bytes of state after a step, peak of two steps' temporary bytes)."""
     with torch.enable_grad():
         params = [nn.Parameter(torch.ones(_SIDE, _SIDE)) for _ in range(count)]
     for p in params:

@@ -1,8 +1,8 @@
-"""Which experts the tokens of a batch choose, found by trying: as much of the forward graph as
-choosing takes is run once on the batch that is planned for, with the weights that there are.
+"""Measures how a batch's tokens choose experts, by running the router part of the forward graph.
 
-What a device with experts needs depends on it: with an untrained router half of the experts may
-have two thirds of the rows.
+As much of the graph as the choice depends on is run once on the batch that is planned for, with the
+current weights. The memory of a device with experts depends on it: with an untrained router half of
+the experts may get two thirds of the tokens.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from graphaccel.planner.profile.cost import Sizes, node_flops
 from graphaccel.schedule.table import Schedule
 
 AFFORDED = {"cpu": 2e11, "cuda": 2e14}
-"""FLOPs that are spent on trying, by where the model lies: a few seconds of either."""
+"""FLOPs that may be spent on this, by the model's device: a few seconds on either."""
 
 
 def tried_choices(
@@ -41,10 +41,11 @@ def tried_choices(
     plan: Plan,
     sizes: Mapping[sympy.Symbol, int],
 ) -> tuple[Chosen, ...] | str:
-    """What the rows of `batch` choose, or why that is not known: an even choice is then assumed.
+    """The choices of the tokens of `batch`, or why they are not known: an even choice is then
+    assumed.
 
-    Of the microbatches of a data rank the one counts that chose a device most. sizes: symbol sizes
-    of the batch. No weight, buffer or state of a random number generator changes.
+    Of the microbatches of a data rank, the one counts in which a device was chosen most. sizes:
+    symbolic sizes of the batch. No weight, buffer or random generator state changes.
     """
     held = {
         "parameter": dict(module.named_parameters(remove_duplicate=False)),
@@ -87,7 +88,7 @@ def tried_choices(
                 return f"trying failed, {(str(error) or type(error).__name__).splitlines()[0]}"
             for (block, count), experts in zip(chosen, found, strict=True):
                 if count % plan.expert:
-                    continue  # these experts are not split
+                    continue  # these experts are not sharded
                 rows = torch.bincount(experts.flatten(), minlength=count).cpu()
                 shares = rows.view(plan.expert, -1).sum(1) * plan.expert / experts.numel()
                 of_data = counted.setdefault(block, [[] for _ in range(plan.data)])
@@ -99,16 +100,16 @@ def tried_choices(
 
 
 def share_of(chosen: tuple[Chosen, ...], data: int, expert: int) -> Share:
-    """Module path → rows that chose a device, by its places on the data and the expert axis, over
-    an even share."""
+    """Module path → tokens that chose a device, by its coordinates on the data and the expert axis,
+    relative to an even share."""
     shares = {each.block: each.shares[data][expert] for each in chosen}
     return lambda path: shares.get(block_of(path), 1.0)
 
 
 def fullest(chosen: tuple[Chosen, ...], blocks: Collection[str]) -> tuple[Share, ...]:
-    """`share_of` the devices that may need most memory: that which most rows of `blocks` choose,
-    for all that is kept until the backward, and that which most of a single one do, for what is
-    computed again."""
+    """`share_of` the devices that may need most memory: the one that most tokens of all `blocks`
+    chose, for what is saved until the backward, and the one that most tokens of a single block
+    chose, for what is recomputed."""
     own = [each.shares for each in chosen if each.block in blocks]
     if not own:
         return (even,)
@@ -125,7 +126,7 @@ def fullest_memory(
     rank: int,
     resident: Resident,
 ) -> tuple[StageMemory, Share]:
-    """The memory of a pipeline rank's fullest device, and what it is chosen."""
+    """The memory of a pipeline rank's fullest device, and its share of the tokens."""
     shares: tuple[Share, ...] = (even,)
     if chosen:
         own = {action.stage for action in schedule[rank]}
@@ -136,12 +137,13 @@ def fullest_memory(
 
 
 def _interpreted(graph: fx.GraphModule, values: Sequence[Any]) -> tuple[torch.Tensor, ...]:
-    """Call by call: what nobody reads any more is freed, and no code is made of the graph."""
+    """Interpret call by call: values are freed after their last use, and no code is generated."""
     return fx.Interpreter(graph).run(*values)
 
 
 def _routes(graph: fx.GraphModule) -> tuple[fx.GraphModule, list[tuple[str, int]]]:
-    """What leads to the experts of all rows, and for each result its block and how many experts."""
+    """The part of the graph that computes all tokens' choices, and for each its block and expert
+    count."""
     routes: dict[fx.Node, tuple[str, int]] = {}
     for node in graph.graph.nodes:
         if node.op == "call_function" and node.target is PRODUCT:

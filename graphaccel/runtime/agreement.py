@@ -111,8 +111,7 @@ class Agreement:
 
     def _placed(self, leaf: Any) -> Any:
         """The leaf on the device, for a leaf whose digest is computed there: it is needed there
-        anyway.
-        """
+        anyway."""
         moves = isinstance(leaf, torch.Tensor) and not leaf.requires_grad
         return leaf.to(self._device) if moves and self._device.type != "cpu" else leaf
 

@@ -88,8 +88,7 @@ class CudaRecorder:
 
     def warm(self, run: Callable[[], Sequence[Any]]) -> Sequence[Any]:
         """Run on that stream, so that what libraries allocate per stream exists before the
-        recording.
-        """
+        recording."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         self._warmed = True

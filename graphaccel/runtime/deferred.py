@@ -183,8 +183,7 @@ class _NotRecorded(Exception):
 
 def _settle(model: nn.Module, made: Record) -> None:
     """Move every parameter and buffer to the meta device, and compute every other tensor of a
-    module.
-    """
+    module."""
     held: dict[int, tuple[torch.Tensor, Ref, torch.Tensor]] = {}  # the tensor keeps its id() valid
     for name, tensor in _tensors(model):
         if id(tensor) not in held:
@@ -294,8 +293,7 @@ class _Recorder(TorchDispatchMode):
 
     def _draw(self, func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
         """Draw once and discard it, so that the next draw is that of one device; returns the state
-        before.
-        """
+        before."""
         generator = kwargs.get("generator")
         state = (generator or torch.default_generator).get_state()
         fills = func._schema.name.removeprefix("aten::") in _FILLS

@@ -311,8 +311,7 @@ class Executor:
 
     def _stream(self, action: Action) -> int:
         """Index of the random stream: one per part of the batch, and one for what runs on all of
-        it.
-        """
+        it."""
         if action.kind == "head":
             return self._data * self._microbatches
         return self._part(action.microbatch)

@@ -46,8 +46,7 @@ _ALIKE, _LAYER = 4, 8  # least identical layers worth cutting at, and computing 
 @dataclass(frozen=True)
 class Piece:
     """Consecutive calls. compiled: whether Inductor compiles them. inputs: values from before that
-    they read, outputs: values that later calls read, both in the order of the graph.
-    """
+    they read, outputs: values that later calls read, both in the order of the graph."""
 
     nodes: tuple[fx.Node, ...]
     compiled: bool

@@ -124,8 +124,7 @@ class Record:
 
     def constant(self, tensor: torch.Tensor) -> Ref:
         """Record the current values of a tensor that an op reads and that was not created by a
-        recorded op.
-        """
+        recorded op."""
         with without_modes():
             kept = tensor.detach().clone()
         memory = storage_key(kept)

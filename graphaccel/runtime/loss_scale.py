@@ -30,6 +30,5 @@ class LossScale:
 
     def update(self, overflow: Tensor) -> None:
         """Update the scale after a step. overflow: nonzero if a gradient on some rank was not
-        finite.
-        """
+        finite."""
         update_scale(self.factor, self.good_steps, overflow, self.interval)

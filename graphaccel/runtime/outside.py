@@ -139,8 +139,7 @@ class OutsideExecutor(Executor):
     @contextmanager
     def _running(self, state: StepState, action: Action) -> Iterator[None]:
         """Keep the generator's state after this call's seed was drawn, and name a lost rank in
-        errors.
-        """
+        errors."""
         generator = torch.random.get_rng_state() if state.seed is not None else None
         try:
             yield

@@ -128,8 +128,7 @@ class Session:
 
     def _fill_buffers(self) -> None:
         """Move buffers to this rank's device; initialise them where the model was on the meta
-        device.
-        """
+        device."""
         filled: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for prefix, module in self.model.named_modules():
             for name, buffer in list(module._buffers.items()):

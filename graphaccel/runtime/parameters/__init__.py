@@ -1,1 +1,1 @@
-"""Parameters, gradients and optimizer state of which this rank holds a part."""
+"""Parameters, gradients and optimizer state of which this rank holds a shard."""

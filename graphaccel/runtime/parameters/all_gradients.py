@@ -1,14 +1,14 @@
-"""What a step of an optimizer has to know of all gradients together, over all ranks.
+"""Global gradient norm, clipping and fp16 overflow detection over all ranks, before each step.
 
-Two numbers: the norm that `clip_norm=` clips by, and whether gradients of an fp16 step overflowed.
-They are found before the step, on the gradients as the script sees them, and stay on the device:
-nothing waits for them. `runtime.parameters.optimizer_step` hands them to the fused step; what
-torch's own code steps has its gradients clipped in place before.
+Both numbers, the norm that `clip_norm=` clips by and the overflow flag, are computed before the
+optimizer's step, on the gradients as the script sees them, and stay on the device: the host does
+not wait for them. `runtime.parameters.optimizer_step` passes them to the fused step; gradients of
+parameters that torch's own code steps are clipped in place before it.
 
     norm = √ Σ g²      g ← g / max(1, (norm + 1e-6) / clip_norm)
 
-as torch.nn.utils.clip_grad_norm_ has it (Pascanu, Mikolov and Bengio, 2013, algorithm 1). Squares
-are summed over the axes that a gradient is split over, then over the pipeline's ranks.
+as in torch.nn.utils.clip_grad_norm_ (Pascanu, Mikolov and Bengio, 2013, algorithm 1). Squares are
+summed over the axes that a gradient is sharded over, then over the pipeline ranks.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ Optimizer = torch.optim.Optimizer
 
 
 class AllGradients:
-    """A hook before every step of one optimizer; the first of ours.
+    """A hook before every step of one optimizer; runs before all our other hooks.
 
     clip_norm: largest norm, or None. scaled: whether gradients may have overflowed (fp16).
-    elsewhere: parameters, by identity, that another rank of the pipeline counts.
+    elsewhere: ids of parameters that another pipeline rank counts.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class AllGradients:
                 self.norm = self.norm / scale.to(self.norm.device)
 
     def _norm(self, gradients: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
-        """Of the gradients of all ranks, a scalar."""
+        """The norm of the gradients of all ranks, a scalar."""
         sets: dict[str, list[Tensor]] = {}
         for gradient in gradients:
             if not isinstance(gradient, RemoteTensor):
@@ -91,7 +91,7 @@ class AllGradients:
         return total.sqrt_()
 
     def clip(self, gradients: Iterable[Tensor]) -> None:
-        """What the fused step does not: gradients of this step are clipped, in place."""
+        """Clip in place those gradients of this step that the fused step does not clip."""
         if self.clip_norm is None or self.norm is None:
             return
         own = [g for g in map(local_of, gradients) if not isinstance(g, RemoteTensor)]
@@ -104,7 +104,7 @@ class AllGradients:
 
 
 def clip_before(optimizer: Optimizer, known: AllGradients) -> None:
-    """Clip in place before each step, where torch's own code does all of it."""
+    """Clip in place before each step of an optimizer whose steps are all torch's own code."""
 
     def clip(of: Optimizer, *_: Any) -> None:
         with torch.no_grad():
@@ -114,8 +114,8 @@ def clip_before(optimizer: Optimizer, known: AllGradients) -> None:
 
 
 def spoil(gradients: Iterable[Tensor], overflow: Tensor) -> None:
-    """Where `overflow` is not 0, a NaN in every gradient: what is added to it stays one, and
-    `spoiled` finds it on whatever rank. Nothing waits for the device."""
+    """If `overflow` is nonzero, write a NaN into every gradient: it survives accumulation, and
+    `spoiled` detects it on any rank. The host does not wait for the device."""
     kinds: dict[torch.dtype, list[Tensor]] = {}
     for first in _firsts(gradients):
         kinds.setdefault(first.dtype, []).append(first)
@@ -125,7 +125,8 @@ def spoil(gradients: Iterable[Tensor], overflow: Tensor) -> None:
 
 
 def spoiled(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
-    """1 where a gradient is of a step that overflowed, else 0: a float32 scalar on `device`."""
+    """1 where a gradient comes from a step that overflowed, else 0: a float32 scalar on `device`.
+    """
     firsts = [f.to(device, torch.float32) for f in _firsts(map(local_of, gradients))]
     if not firsts:
         return torch.zeros((), device=device)

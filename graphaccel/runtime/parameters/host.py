@@ -1,9 +1,10 @@
-"""Host memory that an optimizer works in, where the plan keeps its state there.
+"""Host copies that an optimizer steps where the plan offloads its state to the host.
 
-Of each parameter that is stepped (of this rank's shard of it) the host has a copy, its gradient and
-the optimizer's state. Before a step parameters and gradients are copied down, after it parameters
-up: the device has neither state nor scratch of it. Parameters are copied down again in each step,
-since a script may have changed them (a checkpoint, weights that are clipped or averaged).
+For each parameter that is stepped (for this rank's shard of it) the host holds a copy, its gradient
+and the optimizer's state. Before a step parameters and gradients are copied to the host, after it
+parameters are copied back: the device holds no optimizer state or scratch. Parameters are copied to
+the host in every step, since a script may have changed them (a checkpoint, weights that are clipped
+or averaged).
 
 Ren et al., ZeRO-Offload: Democratizing Billion-Scale Model Training, 2021, §4.
 """
@@ -20,17 +21,17 @@ from graphaccel.kernels.host_copy import TO_HOST, wait
 
 
 class HostCopies:
-    """One rank's copies, made at the first step of each parameter and kept."""
+    """One rank's host copies, allocated at each parameter's first step and reused."""
 
     def __init__(self, device: torch.device) -> None:
-        """device: where parameters and gradients lie."""
+        """device: of parameters and gradients."""
         self._device = device
         self._kept: dict[int, tuple[nn.Parameter, Tensor]] = {}
 
     def twin(self, key: int, local: Tensor, gradient: Tensor) -> nn.Parameter:
-        """The host's copy of a parameter with its gradient; to be read after `wait`.
+        """The host's copy of a parameter with its gradient; valid after `wait`.
 
-        local, gradient: of one shape, on the device. key: the parameter's identity.
+        local, gradient: of the same shape, on the device. key: the parameter's identity.
         """
         kept = self._kept.get(key)
         if kept is None or kept[0].shape != local.shape or kept[0].dtype != local.dtype:
@@ -43,19 +44,19 @@ class HostCopies:
         return kept[0]
 
     def wait(self) -> None:
-        """Until what was copied down is there."""
+        """Wait for the copies to the host."""
         wait(self._device)
 
     def state(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Optimizer state of a parameter, its tensors on the host: a checkpoint that was loaded
-        left them on the device."""
+        """Optimizer state of a parameter with its tensors on the host: loading a checkpoint puts
+        them on the device."""
         for name, value in values.items():
             if isinstance(value, Tensor) and value.device.type != "cpu":
                 values[name] = TO_HOST(value)
         return values
 
     def tensors(self) -> Iterator[Tensor]:
-        """Parameters and gradients that lie on the host."""
+        """Parameters and gradients held on the host."""
         for twin, gradient in self._kept.values():
             yield twin
             yield gradient

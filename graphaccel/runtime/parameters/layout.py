@@ -1,5 +1,4 @@
-"""How a tensor is split over the ranks of a mesh: shards out of a whole, and a whole out of
-shards."""
+"""How a tensor is sharded over a mesh: shards of a full tensor, and a full tensor from shards."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from graphaccel.runtime.mesh import Mesh
 
 @dataclass(frozen=True)
 class Layout:
-    """A tensor of `shape` (all of it) under `splits`, on the ranks of `mesh`."""
+    """A tensor of full shape `shape` sharded by `splits` over the ranks of `mesh`."""
 
     shape: torch.Size
     splits: tuple[Sharded, ...]
@@ -26,7 +25,7 @@ class Layout:
 
     @cached_property
     def axes(self) -> str:
-        """The axes it is split over, from the outside in, joined by "+"."""
+        """The axes it is sharded over, outermost first, joined by "+"."""
         return self.mesh.joined({split.axis for split in self.splits})
 
     @cached_property
@@ -39,13 +38,14 @@ class Layout:
 
     @cached_property
     def padded(self) -> bool:
-        """Whether the axes do not divide it: the last ranks then have zeros at the end of a dim."""
+        """Whether the axes do not divide it evenly: the last ranks then have zeros at the end of a
+        dim."""
         places = {s.axis: self.mesh.size(s.axis) - 1 for s in self.splits}
         last = self.at(torch.empty(self.shape, device="meta"), places)
         return last.shape != self.local_shape
 
     def filled(self, part: torch.Tensor) -> torch.Tensor:
-        """What a rank has of the whole, with its padding."""
+        """A rank's part of the full tensor, with padding added."""
         if part.shape == self.local_shape:
             return part
         made = part.new_zeros(self.local_shape)
@@ -53,7 +53,7 @@ class Layout:
         return made
 
     def clear(self, local: torch.Tensor) -> None:
-        """Zeros in the padding of this rank's shard."""
+        """Zero the padding of this rank's shard."""
         if self.padded:
             real = self.here(torch.empty(self.shape, device="meta")).shape
             for dim, size in enumerate(real):
@@ -66,16 +66,16 @@ class Layout:
         return local[_within(self.here(torch.empty(self.shape, device="meta")).shape)]
 
     def here(self, whole: torch.Tensor) -> torch.Tensor:
-        """What this rank has of the whole, without padding; a view for a simple layout."""
+        """This rank's part of the full tensor, without padding; a view for a simple layout."""
         return self.at(whole, {s.axis: self.mesh.coordinate(s.axis) for s in self.splits})
 
     @cached_property
     def simple(self) -> bool:
-        """Whether a shard is a contiguous piece in every dim."""
+        """Whether a shard is one contiguous range in every dim."""
         return all(split.outer == 1 for split in self.splits)
 
     def own(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's shard; a view of `whole` for a simple layout without padding."""
+        """This rank's shard of the full tensor; a view for a simple layout without padding."""
         if not self.simple or self.padded:
             return self.filled(self.here(whole))
         for window in self._windows:
@@ -84,8 +84,8 @@ class Layout:
 
     @cached_property
     def _windows(self) -> tuple[tuple[int, int, int], ...]:
-        """What `here` narrows to in a simple layout without padding: (dim, start, size), split
-        after split. An optimizer's step asks for it of every parameter and gradient."""
+        """The ranges that `here` narrows to in a simple layout without padding: (dim, start, size),
+        one per split. Cached, as an optimizer step needs it for every parameter and gradient."""
         shape, found = list(self.shape), []
         for split in self.splits:
             size = shape[split.dim] = shape[split.dim] // self.mesh.size(split.axis)
@@ -93,7 +93,7 @@ class Layout:
         return tuple(found)
 
     def at(self, whole: torch.Tensor, place: dict[str, int]) -> torch.Tensor:
-        """What the rank at these coordinates has of the whole, without padding."""
+        """The part of the full tensor at these mesh coordinates, without padding."""
         for split in self.splits:
             parts = self.mesh.size(split.axis)
             size = -(-whole.shape[split.dim] // parts) // split.outer
@@ -108,8 +108,8 @@ class Layout:
         return whole
 
     def pieces(self) -> list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
-        """This rank's shard as boxes that are contiguous in the whole: for each its offsets in the
-        whole, its offsets in the shard, and its sizes."""
+        """This rank's shard as boxes that are contiguous in the full tensor: for each its offsets
+        in the full tensor, its offsets in the shard, and its sizes."""
         runs: list[list[tuple[int, int, int]]] = []
         for dim, size in enumerate(self.shape):
             held = torch.arange(size)
@@ -122,11 +122,11 @@ class Layout:
         ]
 
     def gather(self, local: torch.Tensor) -> torch.Tensor:
-        """The whole on every rank. Collective over the ranks of `axes`."""
+        """All-gather the full tensor on every rank. Collective over the ranks of `axes`."""
         group = self.mesh.group(self.axes)
         count = self.mesh.size(self.axes)
-        # gloo gathers neither booleans nor complex numbers: bytes are bytes
-        flat = local.contiguous().reshape(-1).to(self.mesh.device)  # from the host, perhaps
+        # gloo gathers neither booleans nor complex numbers: gather bytes
+        flat = local.contiguous().reshape(-1).to(self.mesh.device)  # possibly from the host
         sent = flat.view(torch.uint8) if flat.dtype == torch.bool else flat
         parts = sent.new_empty(count * sent.numel())
         all_gather_flat(parts, sent, group=group)
@@ -134,7 +134,8 @@ class Layout:
         return self.assemble(list(shards)).to(local.device)
 
     def assemble(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The whole out of the shards of all ranks of `axes`, in the order of their coordinate."""
+        """The full tensor from the shards of all ranks of `axes`, in the order of their coordinate.
+        """
         names = self.axes.split("+")
         whole = shards[0].new_empty(self.shape)
         places = product(*(range(self.mesh.size(axis)) for axis in names))
@@ -157,7 +158,7 @@ def _within(shape: torch.Size) -> tuple[slice, ...]:
 
 
 def _runs(numbers: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Runs of neighbours: (first number, its position, length)."""
+    """Runs of consecutive numbers: (first number, its position, length)."""
     found: list[tuple[int, int, int]] = []
     for position, number in enumerate(numbers):
         if found and number == found[-1][0] + found[-1][2]:

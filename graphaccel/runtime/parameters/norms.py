@@ -1,5 +1,4 @@
-"""Norms of shards, that become the norms of the whole when they are read: many of them travel
-together."""
+"""Norms of shards that become norms of the full tensors when read, batched in one all-reduce."""
 
 from __future__ import annotations
 
@@ -17,8 +16,8 @@ aten = torch.ops.aten
 
 
 class PendingNorm(torch.Tensor):
-    """The norm of one shard, that becomes that of the whole when it is read or stacked: norms of
-    many gradients then travel together."""
+    """The norm of one shard; becomes the full tensor's norm when it is read or stacked, so that the
+    norms of many gradients share an all-reduce."""
 
     local: torch.Tensor
     sharding: Layout
@@ -41,22 +40,22 @@ class PendingNorm(torch.Tensor):
     def __torch_dispatch__(
         cls, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        """The first op that reads it."""
+        """The first op that reads the norm."""
         own = (PendingNorm, torch.Tensor, torch.nn.Parameter)
         if any(issubclass(kind, torch.Tensor) and kind not in own for kind in types):
-            return NotImplemented  # shards and remote tensors know what to do with it
+            return NotImplemented  # shards and remote tensors handle it
         if func in (aten.detach.default, aten.alias.default) and args[0].known is None:
             return PendingNorm(args[0].local, args[0].sharding, args[0].order)
         leaves, spec = pytree.tree_flatten((args, kwargs or {}))
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, PendingNorm)]
         for i, known in zip(places, resolve([leaves[i] for i in places]), strict=True):
-            leaves[i].known = leaves[i] = known  # what is written in place stays
+            leaves[i].known = leaves[i] = known  # what is written in place persists
         args, kwargs = pytree.tree_unflatten(leaves, spec)
         return func(*args, **(kwargs or {}))
 
 
 def resolve(norms: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Norms with the pending ones known: one all-reduce for each set of axes and each order."""
+    """Norms with the pending ones reduced: one all-reduce for each set of axes and each order."""
     found = list(norms)
     sets: dict[tuple[str, float], list[int]] = {}
     for i, norm in enumerate(norms):
@@ -68,7 +67,7 @@ def resolve(norms: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         pending = [norms[i] for i in places]
         mesh = pending[0].sharding.mesh  # type: ignore[attr-defined]
         local = torch.stack([n.local for n in pending])  # type: ignore[attr-defined]
-        local, group = local.to(mesh.device), mesh.group(axes)  # of what may lie on the host
+        local, group = local.to(mesh.device), mesh.group(axes)  # from the host, if offloaded
         if order == float("inf"):
             dist.all_reduce(local, op=dist.ReduceOp.MAX, group=group)
         else:

@@ -1,10 +1,10 @@
-"""The user's Adam, AdamW or SGD in one pass over all its parameters (`kernels.multi_tensor`).
+"""Fused step of the user's Adam, AdamW or SGD over all its parameters (`kernels.multi_tensor`).
 
-While `optimizer.step()` runs, groups whose step is done here have no parameters, so that torch's
-own code has nothing to do for them; before and after they are as the user knows them, and the state
-is that which torch would have made. What is not done here (amsgrad, maximize, learning rates that
-are tensors, ...) is left to torch, and `reasons` says why. A closure leaves a step to torch too,
-as does a hook that was added after ours and would see the parameters too late.
+While `optimizer.step()` runs, parameter groups that are stepped here are empty, so that torch's own
+code has nothing to do for them; before and after, the groups are the user's, and the state is the
+one that torch would have created. What is not supported here (amsgrad, maximize, learning rates
+that are tensors, ...) is left to torch, and `reasons` says why. A closure leaves a step to torch
+too, as does a hook that was added after ours and would see the parameters too late.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def refusal(optimizer: Optimizer, group: dict[str, Any]) -> str | None:
 
 
 def _unfit(tensors: Sequence[Tensor], like: Sequence[Tensor]) -> str | None:
-    """Why some tensors can not stand beside the parameters that they belong to, or None."""
+    """Why some tensors cannot be used beside the parameters that they belong to, or None."""
     for t, p in zip(tensors, like, strict=True):
         if type(t) not in (Tensor, torch.nn.Parameter):
             return f"a parameter or gradient that is a {type(t).__name__}"
@@ -57,7 +57,8 @@ def _unfit(tensors: Sequence[Tensor], like: Sequence[Tensor]) -> str | None:
 
 @dataclass
 class _Group:
-    """The parameters of a group that have gradients, and what belongs to them, in their order."""
+    """The parameters of a group that have gradients, with these and the state, in the same order.
+    """
 
     group: dict[str, Any]
     params: list[Tensor]
@@ -66,10 +67,10 @@ class _Group:
 
 
 class OptimizerStep:
-    """Hooks around one optimizer: made before other hooks of ours, started after them.
+    """Hooks around one optimizer: registered before our other hooks, started after them.
 
-    known: of all gradients together, where something of them has to be known. on_host: the
-    parameters that are stepped lie there (`runtime.parameters.sharded_optimizer`).
+    known: norm and overflow of all gradients, where the step needs them. on_host: the parameters
+    that are stepped are on the host (`runtime.parameters.sharded_optimizer`).
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class OptimizerStep:
 
     @torch.no_grad()
     def _before(self, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
-        self._restore()  # a step before may have raised
+        self._restore()  # the previous step may have raised
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         last = order_step_hooks(optimizer, self._before_hook.id, self._after_id)
         if closure is not None or not last:
@@ -113,7 +114,7 @@ class OptimizerStep:
                 left += group["params"]
         around = _on_cpu(self._around()) if self._on_host else self._around()
         if around.found_inf is not None and not _on_device(optimizer, fit):
-            # What the device alone knows would be counted as a step: see it here.
+            # found_inf is known on the device only and the step count would include a skipped step.
             if self._known_of_all is None or self._known_of_all.overflow is None:
                 fit, reasons = [], [*reasons, "step counts on the CPU under torch.amp.GradScaler"]
             elif bool(around.found_inf):
@@ -131,7 +132,8 @@ class OptimizerStep:
             found.group["params"] = []
 
     def _around(self) -> Around:
-        """What torch.amp.GradScaler says, and what is known of all gradients."""
+        """The scale and overflow flag of torch.amp.GradScaler, and norm and overflow of all
+        gradients."""
         optimizer, known = self._optimizer, self._known_of_all
         around = Around(
             getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
@@ -144,7 +146,7 @@ class OptimizerStep:
         return replace(around, found_inf=found, max_norm=known.clip_norm, norm=known.norm)
 
     def _leave(self, params: Sequence[Tensor]) -> None:
-        """What torch's own code will step: without gradients after an overflow, else clipped."""
+        """Prepare gradients for torch's own code: None after an overflow, else clipped."""
         known = self._known_of_all
         if known is None or not params:
             return
@@ -162,8 +164,8 @@ class OptimizerStep:
         return _Group(group, params, [g for _, g in pairs], states)
 
     def _refused(self, number: int, found: _Group) -> str | None:
-        """Why tensors of a group leave it to torch. Weights and state that were looked at in the
-        step before are not looked at again."""
+        """Why tensors of a group leave it to torch. Weights and state that were checked in the
+        previous step are not checked again."""
         names = ("momentum_buffer",) if "momentum" in found.group else ("exp_avg", "exp_avg_sq")
         held = list(found.params)
         for name in names:
@@ -186,7 +188,7 @@ class OptimizerStep:
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
         self._restore()
         if not order_step_hooks(optimizer, self._before_hook.id, self._after_id):
-            self.start()  # behind the hooks that came meanwhile
+            self.start()  # after hooks that were added meanwhile
 
     def _restore(self) -> None:
         for group, params in self._emptied:
@@ -218,7 +220,7 @@ class OptimizerStep:
         first: list[bool] = []
         damped = any(found.group["dampening"] for found in groups)
         if around.found_inf is not None and damped and _any_empty(groups):
-            # A first step that is left out must leave buffers unmade: damping tells them apart.
+            # A skipped first step must not create buffers: dampening depends on whether they exist.
             if bool(around.found_inf):
                 return
             around = replace(around, found_inf=None)
@@ -227,7 +229,7 @@ class OptimizerStep:
             group = found.group
             new = [s.get("momentum_buffer") is None for s in found.states]
             empty = [i for i, is_new in enumerate(new) if is_new]
-            made = zeros_like_all([found.params[i] for i in empty])  # as in a step left out
+            made = zeros_like_all([found.params[i] for i in empty])  # zeros, as for a skipped step
             for i, buffer in zip(empty, made, strict=True):
                 found.states[i]["momentum_buffer"] = buffer
             count = len(found.params)
@@ -246,7 +248,7 @@ class OptimizerStep:
 
 
 def _on_cpu(around: Around) -> Around:
-    """With its scalars beside parameters that lie on the host."""
+    """Its scalars on the CPU, beside parameters on the host."""
     tensors = {name: value for name, value in vars(around).items() if isinstance(value, Tensor)}
     return replace(around, **{name: value.cpu() for name, value in tensors.items()})
 
@@ -256,7 +258,7 @@ def _any_empty(groups: Sequence[_Group]) -> bool:
 
 
 def _make_adam_states(found: _Group) -> None:
-    """What torch makes at the first step, of a group's parameters that have no state."""
+    """Create the state that torch creates at the first step, for parameters that have none."""
     group = found.group
     new = [i for i, state in enumerate(found.states) if not state]
     params = [found.params[i] for i in new]
@@ -274,7 +276,7 @@ def _make_adam_states(found: _Group) -> None:
 
 
 def _by_device(groups: list[_Group]) -> list[list[_Group]]:
-    """Groups that have something to do; where their parameters lie on several devices, in parts."""
+    """Groups with parameters to step, split by device where theirs are on several."""
     found: dict[torch.device, list[_Group]] = {}
     for group in groups:
         devices = dict.fromkeys(p.device for p in group.params)
@@ -290,7 +292,7 @@ def _by_device(groups: list[_Group]) -> list[list[_Group]]:
 
 
 def _on_device(optimizer: Optimizer, groups: list[_Group]) -> bool:
-    """Whether a step that is left out by the device is not counted by the CPU."""
+    """Whether the step counters are on the device, so that a skipped step is not counted."""
     if type(optimizer) is torch.optim.SGD:
         return True
     return all(

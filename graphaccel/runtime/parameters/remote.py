@@ -1,11 +1,11 @@
-"""Parameters and gradients that lie on another pipeline rank: full shape here, no storage.
+"""Placeholders for parameters and gradients on another pipeline rank: full shape, no storage.
 
 Optimizers, schedulers, gradient clipping and `parameters()` see every parameter of the model; those
 of other stages are `RemoteTensor`s. In-place arithmetic on one does nothing (its own rank does it),
-results are remote again, and reading a number from one is an error. The one number that training
-needs from all of them, the total norm, is right: `clip_grad_norm_` stacks the norms of all
+results are remote too, and reading a number from one is an error. The one number that training
+needs from all of them, the total norm, is correct: `clip_grad_norm_` stacks the norms of all
 gradients, and stacking a remote norm fetches it (one small all-reduce within the pipeline; every
-rank calls it alike).
+rank makes the same call).
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ aten = torch.ops.aten
 
 
 class RemoteTensor(torch.Tensor):
-    """A tensor of another rank: shape, dtype and device, and the group it can be asked through."""
+    """A tensor of another rank: shape, dtype and device, and the group to fetch its values through.
+    """
 
     group: Any
 
@@ -34,13 +35,13 @@ class RemoteTensor(torch.Tensor):
     def __new__(
         cls, like: torch.Tensor, group: Any, device: torch.device | None = None
     ) -> RemoteTensor:
-        """A stand-in for `like`, on another device if that is said."""
+        """A placeholder for `like`, on another device if given."""
         made = without_storage(cls, like.shape, like.dtype, device or like.device)
         made.group = group
         return made
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        """No tensors inside: nothing of it lies in this rank's memory."""
+        """No inner tensors: none of it is in this rank's memory."""
         return [], (self.shape, self.dtype, self.device, self.group)
 
     @staticmethod
@@ -57,7 +58,7 @@ class RemoteTensor(torch.Tensor):
         return copied(self, RemoteTensor(self, self.group), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Nothing of it is here. Raises PartOfModel (GA411)."""
+        """Refuse to pickle: no values are here. Raises PartOfModel (GA411)."""
         raise PartOfModel(what=f"a parameter of shape {list(self.shape)}")
 
     @classmethod
@@ -78,7 +79,7 @@ def _computed(func: Any, args: tuple, kwargs: dict) -> Any:
         return _on_local(func, args, kwargs, remote)
     if func in (aten.detach.default, aten.alias.default):
         return RemoteTensor(args[0], remote.group)
-    if torch.Tag.nondeterministic_seeded in func.tags:  # its own rank draws: so does this one
+    if torch.Tag.nondeterministic_seeded in func.tags:  # its own rank draws, so this one draws too
         given = pytree.tree_map_only(RemoteTensor, _zeros, (args, kwargs))
         func(*given[0], **given[1])
     written = [
@@ -95,7 +96,7 @@ def _computed(func: Any, args: tuple, kwargs: dict) -> Any:
     shapes = pytree.tree_map_only(torch.Tensor, _meta, (args, kwargs))
     try:
         result = func(*shapes[0], **{k: v for k, v in shapes[1].items() if k != "device"})
-    except NotImplementedError as error:  # ops whose result has a size that depends on values
+    except NotImplementedError as error:  # ops whose result size depends on values
         raise _needed(func) from error
     device = kwargs.get("device") or remote.device
     if isinstance(device, torch.device) and device.type == "meta":
@@ -125,10 +126,11 @@ def _remote(shape: torch.Tensor, like: RemoteTensor) -> RemoteTensor:
 
 
 def _stack(tensors: Sequence[torch.Tensor], remote: RemoteTensor) -> torch.Tensor:
-    """Numbers of all ranks, stacked: each is known where its tensor lies, on one rank or several.
+    """Scalars of all ranks, stacked: each is known on the ranks that hold its tensor, one or
+    several.
 
-    The largest of what is known is the number, for what is not is less than any; that a number is
-    NaN travels beside it.
+    The maximum over the ranks is the value, for ranks that do not know it contribute less; whether
+    a value is NaN is reduced beside it.
     """
     number = remote.dtype
     wide = number if number.is_floating_point else torch.int64
@@ -137,7 +139,7 @@ def _stack(tensors: Sequence[torch.Tensor], remote: RemoteTensor) -> torch.Tenso
         [
             torch.full((), least, dtype=wide, device=remote.device)
             if isinstance(t, RemoteTensor)
-            else t.detach().to(remote.device, wide)  # from the host, perhaps
+            else t.detach().to(remote.device, wide)  # possibly from the host
             for t in resolve(tensors)
         ]
     )
@@ -149,7 +151,7 @@ def _stack(tensors: Sequence[torch.Tensor], remote: RemoteTensor) -> torch.Tenso
 
 
 def _on_local(func: Any, args: tuple, kwargs: dict, remote: RemoteTensor) -> Any:
-    """A list op on those places at which every list has a tensor of this rank."""
+    """A foreach op on those positions at which every list has a tensor of this rank."""
     lists = [
         a for a in args if isinstance(a, (list, tuple)) and a and isinstance(a[0], torch.Tensor)
     ]

@@ -1,13 +1,14 @@
-"""Parameters and gradients of which this rank has a shard: full shape outside, one piece inside.
+"""Parameters and gradients of which this rank holds a shard: full shape outside, local shard
+inside.
 
-What is elementwise works on the shard alone; a norm is that of the whole (clip_grad_norm_ needs one
-small all-reduce for all gradients together); everything else gathers the whole first, so that no
-op gives a wrong answer, only a slow one. Views are made anew from the whole by each op that reads
-them, and what is written into one is written into the shard. All ranks run the same script, so all
-of them gather.
+Elementwise ops work on the shard alone; a norm is that of the full tensor (clip_grad_norm_ needs
+one small all-reduce for all gradients together); every other op gathers the full tensor first, so
+that no op gives a wrong result, only a slow one. Views are recomputed from the full tensor by each
+op that reads them, and what is written into one is written into the shard. All ranks run the same
+script, so all of them gather.
 
 Not a DTensor: a parameter has to become one in place, or optimizers and schedulers would lose it,
-and torch can not swap a tensor with one that has slots. `state.as_dtensor` gives a DTensor of the
+and torch cannot swap a tensor with one that has slots. `state.as_dtensor` gives a DTensor of the
 same memory, for checkpoints.
 """
 
@@ -52,12 +53,12 @@ _EACH = frozenset(
     "erfc exp expm1 floor frac lerp lgamma log log10 log1p log2 maximum minimum mul neg pow "
     "reciprocal round rsqrt sigmoid sign sin sinh sqrt sub tan tanh trunc zero".split()
 )
-"""List ops (`aten._foreach_<name>`) that treat every number by itself."""
+"""List ops (`aten._foreach_<name>`) that treat every element independently."""
 _SCALE = "_amp_foreach_non_finite_check_and_unscale_"
 
 
 class ShardTensor(torch.Tensor):
-    """A tensor of which `local` is this rank's shard under `sharding`."""
+    """A tensor of full shape of which `local` is this rank's shard under `sharding`."""
 
     local: torch.Tensor
     sharding: Layout
@@ -72,7 +73,7 @@ class ShardTensor(torch.Tensor):
         return made
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        """The shard is what lies in this rank's memory."""
+        """The local shard is the inner tensor."""
         return ["local"], self.sharding
 
     @staticmethod
@@ -83,8 +84,8 @@ class ShardTensor(torch.Tensor):
         return f"ShardTensor({list(self.shape)}, {self.dtype}, {self.sharding.splits})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled as the plain shard: process groups stay where they are. A parameter is refused:
-        read again it would be another model's (GA411)."""
+        """Pickled as the plain shard, without process groups. A parameter is refused: unpickled it
+        would be another model's (GA411)."""
         if isinstance(self, nn.Parameter):
             raise PartOfModel(what=f"a parameter of shape {list(self.shape)}")
         return self.local.detach().__reduce_ex__(protocol)
@@ -94,14 +95,14 @@ class ShardTensor(torch.Tensor):
         return copied(self, ShardTensor(self.local.detach().clone(), self.sharding), memo)
 
     def whole(self) -> torch.Tensor:
-        """All of it. Collective over the axes it is split over."""
+        """The full tensor. Collective over the axes it is sharded over."""
         return self.sharding.gather(self.local)
 
-    # What torch.distributed.checkpoint asks of a tensor that knows where its parts belong
-    # (torch.distributed._checkpointable): a shard may be several boxes of the whole.
+    # The protocol of torch.distributed.checkpoint for tensors that know their offsets
+    # (torch.distributed._checkpointable): a shard may be several boxes of the full tensor.
 
     def __create_write_items__(self, fqn: str, _object: Any) -> list[WriteItem]:
-        """One item a box."""
+        """One write item per box."""
         return [
             WriteItem(
                 index=MetadataIndex(fqn, torch.Size(box.offsets), number),
@@ -116,7 +117,7 @@ class ShardTensor(torch.Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """The boxes, where they lie in the whole."""
+        """The boxes, with their offsets in the full tensor."""
         return [
             ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
             for offsets, _, sizes in self.sharding.pieces()
@@ -137,15 +138,15 @@ class ShardTensor(torch.Tensor):
         cls, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         """Ops with at least one shard among their arguments."""
-        if func in (aten.detach.default, aten.alias.default):  # of every gradient in every step
+        if func in (aten.detach.default, aten.alias.default):  # of every gradient, every step
             return ShardTensor(func(args[0].local), args[0].sharding)
         return _computed(func, types, args, kwargs or {})
 
 
 class ShardView(torch.Tensor):
-    """A view of a ShardTensor (`p[0]`, `p.view(-1)`), which each op makes from the whole of then.
+    """A view of a ShardTensor (`p[0]`, `p.view(-1)`), recomputed by each op from the full tensor.
 
-    look: from the whole to what this shows of it.
+    look: maps the full tensor to this view of it.
     """
 
     base: ShardTensor
@@ -155,7 +156,7 @@ class ShardView(torch.Tensor):
 
     @staticmethod
     def __new__(cls, base: ShardTensor, look: Callable[[torch.Tensor], torch.Tensor]) -> ShardView:
-        """Strides are those of a contiguous whole."""
+        """Strides are those of a contiguous full tensor."""
         shape = look(torch.empty(base.shape, dtype=base.dtype, device="meta"))
         made = without_storage(cls, shape.shape, shape.dtype, base.device, strides=shape.stride())
         made.base, made.look = base, look
@@ -165,7 +166,7 @@ class ShardView(torch.Tensor):
         return f"ShardView({list(self.shape)} of {self.base!r})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled as what it shows. Collective."""
+        """Pickled as the values it views. Collective."""
         return self.look(self.base.whole()).__reduce_ex__(protocol)
 
     @classmethod
@@ -177,7 +178,7 @@ class ShardView(torch.Tensor):
 
 
 def copied(tensor: Any, made: Any, memo: dict[int, Any]) -> Any:
-    """`made`, a copy of the tensor's values, with what else belongs to a deep copy."""
+    """`made`, a copy of the tensor's values, with the attributes that a deep copy also copies."""
     if isinstance(tensor, nn.Parameter):
         made = nn.Parameter(made, tensor.requires_grad)
     else:
@@ -192,7 +193,7 @@ def copied(tensor: Any, made: Any, memo: dict[int, Any]) -> Any:
 
 
 def local_of(value: Any) -> Any:
-    """The shard of a ShardTensor, anything else as it is."""
+    """The shard of a ShardTensor; any other value unchanged."""
     return value.local if isinstance(value, ShardTensor) else value
 
 
@@ -220,7 +221,7 @@ def _computed(func: Any, types: Sequence[type], args: tuple, kwargs: dict) -> An
 
 
 def _foreign(kind: type) -> bool:
-    """Another tensor subclass, which has to know about this one (RemoteTensor does)."""
+    """Another tensor subclass, which has to handle this one (RemoteTensor does)."""
     own = issubclass(kind, (ShardTensor, ShardView, PendingNorm))
     return not own and issubclass(kind, torch.Tensor) and kind not in (torch.Tensor, nn.Parameter)
 
@@ -232,7 +233,8 @@ def _all_dims(args: tuple, kwargs: Mapping[str, Any]) -> bool:
 
 
 def _copied(target: torch.Tensor, source: torch.Tensor, *_: Any) -> torch.Tensor:
-    """From a checkpoint: perhaps the very same memory, otherwise all of it and then this part."""
+    """Copy from a checkpoint: possibly the same memory, otherwise a full tensor sliced to this
+    shard."""
     if isinstance(source, DTensor) and isinstance(target, ShardTensor):
         same = source.to_local().data_ptr() == target.local.data_ptr()
         return target if same else target.copy_(source.full_tensor())
@@ -250,7 +252,7 @@ def _norm(tensor: torch.Tensor, order: Any = 2.0, *_: Any, dtype: Any = None, **
 
 
 def _unscaled(func: Any, tensors: Sequence[torch.Tensor], found: Any, scale: Any) -> None:
-    """The check of a GradScaler: what is not finite in one shard is so on every rank."""
+    """A GradScaler's check: a non-finite value in one shard is reported on every rank."""
     func([local_of(t) for t in tensors], found, scale)
     shards = [t for t in tensors if isinstance(t, ShardTensor)]
     for axes in sorted({t.sharding.axes for t in shards}):
@@ -258,8 +260,8 @@ def _unscaled(func: Any, tensors: Sequence[torch.Tensor], found: Any, scale: Any
 
 
 def _each(func: Any, args: tuple, kwargs: dict) -> Any:
-    """A list op, place by place: on shards where all tensors of a place can be had so, on the
-    whole where not (a whole tensor is written, or layouts or shapes differ)."""
+    """A foreach op, position by position: on shards where all tensors at a position have the same
+    layout, on full tensors otherwise (a full tensor is written, or layouts or shapes differ)."""
     lists = [a for a in (*args, *kwargs.values()) if _tensors(a)]
     writes = func.__name__.split(".")[0].endswith("_")
     layouts = [_common(place, writes) for place in zip(*lists, strict=True)]
@@ -289,7 +291,7 @@ def _tensors(value: Any) -> bool:
 
 
 def _common(tensors: Sequence[torch.Tensor], writes: bool) -> Layout | None:
-    """The layout in which an elementwise op works on the shards of its tensors, if there is one.
+    """The layout in which an elementwise op can work on the shards of its tensors, if there is one.
 
     writes: into the first of them.
     """
@@ -305,7 +307,7 @@ def _common(tensors: Sequence[torch.Tensor], writes: bool) -> Layout | None:
         try:
             if torch.broadcast_shapes(tensor.shape, layout.shape) != layout.shape:
                 return None
-        except RuntimeError:  # the op itself says what is wrong with its shapes
+        except RuntimeError:  # the op itself raises about its shapes
             return None
         if isinstance(tensor, ShardTensor) and tensor.shape != layout.shape:
             return None
@@ -313,14 +315,15 @@ def _common(tensors: Sequence[torch.Tensor], writes: bool) -> Layout | None:
 
 
 def _part(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """This rank's part: of a shard, or of a whole tensor that stands beside one; numbers stay."""
+    """This rank's part: the shard, or a slice of a full tensor used beside one; numbers unchanged.
+    """
     if isinstance(tensor, ShardTensor):
         return tensor.local
     return tensor if tensor.dim() == 0 else layout.own(tensor.expand(layout.shape))
 
 
 def _shard(local: torch.Tensor, layout: Layout) -> ShardTensor:
-    """A result as a shard: what was computed in the padding is zero again."""
+    """Wrap a result as a shard, with its padding zeroed."""
     layout.clear(local)
     return ShardTensor(local, layout)
 
@@ -345,13 +348,13 @@ def _elementwise(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 class _Wholes:
-    """The whole of each shard that one op reads or writes: one for all that show the same."""
+    """The full tensor of each shard that one op reads or writes, shared by all its views."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, int], torch.Tensor] = {}
 
     def of(self, value: Any) -> Any:
-        """The whole of a shard, what a view of one shows; anything else as it is."""
+        """The full tensor of a shard, or the view of it; any other value unchanged."""
         if isinstance(value, ShardView):
             return value.look(self.of(value.base))
         if not isinstance(value, ShardTensor):
@@ -362,14 +365,14 @@ class _Wholes:
         return self._known[key]
 
     def keep(self, written: Any) -> None:
-        """Put what was written into a whole where it belongs."""
+        """Write what was written into a full tensor back into its shard."""
         shard = written.base if isinstance(written, ShardView) else written
         if isinstance(shard, ShardTensor):
             shard.local.copy_(shard.sharding.own(self.of(shard)))
 
 
 def _on_whole(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Gather, compute, and put back what was written. A view stays a view."""
+    """Gather, compute, and write back what was written. A view stays a view."""
     declared = func._schema.arguments
     given = [(a, args[i]) for i, a in enumerate(declared[: len(args)])]
     given += [(a, kwargs[a.name]) for a in declared[len(args) :] if a.name in kwargs]
@@ -388,7 +391,7 @@ def _on_whole(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _views(func: Any, args: tuple, kwargs: dict) -> Any:
-    """What a view op gives, to be made by whoever reads it."""
+    """The results of a view op, to be computed by the op that reads them."""
     first, *others = args
     base = first.base if isinstance(first, ShardView) else first
     look = first.look if isinstance(first, ShardView) else _itself

@@ -1,11 +1,12 @@
-"""The user's own optimizer, working on shards.
+"""Runs the user's own optimizer on shards (ZeRO).
 
 While `optimizer.step()` runs, each parameter whose optimizer state is sharded is replaced in the
-optimizer's groups by a twin: a plain tensor, this rank's shard of the parameter, with this rank's
-shard of the gradient. So the optimizer runs at its own speed, and its state has the shard's shape.
-Before and after, groups and state are keyed by the user's parameters. Parameters that rest whole
-(ZeRO-1 and 2) are gathered from their shards afterwards. Where the plan keeps optimizer state on
-the host, every parameter with a gradient has its twin there (`runtime.parameters.host`).
+optimizer's groups by a plain tensor (its twin): this rank's shard of the parameter, with this
+rank's shard of the gradient. So the optimizer runs at its own speed, and its state has the shard's
+shape. Before and after, groups and state are keyed by the user's parameters. Parameters that are
+replicated (ZeRO-1 and 2) are all-gathered from their shards afterwards. Where the plan offloads
+optimizer state to the host, every parameter with a gradient has its twin there
+(`runtime.parameters.host`).
 
 Rajbhandari et al., ZeRO, 2020, §5.1.
 """
@@ -29,27 +30,28 @@ Optimizer = torch.optim.Optimizer
 ELEMENTWISE = frozenset(
     "SGD Adam AdamW Adamax NAdam RAdam RMSprop Rprop Adagrad Adadelta ASGD".split()
 )
-"""Optimizers of torch.optim that treat every number of a parameter by itself."""
+"""Optimizers of torch.optim whose step is elementwise in the parameter."""
 
 
 def is_elementwise(optimizer: Optimizer | None) -> bool:
-    """Whether an optimizer's step on a shard is known to be that shard of its step on the whole."""
+    """Whether an optimizer's step on a shard is known to equal that shard of its step on the full
+    tensor."""
     kind = type(optimizer)
     known = kind.__module__.startswith("torch.optim") and kind.__name__ in ELEMENTWISE
     return optimizer is None or known or bool(getattr(optimizer, "graphaccel_elementwise", False))
 
 
 def check_elementwise(optimizer: Optimizer) -> None:
-    """Raises NotElementwise (GA211) for an optimizer that needs the whole."""
+    """Raises NotElementwise (GA211) for an optimizer that needs full tensors."""
     if not is_elementwise(optimizer):
         raise NotElementwise(optimizer=type(optimizer).__name__, known=tuple(sorted(ELEMENTWISE)))
 
 
 class Twins:
-    """Hooks around one optimizer.
+    """Hooks around one optimizer that swap parameters for their twins.
 
     layouts: of optimizer state, by name of the parameter, then by its identity; without splits
-    where it lies here whole. host: where the optimizer works, if not on the device.
+    where this rank holds it in full. host: where the optimizer works, if not on the device.
     """
 
     def __init__(
@@ -68,7 +70,7 @@ class Twins:
         optimizer.register_step_post_hook(self._after)
 
     def _before(self, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
-        self._restore(optimizer)  # a step before may have raised
+        self._restore(optimizer)  # the previous step may have raised
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0]: itself
         if callable(closure):
             raise GraphMisuse(
@@ -106,7 +108,7 @@ class Twins:
         return twin
 
     def _restore(self, optimizer: Optimizer) -> None:
-        """Groups and state as the user knows them."""
+        """Restore groups and state to the user's parameters."""
         known = {id(twin): parameter for parameter, twin in self._swapped}
         for group in optimizer.param_groups:
             group["params"] = [known.get(id(p), p) for p in group["params"]]
@@ -126,15 +128,15 @@ class Twins:
                 rest.here(_held(parameter)).copy_(rest.real(twin.detach()), non_blocking=True)
                 self._twins.pop(id(parameter), None)
             elif twin.data_ptr() != (local := _local(parameter, layout)).data_ptr():
-                local.copy_(twin.detach(), non_blocking=True)  # it was given another memory
+                local.copy_(twin.detach(), non_blocking=True)  # its memory was replaced
             if twin.grad is not None and _rests_whole(parameter, layout):
                 stepped.append(parameter)
             twin.grad = None
         self._gather(stepped)
 
     def _gather(self, parameters: Sequence[nn.Parameter]) -> None:
-        """The whole of what rests whole, from the shards of all ranks: in flat buckets, the next
-        one travelling while one is unpacked."""
+        """All-gather the full tensors of replicated parameters from the shards of all ranks: in
+        flat buckets, the next one in flight while one is unpacked."""
         flying: tuple[list[Any], torch.Tensor, list[nn.Parameter]] | None = None
         for bucket in self._buckets(parameters):
             layout = self.layouts[id(bucket[0])]
@@ -168,7 +170,7 @@ class Twins:
                 continue
             target = _held(parameter).unflatten(split.dim, (len(whole), shape[split.dim]))
             target = target.movedim(split.dim, 0)
-            for others in (slice(own), slice(own + 1, None)):  # its own is there
+            for others in (slice(own), slice(own + 1, None)):  # its own is already there
                 if len(parts[others]):
                     target[others].copy_(parts[others])
 
@@ -186,12 +188,12 @@ class Twins:
 
 
 def _held(parameter: torch.Tensor) -> torch.Tensor:
-    """What of a parameter lies here: all of it, or the shard of other axes."""
+    """This rank's part of a parameter: all of it, or the shard over other axes."""
     return parameter.local if isinstance(parameter, ShardTensor) else parameter.detach()
 
 
 def _local(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """This rank's shard of a tensor that is whole, or split over some of the axes already."""
+    """This rank's shard of a tensor that is full, or already sharded over some of the axes."""
     held = _held(tensor)
     if held.shape == layout.local_shape and isinstance(tensor, ShardTensor):
         return held
@@ -199,7 +201,7 @@ def _local(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
 
 
 def _rest(tensor: torch.Tensor, layout: Layout) -> Layout:
-    """How what lies here is split further."""
+    """How this rank's part is sharded further."""
     done = len(tensor.sharding.splits) if isinstance(tensor, ShardTensor) else 0
     return Layout(_held(tensor).shape, layout.splits[done:], layout.mesh) if done else layout
 

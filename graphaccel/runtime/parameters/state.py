@@ -1,9 +1,9 @@
-"""State dicts of a model and an optimizer whose tensors lie on several ranks.
+"""State dicts of a model and an optimizer whose tensors are spread over several ranks.
 
 What this rank holds in full is a plain tensor, a shard a DTensor of the same memory, and what other
-stages hold a DTensor that is empty here: torch.distributed.checkpoint reads and writes each where
-it is. A shard that no DTensor checkpoint can describe (fused weights, cut section by section) is a
-ShardTensor, which can say so itself.
+stages hold a DTensor that is empty here: torch.distributed.checkpoint reads and writes each on its
+own rank. A shard that no DTensor checkpoint can describe (fused weights, sharded section by
+section) is a ShardTensor, which describes itself.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ Optimizer = torch.optim.Optimizer
 
 
 def stage_meshes(session: Session) -> dict[int, DeviceMesh]:
-    """A device mesh of the ranks of each pipeline coordinate, its dims named after the axes; this
-    rank's has process groups. All ranks call this together."""
+    """A device mesh of the ranks of each pipeline coordinate, its dims named after the axes; that
+    of this rank has process groups. Collective."""
     mesh = session.mesh
     if mesh.pipeline == 1 and not session.states and not session.parameters:
         return {}
@@ -53,8 +53,9 @@ def stage_meshes(session: Session) -> dict[int, DeviceMesh]:
 
 
 def placements(layout: Layout, meshes: DeviceMesh) -> list[Any]:
-    """A layout as DTensor says it, for each dim of the mesh. DTensor splits over the outer axes
-    first: where an inner axis has cut the same dim before, the outer one takes a strided part."""
+    """A layout as DTensor placements, one for each dim of the mesh. DTensor shards over the outer
+    axes first: where an inner axis has split the same dim before, the outer one takes a strided
+    shard."""
     found: list[Any] = []
     order = layout.mesh.axes
     for axis in meshes.mesh_dim_names or ():
@@ -72,14 +73,14 @@ def placements(layout: Layout, meshes: DeviceMesh) -> list[Any]:
 
 
 class _Part:
-    """A tensor of a model's state dict of which other processes have the rest: what reads the
-    memory of this process alone, and does not know of the others, is refused."""
+    """A tensor in a model's state dict of which other processes hold the rest: code that reads this
+    process's memory alone, unaware of the others, is refused."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise PartOfModel(what="this state dict")
 
     def untyped_storage(self) -> Any:
-        """What safetensors reads. Raises PartOfModel (GA411)."""
+        """Called by safetensors. Raises PartOfModel (GA411)."""
         raise PartOfModel(what="this state dict")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -94,7 +95,7 @@ class ShardPart(_Part, ShardTensor):
 
 
 class DTensorPart(_Part, DTensor):
-    """A shard, or what is on another process, in a model's state dict."""
+    """A shard, or a tensor of another process, in a model's state dict."""
 
 
 def _part(value: Any) -> Any:
@@ -103,7 +104,7 @@ def _part(value: Any) -> Any:
 
 
 def presented(local: torch.Tensor, layout: Layout, meshes: Mapping[int, DeviceMesh]) -> Any:
-    """A shard for a checkpoint: same memory. A DTensor would bring it from the host."""
+    """A shard as checkpoints see it, in the same memory. A DTensor would copy one from the host."""
     if not layout.simple or local.device.type != layout.mesh.device.type:
         return ShardTensor(local, layout)
     return _dtensor(local, layout, meshes[layout.mesh.pipeline_index])
@@ -123,8 +124,8 @@ def _dtensor(local: torch.Tensor, layout: Layout, meshes: DeviceMesh) -> DTensor
 def sharded_state_dict(
     session: Session, meshes: Mapping[int, DeviceMesh], plain: MutableMapping[str, Any], prefix: str
 ) -> MutableMapping[str, Any]:
-    """A model's state dict with the original names: what this rank holds as plain tensors, shards
-    and what lies on other ranks as DTensors of full shape."""
+    """A model's state dict with the original names: what this rank holds in full as plain tensors,
+    shards and tensors of other ranks as DTensors of full shape."""
     for key, value in plain.items():
         name = key.removeprefix(prefix)
         if isinstance(value, ShardTensor):
@@ -137,7 +138,7 @@ def sharded_state_dict(
 
 
 def full_state(session: Session, model: nn.Module, plain: Mapping[str, Any]) -> dict[str, Any]:
-    """Full tensors on the CPU, on every rank. Collective: all ranks call it."""
+    """Full tensors on the CPU, on every rank. Collective."""
     mesh = session.mesh
     full: dict[str, Any] = {}
     for key, value in plain.items():
@@ -156,7 +157,7 @@ def full_state(session: Session, model: nn.Module, plain: Mapping[str, Any]) -> 
 
 
 class OptimizerState:
-    """Hooks that make an optimizer's state dict one of the whole model.
+    """Hooks that make an optimizer's state dict that of the whole model.
 
     Saved: shards as DTensors. Loaded: DTensors, or full tensors (of the plain model's optimizer).
     """
@@ -196,7 +197,7 @@ class OptimizerState:
         return {**state, "state": made}
 
     def _own(self, value: Any, layout: Layout) -> Any:
-        """This rank's shard of a value that may be whole."""
+        """This rank's shard of a value that may be a full tensor."""
         if isinstance(value, ShardTensor):
             return value.local if value.sharding == layout else layout.own(value.whole()).clone()
         if isinstance(value, DTensor):
@@ -209,7 +210,8 @@ class OptimizerState:
         return value
 
     def _by_key(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[Any, Layout]:
-        """What the state dict calls a parameter (a number, or its name) → how its state lies."""
+        """Key of a parameter in the state dict (a number, or its name) → the layout of its state.
+        """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         keys = [key for group in state["param_groups"] for key in group["params"]]
         pairs = zip(keys, parameters, strict=False)
