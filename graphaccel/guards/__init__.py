@@ -1,1 +1,1 @@
-"""Python values that a forward reads: which they are, what they were, and numbers as inputs."""
+"""Guards on the Python values that a forward reads, and numbers as graph inputs."""

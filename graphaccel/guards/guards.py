@@ -1,6 +1,6 @@
-"""Whether the Python values that a capture depends on are still what they were.
+"""Checks whether the Python values that a capture depends on are unchanged.
 
-A check compares what lies in each place by identity, and looks closer only where that differs.
+A check compares the object at each place by identity, and its contents only where that differs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from graphaccel.guards.places import MISSING, Place, token_of
 
 @dataclass(frozen=True)
 class Change:
-    """A place whose value is another one. before, now: as text."""
+    """A place whose value changed. before, now: as text."""
 
     place: Place
     before: str
@@ -31,7 +31,7 @@ class Guards:
 
     find: walks the live model, name → place. recorded: name → token, as captured. numbers: names of
     places that are inputs of its graph, in their order. written: names of places that the forward
-    itself writes. tensors: name of a tensor's place → name of the constant in its graph that has
+    itself writes. tensors: name of a tensor's place → name of the constant in its graph that holds
     its values.
     """
 
@@ -68,22 +68,22 @@ class Guards:
         return True
 
     def _other_dtype(self) -> Change:
-        """Of tensors that a forward makes without a dtype of their own."""
+        """The change of torch's default dtype, which tensors created without a dtype get."""
         name, now = "torch.get_default_dtype()", torch.get_default_dtype()
         return Change(Place(name, {}, name, "dict", now), str(self._dtype), str(now))
 
     def numbers_now(self) -> tuple[float, ...]:
-        """The numbers that are inputs, as they are; after `hold` said yes."""
+        """The current values of the numbers that are inputs; after `hold` returned True."""
         assert self._last is not None
         return tuple(float(current(place)) for place in self._last.numbers)
 
     def tensors_now(self) -> dict[str, torch.Tensor]:
-        """Constant of the graph → the tensor whose values it has; after `hold` said yes."""
+        """Constant of the graph → the tensor whose values it holds; after `hold` returned True."""
         assert self._last is not None
         return {self.tensors[p.name]: current(p) for p in self._last.tensors}
 
     def changes(self) -> tuple[Change, ...]:
-        """What differed when `hold` last said no."""
+        """What differed when `hold` last returned False."""
         return self._changes
 
     def _compared(self, found: Mapping[str, Place]) -> list[Change]:
@@ -106,7 +106,7 @@ class Guards:
         return changes
 
     def watch_content(self, found: Mapping[str, Place]) -> None:
-        """Compare the values of tensors that no constant of the graph has the values of."""
+        """Also compare the values of tensors that no constant of the graph holds."""
         for name, place in found.items():
             if isinstance(place.value, torch.Tensor) and name in self.recorded:
                 if name not in self.tensors and not isinstance(place.value, FakeTensor):
@@ -118,7 +118,7 @@ class Guards:
 
 
 class _Last:
-    """What lay in each place when all was as recorded."""
+    """The objects at each place when all was as recorded."""
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class _Last:
                 self.arrays.append((value, value.copy()))
 
     def same(self) -> bool:
-        """Whether the same still lies there."""
+        """Whether the same objects are still there."""
         for holder, key, value in self.dicts:
             now = holder.get(key, MISSING)
             if now is not value and not _interchangeable(now, value):
@@ -188,7 +188,7 @@ class _Last:
 
 
 def current(place: Place) -> Any:
-    """What lies in a place now; MISSING where nothing does."""
+    """The current value at a place; MISSING where there is none."""
     try:
         if place.how == "cell":
             return place.holder.cell_contents

@@ -1,4 +1,4 @@
-"""The user's line that reads or writes a name."""
+"""Finds the user's source line that reads or writes a name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import CodeType
 from graphaccel.errors.messages import Location
 
 Read = Location | tuple[CodeType, str] | None
-"""A line, or the code that has it with the name to look for."""
+"""A line, or the code object that contains it and the name to search for."""
 
 
 def location(read: Read, *, writes: bool = False) -> Location | None:

@@ -1,8 +1,8 @@
-"""Numbers of the model as inputs of its graph: each a 0-dim float64 tensor while it is traced.
+"""Numbers of the model as graph inputs: each is a 0-dim float64 tensor while it is traced.
 
-A tensor in the place of a number computes what the number does where arithmetic meets it, with the
-dtype that torch gives to numbers: `loss * self.alpha` stays float32. Where a model does anything
-else with a number (a branch, a shape, `F.dropout(x, self.p)`), tracing raises `NotANumber`.
+In arithmetic a tensor in the place of a number computes the same, with the type promotion that
+torch applies to numbers: `loss * self.alpha` stays float32. Where a model does anything else with a
+number (a branch, a shape, `F.dropout(x, self.p)`), tracing raises `NotANumber`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ REFLECTED = {
     "div": "__rtruediv__",
     "truediv": "__rtruediv__",
 }
-"""A number on the left of a tensor: torch computes these from the right."""
+"""Operators with a number on the left of a tensor: torch computes these from the right operand."""
 ARITHMETIC = frozenset(
     "add radd iadd sub rsub isub mul rmul imul div rdiv truediv rtruediv itruediv true_divide "
     "multiply subtract divide pow rpow neg negative pos where maximum minimum".split()
@@ -32,11 +32,11 @@ ARITHMETIC = frozenset(
 
 
 class NotANumber(Exception):
-    """A model does something with a number that a tensor can not stand for."""
+    """A model uses a number in a way that a tensor cannot replace."""
 
 
 class _Arithmetic(TorchFunctionMode):
-    """Gives tensors that stand for numbers the part of numbers in type promotion."""
+    """Gives tensors that stand for numbers the type promotion of numbers."""
 
     def __init__(self, numbers: Sequence[torch.Tensor]) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class _Arithmetic(TorchFunctionMode):
         return value
 
     def _casts(self, value: Any, tensors: Sequence[torch.Tensor], wanted: torch.dtype) -> bool:
-        """Whether the dtype of a result would be that of the number: it is rounded first."""
+        """Whether the result would have the number's dtype: it is rounded first."""
         if not self._is(value):
             return False
         return any(torch.result_type(t, value) != wanted for t in tensors)
@@ -81,7 +81,7 @@ class _Arithmetic(TorchFunctionMode):
 
 @contextmanager
 def as_inputs(places: Sequence[Place], tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Meanwhile each place holds its tensor instead of its number."""
+    """In this context each place holds its tensor instead of its number."""
     before = [current(place) for place in places]
     try:
         for place, tensor in zip(places, tensors, strict=True):

@@ -1,4 +1,4 @@
-"""Where the Python values that a forward reads lie, and what they are.
+"""Enumerates the places of the Python values that a forward reads, with their values.
 
 `places(model, reads)` walks modules, their plain objects and containers, globals, closures and
 defaults. The same walk of a copy of the model gives the same names with the values of the copy.
@@ -24,15 +24,15 @@ from graphaccel.guards.lines import Read
 from graphaccel.guards.reads import Reads, Scope, is_library, kind_of
 
 MISSING = object()
-"""In the place of an attribute that was asked for and was not there."""
+"""The value of an attribute that was looked up and did not exist."""
 
 _DEPTH = 6
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), type(...), slice, range)
 _ATOMS = (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, enum.Enum)
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, type)
 STRUCTURE = frozenset({*vars(nn.Module()), "_flat_weights", "_flat_weight_refs"}) - {"training"}
-"""What modules have besides Python values: tensors, submodules, hooks, and the second list of its
-weights that a recurrent layer keeps."""
+"""Attributes of modules that are not Python values: tensors, submodules, hooks, and the second list
+of its weights that a recurrent layer keeps."""
 _OPAQUE = frozenset(
     {"torch", "graphaccel", "builtins", "threading", "_thread", "weakref", "logging", "re"}
 )
@@ -43,9 +43,9 @@ class Place:
     """One Python value that a forward reads.
 
     name: unique, the same in every process: `blocks.0.alpha`, `train.SCALE[0]`. holder, key: where
-    it lies. how: how it is read from there: "dict", "item" (of a list), "fixed" (of a tuple),
-    "attribute" or "cell". line: what first read it. shared: it lies outside of the model, so copies
-    of the model read the same one.
+    it is stored. how: how it is read from there: "dict", "item" (of a list), "fixed" (of a tuple),
+    "attribute" or "cell". line: what first read it. shared: it is stored outside of the model, so
+    copies of the model read the same one.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Place:
 
     @property
     def is_number(self) -> bool:
-        """Whether it is an int or a float that can be replaced where it lies."""
+        """Whether it is an int or a float that can be replaced in its place."""
         return type(self.value) in (int, float) and self.how != "fixed"
 
     def put(self, value: Any) -> None:
@@ -81,7 +81,8 @@ class Place:
 
 
 def token_of(value: Any) -> Any:
-    """What of a value is compared; contents of containers and objects are places of their own."""
+    """The part of a value that is compared; contents of containers and objects are places of their
+    own."""
     kind = type(value)
     if isinstance(value, float) and math.isnan(value):
         return kind, "nan"
@@ -114,7 +115,7 @@ def places(model: nn.Module, reads: Reads, live: nn.Module | None = None) -> dic
     """Name → place, of all that was read.
 
     live: the user's model, where `model` is a copy. Functions of either may have run, and of other
-    copies on fakes; the weights that they reach are no state of Python's.
+    copies on fakes; the weights that they reach are not Python state.
     """
     walk = _Walk(model, reads)
     for other in (*reads.copies, *(() if live is None else (live,))):
@@ -129,8 +130,8 @@ def places(model: nn.Module, reads: Reads, live: nn.Module | None = None) -> dic
 
 
 def objects_of(model: nn.Module, *others: Any) -> set[type]:
-    """The classes of the plain objects that modules hold, in containers and objects too; and of
-    those in `others`."""
+    """The classes of the plain objects that modules hold, also inside containers and objects; and
+    of those in `others`."""
     found: set[type] = set()
     seen: set[int] = set()
     stack = [(v, 0) for m in model.modules() for k, v in vars(m).items() if k not in STRUCTURE]
@@ -180,13 +181,14 @@ class _Walk:
         self._done: set[tuple[int, Any]] = set()
 
     def leave_out(self, model: nn.Module) -> None:
-        """Parameters, buffers and modules of a model are no places where something else holds
-        them."""
+        """Exclude parameters, buffers and modules of a model where something else also holds them.
+        """
         self._own |= {id(t) for t in (*model.parameters(), *model.buffers())}
         self._modules |= {id(m) for m in model.modules()}
 
     def _stranger(self, text: str, module: nn.Module, line: Read) -> None:
-        """A module that is none of the model's (a criterion, a teacher): also its tensors."""
+        """Places of a module outside of the model (a criterion, a teacher), its tensors included.
+        """
         if id(module) in self._modules:
             return
         self._modules |= {id(m) for m in module.modules()}
@@ -200,7 +202,8 @@ class _Walk:
                         self._keep(place)
 
     def module(self, path: str, module: nn.Module, *, shared: bool = False) -> None:
-        """Attributes of a module that were read, and the classes of its children."""
+        """Places of the attributes of a module that were read, and of the classes of its children.
+        """
         own, start = vars(module), f"{path}." if path else ""
         names = self._reads.of(type(module))
         for child, inner in module._modules.items():
@@ -232,7 +235,7 @@ class _Walk:
             self._keep(Place(text, own, name, "dict", MISSING, line, shared))
 
     def scope(self, scope: Scope) -> None:
-        """Globals, closures and defaults of a function that ran."""
+        """Places of the globals, closures and defaults of a function that ran."""
         code, names = scope.code, scope.names
         module = names.get("__name__", "")
         for name in code.co_names:
@@ -253,7 +256,7 @@ class _Walk:
     def _outside(
         self, text: str, holder: Any, key: Any, how: str, value: Any, scope: Scope
     ) -> None:
-        """A value that does not belong to the model: of a library, plain values only."""
+        """A place outside of the model: for a library's values, plain values only."""
         follows = not scope.library
         if isinstance(value, (ModuleType, type)):
             if follows and not _installed(value):
@@ -265,7 +268,7 @@ class _Walk:
         self.value(text, holder, key, how, value, line, 0, True)
 
     def _namespace(self, text: str, holder: Any, scope: Scope) -> None:
-        """A module or a class whose attributes are read as constants."""
+        """Places of a module or a class whose attributes are read as constants."""
         for name in self._names:
             value = vars(holder).get(name, MISSING)
             if _is_plain(value) and not hasattr(value, "__get__"):
@@ -284,7 +287,7 @@ class _Walk:
         depth: int,
         shared: bool,
     ) -> None:
-        """A place, and those inside of what lies there."""
+        """A place, and the places inside its value."""
         copied = isinstance(value, nn.Parameter) and isinstance(value, FakeTensor)
         if id(value) in self._own or copied or depth > _DEPTH:
             return
@@ -358,8 +361,8 @@ def _slots(cls: type) -> Iterator[str]:
 
 
 def _alias(cls: type, name: str) -> str | None:
-    """The real attribute where a class's own `__getattribute__` reads another name, by a table of
-    names that the class has."""
+    """The attribute that is actually read where a class's own `__getattribute__` redirects a name,
+    by a table of names in the class."""
     if cls.__getattribute__ is object.__getattribute__:
         return None
     for base in cls.__mro__:
@@ -372,12 +375,12 @@ def _alias(cls: type, name: str) -> str | None:
 def _content(cell: CellType) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # not filled yet
+    except ValueError:  # an empty cell
         return MISSING
 
 
 def _installed(value: ModuleType | type) -> bool:
-    """Whether a module, or the module of a class, is an installed package's or Python's."""
+    """Whether a module, or the module of a class, belongs to an installed package or to Python."""
     module = value if isinstance(value, ModuleType) else sys.modules.get(value.__module__)
     file = getattr(module, "__file__", None)
     if file is None:
@@ -386,7 +389,7 @@ def _installed(value: ModuleType | type) -> bool:
 
 
 def _is_plain(value: Any, depth: int = 0) -> bool:
-    """Scalars, tensors, arrays, and containers of them."""
+    """Whether it is a scalar, tensor or array, or a container of them."""
     if isinstance(value, (*_SCALARS, *_ATOMS, torch.Tensor, np.ndarray)):
         return True
     if depth > _DEPTH:

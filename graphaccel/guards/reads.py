@@ -1,9 +1,9 @@
-"""Which Python values a forward reads: attributes, globals, closures, defaults, with their lines.
+"""Records which Python values a forward reads: attributes, globals, closures, defaults, with lines.
 
 Inside of `recorded`, `nn.Module` and the classes of plain objects that the model holds (a
-configuration) note every attribute that is read, so a name made at run time (`getattr(self, name)`)
-counts too. A profile function notes which functions run; their globals, closures and defaults are
-read from their code.
+configuration) record every attribute that is read, so a name computed at run time (`getattr(self,
+name)`) counts too. A profile function records which functions run; their globals, closures and
+defaults are read from their code.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ from torch import nn
 from graphaccel.errors.messages import Location
 
 _OWN = (f"{torch.__path__[0]}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}", "<frozen")
-"""Where the code of torch and graphaccel lies."""
+"""Where the source code of torch and graphaccel is."""
 _STANDARD = f"{sysconfig.get_paths()['stdlib']}{os.sep}"
 
 _SEEDS = frozenset({"manual_seed", "seed", "set_state", "graphsafe_set_state"})
 """Methods of `torch.Generator` that set its state."""
 
 Kind = tuple[str, str]
-"""A class by module and qualified name: that of an optimized model is a subclass so named."""
+"""A class by module and qualified name: an optimized model's class is a subclass of the same name.
+"""
 
 
 def kind_of(cls: type) -> Kind:
-    """The name under which reads of a class's instances are kept."""
+    """The name under which reads of a class's instances are recorded."""
     return cls.__module__, cls.__qualname__
 
 
@@ -77,9 +78,9 @@ class Reads:
 
     attributes: class → attribute → the first line that reads it. written: the same for attributes
     of modules that it wrote. scopes: functions that ran. draws: lines that draw from a generator of
-    Python's `random`. seeds: lines that set the state of a generator of torch's. noted: classes
-    whose reads are all in `attributes`. roots: what is called besides the model, by name. copies:
-    of the model, which the functions that ran may hold.
+    Python's `random`. seeds: lines that set the state of a torch generator. noted: classes whose
+    reads are all in `attributes`. roots: what is called besides the model, by name. copies: of the
+    model, which the functions that ran may hold.
     """
 
     attributes: dict[Kind, dict[str, Location | None]] = field(default_factory=dict)
@@ -103,8 +104,8 @@ class Reads:
 
 
 def line_of(frame: FrameType | None) -> Location | None:
-    """The user's line that a frame of torch's or Python's was called from; a library's if there is
-    none."""
+    """The user's line from which a frame of torch or Python was called; a library's line if there
+    is none."""
     found = None
     while frame is not None:
         file = frame.f_code.co_filename
@@ -119,9 +120,9 @@ def line_of(frame: FrameType | None) -> Location | None:
 
 @contextmanager
 def recorded(classes: set[type]) -> Iterator[Reads]:
-    """Record what runs meanwhile reads; complete when it ends.
+    """Record what code in this context reads; complete when it ends.
 
-    classes: of the plain objects whose attributes are noted, besides modules.
+    classes: of the plain objects whose attributes are recorded, besides modules.
     """
     reads = Reads()
     codes: dict[int, tuple[CodeType, dict[str, Any]]] = {}
@@ -139,10 +140,10 @@ def recorded(classes: set[type]) -> Iterator[Reads]:
 
 
 def _restore_profile(before: Any) -> None:
-    """Give the interpreter's profile hook back: a function, or a profiler that is written in C."""
+    """Restore the interpreter's profile hook: a function, or a profiler written in C."""
     if before is None or callable(before):
         sys.setprofile(before)
-    else:  # cProfile's before Python 3.12, which hooks itself in
+    else:  # cProfile's before Python 3.12, which installs its own hook
         sys.setprofile(None)
         before.enable()
 
@@ -167,7 +168,7 @@ def _profile(codes: dict[int, tuple[CodeType, dict[str, Any]]], reads: Reads) ->
 
 @contextmanager
 def _noted(cls: type, reads: Reads) -> Iterator[None]:
-    """Meanwhile instances of a class note which of their attributes are read."""
+    """In this context instances of a class record which of their attributes are read."""
     own = cls.__dict__.get("__getattribute__")
     read = cls.__getattribute__
 
@@ -182,7 +183,7 @@ def _noted(cls: type, reads: Reads) -> Iterator[None]:
 
     try:
         cls.__getattribute__ = reading  # type: ignore[method-assign, assignment]
-    except TypeError:  # a class of C's: its instances are compared by identity
+    except TypeError:  # a class defined in C: its instances are compared by identity
         yield
         return
     reads.noted.add(kind_of(cls))
@@ -213,7 +214,8 @@ def _writes_noted(reads: Reads) -> Iterator[None]:
 
 
 def _scopes(codes: dict[int, tuple[CodeType, dict[str, Any]]]) -> tuple[Scope, ...]:
-    """The functions that ran. A frame does not know its function: the collector does."""
+    """The functions that ran. A frame does not refer to its function: the garbage collector finds
+    it."""
     own = [(code, names) for code, names in codes.values() if not is_inside(_file(code, names))]
     wanted = [code for code, names in own if _keeps_values(code, _file(code, names))]
     functions: dict[int, list[FunctionType]] = {}
@@ -224,7 +226,7 @@ def _scopes(codes: dict[int, tuple[CodeType, dict[str, Any]]]) -> tuple[Scope, .
 
 
 def _file(code: CodeType, names: dict[str, Any]) -> str:
-    """The file of a function; of one made from text, that of its module."""
+    """The file of a function; for one created from text, that of its module."""
     if not code.co_filename.startswith("<string") or names.get("__name__") == "__main__":
         return code.co_filename
     return str(names.get("__file__", "<frozen"))
@@ -232,7 +234,7 @@ def _file(code: CodeType, names: dict[str, Any]) -> str:
 
 def _keeps_values(code: CodeType, file: str) -> bool:
     """Whether a function of this code may hold values in its closure or defaults: those of
-    installed packages are decorators' and stay as they are."""
+    installed packages belong to decorators and do not change."""
     if is_library(file):
         return False
     return bool(set(code.co_freevars) - {"__class__"}) or code.co_argcount > 0

@@ -1,4 +1,4 @@
-"""What is said of Python values that a step can not follow (GA106)."""
+"""Errors about Python values that a captured step cannot follow (GA106)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from graphaccel.guards.lines import location
 
 
 def too_many(change: Change, most: int) -> StateFrozen:
-    """For a value that changes from step to step, and can not be an input of the graph. most:
-    captures that it had."""
+    """For a value that changes from step to step, and cannot be an input of the graph. most: number
+    of captures for it."""
     name, value = change.place.name, change.now if change.place.is_number else "0.5"
     return _refused(
         change,
@@ -22,7 +22,7 @@ def too_many(change: Change, most: int) -> StateFrozen:
 
 
 def unsteady(change: Change) -> StateFrozen:
-    """For a value that is another one already when the step starts that was captured with it."""
+    """For a value that already changed when the step that was captured with it starts."""
     return _refused(
         change,
         what=f"`{change.place.name}` was {change.before} at capture and is {change.now} when the "

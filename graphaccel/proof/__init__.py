@@ -1,1 +1,1 @@
-"""Whether a captured step computes what the user's model computes: both are run and compared."""
+"""Checks that a captured step computes what the user's model computes: runs both and compares."""

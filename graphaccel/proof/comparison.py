@@ -1,4 +1,4 @@
-"""One comparison of a captured graph with eager code, on part of a batch and in one precision."""
+"""Compares a captured graph with eager code once, on part of a batch and in one precision."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from graphaccel.runtime.parameters.sharded import ShardTensor
 
 @dataclass(frozen=True)
 class Setting:
-    """How to compare. rows: of the batch; None: all. wide: in float64. by_shape: random draws
-    depend on their shape alone."""
+    """How to compare. rows: number of batch rows; None: all. wide: in float64. by_shape: random
+    draws depend on their shape only."""
 
     rows: int | None = None
     wide: bool = False
@@ -41,7 +41,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Pair:
-    """A model and the step that was captured of it, with a batch and the sizes of its symbols."""
+    """A model and the step captured from it, with a batch and the values of its symbolic sizes."""
 
     subject: Subject
     step: StepGraph
@@ -49,19 +49,20 @@ class Pair:
     sizes: Mapping[sympy.Symbol, int]
 
     def dtype(self, setting: Setting) -> torch.dtype:
-        """That both compute in, as far as bounds go."""
+        """The dtype that both compute in, for choosing bounds."""
         if setting.wide:
             return torch.float64
         given = {t.dtype for t in self.subject.model.parameters() if t.is_floating_point()}
         return torch.float64 if given == {torch.float64} else torch.float32
 
     def compare(self, setting: Setting) -> tuple[Deviation, ...]:
-        """Every value of both. The model is as before afterwards."""
+        """Deviations of every value. The model is restored afterwards."""
         graph, eager = self.run(setting)
         return deviations(graph, eager, self.dtype(setting))
 
     def compare_eager(self, setting: Setting) -> tuple[Deviation, ...]:
-        """Eager code with itself: what differs does not depend on the inputs alone."""
+        """Compare eager code with itself: a value that differs does not depend on the inputs alone.
+        """
         first, again = self._eager(setting), self._eager(setting)
         return deviations(again, replace(first, strangers=()), self.dtype(setting))
 
@@ -71,8 +72,8 @@ class Pair:
         observe: Observer | None = None,
         watch: Callable[[], Any] | None = None,
     ) -> tuple[Results, Results]:
-        """(the graph's, eager's). observe: sees the nodes of the graph. watch: makes a mode that
-        eager code runs in, too."""
+        """(the graph's, eager's). observe: called with the nodes of the graph. watch: returns a
+        dispatch mode in which eager code also runs."""
         model = self.subject.model
         batch = part(self.batch, self.step, setting, self.subject.device)
         with untouched(model, wide=setting.wide) as guard:
@@ -97,8 +98,8 @@ class Pair:
 
     @contextmanager
     def _plain(self, setting: Setting, guard: WriteGuard) -> Iterator[None]:
-        """What eager code runs in. On a GPU its attention is spelled out, with a dropout that can
-        be drawn alike; the kernels have a generator inside."""
+        """The modes that eager code runs in. On a GPU its attention is decomposed, with a dropout
+        that can be matched; the kernels have a random generator inside."""
         draws = SameDraws(by_shape=setting.by_shape)
         with ExitStack() as stack:
             if self.subject.device.type == "cuda":
@@ -115,7 +116,7 @@ class Pair:
         observe: Observer | None = None,
         keep: Keep | None = None,
     ) -> Results:
-        """The graph's results alone, of a batch that `part` made. keep: as in `run_graph`."""
+        """The graph's results alone, for a batch made by `part`. keep: as in `run_graph`."""
         model, step = self.subject.model, self.step
         sizes = dict(self.sizes)
         if setting.rows is not None:
@@ -146,9 +147,9 @@ def pair_of(
     batch: Batch,
     sizes: Mapping[sympy.Symbol, int],
 ) -> Pair:
-    """A model as its user calls it, beside what was captured of it.
+    """A model as its user calls it, beside the step captured from it.
 
-    Raises GraphMisuse (GA407) where the weights are not whole on this rank.
+    Raises GraphMisuse (GA407) where this rank does not hold the full weights.
     """
     if any(isinstance(p, (RemoteTensor, ShardTensor)) for p in model.parameters()):
         raise GraphMisuse(
@@ -160,14 +161,14 @@ def pair_of(
 
 
 def _changed(model: nn.Module, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """New values that differ from those of the model."""
+    """New values that differ from the model's."""
     held = dict((*model.named_parameters(), *model.named_buffers()))
     return {n: t for n, t in buffers.items() if not torch.equal(t, held[n].detach())}
 
 
 @contextmanager
 def precision(setting: Setting) -> Iterator[None]:
-    """Everything in float64, if that is asked for."""
+    """Compute everything in float64, if the setting says so."""
     if not setting.wide:
         yield
         return
@@ -181,8 +182,8 @@ def precision(setting: Setting) -> Iterator[None]:
 
 
 def part(batch: Batch, step: StepGraph, setting: Setting, device: torch.device) -> Batch:
-    """Copies of the first rows of a batch, on a device: a forward may write into what it is given.
-    Leaves that are one tensor stay one."""
+    """Copies of the first rows of a batch, on a device: a forward may write to its inputs. Leaves
+    that are the same tensor stay the same tensor."""
     made: dict[int, Tensor] = {}
     leaves: list[Any] = []
     for i, leaf in enumerate(batch.leaves):
@@ -200,14 +201,14 @@ def part(batch: Batch, step: StepGraph, setting: Setting, device: torch.device) 
 
 
 def tangent(leaf: int, like: Tensor) -> Tensor:
-    """A gradient for an output: numbers that depend on its leaf and on their place alone."""
+    """A gradient for an output: numbers that depend only on its leaf and their position."""
     numbers = torch.arange(like.numel(), dtype=torch.float32, device=like.device)
     return torch.cos(1.7 * numbers + leaf).reshape(like.shape).to(like.dtype)
 
 
 def graph_results(pair: Pair, keep: Keep) -> Results:
-    """What the graph gives for the whole batch, with the draws that a step would make; of each
-    result what `keep` makes of it."""
+    """The graph's results for the whole batch, with the draws that a step would make; each reduced
+    by `keep`."""
     model = pair.subject.model
     batch = part(pair.batch, pair.step, Setting(), pair.subject.device)
     with untouched(model):

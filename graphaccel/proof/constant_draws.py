@@ -1,8 +1,8 @@
-"""Random numbers that are one constant, so that a step gives the same however it is split.
+"""Replaces random draws by a constant, so that a step's result does not depend on how it is split.
 
 A plan that splits a step draws other numbers than one device: each part of the batch and each rank
-has a stream of its own. Everything else of the two can be compared when no number depends on its
-place: dropout then keeps every value and scales it, `rand` and `randn` give the same number
+has a random stream of its own. Everything else can be compared when no number depends on its
+position: dropout then keeps every value and scales it, `rand` and `randn` give the same number
 everywhere.
 """
 
@@ -21,16 +21,16 @@ from graphaccel.sharding.apply.random_parts import DROPOUT_PART
 aten = torch.ops.aten
 
 _VALUE = 0.25
-"""Low, so that dropout keeps values up to p = 0.75; not zero, so that noise has a gradient."""
+"""Low, so that dropout keeps values up to p = 0.75; nonzero, so that noise has a gradient."""
 
 
 class ConstantDraws(TorchDispatchMode):
-    """Every draw is a constant. See `can_be_constant` for which draws there are."""
+    """Every draw is a constant. `can_be_constant` says which draws are supported."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Any op: those that draw are replaced."""
+        """Any op: draws are replaced."""
         kwargs = kwargs or {}
         made = _CONSTANT.get(func.overloadpacket)
         if made is None:
@@ -40,8 +40,8 @@ class ConstantDraws(TorchDispatchMode):
 
 
 def can_be_constant(graph: fx.Graph) -> bool:
-    """Whether every draw of a graph is one that `ConstantDraws` replaces: a kernel may have a
-    generator inside."""
+    """Whether `ConstantDraws` replaces every draw of a graph: a kernel may have a generator inside.
+    """
     return all(
         getattr(node.target, "overloadpacket", None) in _CONSTANT
         for node in graph.nodes

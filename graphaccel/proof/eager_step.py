@@ -26,7 +26,7 @@ Tangents = Callable[[int, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Subject:
-    """A model as its user calls it. forward: its own, without what `optimize` put in its place."""
+    """A model as its user calls it. forward: its own, without the replacement by `optimize`."""
 
     model: nn.Module
     forward: Callable[..., Any]
@@ -42,11 +42,11 @@ def run_eager(subject: Subject, batch: Batch, tangents: Tangents, guard: WriteGu
     """Results of forward and backward.
 
     batch: leaves that require a gradient are leaves of autograd. tangents: (leaf, output) → the
-    gradient of an output, where the loss is outside. guard: knows which parameters the forward
-    writes (`proof.untouched`); nothing else of the model may have changed before.
+    gradient of an output, where the script computes the loss. guard: knows which parameters the
+    forward writes (`proof.untouched`); nothing else of the model may have changed before.
     """
     results, others = _run(subject, batch, tangents, guard)
-    # A leaf that the forward itself made is gone by now, with what was computed from it.
+    # A leaf that the forward itself created is freed by now, with what was computed from it.
     strangers = tuple(shape for leaf, shape in others if leaf() is not None)
     return replace(results, strangers=strangers)
 
@@ -54,7 +54,7 @@ def run_eager(subject: Subject, batch: Batch, tangents: Tangents, guard: WriteGu
 def _run(
     subject: Subject, batch: Batch, tangents: Tangents, guard: WriteGuard
 ) -> tuple[Results, list[tuple[weakref.ref[Tensor], tuple[int, ...]]]]:
-    """Results, and the leaves that get a gradient and are none of the model's, with shapes."""
+    """Results, and the autograd leaves that get a gradient but are not the model's, with shapes."""
     model, loss_fn = subject.model, subject.loss_fn
     before = {n: (b, b.detach().clone()) for n, b in model.named_buffers()}
     args, kwargs = batch.rebuild(batch.leaves)
@@ -95,9 +95,10 @@ def _run(
 
 @contextmanager
 def _gradients(model: nn.Module, batch: Batch, heads: Any) -> Iterator[Callable[[], Any]]:
-    """Runs a backward that leaves no gradient behind; what is given collects those it made.
+    """A backward that leaves no `.grad` behind; the yielded function collects the gradients it
+    computed.
 
-    `backward` rather than `autograd.grad`: reentrant checkpoints work with no other.
+    `backward` rather than `autograd.grad`: reentrant checkpoints support no other.
     """
     names: dict[int, str] = {}
     for name, parameter in model.named_parameters():
@@ -125,7 +126,7 @@ def _taken(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _leaves(heads: Any) -> list[Tensor]:
-    """The leaves of autograd that values were computed from."""
+    """The autograd leaves that values were computed from."""
     stack, seen, found = [h.grad_fn for h in heads], set(), []
     while stack:
         node = stack.pop()

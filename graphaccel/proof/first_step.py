@@ -1,5 +1,7 @@
-"""Proof before the first step: the captured graph gives what plain autograd of the user's model
-gives, on a few rows of the first batch, or training is refused."""
+"""Proves before the first step, on a few rows, that the captured graph equals plain autograd.
+
+Where they differ, training is refused.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +29,9 @@ from graphaccel.proof.results import Deviation, shown
 log = logging.getLogger("graphaccel.proof")
 
 ROWS = 2
-"""Of the batch, that are compared: a size of 1 is special to many ops (it broadcasts)."""
+"""Batch rows that are compared: a size of 1 is special to many ops (it broadcasts)."""
 _ROUGH = 1e-3
-"""What float32 may be off by where float64 can not be had (a kernel of the user's without it)."""
+"""Bound in float32 where float64 is not available (a user's kernel without it)."""
 _SHOWN = 8
 
 
@@ -45,7 +47,7 @@ class Proof:
 
 @dataclass(frozen=True)
 class Differs:
-    """values: what differs, a sentence each, in the setting in which that was seen. begins: the
+    """values: what differs, a sentence each, in the setting in which it was observed. begins: the
     first node that differs, where a node does."""
 
     setting: Setting
@@ -53,7 +55,7 @@ class Differs:
     begins: Difference | None
 
     def error(self) -> CaptureDiffers:
-        """It as an error."""
+        """The difference as an error."""
         shown = self.values[:_SHOWN]
         if len(self.values) > _SHOWN:
             shown += (f"and {len(self.values) - _SHOWN} more",)
@@ -72,7 +74,7 @@ class Differs:
 
 
 def prove(pair: Pair) -> Proof:
-    """Compare, and print the line that says so. Nothing of the user's is changed.
+    """Compare, and print the progress line about it. The user's model is not changed.
 
     Where nothing can be compared the line says why. Raises CaptureDiffers (GA108), and what the
     user's model raises in eager code.
@@ -86,7 +88,7 @@ def prove(pair: Pair) -> Proof:
 
 
 def prove_together(pair: Pair, ranks: int) -> Proof:
-    """`prove` on rank 0 for all, which raise what it raises. A collective."""
+    """`prove` on rank 0 for all ranks, which raise what it raises. A collective."""
     if ranks == 1:
         return prove(pair)
     said: list[Any] = [None]
@@ -96,7 +98,7 @@ def prove_together(pair: Pair, ranks: int) -> Proof:
             said[0] = prove(pair)
         except GraphAccelError as error:
             said[0] = here = error
-        except Exception as error:  # of the user's model; it need not survive the way
+        except Exception as error:  # of the user's model; it may not survive pickling
             said[0], here = RuntimeError(f"rank 0: {type(error).__name__}: {error}"), error
     dist.broadcast_object_list(said, 0)
     if here is not None or isinstance(said[0], Exception):
@@ -105,7 +107,7 @@ def prove_together(pair: Pair, ranks: int) -> Proof:
 
 
 def examine(pair: Pair) -> Proof | Differs:
-    """Compare on a few rows, and on all where those give no answer or a bad one.
+    """Compare on a few rows, and on all rows where a few cannot be compared or differ.
 
     Raises what the user's model raises in eager code.
     """
@@ -123,7 +125,7 @@ def examine(pair: Pair) -> Proof | Differs:
             log.info("the graph of %d rows can not be run: %s", rows, error)
         except torch.OutOfMemoryError:
             return worst or Proof(False, "not enough memory for eager and the graph on a few rows")
-        except Exception as error:  # a model raises whatever it does
+        except Exception as error:  # a model may raise anything
             if rows is None:
                 raise
             log.info("%d rows can not be compared: %s", rows, error)
@@ -137,14 +139,14 @@ def examine(pair: Pair) -> Proof | Differs:
 
 
 def _failed(pair: Pair, error: GraphFailed) -> Differs:
-    """Of a graph that can not be run where eager code can."""
+    """The difference where a graph cannot be run but eager code can."""
     reason = next(iter(str(error).strip().splitlines()), "")
     values = (f"the graph can not be run: {reason[:200]}",)
     return Differs(Setting(), values, difference_at(pair, error.node))
 
 
 def _rows(pair: Pair) -> Iterator[int | None]:
-    """How many rows to try, one after the other: a few; all, where those do not say."""
+    """How many rows to try, in order: a few; then all, where a few are not conclusive."""
     size = pair.sizes.get(BATCH, 0)
     if BATCH in pair.step.sizes and size > ROWS and pair.step.batch_dims:
         yield ROWS
@@ -152,7 +154,7 @@ def _rows(pair: Pair) -> Iterator[int | None]:
 
 
 def _verdict(pair: Pair, setting: Setting) -> Proof | tuple[Setting, tuple[Deviation, ...]]:
-    """A proof, or the setting in which values differ that should not, and which ones.
+    """A proof, or the setting in which values differ that should not, and which values.
 
     Raises what eager code or the graph raises.
     """
@@ -164,7 +166,7 @@ def _verdict(pair: Pair, setting: Setting) -> Proof | tuple[Setting, tuple[Devia
     wide = replace(setting, wide=True)
     try:
         found = pair.compare(wide) if affordable(pair, wide) else None
-    except Exception as error:  # a kernel of the user's, that takes no float64
+    except Exception as error:  # a user's kernel without float64
         log.info("no comparison in float64: %s", error)
         found = None
     if found is None:
@@ -191,7 +193,7 @@ def _without_float64(
 
 
 def _unsteady(pair: Pair, setting: Setting) -> Proof | None:
-    """Where eager code does not even agree with itself there is nothing to compare with.
+    """A Proof that nothing can be compared, where eager code does not agree with itself.
 
     Raises StateFrozen (GA106) where it differs by more than rounding.
     """
@@ -235,8 +237,8 @@ def _narrow(pair: Pair) -> bool:
 
 
 def affordable(pair: Pair, setting: Setting) -> bool:
-    """Whether half of the memory that is free holds the activations of these rows, the graph's
-    gradients and eager's; in float64 also the parameters."""
+    """Whether half of the free memory holds the activations of these rows, the graph's gradients
+    and eager's; in float64 also the parameters."""
     sizes = dict(pair.sizes)
     if setting.rows is not None:
         sizes[BATCH] = setting.rows
@@ -247,7 +249,7 @@ def affordable(pair: Pair, setting: Setting) -> bool:
         free = torch.cuda.mem_get_info(device)[0]
     else:
         free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") - weights
-    if 2 * weights > free / 2:  # without a look at the nodes, of which there may be very many
+    if 2 * weights > free / 2:  # without iterating over the nodes, of which there may be very many
         return False
     kept = sum(_bytes(node, sizes) for node in pair.step.graph.graph.nodes)
     need = 6 * weights + 2 * kept if setting.wide else 2 * weights + kept
@@ -255,7 +257,7 @@ def affordable(pair: Pair, setting: Setting) -> bool:
 
 
 def _bytes(node: fx.Node, sizes: dict) -> int:
-    """Of what a forward node makes."""
+    """Bytes of a forward node's outputs."""
     if node.op != "call_function" or node.meta.get("phase") != "forward":
         return 0
     value = node.meta.get("val")

@@ -1,5 +1,5 @@
-"""What the first training step has to pass: the captured graph is eager's, and the plan's step is
-the captured graph's."""
+"""Checks of the first training step: captured graph against eager, plan's step against the graph.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from graphaccel.runtime.parameters.sharded import local_of
 
 @dataclass(frozen=True)
 class Now:
-    """A training step that is about to be run. whole: whether every parameter lies here in full.
-    pair: the model beside the step that was captured of this batch."""
+    """A training step that is about to run. whole: whether this rank holds every parameter in full.
+    pair: the model beside the step that was captured from this batch."""
 
     batch: Batch
     whole: bool
@@ -39,10 +39,10 @@ class Now:
 
 @dataclass
 class _Reference:
-    """What one device gives for a batch, or why that is not known.
+    """What one device computes for a batch, or why that is not known.
 
-    trial: runs a step under the plan on that batch (constant draws or not) and gives its parts;
-    None where gradients overflowed. weights: what they were when the reference was made.
+    trial: runs a step under the plan on that batch (constant draws or not) and returns its parts;
+    None where gradients overflowed. weights: identities and versions at the time of the reference.
     """
 
     made: Expected | str
@@ -53,7 +53,8 @@ class _Reference:
 
 
 class Gate:
-    """Opens once a first step was compared. proving: whether the user's own model is running.
+    """Closed until a first step has been compared. proving: whether the user's own model is
+    running.
 
     on: whether anything is compared at all. ranks: of the run; every method is a collective.
     """
@@ -65,7 +66,7 @@ class Gate:
         self._reference: _Reference | None = None
 
     def prove(self, pair: Pair) -> None:
-        """The captured graph against eager code. Raises CaptureDiffers (GA108)."""
+        """Compare the captured graph with eager code. Raises CaptureDiffers (GA108)."""
         self.proving = True
         try:
             prove_together(pair, self._ranks)
@@ -74,8 +75,8 @@ class Gate:
         self._proved.add(id(pair.step))
 
     def later(self, step: StepGraph, pair: Callable[[], Pair], *, whole: bool) -> None:
-        """A step for a batch that comes later; one of a capture of its own is compared as the first
-        was, where weights are in full on this rank.
+        """Check a step for a later batch; one from a capture of its own is compared like the first,
+        if this rank holds full weights.
 
         Raises CaptureDiffers (GA108).
         """
@@ -92,7 +93,7 @@ class Gate:
     def expect(
         self, pair: Pair, plan: Plan, program: StepProgram, *, example: bool
     ) -> Expected | str:
-        """What a step of this batch is to give, while weights are whole."""
+        """What a step of this batch must give; called while weights are full."""
         return expect_together(pair, plan, program, self._ranks, example=example)
 
     def keep(
@@ -104,12 +105,12 @@ class Gate:
         *,
         example: bool,
     ) -> None:
-        """Compare the next training step with this. model: as it is now, on this rank."""
+        """Compare the next training step with this. model: in its current state, on this rank."""
         weights = _weights(model) if example else None
         self._reference = _Reference(made, batch, trial, example, weights)
 
     def before(self, now: Now, model: nn.Module, trial: Callable[[bool], Any]) -> None:
-        """Before a training step: what it, or a trial step, is to give.
+        """Before a training step: determine what it must give, or compare a trial step.
 
         trial: of the step of this batch. Raises PlanDiffers (GA109) where a trial step differs.
         """
@@ -135,14 +136,15 @@ class Gate:
                 self._open()
 
     def spoilt(self, overflow: Tensor | None) -> None:
-        """A first step in fp16 whose gradients overflowed has none to compare."""
+        """Skip the comparison of a first fp16 step whose gradients overflowed."""
         if self.closed and overflow is not None and bool(overflow):
             self._give_up("its gradients overflowed in fp16")
 
     def check(self, given: Callable[[], Given], mesh: Mesh) -> None:
-        """What the first step gave against what it is to give; after that nothing is compared.
+        """Compare the results of the first step with what they must be; afterwards nothing is
+        compared.
 
-        Raises PlanDiffers (GA109), in every step until one is right.
+        Raises PlanDiffers (GA109), in every step until one is correct.
         """
         if self.closed:
             assert self._reference is not None
@@ -151,7 +153,7 @@ class Gate:
             self._open()
 
     def _changed(self, known: _Reference, model: nn.Module) -> bool:
-        """Whether the reference is not of the weights that the model has now, on some rank."""
+        """Whether on some rank the reference is not for the model's current weights."""
         changed = isinstance(known.made, str) or known.weights != _weights(model)
         if self._ranks == 1:
             return changed
@@ -168,7 +170,7 @@ class Gate:
 
 
 def _weights(model: nn.Module) -> tuple[tuple[str, int, int], ...]:
-    """Says of each tensor of a model here which it is and how often it was written."""
+    """Identity and version of every tensor of a model on this rank."""
     own = (*model.named_parameters(), *model.named_buffers())
     here = [(n, local_of(t)) for n, t in own if not isinstance(t, RemoteTensor)]
     return tuple((name, t.data_ptr(), version(t)) for name, t in here)

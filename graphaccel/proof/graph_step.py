@@ -1,4 +1,5 @@
-"""Runs the joint graph of a captured step, node by node, on real tensors and at any batch size."""
+"""Interprets the joint graph of a captured step, node by node, on real tensors at any batch size.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ Keep = Callable[[Tensor], Any]
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a step reads. parameters, buffers: by every name. leaves: of the batch, at the size that
-    `sizes` says. tangents: by output leaf, where the loss is outside of the graph."""
+    """The inputs of a step. parameters, buffers: by every name. leaves: of the batch, at the size
+    in `sizes`. tangents: by output leaf, where the script computes the loss."""
 
     parameters: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
@@ -33,7 +34,7 @@ class Inputs:
 
 
 class GraphFailed(Exception):
-    """A node of a graph can not be run. The cause is what its op raised."""
+    """A node of a graph cannot be run. The cause is what its op raised."""
 
     def __init__(self, node: fx.Node, cause: BaseException) -> None:
         super().__init__(str(cause))
@@ -48,11 +49,11 @@ def run_graph(
     observe: Observer | None = None,
     keep: Keep | None = None,
 ) -> Results:
-    """Loss, outputs and gradients of the step with `sizes` in the place of its symbols.
+    """Loss, outputs and gradients of the step with `sizes` for its symbols.
 
-    observe: called with each node and its value. A value is freed after its last use. keep: makes
-    what is given back of each result as soon as it is computed, so that a gradient need not stay
-    until the last one is there.
+    observe: called with each node and its value. A value is freed after its last use. keep: maps
+    each result, as soon as it is computed, to what is returned of it, so that not all gradients are
+    held at once.
 
     Raises GraphFailed, and torch.OutOfMemoryError.
     """
@@ -97,7 +98,7 @@ def _given(step: StepGraph, inputs: Inputs) -> list[Any]:
             found.append(inputs.parameters[spec.name].detach())
         elif spec.kind == "buffer":
             held = inputs.buffers if spec.name in inputs.buffers else inputs.parameters
-            found.append(held[spec.name].detach())  # a frozen one that the forward updates
+            found.append(held[spec.name].detach())  # a frozen parameter that the forward updates
         elif spec.kind == "constant":
             found.append(constants[spec.name].to(inputs.device))
         elif spec.kind == "batch":
@@ -129,7 +130,7 @@ def _call(
         return node.target(*args, **kwargs)
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # an op raises whatever it does
+    except Exception as error:  # an op may raise anything
         raise GraphFailed(node, error) from error
 
 
@@ -142,7 +143,7 @@ def _attribute(graph: fx.GraphModule, name: str, device: torch.device) -> Any:
 
 @dataclass(frozen=True)
 class _Made:
-    """What is kept of a result. floating: whether it has floating-point numbers."""
+    """What is kept of a result. floating: whether its dtype is floating-point."""
 
     kept: Any
     floating: bool

@@ -1,9 +1,8 @@
-"""Where a captured graph begins to differ from eager code: the first node whose value eager never
-has.
+"""Finds the first node of a captured graph whose value eager code never has.
 
 Both are run with every value reduced to a few sums, which do not depend on layout. A node is right
-if eager had its value, or if something that was computed from it is right: canonical forms have
-intermediate values that eager code has not. The first node that is not right is where it begins.
+if eager had its value, or if a node computed from it is right: canonical forms have intermediate
+values that eager code does not have. The first node that is not right is the result.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from graphaccel.ir.values import tensors_of
 from graphaccel.proof.comparison import Pair, Setting
 
 _WITHOUT_VALUES = ("zeros_like", "ones_like", "full_like", "empty_like", "new_")
-"""Ops that read the shape of a tensor only: their results say nothing about its values."""
+"""Ops that read only the shape of a tensor: their results say nothing about its values."""
 
 Sums = tuple[float, float, float]
 
@@ -32,7 +31,7 @@ Sums = tuple[float, float, float]
 @dataclass(frozen=True)
 class Difference:
     """A node of the graph. op: what it calls. phase: "forward" or "backward". module: path in the
-    model. location: the user's line that it stems from, where known."""
+    model. location: the user's source line, where known."""
 
     node: str
     op: str
@@ -47,8 +46,8 @@ class Difference:
 
 
 def locate(pair: Pair, setting: Setting) -> Difference | None:
-    """The first node that differs from eager; None where every value is one that eager has, as
-    where an output is missing."""
+    """The first node that differs from eager; None where eager has every value, as where an output
+    is missing."""
     eager = _Values()
     graph: dict[fx.Node, list[tuple[int, Sums]]] = {}
 
@@ -60,7 +59,7 @@ def locate(pair: Pair, setting: Setting) -> Difference | None:
     known = {n for n, made in graph.items() if any(eager.has(*one, tolerance) for one in made)}
     right: set[fx.Node] = set()
     for node in reversed(list(graph)):
-        # Zeros that eager has as well say nothing about what they were computed from.
+        # Zeros that eager also has say nothing about what they were computed from.
         told = node in known and any(sums[1] for _, sums in graph[node])
         if told or any(u in right and not _reads_shape(u) for u in node.users):
             right.add(node)
@@ -71,7 +70,7 @@ def locate(pair: Pair, setting: Setting) -> Difference | None:
 
 
 def difference_at(pair: Pair, node: fx.Node) -> Difference:
-    """What there is to say about a node."""
+    """The description of a node."""
     return Difference(
         node.name,
         str(node.target),
@@ -82,7 +81,7 @@ def difference_at(pair: Pair, node: fx.Node) -> Difference:
 
 
 def _location(pair: Pair, node: fx.Node) -> Location | None:
-    """The innermost line outside of torch that a node stems from."""
+    """The innermost source line outside of torch that a node stems from."""
     origin = node.meta.get("origin")
     forward = pair.step.forward.graph.graph
     trace = next((n.meta.get("stack_trace") for n in forward.nodes if n.name == origin), None)
@@ -93,7 +92,7 @@ def _location(pair: Pair, node: fx.Node) -> Location | None:
 
 
 def _constant(pair: Pair) -> Difference | None:
-    """What reads a constant that has the value of a parameter."""
+    """The first user of a constant whose value equals a parameter's."""
     parameters = list(pair.subject.model.parameters())
     step = pair.step
     for node, spec in zip(input_nodes(step.graph), step.inputs, strict=True):
@@ -110,7 +109,7 @@ def _reads_shape(node: fx.Node) -> bool:
 
 
 class _Values:
-    """The sums of every value that eager code had."""
+    """The sums of every value in eager code."""
 
     def __init__(self) -> None:
         self._found: dict[int, list[Sums]] = defaultdict(list)
@@ -123,7 +122,7 @@ class _Values:
                 self._found[sums[0]].append(sums[1])
 
     def has(self, count: int, sums: Sums, tolerance: float) -> bool:
-        """Whether eager had a value of so many numbers with these sums."""
+        """Whether eager had a value with this number of elements and these sums."""
         if count not in self._found:
             return False
         if count not in self._arrays:
@@ -134,7 +133,7 @@ class _Values:
 
 
 class _Watched(TorchDispatchMode):
-    """Sees every value of eager code."""
+    """Records the sums of every value in eager code."""
 
     def __init__(self, values: _Values) -> None:
         super().__init__()
@@ -150,8 +149,8 @@ class _Watched(TorchDispatchMode):
 
 
 def _sums(tensor: Tensor) -> tuple[int, Sums] | None:
-    """(how many numbers, (their sum, that of their magnitudes, that of their squares)); None where
-    that tells nothing: no finite floating-point numbers."""
+    """(number of elements, (their sum, that of their magnitudes, that of their squares)); None
+    where the values are not finite floating-point numbers."""
     if not tensor.is_floating_point() or not tensor.numel():
         return None
     wide = tensor.detach().double()

@@ -1,6 +1,6 @@
-"""What two runs of one model need to be comparable: the same random draws, and one precision.
+"""Dispatch modes that make two runs of a model comparable: same random draws, one precision.
 
-Both are dispatch modes, so that they apply alike to eager code, to its backward and to a graph.
+As modes they apply equally to eager code, to its backward and to a graph.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class SameDraws(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Any op: those that draw are replaced."""
+        """Any op: draws are replaced."""
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
@@ -58,7 +58,7 @@ class SameDraws(TorchDispatchMode):
         return int(torch.randint(2**62, ()).item())
 
     def _noise(self, shape: Any, device: torch.device, normal: bool = False) -> Tensor:
-        """float32 of a shape: uniform over [0, 1), or normal."""
+        """float32 noise of a shape: uniform over [0, 1), or normal."""
         shape = tuple(shape)
         generator = torch.Generator(device=device).manual_seed(self._seed(shape))
         make = torch.randn if normal else torch.rand
@@ -74,7 +74,7 @@ def _shape(args: tuple) -> tuple[int, ...]:
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """The default generators start at a seed, and are left as they were."""
+    """Seed the default generators, and restore their states afterwards."""
     cuda = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(cuda):
         torch.manual_seed(seed)
@@ -86,7 +86,7 @@ Given = Mapping[str, Any]
 
 
 def bound(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments by name; those that a call leaves out, because they are the default, as well."""
+    """Arguments by name, defaults included."""
     declared = func._schema.arguments
     given = {a.name: a.default_value for a in declared if a.has_default_value()}
     return given | {a.name: v for a, v in zip(declared, args, strict=False)} | dict(kwargs)
@@ -119,7 +119,7 @@ def _normal(noise: Noise, func: Any, given: Given) -> Any:
 
 
 def _like(func: Any, given: Given) -> Tensor:
-    """What a draw fills: what it writes to, or memory as it asks for."""
+    """The tensor that a draw fills: the one it writes to, or newly allocated."""
     plain = {k: given.get(k) for k in ("dtype", "device")}
     if "out" in given:
         return given["out"]
@@ -158,14 +158,14 @@ DRAWS: dict[Any, Callable[..., Any]] = {
 
 
 class Widened(TorchDispatchMode):
-    """Every op computes in float64: dtypes that are asked for and tensors that come in narrower are
-    widened. Rounding is then far below any difference of two formulas, whatever precision the
-    model's code asks for."""
+    """Computes every op in float64: requested dtypes and narrower input tensors are widened.
+    Rounding is then far below any difference between two formulas, whatever precision the model's
+    code asks for."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Any op, on what it is given in float64."""
+        """Any op, on its inputs in float64."""
         written = _written(func)
         args = tuple(a if i in written else _widened(a) for i, a in enumerate(args))
         kwargs = {k: v if k in written else _widened(v) for k, v in (kwargs or {}).items()}
@@ -193,10 +193,10 @@ def _wide(value: Any) -> Any:
 
 
 class WriteGuard(TorchDispatchMode):
-    """Keeps a copy of each watched tensor before the first op that writes to its memory, so that
-    weights are copied only where a forward changes them.
+    """Copies each watched tensor before the first op that writes to its memory, so that weights are
+    copied only where a forward changes them.
 
-    written: the keys of those that were written so far.
+    written: the keys of those written so far.
     """
 
     def __init__(self, watched: Mapping[Any, Tensor]) -> None:
@@ -204,7 +204,7 @@ class WriteGuard(TorchDispatchMode):
         self.watch(watched)
 
     def watch(self, watched: Mapping[Any, Tensor]) -> None:
-        """Keep copies of these from now on; `restore` brings their values back."""
+        """Watch these tensors from now on; `restore` brings their values back."""
         self._watched = dict(watched)
         self._copies: dict[Any, Tensor] = {}
         self._keys: dict[int, list[Any]] = {}
@@ -218,7 +218,7 @@ class WriteGuard(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Any op; those that write are preceded by a copy."""
+        """Any op; a copy is made before one that writes."""
         kwargs = kwargs or {}
         for place in _written(func):
             value = kwargs.get(place) if isinstance(place, str) else None
@@ -236,7 +236,7 @@ class WriteGuard(TorchDispatchMode):
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put back what was written over."""
+        """Restore what was overwritten."""
         for key, copy in self._copies.items():
             self._watched[key].detach().copy_(copy)
         self._copies = {}

@@ -1,7 +1,8 @@
-"""Whether the first step under a plan gives what the captured graph gives, whole on one device.
+"""Compares the first step under a plan with the captured graph, run unsplit on one device.
 
-Gradients are compared by two numbers each: their norm, and their product with a fixed direction,
-which sees signs and places. Shards contribute their part of both, so that nothing large is sent.
+Gradients are compared by two numbers each: their norm, and their dot product with a fixed
+direction, which depends on signs and positions. Each shard contributes its part of both, so that
+nothing large is sent.
 """
 
 from __future__ import annotations
@@ -31,20 +32,20 @@ from graphaccel.runtime.mesh import Mesh
 from graphaccel.runtime.parameters.layout import Layout
 
 SECONDS = 10.0
-"""Of computing on one device, as the plan predicts it for all together, up to which the whole first
-batch is run on one."""
+"""The whole first batch is run on one device if that takes at most this long, by the plan's
+prediction of the compute time of all devices together."""
 _SHOWN = 8
 _BOUNDS = {"float64": (1e-8, 1e-12), "float32": (1e-3, 1e-5), "narrow": (3e-2, 1e-2)}
 """Narrowest dtype → how far a norm may be off, relative to itself and to the largest gradient.
 
-Parts of a batch are summed in another order than the whole, which a norm averages: zoo models are
-at 1e-6 in float32. A gradient that is mathematically zero is rounding, of the size of the others
-times that of the dtype. What a wrong rewrite does (a part that is not summed, a mean of means) is a
-hundred times above.
+Parts of a batch are summed in another order than the whole, which a norm averages out: zoo models
+are at 1e-6 in float32. A gradient that is mathematically zero is rounding, of the size of the
+others times the dtype's epsilon. The effect of a wrong rewrite (a part that is not summed, a mean
+of means) is a hundred times larger.
 """
 
 _TILE = 8191
-"""Numbers of the direction that are computed once: a prime, so that no dim is a multiple of it."""
+"""Elements of the direction that are computed once: a prime, so that no dim is a multiple of it."""
 
 Sums = tuple[float, float]
 Part = tuple[tuple[int, ...], float, float]
@@ -52,8 +53,8 @@ Part = tuple[tuple[int, ...], float, float]
 
 @dataclass(frozen=True)
 class Given:
-    """What one step under a plan gave on this rank. layouts: of the gradients that are shards.
-    buffers: those held here. inputs: gradients by batch leaf."""
+    """The results of one step under a plan on this rank. layouts: of sharded gradients. buffers:
+    those held here. inputs: gradients by batch leaf."""
 
     loss: Tensor | None
     outputs: Mapping[int, Tensor]
@@ -65,11 +66,11 @@ class Given:
 
 @dataclass(frozen=True)
 class Expected:
-    """What the captured graph gives for the whole batch, as sums: (squared norm, product with the
-    direction) by name.
+    """What the captured graph gives for the whole batch, as sums: (squared norm, dot product with
+    the direction) by name.
 
     constant: with constants in the place of random draws. tried: whether a trial step is compared
-    (`proof.trial`), as the training step gives other numbers or no gradients yet.
+    (`proof.trial`), because the training step gives other numbers or no gradients yet.
     """
 
     plan: str
@@ -79,7 +80,8 @@ class Expected:
     tried: bool = False
 
     def check(self, mine: Mapping[str, Part], mesh: Mesh) -> None:
-        """Compare with what a step gave, as `parts_of` has it; a collective over all ranks.
+        """Compare with the results of a step, as returned by `parts_of`; a collective over all
+        ranks.
 
         Raises PlanDiffers (GA109) on every rank.
         """
@@ -125,20 +127,20 @@ class Expected:
 
 
 def _relative(ours: Sums, theirs: Sums, least: float) -> float:
-    """How far a norm and a product are off, relative to the norm."""
+    """Difference of a norm and a dot product, relative to the norm."""
     if not all(map(math.isfinite, theirs)):  # a loss that overflows does so in any order
         return 0.0 if not all(map(math.isfinite, ours)) else math.inf
     norm = math.sqrt(theirs[0])
     scale = max(norm, least)
     if scale == 0.0:
         return 0.0 if ours[0] == 0.0 else math.inf
-    # The direction's product averages the signs of what is off: it is a little less sensitive.
+    # The dot product averages the signs of the differences: it is a little less sensitive.
     return max(abs(math.sqrt(ours[0]) - norm), abs(ours[1] - theirs[1]) / 2) / scale
 
 
 def _totals(parts: list[Part]) -> Iterator[Sums]:
-    """Sums over the shards, of the first replica of each and of the last: all others lie between
-    ranks that reduced together."""
+    """Sums over the shards, of the first and of the last replica of each: all other replicas are
+    between ranks that were reduced together."""
     for order in (parts, parts[::-1]):
         shards: dict[tuple[int, ...], Sums] = {}
         for place, square, along in order:
@@ -147,7 +149,7 @@ def _totals(parts: list[Part]) -> Iterator[Sums]:
 
 
 def parts_of(given: Given) -> dict[str, Part]:
-    """This rank's part of the sums of everything that a step gave."""
+    """This rank's part of the sums of all results of a step."""
     return dict(_parts(given))
 
 
@@ -170,7 +172,8 @@ def _parts(given: Given) -> Iterator[tuple[str, Part]]:
 
 
 def _sums(tensor: Tensor, layout: Layout | None = None) -> Sums:
-    """(squared norm, product with the direction) of a tensor, or of this rank's shard of one."""
+    """(squared norm, dot product with the direction) of a tensor, or of this rank's shard of one.
+    """
     flat = tensor.detach().reshape(-1)
     if layout is None:
         tiles = -(-flat.numel() // _TILE)
@@ -188,14 +191,15 @@ def _sums(tensor: Tensor, layout: Layout | None = None) -> Sums:
 
 
 def _chunk(tiles: int) -> int:
-    """How many numbers to widen at a time: few enough to need little memory beside the tensor."""
+    """How many elements to widen at a time: few enough to need little memory beside the tensor."""
     return _TILE * max(1, tiles // 64)
 
 
 def _direction(start: int, count: int, device: torch.device) -> Tensor:
-    """float64 [count]: that part of the direction, from a place on which is a multiple of a tile.
+    """float64 [count]: the direction from element `start` on, which is a multiple of a tile.
 
-    It is a tile of cosines that is repeated with another factor each time."""
+    It is a tile of cosines, repeated with a different factor each time.
+    """
     tiles = torch.arange(start // _TILE, (start + count - 1) // _TILE + 1, device=device)
     factors = 1 + 0.5 * torch.cos(0.9 * tiles.double())
     tile = torch.cos(1.7 * torch.arange(_TILE, dtype=torch.float64, device=device))
@@ -208,7 +212,7 @@ def expect(
     """What the captured graph gives for the batch of the pair, or why it is not computed.
 
     program: of the plan. example: whether the first training step may come with other random
-    states. Parameters must still be whole. Nothing is changed.
+    states. Parameters must still be full. Nothing is changed.
     """
     reason = _too_much(pair, plan, devices)
     if reason:
@@ -240,7 +244,8 @@ def expect_together(
 ) -> Expected | str:
     """`expect` on rank 0 for all. A collective.
 
-    Raises PlanDiffers (GA109) where the captured graph can not be run."""
+    Raises PlanDiffers (GA109) where the captured graph cannot be run.
+    """
     said: list[Any] = [None]
     if devices == 1 or dist.get_rank() == 0:
         try:
@@ -267,7 +272,7 @@ def _too_much(pair: Pair, plan: Plan, devices: int) -> str:
 
 
 def _dtype(pair: Pair, plan: Plan) -> str:
-    """The narrowest that something is computed in."""
+    """The narrowest dtype of the computation."""
     if plan.precision.compute != "float32" or plan.precision.products:
         return "narrow"
     nodes = pair.step.graph.graph.nodes

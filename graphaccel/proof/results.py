@@ -1,4 +1,4 @@
-"""What one training step gives, from eager code or from a graph, and how two of them compare."""
+"""The results of one training step, from eager code or a graph, and their comparison."""
 
 from __future__ import annotations
 
@@ -10,26 +10,27 @@ import torch
 from torch import Tensor
 
 OWN_BOUND = {torch.float64: 1e-9, torch.float32: 1e-5}
-"""Largest relative difference of two computations of one tensor, ‖a - b‖ / ‖b‖, by dtype.
+"""Largest relative difference between two computations of one tensor, ‖a - b‖ / ‖b‖, by dtype.
 
-Two orders of summation differ by a few units of rounding (6e-8 in float32, 1e-16 in float64) times
-the root of the number of terms, and by the conditioning of what follows: zoo models are at 1e-7 and
-1e-15. float32 above its bound is no verdict yet: the comparison is made again in float64, where a
-different formula stands a million times above rounding. Narrower dtypes are only compared there.
+Two orders of summation differ by a few rounding units (6e-8 in float32, 1e-16 in float64) times the
+root of the number of terms, and by the conditioning of what follows: zoo models are at 1e-7 and
+1e-15. A float32 result above its bound is not conclusive: the comparison is repeated in float64,
+where a different formula is a million times above rounding. Narrower dtypes are only compared
+there.
 """
 _FLOOR = {torch.float64: 1e-13, torch.float32: 1e-7}
-"""Of the largest gradient: a gradient that is mathematically zero (the bias of attention's keys) is
-the rounding of terms that cancel."""
+"""Relative to the largest gradient: a gradient that is mathematically zero (the bias of attention's
+keys) is the rounding of terms that cancel."""
 
 
 @dataclass(frozen=True)
 class Results:
-    """Values of one step, whole and detached, or what was kept of each (`run_graph(keep=)`).
+    """Values of one step, full and detached, or what was kept of each (`run_graph(keep=)`).
 
-    loss: None where it is outside of the graph. outputs: floating-point tensors by leaf of what the
+    loss: None where the script computes it. outputs: floating-point tensors by leaf of what the
     model returned. gradients: by parameter; tied ones by the first of their names. inputs:
     gradients by batch leaf. buffers: new values of those that changed, and of parameters that a
-    forward wrote. strangers: shapes of leaves that get a gradient and are no parameters of the
+    forward wrote. strangers: shapes of leaves that get a gradient and are not parameters of the
     model.
     """
 
@@ -49,7 +50,7 @@ class Results:
 @dataclass(frozen=True)
 class Deviation:
     """How far one value of a graph is from eager's. error: ‖graph - eager‖ / ‖eager‖; inf where one
-    has no such value or another shape. missing: who has none ("graph" or "eager")."""
+    has no such value or another shape. missing: which one has none ("graph" or "eager")."""
 
     what: str
     error: float
@@ -67,12 +68,12 @@ class Deviation:
 
 
 def shown(error: float) -> str:
-    """A relative error for people."""
+    """A relative error as text."""
     return f"{error:.1e}" if error else "exactly"
 
 
 def deviations(graph: Results, eager: Results, dtype: torch.dtype) -> tuple[Deviation, ...]:
-    """Every value of both: loss, outputs, gradients, buffers. dtype: that was computed in."""
+    """Deviations of loss, outputs, gradients and buffers. dtype: of the computation."""
     bound = OWN_BOUND[dtype]
     norms = [_norm(g) for g in (*eager.gradients.values(), *eager.inputs.values())]
     floor = _FLOOR[dtype] * max((n for n in norms if math.isfinite(n)), default=0.0)
@@ -116,8 +117,8 @@ def _norm(value: Tensor) -> float:
 
 
 def _relative(ours: Tensor, theirs: Tensor, least: float) -> float:
-    """‖ours - theirs‖ over the norm of theirs, or over `least` if that is more. Infinities and
-    NaNs that both have in the same places are equal."""
+    """‖ours - theirs‖ over the norm of theirs, or over `least` if that is more. Infinities and NaNs
+    at the same positions in both are equal."""
     if not ours.numel() or torch.equal(ours, theirs):
         return 0.0
     if not ours.is_floating_point():

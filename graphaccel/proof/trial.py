@@ -1,8 +1,8 @@
-"""A step under a plan that nobody trains on: what the plan gives on a batch whose result is known.
+"""A step under a plan that updates nothing, on a batch whose correct result is known.
 
-It is run where the first training step itself can not be compared: random draws differ from one
+It is used where the first training step itself cannot be compared: random draws differ from one
 device's, the loss is computed by the script, or only another batch was seen while weights were
-whole.
+full.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def run_trial(
     *,
     constant: bool,
 ) -> Any:
-    """What `seen` makes of the result of one step. A collective; buffers, random states and the
-    loss scale are afterwards what they were, and no gradient is handed out.
+    """The result of `seen` for one step. A collective; buffers, random states and the loss scale
+    are restored afterwards, and no gradient is handed out.
 
     constant: random draws are constants (`ConstantDraws`), without Inductor, which has its own.
     """
@@ -66,7 +66,7 @@ def _same_scale(scale: LossScale | None) -> LossScale | None:
 
 @contextmanager
 def _restored(session: Session, compiled: CompiledStep) -> Iterator[None]:
-    """Buffers that a step writes, and random states, are put back."""
+    """Restore buffers that a step writes, and random states."""
     held = session.held({}).buffers
     written = {
         v.name for p in compiled.program.stages for v in p.forward_outputs if v.kind == "buffer"

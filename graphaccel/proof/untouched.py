@@ -1,4 +1,4 @@
-"""Running a user's model so that nobody can tell afterwards that it was run."""
+"""Runs a user's model and restores its state afterwards."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class RandomState:
 
     @staticmethod
     def here() -> RandomState:
-        """As they are now."""
+        """The current states."""
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else ()
         cpu = torch.random.get_rng_state()
         return RandomState(cpu, tuple(cuda), random.getstate(), np.random.get_state())
 
     def restore(self) -> None:
-        """As they were."""
+        """Set the generators to these states."""
         torch.random.set_rng_state(self.cpu)
         if self.cuda:
             torch.cuda.set_rng_state_all(list(self.cuda))
@@ -50,12 +50,12 @@ class RandomState:
 
 @contextmanager
 def untouched(model: nn.Module, *, wide: bool = False) -> Iterator[WriteGuard]:
-    """Parameters, buffers, gradients, hooks, modes, attributes and random states of a model are
-    afterwards what they were, also after an exception.
+    """Restore parameters, buffers, gradients, hooks, modes, attributes and random states of a model
+    at the end, also after an exception.
 
-    The guard that is given is a mode to run the model in: it sees writes to parameters and to
-    tensors that are attributes. Buffers are copied in any case: not every op declares that it
-    writes them. What a forward changes outside of its modules (a global) is not restored.
+    The yielded guard is a mode to run the model in: it detects writes to parameters and to tensors
+    that are attributes. Buffers are always copied: not every op declares that it writes them. What
+    a forward changes outside of its modules (a global) is not restored.
     """
     state = RandomState.here()
     kept = _Attributes()
@@ -89,7 +89,7 @@ def untouched(model: nn.Module, *, wide: bool = False) -> Iterator[WriteGuard]:
 
 
 class _Attributes:
-    """Dicts, lists, sets and the attributes of plain objects, with what they held."""
+    """Dicts, lists, sets and the attributes of plain objects, with their contents."""
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
@@ -97,7 +97,7 @@ class _Attributes:
         self._undo: list[Callable[[], None]] = []
 
     def add(self, value: Any, depth: int) -> None:
-        """Remember a container or an object, and what lies in it to some depth."""
+        """Remember a container or an object, and its contents to some depth."""
         if isinstance(value, Tensor):
             self.tensors.append(value)
         if depth == 0 or id(value) in self._seen or isinstance(value, (*_OPAQUE, nn.Module)):
@@ -125,7 +125,7 @@ class _Attributes:
 
 
 def _refill(container: Any, held: Any) -> None:
-    """Put back what a container held, if it holds something else; order included."""
+    """Restore the contents of a container, if they differ; order included."""
     now = list(container.items()) if isinstance(container, dict) else list(container)
     then = list(held.items()) if isinstance(container, dict) else held
     same = len(now) == len(then) and all(_is(a, b) for a, b in zip(now, then, strict=True))

@@ -1,1 +1,1 @@
-"""Pipeline schedules as plain data: built, given messages, proved and drawn without a process."""
+"""Pipeline schedules as plain data: built, given messages, validated, drawn; no processes."""

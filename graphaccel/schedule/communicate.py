@@ -1,4 +1,4 @@
-"""Adds the messages between stages to an action table.
+"""Adds the messages between pipeline stages to an action table.
 
 before::
 
@@ -35,10 +35,10 @@ def with_communication(
     per local stage, in the order in which the stages finish their last gradient.
 
     Messages that share a channel (source rank, destination rank, direction) are received in the
-    order in which they are sent, which is what NCCL needs, as it knows no tags: where an edge that
+    order in which they are sent, which is what NCCL needs, as it has no tags: where an edge that
     skips stages would be received late, its receive is pulled forward to just before the next one
-    that was sent after it. That can not add waiting: what was sent earlier arrives earlier.
-    One communicator per channel is therefore enough, and one per *unordered* pair is not: with two
+    that was sent after it. That cannot add waiting: what was sent earlier arrives earlier. One
+    communicator per channel is therefore enough, and one per *unordered* pair is not: with two
     ranks and interleaving, activations flow both ways between them.
 
     Raises ``ValueError`` when an edge names an unknown stage or points the wrong way, or when the
@@ -67,12 +67,12 @@ def with_communication(
         for index, message in enumerate(messages)
     }
 
-    received: dict[Channel, int] = defaultdict(int)  # how many of a channel's messages are in
+    received: dict[Channel, int] = defaultdict(int)  # of each channel, how many are in
     lists: list[tuple[Action, ...]] = []
     for rank, actions in enumerate(table):
         result: list[Action] = []
         for action in actions:
-            if action.kind in ("weight", "head"):  # it sends nothing, and nobody sends to it
+            if action.kind in ("weight", "head"):  # it sends and receives nothing
                 result.append(action)
                 continue
             direction = _direction(action)

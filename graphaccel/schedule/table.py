@@ -1,8 +1,8 @@
-"""Action tables: what each pipeline rank does, in order.
+"""Pipeline schedules (GPipe, 1F1B, interleaved, zero-bubble) as a table of actions per rank.
 
-A schedule is a pure function of (ranks, stages per rank, microbatches). It gives one tuple of
-actions per pipeline rank. Stage ``k`` lives on rank ``k % ranks``; with one stage per rank, stage
-and rank are the same number. The tables made here hold forwards and backwards only;
+A schedule is a pure function of (ranks, stages per rank, microbatches). It is one tuple of actions
+per pipeline rank, in order. Stage ``k`` is on rank ``k % ranks``; with one stage per rank, stage
+and rank are the same number. The tables built here contain forwards and backwards only;
 ``schedule.communicate.with_communication`` adds the messages between stages.
 
 All three schedules run the microbatches of a stage in ascending order, forward and backward, so
@@ -26,15 +26,15 @@ COMPUTING: tuple[str, ...] = ("forward", "backward", "weight", "head")
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One thing a rank does.
+    """One action of a rank.
 
     ``stage`` is the stage on this rank; ``peer`` is the *stage* (not the rank) at the other end of
     a send or receive, -1 otherwise; ``direction`` says whether a message carries activations
     ("forward") or their gradients ("backward"). ``reduce`` sums the gradients of a stage over its
     replicas once all microbatches are done, so its ``microbatch`` is -1.
 
-    ``weight`` is the part of a backward that gives the gradients of parameters, where a schedule
-    has it apart; ``backward`` is then the part that other stages wait for. ``head`` runs once on
+    ``weight`` is the part of a backward that computes the gradients of parameters, where a schedule
+    separates it; ``backward`` is then the part that other stages wait for. ``head`` runs once on
     the whole batch, between the forwards and the backwards of its stage; its ``microbatch`` is -1.
 
     The text form names messages by source and destination stage:
@@ -83,7 +83,8 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
     """All forwards, then all backwards; every stage holds every microbatch at its peak.
 
     Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism",
-    NeurIPS 2019 (arXiv:1811.06965). Backwards run in ascending order here (see the module's text).
+    NeurIPS 2019 (arXiv:1811.06965). Backwards run in ascending order here (see the module
+    docstring).
     Raises ``ValueError`` when a count is below one.
     """
     _check_counts(stages, 1, microbatches)
@@ -121,9 +122,9 @@ def interleaved(ranks: int, per_rank: int, microbatches: int) -> Schedule:
     a group passes through the first local stage, then the second, and so on. The bubble shrinks to
     (p - 1) / (v * m + p - 1) for v stages per rank, the messages grow by v.
 
-    Any number of microbatches is taken. A ragged last group is the schedule of the next multiple
-    of ``ranks`` with the actions of the missing microbatches left out: microbatches depend on one
-    another only by their order on a rank, so leaving some out can not make a rank wait for more.
+    Any number of microbatches is taken. A ragged last group is the schedule of the next multiple of
+    ``ranks`` with the actions of the missing microbatches left out: microbatches depend on one
+    another only by their order on a rank, so leaving some out cannot make a rank wait for more.
     With one stage per rank this is ``one_f_one_b``, which holds fewer microbatches.
     Raises ``ValueError`` when a count is below one.
     """
@@ -150,12 +151,12 @@ def interleaved(ranks: int, per_rank: int, microbatches: int) -> Schedule:
 
 
 def zero_bubble(stages: int, microbatches: int) -> Schedule:
-    """1F1B whose bubble is filled with the gradients of weights, which nobody waits for.
+    """1F1B whose bubble is filled with the gradients of weights, which no stage waits for.
 
     ZB-H1 of Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024 (arXiv:2401.10241), section
     2.3: rank ``s`` runs the weight part of a microbatch ``s`` backwards after the backward itself,
-    and what is left at the end. The bubble is (p - 1)(F + B - W) instead of (p - 1)(F + B + W); no
-    rank holds more than the p microbatches that rank 0 holds under 1F1B.
+    and the remaining ones at the end. The bubble is (p - 1)(F + B - W) instead of (p - 1)(F + B +
+    W); no rank holds more than the p microbatches that rank 0 holds under 1F1B.
     Raises ``ValueError`` when a count is below one.
     """
     _check_counts(stages, 1, microbatches)
@@ -175,8 +176,8 @@ def zero_bubble(stages: int, microbatches: int) -> Schedule:
 def build(name: str, ranks: int, per_rank: int, microbatches: int) -> Schedule:
     """The schedule called ``name`` (one of ``SCHEDULE_NAMES``).
 
-    Raises ``ValueError`` for an unknown name, for several stages per rank where the schedule has
-    no room for them, and for a count below one.
+    Raises ``ValueError`` for an unknown name, for several stages per rank where the schedule does
+    not support them, and for a count below one.
     """
     if name == "interleaved":
         return interleaved(ranks, per_rank, microbatches)
@@ -193,7 +194,7 @@ def build(name: str, ranks: int, per_rank: int, microbatches: int) -> Schedule:
 
 
 def with_head(table: Schedule, stage: int) -> Schedule:
-    """``table``, a table without messages, with what ``stage`` does once on the whole batch.
+    """``table``, a table without messages, with ``stage``'s head action: once on the whole batch.
 
     Raises ``ValueError`` where a backward of the stage comes before one of its forwards.
     """
@@ -232,7 +233,8 @@ def format_schedule(schedule: Schedule) -> str:
 
 
 def parse_schedule(text: str) -> Schedule:
-    """The inverse of ``format_schedule``. Raises ``ValueError`` for a word that is no action."""
+    """The inverse of ``format_schedule``. Raises ``ValueError`` for a word that is not an action.
+    """
     return tuple(
         tuple(parse_action(word) for word in line.split()) for line in text.strip().splitlines()
     )
@@ -261,7 +263,7 @@ def parse_action(text: str) -> Action:
 
 
 def _alternate(forwards: list[Action], backwards: list[Action], warmup: int) -> tuple[Action, ...]:
-    """``warmup`` forwards, then forward and backward in turn, then the backwards left over."""
+    """``warmup`` forwards, then forward and backward in turn, then the remaining backwards."""
     warmup = min(warmup, len(forwards))
     steady = len(forwards) - warmup
     actions = forwards[:warmup]

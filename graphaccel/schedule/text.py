@@ -1,4 +1,4 @@
-"""The picture of a schedule for a terminal.
+"""Draws a pipeline schedule as text for a terminal.
 
 Four stages, eight microbatches, a backward twice as long as a forward::
 

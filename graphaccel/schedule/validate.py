@@ -1,9 +1,9 @@
-"""Proves a table right before any process runs it.
+"""Validates an action table (completeness, message order, no deadlock) before a process runs it.
 
 What must hold: every stage runs every microbatch forward and backward exactly once (and its weight
 part, where the table has such), on its own rank; every value that crosses ranks is sent once and
-received once, after it exists and before it is used; nobody waits for ever; messages of one channel
-arrive in the order they were sent.
+received once, after it exists and before it is used; no rank waits for ever; messages of one
+channel arrive in the order they were sent.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def execution_order(schedule: Schedule) -> list[tuple[int, int]]:
     """
     position = [0] * len(schedule)
     sent: set[tuple[int, int, int, str]] = set()
-    waiting: dict[tuple[int, int, int, str], int] = {}  # message -> the rank that needs it
+    waiting: dict[tuple[int, int, int, str], int] = {}  # message -> the rank that waits for it
     order: list[tuple[int, int]] = []
     runnable = list(range(len(schedule)))
     while runnable:
@@ -142,7 +142,7 @@ class Moment:
 def occupancy(schedule: Schedule) -> tuple[tuple[Moment, ...], ...]:
     """Per rank, every distinct ``Moment`` in order of first appearance.
 
-    The peak memory of a rank is the greatest, over its moments, of what the held microbatches keep
+    The peak memory of a rank is the maximum, over its moments, of what the held microbatches save
     plus what the running forward or backward needs. For several stages per rank that is less than
     the sum of each stage's ``in_flight``, as they do not peak together.
     """

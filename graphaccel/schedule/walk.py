@@ -1,16 +1,16 @@
-"""How one rank goes through its list of actions: when buffers appear, and when they may go.
+"""Walks one rank's list of actions: when buffers are allocated and when they can be freed.
 
-The executor does what `walk` says, and the memory model counts what `walk` says, so that they can
-not disagree. The rules:
+The executor does what `walk` yields, and the memory model counts what `walk` yields, so they cannot
+disagree. The rules:
   post      the buffers of the receives that stand before the next computing action are posted
-            before the present one runs: one action ahead, so that the message travels meanwhile
+            before the current one runs: one action ahead, so that the message is overlapped
   wait      before an action runs, for the messages it consumes
-  release   what a stage's forward sent is kept until that microbatch's backward (its gradient says
-            that it arrived); what a backward sent to the stage below, until the next backward of
-            the sender has run. Further down it takes as many backwards as stages lie between:
-            waiting any earlier would stall the sender, and with interleaved stages for ever. Where
-            a rank holds stages between sender and receiver, it is the lowest of them whose
-            backwards count
+  release   what a stage's forward sent is held until that microbatch's backward (its gradient
+            implies that it arrived); what a backward sent to the stage below, until the next
+            backward of the sender has run. Further down it takes as many backwards as there are
+            stages between: waiting any earlier would stall the sender, and with interleaved stages
+            for ever. Where a rank holds stages between sender and receiver, it is the lowest of
+            them whose backwards count
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def walk(actions: Sequence[Action]) -> Iterator[Doing]:
 
 
 def last_actions(actions: Sequence[Action]) -> frozenset[Action]:
-    """The last computing action of each stage: what it held for all of them may go then."""
+    """The last computing action of each stage, after which its buffers can be freed."""
     return frozenset({a.stage: a for a in actions if a.kind in COMPUTING}.values())
 
 
@@ -101,7 +101,7 @@ def _acknowledged(sent: Action, action: Action) -> bool:
 
 
 def _passed(sent: Action, stages: Sequence[int], done: Mapping[int, Sequence[int]]) -> bool:
-    """Whether the receiver of a backward's message has had the time to take it."""
+    """Whether the receiver of a backward's message must have received it by now."""
     if sent.direction != "backward":
         return False
     above = next(local for local in stages if local > sent.peer)
