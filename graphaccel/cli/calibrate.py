@@ -1,4 +1,4 @@
-"""`graphaccel calibrate`: measure on this machine what a plan can only guess, and write it down."""
+"""`graphaccel calibrate`: measures on this machine the rates that a plan otherwise estimates."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ from graphaccel.passes.select_matmul_backend import select_matmul_backend
 from graphaccel.planner.cluster.cluster import Cluster, OpTime
 from graphaccel.planner.cluster.cluster_file import write_cluster
 
-_MEMORIES = 3  # in which a step is timed
+_MEMORIES = 3  # memory allocations in which a step is timed
 
 
 def calibrate_command(args: argparse.Namespace) -> int:
     """Measure the ops of `args.target`, or its regions under its plan; write the cluster file
     `args.output`.
 
-    Keeps what the file at `args.cluster` already says. Returns 0. Raises OrtMissing (GA801) without
-    ONNX Runtime, and what planning raises.
+    Keeps what the file at `args.cluster` already contains. Returns 0. Raises OrtMissing (GA801)
+    without ONNX Runtime, and what planning raises.
     """
     if not args.regions:
         return _calibrate_ops(args)
@@ -76,7 +76,7 @@ def _calibrate_ops(args: argparse.Namespace) -> int:
 
 
 def op_table(cluster: Cluster) -> str:
-    """What was measured as text: each op, in how many sizes, and the best rate it reached."""
+    """The measurements as text: each op, at how many sizes, and the best rate it reached."""
     found: dict[str, list[OpTime]] = {}
     for row in cluster.device.measured:
         found.setdefault(row.op, []).append(row)
@@ -109,10 +109,11 @@ def region_costs(
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> list[RegionCost]:
     """Every distinct region of the plan that `compiler` chooses, measured in torch and in ONNX
-    Runtime; torch runs what the later passes make of it.
+    Runtime; torch runs the region as the later passes rewrite it.
 
-    Those that are faster alone are then measured together in whole steps, until the ones that are
-    left keep what they promise (on one device: the programs of several wait for each other).
+    Regions that are faster in isolation are then measured together in whole steps, until the
+    remaining ones gain what they promise (on one device: the programs of several wait for each
+    other).
     """
     found: list[Sequence[StageProgram]] = []
     compiler.regions.watch(Tools(kernels, Sessions(), watch=found.append))
@@ -132,7 +133,7 @@ def region_costs(
 
 
 def _ours(graph: fx.GraphModule) -> fx.GraphModule:
-    """What the passes after this make of a graph."""
+    """The graph after the later passes."""
     return select_matmul_backend(StageProgram(0, graph, (), (), {}, (), ())).forward
 
 
@@ -146,7 +147,7 @@ def _steps(
 
 
 def _step(programs: Sequence[StageProgram]) -> Callable[[], None]:
-    """Runs the forward and the backward of programs, each on inputs of its own."""
+    """A function that runs the forward and the backward of programs, each on inputs of its own."""
     graphs = [_ours(g) for p in programs for g in (p.forward, *p.backwards.values())]
     for graph in graphs:  # one list of inputs, as the runtime calls them
         graph.graph.set_codegen(BoxedCode())
@@ -161,7 +162,7 @@ def _step(programs: Sequence[StageProgram]) -> Callable[[], None]:
 
 
 def table(costs: list[RegionCost], name: str) -> str:
-    """The costs as text, the greatest gain first."""
+    """The costs as text, the largest gain first."""
     wins = [c for c in costs if c.wins]
     rows = [("region", "phase", "ops", "torch", "onnxruntime", "ratio", "")]
     for cost in sorted(costs, key=lambda c: c.ort - c.torch):

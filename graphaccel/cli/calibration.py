@@ -1,9 +1,9 @@
-"""Measure how long a model's ops take on this machine, and messages between its processes.
+"""Measures the seconds of a model's ops on this machine, and of collectives between its processes.
 
 Each of `devices` processes runs the model by itself, all at once, since they share cores and memory
-there as they will in training: whole steps, then every node of the stage's graphs in place. What
-the nodes take together is made equal to what the step takes without its optimizer. Then come
-all-reduces and the other collectives in several sizes, for latency and bandwidth of each.
+as they will in training: whole steps, then every node of the stage's graphs in place. The nodes'
+times are scaled so that their sum equals the step's time without its optimizer. Then all-reduces
+and the other collectives are timed at several sizes, for latency and bandwidth of each.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from graphaccel.runtime.launch import check_devices
 c10d = torch.ops._c10d_functional
 _SUMS = {torch.ops.aten.add_.Tensor, torch.ops.aten.copy_.default}  # `accumulate_gradients`
 _WARM, _RUNS = 2, 5
-_TURNS = 11  # of steps and of each collective: other processes disturb them more than ops
+_TURNS = 11  # rounds of steps and of each collective: other processes disturb them more than ops
 _MOST_SIZES = 4
-_CACHES = 64 << 20  # bytes: in a step, what is sent was not read or written just before
+_CACHES = 64 << 20  # bytes: in a step, what is sent is not in the caches
 _MESSAGES = (1 << 12, 1 << 16, 1 << 20, 1 << 23, 25 << 20)  # bytes; the last is a full bucket
 
 
@@ -88,7 +88,7 @@ def measured(
 
 
 def _work(args: argparse.Namespace) -> None:
-    """One process's part; rank 0 writes the mean of all."""
+    """One process's part; rank 0 writes the mean over all."""
     if args.threads:
         torch.set_num_threads(args.threads)
     world = int(os.environ.get("WORLD_SIZE", "1"))
@@ -115,13 +115,13 @@ def _work(args: argparse.Namespace) -> None:
 
 
 def _counts(args: argparse.Namespace) -> list[int]:
-    """Counts of microbatches whose sizes plans will have: a few divisors of the batch."""
+    """Microbatch counts that plans are likely to have: a few divisors of the batch."""
     size, _ = batch_leaves(find_job(args.file, args.function).batch)
     return [n for n in range(1, size + 1) if size % n == 0][:_MOST_SIZES]
 
 
 def _of_plan(args: argparse.Namespace, microbatches: int) -> dict[OpTime, float]:
-    """Seconds of each op of a step in so many microbatches, by what it is."""
+    """Seconds of each op of a step with this many microbatches, by what it computes."""
     job = find_job(args.file, args.function)
     materialise(job)
     batch = random_batch(job.batch)
@@ -158,9 +158,10 @@ def _of_plan(args: argparse.Namespace, microbatches: int) -> dict[OpTime, float]
 
 
 def _nodes(program: StageProgram, microbatches: int) -> tuple[dict[OpTime, float], float]:
-    """(seconds of a call by what it does, seconds of a step's calls that a plan counts).
+    """(seconds of a call by what it computes, seconds of a step's calls that a plan counts).
 
-    What a plan does not count, views and sums over microbatches, is thereby part of what it counts.
+    What a plan does not count, views and sums over microbatches, is thereby included in what it
+    counts.
     """
     often = [(program.forward, microbatches)]
     for (first, last), graph in program.backwards.items():
@@ -187,7 +188,7 @@ def _row(work: Work) -> OpTime:
 
 
 class _Timed(fx.Interpreter):
-    """Runs a graph, and notes how long each call took."""
+    """Runs a graph, and records how long each call took."""
 
     def __init__(self, graph: fx.GraphModule) -> None:
         super().__init__(graph)
@@ -212,9 +213,9 @@ def _timed(graph: fx.GraphModule) -> dict[fx.Node, float]:
 
 
 def _rates(world: int) -> dict[str, tuple[float, float]]:
-    """(seconds of a hop, bytes/s) of each collective, by the least relative error: an all-reduce
-    makes a ring's two passes, the others one. A pass has n - 1 hops, on which (n - 1) / n of the
-    bytes go past every process."""
+    """(seconds of a hop, bytes/s) of each collective, fitted by least relative error: an all-reduce
+    makes a ring's two passes, the others one. A pass has n - 1 hops, in which (n - 1) / n of the
+    bytes pass every process."""
     rows: dict[str, list[list[float]]] = defaultdict(list)
     other = torch.zeros(_CACHES // 4)
     for wanted in _MESSAGES:
@@ -229,7 +230,7 @@ def _rates(world: int) -> dict[str, tuple[float, float]]:
 
 
 def _collectives(data: torch.Tensor, world: int) -> dict[str, Callable[[], object]]:
-    """Each collective about the bytes of `data`, in the form in which a step has it."""
+    """Each collective on about the bytes of `data`, in the form in which a step has it."""
     each = data.numel() // world
     counts = [each] * world
     part = data[:each]
@@ -242,7 +243,7 @@ def _collectives(data: torch.Tensor, world: int) -> dict[str, Callable[[], objec
 
 
 def _called(target: Any, given: torch.Tensor, count: int, *args: Any) -> Callable[[], object]:
-    """A graph of one collective, called on `given`, that gives `count` numbers."""
+    """A graph of one collective, called on `given`, that returns `count` elements."""
     graph = fx.Graph()
     source = graph.placeholder("given")
     source.meta["val"] = given.to("meta")
@@ -256,7 +257,7 @@ def _called(target: Any, given: torch.Tensor, count: int, *args: Any) -> Callabl
 
 
 def _now() -> float:
-    """Seconds, when the device has done what it was given."""
+    """The time in seconds, once the device has finished its queued work."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
@@ -267,9 +268,9 @@ def _in_turn(
     before: Callable[[], object] = lambda: None,
     after: Callable[[], object] = lambda: None,
 ) -> list[float]:
-    """Median seconds of each call, one run of all after the other, as in a step: what else the
-    machine does slows them alike, and each finds the caches as the others leave them. Of processes
-    the slowest counts in each turn: the others wait for it. before: of each call; after: of a turn.
+    """Median seconds of each call, one run of all after the other, as in a step: other load on the
+    machine slows them equally, and each finds the caches as the others leave them. Of the processes
+    the slowest counts in each round: the others wait for it. before: each call; after: each round.
     """
     times: list[list[float]] = []
     for _ in range(_WARM + _TURNS):

@@ -1,4 +1,4 @@
-"""`graphaccel doctor`: what is installed and what this machine has, and what each gap costs."""
+"""`graphaccel doctor`: reports what is installed and on this machine, and what each gap costs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ _TORCH_FROM, _TORCH_BEFORE = (2, 11), (2, 14)
 
 @dataclass(frozen=True)
 class Finding:
-    """One line. cost: what its absence means, "" when nothing is amiss; fatal: nothing works."""
+    """One line of the report. cost: the effect of what is missing, "" when nothing is; fatal:
+    nothing works without it."""
 
     name: str
     state: str
@@ -25,14 +26,14 @@ class Finding:
 
 
 def run() -> int:
-    """Prints the report; 1 when something is missing without which nothing works, else 0."""
+    """Print the report; returns 1 if something is missing without which nothing works, else 0."""
     findings = [*package_findings(installed_version), *machine_findings()]
     print(report(findings))
     return int(any(finding.fatal for finding in findings))
 
 
 def report(findings: Sequence[Finding]) -> str:
-    """The findings as aligned text, gaps marked by "!" (or "x" where nothing works without)."""
+    """The findings as aligned text, gaps marked by "!" ("x" for fatal ones)."""
     marks = {False: "!", True: "x"}
     rows = [
         (f"{marks[f.fatal] if f.cost else ' '} {f.name}", f.state, f.cost and f"-> {f.cost}")
@@ -89,7 +90,7 @@ def _onnxruntime(version_of: Callable[[str], str | None]) -> Finding:
 
 
 def machine_findings() -> list[Finding]:
-    """Cores, memory, CUDA devices and communication backends. Imports torch when it is there."""
+    """Cores, memory, CUDA devices and communication backends. Imports torch if it is installed."""
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1
     findings = [Finding("cores", str(cores))]

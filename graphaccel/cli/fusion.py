@@ -1,4 +1,4 @@
-"""`graphaccel fusion` and the fusion part of `graphaccel explain`: what authors of kernels type."""
+"""`graphaccel fusion`, and the fusion part of `graphaccel explain`: commands for kernel authors."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from graphaccel.kernels.timed import pattern_of, shapes_of, traffic, values_of
 from graphaccel.passes.fusion.fuse import find_sites
 from graphaccel.report.format import folded
 
-_BUDGETS = {"cpu": 64 << 20, "cuda": 1 << 30}  # bytes that are moved when timed: beyond caches
+_BUDGETS = {"cpu": 64 << 20, "cuda": 1 << 30}  # bytes moved in a timing: larger than caches
 _WIDTH = 1024
-_CALLS, _FEWEST_CALLS, _LONG = 9, 3, 1.0  # seconds of calls beyond which the fewest are enough
+_CALLS, _FEWEST_CALLS, _LONG = 9, 3, 1.0  # seconds of calls after which the fewest calls are enough
 _TEMPLATE = Path(__file__).parents[1] / "kernels" / "template.py.txt"
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """One of `list`, `new`, `check`, `bench`. Returns 1 when a check finds a fault."""
+    """Run one of `list`, `new`, `check`, `bench`. Returns 1 when a check finds a fault."""
     if arguments.task == "new":
         return _new(arguments.name)
     if arguments.task == "list":
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def explain(file: Path, function: str | None) -> int:
-    """Per fusion: where it fits in a model, or how far its best partial match came."""
+    """For each fusion: where it matches in a model, or how far its best partial match came."""
     job = find_job(file, function)
     step = capture(job.model, job.batch, job.loss_fn, symbolic=False)
     everything = fusions()
@@ -76,7 +76,7 @@ def explain(file: Path, function: str | None) -> int:
 
 
 def _chosen(name: str) -> list[Fusion]:
-    """The fusions a word on the command line means."""
+    """The fusions that a word on the command line names."""
     if name == "all":
         return list(fusions())
     if not name.endswith(".py"):
@@ -162,8 +162,8 @@ def _bench(chosen: Sequence[Fusion], out: Path | None) -> int:
 def timings(
     fusion: Fusion, device: str, dtype: torch.dtype, budget: int | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Per phase the seconds of eager and fused, the inputs, and the bytes that the fused ops have
-    to move. budget: of these bytes, a direction; by default what leaves caches behind."""
+    """For each phase the seconds of eager and fused, the inputs, and the bytes that the fused ops
+    have to move. budget: of these bytes, per direction; by default more than caches hold."""
     shapes = shapes_of(fusion, dtype, _BUDGETS[device] if budget is None else budget, _WIDTH)
     moved = traffic(fusion, dtype, shapes)
     values = {
@@ -205,22 +205,22 @@ def _without_grad(call: Callable[[], Any]) -> Callable[[], Any]:
 def _with_backward(call: Callable[[], Any], roots: Sequence[Tensor]) -> Callable[[], Any]:
     def run_once() -> None:
         made = [t for t in tensors(call()) if t.grad_fn is not None]
-        # Added to no `.grad`: that would be read and written again.
+        # Without accumulating into `.grad`, which would read and write it in addition.
         torch.autograd.grad(made, roots, [torch.ones_like(t) for t in made], allow_unused=True)
 
     return run_once
 
 
 def _copy_bandwidth(device: str, dtype: torch.dtype) -> float:
-    """Bytes a second that a copy moves: what a kernel can reach at most. It goes where memory is
-    already: on a CPU, new pages would take most of the time."""
+    """Bytes per second of a copy: the upper bound for a kernel. The destination is already
+    allocated: on a CPU, new pages would take most of the time."""
     source = torch.ones(_BUDGETS[device] // dtype.itemsize // 2, device=device, dtype=dtype)
     target = source.clone()
     return 2 * source.nbytes / _time(lambda: target.copy_(source), device)
 
 
 def _time(call: Callable[[], Any], device: str) -> float:
-    """Median seconds of a call, after one to warm up; fewer calls of one that takes long."""
+    """Median seconds of a call, after a warm-up call; fewer calls if one takes long."""
     call()
     taken: list[float] = []
     while len(taken) < _FEWEST_CALLS or (len(taken) < _CALLS and sum(taken) < _LONG):

@@ -1,4 +1,4 @@
-"""Everything that is proved about a fusion: its numbers, its patterns and its sharding rule."""
+"""Checks a fusion: its numerical results, its patterns and its sharding rule."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def check(fusion: Fusion) -> Checked:
 
 
 class _Calls(nn.Module):
-    """A model that computes a pattern, and a loss of what it gives."""
+    """A model that computes a pattern, and a loss of its outputs."""
 
     def __init__(self, pattern: Function, names: tuple[str, ...], numbers: dict[str, Any]) -> None:
         super().__init__()
@@ -68,14 +68,15 @@ def _step(fusion: Fusion, pattern: Function, dtype: torch.dtype) -> StepGraph:
 
 
 def _telling(spec: Scalar) -> Any:
-    """A value of a number that leaves its mark in a graph: a factor of one does not."""
+    """A value for a number that is visible in a graph: a factor of one is not."""
     return next((v for v in (spec.default, *spec.examples) if v != 1), spec.default)
 
 
 def check_patterns(
     fusion: Fusion, dtypes: tuple[torch.dtype, ...] = DTYPES
 ) -> tuple[int, int, tuple[Fault, ...]]:
-    """Each pattern is found once, in every dtype; no negative is; and twice is as once."""
+    """Each pattern is matched once, in every dtype; no negative is; fusing twice changes nothing
+    more."""
     faults = []
     found = 0
     plan = Plan(1, fusions=(fusion.name,))
@@ -101,11 +102,11 @@ def check_patterns(
 
 
 def check_rule(fusion: Fusion) -> tuple[int, tuple[Fault, ...]]:
-    """Each index that may be sharded: computed whole, and by two shards."""
+    """Each index that may be sharded: computed unsharded, and in two shards."""
     sizes = {i: 8 for t in fusion.tensors.values() for i in t.indices if i != "..."}
     sizes |= {n: max(s) // 4 * 4 or 4 for n, s in fusion.sizes.items()}
     values = example(fusion, torch.float64, sizes, leading=(4, 6))
-    if fusion.random:  # nothing is dropped: halves draw other numbers than the whole
+    if fusion.random:  # with dropout 0: halves draw other numbers than the whole
         values["p"] = 0.0
     faults = []
     count = 0

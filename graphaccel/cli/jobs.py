@@ -1,4 +1,4 @@
-"""What is planned or measured: found by calling a function of a user's file, or by running it."""
+"""Finds the model and batch to plan or measure: from a function of a user's file, or a script."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from graphaccel.runtime.module import original_class
 
 @dataclass(frozen=True)
 class Job:
-    """What is planned for. pins: those of the script; the command line's come before them.
-    batch_dims: as `graphaccel.optimize` is told."""
+    """What to plan. pins: the script's; the command line's take precedence. batch_dims: as for
+    `graphaccel.optimize`."""
 
     model: nn.Module
     batch: Batch
@@ -44,13 +44,13 @@ def find_job(file: Path, function: str | None) -> Job:
 
 
 def job_of_function(file: Path, name: str) -> Job:
-    """What the function `name` of `file` returns: (model, example_batch[, loss_fn[, optimizer[,
-    batch_dims]]]).
+    """The job that the function `name` of `file` returns: (model, example_batch[, loss_fn[,
+    optimizer[, batch_dims]]]).
 
     Raises GraphMisuse (GA407) where there is no such function, or it returns something else.
     """
     form = "return model, example_batch, loss_fn, optimizer, batch_dims  # the last 3 if needed"
-    module_name = f"graphaccel plan {file.stem}"  # no import statement can mean this name
+    module_name = f"graphaccel plan {file.stem}"  # no import statement can name it
     spec = importlib.util.spec_from_file_location(module_name, file)
     if spec is None or spec.loader is None:
         raise GraphMisuse(what=f"{file} is not a Python file", help_line="name it model.py")
@@ -79,7 +79,7 @@ def job_of_function(file: Path, name: str) -> Job:
 
 
 def job_of_script(file: Path) -> Job:
-    """What a training script passes to `optimize()`; runs the script until that is known.
+    """What a training script passes to `optimize()`; runs the script until that call.
 
     Raises GraphMisuse (GA407) for a script that ends before it trains under `optimize()`.
     """
@@ -109,7 +109,8 @@ def _described(made: Any) -> str:
 
 @contextmanager
 def _first_on_path(folder: Path) -> Iterator[None]:
-    """As `python file.py` has it, so that the file finds the modules beside it."""
+    """Put the folder first on `sys.path`, as `python file.py` does, so that the file finds the
+    modules beside it."""
     sys.path.insert(0, str(folder))
     try:
         yield
@@ -119,7 +120,7 @@ def _first_on_path(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _as_script(file: Path) -> Iterator[None]:
-    """`sys.argv` of a script without arguments, and `optimize` asked to plan only."""
+    """Set `sys.argv` as for a script without arguments, and make `optimize` only plan."""
     argv, before = sys.argv, os.environ.get(PLAN_ONLY)
     sys.argv, os.environ[PLAN_ONLY] = [str(file)], "1"
     try:

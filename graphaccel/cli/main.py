@@ -1,4 +1,4 @@
-"""The command line: `graphaccel plan | run | calibrate | doctor | explain | fusion`.
+"""Parses the command line: `graphaccel plan | run | calibrate | doctor | explain | fusion`.
 
 Exit codes: 0 done (and for `plan`: it fits), 1 an error, 2 bad arguments, 3 no plan fits, 130 ended
 by Ctrl-C (`plan` then shows the best so far).
@@ -31,7 +31,7 @@ _EXIT_CODES = {UnknownDevice: 2, BadCluster: 2, InfeasiblePlan: NOTHING_FITS}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code.
+    """Run one command and return its exit code.
 
     A GraphAccelError is printed without its traceback, unless GRAPHACCEL_TRACEBACK=full.
     """
@@ -50,15 +50,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser of options that are written out: the beginning of one of ours may be an option of
-    the script that `run` starts."""
+    """A parser that accepts no abbreviated options: a prefix of one of ours may be an option of the
+    script that `run` starts."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(allow_abbrev=False, **settings)
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The whole grammar of the command line."""
+    """The parser of the whole command line."""
     parser = _Parser(
         prog="graphaccel",
         description="Plan how a PyTorch training step is split over devices, and run it so.",
@@ -223,8 +223,8 @@ def _add_fusion(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def torchrun_flags(arguments: argparse.Namespace) -> list[str]:
     """The launcher flags of `run`; empty for one machine.
 
-    With a node rank given the machines are numbered by the user (static rendezvous); without,
-    they number themselves.
+    If a node rank is given, the user numbers the machines (static rendezvous); otherwise they
+    number themselves.
     """
     names = ("nnodes", "node_rank", "rdzv_endpoint", "rdzv_backend", "rdzv_id")
     given = {name: getattr(arguments, name) for name in names if getattr(arguments, name)}
@@ -235,7 +235,7 @@ def torchrun_flags(arguments: argparse.Namespace) -> list[str]:
 
 
 def _output(text: str) -> Path:
-    """A file that can be written: said before anything is searched or measured for it."""
+    """A writable file; checked before anything is searched or measured for it."""
     path = Path(text)
     reason = ""
     if path.is_dir():
@@ -259,7 +259,7 @@ def _target(text: str) -> tuple[Path, str | None]:
 
 
 def _code_or_target(text: str) -> str | tuple[Path, str | None]:
-    """An error code, or a file (and function) that makes a model."""
+    """An error code, or a file (and function) that returns a model."""
     return _target(text) if ".py" in text else _code(text)
 
 

@@ -1,9 +1,9 @@
-"""`graphaccel plan --measure N`: run the plan on this machine, and say what it took.
+"""`graphaccel plan --measure N`: runs the plan on this machine and reports time and memory.
 
 The plan is run as `optimize(model, plan=...)` runs it, one process for each device, on the example
-batch: its floating-point values are made random, other values (tokens, labels) are kept, since what
-they may be is not known. A model on the meta device is given random weights. Where the script
-computes the loss, the sum of the outputs takes its place. Nothing is kept.
+batch: its floating-point values are made random, other values (tokens, labels) are kept, since
+their valid range is not known. A model on the meta device is given random weights. Where the script
+computes the loss, the sum of the outputs replaces it. Nothing is saved.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from graphaccel.report.facts import Measured
 from graphaccel.runtime.launch import check_devices
 from graphaccel.runtime.meter import PeakMeter
 
-_APART = 3  # runs of the optimizer's step that are timed alone
-_WARM = 2  # steps before the clock runs: the first makes optimizer state and opens connections
+_APART = 3  # runs of the optimizer's step that are timed separately
+_WARM = 2  # steps before timing: the first creates optimizer state and opens connections
 
 
 def measure(
@@ -50,8 +50,8 @@ def measure(
 ) -> Measured:
     """Run `steps` steps of `plan` for the model of `target` on this machine.
 
-    batch: global batch size where it is not the example's, and the dims it lies on.
-    Raises GraphMisuse (GA407) for a plan of other devices than there are here, and for a run that
+    batch: global batch size where it is not the example's, and the batch dims of the inputs.
+    Raises GraphMisuse (GA407) for a plan for other devices than this machine's, and for a run that
     fails (its own error is on stderr); TooManyDevices (GA205).
     """
     check_here(plan.cluster, plan.devices)
@@ -87,10 +87,10 @@ def measure(
 
 
 def check_here(cluster: str, devices: int) -> None:
-    """Whether plans for `cluster` (`planner.cluster.cluster.cluster_name`) can be run on this
+    """Check that plans for `cluster` (`planner.cluster.cluster.cluster_name`) can run on this
     machine.
 
-    Raises GraphMisuse (GA407) for other devices than there are here, TooManyDevices (GA205).
+    Raises GraphMisuse (GA407) for other devices than this machine's, TooManyDevices (GA205).
     """
     here = cluster_here(devices, _device()).device.name
     if cluster != f"{devices} x {here}":
@@ -113,7 +113,8 @@ def _machine(devices: int) -> str:
 
 
 def materialise(job: Job) -> None:
-    """Give a model on the meta device random weights, in place; its optimizer keeps its groups."""
+    """Give a model on the meta device random weights, in place; its optimizer's groups are
+    preserved."""
     tensors = (*job.model.parameters(), *job.model.buffers())
     if not any(t.is_meta for t in tensors):
         return
@@ -133,8 +134,8 @@ def materialise(job: Job) -> None:
 
 
 def random_batch(batch: Batch) -> Batch:
-    """The batch with random floating-point values; others as they are, zeros where on meta. On
-    this process's device, as `optimize` puts the model there."""
+    """The batch with random floating-point values; other values unchanged, or zeros where on meta.
+    On this process's device, as `optimize` puts the model there."""
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     device = device if torch.cuda.is_available() else torch.device("cpu")
     generator = torch.Generator().manual_seed(0)
@@ -165,7 +166,7 @@ def _work(args: argparse.Namespace) -> None:
         model, optimizer, loss_fn=job.loss_fn, plan=plan, batch_dims=job.batch_dims
     )
     outside = job.loss_fn == OUTSIDE
-    del job, batch  # what they hold is no part of a training step
+    del job, batch  # their tensors are not part of a training step
 
     def run() -> None:
         if optimizer is not None:
@@ -203,7 +204,8 @@ def _work(args: argparse.Namespace) -> None:
 
 
 def _loss_in(output: Any, outside: bool) -> torch.Tensor:
-    """The model's loss; a sum of its outputs where the loss is the script's, which is not known."""
+    """The model's loss; the sum of its outputs where the script computes the loss, which is not
+    known."""
     loss = None if outside else find_loss(output)
     if loss is not None:
         return loss
@@ -230,7 +232,7 @@ def _timed(step: Callable[[], Any], before: Callable[[], None] = lambda: None) -
 
 
 def _peaks(step: Callable[[], None], model: nn.Module) -> tuple[int, int]:
-    """Peak bytes of tensors on this rank and on its host in one more step."""
+    """Peak bytes of tensors on this rank's device and host in one more step."""
     gc.collect()
     kinds = (torch.Tensor, nn.Parameter)
     cuda = torch.cuda.is_available()
@@ -238,7 +240,7 @@ def _peaks(step: Callable[[], None], model: nn.Module) -> tuple[int, int]:
     meter = PeakMeter(resident, host=model.graphaccel.host_tensors())  # type: ignore[operator, union-attr]
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    with meter:  # nothing here may keep what the step lets go of
+    with meter:  # nothing here may hold what the step frees
         step()
     return torch.cuda.max_memory_allocated() if cuda else meter.peak, meter.host_peak
 

@@ -1,4 +1,4 @@
-"""Pins on the command line: options made of `planner.plan.pins.PINS`, and what their texts mean."""
+"""Command-line options for pins, generated from `planner.plan.pins.PINS`, and their parsers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ _WORDS = {"true": True, "false": False}
 
 
 def add_pins(parser: argparse.ArgumentParser, *, without: Collection[str] = ()) -> None:
-    """An option for every pin that has one. without: pins whose option the command has itself."""
+    """Add an option for every pin that has one. without: pins whose option the command defines
+    itself."""
     group = parser.add_argument_group("pins", "decide these; the rest is planned around them")
     for name, pin in PINS.items():
         if pin.option is not None and name not in without:
@@ -21,12 +22,12 @@ def add_pins(parser: argparse.ArgumentParser, *, without: Collection[str] = ()) 
 
 
 def option_of(name: str) -> str:
-    """`--reshard-after-forward` of a pin's name."""
+    """The option of a pin's name, as in `--reshard-after-forward`."""
     return f"--{name.replace('_', '-')}"
 
 
 def pins_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The pins that a command line decides."""
+    """The pins that the command line sets."""
     given = {name: getattr(arguments, name, None) for name, pin in PINS.items()
              if pin.option is not None}  # fmt: skip
     given = {name: value for name, value in given.items() if value is not None}
@@ -36,7 +37,7 @@ def pins_of(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def pin_pairs(text: str) -> dict[str, Any]:
-    """{"pipeline": 4, "recompute": ("h.0", "h.1")} of "pipeline=4,recompute=h.0+h.1"."""
+    """{"pipeline": 4, "recompute": ("h.0", "h.1")} from "pipeline=4,recompute=h.0+h.1"."""
     found: dict[str, Any] = {}
     for part in text.split(","):
         name, equals, value = (piece.strip() for piece in part.partition("="))
@@ -55,14 +56,14 @@ def pin_pairs(text: str) -> dict[str, Any]:
 
 
 def positive(text: str) -> int:
-    """A whole number above 0."""
+    """An integer above 0."""
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
 
 
 def byte_count(text: str) -> int:
-    """Bytes of "80GiB"."""
+    """Bytes from "80GiB"."""
     from graphaccel.planner.cluster.cluster import parse_bytes
 
     try:
@@ -75,7 +76,7 @@ def byte_count(text: str) -> int:
 
 
 def _settings(pin: Pin) -> dict[str, Any]:
-    """What argparse is told of an option."""
+    """The keyword arguments of argparse's `add_argument` for a pin."""
     if pin.kind == "switch":
         return {"action": argparse.BooleanOptionalAction}
     if pin.kind in ("choice", "offload"):
@@ -105,7 +106,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _stage(text: str) -> tuple[str, int]:
-    """("transformer.h.3", 1) of "transformer.h.3=1"."""
+    """("transformer.h.3", 1) from "transformer.h.3=1"."""
     module, equals, stage = text.rpartition("=")
     if not equals or not module or not stage.isdecimal():
         raise argparse.ArgumentTypeError(f"a module and its stage, as in h.3=1, not {text!r}")

@@ -1,4 +1,4 @@
-"""`graphaccel plan`: find the model, plan it, and show the plan in every form asked for."""
+"""`graphaccel plan`: finds the model, plans it, and shows the plan in every requested form."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ from graphaccel.report.text import facts_text
 from graphaccel.report.trace import trace_json
 
 INTERRUPTED = 130  # 128 + SIGINT
-_DRAWN = 1500  # candidates that a picture is given; beyond, only those the search solved
+_DRAWN = 1500  # candidates drawn in a picture; if there are more, only those the search solved
 
 
 def plan_command(args: argparse.Namespace) -> int:
     """Plan `args.target` and print the report; `args` are those of `cli.build_parser()`.
 
     Returns 0, or 130 where Ctrl-C ended the search and the best plan so far is shown.
-    Raises GraphAccelError where there is no plan, KeyboardInterrupt where there is none yet, and
+    Raises GraphAccelError where no plan exists, KeyboardInterrupt where none was found yet, and
     what the user's file raises.
     """
     if args.compare:
@@ -93,7 +93,7 @@ def plan_command(args: argparse.Namespace) -> int:
     facts, problem = _with_extras(found)
     try:
         _show(args, facts)
-    finally:  # of a plan that another system can not run, too
+    finally:  # also for a plan that another system cannot run
         _say((*written, *_write(found, facts)), args)
     if problem is not None:
         raise problem
@@ -102,8 +102,8 @@ def plan_command(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class _Found:
-    """A plan, and what it was found with. where: the cluster with its own rates, before steps that
-    were measured corrected them. program: None where the search was interrupted."""
+    """A plan, and what it was found with. where: the cluster with its own rates, before correction
+    by measured steps. program: None where the search was interrupted."""
 
     args: argparse.Namespace
     job: Job
@@ -115,17 +115,17 @@ class _Found:
 
     @property
     def seconds(self) -> float:
-        """Predicted of a step."""
+        """Predicted seconds per step."""
         assert self.plan.prediction is not None
         return self.plan.prediction.seconds
 
     def sized(self) -> tuple[int, Mapping[int, int]] | None:
-        """The batch size that was asked for, and the dims of the inputs it lies on."""
+        """The batch size that was asked for, and the batch dims of the inputs."""
         size = self.args.batch
         return None if size is None else (size, self.compiler.capture(self.job.batch)[0].batch_dims)
 
     def facts(self) -> Facts:
-        """What the plan itself says."""
+        """Facts about the plan itself."""
         assert self.record.problem is not None
         layouts = self.record.problem.layouts
         return gather(
@@ -139,7 +139,7 @@ class _Found:
         )
 
     def with_pins(self, pins: Mapping[str, object]) -> _Found | None:
-        """Planned anew with these pins; None where there is no such plan."""
+        """Plan again with these pins; None where there is no such plan."""
         compiler, record = self.compiler.with_pins(pins), Record(watch=Progress())
         try:
             _, plan, program = compiler.choose(self.job.batch, record)
@@ -148,7 +148,7 @@ class _Found:
         return replace(self, compiler=compiler, record=record, plan=plan, program=program)
 
     def curves(self, facts: Facts) -> Facts:
-        """With the bytes on each rank in the course of the step."""
+        """Add the bytes on each rank over the step."""
         assert self.program is not None
         spans = run_spans(facts)
         curves = self.compiler.curves(self.plan, self.program, self.job.batch, spans)
@@ -156,28 +156,28 @@ class _Found:
         return replace(facts, memory=tuple(rows))
 
     def candidates(self, facts: Facts) -> Facts:
-        """With every candidate, or those that the search solved where they are too many."""
+        """Add every candidate, or those that the search solved where they are too many."""
         record, plan = self.record, self.plan
         assert record.problem is not None
         assert record.outcome is not None
         found = [record.outcome]
         if self.program is not None and found[0].tally.candidates <= _DRAWN:
-            found = [  # also those with nothing on the host, where that was not asked for
+            found = [  # also those without offload, where that was not asked for
                 solve_all(record.problem, replace(record.pins, spared=spared), record.batch,
                           prune=False, build=False)
                 for spared in dict.fromkeys((plan.offload, ()))
                 if record.pins.offload is None or spared == plan.offload
             ]  # fmt: skip
-        # what fits comes with the times of its schedule
+        # plans that fit come with the times of their simulated schedule
         plans = [plan for one in found for plan in (*one.seen, *one.fitting)]
         return replace(facts, candidates=points(plans, plan, self.compiler.cluster))
 
     def explained(self, facts: Facts) -> Facts:
-        """With the reasons for each decision."""
+        """Add the reasons for each decision."""
         return replace(facts, explanation=whatif.explain(self.record, self.plan))
 
     def measured(self, facts: Facts) -> Facts:
-        """With what it took here."""
+        """Add a measured run on this machine."""
         args = self.args
         if args.refine is not None and self.plan.offload:
             raise GraphMisuse(
@@ -188,7 +188,7 @@ class _Found:
         return replace(facts, measured=measure(args.target, self.plan, self.sized(), args.measure))
 
     def with_measured(self, facts: Facts) -> Cluster:
-        """The cluster with the step that was measured."""
+        """The cluster with the measured step added."""
         problem, measured, plan = self.record.problem, facts.measured, self.plan
         assert problem is not None
         assert measured is not None
@@ -205,7 +205,7 @@ class _Found:
         return with_step(self.where, step)
 
     def answered(self, asked: Mapping[str, object]) -> Callable[[Facts], Facts]:
-        """With the answer to one more `--why-not`."""
+        """Add the answer to one more `--why-not`."""
 
         def replan(pins: Mapping[str, object]) -> Plan:
             return self.compiler.with_pins(pins).choose(self.job.batch)[1]
@@ -217,8 +217,8 @@ class _Found:
         return answer
 
     def extras(self) -> Iterator[tuple[str, Callable[[Facts], Facts] | None]]:
-        """(what, what adds it) of all that takes time and was asked for; None for what is not
-        begun after Ctrl-C."""
+        """(what, function that adds it) for everything slow that was asked for; None for what is
+        not started after Ctrl-C."""
         args, ended = self.args, self.program is None
         drawn = args.html is not None or args.format == "json"
         if drawn or args.trace is not None:
@@ -234,9 +234,9 @@ class _Found:
 
 
 def _sayable(found: _Found, target: str, pins: Mapping[str, object]) -> _Found:
-    """The plan, or one that `target` can say: what it can not is planned anew with each value that
-    it can, and the fastest is taken, until it can say all. Nothing that is in `pins` is changed; a
-    plan of which something can not be helped stays as it is, to be refused."""
+    """The plan, or one that `target` can express: for a decision that it cannot, plan again with
+    each value that it can, and take the fastest, until all can be expressed. Nothing in `pins` is
+    changed; a plan with a decision that cannot be replaced stays as it is, to be refused."""
     best, decided = found, dict(pins)
     while best.program is not None and (left := refusals(best.facts(), target)):
         choices = [one.instead for one in left]
@@ -246,7 +246,7 @@ def _sayable(found: _Found, target: str, pins: Mapping[str, object]) -> _Found:
         start = time.perf_counter()
         try:
             tried = [(choice, best.with_pins(decided | dict([choice]))) for choice in choices[0]]
-        except KeyboardInterrupt:  # the plan itself is saved, where that was asked for
+        except KeyboardInterrupt:  # the plan itself is saved, if that was asked for
             return found
         fitting = [(choice, one) for choice, one in tried if one is not None]
         if not fitting:
@@ -260,8 +260,8 @@ def _sayable(found: _Found, target: str, pins: Mapping[str, object]) -> _Found:
 
 
 def _with_extras(found: _Found) -> tuple[Facts, BaseException | None]:
-    """All that the asked outputs need to know, and what stopped it from being more: the plan that
-    was found is shown in any case."""
+    """All facts that the requested outputs need, and what stopped them from being complete: the
+    plan that was found is shown in any case."""
     facts, left = found.facts(), []
     problem: BaseException | None = None
     for what, extra in found.extras():
@@ -279,7 +279,7 @@ def _with_extras(found: _Found) -> tuple[Facts, BaseException | None]:
 
 
 def _show(args: argparse.Namespace, facts: Facts) -> None:
-    """Print what is printed."""
+    """Print what goes to standard output."""
     if args.export is not None:
         print(export(facts, args.export), end="")
     elif args.format == "json":
@@ -289,7 +289,7 @@ def _show(args: argparse.Namespace, facts: Facts) -> None:
 
 
 def _save(args: argparse.Namespace, plan: Plan) -> list[str]:
-    """Save the plan before anything else can fail; a line that says so."""
+    """Save the plan before anything else can fail; returns the line that reports it."""
     if args.json is None:
         return []
     plan.save(args.json)
@@ -317,7 +317,7 @@ def _write(found: _Found, facts: Facts) -> Iterator[str]:
 
 
 def _say(written: Iterable[str], args: argparse.Namespace) -> None:
-    """Which files were saved, beside data on the other stream."""
+    """Print which files were saved, to stderr where stdout has data."""
     data = args.format == "json" or args.export is not None
     out = sys.stderr if data else sys.stdout
     for place, line in enumerate(written):
@@ -332,7 +332,7 @@ def _read(file: Path) -> Plan:
 
 
 def chosen_cluster(args: argparse.Namespace) -> Cluster:
-    """The cluster of a file, the devices that were named, or what is here."""
+    """The cluster from a file, the devices that were named, or this machine."""
     if args.cluster is not None:
         return read_cluster(args.cluster, args.devices)
     if args.device is not None:
@@ -345,7 +345,7 @@ def chosen_cluster(args: argparse.Namespace) -> Cluster:
 
 
 class Progress:
-    """One line on a terminal that is written over: candidates, the best so far, seconds."""
+    """One terminal line, overwritten: candidates, the best so far, seconds."""
 
     def __init__(self) -> None:
         self._start = self._last = time.perf_counter()

@@ -1,4 +1,4 @@
-"""`graphaccel explain FILE:FUNCTION --rules`: the sharding rule of every op of a model's step."""
+"""`graphaccel explain FILE:FUNCTION --rules`: prints the sharding rule of every op of a step."""
 
 from __future__ import annotations
 

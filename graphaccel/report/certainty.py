@@ -1,4 +1,4 @@
-"""How far a prediction is to be trusted: whether memory is enough, and where rates are from."""
+"""How reliable a prediction is: whether memory suffices, and where the rates come from."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from graphaccel.planner.profile.rate_correction import scales
 @dataclass(frozen=True)
 class Room:
     """Whether tensors fit the fullest device. verdict: that of `Cluster.verdict`: "safe", "likely",
-    "risky" or "impossible". reason: what of its allocator it takes, in words."""
+    "risky" or "impossible". reason: what it assumes about the allocator, in words."""
 
     verdict: str
     reason: str
@@ -24,9 +24,9 @@ class Room:
 
 @dataclass(frozen=True)
 class Reserve:
-    """What the allocator is taken to reserve beyond tensors, as a share of them. quantile: of the
-    runs that it was seen in, so that in so many of them less was; None where it is given with the
-    cluster, or assumed. source: in words."""
+    """Memory that the allocator is assumed to reserve beyond tensors, as a share of them. quantile:
+    in this share of the observed runs it was less; None where it is given with the cluster, or
+    assumed. source: in words."""
 
     share: float
     quantile: float | None
@@ -35,11 +35,11 @@ class Reserve:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Where the rates of times are from. level: 0 rates as they were given, of the catalogue or of
-    a file; 1 measured (`graphaccel calibrate`); 2 and corrected by a step of the model that was run
-    (`--refine`). source: in words. calls: measured ones; steps: those run. error: of a step's time,
-    as a share of it, that is to be expected; None where nothing was compared. error_of: of what
-    comparison it is the mean."""
+    """Where the rates of times come from. level: 0 given rates, of the catalogue or of a file; 1
+    measured (`graphaccel calibrate`); 2 also corrected by a measured step of the model
+    (`--refine`). source: in words. calls: number of measured ones; steps: number of steps run.
+    error: expected relative error of a step's time; None where nothing was compared. error_of: the
+    comparison that it is the mean of."""
 
     level: int
     source: str
@@ -49,22 +49,22 @@ class Calibration:
     error_of: str = ""
 
 
-# Mean errors of a step's time, of what is committed in benchmarks/results: tests/graph/
-# test_certainty.py works them out anew.
+# Mean errors of a step's time over the results committed in benchmarks/results:
+# tests/graph/test_certainty.py recomputes them.
 _LEFT_OUT = {False: 0.07, True: 0.1}
 """validation.json: published runs on GPUs, each source predicted by constants that are fitted
-without it, mean over the sources; of plans with products in 8 bits, too."""
+without it, mean over the sources. True: plans with 8-bit matmuls included."""
 _COMPARED = ("a100", "b200", "h100", "h200")
-"""Kinds of devices with such runs; H200 has the constants of H100."""
+"""Device kinds with such runs; H200 has the constants of H100."""
 _CALIBRATED = 0.07
 """predicted.json: 18 plans of three small models after `graphaccel calibrate`, on CPU processes."""
 _REFINED = 0.05
-"""predicted.json: each of those plans, scaled by the ratio of another one of its model on as many
-processes."""
+"""predicted.json: each of those plans, scaled by the ratio of another plan of its model on the same
+number of processes."""
 
 
 def reserve_of(cluster: Cluster) -> Reserve:
-    """Of the allocator of a cluster's devices."""
+    """The reserve of the allocator of a cluster's devices."""
     share = cluster.fragmentation
     if cluster.device.type == "cuda" and share == RESERVED:
         return Reserve(share, 0.9, "of 27 published runs on B200")
@@ -74,14 +74,14 @@ def reserve_of(cluster: Cluster) -> Reserve:
 
 
 def reserve_text(reserve: Reserve) -> str:
-    """What `other` has beside the context, in words."""
+    """The part of `other` beside the context, in words."""
     if reserve.quantile is None:
         return f"{reserve.share:.0%} fragmentation ({reserve.source})"
     return f"{reserve.share:.0%} fragmentation (quantile {reserve.quantile:g} {reserve.source})"
 
 
 def room(tensors: int, cluster: Cluster) -> Room:
-    """Of so many bytes of tensors on one device."""
+    """Whether this many bytes of tensors fit one device."""
     verdict = cluster.verdict(tensors)
     whole, half = cluster.fragmentation, cluster.fragmentation / 2
     free = max(0, cluster.device.memory - cluster.context_bytes)
@@ -97,12 +97,12 @@ def room(tensors: int, cluster: Cluster) -> Room:
 
 
 def room_of(memory: Sequence[StageMemory], cluster: Cluster) -> Room | None:
-    """Of the fullest device; None where memory was not predicted."""
+    """Whether tensors fit the fullest device; None where memory was not predicted."""
     return room(max(m.tensors for m in memory), cluster) if memory else None
 
 
 def calibration_of(cluster: Cluster, precision: Precision | None = None) -> Calibration:
-    """By what is known of the cluster, for a plan of that precision (in 8 bits or not)."""
+    """The calibration of a cluster, for a plan of that precision (8-bit or not)."""
     calls, steps = len(cluster.device.measured), cluster.refined_by
     known = f"{calls} calls measured on this kind" if calls else _given(cluster)
     if steps:
@@ -130,7 +130,7 @@ def calibration_of(cluster: Cluster, precision: Precision | None = None) -> Cali
 
 
 def error_text(calibration: Calibration) -> str:
-    """The error to expect, in words."""
+    """The expected error, in words."""
     if calibration.error is None:
         return "error to expect: not known, no run on such a device was compared"
     return f"error to expect: {calibration.error:.0%}, the mean over {calibration.error_of}"

@@ -1,6 +1,6 @@
-"""The geometry of the pictures in the HTML report; `page.html.jinja` draws them.
+"""Computes the geometry of the pictures in the HTML report; `page.html.jinja` draws them.
 
-All in units of a picture `WIDTH` wide. What a picture leaves out, it says.
+All in units of a picture `WIDTH` wide. Each picture notes what it leaves out.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LEFT, _RIGHT = 76, 16
 _RANKS = 6  # pictures of memory
 _ROWS = 24  # of the schedule
 _BARS = 6000
-_NUMBERED = 13  # units a bar needs to hold its number
+_NUMBERED = 13  # least width of a bar that shows its number
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Area:
 
 @dataclass(frozen=True)
 class MemoryChart:
-    """Bytes of tensors on one rank over a step. budget: height of what the device has for tensors,
-    None where that is above the top."""
+    """Bytes of tensors on one rank over a step. budget: height of the memory that the device has
+    for tensors, None where that is above the top."""
 
     title: str
     peak: str
@@ -83,7 +83,7 @@ class GanttChart:
 
 @dataclass(frozen=True)
 class WaterfallRow:
-    """One term of the step's time, from where the one before it ended."""
+    """One term of the step's time, starting where the previous one ended."""
 
     name: str
     kind: str
@@ -97,7 +97,7 @@ class WaterfallRow:
 
 @dataclass(frozen=True)
 class WaterfallChart:
-    """Where the time of a step goes."""
+    """The terms that the time of a step consists of."""
 
     height: float
     left: float
@@ -117,7 +117,8 @@ class Dot:
 
 @dataclass(frozen=True)
 class ParetoChart:
-    """Candidates by peak memory (across) and seconds (up). front: an SVG path of stairs."""
+    """Candidates by peak memory (across) and seconds (up). front: the Pareto front as an SVG path.
+    """
 
     height: float
     left: float
@@ -138,7 +139,7 @@ class ParetoChart:
 
 
 def memory_charts(facts: Facts) -> tuple[tuple[MemoryChart, ...], str]:
-    """One for each rank, or for the fullest, and what was left out."""
+    """One for each rank, or for the fullest ones, and a note of what was left out."""
     rows = facts.memory
     note = ""
     if len(rows) > _RANKS:
@@ -152,7 +153,7 @@ def memory_charts(facts: Facts) -> tuple[tuple[MemoryChart, ...], str]:
 def _memory_chart(facts: Facts, row: RankMemory, highest: int) -> MemoryChart:
     """highest: bytes of tensors on the fullest rank, so that all pictures have one scale."""
     top, bottom = 12.0, 192.0
-    other = row.samples[0].live.get("other", 0)  # as large as the device's memory allows: no news
+    other = row.samples[0].live.get("other", 0)  # fills up the device's memory: not informative
     samples = [
         replace(s, live={kind: size for kind, size in s.live.items() if kind != "other"})
         for s in (*row.samples, replace(row.samples[-1], seconds=facts.prediction.seconds))
@@ -184,7 +185,7 @@ def _memory_chart(facts: Facts, row: RankMemory, highest: int) -> MemoryChart:
 
 
 def _areas(samples: Sequence[Sample], across: Scale, up: Scale, unit: float) -> tuple[Area, ...]:
-    """What never changes at the bottom, what changes most on top."""
+    """Categories that never change at the bottom, those that change most on top."""
     kinds = list(samples[0].live)
 
     def moves(kind: str) -> int:
@@ -340,7 +341,7 @@ def _dot(point: Point, x: float, y: float) -> Dot:
 
 
 def _stairs(front: Sequence[Point], across: Scale, up: Scale, unit: float) -> str:
-    """From the fastest to the smallest: for each memory, the least time it allows."""
+    """The Pareto front: for each amount of memory, the least time."""
     ordered = sorted(front, key=lambda p: p.peak)
     if len(ordered) < 2:
         return ""

@@ -1,4 +1,4 @@
-"""Two plans side by side: decisions that differ, memory and time."""
+"""Compares two plans: decisions that differ, memory and time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LONGEST = 34
 
 
 def comparison(a: Plan, b: Plan, *, names: tuple[str, str]) -> str:
-    """What the two have different, with a newline at its end. names: what they are called."""
+    """The differences as text, with a newline at its end. names: of the plans."""
     sections = [
         [f"A  {names[0]}: {a.name}", f"B  {names[1]}: {b.name}"],
         _made_for(a, b),
@@ -28,9 +28,9 @@ def comparison(a: Plan, b: Plan, *, names: tuple[str, str]) -> str:
 
 
 def _made_for(a: Plan, b: Plan) -> list[str]:
-    """What the plans were made for, where it is not the same: then their times can not be
-    compared. Graphs are those of a model and a batch: with other batches they say nothing of the
-    model."""
+    """Models, clusters and batches of the plans where they are not the same: then times cannot be
+    compared. Graph fingerprints are of a model and a batch: with different batches they do not
+    identify the model."""
     both = (
         *([("model", a.graph, b.graph)] if a.batch == b.batch else []),
         ("cluster", a.cluster, b.cluster),

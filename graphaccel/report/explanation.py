@@ -1,4 +1,4 @@
-"""Why a plan is what it is, and why not another: as text."""
+"""Explains as text why the planner chose a plan, and why not another."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from graphaccel.report.format import (
 
 
 def explanation_lines(why: Explanation, plan: Plan) -> list[str]:
-    """Decision by decision, then what more or other devices would bring, then how sure it is."""
+    """Decision by decision, then the effect of other numbers or kinds of devices, then the
+    certainty."""
     lines = ["DECISIONS  the best plan with each other value, all else planned anew"]
     for decision in why.decisions:
         lines += _decision(decision)
@@ -45,7 +46,7 @@ def explanation_lines(why: Explanation, plan: Plan) -> list[str]:
 
 
 def stability(why: Explanation) -> str:
-    """In one sentence: in how many perturbed calibrations the plan stays the best."""
+    """One sentence: in how many perturbed calibrations the plan stays the best."""
     kept = sum(shift.regret <= 0 for shift in why.shifts)
     worst = max((shift.regret for shift in why.shifts), default=0.0)
     text = f"stays the best in {kept} of {len(why.shifts)} calibrations with one rate 10 % off"
@@ -66,7 +67,7 @@ def _decision(decision: Decision) -> list[str]:
 
 
 def answer_lines(answer: Answer, plan: Plan, cluster: Cluster) -> list[str]:
-    """`--why-not`: what the asked plan would be, what binds, by how much it loses."""
+    """`--why-not`: the requested plan, its binding limit, and by how much it is worse."""
     known = answer.reason.startswith(answer.verdict) or answer.verdict in ("slower", "faster")
     said = answer.reason if known else f"{answer.verdict}: {answer.reason}"
     lines = [f"WHY NOT  {answer.asked}", *wrapped(said)]

@@ -1,7 +1,7 @@
-"""A plan as the configuration of another system, so that it is useful without our runtime.
+"""Exports a plan as the configuration of torchtitan, Megatron-LM, DeepSpeed or Accelerate.
 
-Each target gets what it can say; a decision it can not say is refused, never dropped. Option names
-are those of the public sources of August 2026: torchtitan b5bcd76 (`config/configs.py`),
+Each target gets what it can express; a decision it cannot express is refused, never dropped. Option
+names are those of the public sources of August 2026: torchtitan b5bcd76 (`config/configs.py`),
 Megatron-LM d98e8a6 (`training/arguments.py`, `model_parallel_config.py`), DeepSpeed edaa722
 (`runtime/config.py`, `runtime/zero/config.py`), Accelerate 16cb6eb (`commands/config/cluster.py`).
 """
@@ -22,21 +22,21 @@ _FP32 = 4
 
 
 class Refusal(NamedTuple):
-    """A decision that a target can not say. instead: (pin, value) with which it could, each a plan
-    of its own; none where there is none, or too many."""
+    """A decision that a target cannot express. instead: (pin, value) pairs that it can, each to
+    plan again with; empty where there are none, or too many."""
 
     reason: str
     instead: tuple[tuple[str, object], ...] = ()
 
 
 class _Refused:
-    """What a target can not say, as it turns up."""
+    """Collects what a target cannot express."""
 
     def __init__(self) -> None:
         self.found: list[Refusal] = []
 
     def add(self, reason: str, instead: tuple[tuple[str, object], ...] = ()) -> None:
-        """One more."""
+        """Add one."""
         self.found.append(Refusal(reason, instead))
 
 
@@ -49,7 +49,7 @@ _GATHERS_AGAIN = (("reshard_after_forward", "always"),)
 def export(facts: Facts, target: str) -> str:
     """The configuration text for `target`, one of `TARGETS`, with a newline at its end.
 
-    Raises CannotExport (GA209) with every decision that the target can not say.
+    Raises CannotExport (GA209) with every decision that the target cannot express.
     """
     text, refused = _said(facts, target)
     if refused:
@@ -59,7 +59,7 @@ def export(facts: Facts, target: str) -> str:
 
 
 def refusals(facts: Facts, target: str) -> tuple[Refusal, ...]:
-    """What `target` can not say of the plan."""
+    """The decisions of the plan that `target` cannot express."""
     return _said(facts, target)[1]
 
 
@@ -75,7 +75,7 @@ def _about(facts: Facts) -> str:
 
 
 def _common(facts: Facts, refused: _Refused, target: str) -> None:
-    """What no target can say."""
+    """Refuse what no target can express."""
     plan = facts.plan
     if plan.placements:
         names = ", ".join(name for name, _ in plan.placements)
@@ -125,7 +125,8 @@ def _only_1f1b(plan: Plan, refused: _Refused, target: str) -> None:
 
 
 def _sharded_only(plan: Plan, refused: _Refused) -> None:
-    """FSDP's CPU offload, which takes parameters, gradients and optimizer state along."""
+    """Refuse parameters on the host with data 1: FSDP offloads shards only, those of parameters,
+    gradients and optimizer state together."""
     if "parameters" in plan.offload and plan.data == 1:
         refused.add(
             "parameters on the host with data 1: they are there as shards of its FSDP",
@@ -137,7 +138,8 @@ _PER_MICROBATCH = "parameters gathered once a step: its FSDP gathers them in eac
 
 
 def _torchtitan(facts: Facts, refused: _Refused) -> str:
-    """A function over torchtitan's `Trainer.Config`: its flags are frozen and to be removed."""
+    """A function over torchtitan's `Trainer.Config`: its command-line flags are frozen and will be
+    removed."""
     plan = facts.plan
     _common(facts, refused, "torchtitan")
     if facts.model.tokens is None:
@@ -183,7 +185,7 @@ def _torchtitan(facts: Facts, refused: _Refused) -> str:
     ]
     if sharded:
         rows.append(("parallelism.fsdp_reshard_after_forward", again))
-    if "parameters" in plan.offload:  # and with them gradients and optimizer state
+    if "parameters" in plan.offload:  # together with gradients and optimizer state
         rows.append(("training.enable_cpu_offload", True))
     if plan.pipeline > 1:
         rows += [
@@ -202,7 +204,7 @@ def _torchtitan(facts: Facts, refused: _Refused) -> str:
 
 
 def _titan_stages(layers: Sequence[int], refused: _Refused) -> list[tuple[str, Any]]:
-    """Layers of a stage: all the same, but fewer on the first and the last."""
+    """Layers per stage: all equal, except fewer on the first and the last."""
     most = max(layers)
     if any(count != most for count in layers[1:-1]):
         refused.add(
@@ -266,7 +268,7 @@ def _megatron(facts: Facts, refused: _Refused) -> str:
             flags.append(("ddp-bucket-size", plan.bucket_bytes // _FP32))
     if plan.zero == 1 or plan.holds_gathered:
         flags.append(("use-distributed-optimizer", None))
-        if plan.holds_gathered:  # 16-bit weights are whole there, their masters in shards
+        if plan.holds_gathered:  # 16-bit weights are replicated there, their masters sharded
             flags.append(("overlap-param-gather", None))
             if plan.microbatches > 1 and plan.accumulation == "shards":
                 refused.add(
@@ -308,7 +310,7 @@ def _megatron(facts: Facts, refused: _Refused) -> str:
 
 
 def _layout(layers: Sequence[int]) -> str:
-    """`Et*2|t*3|t*3L`: embedding, layers, loss, stages apart by `|`."""
+    """`Et*2|t*3|t*3L`: embedding, layers, loss, stages separated by `|`."""
     stages = [f"t*{count}" if count > 1 else "t" * count for count in layers]
     return f"E{'|'.join(stages)}L"
 
@@ -365,9 +367,9 @@ def _deepspeed(facts: Facts, refused: _Refused) -> str:
             _GATHERS_AGAIN,
         )
     stage = plan.zero
-    if plan.holds_gathered:  # whole weights in 16 bits, their float32 masters in shards
+    if plan.holds_gathered:  # full 16-bit weights, their float32 masters sharded
         stage = 2 if plan.accumulation == "shards" else 1
-    elif "parameters" in plan.offload:  # of one device too: it is the stage that has them there
+    elif "parameters" in plan.offload:  # also on one device: the ZeRO stage keeps them there
         stage = 3
     content: dict[str, Any] = {
         "train_batch_size": plan.batch,

@@ -1,7 +1,8 @@
-"""`Facts`: all that a report says about a plan, as plain data; text, HTML, JSON and trace read it.
+"""`Facts`: everything that a report says about a plan, as plain data for text, HTML, JSON and
+trace.
 
-Nothing here knows which axes a mesh has, which decisions there are or what a step's time and memory
-consist of: they are taken from the plan as they come.
+Nothing here depends on which axes a mesh has, which decisions there are or what terms a step's time
+and memory consist of: they are taken from the plan.
 """
 
 from __future__ import annotations
@@ -45,8 +46,9 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What was captured. parameters: numbers, trained and frozen, shared ones once. tensors: how
-    many hold them and the buffers. tokens: length of a sequence, None where there is none."""
+    """The captured model. parameters: number of elements, trained and frozen, shared ones once.
+    tensors: how many hold them and the buffers. tokens: length of a sequence, None where there is
+    none."""
 
     name: str
     parameters: int
@@ -61,11 +63,11 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class StageFacts:
-    """One stage. holds: its parameters, folded; bytes: theirs. forward, backward: seconds a
-    microbatch. cut: the node after which it ends, in `cut_module`; crossing: bytes a microbatch
-    sends over that cut, one way. blocks: how many begin in it; whole_blocks: none of them goes on
-    elsewhere. recomputed: how many of them are computed again as a
-    whole, selectively: but for some values; recomputed_first: the former come first.
+    """One stage. holds: its parameters, folded; bytes: theirs. forward, backward: seconds per
+    microbatch. cut: the node after which it ends, in `cut_module`; crossing: bytes that a
+    microbatch sends over that cut, one way. blocks: how many begin in it; whole_blocks: none of
+    them continues in another stage. recomputed: how many of them are recomputed entirely,
+    selectively: except for some saved values; recomputed_first: the former come first.
     """
 
     stage: int
@@ -87,7 +89,7 @@ class StageFacts:
 
 @dataclass(frozen=True)
 class Event:
-    """Something a pipeline rank does, from `start` to `end` seconds. kind: forward, backward, send,
+    """An action of a pipeline rank, from `start` to `end` seconds. kind: forward, backward, send,
     receive (the time the rank waits), reduce, optimizer. microbatch and peer: -1 where none."""
 
     rank: int
@@ -102,7 +104,7 @@ class Event:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes on a pipeline rank in the course of a step."""
+    """Bytes on a pipeline rank over a step."""
 
     rank: int
     samples: tuple[Sample, ...]
@@ -110,8 +112,8 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class Point:
-    """A candidate: seconds of a step and the fullest rank's peak in bytes. front: no other takes
-    less of both. chosen: it is the plan."""
+    """A candidate: seconds of a step and the fullest rank's peak in bytes. front: no other is
+    better in both. chosen: it is the plan."""
 
     name: str
     seconds: float
@@ -123,7 +125,7 @@ class Point:
 
 @dataclass(frozen=True)
 class RecomputePrice:
-    """What recomputation costs of the step, and the bytes a device needs to do without it."""
+    """The time that recomputation costs in the step, and the bytes a device needs to avoid it."""
 
     blocks: int
     share: float
@@ -132,9 +134,9 @@ class RecomputePrice:
 
 @dataclass(frozen=True)
 class Resting:
-    """What lies in shards over one axis between steps. what: "parameters, gradients, optimizer
-    state", "optimizer state", ... tensors: how many parameters that are, of `of`. holds: which, by
-    the dim that is split, numbers folded."""
+    """State that is sharded over one axis between steps. what: "parameters, gradients, optimizer
+    state", "optimizer state", ... tensors: for how many parameters, out of `of`. holds: which, by
+    the dim that is sharded, layer numbers folded."""
 
     axis: str
     size: int
@@ -148,8 +150,8 @@ class Resting:
 class Measured:
     """A run of the plan: median seconds of `steps` steps, and peak tensor bytes of each pipeline
     rank (none where they could not be measured). where: the machine, in words. host: bytes that
-    each pipeline rank keeps on its host. optimizer: median seconds of the optimizer's
-    step alone."""
+    each pipeline rank holds on its host. optimizer: median seconds of the optimizer's step alone.
+    """
 
     steps: int
     seconds: float
@@ -165,8 +167,8 @@ class Measured:
 class Facts:
     """The whole report as data.
 
-    room: whether the fullest device has enough memory. reserve: what its allocator is taken to
-    waste. calibration: where its rates are from.
+    room: whether the fullest device has enough memory. reserve: what its allocator is assumed to
+    waste. calibration: where its rates come from.
     answers: to each `--why-not`, in the order in which they were asked.
     """
 
@@ -191,7 +193,7 @@ class Facts:
 
     @property
     def prediction(self) -> Prediction:
-        """The plan's. Raises ValueError for a plan without one."""
+        """The plan's prediction. Raises ValueError for a plan without one."""
         if self.plan.prediction is None:
             raise ValueError("this plan was not predicted yet")
         return self.plan.prediction
@@ -220,10 +222,11 @@ def gather(
     layouts: Layouts | None = None,
     program: StepProgram | None = None,
 ) -> Facts:
-    """What the plan itself says. layouts: profiles of the step and of its shards. program: what was
-    built for the plan: without it nothing is said of what rests in shards.
+    """Facts about the plan itself. layouts: profiles of the step and of its shards. program: built
+    for the plan: without it sharded state is not reported.
 
-    Raises ValueError for a plan without a prediction, or with axes that `layouts` knows nothing of.
+    Raises ValueError for a plan without a prediction, or with axes that `layouts` has no profile
+    for.
     """
     if plan.prediction is None:
         raise ValueError("this plan was not predicted yet")
@@ -254,7 +257,7 @@ _LEVELS = {
 
 
 def _resting(plan: Plan, program: StepProgram) -> tuple[Resting, ...]:
-    """What rests in shards, by axis and by what of a parameter does."""
+    """State that is sharded between steps, by axis and by which state of a parameter it is."""
     names = {n for stage in program.stages for n in stage.parameters}
     rows: dict[tuple[str, int], list[tuple[str, int]]] = defaultdict(list)
     for name in sorted(names):
@@ -287,7 +290,7 @@ def run_spans(facts: Facts) -> dict[tuple[str, int, int], tuple[float, float]]:
 
 def points(plans: Sequence[Plan], chosen: Plan, cluster: Cluster) -> tuple[Point, ...]:
     """Every candidate, by ascending seconds; the chosen plan is among them. Of two predictions of
-    the same candidate the later one counts."""
+    the same candidate the later one is used."""
     rows = {plan.decided(): (_seconds(plan), _peak(plan), plan.name) for plan in plans}
     rows[chosen.decided(notes=())] = (_seconds(chosen), _peak(chosen), chosen.name)
     best = chosen.decided(notes=())
@@ -328,7 +331,7 @@ def _model(step: StepGraph, profile: Profile, name: str, batch: int) -> ModelFac
 
 
 def _count(profile: Profile, step: StepGraph) -> int:
-    """Trained and frozen numbers, shared ones once."""
+    """Trained and frozen elements, shared ones once."""
     known = {p.name for p in profile.parameters}
     sizes = {}
     for node, spec in zip(input_nodes(step.graph), step.inputs, strict=True):
@@ -381,7 +384,7 @@ def _stages(
 
 
 def _blocks(profile: Profile, span: tuple[int, int]) -> list[int]:
-    """The blocks that positions [first, end) belong to, in their order."""
+    """The blocks that positions [first, end) belong to, in order."""
     first, end = span
     return list(dict.fromkeys(b for b in profile.block_at[first:end].tolist() if b >= 0))
 
@@ -406,7 +409,7 @@ def _events(
 def _recompute_price(
     plan: Plan, prediction: Prediction, profile: Profile, sized: SizedProfile, cluster: Cluster
 ) -> RecomputePrice | None:
-    """What recomputation costs, and the memory from which it would not be needed."""
+    """The cost of recomputation, and the memory from which it would not be needed."""
     if not plan.again or not prediction.memory:
         return None
     again = sized.done_again(profile.again(plan))[0].sum()
@@ -419,7 +422,7 @@ def _recompute_price(
 
 
 def fold(names: Sequence[str], *, parameters: bool = True) -> str:
-    """Names in short: parameters by block or module, consecutive blocks as `h.0-3`."""
+    """Names in short form: parameters by block or module, consecutive blocks as `h.0-3`."""
     groups: dict[str, None] = {}
     for name in names:
         module = name.rpartition(".")[0] or name

@@ -1,4 +1,4 @@
-"""How reports write numbers, lists and tables."""
+"""Formats numbers, lists and tables for reports."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from graphaccel.planner.search.reasons import TERMS
 
 WIDTH = 110
-_LINES, _FIRST, _LAST = 20, 8, 4  # of lines that are much alike, those shown
+_LINES, _FIRST, _LAST = 20, 8, 4  # of many similar lines, those shown
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 CATEGORIES = {
     "parameter": ("param", "P"),
@@ -19,11 +19,11 @@ CATEGORIES = {
     "temporary": ("temp", "T"),
     "other": ("other", "X"),
 }
-"""How a category of memory is called in a column, and its letter in a bar."""
+"""The column name of a memory category, and its letter in a bar."""
 
 
 def term_name(name: str) -> str:
-    """How a term of the step's time is called."""
+    """The name of a term of the step's time."""
     return TERMS.get(name, name.replace("_", " "))
 
 
@@ -62,7 +62,7 @@ def right_aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def wrapped(line: str) -> list[str]:
-    """Indented, on as many lines as it needs."""
+    """Indented, wrapped to as many lines as needed."""
     return textwrap.wrap(line, WIDTH, initial_indent="  ", subsequent_indent="    ")
 
 
@@ -77,8 +77,8 @@ def folded(modules: Sequence[str]) -> str:
 
 
 def shortened(lines: Sequence[str], keep: Collection[int] = ()) -> list[str]:
-    """Of many lines that are much alike the first and last, and those to `keep` (by number): the
-    data (`--format json`) has all of them."""
+    """Of many similar lines the first and last, and those to `keep` (by number): the data
+    (`--format json`) has all of them."""
     if len(lines) <= _LINES:
         return list(lines)
     shown = sorted({*range(_FIRST), *range(len(lines) - _LAST, len(lines)), *keep})

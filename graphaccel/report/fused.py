@@ -1,4 +1,4 @@
-"""What a report says of fused ops: which are placed, and whether their kernels run."""
+"""The report's lines about fused ops: which are placed, and whether their kernels run."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from graphaccel.planner.profile.profile import Profile
 
 
 def fusion_notes(placed: Mapping[str, int], device: str) -> tuple[str, ...]:
-    """placed: how often each is, by name. device: the type that the plan is for, "cpu" or "cuda".
+    """placed: the count of each, by name. device: the type that the plan is for, "cpu" or "cuda".
 
-    The second line is there where the kernels of some of them can not run: their references do.
+    There is a second line if the kernels of some of them cannot run and their references run
+    instead.
     """
     said = ", ".join(f"{name} {count}" for name, count in placed.items())
     lines = (f"fused ops: {said}" if said else "fused ops: none fits; graphaccel explain says why",)
@@ -38,7 +39,7 @@ def fusion_notes(placed: Mapping[str, int], device: str) -> tuple[str, ...]:
 
 
 def chunk_notes(profile: Profile, plan: Plan, cluster: Cluster) -> tuple[str, ...]:
-    """How many rows at a time a fused head and loss does, and why; () where the plan has none.
+    """How many rows a fused head and loss processes at a time, and why; () where the plan has none.
     profile: of the graph that a device of the plan runs."""
     if not plan.loss_chunk:
         return ()

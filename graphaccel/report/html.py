@@ -1,4 +1,4 @@
-"""The report as one HTML page that opens from disk: styles and pictures are in it, nothing else."""
+"""Renders the report as one self-contained HTML page, with its styles and pictures inside."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def html_page(facts: Facts) -> str:
 
 
 def _cards(facts: Facts) -> list[tuple[str, str, str]]:
-    """(what, how much, beside it) in large letters on top."""
+    """(what, value, detail) of the large cards on top."""
     seconds, memory = facts.prediction.seconds, facts.cluster.device.memory
     peak = max(m.peak for m in facts.prediction.memory)
     examples = facts.plan.batch / seconds if seconds else 0.0

@@ -1,4 +1,4 @@
-"""What a plan runs in ONNX Runtime and what it does not, with the reasons, as text."""
+"""Reports as text what a plan runs in ONNX Runtime, what it does not, and why."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def ort_lines(plan: Plan) -> list[str]:
 
 
 def ort_report(path: Path) -> str:
-    """All regions of a saved plan, and all that was asked for and stayed outside.
+    """All regions of a saved plan, and all that was requested but stays in torch.
 
-    Raises ValueError for a file that is no plan.
+    Raises ValueError for a file that is not a plan.
     """
     plan = Plan.from_json(path.read_text())
     report = plan.prediction.ort if plan.prediction is not None else None

@@ -1,4 +1,4 @@
-"""What each phase of a training takes of the memory, in words."""
+"""Reports the memory that each phase of a training takes (load, step, save, ...)."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ PHASES = {
     "later": ("later steps", "", ""),
     "save": ("save", "save_whole", "full_state_dict"),
 }
-"""Field of `Phases` → (its name, the field of the same done otherwise, what that is)."""
+"""Field of `Phases` → (its name, the field of the alternative, what the alternative is)."""
 
 
 def phase_rows(phases: Phases) -> list[tuple[str, int, str, int]]:
-    """(phase, bytes, the other way to do it, its bytes) in the order of a training."""
+    """(phase, bytes, the alternative, its bytes) in the order of a training."""
     return [
         (name, getattr(phases, field), way, getattr(phases, other) if other else 0)
         for field, (name, other, way) in PHASES.items()
@@ -27,7 +27,7 @@ def phase_rows(phases: Phases) -> list[tuple[str, int, str, int]]:
 
 
 def phase_lines(m: StageMemory, cluster: Cluster) -> list[str]:
-    """Of a rank: the most in each phase, and what of it does not fit."""
+    """Of a rank: the peak of each phase, and what does not fit."""
     if m.phases is None:
         return []
     unit, size = unit_of(m.tensors)
@@ -46,7 +46,7 @@ def phase_lines(m: StageMemory, cluster: Cluster) -> list[str]:
 
 
 def misfits(phases: Phases, cluster: Cluster) -> list[str]:
-    """Ways to load and save for which a device has no room, and what to do instead."""
+    """Ways to load and save that do not fit a device, and what to do instead."""
     free = cluster.device.memory - cluster.context_bytes
     found = []
     if phases.load_built > free >= phases.load:

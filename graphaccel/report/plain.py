@@ -1,6 +1,6 @@
-"""Frozen dataclasses to plain JSON data and back, by their type hints.
+"""Converts frozen dataclasses to plain JSON data and back, by their type hints.
 
-Understands what reports are made of: dataclasses, tuples, mappings with string keys, optional
+Supports the types that reports consist of: dataclasses, tuples, mappings with string keys, optional
 fields, numbers, strings and booleans. Bytes stay integers, seconds floats.
 """
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 def to_plain(value: Any) -> Any:
     """Dicts, lists, strings, numbers, booleans and None.
 
-    Raises TypeError for what is none of the above.
+    Raises TypeError for a value of another type.
     """
     if is_dataclass(value) and not isinstance(value, type):
         return {f.name: to_plain(getattr(value, f.name)) for f in fields(value)}
@@ -33,8 +33,8 @@ def to_plain(value: Any) -> Any:
 def from_plain(kind: type[T], data: Any) -> T:
     """The inverse of `to_plain` for a dataclass `kind`.
 
-    Fields with a default may be left out: an older version did not write them. Raises ValueError
-    for other missing or unknown fields, and for data of another type.
+    Fields with a default may be missing: an older version did not write them. Raises ValueError for
+    other missing or unknown fields, and for data of another type.
     """
     return _read(kind, data, kind.__name__)
 

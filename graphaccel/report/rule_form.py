@@ -1,10 +1,10 @@
-"""A call of `graphaccel.sharding_rule` to begin with, for an op without a rule.
+"""Drafts a `graphaccel.sharding_rule` call for an op without a rule.
 
     mylib.op(f32[8,64], 2)
       ->  "mylib::op", "n a -> n a", whole="a", example=(torch.randn(8, 64, ...), 2)
 
-It can be pasted as it is: the leading dim of the first tensor is taken for the examples, wherever
-it leads, and every other dim is whole. Whether that holds is proved when the call is run.
+It can be pasted as it is: the leading dim of the first tensor is assumed to be the batch, wherever
+it leads, and every other dim cannot be sharded. Running the call checks whether that holds.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _called(target: Any) -> str:
 
 
 def _example(value: Any) -> str:
-    """An argument like this one, as Python."""
+    """Python code for an argument like this one."""
     if isinstance(value, fx.Node):
         tensor = value.meta["val"]
         shape = ", ".join(map(str, shape_of(value))) if tensor.dim() else "()"

@@ -1,9 +1,9 @@
-"""The sharding rule of every op of a captured step, and what the ops without one cost.
+"""Lists the sharding rule of every op of a captured step, and the cost of ops without one.
 
     priced_rules(step, device) -> RuleRow, ...  -> rules_text(rows, ...)
 
-An op without a rule runs whole on every device of an axis, so its whole time stays; and where the
-batch is split it is refused (GA301), as it could mix examples.
+An op without a rule runs unsharded on every device of an axis, so its whole time stays; and where
+the batch is split it is refused (GA301), as it could mix examples.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ from graphaccel.sharding.rules.table import rule_of
 class RuleRow:
     """Calls of one op under one rule (None: there is none), added up.
 
-    op: `aten.mm`. shape: what the most costly of them gives, as text. modules: their paths, numbers
-    folded. location: "file:line" of the user's code, "" where unknown. uses: how many. flops,
-    bytes, seconds: of all of them in one step on one device. share: of the step's seconds. form: of
-    an op without a rule, the arguments of a call that gives it one (`report.rule_form`).
+    op: `aten.mm`. shape: the output of the most costly of them, as text. modules: their paths,
+    layer numbers folded. location: "file:line" of the user's code, "" where unknown. uses: how many
+    calls. flops, bytes, seconds: of all of them in one step on one device. share: of the step's
+    seconds. form: for an op without a rule, the arguments of a call that gives it one
+    (`report.rule_form`).
     """
 
     op: str
@@ -110,7 +111,7 @@ def missing(rows: Sequence[RuleRow]) -> MissingRule | None:
 
 
 def missing_note(rows: Sequence[RuleRow]) -> tuple[str, ...]:
-    """A line for a report: what the ops without a rule take, whole on every device."""
+    """A report line: the cost of ops without a rule, which run unsharded on every device."""
     without = [r for r in rows if r.rule is None]
     if not without:
         return ()

@@ -1,4 +1,4 @@
-"""Axes of pictures: where a value lies, and where the ticks are."""
+"""Axes of pictures: maps values to positions, and chooses ticks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from graphaccel.report.format import unit_of
 
 @dataclass(frozen=True)
 class Tick:
-    """A place on an axis, in the picture's units, and what stands there."""
+    """A position on an axis, in the picture's units, and its label."""
 
     at: float
     label: str
@@ -19,8 +19,8 @@ class Tick:
 
 @dataclass(frozen=True)
 class Scale:
-    """Values from `low` to `high` on the places from `start` to `end`; evenly in their logarithm
-    where `log`."""
+    """Maps values from `low` to `high` to positions from `start` to `end`; logarithmically if
+    `log`."""
 
     low: float
     high: float
@@ -29,7 +29,7 @@ class Scale:
     log: bool = False
 
     def __call__(self, value: float) -> float:
-        """The place of a value, to a tenth of a unit."""
+        """The position of a value, to a tenth of a unit."""
         low, high = self.low, self.high
         if self.log:
             low, high, value = math.log(low), math.log(high), math.log(value)
@@ -64,13 +64,13 @@ def _log_values(low: float, high: float) -> list[float]:
 
 
 def time_label(longest: float) -> Callable[[float], str]:
-    """Seconds as a number of the unit that fits `longest`; the unit stands at each."""
+    """Seconds in the unit that fits `longest`, with the unit at each."""
     units = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6))
     unit, size = next((u for u in units if longest >= u[1]), units[-1])
     return lambda seconds: f"{seconds / size:.6g} {unit}" if seconds else "0"
 
 
 def bytes_label(most: int) -> tuple[Callable[[float], str], float]:
-    """Bytes as a number of the unit that fits `most`, and that unit in bytes."""
+    """Bytes in the unit that fits `most`, and that unit in bytes."""
     unit, size = unit_of(most)
     return (lambda value: f"{value / size:.3g} {unit}" if value else "0"), float(size)

@@ -1,8 +1,4 @@
-"""A plan as plain text: what was assumed, what was decided, what it takes, and why.
-
-80 to 110 columns, no colour, every number with its unit, nothing that depends on the machine that
-prints it, so that a report can be compared as text.
-"""
+"""Renders a plan as plain text: assumptions, decisions, memory and time, and the reasons."""
 
 from __future__ import annotations
 
@@ -57,7 +53,7 @@ def plan_report(
 ) -> str:
     """The whole report, with a newline at its end.
 
-    plan: with a prediction. assumed: what was taken for granted, e.g. "AdamW; memory not probed".
+    plan: with a prediction. assumed: what was assumed, e.g. "AdamW; memory not probed".
     layouts: profiles of the step and of its shards. program: built for the plan.
     Raises: ValueError for a plan without a prediction, or with axes without a profile.
     """
@@ -152,14 +148,14 @@ def _decisions(facts: Facts) -> list[str]:
 
 
 def _apart(plan: Plan) -> str:
-    """How far apart devices that are next to each other on an axis are, where the plan has an order
-    of its own: the outermost axis crosses nodes first."""
+    """How many devices apart neighbours on an axis are, where the plan has an axis order of its
+    own: the outermost axis crosses nodes first."""
     each = [f"{axis} {plan.stride(axis)}" for axis in plan.reordered]
     return f"{', '.join(each)} devices apart"
 
 
 def _summed(plan: Plan) -> str:
-    """How gradients are summed over data."""
+    """How gradients are reduced over the data axis."""
     buckets = f"in buckets of {format_bytes(plan.bucket_bytes)}"
     if plan.zero < 2:
         text = f"gradients summed over data {plan.data} {buckets}"
@@ -212,7 +208,7 @@ def _memory(facts: Facts) -> list[str]:
 
 
 def _host(facts: Facts) -> list[str]:
-    """What each rank keeps on its host, where the plan keeps something there."""
+    """What each rank holds on its host, where the plan offloads something."""
     host, plan = facts.cluster.host, facts.plan
     if not plan.offload or host is None:
         return []
@@ -282,7 +278,7 @@ def _time(facts: Facts) -> list[str]:
 
 
 def _as_schedule(events: Sequence[Event]) -> tuple[Schedule, list[list[tuple[float, float]]]]:
-    """The events of the schedule, by rank, as its table and its times."""
+    """The events of the schedule, by rank, as an action table and its times."""
     ranks = sorted({e.rank for e in events})
     own = [[e for e in events if e.rank == rank and e.kind != "optimizer"] for rank in ranks]
     table = tuple(
@@ -305,7 +301,7 @@ def _why(facts: Facts) -> list[str]:
             )
             for i, other in enumerate(plan.alternatives[:4])
         ]
-        if any(len(line) > WIDTH for line in columns(rows)):  # names are long: reasons below them
+        if any(len(line) > WIDTH for line in columns(rows)):  # long names: reasons on the next line
             rows = [
                 part
                 for head, *row, why in rows

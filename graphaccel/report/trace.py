@@ -1,4 +1,4 @@
-"""The predicted step in the Chrome trace format, for ui.perfetto.dev or chrome://tracing.
+"""Writes the predicted step in the Chrome trace format, for ui.perfetto.dev or chrome://tracing.
 
 Google, "Trace Event Format" (2016). One process for each pipeline rank, of one replica; in it a
 track for what the rank computes and waits for, one for each channel it sends on, and a counter of
@@ -14,7 +14,7 @@ from typing import Any
 from graphaccel.report.facts import Event, Facts
 from graphaccel.schedule.table import COMPUTING
 
-_COLOURS = {  # names that both viewers know
+_COLOURS = {  # names that both viewers have
     "forward": "thread_state_running",
     "backward": "thread_state_runnable",
     "weight": "thread_state_unknown",
@@ -43,7 +43,7 @@ def _about(facts: Facts) -> dict[str, str]:
 
 
 def _channels(facts: Facts) -> dict[tuple[int, int, str], int]:
-    """(rank, rank it sends to, direction) → track of the sender, from 1 on each rank."""
+    """(rank, destination rank, direction) → track of the sender, from 1 on each rank."""
     found: dict[tuple[int, int, str], int] = {}
     homes = {s.stage: s.rank for s in facts.stages}
     for event in facts.events:
@@ -99,7 +99,7 @@ def _slices(facts: Facts) -> Iterator[dict[str, Any]]:
 
 
 def event_name(event: Event) -> str:
-    """What an event is, in a few words."""
+    """A short description of an event."""
     if event.kind in COMPUTING:
         return f"{event.kind} {event.microbatch}"
     if event.kind == "send":
@@ -110,7 +110,7 @@ def event_name(event: Event) -> str:
 
 
 def _flows(facts: Facts) -> Iterator[dict[str, Any]]:
-    """An arrow from each send to the forward or backward that uses what was sent."""
+    """An arrow from each send to the forward or backward that uses the sent values."""
     channels = _channels(facts)
     users = {(e.kind, e.stage, e.microbatch): e for e in facts.events}
     for number, event in enumerate(facts.events):
