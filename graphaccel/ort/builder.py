@@ -1,7 +1,7 @@
-"""Builds an ONNX graph value by value, with shapes and dtypes known at every step.
+"""Builds an ONNX graph value by value, with known shapes and dtypes at every step.
 
-Every node is checked against the kernels of the installed build when it is made, so that a region
-that can not run is declined while planning, with the op of the model that refused.
+Every node is checked against the kernels of the installed build when it is created, so that a
+region that cannot run is declined while planning, with the op that caused it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ELEMENT: Mapping[torch.dtype, int] = {
 
 
 class Declined(Exception):
-    """A node can not be part of a region. reason: a phrase that follows the op's name."""
+    """A node cannot be part of a region. reason: a phrase that follows the op's name."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -64,9 +64,9 @@ Translations: TypeAlias = Mapping[Any, Translate]
 
 
 class Builder:
-    """One ONNX graph in the making.
+    """An ONNX graph under construction.
 
-    has_kernel: whether the installed build can run a node; None lets everything pass. training:
+    has_kernel: whether the installed build can run a node; None accepts everything. training:
     whether the gradient kernels of a training build may be used.
     """
 
@@ -92,7 +92,7 @@ class Builder:
         domain: str = "",
         **attributes: Any,
     ) -> Value:
-        """One node with one result; shape and dtype default to those of the first input."""
+        """Add a node with one result; shape and dtype default to those of the first input."""
         first = next(i for i in inputs if i is not None)
         result = (
             tuple(first.shape if shape is None else shape),
@@ -108,7 +108,7 @@ class Builder:
         domain: str = "",
         **attributes: Any,
     ) -> list[Value]:
-        """One node with several results, given as (shape, dtype). Raises Declined."""
+        """Add a node with several results, given as (shape, dtype). Raises Declined."""
         made = [Value(f"v{len(self.values) + i}", d, tuple(s)) for i, (s, d) in enumerate(results)]
         node = helper.make_node(
             kind,
@@ -136,7 +136,7 @@ class Builder:
         return self._has_kernel(node, inputs, made)
 
     def constant(self, value: Any, dtype: torch.dtype) -> Value:
-        """A scalar or a (nested) list as an initializer; equal ones are one."""
+        """A scalar or a (nested) list as an initializer; equal ones are shared."""
         array = np.asarray(value)
         key = (array.tobytes(), array.shape, str(array.dtype), dtype)
         if key not in self._constants:
@@ -159,7 +159,7 @@ class Builder:
         return self.op("Reshape", x, self.integers(shape), shape=shape)
 
     def transpose(self, x: Value, order: Sequence[int]) -> Value:
-        """Dims in another order; two in a row become one, and none if they cancel."""
+        """Permute dims; two consecutive transposes become one, or none if they cancel."""
         if x.name in self._transposed:
             source, before = self._transposed[x.name]
             return self.transpose(source, [before[i] for i in order])
@@ -174,7 +174,7 @@ class Builder:
         return made
 
     def untransposed(self, x: Value) -> tuple[Value, bool]:
-        """(the matrix `x` is the transpose of, True), or (x, False)."""
+        """(the matrix that `x` is the transpose of, True), or (x, False)."""
         source, order = self._transposed.get(x.name, (x, ()))
         return (source, True) if order == (1, 0) else (x, False)
 
@@ -194,7 +194,7 @@ class Builder:
         return self.op("Slice", x, *bounds, shape=shape)
 
     def concat(self, xs: Sequence[Value], dim: int) -> Value:
-        """Join along a dim."""
+        """Concatenate along a dim."""
         xs = [x for x in xs if x.shape[dim]]
         if len(xs) == 1:
             return xs[0]
@@ -205,7 +205,7 @@ class Builder:
     # ---- arithmetic
 
     def cast(self, x: Value, dtype: torch.dtype) -> Value:
-        """Another dtype."""
+        """Cast to another dtype."""
         return x if x.dtype == dtype else self.op("Cast", x, dtype=dtype, to=ELEMENT[dtype])
 
     def binary(self, kind: str, x: Value, y: Value, dtype: torch.dtype | None = None) -> Value:
@@ -216,14 +216,14 @@ class Builder:
     def where(self, condition: Value, x: Value, y: Value) -> Value:
         """Elementwise choice, broadcast."""
         shape = torch.broadcast_shapes(condition.shape, x.shape, y.shape)
-        if x.dtype == torch.bool:  # no kernel: say it in logic
+        if x.dtype == torch.bool:  # no kernel: use logical ops
             keep = self.binary("And", condition, x)
             other = self.binary("And", self.op("Not", condition), y)
             return self.expand(self.binary("Or", keep, other), shape)
         return self.op("Where", condition, x, y, shape=shape, dtype=x.dtype)
 
     def reduce(self, kind: str, x: Value, dims: Sequence[int], keep: bool) -> Value:
-        """ReduceSum and its like over `dims` (none: nothing is reduced)."""
+        """ReduceSum and similar over `dims` (none: nothing is reduced)."""
         if not dims:
             return x
         dims = sorted(d % len(x.shape) for d in dims)
@@ -232,7 +232,7 @@ class Builder:
         return self.op(kind, x, self.integers(dims), shape=shape, keepdims=int(keep))
 
     def matmul(self, x: Value, y: Value) -> Value:
-        """Matrix product over the last two dims; a transposed matrix is read as it lies."""
+        """Matmul over the last two dims; a transposed matrix is read as stored."""
         shape = [*torch.broadcast_shapes(x.shape[:-2], y.shape[:-2]), x.shape[-2], y.shape[-1]]
         if len(x.shape) == len(y.shape) == 2:
             (left, turn), (right, other) = self.untransposed(x), self.untransposed(y)
@@ -242,13 +242,13 @@ class Builder:
         return self.op("MatMul", x, y, shape=shape)
 
     def scalar(self, value: Any, like: Value) -> Value:
-        """A number in the dtype of `like`."""
+        """A number as a Value in the dtype of `like`."""
         return self.constant(value, like.dtype)
 
-    # ---- the whole
+    # ---- the model
 
     def name_outputs(self, values: Sequence[Value]) -> list[Value]:
-        """Call them o0, o1, ...; what is an input, or an output already, is copied."""
+        """Name them o0, o1, ...; a value that is an input, or already an output, is copied."""
         made = {name for node in self.nodes for name in node.output}
         names: dict[str, str] = {}
         results = []
@@ -268,7 +268,7 @@ class Builder:
         return results
 
     def model(self, inputs: Sequence[Value], outputs: Sequence[Value]) -> onnx.ModelProto:
-        """The model, without nodes that nothing reads."""
+        """The model, without unused nodes."""
         needed = {o.name for o in outputs}
         kept: list[onnx.NodeProto] = []
         for node in reversed(self.nodes):

@@ -1,9 +1,9 @@
-"""Which regions of a graph are to run in ONNX Runtime.
+"""Chooses which regions of a graph run in ONNX Runtime.
 
-"all": whatever can, a region for each block of the model (`transformer.h.3`), so that identical
-layers are one model and the memory of a layer is free before the next one runs. Module paths: the
-same inside these modules. "auto": from whole blocks down to single modules, the largest regions
-that were measured to be faster than torch on this machine.
+"all": everything that can, a region for each block of the model (`transformer.h.3`), so that
+identical layers share one model and the memory of a layer is freed before the next one runs. Module
+paths: the same inside these modules. "auto": from whole blocks down to single modules, the largest
+regions that were measured to be faster than torch on this machine.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from graphaccel.ort.translate import RegionModel, refusal, translate
 from graphaccel.planner.profile.cost import is_view
 
 LEVELS = 5
-"""How far below a block "auto" looks for regions: `h.3`, `h.3.attn`, `h.3.attn.proj`, ..."""
+"""How many levels below a block "auto" searches: `h.3`, `h.3.attn`, `h.3.attn.proj`, ..."""
 
 
 class Chooser:
-    """One graph. refused: the nodes that can not be in a region, with the reason."""
+    """Chooses regions of one graph. refused: the nodes that cannot be in a region, with the reason.
+    """
 
     def __init__(self, graph: fx.Graph, kernels: Kernels) -> None:
         self._kernels = kernels
@@ -38,17 +39,18 @@ class Chooser:
                 self.refused[node] = reason
 
     def asked(self, node: fx.Node, mode: str | tuple[str, ...]) -> bool:
-        """Whether a node would be in a region if nothing spoke against it."""
+        """Whether the mode asks for a node to be in a region, if it can be."""
         return _label(node, mode) is not None
 
     def parts(self, mode: str | tuple[str, ...], wins: Collection[str]) -> list[Part]:
-        """Regions and single nodes, in an order in which they can run. wins: for "auto"."""
+        """Regions and single nodes, in an order in which they can run. wins: faster regions, for
+        "auto"."""
         if mode == "auto":
             return self._winning(wins)
         return partition(self.flow, lambda n: None if n in self.refused else _label(n, mode))
 
     def candidates(self) -> Iterator[tuple[Part, RegionModel, Border]]:
-        """Every region that "auto" looks at, with its model and border; to be measured."""
+        """Every region that "auto" considers, with its model and border; to be measured."""
         for level in range(LEVELS):
             parts = self._level(level, {})
             wanted = self.flow.wanted(parts)
@@ -62,7 +64,7 @@ class Chooser:
                 if model.key in wins:
                     taken |= {n: f"{level} {part.label}" for n in part.nodes if n not in taken}
         while True:
-            # Beside other regions a region may fall apart; what is left must win as well.
+            # Beside other regions a region may be split; what is left must be faster as well.
             parts = partition(self.flow, taken.get)
             lost = [p for p, model in self._models(parts) if model.key not in wins]
             if not lost:

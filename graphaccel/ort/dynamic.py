@@ -1,9 +1,9 @@
-"""One session for models that differ in their sizes only: those of batches of different sizes.
+"""Merges models that differ only in their sizes (other batch sizes) into one dynamic session.
 
-A model is made for one batch and has its sizes written into it, as shapes of its inputs and in
-constants (the shape of a `Reshape`, the ends of a `Slice`, one over the number of rows). Models
-with the same nodes are merged: the constants that differ become inputs, the dims that differ are
-left open. What is merged is only what was seen to differ, so that nothing is guessed.
+A model is built for one batch and contains its sizes, as shapes of its inputs and in constants (the
+shape of a `Reshape`, the ends of a `Slice`, one over the number of rows). Models with the same
+nodes are merged: the constants that differ become inputs, the dims that differ become dynamic. Only
+what was observed to differ is merged, so that nothing is guessed.
 
 before, for 8 rows and for 6                       after
   agraph (float[8,4] i0) => (float[16,2] o0)         agraph (float[d0,4] i0, int64[2] s0)
@@ -23,12 +23,12 @@ import onnx
 from onnx import numpy_helper
 
 Use = tuple[int, int]
-"""An input of a node: (number of the node, which of its inputs)."""
+"""An input of a node: (number of the node, index of the input)."""
 
 
 @dataclass(frozen=True)
 class Sized:
-    """A region's model, taken apart into what has sizes in it and what has none."""
+    """A region's model, separated into the parts that contain sizes and those that do not."""
 
     content: bytes = field(repr=False)
 
@@ -39,8 +39,8 @@ class Sized:
 
     @cached_property
     def constants(self) -> Mapping[Use, onnx.TensorProto]:
-        """The constant behind each input of a node that is one: equal ones are shared in the model,
-        by chance too."""
+        """The constant of each node input that is one: equal ones are shared in the model, also
+        those equal by chance."""
         known = {t.name: t for t in self.proto.graph.initializer}
         return {
             (n, i): known[name]
@@ -51,8 +51,8 @@ class Sized:
 
     @cached_property
     def structure(self) -> str:
-        """A hash of all that two models must have in common to be merged: everything but the dims
-        of inputs and results and the values of constants."""
+        """A hash of what two models must have in common to be merged: everything but the dims of
+        inputs and results and the values of constants."""
         graph, digest = self.proto.graph, hashlib.sha256()
         made = {name: f"{n}.{i}" for n, node in enumerate(graph.node)
                 for i, name in enumerate(node.output)}  # fmt: skip
@@ -76,7 +76,7 @@ class Sized:
 
 
 class Merged:
-    """Models of one structure as one, with inputs for what differs between them."""
+    """Models of one structure merged into one, with inputs for what differs between them."""
 
     def __init__(self, models: Sequence[Sized]) -> None:
         """models: two or more, of the same structure."""
@@ -101,7 +101,8 @@ class Merged:
         self.content = self._merged(first)
 
     def fits(self, model: Sized) -> bool:
-        """Whether a model of the same structure differs in nothing else."""
+        """Whether a model of the same structure differs in nothing beyond the merged inputs and
+        dims."""
         same = all(_value(model.constants[use]) == value for use, value in self._fixed.items())
         alike = all(
             len({_value(model.constants[use]) for use in uses}) == 1 for uses in self._groups
@@ -109,7 +110,8 @@ class Merged:
         return same and alike and _closed(model, self._open) == self._closed
 
     def sizes(self, model: Sized) -> tuple[tuple[str, np.ndarray], ...]:
-        """What the merged model is given besides, to compute what `model` does: (input, value)."""
+        """The additional inputs with which the merged model computes what `model` does: (input,
+        value)."""
         return tuple(
             (f"s{n}", numpy_helper.to_array(model.constants[uses[0]]))
             for n, uses in enumerate(self._groups)
@@ -146,7 +148,7 @@ def _dims(model: Sized, kind: str, i: int) -> tuple[int, ...]:
 
 
 def _closed(model: Sized, opened: set[tuple[str, int, int]]) -> tuple[int, ...]:
-    """The dims that are the same in all models."""
+    """The dims that are equal in all models."""
     return tuple(
         size
         for kind in ("input", "output")

@@ -1,7 +1,7 @@
-"""What the installed ONNX Runtime can run, found out by asking it.
+"""Finds out which nodes the installed ONNX Runtime can run, by creating sessions of single nodes.
 
-A build has a kernel for some dtypes of an op and not for others, and says so nowhere but when a
-session is made. A session of one node takes about a millisecond; each question is asked once.
+A build has a kernel for some dtypes of an op and not for others, and reports it only when a session
+is created. A session of one node takes about a millisecond; each query is made once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TRAINING, PLAIN = "training", "plain"
 
 @dataclass
 class Kernels:
-    """One installed build: "training" or "plain", its version, and what it answered so far."""
+    """One installed build: "training" or "plain", its version, and its answers so far."""
 
     build: str
     version: str
@@ -31,13 +31,13 @@ class Kernels:
 
     @property
     def name(self) -> str:
-        """`training 1.19.2`"""
+        """For example `training 1.19.2`."""
         return f"{self.build} {self.version}"
 
     def __call__(
         self, node: onnx.NodeProto, inputs: Sequence[Value], outputs: Sequence[Value]
     ) -> bool:
-        """Whether a session with this node can be made."""
+        """Whether a session with this node can be created."""
         if _unsound(node) and any(i.dtype == torch.float16 for i in inputs):
             return False
         types = (tuple(i.dtype for i in inputs), tuple(o.dtype for o in outputs))
@@ -47,7 +47,7 @@ class Kernels:
         return not self.known[key]
 
     def binds(self, dtype: torch.dtype) -> bool:
-        """Whether tensors of a dtype can be given to a session: before 1.20, no bfloat16."""
+        """Whether tensors of a dtype can be bound to a session: before 1.20, no bfloat16."""
         if dtype != torch.bfloat16:
             return True
         if dtype not in self.known:
@@ -58,7 +58,7 @@ class Kernels:
 
 
 def installed() -> Kernels | None:
-    """The build that is installed, None without one (or with one that does not import)."""
+    """The installed build, None without one (or with one that does not import)."""
     if importlib.util.find_spec("onnxruntime") is None:
         return None
     try:
@@ -72,7 +72,7 @@ def installed() -> Kernels | None:
 
 
 def missing_reason() -> str:
-    """Why there is no usable ONNX Runtime here."""
+    """Why there is no usable ONNX Runtime on this machine."""
     if importlib.util.find_spec("onnxruntime") is None:
         return "the package onnxruntime is not installed"
     try:
@@ -83,8 +83,8 @@ def missing_reason() -> str:
 
 
 def _unsound(node: onnx.NodeProto) -> bool:
-    """Sessions with these in float16 can be made, and then 1.19 writes past the end of the result
-    (Min, Max), or says while running that it can not add (the others)."""
+    """Whether a float16 node is faulty in 1.19: its session can be created, but then writes past
+    the end of the result (Min, Max), or reports at run time that it cannot add (the others)."""
     adds = any(a.name == "reduction" and a.s != b"none" for a in node.attribute)
     return node.op_type in ("Min", "Max") or adds
 
@@ -92,7 +92,7 @@ def _unsound(node: onnx.NodeProto) -> bool:
 def _refusal(
     node: onnx.NodeProto, inputs: Sequence[Value], outputs: Sequence[Value], bind: bool = False
 ) -> str:
-    """Why the build can not run a node, "" if it can. bind: and take its inputs where they lie."""
+    """Why the build cannot run a node, "" if it can. bind: also bind its inputs in place."""
     runtime = importlib.import_module("onnxruntime")
     given = {i.name: i for i in inputs}
     graph = helper.make_graph(

@@ -1,4 +1,4 @@
-"""Bytes alive at once inside a region: what ONNX Runtime needs besides inputs and outputs."""
+"""Bytes alive at once inside a region, which ONNX Runtime needs besides inputs and outputs."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from onnx import GraphProto
 
 from graphaccel.ort.builder import Value
 
-# The result looks at the memory of the first input.
+# The result is a view of the first input.
 _VIEWS = {"Reshape", "Identity"}
-# The result may take the place of an input of the same size that nothing else needs.
+# The result may reuse the memory of an input of the same size after its last use.
 _IN_PLACE = {
     "Add", "Sub", "Mul", "Div", "Neg", "Exp", "Log", "Sqrt", "Tanh", "Sigmoid", "Relu", "Softmax",
     "Not", "And", "Or", "Abs", "Cast", "Where", "ScatterND", "ScatterElements",
@@ -18,7 +18,7 @@ _IN_PLACE = {
 
 
 def scratch_bytes(graph: GraphProto, values: Mapping[str, Value]) -> int:
-    """The most bytes that inner values of the graph hold while it runs node by node."""
+    """Peak bytes of inner values while the graph runs node by node."""
     outputs = {o.name for o in graph.output}
     outside = {i.name for i in graph.input} | {t.name for t in graph.initializer}
     root: dict[str, str] = {}
@@ -26,7 +26,7 @@ def scratch_bytes(graph: GraphProto, values: Mapping[str, Value]) -> int:
         for name in node.output:
             view = node.op_type in _VIEWS
             root[name] = root.get(node.input[0], node.input[0]) if view else name
-    # What becomes an output is written into the output's own memory.
+    # A value that becomes an output is written into the output's own memory.
     outside |= {root[name] for name in outputs}
     last: dict[str, int] = {}
     for index, node in enumerate(graph.node):

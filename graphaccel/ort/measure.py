@@ -1,4 +1,4 @@
-"""Time regions as torch runs them and as ONNX Runtime does, side by side, on this machine."""
+"""Times regions in torch and in ONNX Runtime, side by side, on this machine."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from graphaccel.ort.partition import fx_graph
 from graphaccel.ort.session import Region, Sessions
 from graphaccel.ort.translate import RegionModel
 
-# A region is only worth it when it is surely faster: the margin is what two runs of the same
-# region differ by.
+# A region is used only if it is clearly faster: the margin is the difference between two runs of
+# the same region.
 MARGIN = 0.9
-# A step has to gain that much to be worth another program.
+# A step has to gain this much to be worth another program.
 _TOLD = 0.99
 _LEAST_SECONDS = 0.02
 _ROUNDS = 7
 
 
 def calibration_name(build: str, threads: int) -> str:
-    """What measured costs hold for: `training 1.19.2, 2 threads`."""
+    """The build and threads that measured costs are valid for: `training 1.19.2, 2 threads`."""
     return f"{build}, {threads} {'thread' if threads == 1 else 'threads'}"
 
 
 @dataclass(frozen=True)
 class RegionCost:
-    """One region measured. module, phase: where it was first met. ops: of the model. torch, ort:
-    median seconds of a run."""
+    """The measurement of one region. module, phase: where it first occurs. ops: of the model.
+    torch, ort: median seconds of a run."""
 
     key: str
     module: str
@@ -46,7 +46,7 @@ class RegionCost:
 
     @property
     def wins(self) -> bool:
-        """Whether ONNX Runtime is surely faster."""
+        """Whether ONNX Runtime is clearly faster."""
         return self.ort < MARGIN * self.torch
 
 
@@ -67,7 +67,7 @@ def measure(
 ) -> list[RegionCost]:
     """Every distinct region that "auto" could choose in these programs; programs without regions.
 
-    ours: what later passes make of a graph that stays with torch. Inputs are random; integers are
+    ours: applies the later passes to a graph that stays in torch. Inputs are random; integers are
     0, which every lookup allows.
     """
     found: dict[str, _Candidate] = {}
@@ -109,7 +109,7 @@ def _candidates(
 def side_by_side(
     first: Callable[[], object], second: Callable[[], object], rounds: int = _ROUNDS
 ) -> tuple[float, float]:
-    """Median seconds of a run of each, rounds in turn."""
+    """Median seconds of a run of each, in alternating rounds."""
     sides = (first, second)
     with torch.no_grad():
         repeats = [_repeats(side) for side in sides]
@@ -124,7 +124,7 @@ def side_by_side(
 
 
 def example_inputs(graph: fx.Graph) -> list[torch.Tensor]:
-    """A tensor for each input of a graph: random numbers, 0 for integers, lying as it will."""
+    """A tensor for each input of a graph: random numbers, 0 for integers, in its memory layout."""
     return [_real(n.meta["val"]) for n in graph.nodes if n.op == "placeholder"]
 
 
@@ -134,16 +134,16 @@ def in_step(
     without: Sequence[float],
     with_regions: Sequence[float],
 ) -> list[RegionCost]:
-    """The costs as a whole step shows them: what a region costs its neighbours is added to it.
+    """The costs as whole steps show them: the slowdown of a region's neighbours is added to it.
 
-    Alone a region is timed on warm memory of its own. In a step its results are fresh memory and
-    lie as ONNX Runtime wrote them, and what ran before it left the caches. What the step gains
-    less than the regions promise is divided among their calls. Where it gains less than can be
-    told from chance, none of them is faster: the slowest step with regions has to be faster than
-    the fastest without.
+    In isolation a region is timed on warm memory of its own. In a step its results are fresh memory
+    in ONNX Runtime's layout, and previous ops have evicted the caches. The difference between the
+    step's gain and what the regions promise is divided among their calls. Where the gain is not
+    larger than noise, none of them counts as faster: the slowest step with regions has to be faster
+    than the fastest without.
 
     calls: how often each region runs in a step. without, with_regions: seconds of the step, each on
-    memory of its own: the same program on other memory was seen to differ by 7 %.
+    memory of its own: the same program on other memory was measured to differ by 7 %.
     """
     if max(with_regions) > _TOLD * min(without):
         return [replace(c, ort=max(c.ort, c.torch)) if c.key in calls else c for c in costs]
@@ -159,7 +159,7 @@ def _real(fake: torch.Tensor) -> torch.Tensor:
 
 
 def _repeats(run: Callable[[], object]) -> int:
-    """How often to run so that a round takes long enough to be timed; warms up on the way."""
+    """How often to run so that a round is long enough to be timed; also warms up."""
     run()
     run()
     start = time.perf_counter()

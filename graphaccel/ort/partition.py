@@ -1,9 +1,10 @@
-"""Which nodes of a graph make up regions that can be replaced by one call each.
+"""Partitions a graph into convex regions that can each be replaced by one call.
 
-Views belong to nobody: a region has its own copies of those it reads through, and outside they cost
-nothing. Every other node has a label (None: it stays outside) and a depth: how often a path to it
-changes between labels. The nodes of one label at one depth are a region. A path that leaves it
-changes labels, and whatever it comes back to is deeper: regions are convex, and so is their order.
+Views belong to no region: a region has its own copies of those it reads through, and outside they
+cost nothing. Every other node has a label (None: it stays outside) and a depth: how often a path to
+it changes between labels. The nodes of one label at one depth are a region. A path that leaves it
+changes labels, and any node of the label that it reaches later is deeper: so regions are convex,
+and an order of them exists.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from graphaccel.ort.translate import draws
 from graphaccel.sharding.rules.collectives import is_message
 
 Label: TypeAlias = Callable[[fx.Node], "str | None"]
-# Calls with the views they read through, what comes in, what goes out.
+# Calls with the views they read through, inputs, outputs.
 Border: TypeAlias = tuple[list[fx.Node], list[fx.Node], list[fx.Node]]
 
 
 @dataclass(frozen=True)
 class Part:
-    """A region (label, and nodes in their order), or one node that stays outside (label None).
+    """A region (label, and nodes in order), or one node that stays outside (label None).
 
     nodes: computing ones and the `getitem` that belong to them; no views.
     """
@@ -39,7 +40,7 @@ class Part:
 
 
 class Flow:
-    """A graph's computing nodes and what they read, with the views looked through."""
+    """A graph's computing nodes and their inputs, with views traced through."""
 
     def __init__(self, graph: fx.Graph, is_view: Callable[[fx.Node], bool]) -> None:
         self.order = {n: i for i, n in enumerate(graph.nodes)}
@@ -60,7 +61,7 @@ class Flow:
         self._fences = _fences(graph, self.views)
 
     def root(self, node: fx.Node) -> fx.Node:
-        """What a chain of views looks at; the node itself if it is none."""
+        """The base of a chain of views; the node itself if it is not a view."""
         while node in self.views:
             node = node.all_input_nodes[0]
         return node
@@ -72,7 +73,7 @@ class Flow:
         return [n for n in dict.fromkeys(found) if n.op == "call_function" and n is not node]
 
     def wanted(self, parts: Iterable[Part]) -> set[fx.Node]:
-        """Values that somebody outside their own region reads: roots of what is read."""
+        """Values that are read outside their own region: bases of what is read."""
         parts = list(parts)
         region = {n: i for i, p in enumerate(parts) if p.label is not None for n in p.nodes}
         found = {self.root(n) for n in self.results}
@@ -85,7 +86,7 @@ class Flow:
         return found
 
     def border(self, part: Part, wanted: set[fx.Node]) -> Border:
-        """A region's calls with the views they read through, what comes in, and what goes out."""
+        """A region's calls with the views they read through, its inputs, and its outputs."""
         own = set(part.nodes)
         nodes: dict[fx.Node, None] = {}
         inputs: dict[fx.Node, None] = {}
@@ -106,7 +107,7 @@ class Flow:
 def fx_graph(
     nodes: Iterable[fx.Node], inputs: Iterable[fx.Node], outputs: Iterable[fx.Node]
 ) -> fx.GraphModule:
-    """A region as an FX graph of its own: what torch would run."""
+    """A region as an FX graph of its own, as torch would run it."""
     graph = fx.Graph()
     made = {n: graph.placeholder(n.name) for n in inputs}
     for node, placeholder in made.items():
@@ -118,14 +119,14 @@ def fx_graph(
 
 
 def has_effect(node: fx.Node) -> bool:
-    """Whether a call draws random numbers, writes into an input or communicates."""
+    """Whether a call draws random numbers, writes to an input or communicates."""
     declared = getattr(node.target, "_schema", None)
     mutable = declared is not None and declared.is_mutable
     return mutable or is_message(node.target) or draws(node)
 
 
 def written(graph: fx.Graph) -> set[int]:
-    """Storages that some call writes into."""
+    """Storages that some call writes to."""
     found: set[int] = set()
     for node in graph.nodes:
         declared = getattr(node.target, "_schema", None)
@@ -136,7 +137,7 @@ def written(graph: fx.Graph) -> set[int]:
 
 
 def _fences(graph: fx.Graph, views: Collection[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """Calls with effects, and all that touch a storage that is written, keep their order."""
+    """For each call with effects, or that touches a written storage, the calls it must follow."""
     changed = written(graph)
     fences: dict[fx.Node, list[fx.Node]] = {}
     previous: fx.Node | None = None
@@ -151,7 +152,7 @@ def _fences(graph: fx.Graph, views: Collection[fx.Node]) -> dict[fx.Node, list[f
 
 
 def touches(node: fx.Node, storages: set[int]) -> bool:
-    """Whether a call reads or makes one of these storages."""
+    """Whether a call reads or creates one of these storages."""
     if not storages:
         return False
     values = [node.meta["val"], *(n.meta["val"] for n in node.all_input_nodes)]
@@ -187,7 +188,8 @@ def _with_items(flow: Flow, nodes: Iterable[fx.Node]) -> Iterable[fx.Node]:
 
 
 def _depths(flow: Flow, labels: Mapping[fx.Node, str | None]) -> dict[fx.Node, int]:
-    """Depths, as early as possible; then what only feeds its own label joins where it is read."""
+    """Depths, as early as possible; then nodes that feed only their own label join their readers'
+    depth."""
     depths: dict[fx.Node, int] = {}
     readers: dict[fx.Node, list[fx.Node]] = defaultdict(list)
     for node in flow.computing:

@@ -1,7 +1,7 @@
-"""Runs region models: sessions shared by equal models, on torch's own memory.
+"""Runs region models in ONNX Runtime, with sessions shared by equal models, on torch's own memory.
 
-Inputs are read where torch has them and results are written where torch will read them: pointers
-are bound, nothing is copied (ONNX Runtime's I/O binding).
+Inputs are read from torch's memory and results are written to torch's: pointers are bound, nothing
+is copied (ONNX Runtime's I/O binding).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _NUMPY: Mapping[torch.dtype, Any] = {
 
 @dataclass(frozen=True)
 class Opened:
-    """An `onnxruntime.InferenceSession`. sizes: what it is given besides a region's inputs."""
+    """An `onnxruntime.InferenceSession`. sizes: inputs it gets besides a region's."""
 
     session: Any
     sizes: tuple[tuple[str, np.ndarray], ...] = ()
@@ -51,7 +51,7 @@ class Opened:
 
 @dataclass
 class _Alike:
-    """Models of one part for batches of different sizes. session: of all but the first."""
+    """Models of one part for different batch sizes. session: of all but the first."""
 
     models: list[Sized]
     merged: Merged | None = None
@@ -59,10 +59,10 @@ class _Alike:
 
 
 class Sessions:
-    """Sessions by the hash of their model, made when first needed. threads: of each session.
+    """Sessions by the hash of their model, created on first use. threads: of each session.
 
-    The first model that a region has is run with the sizes in it. Those it has for batches of other
-    sizes share a session that is given their sizes (`ort.dynamic`).
+    The first model of a region runs with its sizes as constants. Its models for other batch sizes
+    share a session that takes their sizes as inputs (`ort.dynamic`).
     """
 
     def __init__(self, threads: int | None = None) -> None:
@@ -75,7 +75,7 @@ class Sessions:
         return len(self._exact) + sum(a.session is not None for a in self._alike.values())
 
     def get(self, model: RegionModel, device: torch.device, name: str) -> Opened:
-        """The session that runs a model on the device its tensors are on. name: of the region."""
+        """The session that runs a model on the device of its tensors. name: of the region."""
         key, sized = (model.key, str(device)), Sized(model.content)
         first = self._first.setdefault((name, sized.structure, str(device)), key)
         if key in self._exact:
@@ -96,18 +96,19 @@ class Sessions:
         runtime = importlib.import_module("onnxruntime")
         _allocate_plainly(runtime)
         options = session_options(runtime, self.threads or torch.get_num_threads())
-        if not model.float32:  # fusions make nodes that have a kernel for float32 only
+        if not model.float32:  # fusions create nodes that have a kernel for float32 only
             options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_ENABLE_BASIC
         return runtime.InferenceSession(content, options, providers=_providers(device))
 
 
 def session_options(runtime: Any, threads: int) -> Any:
-    """As many threads as torch uses, asleep while torch computes; no memory kept between runs."""
+    """As many threads as torch uses, sleeping while torch computes; no memory cached between runs.
+    """
     options = runtime.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     options.execution_mode = runtime.ExecutionMode.ORT_SEQUENTIAL
-    # In the order of the model, which is that of the graph: memory was counted in it.
+    # In the order of the model, which is that of the graph: memory was counted in this order.
     options.execution_order = runtime.ExecutionOrder.PRIORITY_BASED
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.enable_cpu_mem_arena = False
@@ -117,8 +118,8 @@ def session_options(runtime: Any, threads: int) -> Any:
 
 
 def _allocate_plainly(runtime: Any) -> None:
-    """Let sessions that ask for it use plain allocation: the training build's own allocator keeps
-    what a session once needed. The setting is ONNX Runtime's, for the whole process."""
+    """Let sessions that ask for it use plain allocation: the training build's own allocator never
+    frees what a session once needed. The setting is ONNX Runtime's, for the whole process."""
     kind = runtime.OrtAllocatorType.ORT_DEVICE_ALLOCATOR
     info = runtime.OrtMemoryInfo("Cpu", kind, 0, runtime.OrtMemType.DEFAULT)
     try:
@@ -140,9 +141,10 @@ class Region:
     """A call that runs a model: the target of one node in a stage's graph.
 
     name: module path and phase, for errors. fallback: the region's part of the FX graph, which runs
-    where ONNX Runtime fails; without one that is an error.
+    where ONNX Runtime fails; without one a failure is an error.
 
-    `region(*tensors) -> list of tensors`, dense, fresh; on fake tensors it only has shapes.
+    `region(*tensors) -> list of tensors`, dense, newly allocated; on fake tensors it only computes
+    shapes.
     """
 
     __module__ = "graphaccel.ort"
@@ -191,7 +193,7 @@ class Region:
         return self._ordered(outputs)
 
     def _failure(self, action: str, error: Exception) -> OrtFailed:
-        """The error, with the model on disk and the op that ONNX Runtime named."""
+        """The error, with the model saved to disk and the op that ONNX Runtime named."""
         path = Path(tempfile.gettempdir()) / f"graphaccel_region_{self.model.key}.onnx"
         path.write_bytes(self.model.content)
         lines = str(error).strip().splitlines() or [type(error).__name__]
@@ -205,7 +207,7 @@ class Region:
         )
 
     def _ordered(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Results with their dims as torch counts them."""
+        """Results with their dims in torch's order."""
         return [
             t.permute(p.back) if p.order else t
             for t, p in zip(outputs, self.model.outputs, strict=True)
@@ -226,5 +228,6 @@ class Region:
 
 
 def _dense(tensor: torch.Tensor, port: Port) -> torch.Tensor:
-    """The tensor as it lies in memory, which is what the model expects; a copy if it does not."""
+    """The tensor in its memory order, as the model expects it; a copy if its layout is another one.
+    """
     return (tensor.permute(port.order) if port.order else tensor).contiguous()

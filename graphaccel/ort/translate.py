@@ -1,10 +1,11 @@
-"""A region of an FX graph as an ONNX model.
+"""Translates a region of an FX graph into an ONNX model.
 
 before                                                      after (onnx.printer)
   %t: f32[32,64] = aten.t(%w)                                 v0 = Gemm <transB = 1> (i0, i1)
   %mm: f32[8,64] = aten.mm(%x, %t)
 
-Identical regions give identical bytes: values are numbered, and no name of the model is in it.
+Identical regions give identical bytes: values are numbered, and no names of the user's model are in
+it.
 """
 
 from __future__ import annotations
@@ -33,9 +34,8 @@ from graphaccel.sharding.rules.collectives import is_message
 class Port:
     """One input or output of a region.
 
-    shape: as the session sees it, contiguous. order: the dims of torch's tensor in the order in
-    which they lie in memory (empty: as they are); the model transposes inputs back and results
-    there.
+    shape: as the session sees it, contiguous. order: the dims of torch's tensor in memory order
+    (empty: unpermuted); the model transposes inputs back and results there.
     """
 
     dtype: torch.dtype
@@ -44,16 +44,16 @@ class Port:
 
     @property
     def back(self) -> tuple[int, ...]:
-        """The order that undoes `order`."""
+        """The inverse permutation of `order`."""
         return tuple(sorted(range(len(self.order)), key=lambda i: self.order[i]))
 
 
 @dataclass(frozen=True)
 class RegionModel:
-    """An ONNX model with what is needed to run it.
+    """An ONNX model with the metadata needed to run it.
 
-    content: the serialised model. key: hash of it. ops: the ATen ops in it, in order. scratch:
-    bytes of the values inside that are alive together at most.
+    content: the serialised model. key: hash of it. ops: the ATen ops in it, in order. scratch: peak
+    bytes of the values inside.
     """
 
     content: bytes = field(repr=False)
@@ -65,20 +65,21 @@ class RegionModel:
 
     @property
     def float32(self) -> bool:
-        """Whether nothing that goes in or comes out is of another floating dtype."""
+        """Whether no input or output has another floating dtype than float32."""
         dtypes = {p.dtype for p in (*self.inputs, *self.outputs)}
         return all(d == torch.float32 or not d.is_floating_point for d in dtypes)
 
 
 def draws(node: fx.Node) -> bool:
-    """Whether a call draws random numbers; attention without dropout does not, though tagged so."""
+    """Whether a call draws random numbers; attention without dropout does not, though its tag says
+    so."""
     if "attention" in str(node.target):
         return bool(arguments(node).get("dropout_p"))
     return is_random(node)
 
 
 def refusal(node: fx.Node, kernels: Kernels) -> str | None:
-    """Why a call can not be part of a region, None if it can."""
+    """Why a call cannot be part of a region, None if it can."""
     if node.meta.get("bind"):
         return "its numbers depend on the rank"
     if is_message(node.target):
@@ -119,9 +120,8 @@ def translate(
 ) -> RegionModel:
     """The model of some calls, in order.
 
-    inputs: values that come in, with fake tensors that lie in memory as they will. outputs: values
-    that others read; they lie in memory as they
-    did, but for gaps.
+    inputs: input values, with fake tensors in the memory layout that they will have. outputs:
+    values that others read; their memory layout is preserved, except for gaps.
 
     Raises Declined where a call has no translation.
     """
@@ -176,7 +176,7 @@ def _listed(made: Any) -> list[Any]:
 
 
 def _stand_in(builder: Builder, node: fx.Node) -> Any:
-    """Inputs for a call that is tried alone."""
+    """Inputs for a call that is tried by itself."""
 
     def value(tensor: Any) -> Value:
         made = Value(f"s{len(builder.values)}", tensor.dtype, tuple(tensor.shape))
@@ -188,7 +188,7 @@ def _stand_in(builder: Builder, node: fx.Node) -> Any:
 
 
 def memory_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """The dims of a dense tensor in the order they lie in memory, None if it is not dense."""
+    """The dims of a dense tensor in memory order, None if it is not dense."""
     dims = sorted(range(tensor.dim()), key=lambda d: (-tensor.stride(d), -tensor.shape[d], d))
     expected = 1
     for dim in reversed(dims):
@@ -202,11 +202,11 @@ def _port(tensor: torch.Tensor) -> Port:
     if tensor.is_contiguous():
         return Port(tensor.dtype, tuple(tensor.shape))
     order = memory_order(tensor)
-    if order is None:  # the pass copies inputs with gaps, and results get none
+    if order is None:  # the pass copies inputs with gaps, and results have none
         return Port(tensor.dtype, tuple(tensor.shape))
     return Port(tensor.dtype, tuple(tensor.shape[d] for d in order), order)
 
 
 def _restored(builder: Builder, value: Value, port: Port) -> Value:
-    """The tensor as torch sees it."""
+    """The tensor with its dims in torch's order."""
     return builder.transpose(value, port.back) if port.order else value

@@ -1,4 +1,4 @@
-"""Scaled dot-product attention, taken apart: ONNX Runtime has no gradient of a fused one.
+"""Scaled dot-product attention, decomposed: ONNX Runtime has no gradient of a fused one.
 
 Vaswani et al., Attention Is All You Need, 2017; the backward from the saved logarithm of the
 normaliser is that of Dao et al., FlashAttention, 2022, algorithm 4.
@@ -19,8 +19,8 @@ aten = torch.ops.aten
 
 
 def _scores(b: Builder, a: Arguments) -> Value:
-    """q kᵀ scale + mask, [batch, heads, queries, keys]; what is masked is the lowest number, so
-    that nothing is infinite."""
+    """q kᵀ scale + mask, [batch, heads, queries, keys]; masked scores are the lowest finite number,
+    so that nothing is infinite."""
     q, k, mask = a["query"], a["key"], a["attn_mask"]
     if a["dropout_p"]:
         raise Declined("it draws random numbers")

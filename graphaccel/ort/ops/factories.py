@@ -1,4 +1,4 @@
-"""Tensors made from nothing but numbers."""
+"""Ops that create tensors from numbers only."""
 
 from __future__ import annotations
 

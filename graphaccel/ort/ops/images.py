@@ -60,7 +60,8 @@ def _convolution_backward(b: Builder, node: fx.Node, a: Arguments) -> list[Value
 
 
 def _input_gradient(b: Builder, grad: Value, x: Value, weight: Value, geometry: dict) -> Value:
-    """The transposed convolution, with what the forward's division dropped added at the end."""
+    """The transposed convolution, with output_padding for the elements that the forward's floor
+    division dropped."""
     rank = len(x.shape) - 2
     strides, pads, dilations = (geometry[k] for k in ("strides", "pads", "dilations"))
     reached = [
@@ -119,7 +120,7 @@ def _window(a: Arguments, size: str = "kernel_size") -> dict[str, list[int]]:
 
 
 def _max_pool(b: Builder, node: fx.Node, a: Arguments) -> list[Value]:
-    """ONNX counts places in the whole tensor, torch in one image."""
+    """ONNX counts positions in the whole tensor, torch in one image."""
     x = a["self"]
     if len(x.shape) != 4:
         raise Declined("it has no batch")

@@ -1,4 +1,4 @@
-"""Lookups, and the sums that are their gradients."""
+"""Lookups by index, and the scatter-adds that are their gradients."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _gathered(b: Builder, x: Value, index: Value, dim: int) -> Value:
 
 
 def _embedding_backward(b: Builder, node: fx.Node, a: Arguments) -> Value:
-    """Rows of the gradient summed by index; what looked up the padding counts nothing."""
+    """Rows of the gradient summed by index; lookups of the padding index contribute nothing."""
     if a["scale_grad_by_freq"]:
         raise Declined("it scales by how often an index occurs")
     grad, index, rows = a["grad_output"], a["indices"], a["num_weights"]
@@ -81,7 +81,7 @@ def _joined(b: Builder, indices: Sequence[Value]) -> Value:
 
 
 def _index(b: Builder, node: fx.Node, a: Arguments) -> Value:
-    """x[i, j, :]: indexed dims to the front, gathered, and what is left back to its place."""
+    """x[i, j, :]: indexed dims moved to the front, gathered, and the remaining dims moved back."""
     x, indices = a["self"], a["indices"]
     dims = _indexed_dims(indices)
     if len(dims) == 1:

@@ -28,8 +28,8 @@ def _statistics(
 def _layer_norm(b: Builder, node: fx.Node, a: Arguments) -> list[Value]:
     x, weight, bias = a["input"], a["weight"], a["bias"]
     count = len(a["normalized_shape"])
-    # The kernel keeps its statistics in float32, which is too little for a float64 backward; that
-    # of the training build is slower than standard operators.
+    # The kernel computes its statistics in float32, which is too imprecise for a float64 backward;
+    # that of the training build is slower than standard operators.
     if x.dtype == torch.float32 and weight is not None and not b.training:
         shapes = [tuple(v.shape) for v in node.meta["val"]]
         return b.ops(
@@ -61,7 +61,7 @@ def _layer_norm_backward(b: Builder, node: fx.Node, a: Arguments) -> list[Value 
     count = len(a["normalized_shape"])
     rows = list(range(len(x.shape) - count))
     dims = list(range(len(x.shape) - count, len(x.shape)))
-    # The kernel wants statistics in float32, whatever the rest is in.
+    # The kernel requires statistics in float32, whatever the other dtypes are.
     single = weight is not None and x.dtype == torch.float32
     if single and b.can("LayerNormalizationGrad", grad, x, weight, mean, scale, outputs=3):
         shapes = [x.shape, weight.shape, weight.shape]
@@ -98,7 +98,7 @@ def _channels(x: Value) -> tuple[list[int], list[int]]:
 
 
 def _batch_norm(b: Builder, node: fx.Node, a: Arguments) -> list[Value]:
-    """Statistics over the batch; running ones move by the momentum, the variance unbiased.
+    """Statistics over the batch; running ones are updated with the momentum, the variance unbiased.
 
     Ioffe and Szegedy, Batch Normalization, 2015.
     """
@@ -129,7 +129,7 @@ def _batch_norm(b: Builder, node: fx.Node, a: Arguments) -> list[Value]:
 def _normalised_backward(
     b: Builder, grad: Value, unit: Value, scale: Value, dims: Sequence[int]
 ) -> Value:
-    """r (g - mean(g) - x̂ mean(g x̂)), means over `dims`: of every normalisation."""
+    """r (g - mean(g) - x̂ mean(g x̂)), means over `dims`: the backward of every normalisation."""
     along = b.reduce("ReduceMean", b.binary("Mul", grad, unit), dims, True)
     rest = b.binary("Sub", grad, b.reduce("ReduceMean", grad, dims, True))
     return b.binary("Mul", b.binary("Sub", rest, b.binary("Mul", unit, along)), scale)
@@ -194,7 +194,7 @@ def _softmax(b: Builder, node: fx.Node, a: Arguments) -> Value:
 
 
 def _safe_softmax(b: Builder, node: fx.Node, a: Arguments) -> Value:
-    """Softmax whose rows of nothing but -inf are 0, not NaN."""
+    """Softmax in which rows that are entirely -inf are 0, not NaN."""
     x = b.cast(a["self"], node.meta["val"].dtype)
     dim = a["dim"] % len(x.shape)
     low = b.scalar(-math.inf, x)

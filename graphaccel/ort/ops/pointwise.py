@@ -24,7 +24,8 @@ def as_value(b: Builder, x: Any, dtype: torch.dtype) -> Value:
 
 
 def _shaped(b: Builder, node: fx.Node, x: Value) -> Value:
-    """A tensor of another rank than the result (both operands scalars) takes its shape."""
+    """Reshape a tensor of another rank than the result (both operands scalars) to the result's
+    shape."""
     return b.expand(x, tuple(node.meta["val"].shape))
 
 
@@ -36,7 +37,7 @@ def _unary(kind: str) -> Callable[..., Value]:
 
 
 def _binary(kind: str, logical: str | None = None) -> Callable[..., Value]:
-    """Arithmetic in the dtype of the result; `logical`: what it is on booleans."""
+    """Arithmetic in the dtype of the result; `logical`: the op for booleans."""
 
     def translate(b: Builder, node: fx.Node, a: Arguments) -> Value:
         dtype = _dtype(node)
@@ -182,7 +183,7 @@ def _gelu(b: Builder, node: fx.Node, a: Arguments) -> Value:
 
 
 def _gelu_backward(b: Builder, node: fx.Node, a: Arguments) -> Value:
-    """Of standard operators: `GeluGrad` and `FastGeluGrad` are slower than these."""
+    """With standard operators: `GeluGrad` and `FastGeluGrad` are slower."""
     grad, x = a["grad_output"], a["self"]
     slope = _tanh_slope if a["approximate"] == "tanh" else _normal_slope
     return b.binary("Mul", grad, slope(b, x))
@@ -193,7 +194,7 @@ def _normal_slope(b: Builder, x: Value) -> Value:
     u = b.binary("Mul", x, b.scalar(1 / math.sqrt(2), x))
     power = b.binary("Sub", b.scalar(math.log(2 / math.sqrt(math.pi)), x), b.binary("Mul", u, u))
     bell = b.binary("Mul", u, b.op("Exp", power))
-    rest = b.binary("Add", b.op("Erf", u), bell)  # erf last: it takes the place of u
+    rest = b.binary("Add", b.op("Erf", u), bell)  # erf last: it reuses the memory of u
     return b.binary("Mul", b.binary("Add", rest, b.scalar(1, x)), b.scalar(0.5, x))
 
 
@@ -248,7 +249,7 @@ def _threshold_backward(b: Builder, node: fx.Node, a: Arguments) -> Value:
 
 
 def _dropout_backward(b: Builder, node: fx.Node, a: Arguments) -> Value:
-    """The mask that was drawn outside, times the scale."""
+    """Multiply by the mask that was drawn outside, and by the scale."""
     grad = a["grad_output"]
     kept = b.cast(a["mask"], grad.dtype)
     return b.binary("Mul", b.binary("Mul", grad, kept), b.scalar(a["scale"], grad))

@@ -1,4 +1,4 @@
-"""Matrix products."""
+"""Matmuls."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def _baddbmm(b: Builder, node: fx.Node, a: Arguments) -> Value:
 
 
 def swap_last(b: Builder, x: Value) -> Value:
-    """The last two dims exchanged."""
+    """Swap the last two dims."""
     order = list(range(len(x.shape)))
     order[-2:] = order[-1], order[-2]
     return b.transpose(x, order)
 
 
 def sum_to(b: Builder, x: Value, shape: Sequence[int]) -> Value:
-    """The sum over what broadcasting repeated, so that `x` has `shape` again."""
+    """Sum over dims that were broadcast, so that `x` has `shape` again."""
     extra = len(x.shape) - len(shape)
     x = b.reduce("ReduceSum", x, range(extra), keep=False) if extra else x
     dims = [i for i, (n, m) in enumerate(zip(x.shape, shape, strict=True)) if n != m]

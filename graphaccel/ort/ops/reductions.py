@@ -1,4 +1,4 @@
-"""Sums, means, extremes."""
+"""Reductions: sums, means, extrema."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _mean(b: Builder, node: fx.Node, a: Arguments) -> Value:
 
 
 def _truth(kind: str) -> Translate:
-    """any or all: the largest or smallest of 0 and 1."""
+    """any or all: the maximum or minimum of 0 and 1."""
 
     def translate(b: Builder, node: fx.Node, a: Arguments) -> Value:
         x = a["self"]

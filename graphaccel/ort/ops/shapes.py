@@ -111,7 +111,7 @@ def _zeros(b: Builder, shape: Sequence[int], dtype: torch.dtype) -> Value:
 
 
 def _pad(b: Builder, node: fx.Node, a: Arguments) -> Value:
-    """Constant padding; torch lists it from the last dim on, negative amounts cut."""
+    """Constant padding; torch lists it from the last dim on, negative amounts crop."""
     x = a["self"]
     rank = len(x.shape)
     value = b.constant(a["value"], x.dtype)

@@ -1,4 +1,4 @@
-"""Every op that can be part of a region."""
+"""The table of all ops that can be part of a region, with their translations."""
 
 from __future__ import annotations
 
