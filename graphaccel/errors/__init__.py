@@ -1,4 +1,4 @@
-"""Every error with its code, fields and text; the pages are in `docs/errors/`."""
+"""All error classes, each with its code, fields and text; their pages are in `docs/errors/`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every error graphaccel raises on purpose: one class per code, with readable fields and a text.
+"""Base class of every error graphaccel raises on purpose: one class per code, with fields and text.
 
 The text names the user's own source line where one is known, says why, and every `help:` line can
 be pasted. The fields stay on the exception, so that notebooks and CI need not parse the text.
@@ -33,7 +33,7 @@ def sized(parts: Mapping[str, int]) -> str:
 class GraphAccelError(Exception):
     """Base of all errors. `str(error)` is the full text; `error.code` its code.
 
-    A subclass is a dataclass: its fields are the keyword arguments, `message()` makes the text.
+    A subclass is a dataclass: its fields are the keyword arguments, `message()` builds the text.
     """
 
     code: ClassVar[str] = "GA000"
@@ -45,7 +45,7 @@ class GraphAccelError(Exception):
         super().__init__(self.message().render(self.code))
 
     def message(self) -> Message:
-        """The parts of the text; each subclass says its own."""
+        """The parts of the text; each subclass implements it."""
         return Message("graphaccel failed")
 
     def __reduce__(self) -> tuple[object, ...]:

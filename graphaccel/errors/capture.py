@@ -10,8 +10,8 @@ from graphaccel.errors.messages import Location, Message, columns
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class TensorBranch(GraphAccelError):
-    """The model branches on the value of a tensor. distribution: in a check of its parameters that
-    torch.distributions makes."""
+    """The model branches on the value of a tensor. distribution: whether torch.distributions does
+    so, in a check of its parameters."""
 
     code = "GA101"
     module: str
@@ -35,7 +35,8 @@ class TensorBranch(GraphAccelError):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class CaptureRefused(GraphAccelError):
-    """Something else has no graph. help_line: what to type instead, where that is known."""
+    """Anything else that cannot be captured. help_line: what to type instead, where that is known.
+    """
 
     code = "GA102"
     module: str
@@ -57,7 +58,7 @@ class CaptureRefused(GraphAccelError):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class NoLoss(GraphAccelError):
-    """Something that needs the loss in the graph was asked for. asked: e.g. "pipeline=2"."""
+    """Something was requested that needs the loss inside the graph. asked: e.g. "pipeline=2"."""
 
     code = "GA103"
     asked: str
@@ -77,7 +78,7 @@ class NoLoss(GraphAccelError):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class GradientRuleRefused(GraphAccelError):
-    """A gradient rule of the user's own can not be part of the graph.
+    """A custom gradient rule cannot be part of the graph.
 
     rule: what it is, e.g. "the backward of `Quantize`". line: what to type instead.
     """
@@ -100,10 +101,10 @@ class GradientRuleRefused(GraphAccelError):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class UnregisteredWeight(GraphAccelError):
-    """The forward reads a weight that is none of the model's parameters.
+    """The forward reads a weight that is not among the model's parameters.
 
     name: how the script reaches it, in backticks. line: what registers it. of: the parameter or
-    buffer whose memory it looks at, if it does.
+    buffer that it is a view of, if any.
     """
 
     code = "GA105"
@@ -140,7 +141,7 @@ _RULE = "say how it may be split, if so:  graphaccel.sharding_rule"
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class CaptureDiffers(GraphAccelError):
-    """The captured graph computes something else than the model. values: what differs, a sentence
+    """The captured graph does not compute the same as the model. values: what differs, a sentence
     each. rows: of the batch that were compared; None: all. node, op, phase, module, location: the
     first node that differs; empty where no node does, as where a gradient is missing."""
 
@@ -172,7 +173,7 @@ class CaptureDiffers(GraphAccelError):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class PlanDiffers(GraphAccelError):
-    """The planned programs compute something else than the captured graph. values: what differs, a
+    """The planned programs do not compute the same as the captured graph. values: what differs, a
     sentence each."""
 
     code = "GA109"
@@ -215,7 +216,7 @@ class MissingRule(GraphAccelError):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class RuleWrong(GraphAccelError):
-    """A user's sharding rule does not hold where it was run."""
+    """A user's sharding rule gave a wrong result where it was run."""
 
     code = "GA302"
     op: str

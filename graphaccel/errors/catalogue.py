@@ -27,7 +27,7 @@ class UnknownDevice(GraphAccelError):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class BadCluster(GraphAccelError):
-    """A description of devices and links that can not be. where: a file or an argument."""
+    """An invalid description of devices and links. where: a file or an argument."""
 
     code = "GA602"
     where: str

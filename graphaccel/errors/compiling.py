@@ -1,4 +1,4 @@
-"""Errors of compiled stages (9xx)."""
+"""Errors of compiling stages with Inductor, and of recording CUDA graphs (9xx)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _OFF = "or without it:  graphaccel.optimize(model, optimizer, compile='off')"
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class CompilerMissing(GraphAccelError):
-    """Compiled stages were asked for on a CPU without a C++ compiler. asked: the pin."""
+    """Compiled stages were requested on a CPU without a C++ compiler. asked: the pin."""
 
     code = "GA901"
     asked: str
@@ -56,7 +56,7 @@ class CompileFailed(GraphAccelError):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class GraphsNeedGpu(GraphAccelError):
-    """CUDA graphs were asked for on another device. device: its type."""
+    """CUDA graphs were requested on another device. device: its type."""
 
     code = "GA903"
     device: str

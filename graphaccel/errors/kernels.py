@@ -10,7 +10,7 @@ from graphaccel.errors.messages import Location, Message, columns
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class BadFusion(GraphAccelError):
-    """A fusion that can not be registered."""
+    """A fusion that cannot be registered."""
 
     code = "GA701"
     name: str
@@ -68,8 +68,8 @@ class UnknownFusion(GraphAccelError):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class BadFusionPackage(GraphAccelError):
-    """An installed package whose fusions can not be loaded. package: its distribution, with its
-    version; point: the entry point as it is written, "NAME = MODULE"; cause: what was raised."""
+    """An installed package whose fusions cannot be loaded. package: its distribution, with its
+    version; point: the entry point as written, "NAME = MODULE"; cause: what was raised."""
 
     code = "GA704"
     package: str
@@ -95,7 +95,8 @@ class BadFusionPackage(GraphAccelError):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class BadFuel(GraphAccelError):
-    """A value of GRAPHACCEL_FUEL that is no number of fusions. sites: how many could be placed."""
+    """A value of GRAPHACCEL_FUEL that is not a number of fusions. sites: how many could be placed.
+    """
 
     code = "GA705"
     value: str
@@ -115,7 +116,7 @@ class BadFuel(GraphAccelError):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class OrtMissing(GraphAccelError):
-    """Regions for ONNX Runtime were asked for and it can not be used. asked: e.g. "ort='all'"."""
+    """Regions for ONNX Runtime were requested and it cannot be used. asked: e.g. "ort='all'"."""
 
     code = "GA801"
     asked: str

@@ -1,4 +1,4 @@
-"""How an error's text is laid out: a sentence, the user's source line, why, what to type."""
+"""Lays out an error's text: a sentence, the user's source line, the reason, what to type."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ _OWN = os.path.dirname(os.path.dirname(__file__))
 
 
 def line_of_script() -> Location | None:
-    """The innermost line that runs now outside of graphaccel, torch and other installed code."""
+    """The innermost line on the call stack outside of graphaccel, torch and other installed code.
+    """
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename

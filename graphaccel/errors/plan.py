@@ -15,7 +15,7 @@ class InfeasiblePlan(GraphAccelError):
     memory, peak: bytes per device. stage: where the closest plan's peak is. closest: that plan in
     words. breakdown: bytes per category at the peak. relaxations: (change, its effect), each of
     which alone makes it fit. useless: changes that were tried and do not help. host, host_memory:
-    bytes that it keeps on a host, and that there are, per device.
+    bytes that it needs on a host, and that are available, per device.
     """
 
     code = "GA201"
@@ -57,8 +57,8 @@ class InfeasiblePlan(GraphAccelError):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class BadPin(GraphAccelError):
-    """A pinned decision has a value that can not be, or one of a plan that was given (`plan`: what
-    it is called). allowed: values that can."""
+    """A pin, or a decision of a plan that was given (`plan`: what it is called), has an invalid
+    value. allowed: valid values."""
 
     code = "GA202"
     pin: str
@@ -94,7 +94,7 @@ def _typed(pin: str, value: str) -> str:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class TooManyStages(GraphAccelError):
-    """More pipeline stages were asked for than the graph can be cut into."""
+    """More pipeline stages were requested than the graph can be cut into."""
 
     code = "GA203"
     asked: int
@@ -130,7 +130,7 @@ class PlanMismatch(GraphAccelError):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class TooManyDevices(GraphAccelError):
-    """More devices were asked for than exist. where: what was counted, e.g. "CUDA devices"."""
+    """More devices were requested than exist. where: what was counted, e.g. "CUDA devices"."""
 
     code = "GA205"
     asked: int
@@ -150,8 +150,9 @@ class TooManyDevices(GraphAccelError):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class BatchNotDivisible(GraphAccelError):
-    """The batch can not be cut into equal microbatches. allowed: microbatch counts that can.
-    devices, batches: numbers of devices, and batches, near those asked that would do."""
+    """The batch cannot be split into equal microbatches. allowed: microbatch counts that can be
+    used. devices, batches: numbers of devices, and batches, near those requested that would work.
+    """
 
     code = "GA206"
     batch: int
@@ -190,7 +191,7 @@ class BatchNotDivisible(GraphAccelError):
 @dataclass(kw_only=True, eq=False, repr=False)
 class SplitRefused(GraphAccelError):
     """An op does not give the same result when the batch is split. axis: "microbatch" or "data".
-    outside: the loss is not part of the step. Without an op, the reason says it all."""
+    outside: the script computes the loss. Without an op, the text consists of the reason."""
 
     code = "GA207"
     axis: str
@@ -249,7 +250,7 @@ class ScheduleRefused(GraphAccelError):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class Unsupported(GraphAccelError):
-    """No plan can hold this. what: e.g. "dtype torch.complex64 of parameter w"."""
+    """No plan supports this. what: e.g. "dtype torch.complex64 of parameter w"."""
 
     code = "GA208"
     what: str
@@ -263,7 +264,7 @@ class Unsupported(GraphAccelError):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class CannotExport(GraphAccelError):
-    """Another system can not say what a plan decides. reasons: each decision, and why not."""
+    """Another system cannot express what a plan decides. reasons: each decision, and why not."""
 
     code = "GA209"
     target: str
@@ -284,9 +285,10 @@ class CannotExport(GraphAccelError):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class ConflictingPins(GraphAccelError):
-    """Pinned decisions that no plan can have together, though each could be kept without the rest.
+    """Pins that no plan can satisfy together, though each could be kept without the rest.
 
-    pins: the fewest that conflict. instead: for each, the values with which the others could stay.
+    pins: the smallest set that conflicts. instead: for each, the values with which the others could
+    stay.
     """
 
     code = "GA210"
@@ -312,7 +314,7 @@ class ConflictingPins(GraphAccelError):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class NotElementwise(GraphAccelError):
-    """An optimizer can not work on shards. known: names of those that can."""
+    """An optimizer cannot work on shards. known: names of those that can."""
 
     code = "GA211"
     optimizer: str

@@ -1,4 +1,4 @@
-"""Errors while running (5xx)."""
+"""Errors at run time (5xx)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from graphaccel.errors.messages import Message, columns, format_bytes
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class RankLost(GraphAccelError):
-    """Another rank stopped answering. lost: in words, e.g. "rank 2 (stage 1)"."""
+    """A peer rank stopped answering. lost: in words, e.g. "rank 2 (stage 1)"."""
 
     code = "GA501"
     rank: int

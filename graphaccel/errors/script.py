@@ -33,8 +33,8 @@ class HookNotKept(GraphAccelError):
 class RetainGraph(GraphAccelError):
     """backward() was called twice, or with retain_graph=True or create_graph=True.
 
-    kind: "together" where the loss is part of the graph; where it is outside, "create_graph", or
-    "freed" for a second backward without retain_graph=True in the first.
+    kind: "together" where the loss is part of the graph; where the script computes it,
+    "create_graph", or "freed" for a second backward without retain_graph=True in the first.
     """
 
     code = "GA402"
@@ -72,7 +72,7 @@ class RetainGraph(GraphAccelError):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class NeedsLauncher(GraphAccelError):
-    """Several devices were asked for where the program can not be restarted."""
+    """Several devices were requested where the program cannot be restarted."""
 
     code = "GA403"
     devices: int
@@ -89,7 +89,7 @@ class NeedsLauncher(GraphAccelError):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class BatchesDiffer(GraphAccelError):
-    """Ranks were given different batches, or differ in what else a step depends on.
+    """Ranks got different batches, or differ in something else that a step depends on.
 
     ranks: those that differ from rank 0. what: "values" or "inputs" of the batch, the "call" they
     make, "state" that the forward reads, "optimizer" or "random". expected, got: what rank 0 and
@@ -156,7 +156,8 @@ _DIFFERENCES = {
 class OutputDropped(GraphAccelError):
     """An output of the model that the plan does not compute on this rank was read.
 
-    attribute: it is no output, but a tensor that the forward leaves in an attribute of the model.
+    attribute: it is not an output, but a tensor that the forward stores in an attribute of the
+    model.
     """
 
     code = "GA405"
@@ -191,7 +192,7 @@ class OutputDropped(GraphAccelError):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class BatchChanged(GraphAccelError):
-    """A batch does not look like the one that was captured. what: e.g. "dtype of input_ids"."""
+    """A batch differs from the one that was captured. what: e.g. "dtype of input_ids"."""
 
     code = "GA406"
     what: str
@@ -225,7 +226,8 @@ class GraphMisuse(GraphAccelError):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class PartOfModel(GraphAccelError):
-    """A file would have been written of what one process has of the model. what: which object."""
+    """A file would have contained only the part of a model that one process holds. what: which
+    object."""
 
     code = "GA411"
     what: str
@@ -268,9 +270,9 @@ class ElsewhereNeeded(GraphAccelError):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class NotAlone(GraphAccelError):
-    """This process belongs to a job of several, and its place in it is not known.
+    """This process belongs to a job of several processes, but its rank is not known.
 
-    variable: what says so, as in a shell. reason: what is missing. command: starts it rightly.
+    variable: the evidence, as in a shell. reason: what is missing. command: starts it correctly.
     """
 
     code = "GA409"
@@ -291,7 +293,7 @@ class NotAlone(GraphAccelError):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class WrappedModel(GraphAccelError):
-    """Another system stands around the model or on it. what: a whole sentence."""
+    """Another system wraps the model or a part of it. what: a whole sentence."""
 
     code = "GA410"
     what: str

@@ -10,7 +10,7 @@ from graphaccel.errors.messages import Location, Message
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class StateFrozen(GraphAccelError):
-    """Python state that the forward depends on and a graph can not follow. what: a sentence; note:
+    """Python state that the forward depends on and a graph cannot follow. what: a sentence; note:
     what is wrong at `location`."""
 
     code = "GA106"

@@ -1,1 +1,1 @@
-"""Fused operations: each file holds everything about one, from its kernel to its sharding rule."""
+"""Fused ops: each file holds everything about one, from its kernel to its sharding rule."""

@@ -1,9 +1,9 @@
-"""Activations of transformer blocks: gated (SwiGLU, GeGLU), with a bias, and spelled out.
+"""Fused activations of transformer blocks: gated (SwiGLU, GeGLU), with a bias, and decomposed GELU.
 
     y = silu(gate) · up          dgate = dy · up · silu'(gate)          dup = dy · silu(gate)
 
-Kept for the backward: the two inputs; eager keeps silu(gate) as well. Bytes an element at 16 bits:
-forward 6, backward 10, against 10 and 18. Shazeer, GLU Variants Improve Transformer, 2020.
+Saved for the backward: the two inputs; eager saves silu(gate) as well. Bytes per element at 16
+bits: forward 6, backward 10, against 10 and 18. Shazeer, GLU Variants Improve Transformer, 2020.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ aten = torch.ops.aten
 
 
 def _spelled_out(x: Tensor) -> Tensor:
-    """NewGELUActivation of transformers: eight kernels."""
+    """NewGELUActivation of transformers: eight kernels in eager mode."""
     inner = math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))
     return 0.5 * x * (1.0 + torch.tanh(inner))
 

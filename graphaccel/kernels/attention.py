@@ -1,12 +1,13 @@
-"""Attention that is spelled out, as torch's `scaled_dot_product_attention`.
+"""Fuses decomposed attention into torch's `scaled_dot_product_attention`.
 
     y = dropout(softmax(q · kᵀ · scale + mask)) · v
 
-Torch's kernels for it (Dao, FlashAttention, 2022, §3.1) never write the scores: 4 bytes a score
-fewer at 16 bits in every direction, or all of them; where they have none for a device, dtype and
-mask it computes what stands here. Kept for the backward: q, k, v, y and a number a query. What is
-found is what people write: one mask added or T5's two, positions filled in with -inf, a scale that
-multiplies, divides, or lies in q; softmax in the dtype of the scores or in float32.
+Torch's kernels for it (Dao, FlashAttention, 2022, §3.1) never write the scores: 4 bytes per score
+fewer at 16 bits in every direction, or all of them; where torch has no kernel for a device, dtype
+and mask it computes the formula above. Saved for the backward: q, k, v, y and a number per query.
+The patterns are the common spellings: one mask added or T5's two, positions filled with -inf, a
+scale that multiplies, divides, or is applied to q; softmax in the dtype of the scores or in
+float32.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from graphaccel.kernels.fusion import Scalar, T, fusion
 from graphaccel.kernels.softmax import spellings
 
 _MASKED = float("-inf")
-# In 16 bits torch's CPU kernels spell attention out in float32 where a mask is learned.
+# In 16 bits torch's CPU kernels decompose attention in float32 where a mask is learned.
 _MASK = T("b h q s", optional=True, mask=True, low_grad=False)
 _INPUTS = {
     "q": T("b h q d"),
@@ -53,7 +54,7 @@ def _weighed(p: Tensor, v: Tensor) -> Tensor:
 
 
 def _dropped(weights: Tensor, p: float) -> Tensor:
-    """As it is captured: `nn.Dropout` in training."""
+    """As captured: `nn.Dropout` in training."""
     return torch.native_dropout(weights, p, True)[0]
 
 
@@ -70,7 +71,7 @@ def _by_torch(
     mask = mask if bias is None or mask is None else bias + mask
     if hidden is not None:
         mask = ~hidden
-    elif mask is not None and mask.dtype != q.dtype:  # under autocast it is still wide
+    elif mask is not None and mask.dtype != q.dtype:  # under autocast it is still float32
         mask = _narrowed(mask, q.dtype)
     if mask is not None and mask.dim() < 2:
         mask = mask.expand(q.shape[-2], k.shape[-2])
@@ -78,7 +79,7 @@ def _by_torch(
 
 
 def _narrowed(mask: Tensor, kind: torch.dtype) -> Tensor:
-    """The mask in another dtype; its lowest numbers stay finite: -inf throughout would be NaN."""
+    """The mask in another dtype; its lowest values stay finite: a row of only -inf would be NaN."""
     low = torch.finfo(kind).min
     if mask.is_floating_point() and torch.finfo(mask.dtype).min < low:
         mask = mask.clamp(min=low)
@@ -92,10 +93,10 @@ class attention:
     inputs = _INPUTS
     outputs = {"y": T("b h q e")}
     sizes = {"d": (8, 16), "e": (8, 16)}
-    large = 20.0  # products of two of them are what the softmax sees
+    large = 20.0  # products of two of them are the scores
     tolerance = 4.0  # torch's kernel, not ours
-    # A row that is -inf throughout is NaN in eager, and 0 or NaN in torch's; of one hidden by a
-    # large number, torch's CPU kernel gives the even weights of eager, but not their gradient.
+    # A row that is entirely -inf is NaN in eager, and 0 or NaN in torch's kernels; for one masked
+    # by a large number, torch's CPU kernel gives eager's even weights, but not their gradient.
     masked_rows = False
     patterns = spellings(*_SCORES, after=_weighed)
     negatives = (
@@ -118,10 +119,10 @@ class dropout_attention:
     tolerance = 4.0
     masked_rows = False
     random = True
-    devices = ()  # on a CPU the mask is that of eager; kernels of GPUs draw their own
+    devices = ()  # on a CPU the mask is eager's; GPU kernels draw their own
     patterns = (
         *spellings(*_SCORES, after=lambda w, v, p: _weighed(_dropped(w.to(v.dtype), p), v)),
-        # As it is under autocast, which casts what is dropped already.
+        # As under autocast, which casts before dropout.
         *spellings(*_SCORES, after=lambda w, v, p: _weighed(_dropped(w, p), v))[::3],
     )
     negatives = (

@@ -1,12 +1,12 @@
-"""The attention of graphs as they are captured, which is an op of the CPU, on a GPU.
+"""CUDA kernels for the attention op of captured graphs, which torch has for the CPU only.
 
     y, total = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal)
 
-has no kernel there in torch. With one it is the same op on any device: one graph, one rule of
-sharding, one plan. y = softmax(q · kᵀ * scale + mask) · v; total is the logarithm of what its
-softmax divides by. By FlashAttention (Dao, 2023) where there is no mask, by the memory-efficient
-kernel (Rabe and Staats, 2021) for masks and float32; spelled out where neither takes it (float64,
-heads whose rows are no multiples of 16 bytes).
+With a CUDA kernel it is the same op on any device: one graph, one sharding rule, one plan. y =
+softmax(q · kᵀ * scale + mask) · v; total is the logarithm of the softmax's denominator. Computed by
+FlashAttention (Dao, 2023) where there is no mask, by the memory-efficient kernel (Rabe and Staats,
+2021) for masks and float32; decomposed where neither supports it (float64, heads whose rows are not
+multiples of 16 bytes).
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 aten = torch.ops.aten
-_QUERIES = 32  # the memory-efficient kernel keeps sums for whole multiples of so many
-_ALIGNED = 16  # bytes, of a row of the mask
-_WIDEST = 256  # values of a head, of FlashAttention
+_QUERIES = 32  # the memory-efficient kernel stores sums for multiples of this many queries
+_ALIGNED = 16  # bytes, alignment of a row of the mask
+_WIDEST = 256  # largest head dim of FlashAttention
 
 
 @cache
 def attention_on_gpu() -> torch.library.Library:
-    """Give the CPU's op its kernels for CUDA, once in a process."""
+    """Register CUDA kernels for the CPU's op, once per process."""
     library = torch.library.Library("aten", "IMPL")
     library.impl("_scaled_dot_product_flash_attention_for_cpu", attention, "CUDA")
     backward = "_scaled_dot_product_flash_attention_for_cpu_backward"
@@ -43,10 +43,10 @@ def attention(
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """softmax(q · kᵀ * scale + mask) · v, like q, and the log of the sum of its softmax: [b, h, q],
-    float32 (float64 for float64). q: [b, h, q, d]; k, v: [b, h or fewer, s, d]; attn_mask: like
-    [b, h, q, s], added."""
-    assert dropout_p == 0.0  # what is captured on a CPU has the mask of dropout spelled out
+    """softmax(q · kᵀ * scale + mask) · v, like q, and the log-sum-exp of its softmax: [b, h, q],
+    float32 (float64 for float64). q: [b, h, q, d]; k, v: [b, h or fewer, s, d]; attn_mask: like [b,
+    h, q, s], added."""
+    assert dropout_p == 0.0  # graphs captured on a CPU have the dropout mask decomposed
     y, total = _attention(*map(_readable, (q, k, v)), is_causal, attn_mask, scale)
     sums = total.new_empty(total.shape[0], total.shape[2], total.shape[1]).transpose(1, 2)
     return _laid(y, torch.empty_like(q)), _laid(total, sums)
@@ -83,7 +83,7 @@ def attention_backward(
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, of the shapes of these. total: what `attention` gave."""
+    """Gradients of q, k and v, of the shapes of these. total: as returned by `attention`."""
     assert dropout_p == 0.0
     read = map(_readable, (grad, q, k, v, y))
     given = _backward(*read, total.contiguous(), is_causal, attn_mask, scale)
@@ -95,7 +95,8 @@ def attention_backward(
 
 
 def _readable(x: Tensor) -> Tensor:
-    """With rows that begin at multiples of 16 bytes, each its own: kernels read others wrong."""
+    """With rows that start at multiples of 16 bytes, without overlap: kernels read others
+    incorrectly."""
     *steps, last = x.stride()
     starts = (*steps, x.storage_offset())
     plain = last == 1 and 0 not in steps and all(s * x.itemsize % _ALIGNED == 0 for s in starts)
@@ -103,7 +104,7 @@ def _readable(x: Tensor) -> Tensor:
 
 
 def _laid(x: Tensor, like: Tensor) -> Tensor:
-    """Laid out in memory as on a CPU, which is what the graph behind it counts on: mostly tokens
+    """In the memory layout that the op has on a CPU, which the graph relies on: mostly tokens
     before heads."""
     if x.stride() == like.stride():
         return x
@@ -154,18 +155,18 @@ def _efficient_takes(q: Tensor) -> bool:
 
 
 def _for_heads(x: Tensor, heads: int) -> Tensor:
-    """Keys or values of grouped queries, once for each head."""
+    """Keys or values of grouped queries, repeated for each head."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
 def _for_groups(x: Tensor, groups: int) -> Tensor:
-    """The other way round, for gradients."""
+    """The transpose of `_for_heads`, for gradients: the sum over the heads of a group."""
     return x if x.shape[1] == groups else x.unflatten(1, (groups, -1)).sum(2)
 
 
 def _aligned(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """The mask for every head and query, of the dtype of q, its rows beginning at multiples of 16
-    bytes as the kernel asks for."""
+    """The mask for every head and query, in the dtype of q, with rows that start at multiples of 16
+    bytes as the kernel requires."""
     if mask is None:
         return None
     mask, count = mask.to(q.dtype), k.shape[2]
@@ -182,7 +183,7 @@ def _aligned(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
 def _weights(
     q: Tensor, k: Tensor, is_causal: bool, mask: Tensor | None, scale: float | None
 ) -> Tensor:
-    """Scores [b, h, q, s] in float32, or float64, that softmax sees."""
+    """Scores [b, h, q, s] in float32, or float64, before the softmax."""
     factor = q.shape[3] ** -0.5 if scale is None else scale
     scores = (q @ k.transpose(-1, -2)) * factor
     if mask is not None:

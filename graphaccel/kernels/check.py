@@ -1,13 +1,13 @@
-"""Is a fused op right? Its numbers, against eager's and against float64, on a grid of cases.
+"""Checks a fused op's numbers against eager's and float64 on a grid of cases.
 
 An op passes where it is no worse than eager: for every output and every gradient
 
     max|fused − ref64| ≤ tolerance · max|eager − ref64| + one unit in the last place of the range
 
-(Dao-AILab's flash-attention tests its kernels so), with the same dtypes, shapes and places of
-infinities and NaN, the same gradients missing, the same bits when repeated, strides that the fakes
-of forward and backward foretold, and inputs that are left as they were. Gradients come in with
-other strides too, and are asked for one at a time: of one input, from one output.
+(as Dao-AILab's flash-attention tests its kernels), with the same dtypes, shapes and positions of
+infinities and NaN, the same gradients missing, the same bits when repeated, the strides that the
+fakes of forward and backward predicted, and unmodified inputs. Incoming gradients also have other
+strides, and are also requested one at a time: of one input, from one output.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ LEADING = ((3, 5), (2, 17), (7,), (2, 3, 4))
 
 @dataclass(frozen=True)
 class Case:
-    """One call: what it is given, in words. layout, gradients: strides of the inputs, and of the
-    gradients that come in. values: "normal", "large" or "masked". wide: by the form that computes
-    in float32, against eager on inputs that are cast to it. alone: gradients one at a time too."""
+    """One call: its inputs, in words. layout, gradients: strides of the inputs, and of the incoming
+    gradients. values: "normal", "large" or "masked". wide: by the form that computes in float32,
+    against eager on inputs that are cast to it. alone: gradients one at a time too."""
 
     dtype: torch.dtype
     layout: str
@@ -69,9 +69,9 @@ class Fault:
 def check_numbers(
     fusion: Fusion, device: str = "cpu", own: bool | None = None
 ) -> tuple[int, tuple[Fault, ...]]:
-    """How many cases were run, and what was found; each kind of fault once, with its first case.
+    """How many cases were run, and the faults; each kind of fault once, with its first case.
 
-    own: whether a random op draws numbers of its own there, so that eager is to drop what it drops
+    own: whether a random op draws its own numbers there, so that eager must drop what it drops
       (`Fusion.kept`); by default where it has kernels of its own.
     """
     own = device != "cpu" and fusion.cuda_forward is not None if own is None else own
@@ -110,7 +110,7 @@ def _cases(fusion: Fusion) -> Iterator[Case]:
 
 
 class _Wide(TorchFunctionMode):
-    """Casts to float32 become casts to float64, so that a float64 run stays one."""
+    """Turns casts to float32 into casts to float64, so that a float64 run stays one."""
 
     def __torch_function__(
         self,
@@ -126,7 +126,7 @@ class _Wide(TorchFunctionMode):
 
 
 class _Drops(TorchDispatchMode):
-    """Dropout keeps what `mask` says, in eager's dtype and with its gradient."""
+    """Dropout keeps the elements in `mask`, in eager's dtype and with its gradient."""
 
     def __init__(self, mask: Tensor) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ class _Result:
 
 @dataclass(frozen=True)
 class _Asked:
-    """Outputs of which gradients come in, and inputs of which they are wanted."""
+    """The outputs with incoming gradients, and the inputs whose gradients are requested."""
 
     outputs: tuple[str, ...]
     inputs: tuple[str, ...]
@@ -202,7 +202,7 @@ class _Run:
         yield from self._foretold()
 
     def _differentiable(self) -> tuple[str, ...]:
-        """Inputs that get a gradient here."""
+        """Inputs that get a gradient in this case."""
         known = self.fusion.tensors
         return tuple(
             n
@@ -211,7 +211,7 @@ class _Run:
         )
 
     def _right(self, asked: _Asked) -> tuple[_Result, _Result]:
-        """What eager gives, and what is true."""
+        """Eager's results, and the float64 reference."""
         wide = {
             n: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v
             for n, v in self.values.items()
@@ -222,7 +222,7 @@ class _Run:
                 return eager, self._run(self._plain, self._given(wide), asked)
 
     def _mask(self) -> Tensor:
-        """What the op keeps with the numbers that it draws."""
+        """The mask of elements that the op keeps, with the numbers that it draws."""
         assert self.fusion.kept is not None
         with torch.no_grad(), self._seeded():
             made = tensors(self.op(*self._full(self.values).values()))
@@ -230,7 +230,7 @@ class _Run:
 
     @contextmanager
     def _seeded(self) -> Iterator[None]:
-        """The same random numbers in every run."""
+        """Use the same random numbers in every run."""
         with torch.random.fork_rng(devices=[], enabled=self.fusion.random):
             if self.fusion.random:
                 torch.manual_seed(7)
@@ -243,7 +243,7 @@ class _Run:
             theirs, wanted = eager.gradients[name], true.gradients[name]
             what = f"gradient of `{name}`{alone}"
             if theirs is None and mine is not None and alone:
-                # An output asked alone does not depend on every input: zeros are right too.
+                # One output may not depend on every input: zeros are right too.
                 theirs, wanted = torch.zeros_like(mine), torch.zeros_like(mine).double()
             if mine is None or theirs is None:
                 if (mine is None) != (theirs is None):
@@ -276,7 +276,7 @@ class _Run:
         if mine.shape != theirs.shape:
             yield f"shape of {what}: {tuple(mine.shape)}, eager gives {tuple(theirs.shape)}"
             return
-        # Where eager overflows and the truth does not, a finite result is better, not wrong.
+        # Where eager overflows and the reference does not, a finite result is better, not wrong.
         right = torch.isfinite(theirs) | torch.isfinite(true.to(theirs.dtype))
         held = torch.isfinite(mine)
         if (torch.isfinite(theirs) & ~held).any() or (held & ~right).any():
@@ -288,7 +288,8 @@ class _Run:
         ours = (mine.double() - true)[finite].abs().max().item()
         eager = (theirs.double() - true)[finite].abs().max().item()
         span = true[finite].abs().max().item()
-        # A sum of everything carries the rounding of every input, and eager's may cancel by luck.
+        # A sum of everything accumulates the rounding of every input, and eager's may cancel by
+        # chance.
         unit = torch.finfo(self.case.dtype if mine.dim() == 0 else mine.dtype).eps
         limit = self.fusion.tolerance * eager + unit * span
         if not ours <= limit:
@@ -307,7 +308,7 @@ class _Run:
             yield "repeated, it gives other bits"
 
     def _foretold(self) -> Iterator[str]:
-        """What the fakes say of forward and backward."""
+        """Faults in the predictions of the forward's and backward's fakes."""
         fusion = self.fusion
         full = self._full(self.values)
         with torch.no_grad():
@@ -337,7 +338,7 @@ class _Run:
             yield from _as_said(op, given, several, returned, "its fake of the backward")
 
     def _asked_back(self) -> Iterator[tuple[str, _Asked]]:
-        """What the backward is asked for, and the strides of the gradients that come in."""
+        """The gradients requested from the backward, and the strides of the incoming gradients."""
         every = self.every
         if not self.case.alone:
             yield self.case.gradients, every
@@ -350,7 +351,7 @@ class _Run:
                 yield layout, _Asked((name,), every.inputs)
 
     def _incoming(self, outputs: Iterable[Tensor], layout: str) -> list[Tensor]:
-        """The same gradients for the same outputs."""
+        """The same incoming gradients for the same outputs."""
         generator = torch.Generator().manual_seed(7)
         return [
             _laid_out(torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o), layout)
@@ -358,14 +359,14 @@ class _Run:
         ]
 
     def _fused(self, asked: _Asked, alone: str = "") -> _Result | str:
-        """What the op gives, or how it fails."""
+        """The op's results, or how it fails."""
         try:
             return self._run(lambda given: self.op(*given.values()), self._full(self.values), asked)
         except Exception as error:
             return f"it fails{alone}: {str(error).splitlines()[0]}"
 
     def _plain(self, given: Mapping[str, Any]) -> Any:
-        """What eager computes."""
+        """Eager's results."""
         low = self.case.dtype if self.case.wide else None
         return self.pattern(
             **{
@@ -378,7 +379,7 @@ class _Run:
         return {n: values[n] for n in self.names}
 
     def _full(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Every input of the op; what this pattern lacks is None or the default."""
+        """Every input of the op; those that this pattern lacks are None or the default."""
         return {
             n: values[n] if n in self.names else (None if isinstance(spec, T) else spec.default)
             for n, spec in self.fusion.inputs.items()
@@ -409,7 +410,7 @@ class _Run:
         case, fusion = self.case, self.fusion
         sizes = sizes_of(fusion, case.choice)
         free = [n for n in sizes if n not in fusion.sizes]
-        if case.choice and free:  # an odd size, and one that is no power of two
+        if case.choice and free:  # an odd size, not a power of two
             sizes |= {n: s for n, s in zip(free, itertools.cycle((17, 33)), strict=False)}
         generator = torch.Generator().manual_seed(len(str(case)))
         values: dict[str, Any] = {}
@@ -439,7 +440,7 @@ class _Run:
         if spec.mask and case.values == "masked" and found.dim() >= 2:
             hidden = torch.rand(wanted, generator=generator) < 0.3
             hidden[..., 0] = False
-            hidden[..., -1, :] = True  # a row that sees nothing
+            hidden[..., -1, :] = True  # a row that attends to nothing
             found = found.masked_fill(hidden, -math.inf)
         return _laid_out(found.to(case.dtype), case.layout)
 
@@ -447,7 +448,7 @@ class _Run:
 def _as_said(
     op: Any, given: Mapping[str, Any], real: Sequence[Tensor | None], names: list[str], who: str
 ) -> Iterator[str]:
-    """Where an op's fake says something else than the op gives."""
+    """Faults where an op's fake predicts something else than the op returns."""
     with fakes(given) as empty:
         try:
             made = op(*empty.values())
@@ -477,7 +478,7 @@ def _tracked(value: Tensor) -> Tensor:
 
 
 def _laid_out(value: Tensor, layout: str) -> Tensor:
-    """The same numbers with other strides; expanded, those of the first row in every one."""
+    """The same values with other strides; for "expanded", those of the first row in every row."""
     if layout == "expanded" and value.dim() >= 1:
         return value[:1].expand(value.shape)
     if layout == "transposed" and value.dim() >= 2:

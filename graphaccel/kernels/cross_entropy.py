@@ -1,16 +1,16 @@
-"""Cross entropy of logits that are needed elsewhere too.
+"""Fused cross entropy of logits that are also needed elsewhere.
 
     loss = Σ logsumexp(s) − s[label]            ds = (softmax(s) − one-hot) · g
 
-Kept for the backward: the logits, which are there anyway, and two numbers a token; eager keeps
+Saved for the backward: the logits, which exist anyway, and two numbers per token; eager saves
 log-softmax as well, as large as the logits. Read once in the forward, read and written once in the
-backward: 2 + 4 bytes an element at 16 bits, against 18 + 26 of eager with an upcast.
+backward: 2 + 4 bytes per element at 16 bits, against 18 + 26 of eager with an upcast.
 
-Rows of logits are wider than registers. The kernels go through them in blocks, and keep a maximum
-and a sum for each position in a block (as in Milakov and Gimelshein, Online normalizer calculation
-for softmax, 2018): one exponential an element, and one reduction across threads a row. For a head
-and its loss (`linear_cross_entropy`) one kernel gives the loss and leaves the gradient where the
-logits were: 6 bytes an element, 4 where the second reading of a row finds it in the cache.
+Rows of logits do not fit registers. The kernels process them in blocks, with a running maximum and
+sum for each position in a block (as in Milakov and Gimelshein, Online normalizer calculation for
+softmax, 2018): one exponential per element, and one reduction across threads per row. For a head
+and its loss (`linear_cross_entropy`) one kernel computes the loss and overwrites the logits by the
+gradient: 6 bytes per element, 4 where the second read of a row hits the cache.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from graphaccel.kernels.fusion import Scalar, T, fusion
 from graphaccel.kernels.jit import jit, next_power_of_2, tl, warps
 
 IGNORED = Scalar(-100)
-"""The label of rows that do not count; -100 is torch's own."""
-_WIDEST_BLOCK = 4096  # 16 elements a thread; each has a maximum and a sum in registers
+"""The label of rows that are not counted; -100 is torch's own default."""
+_WIDEST_BLOCK = 4096  # 16 elements per thread; each has a maximum and a sum in registers
 
 
 @jit
 def _row(scores, target, c, IGNORED: tl.constexpr, BLOCK: tl.constexpr):
-    """Of one row its loss, label, maximum, and log sum exp of what lies below the maximum."""
+    """Of one row its loss, label, maximum, and log-sum-exp relative to the maximum."""
     label = tl.load(target).to(tl.int64)
-    # Before anything is written over it. A label out of bounds reads nothing, and gives NaN.
+    # Read before anything is overwritten. A label out of bounds reads nothing, and gives NaN.
     known = (label >= 0) & (label < c)
     own = tl.load(scores + label, mask=known, other=float("nan")).to(tl.float32)
     columns = tl.arange(0, BLOCK)
@@ -42,7 +42,7 @@ def _row(scores, target, c, IGNORED: tl.constexpr, BLOCK: tl.constexpr):
         at = start + columns
         value = tl.load(scores + at, mask=at < c, other=float("-inf")).to(tl.float32)
         higher = value > peaks
-        # Infinities that are equal lie 0 apart; what -inf adds is multiplied by 0 below.
+        # Equal infinities differ by 0; the contribution of -inf is multiplied by 0 below.
         apart = tl.where(value == peaks, 0.0, value - peaks)
         factor = tl.exp(-tl.abs(apart))
         sums = tl.where(higher, sums * factor + 1.0, sums + factor)
@@ -74,7 +74,7 @@ def _slope(scores, slope, label, peak, logsum, factor, c, BLOCK: tl.constexpr):
 def forward_kernel(
     scores, target, loss, peak, logsum, c, stride, IGNORED: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """One row a program."""
+    """One row per program."""
     row = tl.program_id(0).to(tl.int64)
     lost, _, highest, summed = _row(scores + row * stride, target + row, c, IGNORED, BLOCK)
     tl.store(loss + row, lost)
@@ -87,10 +87,10 @@ def backward_kernel(
     grad_loss, scores, target, peak, logsum, slope, c, stride, slope_stride,
     IGNORED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row a program."""
+    """One row per program."""
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(target + row).to(tl.int64)
-    # Where all are ignored the gradient of the loss is infinite, and theirs is 0.
+    # Where all labels are ignored the gradient of the loss is infinite, and that of the logits 0.
     factor = tl.where(label != IGNORED, tl.load(grad_loss).to(tl.float32), 0.0)
     highest, summed = tl.load(peak + row), tl.load(logsum + row)
     into = slope + row * slope_stride
@@ -101,7 +101,7 @@ def backward_kernel(
 def in_place_kernel(
     scores, target, loss, c, stride, IGNORED: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """One row a program: its loss, and softmax - one-hot in its place."""
+    """One row per program: its loss, and softmax - one-hot written over it."""
     row = tl.program_id(0).to(tl.int64)
     own = scores + row * stride
     lost, label, highest, summed = _row(own, target + row, c, IGNORED, BLOCK)
@@ -111,7 +111,7 @@ def in_place_kernel(
 
 
 def block(c: int) -> int:
-    """Columns that a program reads at a time, of rows of c."""
+    """Columns of a row of c that a program reads at a time."""
     return min(next_power_of_2(c), _WIDEST_BLOCK)
 
 
@@ -124,8 +124,8 @@ def _with_whole_rows(x: Tensor) -> Tensor:
 
 
 def launch_forward(scores: Tensor, target: Tensor, ignored: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Losses of rows [n, c], 0 where ignored, their maxima, and log sum exp below these: [n] in
-    float32, by Triton. Rows need not lie one after the other. target: int64 [n]."""
+    """Losses of rows [n, c], 0 where ignored, their maxima, and log-sum-exp relative to these: [n]
+    in float32, by Triton. Rows need not be adjacent. target: int64 [n]."""
     n, c = scores.shape
     scores, target = _with_whole_rows(scores), target.contiguous()
     loss, peak, logsum = (scores.new_empty(n, dtype=torch.float32) for _ in range(3))
@@ -138,8 +138,8 @@ def launch_forward(scores: Tensor, target: Tensor, ignored: int) -> tuple[Tensor
 def launch_backward(
     grad_loss: Tensor, scores: Tensor, target: Tensor, peak: Tensor, logsum: Tensor, ignored: int
 ) -> Tensor:
-    """Gradient of the summed loss for rows [n, c], like `scores`, by Triton. grad_loss: a number on
-    the device, and read there."""
+    """Gradient of the summed loss for rows [n, c], like `scores`, by Triton. grad_loss: a scalar on
+    the device, read by the kernel."""
     n, c = scores.shape
     slope = torch.empty_like(scores)
     into = _with_whole_rows(slope)
@@ -153,7 +153,7 @@ def launch_backward(
 
 def launch_in_place(scores: Tensor, target: Tensor, ignored: int) -> Tensor:
     """Losses of rows [n, c], float32 [n], by Triton; `scores` becomes the gradient of their sum.
-    Rows need not lie one after the other. target: int64 [n]."""
+    Rows need not be adjacent. target: int64 [n]."""
     n, c = scores.shape
     assert scores.stride(1) == 1
     loss = scores.new_empty(n, dtype=torch.float32)
@@ -175,8 +175,8 @@ class cross_entropy:
     outputs = {"loss": T("", dtype="wide")}
     saved = {"peak": T("n", dtype="wide"), "logsum": T("n", dtype="wide")}
     whole = ("c",)
-    tensor_parallel = False  # a tensor axis shards the vocabulary: then no rank has whole logits
-    devices = ("cuda",)  # torch's CPU kernels are as fast; asked for, it saves their memory
+    tensor_parallel = False  # a tensor axis shards the vocabulary: no rank has full logits
+    devices = ("cuda",)  # torch's CPU kernels are as fast; if pinned, it saves their memory
     patterns = (
         lambda scores, target, ignored: F.cross_entropy(
             scores.float(), target, reduction="sum", ignore_index=ignored
@@ -194,7 +194,7 @@ class cross_entropy:
     def forward(scores, target, ignored):
         wide = _wide(scores)
         peak = wide.amax(-1)
-        shifted = wide - peak[:, None]  # exact where it matters: logits of a thousand lose nothing
+        shifted = wide - peak[:, None]  # exact where it matters: large logits lose no precision
         counted = target != ignored
         label = torch.where(counted, target, 0)
         own = shifted.gather(1, label[:, None]).squeeze(1)
@@ -211,7 +211,8 @@ class cross_entropy:
         counted = target != ignored
         label = torch.where(counted, target, 0)
         slope.scatter_add_(1, label[:, None], slope.new_full((len(label), 1), -1.0))
-        # Where all are ignored the gradient of the loss is infinite, and theirs is 0.
+        # Where all labels are ignored the gradient of the loss is infinite, and that of the logits
+        # 0.
         factor = torch.where(counted, grad_loss.to(slope.dtype), 0.0)
         return slope.mul_(factor[:, None]).to(scores.dtype)
 

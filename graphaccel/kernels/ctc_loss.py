@@ -1,8 +1,9 @@
-"""Connectionist temporal classification (`torch.nn.functional.ctc_loss`) as one op a batch.
+"""Connectionist temporal classification (`torch.nn.functional.ctc_loss`) as one batched op.
 
-torch's own op reads the lengths on the host, so no graph of it can be captured. Here the lengths
-stay tensors, and the gradient for the log probabilities is computed with the loss: the backward is
-a product with it. A graph keeps one tensor [T, N, C], as much as torch's own backward makes.
+torch's own op reads the lengths on the host, so a graph with it cannot be captured. Here the
+lengths stay tensors, and the gradient for the log probabilities is computed with the loss: the
+backward multiplies by it. A graph saves one tensor [T, N, C], as much as torch's own backward
+allocates.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def ctc_losses(
     """Losses [N], and the gradient [T, N, C] of their sum.
 
     log_probs: [T, N, C]. targets: [N, S], or [sum of target_lengths]. input_lengths,
-    target_lengths: [N], whole numbers.
+    target_lengths: [N], integers.
     """
     given = log_probs, targets, input_lengths, target_lengths
     losses, alpha = aten._ctc_loss.Tensor(*given, blank, zero_infinity)
@@ -72,9 +73,9 @@ def ctc_loss(
     reduction: str = "mean",
     zero_infinity: bool = False,
 ) -> Tensor:
-    """`torch.nn.functional.ctc_loss`, with what it takes and gives.
+    """`torch.nn.functional.ctc_loss`, with the same arguments and result.
 
-    Raises ValueError for a reduction that torch does not know.
+    Raises ValueError for a reduction that torch does not have.
     """
     lengths = [_lengths(x, log_probs) for x in (input_lengths, target_lengths)]
     single = log_probs.dim() == 2
@@ -94,7 +95,7 @@ def ctc_loss(
 
 
 def _lengths(given: Any, log_probs: Tensor) -> Tensor:
-    """Lengths as a tensor; where numbers are all the same, of as many as there are examples."""
+    """Lengths as a tensor; a constant tensor of batch size where they are all the same number."""
     if isinstance(given, Tensor):
         return given.to(log_probs.device, torch.long)
     if log_probs.dim() == 3 and len(set(given)) == 1:

@@ -1,15 +1,15 @@
-"""Dropout, residual sum and norm as one op, for layer and RMS norms.
+"""Dropout, residual add and norm as one op, for layer and RMS norms.
 
     total = residual + dropout(x)         y = norm(total)
 
     dtotal = dnorm(dy) + dtotal from elsewhere        dx = dtotal · kept / (1 − p)
 
-Kept for the backward: the sum, the mask at one byte an element, one or two numbers a row. Bytes an
-element at 16 bits: forward 9, backward 11; eager moves 15 and 17 with a layer norm.
+Saved for the backward: the sum, the mask at one byte per element, one or two numbers per row. Bytes
+per element at 16 bits: forward 9, backward 11; eager moves 15 and 17 with a layer norm.
 
 On a CPU the mask is `torch.native_dropout`'s: the same bits as eager's for the same seed. On CUDA
-the kernel draws its own from a seed that torch's generator gives, so the stream of random numbers
-is another one than eager's: no `auto` places it, one asks for it by name.
+the kernel draws its own from a seed by torch's generator, so the random stream differs from
+eager's: "auto" never places it, it has to be pinned by name.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ P = Scalar(0.1, (0.5,))
 
 
 def _dropped(x: Tensor, p: float) -> Tensor:
-    """As it is captured: `nn.Dropout` in training."""
+    """As captured: `nn.Dropout` in training."""
     return torch.native_dropout(x, p, True)[0]
 
 

@@ -1,10 +1,10 @@
-"""Embedding, what is added to it, and layer norm as one op: the start of BERT.
+"""Embedding lookup, adds and layer norm as one op: the start of BERT.
 
     total = table[ids] + first (+ second)          y = layer norm of total
 
-`first` and `second` are what was looked up for positions and types; their leading dims may repeat.
-The rows of the table go straight into the norm. Bytes an element at 16 bits: forward 8 (two rows
-read, two written), eager 14; the backward is that of a norm after a sum, and the scatter into the
+`first` and `second` are the embeddings of positions and types; their leading dims may be broadcast.
+The rows of the table go directly into the norm. Bytes per element at 16 bits: forward 8 (two rows
+read, two written), eager 14; the backward is that of a norm after an add, and the scatter into the
 table's gradient.
 """
 
@@ -28,14 +28,14 @@ def _summed(
 
 
 def _into(table: Tensor, dx: Tensor, ids: Tensor, padding: int) -> Tensor:
-    """The gradient of the table: rows of dx summed by what they were looked up as."""
+    """The gradient of the table: rows of dx summed by their ids."""
     grad = aten.embedding_dense_backward(dx, ids, table.shape[0], padding, False)
     return grad.to(table.dtype)
 
 
 def bounded(ids: Tensor, table: Tensor, padding: int) -> Tensor:
-    """The ids, those that name no row of the table as padding: torch's kernel for CUDA writes
-    wherever they say, and padding gets no gradient."""
+    """The ids, with those out of the table's bounds replaced by padding: torch's CUDA kernel writes
+    wherever they point, and padding gets no gradient."""
     return torch.where((ids >= 0) & (ids < len(table)), ids, padding)
 
 

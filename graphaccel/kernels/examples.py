@@ -17,7 +17,7 @@ _SIZES = (6, 8, 10, 12, 14, 16, 18, 22)
 
 
 def sizes_of(fusion: Fusion, choice: int = 0) -> dict[str, int]:
-    """A size for each index: those the fusion names, else small even ones, all different."""
+    """A size for each index: those the fusion specifies, else small even ones, all different."""
     names = dict.fromkeys(
         i for t in fusion.tensors.values() for i in t.indices if i != "..." and not i.isdigit()
     )
@@ -46,8 +46,8 @@ def tensor(
     leading: tuple[int, ...] = LEADING,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Normal numbers; integers below the size of an index, some of them ignored (-100); or truth
-    values."""
+    """Normally distributed values; integers below the size of an index, some of them ignored
+    (-100); or booleans."""
     wanted = shape(spec, sizes, leading)
     if spec.broadcast or spec.mask:
         wanted = (1, *wanted[1:])
@@ -62,7 +62,7 @@ def tensor(
 
 
 def truths(shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
-    """Truth values, three in ten true, and none of the first of a row."""
+    """Booleans, three in ten true, and never the first of a row."""
     found = torch.rand(shape, generator=generator) < 0.3
     found[..., 0] = False
     return found
@@ -88,7 +88,7 @@ def example(
 
 @contextmanager
 def fakes(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The same values without data, and the mode they belong to switched on."""
+    """The same values without data, inside their fake tensor mode."""
     mode = FakeTensorMode()
     given = {n: mode.from_tensor(v) if isinstance(v, Tensor) else v for n, v in values.items()}
     with mode:

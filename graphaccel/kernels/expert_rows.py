@@ -1,11 +1,11 @@
-"""Rows that go to the rank which holds the expert they chose, and back.
+"""Expert parallelism: which tokens go to which rank, and the all-to-all that sends them and back.
 
-How many rows that is, is known when the step runs. Every rank sends and receives all the same,
-be it nothing, so that no rank waits for another that has no tokens. In a graph sizes are those of
-an even choice: as many rows come as go.
+The number of rows is known only when the step runs. Every rank sends and receives, even if it is
+nothing, so that no rank waits for another that has no tokens. In a graph sizes are those of an even
+choice: as many rows arrive as leave.
 
 Source: Lepikhin et al., GShard, 2020, §3.1 (all-to-all over experts), without capacities: no row is
-dropped and none is padded, as Gale et al., MegaBlocks, MLSys 2023, §3 have it.
+dropped and none is padded, as in Gale et al., MegaBlocks, MLSys 2023, §3.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ _c10d = torch.ops._c10d_functional
 def expert_rows(
     experts: Tensor, first: int, held: int, start: int, ranks: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Which rows go where.
+    """Compute which rows go where.
 
-    experts: int64 [S], the expert of every row of all ranks, rank after rank. first, held: experts
-    of this rank, each rank holding as many. start: its first row; each has ceil(S / ranks).
+    experts: int64 [S], the expert of every row of all ranks, rank after rank. first, held: first
+    expert and number of experts of this rank, the same number on each. start: its first row; each
+    has ceil(S / ranks).
 
-    Gives own [~S / ranks], the rows that chose this rank's experts, ascending; order [S / ranks],
-    this rank's rows by the rank of their expert; back, the inverse of order; counts [2, ranks] on
-    the host, rows that it sends to and receives from each rank. Waits for the device once.
+    Returns own [~S / ranks], the rows that chose this rank's experts, ascending; order [S / ranks],
+    this rank's rows sorted by the rank of their expert; back, the inverse of order; counts [2,
+    ranks] on the host, rows that it sends to and receives from each rank. Synchronises with the
+    device once.
     """
     share = -(-experts.shape[0] // ranks)
     to = torch.div(experts, held, rounding_mode="floor")
@@ -53,10 +55,10 @@ def _(
 
 @torch.library.custom_op("graphaccel::exchange_rows", mutates_args=())
 def exchange_rows(x: Tensor, counts: Tensor, back: bool, group: str) -> Tensor:
-    """Send rows of x [n, ...] to the ranks of a group, in their order: [m, ...].
+    """All-to-all of rows of x [n, ...] over the ranks of a group, in their order: [m, ...].
 
-    counts: of `expert_rows`; back: what it says the other way round. To be waited for, as any
-    functional collective (`wait_tensor`).
+    counts: of `expert_rows`; back: with senders and receivers swapped. The result must be waited
+    for, as for any functional collective (`wait_tensor`).
     """
     sends, gets = counts.tolist()
     if back:

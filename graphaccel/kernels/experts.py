@@ -1,11 +1,11 @@
-"""Products of rows with the weights of the experts they chose, each row with one.
+"""Grouped matmul: multiplies each row by the weight of the expert it chose.
 
     y[s] = x[s] @ w[experts[s]]
 
-Models write this as a look-up of a weight for every row and a batched product (Hugging Face's
+Models write this as a lookup of a weight for every row and a batched matmul (Hugging Face's
 `batched_mm`), which copies a matrix per token. Here rows are sorted by expert instead, and each
 expert multiplies its own: as many operations as rows, and no copy of weights. A device that holds
-some of the experts is given the rows that chose those (`kernels.expert_rows`).
+some of the experts gets the rows that chose those (`kernels.expert_rows`).
 
 Source of the sorted form: Gale et al., MegaBlocks, MLSys 2023, §4.
 """
@@ -23,10 +23,10 @@ from torch.utils.flop_counter import flop_registry, register_flop_formula
 def expert_product(
     x: Tensor, w: Tensor, experts: Tensor, first: int, count: int, transposed: bool
 ) -> Tensor:
-    """Rows of x [S, K] times the weights w [E, K, N] of their experts ([S], whole numbers): [S, N].
+    """Rows of x [S, K] times the weights w [E, K, N] of their experts ([S], integers): [S, N].
 
     first: the expert that w[0] is of; rows of experts outside of [first, first + E) are zero.
-    count: experts of all devices together. transposed: w is [E, N, K].
+    count: number of experts on all devices. transposed: w is [E, N, K].
     """
     if transposed:
         w = w.transpose(1, 2)
@@ -37,7 +37,7 @@ def expert_product(
         ends = _ends(key, count)[: w.shape[0]]
         rows = torch.nn.functional.grouped_mm(x[order], w, offs=ends)
         own = torch.arange(x.shape[0], device=x.device) < ends[-1]
-        # What lies behind the last group was never written.
+        # Rows after the last group were never written.
         made[order] = torch.where(own[:, None], rows, 0.0)
         return made
     ends = _ends(key, count).tolist()
@@ -59,7 +59,7 @@ def expert_gradient(
     """The gradient of the weights: for each of `held` experts from `first` on, the sum of x[s]^T
     g[s] over its rows. x [S, K], g [S, N], experts [S] → [held, K, N]; zero where no row came.
 
-    count: experts of all devices together.
+    count: number of experts on all devices.
     """
     key = torch.remainder(experts - first, count)
     order = torch.argsort(key, stable=True)
@@ -83,14 +83,14 @@ def _(x: Tensor, g: Tensor, experts: Tensor, first: int, count: int, held: int) 
 
 
 def _ends(key: Tensor, count: int) -> Tensor:
-    """Where the rows of each expert end, once sorted: int32 [count]."""
+    """The end of each expert's rows once sorted: int32 [count]."""
     one = torch.ones_like(key, dtype=torch.int32)
     counts = torch.zeros(count, dtype=torch.int32, device=key.device)
     return counts.index_add_(0, key, one).cumsum(0, dtype=torch.int32)
 
 
 def _grouped(x: Tensor, w: Tensor) -> bool:
-    """Whether the GPU's grouped product takes these: bfloat16, rows of a multiple of 16 bytes."""
+    """Whether the GPU's grouped matmul supports these: bfloat16, rows of a multiple of 16 bytes."""
     wide = all(n % 8 == 0 for n in (*x.shape[1:], *w.shape[-2:]))
     return x.is_cuda and x.dtype == torch.bfloat16 and wide and x.shape[0] > 0
 

@@ -16,8 +16,8 @@
             return slope, slope.flatten(0, -2).sum(0)
 
 The class becomes a `Fusion`, plain data, and two ops in torch's own registry:
-`torch.ops.graphaccel.squared_relu_bias` and, for its gradient, `..._backward`. Each op carries its
-fusion, so that rules and costs are found from a node of a graph; there is no other registry.
+`torch.ops.graphaccel.squared_relu_bias` and, for its gradient, `..._backward`. Each op refers to
+its fusion, so that rules and costs are found from a node of a graph; there is no other registry.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def fusion(made: type) -> Fusion:
     The class's name is the op's. Its attributes are those of `Fusion`; `pattern` (or `patterns`) is
     what is replaced.
 
-    Raises: BadFusion (GA701) with the reason, for a definition that is not sound: a name taken, a
-    pattern that can not be traced or gives other shapes or dtypes than the op, a fake that
-    disagrees with the kernel.
+    Raises: BadFusion (GA701) with the reason, for an invalid definition: a name that is taken, a
+    pattern that cannot be traced or gives other shapes or dtypes than the op, a fake that disagrees
+    with the kernel.
     """
     found = _read(made)
     register(found)

@@ -1,13 +1,14 @@
-"""Copies between a device and its host, as ops: what they give is known to lie on the one or other.
+"""Copies between a device and host memory, as ops whose results are known to be on one or the
+other.
 
-On CUDA the host's copy lies in pinned memory and both copies go beside what the device computes.
-Where the device is the host's own processor they are plain copies into memory of their own, so that
-the same code runs there, and meters tell host from device by these ops.
+On CUDA the host's copy is in pinned memory and both copies overlap with the device's computation.
+Where the device is the CPU they are plain copies into new memory, so that the same code runs there,
+and meters distinguish host from device by these ops.
 
-`to_device` is waited for at once. `ahead` is not: what computes may run on until `arrived`, and the
-copy starts when the device has come to where it was asked for, however far ahead the host is. So
-its memory comes from, and goes back to, the stream that computes, and no more of it lies there than
-the order of the calls says (torch's FSDP 2 has its all-gathers so, for the same reason).
+`to_device` is waited for immediately. `ahead` is not: computation may continue until `arrived`, and
+the copy starts when the device reaches the point at which it was issued, however far ahead the host
+is. So its memory comes from, and returns to, the compute stream, and no more of it is allocated
+than the order of the calls implies (FSDP2 does this for its all-gathers, for the same reason).
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from torch import Tensor
 
 @cache
 def _side(device: int) -> torch.cuda.Stream:
-    """The stream that copies to and from the host of a device take, in their order."""
+    """The stream for copies between a device and the host, in order."""
     return torch.cuda.Stream(device)
 
 
 def wait(device: torch.device) -> None:
-    """Until what went to the host is there."""
+    """Wait until copies to the host are complete."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -40,7 +41,7 @@ def to_host(x: Tensor) -> Tensor:
     side.wait_stream(torch.cuda.current_stream(x.device))
     with torch.cuda.stream(side):
         made.copy_(x, non_blocking=True)
-    x.record_stream(side)  # its memory is not given away before the copy is done
+    x.record_stream(side)  # its memory is not reused before the copy is done
     return made
 
 
@@ -51,12 +52,12 @@ def _(x: Tensor) -> Tensor:
 
 @torch.library.custom_op("graphaccel::to_device", mutates_args=())
 def to_device(x: Tensor) -> Tensor:
-    """A copy on the device of what `to_host` gave; what the device does next waits for it."""
+    """A copy on the device of a result of `to_host`; later work on the device waits for it."""
     if not x.is_pinned():
         return x.clone()
     here = torch.cuda.current_stream()
     side = _side(torch.cuda.current_device())
-    with torch.cuda.stream(side):  # behind the copy that went down
+    with torch.cuda.stream(side):  # after the copy to the host
         made = torch.empty(x.shape, dtype=x.dtype, device="cuda").copy_(x, non_blocking=True)
     here.wait_stream(side)
     made.record_stream(here)
@@ -70,8 +71,8 @@ def _(x: Tensor) -> Tensor:
 
 @torch.library.custom_op("graphaccel::ahead", mutates_args=())
 def ahead(x: Tensor) -> Tensor:
-    """A copy on the device of what `on_host` gave, of the same strides; not there before `arrived`.
-    It waits for what the device was told to do before."""
+    """A copy on the device of a result of `on_host`, with the same strides; not valid before
+    `arrived`. It waits for work that was issued to the device before."""
     if not x.is_pinned():
         return x.clone()
     made = torch.empty_like(x, device="cuda", pin_memory=False)
@@ -92,7 +93,7 @@ _LIBRARY.define("arrived(Tensor(a) x) -> Tensor(a)")
 
 
 def _arrived(x: Tensor) -> Tensor:
-    """x itself, which `ahead` gave: what the device does next waits for it."""
+    """x itself, a result of `ahead`: later work on the device waits for it."""
     if x.is_cuda:
         torch.cuda.current_stream(x.device).wait_stream(_side(x.device.index))
     return x.view_as(x)
@@ -102,8 +103,8 @@ _LIBRARY.impl("arrived", _arrived, "CompositeExplicitAutograd")
 
 
 def on_host(x: Tensor, device: torch.device) -> Tensor:
-    """x in host memory from which `ahead` can copy to a device: x itself where it lies there, or
-    where the device is the host's own processor."""
+    """x in host memory from which `ahead` can copy to a device: x itself if it is there already, or
+    if the device is the CPU."""
     if device.type != "cuda" or x.is_pinned():
         return x
     return torch.empty_like(x, device="cpu", pin_memory=True).copy_(x)

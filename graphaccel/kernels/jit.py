@@ -1,4 +1,4 @@
-"""Triton where it is installed. Everything else works without it: the reference runs instead."""
+"""Imports Triton where it is installed; without it, references run instead of kernels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 try:
     import triton
     import triton.language as tl
-except ImportError:  # a CPU build of torch does not bring it
+except ImportError:  # not included in a CPU build of torch
     triton: Any = None
     tl: Any = None
 
@@ -22,17 +22,17 @@ def has_triton() -> bool:
 
 
 def jit(function: Callable[..., Any]) -> Any:
-    """`triton.jit`, or the function as it is where there is no Triton to run it."""
+    """`triton.jit`, or the function itself where Triton is not installed."""
     return function if triton is None else triton.jit(function)
 
 
 def next_power_of_2(number: int) -> int:
-    """The smallest power of two that is not below `number`."""
+    """The smallest power of two that is at least `number`."""
     return 1 << max(number - 1, 0).bit_length()
 
 
 def warps(width: int) -> int:
-    """Warps for a row of `width` elements: 16 elements a thread, so that the backward of a norm
+    """Warps for a row of `width` elements: 16 elements per thread, so that the backward of a norm
     stays within 128 registers (the compile gate measures it)."""
     return min(max(width // 512, 4), 16)
 

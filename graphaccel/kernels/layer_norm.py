@@ -1,13 +1,13 @@
-"""Layer normalisation, alone and after a residual sum.
+"""Fused layer normalisation, alone and after a residual add.
 
     r = 1 / sqrt(var(x) + eps)      n = (x − mean(x)) · r      y = n · w + b
 
     dx = r · (g − n · mean(g · n) − mean(g))  with g = dy · w      dw = Σ dy · n      db = Σ dy
 
-Ba, Kiros and Hinton, Layer Normalization, 2016, §3. Computed in float32 for 16-bit inputs. Bytes an
-element at 16 bits: forward 4, backward 6, as torch's own kernels, whose backward reaches 37 % of a
-copy's bandwidth (Liger Kernel's measurements on an H100); with the residual 8 and 8 against 10
-and 10. Kept for the backward: the sum, and two numbers a row.
+Ba, Kiros and Hinton, Layer Normalization, 2016, §3. Computed in float32 for 16-bit inputs. Bytes
+per element at 16 bits: forward 4, backward 6, as torch's own kernels, whose backward reaches 37 %
+of a copy's bandwidth (Liger Kernel's measurements on an H100); with the residual 8 and 8 against 10
+and 10. Saved for the backward: the sum, and two numbers per row.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ EPS = Scalar(1e-5, (1e-12,))
 
 
 def wide(x: Tensor | None) -> Tensor | None:
-    """In the dtype it is computed in: float32 for 16 bits."""
+    """In the dtype of the computation: float32 for 16 bits."""
     return x.float() if x is not None and x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 def normed(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """y in the wider dtype of x and weight, mean and r in that of the computation: torch's own
+    """y in the wider dtype of x and weight, mean and r in that of the computation: by torch's own
     kernel."""
     y, mean, r = torch.native_layer_norm(wide(x), x.shape[-1:], wide(weight), wide(bias), eps)
     return y.to(given_kind(x.dtype, weight)), mean, r
@@ -47,7 +47,8 @@ def gradients(
     wanted: tuple[bool, bool],
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """dx in the dtype of the computation, dweight and dbias in their own, None if not wanted; all
-    contiguous, as the kernels give them: torch's says that it follows a transposed gradient."""
+    contiguous, as the kernels return them: torch's fake predicts the strides of a transposed
+    gradient."""
     mask = [True, wanted[0] and weight is not None, wanted[1] and bias is not None]
     dx, dweight, dbias = aten.native_layer_norm_backward(
         wide(grad.contiguous()),
@@ -77,12 +78,12 @@ def fake_norm(
 
 
 def given_kind(kind: torch.dtype, weight: Tensor | None) -> torch.dtype:
-    """The dtype of y, for x of this one: weights that autocast leaves in float32 widen it."""
+    """The dtype of y, for x of dtype `kind`: weights that autocast leaves in float32 widen it."""
     return kind if weight is None else torch.promote_types(kind, weight.dtype)
 
 
 def too_wide(x: Tensor) -> str | None:
-    """Why rows of this width are not for the kernels, or None."""
+    """Why the kernels do not support rows of this width, or None."""
     if x.shape[-1] > WIDEST_FORWARD:
         return f"rows of {x.shape[-1]} do not stay in registers"
     return None
@@ -94,7 +95,7 @@ def of_torch(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 
 
 def spelled_out(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """As the original BERT has it."""
+    """As in the original BERT."""
     centred = x - x.mean(-1, keepdim=True)
     return weight * (centred / torch.sqrt(centred.pow(2).mean(-1, keepdim=True) + eps)) + bias
 
@@ -156,7 +157,7 @@ class layer_norm:
 
 
 def sum_first(norm):
-    """The spelling of a norm, after a sum that may be needed elsewhere too."""
+    """The pattern of a norm after an add whose sum may also be needed elsewhere."""
 
     def pattern(x, residual, weight, bias, eps):
         total = x + residual
@@ -235,7 +236,7 @@ def added(x: Tensor, residual: Tensor) -> str | None:
 
 
 def kinds(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
-    """Why the dtypes of a sum and of the weights do not fit, or None."""
+    """Why the dtypes of a sum and of the weights are not supported, or None."""
     if not _fits(torch.promote_types(x.dtype, residual.dtype), weight, bias):
         return "the sum, weight and bias have different dtypes"
     return None

@@ -1,16 +1,17 @@
-"""The head of a language model and its loss as one op, a chunk of tokens at a time.
+"""Fused language model head and cross entropy, computed in chunks of tokens.
 
     loss = Σ_t logsumexp(W h_t + b) − (W h_t + b)[label_t]          over tokens whose label counts
 
 The full logits, [tokens, vocabulary], never exist, nor does their gradient: each chunk's gradient
-(softmax minus one-hot) is multiplied out at once, and the backward pass only scales. Tokens whose
-label is ignored are dropped before the head, so a prompt that is masked out costs nothing. Where
-the tokens lie on a GPU, finding them is the one place that waits for the device.
+(softmax minus one-hot) is multiplied by the weight and the inputs immediately, and the backward
+pass only scales. Tokens whose label is ignored are dropped before the head, so a prompt that is
+masked out costs nothing. Where the tokens are on a GPU, selecting them is the only device
+synchronisation.
 
 As in Hsu et al., Liger Kernel, 2024, §3.2 (gradients in the forward) and PyTorch's chunked linear
-cross entropy. Measured there: four chunks cost 7 % more time than whole logits, 64 cost 57 %
-(pytorch#124480). How many tokens a chunk has is the plan's (`planner.profile.chunk_rows`, from
-`_chunks`); where no plan says it, `CHUNK_BYTES` of logits.
+cross entropy. Measured there: four chunks cost 7 % more time than full logits, 64 cost 57 %
+(pytorch#124480). The plan decides the tokens per chunk (`planner.profile.chunk_rows`, from
+`_chunks`); without a plan's decision, `CHUNK_BYTES` of logits.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from graphaccel.kernels.fusion import Chunks, Scalar, T, fusion
 from graphaccel.kernels.jit import has_triton
 
 CHUNK_BYTES = 64 << 20
-_FEWEST = 128  # tokens a chunk: products of fewer rows waste the weight they read
+_FEWEST = 128  # tokens per chunk: matmuls with fewer rows are bound by reading the weight
 _ALIGNED = 16  # bytes
-_CALLS = 10  # operations on each chunk besides its products
+_CALLS = 10  # operations on each chunk besides its matmuls
 
 
 def chunk_rows(vocabulary: int) -> int:
-    """Tokens a chunk where no plan says it: float32 logits of about `CHUNK_BYTES`."""
+    """Tokens per chunk without a plan's decision: float32 logits of about `CHUNK_BYTES`."""
     return max(_FEWEST, CHUNK_BYTES // (4 * vocabulary) // _FEWEST * _FEWEST)
 
 
@@ -67,7 +68,7 @@ def _forward(
     kept = (labels != ignored).nonzero().squeeze(1)
     every = len(kept) == len(labels)
     wide = _wide(x.dtype)
-    bias = None if bias is None else bias.to(x.dtype)  # under autocast it is still wide
+    bias = None if bias is None else bias.to(x.dtype)  # under autocast it is still float32
     loss = torch.zeros((), dtype=wide, device=x.device)
     dx = rows.new_empty(rows.shape) if every else rows.new_zeros(rows.shape)
     dweight = torch.zeros(weight.shape, dtype=_wide(weight.dtype), device=weight.device)
@@ -94,18 +95,19 @@ def _forward(
 
 
 def _missing(x: Tensor, weight: Tensor) -> int:
-    """Words that are missing for rows of logits of whole `_ALIGNED` bytes."""
+    """Words to add so that rows of logits are multiples of `_ALIGNED` bytes."""
     return -len(weight) % (_ALIGNED // x.dtype.itemsize)
 
 
 def _cuda_forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, ignored: int, chunk: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The same by Triton: the gradient takes the place of the logits, never wider than rows are.
+    """The same by Triton: the gradient overwrites the logits, in a dtype no wider than the rows'.
 
-    cuBLAS has its fast kernels only for rows that begin at whole multiples of 16 bytes, and GPT-2
-    has 50,257 words: the head gets as many words of zeros as are missing, whose logits, and so
-    their gradients, are 0 and which no loss sees."""
+    cuBLAS has its fast kernels only for rows that start at multiples of 16 bytes, and GPT-2 has
+    50,257 words: the weight is padded by words of zeros, whose logits, and so their gradients, are
+    0 and which no loss reads.
+    """
     words, missing = len(weight), _missing(x, weight)
     count = chunk or chunk_rows(words)
     if missing:
@@ -115,7 +117,7 @@ def _cuda_forward(
     def of_chunk(
         rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor
     ) -> tuple[Tensor, Tensor]:
-        scores = F.linear(rows, weight, bias).to(rows.dtype)  # autocast may have made them narrower
+        scores = F.linear(rows, weight, bias).to(rows.dtype)  # autocast may have narrowed them
         return launch_in_place(scores[:, :words], labels, IGNORED.default).sum(), scores
 
     loss, dx, dweight, dbias = _forward(x, weight, bias, target, ignored, count, of_chunk)
@@ -133,9 +135,9 @@ def _fake(
 
 
 def _chunks(x: Tensor, weight: Tensor, chunk: int) -> Chunks:
-    """For each chunk: its logits, the gradient of its tokens and that of the weight, which is added
-    up in float32. Of the logits Triton makes the gradient in place, read twice and written once;
-    otherwise eight passes do, and two for the casts of 16 bits."""
+    """For each chunk: its logits, the gradient of its tokens and that of the weight, which is
+    accumulated in float32. With Triton the gradient overwrites the logits, which are read twice and
+    written once; otherwise there are eight passes, and two for the casts of 16 bits."""
     vocabulary, width = weight.shape
     tokens = max(1, x.numel() // width)
     rows = min(chunk or chunk_rows(vocabulary), tokens)
@@ -170,7 +172,7 @@ def _upcast_last(x: Tensor, weight: Tensor, target: Tensor, ignored: int) -> Ten
 
 
 def _kept(x: Tensor, weight: Tensor, target: Tensor, ignored: int) -> Tensor:
-    """In the model's own dtype, as BERT and T5 have it; in float32 it is the same as the others."""
+    """In the model's own dtype, as in BERT and T5; in float32 it is the same as the others."""
     return _loss(F.linear(x, weight).reshape(-1, len(weight)), target, ignored)
 
 
@@ -205,7 +207,7 @@ class linear_cross_entropy:
     outputs = {"loss": T("", dtype="wide")}
     saved = {"dx": T("... h"), "dweight": T("v h"), "dbias": T("v")}
     whole = ("h", "v")
-    tensor_parallel = False  # a tensor axis shards the vocabulary: then no rank has whole logits
+    tensor_parallel = False  # a tensor axis shards the vocabulary: no rank has full logits
     sizes = {"v": (64, 97), "h": (16, 33)}
     patterns = (
         _upcast_first, _upcast_last, _upcast_first_bias, _upcast_last_bias, _kept, _kept_bias,
@@ -229,8 +231,8 @@ class linear_cross_entropy:
         return _cuda_forward(x, weight, bias, target, ignored, chunk)
 
     def backward(grad_loss, dx, dweight, dbias, wanted):
-        """The gradients are there already, for a loss of one. Where no label counts they are 0 and
-        the mean's is infinite: 0 stays 0, as in eager."""
+        """The gradients are already computed, for a loss gradient of one. Where no label counts
+        they are 0 and the mean's is infinite: 0 stays 0, as in eager."""
         most = torch.finfo(grad_loss.dtype).max
         factor = grad_loss.clamp(-most, most)
         made = (dx, dweight, dbias)
@@ -248,9 +250,9 @@ class linear_cross_entropy:
         return _chunks(x, weight, chunk)
 
     def workspace(x, weight, chunk, **_):
-        """Of one chunk the scores (for 16 bits as they are multiplied and in float32; by Triton as
-        narrow as x alone, and the weight that words are added to); for 16 bits the gradient of the
-        weight in float32, and that of one chunk."""
+        """Of one chunk the scores (for 16 bits in that dtype and in float32; with Triton only in
+        x's dtype, and the padded weight); for 16 bits the gradient of the weight in float32, and
+        that of one chunk."""
         rows, wide = _chunks(x, weight, chunk).rows, _wide(x.dtype)
         scores = rows * len(weight)
         if x.device.type == "cuda" and has_triton() and wide == torch.float32:

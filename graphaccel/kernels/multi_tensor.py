@@ -1,4 +1,4 @@
-"""Optimizer steps over many tensors at once: one launch on CUDA, torch's fused kernels elsewhere.
+"""Multi-tensor optimizer steps: one launch on CUDA, torch's fused kernels elsewhere.
 
     Adam     m ← m + (g − m)(1 − β₁)      v ← β₂ v + (1 − β₂) g²
              p ← p − lr / (1 − β₁ᵗ) · m / (√v / √(1 − β₂ᵗ) + ε)
@@ -6,11 +6,11 @@
     SGD      g ← g + λ p     b ← μ b + (1 − τ) g  (first step: b ← g)     p ← p − lr (b, or g + μ b)
 
 in the order of torch.optim (Kingma and Ba, 2015; Loshchilov and Hutter, 2019, algorithm 2). The
-same pass divides gradients by a loss scale, clips them by their global norm, leaves everything as
-it is after an overflow, writes weights out in a second dtype and zeroes the gradients. Nothing
-waits for the device: scales, norms and overflows stay there. Pointers to the tensors lie in a table
-on the device that is made again only when one of them moves or has another size. Bytes a parameter
-of Adam in float32: 28.
+same pass divides gradients by a loss scale, clips them by their global norm, changes nothing after
+an overflow, writes weights in a second dtype and zeroes the gradients. The host does not wait for
+the device: scales, norms and overflows stay there. Pointers to the tensors are in a table on the
+device that is rebuilt only when one of them moves or has another size. Bytes per parameter of Adam
+in float32: 28.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class SGDRule:
 class Around:
     """What is done in the same pass.
 
-    scale: gradients are divided by it. found_inf: where it is not 0, nothing is updated; both are
+    scale: gradients are divided by it. found_inf: where it is nonzero, nothing is updated; both are
     scalars on the device of the tensors. max_norm: of all gradients together, after the scale.
-    norm: theirs, where other ranks or other calls have some of them; otherwise it is found here.
-    finite: an update of gradients whose norm is not finite is left out. zero: gradients are zeroed.
-    copies: weights in another dtype, one a tensor.
+    norm: theirs, where other ranks or other calls have some of them; otherwise it is computed here.
+    finite: an update with a non-finite gradient norm is skipped. zero: gradients are zeroed.
+    copies: weights in another dtype, one per tensor.
     """
 
     scale: Tensor | None = None
@@ -89,12 +89,14 @@ class MultiTensor:
         rules: Sequence[AdamRule],
         around: Around = PLAIN,
     ) -> Tensor | None:
-        """One step of Adam or AdamW, in place; the norm of the gradients where they are clipped.
+        """One step of Adam or AdamW, in place; returns the norm of the gradients where they are
+        clipped.
 
-        steps: scalars, raised by one; on the device of the tensors where an update may be left out
-        there. rules: one a tensor. All contiguous; a tensor's gradient and moments have its shape.
+        steps: scalars, incremented by one; on the device of the tensors where an update may be
+        skipped there. rules: one per tensor. All contiguous; a tensor's gradient and moments have
+        its shape.
 
-        Raises ValueError where steps lie on the CPU and only the device knows of an overflow.
+        Raises ValueError where steps are on the CPU and only the device knows of an overflow.
         """
         if not params:
             return None
@@ -117,7 +119,7 @@ class MultiTensor:
                 torch._foreach_sub_(steps, [found.to(steps[0].dtype)] * len(steps))
             return norm
         if found is None or not bool(found):
-            # A number would be made a tensor again for each of them.
+            # A number would be converted to a tensor for each of them.
             torch._foreach_add_(steps, torch.ones((), device="cpu"), alpha=1)
             scale = _divided(grads, scale)
             lists = [list(given) for given in (params, grads, exp_avgs, exp_avg_sqs, steps)]
@@ -143,7 +145,7 @@ class MultiTensor:
         rules: Sequence[SGDRule],
         around: Around = PLAIN,
     ) -> Tensor | None:
-        """One step of SGD, in place; the norm of the gradients where they are clipped.
+        """One step of SGD, in place; returns the norm of the gradients where they are clipped.
 
         buffers: momentum, None where a rule has none. first: whether a buffer is still empty.
         """
@@ -179,7 +181,8 @@ class MultiTensor:
         return (params[0].is_cuda and has_triton()) if self.kernels is None else self.kernels
 
     def squares(self, grads: Sequence[Tensor]) -> Tensor:
-        """The sum of squares of tensors on one device: a scalar there, in float64 if one is."""
+        """The sum of squares of tensors on one device: a scalar there, in float64 if one of them
+        is."""
         if self._triton(grads) and all(g.dtype != torch.float64 for g in grads):
             return self.tables.squares(grads)
         wide = any(g.dtype == torch.float64 for g in grads)
@@ -190,14 +193,14 @@ class MultiTensor:
     def _scaled(
         self, grads: Sequence[Tensor], around: Around
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The norm, what gradients are divided by, and whether nothing is to be updated."""
+        """The norm, the divisor of the gradients, and whether nothing is to be updated."""
         if around.max_norm is None:
             return None, around.scale, around.found_inf
         norm = around.norm
         if norm is None:
             norm = self.squares(grads).sqrt()
             norm = norm if around.scale is None else norm / around.scale
-        # As torch.nn.utils.clip_grad_norm_ has it; one division for both.
+        # As in torch.nn.utils.clip_grad_norm_; one division for both.
         divisor = torch.clamp((norm + 1e-6) / around.max_norm, min=1.0)
         found = around.found_inf
         if around.finite:
@@ -207,7 +210,7 @@ class MultiTensor:
 
 
 def _alike(keys: Sequence[object]) -> list[list[int]]:
-    """The places of equal keys."""
+    """The positions of equal keys."""
     found: dict[object, list[int]] = {}
     for place, key in enumerate(keys):
         found.setdefault(key, []).append(place)
@@ -215,7 +218,7 @@ def _alike(keys: Sequence[object]) -> list[list[int]]:
 
 
 def _divided(grads: Sequence[Tensor], scale: Tensor | None) -> Tensor | None:
-    """What torch's fused steps divide by, which they take in float32 alone; gradients in float64
+    """The divisor for torch's fused steps, which support it in float32 only; gradients in float64
     are divided here."""
     if scale is None or all(g.dtype != torch.float64 for g in grads):
         return None if scale is None else scale.to(torch.float32)

@@ -1,4 +1,4 @@
-"""What starts the kernels of `multi_tensor`: tables of pointers, and launches."""
+"""Pointer tables and launches of the `multi_tensor` kernels."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class _Table:
 
 @dataclass
 class Tables:
-    """Launches, with the tables of the last ones: made again only where a tensor moved or has
-    another size (a part of it begins at the same address)."""
+    """Launches, with the tables of the last ones: rebuilt only where a tensor moved or has another
+    size (a part of it begins at the same address)."""
 
     made: dict[Any, _Table] = field(default_factory=dict)
 
@@ -115,7 +115,7 @@ class Tables:
     def _table(self, key: Any, lines: Sequence[Sequence[Tensor]]) -> _Table:
         addresses = tuple(t.data_ptr() for line in lines for t in line)
         counts = tuple([line[0].numel() for line in lines])
-        known = self.made.get(key)  # the key has their dtypes
+        known = self.made.get(key)  # the key contains their dtypes
         if known is not None and known.addresses == addresses and known.counts == counts:
             return known
         device = lines[0][0].device
@@ -133,7 +133,7 @@ class Tables:
 
 
 def _sent(values: Tensor, device: torch.device) -> Tensor:
-    """On the device, without waiting for it."""
+    """On the device, by an asynchronous copy."""
     if device.type == "cpu":
         return values
     return values.pin_memory().to(device, non_blocking=True)

@@ -1,7 +1,7 @@
 """The Triton kernels of `multi_tensor`.
 
-A program takes a chunk of one tensor: which one, and where it begins, stands in `chunks`. `table`
-has a line a tensor: addresses of weight, gradient, two states and copy, and the number of elements;
+A program processes a chunk of one tensor: `chunks` says which one, and where it begins. `table` has
+a row per tensor: addresses of weight, gradient, two states and copy, and the number of elements;
 `rows` its numbers, in float64.
 """
 
@@ -15,7 +15,7 @@ WARPS = 8
 
 @jit
 def _sides(at, count, SIZE: tl.constexpr):
-    """Places of one block, and which of them are inside."""
+    """Positions of one block, and which of them are inside the tensor."""
     places = at + tl.arange(0, SIZE)
     return places, places < count
 
@@ -75,7 +75,7 @@ def adam_kernel(
     SKIPS: tl.constexpr, COPIES: tl.constexpr, ZEROES: tl.constexpr,
     CHUNK: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """A chunk a program. Bias corrections in float64: 1 − β₂ᵗ begins with a thousandth."""
+    """One chunk per program. Bias corrections in float64: 1 − β₂ᵗ starts at a thousandth."""
     number = tl.load(chunks + 2 * tl.program_id(0)).to(tl.int64)
     at = tl.load(chunks + 2 * tl.program_id(0) + 1).to(tl.int64) * CHUNK
     entry = table + number * 6
@@ -120,7 +120,7 @@ def adam_kernel(
             COPIES, ZEROES, SIZE,
         )  # fmt: skip
         at += SIZE
-    if SKIPS and ZEROES:  # an update that is left out lets go of its gradients all the same
+    if SKIPS and ZEROES:  # a skipped update zeroes its gradients too
         while at < last:
             places, inside = _sides(at, last, SIZE)
             tl.store(grad + places, (places * 0).to(GRAD), mask=inside)
@@ -165,7 +165,7 @@ def sgd_kernel(
     SCALED: tl.constexpr, SKIPS: tl.constexpr, COPIES: tl.constexpr, ZEROES: tl.constexpr,
     CHUNK: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """A chunk a program."""
+    """One chunk per program."""
     number = tl.load(chunks + 2 * tl.program_id(0)).to(tl.int64)
     at = tl.load(chunks + 2 * tl.program_id(0) + 1).to(tl.int64) * CHUNK
     entry = table + number * 6

@@ -1,7 +1,7 @@
-"""Fused ops in torch's registry: forward, backward, fake and autograd, through `torch.library`.
+"""Registers fused ops through `torch.library`: forward, backward, fake and autograd.
 
-`Library.define` and `impl` rather than `custom_op`: 9 µs a call against 29 (pytorch#177109), and
-opaque in every kind of trace. The runtime calls ops without autograd; autograd is there for
+`Library.define` and `impl` rather than `custom_op`: 9 µs per call against 29 (pytorch#177109), and
+opaque in every kind of trace. The runtime calls ops without autograd; autograd is used for
 differentiating the forward graph.
 """
 
@@ -30,7 +30,7 @@ def fusion_of(target: Any) -> Fusion | None:
 
 
 def is_backward(target: Any) -> bool:
-    """Whether a fused op is the backward one."""
+    """Whether a fused op is a backward op."""
     return str(target).endswith("_backward.default")
 
 
@@ -45,21 +45,22 @@ def backward_of(fusion: Fusion) -> Any:
 
 
 def wide_form(fusion: Fusion) -> Fusion | None:
-    """The same op computing in float32 of 16-bit inputs, where there is one (`widened`)."""
+    """The variant of the op that computes in float32 for 16-bit inputs, if there is one
+    (`widened`)."""
     op = getattr(getattr(torch.ops, NAMESPACE), f"{fusion.name}_wide", None)
     found = None if op is None else fusion_of(op.default)
     return found if found is not None and found.wide else None
 
 
 def registered() -> tuple[Fusion, ...]:
-    """Every fusion known to torch's registry in this process, by name."""
+    """Every fusion in torch's registry in this process, by name."""
     ops = getattr(torch.ops, NAMESPACE)
     found = {fusion_of(getattr(ops, name).default) for name in list(ops)}
     return tuple(sorted((f for f in found if f is not None and not f.wide), key=lambda f: f.name))
 
 
 def register(fusion: Fusion) -> None:
-    """Make the ops of a fusion, after checking what it says.
+    """Create the ops of a fusion, after checking its definition.
 
     Raises: BadFusion (GA701).
     """
@@ -81,7 +82,7 @@ def _refused(fusion: Fusion, reason: str) -> BadFusion:
 
 
 def _schema(fusion: Fusion) -> tuple[str, str]:
-    """The declarations of the forward and backward op."""
+    """The schemas of the forward and backward op."""
 
     def declared(name: str) -> str:
         if name == "wanted":
@@ -123,14 +124,14 @@ def _define(fusion: Fusion) -> None:
         torch.library.register_fake(f"{name}_backward", fake, lib=library)
     if fusion.differentiable:
         _register_autograd(library, fusion)
-    # The library lives as long as its ops, and the ops know their fusion.
+    # The library lives as long as its ops, and the ops refer to their fusion.
     op_of(fusion).graphaccel_library = library
     for op in (op_of(fusion), backward_of(fusion)) if own else (op_of(fusion),):
         setattr(op, _MARK, fusion)
 
 
 def _define_name(fusion: Fusion) -> None:
-    """A rewrite has no op of its own; a declaration without implementation holds its name."""
+    """A rewrite has no op of its own; a declaration without implementation reserves its name."""
     library = torch.library.Library(NAMESPACE, "FRAGMENT")
     library.define(f"{fusion.name}() -> ()")
     op_of(fusion).graphaccel_library = library
@@ -140,14 +141,14 @@ def _define_name(fusion: Fusion) -> None:
 def implement(
     library: Any, fusion: Fusion, name: str, run: Function, on_cuda: Function | None
 ) -> None:
-    """Register what runs, with its failures named."""
+    """Register an implementation whose failures name the op."""
     library.impl(name, _named(fusion, name, run), "CompositeExplicitAutograd")
     if on_cuda is not None and has_triton():
         library.impl(name, _named(fusion, name, _in_32_bits(on_cuda, run)), "CUDA")
 
 
 def _in_32_bits(on_cuda: Function, run: Function) -> Function:
-    """The kernel, which computes in float32 at most; the reference for float64."""
+    """The kernel, which computes in at most float32; the reference for float64."""
 
     def call(*args: Any) -> Any:
         double = any(isinstance(a, Tensor) and a.dtype == torch.float64 for a in args)
@@ -161,7 +162,7 @@ def _named(fusion: Fusion, op: str, run: Function) -> Function:
         try:
             return run(*args)
         except torch.OutOfMemoryError:
-            raise  # no fault of the kernel, and scripts catch it
+            raise  # not a fault of the kernel, and scripts catch it
         except Exception as error:
             given = tuple(
                 f"{'x'.join(map(str, a.shape)) or 'scalar'} {str(a.dtype).removeprefix('torch.')}"
@@ -234,7 +235,7 @@ def _split_backward(
 
 
 def _autograd_of(fusion: Fusion) -> Function:
-    """A backward that runs the forward again under autograd."""
+    """A backward that recomputes the forward under autograd."""
     names = tuple(fusion.inputs)
     forward = fusion.forward
     assert forward is not None
@@ -290,7 +291,7 @@ def _one_or_all(values: list[Any]) -> Any:
 
 
 def _check(fusion: Fusion) -> None:
-    """What must hold before anything else: shapes, dtypes and strides, on one small example."""
+    """Check shapes, dtypes and strides on one small example, before anything else."""
     for dtype in (torch.float32, torch.bfloat16):
         values = example(fusion, dtype)
         if fusion.forward is not None:
@@ -300,7 +301,7 @@ def _check(fusion: Fusion) -> None:
 
 
 def _check_pattern(fusion: Fusion, pattern: Function, values: dict[str, Any]) -> None:
-    """The pattern has no data-dependent step, and gives what the op gives."""
+    """Check that the pattern has no data-dependent step, and gives the same as the op."""
     names = parameters(pattern)
     with fakes(values) as given:
         try:
@@ -323,8 +324,8 @@ def _check_pattern(fusion: Fusion, pattern: Function, values: dict[str, Any]) ->
 
 
 def narrowed(fusion: Fusion, made: Sequence[Tensor], wanted: Sequence[Tensor]) -> list[Tensor]:
-    """Outputs declared "wide" in the 16 bits of a pattern that does not widen: rounded once, at the
-    end, where the pattern rounds at every step."""
+    """Outputs declared "wide", in the 16 bits of a pattern that does not widen: rounded once, at
+    the end, where the pattern rounds at every step."""
     rounded = list(made)
     for i, (spec, like) in enumerate(zip(fusion.outputs.values(), wanted, strict=False)):
         low = like.dtype in (torch.bfloat16, torch.float16)
@@ -334,7 +335,8 @@ def narrowed(fusion: Fusion, made: Sequence[Tensor], wanted: Sequence[Tensor]) -
 
 
 def _check_fake(fusion: Fusion, forward: Function, values: dict[str, Any]) -> None:
-    """Fakes of forward and backward have the dtypes, shapes and strides of the kernels."""
+    """Check that fakes of forward and backward have the dtypes, shapes and strides of the kernels.
+    """
     real = tensors(_tried(fusion, "forward", forward, values))
     if len(real) != len(fusion.results):
         raise _refused(

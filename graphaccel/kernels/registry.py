@@ -1,7 +1,7 @@
-"""Which fusions there are: those of this package, of installed packages, and of the user's script.
+"""The registry of fusions: this package's, those of installed packages, and of the user's script.
 
 Installed packages name a module (or a fusion in one) in the entry-point group `graphaccel.fusions`;
-importing it registers its fusions. A script registers its own by `@graphaccel.fusion`.
+importing it registers its fusions. A script registers its own with `@graphaccel.fusion`.
 """
 
 from __future__ import annotations
@@ -31,12 +31,14 @@ SHIPPED = (
     "softmax",
     "softmax_dropout",
 )
-"""Modules of this package that define fusions; within equal size, earlier ones are tried first."""
+"""Modules of this package that define fusions; among patterns of equal size, earlier ones are tried
+first."""
 
 
 @cache
 def _load() -> None:
-    """Import every module that registers fusions, once a process: ops are registered once too."""
+    """Import every module that registers fusions, once per process, since ops are registered once.
+    """
     for name in SHIPPED:
         importlib.import_module(f"graphaccel.kernels.{name}")
     for point in sorted(entry_points(group=GROUP), key=lambda p: p.name):
@@ -46,7 +48,7 @@ def _load() -> None:
 def _load_installed(point: EntryPoint) -> None:
     try:
         point.load()
-    except Exception as error:  # whatever another's module does when it is imported
+    except Exception as error:  # another package's module may raise anything on import
         package = point.dist
         raise BadFusionPackage(
             package=point.module.partition(".")[0] if package is None else package.name,
@@ -80,8 +82,8 @@ def fusion_named(name: str) -> Fusion:
 def enabled(choice: str | Sequence[str] | None, device: str) -> tuple[str, ...]:
     """Names of the fusions that may be placed.
 
-    choice: "auto" (or None), "off", or names; among names "auto" stands for its own, and "-NAME"
-    takes one away. device: a device type; on it "auto" places what is not slower there.
+    choice: "auto" (or None), "off", or names; among names "auto" stands for those it places, and
+    "-NAME" removes one. device: a device type; on it "auto" places what is not slower there.
 
     Raises: UnknownFusion (GA703), BadFusionPackage (GA704).
     """
@@ -98,5 +100,5 @@ def enabled(choice: str | Sequence[str] | None, device: str) -> tuple[str, ...]:
 
 
 def without_tensor_axis(names: Sequence[str]) -> tuple[str, ...]:
-    """Those that a plan with a tensor axis may place."""
+    """The fusions that a plan with a tensor axis may place."""
     return tuple(n for n in names if fusion_named(n).tensor_parallel)

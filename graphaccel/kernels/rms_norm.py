@@ -1,12 +1,12 @@
-"""RMS normalisation, alone and after a residual sum.
+"""Fused RMS normalisation, alone and after a residual add.
 
     r = 1 / sqrt(mean(x²) + eps)        y = x · r · w
 
     dx = r · (g − x · r² · mean(g · x))  with g = dy · w           dw = Σ dy · x · r
 
 Zhang and Sennrich, Root Mean Square Layer Normalization, 2019, §4. Computed in float32 for 16-bit
-inputs. Bytes an element at 16 bits: forward 4 (8 with the residual), backward 6 (8); eager moves 36
-and 92 for the spelling of transformers.
+inputs. Bytes per element at 16 bits: forward 4 (8 with the residual), backward 6 (8); eager moves
+36 and 92 as written in transformers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _factor(x: Tensor, eps: float) -> Tensor:
-    """r of `[..., d]`, as `[..., 1]`; one pass over x and nothing of its size made."""
+    """r of `[..., d]`, as `[..., 1]`; one pass over x without a temporary of its size."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return norm.square_().mul_(1.0 / x.shape[-1]).add_(eps).rsqrt_()
 
@@ -140,7 +140,7 @@ class rms_norm:
 
 
 def _sum_first(normed):
-    """The spelling of a norm, after a sum that is also needed."""
+    """The pattern of a norm after an add whose sum is also needed."""
     import inspect
 
     def pattern(x, residual, weight, eps):

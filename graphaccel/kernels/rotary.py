@@ -1,10 +1,10 @@
-"""Rotary position embedding, the two halves of a head turned against each other.
+"""Fused rotary position embedding (RoPE) on the two halves of a head.
 
-    y₁ = x₁ cos₁ − x₂ sin₁        y₂ = x₂ cos₂ + x₁ sin₂              (and back: the transpose)
+    y₁ = x₁ cos₁ − x₂ sin₁        y₂ = x₂ cos₂ + x₁ sin₂              (backward: the transpose)
 
-Su et al., RoFormer, 2021, §3.4.2, in the layout of GPT-NeoX. Nothing but the tables is kept for the
-backward. Bytes an element at 16 bits: 4 + 4; eager 20 + 28 (a concatenation of halves, then two
-products and a sum).
+Su et al., RoFormer, 2021, §3.4.2, in the layout of GPT-NeoX. Only the tables are saved for the
+backward. Bytes per element at 16 bits: 4 + 4; eager 20 + 28 (a concatenation of halves, then two
+multiplications and an add).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from graphaccel.kernels.fusion import T, fusion
 from graphaccel.kernels.jit import jit, next_power_of_2, tl
 
 TILE = 1024
-"""Pairs that a program turns: eight a thread."""
+"""Pairs that a program rotates: eight per thread."""
 WARPS = 4
 
 
@@ -26,7 +26,7 @@ def turn_kernel(
     x0, x1, x2, c0, c1, c2, s0, s1, s2, y0, y1, y2,
     BACK: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Both halves of a few rows a program; HALF is constant, so that 40 still has vector loads.
+    """Both halves of a few rows per program; HALF is constant, so that 40 still has vector loads.
 
     A row is one of [outer, middle, inner], in which each tensor has its own three strides.
     """
@@ -58,15 +58,15 @@ def turn_kernel(
 
 
 def tile(half: int) -> tuple[int, int]:
-    """Rows and columns of each half that a program takes."""
+    """Rows and columns of each half per program."""
     block = next_power_of_2(half)
     return max(TILE // block, 1), block
 
 
 def launch(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor | None:
-    """x [..., s, d] turned, or turned back, by Triton; strides as `_like` has them.
+    """x [..., s, d] rotated, or rotated back, by Triton; strides as in `_like`.
 
-    None where a row is not adjacent in memory, for more than four dims, or for too many rows.
+    None where a row is not contiguous in memory, for more than four dims, or for too many rows.
     """
     if x.dim() > 4 or x.stride(-1) != 1 or x.shape.numel() >= 1 << 32:
         return None
@@ -77,7 +77,7 @@ def launch(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor | None:
         return y
     d = x.shape[-1]
     cos, sin = _adjacent(cos, d), _adjacent(sin, d)
-    # Rows in the order of memory: programs side by side read side by side.
+    # Rows in memory order: neighbouring programs read neighbouring memory.
     order = sorted(range(x.dim() - 1), key=lambda i: -x.stride(i))
     sizes = [1, 1, 1, *(x.shape[i] for i in order)][-3:]
     steps: list[int] = []
@@ -93,7 +93,7 @@ def launch(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor | None:
 
 
 def _adjacent(table: Tensor, d: int) -> Tensor:
-    """A table with columns of its own, side by side in memory."""
+    """A table whose columns are distinct and contiguous in memory."""
     if table.shape[-1] == d and table.stride(-1) == 1:
         return table
     return table.expand(*table.shape[:-1], d).contiguous()

@@ -1,10 +1,10 @@
-"""The two Triton kernels behind every fused norm, and what starts them.
+"""The two Triton kernels behind every fused norm, and their launches.
 
-A program of the forward normalises one row, which stays in registers from its sum of squares to the
-product: what was added before it, dropped out or looked up costs no pass of its own. A program of
-the backward takes a stretch of rows, so that the gradients of weight and bias are summed in
-registers and leave as one row of a small tensor, which is then summed: no atomics, so the same bits
-every time.
+A program of the forward normalises one row, which stays in registers from its sum of squares to its
+multiplication by the weight: a preceding add, dropout or lookup costs no pass of its own. A program
+of the backward processes a range of rows, so that the gradients of weight and bias are summed in
+registers and written as one row of a small tensor, which is then summed: no atomics, so the result
+is bitwise deterministic.
 
     CENTRES   LayerNorm: the mean is subtracted (else RMSNorm)     BIASES   a bias after the weight
     ADDS      a residual, and MORE a second one, before the norm   DROPS    dropout of x before it
@@ -21,7 +21,7 @@ from torch import Tensor
 from graphaccel.kernels.jit import jit, next_power_of_2, processors, tl, warps
 
 WIDEST_FORWARD = 16384
-"""Rows up to here stay in registers in the forward (`benchmarks.gate`); wider ones spill."""
+"""Rows up to this width stay in registers in the forward (`benchmarks.gate`); wider ones spill."""
 
 
 @jit
@@ -32,7 +32,7 @@ def forward_kernel(
     GATHERS: tl.constexpr, SCALES: tl.constexpr, BIASES: tl.constexpr, TOTALS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row a program. v: rows of the table; period: of the residual, which repeat; TOTALS:
+    """One row per program. v: rows of the table; period: of the residual, which repeats; TOTALS:
     `total` is written."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -40,7 +40,7 @@ def forward_kernel(
     at = row * d + columns
     if GATHERS:
         name = tl.load(ids + row).to(tl.int64)
-        known = (name >= 0) & (name < v)  # a name out of bounds reads nothing, and gives NaN
+        known = (name >= 0) & (name < v)  # an id out of bounds reads nothing, and gives NaN
         value = tl.load(x + name * d + columns, mask=inside & known, other=0.0).to(tl.float32)
         value = tl.where(known, value, float("nan"))
     else:
@@ -80,8 +80,8 @@ def backward_kernel(
     CENTRES: tl.constexpr, ADDS: tl.constexpr, DROPS: tl.constexpr, SCALES: tl.constexpr,
     WEIGHS: tl.constexpr, BIASES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A stretch of rows a program. ADDS: `grad_total` comes in; DROPS: `dropped` is dx before the
-    dropout; WEIGHS, BIASES: sums for weight and bias leave as a row each."""
+    """A range of rows per program. ADDS: `grad_total` comes in; DROPS: `dropped` is dx before the
+    dropout; WEIGHS, BIASES: sums for weight and bias are written as a row each."""
     first = tl.program_id(0).to(tl.int64) * rows_each
     columns = tl.arange(0, BLOCK)
     inside = columns < d
@@ -127,8 +127,8 @@ def backward_kernel(
 
 @dataclass(frozen=True)
 class Normed:
-    """What a forward gives. total: None where nothing was added. mean: None without centring. mask:
-    what dropout kept, or None."""
+    """The results of a forward. total: None where nothing was added. mean: None without centring.
+    mask: what dropout kept, or None."""
 
     total: Tensor | None
     y: Tensor
@@ -139,7 +139,7 @@ class Normed:
 
 @dataclass(frozen=True)
 class Gradients:
-    """What a backward gives. dropped: the gradient before the dropout, or None."""
+    """The results of a backward. dropped: the gradient before the dropout, or None."""
 
     dx: Tensor
     dropped: Tensor | None
@@ -148,13 +148,13 @@ class Gradients:
 
 
 def widest(centres: bool) -> int:
-    """Rows of 16 bits up to here keep the backward in registers (`benchmarks.gate`); wider ones
-    spill."""
+    """Rows of 16 bits up to this width keep the backward in registers (`benchmarks.gate`); wider
+    ones spill."""
     return 4096 if centres else 8192
 
 
 def backward_warps(d: int) -> int:
-    """Eight elements a thread, one vector load, as long as a block allows it."""
+    """Eight elements per thread, one vector load, as long as a block allows it."""
     return min(max(d // 256, 4), 32)
 
 
@@ -175,9 +175,9 @@ def launch_forward(
 
     out: dtype of y. residual, more: added first, [..., d], leading dims may be missing or 1; the
     sum has the dtype that torch's addition gives. ids: x is a table [v, d], looked up first; one
-    that names no row of it gives NaN.
-    dropout: probability with which elements of x are dropped; the seed comes from torch's
-    generator of the device, without waiting for it.
+    out of bounds gives NaN.
+    dropout: probability with which elements of x are dropped; the seed comes from torch's generator
+    on the device, without a synchronisation.
     """
     d = x.shape[-1]
     shape = x.shape if ids is None else (*ids.shape, d)
@@ -226,8 +226,8 @@ def launch_backward(
 ) -> Gradients:
     """Gradients of a norm of x [..., d] by Triton.
 
-    grad_total: of x from elsewhere. mask, dropout: as the forward had them. wanted: gradients of
-    weight and bias. programs: how many, each with an equal stretch of rows; two a multiprocessor if
+    grad_total: of x from elsewhere. mask, dropout: those of the forward. wanted: gradients of
+    weight and bias. programs: how many, each with an equal range of rows; two per multiprocessor if
     not given.
     """
     x, grad = x.contiguous(), grad.contiguous()
@@ -267,12 +267,12 @@ def launch_backward(
 
 
 def _or(value: Tensor | None, instead: Tensor) -> Tensor:
-    """A pointer that the kernel is told not to read."""
+    """A pointer for an argument that the kernel does not read."""
     return instead if value is None else value
 
 
 def _repeated(value: Tensor | None, shape: tuple[int, ...]) -> tuple[Tensor | None, int]:
-    """What is added, contiguous, and after how many rows it begins again."""
+    """The tensor to add, contiguous, and the number of rows after which it repeats."""
     if value is None:
         return None, 1
     sizes = list(value.shape)
@@ -280,6 +280,6 @@ def _repeated(value: Tensor | None, shape: tuple[int, ...]) -> tuple[Tensor | No
         del sizes[0]
     whole = tuple(value.shape[-1:]) == tuple(shape[-1:])
     if not whole or tuple(sizes) != tuple(shape[len(shape) - len(sizes) :]):
-        value = value.expand(shape)  # its last dim repeats, or one in the middle
+        value = value.expand(shape)  # its last dim is broadcast, or one in the middle
     value = value.contiguous()
     return value, value.numel() // shape[-1]

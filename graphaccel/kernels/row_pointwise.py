@@ -1,13 +1,13 @@
-"""The Triton kernels behind gated activations and GELU with a bias, and what starts them.
+"""The Triton kernels behind gated activations and GELU with a bias, and their launches.
 
     gated       y = act(gate) · up          dgate = dy · up · act'(gate)       dup = dy · act(gate)
     bias        y = gelu(x + bias)          dx = dy · gelu'(x + bias)          dbias = Σ dx
 
-Each direction is one kernel that reads and writes every element once: bytes an element at 16 bits
-6 and 10 gated, 4 and 6 with a bias. Rows may lie apart, as those of the halves of one projection
-do; results are contiguous. The gradient of the bias is summed in registers over a stretch of rows
-and leaves as one row of a small tensor, which is then summed: no atomics, so the same bits every
-time.
+Each direction is one kernel that reads and writes every element once: bytes per element at 16 bits
+6 and 10 gated, 4 and 6 with a bias. Rows need not be adjacent, such as those of the halves of one
+projection; results are contiguous. The gradient of the bias is summed in registers over a range of
+rows and written as one row of a small tensor, which is then summed: no atomics, so the result is
+bitwise deterministic.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch import Tensor
 from graphaccel.kernels.jit import jit, next_power_of_2, processors, tl
 
 BLOCK = 1024
-"""Elements of a row that a program takes: eight a thread, one vector load at 16 bits."""
+"""Elements of a row per program: eight per thread, one vector load at 16 bits."""
 ROWS = 4
-"""Rows of which the loads are in flight together, where a bias is shared by rows."""
+"""Rows whose loads are in flight together, where rows share a bias."""
 
 
 @jit
@@ -44,7 +44,7 @@ def activation(x, ACT: tl.constexpr):
 def gated_kernel(
     gate, up, y, gate_step, up_step, d, blocks, ACT: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """A block of one row a program. *_step: elements from row to row; blocks: of a row."""
+    """A block of one row per program. *_step: elements from row to row; blocks: of a row."""
     program = tl.program_id(0)
     row = (program // blocks).to(tl.int64)
     columns = (program % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -60,7 +60,7 @@ def gated_backward_kernel(
     grad, gate, up, dgate, dup, grad_step, gate_step, up_step, d, blocks,
     ACT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A block of one row a program."""
+    """A block of one row per program."""
     program = tl.program_id(0)
     row = (program // blocks).to(tl.int64)
     columns = (program % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -79,7 +79,7 @@ def bias_kernel(
     x, bias, y, x_step, rows, d, blocks,
     ACT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A block of a few rows a program."""
+    """A block of a few rows per program."""
     program = tl.program_id(0)
     first = (program // blocks).to(tl.int64) * ROWS
     columns = (program % blocks) * BLOCK + tl.arange(0, BLOCK)
@@ -98,7 +98,7 @@ def bias_backward_kernel(
     grad, x, bias, dx, partial, grad_step, x_step, rows, d, blocks, rows_each,
     ACT: tl.constexpr, SUMS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A block of a stretch of rows a program. SUMS: its sum leaves as part of a row."""
+    """A block of a range of rows per program. SUMS: its sum is written as part of a row."""
     program = tl.program_id(0)
     stretch = (program // blocks).to(tl.int64)
     columns = (program % blocks) * BLOCK + tl.arange(0, BLOCK)
@@ -115,7 +115,7 @@ def bias_backward_kernel(
             dy = tl.load(grad + row * grad_step + columns, mask=here, other=0.0).to(tl.float32)
             value = tl.load(x + row * x_step + columns, mask=here, other=0.0).to(tl.float32)
             _, slope = activation(value + shift, ACT)
-            slope = tl.where(here, dy * slope, 0.0)  # a bias of inf is not summed past the end
+            slope = tl.where(here, dy * slope, 0.0)  # an infinite bias is not summed past the end
             if SUMS:
                 summed += slope
             tl.store(dx + row * d + columns, slope.to(dx.dtype.element_ty), mask=here)
@@ -183,7 +183,7 @@ def launch_bias_backward(
 ) -> tuple[Tensor, Tensor | None]:
     """Gradients of x, contiguous, and of bias if it is wanted.
 
-    programs: how many; four a multiprocessor if not given.
+    programs: how many; four per multiprocessor if not given.
     """
     dx = x.new_empty(x.shape)
     if not dx.numel():
@@ -203,13 +203,15 @@ def launch_bias_backward(
 
 
 def _rows(value: Tensor) -> Tensor:
-    """As [rows, d] with adjacent columns; a copy only where leading dims are no single stride."""
+    """As [rows, d] with contiguous columns; a copy only where leading dims do not have a single
+    stride."""
     found = value.reshape(-1, value.shape[-1] if value.dim() else 1)
     return found if found.stride(1) == 1 else found.contiguous()
 
 
 def _laid_out(*tensors: Tensor) -> tuple[list[Tensor], int, int]:
-    """Tensors of one shape as rows, their count and width; one long row where none lie apart."""
+    """Tensors of one shape as rows, their count and width; one long row where all are contiguous.
+    """
     found = [_rows(t) for t in tensors]
     rows, d = found[0].shape
     if all(t.stride(0) == d for t in found):
@@ -218,6 +220,6 @@ def _laid_out(*tensors: Tensor) -> tuple[list[Tensor], int, int]:
 
 
 def _blocks(d: int) -> tuple[int, int, int]:
-    """Elements of a block, its warps, and how many of them a row has."""
+    """Elements per block, its warps, and the number of blocks per row."""
     block = min(next_power_of_2(d), BLOCK)
     return block, max(block // 256, 1), -(-d // block)

@@ -1,12 +1,12 @@
-"""Attention scores: scale, mask and softmax as one op, where attention as a whole is not torch's.
+"""Fused scale, mask and softmax of attention scores, where attention itself is not torch's SDPA.
 
     y = softmax(x · scale + mask)            dx = scale · y · (dy − Σ dy · y)
 
-Computed in float32 for 16-bit inputs. Kept for the backward: y. Bytes an element at 16 bits: 4 + 6;
-eager 28 + 28 with an upcast. The mask is read where it lies, by its strides, never expanded. A
-program of a kernel takes whole rows, several where they are short, and keeps them in registers: no
-row is read twice. Where nothing else reads the scores, attention as a whole is
-`scaled_dot_product_attention`, which never writes them.
+Computed in float32 for 16-bit inputs. Saved for the backward: y. Bytes per element at 16 bits: 4 +
+6; eager 28 + 28 with an upcast. The mask is read in place, by its strides, never expanded. A
+program of a kernel processes entire rows, several where they are short, and keeps them in
+registers: no row is read twice. Where nothing else reads the scores, the pattern of whole attention
+is replaced by `scaled_dot_product_attention`, which never writes them.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from graphaccel.kernels.spec import Function
 aten = torch.ops.aten
 
 WIDEST_FORWARD = 32768
-"""Rows up to here stay in registers in the forward (`benchmarks.gate`); wider ones spill."""
+"""Rows up to this width stay in registers in the forward (`benchmarks.gate`); wider ones spill."""
 WIDEST_BACKWARD = 16384
-"""The same of the backward, which holds two of them."""
+"""The same for the backward, which holds two of them."""
 
 FORWARD_EACH, BACKWARD_EACH = 16, 8
-"""Elements a thread holds where a block allows it: all 64 warps of a multiprocessor fit."""
-_MOST_ROWS = 2**31 - 2**16  # they are numbered in 32 bits
+"""Elements per thread where a block allows it: all 64 warps of a multiprocessor fit."""
+_MOST_ROWS = 2**31 - 2**16  # row numbers are 32-bit
 
 
 @jit
@@ -40,8 +40,9 @@ def softmax_rows(
 ):  # fmt: skip
     """softmax(x * scale + mask) of some rows, in float32; columns from k on are 0.
 
-    row, columns: their numbers. size, stride: of the mask's leading dims, the last one the fastest;
-    step: from one element of its row to the next. Strides are 0 where it is broadcast."""
+    row, columns: their indices. size, stride: of the mask's leading dims, the last one the fastest;
+    step: from one element of its row to the next. Strides are 0 where it is broadcast.
+    """
     known = (columns < k)[None, :]
     inside = (row < rows)[:, None] & known
     at = row.to(tl.int64)[:, None] * k + columns[None, :]
@@ -55,7 +56,7 @@ def softmax_rows(
         there = start[:, None] + (columns * step)[None, :]
         value += tl.load(mask + there, mask=inside, other=0.0).to(tl.float32)
     value = tl.where(known, value, float("-inf"))
-    # A row of nothing but -inf is NaN, as -inf - -inf is; so is one with NaN or inf.
+    # A row of only -inf is NaN, as -inf - -inf is; so is one with NaN or inf.
     value = tl.exp(value - tl.max(value, 1)[:, None])
     return value / tl.sum(value, 1)[:, None]
 
@@ -66,7 +67,7 @@ def forward_kernel(
     size_1, size_2, size_3, stride_0, stride_1, stride_2, stride_3, step,
     MASKS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of k elements a program."""
+    """ROWS rows of k elements per program."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
     value = softmax_rows(
@@ -82,7 +83,7 @@ def forward_kernel(
 def backward_kernel(
     grad, y, dx, rows, k, scale, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """ROWS rows of k elements a program."""
+    """ROWS rows of k elements per program."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (columns < k)[None, :]
@@ -94,8 +95,8 @@ def backward_kernel(
 
 
 def block(k: int, each: int) -> dict[str, int]:
-    """The rows of k elements that a program takes, what they are padded to, and its warps, four at
-    least, with `each` elements a thread."""
+    """The rows of k elements per program, the padded width, and its warps, at least four, with
+    `each` elements per thread."""
     padded = max(next_power_of_2(k), 16)
     rows = max(4 * 32 * each // padded, 1)
     return {"ROWS": rows, "BLOCK": padded, "num_warps": min(rows * padded // (32 * each), 32)}
@@ -132,7 +133,7 @@ def launch_backward(grad: Tensor, y: Tensor, scale: float, dx: Tensor) -> None:
 
 
 def placed(mask: Tensor, shape: torch.Size) -> tuple[Tensor, tuple[int, ...], tuple[int, ...], int]:
-    """A mask, and how a kernel finds its elements for each row of `shape`: the sizes of the last
+    """A mask, and how a kernel locates its elements for each row of `shape`: the sizes of the last
     three of its leading dims, the strides of four, and the stride within a row."""
     if mask.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         mask = mask.float()
@@ -142,20 +143,20 @@ def placed(mask: Tensor, shape: torch.Size) -> tuple[Tensor, tuple[int, ...], tu
     *strides, step = mask.expand(shape).stride()
     dims: list[tuple[int, int]] = []
     for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
-        if dims and stride == dims[-1][0] * dims[-1][1]:  # it goes on where the dim before ends
+        if dims and stride == dims[-1][0] * dims[-1][1]:  # it continues where the previous dim ends
             dims[-1] = dims[-1][0] * size, dims[-1][1]
         elif size > 1:
             dims.append((size, stride))
     if len(dims) > 4:
         return placed(mask.expand(shape).contiguous(), shape)
-    first = dims.pop() if dims else (1, 0)  # its size is not asked for
+    first = dims.pop() if dims else (1, 0)  # its size is not needed
     dims += [(1, 0)] * (3 - len(dims))
     inner = dims[::-1]
     return mask, tuple(n for n, _ in inner), tuple(s for _, s in (first, *inner)), step
 
 
 def kept(x: Tensor, widest: int) -> bool:
-    """Whether rows stay in registers, there are any, and their numbers fit 32 bits."""
+    """Whether rows stay in registers, there are any, and their indices fit 32 bits."""
     return 0 < x.numel() <= x.shape[-1] * _MOST_ROWS and x.shape[-1] <= widest
 
 
@@ -174,11 +175,11 @@ def _gradient(grad: Tensor, y: Tensor, scale: float) -> Tensor:
 def spellings(
     *scores: Function, after: Function | None = None, cast_last: bool = False
 ) -> tuple[Function, ...]:
-    """Patterns of a softmax over scores, a function of inputs by name: as it is; of scores cast to
-    float32; and by softmax in float32.
+    """Patterns of a softmax over scores, a function of inputs by name: in the scores' dtype; of
+    scores cast to float32; and with softmax computed in float32.
 
-    after: what is done with it, a function of it and further inputs by name. cast_last: the last
-    two are cast back behind that, as under autocast.
+    after: what is computed from the result, a function of it and further inputs by name. cast_last:
+    the last two are cast back after that, as under autocast.
     """
     soft = (
         lambda s: torch.softmax(s, -1),

@@ -1,19 +1,19 @@
-"""Scale, mask, softmax and dropout as one op, where attention as a whole is not torch's.
+"""Fused scale, mask, softmax and dropout, where attention itself is not torch's SDPA.
 
     w = softmax(x · scale + mask)                                     y = w · kept / (1 − p)
     dx = scale · w · (dw − Σ w · dw), dw = dy · kept / (1 − p)  =  scale · (y · dy − w · Σ y · dy)
 
-Kept for the backward: w and y, and neither mask nor seed. What was kept enters dx by w · kept /
-(1 − p) alone, which is y, and y is there anyhow: the product with v, which reads it, keeps it. That
-is a byte an element less than with a mask. Bytes an element at 16 bits: 6 + 8; eager 17 + 15.
+Saved for the backward: w and y, and neither mask nor seed. The dropout mask enters dx only as w ·
+kept / (1 − p), which is y, and y is saved anyway: by the matmul with v, which reads it. That is a
+byte per element less than with a mask. Bytes per element at 16 bits: 6 + 8; eager 17 + 15.
 
 On a CPU the mask is `torch.native_dropout`'s: the same bits as eager's for the same seed. On CUDA
-the kernel draws its own from a seed that torch's generator gives, so the stream of random numbers
-is another one than eager's: no `auto` places it, one asks for it by name. An element's number is
-that of its row and place (Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, 2011, §5.1:
-Philox-4x32), four elements a turn: one a turn takes twice the registers.
+the kernel draws its own from a seed by torch's generator, so the random stream differs from
+eager's: "auto" never places it, it has to be pinned by name. An element's random number depends on
+its row and column (Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, 2011, §5.1:
+Philox-4x32), four elements per call: one per call takes twice the registers.
 
-Where nothing else reads the weights, `dropout_attention` is the larger pattern and goes first.
+Where nothing else reads the weights, `dropout_attention` is the larger pattern and has precedence.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from graphaccel.kernels.softmax import (
 )
 
 WIDEST_FORWARD = 16384
-"""Rows up to here stay in registers in the forward, random numbers included (`benchmarks.gate`)."""
+"""Rows up to this width stay in registers in the forward, random numbers included
+(`benchmarks.gate`)."""
 
 
 @jit
@@ -45,7 +46,7 @@ def forward_kernel(
     size_1, size_2, size_3, stride_0, stride_1, stride_2, stride_3, step,
     MASKS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of k elements a program."""
+    """ROWS rows of k elements per program."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
     value = softmax_rows(
@@ -63,7 +64,7 @@ def forward_kernel(
     )
     drawn = tl.join(tl.join(first, second), tl.join(third, fourth))
     some = tl.uint_to_uniform_float(tl.reshape(drawn, [ROWS, BLOCK])) < keep
-    # A product, as eager has it: what is NaN stays so where it is dropped.
+    # A multiplication, as in eager: NaN stays NaN where it is dropped.
     value = rounded.to(tl.float32) * tl.where(some, 1.0 / keep, 0.0)
     tl.store(y + at, value.to(y.dtype.element_ty), mask=inside)
 
@@ -72,7 +73,7 @@ def forward_kernel(
 def backward_kernel(
     grad, weights, y, dx, rows, k, scale, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """ROWS rows of k elements a program."""
+    """ROWS rows of k elements per program."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (columns < k)[None, :]
@@ -87,11 +88,11 @@ def backward_kernel(
 def launch_forward(
     x: Tensor, scale: float, mask: Tensor | None, p: float, weights: Tensor, y: Tensor
 ) -> None:
-    """Write softmax(x * scale + mask) to weights and what dropout leaves of it to y, by Triton.
+    """Write softmax(x * scale + mask) to weights and its dropout to y, by Triton.
 
     x, weights, y: [..., k] of bf16, fp16 or fp32, the last two contiguous. mask: broadcast to the
     shape of x, of any dtype. p: probability with which elements are dropped; the seed comes from
-    torch's generator of the device, without waiting for it.
+    torch's generator on the device, without a synchronisation.
     """
     k = x.shape[-1]
     rows = x.numel() // k
@@ -120,7 +121,7 @@ def launch_backward(grad: Tensor, weights: Tensor, y: Tensor, scale: float, dx: 
 
 
 def _dropped(weights: Tensor, p: float) -> Tensor:
-    """As it is captured: `nn.Dropout` in training."""
+    """As captured: `nn.Dropout` in training."""
     return torch.native_dropout(weights, p, True)[0]
 
 
@@ -166,10 +167,10 @@ class scale_mask_softmax_dropout:
     devices = ()
 
     def kept(y, weights):
-        """A weight of 0 is dropped or not: it makes no difference."""
+        """A weight of 0 counts as kept: it makes no difference."""
         return (y != 0) | (weights == 0)
 
-    tensor_parallel = False  # it would gather the heads: a part of a random op draws other numbers
+    tensor_parallel = False  # it would gather the heads: parts draw other random numbers
     patterns = (
         *spellings(*_SCORES, after=_dropped),
         *spellings(*_SCORES, after=_dropped, cast_last=True),
@@ -178,7 +179,7 @@ class scale_mask_softmax_dropout:
         lambda x, mask, scale, p: _dropped(torch.softmax(x * scale + mask, -2), p),
         lambda x, mask, scale, p: _dropped(torch.log_softmax(x * scale + mask, -1), p),
         lambda x, mask, scale, p: _dropped(torch.sigmoid(x * scale + mask), p),
-        # Dropped are the scores; another tensor; softmax is read besides.
+        # Dropout of the scores; of another tensor; softmax read twice.
         lambda x, mask, scale, p: torch.softmax(_dropped(x * scale + mask, p), -1),
         lambda x, mask, scale, p: torch.softmax(x * scale + mask, -1) * _dropped(x, p),
         lambda x, mask, scale, p: _read_twice(torch.softmax(x * scale + mask, -1), p),

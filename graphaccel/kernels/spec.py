@@ -1,4 +1,4 @@
-"""What a fused op is, as plain data: its tensors and numbers, and the functions that make it."""
+"""`Fusion`: a fused op as plain data, with its tensors, numbers and functions."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class T:
     """One tensor of a fused op.
 
     dims: index names as in einsum; `...` stands for any leading dims, a number for a dim of that
-      size. Equal names are equal sizes; the sharding rule is read off them.
-    optional: it may be missing (None); of an output: its gradient may be. grad: it gets a gradient;
-      low_grad: in 16 bits too.
+      size. Equal names are equal sizes; the sharding rule is derived from them.
+    optional: it may be missing (None); for an output: its gradient may be. grad: it gets a
+      gradient; low_grad: in 16 bits too.
     below: integers, at least 0 and below the size of this index (or, where some may be ignored,
       -100).
     dtype: of an output or saved tensor, where it is not that of the first input: a torch dtype
@@ -47,7 +47,7 @@ class T:
 
     @property
     def differentiable(self) -> bool:
-        """Whether autograd asks for its gradient."""
+        """Whether it gets a gradient from autograd."""
         return self.grad and not self.below and self.dtype != "bool"
 
 
@@ -66,9 +66,9 @@ class Scalar:
 
 @dataclass(frozen=True)
 class Chunks:
-    """How an op goes over its rows in chunks: `times` over, `rows` of them at a time, each time
-    products of [rows, inner] and [inner, columns], as (rows, columns, inner), and `moved` bytes
-    besides what products read and write; `calls` operations besides the products."""
+    """How an op processes its rows in chunks: `times` chunks of `rows` each, each with matmuls of
+    [rows, inner] and [inner, columns], as (rows, columns, inner), and `moved` bytes besides what
+    the matmuls read and write; `calls` operations besides the matmuls."""
 
     rows: int
     times: int
@@ -79,39 +79,39 @@ class Chunks:
 
 @dataclass(frozen=True, eq=False)
 class Fusion:
-    """A fused op as plain data; made by `fusion`.
+    """A fused op as plain data; created by `fusion`.
 
     inputs, outputs: name → T or Scalar, in the order of the functions' parameters and results.
     saved: tensors that `forward` returns after its outputs, for `backward` alone.
-    gradients: input → input whose gradient is the same tensor, and stands for both.
+    gradients: input → input whose gradient is the same tensor, and is used for both.
     patterns: functions of (some of) the inputs in plain torch that are replaced. negatives: ones
       that must not be.
     forward, backward: what runs on every device; cuda_forward, cuda_backward: on CUDA instead.
     backward: parameters are `grad_OUTPUT`, names of inputs, outputs or saved, and `wanted` (a list
-      of bools, an input each); gives one gradient per differentiable input, None where it is not
-      wanted. Missing: autograd through `forward`, computed again.
-    inline: the backward is no op: its torch calls become nodes of the joint graph (and may be
-      shared out over devices one by one).
+      of bools, an input each); returns one gradient per differentiable input, None where it is not
+      wanted. Missing: autograd through `forward`, recomputed.
+    inline: the backward is not an op: its torch calls become nodes of the joint graph (and may be
+      sharded over devices individually).
     fake: forward on tensors without data; None: `forward` itself.
     rewrite: instead of an op of its own, torch calls that replace the pattern.
-    legal: reason why these inputs (fake tensors and numbers, by name) are not for this op, or None.
-    whole: indices that can not be sharded. sums: whether an index that outputs lack is summed.
-    random: it draws random numbers, none where its number `p` is 0.
-    kept: of a random op whose kernels draw numbers of their own, from its results by name: a bool
-      tensor, where nothing was dropped. Its check gives eager the same.
-    gathered: inputs of which it reads only the rows that it gives; its backward, their shape alone.
+    legal: why the op does not support these inputs (fake tensors and numbers, by name), or None.
+    whole: indices that cannot be sharded. sums: whether an index that outputs lack is summed.
+    random: it draws random numbers, except where its number `p` is 0.
+    kept: for a random op whose kernels draw numbers of their own, from its results by name: a bool
+      tensor, true where nothing was dropped. Its check uses the same mask in eager.
+    gathered: inputs of which it reads only the rows in its output; its backward, their shape only.
     tensor_parallel: False keeps it out of plans with a tensor axis, which shards an index that this
       op needs whole.
     devices: device types on which `fusions="auto"` places it. sizes: sizes of indices in checks.
-    masked_rows: whether rows that are masked throughout are as in eager.
+    masked_rows: whether fully masked rows are as in eager.
     large: the size of large values in checks.
     tolerance: how much larger than eager's its error against float64 may be.
     wide: it computes in float32 of 16-bit inputs, and is derived (`kernels.widened`).
     flops, workspace: of the forward, from inputs by name: FLOPs, for which only `shape` and
       `numel()` may be read; bytes of scratch at its peak.
-    chunks: of the forward, from inputs by name: how it goes over its rows in chunks, whose rows the
-      number `chunk` among its inputs says; 0 there is what it takes by itself. The plan chooses it
-      from this. Of tensors, here and for `workspace`, only `shape`, `numel()`, `len()`, `dtype` and
+    chunks: of the forward, from inputs by name: how it processes its rows in chunks of `chunk`
+      rows, a number among its inputs; 0 selects the op's own default. The plan chooses it from
+      this. Of tensors, here and for `workspace`, only `shape`, `numel()`, `len()`, `dtype` and
       `device` may be read.
     """
 
@@ -151,7 +151,7 @@ class Fusion:
 
     @property
     def op_name(self) -> str:
-        """The name of its forward op; that of the backward has `_backward` behind."""
+        """The name of its forward op; the backward op's has `_backward` appended."""
         return f"{self.name}_wide" if self.wide else self.name
 
     @property
@@ -166,7 +166,7 @@ class Fusion:
 
     @property
     def results(self) -> dict[str, T]:
-        """What the forward op returns: outputs, then what is saved."""
+        """The results of the forward op: outputs, then saved tensors."""
         return {**self.outputs, **self.saved}
 
     @property

@@ -1,8 +1,9 @@
-"""What a fused op is timed on: inputs within a budget of bytes, and the bytes it has to move.
+"""Inputs for timing a fused op within a budget of bytes, and the bytes that the op has to move.
 
-Bytes are those of distinct operands and results, each once, of the op's own fakes: what a kernel
-moves that reads and writes nothing twice. Of inputs that are gathered from, the rows that are given
-count; the backward needs their shape alone (`planner.profile.cost.node_bytes` counts the same).
+Bytes are those of distinct operands and results, each once, of the op's own fakes: those of a
+kernel that reads and writes nothing twice. Of inputs that are gathered from, only the rows in the
+output count; the backward needs only their shape (`planner.profile.cost.node_bytes` counts the
+same).
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from graphaccel.kernels.register import backward_of, op_of, parameters, tensors
 from graphaccel.kernels.spec import Function, Fusion, T
 
 VOCABULARY = 1 << 15
-"""The size of an index below which integers lie, where the budget allows it."""
-_HEAD = 8  # times the largest size that is checked: rotary's 16 becomes a head of 128
+"""The upper bound of integers that index a vocabulary, where the budget allows it."""
+_HEAD = 8  # times the largest size that is checked: rotary's 16 becomes a head dim of 128
 _FEWEST = 16
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """sizes: of each index. leading: what `...` stands for."""
+    """sizes: of each index. leading: the sizes of `...`."""
 
     sizes: Mapping[str, int]
     leading: tuple[int, ...]
@@ -43,17 +44,17 @@ class Traffic:
 
 
 def pattern_of(fusion: Fusion) -> Function:
-    """The pattern with the most inputs: what eager is timed with."""
+    """The pattern with the most inputs, with which eager is timed."""
     return max(fusion.patterns, key=lambda p: len(parameters(p)))
 
 
 def shapes_of(fusion: Fusion, dtype: torch.dtype, budget: int, width: int) -> Shapes:
     """Shapes with which neither direction moves more than `budget` bytes; rows are doubled up to
-    there.
+    that limit.
 
-    width: of all indices but rows, vocabularies, and those whose sizes the fusion says though no
-    weight has them (a head's). Weights take half of the budget at most. Where the op refuses such
-    shapes, the largest that it is checked with are kept.
+    width: size of all indices except rows, vocabularies, and those whose sizes the fusion specifies
+    and that no weight has (a head dim). Weights take at most half of the budget. Where the op
+    refuses such shapes, the largest that it is checked with are used.
     """
     heads = _heads(fusion)
     sizes = dict.fromkeys(sizes_of(fusion), width) | _vocabularies(fusion) | heads
@@ -81,7 +82,7 @@ def shapes_of(fusion: Fusion, dtype: torch.dtype, budget: int, width: int) -> Sh
 
 def values_of(fusion: Fusion, dtype: torch.dtype, shapes: Shapes) -> dict[str, Any]:
     """Every input of the op by name, on the CPU; those that its pattern lacks are None, or the
-    default of a number. No label is ignored, and what gets a gradient is not broadcast."""
+    default of a number. No label is ignored, and inputs with a gradient are not broadcast."""
     generator = torch.Generator().manual_seed(0)
     return _values(
         fusion, lambda spec: tensor(spec, dtype, shapes.sizes, shapes.leading, generator)
@@ -89,7 +90,7 @@ def values_of(fusion: Fusion, dtype: torch.dtype, shapes: Shapes) -> dict[str, A
 
 
 def traffic(fusion: Fusion, dtype: torch.dtype, shapes: Shapes) -> Traffic:
-    """Bytes that the forward and the backward op move, from fakes alone."""
+    """Bytes that the forward and the backward op move, computed from fakes."""
     with FakeTensorMode():
         values = _fakes(fusion, dtype, shapes)
         made = tensors(op_of(fusion)(*values.values()))
@@ -105,7 +106,7 @@ def traffic(fusion: Fusion, dtype: torch.dtype, shapes: Shapes) -> Traffic:
 
 
 def backward_call(fusion: Fusion) -> Callable[..., Any]:
-    """What the runtime calls for the backward: the op, or what is inlined."""
+    """The backward as the runtime calls it: the op, or the inlined function."""
     if not fusion.inline:
         return backward_of(fusion)
     assert fusion.backward is not None
@@ -115,7 +116,7 @@ def backward_call(fusion: Fusion) -> Callable[..., Any]:
 def backward_arguments(
     fusion: Fusion, values: Mapping[str, Any], made: Sequence[Tensor]
 ) -> dict[str, Any]:
-    """Its arguments by name. made: what the forward gave; all gradients there are, are wanted."""
+    """Its arguments by name. made: results of the forward; all gradients are wanted."""
     known = {**values, **dict(zip(fusion.results, made, strict=True))}
     known |= {f"grad_{n}": torch.ones_like(known[n]) for n in fusion.outputs}
     known["wanted"] = [n in fusion.differentiable and v is not None for n, v in values.items()]
@@ -127,13 +128,13 @@ def _vocabularies(fusion: Fusion) -> dict[str, int]:
 
 
 def _heads(fusion: Fusion) -> dict[str, int]:
-    """Sizes of indices that the fusion says sizes of, and that no weight has."""
+    """Sizes of indices that the fusion specifies and that no weight has."""
     weights = {i for t in fusion.tensors.values() if "..." not in t.indices for i in t.indices}
     return {n: _HEAD * max(s) for n, s in fusion.sizes.items() if n not in weights}
 
 
 def _row_index(fusion: Fusion) -> str:
-    """The index that is counted where no tensor has leading dims: the first of the first."""
+    """The row index where no tensor has leading dims: the first index of the first tensor."""
     specs = list(fusion.tensors.values())
     if any("..." in t.indices for t in specs):
         return ""
@@ -141,8 +142,8 @@ def _row_index(fusion: Fusion) -> str:
 
 
 def _at(fusion: Fusion, sizes: Mapping[str, int], rows: str, count: int, width: int) -> Shapes:
-    """These sizes with `count` rows: leading dims, which are [rows, width] where they are all that
-    a tensor has."""
+    """These sizes with `count` rows: leading dims, which are [rows, width] where a tensor has no
+    others."""
     if rows:
         return Shapes({**sizes, rows: count}, ())
     named = any("..." in t.indices and len(t.indices) > 1 for t in fusion.tensors.values())
@@ -150,7 +151,7 @@ def _at(fusion: Fusion, sizes: Mapping[str, int], rows: str, count: int, width: 
 
 
 def _takes(fusion: Fusion, dtype: torch.dtype, shapes: Shapes) -> bool:
-    """Whether the op is legal for these shapes, and its pattern can be called with them."""
+    """Whether the op supports these shapes, and its pattern can be called with them."""
     with FakeTensorMode():
         values = _fakes(fusion, dtype, shapes)
         if fusion.legal is not None and fusion.legal(**values) is not None:
@@ -165,7 +166,7 @@ def _takes(fusion: Fusion, dtype: torch.dtype, shapes: Shapes) -> bool:
 
 
 def _fakes(fusion: Fusion, dtype: torch.dtype, shapes: Shapes) -> dict[str, Any]:
-    """The inputs within a mode of fake tensors, in which no number is drawn."""
+    """The inputs in a fake tensor mode, in which no number is drawn."""
 
     def made(spec: T) -> Tensor:
         wanted = shape(spec, shapes.sizes, shapes.leading)

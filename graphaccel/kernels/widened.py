@@ -1,9 +1,9 @@
-"""A fused op that computes in float32 of 16-bit inputs, derived from the op itself: what autocast
-makes of a pattern whose first step it widens.
+"""Derives from a fused op a variant that computes in float32 for 16-bit inputs, as under autocast.
 
-    y = op(float32(inputs))      gradients = op_backward(float32(what was kept)), rounded once
+    y = op(float32(inputs))      gradients = op_backward(float32(saved)), rounded once
 
-Inputs are kept for the backward as they are given; casts in the graph would be kept in float32.
+This is what autocast makes of a pattern whose first step it widens. Inputs are saved for the
+backward in their own dtype; casts in the graph would be saved in float32.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _LOW = (torch.bfloat16, torch.float16)
 
 
 def widened(fusion: Fusion) -> Fusion | None:
-    """The fusion as an op of 16-bit inputs that computes in float32, and gives that.
+    """The fusion as an op of 16-bit inputs that computes in float32, and returns float32.
 
-    None where there is none: rewrites and inline backwards are no ops; autocast leaves products in
-    16 bits; random numbers may depend on the dtype; and the dtype of a gradient has to be that of
-    an input which the backward reads.
+    None where it cannot be derived: rewrites and inline backwards are not ops; autocast leaves
+    matmuls in 16 bits; random numbers may depend on the dtype; and the dtype of a gradient must be
+    that of an input which the backward reads.
     """
     if fusion.rewrite is not None or fusion.inline or fusion.random or fusion.flops is not None:
         return None
@@ -54,7 +54,7 @@ def _raised(value: Any) -> Any:
 
 
 def _like(run: Function, call: Function) -> Function:
-    """`call` with the parameters of `run`: their names say what is kept."""
+    """`call` with the parameters of `run`: their names determine what is saved."""
     call.__signature__ = inspect.signature(run)  # type: ignore[attr-defined]
     return call
 
