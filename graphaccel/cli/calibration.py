@@ -1,4 +1,4 @@
-"""Measures the seconds of a model's ops on this machine, and of collectives between its processes.
+"""Measures the time of a model's ops on this machine, and of collectives between processes.
 
 Each of `devices` processes runs the model by itself, all at once, since they share cores and memory
 as they will in training: whole steps, then every node of the stage's graphs in place. The nodes'

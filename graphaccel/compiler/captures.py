@@ -1,5 +1,4 @@
-"""Cache of a model's captured steps, keyed by batch signature and the Python state they depend on.
-"""
+"""Cache of a model's captured steps, by batch signature and the Python state they depend on."""
 
 from __future__ import annotations
 

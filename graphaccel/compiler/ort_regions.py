@@ -1,5 +1,4 @@
-"""The ONNX Runtime build and sessions for placing regions in a model's programs, created on demand.
-"""
+"""ONNX Runtime build and sessions for placing regions in a model's programs, created on demand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Base class of every error graphaccel raises on purpose: one class per code, with fields and text.
+"""Base class of all errors: one class per code, with readable fields and a text.
 
 The text names the user's own source line where one is known, says why, and every `help:` line can
 be pasted. The fields stay on the exception, so that notebooks and CI need not parse the text.

@@ -1,4 +1,4 @@
-"""Records which Python values a forward reads: attributes, globals, closures, defaults, with lines.
+"""Records the Python values that a forward reads: attributes, globals, closures, defaults.
 
 Inside of `recorded`, `nn.Module` and the classes of plain objects that the model holds (a
 configuration) record every attribute that is read, so a name computed at run time (`getattr(self,

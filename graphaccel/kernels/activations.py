@@ -1,4 +1,4 @@
-"""Fused activations of transformer blocks: gated (SwiGLU, GeGLU), with a bias, and decomposed GELU.
+"""Fused activations of transformers: gated (SwiGLU, GeGLU), with a bias, and tanh GELU.
 
     y = silu(gate) · up          dgate = dy · up · silu'(gate)          dup = dy · silu(gate)
 

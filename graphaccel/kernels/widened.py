@@ -1,4 +1,4 @@
-"""Derives from a fused op a variant that computes in float32 for 16-bit inputs, as under autocast.
+"""Derives from a fused op a variant that computes in float32 for 16-bit inputs (autocast).
 
     y = op(float32(inputs))      gradients = op_backward(float32(saved)), rounded once
 

@@ -1,4 +1,4 @@
-"""Runs region models in ONNX Runtime, with sessions shared by equal models, on torch's own memory.
+"""Runs region models in ONNX Runtime on torch's memory, with sessions shared by equal models.
 
 Inputs are read from torch's memory and results are written to torch's: pointers are bound, nothing
 is copied (ONNX Runtime's I/O binding).

@@ -1,4 +1,4 @@
-"""Replaces random draws by a constant, so that a step's result does not depend on how it is split.
+"""Replaces random draws by a constant, so that a step gives the same however it is split.
 
 A plan that splits a step draws other numbers than one device: each part of the batch and each rank
 has a random stream of its own. Everything else can be compared when no number depends on its

@@ -74,8 +74,9 @@ def same_on_all_ranks(
 
 
 def refuse_other_weights(model: nn.Module, count: int) -> None:
-    """Check full weights before the first step of `count` ranks, each of which trains its own.
-    Collective.
+    """Check before the first step that all `count` ranks start from the same weights. Collective.
+
+    Weights must still be full on every rank.
 
     Raises GraphMisuse (GA407) on every rank where some rank's weights are not rank 0's.
     """

@@ -1,4 +1,4 @@
-"""Compiles the pieces of stage graphs (`runtime.inductor_partition`) with Inductor, and runs them.
+"""Compiles pieces of stage graphs (`runtime.inductor_partition`) with Inductor, and runs them.
 
 A graph keeps its calling convention: one list of inputs, which is emptied. An input that a piece
 reads for the last time is removed from the list, so that Inductor's code frees it as early as the

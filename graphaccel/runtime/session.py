@@ -1,5 +1,4 @@
-"""A planned model on this rank: its parameters, its compiled steps and what it keeps between steps.
-"""
+"""State of a planned model on this rank: parameters, compiled steps, memory between steps."""
 
 from __future__ import annotations
 

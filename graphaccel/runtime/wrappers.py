@@ -1,4 +1,4 @@
-"""Refuses wrappers around or inside an optimized model that would bypass or split its planned step.
+"""Refuses wrappers around or inside an optimized model that bypass or split its planned step.
 
 These are wrappers that split or compile the step a second time, and forwards that are called
 instead of the planned one.

@@ -114,7 +114,7 @@ class OptimizerStep:
                 left += group["params"]
         around = _on_cpu(self._around()) if self._on_host else self._around()
         if around.found_inf is not None and not _on_device(optimizer, fit):
-            # found_inf is known on the device only and the step count would include a skipped step.
+            # Only the device knows found_inf, and a skipped step would be counted: read it here.
             if self._known_of_all is None or self._known_of_all.overflow is None:
                 fit, reasons = [], [*reasons, "step counts on the CPU under torch.amp.GradScaler"]
             elif bool(around.found_inf):
