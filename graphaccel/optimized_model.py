@@ -383,8 +383,7 @@ class Handle:
         return sharded_state_dict(self._session, self._meshes, plain, prefix)
 
     def full_state(self, module: nn.Module) -> dict[str, Any]:
-        """`full_state_dict` of the model, or of a copy of it that is distributed in the same way.
-        """
+        """`full_state_dict` of the model, or of a copy of it with the same sharding."""
         plain = original_class(module).state_dict(module)
         if self._session is None:
             return {k: v.detach().cpu().clone() for k, v in plain.items()}

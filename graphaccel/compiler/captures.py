@@ -177,8 +177,7 @@ class Captures:
     def _stands_for(
         self, batch: Batch, training: bool, observed: Observed, names: Sequence[str]
     ) -> bool:
-        """Whether a forward with tensors in place of numbers computes the same as with the numbers.
-        """
+        """Whether a forward with tensors in place of numbers computes the same as with numbers."""
         graphs = []
         for numbers in (names, ()):
             model, made = self._faked(batch, training, observed, numbers)

@@ -210,8 +210,7 @@ class Compiler:
                 raise error
 
     def _without_rules(self, step: StepGraph, plan: Plan) -> tuple[str, ...]:
-        """What missing rules cost, where work is split over more than the batch, as report lines.
-        """
+        """Report lines: what missing rules cost, where work is split over more than the batch."""
         if plan.model_parallel_size == 1 or every_rule(step):
             return ()
         return missing_note(priced_rules(step, self.cluster.device))
@@ -373,8 +372,7 @@ class Compiler:
         homes: Mapping[str, tuple[int, ...]],
         groups: tuple[tuple[str, ...], ...],
     ) -> tuple[StepGraph, StepProgram]:
-        """The training program for a batch of another shape under a plan that is already running.
-        """
+        """The training program for a batch of another shape under an already running plan."""
         step, sizes = self.capture(batch)
         size = sizes.get(BATCH, step.batch_size)
         parts = plan.data * plan.microbatches
@@ -406,8 +404,7 @@ class Compiler:
         training: bool,
         groups: tuple[tuple[str, ...], ...] = (),
     ) -> tuple[StepGraph, StepProgram]:
-        """A forward-only program in the model's current mode; every data rank gets the whole batch.
-        """
+        """A forward-only program in the model's current mode; data ranks get the whole batch."""
         # A graph sharded over more than data is split by its symbolic sizes.
         fixed = plan.model_parallel_size == 1
         step, sizes = self.captures.of(batch, training=training, fixed=fixed)

@@ -35,8 +35,7 @@ class TensorBranch(GraphAccelError):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class CaptureRefused(GraphAccelError):
-    """Anything else that cannot be captured. help_line: what to type instead, where that is known.
-    """
+    """Anything else that cannot be captured. help_line: what to type instead, where known."""
 
     code = "GA102"
     module: str

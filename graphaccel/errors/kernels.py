@@ -95,8 +95,7 @@ class BadFusionPackage(GraphAccelError):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class BadFuel(GraphAccelError):
-    """A value of GRAPHACCEL_FUEL that is not a number of fusions. sites: how many could be placed.
-    """
+    """A value of GRAPHACCEL_FUEL that is not a number. sites: how many could be placed."""
 
     code = "GA705"
     value: str

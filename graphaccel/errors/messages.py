@@ -48,8 +48,7 @@ _OWN = os.path.dirname(os.path.dirname(__file__))
 
 
 def line_of_script() -> Location | None:
-    """The innermost line on the call stack outside of graphaccel, torch and other installed code.
-    """
+    """The innermost line on the call stack outside of graphaccel, torch and installed code."""
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename

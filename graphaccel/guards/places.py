@@ -181,14 +181,12 @@ class _Walk:
         self._done: set[tuple[int, Any]] = set()
 
     def leave_out(self, model: nn.Module) -> None:
-        """Exclude parameters, buffers and modules of a model where something else also holds them.
-        """
+        """Exclude parameters, buffers and modules of a model that something else also holds."""
         self._own |= {id(t) for t in (*model.parameters(), *model.buffers())}
         self._modules |= {id(m) for m in model.modules()}
 
     def _stranger(self, text: str, module: nn.Module, line: Read) -> None:
-        """Places of a module outside of the model (a criterion, a teacher), its tensors included.
-        """
+        """Places of a module outside of the model (a criterion, a teacher), with its tensors."""
         if id(module) in self._modules:
             return
         self._modules |= {id(m) for m in module.modules()}
@@ -202,8 +200,7 @@ class _Walk:
                         self._keep(place)
 
     def module(self, path: str, module: nn.Module, *, shared: bool = False) -> None:
-        """Places of the attributes of a module that were read, and of the classes of its children.
-        """
+        """Places of the attributes of a module that were read, and of its children's classes."""
         own, start = vars(module), f"{path}." if path else ""
         names = self._reads.of(type(module))
         for child, inner in module._modules.items():

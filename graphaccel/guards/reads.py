@@ -34,8 +34,7 @@ _SEEDS = frozenset({"manual_seed", "seed", "set_state", "graphsafe_set_state"})
 """Methods of `torch.Generator` that set its state."""
 
 Kind = tuple[str, str]
-"""A class by module and qualified name: an optimized model's class is a subclass of the same name.
-"""
+"""A class by module and qualified name, which an optimized model's subclass shares."""
 
 
 def kind_of(cls: type) -> Kind:

@@ -335,8 +335,7 @@ def narrowed(fusion: Fusion, made: Sequence[Tensor], wanted: Sequence[Tensor]) -
 
 
 def _check_fake(fusion: Fusion, forward: Function, values: dict[str, Any]) -> None:
-    """Check that fakes of forward and backward have the dtypes, shapes and strides of the kernels.
-    """
+    """Check that fakes of forward and backward agree with the kernels: dtypes, shapes, strides."""
     real = tensors(_tried(fusion, "forward", forward, values))
     if len(real) != len(fusion.results):
         raise _refused(

@@ -37,8 +37,7 @@ first."""
 
 @cache
 def _load() -> None:
-    """Import every module that registers fusions, once per process, since ops are registered once.
-    """
+    """Import every module that registers fusions, once per process: ops are registered once."""
     for name in SHIPPED:
         importlib.import_module(f"graphaccel.kernels.{name}")
     for point in sorted(entry_points(group=GROUP), key=lambda p: p.name):

@@ -210,8 +210,7 @@ def _rows(value: Tensor) -> Tensor:
 
 
 def _laid_out(*tensors: Tensor) -> tuple[list[Tensor], int, int]:
-    """Tensors of one shape as rows, their count and width; one long row where all are contiguous.
-    """
+    """Tensors of one shape as rows, their count and width; one long row if contiguous."""
     found = [_rows(t) for t in tensors]
     rows, d = found[0].shape
     if all(t.stride(0) == d for t in found):

@@ -23,8 +23,7 @@ LEVELS = 5
 
 
 class Chooser:
-    """Chooses regions of one graph. refused: the nodes that cannot be in a region, with the reason.
-    """
+    """Chooses regions of one graph. refused: nodes that cannot be in a region, with reasons."""
 
     def __init__(self, graph: fx.Graph, kernels: Kernels) -> None:
         self._kernels = kernels

@@ -102,8 +102,7 @@ class Sessions:
 
 
 def session_options(runtime: Any, threads: int) -> Any:
-    """As many threads as torch uses, sleeping while torch computes; no memory cached between runs.
-    """
+    """As many threads as torch uses, asleep while torch computes; no memory cached."""
     options = runtime.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
@@ -228,6 +227,5 @@ class Region:
 
 
 def _dense(tensor: torch.Tensor, port: Port) -> torch.Tensor:
-    """The tensor in its memory order, as the model expects it; a copy if its layout is another one.
-    """
+    """The tensor in its memory order, as the model expects it; a copy if laid out otherwise."""
     return (tensor.permute(port.order) if port.order else tensor).contiguous()

@@ -61,8 +61,7 @@ class Pair:
         return deviations(graph, eager, self.dtype(setting))
 
     def compare_eager(self, setting: Setting) -> tuple[Deviation, ...]:
-        """Compare eager code with itself: a value that differs does not depend on the inputs alone.
-        """
+        """Compare eager with itself: a value that differs depends on more than the inputs."""
         first, again = self._eager(setting), self._eager(setting)
         return deviations(again, replace(first, strangers=()), self.dtype(setting))
 

@@ -40,8 +40,7 @@ class ConstantDraws(TorchDispatchMode):
 
 
 def can_be_constant(graph: fx.Graph) -> bool:
-    """Whether `ConstantDraws` replaces every draw of a graph: a kernel may have a generator inside.
-    """
+    """Whether `ConstantDraws` replaces every draw: a kernel may have a generator inside."""
     return all(
         getattr(node.target, "overloadpacket", None) in _CONSTANT
         for node in graph.nodes

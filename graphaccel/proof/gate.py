@@ -1,5 +1,4 @@
-"""Checks of the first training step: captured graph against eager, plan's step against the graph.
-"""
+"""First training step: compares captured graph with eager, and the plan's step with the graph."""
 
 from __future__ import annotations
 

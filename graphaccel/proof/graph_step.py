@@ -1,5 +1,4 @@
-"""Interprets the joint graph of a captured step, node by node, on real tensors at any batch size.
-"""
+"""Interprets the joint graph of a captured step on real tensors, at any batch size."""
 
 from __future__ import annotations
 

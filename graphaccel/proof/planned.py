@@ -172,8 +172,7 @@ def _parts(given: Given) -> Iterator[tuple[str, Part]]:
 
 
 def _sums(tensor: Tensor, layout: Layout | None = None) -> Sums:
-    """(squared norm, dot product with the direction) of a tensor, or of this rank's shard of one.
-    """
+    """(squared norm, dot product with the direction) of a tensor, or of this rank's shard."""
     flat = tensor.detach().reshape(-1)
     if layout is None:
         tiles = -(-flat.numel() // _TILE)

@@ -117,8 +117,7 @@ class Dot:
 
 @dataclass(frozen=True)
 class ParetoChart:
-    """Candidates by peak memory (across) and seconds (up). front: the Pareto front as an SVG path.
-    """
+    """Candidates by peak memory (across) and seconds (up). front: the Pareto front, an SVG path."""
 
     height: float
     left: float

@@ -123,8 +123,7 @@ def _torch_names(
     address: str,
     port: int,
 ) -> dict[str, str]:
-    """Torch's variables. A process that sees only one GPU is treated as the only one on its host.
-    """
+    """Torch's variables. A process that sees one GPU only is taken as alone on its host."""
     if env.get("CUDA_VISIBLE_DEVICES", "").isdigit():
         local, local_world = "0", 1
     return {

@@ -447,8 +447,7 @@ class Executor:
         return result
 
     def _sum_shared(self, gradients: dict[str, torch.Tensor]) -> None:
-        """All-reduce the gradients of parameters that stages of several ranks share, once per step.
-        """
+        """All-reduce gradients of parameters that stages of several ranks share, once a step."""
         for name, stages in sorted(self._program.shared.items()):
             places = tuple(sorted({s % self._mesh.pipeline for s in stages}))
             if len(places) > 1 and self._mesh.pipeline_index in places:

@@ -216,8 +216,7 @@ def _computes(node: fx.Node) -> bool:
 
 
 def _written(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes that are views of memory that a call writes to: they must be views of it, not copies.
-    """
+    """Nodes that are views of memory that a call writes to: they must stay views of it."""
     found: set[fx.Node] = set()
     waiting = [a for n in graph.nodes if n.op == "call_function" for a in written_arguments(n)]
     while waiting:

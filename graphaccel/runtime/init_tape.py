@@ -141,8 +141,7 @@ class Record:
         self.calls = [c if c.state is None else replace(c, state=next(states)) for c in self.calls]
 
     def digest(self) -> str:
-        """Equal on ranks that built the same model; storages are numbered in order of appearance.
-        """
+        """Equal on ranks that built the same model; storages are numbered as they appear."""
         numbers: dict[int, int] = {}
         text = hashlib.blake2b(digest_size=16)
 

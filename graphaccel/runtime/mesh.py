@@ -91,8 +91,7 @@ class Mesh:
         return tuple(axis for axis in self.sizes if axis in named)
 
     def ensure(self, wanted: Iterable[str]) -> None:
-        """Create the groups that do not exist yet. Collective: every rank asks for the same ones.
-        """
+        """Create the groups that do not exist yet. Collective: all ranks ask for the same."""
         for axes in sorted(set(wanted) - set(self.groups)):
             names = self._parts(axes)
             others = [axis for axis in self.axes if axis not in names]

@@ -152,8 +152,7 @@ class OutsideExecutor(Executor):
                 torch.random.set_rng_state(generator)
 
     def _gathered(self, state: StepState) -> dict[int, torch.Tensor]:
-        """Outputs of the whole batch; a rank's own part is freed as soon as it has been gathered.
-        """
+        """Outputs of the whole batch; a rank's own part is freed once it is gathered."""
         gathered = {}
         for leaf in sorted(state.outputs):
             (part,) = state.outputs.pop(leaf)

@@ -140,8 +140,7 @@ class Session:
                 module._buffers[name] = filled[id(buffer)][1]
 
     def _fill_parameters(self) -> None:
-        """Initialise parameters held in full on this rank, of a model that was on the meta device.
-        """
+        """Initialise full parameters of this rank, of a model that was on the meta device."""
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             if parameter.is_meta:
                 value = self._resting(self._value(name, parameter))
@@ -223,8 +222,7 @@ class Session:
                 _make_sharded(held[name], shards[name], layout)
 
     def step_layouts(self) -> dict[str, Layout]:
-        """Layouts of the optimizer state of every trained parameter held here, by one of its names.
-        """
+        """Layouts of the optimizer state of every trained parameter here, by one of its names."""
         own = dict(self.model.named_parameters(remove_duplicate=False))
         sharded = {id(own[n]) for n in self.states}
         whole = {
@@ -345,8 +343,7 @@ class Session:
         )  # fmt: skip
 
     def apart(self, compiled: CompiledStep) -> Executor:
-        """An executor of a training step with gradient buckets of its own and without CUDA graphs.
-        """
+        """An executor of a training step with its own gradient buckets and no CUDA graphs."""
         if compiled.backward is not None:
             return self._outside_executor(compiled, Buckets(), lambda: None)
         return Executor(

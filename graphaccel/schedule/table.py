@@ -233,8 +233,7 @@ def format_schedule(schedule: Schedule) -> str:
 
 
 def parse_schedule(text: str) -> Schedule:
-    """The inverse of ``format_schedule``. Raises ``ValueError`` for a word that is not an action.
-    """
+    """The inverse of ``format_schedule``. Raises ``ValueError`` for anything but an action."""
     return tuple(
         tuple(parse_action(word) for word in line.split()) for line in text.strip().splitlines()
     )

@@ -12,8 +12,7 @@ MEAN, SUM = 1, 2
 
 
 def _labels(b: Builder, a: Arguments) -> tuple[Value, Value, Value]:
-    """(labels with the ignored ones as 0, [N, 1]; whether each is counted, [N]; its weight, [N]).
-    """
+    """(labels with the ignored ones as 0, [N, 1]; whether each counts, [N]; its weight, [N])."""
     x, target = a["self"], a["target"]
     if len(x.shape) != 2:
         raise Declined(f"it has {len(x.shape)} dims")

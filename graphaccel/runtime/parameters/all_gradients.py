@@ -125,8 +125,7 @@ def spoil(gradients: Iterable[Tensor], overflow: Tensor) -> None:
 
 
 def spoiled(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
-    """1 where a gradient comes from a step that overflowed, else 0: a float32 scalar on `device`.
-    """
+    """1 where a gradient comes from an overflowed step, else 0: a float32 scalar on `device`."""
     firsts = [f.to(device, torch.float32) for f in _firsts(map(local_of, gradients))]
     if not firsts:
         return torch.zeros((), device=device)

@@ -134,8 +134,7 @@ class Layout:
         return self.assemble(list(shards)).to(local.device)
 
     def assemble(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The full tensor from the shards of all ranks of `axes`, in the order of their coordinate.
-        """
+        """The full tensor from the shards of all ranks of `axes`, ordered by coordinate."""
         names = self.axes.split("+")
         whole = shards[0].new_empty(self.shape)
         places = product(*(range(self.mesh.size(axis)) for axis in names))

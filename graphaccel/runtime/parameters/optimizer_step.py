@@ -57,8 +57,7 @@ def _unfit(tensors: Sequence[Tensor], like: Sequence[Tensor]) -> str | None:
 
 @dataclass
 class _Group:
-    """The parameters of a group that have gradients, with these and the state, in the same order.
-    """
+    """The parameters of a group that have gradients, with gradients and state, in order."""
 
     group: dict[str, Any]
     params: list[Tensor]

@@ -26,8 +26,7 @@ aten = torch.ops.aten
 
 
 class RemoteTensor(torch.Tensor):
-    """A tensor of another rank: shape, dtype and device, and the group to fetch its values through.
-    """
+    """A tensor of another rank: shape, dtype, device, and the group to fetch values through."""
 
     group: Any
 

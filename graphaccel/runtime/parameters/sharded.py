@@ -315,8 +315,7 @@ def _common(tensors: Sequence[torch.Tensor], writes: bool) -> Layout | None:
 
 
 def _part(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """This rank's part: the shard, or a slice of a full tensor used beside one; numbers unchanged.
-    """
+    """This rank's part: the shard, or a slice of a full tensor beside one; numbers unchanged."""
     if isinstance(tensor, ShardTensor):
         return tensor.local
     return tensor if tensor.dim() == 0 else layout.own(tensor.expand(layout.shape))

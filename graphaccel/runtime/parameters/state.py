@@ -210,8 +210,7 @@ class OptimizerState:
         return value
 
     def _by_key(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[Any, Layout]:
-        """Key of a parameter in the state dict (a number, or its name) → the layout of its state.
-        """
+        """Key of a parameter in the state dict (a number, or its name) → its state's layout."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         keys = [key for group in state["param_groups"] for key in group["params"]]
         pairs = zip(keys, parameters, strict=False)
