@@ -24,7 +24,7 @@ OURS = "graphaccel"
 ORT_PAGE = ROOT / "docs" / "onnxruntime.md"
 FUSIONS_PAGE = ROOT / "docs" / "fusions.md"
 COMPILE_PAGE = ROOT / "docs" / "compile.md"
-PLANNING_PAGE = ROOT / "docs" / "planning.md"
+ACCURACY_PAGE = ROOT / "docs" / "accuracy.md"
 ORT_COLUMNS = {
     "fx": "torch, same graph",
     "inductor": "Inductor",
@@ -514,7 +514,7 @@ def main() -> None:
     ORT_PAGE.write_text(with_ort_tables(ORT_PAGE.read_text(), RESULTS))
     FUSIONS_PAGE.write_text(with_fusion_table(FUSIONS_PAGE.read_text(), RESULTS))
     COMPILE_PAGE.write_text(with_compile_table(COMPILE_PAGE.read_text(), RESULTS))
-    PLANNING_PAGE.write_text(with_validation(PLANNING_PAGE.read_text(), RESULTS))
+    ACCURACY_PAGE.write_text(with_validation(ACCURACY_PAGE.read_text(), RESULTS))
 
 
 if __name__ == "__main__":

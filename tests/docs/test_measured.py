@@ -101,8 +101,8 @@ def test_the_page_shows_what_was_measured_on_a_gpu(measured: ModuleType, tmp_pat
         measured.with_gpu_tables("no marks", tmp_path)
 
 
-def test_the_planning_page_shows_the_committed_validation(measured: ModuleType) -> None:
-    page = measured.PLANNING_PAGE.read_text()
+def test_the_accuracy_page_shows_the_committed_validation(measured: ModuleType) -> None:
+    page = measured.ACCURACY_PAGE.read_text()
     assert page == measured.with_validation(page, measured.RESULTS), "run python docs/measured.py"
 
 
