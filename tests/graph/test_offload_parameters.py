@@ -297,8 +297,8 @@ def test_it_is_tried_where_nothing_else_fits(captured: Captured, made_up: MadeUp
     [
         ({"zero": 1}, "which is zero=3", (0, 3)),
         ({"zero": 0, "data": 2}, "which is zero=3", (3,)),
-        ({"reshard_after_forward": "never"}, "no device holds them between", (True,)),
-        ({"reshard_after_forward": "once_per_step"}, "no device holds them between", (True,)),
+        ({"reshard_after_forward": "never"}, "no device holds them between", ("always",)),
+        ({"reshard_after_forward": "once_per_step"}, "no device holds them between", ("always",)),
         (
             {"schedule": "zero_bubble", "pipeline": 2},
             "parameters on the host are copied up for the forward and the backward alone",

@@ -207,7 +207,7 @@ def test_it_finds_the_part_of_the_data_axis_to_shard_over(seed: int) -> None:
     pins = {name: value for name, value in drawn["pins"].items() if name != "pipeline"}
     pins = {"data": draw.choice((4, 6, 8)), **pins} if draw.random() < 0.5 else pins
     if draw.random() < 0.5:
-        pins["shard"] = draw.choice((2, 2, 4))
+        pins["shard_size"] = draw.choice((2, 2, 4))
     check({**drawn, "count": draw.choice((4, 6, 8)), "pins": pins})
 
 
