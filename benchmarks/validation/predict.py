@@ -334,7 +334,7 @@ def _pins(run: Run, profile: Profile) -> dict[str, object]:
         layers = [n for n in range(run.layers) if MIXTURES[run.kind].has_experts(n)]
         pins["recompute"] = tuple(profile.block_names[n] for n in layers)
     if run.tensor > 1 or run.context > 1 or run.expert > 1:
-        pins["pins"] = placements(profile, run.tensor, run.expert)
+        pins["placements"] = placements(profile, run.tensor, run.expert)
     if run.context > 1:
         pins["context_by"] = "sequence"
     if run.microbatch:
