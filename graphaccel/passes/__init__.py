@@ -1,1 +1,1 @@
-"""One pass, one file, one public function. `pipeline.py` lists them in order."""
+"""The passes that rewrite the graphs of a step: one pass, one file; `pipeline.py` orders them."""

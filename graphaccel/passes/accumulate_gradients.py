@@ -1,4 +1,4 @@
-"""Add gradients up where they are produced, in flat buckets, and start each all-reduce early.
+"""Accumulate gradients in flat buckets where they are computed; all-reduce each bucket early.
 
 before                                          after (a microbatch in the middle)
   %g: f32[64,32] = aten.mm(%a, %b)                %addmm_: f32[64,32] = aten.addmm_(%acc_w, %a, %b)
@@ -6,12 +6,12 @@ before                                          after (a microbatch in the middl
   ...                                             %add_: f32[32] = aten.add_(%acc_b, %s)
   return (%g, %s)                                 return ()
 
-A product writes into its bucket itself: the first microbatch with `mm.out`, the later ones with
-`addmm_`, so that a weight's gradient is never held beside the bucket. Others are copied by the
-first microbatch and added by the later ones, so that buckets need no zeroing. Of a gradient that is
-a sum (tied weights) each term goes into the bucket as soon as it is there. In the last microbatch
-an all-reduce over the data axis starts as soon as a bucket is complete; the runtime waits for it at
-the very end. Gradients are handed out as views of the buckets: nothing is copied back.
+A matmul writes straight into its bucket: the first microbatch with `mm.out`, the later ones with
+`addmm_`, so that a weight's gradient never exists beside the bucket. Other gradients are copied by
+the first microbatch and added by the later ones, so that buckets need no zeroing. Of a gradient
+that is a sum (tied weights) each term is added to the bucket as soon as it is computed. In the last
+microbatch an all-reduce over the data axis starts as soon as a bucket is complete; the runtime
+waits for it at the end of the step. Gradients are returned as views of the buckets, without a copy.
 Li et al., PyTorch Distributed, VLDB 2020, §3.2 (buckets in the order of the backward pass).
 """
 
@@ -38,8 +38,9 @@ aten = torch.ops.aten
 def accumulate_gradients(
     program: StageProgram, plan: Plan, partial: Mapping[str, tuple[str, ...]] | None = None
 ) -> StageProgram:
-    """The program with accumulators, or as it is where one microbatch on one rank needs none.
-    Recordings of CUDA graphs always do: a gradient outlives the memory they work in.
+    """The program with accumulators, or unchanged where one microbatch on one rank needs none.
+    With CUDA graphs accumulators are always used: a gradient outlives the memory pool of the
+    recording.
 
     partial: parameter → axes besides data over which its gradient is still a partial sum.
     """
@@ -72,13 +73,13 @@ def accumulate_gradients(
 
 @dataclass(frozen=True)
 class _Reduced:
-    """Over which axes each gradient is summed. data: ranks on the data axis."""
+    """The axes over which each gradient is summed. data: ranks on the data axis."""
 
     data: int
     partial: Mapping[str, tuple[str, ...]]
 
     def over(self, name: str) -> str:
-        """`data+tensor`; empty where the backward gives the whole sum."""
+        """`data+tensor`; empty where the backward already gives the full sum."""
         inner = self.partial.get(name, ())
         return "+".join((*(("data",) if self.data > 1 else ()), *inner))
 
@@ -86,7 +87,8 @@ class _Reduced:
 @dataclass(frozen=True)
 class _Term:
     """A summand of a gradient. views: from the summand back to the node whose value it shows, each
-    read by nothing else. product: that node, if it is a product that may write elsewhere."""
+    without another reader. product: that node, if it is a matmul that can write to an `out`
+    tensor."""
 
     node: fx.Node
     views: tuple[fx.Node, ...] = ()
@@ -94,14 +96,14 @@ class _Term:
 
     @property
     def made(self) -> fx.Node:
-        """The node that computes it."""
+        """The node that computes the summand."""
         return self.product or self.node
 
 
 @dataclass(frozen=True)
 class _Gradient:
-    """A parameter's gradient. terms: in the order they are computed. ready: position of the
-    last. sums: the additions that the terms make superfluous, later ones first."""
+    """A parameter's gradient. terms: in the order they are computed. ready: position of the last.
+    sums: the additions that accumulating the terms makes superfluous, later ones first."""
 
     name: str
     node: fx.Node
@@ -111,12 +113,12 @@ class _Gradient:
 
     @property
     def value(self) -> torch.Tensor:
-        """Fake."""
+        """The fake tensor of the gradient."""
         return self.node.meta["val"]
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Bytes of the gradient."""
         return self.value.numel() * self.value.element_size()
 
 
@@ -139,7 +141,7 @@ def _gradients(program: StageProgram, module: fx.GraphModule) -> list[_Gradient]
 
 
 def _summands(node: fx.Node, alone: bool, sums: list[fx.Node]) -> list[tuple[fx.Node, bool]]:
-    """What is added up to `node`, each with whether nothing else reads it; additions to `sums`."""
+    """The summands of `node`, each with whether nothing else reads it; additions go to `sums`."""
     plain = alone and node.target is aten.add.Tensor and not node.kwargs
     added = operands(node)
     if not plain or added[0] is added[1]:
@@ -165,7 +167,7 @@ def _term(node: fx.Node, alone: bool) -> _Term:
         source = before
     if not alone or source.target is not aten.mm.default:
         return _Term(node)
-    target = node.meta["val"].new_empty(node.meta["val"].shape)  # as the bucket lies: contiguous
+    target = node.meta["val"].new_empty(node.meta["val"].shape)  # as in the bucket: contiguous
     try:
         for view in views:
             target = _undo(view, target)
@@ -175,7 +177,7 @@ def _term(node: fx.Node, alone: bool) -> _Term:
 
 
 def _undo(view: fx.Node, target: Any, call: Any = None) -> Any:
-    """What to call on the result of a view to have its input back: a view of the target."""
+    """The call on the result of a view that gives back its input: a view of the target."""
     call = call or (lambda op, *args: op(*args))
     if view.target in RESHAPES:
         return call(aten.view.default, target, list(operands(view)[0].meta["val"].shape))
@@ -188,7 +190,7 @@ def _undo(view: fx.Node, target: Any, call: Any = None) -> Any:
 def _buckets(
     gradients: Sequence[_Gradient], size: int, reduced: _Reduced
 ) -> tuple[tuple[str, ...], ...]:
-    """Buckets of at most `size` bytes, or less where there is little
+    """Buckets of at most `size` bytes, or fewer bytes where gradients are few
     (`planner.estimate.gradient_buckets`)."""
     buckets: list[list[str]] = []
     filled: list[int] = []
@@ -206,7 +208,7 @@ def _buckets(
 
 
 class _Accumulating:
-    """Makes the backward graph of one moment of the step."""
+    """Builds the backward graph of one moment of the step: first, middle or last microbatch."""
 
     def __init__(
         self,
@@ -230,7 +232,7 @@ class _Accumulating:
         with graph.inserting_before(anchor):
             accumulators, flats = self._inputs()
         self.start = (*accumulators.values(), *flats.values())[-1]
-        self.newest: dict[fx.Node, fx.Node] = {}  # where a value is made → the last write behind it
+        self.newest: dict[fx.Node, fx.Node] = {}  # node → the last write after it
         written: dict[str, list[fx.Node]] = {}
         for name, accumulator in accumulators.items():
             gradient = self.gradients[name]
@@ -257,8 +259,8 @@ class _Accumulating:
         return new
 
     def _inputs(self) -> tuple[dict[str, fx.Node], dict[int, fx.Node]]:
-        """Placeholders: accumulators by parameter name, and by number the buckets they lie in that
-        are summed over ranks."""
+        """Placeholders: accumulators by parameter name, and by number the buckets that contain them
+        and are summed over ranks."""
         accumulators: dict[str, fx.Node] = {}
         for name in (name for bucket in self.buckets for name in bucket):
             gradient = self.gradients[name]
@@ -276,7 +278,7 @@ class _Accumulating:
         return accumulators, flats
 
     def _write(self, accumulator: fx.Node, term: _Term, first: bool) -> fx.Node:
-        """One summand into the accumulator, where it is computed."""
+        """Add one summand to the accumulator, right after it is computed."""
         if term.product is not None:
             product = self.made[term.product]
             with self.graph.inserting_before(product):
@@ -288,7 +290,7 @@ class _Accumulating:
             return self._marked(node, target, product)
         value = self.made[term.node]
         place = self.start if value.op == "placeholder" else value
-        # Behind the writes that are there already: the first of a gradient's terms overwrites.
+        # After the writes that exist: the first of a gradient's terms overwrites.
         with self.graph.inserting_after(self.newest.get(place, place)):
             node = self.graph.call_function(
                 aten.copy_.default if first else aten.add_.Tensor, (accumulator, value)
@@ -297,7 +299,7 @@ class _Accumulating:
         return self._marked(node, accumulator, value)
 
     def _target(self, accumulator: fx.Node, term: _Term) -> fx.Node:
-        """The accumulator, seen as the product sees it."""
+        """The accumulator as a view in the shape of the matmul's result."""
 
         def call(op: Any, source: fx.Node, *args: Any) -> fx.Node:
             if op is aten.t.default and source.target is op:
@@ -321,7 +323,7 @@ class _Accumulating:
         self._marked(sent, flat, None)
 
     def _marked(self, node: fx.Node, written: fx.Node, computed: fx.Node | None) -> fx.Node:
-        # A call of its own: what the runtime fills in by rank is not among its arguments.
+        # A separate call: what the runtime fills in by rank is not among its arguments.
         found = {} if computed is None else computed.meta
         node.meta = {key: value for key, value in found.items() if key != "bind"}
         node.meta |= {"val": written.meta["val"], "made_by": "accumulate_gradients"}

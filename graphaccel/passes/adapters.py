@@ -1,7 +1,6 @@
 """Each pass as a function from context to context: which part of the context it reads and replaces.
 
-`pipeline.PIPELINE` lists them. What a pass does stands in its own file, what it decides in the
-plan.
+`pipeline.PIPELINE` lists them. A pass is described in its own file; its decisions are in the plan.
 """
 
 from __future__ import annotations
@@ -49,22 +48,22 @@ _CAST = torch.ops.aten._to_copy.default
 
 
 def run_lower_precision(c: Context) -> Context:
-    """Once for all plans in this precision."""
+    """Runs once for all plans of this precision."""
     return _rewritten(c, lower_precision, c.plan.precision)
 
 
 def run_fuse(c: Context) -> Context:
-    """Once for all plans with these fusions, on a step in the plan's precision."""
+    """Runs once for all plans with these fusions, on a step in the plan's precision."""
     return _rewritten(c, fuse, (c.plan.fusions, c.plan.outputs))
 
 
 def run_synchronise_batch_norm(c: Context) -> Context:
-    """The step with the data axis in its batch norms."""
+    """Sums the batch norms of the step over the data axis."""
     return replace(c, step=synchronise_batch_norm(c.step, c.plan))
 
 
 def run_drop_backward(c: Context) -> Context:
-    """Where no gradients are wanted."""
+    """Only where no gradients are wanted."""
     return c if c.gradients else replace(c, step=drop_backward(c.step, c.plan))
 
 
@@ -92,12 +91,12 @@ def of_rank(c: Context, local: LocalStep, axes: LocalGraph) -> Context:
 
 
 def run_recompute(c: Context) -> Context:
-    """In place."""
+    """In place, on the joint graph."""
     return _in_graph(c, recompute(c.rank.graph, c.plan, c.step.positions))
 
 
 def run_recompute_casts(c: Context) -> Context:
-    """In place; of parameters that are gathered, cast or copied to the device for each phase."""
+    """In place; for parameters that are gathered, cast or copied to the device in each phase."""
     offloaded = "parameters" in c.plan.offload
     names = {
         node.name
@@ -122,7 +121,7 @@ def run_cut_stages(c: Context) -> Context:
 
 
 def run_scatter_sends(c: Context) -> Context:
-    """In place."""
+    """In place, on the staged graph."""
     return replace(c, staged=scatter_sends(c.stages, c.plan))
 
 
@@ -130,55 +129,55 @@ def run_scatter_sends(c: Context) -> Context:
 
 
 def run_split_phases(c: Context) -> Context:
-    """The joint graph → a program for each stage."""
+    """The joint graph → one program a stage."""
     return replace(c, programs=split_phases(c.stages, c.outlined))
 
 
 def run_two_pass_head(c: Context) -> Context:
-    """Where part of the step runs once on the whole batch."""
+    """Only where part of the step runs once on the whole batch."""
     return replace(c, programs=two_pass_head(c.programs)) if c.part.headed else c
 
 
 def run_split_weights(c: Context) -> Context:
-    """The gradients of parameters go to programs of their own."""
+    """Moves the gradients of parameters to programs of their own."""
     programs, weights = split_weights(c.programs, c.plan)
     return replace(c, programs=programs, weights=weights)
 
 
 def run_place_ort(c: Context) -> Context:
-    """With a report of what was placed."""
+    """Adds a report of what was placed."""
     programs, report = place_ort(c.programs, c.plan, c.ort)
     return replace(c, programs=programs, report=report)
 
 
 def run_chunk_loss(c: Context) -> Context:
-    """Each program by itself."""
+    """On each program alone."""
     return _each(c, lambda program: chunk_loss(program, c.plan))
 
 
 def run_select_matmul_backend(c: Context) -> Context:
-    """Each program by itself, those of weights too."""
+    """On each program alone, including the separate weight-gradient programs."""
     weights = tuple(select_matmul_backend(program) for program in c.weights)
     return replace(_each(c, select_matmul_backend), weights=weights)
 
 
 def run_overlap_collectives(c: Context) -> Context:
-    """Each program by itself."""
+    """On each program alone."""
     return _each(c, overlap_collectives)
 
 
 def run_offload_activations(c: Context) -> Context:
-    """Each program by itself."""
+    """On each program alone."""
     return _each(c, lambda program: offload_activations(program, c.plan))
 
 
 def run_shard_gradients(c: Context) -> Context:
-    """Each program by itself."""
+    """On each program alone."""
     return _each(c, lambda program: shard_gradients(program, c.owned))
 
 
 def run_gather_once(c: Context) -> Context:
-    """Each program by itself, where parameters are gathered once a step."""
+    """On each program alone, where the plan gathers parameters once a step."""
     if c.plan.reshard_after_forward != "once_per_step":
         return c
     ranks, values = c.fixed.ranks or c.plan.shards, c.values
@@ -191,7 +190,7 @@ def run_gather_once(c: Context) -> Context:
 
 
 def run_gather_parameters(c: Context) -> Context:
-    """Each program by itself, but for those whose parameters are gathered once a step."""
+    """On each program alone, except those whose parameters are gathered once a step."""
     ranks, values, last = c.fixed.ranks or c.plan.shards, c.values, c.stages.stages - 1
 
     def run(program: StageProgram) -> StageProgram:
@@ -206,12 +205,12 @@ def run_gather_parameters(c: Context) -> Context:
 
 
 def run_cast_parameters_once(c: Context) -> Context:
-    """Each program by itself."""
+    """On each program alone."""
     return _each(c, lambda program: cast_parameters_once(program, c.plan))
 
 
 def run_upload_parameters(c: Context) -> Context:
-    """Each program by itself."""
+    """On each program alone."""
     return _each(c, lambda program: upload_parameters(program, c.plan))
 
 
@@ -219,7 +218,8 @@ def run_upload_parameters(c: Context) -> Context:
 
 
 def run_accumulate_gradients(c: Context) -> Context:
-    """Each program by itself; those of weights, now complete, join the program of their stage."""
+    """On each program alone; weight-gradient programs, now final, join the program of their
+    stage."""
     partial = c.rank.partial
     made = _each(c, lambda program: accumulate_gradients(program, c.plan, partial))
     if c.weights:
@@ -230,7 +230,7 @@ def run_accumulate_gradients(c: Context) -> Context:
 
 
 def run_reduce_shards(c: Context) -> Context:
-    """Each program by itself."""
+    """On each program alone."""
     return _each(c, lambda program: reduce_shards(program, c.plan, c.owned, c.rank.partial))
 
 
@@ -238,7 +238,7 @@ def run_reduce_shards(c: Context) -> Context:
 
 
 def _rewritten(c: Context, run: Callable[[StepGraph, Plan], StepGraph], asked: Hashable) -> Context:
-    """A pass that depends on the step and `asked` alone: its result is kept for other plans."""
+    """A pass that depends on the step and `asked` alone: its result is reused for other plans."""
     key = (run.__name__, asked)
     if key not in c.step.derived:
         c.step.derived[key] = run(c.step, c.plan)

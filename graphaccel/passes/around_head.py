@@ -1,4 +1,4 @@
-"""What stands around the head in the graph of one part of the batch (`sharding.rules.head`).
+"""Nodes around the head of a step: join or sum the parts before it, slice its results after it.
 
 before (one graph, 2 parts)                      after
   %z: f32[8,4] = ...            # forward          %z: f32[4,4] = ...           # forward
@@ -8,7 +8,8 @@ before (one graph, 2 parts)                      after
   %h: f32[8,4] = aten.mul(%g, %y)                  %p: f32[4,4] = batch_part(%g, 0, 1, 2)
                                                    %h: f32[4,4] = aten.mul(%p, %y)
 
-`two_pass_head` takes the nodes between them out of the backward.
+The head (`sharding.rules.head`) is the part of a step that runs once on the whole batch.
+`two_pass_head` moves the nodes between `whole_batch` and `batch_part` out of the backward.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ aten = torch.ops.aten
 
 
 class Around:
-    """Makes the nodes that lead into and out of the head.
+    """Builds the nodes that lead into and out of the head.
 
-    graph: of a part, to which they are added. kinds: of placeholders. own: whole value
-    → a part's slice; whole: value → what the head reads.
+    graph: of one part of the batch, to which the nodes are added. kinds: of placeholders. own:
+    whole value → a part's slice; whole: value → what the head reads.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class Around:
         self.free: dict[fx.Node, bool] = {}
 
     def inside(self, node: fx.Node, new: fx.Node) -> fx.Node:
-        """What the head reads of a value. new: the value in the graph of a part."""
+        """What the head reads for a value. new: the value in the graph of a part."""
         if node in self.placed.head:
             return new
         if node not in self.whole:
@@ -67,7 +68,7 @@ class Around:
         return self.whole[node]
 
     def _is_free(self, node: fx.Node) -> bool:
-        """Whether every stage can make a value for itself: of constants and the batch alone."""
+        """Whether every stage can compute a value itself: from constants and the batch alone."""
         if node.op == "placeholder":
             return self.kinds[node] not in ("parameter", "buffer", "tangent")
         if node not in self.free:
@@ -76,7 +77,7 @@ class Around:
         return self.free[node]
 
     def outside(self, node: fx.Node, new: fx.Node) -> fx.Node:
-        """What a part reads of a value."""
+        """What a part reads for a value."""
         if node in self.own:
             return self.own[node]
         place = self.placed.slices.get(node)
@@ -95,5 +96,5 @@ class Around:
 
 
 def lies_in(place: Any) -> tuple[int, int]:
-    """The dim that a placement shards, and the sections that stand before the batch in it."""
+    """The dim that a placement shards, and the number of sections before the batch in it."""
     return (place.dim, place.outer) if isinstance(place, Shard) else (place, 1)

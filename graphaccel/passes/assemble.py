@@ -1,4 +1,4 @@
-"""From what the passes left to the program of a whole step."""
+"""Assemble the results of all passes into the program of a whole step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from graphaccel.sharding.rules.propagate import PARTIAL
 
 
 def assembled(context: Context) -> StepProgram:
-    """What runs: the programs of the stages, and what holds for all of them together."""
+    """The program that runs: one program a stage, and the facts that hold for all of them."""
     step, axes, programs = context.step, context.rank, context.programs
     resting = dict(axes.resting)
     for name, own in context.owned.items():
@@ -43,7 +43,7 @@ def assembled(context: Context) -> StepProgram:
 
 
 def boxed_program(program: StageProgram) -> StageProgram:
-    """The program with graphs that take one list, which they empty."""
+    """The program with graphs that take their inputs as one list and empty it."""
     return replace(
         program,
         forward=boxed(program.forward),
@@ -55,7 +55,7 @@ def boxed_program(program: StageProgram) -> StageProgram:
 
 
 def _edges(inputs: Sequence[tuple[int, Sequence[Value]]]) -> frozenset[tuple[int, int]]:
-    """(source, destination) of what the stages receive."""
+    """(source, destination) of every value that a stage receives."""
     return frozenset(
         (value.peers[0], stage)
         for stage, values in inputs

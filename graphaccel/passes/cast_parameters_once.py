@@ -1,4 +1,4 @@
-"""Parameters that products read in 16 bits are cast once a step, and held for all microbatches.
+"""Cast float32 parameters to 16 bits once a step, for all microbatches, where matmuls read them so.
 
 before (forward and backward of w [64, 32])    after
   %w: f32[64,32] = input                         prepare, once a step, before the first microbatch:
@@ -9,10 +9,10 @@ before (forward and backward of w [64, 32])    after
                                                    %w: bf16[64,32] = input
                                                    %y: = aten.mm(%x, %w)
 
-The parameters stay as they are: the optimizer, checkpoints and what reads them in float32 know of
-no copy, and a weight that a script changes between steps is cast anew (Micikevicius et al., Mixed
-Precision Training, 2018, §3.1: one copy of the master weights a step). What ZeRO 3 gathers is no
-parameter of the graph any more: `gather_once` casts it.
+The parameters do not change: the optimizer, checkpoints and float32 readers see no copy, and a
+weight that a script changes between steps is cast anew (Micikevicius et al., Mixed Precision
+Training, 2018, §3.1: one copy of the master weights a step). A parameter that ZeRO 3 gathers is no
+longer an input of the graph: `gather_once` casts it.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ from graphaccel.planner.plan.plan import Plan
 
 
 def cast_parameters_once(program: StageProgram, plan: Plan) -> StageProgram:
-    """The program whose microbatches read "held" casts, which its `prepare` makes of parameters.
+    """The program whose microbatches read casts ("held") that its `prepare` graph makes of
+    parameters.
 
-    Without a backward, or without casts of parameters to the plan's precision, it stays as it is.
+    Without a backward, or without casts of parameters to the plan's precision, it is unchanged.
     """
     if not plan.holds_casts or not program.backward_outputs:
         return program
@@ -56,7 +57,7 @@ def cast_parameters_once(program: StageProgram, plan: Plan) -> StageProgram:
 
 @dataclass(frozen=True)
 class _Like:
-    """A parameter's placeholder before its casts were held. module: of the parameter."""
+    """A parameter's placeholder before the rewrite. module: of the parameter."""
 
     name: str
     value: torch.Tensor
@@ -70,8 +71,8 @@ class _Phase:
 
 
 def _held(module: fx.GraphModule, values: Sequence[Value], low: torch.dtype) -> _Phase:
-    """Rewrite a graph of a microbatch in place. A parameter that is read in float32 too stays an
-    input, and its cast is another one behind it."""
+    """Rewrite a graph of a microbatch in place. A parameter that is also read in float32 stays an
+    input, and its cast is a further input after it."""
     inputs: list[Value] = []
     like: dict[str, _Like] = {}
     nodes = module.graph.find_nodes(op="placeholder")

@@ -1,11 +1,10 @@
-"""Rows that a fused head and loss does at a time, as the plan says.
+"""Set how many rows a fused head and loss processes at a time, as the plan says.
 
 before (chunk 0: as the op says)                     after, `loss_chunk=2048`
   %l: f32[] = graphaccel.linear_cross_entropy(       %l: f32[] = graphaccel.linear_cross_entropy(
       %x, %w, None, %labels, 0)                          %x, %w, None, %labels, 2048)
 
-What each chunk takes besides the op's results is counted from the call, so it stands there before
-memory is.
+The workspace of each chunk is counted from the call, so this pass runs before memory is counted.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from graphaccel.planner.profile.cost import in_chunks
 
 
 def chunk_loss(program: StageProgram, plan: Plan) -> StageProgram:
-    """The program with its ops in chunks told how many rows to do at a time."""
+    """The program whose chunked ops have the plan's number of rows a chunk as an argument."""
     if not plan.loss_chunk:
         return program
     for graph in (program.forward, *program.backwards.values()):

@@ -1,4 +1,4 @@
-"""What the passes of one run share: every pass takes a context and returns the next one."""
+"""The context that every pass takes and returns: inputs of a run, and the results so far."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ Sizes: TypeAlias = Mapping[sympy.Symbol, int]
 
 @dataclass(frozen=True)
 class Fixed:
-    """Where parameters are because another program of theirs already runs (`pipeline.build`); None
-    where the plan decides."""
+    """Layout of parameters that another running program has fixed (`pipeline.build`); None where
+    the plan decides."""
 
     homes: Mapping[str, tuple[int, ...]] | None = None
     resting: Mapping[str, tuple[Sharded, ...]] | None = None
@@ -36,15 +36,15 @@ class Fixed:
 
 @dataclass(frozen=True)
 class Context:
-    """The inputs of a run, and what the passes so far made of them.
+    """The inputs of a run, and the results of the passes so far.
 
     step, plan, sizes, gradients, fixed, ort: as `pipeline.build` takes them; the first passes
     rewrite the step.
     local: the step of one microbatch of one data rank. axes: its graph on one rank of the tensor,
     context and expert axes, rewritten in place from then on; transfer: placements of another
     number of layers that it adopts.
-    owned, unsharded: parameter → what ZeRO shards of it, or why it stays whole.
-    staged: the stage of every node. shared: parameter → stages, of those that several hold.
+    owned, unsharded: parameter → what ZeRO shards of it, or why it stays replicated.
+    staged: the stage of every node. shared: parameter → stages, for those that several stages hold.
     outlines: the stages that are rewritten; None before they are outlined.
     programs: one a stage. weights: the gradients of parameters, where they are computed apart from
     the backward, as a program each. unsummed: the programs before gradients are accumulated.
@@ -72,19 +72,19 @@ class Context:
 
     @property
     def part(self) -> LocalStep:
-        """The step of one microbatch, which `exact_microbatch` made."""
+        """The step of one microbatch, a result of `exact_microbatch`."""
         assert self.local is not None
         return self.local
 
     @property
     def rank(self) -> LocalGraph:
-        """The graph of one rank, which `shard_axes` made."""
+        """The graph of one rank, a result of `shard_axes`."""
         assert self.axes is not None
         return self.axes
 
     @property
     def stages(self) -> StagedGraph:
-        """The stages, which `cut_stages` made."""
+        """The stages, a result of `cut_stages`."""
         assert self.staged is not None
         return self.staged
 
@@ -102,20 +102,20 @@ class Context:
 
     @property
     def random(self) -> bool:
-        """Whether some call draws random numbers."""
+        """Whether any call draws random numbers."""
         calls = self.stages.graph.graph.nodes
         return any(is_random(n) for n in calls if n.op == "call_function")
 
     @property
     def outlined(self) -> tuple[StageOutline, ...]:
-        """What each stage's phases hold."""
+        """The inputs, nodes and outputs of each stage's phases."""
         if self.outlines is not None:
             return self.outlines
         return outline_stages(self.stages, self.step, keep_outputs=self.plan.outputs == "all")
 
     @property
     def graphs(self) -> dict[str, fx.GraphModule]:
-        """The graphs as they are now, by what they are."""
+        """The current graphs by name."""
         if self.programs:
             return {
                 f"stage {program.stage} {name}": graph

@@ -1,16 +1,16 @@
-"""Cut the joint graph into pipeline stages, anywhere.
+"""Assign every node of the joint graph to a pipeline stage; a cut may fall after any node.
 
 A cut falls after a node of the forward graph, not between modules. The stage of a forward value is
-the stage of the forward-graph node it computes; a backward value lies where the values it is the
-derivative of lie, but never later than the gradients it is made from: gradients flow down the
-stages; what the backward makes of parameters alone lies where it is read. What runs once on the
-whole batch (`sharding.rules.head`) lies on the last stage. Values that depend on no parameter
-(masks, positions, rotary tables) are computed again on every stage that reads them; everything else
-that crosses is sent once, from the stage that makes it to each that reads it, neighbour or not (an
-encoder's output to every decoder stage).
+the stage of the forward-graph node it computes; a backward value is on the stage of the values it
+is the derivative of, but never on a later one than the gradients it is computed from: gradients
+flow down the stages; what the backward computes from parameters alone is where it is read. What
+runs once on the whole batch (`sharding.rules.head`) is on the last stage. Values that depend on no
+parameter (masks, positions, rotary tables) are recomputed on every stage that reads them;
+everything else that crosses is sent once, from the stage that computes it to each that reads it,
+neighbour or not (an encoder's output to every decoder stage).
 
-The gradient of a parameter that several stages use is one partial gradient per stage: each adds up
-its own, and they are summed once a step.
+The gradient of a parameter that several stages use is one partial gradient per stage: each
+accumulates its own, and they are summed once a step.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ aten = torch.ops.aten
 class StagedGraph:
     """A joint graph and the stage of every node.
 
-    stage: node → stage. free: nodes that every stage makes for itself where it needs them.
+    stage: node → stage. free: nodes that every stage computes itself where it needs them.
     gradients: parameter name → (stage, node) of each partial gradient.
     homes: parameter or buffer name → the stages that hold it, in order.
     """
@@ -57,14 +57,14 @@ def cut_stages(
     homes: Mapping[str, tuple[int, ...]] | None = None,
     everywhere: Collection[str] = (),
 ) -> StagedGraph:
-    """Give every node its stage.
+    """Assign a stage to every node.
 
     positions: forward-graph node name → its place in the forward graph. cuts: names after which a
-    stage ends. homes: where parameters already lie (the graphs of evaluation, and of calls with
-    other flags): then a node lies on the last stage of what it reads, and `cuts` are not looked at.
-    everywhere: buffers that all stages hold, for what is computed once a step.
+    stage ends. homes: stages that already hold the parameters (for the graphs of evaluation, and of
+    calls with other flags): then a node is on the last stage of what it reads, and `cuts` is
+    ignored. everywhere: buffers that all stages hold, for what is computed once a step.
 
-    Raises BadPin (GA202) for cuts between rows that went to their experts and what reads them.
+    Raises BadPin (GA202) for cuts between rows that were sent to their experts and what reads them.
     """
     ends = sorted(positions[name] for name in cuts)
     count = len(ends) + 1
@@ -89,7 +89,7 @@ def cut_stages(
 
 
 def _check_rows(stage: Mapping[fx.Node, int], cuts: Sequence[str]) -> None:
-    """What passes between stages has a size that is known before."""
+    """Values sent between stages must have sizes that are known in advance."""
     for node, own in stage.items():
         if node.meta.get("chosen") and any(stage.get(user, own) != own for user in node.users):
             module = node.meta.get("module", "")
@@ -98,7 +98,7 @@ def _check_rows(stage: Mapping[fx.Node, int], cuts: Sequence[str]) -> None:
 
 
 def _free_nodes(graph: fx.GraphModule, kinds: dict[fx.Node, GraphInput]) -> frozenset[fx.Node]:
-    """Values made from the batch, constants and prologue alone, without random numbers."""
+    """Values computed from the batch, constants and the prologue alone, without random numbers."""
     bound: set[fx.Node] = {
         n for n, spec in kinds.items() if spec.kind in ("parameter", "buffer", "tangent")
     }
@@ -120,7 +120,7 @@ def _free_nodes(graph: fx.GraphModule, kinds: dict[fx.Node, GraphInput]) -> froz
 def _of_weights(
     graph: fx.GraphModule, kinds: dict[fx.Node, GraphInput]
 ) -> dict[fx.Node, tuple[str, ...]]:
-    """Parameters, buffers and what is made of them alone (casts, transposes): of which."""
+    """Parameters, buffers and values computed from them alone (casts, transposes) → their names."""
     found = {n: (spec.name,) for n, spec in kinds.items() if spec.kind in ("parameter", "buffer")}
     for node in graph.graph.nodes:
         reads = node.all_input_nodes
@@ -134,8 +134,8 @@ def _of_weights(
 def _with_weights(
     graph: fx.GraphModule, stage: Mapping[fx.Node, int], weights: Collection[fx.Node]
 ) -> dict[fx.Node, int]:
-    """Values of `_of_weights` lie where they are read, whatever stage the forward had them on, and
-    nothing else follows them."""
+    """Values of `_of_weights` are on the stage that reads them, whatever stage the forward had them
+    on, and no other node follows them."""
     found = dict(stage)
     for node in reversed(graph.graph.nodes):
         if node.op == "call_function" and node in weights:
@@ -152,7 +152,7 @@ def _by_position(
     free: frozenset[fx.Node],
     weights: Collection[fx.Node],
 ) -> dict[fx.Node, int]:
-    """Of all but what is free or made of weights."""
+    """Stages of all nodes that are neither free nor computed from weights alone."""
     last = len(ends)
     stage: dict[fx.Node, int] = {}
     for node in graph.graph.nodes:
@@ -178,8 +178,8 @@ def _by_parameters(
     free: frozenset[fx.Node],
     weights: Mapping[fx.Node, tuple[str, ...]],
 ) -> dict[fx.Node, int]:
-    """A forward node lies where its parameters are, no earlier than its inputs; a backward node
-    where the one lies that it is the derivative of, as in `_by_position`."""
+    """A forward node is on the stage of its parameters, no earlier than its inputs; a backward node
+    on that of the node it is the derivative of, as in `_by_position`."""
     stage: dict[fx.Node, int] = {}
     origins: dict[str, int] = {}
     last = max((s for held in homes.values() for s in held), default=0)
@@ -222,7 +222,7 @@ def _drop_sums(
     gradients: dict[str, tuple[tuple[int, fx.Node], ...]],
     stage: dict[fx.Node, int],
 ) -> None:
-    """Sums that were taken apart go: nothing may be sent for their sake."""
+    """Remove sums that were split into terms: nothing may be sent for them."""
     result = graph.graph.output_node()
     firsts = [
         gradients[spec.name][0][1] if spec.kind == "gradient" else node
@@ -237,7 +237,7 @@ def _drop_sums(
 
 
 def _unsummed(node: fx.Node, stage: dict[fx.Node, int]) -> tuple[tuple[int, fx.Node], ...]:
-    """The terms of a gradient, one sum a stage: a sum over stages is taken apart."""
+    """The terms of a gradient, one sum a stage: a sum over stages is split into its terms."""
     terms: dict[int, list[fx.Node]] = defaultdict(list)
     stack = [node]
     while stack:
@@ -269,7 +269,8 @@ def _homes(
     stage: dict[fx.Node, int],
     gradients: dict[str, tuple[tuple[int, fx.Node], ...]],
 ) -> dict[str, tuple[int, ...]]:
-    """Where a parameter is read or gets a gradient, and a buffer is read or gets its new value."""
+    """The stages where a parameter is read or gets a gradient, and a buffer is read or gets its new
+    value."""
     held: dict[str, set[int]] = defaultdict(set)
     last = max(stage.values(), default=0)
     for node, spec in zip(returned(graph), outputs, strict=False):
@@ -281,5 +282,5 @@ def _homes(
         held[spec.name].update(stage[u] for u in node.users if u in stage)
         held[spec.name].update(s for s, _ in gradients.get(spec.name, ()))
         if not held[spec.name]:
-            held[spec.name].add(0)  # unused: somebody must keep it
+            held[spec.name].add(0)  # unused: some stage must hold it
     return {name: tuple(sorted(stages)) for name, stages in held.items()}

@@ -1,4 +1,4 @@
-"""A step without its gradients: what an evaluation under `torch.no_grad()` runs.
+"""Remove the backward from a step: what an evaluation under `torch.no_grad()` runs.
 
 before                                    after
   %l: f32[] = aten.div.Tensor(%n, %c)       %l: f32[] = aten.div.Tensor(%n, %c)
@@ -34,5 +34,5 @@ def _dropped(step: StepGraph) -> StepGraph:
 
 
 def _untracked(forward: ForwardGraph) -> ForwardGraph:
-    """No batch leaf wants a gradient."""
+    """The forward with no batch leaf that requires a gradient."""
     return replace(forward, inputs=tuple(replace(i, tracked=False) for i in forward.inputs))

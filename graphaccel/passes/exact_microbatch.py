@@ -1,21 +1,20 @@
 """Split the batch over microbatches and the data axis, exactly.
 
-The graph of the whole batch becomes the graph of one part of it: sizes shrink, and every gradient
-and the loss become partial sums whose total over the parts is the loss and gradient of the whole
-batch, to rounding. Averaging the means of microbatches is not that, wherever they hold different
-numbers of ignored labels: the count the loss is divided by is a value of the whole batch. Such
-values depend on the batch alone (and on buffers that no step changes: the weights of classes) and
-move to a prologue that runs once a step.
+The graph of the whole batch becomes the graph of one part of it: sizes shrink, and the loss and
+every gradient become partial sums whose total over the parts is the loss and gradient of the whole
+batch, up to rounding. Averaging the means of microbatches differs from that wherever they hold
+different numbers of ignored labels: the count that divides the loss is a value of the whole batch.
+Such values depend on the batch alone (and on buffers that no step changes, such as class weights)
+and move to a prologue that runs once a step.
 
 before (batch 8, two microbatches)              after
   %n: i64[] = aten.sum(%mask)                     %sum_1: i64[] = input   (from the prologue)
   %l: f32[] = aten.div.Tensor(%total, %n)         %l: f32[] = aten.div.Tensor(%total, %sum_1)
   %g: f32[128,32] = aten.mm(...)                  %g: f32[64,32] = aten.mm(...)
 
-Where examples mix (a contrastive loss), and over microbatches where a whole sum is needed (the
+Where examples mix (a contrastive loss), and over microbatches where a full sum is needed (the
 square root of a mean), what follows runs once on the whole batch (`sharding.rules.head`): its nodes
-have the size of the whole batch and `meta["head"]`, and `whole_batch` and `batch_part` stand around
-it.
+have the size of the whole batch and `meta["head"]`, with `whole_batch` and `batch_part` around it.
 
 Raises SplitRefused (GA207) where that would be most of the model: batch statistics over
 microbatches.
@@ -67,7 +66,7 @@ class LocalStep:
 
     graph: placeholders are those of the StepGraph, then one per prologue output.
     prologue: None when nothing is hoisted. places: placement of each output over the batch.
-    headed: whether a part of it runs once on the whole batch.
+    headed: whether part of it runs once on the whole batch.
     """
 
     graph: fx.GraphModule
@@ -82,7 +81,7 @@ def exact_microbatch(
     sizes: Mapping[sympy.Symbol, int] | None = None,
     fakes: Fakes | None = None,
 ) -> LocalStep:
-    """The step as each of `plan.data * plan.microbatches` equal parts of the batch sees it.
+    """The step as each of `plan.data * plan.microbatches` equal parts of the batch runs it.
 
     sizes: of the whole batch that will be passed, where they differ from those captured. fakes: for
     a graph that is measured and not run (`ir.fakes`).
@@ -102,7 +101,7 @@ def exact_microbatch(
 
 
 def batch_placement(step: StepGraph, *, over_time: bool = False) -> BatchPlacement:
-    """Where the batch goes in a step (`sharding.rules.propagate`), found once."""
+    """Where the batch dim goes in a step (`sharding.rules.propagate`); cached."""
     key = ("batch_placement", over_time)
     if key not in step.derived:
         step.derived[key] = _batch_placement(step, over_time)
@@ -159,10 +158,10 @@ def _batch_placement(step: StepGraph, over_time: bool) -> BatchPlacement:
 
 
 def split_limits(step: StepGraph) -> Limits:
-    """Why the batch can not be split over microbatches or data ranks, where it can not.
+    """Why the batch cannot be split over microbatches or data ranks, where it cannot.
 
-    Where nothing is in the way in few layers, nothing is in all of them; what is is named as in
-    the whole model.
+    If few layers can be split, all of them can; a refusal is stated in the terms of the whole
+    model.
     """
     few = step.repeats
     if few is not None and all(split_limits(x) == Limits() for x in (few.short, *few.longer)):
@@ -181,7 +180,7 @@ def split_limits(step: StepGraph) -> Limits:
 
 def mixes_examples(step: StepGraph) -> bool:
     """Whether some op needs several examples at once, and not only sums of them: in a loss, or
-    because they lie along another dim than is assumed."""
+    because examples are along another dim than assumed."""
     few = step if step.repeats is None else step.repeats.short
     return split_limits(step).data is not None or bool(batch_placement(few).head)
 
@@ -206,18 +205,18 @@ def _limit(step: StepGraph, conflict: Conflict) -> Limit:
 
 
 def _batch_dim(node: fx.Node) -> int | None:
-    """The dim that carries the batch: that of an output's tangent is that of the output."""
+    """The dim that carries the batch; for an output's tangent it is that of the output."""
     dims = enumerate(node.meta["dims"])
     return next((d for d, n in dims if BATCH in getattr(n, "free_symbols", ())), None)
 
 
 def _mismatch(tangent: int | None, place: Any) -> bool:
-    """The gradient of a whole or of a partial sum is the same for every part of the batch."""
+    """The gradient of a full or of a partial sum is the same for every part of the batch."""
     return tangent != (place if isinstance(place, int) else None)
 
 
 def _place(placed: BatchPlacement, node: Any) -> Any:
-    """The placement of a result; what was converted to the whole sum is whole."""
+    """The placement of a result; a value that was converted to the full sum is replicated."""
     if not isinstance(node, fx.Node) or node in placed.hoisted or node in placed.reduced:
         return REPLICATED
     return placed.places.get(node, REPLICATED)
@@ -290,7 +289,7 @@ class _Local:
         return module
 
     def _part_of_hoisted(self, node: fx.Node, shape: Sequence[int], place: Any) -> list[int]:
-        """Another input: each part's slice of a hoisted value. Returns its shape."""
+        """A further input: each part's slice of a hoisted value. Returns its shape."""
         dim, outer = lies_in(place)
         part = self._placeholder(f"part_{node.name}", node)
         part.meta["slice"] = dim, outer
@@ -321,7 +320,7 @@ class _Local:
         return new_node(self.graph, node.op, node.target, args, kwargs, node.name, meta)
 
     def _read(self, node: fx.Node, once: bool) -> fx.Node:
-        """A value as it is read by the head, or else by a part."""
+        """A value as the head reads it, or as a part reads it."""
         if once:
             return self.around.inside(node, self.whole_values.get(node, self.map[node]))
         return self.around.outside(node, self.map[node])
@@ -354,7 +353,7 @@ class _Local:
         return self._added(aten.div.Tensor, (value, self.parts), user, "an equal share of a whole")
 
     def _reduced(self, node: fx.Node, new: fx.Node) -> fx.Node:
-        """The sum over data ranks; of what was repeated, before it is."""
+        """The sum over data ranks; for a repeated value, taken before it is repeated."""
         ops, reason = torch.ops._c10d_functional, "all-reduce over data"
         repeated = node.target is aten.expand.default
         repeated = repeated and _place(self.placed, node.args[0]) == PARTIAL
@@ -380,7 +379,7 @@ class _Local:
 
 
 def _mapped(call: Any, nodes: Mapping[fx.Node, fx.Node]) -> tuple[Any, Any]:
-    """A call's (args, kwargs) with other nodes."""
+    """A call's (args, kwargs) with its nodes replaced."""
     replaced: Any = map_arg(call, lambda n: nodes[n])
     return replaced
 
@@ -405,7 +404,7 @@ def _nth_tensor(node: fx.Node, position: int) -> fx.Node:
 def _prologue(
     step: StepGraph, whole: Mapping[sympy.Symbol, int], hoisted: Mapping[fx.Node, Sequence[str]]
 ) -> Prologue | None:
-    """The hoisted values, computed from the whole batch. hoisted: what each is called."""
+    """The hoisted values, computed from the whole batch. hoisted: the name of each."""
     if not hoisted:
         return None
     needed: set[fx.Node] = set()

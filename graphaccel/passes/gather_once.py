@@ -1,4 +1,4 @@
-"""Parameters that rest sharded are gathered once a step, and held for all of its microbatches.
+"""All-gather ZeRO-3 sharded parameters once a step, and hold them for all its microbatches.
 
 before (forward and backward of w [64, 32])    after (two ranks; w rests as [32, 32])
   %w: f32[64,32] = input                         prepare, once a step, before the first microbatch:
@@ -12,13 +12,14 @@ before (forward and backward of w [64, 32])    after (two ranks; w rests as [32,
                                                    %here: bf16[64,32] = wait_tensor(%w)
                                                    %y: = aten.mm(%x, %here)
 
-All gathers are issued at once, a group of parameters each (`passes.parameter_groups`), in the order
-in which the forward reads them; a microbatch waits for a group where it first reads it, so that the
-first one computes while the later groups travel, and the others find all there. What every read
-casts to the plan's lower precision is cast before it travels, and so once a step. The parameters
-that rest are the float32 masters of Megatron-LM's distributed optimizer (Korthikanti et al.,
-Reducing Activation Recomputation in Large Transformer Models, 2022; Rajbhandari et al., ZeRO, 2020,
-§5.1 with 16-bit weights): in shards, with their gradients and optimizer state.
+All all-gathers are issued at once, one per group of parameters (`passes.parameter_groups`), in the
+order in which the forward reads them; a microbatch waits for a group where it first reads it, so
+that the first microbatch computes while the later groups are in flight, and the others find all of
+them complete. A parameter that every reader casts to the plan's lower precision is cast before it
+is gathered, and so once a step. The sharded parameters are the float32 masters of Megatron-LM's
+distributed optimizer (Korthikanti et al., Reducing Activation Recomputation in Large Transformer
+Models, 2022; Rajbhandari et al., ZeRO, 2020, §5.1 with 16-bit weights): sharded together with their
+gradients and optimizer state.
 """
 
 from __future__ import annotations
@@ -58,11 +59,12 @@ def gather_once(
     shared: Collection[str] = (),
     groups: Sequence[Group] | None = None,
 ) -> StageProgram:
-    """The program whose microbatches read "held" parameters, which its `prepare` makes of "shards".
+    """The program whose microbatches read "held" parameters, which its `prepare` graph makes of
+    "shards".
 
     ranks: over which ZeRO shards. values: fake parameters as the graph reads them, by name. shared:
-    parameters that other stages hold too. groups: those of the first program, where parameters lie
-    already. Without a backward, or without parameters that rest sharded, it stays as it is.
+    parameters that other stages hold too. groups: those of the first program, where parameters are
+    already stored. Without a backward, or without parameters that are sharded, it is unchanged.
     """
     names = [n for n in program.parameters if n in owned and owned[n].level == 3]
     if not names or not program.backward_outputs:
@@ -103,8 +105,8 @@ def gather_once(
 
 
 class _Prepare:
-    """Makes the graph that runs once a step. whole: parameter → its fake value there. sent: those
-    that are returned while they travel."""
+    """Builds the graph that runs once a step. whole: parameter → its fake value there. sent: those
+    that are returned while their all-gather is in flight."""
 
     def __init__(
         self,
@@ -121,7 +123,7 @@ class _Prepare:
         self.sent: set[str] = set()
 
     def gather(self, group: Group, members: Sequence[str], low: torch.dtype | None) -> None:
-        """Issue the gathers of a group's `members`, as one collective."""
+        """Issue the all-gathers of a group's `members`, as one collective."""
         sizes = {n: prod(self._local(n)) for n in group}
         flat = self._input(group, sum(sizes.values()))
         self._about(flat, group[0])
@@ -146,7 +148,7 @@ class _Prepare:
 
     def finish(self) -> fx.GraphModule:
         """The graph, which returns the parameters in the order in which they were gathered. One
-        that is split on another dim than the first has to arrive before it can be laid out."""
+        that is sharded on another dim than the first has to arrive before it can be laid out."""
         for name, node in self.made.items():
             if self.owned[name].split.dim > 0:
                 self.made[name] = self._laid_out(name, node)
@@ -210,7 +212,8 @@ class _Phase:
     def read(
         self, names: Sequence[str], whole: Mapping[str, torch.Tensor], waiting: Collection[str]
     ) -> None:
-        """Read `names`, a group, as they are held. waiting: those that may still travel."""
+        """Read the parameters `names`, a group, from held values. waiting: those possibly in
+        flight."""
         order = self.uses.position
         reads = {n: self.uses.users(n) for n in names}
         first = min((u for users in reads.values() for u in users), key=order.__getitem__)

@@ -1,4 +1,4 @@
-"""Parameters that rest sharded over the data axis are gathered ahead of use, a group at a time.
+"""All-gather parameters that ZeRO 3 shards over the data axis, one block ahead of their use.
 
 before                                    after (two ranks; w [64, 32] rests as [32, 32])
   %w: f32[64,32] = input                    %shards: f32[1024] = input
@@ -8,13 +8,14 @@ before                                    after (two ranks; w [64, 32] rests as 
                                             %w: f32[64,32] = aten.view(%here, [64, 32])
                                             %y: = aten.mm(%x, %w)
 
-A group is what one block of the model reads, in one flat buffer: one all-gather a block, and
-nothing to copy before it. It is issued where the block before starts to compute, waited for at its
-own first use, and what was gathered dies at its last use; the backward gathers again. Kept for the
-backward instead: everything where the plan does not gather again, and on the last stage what
-follows the last block, since its backward comes next. A parameter that several blocks read (tied
-weights) is a group of its own, gathered for each of them. A group of which everything is cast to
-one lower precision before it is read, and nothing is kept, is cast before it is gathered.
+A group is what one block of the model reads, in one flat buffer: one all-gather a block, without a
+copy before it. It is issued where the block before starts to compute and waited for at its own
+first use; the gathered parameters are freed after their last use, and the backward gathers them a
+second time. They are saved for the backward instead in two cases: all of them where the plan does
+not reshard after the forward, and on the last stage what follows the last block, since its backward
+comes next. A parameter that several blocks read (tied weights) is a group of its own, gathered for
+each of them. A group whose readers all cast to one lower precision, and of which nothing is saved,
+is cast before it is gathered.
 Zhao et al., PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel, VLDB 2023, §3.3, 4.
 """
 
@@ -55,11 +56,11 @@ def gather_parameters(
     groups: Sequence[Group] | None = None,
     last: bool = True,
 ) -> StageProgram:
-    """The program reading flat shards ("shards") instead of the parameters that rest sharded.
+    """The program that reads flat shards ("shards") instead of the parameters that are sharded.
 
     ranks: over which ZeRO shards. values: fake parameters as the graph reads them, by name. shared:
-    parameters that other stages hold too. groups: those of the first program, where parameters lie
-    already. last: whether this is the last stage.
+    parameters that other stages hold too. groups: those of the first program, where parameters are
+    already stored. last: whether this is the last stage.
     """
     names = [n for n in program.parameters if n in owned and owned[n].level == 3]
     if not names:
@@ -87,7 +88,7 @@ def gather_parameters(
 
 
 def _keep(program: StageProgram, kept: Mapping[str, fx.Node]) -> StageProgram:
-    """The whole parameters go from the forward to the backward like any value that it saves."""
+    """Full parameters go from the forward to the backward like any value that the forward saves."""
     if not kept:
         return program
     output = program.forward.graph.output_node()
@@ -105,7 +106,8 @@ def _keep(program: StageProgram, kept: Mapping[str, fx.Node]) -> StageProgram:
 
 @dataclass(frozen=True)
 class _Shards:
-    """The flat buffer of a group: one shard after the other; gathered, one rank after the other."""
+    """The flat buffer of a group: one shard after another; once gathered, one rank after
+    another."""
 
     group: Group
     owned: Mapping[str, Owned]
@@ -114,12 +116,12 @@ class _Shards:
 
     @property
     def axis(self) -> str:
-        """The mesh axis it is split over."""
+        """The mesh axis over which it is sharded."""
         return self.owned[self.group[0]].split.axis
 
     @property
     def count(self) -> int:
-        """Numbers in one rank's buffer."""
+        """Number of elements in one rank's buffer."""
         return sum(prod(self.local(n)) for n in self.group)
 
     def local(self, name: str) -> tuple[int, ...]:
@@ -127,15 +129,15 @@ class _Shards:
         return self.owned[name].split.local(self.values[name].shape, self.ranks)
 
     def offset(self, name: str) -> int:
-        """Where a parameter's shard starts."""
+        """The position at which a parameter's shard starts."""
         before = self.group[: self.group.index(name)]
         return sum(prod(self.local(n)) for n in before)
 
 
 @dataclass
 class _Region:
-    """A stretch of a graph for which a group is gathered: its uses, in order. low: the dtype to
-    which all of them cast, where they are then not needed."""
+    """A range of a graph for which a group is gathered: its uses, in order. low: the dtype to which
+    all of them cast; after a gather in that dtype the casts are not needed."""
 
     shards: _Shards
     users: list[tuple[fx.Node, str]]
@@ -145,8 +147,8 @@ class _Region:
 class _Gathering:
     """Rewrites one graph in place.
 
-    full: parameter → the whole of it, as gathered last. final: parameters read by what follows the
-    last block.
+    full: parameter → its full value, from the newest gather. final: parameters read by what follows
+    the last block.
     """
 
     def __init__(
@@ -197,7 +199,7 @@ class _Gathering:
         return (*kept, *(Value("shards", group[0]) for group in flats))
 
     def _regions(self) -> list[_Region]:
-        """In the order in which they start."""
+        """The regions in the order in which they start."""
         found = []
         for group, shards in self.shards.items():
             users = [(user, name) for name in group for user in self.uses.users(name)]
@@ -231,7 +233,8 @@ class _Gathering:
         return self._call(before, c10d.all_gather_into_tensor.default, args, whole)
 
     def _unpack(self, region: _Region, issued: fx.Node) -> None:
-        """Each parameter is taken out just before its first use: no two copies of all of them."""
+        """Extract each parameter just before its first use: never two copies of all of them at
+        once."""
         first = region.users[0][0]
         whole = issued.meta["val"]
         here = self._call(first, c10d.wait_tensor.default, (issued,), whole)
@@ -247,7 +250,7 @@ class _Gathering:
         self.full |= made
 
     def _take(self, before: fx.Node, here: fx.Node, name: str, shards: _Shards) -> fx.Node:
-        """One whole parameter out of what was gathered; a view where it is the only one."""
+        """One full parameter out of the gathered buffer; a view where it is the only one."""
         local, apart = shards.local(name), len(shards.group) > 1
 
         def call(target: Any, source: fx.Node, *args: Any, **kwargs: Any) -> fx.Node:

@@ -1,4 +1,4 @@
-"""Compute in bf16 or fp16, with parameters, gradients and optimizer state kept in float32.
+"""Mixed precision: compute in bf16 or fp16; parameters, gradients, optimizer state in float32.
 
 before                                          after
   %y: f32[8,32] = aten.linear(%x, %w, %b)         %x_1: bf16[8,32] = aten._to_copy(%x, dtype=bf16)
@@ -6,15 +6,15 @@ before                                          after
                                                   %b_1: bf16[32] = aten._to_copy(%b, dtype=bf16)
                                                   %y: bf16[8,32] = aten.linear(%x_1, %w_1, %b_1)
 
-The lists are autocast's (PyTorch documentation, "Autocast Op Reference"): products in the low
+The lists are autocast's (PyTorch documentation, "Autocast Op Reference"): matmuls in the low
 precision, reductions that need range in float32, everything else in the widest dtype of its inputs.
-Micikevicius et al., Mixed Precision Training, 2018, §3. What products do not make, such as the sums
-that run through a transformer from block to block, is then float32.
+Micikevicius et al., Mixed Precision Training, 2018, §3. Values that no matmul computes, such as the
+residual stream of a transformer, are then float32.
 
 With `stream` low, parameters and floating-point batch leaves are cast before anything reads them,
-as FSDP's `MixedPrecisionPolicy(param_dtype)` does it and Megatron-LM with `--bf16`: norms read and
-give the low precision (their kernels sum in float32), and what is computed in float32 from a value
-in low precision is cast back.
+as FSDP's `MixedPrecisionPolicy(param_dtype)` does and Megatron-LM with `--bf16`: norms read and
+return the low precision (their kernels sum in float32), and what is computed in float32 from a
+value in low precision is cast back.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ _REDUCTIONS = {aten.mean.default, aten.mean.dim, aten.sum.default, aten.sum.dim_
 
 
 def lower_precision(step: StepGraph, plan: Plan) -> StepGraph:
-    """The step with casts, differentiated again; as it is in float32."""
+    """The step with casts, differentiated anew; unchanged in float32."""
     precision = plan.precision
     if precision.compute == "float32":
         return step
@@ -91,7 +91,7 @@ def lower_precision(step: StepGraph, plan: Plan) -> StepGraph:
 
 
 def _cast(forward: ForwardGraph, low: torch.dtype, through: bool) -> ForwardGraph:
-    """The forward graph with casts, made when it is first read: captures at other sizes seldom
+    """The forward graph with casts, built when it is first read: captures at other sizes seldom
     are."""
     module = deferred_module(forward.graph, lambda: _made(forward, low, through), None)
     return replace(forward, graph=module)
@@ -100,7 +100,7 @@ def _cast(forward: ForwardGraph, low: torch.dtype, through: bool) -> ForwardGrap
 def _made(forward: ForwardGraph, low: torch.dtype, through: bool) -> fx.Graph:
     graph = fx.Graph()
     graph.output(copy_nodes(graph, forward.graph.graph, {}))
-    with torch.no_grad():  # as attention is when the graph runs: its strides depend on it
+    with torch.no_grad():  # as attention does at run time: its strides depend on it
         if through:
             pairs = zip(graph.find_nodes(op="placeholder"), forward.inputs, strict=True)
             given = {n: spec.kind for n, spec in pairs if spec.kind in ("parameter", "batch")}
@@ -115,7 +115,7 @@ def _made(forward: ForwardGraph, low: torch.dtype, through: bool) -> fx.Graph:
 
 
 def cast_graph(graph: fx.Graph, low: torch.dtype) -> None:
-    """Put the casts in, in place; values of nodes are updated."""
+    """Insert the casts, in place; values of nodes are updated."""
     with fake_mode_of([n for n in graph.nodes if n.op == "placeholder"]) as mode:
         fakes = Fakes(mode)
         for node in list(graph.nodes):
@@ -146,7 +146,7 @@ def _cast_inputs(node: fx.Node, low: torch.dtype) -> None:
 
 
 def _cast_as_captured(node: fx.Node, target: PythonFunction) -> None:
-    """A rule of the user's own computes in the dtypes that it was captured with, as under
+    """A gradient rule of the user's own computes in the dtypes it was captured with, as under
     `torch.amp.custom_fwd(cast_inputs=torch.float32)`."""
     for source, wanted in zip(tensor_arguments(node), target.dtypes, strict=False):
         if source.meta["val"].dtype != wanted:
@@ -155,9 +155,9 @@ def _cast_as_captured(node: fx.Node, target: PythonFunction) -> None:
 
 @dataclass
 class _Stream:
-    """Casts under which everything follows the dtype of the parameters. given: placeholders of
-    parameters and of the batch, with their kind. made: casts, one for each value, dtype and block,
-    of parameters for each module that reads them."""
+    """Casts under which every value follows the dtype of the parameters. given: placeholders of
+    parameters and of the batch, with their kind. made: casts, one for each value, dtype and block;
+    for parameters one for each module that reads them."""
 
     graph: fx.Graph
     low: torch.dtype
@@ -165,7 +165,7 @@ class _Stream:
     made: dict[tuple[fx.Node, torch.dtype, str], fx.Node] = field(default_factory=dict)
 
     def cast(self) -> None:
-        """Put them in, in place; values of nodes are updated."""
+        """Insert the casts, in place; values of nodes are updated."""
         with fake_mode_of([n for n in self.graph.nodes if n.op == "placeholder"]) as mode:
             fakes = Fakes(mode)
             for node in list(self.graph.nodes):
@@ -181,7 +181,7 @@ class _Stream:
         kinds = {self._kind(n) for n in tensor_arguments(node)}
         mixed = self.low in kinds and torch.float32 in kinds
         wide = node.target in _WIDE and node.target not in _NORMS
-        if node.target == aten.pow.Tensor_Scalar:  # as in the mean of squares; a cube is no sum
+        if node.target == aten.pow.Tensor_Scalar:  # as in the mean of squares; a cube is not summed
             wide = any(user.target in _REDUCTIONS for user in node.users)
         wanted = None
         if node.target in _LOW or node.target in _NORMS:
@@ -203,13 +203,13 @@ class _Stream:
             _describe(back, node, node, self.low)
 
     def _kind(self, source: fx.Node) -> torch.dtype:
-        """The dtype in which a value is read where nothing else is wanted."""
+        """The dtype in which a value is read where its reader asks for no other."""
         kind = source.meta["val"].dtype
         return self.low if source in self.given and kind == torch.float32 else kind
 
     def _to(self, node: fx.Node, source: fx.Node, dtype: torch.dtype) -> fx.Node:
         module = module_path(node)
-        # What a tied weight is read by may lie on other stages: the cast would have to travel.
+        # Readers of a tied weight may be on other stages: the cast would have to be sent.
         weight = self.given.get(source) == "parameter"
         key = source, dtype, module if weight else block_of(module)
         if key not in self.made:
@@ -218,8 +218,8 @@ class _Stream:
 
 
 def _restore_outputs(forward: ForwardGraph, output: fx.Node) -> None:
-    """A script that computes the loss itself gets outputs of the dtypes that the model gives, and
-    the gradients it hands in are in these."""
+    """A script that computes the loss itself gets outputs of the dtypes that the model returns, and
+    the gradients it passes back have these dtypes."""
     before = forward.graph.graph.output_node().args[0]
     now = []
     for node, old in zip(output.args[0], before, strict=True):
@@ -236,7 +236,7 @@ def _to(node: fx.Node, source: fx.Node, dtype: torch.dtype) -> fx.Node:
 
 
 def _describe(new: fx.Node, node: fx.Node, source: fx.Node, dtype: torch.dtype) -> None:
-    """What is known of a cast of `source` that is made for `node`."""
+    """Metadata of a cast of `source` that is inserted for `node`."""
     new.meta = {k: node.meta[k] for k in ("nn_module_stack", "stack_trace") if k in node.meta}
     new.meta |= {"made_by": "lower_precision", "stands_for": node.meta.get("stands_for", node.name)}
     new.meta["val"] = source.meta["val"].to(dtype)

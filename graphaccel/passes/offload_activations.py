@@ -1,4 +1,4 @@
-"""Large activations wait for their backward in host memory.
+"""Offload large activations to host memory between the forward and the backward.
 
 before                                        after
   forward(%x, %w):  %y = aten.mm(%x, %w)        forward(%x, %w):  %y = aten.mm(%x, %w)
@@ -8,12 +8,12 @@ before                                        after
   backward(%g, %y): %d = gelu_backward(%g, %y)  backward(%g, %y): %here = to_device(%y)
                                                                   %d = gelu_backward(%g, %here)
 
-A value is copied after its last use in the forward and back before its first use in the backward;
-between the two the device has nothing of it. It goes by memory: what is saved of one storage is one
-copy, of which the backward makes the saved views again. Left on the device: less than 1 MiB, what
-others hold too (parameters, the batch, messages, outputs), and what is made again anyway.
-Ren et al., ZeRO-Offload, 2021, have state and gradients on the host; Rajbhandari et al.,
-ZeRO-Infinity, 2021, §5.1.2, activations too.
+A value is copied to the host after its last use in the forward and back before its first use in the
+backward; in between the device does not hold it. The unit is a storage: what is saved of one
+storage is one copy, from which the backward rebuilds the saved views. These stay on the device:
+less than 1 MiB, what something else holds too (parameters, the batch, messages, outputs), and what
+is recomputed anyway. Ren et al., ZeRO-Offload, 2021, have state and gradients on the host;
+Rajbhandari et al., ZeRO-Infinity, 2021, §5.1.2, activations too.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from graphaccel.planner.plan.plan import Plan
 from graphaccel.planner.profile.cost import is_view
 
 _STRIDED = torch.ops.aten.as_strided.default
-_Memory = tuple[fx.Node, int]  # the node that made a storage, and which of its tensors it is
+_Memory = tuple[fx.Node, int]  # the node that allocates a storage, and which of its tensors it is
 
 
 def offload_activations(program: StageProgram, plan: Plan) -> StageProgram:
@@ -61,7 +61,8 @@ def offload_activations(program: StageProgram, plan: Plan) -> StageProgram:
 @dataclass
 class _Group:
     """What is saved of one storage. base: the tensor that fills it; bytes: of it. views: name under
-    which it is saved → the views that lead there from base. places: among the forward's outputs."""
+    which it is saved → the views that lead there from base. places: positions among the forward's
+    outputs."""
 
     base: fx.Node
     bytes: int
@@ -70,7 +71,7 @@ class _Group:
 
 
 class _Forward:
-    """One stage's forward: whose memory each of its values is in, and who reads it last."""
+    """One stage's forward: the storage of each of its values, and its last reader."""
 
     def __init__(self, program: StageProgram) -> None:
         self.graph, self.values = program.forward.graph, program.forward_outputs
@@ -101,7 +102,7 @@ class _Forward:
         return tuple(found)
 
     def groups(self) -> list[_Group]:
-        """What is saved, by storage; not where something else holds on to the storage."""
+        """Saved values by storage; without storages that something else keeps alive."""
         found: dict[_Memory, _Group | None] = {}
         for place, (node, value) in enumerate(zip(self.outputs, self.values, strict=True)):
             for memory in self.memory.get(node, ()):
@@ -129,7 +130,7 @@ class _Forward:
 
 
 def _fills(node: fx.Node) -> bool:
-    """Whether a value is one tensor that has each byte of its storage once."""
+    """Whether a value is one tensor that contains each byte of its storage once."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or not is_dense(value):
         return False
@@ -137,7 +138,7 @@ def _fills(node: fx.Node) -> bool:
 
 
 def _way(base: fx.Node, node: fx.Node) -> list[fx.Node] | None:
-    """The views that lead from `base` to `node`; None where something else does."""
+    """The views that lead from `base` to `node`; None where another op is between them."""
     way: list[fx.Node] = []
     if node.meta["val"].dtype != base.meta["val"].dtype:
         return None
@@ -152,7 +153,7 @@ def _way(base: fx.Node, node: fx.Node) -> list[fx.Node] | None:
 def _fetched(
     module: fx.GraphModule, inputs: tuple[Value, ...], chosen: Sequence[_Group]
 ) -> tuple[Value, ...]:
-    """Let a backward copy back what it reads, in place; its inputs then."""
+    """Make a backward copy back what it reads, in place; returns its inputs."""
     graph = module.graph
     placeholders = list(graph.find_nodes(op="placeholder"))
     known = {v.name: n for v, n in zip(inputs, placeholders, strict=True) if v.kind == "saved"}
@@ -164,7 +165,7 @@ def _fetched(
         old, base = saved[0].meta["val"], group.base.meta["val"]
         users = [reader for own in readers.values() for reader in own]
         with graph.inserting_before(min(users, key=order.__getitem__)):
-            # Its value has the memory that those of its readers have, which may look at it.
+            # The value's storage is that of its readers, which may be views of it.
             here = _call(graph, TO_DEVICE, (saved[0],), group.base, phase="backward")
             here.meta["val"] = old.as_strided([base.numel()], [1], 0)
             shape = list(base.shape), list(base.stride()), 0
@@ -193,7 +194,7 @@ def _call(
     phase: str = "forward",
     kwargs: Mapping[str, Any] | None = None,
 ) -> fx.Node:
-    """A call in the place of `like`, with its value."""
+    """A call with the value and provenance of `like`."""
     node = graph.call_function(target, args, dict(kwargs or {}))
     node.meta = {k: v for k, v in like.meta.items() if k not in ("val", "shares", "bind")}
     node.meta.update(phase=phase, made_by="offload_activations")

@@ -1,8 +1,8 @@
-"""What the forward and the backward of every stage hold, before their graphs are made.
+"""List the inputs, nodes and outputs of every stage's forward and backward before building them.
 
-What the backward reads of the forward is "saved" by the one and given to the other; parameters,
-batch leaves and prologue values are given to both instead. A later stage's forward value that an
-earlier stage's backward reads (rare) travels with the gradients.
+What the backward reads of the forward is "saved" by the forward and passed to the backward;
+parameters, batch leaves and prologue values are inputs of both instead. A later stage's forward
+value that an earlier stage's backward reads (rare) is sent with the gradients.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from graphaccel.passes.cut_stages import StagedGraph
 
 @dataclass(frozen=True)
 class Outline:
-    """One phase of a stage: nodes of the joint graph, in its order. inputs: made outside."""
+    """One phase of a stage: nodes of the joint graph, in its order. inputs: computed elsewhere."""
 
     inputs: tuple[tuple[fx.Node, Value], ...] = field(repr=False)
     body: tuple[fx.Node, ...] = field(repr=False)
@@ -44,10 +44,10 @@ class StageOutline:
 def outline_stages(
     staged: StagedGraph, step: StepGraph, *, keep_outputs: bool = False
 ) -> tuple[StageOutline, ...]:
-    """One outline a stage. Placeholders of the joint graph that are no inputs of the step are
+    """One outline a stage. Placeholders of the joint graph that are not inputs of the step are
     prologue values, named after themselves.
 
-    keep_outputs: hand out what the model returns besides its loss.
+    keep_outputs: also return what the model returns besides its loss.
     """
     graph = staged.graph.graph
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
@@ -70,7 +70,7 @@ def _of_prologue(node: fx.Node) -> Value:
 
 @dataclass
 class _Wanted:
-    """Graph outputs by the stage that makes them: (value, what it is)."""
+    """Graph outputs by the stage that computes them: (value, what it is)."""
 
     forward: dict[int, list[tuple[fx.Node, Value]]] = field(
         default_factory=lambda: defaultdict(list)
@@ -83,7 +83,7 @@ class _Wanted:
 def _wanted(staged: StagedGraph, outputs: Sequence[GraphOutput], keep: bool) -> _Wanted:
     wanted = _Wanted()
     last = staged.stages - 1
-    # further partial gradients stand at its end
+    # further partial gradients are at its end
     for node, spec in zip(returned(staged.graph), outputs, strict=False):
         if spec.kind == "gradient" or (spec.kind == "output" and not keep):
             continue
@@ -108,7 +108,7 @@ class _Demands:
 
 
 def _demands(staged: StagedGraph, wanted: _Wanted) -> _Demands:
-    """Every read of a staged value by a node (or by a free node that a stage makes for itself)."""
+    """Every read of a staged value by a node (or by a free node that a stage computes itself)."""
     demands = _Demands()
     for node, stage in staged.stage.items():
         table = demands.forward if node.meta["phase"] == "forward" else demands.backward
@@ -127,8 +127,8 @@ def _demands(staged: StagedGraph, wanted: _Wanted) -> _Demands:
 
 
 class _Joint:
-    """What is known of the joint graph. order: of its nodes. own: those of each stage and phase, in
-    order; held: of each stage, in the order in which they were given to it."""
+    """Facts about the joint graph. order: of its nodes. own: those of each stage and phase, in
+    order; held: parameters and buffers of each stage, in the order of assignment."""
 
     def __init__(
         self,
@@ -157,7 +157,7 @@ class _Joint:
 
 
 class _Stage:
-    """Outlines one stage."""
+    """Builds the outline of one stage."""
 
     def __init__(self, joint: _Joint, stage: int) -> None:
         self.joint, self.stage = joint, stage
@@ -206,7 +206,7 @@ class _Stage:
         return found
 
     def _sent_backward(self) -> list[tuple[fx.Node, Value]]:
-        """Values of this stage that earlier stages' backwards read."""
+        """Values of this stage that the backwards of earlier stages read."""
         found = []
         for node in self.joint.held[self.stage]:
             peers = tuple(sorted(s for s in self.demands.backward[node] if s < self.stage))

@@ -1,4 +1,4 @@
-"""Collectives issued as soon as what they send is there, and waited for where it is first read.
+"""Overlap communication: issue each collective when its input is ready, wait at its first use.
 
 before                                       after
   %gx = aten.mm(%g, %w)                        %gx = aten.mm(%g, %w)
@@ -8,11 +8,11 @@ before                                       after
   %here = wait_tensor(%sent)                   %here = wait_tensor(%sent)
   %y = aten.mul(%here, %z)                     %y = aten.mul(%here, %z)
 
-So the gradients of a layer's weights are computed while that of its input travels. What does not
-lead to a collective moves behind it, but only once: a product that went from collective to
-collective would keep its operands until the end of the backward. A wait stands no later than that
-for what the same axis was sent afterwards. Random numbers are drawn in their order. All ranks of an
-axis have the same graph, so they issue in the same order.
+So the gradients of a layer's weights are computed while the gradient of its input is in flight.
+Nodes that do not lead to a collective move after it, but only once: a matmul that moved from
+collective to collective would keep its operands alive until the end of the backward. A wait is no
+later than the wait for a later collective on the same axis. Random numbers are drawn in their
+original order. All ranks of an axis have the same graph, so they issue in the same order.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ISSUES = frozenset(collectives.RULES) - {_WAIT}
 
 
 def overlap_collectives(program: StageProgram) -> StageProgram:
-    """The program with work between the issue of each collective and its wait, where there is."""
+    """The program with compute between each collective and its wait, where there is some."""
     for module in (program.forward, *program.backwards.values()):
         graph = module.graph
         if not any(n.target in _ISSUES for n in graph.nodes):
@@ -49,7 +49,8 @@ def overlap_collectives(program: StageProgram) -> StageProgram:
 
 
 def _issued_early(nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """What stands between the collective before and this one, and is not sent by it, behind it."""
+    """Nodes between the previous collective and this one that it does not send are moved after
+    it."""
     order: list[fx.Node] = []
     window: list[fx.Node] = []  # since the last collective
     moved: set[fx.Node] = set()
@@ -80,8 +81,8 @@ def _leading_to(node: fx.Node, window: Sequence[fx.Node]) -> set[fx.Node]:
 
 
 def _waiting_late(nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """Waits, and what only looks at what they give, where something reads it, or where a later
-    message of their axis is waited for."""
+    """Waits, and views of their results, are moved to where something reads them, or where a later
+    collective of their axis is waited for."""
     order: list[fx.Node] = []
     held: dict[fx.Node, None] = {}
 
@@ -112,8 +113,8 @@ def _waiting_late(nodes: Sequence[fx.Node]) -> list[fx.Node]:
 def _done_before(
     wait: fx.Node, issued: Mapping[fx.Node, int], held: Iterable[fx.Node]
 ) -> list[fx.Node]:
-    """Waits for what was issued earlier on the same axis: it is there by then, and what it was made
-    of can go."""
+    """Waits for collectives issued earlier on the same axis: they are complete by then, and their
+    inputs can be freed."""
     (sent,) = wait.all_input_nodes
     if sent not in issued:
         return []

@@ -1,4 +1,4 @@
-"""Which parameters that rest sharded lie in one flat buffer: those that one block reads."""
+"""Group the sharded parameters that one block reads into one flat buffer."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Group: TypeAlias = tuple[str, ...]
 def parameter_groups(
     program: StageProgram, names: Sequence[str], shared: Collection[str], size: int
 ) -> list[Group]:
-    """Parameters by the block that reads them; outside blocks of at most `size` bytes; those that
-    several read alone; those that nothing reads last."""
+    """Parameters by the block that reads them; outside blocks, groups of at most `size` bytes;
+    parameters that several blocks read alone; those that nothing reads last."""
     nodes = placeholders_of(program.forward, program.forward_inputs, names)
     uses = Uses(program.forward, nodes)
     made: dict[Any, list[str]] = defaultdict(list)
@@ -41,7 +41,7 @@ def parameter_groups(
             filled[key] = 0
         filled[key] += count
         made[("block", *key, parts[key])].append(name)
-    for name in names:  # read by the backward alone, or by nothing
+    for name in names:  # read by the backward alone, or never
         if name not in nodes:
             made["alone", name].append(name)
     return [tuple(group) for group in made.values()]
@@ -77,27 +77,27 @@ class Uses:
         return sorted(users, key=self.position.__getitem__)
 
     def first(self, name: str) -> int:
-        """Position of the first of them; past the end for a parameter that none reads."""
+        """Position of the first of them; past the end for a parameter without readers."""
         users = self.users(name)
         return self.position[users[0]] if users else len(self.position)
 
     def segments(self, name: str) -> set[int]:
-        """The segments that read a parameter; one past the last for none."""
+        """The segments that read a parameter; one past the last if there are none."""
         return {self.segment[u] for u in self.users(name)} or {len(self.blocks)}
 
     def block(self, segment: int) -> str:
-        """The block a segment lies in; empty outside."""
+        """The block that contains a segment; empty outside."""
         return self.blocks[segment] if segment < len(self.blocks) else ""
 
 
 def whole_of(
     shape: Sequence[int], local: Sequence[int], ranks: int, dim: int, *, apart: bool = False
 ) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
-    """The calls that make a whole parameter of everyone's shards, one after another in memory: each
-    on what the one before gives, with its other arguments.
+    """The calls that build a full parameter from the shards of all ranks, one after another in
+    memory: each on the result of the one before, with its other arguments.
 
-    shape, local: of the whole and of a shard. dim: that is split; padding is cut off its end.
-    apart: something lies between the shards.
+    shape, local: of the full parameter and of a shard. dim: the sharded dim; padding is cut off its
+    end. apart: the shards are not adjacent in memory.
     """
     padded = [*shape[:dim], local[dim] * ranks, *shape[dim + 1 :]]
     made: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
@@ -114,7 +114,7 @@ def whole_of(
 
 
 def casts_to(user: fx.Node, dtype: torch.dtype | None) -> bool:
-    """Whether a call is nothing but a cast to `dtype`."""
+    """Whether a call only casts to `dtype`."""
     return user.target is aten._to_copy.default and dict(user.kwargs) == {"dtype": dtype}
 
 

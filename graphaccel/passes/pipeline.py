@@ -1,8 +1,8 @@
-"""The passes in the order in which they run, each with the reason for its place.
+"""The list of passes in the order in which they run, each with the reason for its place.
 
-`PIPELINE` is the list, read from top to bottom; `build` runs it. What a pass does stands in its
-file, what it decides in the plan. `passes.replication.replicated` runs the list once for layers and
-stages that are alike; without such ones every pass runs once, in this order.
+`PIPELINE` is the list, read from top to bottom; `build` runs it. A pass is described in its own
+file; its decisions are in the plan. `passes.replication.replicated` runs the list once for
+identical layers and stages; without such ones every pass runs once, in this order.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from graphaccel.passes.runner import Pass, Runner
 from graphaccel.planner.plan.plan import Plan
 
 PIPELINE: tuple[Pass, ...] = (
-    # The captured step: its forward graph is rewritten, then differentiated again.
+    # The captured step: its forward graph is rewritten, then differentiated anew.
     Pass(
         "lower_precision", "step", adapters.run_lower_precision,
         "on the forward graph: autograd then derives the casts of the backward",
@@ -53,7 +53,7 @@ PIPELINE: tuple[Pass, ...] = (
         "local shapes and collectives of the tensor, context and expert axes: on one microbatch of "
         "one data rank, and while the graph is still one",
     ),
-    # The joint graph of one rank, before it is divided.
+    # The joint graph of one rank, before it is cut into stages.
     Pass(
         "recompute", "joint", adapters.run_recompute,
         "before the cut, so that a stage owns its clones",
@@ -151,7 +151,7 @@ PIPELINE: tuple[Pass, ...] = (
     ),
 )  # fmt: skip
 """`prune_output_gradients` is not among them: which outputs a loss outside of the graph reads is
-known when it is differentiated (`backward_of`)."""
+known when that loss is differentiated (`backward_of`)."""
 
 
 def build(
@@ -169,11 +169,11 @@ def build(
     """Rewrite a captured step as the plan says: one program a stage.
 
     sizes: symbol sizes of the batch that will be passed, where they differ from the capture's.
-    homes: stages of parameters that are somewhere already. gradients: False for a forward alone.
-    resting: how parameters are sharded already, where another program of theirs runs. groups: as
-    those that are sharded over data are stored. ranks: over which ZeRO shards, for an evaluation,
-    whose plan has no data axis. ort: what placing ONNX Runtime regions needs, where the plan has
-    some.
+    homes: stages of parameters that are already stored. gradients: False for a forward alone.
+    resting: how parameters are already sharded, where another program of theirs runs. groups: the
+    groups in which those sharded over data are stored. ranks: over which ZeRO shards, for an
+    evaluation, whose plan has no data axis. ort: what placing ONNX Runtime regions needs, where the
+    plan has some.
 
     Raises: BadPin (GA202), SplitRefused (GA207), TooManyStages (GA203).
     """
@@ -189,7 +189,7 @@ def build(
 
 
 def prepared(step: StepGraph, plan: Plan) -> StepGraph:
-    """The step in the plan's precision and with its fusions: what is planned on."""
+    """The step in the plan's precision and with its fusions: what the planner works on."""
     return adapters.run_fuse(adapters.run_lower_precision(Context(step, plan))).step
 
 
@@ -206,7 +206,7 @@ def placed_fusions(step: StepGraph, plan: Plan) -> dict[str, int]:
 def backward_of(program: StepProgram, plan: Plan, used: frozenset[int]) -> StageProgram:
     """The stage with the backward of a loss that reads the output leaves `used` alone.
 
-    Of a program whose loss is outside of the graph. Parameters and batch leaves that such a loss
+    For a program whose loss is outside of the graph. Parameters and batch leaves that such a loss
     does not reach have no gradient in it.
     """
     assert program.bare is not None

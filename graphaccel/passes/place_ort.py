@@ -1,12 +1,12 @@
-"""Replace convex regions of a stage's forward and backward by calls that ONNX Runtime runs.
+"""Replace convex regions of a stage's forward and backward with calls that ONNX Runtime runs.
 
 before                                     after (relu was not chosen)
   %t: f32[32,64] = aten.t(%w)                %region: (f32[8,64]) = ort.region_8c7d...(%x, %w)
   %mm: f32[8,64] = aten.mm(%x, %t)           %mm: f32[8,64] = getitem(%region, 0)
   %relu: f32[8,64] = aten.relu(%mm)          %relu: f32[8,64] = aten.relu(%mm)
 
-A region of the forward and its own backward are chosen apart: what the backward reads is an output
-of the one and an input of the other, as `split_phases` decided. Results lie in memory as they did.
+Regions of the forward and of its backward are chosen separately: what the backward reads is an
+output of the one and an input of the other, as `split_phases` decided. Results keep their strides.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ aten = torch.ops.aten
 @dataclass(frozen=True)
 class Tools:
     """What placement needs. kernels: of the build that will run the plan. sessions: where its
-    sessions are kept. wins: keys of region models measured to be faster here than torch. watch: is
-    given the programs, in which nothing is placed then: to measure their regions."""
+    sessions are stored. wins: keys of region models measured to be faster on this machine than
+    torch. watch: receives the programs, in which nothing is then placed, to measure their
+    regions."""
 
     kernels: Kernels
     sessions: Sessions
@@ -95,7 +96,7 @@ class _Log:
 
 
 def _unbound(node: fx.Node) -> dict[str, Any]:
-    """What a node says of itself, for another call: its arguments are its own."""
+    """A node's metadata for another call, without what belongs to its arguments."""
     return {k: v for k, v in node.meta.items() if k != "bind"}
 
 
@@ -123,14 +124,14 @@ def _placed(program: StageProgram, plan: Plan, tools: Tools, log: _Log) -> Stage
             saved[v.name] if v.kind == "saved" else n.meta["val"]
             for n, v in zip(nodes, program.backward_inputs, strict=True)
         ]
-        propagate(backward, given)  # results of regions may lie differently in memory
+        propagate(backward, given)  # strides of region results may differ
         graph = _Graph(backward, program.stage, "backward", plan, tools, log)
         backwards[moment] = graph.rewritten()
     return replace(program, forward=forward, backwards=backwards)
 
 
 class _Graph:
-    """One graph, and its rewriting."""
+    """One graph and its rewriter."""
 
     def __init__(
         self,
@@ -152,7 +153,7 @@ class _Graph:
     # ---- rewriting
 
     def rewritten(self) -> fx.GraphModule:
-        """The graph with its regions as calls."""
+        """The graph with its regions replaced by calls."""
         parts = self.chooser.parts(self.plan.ort, self.tools.wins)
         self._count(parts)
         if all(part.label is None for part in parts):
@@ -184,7 +185,7 @@ class _Graph:
         )
 
     def _outside(self, node: fx.Node) -> fx.Node:
-        """The copy of a node that stays, with the views it reads through."""
+        """The copy of a node that is not in a region, with the views it reads through."""
         if node in self.made:
             return self.made[node]
         chain = [node]
@@ -229,7 +230,7 @@ class _Graph:
         return {**kept, "module": module, "made_by": "place_ort"}
 
     def _dense(self, node: fx.Node) -> fx.Node:
-        """A region reads memory as it lies; what has gaps is copied first."""
+        """A region reads dense memory; an input with gaps is copied first."""
         if memory_order(node.meta["val"]) is not None:
             return node
         copy = self.new.call_function(
@@ -240,7 +241,7 @@ class _Graph:
 
 
 def _common(modules: Iterable[str]) -> str:
-    """The longest path that all module paths begin with."""
+    """The longest common prefix of all module paths."""
     paths = [m.split(".") if m else [] for m in modules]
     shared = []
     for parts in zip(*paths, strict=False):

@@ -1,9 +1,9 @@
-"""The graph of a plan's layout for the planner: sharded over its axes, sizes in examples.
+"""Build the sharded graph that the planner profiles: local sizes, as expressions of the batch.
 
 The graph of a few examples is sharded, once, with the placements that are best for as many examples
-as there are in a step (`Plan.usual`). A call that was copied has the sizes it had, as expressions,
-divided as its dims now are. Their number has a prime factor that no other size has, so that what
-was put in between tells as well which of its dims count examples.
+as there are in a step (`Plan.usual`). A copied call keeps its sizes as expressions, divided as its
+dims are now sharded. The number of examples has a prime factor that no other size has, so that the
+dims of inserted calls that count examples can be recognised too.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def localised(
     if step.repeats is not None and step.even(dict(plan.placements)):
         try:
             return _repeated(step, plan, sizes, drafts)
-        except (NotRepeated, GraphAccelError) as reason:  # errors are then those of the model
+        except (NotRepeated, GraphAccelError) as reason:  # a fault of the model is raised for all layers
             log.info("all layers are sharded: %s", reason)
     return _localised(step, plan, sizes, drafts)[0]
 
@@ -59,7 +59,7 @@ def localised(
 def _repeated(
     step: StepGraph, plan: Plan, sizes: Mapping[sympy.Symbol, int] | None, drafts: Drafts
 ) -> LocalGraph:
-    """Shard few layers, and unfold what comes out."""
+    """Shard few layers, and unfold the result."""
     few = step.repeats
     assert few is not None
     made = over_few(few, lambda each, twin: _localised(each, plan, sizes, drafts, twin))
@@ -88,7 +88,7 @@ def _localised(
         counted = Counted(prime, plan.usual / at[BATCH], examples=plan.usual)
     made = shard_axes(part, step, plan, counted=counted, drafts=drafts, twin=twin)
     graph = made.graph
-    if plan.model_parallel_size == plan.context:  # other layouts are made of it
+    if plan.model_parallel_size == plan.context:  # other layouts are derived from it
         graph = _copied(graph)
     known = at if even else {s: n for s, n in at.items() if s != BATCH}
     local = _Local(at, prime)
@@ -103,11 +103,11 @@ def _localised(
 def _part(
     step: StepGraph, plan: Plan, sizes: Mapping[sympy.Symbol, int], even: bool, drafts: Drafts
 ) -> tuple[fx.GraphModule, int, Mapping[sympy.Symbol, int]]:
-    """The graph of few examples that is sharded, its prime, and the sizes in it."""
+    """The graph of few examples that is sharded, its prime, and the symbol sizes in it."""
     asked = step.graph, plan.expert if even else -plan.microbatch_size, tuple(sizes.items())
     if asked not in drafts.parts:
         prime = _prime(step, sizes) if even else 1
-        few = prime * plan.expert if even else plan.microbatch_size  # these lie on the expert axis
+        few = prime * plan.expert if even else plan.microbatch_size  # sharded over expert
         at = {**step.sizes, **sizes, **({BATCH: few} if BATCH in step.sizes else {})}
         alone = replace(plan, data=1, microbatches=1, batch=few)
         drafts.parts[asked] = exact_microbatch(step, alone, at, drafts.fakes).graph, prime, at
@@ -132,7 +132,7 @@ def _prime(step: StepGraph, sizes: Mapping[sympy.Symbol, int]) -> int:
 
 
 class _Local:
-    """Local sizes as expressions; each is found once."""
+    """Local sizes as expressions; each is computed once."""
 
     def __init__(self, at: Mapping[sympy.Symbol, int], prime: int) -> None:
         self.at, self.prime = at, prime
@@ -140,7 +140,7 @@ class _Local:
         self.counts: dict[int, Any] = {}
 
     def dims(self, node: fx.Node, value: Any, whole: Any) -> Any:
-        """whole: sizes before sharding, None for a call put in between."""
+        """whole: sizes before sharding, None for an inserted call."""
         if isinstance(value, (tuple, list)):
             parts = whole if whole else [None] * len(value)
             return tuple(self.dims(node, v, d) for v, d in zip(value, parts, strict=False))
