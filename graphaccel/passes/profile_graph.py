@@ -51,7 +51,7 @@ def localised(
     if step.repeats is not None and step.even(dict(plan.placements)):
         try:
             return _repeated(step, plan, sizes, drafts)
-        except (NotRepeated, GraphAccelError) as reason:  # a fault of the model is raised for all layers
+        except (NotRepeated, GraphAccelError) as reason:  # then all layers are sharded
             log.info("all layers are sharded: %s", reason)
     return _localised(step, plan, sizes, drafts)[0]
 

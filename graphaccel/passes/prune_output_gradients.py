@@ -1,4 +1,4 @@
-"""The backward of a loss that reads some of the model's outputs only.
+"""Remove from a backward the gradients of model outputs that the loss does not read.
 
 before (two heads; the loss reads the first)      after
   %a: f32[8,32] = aten.mm(%g_output_0, %w_0)        %a: f32[8,32] = aten.mm(%g_output_0, %w_0)
@@ -7,9 +7,9 @@ before (two heads; the loss reads the first)      after
   %d: f32[32,8] = aten.mm(%t, %c)
   return (%d, %e)   # %e: gradient of %w_1
 
-A backward is linear in the gradients of the outputs: a node that reads none but zeros of them is
-zero, and so is never computed. A parameter whose gradient is zero in this sense has none, as in
-eager mode: its `.grad` stays None, and an optimizer passes it over.
+A backward is linear in the gradients of the outputs: a node that depends on nothing but zero
+gradients is zero itself, and is never computed. A parameter whose gradient is zero in this sense
+has none, as in eager mode: its `.grad` stays None, and an optimizer skips it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _DONE = {"val", "phase", "origin", "module", "location"}
 def prune_output_gradients(program: StageProgram, used: frozenset[int]) -> StageProgram:
     """The stage with a backward for the gradients of the output leaves `used` alone.
 
-    program: without accumulators. Forward, and what it saves, stay as they are.
+    program: without accumulators. The forward, and what it saves, do not change.
     """
     module = program.backwards[(True, True)]
     placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
@@ -58,7 +58,7 @@ def prune_output_gradients(program: StageProgram, used: frozenset[int]) -> Stage
     graph.output([_value(graph, n, zero, made) for n, _ in kept]).meta["phase"] = "output"
     graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
     inputs = [(made[n], v) for n, v in specs if n in made]
-    for node, _ in inputs:  # the forward saved it all the same
+    for node, _ in inputs:  # the forward saved it nevertheless
         if not node.users:
             graph.erase_node(node)
     result = graph_module(module, graph)
@@ -73,7 +73,7 @@ def prune_output_gradients(program: StageProgram, used: frozenset[int]) -> Stage
 def _copied(
     graph: fx.Graph, node: fx.Node, zero: set[fx.Node], made: Mapping[fx.Node, fx.Node]
 ) -> fx.Node:
-    """The node without the zeros among what it adds."""
+    """The node without the zeros among its summands."""
     if node.target is aten.add.Tensor and not node.kwargs:
         terms = [n for n in node.args if isinstance(n, fx.Node)]
         rest = [n for n in terms if n not in zero]

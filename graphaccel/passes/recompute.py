@@ -1,4 +1,4 @@
-"""Compute the activations of some blocks again in the backward pass instead of keeping them.
+"""Activation checkpointing: recompute activations of chosen blocks in the backward.
 
 before (block h.0 recomputed)                  after
   %a: = aten.gelu(%x)            # forward       %a: = aten.gelu(%x)            # forward
@@ -6,12 +6,12 @@ before (block h.0 recomputed)                  after
   %d: = aten.mm(%g, %a)          # backward      %a_again: = aten.gelu(%x)      # backward
                                                  %d: = aten.mm(%g, %a_again)
 
-Kept all the same: what other blocks read (the blocks' inputs), what random ops give (a mask is
-drawn once), and what collectives give, but for gathers: a rank would keep what all of them have
-(Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, 2022, §4.2.2).
-Of blocks that the plan has selectively, the values it names besides (Korthikanti et al., §4.1).
-Each clone stands just before its first use, so one block's activations live at a time.
-Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016.
+Saved nevertheless: what other blocks read (the blocks' inputs), results of random ops (a mask is
+drawn once), and results of collectives other than all-gathers: saving a gathered value would store
+on one rank what all of them have (Korthikanti et al., Reducing Activation Recomputation in Large
+Transformer Models, 2022, §4.2.2). In blocks with selective recompute, also the values that the plan
+names (Korthikanti et al., §4.1). Each clone is just before its first use, so only one block's
+activations are alive at a time. Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 def recompute(graph: fx.GraphModule, plan: Plan, positions: Mapping[str, int]) -> fx.GraphModule:
     """Rewrite a joint graph in place; values and gradients stay bitwise the same.
 
-    positions: forward-graph node name → its place: what crosses a cut of the plan is kept, or a
-    later stage would have to ask an earlier one to compute again.
+    positions: forward-graph node name → its place. Values that cross a cut of the plan are saved,
+    or a later stage would need an earlier one to recompute them.
     """
     if not plan.recompute and not plan.selective:
         return graph
@@ -92,7 +92,8 @@ def _candidates(
 
 
 def _leaving(graph: fx.GraphModule, stage: Callable[[fx.Node], int]) -> set[fx.Node]:
-    """Values that leave their block or stage in the forward, and those that views of them do."""
+    """Values that are read outside their block or stage in the forward, directly or through
+    views."""
     found: set[fx.Node] = set()
     for node in reversed(graph.graph.nodes):
         if node.op != "call_function" or node.meta.get("phase") != "forward":
@@ -113,14 +114,14 @@ def _leaving(graph: fx.GraphModule, stage: Callable[[fx.Node], int]) -> set[fx.N
 
 
 def _gathers(node: fx.Node) -> bool:
-    """Whether a call gathers, or waits for what is gathered."""
+    """Whether a call is an all-gather, or waits for one."""
     return (node.args[0] if node.target is _WAIT else node).target is _GATHER
 
 
 def _clone(
     node: fx.Node, before: fx.Node, candidates: set[fx.Node], clones: dict[fx.Node, fx.Node]
 ) -> fx.Node:
-    """The clone of `node`, made before `before` with everything it needs (iterative: chains are
+    """The clone of `node`, inserted before `before` with everything it needs (iterative: chains are
     long)."""
     order: list[fx.Node] = []
     stack = [(node, False)]

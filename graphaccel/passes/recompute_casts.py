@@ -1,4 +1,4 @@
-"""Casts of parameters, and of sharded ones views too, are made again in the backward, not kept.
+"""Recompute casts of parameters, and views of sharded parameters, in the backward.
 
 before                                    after (w is sharded at rest)
   %t: = aten.t(%w)          # forward       %t: = aten.t(%w)          # forward
@@ -7,9 +7,9 @@ before                                    after (w is sharded at rest)
   %d: = aten.mm(%g, %s)     # backward      %s: = aten.t(%t_again)    # backward
                                             %d: = aten.mm(%g, %s)     # backward
 
-What the forward keeps for the backward would keep the gathered parameter alive with it; a cast
-would be kept once for each microbatch in flight. Stands before the cut into phases, so that each
-phase reads the parameter itself.
+Saved for the backward, a view would keep the gathered parameter alive; a cast would be saved once
+for each microbatch in flight. This pass runs before the cut into phases, so that each phase reads
+the parameter itself.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from graphaccel.sharding.rules.collectives import is_message
 
 
 def recompute_casts(graph: fx.GraphModule, names: Collection[str]) -> fx.GraphModule:
-    """Rewrite a joint graph in place. names: of the placeholders of the parameters it is about."""
+    """Rewrite a joint graph in place. names: of the placeholders of the parameters concerned."""
     if not names:
         return graph
     clones: dict[fx.Node, fx.Node] = {}
@@ -51,7 +51,7 @@ def recompute_casts(graph: fx.GraphModule, names: Collection[str]) -> fx.GraphMo
 def _again(
     node: fx.Node, before: fx.Node, derived: set[fx.Node], clones: dict[fx.Node, fx.Node]
 ) -> fx.Node:
-    """A copy of `node` for the backward, with what it is made of."""
+    """A copy of `node` for the backward, with the nodes it depends on."""
     if node in clones:
         return clones[node]
     chain = [node]

@@ -1,4 +1,4 @@
-"""Gradients that are kept in shards are summed over the data axis so that each rank gets its own.
+"""Reduce-scatter the gradients that ZeRO shards, so that each data rank gets its own shard.
 
 before                                    after (two ranks, one microbatch; w [64, 32])
   %g: f32[64,32] = aten.mm(%a, %b)          %flat: f32[2048] = aten.empty
@@ -9,15 +9,16 @@ before                                    after (two ranks, one microbatch; w [6
                                             %here: f32[1024] = wait_tensor(%own)
                                             return (%here)
 
-Groups are those in which the parameters lie, or for parameters that rest whole buckets in the order
-in which gradients are ready. A gradient is written into its group's flat tensor where it is made,
-one rank's shard after the other; the reduce-scatter starts when the group is complete and is waited
-for when the next one starts. With several microbatches there are two ways (`Plan.accumulation`):
-"whole" adds them up in the flat tensor and reduces it once, "shards" reduces in every microbatch
-and adds up the shards, for 1/N of the memory and as many times the traffic. Where only a part of
-the data axis shards, replicas of a shard are summed in the last microbatch: an all-reduce of the
-shard, issued when its reduce-scatter is there and waited for when that of the next group is.
-Rajbhandari et al., ZeRO, 2020, §5.2. Stands last: it brings in-place ops.
+Groups are those in which the parameters are stored, or, for parameters that are replicated, buckets
+in the order in which gradients are ready. A gradient is written into its group's flat tensor where
+it is computed, one rank's shard after another; the reduce-scatter starts when the group is complete
+and is waited for when the next one starts. With several microbatches there are two ways
+(`Plan.accumulation`): "whole" accumulates them in the flat tensor and reduces it once, "shards"
+reduces in every microbatch and accumulates the shards, for 1/N of the memory and as many times the
+traffic. Where only a part of the data axis shards, replicas of a shard are summed in the last
+microbatch: an all-reduce of the shard, issued when its reduce-scatter has finished and waited for
+when that of the next group has. Rajbhandari et al., ZeRO, 2020, §5.2. This pass runs last: it
+introduces in-place ops.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def reduce_shards(
     owned: Mapping[str, Owned],
     partial: Mapping[str, tuple[str, ...]] | None = None,
 ) -> StageProgram:
-    """The program whose outputs "shard" (whole gradients) have become "carried" (flat shards).
+    """The program whose outputs "shard" (full gradients) have become "carried" (flat shards).
 
     partial: parameter → axes besides data over which its gradient is still a partial sum: its
     shard is summed over them in the last microbatch.
@@ -82,7 +83,7 @@ def _groups(
     owned: Mapping[str, Owned],
     made: Sequence[str],
 ) -> tuple[tuple[str, ...], ...]:
-    """Groups of parameters at rest, without what is frozen; then buckets of the others."""
+    """Groups of sharded parameters, without what is frozen; then buckets of the others."""
     results = _results(program, module)
     found = [tuple(n for n in group if n in results) for group in program.groups]
     order = {node: i for i, node in enumerate(module.graph.nodes)}
@@ -103,7 +104,7 @@ def _groups(
 
 
 def _results(program: StageProgram, module: fx.GraphModule) -> dict[str, fx.Node]:
-    """Parameter → its whole gradient."""
+    """Parameter → its full gradient."""
     results = module.graph.output_node().args[0]
     pairs = zip(program.backward_outputs, results, strict=True)
     return {v.name: node for v, node in pairs if v.kind == "shard"}
@@ -114,7 +115,7 @@ def _empty(like: Any, count: int) -> Any:
 
 
 class _Reducing:
-    """Makes the backward graph of one moment of the step."""
+    """Builds the backward graph of one moment of the step: first, middle or last microbatch."""
 
     def __init__(
         self,
@@ -127,7 +128,7 @@ class _Reducing:
         partial: Mapping[str, tuple[str, ...]],
         seen: dict[Any, Any],
     ) -> None:
-        """seen: values that were made already, by (op, value, arguments): layers are alike."""
+        """seen: values by (op, value, arguments), reused because layers are identical."""
         self.partial, self.seen = partial, seen
         self.module, self.program, self.groups, self.owned = module, program, groups, owned
         self.ranks, self.first, self.last = plan.shards, *moment
@@ -139,7 +140,7 @@ class _Reducing:
         self.sizes: dict[str, int] = {}
 
     def build(self) -> fx.GraphModule:
-        """The graph."""
+        """The rewritten graph."""
         made: dict[fx.Node, fx.Node] = {}
         results = copy_nodes(self.graph, self.module.graph, made)
         self.graph.output(results)
@@ -172,7 +173,7 @@ class _Reducing:
         return new
 
     def _inputs(self, own: Mapping[str, fx.Node]) -> dict[tuple[str, ...], fx.Node]:
-        """Placeholders of what the microbatch before left; the first finds nothing there."""
+        """Placeholders of what the microbatch before left; the first microbatch has none."""
         found: dict[tuple[str, ...], fx.Node] = {}
         if self.single:
             return found
@@ -196,7 +197,7 @@ class _Reducing:
     def _write(
         self, group: tuple[str, ...], own: Mapping[str, fx.Node], carried: fx.Node | None
     ) -> tuple[fx.Node, fx.Node]:
-        """Each gradient into its place: (the flat tensor, the last of the writes)."""
+        """Write each gradient to its place: (the flat tensor, the last of the writes)."""
         start = min(own[n] for n in group)
         count = self._count(group)
         adding = self.whole and carried is not None
@@ -225,7 +226,7 @@ class _Reducing:
         self, target: Any, flat: fx.Node, value: fx.Node, place: int, count: int, name: str,
         at: fx.Node,
     ) -> fx.Node:  # fmt: skip
-        """One gradient, seen as the shards of all ranks, into theirs in the flat tensor."""
+        """Write one gradient, viewed as the shards of all ranks, into theirs in the flat tensor."""
         shape, ranks = list(value.meta["val"].shape), self.ranks
         dim, local = self.owned[name].split.dim, self._local(name, value.meta["val"])
         padding = local[dim] * ranks - shape[dim]
@@ -246,10 +247,10 @@ class _Reducing:
         return self._call(at, target, (there, parts), there.meta["val"])
 
     def _value(self, op: Any, value: Any, *args: Any) -> Any:
-        """op(value, *args), which layers that share values share."""
+        """op(value, *args), shared between layers that share values."""
         key = (op, id(value), repr(args))
         if key not in self.seen:
-            self.seen[key] = (op(value, *args), value)  # with what it was made of: ids stay taken
+            self.seen[key] = (op(value, *args), value)  # `value` too: so its id is not reused
         return self.seen[key][0]
 
     def _issue(self, flat: fx.Node, newest: fx.Node, axis: str) -> fx.Node:
@@ -265,7 +266,8 @@ class _Reducing:
         carried: Mapping[tuple[str, ...], fx.Node],
         before: fx.Node,
     ) -> fx.Node:
-        """The sum, added to that of the microbatches before where it is not carried whole."""
+        """The sum; the shards of earlier microbatches are added to it unless they are carried
+        whole."""
         self._land(before)
         value = sent.meta["val"]
         here = self._call(before, c10d.wait_tensor.default, (sent,), value)
@@ -277,8 +279,8 @@ class _Reducing:
         return here
 
     def _sum_over_others(self, group: tuple[str, ...], here: fx.Node, before: fx.Node) -> None:
-        """Neighbours that are partial sums over the same other axes, in place, on their way until
-        `_land`."""
+        """All-reduce neighbours that are partial sums over the same other axes, in place; in flight
+        until `_land`."""
         sizes = self.sizes
         pieces: list[list[Any]] = []  # axes, start, length
         offset = 0
@@ -299,13 +301,13 @@ class _Reducing:
                 )
 
     def _land(self, before: fx.Node) -> None:
-        """Wait for the sums that are on their way."""
+        """Wait for the all-reduces in flight."""
         for node in self.flying:
             self._call(before, c10d.wait_tensor.default, (node,), node.meta["val"])
         self.flying = []
 
     def _after(self, node: fx.Node) -> fx.Node:
-        """The node before which to insert so as to stand behind `node`, and behind all inputs."""
+        """The node before which to insert so as to come after `node`, and after all inputs."""
         after = node.next
         while after.op == "placeholder":
             after = after.next
@@ -317,6 +319,6 @@ class _Reducing:
         with self.graph.inserting_before(before):
             node = self.graph.call_function(target, args, kwargs or {})
         node.meta = {"val": value, "made_by": "reduce_shards", "phase": "backward"}
-        if "module" in node.prev.meta:  # that of the gradient that was made last
+        if "module" in node.prev.meta:  # that of the gradient computed last
             node.meta["module"] = node.prev.meta["module"]
         return node

@@ -1,13 +1,13 @@
-"""Runs passes and does for each what all of them need: time, checks, differences, dumps.
+"""Run a list of passes; time, verify, diff and dump each of them.
 
-After each pass: a line in the log with its time, and with how often which op is called now where it
-changed that; a check that every program still has the inputs and results that it states
-(`passes.verify`), and with `GRAPHACCEL_VERIFY=1` of every graph in full.
+After each pass: a line in the log with its time, and with the new number of calls of each op where
+it changed; a check that every program still has the inputs and results that it states
+(`passes.verify`), and with `GRAPHACCEL_VERIFY=1` a full check of every graph.
 
 `GRAPHACCEL_DUMP=dir` writes the graphs after each pass that changed them, numbered in the order of
 the run, `dir/PLAN/08_recompute.txt`, and the graphs of every stage, which are what runs. Each plan
 that is built has a folder: the search may build some that then do not fit, and an evaluation is a
-plan of its own. Only rank 0 writes; all ranks build the same.
+plan of its own. Only rank 0 writes; all ranks build the same graphs.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Pass:
     name: of its file and function. run: the adapter that applies it. level: what it rewrites: the
     captured "step", the graph of one "rank", its "joint" graph of forward and backward before it is
     cut into stages, the "program" of each stage, or the "sums" of gradients in it. why: the reason
-    for its place. exact: whether values stay bitwise the same.
+    for its place. exact: whether values stay bitwise identical.
     """
 
     name: str
@@ -64,9 +64,9 @@ class Runner:
         self._full = os.environ.get("GRAPHACCEL_VERIFY", "0") not in ("", "0")
 
     def run(self, context: Context, *levels: Level) -> Context:
-        """The passes of these levels in their order.
+        """Run the passes of these levels in their order.
 
-        Raises what passes raise, and InvalidGraph for one that left an invalid graph.
+        Raises what passes raise, and InvalidGraph for a pass that left an invalid graph.
         """
         for each in self.passes:
             if each.level in levels:
@@ -74,7 +74,7 @@ class Runner:
         return context
 
     def timed(self, name: str, run: Callable[[], T]) -> T:
-        """Anything else, timed and numbered as a pass."""
+        """Run anything else, timed and numbered like a pass."""
         start = time.perf_counter()
         result = run()
         self._number += 1
@@ -116,7 +116,7 @@ class Runner:
 
 
 def _texts(context: Context) -> Mapping[str, str]:
-    """The graphs as text; those that nobody has made yet are left out."""
+    """The graphs as text; graphs that are not built yet are left out."""
     graphs = context.graphs.items()
     return {
         name: graph_text(graph.graph, notes=True)
@@ -126,7 +126,7 @@ def _texts(context: Context) -> Mapping[str, str]:
 
 
 def _count(context: Context) -> Counter[str]:
-    """How often which op is called."""
+    """How many calls each op has."""
     found: Counter[str] = Counter()
     for graph in context.graphs.values():
         for node, count in distinct_nodes(graph):

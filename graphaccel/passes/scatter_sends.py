@@ -1,4 +1,4 @@
-"""Send what all ranks of the tensor axis have alike once: each sends a part, and all gather it.
+"""Send activations that are replicated over the tensor axis in parts, and all-gather them.
 
 before (stage 0 → 1, tensor axis of 2)            after
   %h: f32[8,64] = aten.add(%x, %y)                  %h: f32[8,64] = aten.add(%x, %y)
@@ -7,8 +7,8 @@ before (stage 0 → 1, tensor axis of 2)            after
                                                     %gather: f32[512] = all_gather(%part, tensor)
                                                     %z: f32[8,64] = aten.mul(%gather, %w)
 
-Between nodes the links are slow and inside of one they are fast, so that less goes over the slow
-ones. Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
+Links between nodes are slow and links inside a node are fast; this sends less over the slow ones.
+Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
 Megatron-LM", SC 2021, section 4.1.
 """
 
@@ -36,9 +36,9 @@ _PART = Shard(0)
 def scatter_sends(staged: StagedGraph, plan: Plan) -> StagedGraph:
     """The stages with such sends in parts, where the plan says so (`Plan.scatter_sends`).
 
-    A value stays whole where the ranks have it differently (meta "replicated", which
-    `passes.shard_axes` gives), where its elements can not be shared out evenly, and where it does
-    not fill its memory.
+    A value is sent whole where it is not replicated (meta "replicated", set by
+    `passes.shard_axes`), where its elements cannot be divided evenly, and where it is not dense in
+    memory.
     """
     if not plan.scatter_sends or plan.tensor == 1 or staged.stages == 1:
         return staged
@@ -69,8 +69,8 @@ def scatter_sends(staged: StagedGraph, plan: Plan) -> StagedGraph:
 
 
 def _readers(node: fx.Node, stage: dict[fx.Node, int]) -> dict[int, list[fx.Node]]:
-    """Those of other stages that it is sent to: later ones in the forward, earlier ones in the
-    backward."""
+    """Readers on other stages that the value is sent to: later stages in the forward, earlier ones
+    in the backward."""
     found: dict[int, list[fx.Node]] = defaultdict(list)
     ahead = node.meta["phase"] == "forward"
     for user in node.users:
@@ -81,7 +81,7 @@ def _readers(node: fx.Node, stage: dict[fx.Node, int]) -> dict[int, list[fx.Node
 
 
 def _even(node: fx.Node, ranks: int) -> bool:
-    """Whether every rank has it, and can take an equal part of the memory that it fills."""
+    """Whether every rank has the value, dense in memory, and can take an equal part of it."""
     value = node.meta["val"]
     if not node.meta.get("replicated") or not isinstance(value, torch.Tensor):
         return False
@@ -90,13 +90,13 @@ def _even(node: fx.Node, ranks: int) -> bool:
 
 
 def _as_it_lies(node: fx.Node) -> list[int]:
-    """The dims in the order in which they lie in memory."""
+    """The dims in the order of their strides."""
     value = node.meta["val"]
     return sorted(range(value.dim()), key=lambda d: (-value.stride(d), d))
 
 
 def _part(emit: Emitter, node: fx.Node, dims: Sequence[int]) -> fx.Node:
-    """This rank's part, in memory of its own: the rest is not kept until it is sent."""
+    """This rank's part, in its own storage: the rest is freed before it is sent."""
     if list(dims) != sorted(dims):
         node = emit.call(aten.permute.default, node, list(dims))
     flat = emit.call(aten.reshape.default, node, [node.meta["val"].numel()])
@@ -104,7 +104,7 @@ def _part(emit: Emitter, node: fx.Node, dims: Sequence[int]) -> fx.Node:
 
 
 def _whole(emit: Emitter, part: fx.Node, like: fx.Node, dims: Sequence[int]) -> fx.Node:
-    """All parts, laid out as the value was."""
+    """All parts, gathered in the layout of the original value."""
     shape = like.meta["val"].shape
     flat = emit.convert(part, _PART, REPLICATED)
     whole = emit.call(aten.reshape.default, flat, [shape[d] for d in dims])
@@ -114,7 +114,7 @@ def _whole(emit: Emitter, part: fx.Node, like: fx.Node, dims: Sequence[int]) -> 
 
 
 def _chain(last: fx.Node, first: fx.Node) -> Iterator[fx.Node]:
-    """The calls that make `last` of `first`, which is left out."""
+    """The calls that compute `last` from `first`, without `first`."""
     while last is not first:
         yield last
         (last,) = last.all_input_nodes

@@ -1,15 +1,15 @@
-"""Matrix products by the faster of the CPU's two libraries.
+"""Select oneDNN or MKL for each large float32 matmul on a CPU.
 
 before                                     after
   %t: f32[256,768] = aten.t(%w)
   %y: f32[512,768] = aten.addmm(%b, %x, %t)  %y: f32[512,768] = mkldnn._linear_pointwise(%x, %w,
                                                                   %b, none, [], )
 
-PyTorch's float32 products go to MKL, which has AVX-512 code for Intel's processors only; those of
+PyTorch's float32 matmuls go to MKL, which has AVX-512 code for Intel's processors only; those of
 oneDNN, in the same package, run on any processor that has the instructions. Measured on an AMD EPYC
 (Zen 4), one thread, 512 x 256 x 1024: forward 2.3 times as fast, gradients of inputs 2.4 and of
-weights 2.2. Both sum in float32. A call of oneDNN costs 10 us more: small products stay.
-`python -m benchmarks.products` measures it on the machine it runs on.
+weights 2.2. Both sum in float32. A call of oneDNN costs 10 us more: small matmuls stay. `python -m
+benchmarks.products` measures it on the machine it runs on.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from graphaccel.ir.program import StageProgram
 from graphaccel.ir.values import operands
 
 aten = torch.ops.aten
-_FEWEST = 6e6  # FLOPs: 10 us at the 0.1 TFLOP/s that are saved, and as much again
+_FEWEST = 6e6  # FLOPs: 10 us at the 0.1 TFLOP/s that are saved, times two
 
 
 def select_matmul_backend(program: StageProgram) -> StageProgram:
-    """The program with its large float32 products on a CPU by oneDNN, where MKL is slow."""
+    """The program with its large float32 matmuls on a CPU in oneDNN, where MKL is slow."""
     if not blas_lags():
         return program
     for graph in (program.forward, *program.backwards.values()):
@@ -40,7 +40,7 @@ def select_matmul_backend(program: StageProgram) -> StageProgram:
 
 
 def _factors(node: fx.Node) -> tuple[Any, Any, Any]:
-    """Bias or None, left and right factor."""
+    """Bias or None, left and right operand."""
     given = operands(node)
     return (None, given[0], given[1]) if len(given) == 2 else (given[0], given[1], given[2])
 

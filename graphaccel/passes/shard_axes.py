@@ -1,9 +1,10 @@
-"""Shard the graph over the mesh axes of a plan that split more than the batch, one after the other.
+"""Shard the joint graph over the context, tensor and expert mesh axes, one axis after another.
 
-Rules speak of one axis, so axes compose: each sees the graph that the one before it left, with
-local shapes and with collectives that are calls like any other. Context comes first: what tensor
-then splits along the sequence is a device's own stretch of it. The other way round a device has a
-piece of each of the tensor ranks' stretches, and every gather along the sequence has to reorder.
+Sharding rules describe one axis, so axes compose: each rewrites the graph that the one before it
+left, with local shapes and with collectives that are calls like any other. Context comes first:
+what tensor then splits along the sequence is a device's own range of it. The other way round a
+device would have a piece of the range of each tensor rank, and every gather along the sequence
+would have to reorder.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ _REFERENCE = Rates(1e14, 1e12, 6.4e-10, 1e11, 6.4e-10)
 class LocalGraph:
     """graph: of one rank. resting: parameter -> splits, in the order in which they are applied.
     partial: parameter -> axes over which its gradient is a partial sum. guessed: names of calls
-    that were not placed exactly, by axis. placed: what was placed on each axis, and how."""
+    whose placement is not exact, by axis. placed: what was placed on each axis, and its
+    placements."""
 
     graph: fx.GraphModule = field(repr=False)
     resting: Mapping[str, tuple[Sharded, ...]]
@@ -51,7 +53,7 @@ class LocalGraph:
 
 @dataclass(frozen=True)
 class Alike:
-    """What was made of the same step with `more` layers (1 or -1) of `run`, as it lies in both."""
+    """The sharded graph of the same step with `more` layers (1 or -1) of `run`, to copy from."""
 
     made: LocalGraph
     inputs: Sequence[GraphInput]
@@ -62,8 +64,8 @@ class Alike:
 def over_few(
     few: Repeats, make: Callable[[StepGraph, Alike | None], tuple[T, LocalGraph]]
 ) -> list[T]:
-    """What `make` makes of the short step and of each longer one: of the first of these alone, of
-    the others as told by their twin."""
+    """Results of `make` for the short step and for each longer one: the first longer step is
+    solved, the others copy the placements of a step that differs by one layer."""
     runs = among(few.runs, (KEPT,) * len(few.runs))
     first, *others = few.longer
     longest, placed = make(first, None)
@@ -84,11 +86,12 @@ def shard_axes(
 ) -> LocalGraph:
     """The joint graph as each rank of the tensor, context and expert axes runs it.
 
-    resting: how parameters rest already (programs for other batches, evaluation). counted: what of
-    the costs counts in the choice of placements; without it the graph is of one microbatch. drafts:
-    for a graph that is measured and not run, what is known of others. twin: tensors are placed as
-    they are there, where that is plain. Under tensor, meta "replicated" then says of calls
-    whether all its ranks have what they give.
+    resting: how parameters are already sharded (programs for other batches, evaluation). counted:
+    which costs count in the choice of placements; without it the graph is of one microbatch.
+    drafts: for a graph that is measured and not run, the cache shared between such graphs. twin:
+    tensors get the placements they have there, where the correspondence is unambiguous. With a
+    tensor axis, meta "replicated" then says for each call whether its result is the same on all
+    ranks of the axis.
 
     Raises BadPin (GA202) for placements that the graph does not allow.
     """
@@ -106,7 +109,7 @@ def shard_axes(
         known = None if drafts is None else drafts.first.get(asked)
         if known is None:
             known = _over(axis, found, step, plan, resting, counted, drafts, twin)
-            if drafts is not None and axis == AXES[0]:  # others may be made of it
+            if drafts is not None and axis == AXES[0]:  # others may be derived from it
                 drafts.first[asked] = known
         found = known
     if plan.tensor > 1:
@@ -137,7 +140,7 @@ def _over(
     drafts: Drafts | None,
     twin: Alike | None,
 ) -> LocalGraph:
-    """What the axes so far left, over one more."""
+    """Shard the graph over one more axis."""
     graph, ranks, keep = before.graph, getattr(plan, axis), plan.outputs == "all"
     placed = None
     if twin is not None and axis in twin.made.placed:
@@ -181,7 +184,7 @@ def _pins(
     axis: str,
     resting: Mapping[str, tuple[Sharded, ...]] | None,
 ) -> dict[str, Placement]:
-    """Placements that are decided: by the user, or because parameters lie so already."""
+    """Placements that are fixed: by the user, or because parameters are already stored so."""
     if resting is not None:
         names = [spec.name for spec in step.inputs if spec.kind == "parameter"]
         splits = {name: resting.get(name, ()) for name in names}
@@ -192,11 +195,11 @@ def _pins(
     found: dict[str, Placement] = {}
     for name, parts in splits.items():
         if name not in shapes:
-            continue  # of a layer that stands for others here
+            continue  # of a layer that another one represents here
         mine = [s for s in parts if s.axis == axis]
         if mine:
             ranks = getattr(plan, axis)
             found[name] = shard_of(mine[0].dim, mine[0].outer, shapes[name], ranks)
-        else:  # a pin says all of it, but for what ZeRO does on the data axis
+        else:  # a pin fixes all of it, except what ZeRO does on data
             found[name] = REPLICATED
     return found

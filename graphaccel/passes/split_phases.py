@@ -6,7 +6,7 @@ before (joint)                          after
                                           backward(%t, %y):  %g = aten.mm(%t, %y)
                                                              return (%g)
 
-`outline_stages` says what each of them holds.
+`outline_stages` lists the nodes of each.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _module(staged: StagedGraph, stage: int, outline: Outline) -> fx.GraphModule
         made[node].meta = dict(node.meta)
         value = node.meta["val"]
         foreign = staged.stage.get(node, stage) != stage
-        # What travels arrives dense: an expanded tensor is sent as a plain one.
+        # Received tensors are dense: an expanded tensor is sent contiguous.
         values.append(value.contiguous() if foreign and not is_dense(value) else value)
     for node in outline.body:
         made[node] = copy_node(graph, node, made)

@@ -1,4 +1,4 @@
-"""Take the gradients of parameters out of a stage's backward, into a graph of their own.
+"""Split a stage's backward: gradients of activations first, gradients of weights apart.
 
 before                                        after: backward            and weight
   %dx: f32[8,64] = aten.mm(%dy, %w)             %dx = aten.mm(%dy, %w)     %t = aten.t(%dy)
@@ -6,9 +6,10 @@ before                                        after: backward            and wei
   %dw: f32[32,64] = aten.mm(%t, %x)                                        return (%dw,)
   return (%dx, %dw)
 
-Other stages wait for the backward alone, so that a schedule can do the weights where a rank would
-be idle (Qi et al., "Zero Bubble Pipeline Parallelism", arXiv:2401.10241, section 2). What the
-weight part reads of either phase is kept for it: "saved" of the backward.
+Other stages wait for the activation gradients alone, so that a schedule can compute the weight
+gradients where a rank would be idle (Qi et al., "Zero Bubble Pipeline Parallelism",
+arXiv:2401.10241, section 2). What the weight part reads of either phase is "saved" for it by the
+backward.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from graphaccel.ir.program import StageProgram, Value
 from graphaccel.ir.values import returned
 from graphaccel.planner.plan.plan import Plan
 
-_PASSING = ("saved", "received")  # inputs of a backward that are gone once it has run
+_PASSING = ("saved", "received")  # inputs of a backward that are freed once it has run
 
 
 def split_weights(
@@ -32,7 +33,8 @@ def split_weights(
 ) -> tuple[tuple[StageProgram, ...], tuple[StageProgram, ...]]:
     """(the programs with their backward alone, the same with the weight part as their backward).
 
-    Nothing is taken out, and the second is empty, where the plan's schedule has no weights apart.
+    Nothing is split, and the second is empty, where the plan's schedule has no separate weight
+    actions.
     """
     if plan.schedule != "zero_bubble":
         return tuple(programs), ()
@@ -41,7 +43,7 @@ def split_weights(
 
 
 def with_weights(program: StageProgram, weights: StageProgram) -> StageProgram:
-    """The program with a weight part that further passes have finished."""
+    """The program joined with a weight part that further passes have finished."""
     return replace(
         program,
         weights=weights.backwards,
@@ -84,7 +86,7 @@ def _kept(node: fx.Node, value: Value | None) -> Value:
 
 
 def _ancestors(nodes: Iterable[fx.Node], stop: set[fx.Node] | None = None) -> set[fx.Node]:
-    """The nodes and all that they are made of; `stop` is taken in and not looked behind."""
+    """The nodes and all that they depend on; nodes in `stop` are included, their inputs are not."""
     found: set[fx.Node] = set()
     stack = list(nodes)
     while stack:

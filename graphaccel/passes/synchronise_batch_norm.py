@@ -1,13 +1,13 @@
-"""Batch statistics of the whole batch when the data axis splits it.
+"""Synchronised batch norm: statistics of the whole batch when the data axis splits it.
 
 before                                            after
   %o = _native_batch_norm_legit_functional(%x,…)    %t: f32[16] = aten.sum.dim_IntList(%x, [0,2,3])
                                                     %m: f32[16] = aten.div.Tensor(%t, 8192)
                                                     ... (variance, affine, running statistics)
 
-Only sums over the batch are left, so that `exact_microbatch` turns them into partial sums with an
-all-reduce where the total is read, and autograd does the same for their gradients.
-Ioffe and Szegedy, Batch Normalization, 2015, §3; the variance is taken about the mean (two passes).
+Only sums over the batch remain, so that `exact_microbatch` turns them into partial sums with an
+all-reduce where the total is read, and autograd does the same for their gradients. Ioffe and
+Szegedy, Batch Normalization, 2015, §3; the variance is computed about the mean (two passes).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _BATCH_NORM = aten._native_batch_norm_legit_functional.default
 
 
 def synchronise_batch_norm(step: StepGraph, plan: Plan) -> StepGraph:
-    """The step with batch norm spelled out in sums, where more than one data rank needs it."""
+    """The step with batch norm decomposed into sums, where more than one data rank needs it."""
     if plan.data == 1 or not any(
         n.target is _BATCH_NORM for n, _ in distinct_nodes(step.forward.graph)
     ):
@@ -91,7 +91,8 @@ def _spell(node: fx.Node) -> None:
 
 
 def _emitter(node: fx.Node) -> Callable[..., fx.Node]:
-    """Calls placed before `node`, with its provenance, name for stages and fake values."""
+    """A function that inserts calls before `node`, with its provenance, stage name and fake
+    values."""
 
     def emit(target: Any, *args: Any) -> fx.Node:
         with node.graph.inserting_before(node):

@@ -1,4 +1,4 @@
-"""Take what runs once on the whole batch out of the backward of the last stage.
+"""Move what runs once on the whole batch out of the last stage's backward, into a head graph.
 
 before: forward, and backward           after: forward, head, and backward
   %z = aten.mm(%x, %w)                    %z = aten.mm(%x, %w)
@@ -11,8 +11,8 @@ before: forward, and backward           after: forward, head, and backward
   %d = aten.mul(%p, %y)                   %d = aten.mul(%p, %y)
   return (%l, %d)                         return (%d)
 
-The runtime runs the head between all forwards and all backwards: it joins or sums what the parts of
-the batch gave, and gives each its slice of what the head gives (`runtime.head`).
+The runtime runs the head between all forwards and all backwards: it joins or sums the values of all
+parts of the batch, and passes each part its slice of the head's results (`runtime.head`).
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from graphaccel.ir.program import StageProgram, Value
 from graphaccel.ir.values import returned
 from graphaccel.sharding.rules.parts import PART, WHOLE
 
-_ONCE = ("loss", "output", "buffer")  # what of a backward's results the head gives itself
+_ONCE = ("loss", "output", "buffer")  # results of a backward that the head returns itself
 
 
 def two_pass_head(programs: Sequence[StageProgram]) -> tuple[StageProgram, ...]:
-    """The programs, the last one with a head."""
+    """The programs; the last one has a head."""
     return (*programs[:-1], _Carved(programs[-1]).program())
 
 
 class _Carved:
-    """The two graphs that the backward of a stage becomes."""
+    """The two graphs into which the backward of a stage is split."""
 
     def __init__(self, program: StageProgram) -> None:
         self.stage = program
@@ -73,7 +73,7 @@ class _Carved:
         )
 
     def _parts(self, results: Sequence[tuple[fx.Node, Value]]) -> list[fx.Node]:
-        """What the backward reads of the head: slices, or values as they are."""
+        """What the backward reads of the head: slices, or full values."""
         found: dict[fx.Node, None] = {}
         seen: set[fx.Node] = set()
         stack = [n for n, _ in results]
@@ -92,7 +92,7 @@ class _Carved:
     def _graph(
         self, given: dict[fx.Node, Value], results: Sequence[tuple[fx.Node, Value]]
     ) -> tuple[fx.GraphModule, tuple[Value, ...]]:
-        """A graph of what `results` are made of, and its inputs: `given`, and the backward's."""
+        """A graph that computes `results`, and its inputs: `given`, and the backward's."""
         needed: set[fx.Node] = set()
         stack = [n for n, _ in results]
         while stack:
@@ -115,7 +115,7 @@ class _Carved:
         return graph_module(self.backward, graph), tuple(values)
 
     def _forward(self, saved: set[str], read: set[str]) -> tuple[fx.GraphModule, tuple[Value, ...]]:
-        """The forward gives what the head reads, and saves what the backward still reads."""
+        """The forward returns what the head reads, and saves what the backward still reads."""
         module = self.stage.forward
         made = dict(zip(self.stage.forward_outputs, returned(module), strict=True))
         results = {v: n for v, n in made.items() if v.kind != "saved" or v.name in saved}

@@ -1,4 +1,4 @@
-"""Parameters that rest on the host are copied up for the block that reads them, a block ahead.
+"""Prefetch parameters that are offloaded to the host: copied to the device one block ahead.
 
 before                                        after (w and v of two blocks; they lie on the host)
   %w, %v = input                                %w, %v = input
@@ -9,10 +9,11 @@ before                                        after (w and v of two blocks; they
                                                 %here_1: f32[32,64] = arrived(%up_1)
   %z: = aten.mm(%y, %v)                         %z: = aten.mm(%y, %here_1)
 
-What a block reads is copied where the block before starts to compute, and let go of after its last
-use; the backward copies it again. What is read outside of blocks is copied alone. Under ZeRO 3 the
-flat shard of a group is copied so, and gathered from there. `planner.estimate.parameter_prefetch`
-says what that takes. Rajbhandari et al., ZeRO-Infinity, 2021, §5.1.1 and 5.2.
+What a block reads is copied where the block before starts to compute, and freed after its last use;
+the backward copies it a second time. What is read outside of blocks is copied one by one. Under
+ZeRO 3 the flat shard of a group is copied so, and gathered from there.
+`planner.estimate.parameter_prefetch` estimates the cost. Rajbhandari et al., ZeRO-Infinity, 2021,
+§5.1.1 and 5.2.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from graphaccel.planner.plan.plan import Plan
 
 
 def upload_parameters(program: StageProgram, plan: Plan) -> StageProgram:
-    """The program whose graphs take parameters from the host, where the plan keeps them there; in
-    place, bitwise the same."""
+    """The program whose graphs copy parameters from the host, where the plan keeps them there; in
+    place, bitwise identical."""
     if "parameters" in plan.offload:
         _upload(program.forward, program.forward_inputs)
         for backward in program.backwards.values():
@@ -41,7 +42,7 @@ def upload_parameters(program: StageProgram, plan: Plan) -> StageProgram:
 
 
 def _upload(module: fx.GraphModule, values: Sequence[Value]) -> None:
-    """Let one graph copy up what it reads, in place."""
+    """Insert in one graph the copies of what it reads, in place."""
     nodes = list(module.graph.nodes)
     inputs = (n for n in nodes if n.op == "placeholder")
     kinds = {n: v.kind for n, v in zip(inputs, values, strict=True)}
@@ -59,7 +60,7 @@ def _upload(module: fx.GraphModule, values: Sequence[Value]) -> None:
                 uses.append(Use(at, at, block_of(user.meta.get("module", "")), node, 0))
     runs = [_read(run, nodes) for run in runs_of(uses)]
     like = {node: node.meta["val"] for node in held}
-    for node in held:  # readers may look at its memory, which is that of the copy now
+    for node in held:  # views among the readers are now of the copy's storage
         node.meta["val"] = torch.empty_like(like[node])
     copies = _issued(runs[0], like, next(n for n in nodes if n.op != "placeholder"))
     for number, reads in enumerate(runs):
@@ -74,7 +75,7 @@ def _upload(module: fx.GraphModule, values: Sequence[Value]) -> None:
 
 
 def _read(run: Sequence[Use], nodes: Sequence[fx.Node]) -> list[tuple[fx.Node, fx.Node]]:
-    """(who reads, what) of one run."""
+    """(reader, what it reads) of one run."""
     names: list[Any] = [use.name[0] if isinstance(use.name, tuple) else use.name for use in run]
     return [(nodes[use.place], name) for use, name in zip(run, names, strict=True)]
 
@@ -82,7 +83,7 @@ def _read(run: Sequence[Use], nodes: Sequence[fx.Node]) -> list[tuple[fx.Node, f
 def _issued(
     reads: Sequence[tuple[fx.Node, fx.Node]], like: dict[fx.Node, torch.Tensor], before: fx.Node
 ) -> dict[fx.Node, fx.Node]:
-    """Copies of what is read, by what they are of."""
+    """Copies of what is read, by the value they copy."""
     return {
         node: _call(before, AHEAD, node, like[node])
         for node in dict.fromkeys(node for _, node in reads)

@@ -1,4 +1,4 @@
-"""Checks of what a pass left: the graphs are valid, and say what their program says of them."""
+"""Check after a pass that graphs are valid and match what their program states of them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _FROM_FORWARD = ("saved", "joined", "summed", "same")  # kinds of inputs that a 
 
 
 class InvalidGraph(AssertionError):
-    """A pass left a graph that is not what its program states: a fault of the pass."""
+    """A pass left a graph that differs from what its program states: a bug of the pass."""
 
 
 def check_counts(context: Context) -> None:
     """Every graph of a program has as many inputs and results as the program states.
 
-    Costs next to nothing; graphs that nobody has made yet stay so. Raises InvalidGraph.
+    Costs next to nothing; does not build graphs that are built lazily. Raises InvalidGraph.
     """
     for program in (*context.programs, *context.weights):
         for name, graph, inputs, outputs in _phases(program):
@@ -37,8 +37,8 @@ def check_counts(context: Context) -> None:
 
 
 def check_graphs(context: Context) -> None:
-    """Every graph is one that fx accepts, with unique names and a value on every call, and nothing
-    in it is dead; every value that a phase takes from the forward is one that it returns.
+    """Every graph is one that fx accepts, with unique names, a value on every call and no dead
+    code; every value that a phase takes from the forward is one that the forward returns.
 
     Reads every node: `GRAPHACCEL_VERIFY` and the tests ask for it. Raises InvalidGraph.
     """

@@ -1,1 +1,1 @@
-"""Replaces what fused ops compute by those ops."""
+"""Fusion: replace subgraphs with the fused ops that compute the same."""

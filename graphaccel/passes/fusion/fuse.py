@@ -1,4 +1,4 @@
-"""Replace what fused ops compute by those ops, before the graph is differentiated.
+"""Replace subgraphs that match a fused op with that op, before differentiation.
 
 before                                                after
   %p: f32[8,16,32] = aten.pow(%x, 2)                    %r: (f32[8,16,32], f32[8,16,1]) =
@@ -8,11 +8,11 @@ before                                                after
   %y: f32[8,16,32] = aten.mul.Tensor(%x, %s)
   %z: f32[8,16,32] = aten.mul.Tensor(%w, %y)
 
-A match is found by structure, then proved: the pattern is traced again at the very shapes and
-dtypes of the match, must then be equal to it node by node, and the op's fake must give the dtype,
-shape and stride of what it replaces. Patterns are functions in float32; their variants in 16 bits
-and under autocast are derived. `GRAPHACCEL_FUEL=n` places only the first n: halving it finds a
-wrong one. Matching before autograd needs one pattern a kernel, where joint patterns miss ordinary
+A match is found by structure, then proved: the pattern is traced anew at the very shapes and dtypes
+of the match, must then be equal to it node by node, and the op's fake must return the dtype, shape
+and stride of what it replaces. Patterns are functions in float32; their variants in 16 bits and
+under autocast are derived. `GRAPHACCEL_FUEL=n` places only the first n: bisecting it finds a wrong
+one. Matching before autograd needs one pattern a kernel, where joint patterns miss ordinary
 training code (frozen weights, gradients that are added in another order).
 """
 
@@ -42,7 +42,7 @@ aten = torch.ops.aten
 
 
 def fuse(step: StepGraph, plan: Plan) -> StepGraph:
-    """The step with the plan's fusions placed and differentiated again; as it is without any."""
+    """The step with the plan's fusions placed and differentiated anew; unchanged without any."""
     if not plan.fusions:
         return step
     return of_few(step, lambda few: _fused(few, plan))
@@ -56,7 +56,7 @@ def _fused(step: StepGraph, plan: Plan) -> StepGraph:
     sites = Finder(forward, chosen, step.trainable).sites()
     sites = tuple(s for s in sites[: _fuel(len(sites))] if all(_fits(s, f) for _, _, f in others))
     if not sites:
-        return step  # differentiating again would be for nothing
+        return step  # no need to differentiate anew
     nodes = list(forward.graph.graph.nodes)
     for _, _, other in others:
         twins = dict(zip(nodes, other.graph.graph.nodes, strict=True))
@@ -91,15 +91,15 @@ def _fuel(sites: int) -> int:
 def find_sites(
     step: StepGraph, chosen: tuple[Fusion, ...], *, keep_outputs: bool = False
 ) -> tuple[Finder, tuple[Site, ...]]:
-    """Where fusions would be placed, and with `Finder.near` how close the others came."""
+    """The sites where fusions would be placed; `Finder.near` has the closest failed matches."""
     forward = _prepared(step.forward, keep_outputs)
     finder = Finder(forward, chosen, step.trainable)
     return finder, finder.sites()
 
 
 def _fits(site: Site, other: ForwardGraph) -> bool:
-    """Whether the op gives what it replaces at the other captured size too, by the same numbers (a
-    factor that goes with a size would be taken for a constant)."""
+    """Whether the op also matches at the other captured size with the same numbers (a factor that
+    depends on a size would be taken for a constant)."""
     twins = dict(zip(site.outputs[0].graph.nodes, other.graph.graph.nodes, strict=True))
     for node in site.inside:
         if torch.Tag.pointwise in getattr(node.target, "tags", ()):
@@ -111,7 +111,7 @@ def _fits(site: Site, other: ForwardGraph) -> bool:
 
 def _prepared(forward: ForwardGraph, keep_outputs: bool) -> ForwardGraph:
     """A copy without no-op copies and, unless wanted, without what the model returns besides its
-    loss: logits that nobody reads need not exist."""
+    loss: logits that nothing reads need not exist."""
     graph = fx.Graph()
     values = graph.graph_copy(forward.graph.graph, {})
     outputs = forward.outputs
@@ -132,7 +132,7 @@ def _prepared(forward: ForwardGraph, keep_outputs: bool) -> ForwardGraph:
 
 
 def _cast_first(graph: fx.Graph) -> None:
-    """Casts before the transposes that only they read, as patterns have them."""
+    """Move casts before transposes that only they read, as in patterns."""
     for node in list(graph.nodes):
         if node.target is not aten._to_copy.default or set(node.kwargs) != {"dtype"}:
             continue
@@ -156,8 +156,8 @@ def _cast_first(graph: fx.Graph) -> None:
 
 
 def _slice_first(graph: fx.Graph) -> None:
-    """Products of the rows that are wanted, in place of the rows that are wanted of all (labels one
-    position on: `linear(x)[:, :-1]`): what patterns have, and less work."""
+    """Slice the rows before a matmul instead of after it (labels one position on: `linear(x)[:,
+    :-1]`): the form of the patterns, and less work."""
     for node in list(graph.nodes):
         if node.target is not aten.slice.Tensor:
             continue

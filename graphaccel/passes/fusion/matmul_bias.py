@@ -1,12 +1,12 @@
-"""A bias that a fused op adds is often inside the product before it: it is taken out there.
+"""Split the bias off a matmul (`linear`, `addmm`) for patterns of fused ops that add a bias.
 
   pattern                      found                                   becomes
     %s = aten.add(%x, %bias)     %y = aten.linear(%a, %w, %bias)         %x = aten.linear(%a, %w)
     %z = aten.gelu(%s)           %z = aten.gelu(%y)                      %z = bias_gelu(%x, %bias)
 
-So a pattern with `x + bias` fits `nn.Linear` and transformers' `Conv1D`, and its author need not
-know of them. In 16 bits the product is rounded once more, before the bias, as in Megatron-LM's
-bias + GELU.
+So a pattern with `x + bias` matches `nn.Linear` and transformers' `Conv1D`, and its author need not
+know of them. In 16 bits the matmul is rounded once more, before the bias, as in Megatron-LM's bias
++ GELU.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _STANDS_FOR = "product_without_bias"
 
 
 def adds_bias(fusion: Fusion, pattern: Pattern) -> fx.Node | None:
-    """The sum of an input, read there alone, and a bias of one dim; or None."""
+    """The sum of an input, read only by it, and a bias of one dim; or None."""
     for node in pattern.graph.nodes:
         if node.target is not aten.add.Tensor or node.kwargs:
             continue
@@ -42,8 +42,8 @@ def adds_bias(fusion: Fusion, pattern: Pattern) -> fx.Node | None:
 
 
 def of_product(fusion: Fusion, pattern: Pattern, kind: str) -> Pattern | None:
-    """The pattern with a product in place of a sum with a bias: "linear", or "addmm" and the
-    reshape behind it. None where it adds none."""
+    """The pattern with a matmul in place of a sum with a bias: "linear", or "addmm" and the reshape
+    after it. None where the pattern adds no bias."""
     total = adds_bias(fusion, pattern)
     if total is None:
         return None
@@ -71,7 +71,7 @@ def _product(graph: fx.Graph, kind: str, parts: list[fx.Node], bias: Any, size: 
 
 
 def product_in(nodes: dict[fx.Node, fx.Node]) -> tuple[str, fx.Node] | None:
-    """Of a match, pattern node → node: the input that a product stands for, and that product."""
+    """Of a match, pattern node → node: the input that stands for a matmul, and that matmul."""
     for wanted, found in nodes.items():
         if _STANDS_FOR in wanted.meta:
             return wanted.meta[_STANDS_FOR], found
@@ -79,7 +79,7 @@ def product_in(nodes: dict[fx.Node, fx.Node]) -> tuple[str, fx.Node] | None:
 
 
 def without_bias(graph: fx.Graph, product: fx.Node) -> fx.Node:
-    """The same product without its bias, put at the graph's insertion point."""
+    """The same matmul without its bias, inserted at the graph's insertion point."""
     if product.target is aten.linear.default:
         return _like(graph, product, aten.linear.default, *product.args[:2])
     flat, size = product.args

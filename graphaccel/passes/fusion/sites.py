@@ -1,4 +1,4 @@
-"""Where fused ops fit in a forward graph: matched, proved, and put in place."""
+"""Find where fused ops match in a forward graph, prove each match, and insert the ops."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from graphaccel.passes.fusion.matmul_bias import (
 )
 from graphaccel.passes.lower_precision import cast_graph
 
-# Numbers of a pattern while it is traced to be matched: unlike any other, and probabilities where
-# they have to be.
+# Numbers in a pattern while it is traced for matching: unlike any other number, and valid
+# probabilities where they have to be.
 _SENTINEL, _WHOLE_SENTINEL = 0.7310585786300049, 73_105_857
 _LOW = (torch.bfloat16, torch.float16)
 aten = torch.ops.aten
@@ -42,10 +42,11 @@ _SETTLED = {aten.reshape.default, aten.clone.default, aten.contiguous.default}
 
 @dataclass(frozen=True)
 class Site:
-    """One match. place: position of its last node in the graph, by which sites are ordered.
-    inputs: name → node, number or None. outputs: the nodes it replaces, in the fusion's order.
-    wide: its inputs are cast to it first (by an op, inside): under autocast the pattern computes in
-    it. product: the input (and its node, with the bias) whose product is made without its bias."""
+    """One match. place: position of its last node in the graph, by which sites are ordered. inputs:
+    name → node, number or None. outputs: the nodes it replaces, in the fusion's order. wide: dtype
+    to which its inputs are cast first (by an op, inside): under autocast the pattern computes in
+    it. product: the input (and its node, with the bias) whose matmul is computed without its
+    bias."""
 
     fusion: Fusion
     place: int
@@ -59,9 +60,9 @@ class Site:
 
 @dataclass(frozen=True)
 class Variant:
-    """A pattern function as traced: in 32 bits, in 16, or in 16 under autocast. product: what its
-    bias comes with ("linear", "addmm"), or nothing. flat: `...` is one dim: no reshape is left of
-    what makes rows."""
+    """A pattern function as traced: in 32 bits, in 16, or in 16 under autocast. product: the matmul
+    whose bias it adds ("linear", "addmm"), or nothing. flat: `...` is one dim: reshapes to rows
+    disappear."""
 
     function: Function
     low: torch.dtype | None
@@ -71,7 +72,7 @@ class Variant:
 
 
 class Finder:
-    """Looks for fusions in one forward graph. near: fusion → the best match that failed."""
+    """Searches for fusions in one forward graph. near: fusion → the best match that failed."""
 
     def __init__(
         self, forward: ForwardGraph, chosen: tuple[Fusion, ...], trainable: frozenset[str]
@@ -91,7 +92,7 @@ class Finder:
         self._proofs: dict[Any, Pattern | None] = {}
 
     def sites(self) -> tuple[Site, ...]:
-        """Matches that do not overlap, in graph order: larger patterns first."""
+        """Matches that do not overlap, in graph order; larger patterns have priority."""
         taken: set[fx.Node] = set()
         found: list[Site] = []
         for fusion, variants, pattern in self._patterns():
@@ -115,8 +116,8 @@ class Finder:
             self.near[fusion.name] = near
 
     def _patterns(self) -> list[tuple[Fusion, list[Variant], Pattern]]:
-        """Everything to look for, the largest first. Functions that look alike in one dtype may be
-        different in that of a match: each is tried there."""
+        """All patterns to match, the largest first. Functions with identical patterns in one dtype
+        may differ in the dtype of a match: each is tried there."""
         found: list[tuple[Fusion, list[Variant], Pattern]] = []
         for fusion in self._chosen:
             seen: dict[str, list[Variant]] = {}
@@ -182,8 +183,8 @@ class Finder:
         if not _can_stand(inputs, outputs, set(inside)):
             return near("its outputs are read before its inputs are all there")
         if len(outputs) > 1 and len({block_of(module_path(n)) for n in inside}) > 1:
-            # One tensor goes from a block to the next, and is kept where they are computed again
-            # or lie on two stages; a call across would read two and give two.
+            # Between blocks there is one tensor, which is saved where blocks are recomputed and
+            # sent between stages; a fused call across a boundary would read two and return two.
             return near("it would lie across the end of a block")
         reason = unchanged(site, self._mode)
         wide = fusion.rewrite is not None or wide_form(fusion) is not None
@@ -199,7 +200,7 @@ class Finder:
         inputs: Mapping[str, Any],
         node: fx.Node,
     ) -> str | None:
-        """Why a match is not to be replaced, or None."""
+        """Why a match is not replaced, or None."""
         values = {n: v.meta["val"] if isinstance(v, fx.Node) else v for n, v in inputs.items()}
         for name, spec in fusion.tensors.items():
             value = inputs[name]
@@ -219,7 +220,7 @@ class Finder:
     def _proved(
         self, fusion: Fusion, variant: Variant, values: dict[str, Any], node: fx.Node
     ) -> str | None:
-        """Trace the pattern at the shapes of the match: it must be the match, node by node."""
+        """Trace the pattern at the shapes of the match: it must equal the match, node by node."""
         key = (
             variant,
             tuple(
@@ -258,8 +259,8 @@ def at(site: Site, twins: Mapping[fx.Node, fx.Node]) -> Site:
 
 
 def unchanged(site: Site, mode: Any) -> str | None:
-    """The op's fake must give dtype, shape and stride of what it replaces; why it does not. What a
-    rewrite gives in another layout is copied into that of eager (`_rewritten`)."""
+    """The op's fake must have dtype, shape and stride of what it replaces; returns why not. A
+    result of a rewrite in another layout is copied into that of eager (`_rewritten`)."""
     values = [v.meta["val"] if isinstance(v, fx.Node) else v for v in site.inputs.values()]
     with mode:
         try:
@@ -280,9 +281,9 @@ def unchanged(site: Site, mode: Any) -> str | None:
 
 
 def emit(graph: fx.Graph, site: Site, moved: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Put a fused op (or the calls of a rewrite) where its match is.
+    """Insert a fused op (or the calls of a rewrite) in place of its match.
 
-    moved: what stands now for nodes that other sites replaced. Gives the same for this one.
+    moved: replacements of nodes that other sites replaced. Returns the replacements of this site.
     """
     inputs = {n: moved.get(v, v) if isinstance(v, fx.Node) else v for n, v in site.inputs.items()}
     site = replace(site, inputs=inputs)
@@ -352,7 +353,7 @@ def _calls(graph: fx.Graph, site: Site) -> _Made:
 
 
 def _rewritten(graph: fx.Graph, site: Site) -> _Made:
-    """The calls that a rewrite makes, traced at the shapes of the match."""
+    """The calls of a rewrite, traced at the shapes of the match."""
     rewrite = _widening(site)
     assert rewrite is not None
     values = {n: v.meta["val"] if isinstance(v, fx.Node) else v for n, v in site.inputs.items()}
@@ -384,9 +385,8 @@ def _rewritten(graph: fx.Graph, site: Site) -> _Made:
 
 
 def drop_copies(graph: fx.Graph) -> None:
-    """Leave out copies into another layout, made with the fused ops, that only views read of which
-    the next op makes the same tensor anyhow (attention's output, whose heads are put side by
-    side)."""
+    """Remove layout copies, inserted with the fused ops, that only views read from which the next
+    op makes the same tensor anyway (attention's output, whose heads are concatenated)."""
     for node in list(graph.nodes):
         if node.target is not aten.clone.default or "fuse" not in node.meta.get("made_by", ""):
             continue
@@ -401,7 +401,7 @@ def drop_copies(graph: fx.Graph) -> None:
 
 
 def _read_through(copy: fx.Node, known: dict[fx.Node, Tensor]) -> dict[fx.Node, Tensor] | None:
-    """Values of the views behind a copy, were it not there; None where something sees that."""
+    """Values of the views after a copy if it were removed; None where some reader depends on it."""
     stack = [copy]
     while stack:
         node = stack.pop()
@@ -419,7 +419,7 @@ def _read_through(copy: fx.Node, known: dict[fx.Node, Tensor]) -> dict[fx.Node, 
 
 
 def _widening(site: Site) -> Function | None:
-    """A site's rewrite, of inputs that are cast first where it computes in a wider dtype."""
+    """A site's rewrite; casts its inputs first where the site computes in a wider dtype."""
     rewrite, wide = site.fusion.rewrite, site.wide
     if rewrite is None or wide is None:
         return rewrite
@@ -440,7 +440,7 @@ def _op(site: Site) -> Any:
 
 
 def _partial(function: Function, values: Mapping[str, Any]) -> Function:
-    """The function of its tensors alone, by their names; what is missing or a number is fixed."""
+    """The function of its tensor arguments alone, by name; numbers and absent ones are fixed."""
     import inspect
 
     names = [n for n, v in values.items() if isinstance(v, Tensor)]
@@ -457,8 +457,8 @@ def _partial(function: Function, values: Mapping[str, Any]) -> Function:
 
 @cache
 def generic(fusion: Fusion, variant: Variant) -> Pattern | None:
-    """A pattern traced at example shapes, to match by structure; None where that dtype is not for
-    it."""
+    """A pattern traced at example shapes, to match by structure; None where the function does not
+    take that dtype."""
 
     def _table(name: str) -> bool:
         spec = fusion.inputs[name]
@@ -501,7 +501,7 @@ def _traced(
 
 
 def _makes_rows(fusion: Fusion, pattern: Pattern) -> bool:
-    """Whether a pattern reshapes, and what it reads may have any dims before its last."""
+    """Whether a pattern reshapes, and its inputs may have any dims before the last."""
     leads = any("..." in spec.indices for spec in fusion.tensors.values())
     return leads and any(n.target is aten.reshape.default for n in pattern.graph.nodes)
 
