@@ -1,1 +1,1 @@
-"""Rewrites few layers or one of several equal stages, and repeats the result."""
+"""Run the passes on few identical layers or one of several equal stages, and copy the result."""

@@ -1,9 +1,9 @@
-"""Which stages are another one with other names: their passes need not run.
+"""Find stages that are equal up to names, so that the passes rewrite only one of them.
 
-Two stages are the same where both phases have the same calls on the same shapes, read and give the
-same kinds of values in the same order, and what the plan says of their parameters is the same.
-Nothing else of a stage is looked at by the passes after `split_phases`, so what they make of the
-one is what they make of the other. The last stage is nobody's twin: it is treated in its own way.
+Two stages are equal where both phases have the same calls on the same shapes, read and return the
+same kinds of values in the same order, and what the plan says of their parameters is the same. The
+passes after `split_phases` look at nothing else of a stage, so their results are equal too. The
+last stage is never a copy: it is treated in its own way.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from graphaccel.ir.replication.layers import taken
 from graphaccel.passes.outline_stages import Outline, StageOutline
 
 _TOLD = ("phase", "made_by", "bind", "scratch")  # what passes read of a node besides its call
-_NAMED = ("constant", "parameter", "buffer", "gradient")  # kinds that are called after a parameter
+_NAMED = ("constant", "parameter", "buffer", "gradient")  # kinds named after a parameter
 
 
 @dataclass(frozen=True)
 class Twin:
-    """A stage that is stage `like` under other names.
+    """A stage that equals stage `like` under other names.
 
     nodes: of the joint graph, those of `like` → its own. named: parameters, buffers and constants;
-    modules: paths. values: what goes to other stages or comes from them.
+    modules: paths. values: what is sent to other stages or received from them.
     """
 
     outline: StageOutline = field(repr=False)
@@ -43,8 +43,8 @@ class Twin:
 def equal_stages(
     outlines: Sequence[StageOutline], told: Callable[[str], object]
 ) -> dict[int, Twin]:
-    """Stage → whose twin it is; those that are none are left out. told: what is known of a
-    parameter besides its value."""
+    """Stage → its correspondence to an equal, earlier stage; stages without one are left out. told:
+    what is known of a parameter besides its value."""
     twins: dict[int, Twin] = {}
     first: dict[Any, list[StageOutline]] = {}
     for outline in outlines[:-1]:
@@ -77,7 +77,7 @@ def _twin(like: StageOutline, outline: StageOutline, told: Callable[[str], objec
 
 
 class _Comparison:
-    """Names of one stage and of the other, as far as they are found to be the same."""
+    """Correspondence of the names of two stages, built up while they are compared."""
 
     def __init__(self, told: Callable[[str], object]) -> None:
         self.told = told
@@ -89,15 +89,15 @@ class _Comparison:
         self._back: dict[int, dict[Any, Any]] = {}
 
     def pair(self, known: dict[Any, Any], a: Any, b: Any) -> bool:
-        """Whether `a` is always `b`, and nothing else is."""
+        """Whether `a` always corresponds to `b`, and nothing else does."""
         back = self._back.setdefault(id(known), {})
         return known.setdefault(a, b) == b and back.setdefault(b, a) == a
 
     def phases(self, a: Outline, b: Outline) -> bool:
-        """Whether two phases are the same."""
+        """Whether two phases are equal."""
         gradients = [node for node, v in a.outputs if v.kind == "gradient"]
         return (
-            len(set(gradients)) == len(gradients)  # two of one node are told apart by their names
+            len(set(gradients)) == len(gradients)  # two of one node are told apart by name
             and all(self.given(*x, *y) for x, y in zip(a.inputs, b.inputs, strict=True))
             and all(map(self.call, a.body, b.body))
             and all(
@@ -107,11 +107,11 @@ class _Comparison:
         )
 
     def given(self, a: fx.Node, v: Value, b: fx.Node, w: Value) -> bool:
-        """Whether two inputs are the same."""
+        """Whether two inputs are equal."""
         return self.pair(self.nodes, a, b) and self.value(v, w) and _types(a) == _types(b)
 
     def value(self, v: Value, w: Value) -> bool:
-        """Whether two inputs or outputs mean the same."""
+        """Whether two inputs or outputs correspond."""
         if (v.kind, v.leaf, v.batch_dim) != (w.kind, w.leaf, w.batch_dim):
             return False
         if v.kind in _NAMED:
@@ -123,11 +123,11 @@ class _Comparison:
         return v == w
 
     def parameter(self, a: str, b: str) -> bool:
-        """Whether a parameter is treated as another."""
+        """Whether two parameters are treated in the same way."""
         return self.pair(self.named, a, b) and self.told(a) == self.told(b)
 
     def call(self, a: fx.Node, b: fx.Node) -> bool:
-        """Whether two nodes do the same with the same."""
+        """Whether two nodes make the same call on corresponding inputs."""
         if a.target is not b.target or any(a.meta.get(k) != b.meta.get(k) for k in _TOLD):
             return False
         (call, reads), (other, others) = taken((a.args, a.kwargs)), taken((b.args, b.kwargs))

@@ -1,6 +1,6 @@
-"""Where the stages of a deep model end, told of all its layers and of few.
+"""Map the nodes at which stages end between a model of all layers and one of few layers.
 
-A cut is a node of the forward graph. Few layers have the same nodes, and other names.
+A cut is a node of the forward graph. A model of few layers has the same nodes under other names.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from graphaccel.ir.replication.unfold import Unfolded, unfolded_from
 @dataclass(frozen=True)
 class StageEnd:
     """A node after which a stage ends. item: of the pattern of layers; copied: whether layers have
-    copies of it. run: in whose layer it lies, and which; None where it lies in none."""
+    copies of it. run, layer: the run of layers that contains it, and which layer; None outside."""
 
     item: int
     copied: bool
@@ -25,7 +25,7 @@ class StageEnd:
 
 
 def stage_ends(step: StepGraph, cuts: Sequence[str]) -> tuple[StageEnd, ...]:
-    """Where the stages of a step end. Raises NotRepeated where its nodes are made already."""
+    """Where the stages of a step end. Raises NotRepeated where its nodes are already built."""
     assert step.repeats is not None
     if not cuts:
         return ()
@@ -58,8 +58,7 @@ def cut_layers(ends: Sequence[StageEnd]) -> dict[Run, list[int]]:
 def ends_among(
     ends: Sequence[StageEnd], rows: Sequence[Run], counts: Sequence[int], few: StepGraph
 ) -> tuple[str, ...]:
-    """What the nodes are called in a step that has `counts` layers of each row. Raises
-    NotRepeated."""
+    """The names of the nodes in a step that has `counts` layers of each row. Raises NotRepeated."""
     if not ends:
         return ()
     known = _unfolded(few)
@@ -83,7 +82,7 @@ def _number(run: Run, path: str) -> int:
 
 
 def _unfolded(step: StepGraph) -> Unfolded:
-    """What tells the nodes of its forward graph; kept, because the graph forgets it once made."""
+    """The unfolded names of the forward graph; cached, because the graph drops them once built."""
     key = __name__
     if key not in step.derived:
         known = unfolded_from(step.forward.graph)

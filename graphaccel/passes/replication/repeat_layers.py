@@ -1,4 +1,4 @@
-"""Rewrite a few layers, and repeat the result, where a step was captured so.
+"""Build the joint graph of all layers from rewritten graphs of a few, by repeating one layer.
 
 before (of 3 layers, and of 4)                   after (126 layers)
   %y: = aten.mm(%x, %w)          # layers.1        %y: = aten.mm(%x, %w)          # layers.1
@@ -7,7 +7,7 @@ before (of 3 layers, and of 4)                   after (126 layers)
                                                    %all_1: = all_reduce(%y_1)     # layers.2
                                                    ...
 
-What a rewrite decides for the middle layer is decided once (`ir.replication.repeat`).
+What a rewrite decides for the middle layer holds for all copies (`ir.replication.repeat`).
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RepeatedGraph:
-    """graph: of all layers. inputs: name of each of its inputs → what it is called among few.
-    outputs: for each output, which one of few layers it is."""
+    """graph: of all layers. inputs: name of each of its inputs → its name among few layers.
+    outputs: for each output, its index among the outputs of few layers."""
 
     graph: fx.GraphModule = field(repr=False)
     inputs: Mapping[str, str]
     outputs: tuple[int, ...]
 
     def spread(self, known: Mapping[str, T]) -> dict[str, T]:
-        """What is known of the inputs of few layers, of all of them."""
+        """Facts about the inputs of few layers, extended to the inputs of all of them."""
         return {name: known[few] for name, few in self.inputs.items() if few in known}
 
 
@@ -54,7 +54,7 @@ def repeat_layers(step: StepGraph, rewritten: Sequence[fx.GraphModule]) -> Repea
     )
     made = Unfolded(Pattern(few.runs, short, longer))
     names = [spec.name for spec in few.short.inputs]
-    pairs = zip(step.inputs, made.inputs, strict=False)  # values of the prologue stand at the end
+    pairs = zip(step.inputs, made.inputs, strict=False)  # values of the prologue are at the end
     return RepeatedGraph(
         made.module(rewritten[0]),
         {spec.name: names[i] for spec, (i, _) in pairs},

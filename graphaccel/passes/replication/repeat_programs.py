@@ -1,7 +1,7 @@
-"""Rewrite the programs of a few layers, and repeat them, where a stage holds many layers.
+"""Build the stage programs of all layers from rewritten programs of a few layers.
 
-Layers that the plan treats alike stand in rows, each of which is repeated: those of one stage that
-are computed again, or not. A layer within or after which a stage ends is in no row.
+Consecutive layers that the plan treats identically form a row, and each row is repeated: those of
+one stage, recomputed or not. A layer within or after which a stage ends is in no row.
 
 before (of 5 layers, and of 6)                   after (126 layers)
   %all: = all_gather(%shards_2)   # layers.1       %all: = all_gather(%shards_2)    # layers.1
@@ -10,10 +10,11 @@ before (of 5 layers, and of 6)                   after (126 layers)
                                                    %y_1: = aten.mm(%y, %w_1)        # layers.2
                                                    ...
 
-As `repeat_layers`, but later: what the passes in between decide for a layer is decided once as
-well. The same proof holds for each graph of the program (`ir.replication.repeat`). They are of one
-layer more, because a layer gathers and reduces for its neighbours, and waits for the sums over
-other axes of the one after the next: the layer that is copied has none of these that differ.
+Like `repeat_layers`, but later in the pipeline: what the passes in between decide for a layer holds
+for all copies as well. The same proof applies to each graph of the program
+(`ir.replication.repeat`). The programs have more layers, because a layer gathers and reduces for
+its neighbours, and waits for the sums over other axes of the layer after the next: the layer that
+is copied has only neighbours of its own row.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ from graphaccel.ir.replication.repeat import Pattern
 from graphaccel.ir.replication.unfold import Unfolded
 from graphaccel.ir.values import keep_shares, returned
 
-_PLACED = ("parameter", "buffer", "constant", "held")  # their placeholders are called after them
+_PLACED = ("parameter", "buffer", "constant", "held")  # their placeholders are named after them
 _LAID = (*_PLACED, "shards", "carried", "gradient", "shard", "accumulator")  # so are these values
-_WHOLE = "whole "  # a gathered parameter that is kept for the backward
+_WHOLE = "whole "  # a gathered parameter that is saved for the backward
 
 LAYERS = 5
 """Layers of a row in the shortest of the programs."""
 
-_TRAVELS = ("saved", "sent", "received")  # kinds of values that are called after nodes
+_TRAVELS = ("saved", "sent", "received")  # kinds of values that are named after nodes
 
 
 def rows_of(
@@ -48,9 +49,9 @@ def rows_of(
     treated: Mapping[str, object],
     ends: Mapping[Run, Sequence[int]] | None = None,
 ) -> tuple[Run, ...]:
-    """Rows of more than `LAYERS` layers of one stage that are treated alike.
+    """Rows of more than `LAYERS` layers of one stage that are treated identically.
 
-    treated: block → how, where that is not as usual. ends: of runs, the layers within or after
+    treated: block → how, where that is not the default. ends: of runs, the layers within or after
     which a stage ends, ascending."""
     rows = []
     for run in runs:
@@ -70,8 +71,8 @@ def rows_of(
 def repeat_programs(
     step: StepGraph, rows: Sequence[Run], programs: Sequence[StageProgram]
 ) -> StageProgram:
-    """The program of all layers. rows: layers that are alike. programs: of a stage with `LAYERS`
-    layers in each row; then, for each row, with one more of it.
+    """The program of all layers. rows: of identical layers. programs: of a stage with `LAYERS`
+    layers in each row; then, for each row, with one more layer in it.
 
     Copies of a node share its value. Raises NotRepeated where the passes did not do the same for
     one more layer.
@@ -124,7 +125,7 @@ def repeat_programs(
 
 
 def check_messages(programs: Iterable[StageProgram]) -> None:
-    """Raises NotRepeated unless every stage is sent what it receives, by that name."""
+    """Raises NotRepeated unless stages receive exactly what is sent to them, by name."""
     sent: set[tuple[int, int, str]] = set()
     received: set[tuple[int, int, str]] = set()
     for program in programs:
@@ -177,7 +178,7 @@ def _kind(value: Value) -> object:
 
 
 def _path(value: Value, node: fx.Node) -> str:
-    """The module or parameter that tells which layer a value belongs to."""
+    """The module or parameter from which the layer of a value is read."""
     if value.kind in _LAID:
         return value.name.removeprefix(_around(value))
     if value.kind == "saved" and value.name.startswith(_WHOLE):
@@ -186,12 +187,12 @@ def _path(value: Value, node: fx.Node) -> str:
 
 
 def _around(value: Value) -> str:
-    """Constants are called after the module that made them, seen from around the model."""
+    """The prefix of constants: they are named after their module as seen from outside the model."""
     return "model." if value.kind == "constant" and value.name.startswith("model.") else ""
 
 
 def _travelling(value: Value) -> str:
-    """The name of a value that goes to another graph, if it is called after a node."""
+    """The name of a value that is passed to another graph, if it is named after a node."""
     named = value.kind in _TRAVELS and not value.name.startswith(_WHOLE)
     return value.name if named else ""
 
@@ -215,7 +216,7 @@ def _value(value: Value, path: str, name: str) -> Value:
 
 
 def _groups(rows: Sequence[Run], groups: Sequence[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
-    """Groups of parameters of few layers, of all of them, layer by layer."""
+    """Groups of parameters of few layers, extended to all of them, layer by layer."""
     found: list[tuple[str, ...]] = []
     for _, row in groupby(
         groups, lambda group: [len(copies(rows, name, LAYERS)) for name in group][:1]

@@ -1,12 +1,12 @@
-"""Rewrite one of several equal stages, and make the others of it.
+"""Copy the rewritten program of one stage to the stages that equal it, under their names.
 
 before (stage 1)                            after (stage 2)
   %shards_0: f32[1024] = input                %shards_0: f32[1024] = input
   %all = all_gather(%shards_0)   # layers.1   %all = all_gather(%shards_0)   # layers.3
   %mm_4 = aten.mm(%add_3, %all)  # layers.1   %mm_12 = aten.mm(%add_9, %all) # layers.3
 
-`equal_stages` says which are equal, and how what they read is called. Stands last: all that passes
-do to a stage is done once.
+`equal_stages` finds which stages are equal, and the names of what they read. Runs last: all that
+passes do to a stage is done once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _PREFIXES = ("whole ", "kept_")  # of values that are saved, before another name
 def repeat_stages(
     programs: Sequence[StageProgram], twins: Mapping[int, Twin]
 ) -> tuple[StageProgram, ...]:
-    """The programs of all stages. programs: of those that are no twins. twins: by stage.
+    """The programs of all stages. programs: of those that are not copies. twins: by stage.
 
     Copies of a node share its value.
     """
@@ -49,7 +49,7 @@ def repeat_stages(
 
 
 class _Copy:
-    """Says what a stage's twin says, in the stage's own names."""
+    """Translates the program of an equal stage into the names of this one."""
 
     def __init__(self, twin: Twin) -> None:
         self.twin = twin
@@ -68,7 +68,7 @@ class _Copy:
                 last[base], self.shifts[base] = number, its - number
 
     def of(self, program: StageProgram) -> StageProgram:
-        """The program of the twin."""
+        """The program of the stage, from that of the stage it equals."""
         named = self.twin.named
         return replace(
             program,
@@ -128,7 +128,8 @@ class _Copy:
         return graph_module(module, graph)
 
     def _shifted(self, name: str) -> str:
-        """A name that a pass gave: it counts on from those of the joint graph, or holds one."""
+        """A name that a pass generated: numbered after those of the joint graph, or containing
+        one."""
         if name.startswith("acc_"):
             gradient, place = split(name.removeprefix("acc_"))
             return f"acc_{self.names.get(gradient, gradient)}_{place}"

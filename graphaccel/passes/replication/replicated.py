@@ -1,12 +1,13 @@
-"""Runs the list of passes once for layers and stages that are alike, and repeats the result.
+"""Run the passes once for identical layers and equal stages, and copy the results.
 
-Three things are done here around the list, none of them by a pass:
-- the graph of one rank is made of few layers and repeated, where the step was captured so;
-- where a stage holds many layers that the plan treats alike, all passes run on few of them, and the
-  programs are repeated;
+Three things are done here around the list of passes, none of them by a pass:
+- the graph of one rank is built from few layers and repeated, where the step was captured so;
+- where a stage holds many layers that the plan treats identically, all passes run on few of them,
+  and the programs are repeated;
 - of equal stages one is rewritten, and the others are copies with other names.
 
-Each is proved or given up (NotRepeated): then the passes run on all layers, with the same result.
+Each of them is proved correct or abandoned (NotRepeated): then the passes run on all layers, with
+the same result.
 """
 
 from __future__ import annotations
@@ -42,14 +43,14 @@ T = TypeVar("T")
 
 
 def run_replicated(run: Runner, context: Context) -> Context:
-    """All passes of the runner's list. Raises what they raise."""
+    """Run all passes of the runner's list. Raises what they raise."""
     context = run.run(context, "step")
     free = context.fixed == Fixed() and context.ort is None
     alike = context.step.repeats is not None and not context.plan.placements
     if free and alike and context.step.has_loss:
         try:
             return _programs_of_few(run, context)
-        except (NotRepeated, GraphAccelError) as reason:  # errors are then those of the model
+        except (NotRepeated, GraphAccelError) as reason:  # then all layers are rewritten
             log.info("programs of all layers are rewritten: %s", reason)
     context = run.run(_one_rank(run, context), "joint")
     twins: Mapping[int, Twin] = {}
@@ -64,7 +65,7 @@ def run_replicated(run: Runner, context: Context) -> Context:
 
 
 def _without_twins(run: Runner, context: Context) -> tuple[Context, Mapping[int, Twin]]:
-    """Only the stages that are not another one under other names, and those that are."""
+    """The context without stages that equal another one up to names, and those stages."""
     outlines, values = context.outlined, context.values
     known = context.owned, context.rank.partial, context.rank.resting
 
@@ -82,20 +83,20 @@ def _without_twins(run: Runner, context: Context) -> tuple[Context, Mapping[int,
 
 
 def _one_rank(run: Runner, context: Context) -> Context:
-    """The graph of one rank: of few layers, repeated, where the step is made of such and nothing is
-    said of single layers."""
+    """The graph of one rank: from few layers, repeated, where the step was captured so and the plan
+    pins nothing for single layers."""
     step = context.step
     even = step.even(dict(context.plan.placements))
     if step.repeats is not None and context.fixed.resting is None and even:
         try:
             return _repeated(run, context, _few_sharded(run, context))
-        except (NotRepeated, GraphAccelError) as reason:  # errors are then those of the model
+        except (NotRepeated, GraphAccelError) as reason:  # then all layers are sharded
             log.info("all layers are sharded: %s", reason)
     return run.run(context, "rank")
 
 
 def _few_sharded(run: Runner, context: Context) -> Sequence[tuple[LocalStep, LocalGraph]]:
-    """The captures of few layers, of one rank: once for all plans that split the step in the same
+    """The captures of few layers, on one rank: once for all plans that split the step in the same
     way. Raises NotRepeated."""
     step, plan = context.step, context.plan
     split = (plan.data, plan.microbatches, plan.batch, plan.tensor, plan.context, plan.expert)
@@ -126,7 +127,7 @@ def _shard_few(
 def _repeated(
     run: Runner, context: Context, few: Sequence[tuple[LocalStep, LocalGraph]]
 ) -> Context:
-    """The graph of one rank with all layers of the step, made of those of few."""
+    """The graph of one rank with all layers of the step, from the graphs of few."""
     graphs = [axes.graph for _, axes in few]
     whole = run.timed("repeat_layers", lambda: repeat_layers(context.step, graphs))
     run.dump("repeat_layers", whole.graph)
@@ -141,7 +142,7 @@ def _repeated(
 
 
 def _programs_of_few(run: Runner, context: Context) -> Context:
-    """The programs of all layers, made of those of few. Raises NotRepeated."""
+    """The programs of all layers, from those of few. Raises NotRepeated."""
     step, plan = context.step, context.plan
     assert step.repeats is not None
     rows = rows_of(step.repeats.runs, plan.again, cut_layers(stage_ends(step, plan.cuts)))
@@ -164,7 +165,7 @@ def _programs_of_few(run: Runner, context: Context) -> Context:
 
 
 def _of_count(run: Runner, context: Context, rows: Sequence[Run], count: Sequence[int]) -> Context:
-    """The context after all passes but the sums of gradients, with `count` layers in each row."""
+    """The context after all passes except the "sums", with `count` layers in each row."""
     step, plan = _with_rows(context.step, rows, count), context.plan
     ends = stage_ends(context.step, plan.cuts)
     own = plan.doing_again({
@@ -178,7 +179,7 @@ def _of_count(run: Runner, context: Context, rows: Sequence[Run], count: Sequenc
 
 
 def _spread_known(context: Context, rows: Sequence[Run], few: Context) -> Context:
-    """What is known of the parameters of few layers, and of outputs, of all of them."""
+    """Facts about the parameters and outputs of few layers, extended to all of them."""
     resting, partial = (_spread(rows, known) for known in (few.rank.resting, few.rank.partial))
     owned, unsharded = owned_shards(context.step, context.plan, resting)
     places = _places(context.step, few.step, rows, few.part)
@@ -195,16 +196,16 @@ def _spread_known(context: Context, rows: Sequence[Run], few: Context) -> Contex
 
 
 def _layer_by_layer(summed: Context) -> bool:
-    """Whether no layer's gradients share a buffer with another's: those of parameters that rest in
-    shards do not. The size of other buckets depends on all layers."""
+    """Whether no two layers have gradients in one buffer: gradients of sharded parameters (ZeRO 3)
+    do not. The size of other buckets depends on all layers."""
     reduced = (name for program in summed.programs for group in program.reduced for name in group)
     sharded = all(summed.owned[name].level == 3 for name in reduced)
     return sharded and not any(program.buckets for program in summed.programs)
 
 
 def _fewer(rows: Sequence[Run], step: StepGraph) -> bool:
-    """Whether rewriting few layers of the rows, once and with one more of each row, is less to do
-    than rewriting all; of one row it is always done so."""
+    """Whether rewriting few layers of the rows, once and with one more layer of each row, is less
+    work than rewriting all; of one row it is always done so."""
     short = len(step.blocks) - sum(row.count - LAYERS for row in rows)
     return len(rows) == 1 or len(rows) + (len(rows) + 1) * short < len(step.blocks)
 
@@ -220,14 +221,14 @@ def _with_rows(step: StepGraph, rows: Sequence[Run], counts: Sequence[int]) -> S
 
 
 def _spread(rows: Sequence[Run], known: Mapping[str, T]) -> dict[str, T]:
-    """What is known of the parameters of few layers, of all of them."""
+    """Facts about the parameters of few layers, extended to all of them."""
     return {full: value for name, value in known.items() for full in copies(rows, name, LAYERS)}
 
 
 def _places(
     step: StepGraph, few: StepGraph, rows: Sequence[Run], local: LocalStep
 ) -> tuple[str | int, ...]:
-    """Where the batch lies in each output of all layers. local: of few."""
+    """The batch placement of each output of all layers. local: of few."""
     known = {
         (spec.kind, spec.leaf, name): place
         for spec, place in zip(few.outputs, local.output_places, strict=True)
