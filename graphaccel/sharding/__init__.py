@@ -1,1 +1,1 @@
-"""Sharding of a graph over one mesh axis: the rules of ops, the solver, and the rewrite."""
+"""Sharding over one mesh axis: sharding rules of ops, the placement solver, the graph rewrite."""

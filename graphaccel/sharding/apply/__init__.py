@@ -1,1 +1,1 @@
-"""Rewrites a graph for one rank of a mesh axis, by placements that are solved."""
+"""Rewrite a graph for one rank of a mesh axis, from placements that are already solved."""

@@ -1,9 +1,10 @@
-"""Calls added to a graph under construction, with provenance and fake values; and the conversions
-between placements, as functional collectives (`torch.ops._c10d_functional`).
+"""Append calls to a graph under construction, among them the collectives that convert placements.
 
-A collective names its mesh axis where the runtime puts this rank's group. What depends on the
-rank's coordinate carries meta "bind": argument position -> (axis, step): the runtime replaces that
-argument by coordinate * step, so that graphs are the same text on all ranks.
+Every call gets provenance and fake values. Collectives are functional
+(`torch.ops._c10d_functional`). A collective has the name of its mesh axis where the runtime inserts
+this rank's group. A call that depends on the rank's coordinate has meta "bind": argument position
+-> (axis, step): the runtime replaces that argument by coordinate * step, so that the text of the
+graph is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ _funcol = torch.ops._c10d_functional
 
 
 class Emitter:
-    """Appends calls to `graph`; `meta` is what every new node says of where it comes from.
+    """Appends calls to `graph`; `meta` is the provenance that every new node gets.
 
-    axis, ranks: of the mesh axis that collectives run over. fakes: see `set_value`. shared: what
-    several lowerings read, by what they asked for.
+    axis, ranks: of the mesh axis that collectives run over. fakes: see `set_value`. shared: nodes
+    that several lowerings read, by key.
     """
 
     def __init__(
@@ -59,12 +60,13 @@ class Emitter:
         return node
 
     def all_reduce(self, node: fx.Node, op: str = "sum") -> fx.Node:
-        """The sum (or maximum) over the axis, everywhere."""
+        """The sum (or maximum) over the axis, on all its ranks."""
         sent = self.call(_funcol.all_reduce.default, self.contiguous(node), op, self.axis)
         return self.call(_funcol.wait_tensor.default, sent)
 
     def contiguous(self, node: fx.Node) -> fx.Node:
-        """Kernels and collectives count on the layout: a copy where it is another."""
+        """The value with contiguous strides, as kernels and collectives require; copied if
+        needed."""
         if node.meta["val"].is_contiguous():
             return node
         return self.call_with(
@@ -72,7 +74,7 @@ class Emitter:
         )
 
     def convert(self, node: fx.Node, source: Placement, target: Placement) -> fx.Node:
-        """The same value in another placement. Raises ValueError where there is no way."""
+        """The same value in another placement. Raises ValueError where there is no conversion."""
         if source == target:
             return node
         if source == REPLICATED:
@@ -88,13 +90,13 @@ class Emitter:
             return self._all_gather(node, source)
         if isinstance(source, Shard) and isinstance(target, Shard):
             through = source.padding or target.padding  # an all-to-all needs equal parts
-            if source.dim == target.dim or through:  # other sections of the same dim
+            if source.dim == target.dim or through:  # other sections of one dim
                 return self._narrow(self._all_gather(node, source), target)
             return self._all_to_all(node, source, target)
         raise ValueError(f"no conversion from {source} to {target}")
 
     def _padded(self, node: fx.Node, shard: Shard) -> fx.Node:
-        """A whole tensor with zeros behind the dim that is cut unevenly."""
+        """A full tensor with zeros after the end of the dim that is sharded unevenly."""
         if not shard.padding:
             return node
         behind = node.meta["val"].dim() - 1 - shard.dim
@@ -126,7 +128,7 @@ class Emitter:
         return self.contiguous(part)
 
     def _seen(self, shape: list[int], shard: Shard, ranks: int) -> list[int]:
-        """The shape with its sharded dim spread as [outer, ranks, rest]."""
+        """The shape with its sharded dim viewed as [outer, ranks, rest]."""
         d, size = shard.dim, shape[shard.dim]
         return [*shape[:d], shard.outer, ranks, size // (shard.outer * ranks), *shape[d + 1 :]]
 
@@ -142,7 +144,8 @@ class Emitter:
         return self.contiguous(self.call(aten.narrow.default, whole, shard.dim, 0, size))
 
     def _unstacked(self, stacked: fx.Node, shape: list[int], shard: Shard) -> fx.Node:
-        """The ranks' parts of `shape`, one after the other along dim 0, put in place."""
+        """The ranks' parts of `shape`, stacked along dim 0, moved to their places in the full
+        tensor."""
         d = shard.dim
         full = [n * self.ranks if i == d else n for i, n in enumerate(shape)]
         if prod(shape[:d]) * shard.outer == 1:
@@ -154,7 +157,7 @@ class Emitter:
         return self.contiguous(self._shaped(moved, full))
 
     def _stacked(self, node: fx.Node, shard: Shard) -> tuple[fx.Node, list[int]]:
-        """The parts of a whole tensor one after the other along dim 0, and the shape of one."""
+        """The parts of a full tensor stacked along dim 0, and the shape of one."""
         local = list(shard.local(node.meta["val"].shape, self.ranks))
         node = self._padded(node, shard)
         d, shape = shard.dim, list(node.meta["val"].shape)
@@ -186,8 +189,8 @@ class Emitter:
 
 
 def set_value(node: fx.Node, fakes: Fakes | None = None) -> None:
-    """Give a call its fake value from those of its arguments (inside their fake mode, or that of
-    `fakes`, where it is enough to know of tensors what they are like)."""
+    """Compute a call's fake value from those of its arguments (inside their fake mode, or by
+    `fakes`, where tensor metadata is enough)."""
     make: Any = node.target
     if fakes is not None:
         node.meta["val"] = fakes.call(make, node.args, node.kwargs)

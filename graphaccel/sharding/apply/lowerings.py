@@ -1,8 +1,8 @@
-"""Calls that need more than smaller arguments when a dim of theirs is split over an axis.
+"""Local forms of calls that need more than smaller arguments when one of their dims is sharded.
 
-Each function makes the local form of one call (`sharding.rules.strategies.Row.lowering`) from its
+Each function builds the local form of one call (`sharding.rules.strategies.Row.lowering`) from its
 local arguments. Sources: vocabulary-parallel embedding and cross-entropy: Shoeybi et al.,
-Megatron-LM, 2019, §3; queries split along the sequence: Grattafiori et al., The Llama 3 Herd of
+Megatron-LM, 2019, §3; queries sharded along the sequence: Grattafiori et al., The Llama 3 Herd of
 Models, 2024, §3.3.2.
 """
 
@@ -22,12 +22,12 @@ from graphaccel.sharding.apply.random_parts import DROPOUT_PART
 aten = torch.ops.aten
 _IGNORED = -100
 
-# Makes the results of `node`, one per tensor it gives, from its local tensor arguments.
+# Builds the results of `node`, one per tensor it returns, from its local tensor arguments.
 Lowering: TypeAlias = Callable[[Emitter, fx.Node, list[fx.Node]], list[fx.Node]]
 
 
 def own_rows(emit: Emitter, ids: fx.Node, rows: int) -> tuple[fx.Node, fx.Node]:
-    """Positions counted from this rank's first row, and which of them are this rank's."""
+    """Indices relative to this rank's first row, and which of them are this rank's."""
     moved = emit.call(aten.sub.Tensor, ids, 0, bind={1: rows})
     low = emit.call(aten.ge.Scalar, moved, 0)
     high = emit.call(aten.lt.Scalar, moved, rows)
@@ -49,7 +49,7 @@ def _embedding(emit: Emitter, node: fx.Node, tensors: list[fx.Node]) -> list[fx.
 
 
 def _embedding_backward(emit: Emitter, node: fx.Node, tensors: list[fx.Node]) -> list[fx.Node]:
-    """Rows of other ranks go to one row too many, which is cut off."""
+    """Gradients of other ranks' rows are written to one extra row, which is cut off."""
     gradient, ids = tensors
     count, padding = int(node.args[2]), int(node.args[3])
     rows = -(-count // emit.ranks)  # rounded up: the last rank may have padding
@@ -73,7 +73,7 @@ def _look_up(emit: Emitter, node: fx.Node, tensors: list[fx.Node]) -> list[fx.No
 
 
 def _look_up_backward(emit: Emitter, node: fx.Node, tensors: list[fx.Node]) -> list[fx.Node]:
-    """Rows of other ranks go to one row too many, which is cut off."""
+    """Gradients of other ranks' rows are written to one extra row, which is cut off."""
     _, ids, values = tensors
     whole = node.meta["val"].shape
     rows = whole[0] // emit.ranks
@@ -112,7 +112,7 @@ def _softmax(emit: Emitter, node: fx.Node, tensors: list[fx.Node]) -> list[fx.No
 
 
 def _own_labels(emit: Emitter, labels: fx.Node, ignored: int, classes: int) -> fx.Node:
-    """Labels of this rank's classes, counted from its first; all others are ignored."""
+    """Labels of this rank's classes, relative to its first; all others are ignored."""
     moved, own = own_rows(emit, labels, classes)
     used = emit.call(aten.ne.Scalar, labels, ignored)
     return _replaced(emit, emit.call(aten.logical_and.default, own, used), moved, _IGNORED)
@@ -132,7 +132,7 @@ def _nll_loss(emit: Emitter, node: fx.Node, tensors: list[fx.Node]) -> list[fx.N
 
 
 def _causal(emit: Emitter, node: fx.Node, tensors: list[fx.Node]) -> list[fx.Node]:
-    """A mask of its own rows for each rank stands for `is_causal`; one for all layers."""
+    """`is_causal` is replaced by a mask of each rank's own rows; one mask for all layers."""
     backward = "backward" in str(node.target)
     query, key = tensors[1:3] if backward else tensors[:2]
     like, columns = query.meta["val"], key.meta["val"].shape[2]
@@ -149,8 +149,9 @@ def _causal(emit: Emitter, node: fx.Node, tensors: list[fx.Node]) -> list[fx.Nod
 
 
 def _later_hidden(emit: Emitter, like: torch.Tensor, columns: int) -> fx.Node:
-    """What is added to the scores of a rank's queries: -inf where a key is later. Nothing in it is
-    a constant in floating point, which another axis might want to split: each rank makes it."""
+    """The mask that is added to the scores of a rank's queries: -inf where a key is later. It
+    contains no floating-point constant, which another axis might want to shard: each rank computes
+    it."""
     rows = like.shape[2]
     row = emit.call_with(aten.arange.default, (rows,), {"device": like.device})
     row = emit.call(aten.add.Tensor, row, 0, bind={1: rows})
@@ -162,7 +163,7 @@ def _later_hidden(emit: Emitter, like: torch.Tensor, columns: int) -> fx.Node:
 
 
 def _expert_product(emit: Emitter, node: fx.Node, tensors: list[fx.Node]) -> list[fx.Node]:
-    """The rows of this rank's experts."""
+    """Only the rows of this rank's experts."""
     held = tensors[1].meta["val"].shape[0]
     return [emit.call(node.target, *tensors, 0, *node.args[4:], bind={3: held})]
 
@@ -174,14 +175,14 @@ def _expert_gradient(emit: Emitter, node: fx.Node, tensors: list[fx.Node]) -> li
 
 
 def items(emit: Emitter, node: fx.Node) -> list[fx.Node]:
-    """The tensors of a call that gives several."""
+    """The tensors that a call with several results returns."""
     values = node.meta["val"]
     found = [k for k, v in enumerate(values) if isinstance(v, torch.Tensor)]
     return [emit.call(operator.getitem, node, k) for k in found]
 
 
 def _dropout(emit: Emitter, node: fx.Node, tensors: list[fx.Node]) -> list[fx.Node]:
-    """A mask of its own for each rank: `sharding.apply.random_parts`."""
+    """A separate mask on each rank: `sharding.apply.random_parts`."""
     made = emit.call(DROPOUT_PART, tensors[0], float(node.args[1]), 0, bind={2: 1})
     return items(emit, made)
 
@@ -203,5 +204,5 @@ LOWERINGS: Mapping[str, Lowering] = MappingProxyType(
 
 
 def lower(name: str, emit: Emitter, node: fx.Node, tensors: list[Any]) -> list[fx.Node]:
-    """The local results of `node`, one per tensor it gives."""
+    """The local results of `node`, one per tensor it returns."""
     return LOWERINGS[name](emit, node, tensors)

@@ -1,10 +1,11 @@
-"""What lies behind the end of a dim that is cut unevenly, and where that must be zero.
+"""Padding of dims that the ranks do not divide: track where it is zero, and mask it where needed.
 
 A dim of 50257 on 2 ranks is 25129 on each; the last position of the last rank is padding. Most ops
-compute something there that nobody reads. Two kinds do read it: a sum over the dim (a product, a
-sum), for which it must be zero, and a softmax, for which it must be -inf. Parameters rest with
-zeros there, and gradients of parameters are handed out with zeros, so that an optimizer leaves them
-so. Zeros are followed through the ops that keep them; what is not known to be zero is masked.
+compute something there that nothing reads. Two kinds do read it: a sum over the dim (a matmul, a
+sum), for which it must be zero, and a softmax, for which it must be -inf. Sharded parameters have
+zeros there, and gradients of parameters are returned with zeros, so that an optimizer leaves them
+at zero. Zeros are propagated through the ops that preserve them; what is not known to be zero is
+masked.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _MOVES = frozenset(
         aten.unsqueeze.default, aten.squeeze.dim, aten.sum.dim_IntList,
     }
 )  # fmt: skip
-# Zero where all their operands are; none of them divides by one.
+# The result is zero where all operands are; none of these divides by an operand.
 _KEEPS = frozenset(
     {
         aten.mul.Tensor, aten.mul.Scalar, aten.add.Tensor, aten.sub.Tensor, aten.neg.default,
@@ -39,18 +40,18 @@ _LOWERED = frozenset({"embedding_backward"})
 
 
 class Padding:
-    """Which local values of one graph are zero in their padding."""
+    """Tracks which local values of one graph are zero in their padding."""
 
     def __init__(self, emit: Emitter) -> None:
         self.emit = emit
         self._zero: set[fx.Node] = set()
 
     def add_zero(self, node: fx.Node) -> None:
-        """A parameter, or what was cut out of a whole tensor: padded with zeros."""
+        """Record a parameter, or a slice of a full tensor: padded with zeros."""
         self._zero.add(node)
 
     def zero(self, node: fx.Node, shard: Shard) -> fx.Node:
-        """The value with zeros in its padding."""
+        """The value with its padding set to zero."""
         if not shard.padding or node in self._zero:
             return node
         made = self.emit.masked(node, shard, 0.0)
@@ -58,7 +59,7 @@ class Padding:
         return made
 
     def before(self, node: fx.Node, row: Row, local: list[fx.Node]) -> list[fx.Node]:
-        """The local operands of a call, masked where it reads their padding."""
+        """The local operands of a call, masked where the call reads their padding."""
         padded = _padded(row)
         if not padded:
             return local
@@ -75,7 +76,7 @@ class Padding:
     def after(
         self, node: fx.Node, row: Row, local: Sequence[fx.Node], results: Sequence[fx.Node]
     ) -> None:
-        """What a call gives is zero there too, if it is known to be."""
+        """Record the results of a call that are known to be zero in their padding."""
         (place, *others) = row.outputs or (None,)
         if others or not isinstance(place, Shard) or not place.padding:
             return
@@ -104,7 +105,7 @@ def _padded(row: Row) -> dict[int, Shard]:
 
 
 def _is_zero(node: fx.Node, row: Row) -> bool:
-    """Of a softmax, whose incoming gradient is zero there, or of picking a label; and a softmax."""
+    """Whether the padding of a result is zero: a softmax, its backward, or picking a label."""
     if row.lowering not in ("softmax", "nll_loss"):
         return False
     return node.target is aten._softmax.default or "backward" in str(node.target)

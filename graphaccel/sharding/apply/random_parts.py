@@ -1,8 +1,8 @@
-"""Random numbers for a part of a tensor: the same call on every rank, other numbers on each.
+"""Dropout on a sharded tensor: the same call on every rank, with other random numbers on each.
 
-All ranks of a mesh axis share one state of the default generator, so that what is replicated gets
-the same mask everywhere. A part draws one number from it (on every rank alike, which keeps the
-states equal) and seeds a generator of its own with that number and its coordinate.
+All ranks of a mesh axis share one state of the default generator, so that a replicated tensor gets
+the same mask everywhere. For a shard, every rank draws one number from it (which keeps the states
+equal) and seeds a generator of its own with that number and its coordinate.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ before (tensor axis of 2, %w1 sharded on dim 0, %w2 on dim 1)
                                                     %wait_tensor: = wait_tensor(%all_reduce)
                                                     %z: f32[8,16] = aten.add(%wait_tensor, %x)
 
-What lies where is decided before (`sharding.solve.placements`); a conversion stands just before the
-first call that needs it and is shared by all that do; one for a result alone, where the value is
-made.
+Placements are decided before (`sharding.solve.placements`). A conversion is inserted just before
+the first call that needs it and is shared by all that do; one for a result alone, right after the
+value is computed.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ _SIZED = frozenset(
 
 @dataclass(frozen=True)
 class ShardedGraph:
-    """graph: of one rank of the axis. held: where parameters and buffers rest, by name, if not
-    whole. partial: parameters whose gradient is still a partial sum over the axis."""
+    """graph: of one rank of the axis. held: shards of parameters and buffers, by name, where they
+    are not replicated. partial: parameters whose gradient is still a partial sum over the axis."""
 
     graph: fx.GraphModule = field(repr=False)
     held: Mapping[str, Shard]
@@ -92,7 +92,7 @@ def shard_axis(
 ) -> ShardedGraph:
     """The joint graph of concrete sizes as each of `ranks` ranks of `axis` runs it.
 
-    fakes: for a graph that is measured and not run (`ir.fakes`); it is then no code either."""
+    fakes: for a graph that is measured and not run (`ir.fakes`); no code is then generated."""
     given = [n for n in module.graph.nodes if n.op == "placeholder"]
     with fake_mode_of(given) if fakes is None else nullcontext(), torch.no_grad():
         return _Sharding(
@@ -122,7 +122,8 @@ class _Sharding:
         self.names = {node.name: node for node in module.graph.nodes}
         self.made: dict[Any, dict[Placement, fx.Node]] = {}
         results = zip(module.graph.output_node().args[0], outputs, strict=True)
-        # What the forward hands out is made in the forward, though a backward may ask first.
+        # Outputs of the forward are converted in the forward, though a backward may read them
+        # first.
         self.handed = {
             source_of(node)
             for node, spec in results
@@ -175,7 +176,7 @@ class _Sharding:
         local = [self._given(t, need, node) for t, need in zip(tensors, row.inputs, strict=True)]
         self.emit.meta = node.meta
         local = self.padding.before(node, row, local)
-        if row.lowering in ("expert_product", "expert_gradient"):  # whose experts: its rows' alone
+        if row.lowering in ("expert_product", "expert_gradient"):  # expert ids of these rows
             local[-1] = self.chosen.ids(local[-1], int(arguments(node)["count"]))
         if row.lowering:
             results = lower(row.lowering, self.emit, node, local)
@@ -216,7 +217,7 @@ class _Sharding:
         return items(self.emit, new)
 
     def _given(self, tensor: fx.Node, need: Placement | None, user: fx.Node) -> fx.Node:
-        """A value in the placement a call reads it in, converted if it must be."""
+        """A value in the placement in which a call reads it, converted if necessary."""
         value = source_of(tensor)
         known = self.made[value]
         made = next(iter(known))
@@ -227,7 +228,7 @@ class _Sharding:
             start = made
             whole = self.placements.versions.get(value) == REPLICATED
             if whole and need != REPLICATED:
-                start = REPLICATED  # kept whole as well: all else is cheap to make of that
+                start = REPLICATED  # kept replicated too: a slice of that is cheap
                 if start not in known:
                     known[start] = self._converted(tensor, known[made], made, start, user)
             known[need] = self._converted(tensor, known[start], start, need, user)
@@ -237,8 +238,8 @@ class _Sharding:
     def _converted(
         self, whole: fx.Node, node: fx.Node, source: Placement, target: Placement, user: fx.Node
     ) -> fx.Node:
-        """A conversion of the local `node` of `whole`; to and from the ranks of experts that rows
-        chose, it goes by way of rows that lie on the ranks one after the other, where they can."""
+        """A conversion of the local `node` of `whole`. To and from the ranks of chosen experts it
+        goes through evenly sharded rows, where those are possible."""
         size = whole.meta["val"].shape
         if isinstance(source, Shard) and source.by:
             experts = self._experts(source, user)
@@ -257,7 +258,7 @@ class _Sharding:
         return self.chosen.take(node, target, experts)
 
     def _experts(self, place: Shard, user: fx.Node) -> fx.Node:
-        """What the rows of a placement chose, whole."""
+        """The expert of every row of a placement, replicated."""
         meta = self.emit.meta
         experts = self._given(self.names[place.by], REPLICATED, user)
         self.emit.meta = meta
@@ -283,13 +284,13 @@ class _Sharding:
         given = self._given(node, need, node)
         if spec.kind == "gradient" and isinstance(need, Shard):
             self.emit.meta = node.meta
-            given = self.padding.zero(given, need)  # an optimizer would move what is not there
+            given = self.padding.zero(given, need)  # else an optimizer would update the padding
         self._move_up(before, known[made])
         return given
 
     def _move_up(self, before: fx.Node, made: fx.Node) -> None:
-        """What was put behind `before` for a value goes to where all that it reads is there, as
-        early as the value: at the end, sums that wait for it would hold theirs until then."""
+        """Move the nodes inserted after `before` for a value up to the first point where their
+        inputs exist: at the end, sums that wait for it would keep their inputs alive until then."""
         added = list(takewhile(lambda n: n is not before, reversed(self.graph.nodes)))
         for node in reversed(added):
             after = max([made, *node.all_input_nodes])
@@ -299,7 +300,7 @@ class _Sharding:
 
 
 def _local_sizes(node: fx.Node, row: Row, args: tuple, ranks: int) -> tuple:
-    """The numbers among a call's arguments that are sizes, as they are on one rank."""
+    """A call's arguments with its sizes replaced by those of one rank."""
     target = node.target
     if not any(isinstance(p, Shard) for p in (*row.inputs, *row.outputs)):
         return args
@@ -335,7 +336,7 @@ def _local_sizes(node: fx.Node, row: Row, args: tuple, ranks: int) -> tuple:
 
 
 def _local_size(place: Shard, shape: Sequence[int], ranks: int) -> list[int]:
-    """One rank's sizes; -1 for what is known when the step runs."""
+    """One rank's sizes; -1 for a size that is known at run time."""
     local = list(place.local(shape, ranks))
     if place.by:
         local[place.dim] = -1
@@ -343,7 +344,8 @@ def _local_size(place: Shard, shape: Sequence[int], ranks: int) -> list[int]:
 
 
 def _local_slice(node: fx.Node, row: Row, changed: list[Any], ranks: int, local: list[int]) -> None:
-    """slice(x, dim, start, end, step) and slice_backward(g, sizes, dim, start, end, step)."""
+    """Local arguments of slice(x, dim, start, end, step) and slice_backward(g, sizes, dim, start,
+    end, step)."""
     given = arguments(node)
     backward = node.target is aten.slice_backward.default
     whole = output_shapes(node)[0] if backward else tensor_arguments(node)[0].meta["val"].shape
@@ -364,7 +366,7 @@ def _local_slice(node: fx.Node, row: Row, changed: list[Any], ranks: int, local:
 
 
 def _local_bias(node: fx.Node, row: Row, changed: list[Any], ranks: int) -> None:
-    """convolution_backward(g, x, w, bias_sizes, ...): as many as filters."""
+    """convolution_backward(g, x, w, bias_sizes, ...): bias_sizes is the local number of filters."""
     sizes, gradient = changed[3], row.inputs[0]
     if sizes and isinstance(gradient, Shard) and gradient.dim == 1:
         changed[3] = [sizes[0] // ranks]

@@ -1,5 +1,7 @@
-"""What the graphs of one step share that are made to be measured, not run
-(`passes.profile_graph`)."""
+"""Cache shared by the sharded graphs of one step that are profiled and not run.
+
+See `passes.profile_graph`.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,8 @@ from graphaccel.ir.fakes import Fakes
 
 
 class Drafts:
-    """fakes: what calls give. parts: graphs of few examples, with a prime and their sizes, by the
-    step. first: graphs over the first axis, by what was asked of them."""
+    """fakes: results of calls. parts: graphs of few examples, with their prime and symbol sizes, by
+    step. first: graphs sharded over the first axis, by request."""
 
     def __init__(self) -> None:
         self.fakes = Fakes()

@@ -1,4 +1,4 @@
-"""Rows that lie on the rank which holds the expert they chose: sent there, sent back, spread.
+"""Expert parallelism: dispatch tokens (rows) to the ranks of their experts, and combine them.
 
     %x: f32[64,32], this rank's rows              %rows, %order, %back, %counts = expert_rows(%ids)
     %y = expert_product(%x, %w, %ids)             %sorted = aten.index_select(%x, 0, %order)
@@ -7,8 +7,8 @@
                                                   %own = aten.index_select(%ids, 0, %rows)
                                                   %y = expert_product(%came, %w, %own)
 
-Meta "chosen" marks what has as many rows as chose this rank's experts; in the graph it has an equal
-share of them.
+Meta "chosen" marks values that have one row for each row that chose one of this rank's experts; in
+the graph their size is an equal share of all rows.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _OWN, _ORDER, _BACK, _COUNTS = range(4)
 
 
 class ChosenRows:
-    """What the rows of one graph chose, and the conversions that follow from it. experts: the
-    node that gives the expert of every row, whole."""
+    """The routing of the rows of one graph, and the conversions that follow from it. experts: the
+    replicated node with the expert of every row."""
 
     def __init__(self, emit: Emitter) -> None:
         self.emit = emit
@@ -37,27 +37,27 @@ class ChosenRows:
         self._ids: dict[fx.Node, fx.Node] = {}
 
     def ids(self, experts: fx.Node, count: int) -> fx.Node:
-        """The experts of this rank's rows."""
+        """The expert ids of this rank's rows."""
         if experts not in self._ids:
             own = self._table(experts, count)[_OWN]
             self._ids[experts] = self._chosen(aten.index_select.default, experts, 0, own)
         return self._ids[experts]
 
     def take(self, node: fx.Node, shard: Shard, experts: fx.Node) -> fx.Node:
-        """This rank's rows of a value that is whole."""
+        """This rank's rows of a replicated value."""
         own = self._table(experts, shard.experts)[_OWN]
         return self._chosen(aten.index_select.default, node, shard.dim, own)
 
     def send(self, node: fx.Node, shard: Shard, experts: fx.Node) -> fx.Node:
-        """This rank's rows of a value whose rows lie on the ranks one after the other."""
+        """This rank's rows of a value whose rows are sharded evenly, in order."""
         table = self._table(experts, shard.experts)
         ordered = self.emit.call(aten.index_select.default, node, 0, table[_ORDER])
         sent = self._chosen(EXCHANGE, ordered, table[_COUNTS], False, self.emit.axis)
         return self._chosen(_WAIT, sent)
 
     def slice_backward(self, node: fx.Node, sizes: list[int], start: int, step: int) -> fx.Node:
-        """Zeros of `sizes` with every `step`-th of the last dim from `start` on as in `node`: of as
-        many rows as it has, which `aten.slice_backward` would have to be told."""
+        """Zeros of `sizes` with `node` at every `step`-th position of the last dim from `start` on,
+        with as many rows as `node`: `aten.slice_backward` would need that number as an argument."""
         width, each = sizes[-1], int(node.meta["val"].shape[-1]) * step
         if step > 1:
             node = self._chosen(aten.unsqueeze.default, node, len(sizes))
@@ -67,7 +67,7 @@ class ChosenRows:
         return self._chosen(aten.constant_pad_nd.default, node, around)
 
     def send_back(self, node: fx.Node, shard: Shard, experts: fx.Node) -> fx.Node:
-        """Rows on the ranks one after the other again."""
+        """The inverse of `send`: rows sharded evenly, in their original order."""
         table = self._table(experts, shard.experts)
         node = self.emit.contiguous(node)
         node.meta["chosen"] = True
@@ -76,7 +76,8 @@ class ChosenRows:
         return self.emit.call(aten.index_select.default, came, 0, table[_BACK])
 
     def spread(self, node: fx.Node, shard: Shard, experts: fx.Node, rows: int) -> fx.Node:
-        """A whole tensor with zeros in all other rows: a share of the sum over the ranks."""
+        """A tensor of all rows with zeros in the rows of other ranks: a partial sum over the
+        ranks."""
         shape = list(node.meta["val"].shape)
         shape[shard.dim] = rows
         zeros = self.emit.call(aten.new_zeros.default, node, shape)

@@ -1,1 +1,1 @@
-"""Which placements of an op's tensors are legal: one line of index notation an op."""
+"""Sharding rules: which placements of an op's tensors are legal, one line of notation an op."""

@@ -1,4 +1,5 @@
-"""Fused attention. Batch and heads are independent, unless several queries share a head of keys."""
+"""Sharding rules of fused attention: batch and heads are independent, except with grouped
+queries."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ _LOGSUM: Indices = ("b", "h", "q")
 
 
 def _mask(tensor: fx.Node) -> Indices:
-    """A mask is broadcast against the scores."""
+    """Dims of a mask: it is broadcast against the scores."""
     shape = shape_of(tensor)
     full = ("b", "h", "q", "s")[4 - len(shape) :]
     return tuple("1" if n == 1 else name for n, name in zip(shape, full, strict=True))
@@ -37,7 +38,7 @@ def _whole(query: fx.Node, key: fx.Node) -> frozenset[str]:
 
 
 def _attention(node: fx.Node) -> Notation:
-    """Of [b, h, s, d] tensors: the result, and the logarithm of the sum that softmax divides by."""
+    """Dims of the [b, h, s, d] tensors, the result, and the log of the softmax denominator."""
     query, key, _, *rest = tensor_arguments(node)
     masks = [_mask(t) for t in rest]
     outputs = (_OUTPUT, _LOGSUM)[: len(output_shapes(node))]

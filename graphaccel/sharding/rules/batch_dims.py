@@ -1,5 +1,4 @@
-"""Ops that treat what their last dims hold (an image, a matrix, a row) by itself: the dims before
-are independent."""
+"""Sharding rules of ops that act on their last dims (image, matrix, row); batch dims are free."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ _FIRST = (frozenset({0}),)
 
 
 def _one_of_a_dim(node: fx.Node) -> Notation:
-    """median, kthvalue: the dim stays whole, and is gone or of size one."""
+    """median, kthvalue: the reduced dim cannot be sharded; it disappears or has size one."""
     names = named_dims(node)
     if not names:
         return Notation(((),), ((), ()))
@@ -37,7 +36,7 @@ def _one_of_a_dim(node: fx.Node) -> Notation:
 
 
 def _glu(node: fx.Node) -> Notation:
-    """glu and its backward: the dim that is halved stays whole."""
+    """glu and its backward: the halved dim cannot be sharded."""
     names = index_names(len(shape_of(tensor_arguments(node)[-1])))
     dim = arguments(node)["dim"] % len(names)
     inputs = tuple(names for _ in tensor_arguments(node))
@@ -46,7 +45,7 @@ def _glu(node: fx.Node) -> Notation:
 
 
 def _against_edges(node: fx.Node) -> Notation:
-    """bucketize, searchsorted along one row of edges: each value by itself."""
+    """bucketize, searchsorted along one row of edges: elementwise in the values."""
     edges_first = node.target is aten.searchsorted.Tensor
     tensors = tensor_arguments(node)
     values = index_names(len(output_shapes(node)[0]))
@@ -58,7 +57,7 @@ def _against_edges(node: fx.Node) -> Notation:
 
 
 def _diagonal(node: fx.Node) -> Notation:
-    """The two dims stay whole; the diagonal comes last."""
+    """The two dims cannot be sharded; the diagonal is the last dim."""
     names = named_dims(node)
     given = arguments(node)
     pair = {given["dim1"] % len(names), given["dim2"] % len(names)}
@@ -83,7 +82,7 @@ def _unfold_backward(node: fx.Node) -> Notation:
 
 
 def _diagonal_scatter(node: fx.Node) -> Notation:
-    """The two dims stay whole; linear in both tensors together."""
+    """The two dims cannot be sharded; linear in both tensors together."""
     names = named_dims(node)
     given = arguments(node)
     pair = {given["dim1"] % len(names), given["dim2"] % len(names)}
@@ -93,7 +92,7 @@ def _diagonal_scatter(node: fx.Node) -> Notation:
 
 
 def _renorm(node: fx.Node) -> Notation:
-    """renorm: slices along its dim are independent, all other dims are whole."""
+    """renorm: slices along its dim are independent, no other dim can be sharded."""
     names = named_dims(node)
     kept = name_at(names, arguments(node)["dim"])
     return Notation((names,), (names,), frozenset(names) - {kept}, sums=False)
@@ -121,7 +120,7 @@ def _diag_embed(node: fx.Node) -> Notation:
 
 
 def _turned(node: fx.Node) -> Notation:
-    """rot90: the two dims stay whole."""
+    """rot90: the two rotated dims cannot be sharded."""
     names = named_dims(node)
     pair = {d % len(names) for d in arguments(node)["dims"]}
     seen = tuple("" if i in pair else n for i, n in enumerate(names))

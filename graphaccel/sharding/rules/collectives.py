@@ -1,4 +1,4 @@
-"""Collectives over one mesh axis, as another axis sees them: what they move lies along dim 0."""
+"""Sharding rules of collectives over another mesh axis: what they move is along dim 0."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FIRST = (frozenset({0}),)
 
 
 def _all_reduce(node: fx.Node) -> Notation:
-    """Elementwise; a sum of sums is a sum, a maximum of sums is nothing."""
+    """Elementwise; a sum of partial sums is a partial sum, a maximum of them is not."""
     names = named_dims(node)
     return Notation((names,), (names,), linear=_FIRST if node.args[1] == "sum" else ())
 
@@ -27,7 +27,7 @@ def _first_whole(node: fx.Node) -> Notation:
 
 
 def _exchanged(node: fx.Node) -> Notation:
-    """Rows, and the counts of them, which are whole."""
+    """Rows may be sharded along other dims; the counts of rows are replicated."""
     names = named_dims(node)
     return Notation((names, ("", "")), (names,), frozenset(names[:1]), _FIRST)
 
@@ -45,5 +45,5 @@ RULES: Rules = MappingProxyType(
 
 
 def is_message(target: Any) -> bool:
-    """Whether a call sends to other ranks, or waits for what they sent."""
+    """Whether a call communicates with other ranks, or waits for that."""
     return target is EXCHANGE or "c10d" in str(target)

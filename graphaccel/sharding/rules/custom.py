@@ -1,4 +1,4 @@
-"""Rules that users bring for ops of their own."""
+"""Sharding rules that users register for their own ops."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def sharding_rule(
     linear: Iterable[Iterable[int]] = (),
     sums: bool = True,
 ) -> None:
-    """Say how an op of your own may be sharded, in index notation.
+    """Register the sharding rule of an op of your own, in index notation.
 
         graphaccel.sharding_rule("mylib::scaled", "... d, d -> ... d", example=(x, scale))
 
@@ -32,9 +32,9 @@ def sharding_rule(
     overloads). rule: as in einsum, one name a dim, tensors in the order of the op's arguments;
     `...` stands for leading dims. An index that is missing on the right is summed over, so that
     sharding it makes a partial sum, unless `sums` is False. whole: indices, separated by blanks,
-    that can not be sharded. linear: groups of input positions in
-    which the op is linear. example: arguments to prove the rule on, with dims of even sizes,
-    float64 where floating; the op runs on them whole and by shards.
+    that cannot be sharded. linear: groups of input positions in which the op is linear. example:
+    arguments to prove the rule on, with dims of even sizes, float64 where floating; the op runs on
+    the full tensors and by shards.
 
     Raises RuleWrong (GA302) when the two differ.
     """
@@ -55,7 +55,7 @@ def sharding_rule(
 
 
 def own_rule(node: fx.Node) -> Notation | None:
-    """The rule a user gave for the op of a call, or None."""
+    """The rule that a user registered for the op of a call, or None."""
     found = getattr(node.target, _ATTRIBUTE, None)
     return None if found is None else found(node)
 

@@ -1,4 +1,5 @@
-"""Tensors made of numbers: every part is made where it is used, whatever the tensors it is like."""
+"""Sharding rules of ops that create tensors (zeros, full, arange): each rank makes its own
+shard."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ def _factory(node: fx.Node) -> Notation:
     return Notation(inputs, outputs, unread=frozenset(range(len(inputs))))
 
 
-# Their elements do not depend on where they stand: a part of one is a smaller one.
+# Elements do not depend on their position: a shard is a smaller tensor.
 UNIFORM = frozenset(
     {
         aten.full.default,
@@ -55,7 +56,7 @@ UNIFORM = frozenset(
 )
 COUNTS = frozenset({aten.arange.default, aten.arange.start, aten.arange.start_step})
 
-# Their elements depend on where they stand: there is no part of one.
+# Elements depend on their position: a smaller tensor is not a shard.
 ORDERED = frozenset(
     {
         aten.linspace.default,

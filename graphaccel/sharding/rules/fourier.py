@@ -1,4 +1,4 @@
-"""Complex numbers as pairs of real ones, and Fourier transforms: all of them linear."""
+"""Sharding rules of complex views and Fourier transforms; all of them are linear."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _FIRST = (frozenset({0}),)
 
 
 def _as_pairs(node: fx.Node) -> Notation:
-    """view_as_real: one more dim, of size two."""
+    """view_as_real: adds a dim of size two."""
     names = named_dims(node)
     return Notation((names,), ((*names, ""),), linear=_FIRST)
 
 
 def _of_pairs(node: fx.Node) -> Notation:
-    """view_as_complex: the last dim, of size two, is gone."""
+    """view_as_complex: removes the last dim, of size two."""
     names = index_names(len(shape_of(tensor_arguments(node)[0])) - 1)
     return Notation(((*names, ""),), (names,), linear=_FIRST)
 
 
 def _transform(node: fx.Node) -> Notation:
-    """The dims that are transformed stay whole."""
+    """The transformed dims cannot be sharded."""
     names = named_dims(node)
     whole = {names[d % len(names)] for d in arguments(node)["dim"]}
     return Notation((names,), (names,), frozenset(whole), _FIRST, sums=False)

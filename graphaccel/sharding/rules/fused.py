@@ -1,4 +1,4 @@
-"""The rule of a fused op, read off the index names in its own file, for it and its backward."""
+"""Sharding rules of fused ops and their backwards, from the index names in the op's own file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from graphaccel.sharding.rules.notation import Indices, Notation, output_shapes,
 
 
 def fused_rule(node: fx.Node) -> Notation | None:
-    """The rule of a call to a fused op; None for any other."""
+    """The rule of a call of a fused op; None for any other op."""
     fusion = fusion_of(node.target)
     if fusion is None:
         return None
@@ -51,7 +51,8 @@ def _given(fusion: Fusion, names: Sequence[str], node: fx.Node) -> _Given:
 
 
 def _spelled(given: _Given) -> tuple[Indices, ...]:
-    """Dots written out, aligned at the right; a dim of size one that others exceed is broadcast."""
+    """Indices with `...` expanded, aligned at the right; a dim of size one where another tensor has
+    more is broadcast."""
     rows = [(_aligned(t.indices, len(s)), s) for _, t, s in given]
     sizes: dict[str, int] = {}
     for names, shape in rows:
@@ -64,7 +65,7 @@ def _spelled(given: _Given) -> tuple[Indices, ...]:
 
 
 def _aligned(indices: Indices, rank: int) -> Indices:
-    """`... d` of four dims: `.3 .2 .1 d`, numbered from the right."""
+    """`... d` of four dims becomes `.3 .2 .1 d`, numbered from the right."""
     if "..." not in indices:
         return tuple("1" if i.isdigit() else i for i in indices)
     at = indices.index("...")

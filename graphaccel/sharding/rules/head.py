@@ -1,8 +1,9 @@
-"""The head of a step: what runs once on the whole batch, between the forwards and the backwards.
+"""Find the head of a step: the part that runs once on the whole batch, after all forwards.
 
-Some losses are no sum over examples: the square root of a mean, a ratio of sums, the similarity of
-each example to each other. They are exact on a batch that is split if the part of the step from the
-first such op to the loss, with its derivative, runs once on what all parts give it.
+Some losses are not sums over examples: the square root of a mean, a ratio of sums, the similarity
+of each example to each other. They are exact on a split batch if the part of the step from the
+first such op to the loss, with its derivative, runs once on the values of all parts, between the
+forwards and the backwards.
 """
 
 from __future__ import annotations
@@ -14,14 +15,15 @@ from typing import Any
 from torch import fx
 
 MOST = 0.1
-"""The share of a model's weights that its head may hold. What it does is not split over
-microbatches or data ranks: with more of the model in it, there is little left that is."""
+"""The largest share of a model's weights that its head may hold. The work of the head is not split
+over microbatches or data ranks: with more of the model in it, little is left to split."""
 
 
 def close(graph: fx.Graph, seeds: Collection[fx.Node]) -> frozenset[fx.Node]:
-    """The smallest head with `seeds` in it: what the forward makes of them, and its derivatives.
+    """The smallest head that contains `seeds`: what the forward computes from them, and the
+    derivatives.
 
-    Nothing in it depends on a value outside that depends on it, so that it can run at once.
+    No value outside of it lies between two of its nodes, so that it can run at once.
     """
     head: set[fx.Node] = set()
     after: set[fx.Node] = set()
@@ -52,8 +54,8 @@ def share_of_weights(
     weights: Collection[str],
     replicated: Any,
 ) -> float:
-    """How much of the model's weights a head reads: elements, over all. weights: placeholders.
-    places: of values (`sharding.rules.propagate`)."""
+    """The share of the model's weights that a head reads: elements, over all. weights:
+    placeholders. places: of values (`sharding.rules.propagate`)."""
     read: set[fx.Node] = set()
     stack = [n for node in head for n in node.all_input_nodes]
     while stack:

@@ -1,5 +1,4 @@
-"""Pooling, resampling, padding and their gradients: whatever stands before the spatial dims is
-independent."""
+"""Sharding rules of pooling, resampling and padding: the dims before the spatial ones are free."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ _FIRST = (frozenset({0}),)
 
 
 def spatial(dims: int, *, linear: bool = False) -> Rule:
-    """The last `dims` dims of every tensor hold one image; linear: in the first tensor."""
+    """The last `dims` dims of every tensor are spatial; linear: in the first tensor."""
 
     def rule(node: fx.Node) -> Notation:
         inputs = tuple(_names(len(shape_of(t)), dims) for t in tensor_arguments(node))
@@ -51,8 +50,8 @@ def _first(rank: int) -> Indices:
 
 
 def _fractional(dims: int, samples: int) -> Rule:
-    """fractional_max_pool: its random numbers are one row an image and channel; a tensor without
-    examples has them with one."""
+    """fractional_max_pool: its random samples have one row for each image and channel; a tensor
+    without a batch dim has samples with a batch of one."""
 
     def rule(node: fx.Node) -> Notation:
         full = len(output_shapes(node)[0])
@@ -71,7 +70,7 @@ def _fractional(dims: int, samples: int) -> Rule:
 
 
 def _grid(node: fx.Node) -> Notation:
-    """grid_sampler: images [n, c, ...] read at places [n, ..., 2 or 3]."""
+    """grid_sampler: images [n, c, ...] sampled at positions [n, ..., 2 or 3]."""
     image, places = (len(shape_of(t)) for t in tensor_arguments(node))
     read = ("n", "c", *("",) * (image - 2))
     return Notation((read, _first(places)), (read,), linear=_FIRST, sums=False)

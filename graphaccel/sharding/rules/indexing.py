@@ -1,4 +1,4 @@
-"""Look-ups by index tensors, and their gradients."""
+"""Sharding rules of indexing, gather, scatter and embedding, and their gradients."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ _FILLS = frozenset({aten.full.default, aten.full_like.default, aten.new_full.def
 
 
 def counts_rows(node: fx.Node, size: int) -> bool:
-    """Whether a node is `arange(size)`, perhaps reshaped: it numbers the rows of a tensor."""
+    """Whether a node is `arange(size)`, possibly reshaped: it numbers the rows of a tensor."""
     while node.target in _RESHAPES:
         node = cast(fx.Node, node.args[0])
     return node.target in _COUNTS and shape_of(node) == (size,)
 
 
 def only_counts_rows(node: fx.Node) -> bool:
-    """Whether all that reads an `arange` takes it as the numbers of a tensor's own rows.
+    """Whether all readers of an `arange` use it as the row numbers of a tensor.
 
-    Such a part of it may count from zero, as each part's rows do.
+    A shard of such an `arange` may count from zero, as the rows of each shard do.
     """
     reached, stack = {node}, [node]
     while stack:
@@ -86,11 +86,11 @@ def takes_rows(node: fx.Node) -> bool:
 
 
 def _look_up(node: fx.Node) -> tuple[list[Indices], Indices, frozenset[str], bool]:
-    """What `x[i, j]` and its gradient have in common.
+    """The common part of `x[i, j]` and its gradient.
 
-    Gives the indices of x and of each index array, those of the result, the dims of x that stay
-    whole, and whether a row is taken from (put into) the same row: where an index array counts the
-    rows themselves (`x[arange(b), last]`), row r of the result needs row r of x only.
+    Returns the indices of x and of each index array, those of the result, the dims of x that cannot
+    be sharded, and whether a row is taken from (put into) the same row: where an index array
+    numbers the rows themselves (`x[arange(b), last]`), row r of the result needs row r of x only.
     """
     source, *_ = tensor_arguments(node)
     positions = arguments(node)["indices"]
@@ -125,16 +125,17 @@ def _look_up(node: fx.Node) -> tuple[list[Indices], Indices, frozenset[str], boo
 
 
 def _index(node: fx.Node) -> Notation:
-    """`x[i]`, `x[:, i]`, `x[rows, columns]`: indexed dims of x stay whole, the others follow."""
+    """`x[i]`, `x[:, i]`, `x[rows, columns]`: indexed dims of x cannot be sharded, the others
+    can."""
     inputs, out, whole, _ = _look_up(node)
     return Notation(tuple(inputs), (out,), whole, (frozenset({0}),), sums=False)
 
 
 def _index_put(node: fx.Node) -> Notation:
-    """The gradient of indexing, added into zeros: where each part adds its own, a partial sum.
+    """The gradient of indexing, added into zeros: a partial sum where each shard adds its own part.
 
-    Into anything but zeros that would count what was there once a part, and without accumulation
-    later parts would overwrite earlier ones: then only rows that stay rows can be sharded.
+    With anything but zeros the initial values would count once per shard, and without accumulation
+    later shards would overwrite earlier ones: then only rows that stay rows can be sharded.
     """
     inputs, full, whole, _ = _look_up(node)
     base, *_ = tensor_arguments(node)
@@ -162,7 +163,7 @@ def _index_select(node: fx.Node) -> Notation:
 
 
 def _index_fill(node: fx.Node) -> Notation:
-    """index_fill: linear in the tensor and, where it is one, the number that is put."""
+    """index_fill: linear in the tensor and, if it is a tensor, the value."""
     names = named_dims(node)
     whole = frozenset({name_at(names, arguments(node)["dim"])})
     tensors = tensor_arguments(node)
@@ -174,7 +175,7 @@ def _index_fill(node: fx.Node) -> Notation:
 
 
 def _index_add(node: fx.Node) -> Notation:
-    """Rows put at numbered places. Where they are added to zeros, each part may add its own."""
+    """index_add: rows added at given positions. Added to zeros, each shard may add its own."""
     names = named_dims(node)
     base, index, _ = tensor_arguments(node)
     whole = name_at(names, arguments(node)["dim"])
@@ -186,13 +187,13 @@ def _index_add(node: fx.Node) -> Notation:
 
 
 def _along(node: fx.Node) -> tuple[Indices, Indices, frozenset[str]]:
-    """Of gather and scatter: names of the tensor and of the index, and the names that stay whole.
+    """For gather and scatter: names of the tensor, of the index, and of the dims not sharded.
 
-    The dim that is looked up along has another name in the index. Dims along which the index is
-    shorter are whole: its row r is not row r's part.
+    The looked-up dim has another name in the index. Dims along which the index is shorter cannot be
+    sharded: their shards would not match.
     """
     source, index = (shape_of(t) for t in tensor_arguments(node)[:2])
-    if len(source) != len(index):  # a number taken for a tensor of one element
+    if len(source) != len(index):  # a number read as a tensor of one element
         return ("",) * len(source), ("",) * len(index), frozenset({""})
     names = index_names(len(source))
     looked = name_at(names, arguments(node)["dim"])
@@ -206,10 +207,10 @@ def _gather(node: fx.Node) -> Notation:
 
 
 def _scatter(node: fx.Node) -> Notation:
-    """What is written over comes from `src`, the rest from `self`: linear in both together.
+    """Overwritten elements come from `src`, the rest from `self`: linear in both together.
 
-    What is added to zeros may be added by each part. Dims along which `src` is longer than the
-    index are whole.
+    When added to zeros, each shard may add its own part. Dims along which `src` is longer than the
+    index cannot be sharded.
     """
     names, at, whole = _along(node)
     base, *others = tensor_arguments(node)
@@ -230,7 +231,7 @@ def _scatter_value(node: fx.Node) -> Notation:
 
 
 def _flat(*groups: tuple[int, ...]) -> Rule:
-    """take, put, masked_scatter: elements are numbered through all dims, so all are whole."""
+    """take, put, masked_scatter: elements are numbered over all dims, so none can be sharded."""
 
     def rule(node: fx.Node) -> Notation:
         inputs = tuple(("",) * len(shape_of(t)) for t in tensor_arguments(node))
@@ -241,7 +242,7 @@ def _flat(*groups: tuple[int, ...]) -> Rule:
 
 
 def _take(node: fx.Node) -> Notation:
-    """take: the places may be split."""
+    """take: the positions may be sharded."""
     source, index = (shape_of(t) for t in tensor_arguments(node))
     at = index_names(len(index))
     return Notation((("",) * len(source), at), (at,), linear=(frozenset({0}),))
@@ -253,7 +254,7 @@ def _embedding(node: fx.Node) -> Notation:
 
 
 def _embedding_backward(node: fx.Node) -> Notation:
-    """Each part adds its own rows, unless rows are divided by how often they occur in the batch."""
+    """Each shard adds its own rows, unless rows are divided by their frequency in the batch."""
     names = index_names(len(shape_of(tensor_arguments(node)[1])))
     whole = frozenset(names) if arguments(node)["scale_grad_by_freq"] else frozenset()
     return Notation(((*names, "h"), names), (("", "h"),), whole, (frozenset({0}),))

@@ -1,4 +1,4 @@
-"""Linear algebra: matrices are whole, the dims before them (batches of them) are independent."""
+"""Sharding rules of linear algebra: only the batch dims before the matrices can be sharded."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def matrices(
     kept: tuple[int, ...] = (),
     columns: int | None = None,
 ) -> Rule:
-    """inputs, outputs: how many dims of each tensor hold one matrix (2), vector (1) or number (0).
+    """inputs, outputs: how many dims of each tensor are one matrix (2), vector (1) or number (0).
 
-    The dims before are broadcast. kept: results that do not depend on the `linear` inputs; those
-    that were not asked for are empty. columns: an input whose columns are independent, as then are
+    The dims before are broadcast. kept: results that do not depend on the `linear` inputs; results
+    that were not requested are empty. columns: an input whose columns are independent, as then are
     those of the first result.
     """
 
@@ -61,7 +61,7 @@ def matrices(
 
 
 def _batched(shape: tuple[int, ...], inside: int, lead: tuple[int, ...]) -> Indices:
-    if len(shape) < inside or 0 in shape:  # a result that was not asked for
+    if len(shape) < inside or 0 in shape:  # a result that was not requested
         return ("",) * len(shape)
     names = index_names(len(lead))
     own = shape[: len(shape) - inside]
@@ -73,7 +73,7 @@ def _batched(shape: tuple[int, ...], inside: int, lead: tuple[int, ...]) -> Indi
 
 
 def _solution(node: fx.Node) -> Notation:
-    """_linalg_solve_ex: right sides are matrices, or vectors where they have one dim less."""
+    """_linalg_solve_ex: right-hand sides are matrices, or vectors if they have one dim less."""
     left, right = (shape_of(t) for t in tensor_arguments(node))
     vector = len(right) == 1 or (len(left) - 1 == len(right) and right == left[:-1])
     width, columns = (1, None) if vector else (2, 1 if arguments(node)["left"] else None)
@@ -82,26 +82,27 @@ def _solution(node: fx.Node) -> Notation:
 
 
 def _triangular(node: fx.Node) -> Notation:
-    """linalg_solve_triangular: right sides are columns, or rows if the matrix is on the right."""
+    """linalg_solve_triangular: right-hand sides are columns, or rows if the matrix is on the
+    right."""
     columns = 1 if arguments(node)["left"] else None
     return matrices((2, 2), (2,), linear=((1,),), columns=columns)(node)
 
 
 def _factored(node: fx.Node) -> Notation:
-    """linalg_lu_solve: a matrix in its factors."""
+    """linalg_lu_solve: a matrix as its factors."""
     columns = 2 if arguments(node)["left"] else None
     return matrices((2, 1, 2), (2,), linear=((2,),), columns=columns)(node)
 
 
 def _distances(node: fx.Node) -> Notation:
-    """_cdist_forward: of every row of one tensor to every row of the other."""
+    """_cdist_forward: distances of every row of one tensor to every row of the other."""
     left, right = (shape_of(t) for t in tensor_arguments(node))
     lead = _lead(left, right)
     return Notation(((*lead, "p", "m"), (*lead, "r", "m")), ((*lead, "p", "r"),), sums=False)
 
 
 def _distances_backward(node: fx.Node) -> Notation:
-    """Of the gradient of the first rows: a sum over the second ones."""
+    """The gradient of the first rows: a sum over the second ones."""
     _, left, right, _ = (shape_of(t) for t in tensor_arguments(node))
     lead = _lead(left, right)
     between = (*lead, "p", "r")
@@ -114,14 +115,14 @@ def _distances_backward(node: fx.Node) -> Notation:
 
 
 def _lead(left: tuple[int, ...], right: tuple[int, ...]) -> Indices:
-    """Names of equal leading dims; where they are broadcast, they stay whole."""
+    """Names of equal leading dims; broadcast dims cannot be sharded."""
     if left[:-2] == right[:-2]:
         return index_names(len(left) - 2)
     raise NotImplementedError("rows of broadcast batches")
 
 
 def _cross(node: fx.Node) -> Notation:
-    """linalg_cross: its dim, of size three, stays whole."""
+    """linalg_cross: its dim, of size three, cannot be sharded."""
     tensors = [shape_of(t) for t in tensor_arguments(node)]
     (out,) = output_shapes(node)
     names = index_names(len(out))
@@ -131,8 +132,8 @@ def _cross(node: fx.Node) -> Notation:
 
 
 def _trilinear(node: fx.Node) -> Notation:
-    """_trilinear (of nn.Bilinear): a product of three tensors, each expanded by some dims, summed
-    over others."""
+    """_trilinear (of nn.Bilinear): a product of three tensors, each expanded along some dims,
+    summed over others."""
     given = arguments(node)
     shapes = [shape_of(t) for t in tensor_arguments(node)]
     rank = len(shapes[0]) + len(given["expand1"])

@@ -1,5 +1,4 @@
-"""Losses with their reduction inside. A sum over examples is a partial sum; a mean must be
-whole."""
+"""Sharding rules of losses: a sum over examples is a partial sum; a mean cannot be sharded."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ _NONE, _MEAN = 0, 1  # at::Reduction
 
 
 def _scores(tensor: fx.Node) -> Indices:
-    """[c], [n, c] or [n, c, y, x]."""
+    """Names for scores of shape [c], [n, c] or [n, c, y, x]."""
     rank = len(shape_of(tensor))
     return ("c",) if rank == 1 else ("n", "c", "y", "x")[:rank]
 
@@ -58,7 +57,7 @@ def _labelled_loss_backward(node: fx.Node) -> Notation:
 
 
 def _elementwise_loss(node: fx.Node) -> Notation:
-    """mse_loss and its like, on two (or, weighted, three) tensors of one shape."""
+    """mse_loss and similar ones, on two (or, weighted, three) tensors of one shape."""
     reduction = arguments(node)["reduction"]
     if reduction == _NONE:
         return broadcast(node)
@@ -80,7 +79,7 @@ def _elementwise_loss(node: fx.Node) -> Notation:
 
 def _elementwise_loss_backward(node: fx.Node) -> Notation:
     """Linear in the incoming gradient, one number unless nothing was reduced. A mean divides by the
-    number of elements there are, so nothing may be sharded."""
+    number of elements, so nothing may be sharded."""
     found = broadcast(node, linear=[(0,)])
     if arguments(node)["reduction"] == _MEAN:
         return Notation(found.inputs, found.outputs, frozenset(found.outputs[0]), found.linear)
@@ -88,7 +87,7 @@ def _elementwise_loss_backward(node: fx.Node) -> Notation:
 
 
 def _margins(node: fx.Node) -> Notation:
-    """multi_margin_loss, multilabel_margin_loss: the classes of an example are whole."""
+    """multi_margin_loss, multilabel_margin_loss: the class dim of an example cannot be sharded."""
     tensors = tensor_arguments(node)
     scores, whole, single = _margin_dims(node, tensors[0])
     results = (single, *(scores for _ in output_shapes(node)[1:]))
@@ -103,7 +102,7 @@ def _margins_backward(node: fx.Node) -> Notation:
 
 
 def _margin_dims(node: fx.Node, scores: fx.Node) -> tuple[Indices, frozenset[str], Indices]:
-    """Names of the scores, those that stay whole, and the names of the loss."""
+    """Names of the scores, those that cannot be sharded, and the names of the loss."""
     names = ("n", "c")[2 - len(shape_of(scores)) :]
     reduction = arguments(node)["reduction"]
     whole = frozenset({"c", "n"} if reduction == _MEAN else {"c"})
@@ -111,7 +110,7 @@ def _margin_dims(node: fx.Node, scores: fx.Node) -> tuple[Indices, frozenset[str
 
 
 def _margin_labels(node: fx.Node, scores: Indices, tensors: list[fx.Node]) -> list[Indices]:
-    """One class for each example and weights of classes; or several, and what of them counted."""
+    """One class for each example and class weights; or several, and which of them counted."""
     if "multilabel" in str(node.target):
         return [scores for _ in tensors]
     rank = len(shape_of(tensors[0]))
@@ -120,7 +119,8 @@ def _margin_labels(node: fx.Node, scores: Indices, tensors: list[fx.Node]) -> li
 
 
 def _ctc(node: fx.Node) -> Notation:
-    """Targets of all examples in one row can not be split: where each begins depends on lengths."""
+    """Concatenated targets of all examples cannot be sharded: each offset depends on the
+    lengths."""
     several = len(shape_of(tensor_arguments(node)[1])) == 2
     targets = ("n", "s") if several else ("s",)
     whole = frozenset("tcs") if several else frozenset("tcsn")

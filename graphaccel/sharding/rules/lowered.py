@@ -1,6 +1,6 @@
-"""Rows of ops that need more than smaller arguments when a dim of theirs is split.
+"""Strategies of ops whose local call needs a rewrite when one of their dims is sharded.
 
-Each names the rewrite that makes the local call (`sharding.apply.lowerings`).
+Each names the rewrite that builds the local call (`sharding.apply.lowerings`).
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ aten = torch.ops.aten
 
 
 def has_lowering(node: fx.Node) -> bool:
-    """Whether a call may be split in more ways than its rule says, by a rewrite of its own."""
+    """Whether a call has strategies beyond its rule, by a rewrite of its own."""
     return node.target in _LOWERED
 
 
 def lowered_rows(
     node: fx.Node, ranks: int, inputs: Sequence[Shards], outputs: Sequence[Shards]
 ) -> Iterator[Row]:
-    """The rows of a call that a rewrite of its own makes (`sharding.rules.strategies.rows_of`)."""
+    """The strategies of a call that need a rewrite (`sharding.rules.strategies.rows_of`)."""
     made = _LOWERED.get(node.target)
     if made is not None:
         yield from made(node, ranks, inputs, outputs)
@@ -40,7 +40,7 @@ def lowered_rows(
 def _embedding(
     node: fx.Node, ranks: int, inputs: Sequence[Shards], outputs: Sequence[Shards]
 ) -> Iterator[Row]:
-    """Rows of the table are split: each rank looks up its own, the rest are zeros.
+    """Rows of the table are sharded: each rank looks up its own, the rest are zeros.
 
     Shoeybi et al., Megatron-LM, 2019, §3 (vocabulary-parallel embedding).
     """
@@ -58,7 +58,7 @@ def _embedding_backward(
 
 
 def _first_dims(known: Shards, shape: Sequence[int], ranks: int) -> list[Shard]:
-    """Shards of dim 0: the even one always, a padded one where it was thought of."""
+    """Shards of dim 0: always the even one, a padded one if it is among the known shards."""
     found = {s for s in known if s.dim == 0 and s.padding} | {Shard(0)}
     return [s for s in sorted(found) if s.fits(shape, ranks)]
 
@@ -66,8 +66,8 @@ def _first_dims(known: Shards, shape: Sequence[int], ranks: int) -> list[Shard]:
 def _look_up(
     node: fx.Node, ranks: int, inputs: Sequence[Shards], outputs: Sequence[Shards]
 ) -> Iterator[Row]:
-    """Rows that are looked up (experts by the tokens that chose them) are split: each rank gives
-    its own, and zeros for the rest. Nothing depends on how many a rank has."""
+    """Indexed rows (experts by their tokens) are sharded: each rank returns its own rows, and zeros
+    for the rest. Nothing depends on how many a rank has."""
     tensors = tensor_arguments(node)
     floating = tensors[0].meta["val"].is_floating_point()
     if not floating or not takes_rows(node) or not Shard(0).fits(shape_of(tensors[0]), ranks):
@@ -81,12 +81,12 @@ def _look_up(
 def _chosen(
     node: fx.Node, ranks: int, inputs: Sequence[Shards], outputs: Sequence[Shards]
 ) -> Iterator[Row]:
-    """Experts are split: each rank multiplies the rows that chose its own."""
+    """Experts are sharded: each rank multiplies the rows that chose its own experts."""
     _, weights, experts = tensor_arguments(node)
     count = int(arguments(node)["count"])
     backward = node.target is GRADIENT
     shape = output_shapes(node)[0] if backward else shape_of(weights)
-    if shape[0] != count or not Shard(0).fits(shape, ranks):  # split already, by another axis
+    if shape[0] != count or not Shard(0).fits(shape, ranks):  # already sharded over another axis
         return
     own = Shard(0, by=experts.name, experts=count)
     if backward:
@@ -98,7 +98,7 @@ def _chosen(
 def _softmax_along(
     node: fx.Node, ranks: int, inputs: Sequence[Shards], outputs: Sequence[Shards]
 ) -> Iterator[Row]:
-    """The dim of a softmax is split: its maximum and its sum are taken over the axis."""
+    """The dim of a softmax is sharded: its maximum and its sum are reduced over the axis."""
     (shape,) = output_shapes(node)
     dim = int(arguments(node)["dim"]) % len(shape)
     sums = prod(shape) // shape[dim]
@@ -113,9 +113,9 @@ def _softmax_along(
 def _labelled(
     node: fx.Node, ranks: int, inputs: Sequence[Shards], outputs: Sequence[Shards]
 ) -> Iterator[Row]:
-    """nll_loss with its classes split: each rank takes the labels that fall to it."""
+    """nll_loss with sharded classes: each rank handles the labels among its classes."""
     tensors = tensor_arguments(node)
-    if len(tensors) > 2 or arguments(node)["reduction"] == 1:  # weights of classes; a mean
+    if len(tensors) > 2 or arguments(node)["reduction"] == 1:  # class weights; a mean
         return
     scores = shape_of(tensors[0])
     for classes in _classes(inputs[0], scores, ranks):
@@ -143,7 +143,7 @@ def _labelled_backward(
 def _added_product(
     node: fx.Node, ranks: int, inputs: Sequence[Shards], outputs: Sequence[Shards]
 ) -> Iterator[Row]:
-    """addmm over a split inner dim: what is added must be a share of it."""
+    """addmm with a sharded inner dim: the added term must be a partial sum."""
     left, right = (shape_of(t) for t in tensor_arguments(node)[1:])
     last, first = len(left) - 1, len(right) - 2
     found = {(s.outer, s.padding) for s in inputs[1] if s.dim == last}
@@ -157,8 +157,8 @@ def _added_product(
 def _causal(
     node: fx.Node, ranks: int, inputs: Sequence[Shards], outputs: Sequence[Shards]
 ) -> Iterator[Row]:
-    """Attention with queries split along the sequence, keys and values whole (context parallelism
-    by all-gather: Grattafiori et al., The Llama 3 Herd of Models, 2024, §3.3.2)."""
+    """Attention with queries sharded along the sequence, keys and values replicated (context
+    parallelism by all-gather: Grattafiori et al., The Llama 3 Herd of Models, 2024, §3.3.2)."""
     tensors = tensor_arguments(node)
     backward = "backward" in str(node.target)
     query = tensors[1 if backward else 0]
@@ -176,7 +176,7 @@ def _causal(
     ]
     split, whole = Shard(2), REPLICATED
     if backward:
-        # Each rank has the gradient of keys and values from its own queries: a partial sum.
+        # Each rank has the gradient of keys and values for its own queries: a partial sum.
         inputs_row = (split, split, whole, whole, split, split, *masks)
         yield Row(inputs_row, (split, PARTIAL, PARTIAL), lowering)
     else:

@@ -1,4 +1,4 @@
-"""Normalisations: layers and groups act within an example, batch norm on all of them."""
+"""Sharding rules of normalisations: layer and group norm act per example, batch norm over all."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _layer_dims(node: fx.Node) -> tuple[Indices, Indices, Indices]:
 
 
 def _layer_norm(node: fx.Node) -> Notation:
-    """Examples are independent, the normalised dims whole."""
+    """Examples are independent, the normalised dims cannot be sharded."""
     full, normal, statistics = _layer_dims(node)
     inputs = (full, *(normal for _ in tensor_arguments(node)[1:]))
     return Notation(inputs, (full, statistics, statistics), frozenset(normal), sums=False)
@@ -66,7 +66,7 @@ def _group_norm_backward(node: fx.Node) -> Notation:
 
 
 def _batch_norm(node: fx.Node) -> Notation:
-    """Statistics of the batch mix its examples; with running statistics they are independent."""
+    """Batch statistics mix examples; with running statistics examples are independent."""
     image = _image_dims(node)
     given = arguments(node)
     mixes = given.get("training", given.get("train", False))
@@ -77,7 +77,7 @@ def _batch_norm(node: fx.Node) -> Notation:
         return Notation(inputs, outputs, whole, _FIRST, sums=not mixes)
     if mixes:
         return Notation(inputs, outputs, frozenset({"n"}), sums=False)
-    # Running statistics are handed on as they are: the same for every part, so not a sum over them.
+    # Running statistics are passed through: the same on every shard, so not a sum over shards.
     return Notation(inputs, (image, *outputs[1:]), kept=_statistics(node))
 
 

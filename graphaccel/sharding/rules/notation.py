@@ -1,10 +1,11 @@
 """Sharding rules in index notation, as in einsum: which tensor dims are the same index.
 
     "m k, k n -> m n"    sharding m shards the output's first dim; sharding k makes it a partial sum
-    "... d -> ... d"     with whole={"d"}: d can not be sharded
+        "... d -> ... d"     with whole={"d"}: d cannot be sharded
 
-One rule speaks of one mesh axis (or of the virtual axis, time, that microbatches lie on). Partial
-sums pass through an op where it is linear: `linear` lists the groups of inputs in which it is.
+One rule describes one mesh axis (or the virtual axis, time, over which the batch is split into
+microbatches). Partial sums pass through an op where it is linear: `linear` lists the groups of
+inputs in which it is.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ Indices = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Notation:
-    """The rule of one node, its indices spelled out.
+    """The rule of one node, with its indices written out.
 
     inputs, outputs: an index name per tensor dim, for each tensor argument in order (lists
-      flattened, repetitions kept) and each tensor output. "1" is a dim that is broadcast, "" one
-      that no other tensor shares.
-    whole: indices that can not be sharded.
+      flattened, repetitions included) and each tensor output. "1" is a broadcast dim, "" one that
+      no other tensor shares.
+    whole: indices that cannot be sharded.
     linear: groups of input positions; the output is linear in the inputs of a group taken together.
     sums: whether a contracted index is summed (else sharding it is illegal).
     unread: input positions whose value the op does not read (any placement will do).
@@ -47,7 +48,8 @@ class Notation:
 def written(rule: Notation) -> str:
     """A rule as text: `m k, k n -> m n`; dims without a name of their own are a, b, c, ...
 
-    Behind it, where they are not empty: the names that stay whole, and what is not summed over.
+    It ends with, where not empty, the names that cannot be sharded and the index that is not
+    summed.
     """
     free = (c for c in "abcdefghijlnopqrstuvwxyz" if not _occurs(rule, c))
     known: dict[str, str] = {"": "_", "1": "1"}
@@ -78,7 +80,7 @@ def _occurs(rule: Notation, name: str) -> bool:
 
 
 def tensor_arguments(node: fx.Node) -> list[fx.Node]:
-    """The nodes among a call's arguments that hold tensors, in order, repetitions kept."""
+    """The nodes among a call's arguments that are tensors, in order, repetitions included."""
     found: list[fx.Node] = []
     _collect(node.args, found)
     if node.kwargs:
@@ -114,23 +116,23 @@ def named_dims(node: fx.Node) -> Indices:
 
 
 def name_at(names: Indices, dim: int) -> str:
-    """The name of a dim counted from either end; "" for the one that a number is taken to have."""
+    """The name of a dim counted from either end; "" for the one that a 0-d tensor is taken to have."""
     return names[dim % len(names)] if names else ""
 
 
 def text(rule: str, *, whole: str = "", linear: tuple[tuple[int, ...], ...] = ()) -> Rule:
-    """The rule written as `einsum` takes it."""
+    """A rule function from its text in einsum notation."""
     return lambda node: einsum(rule, node, whole=whole.split(), linear=linear)
 
 
 def same_dims(node: fx.Node) -> Notation:
-    """One tensor in, one out, dims as they are, linear."""
+    """One tensor in, one out, with the same dims, linear."""
     names = named_dims(node)
     return Notation((names,), (names,), linear=(frozenset({0}),))
 
 
 def kept_whole(node: fx.Node) -> Notation:
-    """Nothing of the inputs can be sharded."""
+    """No dim of the inputs can be sharded."""
     shapes = [shape_of(tensor) for tensor in tensor_arguments(node)]
     inputs = tuple(tuple(f"{i}.{k}" for k in range(len(s))) for i, s in enumerate(shapes))
     outputs = tuple(("",) * len(shape) for shape in output_shapes(node))
@@ -143,7 +145,7 @@ def shape_of(node: fx.Node) -> tuple[int, ...]:
 
 
 def output_shapes(node: fx.Node) -> list[tuple[int, ...]]:
-    """The sizes of each tensor a node gives (one for a plain tensor)."""
+    """The sizes of each tensor a node returns (one for a plain tensor)."""
     value = node.meta["val"]
     values = [value] if isinstance(value, torch.Tensor) else list(value)
     return [tuple(int(n) for n in v.shape) for v in values if isinstance(v, torch.Tensor)]
@@ -234,7 +236,7 @@ def regrouped(source: tuple[int, ...], target: tuple[int, ...]) -> tuple[Indices
 def groups(
     source: Sequence[int], target: Sequence[int]
 ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Dims of both shapes in runs of equal products; dims of size one are in none."""
+    """Dims of both shapes in groups of equal products; dims of size one are in none."""
     left = [d for d, n in enumerate(source) if n != 1]
     right = [d for d, n in enumerate(target) if n != 1]
     found = []
@@ -262,8 +264,8 @@ def groups(
 def reshaped(
     source: Sequence[int], target: Sequence[int], dim: int, outer: int, parts: int
 ) -> tuple[int, int] | None:
-    """Where a dim of `source`, seen as [outer, parts, rest] and split in its middle, lies in the
-    reshaped `target`: (dim, outer) of that; None where it is not split evenly by one of its dims.
+    """The (dim, outer) in `target` of a dim of `source` that is viewed as [outer, parts, rest] and
+    sharded over parts; None where no dim of `target` is sharded evenly by it.
     """
     group = next((g for g in groups(source, target) if dim in g[0]), None)
     if group is None:
