@@ -1,5 +1,4 @@
-"""Sharding rules of fused attention: batch and heads are independent, except with grouped
-queries."""
+"""Sharding rules of fused attention: batch is independent, heads are unless queries share keys."""
 
 from __future__ import annotations
 

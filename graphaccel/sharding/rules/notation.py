@@ -116,7 +116,7 @@ def named_dims(node: fx.Node) -> Indices:
 
 
 def name_at(names: Indices, dim: int) -> str:
-    """The name of a dim counted from either end; "" for the one that a 0-d tensor is taken to have."""
+    """The name of a dim counted from either end; "" for the one a 0-d tensor is taken to have."""
     return names[dim % len(names)] if names else ""
 
 

@@ -1,8 +1,7 @@
-"""Ops between the values of one part of the batch and those of the whole batch.
+"""Ops between the values of one part of the batch (microbatch x data rank) and the whole batch.
 
-A part is one microbatch on one data rank. Both ops only mark a place in a graph of one part: the
-runtime joins, sums and slices between the graphs (`passes.two_pass_head`), so that neither has a
-kernel.
+Both ops only mark a place in the graph of one part: the runtime joins, sums and slices between the
+graphs (`passes.two_pass_head`), so neither op has a kernel.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ _LIBRARY.define("whole_batch(Tensor x, str how, int dim, int outer, int parts) -
 _LIBRARY.define("batch_part(Tensor x, int dim, int outer, int parts) -> Tensor")
 
 JOINED, SUMMED, SAME = "joined", "summed", "same"
-"""How a value of the whole batch is made of those of its parts: laid end to end along a dim, added,
-or any of them."""
+"""How a value of the whole batch follows from those of its parts: concatenated along a dim, summed,
+or equal to any of them."""
 
 
 @torch.library.register_fake("graphaccel::whole_batch", lib=_LIBRARY)

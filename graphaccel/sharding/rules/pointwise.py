@@ -1,4 +1,4 @@
-"""Elementwise ops: which ops they are, and through which of them partial sums pass.
+"""Sharding rules of elementwise ops: which ops these are, and which of them are linear.
 
 An op is elementwise if torch tags it so, if it is one of those that torch leaves untagged
 (`_UNTAGGED`), or if it is the backward of an elementwise op (`elu_backward`), which is linear in
@@ -39,13 +39,13 @@ def _times(node: fx.Node) -> Notation:
 
 
 def _plus(node: fx.Node) -> Notation:
-    """add, sub: linear in both together; adding a number is not linear."""
+    """add, sub: linear in both operands together; not linear if one of them is a number."""
     count = len(tensor_arguments(node))
     return broadcast(node, linear=[(0, 1)] if count == 2 else [])
 
 
 def _cast(node: fx.Node) -> Notation:
-    """_to_copy: linear, unless it cuts fractions off or makes truth values of numbers."""
+    """_to_copy: linear, unless it truncates fractions or converts numbers to bool."""
     (source,) = tensor_arguments(node)
     old, new = source.meta["val"].dtype, node.meta["val"].dtype
     cuts = old.is_floating_point and not new.is_floating_point
@@ -75,7 +75,7 @@ def _filled(node: fx.Node) -> Notation:
 
 
 def is_pointwise(op: Any) -> bool:
-    """Whether every element of an op's result depends on the elements at the same place alone."""
+    """Whether every element of an op's result depends only on the elements at the same position."""
     return torch.Tag.pointwise in getattr(op, "tags", ()) or op in _UNTAGGED or _is_derivative(op)
 
 
@@ -97,7 +97,7 @@ def pointwise_rule(node: fx.Node) -> Notation | None:
 
 
 def _log_sigmoid(node: fx.Node) -> Notation:
-    """Its second result is as large as the first, or empty, as the device has it."""
+    """The second result has the shape of the first or is empty, depending on the device."""
     names = named_dims(node)
     full, kept = output_shapes(node)
     return Notation((names,), (names, names if kept == full else ("",) * len(kept)))
@@ -112,7 +112,7 @@ def _log_sigmoid_backward(node: fx.Node) -> Notation:
 
 _FIRST = _linear_in((0,))
 
-# torch 2.11 to 2.13 give these no tag.
+# torch 2.11 to 2.13 do not tag these.
 _UNTAGGED = frozenset(
     {
         aten.bernoulli.default,

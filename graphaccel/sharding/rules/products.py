@@ -1,4 +1,4 @@
-"""Matrix products and convolutions."""
+"""Sharding rules of matmuls and convolutions."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ aten = torch.ops.aten
 
 
 def _added_product(node: fx.Node) -> Notation:
-    """addmm, baddbmm: what is added is broadcast. The sum over k is whole: it is added to but
-    once."""
+    """addmm, baddbmm: the added term is broadcast. It may be added only once, so k cannot be
+    sharded."""
     added, *_ = tensor_arguments(node)
     (out,) = output_shapes(node)
     names: Indices = ("b", "m", "n")[3 - len(out) :]
@@ -44,7 +44,8 @@ def _added_product(node: fx.Node) -> Notation:
 
 
 def _added_to(added: str, factors: str) -> Rule:
-    """addmv, addr, addbmm: what is added is broadcast, and but once, so what is summed is whole."""
+    """addmv, addr, addbmm: the added term is broadcast and added once, so summed dims are not
+    sharded."""
 
     def rule(node: fx.Node) -> Notation:
         left, right = (tuple(f.split()) for f in factors.split(","))
@@ -62,8 +63,8 @@ def _added_to(added: str, factors: str) -> Rule:
 
 
 def _convolution(node: fx.Node) -> Notation:
-    """[n, c, ...] with [f, c/groups, ...]: a product over c, but where channels come in groups. A
-    bias is added but once, so c stays whole beside one."""
+    """[n, c, ...] with [f, c/groups, ...]: a contraction over c, except with channel groups. A bias
+    may be added only once, so c cannot be sharded beside one."""
     tensors = tensor_arguments(node)
     spatial = [""] * (len(shape_of(tensors[0])) - 2)
     inputs: list[Indices] = [("n", "c", *spatial), _filter(node, spatial)]
@@ -78,7 +79,7 @@ def _grouped(node: fx.Node) -> set[str]:
 
 
 def _filter(node: fx.Node, spatial: list[str]) -> Indices:
-    """Of a convolution's weight: [c, f, ...] where it is transposed."""
+    """Dims of a convolution's weight: [c, f, ...] if it is transposed."""
     if arguments(node)["groups"] != 1:
         return ("", "", *spatial)
     return ("c", "f", *spatial) if arguments(node)["transposed"] else ("f", "c", *spatial)
@@ -91,13 +92,13 @@ def _convolution_backward(node: fx.Node) -> Notation:
     wanted = arguments(node)["output_mask"]
     outputs = [names for names, on in zip((image, weight, bias), wanted, strict=True) if on]
     inputs = (("n", "f", *spatial), image, weight)
-    whole = _grouped(node) | ({"c"} if wanted[2] else set())  # the bias knows nothing of c
+    whole = _grouped(node) | ({"c"} if wanted[2] else set())  # no c in the gradient of the bias
     return Notation(inputs, tuple(outputs), frozenset(whole), (frozenset({0}),))
 
 
 def _chosen(node: fx.Node) -> Notation:
-    """Rows by the weights of their experts. Which experts a part holds is more than a smaller
-    argument (`sharding.rules.strategies`)."""
+    """Rows multiplied by the weights of their experts. Sharding the experts needs more than smaller
+    arguments (`sharding.rules.strategies`)."""
     weight: Indices = ("e", "n", "k") if arguments(node)["transposed"] else ("e", "k", "n")
     linear = (frozenset({0}), frozenset({1}))
     return Notation((("s", "k"), weight, ("s",)), (("s", "n"),), frozenset({"e"}), linear)

@@ -1,19 +1,19 @@
-"""Where the batch goes: the placement of every value of a joint graph when the batch is split.
+"""Propagate the batch dim through a joint graph: the placement of every value on a split batch.
 
 Microbatches (a virtual axis, time) and the data axis split the same tensor dim, so one analysis
 serves both. A value is replicated (the same for every part of the batch), sharded on the dim that
-carries the batch (perhaps inside a merged one: a flattened [sequence, batch]), or a partial sum.
-Where an op needs the whole sum (the number of unignored labels as a divisor), the value is
+carries the batch (possibly inside a merged one: a flattened [sequence, batch]), or a partial sum.
+Where an op needs the full sum (the number of unignored labels as a divisor), the value is
 *converted*:
   hoisted   it depends on the batch alone: computed once a step from the whole batch, exactly
   reduced   it depends on parameters (batch statistics): needs an all-reduce over the data axis, and
-            can not be split over time at all
-A value that is the same for every part, where a partial sum is wanted, is *shared out* (divided by
-the number of parts).
+            cannot be split over time at all
+Where a partial sum is needed of a value that is the same for every part, it is *shared out*
+(divided by the number of parts).
 
-Where examples mix, and over time where a whole sum is needed, the rest of the forward becomes the
-*head* (`sharding.rules.head`), which runs once on the whole batch. Of what it gives, each part of
-the backward reads all, or its own *slice*.
+Where examples mix, and over time where a full sum is needed, the rest of the forward becomes the
+*head* (`sharding.rules.head`), which runs once on the whole batch. Of its results, each part of the
+backward reads all, or its own *slice*.
 """
 
 from __future__ import annotations
@@ -39,14 +39,15 @@ REPLICATED = "replicated"
 PARTIAL = "partial"
 WHOLE_SUM = "it needs a sum over the whole batch at once"
 NO_RULE = "has no sharding rule"
-"""How the reason of a conflict ends where the op is in no table."""
+"""The end of a conflict's reason where no table has a rule for the op."""
 Placement = str | int | Shard
-"""An int: sharded on that tensor dim, whose outermost part is the batch. A Shard: on a dim in which
-`outer` sections stand before the batch, each with all examples."""
+"""An int: sharded on that tensor dim, whose outermost part is the batch. A Shard: on a dim with
+`outer` sections before the batch, each of them with all examples."""
 _ANY = 0
-"""`outer` of what is the same for every example, at every place of a merged dim."""
+"""`outer` of a merged dim whose values are the same for every example, wherever the batch is in
+it."""
 
-# What they give depends on how their argument lies in memory.
+# The results of these depend on the strides of their argument.
 _READ_MEMORY = frozenset(
     {torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_scatter.default}
 )
@@ -55,7 +56,7 @@ _RANDOM = torch.Tag.nondeterministic_seeded
 
 @dataclass(frozen=True)
 class Conflict:
-    """A node at which examples of the batch mix, and why."""
+    """A node at which examples of the batch mix, and the reason."""
 
     node: fx.Node
     reason: str
@@ -66,12 +67,12 @@ class BatchPlacement:
     """Result of `place_batch`.
 
     places: placement per node (a tuple for several outputs).
-    hoisted, reduced: values converted from a partial sum to the whole sum.
+    hoisted, reduced: values converted from a partial sum to the full sum.
     shared: (user, position among its tensor arguments) where a replicated value is divided by the
-    parts.
-    conflicts: where the batch can not be split at all.
-    head: nodes that run once on the whole batch; first: of them, and why it does. slices: values of
-    the whole batch, given by the head or hoisted, of which a part reads its own slice.
+    number of parts.
+    conflicts: where the batch cannot be split at all.
+    head: nodes that run once on the whole batch; first: of them, with the reason. slices: values of
+    the whole batch, from the head or hoisted, of which a part reads its own slice.
     """
 
     places: Mapping[fx.Node, Any] = field(repr=False)
@@ -99,7 +100,7 @@ def place_batch(
     batch_inputs: placeholder name → dim that carries the batch. symbol, size: the batch's symbol in
     `meta["dims"]`, and its size in the graph. parameters: placeholder names of parameters, and of
     buffers that the step changes. over_time: whether there are several microbatches. headed:
-    whether a head may be formed, as of a step with its loss.
+    whether a head may be formed: in a step with its loss.
     """
     rules: dict[fx.Node, Notation | None] = {}
     seeds: dict[fx.Node, str] = {}
@@ -132,7 +133,7 @@ def place_batch(
 
 
 def _lies(place: Placement) -> tuple[int, int] | None:
-    """The dim the batch lies in and what stands before it there, if a value is sharded."""
+    """The sharded dim of a value and the sections before the batch in it; None if not sharded."""
     if isinstance(place, int):
         return place, 1
     return (place.dim, place.outer) if isinstance(place, Shard) else None
@@ -143,15 +144,15 @@ def _placed(dim: int, outer: int) -> Placement:
 
 
 def _divides(node: fx.Node) -> bool:
-    """Whether a part of what a call makes of replicated values is a smaller call."""
+    """Whether, for replicated inputs, a shard of the result is the same call at a smaller size."""
     if node.target in COUNTS:
         return only_counts_rows(node)
     return node.target in UNIFORM or bool(node.all_input_nodes)
 
 
 class _State:
-    """The walk: placements so far, and which values depend on more than the batch. rules: of calls,
-    found in any walk."""
+    """The traversal: placements so far, and which values depend on more than the batch. rules: of
+    calls, reused by all traversals."""
 
     def __init__(
         self,
@@ -163,8 +164,8 @@ class _State:
         self.symbol, self.size, self.head, self.rules = symbol, size, head, rules
         self.hoisted: dict[fx.Node, None] = {}
         self.reduced: dict[fx.Node, None] = {}
-        self.readers: dict[fx.Node, None] = {}  # of values that are reduced
-        self.constants: set[fx.Node] = set()  # of which no part has its own
+        self.readers: dict[fx.Node, None] = {}  # readers of reduced values
+        self.constants: set[fx.Node] = set()  # inputs that no part has a slice of
         self._start()
 
     def _start(self) -> None:
@@ -178,8 +179,8 @@ class _State:
     def walk(
         self, graph: fx.Graph, batch_inputs: Mapping[str, int], parameters: frozenset[str]
     ) -> None:
-        """Place every node. A conversion changes what earlier users of the value saw: until there
-        is no other."""
+        """Place every node. A conversion changes what earlier users of the value read: repeat until
+        there are no new ones."""
         while True:
             converted = len(self.hoisted), len(self.reduced)
             self._start()
@@ -189,7 +190,7 @@ class _State:
                     if node.name in parameters:
                         self.learned.add(node)
                     elif node.name not in batch_inputs and self._has_parts(node):
-                        self.hoisted[node] = None  # a constant with a row for each example
+                        self.hoisted[node] = None  # a constant with one row an example
                         self.constants.add(node)
                 elif node.op == "call_function":
                     self.visit(node)
@@ -197,8 +198,8 @@ class _State:
                 return
 
     def seeds(self, over_time: bool) -> dict[fx.Node, str]:
-        """Nodes that would have to run on the whole batch, each with the reason. What conflicts in
-        the backward alone may follow from what does in the forward.
+        """Nodes that would have to run on the whole batch, each with the reason. Conflicts in the
+        backward are reported only if the forward has none, as they may follow from those.
 
         Batch statistics are summed over the data axis (`passes.synchronise_batch_norm`).
         """
@@ -254,8 +255,8 @@ class _State:
         self._apply(node, notation, tensors, places)
 
     def _without_rule(self, node: fx.Node, tensors: list[fx.Node], places: list) -> None:
-        """Any op may be run on whole values, as one that reads weights and gradients of weights
-        alone does (the exponential of a matrix that keeps a weight orthogonal)."""
+        """Any op may run on unsplit values, such as one that reads only weights and gradients of
+        weights (the matrix exponential that keeps a weight orthogonal)."""
         sharded = any(_lies(place) for place in places)
         if sharded or node.target in _READ_MEMORY:
             self._refuse(node, f"{node.target} {NO_RULE}")
@@ -266,12 +267,13 @@ class _State:
         self.places[node] = self._made(node)
 
     def _current(self, node: fx.Node) -> Placement:
-        if node.op == "placeholder":  # of a leaf of the batch, a part has its own at hand
+        if node.op == "placeholder":  # each part has its own slice of a batch leaf
             return self.places[node]
         return REPLICATED if node in self.hoisted or node in self.reduced else self.places[node]
 
     def _in_head(self, node: fx.Node) -> None:
-        """Of the whole batch. What it reads that depends on the batch alone is hoisted."""
+        """Place a node of the head: it sees the whole batch. Inputs that depend on the batch are
+        hoisted."""
         self.places[node] = REPLICATED
         for source in node.all_input_nodes:
             if source in self.head or source in self.hoisted:
@@ -289,7 +291,7 @@ class _State:
             self.places[node] = REPLICATED
 
     def _has_parts(self, node: fx.Node) -> bool:
-        """Whether the size of a value depends on how many examples there are."""
+        """Whether the size of a value depends on the number of examples."""
         dims = node.meta["dims"]
         several = isinstance(node.meta["val"], (tuple, list))
         return any(
@@ -297,14 +299,15 @@ class _State:
         )
 
     def _is_whole(self, node: fx.Node) -> bool:
-        """Whether all examples are in a value, where others have those of one part."""
+        """Whether a value contains all examples, where others contain those of one part."""
         known = node in self.head or node in self.hoisted
         given = node.op == "placeholder" and node not in self.constants
         return known and not given and self._has_parts(node)
 
     def _slice(self, node: fx.Node, position: int, rule: Notation, places: list) -> Placement:
-        """What a part reads of a whole value: the examples of the other things it is read with, or
-        those along the only dim that has as many; REPLICATED if neither is known."""
+        """The slice of a whole-batch value that a part reads: the examples of the operands it is
+        read with, or those along the only dim of the batch's size; REPLICATED if neither is
+        known."""
         if node in self.slices:
             return self.slices[node]
         names = rule.inputs[position]
@@ -321,10 +324,10 @@ class _State:
         return REPLICATED
 
     def _made(self, node: fx.Node) -> Any:
-        """Values made of numbers or replicated values: sharded if the batch is among their dims.
+        """Place the result of numbers or replicated values: sharded if the batch is among its dims.
 
-        A part of one must be the same op at a smaller size: not so for tensors whose elements
-        depend on where they stand, unless they number rows that are sharded too.
+        A shard must be the same op at a smaller size: not so for tensors whose elements depend on
+        their position, unless they number rows that are sharded too.
         """
 
         def place(dims: tuple) -> Placement:
@@ -390,13 +393,13 @@ class _State:
             else:
                 self._refuse(node, "it reduces over the examples of a batch, and not by a sum")
                 return
-        if self._sums_of_rows(node, outputs):  # eye(batch) @ x: a row for each example
+        if self._sums_of_rows(node, outputs):  # eye(batch) @ x: one row an example
             self._refuse(node, "it combines different examples of a batch with each other")
             return
         self._set(node, outputs)
 
     def _sums_of_rows(self, node: fx.Node, outputs: list[Placement]) -> bool:
-        """Whether a partial sum has as many rows as there are examples."""
+        """Whether a partial sum has a row for each example."""
         dims = node.meta["dims"]
         if isinstance(node.meta["val"], torch.Tensor):
             dims = (dims,)
@@ -407,7 +410,7 @@ class _State:
         )
 
     def _regroup(self, node: fx.Node, source: fx.Node, place: Placement) -> None:
-        """A reshape that merges what stands before the batch with it, or parts them again."""
+        """Place a reshape that merges dims before the batch with it, or splits them off."""
         dim, outer = _lies(place) or (0, _ANY)
         found = None
         if outer != _ANY:
@@ -427,7 +430,8 @@ class _State:
         return max(rule.linear, key=lambda g: len(g & partial), default=frozenset())
 
     def _convert(self, node: fx.Node, reader: fx.Node) -> None:
-        """The whole sum is needed: from the whole batch if that is all it depends on."""
+        """Record that the full sum is needed: hoisted if it depends on the batch alone, else
+        reduced."""
         if node in self.learned:
             self.reduced[node] = self.readers[reader] = None
         else:
@@ -449,7 +453,7 @@ class _State:
         self.places[node] = self._made(node)
 
     def _conflict(self, node: fx.Node, reason: str) -> None:
-        """Examples mix. What depends on the batch alone is computed from the whole batch."""
+        """Record that examples mix. What depends on the batch alone is hoisted instead."""
         if node in self.learned:
             self.conflicts.append(Conflict(node, reason))
         else:

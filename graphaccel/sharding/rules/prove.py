@@ -1,6 +1,6 @@
-"""Proof of a rule by running it: the call whole, and by two shards, must agree.
+"""Prove a sharding rule by running the op: on full tensors and on two shards, and comparing.
 
-Used by the tests on every rule there is, and by `graphaccel.sharding_rule` on a user's own.
+Used by the tests on every built-in rule, and by `graphaccel.sharding_rule` on a user's own.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def call_node(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
             return value
         if not value.is_floating_point() or value.any() or not value.dim():
             node = graph.placeholder(f"x{len(graph.nodes)}")
-        else:  # zeros that a graph can see are zeros
+        else:  # so that a graph can tell that these are zeros
             node = graph.call_function(aten.zeros.default, (list(value.shape),))
         node.meta["val"] = value
         return node
@@ -44,7 +44,7 @@ def call_node(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
 def computed(
     node: fx.Node, tensors: Mapping[int, Tensor], shapes: Mapping[tuple, tuple] | None = None
 ) -> Any:
-    """The call with the tensors at some positions replaced, and lists of sizes by other sizes."""
+    """The result of the call with the tensors at some positions, and lists of sizes, replaced."""
     position = -1
 
     def value(x: Any) -> Any:
@@ -65,7 +65,7 @@ def computed(
 
 
 def faults(node: fx.Node, rule: Notation) -> Iterator[str]:
-    """What is wrong with a rule on this call, a sentence each; nothing if it holds.
+    """What is wrong with a rule on this call, a sentence each; nothing if the rule holds.
 
     Dims of odd size are not split: prove a rule on even ones.
     """
@@ -85,7 +85,7 @@ def _halves(value: Tensor, names: Indices, index: str) -> list[Tensor]:
     """The two shards of a tensor; the tensor twice if it does not have the index."""
     if index not in names:
         return [value, value]
-    # Contiguous, as computed shards are: the kernel of layer norm's gradient counts on it.
+    # Contiguous, as computed shards are: the kernel of layer norm's gradient requires it.
     return [half.contiguous() for half in value.chunk(2, names.index(index))]
 
 
@@ -102,12 +102,12 @@ _ROUNDING = {
 
 
 def _rounding(tensors: Iterable[Tensor]) -> float:
-    """How far results may differ, as fits the coarsest of the dtypes that have fractions."""
+    """The tolerance for the coarsest of the floating-point dtypes."""
     return max((_ROUNDING.get(t.dtype, 1e-4) for t in tensors if _is_continuous(t)), default=0.0)
 
 
 def _equal(got: Tensor, wanted: Tensor, read: Iterable[Tensor] = ()) -> bool:
-    """read: tensors that were rounded before."""
+    """Whether results agree up to rounding. read: operands, whose dtypes set the tolerance too."""
     if got.shape != wanted.shape or got.dtype != wanted.dtype:
         return False
     if not _is_continuous(got):
@@ -117,7 +117,7 @@ def _equal(got: Tensor, wanted: Tensor, read: Iterable[Tensor] = ()) -> bool:
 
 
 def _shards(node: fx.Node, rule: Notation) -> Iterator[str]:
-    """Sharding any index that may be: results joined along it, or added up."""
+    """Check each index that may be sharded: results joined along it, or summed."""
     tensors = tensor_arguments(node)
     whole = tensors_of(node.meta["val"])
     every = {i for names in rule.inputs for i in names} - rule.whole - {"", "1"}
@@ -126,7 +126,7 @@ def _shards(node: fx.Node, rule: Notation) -> Iterator[str]:
             k for k, names in enumerate(rule.outputs) if index not in names and k not in rule.kept
         ]
         if summed and not rule.sums:
-            continue  # a rule that refuses is a legal one
+            continue  # a refusal is legal
         pairs = [(shape_of(t), n) for t, n in zip(tensors, rule.inputs, strict=True)]
         pairs += [(tuple(w.shape), n) for w, n in zip(whole, rule.outputs, strict=True)]
         if any(shape[n.index(index)] % 2 for shape, n in pairs if index in n):
@@ -157,7 +157,7 @@ def _shards(node: fx.Node, rule: Notation) -> Iterator[str]:
 
 
 def _linear(node: fx.Node, rule: Notation) -> Iterator[str]:
-    """Where `linear` says so: results of two terms of the inputs add up to that of their sum."""
+    """Check `linear`: results for two terms of the inputs must add up to that for their sum."""
     tensors = tensor_arguments(node)
     whole = tensors_of(node.meta["val"])
     for group in rule.linear:

@@ -1,4 +1,4 @@
-"""Ops along a dim that keep it (softmax, sort, running sums) and ops that reduce dims away."""
+"""Sharding rules of reductions, and of ops along a dim that keep it (softmax, sort, cumsum)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 
 def _along(*, linear: bool = False) -> Rule:
-    """Ops that act along their argument `dim`, which must stay whole."""
+    """Ops that act along their argument `dim`, which cannot be sharded."""
 
     def rule(node: fx.Node) -> Notation:
         tensors = tensor_arguments(node)
@@ -37,7 +37,7 @@ def _along(*, linear: bool = False) -> Rule:
 
 
 def _reduce(*, linear: bool) -> Rule:
-    """Reductions: a dim that goes becomes a partial sum where the reduction is a sum."""
+    """Reductions: sharding a reduced dim makes a partial sum if the reduction is a sum."""
 
     def rule(node: fx.Node) -> Notation:
         names = named_dims(node)
@@ -60,18 +60,18 @@ def _reduce(*, linear: bool) -> Rule:
 
 
 def _sum_of_numbers(node: fx.Node) -> Notation:
-    """nansum: a sum, but not linear, as what is no number in one term may be in another."""
+    """nansum: a sum, but not linear: a NaN in one term may be a number in another."""
     return replace(_reduce(linear=False)(node), sums=True)
 
 
 def _all(node: fx.Node) -> Notation:
-    """median of all elements, dist: every dim is whole."""
+    """median of all elements, dist: no dim can be sharded."""
     inputs = tuple(("",) * len(shape_of(t)) for t in tensor_arguments(node))
     return Notation(inputs, tuple(() for _ in output_shapes(node)), sums=False)
 
 
 def _mean(node: fx.Node) -> Notation:
-    """An average stays one only over whole dims: canonical form has sums where it is of the
+    """A mean needs its reduced dims unsharded: canonical form has sums where a mean is over the
     batch."""
     found = _reduce(linear=True)(node)
     gone = set(found.inputs[0]) - set(found.outputs[0])

@@ -1,4 +1,4 @@
-"""Ops that move elements and compute nothing: all of them linear."""
+"""Sharding rules of ops that only move elements (view, cat, slice); all of them are linear."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def _reshape(node: fx.Node) -> Notation:
 
 
 def _squeeze(node: fx.Node) -> Notation:
-    """Without dims: none may be sharded, as a shard of size one would go too (canonical form says
-    which dims)."""
+    """Without dims none may be sharded, as a shard of size one would be squeezed too (canonical
+    form names the dims)."""
     found = _reshape(node)
     return Notation(found.inputs, found.outputs, frozenset(found.inputs[0]), _FIRST)
 
@@ -66,7 +66,7 @@ def _expand(node: fx.Node) -> Notation:
 
 
 def _repeat(node: fx.Node) -> Notation:
-    """A dim that is repeated stays whole: its copies would change places."""
+    """A repeated dim cannot be sharded: its copies would change order."""
     (source,) = tensor_arguments(node)
     shape, (out,) = shape_of(source), output_shapes(node)
     names = index_names(len(out))
@@ -78,7 +78,7 @@ def _repeat(node: fx.Node) -> Notation:
 
 
 def _slice(node: fx.Node) -> Notation:
-    """A slice that takes everything leaves its dim shardable."""
+    """A slice of a full dim leaves that dim shardable."""
     (source,) = tensor_arguments(node)
     names = named_dims(node)
     taken = shape_of(source) == output_shapes(node)[0] and arguments(node)["step"] == 1
@@ -87,15 +87,15 @@ def _slice(node: fx.Node) -> Notation:
 
 
 def _narrow(node: fx.Node) -> Notation:
-    """The dim narrowed stays whole."""
+    """The narrowed dim cannot be sharded."""
     names = named_dims(node)
     whole = frozenset({names[int(node.args[1]) % len(names)]})
     return Notation((names,), (names,), whole, _FIRST)
 
 
 def _parts(*, drops: bool) -> Rule:
-    """select, split, unbind: the dim taken apart stays whole; `drops`: it is gone from the
-    result."""
+    """select, split, unbind: the dim they split cannot be sharded; `drops`: the result does not
+    have it."""
 
     def rule(node: fx.Node) -> Notation:
         names = named_dims(node)
@@ -108,7 +108,8 @@ def _parts(*, drops: bool) -> Rule:
 
 
 def _scatter_slice(node: fx.Node) -> Notation:
-    """slice_scatter, select_scatter: the dim written along stays whole; linear in both tensors."""
+    """slice_scatter, select_scatter: the dim written along is not sharded; linear in both
+    tensors."""
     base, source = tensor_arguments(node)
     names = index_names(len(shape_of(base)))
     dim = arguments(node)["dim"] % len(names)
@@ -117,7 +118,7 @@ def _scatter_slice(node: fx.Node) -> Notation:
 
 
 def _slice_backward(*, dropped: bool) -> Rule:
-    """slice_backward, select_backward: a gradient put back where it was taken from."""
+    """slice_backward, select_backward: a gradient put back to where its value was taken from."""
 
     def rule(node: fx.Node) -> Notation:
         (out,) = output_shapes(node)
@@ -156,20 +157,20 @@ def _pad(node: fx.Node) -> Notation:
 
 
 def _moving(node: fx.Node) -> Notation:
-    """roll, flip: the dims along which elements move stay whole."""
+    """roll, flip: the dims along which elements move cannot be sharded."""
     names = named_dims(node)
     dims = arguments(node)["dims"] or range(len(names))
     return Notation((names,), (names,), frozenset(names[d % len(names)] for d in dims), _FIRST)
 
 
 def _triangle(node: fx.Node) -> Notation:
-    """tril, triu: rows and columns stay whole."""
+    """tril, triu: rows and columns cannot be sharded."""
     names = named_dims(node)
     return Notation((names,), (names,), frozenset(names[-2:]), _FIRST)
 
 
 def _unfold(node: fx.Node) -> Notation:
-    """Windows along one dim, their insides as a last dim."""
+    """Windows along one dim, which become a new last dim."""
     names = named_dims(node)
     whole = name_at(names, arguments(node)["dimension"])
     return Notation((names,), ((*names, ""),), frozenset({whole}), _FIRST)
@@ -185,7 +186,7 @@ REGROUPS = frozenset(
         aten.squeeze.dims,
     }
 )
-"""Ops that keep all elements in their order and change how dims are merged."""
+"""Ops that keep all elements in order and change how dims are merged."""
 
 RULES: Rules = MappingProxyType(
     {

@@ -1,13 +1,13 @@
-"""Where a tensor lies on one mesh axis, and the choice of placements for one call.
+"""Placements of a tensor on one mesh axis, and strategies: the placements of one call's tensors.
 
 Placements on one axis of n ranks:
-  REPLICATED     every rank has the whole tensor
-  Shard(d, o)    dim d is seen as [o, n, size / (o * n)] and rank r has [:, r, :]. outer is 1 but
-                 where dims were merged (a flattened [batch, sequence] sharded along the sequence)
-                 or lie side by side (queries, keys and values in one weight)
-  Shard(d, by)   which positions of dim d a rank has, and how many, is known when the step runs:
-                 those whose expert it holds. In the graph it has an equal share of them
-  PARTIAL        the tensor is the sum of what the ranks have
+    REPLICATED     every rank has the full tensor
+    Shard(d, o)    dim d is viewed as [o, n, size / (o * n)] and rank r has [:, r, :]. outer is 1
+                   except where dims were merged (a flattened [batch, sequence] sharded along the
+                   sequence) or concatenated (queries, keys and values in one weight)
+    Shard(d, by)   which positions of dim d a rank has, and how many, is known at run time: those
+                   whose expert it holds. In the graph it has an equal share of them
+    PARTIAL        the tensor is the sum of the tensors of all ranks
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 LEAST_WIDTH = 8
-"""Positions a rank has at least of a dim that is padded."""
+"""The fewest positions that a rank has of a padded dim."""
 
 
 @dataclass(frozen=True, order=True)
 class Shard:
-    """Dim `dim`, seen as [outer, n, rest], is split in its middle.
+    """Dim `dim`, viewed as [outer, n, rest], is sharded in its middle.
 
-    padding: positions that the last rank has too many, where n does not divide the dim.
-    by: name of the node that gives the expert of every position, where each rank has its experts'
-    positions; experts: how many experts there are.
+    padding: positions that the last rank has in excess, where n does not divide the dim.
+    by: name of the node that gives the expert of every position, where each rank has the positions
+    of its own experts; experts: the number of experts.
     """
 
     dim: int
@@ -36,7 +36,7 @@ class Shard:
     experts: int = 0
 
     def fits(self, shape: Sequence[int], ranks: int) -> bool:
-        """Whether a tensor of `shape` can be split so over `ranks`, with just this padding."""
+        """Whether a tensor of `shape` can be sharded so over `ranks`, with exactly this padding."""
         if self.dim >= len(shape):
             return False
         if self.by:
@@ -61,9 +61,10 @@ Placement: TypeAlias = Shard | str
 
 @dataclass(frozen=True)
 class Row:
-    """One legal choice. inputs: by position among `tensor_arguments`; None: any will do (not read).
+    """One legal strategy of a call. inputs: placements by position among `tensor_arguments`; None:
+    any (not read).
 
-    lowering: name of the rewrite that makes the local call right where smaller arguments are not
+    lowering: name of the rewrite that makes the local call correct where smaller arguments are not
     enough. gathered: values that it sums over the axis itself, in elements of its first output's
     dtype. divided: whether each rank does 1/n of the work.
     """
@@ -79,7 +80,7 @@ Shards: TypeAlias = frozenset[Shard]
 
 
 def shards_of(rows: Sequence[Row]) -> tuple[tuple[Shards, ...], tuple[Shards, ...]]:
-    """The shards that rows of one call have of each tensor it reads, and of each it gives."""
+    """The shards in the strategies of one call: of each tensor it reads, and of each it returns."""
     given, made = zip(*((row.inputs, row.outputs) for row in rows), strict=True)
     return _by_position(given), _by_position(made)
 

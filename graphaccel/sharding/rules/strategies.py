@@ -1,9 +1,9 @@
-"""Rows: the legal ways to run one call when its tensors are split over one mesh axis.
+"""Strategies: the legal ways to run one call with its tensors sharded over one mesh axis.
 
-A rule (`sharding.rules.notation`) says which dims are the same index; a row is one choice made
-under it: a placement for every tensor the call reads and gives. A call on one device is the row in
-which all are replicated; sharding an index gives a row, and so does letting partial sums through
-where the call is linear.
+A rule (`sharding.rules.notation`) says which dims are the same index; a strategy (`Row`) is one
+choice under it: a placement for every tensor that the call reads and returns. A call on one device
+is the strategy in which all tensors are replicated; sharding an index gives a strategy, and so does
+passing partial sums through where the call is linear.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ Carry: TypeAlias = Callable[[fx.Node, int], Iterator[tuple[tuple[Shard, ...], tu
 def rows_of(
     node: fx.Node, ranks: int, inputs: Sequence[Shards], outputs: Sequence[Shards]
 ) -> tuple[Row, ...]:
-    """Every row of a call whose tensors may be sharded as `inputs` and `outputs` say.
+    """Every strategy of a call whose tensors may be sharded as `inputs` and `outputs` say.
 
-    The first is always that in which all are replicated. inputs: by position among the call's
-    tensor arguments; outputs: by tensor it gives. A shard of one tensor brings those of the others
-    that follow from it, whether they are listed or not.
+    In the first all tensors are replicated. inputs: by position among the call's tensor arguments;
+    outputs: by tensor it returns. A shard of one tensor implies shards of the others, whether they
+    are listed or not.
     """
     count, results = len(inputs), len(outputs)
     found: dict[Row, None] = {
@@ -101,7 +101,8 @@ def _is_floating(node: fx.Node) -> bool:
 def _indices(
     notation: Notation, inputs: Sequence[Shards], outputs: Sequence[Shards]
 ) -> list[tuple[str, Shard]]:
-    """Which index may be split, and how: shards but for their dim."""
+    """The indices that may be sharded, each with the form of its shard (dim 0 stands for its
+    dim)."""
     found: dict[tuple[str, Shard], None] = {}
     for names, shards in (
         *zip(notation.inputs, inputs, strict=True),
@@ -113,7 +114,7 @@ def _indices(
     return list(found)
 
 
-# What gives the same at every position of a dim, or sums over it: a padded one may be split too.
+# Ops that compute each position of a dim alone, or sum over it: padding may be sharded too.
 _PADDED = frozenset(
     {
         aten.mm.default,
@@ -130,8 +131,8 @@ _PADDED = frozenset(
 
 
 def _takes_loose(node: fx.Node, like: Shard) -> bool:
-    """Whether positions that are padding, or any that an expert was chosen at, may be split. A
-    fused op has those where its rule has them, but not padding: it may sum over them."""
+    """Whether padding, or positions chosen by experts, may be sharded. A fused op allows chosen
+    positions where its rule does, but not padding: it may sum over it."""
     fused = bool(like.by) and fusion_of(node.target) is not None
     return fused or node.target in _PADDED or is_pointwise(node.target)
 
@@ -179,19 +180,20 @@ def _sharded(node: fx.Node, notation: Notation, index: str, like: Shard, ranks: 
 
 
 def _made(node: fx.Node, ranks: int, outputs: Sequence[Shards]) -> Iterator[Row]:
-    """Tensors made of a number: a part of one is a smaller one; `like` another, that one's part."""
+    """Tensors filled with a number: a shard is a smaller one; of a `like` op it follows its
+    input."""
     if node.target in COUNTS or is_random(node):
         return
     tensors = tensor_arguments(node)
     (shape,) = output_shapes(node)
     for shard in sorted(outputs[0]):
         like = any("like" in str(node.target) for _ in tensors)
-        if shard.fits(shape, ranks) and (like or not shard.by):  # its size is in no argument
+        if shard.fits(shape, ranks) and (like or not shard.by):  # no argument has its size
             inputs: tuple[Placement | None, ...] = tuple(shard if like else None for _ in tensors)
             yield Row(inputs, (shard,))
 
 
-# ---- ops that move elements: shards by where they end up
+# ---- ops that move elements: shards follow the elements
 
 
 def _carried(
@@ -212,7 +214,8 @@ def _carried(
 def _regroup(
     source: Sequence[int], target: Sequence[int], shard: Shard, ranks: int
 ) -> Shard | None:
-    """Where a shard of a tensor of shape `source` lies once it is reshaped to `target`."""
+    """The shard of `target` that holds the same elements as a shard of a tensor of shape
+    `source`."""
     if shard.padding or shard.by:
         group = next((g for g in groups(source, target) if shard.dim in g[0]), ((), ()))
         alone = len(group[0]) == len(group[1]) == 1
@@ -237,7 +240,7 @@ def _reshape_back(node: fx.Node, shard: Shard, ranks: int) -> Pair | None:
 
 
 def _section(whole: int, part: int, start: int) -> int | None:
-    """How many parts a dim holds of which one is taken, if it is cut evenly."""
+    """The number of parts of a dim of which one is taken, if it is divided evenly."""
     if part == 0 or whole % part or start % part:
         return None
     return whole // part
@@ -258,7 +261,8 @@ def _start(given: Mapping[str, Any], size: int) -> int:
 
 
 def _along(dim: int, parts: int | None, *, narrows: bool) -> Callable[[Shard], Pair | None]:
-    """Shards of what is cut into `parts` along a dim, and of a part. narrows: given the whole's."""
+    """Pairs of shards of a tensor of `parts` along a dim, and of one part. narrows: from the full
+    tensor's."""
 
     def carry(shard: Shard) -> Pair | None:
         if shard.dim != dim:
@@ -285,7 +289,7 @@ def _slice_back(node: fx.Node, shard: Shard, ranks: int) -> Pair | None:
 
 
 def _put(node: fx.Node, shard: Shard, ranks: int) -> Pair | None:
-    """slice_backward: the part comes in, the whole goes out."""
+    """slice_backward: the part is the input, the full tensor the output."""
     part, whole = shape_of(tensor_arguments(node)[0]), output_shapes(node)[0]
     pair = _along(*_taken(node, whole, part), narrows=False)(shard)
     return None if pair is None else (pair[1], pair[0])
@@ -298,7 +302,7 @@ def _put_back(node: fx.Node, shard: Shard, ranks: int) -> Pair | None:
 
 
 def _pieces(node: fx.Node) -> tuple[int, int | None]:
-    """The dim of a split and its number of pieces, None if they differ."""
+    """The dim of a split and its number of pieces, None if their sizes differ."""
     results = output_shapes(node)
     dim = int(arguments(node)["dim"]) % len(results[0])
     return dim, len(results) if len({r[dim] for r in results}) == 1 else None
@@ -330,7 +334,7 @@ def _cat_back(node: fx.Node, shard: Shard, ranks: int) -> Pair | None:
 
 
 def _gathered(node: fx.Node, shard: Shard, ranks: int) -> Pair | None:
-    """What the ranks of another axis have, one behind the other."""
+    """An all-gather over another axis: the ranks' tensors concatenated."""
     pair = _along(0, int(node.args[1]), narrows=False)(shard)
     return None if pair is None else (pair[1], pair[0])
 

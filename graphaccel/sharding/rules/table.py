@@ -1,7 +1,7 @@
 """The rule of every ATen op that occurs in captured training steps.
 
-`rule_of(node)` gives the node's `Notation`, or None where no rule is known: callers then refuse a
-sharded operand and say which op it was. Elementwise ops need no entry (`sharding.rules.pointwise`).
+`rule_of(node)` returns the node's `Notation`, or None where no rule is known: callers then refuse a
+sharded operand and name the op. Elementwise ops need no entry (`sharding.rules.pointwise`).
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def rule_of(node: fx.Node) -> Notation | None:
     if found is not None:
         try:
             return found(node)
-        except ZeroDivisionError:  # a dim of a tensor without dims, which torch takes
+        except ZeroDivisionError:  # a dim of a 0-d tensor, which torch allows
             return kept_whole(node)
-        except NotImplementedError:  # a form of the call that its rule does not speak of
+        except NotImplementedError:  # a form of the call that its rule does not cover
             return None
     if (own := own_rule(node)) is not None:
         return own

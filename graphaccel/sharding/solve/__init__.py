@@ -1,1 +1,1 @@
-"""The cheapest placement of every tensor of a graph on one mesh axis."""
+"""Placement solver: the cheapest placement of every tensor of a graph on one mesh axis."""

@@ -1,5 +1,4 @@
-"""The tensors that calls of a joint graph make, as `sharding.solve.placements` names and compares
-them."""
+"""Values (call, result index) of a joint graph, as the placement solver names and compares them."""
 
 from __future__ import annotations
 
@@ -24,8 +23,8 @@ Value: TypeAlias = tuple[fx.Node, int]  # a call and which of its results
 def free_nodes(
     graph: fx.Graph, kinds: Mapping[fx.Node, GraphInput], mutated: frozenset[str]
 ) -> set[fx.Node]:
-    """Calls that depend on the batch, constants and buffers that stay as they are alone: every rank
-    makes them for itself."""
+    """Calls that depend only on the batch, constants and buffers that do not change: every rank
+    computes them itself."""
     bound = {n for n, spec in kinds.items() if spec.kind in ("parameter", "tangent")}
     bound |= {n for n, spec in kinds.items() if spec.kind == "buffer" and spec.name in mutated}
     free = set()
@@ -41,7 +40,7 @@ def free_nodes(
 
 
 def source_of(node: fx.Node) -> Value:
-    """The call a value comes from, and which of its results it is."""
+    """The call that computes a value, and the index among its results."""
     if node.target is operator.getitem:
         made = [k for k, t in enumerate(node.args[0].meta["val"]) if isinstance(t, torch.Tensor)]
         return node.args[0], made.index(node.args[1])
@@ -56,13 +55,13 @@ def tensor_of(value: Value) -> torch.Tensor:
 
 
 def looks(node: fx.Node) -> bool:
-    """Whether a call gives its one argument's elements, seen or cast in another way."""
+    """Whether a call is a view or a cast of its only tensor argument."""
     plain = node.target is torch.ops.aten._to_copy.default
     return len(node.all_input_nodes) == 1 and (plain or getattr(node.target, "is_view", False))
 
 
 def splits_batch(value: Value, placement: Placement | None) -> bool:
-    """Whether a shard takes some of the examples: of a dim with the batch in it, its outermost."""
+    """Whether a shard splits the batch: it is of a dim with the batch in it, outermost."""
     if not isinstance(placement, Shard) or placement.outer > 1:
         return False
     node, position = value
@@ -81,7 +80,7 @@ def shapes_of(node: fx.Node) -> Any:
 
 
 def signature(node: fx.Node) -> tuple[Any, ...]:
-    """Equal for calls that have the same rows."""
+    """A key that is equal for calls with the same strategies."""
 
     def seen(value: Any) -> Any:
         if isinstance(value, fx.Node):
@@ -94,6 +93,6 @@ def signature(node: fx.Node) -> tuple[Any, ...]:
         return type(value), value
 
     if node.target in indexing.RULES or node.target in (PRODUCT, GRADIENT):
-        return (node.name,)  # what their indices count, or are, decides as well
+        return (node.name,)  # their indices decide too
     named = tuple((name, seen(value)) for name, value in node.kwargs.items())
     return (node.target, seen(node.args), named, node.meta.get("dims"))

@@ -1,4 +1,4 @@
-"""What it takes to have a tensor in another placement on one mesh axis."""
+"""Cost in seconds of converting a tensor from one placement to another on one mesh axis."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from graphaccel.sharding.rules.shard import Placement, Shard
 
 @dataclass(frozen=True)
 class Rates:
-    """What decides between placements: FLOP/s, bytes/s of memory, seconds an op takes at least,
-    bytes/s and seconds of a hop on the links of the axis."""
+    """Hardware rates that decide between placements: FLOP/s, bytes/s of memory, least seconds of an
+    op, bytes/s and seconds of a hop on the links of the axis."""
 
     flops: float
     memory: float
@@ -24,11 +24,11 @@ class Rates:
 
 @dataclass(frozen=True)
 class Counted:
-    """What of a graph's costs counts in a step. number: it divides the elements of what is in
-    examples, and of nothing else. share: of those elements to count, for a graph of more or fewer
-    examples than will run. late: of what it takes to sum a gradient, which happens once a step,
-    where the graph is of one of several microbatches. examples: so many are counted, each with what
-    memory is worth: the choice does not depend on how a step is cut into microbatches."""
+    """Which of a graph's costs count in a step. number: it divides the element counts of tensors
+    with a batch dim, and no others. share: of those elements to count, for a graph of more or fewer
+    examples than will run. late: factor for the sum of a gradient, which happens once a step, where
+    the graph is of one of several microbatches. examples: the number that is counted, each with the
+    worth of memory: the choice does not depend on how a step is split into microbatches."""
 
     number: int = 1
     share: float = 1.0
@@ -49,7 +49,7 @@ def conversion_seconds(
     rates: Rates,
     latency: float,
 ) -> float:
-    """Seconds to convert a tensor of `size` bytes; infinite where there is no way.
+    """Seconds to convert a tensor of `size` bytes; infinite where there is no conversion.
 
     held: it is a parameter, or a view of one.
     """
@@ -61,7 +61,7 @@ def conversion_seconds(
         if target == PARTIAL:
             return 2 * size / r.memory + r.launch if floating else inf
         return 0.0 if isinstance(target, Shard) and target == Shard(0) else r.launch / 4
-    if held or target == PARTIAL:  # a parameter is not gathered on this axis: it rests whole
+    if held or target == PARTIAL:  # a parameter is not gathered on this axis
         return inf
     if source == PARTIAL:
         if not floating:
@@ -70,7 +70,7 @@ def conversion_seconds(
             return 2 * ((n - 1) * latency + passing) + r.launch
         copies = 0.0 if target == Shard(0) else 2 * size / r.memory
         return (n - 1) * latency + passing + copies + r.launch
-    whole = target == REPLICATED or source.dim == target.dim  # on the way, at least
+    whole = target == REPLICATED or source.dim == target.dim  # replicated at least in between
     if whole or source.padding or target.padding:
         copies = 0.0 if source == Shard(0) else 2 * size / r.memory
         return (n - 1) * latency + passing + copies + r.launch
@@ -78,8 +78,8 @@ def conversion_seconds(
 
 
 def passes_in_order(shard: Shard, shape: Sequence[int], ranks: int) -> bool:
-    """Whether rows that lie on the ranks of their experts can be sent from and to ranks that have
-    equally many of them, one after the other."""
+    """Whether rows on the ranks of their experts can be exchanged with ranks that have equally many
+    of them, in order."""
     return shard.dim == 0 and shape[0] % ranks == 0
 
 
@@ -93,8 +93,8 @@ def _by_experts(
     rates: Rates,
     latency: float,
 ) -> float:
-    """To or from the ranks of the experts that rows chose: as if each expert were chosen as often,
-    and rows could be split evenly (else a whole tensor is passed on, which costs more)."""
+    """To or from the ranks of the chosen experts: as if each expert were chosen equally often and
+    rows could be sharded evenly (else a full tensor is exchanged, which costs more)."""
     share = size / ranks
     copied = 2 * share / rates.memory + rates.launch
     passing = share * (ranks - 1) / ranks / rates.bandwidth

@@ -1,13 +1,14 @@
-"""Attention divided by its heads on the context axis, with whole sequences.
+"""Head parallelism (DeepSpeed Ulysses): attention sharded by heads on the context axis.
 
   q k v  [b, h, s/n, d]  ->  all-to-all  ->  [b, h/n, s, d]  ->  attention  ->  all-to-all
 
-Jacobs et al., DeepSpeed Ulysses, 2023, §3.1. What is sent shrinks with the ranks, and a causal mask
-stays one word to the kernel, which does half of the work; with queries split along the sequence it
-sees a mask, and keys and values are gathered. Heads of keys that several queries share are sent
-before they are repeated.
+Jacobs et al., DeepSpeed Ulysses, 2023, §3.1. Traffic shrinks with the number of ranks, and a causal
+mask stays the kernel's `is_causal` flag, which halves the work; with queries sharded along the
+sequence the kernel reads a mask, and keys and values are gathered. Key heads that several queries
+share are sent before they are repeated.
 
-Only attention and what repeats its keys may lie so: elsewhere the axis splits sequences.
+Only attention and the calls that repeat its keys may be sharded so: elsewhere the axis shards
+sequences.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ aten = torch.ops.aten
 _sends = torch.ops._c10d_functional
 _FORWARD = aten._scaled_dot_product_flash_attention_for_cpu.default
 _BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-_KEYS = {_FORWARD: (1, 2), _BACKWARD: (2, 3)}  # where it reads keys and values
+_KEYS = {_FORWARD: (1, 2), _BACKWARD: (2, 3)}  # positions of keys and values
 _REPEATS = frozenset({aten.expand.default, aten.clone.default, aten.view.default,
                       aten.reshape.default, aten._unsafe_view.default,
                       aten.unsqueeze.default})  # fmt: skip
@@ -37,24 +38,24 @@ _SAYS = {
     "sequence": "each device has some of the queries, and gathers keys and values",
     "whole": "each device does all of it, which takes less than to share it out",
 }
-_HEADS = 1  # their dim in [b, h, s, d]
+_HEADS = 1  # the dim of heads in [b, h, s, d]
 
 
 class HeadsDoNotDivide(ValueError):
-    """No attention here can have some of the heads on each rank."""
+    """No attention here can be sharded by heads."""
 
 
 @dataclass(frozen=True)
 class ByHeads:
-    """calls: those that may have some of the heads each. values: what they read and give. seeds: of
-    attention's own."""
+    """calls: those that may be sharded by heads. values: what they read and return. seeds: those of
+    attention itself."""
 
     calls: frozenset[fx.Node] = frozenset()
     values: frozenset[Value] = frozenset()
     seeds: tuple[Value, ...] = ()
 
     def elsewhere(self, node: fx.Node, value: Value, shards: Shards) -> Shards:
-        """Of a value's shards those that a call may know of."""
+        """The shards of a value that a call may use: head shards only inside `calls`."""
         if value not in self.values or node in self.calls:
             return shards
         return frozenset(s for s in shards if not _of_heads(value, s))
@@ -67,8 +68,8 @@ def by_heads(
     ranks: int,
     inner: int,
 ) -> ByHeads:
-    """Where attention may be divided by heads over `ranks`, and what is left of them by `inner`
-    more, which the tensor axis has; nothing where some of its heads do not divide."""
+    """Where attention can be sharded by heads over `ranks`, with heads left for the `inner` ranks
+    of the tensor axis; nothing if the heads of some attention do not divide."""
     attention = [n for n in calls if n.target in _KEYS]
     users: dict[Value, list[fx.Node]] = {}
     for node in calls:
@@ -92,8 +93,8 @@ def by_heads(
 def context_notes(
     nodes: Iterable[fx.Node], whole: Iterable[fx.Node], *, context: int, tensor: int
 ) -> tuple[str, ...]:
-    """What a report says of attention on the context axis; nodes: of what a device runs, alike ones
-    once, whole: of the step before it was shared out; context, tensor: ranks of these axes."""
+    """What a report says of attention on the context axis. nodes: of what a device runs, identical
+    ones once; whole: of the step before sharding; context, tensor: ranks of these axes."""
     if context == 1:
         return ()
     before = [_sizes(n) for n in whole if n.target is _FORWARD]
@@ -107,19 +108,19 @@ def context_notes(
             few = "heads" if heads * tensor < most else "whole"
             found.add(few if tuple(own) in lengths else "sequence")
     if "heads" in found:
-        found.discard("whole")  # it looks so
+        found.discard("whole")  # a consequence of sharding by heads
     said = [text for way, text in _SAYS.items() if way in found]
     return ("attention on the context axis: " + "; or ".join(said),) if said else ()
 
 
 def _sizes(node: fx.Node) -> tuple[int, ...]:
-    """Heads, queries and keys of a call."""
+    """Number of heads, queries and keys of a call."""
     queries, keys = (tensor_of(source_of(value)).shape for value in node.args[:2])
     return int(queries[1]), int(queries[2]), int(keys[2])
 
 
 def attention_rows(node: fx.Node, rows: tuple[Row, ...], context_by: str) -> tuple[Row, ...]:
-    """Those that are as was asked for; all of them of other calls, and where none is."""
+    """The strategies that the pin asks for; all of them for other calls, and if none matches."""
     dim = {"heads": _HEADS, "sequence": 2}.get(context_by)
     if dim is None or node.target not in _KEYS:
         return rows
@@ -128,7 +129,7 @@ def attention_rows(node: fx.Node, rows: tuple[Row, ...], context_by: str) -> tup
 
 
 def split(shape: Sequence[int], ranks: int, inner: int) -> Shards:
-    """Of one of attention's tensors, by heads: of each part that a rank of the tensor axis has."""
+    """Head shards of one of attention's tensors: within each part of a rank of the tensor axis."""
     found = shard_of(_HEADS, inner, shape, ranks)
     return frozenset({found} if found.fits(shape, ranks) else ())
 
@@ -147,7 +148,7 @@ def _of_heads(value: Value, shard: Shard) -> bool:
 
 
 def _repeats(value: Value, reads: Mapping[fx.Node, Sequence[Value]]) -> Iterator[fx.Node]:
-    """The calls that repeat a head of keys for its queries, back from what attention reads."""
+    """The calls that repeat a key head for its queries, back from what attention reads."""
     found, node = [], value[0]
     while node.target in _REPEATS and len(reads[node]) == 1:
         found.append(node)
@@ -161,7 +162,7 @@ def _repeats(value: Value, reads: Mapping[fx.Node, Sequence[Value]]) -> Iterator
 def _summed(
     value: Value, users: Mapping[Value, Sequence[fx.Node]], gives: Mapping[fx.Node, Sequence[Value]]
 ) -> Iterator[fx.Node]:
-    """The calls that add up the gradients of one head of keys."""
+    """The calls that sum the gradients of one key head."""
     summed = False
     while len(users.get(value, ())) == 1:
         node = users[value][0]

@@ -1,13 +1,13 @@
-"""Where every tensor of a step lies on one mesh axis, at the least communication and work.
+"""Place every tensor of a step on one mesh axis, at the least cost of compute and communication.
 
-Every call of the joint graph picks one of its rows (`sharding.rules.strategies`), every parameter a
-resting place. What a call gives may be converted before another reads it, at the price of a
-collective; a value that several calls read may be kept in a second placement, converted once for
-all of them. The sum of work and conversions is minimised exactly by variable elimination
-(`sharding.solve.variable_elimination`).
+Every call of the joint graph picks one of its strategies (`sharding.rules.strategies`), every
+parameter the placement in which it is stored. The result of a call may be converted before another
+reads it, at the price of a collective; a value that several calls read may be kept in a second
+placement, converted once for all of them. The sum of compute and conversions is minimised exactly
+by variable elimination (`sharding.solve.variable_elimination`).
 
-Nothing here knows of tensor, sequence, vocabulary or expert parallelism: they are what comes out,
-depending on which dims may lie on the axis (`sharding.solve.shardable`).
+Nothing here refers to tensor, sequence, vocabulary or expert parallelism: they are what the solver
+finds, depending on which dims may be sharded on the axis (`sharding.solve.shardable`).
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from graphaccel.sharding.solve.refusals import refusal
 from graphaccel.sharding.solve.shardable import Shardable
 from graphaccel.sharding.solve.variable_elimination import Table, cheapest_assignment
 
-# What a byte of parameter at rest is worth, in passes for each example (memory is scarce).
+# The worth of a byte of stored parameter, in memory passes for each example (memory is scarce).
 _STATE_PASSES = 64
-_LATE = 0.5  # of its price is what a gradient's sum costs in a bucket, behind other work
+_LATE = 0.5  # share of a gradient all-reduce's cost that is not overlapped
 _UNFINISHED = frozenset(collectives.RULES) - {torch.ops._c10d_functional.wait_tensor.default}
-_FRACTION = 8  # of a usual message: what a collective costs at least
+_FRACTION = 8  # of a median message: the most that latency costs
 
 
 @dataclass(frozen=True)
 class Placements:
     """The solution.
 
-    rows: of every call that has a choice. held: of parameters and buffers, by placeholder.
-    versions: the second placement of values that are kept in two. seconds: its cost. guessed:
-    calls that were not solved exactly.
+    rows: strategy of every call that has a choice. held: placements of parameters and buffers, by
+    placeholder. versions: the second placement of values that are kept in two. seconds: its cost.
+    guessed: calls that were not solved exactly.
     """
 
     rows: Mapping[fx.Node, Row] = field(repr=False)
@@ -58,7 +58,7 @@ class Placements:
     guessed: tuple[fx.Node, ...] = ()
 
     def of(self, value: Value) -> Placement:
-        """Where a value lies as it is made."""
+        """The placement in which a value is computed."""
         node, position = value
         if node in self.held:
             return self.held[node]
@@ -84,12 +84,12 @@ def solve_placements(
     """Place a joint graph of concrete sizes (`meta["val"]`) on an axis of `ranks`.
 
     inputs, outputs: what the first placeholders and the results are. axis: "tensor" (features and,
-    if `sequence`, the sequence), "context" (the sequence) or "expert" (examples and experts).
-    pins: placements of parameters by name. keep_outputs: the model's outputs are wanted whole.
-    counted: what of the costs counts. context_by: how attention lies on the context axis
+    if `sequence`, the sequence), "context" (the sequence) or "expert" (examples and experts). pins:
+    placements of parameters by name. keep_outputs: the model's outputs are wanted replicated.
+    counted: which costs count. context_by: how attention is sharded on the context axis
     (`Plan.context_by`). inner: ranks that divide its heads further.
 
-    Raises ValueError for pins that no row allows.
+    Raises ValueError for pins that no strategy allows.
     """
     space = Shardable(
         graph, inputs, outputs, axis, ranks, pins, sequence, keep_outputs, context_by, inner
@@ -98,7 +98,7 @@ def solve_placements(
 
 
 class PlacementProblem:
-    """What it costs to have the tensors of a graph on an axis so or so, and the cheapest of it."""
+    """The costs of all placements of a graph's tensors on an axis, and the cheapest of them."""
 
     def __init__(self, space: Shardable, rates: Rates, counted: Counted = ALL) -> None:
         self.space, self.ranks, self.rates = space, space.ranks, rates
@@ -120,9 +120,9 @@ class PlacementProblem:
             raise ValueError(said) from error
 
     def _latency(self) -> float:
-        """Seconds of a hop, but no more than a fraction of a usual message takes.
+        """Seconds of a hop, capped at a fraction of the time of a median message.
 
-        Small models would not be sharded at all otherwise, though an axis was asked for.
+        Without the cap small models would never be sharded, though an axis was asked for.
         """
         sizes = [
             self._bytes(tensor_of((n, 0)))
@@ -159,7 +159,7 @@ class PlacementProblem:
         )
 
     def _second(self, shards: Shards) -> tuple[Placement | None, ...]:
-        """The placements in which a value may be kept besides that in which it is made."""
+        """The placements in which a value may be kept besides the one in which it is computed."""
         if shards not in self._seconds:
             self._seconds[shards] = (None, REPLICATED, *sorted(shards))
         return self._seconds[shards]
@@ -178,7 +178,7 @@ class PlacementProblem:
         gradients = self._gradients(variables)
         for value, uses in users.items():
             node = value[0]
-            if node not in variables:  # the same on every rank: parts of it are free
+            if node not in variables:  # the same on every rank: slices are free
                 for user, position in uses:
                     if position >= 0:
                         costs = self._conversions(value, (REPLICATED,), self._needs(user, position))
@@ -239,7 +239,7 @@ class PlacementProblem:
         position: int,
         gradients: Mapping[Value, Sequence[fx.Node]],
     ) -> Table:
-        """A user takes the value as it is made or as it is kept, whichever is cheaper."""
+        """A user reads the value as computed or in its second placement, whichever is cheaper."""
         if position >= 0:
             needs, third = self._needs(user, position), variables[user]
         elif value in gradients:
@@ -260,14 +260,16 @@ class PlacementProblem:
         return Table((variables[value[0]], variables[value], third), costs)
 
     def _again(self, value: Value, kept: Placement | None, need: Placement | None) -> float:
-        """Seconds to make of a second placement what is needed. Rows that are with their experts
-        serve those who read them so: all else is made of the first placement."""
+        """Seconds to convert a second placement to the one needed. Rows on the ranks of their
+        experts serve only readers of that placement: all else is converted from the first
+        placement."""
         if kept is None or (isinstance(kept, Shard) and kept.by and need != kept):
             return inf
         return self._conversion(value, kept, need)
 
     def _needs(self, user: fx.Node, position: int) -> tuple[Placement | None, ...]:
-        """By row of a call, where it reads a tensor; one object for all calls with these rows."""
+        """The placement a call needs of an argument, by strategy; one object for equal
+        strategies."""
         rows = self.space.rows[user]
         key = id(rows), "needs", position
         if key not in self._columns:
@@ -275,7 +277,8 @@ class PlacementProblem:
         return self._columns[key]
 
     def _made(self, node: fx.Node, item: int) -> tuple[Placement, ...]:
-        """By row of a call, where a tensor is made; likewise."""
+        """The placement in which a result is computed, by strategy; one object for equal
+        strategies."""
         rows = self.space.rows[node]
         key = id(rows), "made", item
         if key not in self._columns:
@@ -292,13 +295,13 @@ class PlacementProblem:
         return self._costs[key]
 
     def _kept_alive(self, costs: np.ndarray, *by: object) -> np.ndarray:
-        """`costs`, which are known by the identity of `by` from now on."""
+        """`costs`, after keeping alive the objects in `by`, whose ids are its key."""
         self._alive.append(by)
         return costs
 
     def _moved(self, value: Value) -> tuple[float, bool, bool, bool]:
-        """What conversions of a value depend on: bytes, whether it is floating, on its way, and a
-        parameter or a view of one."""
+        """What the conversions of a value depend on: bytes, whether it is floating, whether it is
+        still in flight, and whether it is a parameter or a view of one."""
         if value not in self._known_moved:
             tensor, unfinished = tensor_of(value), value[0].target in _UNFINISHED
             found = self._bytes(tensor), tensor.is_floating_point(), unfinished
@@ -309,7 +312,7 @@ class PlacementProblem:
         if target is None or source == target:
             return 0.0
         size, floating, unfinished, resting = self._moved(value)
-        if unfinished:  # nothing but the wait may read it
+        if unfinished:  # only the wait may read it
             return inf
         key = (size, floating, source, target, resting)
         if key not in self._converted:
@@ -323,7 +326,7 @@ class PlacementProblem:
         return priced(size, floating, source, target, held, self.ranks, self.rates, self.latency)
 
     def _held_seconds(self, node: fx.Node, placement: Placement) -> float:
-        """What it is worth to hold less: gradients and optimizer state shrink with it."""
+        """The worth of a placement's memory: gradients and optimizer state shrink with it."""
         if self.space.kinds[node].kind != "parameter":
             return 0.0
         value = node.meta["val"]
@@ -331,7 +334,8 @@ class PlacementProblem:
         return _STATE_PASSES * self.counted.examples * value.nbytes / share / self.rates.memory
 
     def _rows_seconds(self, node: fx.Node) -> np.ndarray:
-        """Seconds of each row of a call; equal calls with equal rows once."""
+        """Seconds of each strategy of a call; computed once for equal calls with equal
+        strategies."""
         key = self.space.kind[node], id(self.space.rows[node])
         if key not in self._costs:
             work = self._work(node)
@@ -340,9 +344,9 @@ class PlacementProblem:
         return self._costs[key]
 
     def row_seconds(self, node: fx.Node, row: Row, work: float) -> float:
-        """Seconds of a call that is `work` seconds when whole."""
+        """Seconds of a strategy of a call that takes `work` seconds unsharded."""
         share = self.ranks if row.divided else 1
-        if row.lowering == "causal":  # under a mask, where `work` is half of all scores
+        if row.lowering == "causal":  # with a mask, so no half of the scores is skipped
             work *= 2
         seconds = work / share + (self.rates.launch if work else 0.0)
         if row.gathered:
@@ -359,7 +363,7 @@ class PlacementProblem:
         return seconds + self._kept_bytes(node, row) / self.rates.memory / 64
 
     def _kept_bytes(self, node: fx.Node, row: Row) -> float:
-        """Bytes a rank writes: between equals, the smaller."""
+        """Bytes a rank writes: between equal costs, the smaller wins."""
         total = 0.0
         for k, placement in enumerate(row.outputs):
             tensor = tensor_of((node, k))
@@ -386,7 +390,7 @@ class PlacementProblem:
         return seconds
 
     def _share(self, elements: int) -> float:
-        """What of a tensor of so many elements is counted."""
+        """The share of a tensor of so many elements that is counted."""
         return self.counted.share if elements % self.counted.number == 0 else 1.0
 
     def _bytes(self, tensor: torch.Tensor) -> float:

@@ -1,4 +1,4 @@
-"""Why pinned placements can not be: the dim, the op that refuses, and where that is."""
+"""Explain why pinned placements are impossible: the dim, the op that refuses, and its module."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from graphaccel.sharding.solve.shardable import Shardable
 
 
 def refusal(space: Shardable) -> str | None:
-    """The first call that no pinned parameter can reach as it is pinned, as a sentence; None where
-    each alone could be."""
+    """A sentence about the first call that has no strategy for a pinned parameter; None where each
+    pin alone is possible."""
     for node in space.held:
         pin = space.pins.get(space.kinds[node].name)
         if isinstance(pin, Shard):
@@ -38,8 +38,8 @@ def _shard_text(name: str, shape: Sequence[int], pin: Shard) -> str:
 def _stuck(
     rows: Mapping[fx.Node, tuple[Row, ...]], node: fx.Node, place: Placement
 ) -> fx.Node | None:
-    """The first call that has no row for a value in this placement. What only looks at it hands
-    the placement on."""
+    """The first call that has no strategy for a value in this placement, looking through views and
+    casts."""
     for user in node.users:
         if user not in rows:
             continue

@@ -1,8 +1,8 @@
-"""What of a graph may be sharded on one mesh axis: shards of its tensors, rows of its calls.
+"""What of a graph can be sharded on one mesh axis: shards of tensors, strategies of calls.
 
-Which dims may lie on the axis at first depends on what it is for: features of parameters and, if
-asked for, the sequence ("tensor"), the sequence ("context"), examples and experts ("expert"). From
-there shards spread over the rows of calls (`sharding.rules.strategies`) until nothing new follows.
+The initial shards depend on the axis: features of parameters and, if asked for, the sequence
+("tensor"), the sequence ("context"), examples and experts ("expert"). From there shards spread over
+the strategies of calls (`sharding.rules.strategies`) until nothing new follows.
 """
 
 from __future__ import annotations
@@ -54,8 +54,9 @@ class Shardable:
     """One graph on one axis of `ranks`.
 
     kinds: placeholder → its input. free: nodes that are the same on every rank. calls: those that
-    have a choice. held: parameters and buffers. resting: those, and what only looks at them.
-    shards: those of each tensor. rows: those of each call. pins: placements of parameters by name.
+    have a choice. held: parameters and buffers. resting: those, and views and casts of them.
+    shards: those of each tensor. rows: strategies of each call. pins: placements of parameters by
+    name.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class Shardable:
         placeholders = [n for n in nodes if n.op == "placeholder"]
         self.kinds = dict(zip(placeholders, inputs, strict=False))
         self.outputs = list(zip(graph.output_node().args[0], outputs, strict=False))
-        # Of one example a merged [batch x sequence] is split along the sequence, whatever its name.
+        # With one example a merged [batch x sequence] dim is sharded along the sequence.
         self.examples = next(
             (int(n.meta["val"].shape[d]) for n in placeholders
              for d, size in enumerate(n.meta.get("dims", ())) if size == BATCH), 0
@@ -91,7 +92,7 @@ class Shardable:
             if n.op == "call_function" and n.target is not operator.getitem and n not in self.free
         ]
         self.held = [n for n, spec in self.kinds.items() if spec.kind in _HELD]
-        self.resting = set(self.held)  # and what only looks at them
+        self.resting = set(self.held)  # and views and casts of them
         for node in self.calls:
             if looks(node) and node.all_input_nodes[0] in self.resting:
                 self.resting.add(node)
@@ -99,12 +100,12 @@ class Shardable:
         self.rows: dict[fx.Node, tuple[Row, ...]] = {}
         self._known: dict[Any, tuple[Row, ...]] = {}
         self._shards_of: dict[int, tuple[tuple[Shards, ...], tuple[Shards, ...]]] = {}
-        self._alike: dict[Shards, Shards] = {}  # one object of equals: they are compared often
+        self._alike: dict[Shards, Shards] = {}  # equal sets as one object: they are compared often
         self._reads = {n: tuple(map(source_of, tensor_arguments(n))) for n in self.calls}
         self._gives = {n: [(n, k) for k in range(len(output_shapes(n)))] for n in self.calls}
         numbers: dict[Any, int] = {}
         self.kind = {n: numbers.setdefault(signature(n), len(numbers)) for n in self.calls}
-        self._touched: dict[Value, list[fx.Node]] = {}  # the calls that read or give it
+        self._touched: dict[Value, list[fx.Node]] = {}  # the calls that read or return it
         for n in self.calls:
             for value in (*self._reads[n], *self._gives[n]):
                 self._touched.setdefault(value, []).append(n)
@@ -115,7 +116,7 @@ class Shardable:
             if context_by == "heads" and not self.heads.calls:
                 over = f"context={ranks} x tensor={inner}"
                 raise HeadsDoNotDivide(f"there is no attention whose heads divide by {over}")
-        self._stale = set(self.calls)  # calls whose tensors have shards that were not spread yet
+        self._stale = set(self.calls)  # calls with shards that are not spread yet
         self._seed()
         for _ in range(_ROUNDS):
             if not self._stale:
@@ -127,18 +128,20 @@ class Shardable:
             self.rows[node] = self._rows(node)
 
     def resting_places(self, node: fx.Node) -> tuple[Placement, ...]:
-        """Where a parameter or buffer may rest: as pinned, or whole and in any of its shards."""
+        """The possible placements of a parameter or buffer: its pin, or replicated and its
+        shards."""
         pin = self.pins.get(self.kinds[node].name)
         if pin is not None:
             return (pin,)
         if self.kinds[node].kind == "buffer":
             return (REPLICATED,)
         if self.axis == "expert" and self._experts(node):
-            return (Shard(0),)  # that is what the axis was asked for
+            return (Shard(0),)  # that is what the axis is for
         return (REPLICATED, *sorted(self.shards[(node, 0)]))
 
     def _experts(self, node: fx.Node) -> bool:
-        """Whether a parameter holds experts, and every call that reads it can do with some."""
+        """Whether a parameter holds experts, and every call that reads it has a strategy for a
+        shard."""
         if len(shape_of(node)) != 3 or Shard(0) not in self.shards[(node, 0)]:
             return False
         uses = [
@@ -192,14 +195,14 @@ class Shardable:
             self._add(value, split(tensor_of(value).shape, self.ranks, self.inner))
 
     def _padded(self, shape: Sequence[int]) -> set[Shard]:
-        """Shards of dims that the ranks do not divide, where little of them is padding."""
+        """Shards of dims that the ranks do not divide, if only little of them is padding."""
         if len(shape) > 2:
             return set()
         wide = (d for d, n in enumerate(shape) if n % self.ranks and n >= LEAST_WIDTH * self.ranks)
         return {shard_of(d, 1, shape, self.ranks) for d in wide}
 
     def _spread(self, node: fx.Node) -> None:
-        """What follows from the shards of a call's tensors for the others."""
+        """Add the shards of a call's other tensors that follow from its strategies."""
         self._stale.discard(node)
         rows = self._rows(node)
         if id(rows) not in self._shards_of:
@@ -221,7 +224,7 @@ class Shardable:
             self._stale.update(self._touched.get(value, ()))
 
     def _asked(self, node: fx.Node) -> tuple[Any, ...]:
-        """Equal for calls that have the same rows."""
+        """A key that is equal for calls with the same strategies."""
         known, seen = self.shards, self.heads.elsewhere
         given = tuple(seen(node, value, known.get(value, _NONE)) for value in self._reads[node])
         return self.kind[node], given, tuple(seen(node, v, known[v]) for v in self._gives[node])
@@ -235,15 +238,16 @@ class Shardable:
         return self._known[key]
 
     def _allowed(self, node: fx.Node, row: Row) -> bool:
-        """Work on the tensor axis is never divided by examples: that is what the data axis does."""
+        """Compute on the tensor axis is never sharded by examples: that is what the data axis
+        does."""
         if self.axis != "expert" and self.examples != 1:
             given = zip(self._reads[node], row.inputs, strict=True)
             made = zip(self._gives[node], row.outputs, strict=True)
             if any(splits_batch(v, p) for v, p in (*given, *made)):
                 return False
         if row.lowering in ("expert_product", "expert_gradient"):
-            return self.axis == "expert"  # what other axes split has as many rows on each rank
-        if row.lowering == "causal":  # on the tensor axis where its heads can not be shared
+            return self.axis == "expert"  # other axes need equally many rows a rank
+        if row.lowering == "causal":  # on tensor where its heads do not divide
             heads = shape_of(tensor_arguments(node)[0])[1]
             return self.axis == "context" or (self.sequence and heads % self.ranks > 0)
         return True

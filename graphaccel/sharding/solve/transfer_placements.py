@@ -1,11 +1,11 @@
-"""Placements of a graph with a layer less or more, told from those of a graph that was placed.
+"""Copy placements from a solved graph to one with a layer less or more.
 
-Of the graphs that a deep model is made of (`ir.replication.repeat`) one of the longer ones is
-solved: what is best differs with the depth where layers are few, and it is nearer to all of them.
-Only where it is plain are the others told what it has: each of their calls has its twin, on tensors
-of the same sizes, and what it reads lies where what its twin reads does. `ir.replication.repeat`
-then proves of the sharded graphs that one is the other with a layer more, as it does where all were
-solved.
+Of the graphs that represent a deep model (`ir.replication.repeat`) one of the longer ones is
+solved: the optimum differs with the depth where layers are few, and the longer graph is nearer to
+the deep model. The others copy its placements only where the correspondence is unambiguous: each of
+their calls has a counterpart, on tensors of the same sizes, and reads values in the placements that
+its counterpart reads. `ir.replication.repeat` then proves that the sharded graphs differ by one
+layer, as it does where all were solved.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def placed_alike(
     run: Run,
     more: int,
 ) -> Placements | None:
-    """Placements of `graph`, where `placed` has `more` layers (1 or -1) of `run`; None where they
-    are not plain. run: as it lies in both."""
+    """Placements of `graph`, where `placed` has `more` layers (1 or -1) of `run`; None where the
+    correspondence is ambiguous. run: as numbered in both."""
     twins = _twins(placed, placed_inputs, graph, inputs, run, more)
     if twins is None or known.guessed:
         return None
     rows = {node: known.rows[twin] for node, twin in twins.items() if twin in known.rows}
     if any(isinstance(p, Shard) and p.by for r in rows.values() for p in (*r.inputs, *r.outputs)):
-        return None  # by a name, which the other graph has not
+        return None  # by a name that the other graph does not have
     several = {node for node, _ in known.versions}
     versions = {}
     for node, twin in twins.items():
@@ -71,7 +71,7 @@ def _twins(
     run: Run,
     more: int,
 ) -> dict[fx.Node, fx.Node] | None:
-    """Node → its twin. A second middle layer is nobody's twin, or has that of the first."""
+    """Node → its counterpart. An added middle layer copies the first; a removed one is unused."""
     theirs = _by_module(placed, placed_inputs)
     found: dict[fx.Node, fx.Node] = {}
     for (phase, path), nodes in _by_module(graph, inputs).items():

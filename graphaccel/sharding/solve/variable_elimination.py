@@ -1,10 +1,10 @@
-"""The cheapest assignment of values to variables, when the cost is a sum of small tables.
+"""Variable elimination: the cheapest assignment of variables for a cost that is a sum of tables.
 
-Variables are eliminated one at a time: the tables that mention one are added up, and its best value
-is noted for every combination of its neighbours. That is exact (Dechter, Bucket Elimination, 1999);
-its cost is exponential in the width of the graph only, which for a training step is small: its
-forward and backward run beside each other like the sides of a ladder. What many layers read (what
-an encoder gives its decoder) makes it wider: as tables grow, values that can not be best, whatever
+Variables are eliminated one at a time: the tables that contain one are summed, and its best value
+is recorded for every combination of its neighbours. That is exact (Dechter, Bucket Elimination,
+1999); its cost is exponential in the width of the graph only, which for a training step is small:
+its forward and backward run beside each other like the sides of a ladder. Values that many layers
+read (the output of an encoder) make it wider: as tables grow, values that cannot be best, whatever
 the others are, are dropped (Goldstein, Efficient rotamer elimination, 1994, equation 1). Where a
 table would still grow too large, one variable is set to its best value by what is known of it, and
 the result says so.
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 LARGEST = 1 << 21  # entries of a table
-_LARGE = 1 << 12  # entries from which values are dropped first, and again at each _GROWTH of it
+_LARGE = 1 << 12  # table size at which values are first dropped, then at each _GROWTH of it
 _GROWTH = 2
 
 
@@ -41,9 +41,9 @@ class Assignment:
 
 
 def cheapest_assignment(counts: Sequence[int], tables: Sequence[Table]) -> Assignment:
-    """Values 0 <= v < counts[i] of variables i with the least sum of costs; ties go to low values.
+    """Values 0 <= v < counts[i] of variables i with the least sum of costs; low values win ties.
 
-    A cost of infinity forbids. Raises ValueError when everything is forbidden.
+    Infinite cost means forbidden. Raises ValueError when everything is forbidden.
     """
     solver = _Solver(counts, tables)
     solver.run()
@@ -55,9 +55,9 @@ def cheapest_assignment(counts: Sequence[int], tables: Sequence[Table]) -> Assig
 
 
 class _Solver:
-    """counts: values of each variable that are left. kept: which those are. more: what is known of
-    the tables that are left, by variable (`_least_more`). settled: variables of which no value can
-    be dropped, while their tables are what they are."""
+    """counts: number of remaining values of each variable. kept: those values. more: cached bounds
+    of the remaining tables, by variable (`_least_more`). settled: variables of which no value can
+    be dropped while their tables do not change."""
 
     def __init__(self, counts: Sequence[int], tables: Sequence[Table]) -> None:
         self.counts = list(counts)
@@ -93,7 +93,7 @@ class _Solver:
                 heapq.heappush(heap, (now, v))
                 continue
             if now > limit:
-                with np.errstate(invalid="ignore"):  # forbidden here, the other forbidden there
+                with np.errstate(invalid="ignore"):  # inf - inf, where both are forbidden
                     dropped = self._drop(left)
                 if limit < LARGEST or dropped:
                     heap = self._heap(left)
@@ -116,7 +116,7 @@ class _Solver:
 
     def _drop(self, left: set[int]) -> bool:
         """Drop values that another value of the variable beats whatever the others are; a variable
-        that has one left is left no more."""
+        with one value left is fixed."""
         waiting = dict.fromkeys(sorted(left))
         found = False
         while waiting:
@@ -138,7 +138,7 @@ class _Solver:
         return found
 
     def _beaten(self, v: int) -> list[bool]:
-        """Which values of v another one beats whatever the others are."""
+        """Which values of v are beaten by another one whatever the other variables are."""
         more = np.zeros((self.counts[v], self.counts[v]))
         for number in sorted(self.of[v]):
             more += self._least_more(number, v)
@@ -147,7 +147,8 @@ class _Solver:
         return beaten
 
     def _least_more(self, number: int, v: int) -> np.ndarray:
-        """[count, count]: what value i of v costs more than value j in a table, at the least."""
+        """[count, count]: a lower bound of how much more value i of v costs than value j in a
+        table."""
         known = self.more.setdefault(number, {})
         if v not in known:
             table = self.tables[number]
@@ -204,7 +205,7 @@ class _Solver:
         self.neighbours[v] = set()
 
     def _guess(self, v: int) -> set[int]:
-        """Set a variable to the value whose tables are cheapest when each is at its best."""
+        """Fix a variable at the value with the smallest sum of the minima of its tables."""
         bounds = np.zeros(self.counts[v])
         for number in sorted(self.of[v]):
             table = self.tables[number]
@@ -215,12 +216,12 @@ class _Solver:
         return self._fix(v, int(bounds.argmin()))
 
     def _fix(self, v: int, value: int) -> set[int]:
-        """Set a variable to one of its values that are left."""
+        """Fix a variable at one of its remaining values."""
         around = tuple(sorted(self.neighbours[v]))
         self.fixed[v] = int(self.kept[v][value])
         taken = self._taken(v)
         self._release(v, around)
-        for u in around:  # neighbours through v alone are neighbours no more
+        for u in around:  # drop edges that existed through v alone
             self.neighbours[u] = set()
         for table in taken:
             axis = table.variables.index(v)
