@@ -1,1 +1,1 @@
-"""What every folder shares about graphs: their text, and checks that they are sound."""
+"""Utilities for FX graphs that every folder uses: text form, fake values, matching, replication."""

@@ -1,4 +1,4 @@
-"""What one call of a graph says of itself: its op, its arguments, whether it draws."""
+"""Facts about one call of a graph: its op, its named arguments, whether it is random or causal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from graphaccel.compat.torch import schema
 
 aten = torch.ops.aten
 _RANDOM = torch.Tag.nondeterministic_seeded
-# Captured on a CPU, attention is this op; torch counts its CUDA twin only.
+# Captured on a CPU, attention is this op; torch counts FLOPs of its CUDA variant only.
 COUNTED_LIKE = {
     aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: (
@@ -35,7 +35,7 @@ def is_random(node: fx.Node) -> bool:
 
 
 def is_causal(node: fx.Node) -> bool:
-    """Whether a call to attention says that later positions are not seen."""
+    """Whether a call of attention has a causal mask by its `is_causal` argument."""
     names = [a.name for a in node.target._schema.arguments]
     given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
     return given.get("is_causal") is True

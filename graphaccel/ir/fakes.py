@@ -1,8 +1,8 @@
-"""What calls give on fake tensors, asked once for each call on tensors alike.
+"""Cache of fake results: each op runs once for all calls with equal tensor metadata.
 
-For graphs that are measured and not run: every tensor of a kind (dtype, sizes, strides) is one and
-the same object here, so that a graph made with it tells sizes, but not which memory is whose. A
-deep model makes the same few calls again and again, and so do its layouts.
+For graphs that are measured and not run: all tensors with the same dtype, sizes and strides are one
+object here, so that such a graph has correct sizes, but does not tell which tensors share storage.
+The layers of a deep model repeat the same few calls, and so do its layouts.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from graphaccel.compat.torch import (
 
 PLAIN = (int, float, bool, str, complex, type(None), torch.dtype, torch.device)
 PLAIN += (torch.layout, torch.memory_format)
-"""Arguments of calls that are what they say."""
+"""Arguments that are compared by value."""
 _PLAIN = frozenset(PLAIN)
 
 
 class Fakes:
-    """mode: the one that its tensors belong to; its own if none is given. shadows: by the id of one
-    of these, itself and a tensor of the meta device like it."""
+    """mode: the fake mode of its tensors; its own if none is given. shadows: by id of a tensor, the
+    tensor and a meta tensor of the same metadata."""
 
     def __init__(self, mode: FakeTensorMode | None = None) -> None:
         self.mode = mode or forgetful_fakes()
         self._alike: dict[Hashable, torch.Tensor] = {}
-        self._seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id: itself, its like
+        self._seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id
         self._given: dict[Hashable, Any] = {}
         self._shaped: dict[Hashable, torch.Tensor] = {}
         self._shadows: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def call(self, target: Any, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-        """What `target` gives. Nodes among the arguments stand for their values."""
+        """The result of `target`. Nodes among the arguments are replaced by their values."""
         key = target, *map(self._told, args)
         if kwargs:
             key += tuple((name, self._told(value)) for name, value in kwargs.items())
@@ -57,7 +57,7 @@ class Fakes:
             return made
 
     def like(self, value: Any, shape: Sequence[int]) -> torch.Tensor:
-        """As `ir.values.fake_like`: a contiguous tensor of another shape."""
+        """Like `ir.values.fake_like`: a contiguous tensor of another shape."""
         if tuple(value.shape) == tuple(shape):
             return self._liked(value)
         kind = self._told(value), tuple(shape)
@@ -78,9 +78,9 @@ class Fakes:
                     node.meta["val"] = self.call(node.target, node.args, node.kwargs)
 
     def _on_meta(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """What a call gives by the rules of its op alone, a tenth of the time that fake tensors
-        take; None where that is not enough: tensors are on several devices or there are none, or
-        what comes out depends on what is in them."""
+        """The result of a call by the meta kernel of its op, in a tenth of the time of fake
+        tensors; None where that is not enough: tensors are on several devices or there are none, or
+        the result depends on their data."""
         leaves = pytree.tree_leaves((args, kwargs))
         devices = {x.device for x in leaves if isinstance(x, torch.Tensor)}
         named = any(isinstance(x, torch.device) for x in leaves)
@@ -92,11 +92,11 @@ class Fakes:
             with beneath_modes():
                 made = target(*args, **kwargs)
         except RuntimeError:
-            return None  # fake tensors say why
+            return None  # fake tensors give the reason
         return pytree.tree_map_only(torch.Tensor, lambda one: self._one(one, device), made)
 
     def _shadow(self, like: torch.Tensor) -> torch.Tensor:
-        """A tensor of the meta device like one of those that stand for others."""
+        """A meta tensor with the metadata of a representative tensor."""
         if id(like) not in self._shadows:
             with beneath_modes():
                 made = torch.empty_strided(
@@ -106,7 +106,7 @@ class Fakes:
         return self._shadows[id(like)][1]
 
     def _told(self, value: Any) -> Hashable:
-        """What tells arguments apart, tensors by which object stands for them; 1, 1.0 and True
+        """A hashable key of an argument: tensors by their representative; 1, 1.0 and True
         differ."""
         kind = type(value)
         if kind is fx.Node:
@@ -122,7 +122,7 @@ class Fakes:
         return (kind if isinstance(value, PLAIN) else id(kind)), value
 
     def _liked(self, value: Any) -> Any:
-        """The same with the tensors that stand for those in it."""
+        """The value with its tensors replaced by their representatives."""
         if isinstance(value, fx.Node):
             value = value.meta["val"]
         if isinstance(value, torch.Tensor):
@@ -133,7 +133,7 @@ class Fakes:
         return value
 
     def _one(self, tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
-        """The tensor that stands for one, on another device if that is said."""
+        """The representative of a tensor, on another device if one is given."""
         device = device or tensor.device
         kind = (tensor.dtype, device, tuple(tensor.shape), tensor.stride(),
                 tensor.storage_offset(), tensor.is_conj(), tensor.is_neg())  # fmt: skip
@@ -142,12 +142,13 @@ class Fakes:
             own = getattr(tensor, "fake_mode", None) is self.mode
             like = self._alike[kind] = tensor if own else self._made(tensor, device)
             self._seen[id(like)] = like, like
-        if not tensor.is_meta:  # those are of one call
+        if not tensor.is_meta:  # meta tensors belong to one call only
             self._seen[id(tensor)] = tensor, like
         return like
 
     def _made(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """One like a tensor of another mode, or of the meta device."""
+        """A fake tensor in this mode with the metadata of one of another mode or of the meta
+        device."""
         with beneath_modes():
             made = torch.empty_strided(
                 tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"

@@ -1,10 +1,10 @@
-"""Finding a small graph in a large one.
+"""Find occurrences of a small pattern graph in a large graph.
 
 Both are canonical forward graphs with fake values. A pattern's placeholders match any value, its
-numbers in `numbers` any number; additions and multiplications match in either order, and so do the
-two dims of a transpose; what is multiplied by a number there may be divided by one here. Everything
-else must be the same op with the same arguments, and nothing inside the match may be read from
-outside of it.
+numbers in `numbers` any number; additions and multiplications match in either operand order, and so
+do the two dims of a transpose; a multiplication by such a number matches a division by its inverse.
+Everything else must be the same op with the same arguments, and no value inside the match may be
+read outside of it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _VIEWS = {
 }
 _DIMS = {"dim", "dims", "dim0", "dim1"}
 _NEW_DIM = {aten.unsqueeze.default, aten.stack.default}
-# Sizes are compared when the pattern has been traced again at the shapes it was found at.
+# Sizes are compared once the pattern has been traced anew at the shapes of the match.
 _SIZES = {"size", "shape", "start", "end", "split_size", "split_sizes", "normalized_shape"}
 _WHEREABOUTS = {
     "device", "pin_memory", "layout", "memory_format", "non_blocking", "cudnn_enable",
@@ -47,10 +47,12 @@ _WHEREABOUTS = {
 
 @dataclass(frozen=True)
 class Pattern:
-    """What is looked for.
+    """What to match.
 
-    graph: placeholders are called as the inputs they stand for; the output is a list of nodes, the
-      last of which (the anchor) needs all the others. numbers: literal → the input it stands for.
+    graph: placeholders are named after the inputs they stand for; the output is a list of nodes,
+    the
+      last of which (the anchor) depends on all the others. numbers: literal → the input it stands
+      for.
     """
 
     graph: fx.Graph = field(repr=False)
@@ -58,25 +60,25 @@ class Pattern:
 
     @property
     def outputs(self) -> tuple[fx.Node, ...]:
-        """What the pattern gives."""
+        """The nodes that the pattern returns."""
         return tuple(self.graph.output_node().args[0])
 
     @property
     def anchor(self) -> fx.Node:
-        """The output at which a match begins."""
+        """The output at which matching starts."""
         order = {n: i for i, n in enumerate(self.graph.nodes)}
         return max(self.outputs, key=lambda n: order[n])
 
     @property
     def size(self) -> int:
-        """How many calls it has."""
+        """The number of its calls."""
         return sum(n.op == "call_function" for n in self.graph.nodes)
 
 
 @dataclass(frozen=True)
 class Match:
-    """inputs: name → node or number. nodes: pattern node → node. free: those of them that only look
-    at inputs, and so may stay where others read them."""
+    """inputs: name → node or number. nodes: pattern node → node. free: those of them that depend on
+    inputs only as views, and so may have readers outside."""
 
     inputs: Mapping[str, Any]
     nodes: Mapping[fx.Node, fx.Node] = field(repr=False)
@@ -85,7 +87,7 @@ class Match:
 
 @dataclass(frozen=True)
 class Near:
-    """How far a match came: calls matched, where it stopped (a node's name) and why."""
+    """A failed match: number of calls matched, where it stopped (a node's name) and why."""
 
     matched: int
     size: int
@@ -183,7 +185,7 @@ class _Search:
     def _arguments(
         self, wanted: fx.Node, node: fx.Node, bound: dict[Any, Any]
     ) -> Iterator[tuple[tuple[Any, Any], ...]]:
-        """The goals that remain when two calls are to be the same, in each legal order."""
+        """The goals that remain for two calls to be equal, in each legal operand order."""
         del bound[wanted]
         if _divides(wanted, node):
             bound[wanted] = node
@@ -219,7 +221,8 @@ class _Search:
                 yield ((a, y), (b, x), *others)
 
     def _compared(self, wanted: fx.Node) -> bool:
-        """Whether sizes in its arguments are: a reshape may say -1, and its result says it all."""
+        """Whether the call's sizes are compared: a reshape may have -1, and its result says it
+        all."""
         return self.sizes and wanted.target is not aten.reshape.default
 
     def _differ(self, a: Any, b: Any) -> bool:
@@ -254,7 +257,7 @@ def _from_the_end(node: fx.Node, dims: Any) -> Any:
 
 
 def _divides(wanted: fx.Node, node: fx.Node) -> bool:
-    """Whether a product with a number is wanted, and there is a division by one."""
+    """Whether the pattern has a multiplication by a number, and the node divides by one."""
     if wanted.target is not aten.mul.Tensor or node.target is not aten.div.Tensor:
         return False
     by, divisor = wanted.args[1], node.args[1]

@@ -1,13 +1,14 @@
-"""Graph text read back: the inverse of `graph_text(notes=True)`.
+"""Parse graph text: the inverse of `graph_text(notes=True)`.
 
     %x: f32[8,64] = input
     %t: f32[64,8] = aten.t(%x)    # forward proj by recompute
     return (%t)
 
-Every node gets a fake value: inputs and constants a contiguous one of the stated type, calls what
-their op gives on those, with its strides and shared memory. Ops that a package defines have to be
-imported first. What the text does not state is lost: strides of inputs, data of constants, origins
-and source lines, which number of a call depends on a rank's coordinate. Tuples come back as lists.
+Every node gets a fake value: inputs and constants a contiguous one of the stated type, calls the
+result of their op on those, with its strides and shared storage. Packages that define custom ops
+have to be imported first. What the text does not state is lost: strides of inputs, data of
+constants, origins and source lines, which number of a call depends on a rank's coordinate. Tuples
+are read as lists.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ _WAIT = torch.ops._c10d_functional.wait_tensor.default
 def parse_graph(text: str, mode: FakeTensorMode | None = None) -> fx.GraphModule:
     """The graph that a text states, with meta "val", "phase", "module" and "made_by" on its nodes.
 
-    mode: which its values belong to, for several graphs that are rewritten together; its own by
+    mode: the fake mode of its values, for several graphs that are rewritten together; a new one by
     default.
 
-    Raises ValueError, with the number of the line, for text of another form, for an op that torch
-    does not have, and where the stated type of a call is not what its op gives.
+    Raises ValueError, with the number of the line, for malformed text, for an op that torch does
+    not have, and where the stated type of a call is not that of its op's result.
     """
     return _Parser(mode or FakeTensorMode()).module(text)
 
@@ -55,7 +56,7 @@ class _Parser:
         self.root = torch.nn.Module()
 
     def module(self, text: str) -> fx.GraphModule:
-        """The module of the whole text; lines that are empty or comments are left out."""
+        """The module of the full text; empty lines and comments are skipped."""
         for number, line in enumerate(text.splitlines(), 1):
             if not line.strip() or line.startswith("#"):
                 continue
@@ -126,7 +127,7 @@ class _Parser:
         return _plain(text)
 
     def _typed(self, text: str | None) -> Any:
-        """A value of a stated type."""
+        """A fake value of a stated type."""
         if text is None:
             return None
         if text.startswith("(") and text.endswith(")"):
@@ -139,9 +140,9 @@ class _Parser:
             return torch.empty(shape, dtype=_dtype(found["dtype"]))
 
     def _result(self, node: fx.Node, stated: str) -> Any:
-        """What a call gives on the values of its arguments, which has to be of the stated type."""
+        """The result of a call on the values of its arguments, which must have the stated type."""
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
-        if node.target is _WAIT:  # it gives back what it waited for
+        if node.target is _WAIT:  # it returns the tensor that it waited for
             value = args[0]
         else:
             with self.mode, torch.no_grad():
@@ -152,7 +153,7 @@ class _Parser:
 
 
 def _notes(text: str) -> dict[str, str]:
-    """Meta data of what stands behind the `#` of a line: phase, module, and the pass after "by"."""
+    """Metadata from the comment of a line: phase, module, and the pass after "by"."""
     plain, marked, made_by = f" {text}".partition(" by ")
     words = plain.split()
     found = {"made_by": made_by.strip()} if marked else {}
@@ -202,7 +203,7 @@ def _dtype(text: str) -> torch.dtype:
 
 
 def _target(text: str) -> Any:
-    """The op or the operator that a text names."""
+    """The op or the operator with this name."""
     path = text.split(".")
     if len(path) == 1:
         if not hasattr(operator, text):

@@ -1,4 +1,4 @@
-"""Where the tensors of a graph lie, changed in place."""
+"""Move a graph to another device, in place."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from graphaccel.compat.torch import FakeTensor, pytree
 
 
 def place(graph: fx.GraphModule, device: torch.device) -> bool:
-    """Say of every value that it lies on `device`, make there what the graph makes, and move what
-    it holds. Whether an argument changed: the code is then not that of the graph any more."""
+    """Set the device of every value, of device arguments and of the constants that the graph holds.
+    Returns whether an argument changed: the module's code is then out of date."""
 
     def placed(argument: Any) -> Any:
         return device if isinstance(argument, torch.device) else argument

@@ -1,7 +1,7 @@
-"""What the passes hand to the runtime: one program per pipeline stage.
+"""Stage programs: the contract between passes and runtime, one program per pipeline stage.
 
 A program's forward and backward are FX graphs over flat lists. `Value` says what each input and
-output is, so that neither the executor nor the memory model has to recognise anything by structure.
+output is, so that neither the executor nor the memory model has to infer it from the graph.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from torch import fx
 
 @dataclass(frozen=True)
 class Sharded:
-    """One split of a tensor over a mesh axis: dim `dim` is cut into as many equal parts as the axis
-    has devices, the last of which are padded where these do not divide it. outer: the dim is seen
-    as [outer, size / outer], and every one of the `outer` sections is cut (fused query, key and
-    value weights: outer 3); DTensor calls it _StridedShard(split_factor=outer)."""
+    """One split of a tensor over a mesh axis: dim `dim` is divided into as many equal parts as the
+    axis has devices, the last of which are padded where these do not divide it. outer: the dim is
+    viewed as [outer, size / outer], and every one of the `outer` sections is divided (fused query,
+    key and value weights: outer 3); DTensor calls it _StridedShard(split_factor=outer)."""
 
     axis: str
     dim: int
@@ -30,8 +30,8 @@ class Sharded:
 
 @dataclass(frozen=True)
 class Owned:
-    """What ZeRO shards of one parameter, and how. level: 1 its optimizer state, 2 and its gradient,
-    3 and the parameter itself, which is gathered where it is used."""
+    """What ZeRO shards of one parameter, and how. level: 1 its optimizer state, 2 also its
+    gradient, 3 also the parameter itself, which is gathered where it is used."""
 
     level: int
     split: Sharded
@@ -43,23 +43,24 @@ class Value:
 
     kind, of inputs:  "parameter" | "buffer" | "constant" (held for the whole run), "batch" (this
       microbatch's slice of a batch leaf), "prologue" (computed once a step), "received" (from
-      another stage's forward or backward), "saved" (by this stage's forward), "accumulator" (what
-      the gradient of a parameter is added to), "bucket" (the flat tensor those lie in), "tangent"
-      (the gradient of output leaf `leaf`), "scale", "shards" (the flat shards of a group of
-      parameters, held like a parameter; named after the first of them), "held" (a parameter as
-      `prepare` gave it), "carried".
+      another stage's forward or backward), "saved" (by this stage's forward), "accumulator" (to
+      which the gradient of a parameter is added), "bucket" (the flat tensor that contains those),
+      "tangent" (the gradient of output leaf `leaf`), "scale", "shards" (the flat shards of a group
+      of parameters, held like a parameter; named after the first of them), "held" (a parameter as
+      `prepare` returned it), "carried".
     kind, of outputs: "loss", "output", "buffer", "sent", "saved", "gradient", "input_gradient" (of
-      batch leaf `leaf`), "carried" (the flat gradients of a group, that the next microbatch's
-      backward takes back; the last one's are the reduced shards), "held".
+      batch leaf `leaf`), "carried" (the flat gradients of a group, an input of the next
+      microbatch's backward; the last one's are the reduced shards), "held".
     kind, around the head: "joined", "summed", "same" (a part's value, output of a forward; the
       whole batch's, input of the head: `sharding.rules.parts`), "headed" (output of the head, input
       of the backwards).
     name: parameter or buffer name, or the name of the value in the joint graph.
-    peers: stages the value comes from or goes to ("received": one; "sent": one or more).
+    peers: stages that the value is received from or sent to ("received": one; "sent": one or more).
     leaf: position among the batch's or the output's leaves.
     batch_dim: the tensor dim that carries the batch, or -1: of a leaf of the batch, a value of the
-      prologue and one of the head, each part reads its own slice along it. outer: sections that
-      stand before the batch in that dim, each with all examples.
+      prologue and one of the head, each part reads its own slice along it. outer: number of
+      sections
+      before the batch in that dim, each with all examples.
     """
 
     kind: str
@@ -72,8 +73,8 @@ class Value:
 
 @dataclass(frozen=True)
 class OrtRegion:
-    """What ONNX Runtime runs in one call. module: path that its ops share. key: hash of its model.
-    ops: how many nodes of the graph it replaces."""
+    """A region that ONNX Runtime runs in one call. module: common path of its ops. key: hash of its
+    model. ops: number of graph nodes it replaces."""
 
     stage: int
     phase: str
@@ -84,7 +85,8 @@ class OrtRegion:
 
 @dataclass(frozen=True)
 class OrtDeclined:
-    """Nodes that were asked for and stayed outside: how many alike, and the first one's place."""
+    """Nodes that were requested but not placed: how many equal ones, and the location of the
+    first."""
 
     op: str
     reason: str
@@ -95,8 +97,8 @@ class OrtDeclined:
 
 @dataclass(frozen=True)
 class OrtReport:
-    """Where ONNX Runtime is used. build: "training 1.19.2". nodes: of all graphs, without views,
-    which cost nothing; placed: how many of them lie in regions."""
+    """Where ONNX Runtime is used. build: "training 1.19.2". nodes: number in all graphs, without
+    views, which cost nothing; placed: number of them in regions."""
 
     build: str
     regions: tuple[OrtRegion, ...] = ()
@@ -109,21 +111,21 @@ class OrtReport:
 class StageProgram:
     """Forward and backward of one stage for one microbatch; placeholders carry fake `meta["val"]`.
 
-    Both take one list of inputs, which they empty, so that nothing outlives its last use.
-    parameters, buffers: names of those this stage holds, in the order the model names them.
+    Both take one list of inputs, which they empty, so that no value outlives its last use.
+    parameters, buffers: names of those this stage holds, in the order of the model.
     backwards: the backward graph for the (first, last) microbatch of a step: the first writes
       gradients where the others add them, the last starts the all-reduces. Without accumulators
       there is one microbatch and gradients are plain outputs.
     buckets: names of the gradients in each flat bucket, in the order they become ready.
-    weights: the part of the backward that gives gradients of parameters, where the schedule has it
-      apart (`passes.split_weights`), by the same moments; empty where it is part of the backward.
-    groups: parameters that rest sharded over the data axis, by the flat buffer they lie in.
+    weights: the part of the backward that computes gradients of parameters, where the schedule
+      runs it separately (`passes.split_weights`), by the same moments; else empty.
+    groups: parameters that are sharded over the data axis, by the flat buffer that contains them.
     reduced: those whose gradients are reduce-scattered, by the flat buffer, in its order.
     prepare: what runs once a step, before anything else, where parameters are gathered or cast for
-      all microbatches at once (`passes.gather_once`, `passes.cast_parameters_once`): it gives
-      "held" parameters, perhaps on their way, which live until the last phase of the stage has run.
-    head: of the last stage, what runs once on the whole batch, when all forwards have run and no
-      backward has (`passes.two_pass_head`).
+      all microbatches at once (`passes.gather_once`, `passes.cast_parameters_once`): it returns
+      "held" parameters, possibly in flight, which live until the last phase of the stage has run.
+    head: of the last stage, what runs once on the whole batch, after all forwards and before any
+      backward (`passes.two_pass_head`).
     """
 
     stage: int
@@ -156,12 +158,13 @@ class StageProgram:
 
     @property
     def results(self) -> tuple[tuple[fx.GraphModule, tuple[Value, ...]], ...]:
-        """The graphs that may give the loss and the model's outputs, with what they give."""
+        """The graphs that may return the loss and the model's outputs, with their outputs."""
         forward = (self.forward, self.forward_outputs)
         return (forward,) if self.head is None else (forward, (self.head, self.head_outputs))
 
     def gradients(self) -> tuple[fx.GraphModule | None, tuple[Value, ...]]:
-        """A graph that makes gradients of parameters, and its inputs; None where there is none."""
+        """A graph that computes gradients of parameters, and its inputs; None where there is
+        none."""
         graphs, values = self.backwards, self.backward_inputs
         if self.weights:
             graphs, values = self.weights, self.weight_inputs
@@ -196,7 +199,7 @@ class Prologue:
 
     @property
     def buffers(self) -> tuple[str, ...]:
-        """Names of the buffers it reads: every stage holds them."""
+        """Names of the buffers that it reads: every stage holds them."""
         return tuple(v.name for v in self.inputs if v.kind == "buffer")
 
 
@@ -205,20 +208,19 @@ class StepProgram:
     """A whole step after all passes: what the runtime runs and the memory model reads.
 
     stages: one program a stage, in order. Edges are (source stage, destination stage).
-    loss_partial: whether the loss is a partial sum over microbatches and the data axis. shared:
-    parameters that several stages hold, with those stages: their gradients are summed.
-    output_places: leaf of the model's output → where the batch lies in it
-    (`sharding.rules.propagate`). input_places: leaf of the batch → where the batch lies in its
-    gradient, where it wants one. random: whether some op draws random numbers. resting: parameter →
-    the splits under which it, its gradient and its optimizer state rest, in
-      the order in which they are applied (tensor axis first, then data); whole if it has none.
+    loss_partial: whether the loss is a partial sum over microbatches and the data axis.
+    shared: parameters that several stages hold, with those stages: their gradients are summed.
+    output_places: leaf of the model's output → batch placement (`sharding.rules.propagate`).
+    input_places: leaf of the batch → batch placement of its gradient, where it needs one.
+    random: whether any op draws random numbers.
+    resting: parameter → the splits under which it, its gradient and its optimizer state are stored,
+      in the order in which they are applied (tensor axis first, then data); replicated if none.
     partial: parameter → axes besides data over which its gradient is a partial sum when the
-      backward gives it: `accumulate_gradients` reduces over them too.
-    data: ranks that share the batch.
+      backward returns it: `accumulate_gradients` reduces over them too.
+    data: number of ranks that split the batch.
     bare: the stage without accumulators, where the loss is outside of the graph: which of its
       outputs a loss reads is known when it is differentiated (`passes.prune_output_gradients`).
-    owned: parameter → what ZeRO shards of it. unsharded: parameter → why it stays whole all the
-      same.
+    owned: parameter → what ZeRO shards of it. unsharded: parameter → why it is not sharded.
     ort: what ONNX Runtime runs of it.
     """
 
@@ -246,12 +248,13 @@ class StepProgram:
 
     @property
     def tangents(self) -> tuple[int, ...]:
-        """Output leaves that a loss outside of the graph can be differentiated by."""
+        """Output leaves with respect to which a loss outside of the graph can be differentiated."""
         return tuple(v.leaf for p in self.stages for v in p.backward_inputs if v.kind == "tangent")
 
     @property
     def written(self) -> dict[str, tuple[int, tuple[int, ...]]]:
-        """Buffer → the stage that makes its new value, and all that hold it, that one included."""
+        """Buffer → the stage that computes its new value, and all that hold it, that one
+        included."""
         makers = {
             value.name: stage.stage
             for stage in self.stages
@@ -265,16 +268,16 @@ class StepProgram:
 
     @property
     def groups(self) -> tuple[tuple[str, ...], ...]:
-        """The groups of parameters that rest sharded over data, of all stages, each once."""
+        """The groups of parameters that are sharded over data, of all stages, each once."""
         return tuple(dict.fromkeys(g for stage in self.stages for g in stage.groups))
 
     def gradient_splits(self, name: str) -> tuple[Sharded, ...]:
-        """The splits under which a parameter's gradient is handed out."""
+        """The splits under which a parameter's gradient is returned."""
         splits, owned = self.resting.get(name, ()), self.owned.get(name)
         return (*splits, owned.split) if owned is not None and owned.level == 2 else splits
 
     def state_splits(self, name: str) -> tuple[Sharded, ...]:
-        """The splits under which its optimizer state rests."""
+        """The splits under which its optimizer state is stored."""
         splits, owned = self.resting.get(name, ()), self.owned.get(name)
         return (*splits, owned.split) if owned is not None and owned.level < 3 else splits
 

@@ -1,8 +1,8 @@
-"""Which values of a graph every rank of a mesh axis has alike.
+"""Find the values of a graph that are replicated over a mesh axis (the same on all its ranks).
 
-Ranks run the same text on the same batch, so that values differ only where something told the ranks
-apart: a parameter that rests in shards, a number that is bound to a rank's coordinate (meta "bind",
-`sharding.apply.graph_builder`), a collective that gives each rank a part.
+Ranks run the same graph on the same batch, so values differ only through a sharded parameter, a
+number that depends on a rank's coordinate (meta "bind", `sharding.apply.graph_builder`), or a
+collective that gives each rank its part.
 """
 
 from __future__ import annotations

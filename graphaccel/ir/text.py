@@ -1,4 +1,4 @@
-"""Graphs as short text, one line a node, the same in every process.
+"""Print graphs as short text, one line a node, identical in every process.
 
     %linear: f32[8,16,64] = aten.linear(%x, %p_proj_weight, %p_proj_bias)    # proj
 
@@ -31,26 +31,26 @@ DTYPES = {
     torch.complex64: "c64",
     torch.complex128: "c128",
 }
-"""What the text calls a dtype; others by their torch name."""
+"""Names of dtypes in the text; others have their torch name."""
 
 _HOLE = "\0"  # a name to be filled in
 
 
 def graph_text(graph: fx.Graph, *, notes: bool = False) -> str:
-    """The whole graph; with `notes`, phase, module path and the pass that made the node at the end
-    of each line."""
+    """The text of a graph; with `notes`, each line ends with phase, module path and the pass that
+    created the node."""
     return "\n".join(_line(node, notes) for node in graph.nodes) + "\n"
 
 
 def module_text(module: fx.GraphModule) -> str:
-    """`graph_text` of a module's graph, which is not made for it where nobody has made it yet."""
+    """`graph_text` of a module's graph, without building it if it is not built yet."""
     known = unfolded_from(module)
     lines = None if known is None else _unfolded_lines(known)
     return graph_text(module.graph) if lines is None else "\n".join(lines) + "\n"
 
 
 def _unfolded_lines(known: Unfolded) -> list[str] | None:
-    """The lines of a graph that nobody has made yet. None where an argument hides its nodes."""
+    """The lines of a graph that is not built yet. None where an argument hides its nodes."""
     forms = [_form(item) for item in known.pattern.items]
     if any("Place(at=" in form for form in forms):  # in a dict or a slice
         return None
@@ -66,7 +66,7 @@ def _unfolded_lines(known: Unfolded) -> list[str] | None:
 
 
 def _form(item: Item) -> str:
-    """The line of an item, or the text of a result, to fill in its name and what it reads."""
+    """The line of an item, or the text of a result, as a template for its name and sources."""
     args, kwargs = item.call
     node = item.node
     said = _argument(args[0]) if node is None else _said(node, _HOLE, args, kwargs)
@@ -79,7 +79,7 @@ def node_text(node: fx.Node) -> str:
 
 
 def type_text(value: Any) -> str:
-    """`f32[8,64]` of a tensor; a parenthesised list of several; the value itself otherwise."""
+    """`f32[8,64]` for a tensor; a parenthesised list for several; the value itself otherwise."""
     if isinstance(value, torch.Tensor):
         return f"{DTYPES.get(value.dtype, str(value.dtype))}[{','.join(map(str, value.shape))}]"
     if isinstance(value, (tuple, list)):

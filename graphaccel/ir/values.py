@@ -1,4 +1,4 @@
-"""Values of graph nodes without data: running a graph on fake tensors, bytes of what they hold."""
+"""Fake values of graph nodes: propagation on fake tensors, storages and their bytes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class _Values(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
         if n.target is torch.ops._c10d_functional.wait_tensor.default:
-            result = self.env[n.args[0]]  # it gives back what it waited for; its fake is a copy
+            result = self.env[n.args[0]]  # returns what it waited for; its fake would be a copy
         n.meta["val"] = result
         return result
 
@@ -24,7 +24,7 @@ class _Values(fx.Interpreter):
 def propagate(graph: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> None:
     """Set `meta["val"]` on every node by running the graph on fake `inputs`, in place.
 
-    Shapes, dtypes, strides and shared storages then are what the real run will have.
+    Shapes, dtypes, strides and shared storages are then those of the real run.
     """
     nodes = list(graph.graph.nodes)
     mode = (
@@ -36,7 +36,7 @@ def propagate(graph: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> None:
 
 
 def fake_like(value: Any, shape: Sequence[int]) -> torch.Tensor:
-    """A contiguous fake tensor of another shape, in the mode `value` belongs to."""
+    """A contiguous fake tensor of another shape, in the fake mode of `value`."""
     if tuple(value.shape) == tuple(shape):
         return value
     with value.fake_mode:
@@ -44,7 +44,7 @@ def fake_like(value: Any, shape: Sequence[int]) -> torch.Tensor:
 
 
 def operands(node: fx.Node) -> tuple[Any, ...]:
-    """A call's positional arguments, without the union of types that FX gives them."""
+    """A call's positional arguments, without the type union that FX declares for them."""
     return node.args
 
 
@@ -74,10 +74,10 @@ def storages(values: Iterable[Any]) -> dict[int, int]:
 
 
 def shares(node: fx.Node) -> tuple[tuple[int, int] | None, ...]:
-    """For each tensor of a node's value, the (input, tensor of it) whose memory it shares, if any;
+    """For each tensor of a node's value, the (input, tensor of it) whose storage it shares, if any;
     input -1 is the value itself.
 
-    Copies of a node have one value between them; `keep_shares` says of it what it was made from.
+    Copies of a node share one value; `keep_shares` records what it was computed from.
     """
     value, known = node.meta.get("shares", (None, ()))
     if value is not None and value is node.meta["val"]:
@@ -95,7 +95,7 @@ def shares(node: fx.Node) -> tuple[tuple[int, int] | None, ...]:
 
 
 def keep_shares(graph: fx.Graph) -> None:
-    """Note on each call whose memory its results share, for copies whose inputs are others'."""
+    """Record on each call whose storage its results share, for copies that have other inputs."""
     for node in graph.nodes:
         if node.op == "call_function":
             node.meta["shares"] = (node.meta["val"], shares(node))
@@ -114,7 +114,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def module_path(node: fx.Node) -> str:
-    """The path of the innermost module a node was made in, as in `model.named_modules()`."""
+    """The path of the innermost module that called a node's op, as in `model.named_modules()`."""
     stack = node.meta.get("nn_module_stack") or {}
     paths = [entry[0] for entry in stack.values()]
     return re.sub(r"@\d+$", "", paths[-1]).removeprefix("model").removeprefix(".") if paths else ""

@@ -1,1 +1,1 @@
-"""Graphs of many identical layers, made of the graphs of few."""
+"""Graphs of many identical layers, derived from graphs of few layers."""

@@ -1,6 +1,7 @@
-"""Which layer each node of a graph belongs to, where layers of a model are alike.
+"""Assign each node of a graph to one of the model's identical layers.
 
-A run is a row of identical layers. `items_of` takes a graph apart for `ir.replication.repeat`.
+A run is a sequence of consecutive identical layers. `items_of` splits a graph for
+`ir.replication.repeat`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import fx
 from graphaccel.ir.values import module_path
 
 KEPT = 3
-"""Layers of a run in the graph that is repeated: the first, the one that is copied, the last."""
+"""Layers of a run in the graph that is repeated: the first, the copied one, the last."""
 
 NUMBER = re.compile(r"^(.*)_(\d+)$", re.DOTALL)
 
@@ -28,7 +29,7 @@ _Layer: TypeAlias = tuple[str, int]  # path of the container, entry
 
 
 class NotRepeated(Exception):
-    """The layers do not repeat: said in the log, and the whole model is captured."""
+    """The layers do not repeat: the reason is logged, and the full model is captured."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,8 @@ class Run:
     count: int
 
     def number(self, name: str) -> int | None:
-        """Which entry of the container a module path or parameter name lies in, from the run's
-        first one on; None if in none."""
+        """The entry of the container that a module path or parameter name is in, relative to the
+        run's first; None outside of the container."""
         prefix = f"{self.path}." if self.path else ""
         if not name.startswith(prefix):
             return None
@@ -53,19 +54,19 @@ class Run:
         return f"{self.path}.{number + self.first}" if self.path else str(number + self.first)
 
     def entry(self, name: str, number: int) -> str:
-        """A name in the container, in another entry of it."""
+        """A name in the container, moved to another entry."""
         before, after = self.around(name)
         return f"{before}{number + self.first}{after}"
 
     def around(self, name: str) -> tuple[str, str]:
-        """What stands before and behind the entry's number in a name in the container."""
+        """The parts of a name in the container before and after the entry's number."""
         before = f"{self.path}." if self.path else ""
         return before, "".join(name[len(before) :].partition(".")[1:])
 
 
 def among(runs: Sequence[Run], counts: Sequence[int]) -> tuple[Run, ...]:
-    """The runs as they lie where each has as many layers as `counts` says: what stands behind one
-    in its container moves up."""
+    """The runs in a model where each has as many layers as `counts` says: entries after a run in
+    its container are renumbered."""
     gone = [run.count - count for run, count in zip(runs, counts, strict=True)]
     return tuple(
         Run(
@@ -83,27 +84,27 @@ def among(runs: Sequence[Run], counts: Sequence[int]) -> tuple[Run, ...]:
 
 
 def copies(runs: Sequence[Run], name: str, kept: int | Sequence[int] = KEPT) -> list[str]:
-    """What a module path or parameter name is called among all layers. kept: layers of each run
-    where it is called `name`; names of a run's second layer are those of all that are copies."""
+    """The names, among all layers, of a module path or parameter. kept: layers of each run in the
+    model that calls it `name`; a name in a run's second layer stands for all its copies."""
     counts = (kept,) * len(runs) if isinstance(kept, int) else tuple(kept)
     found = name
     for run, few in zip(runs, among(runs, counts), strict=True):
         number, more = few.number(name), run.count - few.count
         if number == 1:
             return [run.entry(name, copy) for copy in range(1, more + 2)]
-        if number is not None and number >= 0:  # the last such run is the nearest
+        if number is not None and number >= 0:  # the last such run is the innermost
             found = run.entry(name, number + (more if number else 0))
     return [found]
 
 
 @dataclass(frozen=True)
 class Layered:
-    """A graph, and the names of what its first placeholders and its results are ("" for those that
-    belong to no layer); what else they are, which layers do not change. numbered: placeholders that
-    are not called after those names; none if empty. following: kinds of placeholders and results
-    that belong to the layer within which they are read or made, whatever they are called.
-    input_values, output_values: names of what goes between graphs, which are counted as those of
-    nodes are; none if empty, "" for what has none."""
+    """A graph, with the names of its first placeholders and of its results ("" for those in no
+    layer), and their kinds, which are the same for all layers. numbered: placeholders that are not
+    named after those names; none if empty. following: kinds of placeholders and results that belong
+    to the layer that reads or computes them, whatever their names are. input_values, output_values:
+    names of values passed between graphs, numbered as nodes are; none if empty, "" for those
+    without a name."""
 
     graph: fx.Graph
     inputs: Sequence[str]
@@ -118,9 +119,9 @@ class Layered:
 
 @dataclass(eq=False)
 class Item:
-    """A node, or one of the graph's results (node None). path: of its module or parameter.
-    middle: the run whose middle layer it is part of, -1 for none, and which copy. named: it is a
-    placeholder that is called after its path. value: the name of what goes between graphs."""
+    """A node, or one of the graph's results (node None). path: of its module or parameter. middle,
+    copy: the run whose middle layer contains it, -1 for none, and which copy. named: whether it is
+    a placeholder named after its path. value: the name of a value passed between graphs."""
 
     node: fx.Node | None
     path: str
@@ -140,15 +141,16 @@ class Item:
 
     @property
     def place(self) -> str:
-        """The path, without the number at the end of names that are counted."""
+        """The path, without the number at the end of numbered names."""
         return head(self.path) if self.named else self.path
 
 
 def items_of(layered: Layered, runs: Sequence[Run], copied: Sequence[int]) -> list[Item]:
-    """Nodes and results in order, with the copy of which middle layer they belong to. runs: as they
-    lie in this graph. copied: how many middle layers there are of each.
+    """Nodes and results in order, each with its middle layer and copy. runs: as numbered in this
+    graph. copied: number of middle layers of each.
 
-    Between two nodes of a layer everything belongs to it, and so does what follows up to the next.
+    Nodes between two nodes of a layer belong to it, and so do those that follow up to the next
+    layer.
     """
     items: list[Item] = []
     numbered = layered.numbered or (False,) * len(layered.inputs)
@@ -187,7 +189,7 @@ def items_of(layered: Layered, runs: Sequence[Run], copied: Sequence[int]) -> li
 
 
 def _follow(items: Sequence[Item], kinds: frozenset[object]) -> None:
-    """Placeholders and results of these kinds go to the layer of what reads or makes them."""
+    """Assign placeholders and results of these kinds to the layer that reads or computes them."""
     at = {item.node: item for item in items if item.node is not None}
     order = {node: i for i, node in enumerate(at)}
     for item in items:
@@ -207,7 +209,8 @@ def _neighbours(layer: _Layer | None) -> tuple[_Layer, ...]:
 def _layers(items: Sequence[Item], runs: Sequence[Run]) -> Iterator[tuple[Item, _Layer | None]]:
     """The items of a section, each with the layer it belongs to, None before the first.
 
-    Calls of an entry that has been, within its neighbour, are that one's: a pass moved them there.
+    Calls of an earlier layer in the middle of its neighbour belong to the neighbour: a pass moved
+    them.
     """
     own: list[_Layer | None] = []
     known: dict[str, _Layer | None] = {}
@@ -229,14 +232,14 @@ def _layers(items: Sequence[Item], runs: Sequence[Run]) -> Iterator[tuple[Item, 
 
 
 def _layer(path: str, runs: Sequence[Run]) -> _Layer | None:
-    """The layer that a path lies in."""
+    """The layer that contains a path."""
     numbers = [(run, run.number(path)) for run in runs]
     found = [(run.path, run.first + number) for run, number in numbers if number is not None]
     return found[-1] if found else None
 
 
 def taken(value: Any) -> tuple[Any, list[fx.Node]]:
-    """A call's arguments with places for nodes, and the nodes in order."""
+    """A call's arguments with nodes replaced by `Place`, and the nodes in order."""
     refs: list[fx.Node] = []
 
     def take(v: Any) -> Any:
@@ -250,13 +253,13 @@ def taken(value: Any) -> tuple[Any, list[fx.Node]]:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a node stands in a call that was taken apart: number `at` of those it reads."""
+    """Stands for a node in a call's arguments: number `at` of those it reads."""
 
     at: int
 
 
 def _mapped(value: Any, leaf: Any) -> Any:
-    """Like fx.map_aggregate, in plain containers."""
+    """Like fx.map_aggregate, for plain containers."""
     if not isinstance(value, _CONTAINERS):
         return leaf(value)
     if isinstance(value, tuple) and not hasattr(value, "_fields"):
@@ -271,7 +274,7 @@ def _mapped(value: Any, leaf: Any) -> Any:
 
 
 def filler(call: Any) -> Callable[[Sequence[Any]], tuple[tuple[Any, ...], dict[str, Any]]]:
-    """refs → the call's (args, kwargs). Only what holds nodes is made anew."""
+    """refs → the call's (args, kwargs). Only arguments that contain nodes are rebuilt."""
     args, kwargs = call
     moving = [(i, v) for i, v in enumerate(args) if _places(v)]
     named = [(k, v) for k, v in kwargs.items() if _places(v)]
@@ -291,7 +294,7 @@ def filler(call: Any) -> Callable[[Sequence[Any]], tuple[tuple[Any, ...], dict[s
 
 
 def _places(value: Any) -> bool:
-    """Whether a value holds places for nodes."""
+    """Whether a value contains a `Place`."""
     found: list[Any] = []
     _mapped(value, lambda v: found.append(v) if isinstance(v, Place) else None)
     return bool(found)
@@ -304,6 +307,6 @@ def split(name: str) -> tuple[str, int]:
 
 def head(name: str, path: str | None = None) -> str:
     """A parameter's path without the number at its end, or the name of its placeholder, which ends
-    as `path` does."""
+    like `path`."""
     found = NUMBER.match(name) if NUMBER.match(name if path is None else path) else None
     return found[1] if found else name

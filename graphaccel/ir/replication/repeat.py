@@ -1,11 +1,11 @@
-"""Graphs of many identical layers, made of the graphs of few.
+"""Graphs of many identical layers, derived from graphs of few layers.
 
-A run is a row of identical layers. Given a graph of the model with `KEPT` layers of each run, and
-for each run a graph with one more, `Pattern` finds in the former the nodes of the run's middle
-layer, and proves on the latter that one more layer is one more copy of them: same calls on the same
-shapes, every argument either within the copy, or the same for all copies, or of the copy before or
-after it. Names are checked to grow evenly. `ir.replication.unfold` then tells the nodes of any
-number of layers, and `Pattern.graph` makes them.
+A run is a sequence of consecutive identical layers. Given a graph of the model with `KEPT` layers
+of each run, and for each run a graph with one more, `Pattern` finds in the former the nodes of the
+run's middle layer, and proves on the latter that one more layer is one more copy of them: same
+calls on the same shapes, every argument either within the copy, or the same for all copies, or of
+the copy before or after it. Numbers in names are checked to grow linearly. `ir.replication.unfold`
+then lists the nodes of any number of layers, and `Pattern.graph` builds them.
 
 before (KEPT = 3 layers)                       after (4 layers)
   %h: = layer(%x, %w0)      # layers.0           %h: = layer(%x, %w0)      # layers.0
@@ -44,15 +44,16 @@ from graphaccel.ir.replication.layers import (
 
 _SAME = ("phase", "made_by", "bind")
 _NAMES = ("origin", "stands_for")
-_TOLD = ("origin", "tail")  # of these, what rows without names tell
-_WORD = re.compile("(?<=[a-z])([A-Z])")  # what torch.fx puts "_" before in names it makes
-_DROPPED = ("custom", "from_node", "seq_nr")  # of the trace; read while it is made only
+_TOLD = ("origin", "tail")  # of these, those needed without names too
+_WORD = re.compile("(?<=[a-z])([A-Z])")  # torch.fx inserts "_" before these in generated names
+_DROPPED = ("custom", "from_node", "seq_nr")  # metadata of the trace that no copy needs
 
 
 @dataclass(frozen=True)
 class Ref:
-    """What an argument is: item of the pattern; in a copied item, `near` of the copy `step` away
-    instead, where there is that copy. last: the last copy of an item outside of this one's run."""
+    """The source of an argument: `item` of the pattern; in a copied item, `near` of the copy `step`
+    away instead, where that copy exists. last: the last copy of an item outside of this one's
+    run."""
 
     item: int
     near: int = -1
@@ -63,7 +64,7 @@ class Ref:
 @dataclass(frozen=True)
 class _Name:
     """`base_number`; the number grows by `slopes` per layer of each run and by `step` per copy.
-    zero: the number 0 is written; it is left out otherwise."""
+    zero: the number 0 is written; otherwise it is left out."""
 
     base: str
     number: int
@@ -80,27 +81,27 @@ class _Name:
         return f"{self.base}_{number}" if number or self.zero else self.base
 
     def among(self, more: Sequence[int]) -> _Name:
-        """The name where there are `more` layers anyway: `at((), copy)` then says it."""
+        """The name once `more` layers are fixed: `at((), copy)` then gives it."""
         return _Name(self.base, self.number_at(more, 1), (), self.step, self.zero)
 
 
 @dataclass(frozen=True)
 class _Path:
     """A module path or parameter name: entry `entry.number_at` of the container of `run`, whose
-    entries are called after their number; `plain` as it is where it lies in none."""
+    entries are named by number; without a run `plain` is the name."""
 
     plain: str
     run: Run | None = None
     entry: _Name = _Name("", 0)
 
     def at(self, more: Sequence[int], copy: int) -> str:
-        """What it is called among all layers."""
+        """The name among all layers."""
         if self.run is None:
             return self.plain
         return self.run.entry(self.plain, self.entry.number_at(more, copy))
 
     def all_at(self, copies: Sequence[int]) -> list[str]:
-        """What copies are called, where there are all layers anyway."""
+        """The names of copies, once the number of layers is fixed."""
         if self.run is None:
             return [self.plain] * len(copies)
         before, after = self.run.around(self.plain)
@@ -108,13 +109,13 @@ class _Path:
         return [f"{before}{first + self.entry.step * copy}{after}" for copy in copies]
 
     def among(self, more: Sequence[int]) -> _Path:
-        """The path where there are `more` layers anyway."""
+        """The path once `more` layers are fixed."""
         return self if self.run is None else replace(self, entry=self.entry.among(more))
 
 
 @dataclass(frozen=True)
 class _Learned:
-    """What was found out about one item."""
+    """How one item depends on the number of layers."""
 
     refs: tuple[Ref, ...]
     names: Mapping[str, _Name]
@@ -123,11 +124,11 @@ class _Learned:
 
 
 class Pattern:
-    """What repeats in a graph.
+    """The repeating structure of a graph.
 
     short: with `kept` layers of each run. longer: for each run, with one more of it. The second
-    layer is copied. named: whether a graph is made of it, whose nodes have names; otherwise rows
-    are told alone (`ir.replication.unfold`), of which it is enough to know where they lie.
+    layer is copied. named: whether a graph is built from it, whose nodes have names; otherwise only
+    rows are computed (`ir.replication.unfold`), for which module paths are enough.
 
     Raises NotRepeated where more layers are not more copies of it.
     """
@@ -177,7 +178,7 @@ class Pattern:
         return _Learned(refs, names, self._path(index), covered)
 
     def _path(self, index: int) -> _Path:
-        """Where an item lies; found once for all that lie alike, and whose twins do."""
+        """The path of an item; computed once for all items with the same paths in all graphs."""
         places = [[twin.place for twin in twins[index]] for twins in self._twins]
         own = self.items[index].place
         key = own, *map(tuple, places)
@@ -186,7 +187,7 @@ class Pattern:
         return self._paths[key]
 
     def _path_of(self, own: str, places: Sequence[Sequence[str]]) -> _Path:
-        # The first run of the container lies at the same entry whatever the number of layers.
+        # The first run of the container is at the same entry whatever the number of layers.
         run = next((r for r in self.few if _inside(r, own)), None)
         for other in (place for each in places for place in each):
             alike = own == other if run is None else run.entry(own, 0) == run.entry(other, 0)
@@ -198,7 +199,7 @@ class Pattern:
         return _Path(own, run, self._number(("", run.number(own) or 0), numbers))
 
     def _name(self, value: str, theirs: Sequence[Sequence[str]]) -> _Name:
-        """theirs: what it is called of the twins, by run. Many nodes have one origin."""
+        """theirs: the names of its counterparts, by run. Many nodes have one origin."""
         key = value, *map(tuple, theirs)
         if key not in self._counted:
             own, zero = split(value), value.endswith("_0")
@@ -231,7 +232,7 @@ class Pattern:
             first, *second = twins[index]
             given = inverse.get(first.refs[slot])
             middle = self.items[target].middle == run
-            if not second:  # this item is not of the run: its argument may be
+            if not second:  # item not of the run: its argument may be
                 if given is None or given[0] != target or (not middle and given[1]):
                     raise self._unlike(item, run)
                 if middle:
@@ -258,7 +259,7 @@ class Pattern:
         return NotRepeated(f"{name} reads something else with one more layer in {self.runs[run]}")
 
     def tell(self, *keys: str) -> None:
-        """Copy what the short graph knows of its nodes to those of the longer ones."""
+        """Copy metadata of the short graph's nodes to their counterparts in the longer ones."""
         for twins in self._twins:
             for item, own in zip(self.items, twins, strict=True):
                 known = {} if item.node is None else item.node.meta
@@ -269,13 +270,13 @@ class Pattern:
     # ---- many layers
 
     def at(self, like: Layered) -> Pattern:
-        """The pattern with calls and values of `like`, which is the short graph at other sizes."""
+        """The pattern with calls and values of `like`: the short graph at other sizes."""
         twin = duplicate(self)
         twin.items = items_of(like, self.few, (1,) * len(self.runs))
         return twin
 
     def makers(self) -> list[Maker]:
-        """What makes the copies of each item."""
+        """The makers of all items, which build their copies."""
         more = [run.count - self.kept for run in self.runs]
         pairs = zip(self.items, self.learned, strict=True)
         known: dict[int, Any] = {}  # many items share a name or a path
@@ -289,8 +290,8 @@ class Pattern:
 
     def graph(self, makers: Sequence[Maker]) -> fx.Graph:
         """The graph of as many layers as the runs have. Values (`meta["val"]`) are shared by all
-        copies of a node. Every source is known to be made before it is read
-        (`ir.replication.unfold`)."""
+        copies of a node. Every source precedes its readers, as `ir.replication.unfold` has
+        checked."""
         made = fx.Graph()
         new: list[list[Any]] = [[] for _ in self.items]  # by copy, from 0
         results: list[Any] = []
@@ -314,11 +315,11 @@ class Pattern:
         return made
 
     def down(self, run: int, index: int) -> bool:
-        """Whether the copies of an item of a run stand in descending order."""
+        """Whether the copies of an item of a run are in descending order."""
         return run >= 0 and self.descending[run].get(index, False)
 
     def groups(self) -> Iterator[tuple[int, list[int]]]:
-        """Items in order: (run, those that are copied together)."""
+        """Items in order: (run, the items that are copied together)."""
         where = [(item.middle, item.section) for item in self.items]
         for (run, _), indices in groupby(range(len(where)), where.__getitem__):
             yield run, list(indices)
@@ -332,7 +333,7 @@ class Pattern:
 
 
 class Maker:
-    """Makes the copies of one item. lying: a name or path, where there are all layers anyway."""
+    """Builds the copies of one item. lying: fixes the number of layers in a name or path."""
 
     def __init__(self, item: Item, learned: _Learned, lying: Callable[[Any], Any]) -> None:
         self.item = item
@@ -344,15 +345,15 @@ class Maker:
 
     @cached_property
     def stack(self) -> tuple[tuple[str, tuple], ...]:
-        """The modules around the item."""
+        """The module stack of the item."""
         return tuple(self.meta.get("nn_module_stack", {}).items())
 
     def path(self, copy: int) -> str:
-        """The module or parameter of a copy; without the number at the end, if it is named."""
+        """The module or parameter of a copy; without the number at the end, if it is numbered."""
         return self.place.at((), copy)
 
     def whole(self, copy: int) -> str:
-        """The path of a copy that is a node, with the number at the end."""
+        """The path of a copy of a node, with the number at the end."""
         return self.path(copy) + self._end(copy)
 
     def all_whole(self, copies: Sequence[int]) -> list[str]:
@@ -363,7 +364,7 @@ class Maker:
         return [path + self._end(copy) for path, copy in zip(paths, copies, strict=True)]
 
     def named(self, copy: int) -> str:
-        """What a copy that is a node is called."""
+        """The name of a copy of a node."""
         item = self.item
         assert item.node is not None
         if not item.named:
@@ -372,7 +373,7 @@ class Maker:
         return _mangled(head(item.node.name, item.path), item.place, path) + self._end(copy)
 
     def all_named(self, count: int) -> list[str]:
-        """What its copies are called."""
+        """The names of its copies."""
         name = None if self.item.named else self.names["name"]
         if name is None or not name.step:
             return [self.named(copy) for copy in range(1, count + 1)]
@@ -386,14 +387,14 @@ class Maker:
 
     @cached_property
     def fill(self) -> Callable[[Sequence[Any]], tuple[tuple[Any, ...], dict[str, Any]]]:
-        """What a copy reads → its arguments."""
+        """The sources of a copy → its arguments."""
         return filler(self.item.call)
 
     def node(
         self, graph: fx.Graph, copy: int, call: tuple[tuple, dict], stacks: dict[Any, Any]
     ) -> fx.Node:
-        """One copy, put at the end of the graph. stacks: modules around nodes, for the nodes that
-        share them."""
+        """Append one copy to the graph. stacks: module stacks, shared by the nodes that have the
+        same."""
         old = self.item.node
         assert old is not None
         name, path = self.named(copy), self.whole(copy)
@@ -413,7 +414,7 @@ class Maker:
         return node
 
     def _stack(self, stacks: dict[Any, Any], path: str) -> dict[str, tuple]:
-        """The modules around a copy: one for all nodes of its module."""
+        """The module stack of a copy: one for all nodes of its module."""
         key = (self.stack, path)
         if key not in stacks:
             own = self.place.run
@@ -424,7 +425,7 @@ class Maker:
 
 
 def _stack(stack: Mapping[str, tuple], run: Run, number: int | None, new: int) -> dict[str, tuple]:
-    """The modules around a node, with entry `new` of the run's container instead of `number`."""
+    """The module stack of a node, with entry `new` of the run's container instead of `number`."""
 
     def path(text: str) -> str:
         inner = text.removeprefix("model.")
@@ -442,13 +443,13 @@ def _stack(stack: Mapping[str, tuple], run: Run, number: int | None, new: int) -
 
 
 def _inside(run: Run, path: str) -> bool:
-    """Whether a path lies in an entry of the run's container, the run's first or a later one."""
+    """Whether a path is in an entry of the run's container, the run's first or a later one."""
     number = run.number(path)
     return number is not None and number >= 0
 
 
 def _inverse(twins: Sequence[Sequence[Item]]) -> dict[fx.Node, tuple[int, int]]:
-    """Node of the longer graph → (item, copy), copy 0 of what is not copied."""
+    """Node of the longer graph → (item, copy), copy 0 for items that are not copied."""
     return {
         twin.node: (i, copy if len(own) > 1 else 0)
         for i, own in enumerate(twins)
@@ -460,8 +461,9 @@ def _inverse(twins: Sequence[Sequence[Item]]) -> dict[fx.Node, tuple[int, int]]:
 def _paired(
     runs: Sequence[Run], run: int, items: Sequence[Item], longer: Sequence[Item]
 ) -> tuple[list[list[Item]], dict[int, bool]]:
-    """For each item its twin in the graph of one more layer of `run`, or its two twins; and for
-    the items of the middle layer whether the copies stand in descending order."""
+    """For each item its counterpart in the graph of one more layer of `run`, or its two
+    counterparts; and for the items of the middle layer whether the copies are in descending
+    order."""
     twins: list[list[Item]] = [[] for _ in items]
     descending: dict[int, bool] = {}
     at = start = 0
@@ -502,7 +504,7 @@ def _next(items: Sequence[Item], at: int) -> Item:
 
 
 def _check(runs: Sequence[Run], run: int, item: Item, twin: Item, copy: int) -> None:
-    """Raises NotRepeated unless `twin` is `item` but for what it reads and for its names."""
+    """Raises NotRepeated unless `twin` is `item` except for its sources and names."""
 
     def unlike(what: str) -> NotRepeated:
         name = item.path if item.node is None else f"{item.node.name} ({item.path})"
@@ -543,8 +545,8 @@ def _types(value: Any) -> Any:
 
 
 def _names(item: Item) -> list[tuple[str, str]]:
-    """Names that grow with the number of layers: the node's own, those of nodes it knows of, and
-    that of its value."""
+    """Names that depend on the number of layers: the node's own, those of nodes in its metadata,
+    and that of its value."""
     value = [("value", item.value)] if item.value else []
     if item.node is None:
         return value
@@ -563,7 +565,7 @@ def _called(item: Item, key: str) -> str:
 
 
 def _mangled(name: str, old: str, new: str) -> str:
-    """A placeholder's name, which its parameter's name is part of, for another parameter."""
+    """The name of a placeholder, with the parameter name in it replaced by another one."""
     if old == new:
         return name
     plain = [re.sub(r"[^0-9A-Za-z]+", "_", path) for path in (old, new)]

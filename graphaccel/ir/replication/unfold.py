@@ -1,10 +1,9 @@
-"""The nodes of many identical layers, told from those of few without making them.
+"""List the nodes of a graph of many identical layers without building the graph.
 
-`Pattern` (`ir.replication.repeat`) knows how one layer follows from the one before. What the graph
-of all layers has - how many nodes, what they are called, what each reads, its inputs and results -
-then is arithmetic on arrays, and costs next to nothing however many layers there are. The graph
-itself is made when somebody first asks for it (`Unfolded.module`): a plan needs sizes, and only
-what runs needs nodes.
+`Pattern` (`ir.replication.repeat`) knows how one layer follows from the one before. The number of
+nodes of the graph of all layers, their names, what each reads, its inputs and results are then
+array arithmetic, which costs next to nothing however many layers there are. The graph itself is
+built lazily (`Unfolded.module`): a plan needs sizes, and only what runs needs nodes.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ class Unfolded:
 
     slots: (reader, source) rows of every argument that is a node, by reader and in order. reader,
     source: likewise, each source of a reader once.
-    item, copy: row → the item of the pattern it is, and which copy of it, from 1. nodes: how many
-    of the rows are nodes (the output left out). inputs, outputs: for each placeholder and result,
-    which one of the short graph it is, and its name; input_copies, output_copies: and which copy.
+    item, copy: row → its item of the pattern, and which copy of it, from 1. nodes: number of rows
+    that are nodes (without the output). inputs, outputs: for each placeholder and result, its index
+    in the short graph, and its name; input_copies, output_copies: which copy it is.
 
-    Raises NotRepeated where there is no such graph. Of a pattern without names there are no
+    Raises NotRepeated where there is no such graph. For a pattern without names there are no
     `names`, and no module.
     """
 
@@ -58,17 +57,17 @@ class Unfolded:
         self.inputs, self.input_copies = self._inputs()
         self.outputs, self.output_copies = self._outputs()
 
-    # ---- what the rows are
+    # ---- rows
 
     @cached_property
     def names(self) -> list[str]:
-        """Of the nodes."""
+        """The names of the nodes."""
         made = zip(self.makers[: len(self.read)], self.count.tolist(), strict=False)
         flat = [name for maker, count in made for name in maker.all_named(count)]
         return [flat[i] for i in (self.start[self.item] + self.copy - 1)[: self.nodes].tolist()]
 
     def _distinct(self) -> bool:
-        """Whether no two nodes have one name; told from the numbers, of names that have some."""
+        """Whether no two nodes have one name; computed from the numbers in names that have some."""
         bases: dict[str, int] = {}
         counted: list[tuple[int, int, int, int]] = []
         plain: list[str] = []
@@ -89,11 +88,11 @@ class Unfolded:
         return len(set(plain)) == len(plain) and len(np.unique(pairs)) == len(pairs)
 
     def path(self, row: int) -> str:
-        """The path of a node's module or parameter, as the node says it; "" where it has none."""
+        """The path of a node's module or parameter, from its metadata; "" where it has none."""
         return self.paths(np.array([row]))[0]
 
     def paths(self, rows: np.ndarray) -> list[str]:
-        """Those of several nodes."""
+        """The paths of several nodes."""
         found = [""] * len(rows)
         items, copies = self.item[rows], self.copy[rows]
         order = np.argsort(items, kind="stable")
@@ -107,19 +106,19 @@ class Unfolded:
         return found
 
     def told(self, values: list) -> np.ndarray:
-        """What is known of the items that are nodes, of each node."""
+        """Values of the items that are nodes, repeated for each node."""
         return np.array(values)[self.item[: self.nodes]]
 
     @property
     def end(self) -> str:
-        """What the output is called: as a graph would call it that has these names."""
+        """The name of the output: the one a graph with these names would give it."""
         used = set(self.names)
         wanted = ("output", *(f"output_{n}" for n in range(1, len(used) + 2)))
         return next(name for name in wanted if name not in used)
 
     @cached_property
     def results(self) -> list[int]:
-        """The row of each result, -1 where it is no node."""
+        """The row of each result, -1 where it is not a node."""
         found = np.full(len(self.item) - self.nodes, -1)
         of = self.reader >= self.nodes
         found[self.reader[of] - self.nodes] = self.source[of]
@@ -127,13 +126,13 @@ class Unfolded:
 
     @property
     def input_values(self) -> list[str]:
-        """What the value of each placeholder is called; "" where that was not said."""
+        """The name of each placeholder's value; "" where there is none."""
         pairs = zip(self.inputs, self.input_copies, strict=True)
         return [self._value(i, copy) for (i, _), copy in pairs]
 
     @property
     def output_values(self) -> list[str]:
-        """Likewise of each result."""
+        """The name of each result's value, likewise."""
         pairs, first = zip(self.outputs, self.output_copies, strict=True), len(self.read)
         return [self._value(first + i, copy) for (i, _), copy in pairs]
 
@@ -144,7 +143,7 @@ class Unfolded:
     # ---- the graph
 
     def module(self, root: fx.GraphModule) -> fx.GraphModule:
-        """The graph, made when it is first asked for. root: where its constants are."""
+        """The graph, built on first use. root: the module with its constants."""
         return deferred_module(root, self._graph, self)
 
     def _graph(self) -> fx.Graph:
@@ -153,7 +152,7 @@ class Unfolded:
     # ---- arithmetic
 
     def _order(self) -> tuple[np.ndarray, np.ndarray]:
-        """(item, copy) of each row: items of one layer stand together, layer by layer."""
+        """(item, copy) of each row: items of one layer are adjacent, layer by layer."""
         found: list[tuple[np.ndarray, np.ndarray]] = []
         for run, group in self.pattern.groups():
             own = np.array(group)
@@ -191,7 +190,7 @@ class Unfolded:
         """(reader, source) rows, by reader and in the order of its inputs, each input once."""
         rows, sources = self.slots
         _, once = np.unique(rows * len(self.row) + sources, return_index=True)
-        once = np.sort(once)  # two slots may hold the same node
+        once = np.sort(once)  # two slots may contain the same node
         return rows[once], sources[once]
 
     def _inputs(self) -> tuple[list[tuple[int, str]], list[int]]:
@@ -209,13 +208,13 @@ class Unfolded:
 
 
 def unfolded_from(module: fx.GraphModule) -> Unfolded | None:
-    """What tells the nodes of a graph that nobody has made yet, if it is one."""
+    """The rows of a graph that is not built yet; None if it is built."""
     return cast("Unfolded | None", deferred_from(module))
 
 
 def distinct_nodes(module: fx.GraphModule) -> list[tuple[fx.Node, int]]:
-    """The nodes of a graph, without its output, each with how many times it is there: once, but for
-    those of few layers that stand for all. Names and modules are then those of the few."""
+    """The nodes of a graph, without its output, each with its number of copies: 1, except for those
+    of few layers that represent all. Names and modules are then those of the few layers."""
     known = unfolded_from(module)
     if known is not None:
         return list(zip(known.read, known.count.tolist(), strict=False))
@@ -223,7 +222,7 @@ def distinct_nodes(module: fx.GraphModule) -> list[tuple[fx.Node, int]]:
 
 
 def input_nodes(module: fx.GraphModule) -> list[fx.Node]:
-    """The placeholders of a graph, or those of few layers that stand for them."""
+    """The placeholders of a graph, or those of few layers that represent them."""
     known = unfolded_from(module)
     if known is not None:
         return [known.read[i] for i, _ in known.inputs]
@@ -231,7 +230,7 @@ def input_nodes(module: fx.GraphModule) -> list[fx.Node]:
 
 
 def node_names(module: fx.GraphModule) -> list[str]:
-    """What the nodes of a graph are called, its output included."""
+    """The names of the nodes of a graph, its output included."""
     known = unfolded_from(module)
     if known is not None:
         return [*known.names, known.end]
