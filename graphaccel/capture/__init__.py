@@ -1,1 +1,1 @@
-"""An unchanged model and a batch become one graph of the whole training step."""
+"""Capture: an unchanged model and a batch become one graph of the whole training step."""

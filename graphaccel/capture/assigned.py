@@ -1,5 +1,7 @@
-"""Buffers that a forward replaces (`self.mean = 0.9 * self.mean + ...`) become buffers that it
-writes: the graph then has their new values, and the buffer stays the tensor that everyone holds."""
+"""Turn assignments to buffers in a forward (`self.mean = 0.9 * self.mean`) into in-place writes.
+
+The graph then returns their new values, and the buffer stays the tensor that others refer to.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,10 @@ class AssignedWithGradient(Exception):
 
 @contextmanager
 def written_in_place(model: nn.Module) -> Iterator[None]:
-    """A context for one forward. A buffer of another shape or dtype afterwards stays replaced.
+    """A context for one forward. A buffer that has another shape or dtype afterwards stays
+    replaced.
 
-    Raises AssignedWithGradient: the next backward would go on into this forward.
+    Raises AssignedWithGradient: the next backward would continue into this forward.
     """
     before = [
         (f"{path}.{name}" if path else name, module, name, tensor)

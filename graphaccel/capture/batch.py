@@ -1,4 +1,4 @@
-"""The example batch: flattening it, and finding which of its tensor dims carry the batch."""
+"""Flatten the example batch, and find which of its tensor dims carry the batch."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from graphaccel.compat.torch import pytree
 class Batch:
     """A call `model(*args, **kwargs)`, flattened.
 
-    leaves: every leaf in pytree order, tensors and plain values alike.
+    leaves: every leaf in pytree order, tensors and plain values.
     names: one readable name a leaf (`input_ids`, `args[0]`, `pixels['left']`).
-    spec: how to put the leaves together again.
-    numbers: sets the leaves behind those of the call, numbers of the model, while it is traced.
+    spec: the pytree structure, to put the leaves together.
+    numbers: sets the leaves after those of the call, numbers of the model, while it is traced.
     """
 
     leaves: tuple[Any, ...]
@@ -41,11 +41,12 @@ class Batch:
         return {i: leaf for i, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)}
 
     def rebuild(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The (args, kwargs) that `leaves`, in the order of `self.leaves`, stand for."""
+        """The (args, kwargs) of the call with `leaves`, in the order of `self.leaves`."""
         return pytree.tree_unflatten(list(leaves[: self.spec.num_leaves]), self.spec)
 
     def signature(self) -> tuple[Any, ...]:
-        """What a captured graph depends on: structure, dtypes, shapes and plain values."""
+        """What a captured graph depends on: structure, dtypes, shapes and plain values of the
+        batch."""
         described = tuple(
             (str(leaf.dtype), tuple(leaf.shape), str(leaf.device.type), leaf.requires_grad)
             if isinstance(leaf, torch.Tensor)
@@ -66,7 +67,7 @@ def flatten_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Batch:
 
 
 def as_call(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """An example batch as (args, kwargs): mappings are keywords, sequences positions, else one
+    """An example batch as (args, kwargs): a mapping is keywords, a sequence positions, else one
     arg."""
     if isinstance(example, Mapping):
         return (), dict(example)
@@ -76,11 +77,12 @@ def as_call(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def batch_leaves(batch: Batch) -> tuple[int, dict[int, int]]:
-    """The batch size, and for every leaf that carries the batch the dim it lies on.
+    """The batch size, and the batch dim of every leaf that has one.
 
-    The batch is the commonest leading size among the tensors (ties: the first tensor's). Scalars
-    and tensors with another leading size carry no batch. Whether the guess is right is proved
-    later: the placement rules refuse a graph that mixes examples (`capture.batch_dims` has others).
+    The batch size is the most common leading size among the tensors (ties: the first tensor's).
+    Scalars and tensors with another leading size have no batch dim. Whether the guess is right is
+    proved later: the placement rules refuse a graph that mixes examples (`capture.batch_dims` has
+    others).
     """
     leading = [t.shape[0] for t in batch.tensors.values() if t.dim() > 0]
     if not leading:
@@ -92,13 +94,13 @@ def batch_leaves(batch: Batch) -> tuple[int, dict[int, int]]:
 
 
 def batch_size(batch: Batch, dims: Mapping[int, int]) -> int:
-    """The size of the batch, where it lies on these dims of its leaves; 1 where on none."""
+    """The batch size, given the batch dims of the leaves; 1 where there are none."""
     return next((batch.leaves[i].shape[dim] for i, dim in dims.items()), 1)
 
 
 def sequence_leaves(batch: Batch, batch_dims: Mapping[int, int]) -> tuple[int, dict[int, int]]:
-    """Likewise the sequence length: the other dim of the integer matrices, when all of them agree
-    on it."""
+    """The sequence length and the sequence dims: the other dim of the integer matrices, when all of
+    them agree on it."""
     other = {
         i: 1 - dim
         for i, dim in batch_dims.items()
@@ -120,8 +122,8 @@ def resized(batch: Batch, dims: Mapping[int, int], size: int) -> Batch:
 
 
 def without_aliases(batch: Batch) -> Batch:
-    """The same call with a tensor of its own for each leaf: export merges inputs that are one
-    tensor (`labels=input_ids`), and the graph would then take one for the other for ever."""
+    """The same call with a separate tensor for each leaf: export merges inputs that are one tensor
+    (`labels=input_ids`), and the graph would then always read one in place of the other."""
     seen: set[int] = set()
     leaves = []
     for leaf in batch.leaves:

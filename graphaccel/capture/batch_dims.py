@@ -1,8 +1,8 @@
-"""On which dim of each input the batch lies: as it was given, or the assignments worth trying.
+"""Determine the batch dim of each input: as the user gave it, or the assignments worth trying.
 
 The leading dims are tried first. Where the placement rules refuse to split the batch there, or a
-capture at another size has another structure, the next assignment is captured: recurrent layers are
-given states whose batch is dim 1, and many models take (time, batch) tensors.
+capture at another size has another structure, the next assignment is captured: recurrent layers get
+states whose batch is dim 1, and many models take (time, batch) tensors.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _COMBINATIONS = 16
 
 
 def assignments(batch: Batch) -> list[dict[int, int]]:
-    """Ways in which the batch may lie in the inputs, leaf → dim; the likeliest first.
+    """Possible assignments of batch dims, leaf → dim; the likeliest first.
 
     Each has one size on all of its dims, and covers at least as many inputs as the leading dims do.
     """
@@ -50,8 +50,8 @@ def assignments(batch: Batch) -> list[dict[int, int]]:
 def given_dims(
     batch: Batch, said: int | Mapping[Any, int | None], forward: Callable[..., Any]
 ) -> dict[int, int]:
-    """What was said of the inputs, leaf → dim. Inputs of which nothing was said have the batch on
-    their leading dim where that has its size.
+    """The batch dims that the user gave, leaf → dim. Inputs that are not mentioned have the batch
+    on their leading dim if it has the batch's size.
 
     forward: the model's, for the names of positional inputs. Raises GraphMisuse (GA407).
     """
@@ -82,7 +82,7 @@ def given_dims(
 
 
 def check_batch_dims(said: Any) -> None:
-    """Raises GraphMisuse (GA407) for what says no dims."""
+    """Raises GraphMisuse (GA407) for a value that does not specify dims."""
     values: Sequence[Any] = [said]
     if isinstance(said, Mapping):
         values = list(said.values())
@@ -91,7 +91,7 @@ def check_batch_dims(said: Any) -> None:
 
 
 def _is_called(leaf: str, name: Any, forward: Callable[..., Any]) -> bool:
-    """Whether a leaf is an input, or lies in an input, of this name or position."""
+    """Whether a leaf is, or is inside of, the input with this name or position."""
     heads = [f"args[{name}]" if isinstance(name, int) else str(name)]
     places = [n for n, p in inspect.signature(forward).parameters.items() if n != "self"]
     if name in places:

@@ -1,7 +1,7 @@
-"""Repeated blocks: the identical layers of a model, found by hashing their sub-graphs.
+"""Find repeated blocks: the identical layers of a model, by hashing their subgraphs.
 
 A block is what one numbered entry of a container computes (`transformer.h.3`); blocks whose nodes
-are the same but for the parameters they read are of one type.
+are the same except for the parameters they read have the same kind.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from graphaccel.ir.text import target_text
 
 @dataclass(frozen=True)
 class Block:
-    """name: module path of the numbered entry. kind: equal for identical blocks. nodes: how many in
-    the joint graph."""
+    """name: module path of the numbered entry. kind: equal for identical blocks. nodes: their
+    number in the joint graph."""
 
     name: str
     kind: str
@@ -48,8 +48,8 @@ def find_blocks(graph: fx.GraphModule) -> tuple[Block, ...]:
 
 
 def _digest(nodes: list[fx.Node], said: dict[Any, str]) -> str:
-    """A hash of ops, sizes and wiring inside the block; what comes from outside counts by type
-    only. said: ops and sizes as text."""
+    """A hash of ops, sizes and edges inside the block; inputs from outside count by type only.
+    said: ops and sizes as text."""
 
     def text_of(value: Any) -> str:
         if value not in said:

@@ -1,4 +1,4 @@
-"""One spelling per computation, so that fusion patterns and placement rules match.
+"""Canonicalise the forward graph: one form per computation, for fusion patterns and sharding rules.
 
 before                                               after
   %y: f32[8,4] = aten.native_dropout(%x, 0.0, True)    (uses %x)
@@ -11,8 +11,8 @@ before                                               after
   %v: f32[6,4,2] = aten.index(%w, [%e])                %y: f32[6,4] = expert_product(%x, %w, %e)
   %y: f32[6,4,1] = aten.bmm(%v, aten.unsqueeze(%x, -1))
 
-Averages become a sum over a count. A sum over part of the batch is a partial sum, while an average
-of part of the batch is simply wrong when the parts hold different numbers of ignored labels.
+Means become a sum divided by a count. A sum over part of the batch is a partial sum, while a mean
+over part of the batch is wrong when the parts hold different numbers of ignored labels.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ def canonicalise(graph: fx.GraphModule) -> None:
         if node.target in _REMOVED:
             _replace(node, node.args[0])
         elif node.target in (aten.view.default, aten._unsafe_view.default):
-            # A view is legal or not by the strides that kernels happen to give; a reshape always
+            # Whether a view is legal depends on the strides that kernels return; a reshape always
             # is.
             node.target = aten.reshape.default
         elif node.target is aten.squeeze.default:
-            # Which dims have size one must not depend on how small the parts of a batch are.
+            # Which dims have size one must not depend on the size of a part of the batch.
             node.target = aten.squeeze.dims
             sizes = node.args[0].meta["val"].shape
             node.args = (node.args[0], [d for d, n in enumerate(sizes) if n == 1])
@@ -75,7 +75,7 @@ def _emit(before: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
     new.meta["made_by"] = "canonicalise"
     values: Any = map_arg((args, kwargs), lambda n: n.meta["val"])
     made = target(*values[0], **values[1])
-    # A fake view holds what it is a view of, which can not be sent to other ranks.
+    # A fake view refers to its base, which cannot be sent to other ranks.
     new.meta["val"] = made.clone() if target is aten.reshape.default else made
     return new
 
@@ -89,7 +89,7 @@ def _mean(node: fx.Node) -> None:
     shape = source.meta["val"].shape
     wanted = sorted(d % len(shape) for d in dims) if dims else list(range(len(shape)))
     if 0 not in wanted:
-        return  # an average within each example
+        return  # a mean within each example
     count = 1
     for dim in wanted:
         count *= shape[dim]
@@ -103,7 +103,7 @@ def _mean(node: fx.Node) -> None:
 
 
 def _pool(node: fx.Node) -> None:
-    """Adaptive pooling to one cell is an average over the spatial dims."""
+    """Adaptive pooling to one cell is a mean over the spatial dims."""
     args: tuple[Any, ...] = node.args
     source, size = args[:2]
     if any(n != 1 for n in size):
@@ -119,7 +119,7 @@ def _arguments(node: fx.Node) -> dict[str, Any]:
 
 
 def _with_sum(node: fx.Node, arguments: dict[str, Any]) -> fx.Node:
-    """The same loss, summed instead of averaged."""
+    """The same loss with reduction "sum" instead of "mean"."""
     return _with_arguments(node, arguments | {"reduction": SUM})
 
 
@@ -132,8 +132,8 @@ def _with_arguments(node: fx.Node, arguments: dict[str, Any]) -> fx.Node:
 
 
 def _of_logarithms(node: fx.Node, a: dict[str, Any]) -> fx.Node | None:
-    """`nll_loss(log_softmax(x))` is the cross entropy of x, which may have been reshaped between;
-    None for others."""
+    """`nll_loss(log_softmax(x))` is the cross entropy of x, which may be reshaped in between; None
+    for others."""
     source = a["self"]
     shaped = source.target is aten.reshape.default
     made = source.args[0] if shaped else source
@@ -153,7 +153,7 @@ def _of_logarithms(node: fx.Node, a: dict[str, Any]) -> fx.Node | None:
 
 def _in_rows(node: fx.Node, a: dict[str, Any]) -> fx.Node | None:
     """The loss of scores whose classes were moved before the positions ([b, s, v] to [b, v, s]), as
-    that of rows; None for others."""
+    the loss of rows; None for others."""
     source, target = a["self"], a["target"]
     if source.target is not aten.transpose.int or source.meta["val"].dim() != 3:
         return None
@@ -168,7 +168,7 @@ def _in_rows(node: fx.Node, a: dict[str, Any]) -> fx.Node | None:
 
 
 def _labelled_loss(node: fx.Node) -> None:
-    """cross_entropy_loss and nll_loss: the mean is a sum over the labels that count."""
+    """cross_entropy_loss and nll_loss: the mean is a sum over the labels that are not ignored."""
     a = _arguments(node)
     if node.target is aten.nll_loss_nd.default:
         other = _of_logarithms(node, a)
@@ -202,7 +202,7 @@ def _labelled_loss(node: fx.Node) -> None:
 
 
 def _summed(node: fx.Node) -> None:
-    """The sum of the losses of all rows, and of nothing else, is the summed loss."""
+    """The full sum of the losses of all rows is the loss with reduction "sum"."""
     source, *dims = node.args
     assert isinstance(source, fx.Node)
     if source.target is not aten.cross_entropy_loss.default or len(source.users) > 1 or dims:
@@ -213,7 +213,7 @@ def _summed(node: fx.Node) -> None:
 
 
 def _linear(node: fx.Node) -> None:
-    """A product with a parameter that was transposed for it is what `linear` does."""
+    """A matmul with a transposed parameter becomes `linear`."""
     left, right = node.args
     assert isinstance(left, fx.Node)
     assert isinstance(right, fx.Node)
@@ -229,7 +229,7 @@ def _linear(node: fx.Node) -> None:
 
 
 def _elementwise_loss(node: fx.Node) -> None:
-    """mse_loss and its like: the mean is a sum over a number of elements."""
+    """mse_loss and similar ones: the mean is a sum divided by the number of elements."""
     a = _arguments(node)
     if a["reduction"] != MEAN:
         return
@@ -245,7 +245,7 @@ def _elementwise_loss(node: fx.Node) -> None:
 
 
 def _reduced_loss(node: fx.Node) -> None:
-    """Losses that torch makes of others: the mean is that of what they are without reduction."""
+    """Losses that torch composes of other ops: the mean is that of the unreduced loss."""
     a = _arguments(node)
     if a["reduction"] != MEAN:
         return
@@ -255,7 +255,7 @@ def _reduced_loss(node: fx.Node) -> None:
 
 
 def _dropout(node: fx.Node) -> None:
-    """Dropout of nothing, or outside training, is its input."""
+    """Dropout with p = 0, or outside training, is its input."""
     source, p, train = node.args
     if p != 0.0 and train is not False:
         return
@@ -263,15 +263,14 @@ def _dropout(node: fx.Node) -> None:
         if user.args[1] == 0:
             _replace(user, source)
         elif user.users:
-            return  # somebody reads the mask
+            return  # the mask has a reader
         else:
             node.graph.erase_node(user)
     node.graph.erase_node(node)
 
 
 def _concatenate(node: fx.Node) -> None:
-    """Legacy empty tensors of shape (0,) in a concatenation (caches start like that) are
-    dropped."""
+    """Legacy empty tensors of shape (0,) in a concatenation (initial caches) are dropped."""
     given: Any = node.args[0]
     tensors = [t for t in given if tuple(t.meta["val"].shape) != (0,)]
     if len(tensors) == 1:
@@ -281,8 +280,8 @@ def _concatenate(node: fx.Node) -> None:
 
 
 def _written(node: fx.Node) -> None:
-    """A write into a part (`x[:, 0] = y`) has no derivative of its own: what is written, in the
-    dtype and shape of what it is written into."""
+    """The value of a write into a slice (`x[:, 0] = y`): `copy` has no derivative of its own, so it
+    becomes the source, in the dtype and shape of the destination."""
     into, source = node.args[:2]
     assert isinstance(into, fx.Node)
     assert isinstance(source, fx.Node)
@@ -295,7 +294,7 @@ def _written(node: fx.Node) -> None:
 
 
 def _masked(node: fx.Node) -> None:
-    """One number put where a mask says so (`x[x > 1] = 3`) is a choice, element by element."""
+    """One number written where a mask is true (`x[x > 1] = 3`) becomes an elementwise `where`."""
     given = _arguments(node)
     into, places, value = given["self"], given["indices"], given["values"]
     if given["accumulate"] or len(places) != 1 or not isinstance(places[0], fx.Node):
@@ -312,7 +311,8 @@ def _masked(node: fx.Node) -> None:
 
 
 def _chosen_product(node: fx.Node) -> None:
-    """A product with a weight that was looked up for every row (Hugging Face's `batched_mm`)."""
+    """A matmul with a weight looked up for every row (Hugging Face's `batched_mm`):
+    expert_product."""
     left, right = node.args
     for weights, rows, transposed in ((left, right, True), (right, left, False)):
         dim = 2 if transposed else 1
@@ -332,7 +332,7 @@ def _chosen_product(node: fx.Node) -> None:
 
 def _bags(node: fx.Node) -> None:
     """An embedding bag of a two-dimensional input (bags of equal size, which export numbers by an
-    `arange`) is a look-up and a reduction: then each bag is by itself."""
+    `arange`) becomes a look-up and a reduction: then the bags are independent."""
     a = _arguments(node)
     indices, offsets = a["indices"], a["offsets"]
     if offsets.target is not aten.arange.start_step or indices.meta["val"].dim() != 1:
@@ -365,18 +365,18 @@ def _bags(node: fx.Node) -> None:
 
 
 def _times_one(node: fx.Node) -> None:
-    """A factor of one (T5's scale, BART's embeddings) changes nothing of a float."""
+    """A factor of one (T5's scale, BART's embeddings) does not change a float and is removed."""
     _nothing(node, 1)
 
 
 def _plus_zero(node: fx.Node) -> None:
-    """Nor does the 0 that `sum(losses)` and `loss = 0; loss += part` begin with: without it, the
-    loss is a sum of the parts of a batch."""
+    """So is the 0 with which `sum(losses)` and `loss = 0; loss += part` begin: without it, the loss
+    is a sum over the parts of a batch."""
     _nothing(node, 0)
 
 
 def _nothing(node: fx.Node, number: int) -> None:
-    """Take out a call whose second argument is the number that changes no float."""
+    """Remove a call whose second argument is the number that changes no float."""
     source, other = node.args[:2]
     if isinstance(other, fx.Node) or other != number or not isinstance(source, fx.Node):
         return
@@ -389,14 +389,15 @@ def _nothing(node: fx.Node, number: int) -> None:
 
 
 def _softmax(node: fx.Node) -> None:
-    """Asked for in the dtype that it has anyhow, as transformers does, softmax says none."""
+    """Softmax in the dtype that it has anyway, as transformers asks for, loses its dtype
+    argument."""
     source, dim, *dtype = node.args
     if dtype and dtype[0] is source.meta["val"].dtype:
         node.args = (source, dim)
 
 
 def _as_type(node: fx.Node) -> None:
-    """What is of that type already is left alone, as T5's scores are."""
+    """`type_as` is removed if the dtype is the same already, as T5's scores are."""
     source, like = node.args
     assert isinstance(source, fx.Node)
     assert isinstance(like, fx.Node)
@@ -407,7 +408,7 @@ def _as_type(node: fx.Node) -> None:
 
 
 def _one_each(node: fx.Node) -> bool:
-    """Whether a tensor holds a matrix for every row, `w[experts]`."""
+    """Whether a tensor contains a matrix for every row, `w[experts]`."""
     if node.target is not aten.index.Tensor:
         return False
     table, positions = node.args
@@ -421,7 +422,7 @@ _REMOVED = {
     aten.lift_fresh_copy.default,
     aten.lift_fresh.default,
 }
-_CHECKS = {  # of what is known, or of values: eager mode raises, a step does not wait for them
+_CHECKS = {  # metadata, or values: eager mode raises, a step does not wait for them
     aten._assert_tensor_metadata.default,
     aten._assert_async.msg,
     aten._assert_scalar.default,

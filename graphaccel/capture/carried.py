@@ -1,4 +1,4 @@
-"""Tensors that one forward makes and keeps: for the next forward to read, or for the script."""
+"""Detect tensors that a forward computes and keeps: for the next forward, or for the script."""
 
 from __future__ import annotations
 
@@ -16,16 +16,19 @@ from graphaccel.errors.messages import Location
 from graphaccel.guards.reads import line_of
 
 Path = tuple[str, ...]
-"""Names of attributes, list indices and dict keys, from a model to what it holds."""
+"""Attribute names, list indices and dict keys, from a model to something that it holds."""
 
 
 @dataclass
 class Ops(TorchDispatchMode):
-    """Writes down the operators of one forward, what they make, and what they read of `before`.
+    """Records the operators of one forward, the tensors they compute, and what they read of
+    `before`.
 
-    before: memory → tensor, of an earlier forward. names: the operators. made: memory → tensor.
-    read: memory in `before` → the first line that reads it. written: lines that write to tensors
-    that are neither in `own` (memory of weights, buffers, batch) nor made by the forward.
+    before: storage key → tensor, of an earlier forward. names: the operators. made: storage key →
+    tensor.
+    read: storage key in `before` → the first line that reads it. written: lines that write to
+    tensors
+    that are neither in `own` (storages of weights, buffers, batch) nor computed by the forward.
     """
 
     own: frozenset[int] = frozenset()
@@ -59,7 +62,7 @@ class Ops(TorchDispatchMode):
 
 
 def kept_by(model: nn.Module, made: Mapping[int, torch.Tensor]) -> dict[Path, int]:
-    """Path from the model → memory, of the tensors in `made` that its modules hold."""
+    """Path from the model → storage key, of the tensors in `made` that its modules hold."""
     own = {memory_of(t) for t in (*model.parameters(), *model.buffers())}
     return {
         held.path: key
@@ -71,7 +74,7 @@ def kept_by(model: nn.Module, made: Mapping[int, torch.Tensor]) -> dict[Path, in
 
 
 def name_of(model: nn.Module, key: int) -> str:
-    """What a model calls the tensor of a memory that it holds; "" if it does not hold it."""
+    """The model's name of the tensor with a storage key; "" if it does not hold it."""
     for held in held_by_module(model):
         if isinstance(held.value, torch.Tensor) and memory_of(held.value) == key:
             return ".".join(held.path)

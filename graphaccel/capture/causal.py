@@ -1,12 +1,12 @@
-"""Masks that hide later positions and nothing else, said to attention in a word.
+"""Replace causal attention masks with the `is_causal` flag of attention.
 
   before                                           after
     %m: b8[2,1,8,8] = aten.le(%keys, %queries)       %y = scaled_dot_product_attention(%q, %k, %v,
     %y = scaled_dot_product_attention(%q, %k, %v,                                      is_causal)
                                       %m)
 
-Hugging Face's models pass no mask in eager mode and make one where they are exported. With it
-attention does twice the work, and the kernels of GPUs that write no scores take none.
+Hugging Face's models pass no mask in eager mode and build one where they are exported. With a mask
+attention does twice the work, and GPU kernels that never store the scores do not accept one.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from graphaccel.compat.torch import without_fakes
 from graphaccel.ir.calls import is_random
 
 aten = torch.ops.aten
-_WHOLE = 1 << 22  # elements of what is computed at once
+_WHOLE = 1 << 22  # largest number of elements computed at once
 _FEW = 3
-_CHUNK, _ALL = 256, 512  # rows at a time; of longer sequences so many in all, evenly spread
+_CHUNK, _ALL = 256, 512  # rows at a time; for longer sequences, rows in all, evenly spaced
 
 
 def causal_attention(node: fx.Node) -> None:
     """Rewrite a call to `scaled_dot_product_attention`, in place, if its mask is causal.
 
     The mask must depend on sizes alone and is computed for three examples: equal to the lower
-    triangle in every row (of sequences over 512 positions, in as many rows; numbers in it are 0
-    or 1, so that rows between others are like them). One that is added is 0 where such a mask is
-    true, and else leaves nothing of a score.
+    triangle in every row (for sequences over 512 positions, in that many rows; numbers in it are 0
+    or 1, so that the rows in between follow the same pattern). An additive mask is 0 where such a
+    mask is true, and elsewhere large enough to remove the score.
     """
     names = [a.name for a in node.target._schema.arguments]
     given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
@@ -55,7 +55,7 @@ def causal_attention(node: fx.Node) -> None:
 
 
 def _choice(mask: fx.Node) -> fx.Node:
-    """What a mask that is added is made of: a boolean one, or itself."""
+    """The boolean mask from which an additive mask is computed, or the mask itself."""
     node = mask
     while _keeps_lows(node):
         node = node.args[0]
@@ -69,7 +69,7 @@ def _choice(mask: fx.Node) -> fx.Node:
 
 
 def _keeps_lows(node: fx.Node) -> bool:
-    """Whether a call leaves 0 and the lowest numbers what they are to a softmax."""
+    """Whether a call preserves 0 and the lowest numbers as far as a softmax can tell."""
     if not node.meta["val"].is_floating_point():
         return False
     if node.target is aten.clamp.default and len(node.args) == 2 and not node.kwargs:
@@ -92,7 +92,7 @@ def _depends_on_sizes_alone(mask: fx.Node) -> bool:
         ):
             return False
         numbers = [a for a in (*node.args, *node.kwargs.values()) if isinstance(a, Number)]
-        if _is_pointwise(node) and any(abs(n) > 1 for n in numbers):  # a window, say
+        if _is_pointwise(node) and any(abs(n) > 1 for n in numbers):  # for example a window
             return False
         new = [n for n in node.all_input_nodes if n not in seen]
         seen.update(new)
@@ -107,7 +107,7 @@ def _is_causal(mask: fx.Node, size: int) -> bool:
         for rows in _chunks(size):
             try:
                 found = values.rows(mask, rows)
-            except (RuntimeError, IndexError):  # it does not fit together for few examples
+            except (RuntimeError, IndexError):  # shapes do not match for few examples
                 return False
             wanted = column <= rows[:, None]
             if found is None or not torch.equal(found, wanted.expand(found.shape)):
@@ -127,8 +127,9 @@ def _is_pointwise(node: fx.Node) -> bool:
 
 
 class _Values:
-    """What calls that depend on sizes alone give: small tensors whole, of others some rows. Of many
-    examples, but not as many as positions, it is that of a few."""
+    """Values of calls that depend on sizes alone: small tensors in full, of others some rows. A
+    large number of examples, unless equal to the number of positions, is replaced by a small
+    one."""
 
     def __init__(self, examples: int, size: int) -> None:
         self._size = size
@@ -136,7 +137,8 @@ class _Values:
         self._known: dict[fx.Node, Tensor] = {}
 
     def rows(self, node: fx.Node, rows: Tensor) -> Tensor | None:
-        """Rows of the dim before the last, all of it where it is 1; None if they need more."""
+        """Rows along the second-last dim, or all if its size is 1; None if they depend on other
+        rows."""
         value = node.meta["val"]
         long = value.dim() > 1 and value.shape[-2] == self._size
         if prod(map(self._few, value.shape)) <= _WHOLE:

@@ -1,9 +1,9 @@
-"""Deep copies of a model in which functions follow it.
+"""Deep copies of a model that include functions: closures, bound methods, partials.
 
-`copy.deepcopy` leaves functions as they are: a lambda that a module keeps (minGPT's
-`self.mlpf = lambda x: m.c_proj(m.act(m.c_fc(x)))`) then still calls the modules of the original.
-Here a function whose closure or defaults reach the model becomes one of the copy; so do bound
-methods, and functions in partials and containers.
+`copy.deepcopy` does not copy functions: a lambda that a module holds (minGPT's `self.mlpf = lambda
+x: m.c_proj(m.act(m.c_fc(x)))`) then still calls the modules of the original. Here a function whose
+closure or defaults reach the model is copied so that it refers to the copy; so are bound methods,
+and functions in partials and containers.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from graphaccel.compat.torch import storage_key
 
 
 class _Memo(dict):
-    """The memo of a copy in which functions follow.
+    """The memo of a deep copy that includes functions.
 
-    modules: ids of the modules that are copied. storages: keys of the memory of their tensors.
+    modules: ids of the modules that are copied. storages: storage keys of their tensors.
     """
 
     def __init__(self, known: Mapping[int, Any], modules: Iterable[nn.Module]) -> None:
@@ -37,7 +37,7 @@ class _Memo(dict):
 
 
 def copied(value: Any, known: Mapping[int, Any], modules: Iterable[nn.Module]) -> Any:
-    """A deep copy of `value`. known: id of an object → what stands for it in the copy. modules: a
+    """A deep copy of `value`. known: id of an object → its replacement in the copy. modules: a
     function that reaches one of these, or a tensor of theirs, is copied too."""
     owners = tuple(modules)
     memo = _Memo(known, owners)
@@ -50,8 +50,8 @@ def copied(value: Any, known: Mapping[int, Any], modules: Iterable[nn.Module]) -
 
 
 def functions_follow(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> None:
-    """Of shallow copies of some of a model's modules (old → new), make functions that reach one of
-    the old ones reach the new one, in place."""
+    """In shallow copies of some of a model's modules (old → new), redirect functions that reach one
+    of the old ones to the new one, in place."""
     memo = _Memo({}, new)
     for module in new:
         own = (*module._parameters.values(), *module._buffers.values())
@@ -70,9 +70,9 @@ def functions_follow(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> No
 
 @contextmanager
 def _functions_follow() -> Iterator[None]:
-    """Meanwhile `copy.deepcopy` asks about functions too, in copies with a memo of ours."""
+    """A context in which `copy.deepcopy` with a `_Memo` also copies functions."""
     table = {FunctionType: _copied_function, MethodType: _copied_method}
-    # Since Python 3.14 what is never copied is looked up first, in a set.
+    # Since Python 3.14 types that are never copied are looked up first, in a set.
     atomic = getattr(copy, "_atomic_types", None)
     with patch.dict(copy._deepcopy_dispatch, table):  # type: ignore[attr-defined]
         if atomic is None:
@@ -91,7 +91,7 @@ def _copied_function(function: FunctionType, memo: dict[int, Any]) -> FunctionTy
     )
     functools.update_wrapper(made, function)
     vars(made).pop("__wrapped__", None)
-    memo[id(function)] = made  # before what it holds: that may hold the function
+    memo[id(function)] = made  # before its contents, which may refer to it
     made.__dict__.update(copy.deepcopy(vars(function), memo))
     made.__defaults__ = copy.deepcopy(function.__defaults__, memo)
     made.__kwdefaults__ = copy.deepcopy(function.__kwdefaults__, memo)
@@ -102,7 +102,7 @@ def _copied_function(function: FunctionType, memo: dict[int, Any]) -> FunctionTy
 
 
 def _copied_cell(cell: CellType, memo: _Memo) -> CellType:
-    """The cell itself where it does not reach the model; else an empty one, to be filled."""
+    """The cell itself where it does not reach the model; else an empty one, filled later."""
     if not _is_filled(cell) or not _reaches(cell.cell_contents, memo):
         return cell
     return memo.setdefault(id(cell), CellType())
@@ -122,7 +122,8 @@ def _is_filled(cell: CellType) -> bool:
 
 
 def _reaches(value: Any, memo: _Memo) -> bool:
-    """Whether a value holds a module of the model, or looks at memory of its tensors."""
+    """Whether a value holds a module of the model, or a tensor that shares storage with its
+    tensors."""
     seen: dict[int, Any] = {}
     stack = [value]
     while stack:
@@ -141,19 +142,19 @@ def _reaches(value: Any, memo: _Memo) -> bool:
 
 
 def memory_of(tensor: torch.Tensor) -> int:
-    """Equal for tensors that share memory."""
+    """A key that is equal for tensors that share storage."""
     try:
         return storage_key(tensor)
-    except (NotImplementedError, RuntimeError):  # sparse, or without memory
+    except (NotImplementedError, RuntimeError):  # sparse, or without storage
         return id(tensor)
 
 
 @dataclass(frozen=True)
 class Held:
-    """Something that a module holds.
+    """An object that a module holds.
 
     path: attribute names, indices and keys from the module to it. closed: whether the path goes
-    through what a function closes over, or another object that `read_attribute` does not enter.
+    through a closure, or another object that `read_attribute` does not enter.
     """
 
     path: tuple[str, ...]
@@ -162,8 +163,8 @@ class Held:
 
 
 def held_by_module(module: nn.Module) -> Iterator[Held]:
-    """Everything that a module holds, each once, nearest first: submodules, tensors, attributes,
-    what is in them, and what their functions close over."""
+    """Everything that a module holds, each object once, nearest first: submodules, tensors,
+    attributes, their contents, and closures of their functions."""
     seen = {id(module): module}
     queue = deque([Held((), module, False)])
     while queue:
@@ -180,7 +181,8 @@ def held_by_module(module: nn.Module) -> Iterator[Held]:
 
 
 def read_attribute(module: nn.Module, path: str) -> Any:
-    """What `path` (`"blocks.0.table"`, of names, list indices and dict keys) means in a module."""
+    """The object at `path` (`"blocks.0.table"`, of names, list indices and dict keys) in a
+    module."""
     value: Any = module
     for part in path.split("."):
         if isinstance(value, nn.Module):
@@ -197,8 +199,7 @@ def _held_by(value: Any) -> list[Any]:
 
 
 def _named_by(value: Any) -> list[tuple[str, Any]]:
-    """What a value holds, with names: items of a container, what a function closes over,
-    attributes."""
+    """The contents of a value, with names: items of a container, closure cells, attributes."""
     if isinstance(value, nn.Module):
         plain = [(k, v) for k, v in vars(value).items() if k not in _OWN]
         own = (value._parameters, value._buffers, value._modules)
@@ -223,6 +224,6 @@ def _named_by(value: Any) -> list[tuple[str, Any]]:
 
 
 _OWN = frozenset(vars(nn.Module()))
-"""What each module has: its tensors, submodules and hooks, apart from its attributes."""
+"""Attributes of every module: its tensors, submodules and hooks."""
 
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)

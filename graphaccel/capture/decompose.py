@@ -1,13 +1,13 @@
-"""An exported forward as functional ATen calls, where it writes over nothing.
+"""Decompose an exported forward to functional ATen calls without in-place writes.
 
 exported                                              after
   %r: f32[8,4] = aten.reshape.default(%x, [8, 4])       %v: f32[8,4] = aten.view.default(%x, [8, 4])
   %d: f32[8,4] = aten.dropout.default(%r, 0.0, True)    %c: f32[8,4] = aten.clone.default(%v)
   %y: f32[8,4] = aten.linear.default(%d, %w)            %y: f32[8,4] = aten.linear.default(%c, %w)
 
-Export records calls before autograd sees them. Ops that may give their input back, or a view of it,
-are made of others here, and regions without gradients become calls like all others: what
-`ExportedProgram.run_decompositions({})` does, in a tenth of its time, since no call is asked twice.
+Export records calls before autograd sees them. Ops that may return their input, or a view of it,
+are decomposed here, and regions without gradients are inlined: the result of
+`ExportedProgram.run_decompositions({})`, in a tenth of its time, since no call runs twice.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ _OP = type(aten.add.Tensor)
 
 @dataclass(frozen=True)
 class Exported:
-    """A forward as exported: its graph, what its placeholders and results are, and constants."""
+    """A forward as exported: its graph, the specs of its placeholders and results, and
+    constants."""
 
     graph_module: fx.GraphModule = field(repr=False)
     graph_signature: Any = field(repr=False)
@@ -46,9 +47,9 @@ class Exported:
 
 
 def decomposed(program: Any, answers: Answers | None = None) -> Exported:
-    """The functional form of an exported program: by one trace, or by torch where that gives up.
+    """The functional form of an exported program: by one trace, or by torch where that fails.
 
-    answers: what calls give, shared with other traces.
+    answers: cached results of calls, shared with other traces.
     """
     try:
         graph = _functional(program.graph_module, {} if answers is None else answers)
@@ -59,7 +60,7 @@ def decomposed(program: Any, answers: Answers | None = None) -> Exported:
 
 
 def _functional(exported: fx.GraphModule, answers: Answers) -> fx.GraphModule:
-    """Raises NotTraced where a call writes, or is none of ATen's."""
+    """Raises NotTraced where a call writes, or is not an ATen op."""
     places = exported.graph.find_nodes(op="placeholder")
     tracing = Tracing(fake_mode_of(places), answers)
     values = [_value(node) for node in places]
@@ -85,7 +86,7 @@ def _value(place: fx.Node) -> Any:
 
 
 class _Calls(fx.Interpreter):
-    """Runs an exported graph, so that its calls come to `tracing`."""
+    """Runs an exported graph and sends its calls to `tracing`."""
 
     def __init__(self, graph: fx.GraphModule, tracing: Tracing) -> None:
         super().__init__(graph)

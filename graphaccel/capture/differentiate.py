@@ -1,6 +1,6 @@
 """Differentiate a forward graph to one joint graph of loss and gradients.
 
-Every node of the result says where it comes from:
+Every node of the result has provenance:
   meta["phase"]   "forward" or "backward"
   meta["origin"]  name of the forward-graph node it computes, or computes the derivative of
   meta["module"]  module path, as the user would write it (`transformer.h.0.mlp`)
@@ -39,7 +39,7 @@ log = logging.getLogger("graphaccel.capture")
 aten = torch.ops.aten
 FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 """A line of a node's stack trace: file and number."""
-# Of values: what eager mode refuses there becomes NaN or infinite.
+# Checks of values: where eager mode raises, the result becomes NaN or infinite.
 _CHECKS = {aten._linalg_check_errors.default}
 _NO_OPS = {aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default}
 
@@ -53,20 +53,21 @@ def differentiate(
 ) -> tuple[fx.GraphModule, tuple[GraphOutput, ...]]:
     """The joint graph: placeholders as in `forward`, then tangents if there is no loss.
 
-    trainable: names of the parameters that require a gradient. scaled: one more input, a float32
-    number that the loss is multiplied by before it is differentiated. answers: what calls give,
-    shared with the traces of graphs like this one.
-    Without a loss in the graph every floating-point output is differentiated against a tangent
-    input, if it requires a gradient.
-    Outputs: those of `forward`, then the gradient of each trainable parameter, and of each batch
+    trainable: names of the parameters that require a gradient. scaled: adds an input, a float32
+    number that the loss is multiplied by before it is differentiated. answers: cached results of
+    calls, shared with the traces of similar graphs.
+    Without a loss in the graph every floating-point output that requires a gradient is
+    differentiated against a tangent input.
+    Outputs: those of `forward`, then the gradients of each trainable parameter, and of each batch
+    leaf that requires one, that the loss reaches.
     leaf that requires one, that the loss reaches.
 
-    Raises CaptureRefused (GA102) where a call writes over memory and can not be had without.
+    Raises CaptureRefused (GA102) where a call writes in place and has no functional form.
     """
     placeholders = [n for n in forward.graph.graph.nodes if n.op == "placeholder"]
     for node in forward.graph.graph.nodes:
         node.meta["custom"] = {"origin": node.name, "phase": "forward"}
-        node.meta.pop("from_node", None)  # it would be copied, with all it holds, for each call
+        node.meta.pop("from_node", None)  # else copied for each call, with its contents
     wanted = [i for i, spec in enumerate(forward.inputs) if _wanted(spec, trainable)]
     reached: list[int] = []
     heads = [i for i, o in enumerate(forward.outputs) if o.kind == "loss"]
@@ -124,24 +125,24 @@ def _traced(
     mode: Any,
     answers: Answers | None,
 ) -> fx.GraphModule:
-    """The graph of a step: as `capture.trace` has it, else as torch does."""
+    """The graph of a step: by `capture.trace`, else by torch's make_fx."""
     with (
         torch.enable_grad(),
         fx_traceback.preserve_node_meta(),
         torch.autograd.set_multithreading_enabled(False),
-        # A layer of an LSTM is the ops of its cells on every device. On a CPU it could be one op of
+        # An LSTM layer is the ops of its cells on every device. On a CPU it could be one op of
         # oneDNN, whose backward reads memory that no graph can pass on
         # (`select_one_layer_lstm_function`, torch/_decomp/decompositions.py).
         without_onednn(),
     ):
         try:
-            # A trace that is given up must not have touched them.
+            # Copies: an abandoned trace must not have touched the values.
             fresh = [_fresh(v, getattr(v, "requires_grad", False)) for v in values]
             return trace(step, fresh, mode, answers)
         except NotTraced as reason:
-            said = str(reason).splitlines()[0]  # `fx.Interpreter` adds where it was
+            said = str(reason).splitlines()[0]  # `fx.Interpreter` appends the location
             log.info("traced by make_fx: %s", said)
-            fx_traceback.current_meta.clear()  # a backward may have left its marks
+            fx_traceback.current_meta.clear()  # an abandoned backward may have left its metadata
         with mode:
             return make_fx(step)(*values)
 
@@ -159,8 +160,8 @@ def _gradient(spec: GraphInput) -> GraphOutput:
 def tangent_inputs(
     forward: ForwardGraph, trainable: frozenset[str], *, scaled: bool = False
 ) -> tuple[GraphInput, ...]:
-    """The inputs that `differentiate` adds: the loss scale, or one a differentiable output if there
-    is no loss."""
+    """The inputs that `differentiate` adds: the loss scale, or a tangent for each differentiable
+    output if there is no loss."""
     if not any(_wanted(i, trainable) for i in forward.inputs):
         return ()
     if any(o.kind == "loss" for o in forward.outputs):
@@ -187,7 +188,7 @@ def _fresh(value: Any, requires_grad: bool) -> Any:
 
 
 class _Origins:
-    """Marks autograd nodes with the forward node that made them, while they are being made."""
+    """Marks autograd nodes with the forward node that created them, right after creation."""
 
     def __init__(self) -> None:
         self._seen: set[Any] = set()
@@ -216,7 +217,7 @@ def _backward_marker(node: fx.Node):
 
 
 class _Recorder(fx.Interpreter):
-    """Runs the forward graph, leaving on every autograd node the name of its forward node."""
+    """Runs the forward graph and marks every autograd node with the name of its forward node."""
 
     def __init__(self, graph: fx.GraphModule, origins: _Origins) -> None:
         super().__init__(graph)
@@ -238,7 +239,7 @@ def _tensors(result: Any) -> list[torch.Tensor]:
 
 
 def _name_placeholders(joint: fx.GraphModule, inputs: Sequence[GraphInput]) -> None:
-    """Placeholders are called after what they hold: `p_transformer_wte_weight`, `x_input_ids`."""
+    """Name placeholders after their contents: `p_transformer_wte_weight`, `x_input_ids`."""
     letter = {
         "parameter": "p",
         "buffer": "u",
@@ -261,15 +262,15 @@ def _tidy(joint: fx.GraphModule, inputs: Sequence[GraphInput]) -> None:
         elif node.target in _CHECKS:
             joint.graph.erase_node(node)
         elif node.target is aten.view.default:
-            # As in canonical form: what strides kernels give is not always what their fakes say.
+            # As in canonical form: strides of kernels may differ from those of their fakes.
             node.target = aten.reshape.default
     joint.graph.eliminate_dead_code()
     joint.graph.lint()
 
 
 def _write_numbers(joint: fx.GraphModule, mode: Any) -> None:
-    """Tensors of one number that a gradient rule makes (`torch.tensor(0.5)`) are made in the
-    graph."""
+    """Replace constant tensors of one number in a gradient rule (`torch.tensor(0.5)`) by `full`
+    calls in the graph."""
     for node in joint.graph.find_nodes(op="get_attr"):
         value = getattr(joint, str(node.target))
         with without_modes():
@@ -284,7 +285,7 @@ def _write_numbers(joint: fx.GraphModule, mode: Any) -> None:
 
 
 def _refuse_writes(joint: fx.GraphModule) -> None:
-    """Raises CaptureRefused (GA102) at a call that writes over a value."""
+    """Raises CaptureRefused (GA102) at a call that writes in place."""
     for node in joint.graph.nodes:
         if node.op == "call_function" and written_arguments(node):
             line = node.meta["location"]
@@ -296,7 +297,7 @@ def _refuse_writes(joint: fx.GraphModule) -> None:
 
 
 def _annotate(joint: fx.GraphModule, forward: ForwardGraph) -> None:
-    """Phase, origin, module path and source line on every node, from the marks left while
+    """Set phase, origin, module path and source line of every node, from the marks made while
     tracing."""
     modules = {n.name: module_path(n) for n in forward.graph.graph.nodes}
     locations = {n.name: source_line(n) for n in forward.graph.graph.nodes}
@@ -315,11 +316,11 @@ def _annotate(joint: fx.GraphModule, forward: ForwardGraph) -> None:
 
 
 def _merge_casts(joint: fx.GraphModule, inputs: Sequence[GraphInput]) -> None:
-    """One cast of a value to a dtype is enough for all that read it in a block and phase; of a
-    parameter, in a module: what reads a tied one may lie on other stages.
+    """Merge casts of a value to one dtype for all readers in a block and phase; casts of a
+    parameter, for all readers in a module: readers of a tied parameter may be on other stages.
 
-    Not before differentiation: gradients then come back through one cast each and are summed in
-    the wide dtype, as autocast does it.
+    Not before differentiation: gradients then pass back through one cast each and are summed in the
+    wide dtype, as in autocast.
     """
     given = zip(joint.graph.find_nodes(op="placeholder"), inputs, strict=True)
     parameters = {n for n, spec in given if spec.kind == "parameter"}
@@ -336,6 +337,6 @@ def _merge_casts(joint: fx.GraphModule, inputs: Sequence[GraphInput]) -> None:
 
 
 def source_line(node: fx.Node) -> tuple[str, int] | None:
-    """(file, line) of the user's code that made a node."""
+    """(file, line) of the user's code that created a node."""
     frames = FRAME.findall(node.meta.get("stack_trace") or "")
     return (frames[-1][0], int(frames[-1][1])) if frames else None

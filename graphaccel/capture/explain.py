@@ -1,4 +1,4 @@
-"""Failures of a capture as errors of ours, with the user's own line."""
+"""Turn failures of a capture into GraphAccelErrors that show the user's own line."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _STDLIB = f"{sysconfig.get_paths()['stdlib']}{os.sep}"
 
 
 def explained(error: Exception, model: nn.Module, weights: Weights) -> Exception:
-    """The error of ours that says why an export of `model` failed."""
+    """The GraphAccelError that explains why an export of `model` failed."""
     if isinstance(error, GraphAccelError):
         return error
     frame = _user_frame(error)
@@ -105,7 +105,7 @@ def _user_frame(error: BaseException) -> traceback.FrameSummary | None:
 
 
 def _module_of(error: BaseException, model: nn.Module) -> str:
-    """`Class.method` of the innermost module of the user's that was running."""
+    """`Class.method` of the innermost user module that was running."""
     name = f"{type(model).__name__}.forward"
     step = error.__traceback__
     known = {type(module) for module in model.modules()}
@@ -119,14 +119,14 @@ def _module_of(error: BaseException, model: nn.Module) -> str:
 
 
 def line_of(stack_trace: str) -> Location | None:
-    """The innermost line outside torch of a node's own account."""
+    """The innermost line outside torch in a node's stack trace."""
     frames = re.findall(r'File "([^"]+)", line (\d+)', stack_trace)
     own = [(f, int(n)) for f, n in frames if not f.startswith(INSIDE)]
     return Location(*own[-1]) if own else None
 
 
 def refuse_unplannable(graph: fx.Graph, model: nn.Module) -> None:
-    """Some values pass export, but can not be planned with. Raises CaptureRefused."""
+    """Raises CaptureRefused for values that pass export but cannot be planned."""
     for node in graph.nodes:
         reason = _unplannable(node)
         if reason is None:
@@ -138,7 +138,7 @@ def refuse_unplannable(graph: fx.Graph, model: nn.Module) -> None:
 
 
 def _unplannable(node: fx.Node) -> str | None:
-    """Why a value has no size that is known beforehand, or None."""
+    """Why the size of a value is not known in advance, or None."""
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor):
         if not all(isinstance(size, int) or is_known(size) for size in value.shape):
@@ -152,8 +152,8 @@ def _unplannable(node: fx.Node) -> str | None:
 
 
 def refuse_lookups(graph: fx.GraphModule, model: nn.Module) -> None:
-    """Tables of embeddings that are written while they are read (`max_norm`), or whose gradient is
-    no dense tensor (`sparse`). Raises CaptureRefused."""
+    """Raises CaptureRefused for embedding tables that are written while they are read (`max_norm`),
+    or whose gradient is not a dense tensor (`sparse`)."""
     regions = [m for m in graph.modules() if isinstance(m, fx.GraphModule)]
     for node in (node for region in regions for node in region.graph.nodes):
         if node.op != "call_function" or "embedding" not in str(node.target):
@@ -185,8 +185,8 @@ def refuse_lookups(graph: fx.GraphModule, model: nn.Module) -> None:
 
 
 def refuse_writes(program: Any, batch: Batch, model: nn.Module) -> None:
-    """What a call writes into its inputs or trained parameters would be lost; a frozen parameter is
-    written back as a buffer is. Raises CaptureRefused."""
+    """Raises CaptureRefused for writes into inputs or trained parameters, which would be lost; a
+    frozen parameter is written back like a buffer."""
     signature = program.graph_signature
     placeholders = [n.name for n in program.graph_module.graph.nodes if n.op == "placeholder"]
     first = len(placeholders) - len(batch.leaves)

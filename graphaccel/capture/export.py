@@ -1,8 +1,8 @@
-"""Export the forward pass *with its loss* to a functional ATen graph.
+"""Export the forward pass *with its loss* to a functional ATen graph, by `torch.export`.
 
-`torch.export` (non-strict) is the public route: it keeps the module path and the source line of
-every node and gives inputs, parameters, buffers and outputs by name. No weights are read: real,
-fake and meta parameters capture alike.
+Non-strict `torch.export` is the public interface: it keeps the module path and the source line of
+every node and names inputs, parameters, buffers and outputs. No weights are read: real, fake and
+meta parameters can all be captured.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from graphaccel.compat.torch import (
 )
 
 OUTSIDE = "outside"
-"""In the place of a loss function: the script computes the loss, whatever the model returns."""
+"""Given instead of a loss function: the script computes the loss, whatever the model returns."""
 
 LossFn: TypeAlias = Callable[..., torch.Tensor] | Literal["outside"] | None
 
 _NUMBERS = "graphaccel_numbers"
-"""The keyword under which numbers of the model come into its forward, as tensors."""
+"""The keyword argument that passes numbers of the model to its forward, as tensors."""
 
 _SAME_EXPERTS = {"eager", "grouped_mm"}
 
@@ -86,10 +86,10 @@ class GraphOutput:
 
 @dataclass(frozen=True)
 class Returned:
-    """What the model returned: its structure, and for each leaf what it was.
+    """What the model returned: its structure, and its leaves.
 
-    leaves: the position of the loss is `loss_leaf`; a tensor leaf has its value as graph output;
-    any other leaf (a cache object, a number, None) is kept as it was at capture.
+    leaves: the loss is at position `loss_leaf`; the value of a tensor leaf is a graph output; any
+    other leaf (a cache object, a number, None) is stored as it was at capture.
     tracked: leaves besides the loss that require a gradient in the model.
     """
 
@@ -106,7 +106,7 @@ class ForwardGraph:
     """The forward pass as one functional graph: placeholders in the order of `inputs`.
 
     constants: tensors that the forward reads besides parameters, buffers and batch, by the name of
-      their input. attributes: of those that an attribute of the model holds, name → where, as
+      their input. attributes: of constants that an attribute of the model holds, name → path, as
       `capture.closures.read_attribute` reads it ("blocks.0.table").
     """
 
@@ -132,8 +132,8 @@ class _WithLoss(nn.Module):
         super().__init__()
         self.model = model
         self._watch, self._numbers = watch, numbers
-        self.__dict__["_loss_fn"] = loss_fn  # a module, too, is none of the model's
-        self._note = note  # a call: export undoes what forward writes to attributes
+        self.__dict__["_loss_fn"] = loss_fn  # not a submodule, even if it is a module
+        self._note = note  # called: export restores attributes that forward writes
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         around = nullcontext() if self._watch is None else self._watch.around()
@@ -169,12 +169,12 @@ class _WithLoss(nn.Module):
         marks = () if self._watch is None else self._watch.finish(leaves)
         if position is None:
             return (*(leaves[i] for i in tensors), *marks)
-        # Only the loss is differentiated: an undetached output would want a gradient of its own.
+        # Only the loss is differentiated: export would differentiate an undetached output too.
         return (loss, *(leaves[i].detach() for i in tensors), *marks)
 
 
 def with_loss(model: nn.Module, loss_fn: LossFn) -> nn.Module:
-    """The model, in its present mode, returning its loss first and then all other tensors."""
+    """The model, in its current mode, returning its loss first and then all other tensors."""
     wrapper = _WithLoss(model, loss_fn, lambda _: None)
     wrapper.training = model.training
     return wrapper
@@ -183,10 +183,11 @@ def with_loss(model: nn.Module, loss_fn: LossFn) -> nn.Module:
 def split_targets(
     loss_fn: Callable[..., torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
-    """Which part of the batch is the model's and which is the loss function's.
+    """Split the batch into the model's arguments and the loss function's.
 
     `loss_fn(output, target, ...)`: each parameter after the first is taken from the batch by
-    keyword, else from the end of the positional arguments. Of a module they are its forward's.
+    keyword, else from the end of the positional arguments. If it is a module, its forward's
+    parameters count.
     """
     called = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
     wanted = [
@@ -227,13 +228,13 @@ def find_loss(output: Any) -> torch.Tensor | None:
 def export_forward(
     model: nn.Module, batch: Batch, loss_fn: LossFn, answers: Answers | None = None
 ) -> ForwardGraph:
-    """Export `model` on `batch` in its present mode (training or evaluation).
+    """Export `model` on `batch` in its current mode (training or evaluation).
 
-    answers: what calls give, shared with other traces of this model.
+    answers: cached results of calls, shared with other traces of this model.
 
     Raises:
         TensorBranch: the model branches on the value of a tensor (GA101).
-        UnregisteredWeight: it reads a weight that is none of its own (GA105).
+        UnregisteredWeight: it reads a weight that is not registered in the model (GA105).
         CaptureRefused: anything else that has no graph (GA102), with the user's own line.
     """
     notes: list[Returned] = []
@@ -260,7 +261,7 @@ def export_forward(
             detach_regions(program.graph_module, _trained(program, model))
             program = decomposed(program, answers)
             put_back(program.graph_module, watch.calls)
-        except Exception as error:  # every failure of export becomes one of ours, cause kept
+        except Exception as error:  # every failure of export is translated, with its cause
             raise explained(error, model, weights) from error
     refuse_unplannable(program.graph_module.graph, model)
     refuse_writes(program, batch, model)
@@ -305,7 +306,7 @@ def _unpack(program: Exported, batch: Batch, returned: Returned) -> ForwardGraph
             if isinstance(given, torch.Tensor):
                 spec = GraphInput("batch", batch.names[leaf], leaf, given.requires_grad)
                 inputs.append(spec)
-            else:  # flags and None: export has written them in, and another value is another call
+            else:  # flags and None: constants in the graph, another value is another call
                 graph.graph.erase_node(node)
     outputs: list[GraphOutput] = []
     tensor_leaves = iter(returned.tensor_leaves)
@@ -326,7 +327,7 @@ def _unpack(program: Exported, batch: Batch, returned: Returned) -> ForwardGraph
 
 
 def _own(name: str) -> str:
-    """The name in the user's model of what the wrapper calls `model.<name>`."""
+    """The name in the user's model of the wrapper's `model.<name>`."""
     return name.removeprefix("model.")
 
 
@@ -336,7 +337,7 @@ def _flatten_output(output: Any) -> tuple[list[Any], Any]:
 
 @contextmanager
 def _state_restored(model: nn.Module):
-    """Export runs the user's Python: leave the model's own attributes as they were."""
+    """Restore the model's own attributes afterwards: export runs the user's Python."""
     modes = {module: module.training for module in model.modules()}
     try:
         yield
@@ -347,9 +348,9 @@ def _state_restored(model: nn.Module):
 
 @contextmanager
 def _batched_experts(model: nn.Module) -> Iterator[None]:
-    """Hugging Face's models have several ways to run the same experts: one loops over those that
-    were hit, which no graph can say, one sorts the whole batch. That with a shape of its own for
-    every row is the one that can be captured and split; what runs is `kernels.experts`."""
+    """Select an implementation of Hugging Face's experts that can be captured: one loops over the
+    experts that were hit, which no graph can express, one sorts the whole batch. The one with a
+    fixed shape for every row can be captured and sharded; what runs is `kernels.experts`."""
     found = [m for m in model.modules() if hasattr(m, "set_experts_implementation")]
     before = [m.get_experts_implementation() for m in found]
     able = [(m, b) for m, b in zip(found, before, strict=True) if set(b.values()) & _SAME_EXPERTS]
@@ -364,8 +365,8 @@ def _batched_experts(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Export logs its own account of a failure and prints the graph so far: our text replaces
-    both."""
+    """Silence export, which logs its own report of a failure and prints the graph so far: our error
+    text replaces both."""
     if os.environ.get("GRAPHACCEL_TRACEBACK") == "full":
         yield
         return

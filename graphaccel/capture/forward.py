@@ -1,5 +1,4 @@
-"""The forward graph of a model as everything behind it reads it: canonical, on the CPU, with tied
-parameters under one name."""
+"""Build the canonical forward graph of a model: on the CPU, tied parameters under one name."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from graphaccel.ir.place import place
 def forward_graph(
     model: nn.Module, batch: Batch, loss_fn: LossFn, answers: Answers | None = None
 ) -> ForwardGraph:
-    """The canonical forward graph of a model with its loss. answers, and what it raises: as
+    """The canonical forward graph of a model with its loss. answers, and errors: as for
     `export_forward`."""
     tied = tied_names(model)
     forward = _merged(_on_cpu(export_forward(model, batch, loss_fn, answers)), tied)
@@ -30,8 +29,9 @@ def forward_graph(
 
 
 def _on_cpu(forward: ForwardGraph) -> ForwardGraph:
-    """Attention and the like are not decomposed yet: behind this they are the same ops, of the same
-    rules and plans, for every device. `runtime/bind.py` puts graphs where they run."""
+    """Move the graph to the CPU. Attention and similar ops are not decomposed yet: from here on
+    they are the same ops, with the same rules and plans, for every device. `runtime/bind.py` moves
+    graphs to the device where they run."""
     if place(forward.graph, torch.device("cpu")):
         forward.graph.recompile()
     constants = {name: t.to("cpu") for name, t in forward.constants.items()}
@@ -39,7 +39,7 @@ def _on_cpu(forward: ForwardGraph) -> ForwardGraph:
 
 
 def _merged(forward: ForwardGraph, tied: Mapping[str, str]) -> ForwardGraph:
-    """Tied parameters under one name and one placeholder: their gradient is one gradient."""
+    """Merge tied parameters into one name and one placeholder: they have one gradient."""
     first: dict[str, fx.Node] = {}
     kept = []
     placeholders = [n for n in forward.graph.graph.nodes if n.op == "placeholder"]
@@ -56,7 +56,7 @@ def _merged(forward: ForwardGraph, tied: Mapping[str, str]) -> ForwardGraph:
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Name of every parameter that shares its storage with an earlier one → that one's name."""
+    """Name of every parameter that shares its storage with an earlier one → the earlier name."""
     first: dict[int, str] = {}
     tied = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
