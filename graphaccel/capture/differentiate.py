@@ -60,7 +60,6 @@ def differentiate(
     differentiated against a tangent input.
     Outputs: those of `forward`, then the gradients of each trainable parameter, and of each batch
     leaf that requires one, that the loss reaches.
-    leaf that requires one, that the loss reaches.
 
     Raises CaptureRefused (GA102) where a call writes in place and has no functional form.
     """

@@ -1,4 +1,4 @@
-"""Every call of a joint graph gives a new value: none writes over one that exists.
+"""Functionalise a joint graph: replace in-place calls by calls that return a new value.
 
 before                                              after
   %e: f64[8,5] = aten.empty_like(%x)                  %e: f64[8,5] = aten.empty_like(%x)
@@ -6,9 +6,9 @@ before                                              after
   %d: f64[8,5] = aten.div_.Scalar(%b, 0.9)            %d: f64[8,5] = aten.div.Scalar(%b, 0.9)
   %s: = aten.unsafe_split(%g, 16, 1)                  %s: = aten.split.Tensor(%g, 16, 1)
 
-What torch does inside of one op (the cells of an LSTM, the dropout of attention, the gradient of
-label smoothing) saves memory so. In a graph a call may be cloned (recompute), moved to another
-stage, or cut over devices, and a second write over the same memory would be a second addition.
+Torch writes in place inside of some ops (the cells of an LSTM, the dropout of attention, the
+gradient of label smoothing) to save memory. In a graph a call may be cloned (recompute), moved to
+another stage, or sharded, and a second write to the same memory would then be a second addition.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from graphaccel.compat.torch import is_view, written_arguments
 
 aten = torch.ops.aten
 
-# Where the name without its underscore is another's.
+# Ops whose name without the underscore is that of another op.
 _OTHERS = MappingProxyType(
     {aten.bernoulli_.float: aten.bernoulli.p, aten.transpose_.default: aten.transpose.int}
 )
@@ -39,7 +39,7 @@ _SPLITS = MappingProxyType(
 
 
 class SharedWrite(Exception):
-    """A call writes over memory that another value, read later, looks at."""
+    """A call writes in place over memory of another value that is read later."""
 
 
 def without_writes(graph: fx.GraphModule) -> None:
@@ -48,7 +48,7 @@ def without_writes(graph: fx.GraphModule) -> None:
     Raises SharedWrite.
     """
     place = {node: i for i, node in enumerate(graph.graph.nodes)}
-    looks: dict[fx.Node, fx.Node] = {}  # a view → whose memory it looks at
+    looks: dict[fx.Node, fx.Node] = {}  # view → the owner of its storage
     for node in list(graph.graph.nodes):
         if node.op != "call_function":
             continue
@@ -69,7 +69,7 @@ def without_writes(graph: fx.GraphModule) -> None:
         owner = looks.get(over, over)
         shared = [v for v in (owner, *(v for v, o in looks.items() if o is owner)) if v is not over]
         read = any(place[user] > place[node] for value in shared for user in value.users)
-        only_seen = torch.Tag.inplace_view in node.target.tags  # `transpose_` writes nothing
+        only_seen = torch.Tag.inplace_view in node.target.tags  # `transpose_` writes no data
         if only_seen:
             looks[node] = owner
         if target is None or (read and not only_seen):
@@ -78,7 +78,7 @@ def without_writes(graph: fx.GraphModule) -> None:
 
 
 def _functional(node: fx.Node) -> Callable[..., Any] | None:
-    """The op that gives what another writes over its first argument."""
+    """The op that returns what an in-place op writes to its first argument."""
     if node.target in _OTHERS:
         return _OTHERS[node.target]
     name, _, overload = str(node.target).removeprefix("aten.").partition(".")
@@ -92,23 +92,23 @@ def _functional(node: fx.Node) -> Callable[..., Any] | None:
 
 
 def _types(op: Any) -> list[tuple[str, str]]:
-    """Name and type of each argument; the memory that it may write is no part of its type."""
+    """Name and type of each argument; aliasing is not part of the type."""
     return [(a.name, str(a.type)) for a in op._schema.arguments]
 
 
 def _replace(
     node: fx.Node, over: fx.Node, target: Callable[..., Any], place: dict[fx.Node, int]
 ) -> None:
-    """The call as one that writes nothing; who reads `over` after it reads its result."""
+    """Make the call out of place; later readers of `over` read its result instead."""
     if len(node.args) == 1 and target is aten.bernoulli.p:
-        node.args = (over, 0.5)  # only the one that writes has a default
+        node.args = (over, 0.5)  # only the in-place op has a default
     node.target = target
     kept = over.meta["val"]
     values: Any = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     made = target(*values[0], **values[1])
     new = node
     node.meta["val"] = made
-    if made.dtype != kept.dtype:  # in place, the dtype is that of what is written over
+    if made.dtype != kept.dtype:  # in place, the dtype of the destination stays
         with node.graph.inserting_after(node):
             new = node.graph.call_function(aten._to_copy.default, (node,), {"dtype": kept.dtype})
         new.meta = {**node.meta, "val": made.to(kept.dtype)}

@@ -1,12 +1,12 @@
-"""`torch.no_grad()` in a forward: what is computed there is a constant to the gradients.
+"""Preserve `torch.no_grad()` regions of a forward: detach their inputs from the gradient.
 
 exported                                                after
   %s: = get_attr[submod_1]                                (in submod_1, before anything else)
   %y: = wrap_with_set_grad_enabled(False, %s, %h)         %h_1: = aten.detach(%h)
 
-Export keeps such a region as a graph of its own, and forgets what it was when it puts that graph
-back in place. So what comes in that has a gradient is detached there first; what has none (masks,
-rotary tables) stays as it is.
+Export represents such a region as a subgraph, and drops the no-grad mode when it inlines that
+subgraph. So the region's inputs that have a gradient are detached first; inputs without one (masks,
+rotary tables) stay as they are.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ aten = torch.ops.aten
 
 
 class WrittenWithoutGrad(Exception):
-    """A value with a gradient is changed in place where none are recorded: eager mode goes on as if
-    it had not been changed. stack_trace: where."""
+    """A value with a gradient is changed in place where gradients are not recorded: eager mode
+    continues as if it had not been changed. stack_trace: where."""
 
     def __init__(self, stack_trace: str) -> None:
         super().__init__(
@@ -34,7 +34,7 @@ class WrittenWithoutGrad(Exception):
 
 
 def detach_regions(graph: fx.GraphModule, parameters: set[str]) -> None:
-    """Rewrite an exported graph, before it is made functional, in place.
+    """Rewrite an exported graph in place, before it is made functional.
 
     parameters: names of the placeholders of trained parameters.
 
@@ -46,7 +46,7 @@ def detach_regions(graph: fx.GraphModule, parameters: set[str]) -> None:
 
 
 def _walk(graph: fx.GraphModule, tracked: set[fx.Node]) -> None:
-    """tracked: what has a gradient, of the placeholders first; grows to all nodes."""
+    """tracked: nodes with a gradient, initially placeholders; grows to all nodes."""
     for node in graph.graph.nodes:
         if node.op != "call_function":
             continue
@@ -101,18 +101,18 @@ def _wants_gradient(node: fx.Node) -> bool:
 
 
 def _root(node: fx.Node) -> fx.Node:
-    """What a view, or a view of a view, or what was written, looks at."""
+    """The base of a view, of a view of a view, or of an in-place result."""
     *_, last = _looks_at(node)
     return last
 
 
 def _detached(node: fx.Node) -> bool:
-    """Whether a view of a value looks at it past its gradient."""
+    """Whether a value is a view of its base through `detach`."""
     return any(n.target is aten.detach.default for n in _looks_at(node))
 
 
 def _looks_at(node: fx.Node) -> Iterator[fx.Node]:
-    """A value, and what it looks at, one after the other."""
+    """A value, and the values that it is a view of, one after another."""
     yield node
     while node.op == "call_function" and hasattr(node.target, "_schema"):
         first = next(iter(schema(node)), None)

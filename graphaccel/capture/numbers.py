@@ -1,4 +1,5 @@
-"""Whether a graph with numbers of the model as inputs is the graph that has them as constants."""
+"""Compare a graph that has the model's numbers as inputs with the graph that has them as
+constants."""
 
 from __future__ import annotations
 
@@ -12,13 +13,13 @@ from graphaccel.capture.export import ForwardGraph
 from graphaccel.compat.torch import pytree
 
 _SAME = {"aten::rsub": "aten::sub"}
-"""`x - a` and `a - x` are one op with a number, and another with a tensor."""
+"""`x - a` and `a - x` are one op with a number, and two with a tensor."""
 
 
 def same_but_numbers(before: ForwardGraph, now: ForwardGraph, names: Collection[str]) -> bool:
-    """Whether both compute the same, but for where the numbers called `names` come from: the same
-    ops in the same order, on the same tensors, with results of the same dtypes and shapes; and
-    nothing asks for the value of a number (`item()`)."""
+    """Whether both compute the same, except for where the numbers called `names` come from: the
+    same ops in the same order, on the same tensors, with results of the same dtypes and shapes; and
+    no call reads the value of a number (`item()`)."""
     left, right = _calls(before, names), _calls(now, names)
     if left is None or right is None or len(left[0]) != len(right[0]):
         return False
@@ -35,8 +36,8 @@ def _known(spec: Any) -> tuple[str, str]:
 def _calls(
     forward: ForwardGraph, names: Collection[str]
 ) -> tuple[list[fx.Node], dict[fx.Node, int]] | None:
-    """The nodes that do not compute numbers alone, and the place of each among all; that of a
-    number is -1. None where a value is asked for."""
+    """The nodes that do not compute only with numbers, and the position of each; that of a number
+    is -1. None where a value is read."""
     places: dict[fx.Node, int] = {}
     calls = []
     inputs = iter(forward.inputs)

@@ -1,8 +1,8 @@
-"""What Python state the forward of a model reads, seen in forwards on tensors without data.
+"""Observe which Python state a model's forward reads, by running it on tensors without data.
 
-What a forward writes and the next one reads (a counter) and what it draws from Python's or NumPy's
-generators would be frozen in a graph, and is refused. A value that is written once and found again
-in the next forward (a cache) is none of the state that a graph depends on.
+State that a forward writes and the next one reads (a counter), and random numbers that it draws
+from Python's or NumPy's generators, would be constants in a graph, and are refused. A value that is
+written once and unchanged in the next forward (a cache) is not state that a graph depends on.
 """
 
 from __future__ import annotations
@@ -34,15 +34,16 @@ from graphaccel.guards.reads import Reads, is_library, kind_of, line_of, recorde
 from graphaccel.ir.replication.layers import KEPT
 
 _UNLIKELY = 0x5EED_0FF0
-"""A seed that no model sets: one that a forward sets itself is then another state."""
+"""A seed that no model sets: if the forward seeds the generator, its state differs from this
+one."""
 
 
 @dataclass(frozen=True)
 class Observed:
     """What a forward read.
 
-    written: names of places that it writes itself, the same each time. left: where it leaves a new
-    tensor in the model each time, which it does not read again.
+    written: names of places that the forward writes itself, the same each time. left: where it
+    leaves a new tensor in the model each time without reading it later.
     """
 
     reads: Reads = field(repr=False)
@@ -51,10 +52,10 @@ class Observed:
 
 
 def observe(fresh: Callable[[], nn.Module], batch: Batch, loss_fn: LossFn, many: int) -> Observed:
-    """Run the forward of a fake model on a fake batch and see what it reads.
+    """Run the forward of a fake model on a fake batch and observe what it reads.
 
-    fresh: gives the model, its attributes as they are in the user's. many: identical layers from
-    which on few of them are run.
+    fresh: returns the model, with its attributes as in the user's. many: from this number of
+    identical layers on, only a few of them run.
 
     Raises:
         StateFrozen: the forward reads what an earlier one wrote, or seeds torch's generator
@@ -83,7 +84,7 @@ def observe(fresh: Callable[[], nn.Module], batch: Batch, loss_fn: LossFn, many:
             torch.default_generator.manual_seed(_UNLIKELY)
             raise _seeds(model, _line_that_changes(torch.default_generator.initial_seed, forward))
         watch.refuse_written()
-        if not ran:  # capture says why
+        if not ran:  # capture reports the reason
             return Observed(reads, frozenset())
         if watch.steady and not watch.keeps:
             return Observed(reads, frozenset())
@@ -105,31 +106,31 @@ def _few(model: nn.Module, many: int) -> nn.Module:
 
 
 def _run(model: nn.Module, batch: Batch, loss_fn: LossFn, ops: Ops) -> bool:
-    """One forward; whether it runs without data, outside of export."""
+    """Run one forward; returns whether it runs without data, outside of export."""
     fake = next(p for p in model.parameters() if isinstance(p, FakeTensor)).fake_mode
     args, kwargs = batch.rebuild(batch.leaves)
     try:
         with fake, exporting(), torch.enable_grad(), ops:
             with_loss(model, loss_fn)(*args, **kwargs)
-    except Exception:  # whatever the model raises where it wants a value
+    except Exception:  # whatever the model raises when it needs a value
         return False
     return True
 
 
 def _exported(model: nn.Module, batch: Batch, loss_fn: LossFn, ops: Ops) -> bool:
-    """One export, which has ways that a plain forward has not; whether it succeeds."""
+    """Run one export, which can do more than a plain forward; returns whether it succeeds."""
     try:
         with ops:
             export_forward(model, batch, loss_fn)
-    except GraphAccelError:  # capture raises it again
+    except GraphAccelError:  # capture raises it once more
         return False
     return True
 
 
 @dataclass(frozen=True)
 class _Pass:
-    """A forward: what was in the places behind it, the operators that ran, the parameters and
-    buffers that it wrote, the states of generators, and where modules hold tensors that it made."""
+    """The record of one forward: the places afterwards, the operators that ran, the parameters and
+    buffers that it wrote, the generator states, and where modules hold tensors that it computed."""
 
     found: Mapping[str, Place]
     ops: Ops
@@ -139,7 +140,7 @@ class _Pass:
 
 
 class _Passes:
-    """Forwards of one model, one after the other."""
+    """Successive forwards of one model."""
 
     def __init__(self, model: nn.Module, reads: Reads, batch: Batch) -> None:
         self._model, self._reads = model, reads
@@ -150,10 +151,10 @@ class _Passes:
         self.seeded = False
 
     def ran(self, forward: Callable[[Ops], bool]) -> bool:
-        """Run one more."""
+        """Run one more forward; returns whether it ran."""
         ops, before = Ops(self._own, self._passes[-1].ops.made), self._versions()
         torch.default_generator.manual_seed(_UNLIKELY)
-        state = torch.random.get_rng_state()  # a forward on fakes draws nothing from it
+        state = torch.random.get_rng_state()  # a forward on fakes does not advance it
         ran = forward(ops)
         self.seeded |= not torch.equal(state, torch.random.get_rng_state())
         after = self._versions()
@@ -165,17 +166,17 @@ class _Passes:
 
     @property
     def keeps(self) -> bool:
-        """Whether modules hold tensors that the last forward made."""
+        """Whether modules hold tensors that the last forward computed."""
         return bool(self._passes[-1].kept)
 
     @property
     def reads_kept(self) -> bool:
-        """Whether the last forward read what the one before it made."""
+        """Whether the last forward read what the one before it computed."""
         return bool(self._passes[-1].ops.read)
 
     @property
     def left(self) -> tuple[Path, ...]:
-        """Where the second forward, too, left tensors that it made, which no other one reads."""
+        """Where the second forward left tensors too, which no other forward reads."""
         return tuple(self._passes[2].kept)
 
     def refuse_written(self) -> None:
@@ -186,7 +187,7 @@ class _Passes:
                 raise self._carried(name, line, None)
 
     def refuse_carried(self) -> None:
-        """Raises StateFrozen where each forward reads a tensor that the one before it made."""
+        """Raises StateFrozen where each forward reads a tensor that the one before it computed."""
         ops = self._passes[-1].ops
         for key, line in ops.read.items():
             paths = [p for p, k in self._passes[-2].kept.items() if k == key]
@@ -214,7 +215,7 @@ class _Passes:
 
     @property
     def steady(self) -> bool:
-        """Whether the last forward left all as it was."""
+        """Whether the last forward changed nothing."""
         return not self._changed(-1) and not self.drew
 
     @property
@@ -228,7 +229,7 @@ class _Passes:
         return ""
 
     def written(self) -> frozenset[str]:
-        """What the first forward wrote and the second left. Raises StateFrozen."""
+        """What the first forward wrote and the second did not change. Raises StateFrozen."""
         again = self._changed(-1)
         if again:
             raise self._counter(again[0])
@@ -302,7 +303,7 @@ def _state(value: Any) -> Any:
 
 
 def _told(state: Any) -> Any:
-    """A state of NumPy's as something that can be compared."""
+    """A comparable form of a NumPy generator's state."""
     if isinstance(state, dict):
         return tuple((k, _told(v)) for k, v in state.items())
     if isinstance(state, tuple):
@@ -332,8 +333,8 @@ def _seeds(model: nn.Module, line: Location | None) -> StateFrozen:
 
 
 def _draw(forward: Callable[[], bool], reads: Reads) -> Location | None:
-    """The line that draws: one of `random`'s that was noted, or that behind which NumPy's state is
-    another."""
+    """The line that draws: a recorded one of `random`, or the line after which NumPy's state
+    differs."""
     if reads.draws:
         return reads.draws[0]
     found = _line_that_changes(lambda: _told(np.random.get_state()), forward)
@@ -341,7 +342,7 @@ def _draw(forward: Callable[[], bool], reads: Reads) -> Location | None:
 
 
 def _line_that_changes(read: Callable[[], Any], forward: Callable[[], bool]) -> Location | None:
-    """The user's line behind which a state is another than before it."""
+    """The user's line after which a state differs from before it."""
     found: list[Location] = []
     state = [read()]
     last: dict[FrameType, int] = {}

@@ -1,8 +1,9 @@
-"""Modules with buffers, and without submodules, that are registered under several names.
+"""Hide duplicate names of modules that hold buffers while a model is exported.
 
-torch.export writes a buffer back under one name, and fails where it has two. While a model is
-exported, a stand-in of the same class, without buffers of its own, takes the place of the module
-under its other names: what is read of it, or written to it, is the module's.
+torch.export writes a buffer back under one name, and fails where it has two. For modules with
+buffers, and without submodules, that are registered under several names: while a model is exported,
+a stand-in of the same class, without buffers of its own, replaces the module under its other names;
+reads and writes of the stand-in go to the module.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import nn
 
 @contextmanager
 def one_name_each(model: nn.Module) -> Iterator[None]:
-    """Meanwhile every buffer of such a module has one name."""
+    """A context in which every buffer of such a module has one name."""
     replaced: list[tuple[nn.Module, str, nn.Module]] = []
     seen: set[nn.Module] = set()
     for parent in list(model.modules()):

@@ -1,4 +1,4 @@
-"""A pattern, a function in plain torch, as a canonical graph like that of a captured forward."""
+"""Trace a fusion pattern, a plain torch function, to a canonical graph like a captured forward."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _COPIES = {aten.contiguous.default, aten.clone.default, aten.detach.default, ate
 def trace_pattern(function: Callable[..., Any], values: Mapping[str, Any]) -> Pattern:
     """Trace `function` at the shapes and dtypes of some tensors (their data is not read).
 
-    values: tensors and numbers by parameter name. A number is traced as itself and remembered, so
+    values: tensors and numbers by parameter name. A number is traced as itself and recorded, so
     that a matcher can bind it: numbers must differ from each other and from the pattern's own.
     """
     names = [n for n in inspect.signature(function).parameters if n in values]
@@ -42,7 +42,7 @@ def trace_pattern(function: Callable[..., Any], values: Mapping[str, Any]) -> Pa
     with mode, torch.enable_grad(), warnings.catch_warnings():
         warnings.simplefilter(
             "ignore"
-        )  # what torch has to say of mixed dtypes is not about a model
+        )  # torch's warnings about mixed dtypes do not concern a model
         module = make_fx(call, pre_dispatch=True)(*fakes)
     for node, name in zip(
         [n for n in module.graph.nodes if n.op == "placeholder"], given, strict=True
@@ -62,7 +62,7 @@ def trace_pattern(function: Callable[..., Any], values: Mapping[str, Any]) -> Pa
 
 
 def simplify(module: fx.GraphModule) -> None:
-    """Drop copies that change nothing, in place: same dtype, strides and size as what is copied."""
+    """Remove copies that change nothing, in place: same dtype, strides and size as their source."""
     for node in list(module.graph.nodes):
         if node.op != "call_function" or node.target not in (
             *_COPIES,
@@ -92,8 +92,8 @@ def _fake(value: Tensor) -> Tensor:
 
 
 def _spell_casts(module: fx.GraphModule) -> None:
-    """`x.float()` and its like as export spells them. A float64 tensor is never rounded: a model in
-    float64 whose upcasts were lifted has no such cast."""
+    """Spell `x.float()` and similar casts as export does. A float64 tensor is never rounded: a
+    model in float64 has no such upcast."""
     for node in list(module.graph.nodes):
         if node.op != "call_function" or node.target not in _CASTS:
             continue

@@ -1,8 +1,8 @@
-"""Gradient rules that are Python: `torch.autograd.Function` and hooks on activations.
+"""Gradient rules written in Python: `torch.autograd.Function` and hooks on activations.
 
-Export keeps the ops of a forward and forgets these. While it runs, each call is recorded as one op
-instead; in the forward graph, a `PythonFunction` stands for it, which calls the user's own. To
-differentiate, the forward graph is run: there the user's backward becomes ops of the joint graph.
+Export records the ops of a forward without these rules. During export each call is therefore
+recorded as one op; in the forward graph a `PythonFunction` replaces it, which calls the user's own.
+To differentiate, the forward graph is run: the user's backward then becomes ops of the joint graph.
 
 exported                                                  after
   %l: = graphaccel.python_function([%h], 0)                 %l: = Reverse(%h, 0.5)
@@ -26,7 +26,7 @@ _PLAIN = (int, float, bool, str, complex, type(None), torch.dtype, torch.device)
 
 
 class RuleRefused(Exception):
-    """A gradient rule that can not be part of a graph. what: the rule; reason; line: what to type
+    """A gradient rule that cannot be part of a graph. what: the rule; reason; line: what to type
     instead."""
 
     def __init__(self, what: str, reason: str, line: str) -> None:
@@ -35,7 +35,7 @@ class RuleRefused(Exception):
 
 
 class HookOnTensor(torch.autograd.Function):
-    """A tensor with a hook: itself, and the hook in its backward."""
+    """Identity on a tensor, with a hook as its backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> torch.Tensor:
@@ -49,12 +49,12 @@ class HookOnTensor(torch.autograd.Function):
 
 @dataclass(frozen=True, eq=False)
 class PythonFunction:
-    """The target of a node, called with the node's arguments. The node gives the tensors of what
+    """The target of a node, called with the node's arguments. The node returns the tensors of what
     the user's rule returns, as a tuple.
 
     name: for graphs as text. rule: what the user wrote, a subclass of `torch.autograd.Function` or
-    a hook. held: arguments that are no plain values, by position. dtypes: of the tensors among the
-    arguments, as they were captured; empty where any will do.
+    a hook. held: arguments that are not plain values, by position. dtypes: of the tensors among the
+    arguments, as they were captured; empty where any is accepted.
     """
 
     name: str
@@ -94,8 +94,8 @@ class PythonFunction:
 
 
 def _same_rule(left: Any, right: Any) -> bool:
-    """Whether two rules do the same: one class, or functions of one line that closed over equal
-    plain values (each forward makes its lambdas anew)."""
+    """Whether two rules are equal: one class, or functions of one line whose closures have equal
+    plain values (each forward creates its lambdas anew)."""
     if left is right:
         return True
     if not isinstance(left, FunctionType) or not isinstance(right, FunctionType):
@@ -115,7 +115,7 @@ def _closed(function: FunctionType) -> list[Any]:
 
 @dataclass(frozen=True)
 class Result:
-    """A tensor that a call gives: how it is laid out, and whether it can have a gradient."""
+    """Layout of a tensor that a call returns, and whether it can have a gradient."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -139,8 +139,8 @@ class Result:
 
 @dataclass(frozen=True)
 class Call:
-    """A recorded call. args: as the node will have them; a tensor is its place among the tensors
-    that are given to the op, as `Slot`."""
+    """A recorded call. args: of its node; a tensor is a `Slot`, its position among the tensors that
+    are passed to the op."""
 
     target: PythonFunction
     args: tuple[Any, ...]
@@ -149,26 +149,26 @@ class Call:
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of a tensor among those given to the op."""
+    """The position of a tensor among those passed to the op."""
 
     number: int
 
 
 @dataclass
 class Calls:
-    """What was recorded in one export. marks: results of calls for a hook, with the hook's handle:
-    the program returns them last, so that they are part of it."""
+    """The record of one export. marks: results of calls for a hook, with the hook's handle: the
+    program returns them last, so that they are part of it."""
 
     calls: list[Call] = field(default_factory=list)
     marks: list[tuple[torch.Tensor, Any]] = field(default_factory=list)
 
 
 CALLS: ContextVar[Calls] = ContextVar("calls")
-"""Of the export that runs now."""
+"""The record of the running export."""
 
 
 def python_function() -> Any:
-    """The op that stands for a call while export runs: (tensors, number of the call) → tensors."""
+    """The op that represents a call during export: (tensors, number of the call) → tensors."""
     name, ops = "python_function", torch.ops.graphaccel
     if not hasattr(ops, name):
         library = torch.library.Library("graphaccel", "FRAGMENT")
@@ -178,13 +178,13 @@ def python_function() -> Any:
             return [result.empty() for result in CALLS.get().calls[call].results]
 
         torch.library.register_fake(f"graphaccel::{name}", fake, lib=library)
-        ops.python_function.default.graphaccel_library = library  # it lives as long as its op
+        ops.python_function.default.graphaccel_library = library  # kept alive as long as its op
     return ops.python_function.default
 
 
 def put_back(graph: fx.GraphModule, calls: Calls) -> None:
-    """In an exported graph, in place: the nodes of recorded calls are those of the user's rules,
-    and what hooks are on comes before all that reads it. The marks are returned no more."""
+    """Rewrite an exported graph in place: nodes of recorded calls call the user's rules, and hooked
+    tensors are replaced for all their readers. The marks are no longer returned."""
     op = python_function()
     output = graph.graph.output_node()
     returned: Any = output.args[0]

@@ -1,6 +1,6 @@
-"""Calls of `torch.autograd.Function` and of hooks in a forward, recorded while it is exported.
+"""Record calls of `torch.autograd.Function` and of tensor hooks while a forward is exported.
 
-Each is tried first, on tensors without data and apart from the trace: what it gives, whether its
+Each call is first tried outside of the trace, on tensors without data: what it returns, whether its
 backward runs without data, and whether it reads nothing but its arguments.
 """
 
@@ -38,17 +38,17 @@ from graphaccel.compat.torch import (
 _ARGUMENTS = "give it as an argument:  {name}.apply(x, {what})"
 _PLAIN = (int, float, bool, str, complex, type(None), torch.dtype, torch.device)
 _TORCH = ("torch._", "torch.fx.", "torch.utils.")
-"""Modules of torch whose own functions are part of how it traces."""
+"""Modules of torch whose own autograd functions are part of its tracing."""
 
 aten = torch.ops.aten
 
 
 @contextmanager
 def recording() -> Iterator[None]:
-    """Meanwhile `Function.apply` is recorded. Raises RuleRefused."""
+    """A context in which `Function.apply` is recorded. Raises RuleRefused."""
 
     def apply(kind: type[Function], args: tuple) -> Any:
-        if is_checkpoint(kind):  # the same mathematics; what is computed twice, the plan decides
+        if is_checkpoint(kind):  # same result; the plan decides what is recomputed
             function, _, *inputs = args
             reached = any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs)
             with torch.set_grad_enabled(torch.is_grad_enabled() and reached):
@@ -72,7 +72,7 @@ def _refuse_transformed(kind: type[Function]) -> None:
 
 
 def is_own(kind: type) -> bool:
-    """Whether a function is how torch, or the recording, works."""
+    """Whether a function belongs to torch's implementation, or to the recording."""
     return kind.__module__.startswith(_TORCH) or kind in (_Recorded, _Inner)
 
 
@@ -115,14 +115,14 @@ def _applied(kind: type[Function], args: tuple) -> Any:
 
 
 def record(call: Call, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """The results of a call in the trace, which gradients know of."""
+    """The results of a call in the trace, connected to autograd."""
     calls = CALLS.get().calls
     calls.append(call)
     return apply_function(_Recorded, len(calls) - 1, call, *tensors)
 
 
 class _Recorded(Function):
-    """A recorded call in the autograd graph of the trace, which says what has a gradient."""
+    """A recorded call in the autograd graph of the trace, which tracks what has a gradient."""
 
     @staticmethod
     def forward(ctx: Any, number: int, call: Call, *tensors: torch.Tensor) -> Any:
@@ -144,7 +144,7 @@ class _Recorded(Function):
 def _tried(
     kind: type[Function], args: tuple, name: str
 ) -> tuple[tuple[Any, list[Any]], tuple[Result, ...]]:
-    """What a call returns, tensors as `Slot`, and how they are laid out.
+    """What a call returns, with tensors as `Slot`, and their layouts.
 
     Raises RuleRefused."""
     mode = next(x.fake_mode for x in args if isinstance(x, FakeTensor))
@@ -178,7 +178,7 @@ def _tried(
 
 
 def tried_hook(hook: Callable[[torch.Tensor], Any], tensor: Any) -> None:
-    """Raises RuleRefused unless a hook on a tensor maps a gradient to one like it."""
+    """Raises RuleRefused unless a hook on a tensor maps a gradient to one of the same shape."""
     what, name = "the hook on a tensor", "hook"
     with outside_modes(), tensor.fake_mode, torch.no_grad():
         gradient = torch.empty_strided(
@@ -213,7 +213,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _apart(value: Any) -> Any:
-    """A tensor without data like one of the trace, apart from it."""
+    """A separate tensor without data, with the layout of a traced one."""
     if not isinstance(value, torch.Tensor):
         return value
     made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
@@ -221,7 +221,7 @@ def _apart(value: Any) -> Any:
 
 
 class _Inner(Function):
-    """A tensor that was computed, laid out like another."""
+    """A non-leaf tensor with the layout of another."""
 
     @staticmethod
     def forward(ctx: Any, like: torch.Tensor) -> torch.Tensor:
@@ -233,12 +233,12 @@ class _Inner(Function):
 
 
 class _Alone(TorchDispatchMode):
-    """Refuses calls that read a tensor which is neither given nor computed of what is."""
+    """Refuses calls that read a tensor which is neither given nor computed from given ones."""
 
     def __init__(self, what: str, given: Sequence[torch.Tensor], name: str) -> None:
         super().__init__()
         self._what, self._name = what, name
-        self._alive = list(given)  # or another would get its memory
+        self._alive = list(given)  # or its storage key could be reused
         self._known = set(map(storage_key, given))
 
     def __torch_dispatch__(
@@ -267,7 +267,7 @@ class _Alone(TorchDispatchMode):
 
 @contextmanager
 def _explaining(what: str, name: str) -> Iterator[None]:
-    """What fails on tensors without data is refused."""
+    """Raises RuleRefused for what fails on tensors without data."""
     try:
         yield
     except RuleRefused:

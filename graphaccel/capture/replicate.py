@@ -1,4 +1,4 @@
-"""Captured graphs of many identical layers, from captures of few (`ir.replication.repeat`)."""
+"""Build the captured graphs of many identical layers from captures of few layers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Joint = tuple[fx.GraphModule, tuple[GraphInput, ...], tuple[GraphOutput, ...]]
 def layered(
     graph: fx.GraphModule, inputs: Sequence[GraphInput], outputs: Sequence[GraphOutput]
 ) -> Layered:
-    """A captured graph with the names by which its inputs and results belong to layers."""
+    """A captured graph with the layer names of its inputs and results."""
     return Layered(
         graph.graph,
         tuple(spec.name.removeprefix(_prefix(spec)) for spec in inputs),
@@ -32,7 +32,7 @@ def layered(
 
 
 def _layered(forward: ForwardGraph) -> Layered:
-    """Likewise, with the values of constants: what depends on the layer differs."""
+    """Likewise, with the values of constants: those that differ between layers are detected."""
     plain = layered(forward.graph, forward.inputs, forward.outputs)
     kinds = tuple(
         (kind, _value(forward.constants[spec.name]) if spec.kind == "constant" else None)
@@ -50,7 +50,8 @@ def _value(constant: torch.Tensor) -> object:
 
 
 def _prefix(spec: GraphInput) -> str:
-    """Constants are called after the module that made them, seen from around the model."""
+    """The prefix of constants, which are named after their module as seen from outside the
+    model."""
     return "model." if spec.kind == "constant" and spec.name.startswith("model.") else ""
 
 
@@ -82,8 +83,8 @@ def repeated_forward(
 def _attributes(
     runs: Sequence[Run], short: ForwardGraph, made: Unfolded, inputs: Sequence[GraphInput]
 ) -> dict[str, str]:
-    """Where the model of all layers holds the constants. Raises NotRepeated where that is another
-    place in each layer than their names say."""
+    """Where the model of all layers holds the constants. Raises NotRepeated where the place in some
+    layer differs from what the name implies."""
     found = {}
     for (i, _), spec in zip(made.inputs, inputs, strict=True):
         own = short.inputs[i]
@@ -119,8 +120,8 @@ def repeated_sizes(
 
 
 def repeated_joint(runs: Sequence[Run], short: Joint, longer: Sequence[Joint]) -> Joint:
-    """Graph, inputs and outputs of all layers; nodes of `longer` get their sizes as expressions,
-    which are those of `short`. Raises NotRepeated."""
+    """Graph, inputs and outputs of all layers; nodes of `longer` get the size expressions of
+    `short`. Raises NotRepeated."""
     pattern = Pattern(runs, layered(*short), [layered(*each) for each in longer])
     pattern.tell("dims", "sizes")
     made = Unfolded(pattern)
@@ -136,7 +137,7 @@ def _outputs(made: Unfolded, short: Sequence[GraphOutput]) -> tuple[GraphOutput,
 
 
 def input_specs(made: Unfolded, short: Sequence[GraphInput]) -> tuple[GraphInput, ...]:
-    """What the placeholders of the repeated graph are."""
+    """The specs of the repeated graph's placeholders."""
     return tuple(
         replace(short[i], name=_prefix(short[i]) + name)
         for i, name in made.inputs

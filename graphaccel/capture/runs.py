@@ -1,9 +1,8 @@
-"""Runs of identical layers in a model, the model with fewer of them, and the proof that its forward
-does the same in each.
+"""Find runs of identical layers, shorten them, and prove that each layer's forward is the same.
 
-The proof: the forward of the whole model runs once on tensors without data, and every operator it
-calls is written down with its numbers, shapes and where its tensors come from. Layers that read
-their number, a list of the configuration, or the count of layers, differ in it.
+The proof: the forward of the full model runs once on tensors without data, and every operator it
+calls is recorded with its numbers, shapes and the origin of its tensors. Layers that read their
+number, a list of the configuration, or the number of layers, differ in it.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ _PLAIN = (int, float, str, bool, type(None), tuple, torch.dtype, torch.Size)
 
 
 def find_runs(model: nn.Module, least: int) -> tuple[Run, ...]:
-    """Rows of `least` or more identical layers, outermost first found.
+    """Runs of `least` or more identical layers, outermost first.
 
     Identical: of one class, with parameters, buffers and plain attributes of the same names, types
-    and values, but for whole numbers that count the layers (`layer_idx`). Layers that share a
-    parameter with anything are none.
+    and values, except for integers that count the layers (`layer_idx`). Layers that share a
+    parameter with another module are excluded.
     """
     shared = _shared(model)
     found: list[Run] = []
@@ -58,7 +57,7 @@ def find_runs(model: nn.Module, least: int) -> tuple[Run, ...]:
 
 
 def shortened(model: nn.Module, runs: Mapping[Run, int]) -> nn.Module:
-    """A copy of the model, on the same parameters, with as many layers of each run as asked."""
+    """A copy of the model, on the same parameters, with the given number of layers of each run."""
     made = _shallow(model)
     new = {model: made}
     by_path: dict[str, list[Run]] = {}
@@ -82,7 +81,7 @@ def prove_repeats(
     model: nn.Module, batch: Batch, loss_fn: LossFn, runs: Sequence[Run], kept: int
 ) -> None:
     """Raises NotRepeated unless each run of the model does in its forward what `kept` layers do,
-    the middle one again and again. model, batch: fake."""
+    with the middle one repeated. model, batch: fake."""
     short = shortened(model, dict.fromkeys(runs, kept))
     few = among(runs, (kept,) * len(runs))
     whole = _segments(model, batch, loss_fn, runs)
@@ -107,7 +106,7 @@ def _inside(name: str, run: Run) -> bool:
 
 
 def _shared(model: nn.Module) -> list[str]:
-    """Names of parameters and buffers that are the same tensor as another's."""
+    """Names of parameters and buffers that are the same tensor under several names."""
     names: dict[int, list[str]] = {}
     tensors = (
         *model.named_parameters(remove_duplicate=False),
@@ -119,7 +118,7 @@ def _shared(model: nn.Module) -> list[str]:
 
 
 def _alike(left: nn.Module | None, right: nn.Module | None) -> bool:
-    """Whether two neighbours are identical, but for their numbers."""
+    """Whether two neighbours are identical, except for their numbers."""
     if left is None or right is None:
         return left is right
     if type(left) is not type(right) or left._modules.keys() != right._modules.keys():
@@ -147,7 +146,7 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def _same_values(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether two attributes that are no parameters are equal; false where nobody knows."""
+    """Whether two attributes that are not parameters are equal; false where that is unknown."""
     if left is right:
         return True
     known = not (left.is_meta or right.is_meta)
@@ -166,11 +165,11 @@ def _shallow(module: nn.Module) -> nn.Module:
 
 
 class _Watch(TorchDispatchMode):
-    """Writes down every operator: what it is, its numbers, and where its tensors were made.
+    """Records every operator: what it is, its numbers, and where its tensors were computed.
 
-    A tensor made outside the present segment is named by its segment: "before the run", "the
-    segment before", and its place there. Parameters and buffers are named by their layer's distance
-    from the present one, tensors from anywhere else by their values.
+    A tensor computed outside the current segment is named by its segment ("before the run", "the
+    segment before") and its place there. Parameters and buffers are named by the distance of their
+    layer from the current one, tensors from anywhere else by their values.
     """
 
     def __init__(self, model: nn.Module, runs: Sequence[Run]) -> None:
@@ -178,7 +177,7 @@ class _Watch(TorchDispatchMode):
         own = (*model.named_parameters(), *model.named_buffers())
         self._own = {id(tensor): _place_of(name, runs) for name, tensor in own}
         self.segments: dict[tuple[int, int], list[list[Any]]] = {}
-        self.here = (-1, 0)  # (run, layer); the stretches between the runs are (-1, 0), (-1, 1) ...
+        self.here = (-1, 0)  # (run, layer); the segments between the runs are (-1, 0), (-1, 1) ...
         self.stretch = 0
         self.runs = runs
         self._made_by: dict[tuple[int, int], Any] = {}
@@ -188,7 +187,7 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        if func is torch.ops.prim.device.default:  # asked of every tensor again and again
+        if func is torch.ops.prim.device.default:  # queried for every tensor
             return _device(args[0])
         own = self.segments.setdefault(self.here, [])
         call = [func, self._said(args), self._said(kwargs or {})]
@@ -199,12 +198,12 @@ class _Watch(TorchDispatchMode):
             self._keep(len(own) - 1, func, result)
         for tensor in _tensors(result):
             self._made[id(tensor)] = (self.here, len(own))
-            self._alive.append(tensor)  # or another would get its id
+            self._alive.append(tensor)  # or its id could be reused
         return result
 
     def _keep(self, place: int, func: Any, result: Any) -> None:
-        """Note how to make what a call of a run's second layer gives, for the layers after it: not
-        where it writes, nor where its result has a value (a constant of the layer)."""
+        """Record how to rebuild the result of a call of a run's second layer, for later layers:
+        unless it writes in place, or its result has a value (a constant of the layer)."""
         run, _ = self.here
         tensors = result if isinstance(result, (tuple, list)) else (result,)
         plain = all(isinstance(t, FakeTensor) and t.constant is None for t in tensors)
@@ -216,8 +215,8 @@ class _Watch(TorchDispatchMode):
             )
 
     def _again(self, call: list[Any], place: int) -> Any:
-        """What makes the result of a call, where the layer before made the same: then the op need
-        not be asked, whose result depends on nothing else. None where it is another."""
+        """A function that rebuilds the result of a call if the layer before made the same call: the
+        result depends on nothing else, so the op need not run. None where the calls differ."""
         run, layer = self.here
         before = self.segments.get((run, layer - 1), []) if run >= 0 and layer > 1 else []
         same = place < len(before) and before[place][:3] == call
@@ -252,8 +251,8 @@ class _Watch(TorchDispatchMode):
 
 
 def _place_of(name: str, runs: Sequence[Run]) -> tuple[int, Any, str]:
-    """The run and layer that a parameter belongs to, and its name there; -1 of one in none, whose
-    name says how far behind a run it lies."""
+    """The run and layer that a parameter belongs to, and its name there; -1 outside of runs, with
+    the distance after a run in its place."""
     behind: tuple[int, Any, str] = (-1, "", name)
     for number, run in enumerate(runs):
         at = run.number(name)
@@ -267,7 +266,7 @@ def _place_of(name: str, runs: Sequence[Run]) -> tuple[int, Any, str]:
 
 
 def _digest(tensor: torch.Tensor) -> Any:
-    """What tells a tensor with values from others."""
+    """A key of a tensor's values."""
     if tensor.is_meta or tensor.numel() == 0:
         return (tensor.dtype, tensor.shape)
     with without_modes():
@@ -294,12 +293,12 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 def _segments(
     model: nn.Module, batch: Batch, loss_fn: LossFn, runs: Sequence[Run]
 ) -> dict[tuple[int, int], list[Any]]:
-    """What the forward does before, between and after the runs: {(-1, stretch): [calls]}, and in
+    """The calls of the forward before, between and after the runs: {(-1, stretch): [calls]}, and in
     each run: {(run, 0): [calls of each layer]}.
 
-    What stands between two layers counts to the one before.
+    Calls between two layers belong to the first of them.
 
-    Raises NotRepeated where layers are not called one after the other, or the forward needs data.
+    Raises NotRepeated where layers are not called one after another, or the forward needs data.
     """
     fake = next(p for p in model.parameters() if isinstance(p, FakeTensor)).fake_mode
     watch = _Watch(model, runs)

@@ -1,4 +1,4 @@
-"""`StepGraph`: a whole training step as one graph, and `capture`, which makes it."""
+"""`StepGraph`: a whole training step as one graph, and `capture`, which builds it."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ from graphaccel.ir.text import graph_text, module_text
 log = logging.getLogger("graphaccel.capture")
 
 MANY = 8
-"""Identical layers from which on few are captured and repeated."""
+"""From this number of identical layers on, few are captured and repeated."""
 
 
 @dataclass(frozen=True)
 class Repeats:
     """A step of many identical layers, as steps of few: short has `ir.replication.repeat.KEPT`
-    layers of each run, and each of longer one more of one run. The names in them are those of the
-    short models."""
+    layers of each run, and each of longer one more of one run. Names are those of the short
+    models."""
 
     runs: tuple[Run, ...]
     short: StepGraph
@@ -68,14 +68,14 @@ class StepGraph:
     graph: joint graph; placeholders in the order of `inputs`, results in the order of `outputs`.
       Every node carries meta "phase", "origin", "module", "location", "dims" and "sizes"
       (`capture.differentiate`, `capture.symbols`).
-    forward: the canonical forward graph it was derived from (fusions match here).
+    forward: the canonical forward graph it was derived from (fusions are matched here).
     sizes: size of each symbol in this capture: {b: 8, s: 128}; a symbol that is missing is fixed.
-    tied: name of every parameter that shares its storage → the name that stands for it.
+    tied: name of every parameter that shares its storage → the name that represents it.
     training: whether the model was in training mode.
-    repeats: the captures of few layers that this one was made of, if it was (`others` is then
-      empty: `expanded` does for all what it did for them).
-    derived: what passes made and found of this step, by the pass and what it was asked for, so
-      that plans that ask the same share it.
+    repeats: the captures of few layers from which this one was built, if it was (`others` is then
+      empty: `expanded` does for all layers what it did for few).
+    derived: cached results of passes on this step, by pass and request, so that plans with the
+      same request share them.
     """
 
     graph: fx.GraphModule = field(repr=False)
@@ -109,8 +109,8 @@ class StepGraph:
 
     @cached_property
     def positions(self) -> dict[str, int]:
-        """Forward-graph node name → its place; what a pass made stands where the node it replaced
-        stood."""
+        """Forward-graph node name → its position; nodes that a pass inserted have the position of
+        the node they replaced."""
         places: dict[str, int] = {}
         for i, node in enumerate(self.forward.graph.graph.nodes):
             places[node.name] = i
@@ -122,7 +122,7 @@ class StepGraph:
         return places
 
     def even(self, said: Mapping[str, Any]) -> bool:
-        """Whether what is said of parameters, by name, is the same in all blocks of a kind."""
+        """Whether values given for parameters, by name, are the same in all blocks of a kind."""
         told: dict[str, dict[str, Any]] = {block.name: {} for block in self.blocks}
         for name, value in said.items():
             if (block := block_of(name)) in told:
@@ -131,7 +131,7 @@ class StepGraph:
         return all(told[block.name] == first[block.kind] for block in self.blocks)
 
     def text(self) -> str:
-        """The graph as short text, one line a node, the same in every process."""
+        """The graph as short text, one line a node, identical in every process."""
         return graph_text(self.graph.graph, notes=True)
 
     @cached_property
@@ -150,17 +150,17 @@ def capture(
     batch_dims: Mapping[int, int] | None = None,
     splits: Callable[[StepGraph], bool] | None = None,
 ) -> StepGraph:
-    """Capture one training step of `model` on `batch`; no weight is read and none is changed.
+    """Capture one training step of `model` on `batch`; weights are neither read nor changed.
 
     loss_fn: `loss_fn(output, target)` when the model does not compute its own loss; "outside" when
       the script does, even where the model returns something that looks like a loss.
     symbolic: also capture other batch and sequence sizes, so that sizes are known as expressions.
-    many: from so many identical layers on, few are captured and repeated, with the same result
-      (models without data only); None: never.
-    batch_dims: leaf → the dim of its examples. Where it is not given it is found: the leading dims,
-      or the first of `batch_dims.assignments` with which the capture at another size has the same
-      structure and `splits` says yes.
-    splits: whether a step can be split over its batch; None where nobody wants to.
+    many: from this number of identical layers on, few are captured and repeated, with the same
+      result (models without data only); None: never.
+    batch_dims: leaf → its batch dim. Found where not given: the leading dims, or the first of
+      `batch_dims.assignments` with which the capture at another size has the same structure and
+      `splits` says yes.
+    splits: whether a step can be split over its batch; None where a split is not wanted.
 
     Raises: TensorBranch (GA101), CaptureRefused (GA102).
     """
@@ -177,7 +177,7 @@ def capture(
         if not symbolic or ((BATCH in step.sizes or not dims) and (not splits or splits(step))):
             return step
         first = first or step
-    assert first is not None  # there is an option at least
+    assert first is not None  # there is at least one option
     return first
 
 
@@ -191,11 +191,11 @@ def _with_dims(
     answers: Answers,
     known: ForwardGraph | None,
 ) -> StepGraph:
-    """The step where the batch lies on these dims. known: the forward of this batch."""
+    """The step with these batch dims. known: the forward of this batch."""
     if runs:
         try:
             return _repeated(model, batch, loss_fn, symbolic, runs, dims, answers)
-        except (NotRepeated, GraphAccelError) as reason:  # errors are then those of the model
+        except (NotRepeated, GraphAccelError) as reason:  # the full model is captured instead
             log.info("all layers are captured: %s", reason)
     return _captured(model, batch, loss_fn, symbolic, dims, answers, known)
 
@@ -213,7 +213,7 @@ def _captured(
     answers: Answers,
     known: ForwardGraph | None = None,
 ) -> StepGraph:
-    """Capture the model as it is."""
+    """Capture the model without replication of layers."""
     size = batch_size(batch, dims)
     forward = known or forward_graph(model, batch, loss_fn, answers)
     base = {BATCH: size} if dims and size else {}
@@ -252,7 +252,7 @@ def _repeated(
     dims: Mapping[int, int],
     answers: Answers,
 ) -> StepGraph:
-    """Capture the model with few layers of each run, prove that it repeats, and repeat it.
+    """Capture the model with few layers of each run, prove that it repeats, and repeat the capture.
 
     Raises NotRepeated, and what capturing raises.
     """
@@ -265,9 +265,9 @@ def _repeated(
 
 
 def expanded(repeats: Repeats, tied: Mapping[str, str], trainable: frozenset[str]) -> StepGraph:
-    """The step of all layers: names, sizes and blocks are those that capturing all of them gives.
+    """The step of all layers: names, sizes and blocks are those that a capture of all of them has.
 
-    tied, trainable: of the whole model. Raises NotRepeated.
+    tied, trainable: of the full model. Raises NotRepeated.
     """
     runs, short, longer = repeats.runs, repeats.short, repeats.longer
     graph, inputs, outputs = repeated_joint(
@@ -321,10 +321,10 @@ def assemble(
     before: fx.GraphModule | None = None,
     answers: Answers | None = None,
 ) -> StepGraph:
-    """Differentiate a forward graph (as captured, or rewritten) and find sizes and blocks.
+    """Differentiate a forward graph (as captured, or rewritten) and compute sizes and blocks.
 
-    before: the joint graph of what was rewritten. Where the new one is the same but for casts, its
-    sizes are known, and the other captures need not be differentiated. answers: see
+    before: the joint graph of what was rewritten. Where the new one is the same except for casts,
+    its sizes are known, and the other captures need not be differentiated. answers: see
     `differentiate`."""
     joint, outputs = differentiate(forward, trainable, scaled=scaled, answers=answers)
     known = dict(sizes)
@@ -355,7 +355,7 @@ def assemble(
 def rewritten(
     step: StepGraph, rewrite: Callable[[ForwardGraph], ForwardGraph], *, scaled: bool
 ) -> StepGraph:
-    """The step with each of its forward graphs rewritten, and differentiated again."""
+    """The step with each of its forward graphs rewritten, and differentiated anew."""
     answers: Answers = {}
     return of_few(
         step,
@@ -375,9 +375,9 @@ def rewritten(
 
 
 def of_few(step: StepGraph, make: Callable[[StepGraph], StepGraph]) -> StepGraph:
-    """What `make` makes of a step; of a step that repeats, what it makes of few layers, repeated.
+    """The result of `make` on a step; for a step that repeats, its results on few layers, repeated.
 
-    make: depends on what the graphs say alone; gives its argument back where it changes nothing.
+    make: depends only on the graphs; returns its argument where it changes nothing.
     """
     few = step.repeats
     if few is None:
@@ -419,7 +419,7 @@ def _variant(
     """The same capture at another size, or None where the model does not allow that size."""
     try:
         return forward_graph(model, resized(batch, dims, size), loss_fn, answers)
-    except Exception:  # any refusal means the same: this size is fixed
+    except Exception:  # any refusal means that this size is fixed
         return None
 
 

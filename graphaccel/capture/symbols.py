@@ -1,11 +1,10 @@
-"""Sizes as expressions: the same model captured at other batch (and sequence) sizes, compared node
-by node.
+"""Express sizes as functions of batch and sequence, by comparing captures at several sizes.
 
-Export could keep the batch symbolic itself; comparing two static captures was preferred because it
-treats every model alike (many specialise: windows folded into the batch, caches, masks), leaves no
-symbolic integers in the graph that runs, and costs one more capture of about the same time. Every
-dim and every integer argument of the zoo is affine in the batch, and affine or quadratic in the
-sequence.
+The captures are compared node by node. Export could keep the batch symbolic itself; comparing two
+static captures was preferred because it treats every model alike (many specialise: windows folded
+into the batch, caches, masks), leaves no symbolic integers in the graph that runs, and costs one
+more capture of about the same time. Every dim and every integer argument of the zoo is affine in
+the batch, and affine or quadratic in the sequence.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ _CAST, _SUM = torch.ops.aten._to_copy.default, torch.ops.aten.add.Tensor
 
 
 def same_structure(left: fx.GraphModule, right: fx.GraphModule, ratio: float) -> bool:
-    """Whether two graphs are the same but for numbers: same ops, wired the same way.
+    """Whether two graphs are equal except for numbers: same ops, same edges.
 
     ratio: how much larger a size of the right one is. A float that differs must be a power of it
-    (`_power`): two captures do not say how else it goes on.
+    (`_power`): two captures do not determine any other dependence.
     """
     a, b = list(left.graph.nodes), list(right.graph.nodes)
     if len(a) != len(b):
@@ -64,7 +63,8 @@ def _same(value: float, other: float) -> bool:
 
 
 def _power(value: float, other: float, ratio: float) -> sympy.Rational | None:
-    """The power of a size that a float goes with: the size, its root, or their inverses."""
+    """The power of a size to which a float is proportional: the size, its root, or their
+    inverses."""
     for power in (1, -1, 0.5, -0.5):
         if value and math.isclose(other / value, ratio**power, rel_tol=1e-9):
             return sympy.Rational(power)
@@ -76,13 +76,12 @@ def attach_sizes(
     base: Mapping[sympy.Symbol, int],
     others: Sequence[tuple[sympy.Symbol, int, fx.GraphModule]],
 ) -> None:
-    """Leave on every node of `graph` its sizes as expressions.
+    """Set size expressions on every node of `graph`.
 
     others: captures that differ from `base` in one symbol: (symbol, its size there, graph).
     meta["dims"]: a tuple of int | sympy.Expr per tensor output (a tuple of those for several
     outputs). meta["sizes"]: {position: expression} for each integer of the arguments, in the order
-    of
-    `fx.map_aggregate` over (args, kwargs), that is not constant.
+    of `fx.map_aggregate` over (args, kwargs), that is not constant.
     """
     rows = [list(g.graph.nodes) for _, _, g in others]
     for index, node in enumerate(graph.graph.nodes):
@@ -104,17 +103,17 @@ def attach_sizes(
 
 
 def take_sizes(graph: fx.GraphModule, before: fx.GraphModule) -> bool:
-    """Leave on `graph` the sizes that `attach_sizes` left on `before`, where each of its nodes, but
-    for casts and sums, does what one of `before` does to the same: then it has the same sizes at
-    any batch. False where not, and nothing is left.
+    """Copy the sizes of `before`, set by `attach_sizes`, to `graph`, where each of its nodes,
+    except casts and sums, makes the same call as one of `before` on the same inputs: then it has
+    the same sizes for any batch. Returns False otherwise, and sets nothing.
 
-    A cast has the sizes of what it casts, and a sum of tensors of equal sizes has theirs: gradients
-    of a value that is read several times may be added up in another order.
+    A cast has the sizes of its input, and so does a sum of tensors of equal sizes: gradients of a
+    value that is read several times may be summed in another order.
     """
     numbers: dict[Any, int] = {}
     known: dict[int, dict[str, Any]] = {}
     for node, number in _numbered(before, numbers).items():
-        known.setdefault(number, node.meta)  # the first: those that follow may be casts of it
+        known.setdefault(number, node.meta)  # the first: later ones may be casts of it
     found: dict[fx.Node, dict[str, Any]] = {}
     for node, number in _numbered(graph, numbers).items():
         if node.target is _CAST:
@@ -132,8 +131,8 @@ def take_sizes(graph: fx.GraphModule, before: fx.GraphModule) -> bool:
 
 
 def _numbered(graph: fx.GraphModule, numbers: dict[Any, int]) -> dict[fx.Node, int]:
-    """Nodes → numbers, equal for nodes that do the same to the same, whatever the dtypes. A cast
-    has the number of what it casts; a sum is the same in any order."""
+    """Nodes → numbers, equal for nodes that make the same call on the same inputs, whatever the
+    dtypes. A cast has the number of its input; a sum is the same in any order."""
     found: dict[fx.Node, int] = {}
     terms: dict[int, tuple[int, ...]] = {}
 
@@ -230,7 +229,7 @@ def fit(
         start = base[symbol]
         if isinstance(value, float):
             power = _power(value, other, size / start)
-            assert power is not None  # `same_structure` saw to it
+            assert power is not None  # `same_structure` has checked it
             expression *= (symbol / start) ** power
             continue
         ratio = sympy.Rational(Fraction(other) / Fraction(value))
@@ -243,7 +242,7 @@ def fit(
 
 
 def evaluate(expression: Any, sizes: Mapping[sympy.Symbol, int]) -> int | float:
-    """The number an expression stands for at given sizes."""
+    """The value of an expression at given sizes."""
     if isinstance(expression, (int, float)):
         return expression
     count = _counted(expression)

@@ -1,12 +1,13 @@
-"""A function of fake tensors as a graph of the ATen calls it makes, its backward included.
+"""Trace a function of fake tensors, backward included, to a graph of ATen calls; a fast make_fx.
 
-What `torch.fx.experimental.proxy_tensor.make_fx` does, for functions that call the same few ops on
-the same few shapes thousands of times: what a call gives is asked once for each call alike, and
-made again from its shape, strides and storage. A deep model is differentiated several times before
-it is planned, of which tracing took nine tenths.
+Does what `torch.fx.experimental.proxy_tensor.make_fx` does, for functions that make the same few
+calls on the same few shapes thousands of times: each distinct call runs once, and later results are
+rebuilt from its shape, strides and storage. A deep model is differentiated several times before it
+is planned, and tracing took nine tenths of that time.
 
-Only calls that give new tensors, views of one they read, or the first one they were given, written
-over: at anything else (tensors from outside, values, subclasses) it gives up, and make_fx is there.
+Only calls are traced that return new tensors, views of a tensor they read, or their first argument,
+written in place: for anything else (tensors from outside, values, subclasses) it raises NotTraced,
+and make_fx is the fallback.
 """
 
 from __future__ import annotations
@@ -38,15 +39,15 @@ _MASKS = (torch.bool, torch.uint8)
 _NUMBERS = (int, float, bool, type(None))
 
 Answers: TypeAlias = dict[Hashable, Any]
-"""What calls give, by what tells them apart: the same in all traces of one model."""
+"""Cached results of calls, by op and argument metadata: shared by all traces of one model."""
 
 
 class NotTraced(Exception):
-    """What a function does that is not traced here."""
+    """The function does something that is not traced here."""
 
 
 class _Kind(NamedTuple):
-    """How a tensor lies in its storage, of so many bytes."""
+    """The layout of a tensor in a storage of so many bytes."""
 
     dtype: torch.dtype
     device: torch.device
@@ -58,8 +59,8 @@ class _Kind(NamedTuple):
 
 @dataclass(frozen=True)
 class _Known:
-    """A tensor of the trace, kept alive since it is known by its id. like: on meta, of the same
-    storage as all views of it."""
+    """A tensor of the trace, kept alive because it is looked up by its id. like: a meta tensor,
+    which shares its storage with all views of it."""
 
     tensor: torch.Tensor
     node: fx.Node
@@ -69,7 +70,7 @@ class _Known:
 
 @dataclass(frozen=True)
 class _Made:
-    """A tensor that a call gives: new, or a view of the tensor argument number `of`, or that
+    """A tensor that a call returns: new, or a view of tensor argument number `of`, or that argument
     itself."""
 
     kind: _Kind
@@ -85,15 +86,15 @@ def trace(
 ) -> fx.GraphModule:
     """The graph of `function(*values)`: a placeholder for each value, a result for each result.
 
-    answers: of other traces, and told those of this one.
+    answers: from other traces; results of this one are added.
 
-    Nodes have meta "val", a fake tensor of `mode`, and of what `torch.fx.traceback` says when they
-    are made "custom", "nn_module_stack" and "stack_trace". Calls that nothing reads are in it.
+    Nodes have meta "val", a fake tensor of `mode`, and from `torch.fx.traceback` at their creation
+    "custom", "nn_module_stack" and "stack_trace". Calls without readers are included.
 
     Raises NotTraced.
     """
     tracing = Tracing(mode, {} if answers is None else answers)
-    with without_modes():  # who calls may be among fake tensors of his own
+    with without_modes():  # the caller may be inside a fake mode of its own
         for number, value in enumerate(values):
             tracing.take(value, f"value_{number}")
         with tracing:
@@ -115,9 +116,9 @@ def _kind(tensor: torch.Tensor) -> _Kind:
 
 
 class Tracing(BareDispatchMode):
-    """Sees every call, those of the backward included, and makes `graph` of them."""
+    """Intercepts every call, those of the backward included, and records it in `graph`."""
 
-    supports_higher_order_operators = True  # they come here, and are refused
+    supports_higher_order_operators = True  # they arrive here, and are refused
 
     def __init__(self, mode: FakeTensorMode, answers: Answers) -> None:
         super().__init__()
@@ -133,7 +134,7 @@ class Tracing(BareDispatchMode):
         return found
 
     def take(self, value: torch.Tensor, name: str) -> None:
-        """Another input; two on the same memory stay so."""
+        """Add an input; two with shared storage stay so."""
         kind = _kind(value)
         if kind.offset or kind.bytes != _bytes(kind):
             raise NotTraced("an input that is a part of a tensor")
@@ -148,9 +149,9 @@ class Tracing(BareDispatchMode):
         return self.call(func, args, kwargs or {})
 
     def call(self, func: Any, args: tuple, kwargs: dict[str, Any], *, whole: bool = False) -> Any:
-        """A node for a call, and what the call gives; this mode must not be active.
+        """A node for a call, and the call's result; this mode must not be active.
 
-        whole: also of an op that is made of others. Raises NotTraced.
+        whole: do not decompose the op. Raises NotTraced.
         """
         given: list[_Known] = []
         key = func, self._told(args, given), self._told(tuple(kwargs.items()), given)
@@ -158,9 +159,9 @@ class Tracing(BareDispatchMode):
             self._answers[key] = self._ask(func, args, kwargs, given, whole)
         made = self._answers[key]
         if type(made) in _NUMBERS:
-            return made  # nothing of the graph
+            return made  # not part of the graph
         name = func.overloadpacket.__name__
-        if whole:  # as make_fx calls `__and__`, which is one call only here
+        if whole:  # make_fx names `__and__`, one call only here, so
             name = name.removeprefix("__").removesuffix("__")
         node = new_node(
             self.graph, "call_function", func, self._nodes(args), self._nodes(kwargs), name, {}
@@ -168,7 +169,7 @@ class Tracing(BareDispatchMode):
         return self._give(made, node, given)
 
     def _told(self, value: Any, given: list[_Known]) -> Hashable:
-        """What tells an argument apart; 1, 1.0 and True differ. Its tensors go to `given`."""
+        """A key of an argument; 1, 1.0 and True differ. Its tensors are appended to `given`."""
         if isinstance(value, torch.Tensor):
             known = self.known(value)
             given.append(known)
@@ -182,7 +183,7 @@ class Tracing(BareDispatchMode):
     def _ask(
         self, func: Any, args: tuple, kwargs: dict[str, Any], given: list[_Known], whole: bool
     ) -> Any:
-        """What a call gives, by asking it."""
+        """The result of a call, by running it."""
         devices = {known.kind.device for known in given}
         if type(func) is not _OP or _by_values(func, given):
             raise NotTraced(f"{func}")
@@ -201,8 +202,8 @@ class Tracing(BareDispatchMode):
         return self._learn(result, [storage_key(known.tensor) for known in given], given)
 
     def _learn(self, value: Any, storages: list[int], given: list[_Known]) -> Any:
-        """What is to be made again of a result. storages: of the arguments, then of the results
-        that were learned."""
+        """The description from which a result is rebuilt. storages: of the arguments, then of the
+        results so far."""
         if isinstance(value, (tuple, list)):
             return type(value)(self._learn(v, storages, given) for v in value)
         if not isinstance(value, torch.Tensor):
@@ -224,7 +225,7 @@ class Tracing(BareDispatchMode):
         return _Made(kind, of)
 
     def _give(self, made: Any, node: fx.Node, given: list[_Known]) -> Any:
-        """New tensors for a call's node, as the call gives them; of several each has a node."""
+        """New tensors for a call's node, as the call returns them; of several each has a node."""
         said = fx_traceback.current_meta
         node.meta.update((k, said[k]) for k in _KEPT if said.get(k) is not None)
         if not isinstance(made, _Made):
@@ -254,8 +255,8 @@ class Tracing(BareDispatchMode):
         node.meta["val"] = self._shown(tensor)
 
     def _shown(self, value: Any) -> Any:
-        """What a node says of its value: fake tensors of the same storage that are in no graph of
-        autograd."""
+        """The value for a node's metadata: fake tensors of the same storage, without autograd
+        history."""
         if isinstance(value, (tuple, list)):
             return type(value)(map(self._shown, value))
         if not isinstance(value, torch.Tensor):
@@ -278,15 +279,15 @@ class Tracing(BareDispatchMode):
 
 
 def _by_values(func: Any, given: Sequence[_Known]) -> bool:
-    """Whether what a call gives depends on the values in its arguments."""
-    if func is torch.ops.aten.index.Tensor:  # with numbers of rows, not with a mask
+    """Whether the result of a call depends on the values in its arguments."""
+    if func is torch.ops.aten.index.Tensor:  # by row numbers, not by a mask
         return any(known.kind.dtype in _MASKS for known in given[1:])
     said = torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
     return any(tag in func.tags for tag in said)
 
 
 def _bytes(kind: _Kind) -> int:
-    """Of the storage that `torch.empty_strided` gives."""
+    """Size of the storage that `torch.empty_strided` allocates."""
     if 0 in kind.shape:
         return 0
     last = sum((n - 1) * step for n, step in zip(kind.shape, kind.stride, strict=True))

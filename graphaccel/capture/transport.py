@@ -1,6 +1,6 @@
-"""A `StepGraph` as bytes and back, so that one rank captures and the others are told.
+"""Serialise a `StepGraph`, so that one rank captures and sends the result to the others.
 
-One of many identical layers travels as those of few that it was made of."""
+A step of many identical layers is sent as the steps of few from which it was built."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from graphaccel.compat.torch import graph_bytes, graph_from_bytes
 
 
 def packed(step: StepGraph) -> bytes:
-    """The step as bytes, without what passes derived of it.
+    """The step as bytes, without results that passes derived from it.
 
-    Raises whatever pickle does where the model's output or constants can not be pickled: a class
-    of a function's own, for one.
+    Raises whatever pickle does where the model's output or constants cannot be pickled: a class
+    defined in a function, for example.
     """
     few = step.repeats
     if few is None:
@@ -28,7 +28,7 @@ def _bare(step: StepGraph) -> StepGraph:
 
 
 def unpacked(data: bytes) -> StepGraph | None:
-    """The step again; None where the graph that came out is not the one that went in."""
+    """The step from bytes; None where the resulting graph differs from the one that was packed."""
     fingerprint, sent, *rest = graph_from_bytes(data)
     step = expanded(sent, *rest) if isinstance(sent, Repeats) else sent
     return step if step.fingerprint == fingerprint else None

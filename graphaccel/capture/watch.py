@@ -1,4 +1,4 @@
-"""What a model's forward does past the ops of its graph, seen while it is exported."""
+"""Intercept what a model's forward does outside of graph ops while it is exported."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from graphaccel.compat.torch import checkpoints_called, forward_class, gradient_
 from graphaccel.kernels.ctc_loss import ctc_loss
 
 INSIDE = (f"{torch.__path__[0]}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}")
-"""Where the frames of torch and of graphaccel lie: they are not the user's."""
+"""Folders of torch and of graphaccel: frames in them are not the user's."""
 
 
 class OwnGenerator(Exception):
@@ -42,9 +42,9 @@ _HANDS_OUT = "return the tensor from the model's forward, with loss_fn='outside'
 
 
 class Watch:
-    """One export's watch over the forward of `model`, whose weights these are.
+    """Watches the forward of `model` during one export; weights are the model's.
 
-    calls: what was recorded; to be put back into the exported graph.
+    calls: the recorded calls, to be put back into the exported graph.
     """
 
     def __init__(self, model: nn.Module, weights: Weights) -> None:
@@ -66,7 +66,7 @@ class Watch:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """A context for the whole export: recorded calls are known in it."""
+        """A context for the whole export: makes recorded calls available."""
         token = CALLS.set(self.calls)
         try:
             yield
@@ -74,9 +74,10 @@ class Watch:
             CALLS.reset(token)
 
     def finish(self, results: Sequence[Any]) -> tuple[torch.Tensor, ...]:
-        """At the end of the forward: results of hooks, to be returned with its own.
+        """At the end of the forward: results of hooks, to be returned with the forward's results.
 
-        Raises RuleRefused for an autograd function in the graph of `results` that nobody saw."""
+        Raises RuleRefused for an autograd function in the graph of `results` that was not
+        intercepted."""
         seen: set[Any] = set()
         stack = [x.grad_fn for x in results if isinstance(x, torch.Tensor)]
         while stack:
@@ -98,9 +99,9 @@ class Watch:
 
 
 class _Functions(TorchFunctionMode):
-    """Sees every function of torch that the forward calls, with the tensors as it has them.
+    """Intercepts every torch function that the forward calls, with its tensors.
 
-    own: ids of the parameters and buffers that stand in for the model's while it is exported.
+    own: ids of the parameters and buffers that stand in for the model's during export.
     """
 
     def __init__(self, weights: Weights, own: set[int], calls: Calls) -> None:
@@ -147,7 +148,7 @@ class _Functions(TorchFunctionMode):
         )
 
     def _gaussian_nll_loss(self, func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Without its check of the variance, which asks for values."""
+        """Without its check of the variance, which reads values."""
         with patch.object(torch, "any", lambda *_, **__: False):
             return func(*args, **kwargs)
 
@@ -209,7 +210,7 @@ def _node_read() -> None:
 
 @contextmanager
 def _saved_as_they_are() -> Iterator[None]:
-    """Hooks on saved tensors are refused; what only says where they are kept, the plan says."""
+    """Refuses hooks on saved tensors; ignores `save_on_cpu`, as the plan decides on offload."""
 
     def enter(hooks: saved_tensors_hooks) -> None:
         if not isinstance(hooks, save_on_cpu):

@@ -1,8 +1,8 @@
-"""Every weight that the forward reads is one of the model's.
+"""Check that every weight that the forward reads is registered in the model.
 
-Export makes a constant of a tensor that is reached past the module tree: through a list, a closure,
-a global. A parameter or buffer of the model that is reached so is that parameter or buffer again
-here; a weight that is none of the model's is refused, since nothing would train it.
+Export makes a constant of a tensor that is reached outside of the module tree: through a list, a
+closure, a global. A parameter or buffer of the model that is reached so becomes that parameter or
+buffer here; a weight that is not the model's is refused, since nothing would train it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from graphaccel.compat.torch import FakeTensor
 
 
 class Unregistered(Exception):
-    """The forward reads a weight that is none of the model's.
+    """The forward reads a weight that is not registered in the model.
 
-    tensor: what was read. of: the parameter or buffer whose memory it looks at, "" if none.
+    tensor: what was read. of: the parameter or buffer whose storage it shares, "" if none.
     """
 
     def __init__(self, tensor: torch.Tensor, of: str) -> None:
@@ -31,7 +31,7 @@ class Unregistered(Exception):
 
 
 class Weights:
-    """The parameters and buffers of a model, by their memory."""
+    """The parameters and buffers of a model, by storage."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -40,9 +40,9 @@ class Weights:
         self._memory = {memory_of(t): name for name, t in named}
 
     def check(self, tensor: torch.Tensor) -> None:
-        """Raises Unregistered for a tensor that trains and is none of the model's, and for one that
-        looks at the memory of one of these. While export runs, inputs, the model's own and what is
-        computed of them are fake tensors with memory of their own."""
+        """Raises Unregistered for a trainable tensor that is not the model's, and for one that
+        shares storage with one of the model's. During export, inputs, the model's own tensors and
+        results computed from them are fake tensors with storages of their own."""
         if id(tensor) in self._names:
             return
         of = self._memory.get(memory_of(tensor), "")
@@ -51,8 +51,8 @@ class Weights:
             raise Unregistered(tensor, of)
 
     def join(self, program: Any) -> None:
-        """In an exported program that was not made functional yet, in place: what reads a constant
-        that is a parameter or buffer reads that."""
+        """In an exported program that is not functional yet, in place: readers of a constant that
+        is a parameter or buffer read that parameter or buffer."""
         signature = program.graph_signature
         own = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
         places = {name.removeprefix("model."): place for place, name in own.items()}
@@ -62,12 +62,12 @@ class Weights:
             name = self._memory.get(memory_of(value))
             if name in places and place in nodes:
                 nodes[place].replace_all_uses_with(nodes[places[name]])
-                # Nothing reads it now; two inputs on one memory would be one of their own kind.
+                # It has no reader left; two inputs with one storage would be treated as aliases.
                 program.constants[constant] = torch.empty_like(value)
 
     def attributes(self, constants: Mapping[str, torch.Tensor]) -> dict[str, str]:
         """Names of constants → where the model holds them, as `closures.read_attribute` reads it;
-        those that it does not hold (made in the forward, a global) are left out."""
+        without those that it does not hold (created in the forward, a global)."""
         laid = {layout_of(tensor): name for name, tensor in constants.items()}
         found: dict[str, str] = {}
         for held in held_by_module(self._model) if laid else ():
@@ -78,7 +78,7 @@ class Weights:
         return found
 
     def described(self, tensor: torch.Tensor) -> Found:
-        """What a tensor that `check` refuses is called, and how it is registered."""
+        """The name of a tensor that `check` refuses, and how to register it."""
         for held in held_by_module(self._model):
             if held.value is tensor:
                 return _found(self._model, held)
@@ -96,19 +96,19 @@ class Weights:
 
 @dataclass(frozen=True)
 class Found:
-    """name: of a weight, in backticks, or what it is. line: what registers it."""
+    """name: of a weight, in backticks, or a description. line: code that registers it."""
 
     name: str
     line: str
 
 
 def layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Equal for tensors that are the same elements of the same memory."""
+    """A key that is equal for tensors with the same elements of the same storage."""
     return memory_of(tensor), tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
 
 
 def _found(model: nn.Module, held: Held) -> Found:
-    """Where a weight is, and what to write instead of the last attribute on the way to it."""
+    """Where a weight is, and the code that registers it."""
     owner, at = model, 0
     while at < len(held.path) and held.path[at] in owner._modules:
         owner, at = owner._modules[held.path[at]], at + 1

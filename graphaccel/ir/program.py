@@ -58,9 +58,8 @@ class Value:
     peers: stages that the value is received from or sent to ("received": one; "sent": one or more).
     leaf: position among the batch's or the output's leaves.
     batch_dim: the tensor dim that carries the batch, or -1: of a leaf of the batch, a value of the
-      prologue and one of the head, each part reads its own slice along it. outer: number of
-      sections
-      before the batch in that dim, each with all examples.
+      prologue and one of the head, each part reads its own slice along it. outer: sections before
+      the batch in that dim, each with all examples.
     """
 
     kind: str

@@ -8,8 +8,8 @@ before                                     after
 PyTorch's float32 matmuls go to MKL, which has AVX-512 code for Intel's processors only; those of
 oneDNN, in the same package, run on any processor that has the instructions. Measured on an AMD EPYC
 (Zen 4), one thread, 512 x 256 x 1024: forward 2.3 times as fast, gradients of inputs 2.4 and of
-weights 2.2. Both sum in float32. A call of oneDNN costs 10 us more: small matmuls stay. `python -m
-benchmarks.products` measures it on the machine it runs on.
+weights 2.2. Both sum in float32. A call of oneDNN costs 10 us more: small matmuls stay.
+`python -m benchmarks.products` measures it on the machine it runs on.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Sharding rules in index notation, as in einsum: which tensor dims are the same index.
 
     "m k, k n -> m n"    sharding m shards the output's first dim; sharding k makes it a partial sum
-        "... d -> ... d"     with whole={"d"}: d cannot be sharded
+    "... d -> ... d"     with whole={"d"}: d cannot be sharded
 
 One rule describes one mesh axis (or the virtual axis, time, over which the batch is split into
 microbatches). Partial sums pass through an op where it is linear: `linear` lists the groups of

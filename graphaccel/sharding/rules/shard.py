@@ -1,13 +1,13 @@
 """Placements of a tensor on one mesh axis, and strategies: the placements of one call's tensors.
 
 Placements on one axis of n ranks:
-    REPLICATED     every rank has the full tensor
-    Shard(d, o)    dim d is viewed as [o, n, size / (o * n)] and rank r has [:, r, :]. outer is 1
-                   except where dims were merged (a flattened [batch, sequence] sharded along the
-                   sequence) or concatenated (queries, keys and values in one weight)
-    Shard(d, by)   which positions of dim d a rank has, and how many, is known at run time: those
-                   whose expert it holds. In the graph it has an equal share of them
-    PARTIAL        the tensor is the sum of the tensors of all ranks
+  REPLICATED     every rank has the full tensor
+  Shard(d, o)    dim d is viewed as [o, n, size / (o * n)] and rank r has [:, r, :]. outer is 1
+                 except where dims were merged (a flattened [batch, sequence] sharded along the
+                 sequence) or concatenated (queries, keys and values in one weight)
+  Shard(d, by)   which positions of dim d a rank has, and how many, is known at run time: those
+                 whose expert it holds. In the graph it has an equal share of them
+  PARTIAL        the tensor is the sum of the tensors of all ranks
 """
 
 from __future__ import annotations
