@@ -1,4 +1,4 @@
-"""Canonicalise the forward graph: one form per computation, for fusion patterns and sharding rules.
+"""Canonicalise a forward graph: one form per computation, for fusion and sharding rules.
 
 before                                               after
   %y: f32[8,4] = aten.native_dropout(%x, 0.0, True)    (uses %x)

@@ -25,10 +25,9 @@ class Ops(TorchDispatchMode):
     `before`.
 
     before: storage key → tensor, of an earlier forward. names: the operators. made: storage key →
-    tensor.
-    read: storage key in `before` → the first line that reads it. written: lines that write to
-    tensors
-    that are neither in `own` (storages of weights, buffers, batch) nor computed by the forward.
+    tensor. read: storage key in `before` → the first line that reads it. written: lines that write
+    to tensors that are neither in `own` (storages of weights, buffers, batch) nor computed by the
+    forward.
     """
 
     own: frozenset[int] = frozenset()

@@ -1,5 +1,4 @@
-"""Compare a graph that has the model's numbers as inputs with the graph that has them as
-constants."""
+"""Compare a graph with the model's numbers as inputs to the one with them as constants."""
 
 from __future__ import annotations
 

@@ -171,7 +171,7 @@ def _term(node: fx.Node, alone: bool) -> _Term:
     try:
         for view in views:
             target = _undo(view, target)
-    except RuntimeError:  # no view of the bucket has the product's shape
+    except RuntimeError:  # no view of the bucket has the matmul's shape
         return _Term(node)
     return _Term(node, tuple(views), source)
 

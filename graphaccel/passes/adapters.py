@@ -1,4 +1,4 @@
-"""Each pass as a function from context to context: which part of the context it reads and replaces.
+"""Adapters from passes to contexts: which part of the context each pass reads and replaces.
 
 `pipeline.PIPELINE` lists them. A pass is described in its own file; its decisions are in the plan.
 """

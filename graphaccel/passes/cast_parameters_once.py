@@ -1,4 +1,4 @@
-"""Cast float32 parameters to 16 bits once a step, for all microbatches, where matmuls read them so.
+"""Cast float32 parameters to 16 bits once a step instead of once in every microbatch.
 
 before (forward and backward of w [64, 32])    after
   %w: f32[64,32] = input                         prepare, once a step, before the first microbatch:

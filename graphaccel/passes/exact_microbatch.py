@@ -194,7 +194,7 @@ def _summed_buffers(step: StepGraph, placed: BatchPlacement) -> tuple[fx.Node, .
 def _limit(step: StepGraph, conflict: Conflict) -> Limit:
     node = conflict.node
     line = node.meta.get("location")
-    known = line is not None and not str(line[0]).startswith(_TORCH)  # the module says that
+    known = line is not None and not str(line[0]).startswith(_TORCH)  # else the module path must do
     return Limit(
         str(node.target),
         node.meta.get("module", ""),

@@ -208,7 +208,7 @@ class _Gathering:
                 found += [_Region(shards, users)] if users else []
                 continue
             parts: dict[int, list[tuple[fx.Node, str]]] = defaultdict(list)
-            for user, name in users:  # perhaps tied: gathered for each segment that reads it
+            for user, name in users:  # possibly tied: gathered for each segment that reads it
                 parts[self.uses.segment[user]].append((user, name))
             found += [_Region(shards, part) for part in parts.values()]
         found = [replace(region, low=self._cast_to(region)) for region in found]

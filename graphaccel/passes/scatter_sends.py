@@ -1,4 +1,4 @@
-"""Send activations that are replicated over the tensor axis in parts, and all-gather them.
+"""Send values that are replicated over the tensor axis in parts, and all-gather them.
 
 before (stage 0 → 1, tensor axis of 2)            after
   %h: f32[8,64] = aten.add(%x, %y)                  %h: f32[8,64] = aten.add(%x, %y)

@@ -1,4 +1,4 @@
-"""Move what runs once on the whole batch out of the last stage's backward, into a head graph.
+"""Split the last stage's backward: what runs once on the whole batch becomes a head graph.
 
 before: forward, and backward           after: forward, head, and backward
   %z = aten.mm(%x, %w)                    %z = aten.mm(%x, %w)

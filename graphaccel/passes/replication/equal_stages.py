@@ -97,7 +97,7 @@ class _Comparison:
         """Whether two phases are equal."""
         gradients = [node for node, v in a.outputs if v.kind == "gradient"]
         return (
-            len(set(gradients)) == len(gradients)  # two of one node are told apart by name
+            len(set(gradients)) == len(gradients)  # two of one node differ by name only
             and all(self.given(*x, *y) for x, y in zip(a.inputs, b.inputs, strict=True))
             and all(map(self.call, a.body, b.body))
             and all(

@@ -1,4 +1,4 @@
-"""Rewrite the joint graph for one rank of a mesh axis: local shapes, and collectives between them.
+"""Rewrite the joint graph for one rank of a mesh axis: local shapes and collectives.
 
 before (tensor axis of 2, %w1 sharded on dim 0, %w2 on dim 1)
   %h: f32[8,64] = aten.mm(%x, %w1_t)                %h: f32[8,32] = aten.mm(%x, %w1_t)

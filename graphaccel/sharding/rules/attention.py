@@ -1,4 +1,4 @@
-"""Sharding rules of fused attention: batch is independent, heads are unless queries share keys."""
+"""Sharding rules of fused attention: batch can be sharded, heads unless queries share keys."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Sharding rules of ops that create tensors (zeros, full, arange): each rank makes its own
-shard."""
+"""Sharding rules of factory ops (zeros, full, arange): each rank creates its own shard."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def close(graph: fx.Graph, seeds: Collection[fx.Node]) -> frozenset[fx.Node]:
     """The smallest head that contains `seeds`: what the forward computes from them, and the
     derivatives.
 
-    No value outside of it lies between two of its nodes, so that it can run at once.
+    No value outside of it is on a path between two of its nodes, so that it can run at once.
     """
     head: set[fx.Node] = set()
     after: set[fx.Node] = set()
