@@ -1,4 +1,4 @@
-"""Nodes around the head of a step: join or sum the parts before it, slice its results after it.
+"""Join or sum the parts of the batch before a step's whole-batch head, and slice its results.
 
 before (one graph, 2 parts)                      after
   %z: f32[8,4] = ...            # forward          %z: f32[4,4] = ...           # forward

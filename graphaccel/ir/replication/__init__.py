@@ -1,1 +1,1 @@
-"""Graphs of many identical layers, derived from graphs of few layers."""
+"""Derive the graphs of deep models with identical layers from graphs of few layers."""

@@ -1,4 +1,4 @@
-"""The rule of every ATen op that occurs in captured training steps.
+"""Table of the sharding rules of every ATen op that occurs in captured training steps.
 
 `rule_of(node)` returns the node's `Notation`, or None where no rule is known: callers then refuse a
 sharded operand and name the op. Elementwise ops need no entry (`sharding.rules.pointwise`).

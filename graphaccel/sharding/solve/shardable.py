@@ -1,4 +1,4 @@
-"""What of a graph can be sharded on one mesh axis: shards of tensors, strategies of calls.
+"""Determine what can be sharded on one mesh axis: shards of tensors, strategies of calls.
 
 The initial shards depend on the axis: features of parameters and, if asked for, the sequence
 ("tensor"), the sequence ("context"), examples and experts ("expert"). From there shards spread over
