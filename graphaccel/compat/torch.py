@@ -381,7 +381,7 @@ def without_onednn() -> Iterator[None]:
 
 
 def blas_lags() -> bool:
-    """Whether float32 products by MKL run far below this CPU's speed while oneDNN's do not: MKL
+    """Whether float32 matmuls by MKL run far below this CPU's speed while oneDNN's do not: MKL
     takes its AVX-512 code on Intel's processors only."""
     if not (torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()):
         return False

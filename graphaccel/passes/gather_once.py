@@ -1,6 +1,6 @@
 """All-gather ZeRO-3 sharded parameters once a step, and hold them for all its microbatches.
 
-before (forward and backward of w [64, 32])    after (two ranks; w rests as [32, 32])
+before (forward and backward of w [64, 32])    after (two ranks; w is held as [32, 32])
   %w: f32[64,32] = input                         prepare, once a step, before the first microbatch:
   %c: bf16[64,32] = aten._to_copy(%w)              %shards: f32[1024] = input
   %y: = aten.mm(%x, %c)                            %low: bf16[1024] = aten._to_copy(%shards)

@@ -1,6 +1,6 @@
 """All-gather parameters that ZeRO 3 shards over the data axis, one block ahead of their use.
 
-before                                    after (two ranks; w [64, 32] rests as [32, 32])
+before                                    after (two ranks; w [64, 32] is held as [32, 32])
   %w: f32[64,32] = input                    %shards: f32[1024] = input
   %y: = aten.mm(%x, %w)                     %all: f32[2048] = all_gather_into_tensor(%shards, 2)
                                             ... what the group before computes ...

@@ -1,6 +1,6 @@
 """Prefetch parameters that are offloaded to the host: copied to the device one block ahead.
 
-before                                        after (w and v of two blocks; they lie on the host)
+before                                        after (w and v of two blocks; on the host)
   %w, %v = input                                %w, %v = input
                                                 %up: f32[64,32] = ahead(%w)
                                                 %here: f32[64,32] = arrived(%up)

@@ -129,7 +129,7 @@ class Pass:
         return known[away]
 
     def told_of(self, layout: Layout) -> Told:
-        """The bounds of a layout's shapes without their recompute choice; computed again once the
+        """The bounds of a layout's shapes without their recompute choice; recomputed once the
         graph of the layout is built."""
         key = layout, self.bounds.nearest(layout)
         if key not in self._told:
