@@ -1,8 +1,8 @@
 """Which fusions are found in which models, and the bytes that a training step moves with them.
 
 No timing: the graph is captured without weights, and bytes are what every kernel of the step reads
-and writes, each operand once (`planner.profile.cost.node_bytes`). `floor`: the bytes of matrix
-products, convolutions, attention and embeddings, which no fusion of this kind removes.
+and writes, each operand once (`planner.profile.cost.node_bytes`). `floor`: the bytes of matmuls,
+convolutions, attention and embeddings, which no fusion of this kind removes.
 """
 
 from __future__ import annotations

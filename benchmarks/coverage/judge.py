@@ -29,7 +29,7 @@ SETTINGS: Mapping[str, Mapping[str, int]] = {
 BOUNDS = {torch.float64: 1e-8, torch.float32: 1e-4}
 """Largest difference that is right, relative to the largest value of the tensor."""
 
-FLOORS = {torch.float64: 1e-5, torch.float32: 1e-2}
+FLOOR = 1e-5
 """A gradient this much smaller than the model's largest is compared with that: it is rounding."""
 
 _SEED = 7
@@ -175,7 +175,7 @@ def _difference(expected: Mapping[str, Any], got: Mapping[str, Any], bound: floa
         true = expected["grads"][name]
         if grad.shape != true.shape or grad.dtype != true.dtype:
             return f"the gradient of {name} is {grad.dtype} {list(grad.shape)}"
-        off = _distance(grad, true, FLOORS.get(grad.dtype, FLOORS[torch.float32]) * largest)
+        off = _distance(grad, true, FLOOR * largest)
         if not off <= bound:
             return f"the gradient of {name} is off by {off:.1e}"
     return None

@@ -23,7 +23,7 @@ Each entry is a small model with its loss, compared with plain eager mode on one
 and every gradient, in float64 where the entry can, within 1e-8 of the largest value of the tensor.
 Models run in float64 with their own casts to float32 lifted; those that do not run so, or have over
 40 million parameters, run in float32 as they are, within 1e-4 (`float32` in the JSON). Gradients
-under 1e-5 (float32: 1e-2) of the model's largest are compared with that.
+under 1e-5 of the model's largest are compared with that.
 
 | outcome | |
 |---|---|
