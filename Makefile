@@ -1,6 +1,7 @@
 # make demo   set up .venv, then the main job: plan, train on 4 processes, compare with one
 # make test   set up .venv, then all checks and tests; of tests with many cases a third of them
 # make test-all   the same with every case: twice the time, before a release
+# make docs   set up .venv, then the documents as a site: build/site/README.html
 #
 # All need Python 3.10 or newer, pip and make, and download nothing but packages.
 
@@ -13,11 +14,14 @@ test test-all: export PYTHONHASHSEED = 0
 test: CASES := some
 test-all: CASES := all
 
-.PHONY: demo test test-all
+.PHONY: demo docs test test-all
 .DEFAULT_GOAL := test
 
 demo: .venv/stamp-examples
 	$(BIN)/python examples/gpt2/demo.py
+
+docs: .venv/stamp-docs
+	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going -c docs . build/site
 
 test test-all: .venv/stamp-test
 	$(BIN)/ruff check .
