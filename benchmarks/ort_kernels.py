@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, fx
 
 from benchmarks.common import RESULTS
-from graphaccel.compat.torch import FakeTensorMode
+from graphaccel.compat.torch.fakes import FakeTensorMode
 from graphaccel.ir.values import propagate
 from graphaccel.ort.builder import MICROSOFT, Builder, Declined, Value
 from graphaccel.ort.kernels import PLAIN, Kernels, installed

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import OURS, Settings, Step, run, time_sides
-from graphaccel.compat.torch import onednn_linear
+from graphaccel.compat.torch.onednn import onednn_linear
 
 aten = torch.ops.aten
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]

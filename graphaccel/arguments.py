@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from graphaccel.capture.export import OUTSIDE
-from graphaccel.compat.torch import is_compiled
+from graphaccel.compat.torch.modules import is_compiled
 from graphaccel.compiler.model import check_parameters
 from graphaccel.errors import BadPin, GraphMisuse, HookNotKept
 from graphaccel.errors.messages import Location

@@ -26,7 +26,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from graphaccel.capture.causal import causal_attention
-from graphaccel.compat.torch import schema
+from graphaccel.compat.torch.ops import schema
 from graphaccel.kernels.experts import PRODUCT
 
 aten = torch.ops.aten

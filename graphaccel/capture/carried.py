@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from graphaccel.capture.closures import held_by_module, memory_of
-from graphaccel.compat.torch import TorchDispatchMode, pytree
+from graphaccel.compat.torch import pytree
+from graphaccel.compat.torch.modes import TorchDispatchMode
 from graphaccel.errors.messages import Location
 from graphaccel.guards.reads import line_of
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
-from graphaccel.compat.torch import without_fakes
+from graphaccel.compat.torch.fakes import without_fakes
 from graphaccel.ir.calls import is_random
 
 aten = torch.ops.aten

@@ -21,7 +21,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from graphaccel.compat.torch import storage_key
+from graphaccel.compat.torch.tensors import storage_key
 
 
 class _Memo(dict):

@@ -21,14 +21,14 @@ from torch import fx
 from torch.fx import traceback as fx_traceback
 
 from graphaccel.capture.trace import Answers, NotTraced, Tracing
-from graphaccel.compat.torch import (
-    fake_mode_of,
+from graphaccel.compat.torch.fakes import fake_mode_of
+from graphaccel.compat.torch.graphs import graph_module
+from graphaccel.compat.torch.modes import without_modes
+from graphaccel.compat.torch.ops import (
     grad_region,
-    graph_module,
     is_composite,
-    stays_whole,
-    without_modes,
-    writes_unsaid,
+    is_preservable_composite,
+    writes_beyond_schema,
     written_arguments,
 )
 
@@ -74,7 +74,7 @@ def _functional(exported: fx.GraphModule, answers: Answers) -> fx.GraphModule:
             results = _Calls(exported, tracing).run(*values)
     tracing.graph.output(tuple(tracing.known(result).node for result in results))
     for node in tracing.graph.nodes:
-        if written_arguments(node) or writes_unsaid(node.target):
+        if written_arguments(node) or writes_beyond_schema(node.target):
             raise NotTraced(f"{node.target} writes")
     tracing.graph.eliminate_dead_code()
     return graph_module(torch.nn.Module(), tracing.graph)
@@ -109,7 +109,7 @@ class _Calls(fx.Interpreter):
             raise NotTraced(f"{target}")
         if target._schema.is_mutable:
             raise NotTraced(f"{target} writes")
-        if stays_whole(target):
+        if is_preservable_composite(target):
             with without_modes():
                 return self._tracing.call(target, args, kwargs, whole=True)
         return (

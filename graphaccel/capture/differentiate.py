@@ -24,12 +24,10 @@ from graphaccel.capture.blocks import block_of
 from graphaccel.capture.export import ForwardGraph, GraphInput, GraphOutput
 from graphaccel.capture.functional import SharedWrite, without_writes
 from graphaccel.capture.trace import Answers, NotTraced, trace
-from graphaccel.compat.torch import (
-    fake_mode_of,
-    without_modes,
-    without_onednn,
-    written_arguments,
-)
+from graphaccel.compat.torch.fakes import fake_mode_of
+from graphaccel.compat.torch.modes import without_modes
+from graphaccel.compat.torch.onednn import without_onednn
+from graphaccel.compat.torch.ops import written_arguments
 from graphaccel.errors import CaptureRefused
 from graphaccel.errors.messages import Location
 from graphaccel.ir.values import module_path, returned

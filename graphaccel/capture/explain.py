@@ -18,7 +18,7 @@ from graphaccel.capture.no_grad import WrittenWithoutGrad
 from graphaccel.capture.python_function import RuleRefused
 from graphaccel.capture.watch import INSIDE, OwnGenerator
 from graphaccel.capture.weights import Unregistered, Weights
-from graphaccel.compat.torch import DataDependentError, is_known
+from graphaccel.compat.torch.export import DataDependentError, is_known
 from graphaccel.errors import (
     CaptureRefused,
     DrawnOutside,

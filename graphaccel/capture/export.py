@@ -36,13 +36,13 @@ from graphaccel.capture.python_function import put_back
 from graphaccel.capture.trace import Answers
 from graphaccel.capture.watch import Watch
 from graphaccel.capture.weights import Weights
-from graphaccel.compat.torch import (
+from graphaccel.compat.torch import pytree
+from graphaccel.compat.torch.export import (
     causal_masks_as_given,
-    graph_module,
     inference_as_no_grad,
     parametrizations_computed,
-    pytree,
 )
+from graphaccel.compat.torch.graphs import graph_module
 
 OUTSIDE = "outside"
 """Given instead of a loss function: the script computes the loss, whatever the model returns."""

@@ -12,7 +12,7 @@ from graphaccel.capture.batch import Batch
 from graphaccel.capture.canonical import canonicalise
 from graphaccel.capture.export import ForwardGraph, LossFn, export_forward
 from graphaccel.capture.trace import Answers
-from graphaccel.compat.torch import fake_mode_of
+from graphaccel.compat.torch.fakes import fake_mode_of
 from graphaccel.ir.place import place
 
 

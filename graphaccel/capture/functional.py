@@ -22,7 +22,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from graphaccel.compat.torch import is_view, written_arguments
+from graphaccel.compat.torch.ops import is_view, written_arguments
 
 aten = torch.ops.aten
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from graphaccel.compat.torch import grad_region, schema, written_arguments
+from graphaccel.compat.torch.ops import grad_region, schema, written_arguments
 
 aten = torch.ops.aten
 

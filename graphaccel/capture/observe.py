@@ -25,7 +25,9 @@ from graphaccel.capture.carried import Ops, Path, kept_by, name_of
 from graphaccel.capture.closures import memory_of
 from graphaccel.capture.export import LossFn, export_forward, with_loss
 from graphaccel.capture.runs import find_runs, shortened
-from graphaccel.compat.torch import FakeTensor, exporting, version
+from graphaccel.compat.torch.export import exporting
+from graphaccel.compat.torch.fakes import FakeTensor
+from graphaccel.compat.torch.tensors import version
 from graphaccel.errors import DrawnOutside, GraphAccelError, StateFrozen
 from graphaccel.errors.messages import Location
 from graphaccel.guards.lines import location

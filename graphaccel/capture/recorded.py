@@ -23,17 +23,11 @@ from graphaccel.capture.python_function import (
     Slot,
     python_function,
 )
-from graphaccel.compat.torch import (
-    FakeTensor,
-    TorchDispatchMode,
-    apply_function,
-    functions_applied_by,
-    is_checkpoint,
-    outside_modes,
-    pytree,
-    storage_key,
-    version,
-)
+from graphaccel.compat.torch import pytree
+from graphaccel.compat.torch.autograd import apply_function, functions_applied_by, is_checkpoint
+from graphaccel.compat.torch.fakes import FakeTensor
+from graphaccel.compat.torch.modes import TorchDispatchMode, outside_modes
+from graphaccel.compat.torch.tensors import storage_key, version
 
 _ARGUMENTS = "give it as an argument:  {name}.apply(x, {what})"
 _PLAIN = (int, float, bool, str, complex, type(None), torch.dtype, torch.device)

@@ -10,7 +10,7 @@ from torch import fx
 
 from graphaccel.capture.blocks import Block
 from graphaccel.capture.export import ForwardGraph, GraphInput, GraphOutput
-from graphaccel.compat.torch import FakeTensor
+from graphaccel.compat.torch.fakes import FakeTensor
 from graphaccel.ir.replication.layers import Layered, NotRepeated, Run, copies
 from graphaccel.ir.replication.repeat import Pattern
 from graphaccel.ir.replication.unfold import Unfolded

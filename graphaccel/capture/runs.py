@@ -18,13 +18,9 @@ from torch import nn
 from graphaccel.capture.batch import Batch
 from graphaccel.capture.closures import functions_follow
 from graphaccel.capture.export import LossFn, with_loss
-from graphaccel.compat.torch import (
-    FakeTensor,
-    TorchDispatchMode,
-    exporting,
-    stand_ins,
-    without_modes,
-)
+from graphaccel.compat.torch.export import exporting
+from graphaccel.compat.torch.fakes import FakeTensor, fake_factory
+from graphaccel.compat.torch.modes import TorchDispatchMode, without_modes
 from graphaccel.ir.replication.layers import NotRepeated, Run, among
 
 _PLAIN = (int, float, str, bool, type(None), tuple, torch.dtype, torch.Size)
@@ -208,7 +204,7 @@ class _Watch(TorchDispatchMode):
         tensors = result if isinstance(result, (tuple, list)) else (result,)
         plain = all(isinstance(t, FakeTensor) and t.constant is None for t in tensors)
         if plain and not any(a.alias_info and a.alias_info.is_write for a in _arguments(func)):
-            make = [stand_ins(t) for t in tensors]
+            make = [fake_factory(t) for t in tensors]
             whole = type(result) if isinstance(result, (tuple, list)) else None
             self._made_by[run, place] = lambda: (
                 make[0]() if whole is None else whole([each() for each in make])

@@ -38,7 +38,7 @@ from graphaccel.capture.symbols import (
     take_sizes,
 )
 from graphaccel.capture.trace import Answers
-from graphaccel.compat.torch import FakeTensor
+from graphaccel.compat.torch.fakes import FakeTensor
 from graphaccel.errors import GraphAccelError
 from graphaccel.ir.replication.layers import KEPT, NotRepeated, Run, among, copies
 from graphaccel.ir.replication.unfold import distinct_nodes

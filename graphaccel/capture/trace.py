@@ -21,15 +21,11 @@ import torch
 from torch import fx
 from torch.fx import traceback as fx_traceback
 
-from graphaccel.compat.torch import (
-    BareDispatchMode,
-    FakeTensor,
-    FakeTensorMode,
-    decomposes,
-    graph_module,
-    storage_key,
-    without_modes,
-)
+from graphaccel.compat.torch.fakes import FakeTensor, FakeTensorMode
+from graphaccel.compat.torch.graphs import graph_module
+from graphaccel.compat.torch.modes import BareDispatchMode, without_modes
+from graphaccel.compat.torch.ops import decomposes
+from graphaccel.compat.torch.tensors import storage_key
 from graphaccel.ir.fakes import PLAIN
 from graphaccel.ir.nodes import new_node
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from graphaccel.capture.stepgraph import Repeats, StepGraph, expanded
-from graphaccel.compat.torch import graph_bytes, graph_from_bytes
+from graphaccel.compat.torch.graphs import graph_bytes, graph_from_bytes
 
 
 def packed(step: StepGraph) -> bytes:

@@ -27,7 +27,11 @@ from graphaccel.capture.python_function import (
 )
 from graphaccel.capture.recorded import is_own, record, recording, tried_hook
 from graphaccel.capture.weights import Weights
-from graphaccel.compat.torch import checkpoints_called, forward_class, gradient_nodes_refused
+from graphaccel.compat.torch.autograd import (
+    checkpoints_called,
+    forward_class,
+    gradient_nodes_refused,
+)
 from graphaccel.kernels.ctc_loss import ctc_loss
 
 INSIDE = (f"{torch.__path__[0]}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}")

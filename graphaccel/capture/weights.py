@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from graphaccel.capture.closures import Held, held_by_module, memory_of
-from graphaccel.compat.torch import FakeTensor
+from graphaccel.compat.torch.fakes import FakeTensor
 
 
 class Unregistered(Exception):

@@ -16,7 +16,7 @@ from graphaccel.capture.batch import Batch
 from graphaccel.cli.calibration import measured
 from graphaccel.cli.jobs import find_job
 from graphaccel.cli.plan import chosen_cluster, pins_of
-from graphaccel.compat.torch import BoxedCode
+from graphaccel.compat.torch.graphs import BoxedCode
 from graphaccel.compiler.compiler import Compiler
 from graphaccel.compiler.model import Model, optimizer_bytes
 from graphaccel.errors import OrtMissing

@@ -22,7 +22,8 @@ from graphaccel.capture.observe import Observed, observe
 from graphaccel.capture.stepgraph import MANY, StepGraph, capture
 from graphaccel.capture.symbols import BATCH, SEQUENCE
 from graphaccel.capture.weights import layout_of
-from graphaccel.compat.torch import FakeTensor, FakeTensorMode, pytree
+from graphaccel.compat.torch import pytree
+from graphaccel.compat.torch.fakes import FakeTensor, FakeTensorMode
 from graphaccel.compiler.capture_context import no_collections, without_autocast
 from graphaccel.compiler.model import Model, follow_attributes, without_data
 from graphaccel.errors import GraphAccelError, GraphMisuse, StateFrozen, Unsupported

@@ -19,7 +19,8 @@ from graphaccel.capture.batch import Batch
 from graphaccel.capture.blocks import block_of
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import BATCH
-from graphaccel.compat.torch import FakeTensor, graph_module
+from graphaccel.compat.torch.fakes import FakeTensor
+from graphaccel.compat.torch.graphs import graph_module
 from graphaccel.ir.program import StepProgram
 from graphaccel.ir.replication.unfold import distinct_nodes
 from graphaccel.kernels.experts import PRODUCT

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from graphaccel.capture.carried import Path
-from graphaccel.compat.torch import version
+from graphaccel.compat.torch.tensors import version
 from graphaccel.errors import StateFrozen
 from graphaccel.guards.guards import Guards
 from graphaccel.guards.reads import line_of

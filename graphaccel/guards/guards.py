@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from graphaccel.compat.torch import FakeTensor, version
+from graphaccel.compat.torch.fakes import FakeTensor
+from graphaccel.compat.torch.tensors import version
 from graphaccel.guards.places import MISSING, Place, token_of
 
 

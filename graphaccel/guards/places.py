@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from graphaccel.compat.torch import FakeTensor
+from graphaccel.compat.torch.fakes import FakeTensor
 from graphaccel.guards.lines import Read
 from graphaccel.guards.reads import Reads, Scope, is_library, kind_of
 

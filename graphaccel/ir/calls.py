@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphaccel.compat.torch import schema
+from graphaccel.compat.torch.ops import schema
 
 aten = torch.ops.aten
 _RANDOM = torch.Tag.nondeterministic_seeded

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphaccel.compat.torch import (
+from graphaccel.compat.torch import pytree
+from graphaccel.compat.torch.fakes import (
     FakeTensorMode,
-    beneath_modes,
-    decides_alone,
-    fake_of,
-    forgetful_fakes,
-    pytree,
+    fake_like_meta,
+    has_meta_kernel,
+    uncached_fake_mode,
+    without_torch_dispatch,
 )
 
 PLAIN = (int, float, bool, str, complex, type(None), torch.dtype, torch.device)
@@ -33,7 +33,7 @@ class Fakes:
     tensor and a meta tensor of the same metadata."""
 
     def __init__(self, mode: FakeTensorMode | None = None) -> None:
-        self.mode = mode or forgetful_fakes()
+        self.mode = mode or uncached_fake_mode()
         self._alike: dict[Hashable, torch.Tensor] = {}
         self._seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id
         self._given: dict[Hashable, Any] = {}
@@ -49,7 +49,7 @@ class Fakes:
             return self._given[key]
         except KeyError:
             args, kwargs = self._liked(args), {k: self._liked(v) for k, v in kwargs.items()}
-            made = self._on_meta(target, args, kwargs) if decides_alone(target) else None
+            made = self._on_meta(target, args, kwargs) if has_meta_kernel(target) else None
             if made is None:
                 with self.mode:
                     made = self._liked(target(*args, **kwargs))
@@ -89,7 +89,7 @@ class Fakes:
         (device,) = devices
         args, kwargs = pytree.tree_map_only(torch.Tensor, self._shadow, (args, kwargs))
         try:
-            with beneath_modes():
+            with without_torch_dispatch():
                 made = target(*args, **kwargs)
         except RuntimeError:
             return None  # fake tensors give the reason
@@ -98,7 +98,7 @@ class Fakes:
     def _shadow(self, like: torch.Tensor) -> torch.Tensor:
         """A meta tensor with the metadata of a representative tensor."""
         if id(like) not in self._shadows:
-            with beneath_modes():
+            with without_torch_dispatch():
                 made = torch.empty_strided(
                     like.shape, like.stride(), dtype=like.dtype, device="meta"
                 )
@@ -149,11 +149,11 @@ class Fakes:
     def _made(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         """A fake tensor in this mode with the metadata of one of another mode or of the meta
         device."""
-        with beneath_modes():
+        with without_torch_dispatch():
             made = torch.empty_strided(
                 tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"
             )
-        like = fake_of(self.mode, made, device)
+        like = fake_like_meta(self.mode, made, device)
         self._shadows[id(like)] = like, made
         return like
 

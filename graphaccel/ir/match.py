@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphaccel.compat.torch import schema
+from graphaccel.compat.torch.ops import schema
 from graphaccel.ir.text import target_text, type_text
 
 aten = torch.ops.aten

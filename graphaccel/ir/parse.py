@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphaccel.compat.torch import FakeTensorMode, graph_module
+from graphaccel.compat.torch.fakes import FakeTensorMode
+from graphaccel.compat.torch.graphs import graph_module
 from graphaccel.ir.nodes import new_node
 from graphaccel.ir.text import DTYPES, target_text, type_text
 

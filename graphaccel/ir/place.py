@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
-from graphaccel.compat.torch import FakeTensor, pytree
+from graphaccel.compat.torch import pytree
+from graphaccel.compat.torch.fakes import FakeTensor
 
 
 def place(graph: fx.GraphModule, device: torch.device) -> bool:

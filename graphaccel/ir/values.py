@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphaccel.compat.torch import FakeTensor, FakeTensorMode, storage_key
+from graphaccel.compat.torch.fakes import FakeTensor, FakeTensorMode
+from graphaccel.compat.torch.tensors import storage_key
 
 
 class _Values(fx.Interpreter):

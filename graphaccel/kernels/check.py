@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from graphaccel.compat.torch import TorchDispatchMode
+from graphaccel.compat.torch.modes import TorchDispatchMode
 from graphaccel.kernels.examples import fakes, shape, sizes_of, truths
 from graphaccel.kernels.fusion import Fusion, Scalar, T
 from graphaccel.kernels.register import backward_of, op_of, parameters, tensors, wide_form

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphaccel.compat.torch import FakeTensorMode
+from graphaccel.compat.torch.fakes import FakeTensorMode
 from graphaccel.kernels.spec import Fusion, Scalar, T
 
 LEADING = (3, 5)  # the sizes that `...` stands for

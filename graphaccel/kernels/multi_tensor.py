@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from graphaccel.compat.torch import fused_adam, fused_sgd
+from graphaccel.compat.torch.optimizers import fused_adam, fused_sgd
 from graphaccel.kernels.jit import has_triton
 from graphaccel.kernels.multi_tensor_tables import Tables
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphaccel.compat.torch import FakeTensorMode
+from graphaccel.compat.torch.fakes import FakeTensorMode
 from graphaccel.kernels.examples import shape, sizes_of, tensor
 from graphaccel.kernels.register import backward_of, op_of, parameters, tensors
 from graphaccel.kernels.spec import Function, Fusion, T

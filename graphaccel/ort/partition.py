@@ -18,7 +18,7 @@ from typing import TypeAlias
 import networkx as nx
 from torch import fx
 
-from graphaccel.compat.torch import storage_key
+from graphaccel.compat.torch.tensors import storage_key
 from graphaccel.ir.values import tensors_of
 from graphaccel.ort.translate import draws
 from graphaccel.sharding.rules.collectives import is_message

@@ -20,7 +20,7 @@ import torch
 from onnx import TensorProto
 from torch import fx
 
-from graphaccel.compat.torch import FakeTensor
+from graphaccel.compat.torch.fakes import FakeTensor
 from graphaccel.errors import OrtFailed
 from graphaccel.ort.dynamic import Merged, Sized
 from graphaccel.ort.translate import Port, RegionModel

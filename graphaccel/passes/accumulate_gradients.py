@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphaccel.compat.torch import graph_module
+from graphaccel.compat.torch.graphs import graph_module
 from graphaccel.ir.nodes import copy_nodes
 from graphaccel.ir.program import StageProgram, Value
 from graphaccel.ir.values import operands, returned

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from graphaccel.compat.torch import boxed
+from graphaccel.compat.torch.graphs import boxed
 from graphaccel.ir.program import StageProgram, StepProgram, Value
 from graphaccel.passes.context import Context
 from graphaccel.sharding.rules.propagate import PARTIAL

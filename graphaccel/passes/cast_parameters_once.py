@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from graphaccel.compat.torch import graph_module
+from graphaccel.compat.torch.graphs import graph_module
 from graphaccel.ir.program import StageProgram, Value
 from graphaccel.passes.parameter_groups import casts_to
 from graphaccel.planner.plan.plan import Plan

@@ -35,7 +35,8 @@ from torch.fx.node import map_aggregate, map_arg
 from graphaccel.capture.export import GraphOutput
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import BATCH, evaluate, with_integers
-from graphaccel.compat.torch import graph_module, schema
+from graphaccel.compat.torch.graphs import graph_module
+from graphaccel.compat.torch.ops import schema
 from graphaccel.errors.messages import Location
 from graphaccel.ir.fakes import Fakes
 from graphaccel.ir.nodes import drop_dead, new_node

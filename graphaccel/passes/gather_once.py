@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphaccel.compat.torch import graph_module
+from graphaccel.compat.torch.graphs import graph_module
 from graphaccel.ir.program import Owned, StageProgram, Value
 from graphaccel.passes.parameter_groups import (
     Group,

@@ -29,7 +29,8 @@ from graphaccel.capture.blocks import block_of
 from graphaccel.capture.export import ForwardGraph
 from graphaccel.capture.python_function import PythonFunction
 from graphaccel.capture.stepgraph import StepGraph, rewritten
-from graphaccel.compat.torch import deferred_module, fake_mode_of
+from graphaccel.compat.torch.fakes import fake_mode_of
+from graphaccel.compat.torch.graphs import deferred_module
 from graphaccel.ir.fakes import Fakes
 from graphaccel.ir.nodes import copy_nodes
 from graphaccel.ir.values import module_path

@@ -21,7 +21,8 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from graphaccel.compat.torch import fake_mode_of, graph_module
+from graphaccel.compat.torch.fakes import fake_mode_of
+from graphaccel.compat.torch.graphs import graph_module
 from graphaccel.ir.program import OrtDeclined, OrtRegion, OrtReport, StageProgram
 from graphaccel.ir.replication.unfold import distinct_nodes
 from graphaccel.ir.text import target_text

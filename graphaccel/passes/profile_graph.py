@@ -20,7 +20,8 @@ from torch import fx
 
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import BATCH, evaluate
-from graphaccel.compat.torch import graph_module, pytree
+from graphaccel.compat.torch import pytree
+from graphaccel.compat.torch.graphs import graph_module
 from graphaccel.errors import GraphAccelError
 from graphaccel.ir.nodes import copy_nodes
 from graphaccel.ir.replication.layers import NotRepeated, copies

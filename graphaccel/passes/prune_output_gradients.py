@@ -20,7 +20,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from graphaccel.compat.torch import graph_module
+from graphaccel.compat.torch.graphs import graph_module
 from graphaccel.ir.program import StageProgram
 
 aten = torch.ops.aten

@@ -24,7 +24,7 @@ from typing import Literal, TypeAlias, TypeVar
 
 from torch import fx
 
-from graphaccel.compat.torch import is_deferred
+from graphaccel.compat.torch.graphs import is_deferred
 from graphaccel.ir.replication.unfold import distinct_nodes
 from graphaccel.ir.text import graph_text, target_text
 from graphaccel.passes.context import Context

@@ -21,7 +21,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from graphaccel.compat.torch import fake_mode_of
+from graphaccel.compat.torch.fakes import fake_mode_of
 from graphaccel.passes.cut_stages import StagedGraph
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.sharding.apply.graph_builder import Emitter

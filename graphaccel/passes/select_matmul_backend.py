@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphaccel.compat.torch import blas_lags, onednn_linear
+from graphaccel.compat.torch.onednn import mkl_is_slow, onednn_linear
 from graphaccel.ir.program import StageProgram
 from graphaccel.ir.values import operands
 
@@ -29,7 +29,7 @@ _FEWEST = 6e6  # FLOPs: 10 us at the 0.1 TFLOP/s that are saved, times two
 
 def select_matmul_backend(program: StageProgram) -> StageProgram:
     """The program with its large float32 matmuls on a CPU in oneDNN, where MKL is slow."""
-    if not blas_lags():
+    if not mkl_is_slow():
         return program
     for graph in (program.forward, *program.backwards.values()):
         for node in list(graph.graph.nodes):

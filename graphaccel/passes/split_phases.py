@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from graphaccel.compat.torch import graph_module
+from graphaccel.compat.torch.graphs import graph_module
 from graphaccel.ir.nodes import copy_node
 from graphaccel.ir.program import StageProgram
 from graphaccel.ir.values import is_dense, propagate

@@ -20,7 +20,7 @@ from operator import getitem
 
 from torch import fx
 
-from graphaccel.compat.torch import graph_module
+from graphaccel.compat.torch.graphs import graph_module
 from graphaccel.ir.program import StageProgram, Value
 from graphaccel.ir.values import returned
 from graphaccel.planner.plan.plan import Plan

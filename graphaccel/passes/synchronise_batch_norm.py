@@ -22,7 +22,8 @@ from torch.fx.node import map_arg
 
 from graphaccel.capture.export import ForwardGraph
 from graphaccel.capture.stepgraph import StepGraph, rewritten
-from graphaccel.compat.torch import fake_mode_of, graph_module
+from graphaccel.compat.torch.fakes import fake_mode_of
+from graphaccel.compat.torch.graphs import graph_module
 from graphaccel.ir.replication.unfold import distinct_nodes
 from graphaccel.ir.values import operands
 from graphaccel.planner.plan.plan import Plan

@@ -22,7 +22,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from graphaccel.compat.torch import graph_module
+from graphaccel.compat.torch.graphs import graph_module
 from graphaccel.ir.program import StageProgram, Value
 from graphaccel.ir.values import returned
 from graphaccel.sharding.rules.parts import PART, WHOLE

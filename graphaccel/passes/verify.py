@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from torch import fx
 
-from graphaccel.compat.torch import is_deferred
+from graphaccel.compat.torch.graphs import is_deferred
 from graphaccel.ir.program import StageProgram, Value
 from graphaccel.ir.values import returned
 from graphaccel.passes.context import Context

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from graphaccel.compat.torch import TorchDispatchMode
+from graphaccel.compat.torch.modes import TorchDispatchMode
 from graphaccel.ir.calls import is_random
 from graphaccel.proof.modes import DRAWS, Given, Noise, bound
 from graphaccel.sharding.apply.random_parts import DROPOUT_PART

@@ -13,11 +13,9 @@ from torch import Tensor, nn
 
 from graphaccel.capture.batch import Batch
 from graphaccel.capture.export import OUTSIDE, LossFn, find_loss, split_targets
-from graphaccel.compat.torch import (
-    parametrizations_computed,
-    pytree,
-    without_tensor_hooks,
-)
+from graphaccel.compat.torch import pytree
+from graphaccel.compat.torch.autograd import without_tensor_hooks
+from graphaccel.compat.torch.export import parametrizations_computed
 from graphaccel.proof.modes import WriteGuard
 from graphaccel.proof.results import Results
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import fx
 
 from graphaccel.capture.symbols import BATCH, evaluate
-from graphaccel.compat.torch import is_view
+from graphaccel.compat.torch.ops import is_view
 from graphaccel.errors import CaptureDiffers, GraphAccelError, StateFrozen
 from graphaccel.ir.values import tensors_of
 from graphaccel.progress import progress

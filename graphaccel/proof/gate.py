@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from graphaccel.capture.batch import Batch
 from graphaccel.capture.stepgraph import StepGraph
-from graphaccel.compat.torch import version
+from graphaccel.compat.torch.tensors import version
 from graphaccel.ir.program import StepProgram
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.progress import progress

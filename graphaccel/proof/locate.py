@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from graphaccel.capture.differentiate import FRAME
-from graphaccel.compat.torch import TorchDispatchMode
+from graphaccel.compat.torch.modes import TorchDispatchMode
 from graphaccel.errors.messages import Location
 from graphaccel.ir.replication.unfold import input_nodes
 from graphaccel.ir.values import tensors_of

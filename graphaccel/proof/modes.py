@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphaccel.compat.torch import TorchDispatchMode, pytree
+from graphaccel.compat.torch import pytree
+from graphaccel.compat.torch.modes import TorchDispatchMode
 
 aten = torch.ops.aten
 

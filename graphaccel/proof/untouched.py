@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from graphaccel.compat.torch import without_tensor_hooks
+from graphaccel.compat.torch.autograd import without_tensor_hooks
 from graphaccel.proof.modes import NARROW, WriteGuard
 
 _OPAQUE = (Tensor, type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, torch.device)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from graphaccel.compat.torch import storage_uses
+from graphaccel.compat.torch.tensors import storage_uses
 from graphaccel.ir.program import StageProgram
 
 

@@ -32,7 +32,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-from graphaccel.compat.torch import storage_uses
+from graphaccel.compat.torch.tensors import storage_uses
 from graphaccel.errors import CaptureFailed, GraphsNeedGpu
 from graphaccel.ir.program import StageProgram, StepProgram, Value
 from graphaccel.ir.values import is_dense, returned, tensors_of

@@ -18,16 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from graphaccel.compat.torch import (
-    FakeTensor,
-    FakeTensorMode,
-    TorchDispatchMode,
-    UnknownValue,
-    forget,
-    pytree,
-    storage_key,
-    without_modes,
-)
+from graphaccel.compat.torch import pytree
+from graphaccel.compat.torch.fakes import FakeTensor, FakeTensorMode, UnknownValue, clear_fake_memo
+from graphaccel.compat.torch.modes import TorchDispatchMode, without_modes
+from graphaccel.compat.torch.tensors import storage_key
 from graphaccel.errors import CannotInitialise, GraphMisuse
 from graphaccel.runtime.init_tape import Call, Record, Ref, ref_of
 
@@ -241,7 +235,7 @@ class _Recorder(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             state = self._draw(func, *refs)
         result = func(*args, **kwargs)
-        forget(self.mode)
+        clear_fake_memo(self.mode)
         self._add(func, refs, result, state)
         return result
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from graphaccel.compat.torch import unscale
+from graphaccel.compat.torch.optimizers import unscale
 from graphaccel.errors import RankLost
 from graphaccel.ir.program import StageProgram, StepProgram, Value
 from graphaccel.ir.values import returned

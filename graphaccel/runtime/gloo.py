@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from graphaccel.compat.torch import all_gather_flat
+from graphaccel.compat.torch.distributed import all_gather_flat
 
 aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional

@@ -15,13 +15,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphaccel.compat.torch import (
-    BoxedCode,
-    compile_graph,
-    graph_module,
-    lone_fakes,
-    missing_cpp_compiler,
-)
+from graphaccel.compat.torch.fakes import fakes_like
+from graphaccel.compat.torch.graphs import BoxedCode, graph_module
+from graphaccel.compat.torch.inductor import compile_graph, missing_cpp_compiler
 from graphaccel.errors import CompileFailed, CompilerMissing
 from graphaccel.ir.program import StageProgram
 from graphaccel.ir.values import returned
@@ -159,7 +155,7 @@ def _plain(module: fx.GraphModule, piece: Piece) -> Boxed:
 def _compiled(module: fx.GraphModule, piece: Piece) -> Boxed:
     graph, results = _graph_of(piece)
     graph.output(tuple(results))
-    inputs = lone_fakes([n.meta["val"] for n in piece.inputs])
+    inputs = fakes_like([n.meta["val"] for n in piece.inputs])
     return compile_graph(graph_module(module, graph), inputs, {})
 
 

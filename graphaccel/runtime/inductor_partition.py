@@ -31,7 +31,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from graphaccel.compat.torch import is_view, written_arguments
+from graphaccel.compat.torch.ops import is_view, written_arguments
 from graphaccel.ir.calls import is_random
 from graphaccel.ir.program import StepProgram
 from graphaccel.ir.values import tensors_of

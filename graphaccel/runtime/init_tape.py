@@ -20,7 +20,9 @@ from typing import Any
 
 import torch
 
-from graphaccel.compat.torch import pytree, storage_key, without_modes
+from graphaccel.compat.torch import pytree
+from graphaccel.compat.torch.modes import without_modes
+from graphaccel.compat.torch.tensors import storage_key
 
 
 @dataclass(frozen=True)

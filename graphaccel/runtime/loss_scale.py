@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from graphaccel.compat.torch import update_scale
+from graphaccel.compat.torch.optimizers import update_scale
 
 
 @dataclass

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from graphaccel.compat.torch import keeps_graph, version
+from graphaccel.compat.torch.autograd import retains_graph
+from graphaccel.compat.torch.tensors import version
 from graphaccel.errors import GraphMisuse, RetainGraph
 from graphaccel.ir.program import StageProgram, StepProgram
 from graphaccel.kernels.host_copy import TO_HOST, wait
@@ -269,7 +270,7 @@ class HandIn(torch.autograd.Function):
             for leaf, gradient in zip(ctx.output_leaves, gradients, strict=True)
             if gradient is not None
         }
-        found, inputs = ctx.executor.backward(ctx.call, tangents, keep=keeps_graph())
+        found, inputs = ctx.executor.backward(ctx.call, tangents, keep=retains_graph())
         handed = [found.pop(name, None) for name in ctx.names]
         if ctx.away and tangents:
             handed = [None if own is None else TO_HOST(own) for own in handed]

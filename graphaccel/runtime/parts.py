@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from graphaccel.compat.torch import all_gather_flat
+from graphaccel.compat.torch.distributed import all_gather_flat
 from graphaccel.ir.program import Value
 from graphaccel.runtime.mesh import Mesh
 from graphaccel.sharding.rules.parts import JOINED, SUMMED

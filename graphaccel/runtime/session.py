@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphaccel.compat.torch import forget_flat_weights
+from graphaccel.compat.torch.modules import clear_flat_weight_refs
 from graphaccel.errors import GraphMisuse
 from graphaccel.ir.program import Sharded, StageProgram, StepProgram
 from graphaccel.kernels.host_copy import on_host, wait
@@ -102,7 +102,7 @@ class Session:
         self._initial = initial
         if self.mesh.device.type == "cpu":
             keep_pages()
-        forget_flat_weights(self.model)
+        clear_flat_weight_refs(self.model)
         self.homes = dict(homes) | {name: homes[of] for name, of in tied.items() if of in homes}
         if self.mesh.pipeline > 1:
             self._leave_remote(optimizer)

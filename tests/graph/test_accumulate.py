@@ -11,7 +11,7 @@ from torch import fx, nn
 
 import graphaccel
 from graphaccel.capture.stepgraph import StepGraph
-from graphaccel.compat.torch import storage_key
+from graphaccel.compat.torch.tensors import storage_key
 from graphaccel.ir.program import StageProgram
 from graphaccel.passes.accumulate_gradients import accumulate_gradients
 from graphaccel.passes.cut_stages import cut_stages

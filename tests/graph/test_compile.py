@@ -15,7 +15,9 @@ from torch import Tensor, fx, nn
 import graphaccel
 from graphaccel.capture.batch import as_call, flatten_call
 from graphaccel.capture.stepgraph import StepGraph, capture
-from graphaccel.compat.torch import BoxedCode, opaque_linear, written_arguments
+from graphaccel.compat.torch.graphs import BoxedCode
+from graphaccel.compat.torch.onednn import opaque_linear
+from graphaccel.compat.torch.ops import written_arguments
 from graphaccel.errors import CompileFailed
 from graphaccel.ir.program import StageProgram
 from graphaccel.passes.pipeline import build

@@ -8,7 +8,8 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphaccel.capture.functional import SharedWrite, without_writes
-from graphaccel.compat.torch import FakeTensorMode, written_arguments
+from graphaccel.compat.torch.fakes import FakeTensorMode
+from graphaccel.compat.torch.ops import written_arguments
 
 aten = torch.ops.aten
 

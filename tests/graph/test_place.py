@@ -14,7 +14,8 @@ from torch import fx, nn
 from graphaccel.api import _moved
 from graphaccel.capture.batch import Batch
 from graphaccel.capture.stepgraph import capture
-from graphaccel.compat.torch import TorchDispatchMode, pytree
+from graphaccel.compat.torch import pytree
+from graphaccel.compat.torch.modes import TorchDispatchMode
 from graphaccel.compiler.model import as_batch
 from graphaccel.ir.place import place
 from graphaccel.kernels import attention_cuda as gpu

@@ -58,7 +58,7 @@ def _model(dtype: torch.dtype) -> tuple[Layers, torch.Tensor]:
 
 
 def test_large_products_are_exchanged_and_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "blas_lags", lambda: True)
+    monkeypatch.setattr(module, "mkl_is_slow", lambda: True)
     model, x = _model(torch.float32)
     program = select_matmul_backend(_program(model, x))
     found = _counts(program)
@@ -83,14 +83,14 @@ def test_large_products_are_exchanged_and_compute_the_same(monkeypatch: pytest.M
 
 
 def test_other_dtypes_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "blas_lags", lambda: True)
+    monkeypatch.setattr(module, "mkl_is_slow", lambda: True)
     program = _program(*_model(torch.float64))
     before = _counts(program)
     assert _counts(select_matmul_backend(program)) == before
 
 
 def test_where_mkl_is_fast_all_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "blas_lags", lambda: False)
+    monkeypatch.setattr(module, "mkl_is_slow", lambda: False)
     program = _program(*_model(torch.float32))
     before = _counts(program)
     assert _counts(select_matmul_backend(program)) == before

@@ -16,7 +16,8 @@ from graphaccel.capture import differentiate
 from graphaccel.capture.batch import flatten_call
 from graphaccel.capture.stepgraph import capture
 from graphaccel.capture.trace import Answers, NotTraced, trace
-from graphaccel.compat.torch import FakeTensorMode, storage_key
+from graphaccel.compat.torch.fakes import FakeTensorMode
+from graphaccel.compat.torch.tensors import storage_key
 from tests.support.zoo import ALL
 
 aten = torch.ops.aten

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import graphaccel
-from graphaccel.compat.torch import FakeTensorMode
+from graphaccel.compat.torch.fakes import FakeTensorMode
 from graphaccel.ir.values import propagate
 from graphaccel.ort.kernels import Kernels
 from graphaccel.ort.session import Region, Sessions

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
-from graphaccel.compat.torch import FakeTensorMode
+from graphaccel.compat.torch.fakes import FakeTensorMode
 from graphaccel.compiler.compiler import Compiler
 from graphaccel.compiler.model import Model, as_batch
 from graphaccel.ir.program import StageProgram, StepProgram, Value

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from graphaccel.compat.torch import FakeTensorMode
+from graphaccel.compat.torch.fakes import FakeTensorMode
 from graphaccel.errors import OrtFailed
 from graphaccel.ir.values import propagate
 from graphaccel.ort.kernels import Kernels

@@ -22,7 +22,10 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from graphaccel.compat.torch import FakeTensorMode, TorchDispatchMode, pytree, storage_key
+from graphaccel.compat.torch import pytree
+from graphaccel.compat.torch.fakes import FakeTensorMode
+from graphaccel.compat.torch.modes import TorchDispatchMode
+from graphaccel.compat.torch.tensors import storage_key
 
 _ALIGNED = 64
 _WAIT = torch.ops._c10d_functional.wait_tensor.default

@@ -14,7 +14,7 @@ from typing import cast
 import numpy as np
 from torch import fx
 
-from graphaccel.compat.torch import deferred_from, deferred_module
+from graphaccel.compat.torch.graphs import deferred_from, deferred_module
 from graphaccel.ir.replication.layers import NUMBER, NotRepeated, split
 from graphaccel.ir.replication.repeat import Pattern
 

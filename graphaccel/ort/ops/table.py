@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from graphaccel.compat.torch import schema
+from graphaccel.compat.torch.ops import schema
 from graphaccel.ort.builder import Translate, Translations
 from graphaccel.ort.ops import (
     attention,

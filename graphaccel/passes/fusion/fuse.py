@@ -30,7 +30,8 @@ from graphaccel.capture.export import ForwardGraph
 from graphaccel.capture.patterns import simplify
 from graphaccel.capture.stepgraph import StepGraph, assemble, of_few
 from graphaccel.capture.symbols import integers
-from graphaccel.compat.torch import fake_mode_of, graph_module
+from graphaccel.compat.torch.fakes import fake_mode_of
+from graphaccel.compat.torch.graphs import graph_module
 from graphaccel.errors import BadFuel
 from graphaccel.ir.values import propagate
 from graphaccel.kernels.registry import fusion_named

@@ -17,7 +17,7 @@ from graphaccel.capture.causal import causal_attention
 from graphaccel.capture.differentiate import module_path
 from graphaccel.capture.export import ForwardGraph
 from graphaccel.capture.patterns import trace_pattern
-from graphaccel.compat.torch import fake_mode_of
+from graphaccel.compat.torch.fakes import fake_mode_of
 from graphaccel.ir.match import Near, Pattern, match_at
 from graphaccel.kernels.examples import LEADING, example
 from graphaccel.kernels.register import narrowed, op_of, parameters, wide_form

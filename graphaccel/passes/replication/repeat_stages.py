@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import fx
 
-from graphaccel.compat.torch import graph_module
+from graphaccel.compat.torch.graphs import graph_module
 from graphaccel.ir.nodes import new_node
 from graphaccel.ir.program import StageProgram, Value
 from graphaccel.ir.replication.layers import split

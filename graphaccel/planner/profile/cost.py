@@ -22,7 +22,7 @@ from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry
 
 from graphaccel.capture.symbols import evaluate
-from graphaccel.compat.torch import onednn_linear
+from graphaccel.compat.torch.onednn import onednn_linear
 from graphaccel.ir.calls import COUNTED_LIKE, counted_packet, is_causal, op_packet
 from graphaccel.kernels.experts import GRADIENT as EXPERT_GRADIENT
 from graphaccel.kernels.experts import PRODUCT as EXPERT_PRODUCT

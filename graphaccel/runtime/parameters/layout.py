@@ -10,7 +10,7 @@ from math import prod
 
 import torch
 
-from graphaccel.compat.torch import all_gather_flat
+from graphaccel.compat.torch.distributed import all_gather_flat
 from graphaccel.ir.program import Sharded
 from graphaccel.runtime.mesh import Mesh
 

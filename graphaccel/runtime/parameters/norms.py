@@ -8,8 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from graphaccel.compat.torch import no_torch_function as _no_torch_function
-from graphaccel.compat.torch import pytree, without_storage
+from graphaccel.compat.torch import pytree
+from graphaccel.compat.torch.tensors import no_torch_function as _no_torch_function
+from graphaccel.compat.torch.tensors import without_storage
 from graphaccel.runtime.parameters.layout import Layout
 
 aten = torch.ops.aten

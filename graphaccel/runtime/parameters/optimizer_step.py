@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphaccel.compat.torch import order_step_hooks
+from graphaccel.compat.torch.optimizers import order_step_hooks
 from graphaccel.kernels.multi_tensor import AdamRule, Around, MultiTensor, SGDRule
 from graphaccel.runtime.large_pages import zeros_like_all
 from graphaccel.runtime.parameters.all_gradients import AllGradients

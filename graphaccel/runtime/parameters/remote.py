@@ -16,7 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from graphaccel.compat.torch import pytree, without_storage
+from graphaccel.compat.torch import pytree
+from graphaccel.compat.torch.tensors import without_storage
 from graphaccel.errors import ElsewhereNeeded, PartOfModel
 from graphaccel.errors.messages import line_of_script
 from graphaccel.runtime.parameters.norms import resolve

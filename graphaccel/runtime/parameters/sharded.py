@@ -29,8 +29,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-from graphaccel.compat.torch import no_torch_function as _no_torch_function
-from graphaccel.compat.torch import pytree, without_storage
+from graphaccel.compat.torch import pytree
+from graphaccel.compat.torch.tensors import no_torch_function as _no_torch_function
+from graphaccel.compat.torch.tensors import without_storage
 from graphaccel.errors import PartOfModel
 from graphaccel.runtime.parameters.layout import Layout
 from graphaccel.runtime.parameters.norms import PendingNorm, resolve

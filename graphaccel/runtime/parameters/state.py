@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from graphaccel.compat.torch import StridedShard, submesh
+from graphaccel.compat.torch.distributed import StridedShard, submesh
 from graphaccel.errors import PartOfModel
 from graphaccel.runtime.parameters.layout import Layout
 from graphaccel.runtime.parameters.remote import RemoteTensor

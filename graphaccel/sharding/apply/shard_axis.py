@@ -25,7 +25,8 @@ import torch
 from torch import fx
 
 from graphaccel.capture.export import GraphInput, GraphOutput
-from graphaccel.compat.torch import fake_mode_of, graph_module
+from graphaccel.compat.torch.fakes import fake_mode_of
+from graphaccel.compat.torch.graphs import graph_module
 from graphaccel.ir.calls import arguments
 from graphaccel.ir.fakes import Fakes
 from graphaccel.ir.nodes import drop_dead, new_node

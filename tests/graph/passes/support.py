@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from graphaccel.compat.torch import FakeTensorMode
+from graphaccel.compat.torch.fakes import FakeTensorMode
 from graphaccel.ir.parse import parse_graph
 from graphaccel.ir.program import StageProgram, Value
 from graphaccel.ir.text import graph_text

@@ -43,7 +43,7 @@ return ()
 
 
 def applied(monkeypatch: pytest.MonkeyPatch, lags: bool = True) -> StageProgram:
-    monkeypatch.setattr(module, "blas_lags", lambda: lags)
+    monkeypatch.setattr(module, "mkl_is_slow", lambda: lags)
     return module.select_matmul_backend(program_of(BEFORE))
 
 

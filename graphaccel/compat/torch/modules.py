@@ -1,0 +1,18 @@
+"""Modules: those that `torch.compile` wraps, and references that recurrent layers hold."""
+
+from __future__ import annotations
+
+import torch
+
+
+def clear_flat_weight_refs(model: torch.nn.Module) -> None:
+    """Clear the weak references by which recurrent layers notice replaced weights: a tensor that
+    has some can not be swapped. Swapped weights keep their identity: there is nothing to notice."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.RNNBase):
+            module._flat_weight_refs = []
+
+
+def is_compiled(model: torch.nn.Module) -> bool:
+    """Whether `torch.compile` is wrapped around a module, or set on it in place."""
+    return hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None

@@ -1,0 +1,16 @@
+"""Trees of containers: flattened to leaves, mapped, and with the path of each leaf."""
+
+# With key paths; torch.utils.pytree of later versions has them publicly.
+from torch.utils._pytree import (
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_map,
+    tree_map_only,
+    tree_unflatten,
+)
+
+__all__ = [
+    "tree_flatten", "tree_flatten_with_path", "tree_leaves", "tree_map", "tree_map_only",
+    "tree_unflatten",
+]  # fmt: skip
