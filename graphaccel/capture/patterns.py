@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from graphaccel.capture.canonical import canonicalise
+from graphaccel.capture.canonical.canonicalise import canonicalise
 from graphaccel.compat.torch.fakes import FakeTensorMode
 from graphaccel.ir.match import Pattern
 from graphaccel.ir.values import propagate
