@@ -53,6 +53,7 @@ from graphaccel.runtime.parameters.state import (
     sharded_state_dict,
     stage_meshes,
 )
+from graphaccel.runtime.parts import in_order
 from graphaccel.runtime.session import CompiledStep, Session
 from graphaccel.runtime.wrappers import refuse_around
 
@@ -562,8 +563,8 @@ def _rebuilder(step: StepGraph) -> Callable[[torch.Tensor | None, Mapping[int, t
                 leaves.append(loss)
             elif i in outputs:
                 kept = loss is not None and loss.requires_grad and i in returned.tracked
-                name = names.get(i, f"output {i}")
-                leaves.append(Kept.apply(name, outputs[i], loss) if kept else outputs[i])
+                name, output = names.get(i, f"output {i}"), in_order(outputs[i], returned.orders[i])
+                leaves.append(Kept.apply(name, output, loss) if kept else output)
             else:
                 leaves.append(returned.plain.get(i, Dropped(names.get(i, f"output {i}"))))
         return pytree.tree_unflatten(leaves, spec)

@@ -90,7 +90,8 @@ class Returned:
 
     leaves: the loss is at position `loss_leaf`; the value of a tensor leaf is a graph output; any
     other leaf (a cache object, a number, None) is stored as it was at capture.
-    tracked: leaves besides the loss that require a gradient in the model.
+    tracked: leaves besides the loss that require a gradient in the model. orders: of a tensor leaf
+    its dims in the order of memory, outermost first; the script may call `view` on it.
     """
 
     spec: Any = field(repr=False)
@@ -99,6 +100,7 @@ class Returned:
     plain: Mapping[int, Any] = field(repr=False)
     num_leaves: int
     tracked: frozenset[int] = frozenset()
+    orders: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -165,7 +167,8 @@ class _WithLoss(nn.Module):
             and isinstance(x, (int, float, str, bool, type(None)))
         }
         tracked = frozenset(i for i in tensors if leaves[i].requires_grad)
-        self._note(Returned(spec, position, tensors, plain, len(leaves), tracked))
+        orders = {i: _dim_order(leaves[i]) for i in tensors}
+        self._note(Returned(spec, position, tensors, plain, len(leaves), tracked, orders))
         marks = () if self._watch is None else self._watch.finish(leaves)
         if position is None:
             return (*(leaves[i] for i in tensors), *marks)
@@ -329,6 +332,11 @@ def _unpack(program: Exported, batch: Batch, returned: Returned) -> ForwardGraph
 def _own(name: str) -> str:
     """The name in the user's model of the wrapper's `model.<name>`."""
     return name.removeprefix("model.")
+
+
+def _dim_order(tensor: torch.Tensor) -> tuple[int, ...]:
+    strides = tensor.stride()
+    return tuple(sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))
 
 
 def _flatten_output(output: Any) -> tuple[list[Any], Any]:

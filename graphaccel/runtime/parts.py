@@ -6,6 +6,7 @@ Microbatch k of data rank r is part `r * microbatches + k`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,3 +80,14 @@ def over_data(tensor: Tensor, place: Any, mesh: Mesh) -> Tensor:
     whole = part.new_empty((part.shape[0] * mesh.data, *part.shape[1:]))
     all_gather_flat(whole, part, group=mesh.data_group)
     return whole.movedim(0, place)
+
+
+def in_order(tensor: Tensor, order: Sequence[int]) -> Tensor:
+    """The tensor with its dims in this order of memory, outermost first: copied if need be."""
+    strides = [tensor.stride(dim) for dim in order if tensor.shape[dim] > 1]
+    if strides == sorted(strides, reverse=True):
+        return tensor
+    laid = torch.empty_permuted(
+        tensor.shape, tuple(order), dtype=tensor.dtype, device=tensor.device
+    )
+    return laid.copy_(tensor)

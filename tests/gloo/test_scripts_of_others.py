@@ -3,7 +3,7 @@ and, where nothing is drawn and the outputs keep the batch apart, on two."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,12 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import graphaccel
 from tests.support.pool import Pool, WorkerError
+from tests.support.scripts import Wrap, furthest, weights
 
 pytestmark = pytest.mark.multiprocess
-
-Wrap = Callable[..., Any]
 
 
 class Digits(nn.Module):
@@ -53,7 +51,7 @@ def mnist(wrap: Wrap) -> Iterator[Tensor]:
         with torch.no_grad():
             yield F.nll_loss(model(torch.randn(4, 1, 8, 8).double()), torch.arange(4))
         scheduler.step()
-    yield from _weights(model)
+    yield from weights(model)
 
 
 class Vae(nn.Module):
@@ -85,7 +83,7 @@ def vae(wrap: Wrap) -> Iterator[Tensor]:
         loss.backward()
         yield loss.detach()
         optimizer.step()
-    yield from _weights(model)
+    yield from weights(model)
 
 
 class Words(nn.Module):
@@ -118,7 +116,7 @@ def words(wrap: Wrap) -> Iterator[Tensor]:
         for p in model.parameters():
             p.data.add_(p.grad, alpha=-2.0)
         yield loss.detach()
-    yield from _weights(model)
+    yield from weights(model)
 
 
 def dcgan(wrap: Wrap) -> Iterator[Tensor]:
@@ -152,8 +150,8 @@ def dcgan(wrap: Wrap) -> Iterator[Tensor]:
         made.backward()
         maker_steps.step()
         yield (error + other + made).detach()
-    yield from _weights(maker)
-    yield from _weights(critic)
+    yield from weights(maker)
+    yield from weights(critic)
 
 
 class Waves(nn.Module):
@@ -191,43 +189,22 @@ def waves(wrap: Wrap) -> Iterator[Tensor]:
     for _ in range(2):
         optimizer.step(closure)
     yield from losses
-    yield from _weights(model)
-
-
-def _weights(model: nn.Module) -> Iterator[Tensor]:
-    yield from graphaccel.full_state_dict(model).values()
+    yield from weights(model)
 
 
 SCRIPTS = {"mnist": mnist, "vae": vae, "words": words, "dcgan": dcgan, "waves": waves}
 
 
-def _furthest(name: str, pins: dict[str, Any]) -> float:
-    """Largest difference of what the script yields, plain and under `optimize`."""
-
-    def plain(model: nn.Module, *rest: Any) -> Any:
-        return (model, *rest) if rest else model
-
-    def ours(model: nn.Module, *rest: Any) -> Any:
-        return graphaccel.optimize(model, *rest, **pins)
-
-    results = []
-    for wrap in (plain, ours):
-        torch.manual_seed(0)
-        results.append([value.clone() for value in SCRIPTS[name](wrap)])
-    pairs = zip(*results, strict=True)
-    return max((a.double() - b.double()).abs().max().item() for a, b in pairs)
-
-
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_one_process(name: str) -> None:
-    assert _furthest(name, {"devices": 1}) < 1e-12
+    assert furthest(SCRIPTS[name], {"devices": 1}) < 1e-12
 
 
 @pytest.mark.parametrize("name", ["mnist", "dcgan", "waves"])
 def test_two_processes(pool: Pool, name: str) -> None:
-    assert max(pool.run(2, _furthest, name, {"data": 2})) < 1e-12
+    assert max(pool.run(2, furthest, SCRIPTS[name], {"data": 2})) < 1e-12
 
 
 def test_outputs_that_merge_time_and_batch_for_a_loss_outside_are_refused(pool: Pool) -> None:
     with pytest.raises(WorkerError, match=r"error\[GA207\]: the batch can not be split"):
-        pool.run(2, _furthest, "words", {"data": 2})
+        pool.run(2, furthest, words, {"data": 2})

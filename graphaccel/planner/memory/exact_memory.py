@@ -289,7 +289,11 @@ class _Run:
             place = self.program.output_places[leaf]
             if self.program.data > 1 and (isinstance(place, int) or place == PARTIAL):
                 size = sum(storage.size for storage in local)
-                self.count.take(Storage(size * self._parts(place), "activation"))
+                whole = Storage(size * self._parts(place), "activation")
+                self.count.take(whole)
+                if isinstance(place, int) and place != 0:  # copied to the model's order of dims
+                    self.count.take(Storage(whole.size, "activation"))
+                    self.count.drop(whole)
                 for storage in local:
                     self.count.drop(storage)
 
