@@ -22,9 +22,10 @@ from graphaccel.errors import CaptureDiffers, GraphAccelError, StateFrozen
 from graphaccel.ir.values import tensors_of
 from graphaccel.progress import progress
 from graphaccel.proof.comparison import Pair, Setting, draws
+from graphaccel.proof.evidence import Proof, judge
 from graphaccel.proof.graph_step import GraphFailed
 from graphaccel.proof.locate import Difference, difference_at, locate
-from graphaccel.proof.results import Deviation, shown
+from graphaccel.proof.results import Deviation
 
 log = logging.getLogger("graphaccel.proof")
 
@@ -33,16 +34,6 @@ ROWS = 2
 _ROUGH = 1e-3
 """Bound in float32 where float64 is not available (a user's kernel without it)."""
 _SHOWN = 8
-
-
-@dataclass(frozen=True)
-class Proof:
-    """proved: whether it was compared and is equal. text: for the progress line. error: the largest
-    difference."""
-
-    proved: bool
-    text: str
-    error: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -107,13 +98,15 @@ def prove_together(pair: Pair, ranks: int) -> Proof:
 
 
 def examine(pair: Pair) -> Proof | Differs:
-    """Compare on a few rows, and on all rows where a few cannot be compared or differ.
+    """Compare on a few rows, and on all rows where a few differ, or cannot prove anything.
 
     Raises what the user's model raises in eager code.
     """
     if any(p.is_meta for p in pair.subject.model.parameters()):
         return Proof(False, "the model has no weights yet to compare with eager")
-    worst: Differs | None = None
+    if pair.sizes.get(BATCH) == 0:
+        return Proof(False, "the batch has no rows", again=True)
+    worst: Differs | Proof | None = None
     for rows in _rows(pair):
         if not affordable(pair, Setting(rows)):
             return worst or Proof(False, "not enough memory for eager and the graph on a few rows")
@@ -131,10 +124,15 @@ def examine(pair: Pair) -> Proof | Differs:
             log.info("%d rows can not be compared: %s", rows, error)
         else:
             if isinstance(made, Proof):
-                return made
-            setting, wrong = made
-            worst = Differs(setting, tuple(map(str, wrong)), None)
+                if made.proved or not made.again:
+                    return made
+                worst = worst or made
+            else:
+                setting, wrong = made
+                worst = Differs(setting, tuple(map(str, wrong)), None)
     assert worst is not None
+    if isinstance(worst, Proof):
+        return worst
     return replace(worst, begins=locate(pair, worst.setting))
 
 
@@ -159,10 +157,17 @@ def _verdict(pair: Pair, setting: Setting) -> Proof | tuple[Setting, tuple[Devia
     Raises what eager code or the graph raises.
     """
     rough: tuple[Deviation, ...] | None = None
+    note = ""
     if not _narrow(pair):
         rough = pair.compare(setting)
+        overflow = any(one.overflow and one.kind in ("loss", "gradient") for one in rough)
+        if overflow:
+            return _unsteady(pair, setting) or (setting, _wrong(rough))
         if not _wrong(rough):
-            return _proved(pair, setting, rough)
+            made = _judged(pair, rough)
+            if not any(one.void == "not finite" for one in rough):
+                return made
+            note = f", in float64: otherwise {made.text}"
     wide = replace(setting, wide=True)
     try:
         found = pair.compare(wide) if affordable(pair, wide) else None
@@ -172,12 +177,12 @@ def _verdict(pair: Pair, setting: Setting) -> Proof | tuple[Setting, tuple[Devia
     if found is None:
         return _without_float64(pair, setting, rough)
     if not _wrong(found):
-        return _proved(pair, wide, found)
+        return _judged(pair, found, note)
     if draws(pair.step):
         matched = replace(wide, by_shape=True)
         again = pair.compare(matched)
         if not _wrong(again):
-            return _proved(pair, matched, again)
+            return _judged(pair, again, ", draws matched by shape" + note)
         wide, found = matched, again
     return _unsteady(pair, wide) or (wide, _wrong(found))
 
@@ -188,7 +193,7 @@ def _without_float64(
     if rough is None:
         return Proof(False, "its precision is low, and float64 can not be had")
     if all(one.error <= _ROUGH for one in rough):
-        return _proved(pair, setting, rough)
+        return _judged(pair, rough)
     return _unsteady(pair, setting) or (setting, _wrong(rough))
 
 
@@ -211,15 +216,9 @@ def _unsteady(pair: Pair, setting: Setting) -> Proof | None:
     return Proof(False, f"eager differs from itself from run to run: {wrong[0]}")
 
 
-def _proved(pair: Pair, setting: Setting, found: tuple[Deviation, ...]) -> Proof:
-    gradients = sum(one.what.startswith("gradient") for one in found)
-    error = max((one.error for one in found), default=0.0)
-    what = "the loss" if pair.step.has_loss else "outputs"
-    count = f"{gradients} gradient{'s' * (gradients != 1)}"
-    text = f"{what.removeprefix('the ')} and {count} equal eager's ({shown(error)})"
-    if setting.by_shape:
-        text += ", draws matched by shape"
-    return Proof(True, text, error)
+def _judged(pair: Pair, found: tuple[Deviation, ...], note: str = "") -> Proof:
+    trained = pair.step.training and bool(pair.step.trainable)
+    return judge(found, trained=trained, note=note)
 
 
 def _wrong(found: tuple[Deviation, ...]) -> tuple[Deviation, ...]:

@@ -22,6 +22,11 @@ from graphaccel.runtime.mesh import Mesh
 from graphaccel.runtime.parameters.remote import RemoteTensor
 from graphaccel.runtime.parameters.sharded import local_of
 
+MORE = 3
+"""Further steps that are compared after one whose values prove nothing."""
+_SHARDS = "since the first step weights are shards, or on the host"
+_OVERFLOW = "its gradients overflowed in fp16"
+
 
 @dataclass(frozen=True)
 class Now:
@@ -62,16 +67,24 @@ class Gate:
         self.proving, self.closed = False, on
         self._on, self._ranks = on, ranks
         self._proved: set[int] = set()
+        self._undecided: dict[int, int] = {}  # id of a step → how many more batches are compared
+        self._compared = False  # the batch of the next step, as far as is known
+        self._left, self._reason = MORE, "weights are shards, and were written after optimize()"
         self._reference: _Reference | None = None
 
     def prove(self, pair: Pair) -> None:
-        """Compare the captured graph with eager code. Raises CaptureDiffers (GA108)."""
+        """Compare the captured graph with eager code; with the next batch too, where the values of
+        this one prove nothing. Raises CaptureDiffers (GA108)."""
         self.proving = True
         try:
-            prove_together(pair, self._ranks)
+            made = prove_together(pair, self._ranks)
         finally:
             self.proving = False
         self._proved.add(id(pair.step))
+        self._compared = True
+        left = self._undecided.pop(id(pair.step), MORE + 1) - 1
+        if made.again and left:
+            self._undecided[id(pair.step)] = left
 
     def later(self, step: StepGraph, pair: Callable[[], Pair], *, whole: bool) -> None:
         """Check a step for a later batch; one from a capture of its own is compared like the first,
@@ -85,8 +98,7 @@ class Gate:
             self.prove(pair())
             self.closed, self._reference = True, None
         else:
-            reason = "since the first step weights are shards, or on the host"
-            progress("not proved", f"a new capture: {reason}", 0.0)
+            progress("not proved", f"a new capture: {_SHARDS}", 0.0)
             self._proved.add(id(step))
 
     def expect(
@@ -111,13 +123,18 @@ class Gate:
     def before(self, now: Now, model: nn.Module, trial: Callable[[bool], Any]) -> None:
         """Before a training step: determine what it must give, or compare a trial step.
 
-        trial: of the step of this batch. Raises PlanDiffers (GA109) where a trial step differs.
+        trial: of the step of this batch. Raises PlanDiffers (GA109) where a trial step differs, and
+        CaptureDiffers (GA108) where an earlier batch proved nothing of the captured graph and this
+        one contradicts it.
         """
+        if self._undecided and not self._compared:
+            self._decide(now)
+        self._compared = False
         if not self.closed:
             return
         known = self._reference
         if known is None or (known.example and self._changed(known, model)):
-            made: Expected | str = "weights are shards, and were written after optimize()"
+            made: Expected | str = self._reason
             if now.whole:
                 made = self.expect(now.pair(), now.plan, now.program, example=False)
             elif known is not None and isinstance(known.made, str):
@@ -129,27 +146,50 @@ class Gate:
         elif made.tried or not _equal(known.batch, now.batch):
             parts = known.trial(made.constant)
             if parts is None:
-                self._give_up("its gradients overflowed in fp16")
+                self._inconclusive(_OVERFLOW)
             else:
-                made.check(parts, now.mesh)
-                self._open()
+                self._conclude(made, parts, now.mesh)
+
+    def _decide(self, now: Now) -> None:
+        """Compare a captured graph of which an earlier batch proved nothing."""
+        if not now.whole:
+            self._undecided.clear()
+            progress("not proved", f"the captured graph: {_SHARDS}", 0.0)
+            return
+        pair = now.pair()
+        if id(pair.step) in self._undecided:
+            self.prove(pair)
 
     def spoilt(self, overflow: Tensor | None) -> None:
-        """Skip the comparison of a first fp16 step whose gradients overflowed."""
-        if self.closed and overflow is not None and bool(overflow):
-            self._give_up("its gradients overflowed in fp16")
+        """Skip the comparison of an fp16 step whose gradients overflowed."""
+        if self._reference is not None and overflow is not None and bool(overflow):
+            self._inconclusive(_OVERFLOW)
 
     def check(self, given: Callable[[], Given], mesh: Mesh) -> None:
         """Compare the results of the first step with what they must be; afterwards nothing is
-        compared.
+        compared, unless its values prove nothing.
 
         Raises PlanDiffers (GA109), in every step until one is correct.
         """
-        if self.closed:
-            assert self._reference is not None
+        if self._reference is not None:
             assert isinstance(self._reference.made, Expected)
-            self._reference.made.check(parts_of(given()), mesh)
+            self._conclude(self._reference.made, parts_of(given()), mesh)
+
+    def _conclude(self, made: Expected, parts: Mapping[str, Part], mesh: Mesh) -> None:
+        reason = made.check(parts, mesh)
+        if reason:
+            self._inconclusive(reason)
+        else:
             self._open()
+
+    def _inconclusive(self, reason: str) -> None:
+        """Compare the next step instead, MORE times at most."""
+        self._left -= 1
+        if self._left < 0:
+            self._give_up(reason)
+            return
+        progress("not proved", f"the plan's step: {reason}; the next one is compared", 0.0)
+        self._reference, self._reason = None, f"{reason}, and {_SHARDS}"
 
     def _changed(self, known: _Reference, model: nn.Module) -> bool:
         """Whether on some rank the reference is not for the model's current weights."""

@@ -79,9 +79,9 @@ class Expected:
     constant: bool = False
     tried: bool = False
 
-    def check(self, mine: Mapping[str, Part], mesh: Mesh) -> None:
+    def check(self, mine: Mapping[str, Part], mesh: Mesh) -> str:
         """Compare with the results of a step, as returned by `parts_of`; a collective over all
-        ranks.
+        ranks. Returns why equal values prove nothing; "" where they prove the step.
 
         Raises PlanDiffers (GA109) on every rank.
         """
@@ -95,18 +95,46 @@ class Expected:
             if len(wrong) > _SHOWN:
                 some.append(f"and {len(wrong) - _SHOWN} more")
             raise PlanDiffers(plan=self.plan, values=tuple(some))
-        count = sum(name.startswith("gradient") for name in self.values)
+        nothing = self._nothing()
+        if nothing:
+            return nothing
+        gradients = self._gradient_norms()
+        count = sum(norm > self._floor for norm in gradients)
         what = "loss" if "loss" in self.values else "outputs"
         what += f" and {count} gradients" * bool(count)
         text = f"{what} of the plan's step equal one device's ({shown(error)})"
+        if count < len(gradients):
+            text += f", {len(gradients) - count} too small to tell from rounding"
         text += ", random draws held constant" * self.constant
         progress("proved", text, 0.0)
+        return ""
+
+    def _gradient_norms(self) -> list[float]:
+        sums = self.values.items()
+        return [math.sqrt(s) for name, (s, _) in sums if name.startswith("gradient")]
+
+    @property
+    def _floor(self) -> float:
+        """A norm below which a gradient is rounding."""
+        norms = [n for n in self._gradient_norms() if math.isfinite(n)]
+        return _BOUNDS[self.dtype][1] * max(norms, default=0.0)
+
+    def _nothing(self) -> str:
+        """Why a step with these values need not be right; empty where it must be."""
+        for name, (square, _) in self.values.items():
+            own = name == "loss" or name.startswith("gradient")
+            if own and not math.isfinite(square):
+                return f"one device's own {name} is NaN or infinite"
+        norms = self._gradient_norms()
+        if norms and not any(norms):
+            return f"all {len(norms)} gradients are zero"
+        finite = any(math.isfinite(square) for square, _ in self.values.values())
+        return "" if finite else "there is no finite number to compare"
 
     def _compared(self, everyone: list[Mapping[str, Part]]) -> tuple[list[str], float]:
         """(a sentence for each value that differs, the largest relative error)."""
-        bound, small = _BOUNDS[self.dtype]
-        norms = [s for name, (s, _) in self.values.items() if name.startswith("gradient")]
-        floor = small * math.sqrt(max((n for n in norms if math.isfinite(n)), default=0.0))
+        bound, _ = _BOUNDS[self.dtype]
+        floor = self._floor
         found = {name: None for one in everyone for name in one}
         wrong, largest = [], 0.0
         for name in dict.fromkeys((*self.values, *found)):

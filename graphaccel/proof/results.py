@@ -41,21 +41,24 @@ class Results:
     buffers: Mapping[str, Tensor]
     strangers: tuple[tuple[int, ...], ...] = field(default=())
 
-    @property
-    def finite(self) -> bool:
-        """Whether the loss is a number."""
-        return self.loss is None or math.isfinite(float(self.loss))
-
 
 @dataclass(frozen=True)
 class Deviation:
     """How far one value of a graph is from eager's. error: ‖graph - eager‖ / ‖eager‖; inf where one
-    has no such value or another shape. missing: which one has none ("graph" or "eager")."""
+    has no such value or another shape. missing: which one has none ("graph" or "eager").
+
+    kind: "loss", "output", "gradient" or "buffer". void: why the comparison says nothing even if
+    the values are equal: "not finite", "zero" (or below the rounding of the largest gradient) or
+    "empty". overflow: the graph has infinities or NaNs where eager code has numbers.
+    """
 
     what: str
     error: float
     bound: float
     missing: str = ""
+    kind: str = ""
+    void: str = ""
+    overflow: bool = False
 
     @property
     def wrong(self) -> bool:
@@ -75,23 +78,38 @@ def shown(error: float) -> str:
 def deviations(graph: Results, eager: Results, dtype: torch.dtype) -> tuple[Deviation, ...]:
     """Deviations of loss, outputs, gradients and buffers. dtype: of the computation."""
     bound = OWN_BOUND[dtype]
-    norms = [_norm(g) for g in (*eager.gradients.values(), *eager.inputs.values())]
-    floor = _FLOOR[dtype] * max((n for n in norms if math.isfinite(n)), default=0.0)
+    norms = {id(g): _norm(g) for g in (*eager.gradients.values(), *eager.inputs.values())}
+    floor = _FLOOR[dtype] * max((n for n in norms.values() if math.isfinite(n)), default=0.0)
     found = list(_missing_parameters(eager))
     pairs = (
-        *_pairs("loss", _only(graph.loss), _only(eager.loss), 0.0),
-        *_pairs("output", graph.outputs, eager.outputs, 0.0),
-        *_pairs("gradient of", graph.gradients, eager.gradients, floor),
-        *_pairs("gradient of input", graph.inputs, eager.inputs, floor),
-        *_pairs("new value of", graph.buffers, eager.buffers, 0.0),
+        *_pairs("loss", "loss", _only(graph.loss), _only(eager.loss)),
+        *_pairs("output", "output", graph.outputs, eager.outputs),
+        *_pairs("gradient", "gradient of", graph.gradients, eager.gradients),
+        *_pairs("gradient", "gradient of input", graph.inputs, eager.inputs),
+        *_pairs("buffer", "new value of", graph.buffers, eager.buffers),
     )
-    for what, ours, theirs, least in pairs:
+    for kind, what, ours, theirs in pairs:
         if ours is None or theirs is None or ours.shape != theirs.shape:
             missing = "graph" if ours is None else "eager" if theirs is None else ""
-            found.append(Deviation(what, math.inf, bound, missing))
-        else:
-            found.append(Deviation(what, _relative(ours, theirs, least / bound), bound))
+            found.append(Deviation(what, math.inf, bound, missing, kind))
+            continue
+        size = norms.get(id(theirs))
+        least = 0.0 if size is None else floor
+        error, overflow = _relative(ours, theirs, size, least / bound)
+        void = _void(theirs, kind, size, least)
+        found.append(Deviation(what, error, bound, "", kind, void, overflow))
     return tuple(found)
+
+
+def _void(eager: Tensor, kind: str, size: float | None, floor: float) -> str:
+    """Why a graph with these values need not be right. size: norm of a gradient; floor: below it a
+    gradient is rounding."""
+    if not eager.numel():
+        return "empty"
+    if size is not None:
+        return "not finite" if not math.isfinite(size) else "zero" if size <= floor else ""
+    finite = torch.isfinite(eager)
+    return "" if bool(finite.all() if kind == "loss" else finite.any()) else "not finite"
 
 
 def _missing_parameters(eager: Results) -> Iterator[Deviation]:
@@ -105,30 +123,35 @@ def _only(value: Tensor | None) -> dict[str, Tensor]:
 
 
 def _pairs(
-    what: str, graph: Mapping, eager: Mapping, floor: float
-) -> Iterator[tuple[str, Tensor | None, Tensor | None, float]]:
+    kind: str, what: str, graph: Mapping, eager: Mapping
+) -> Iterator[tuple[str, str, Tensor | None, Tensor | None]]:
     for key in dict.fromkeys((*eager, *graph)):
         name = f"`{key}`" if isinstance(key, str) and key else key
-        yield f"{what} {name}".strip(), graph.get(key), eager.get(key), floor
+        yield kind, f"{what} {name}".strip(), graph.get(key), eager.get(key)
 
 
 def _norm(value: Tensor) -> float:
     return float(torch.linalg.vector_norm(value, dtype=torch.float64))
 
 
-def _relative(ours: Tensor, theirs: Tensor, least: float) -> float:
-    """‖ours - theirs‖ over the norm of theirs, or over `least` if that is more. Infinities and NaNs
-    at the same positions in both are equal."""
+def _relative(ours: Tensor, theirs: Tensor, size: float | None, least: float) -> tuple[float, bool]:
+    """‖ours - theirs‖ over the norm of theirs, or over `least` if that is more; and whether ours
+    has infinities or NaNs where theirs has numbers. At the same positions in both they are equal.
+
+    size: the norm of theirs, where known.
+    """
     if not ours.numel() or torch.equal(ours, theirs):
-        return 0.0
+        return 0.0, False
     if not ours.is_floating_point():
-        return math.inf
+        return math.inf, False
     difference, whole = ours - theirs, theirs
-    odd = ~torch.isfinite(difference)
-    if bool(odd.any()):
+    error = _norm(difference)
+    if not math.isfinite(error):
+        odd = ~torch.isfinite(difference)
         same = (ours == theirs) | (ours.isnan() & theirs.isnan())
         if not bool(same[odd].all()):
-            return math.inf
-        difference, whole = difference[~odd], whole[~odd]
-    error, size = _norm(difference), max(_norm(whole), least)
-    return error / size if size else (0.0 if error == 0.0 else math.inf)
+            return math.inf, bool(torch.isfinite(theirs[~torch.isfinite(ours)]).any())
+        difference, whole, size = difference[~odd], whole[~odd], None
+        error = _norm(difference)
+    size = max(_norm(whole) if size is None else size, least)
+    return (error / size if size else (0.0 if error == 0.0 else math.inf)), False

@@ -1,0 +1,57 @@
+"""Judges what equal values prove: NaNs and zeros are equal in a wrong graph too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from graphaccel.proof.results import Deviation, shown
+
+
+@dataclass(frozen=True)
+class Proof:
+    """proved: whether it was compared and is equal. text: for the progress line. error: the largest
+    difference. again: not proved because of the values of this batch: another one may do."""
+
+    proved: bool
+    text: str
+    error: float = 0.0
+    again: bool = False
+
+
+def judge(found: Sequence[Deviation], *, trained: bool, note: str = "") -> Proof:
+    """What equal values prove of a graph. found: none of them wrong. trained: whether some
+    parameter has to get a gradient. note: appended to the text of a proof."""
+    reason = _nothing(found, trained=trained)
+    if reason:
+        return Proof(False, reason, again=bool(found))
+    gradients = [one for one in found if one.kind == "gradient"]
+    zero = sum(bool(one.void) for one in gradients)
+    count = len(gradients) - zero
+    what = "loss" if any(one.kind == "loss" for one in found) else "outputs"
+    error = max((one.error for one in found), default=0.0)
+    text = f"{what} and {count} gradient{'s' * (count != 1)} equal eager's ({shown(error)})"
+    if zero:
+        text += f", {zero} {'are' if zero > 1 else 'is'} zero on these rows"
+    return Proof(True, text + note, error)
+
+
+def _nothing(found: Sequence[Deviation], *, trained: bool) -> str:
+    """Why equal values prove nothing; empty where they do."""
+    if all(one.void == "empty" for one in found):
+        return "there is no number to compare: neither a loss nor an output nor a gradient has one"
+    gradients = [one for one in found if one.kind == "gradient"]
+    odd = [one for one in gradients if one.void == "not finite"]
+    for one in found:
+        if one.kind in ("loss", "output") and one.void == "not finite":
+            return f"eager's own {one.what} is NaN or infinite on this batch"
+    if odd:
+        return (
+            f"{len(odd)} of eager's own {len(gradients)} gradients are NaN or infinite on this "
+            f"batch, first the {odd[0].what}"
+        )
+    if trained and not gradients:
+        return "no parameter gets a gradient on this batch"
+    if gradients and all(one.void for one in gradients):
+        return f"all {len(gradients)} gradients of eager's are zero on this batch"
+    return ""
