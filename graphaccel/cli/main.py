@@ -72,12 +72,13 @@ def build_parser() -> argparse.ArgumentParser:
     doctor.set_defaults(run_command=_doctor)
     explain = commands.add_parser(
         "explain",
-        help="the long form of an error code; which fusions fit a model; or why a plan's ops run "
-        "where they run",
+        help="the long form of an error code; which fusions fit a model; why a plan's ops run "
+        "where they run; or the passes in their order",
     )
     explain.add_argument(
-        "subject", metavar="CODE|FILE:FUNCTION|PLAN.json", type=_code_or_target, help="e.g. GA201"
-    )
+        "subject", metavar="CODE|FILE:FUNCTION|PLAN.json|passes", type=_code_or_target,
+        help="e.g. GA201",
+    )  # fmt: skip
     explain.add_argument("--rules", action="store_true", help="the sharding rule of every op")
     explain.add_argument("--strict", action="store_true", help="with --rules: GA301 if one lacks")
     explain.set_defaults(run_command=_explain)
@@ -264,7 +265,7 @@ def _code_or_target(text: str) -> str | tuple[Path, str | None]:
 
 
 def _code(text: str) -> str:
-    if text.endswith(".json") and Path(text).is_file():
+    if (text.endswith(".json") and Path(text).is_file()) or text == "passes":
         return text
     if text.upper() not in error_classes():
         known = ", ".join(error_classes())
@@ -339,6 +340,10 @@ def _explain(arguments: argparse.Namespace) -> int:
         from graphaccel.cli import fusion as fusion_command
 
         return fusion_command.explain(*arguments.subject)
+    if arguments.subject == "passes":
+        from graphaccel.cli.passes import passes_command
+
+        return passes_command()
     if arguments.subject.endswith(".json"):
         from graphaccel.report.ort import ort_report
 

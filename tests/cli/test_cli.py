@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 import time
@@ -13,7 +14,8 @@ import pytest
 
 from graphaccel import errors
 from graphaccel.cli import main as cli
-from graphaccel.planner.plan.pins import OFFLOADS
+from graphaccel.passes.pipeline import PIPELINE
+from graphaccel.planner.plan.pins import NAMES, OFFLOADS
 
 ROOT = Path(__file__).parents[2]
 
@@ -125,7 +127,8 @@ def test_plan_arguments(model_file: Path) -> None:
     line = f"{text} {pins} {choices} {shown}"
     arguments = vars(cli.build_parser().parse_args(line.split()))
     del arguments["run_command"], arguments["usage_error"]
-    assert arguments == {
+    pinned = {k: v for k, v in arguments.items() if k not in NAMES or v is not None}
+    assert pinned == {
         "target": (model_file, "job"),
         "devices": 8,
         "device": "h100-80gb",
@@ -177,7 +180,6 @@ def test_plan_arguments(model_file: Path) -> None:
         "export": None,
         "measure": 3,
         "cluster": None,
-        "ort": None,
         "save_cluster": Path("c.json"),
     }
 
@@ -325,6 +327,18 @@ def test_explain_prints_the_page(code: str, capsys: pytest.CaptureFixture[str]) 
     assert cli.main(["explain", code.lower()]) == 0
     page = (ROOT / "docs" / "errors" / f"{code}.md").read_text(encoding="utf-8")
     assert capsys.readouterr().out == page
+
+
+def test_explain_prints_the_passes_that_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain", "passes"]) == 0
+    printed = capsys.readouterr().out
+    named = re.findall(r"^ ?(\d+)  (\w+) +(\w+)(?: +(exact))?$", printed, flags=re.MULTILINE)
+    expected = [
+        (str(number), each.name, each.level, "exact" if each.exact else "")
+        for number, each in enumerate(PIPELINE, 1)
+    ]
+    assert named == expected
+    assert all(each.why in " ".join(printed.split()) for each in PIPELINE)
 
 
 def test_explain_unknown_code(capsys: pytest.CaptureFixture[str]) -> None:

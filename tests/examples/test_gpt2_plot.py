@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
+ROOT = Path(__file__).parents[2]
 SPACE = "{http://www.w3.org/2000/svg}"
 
 
@@ -63,3 +66,11 @@ def test_curves_of_different_length_are_not_compared(plot, other: list[float]) -
 def test_nothing_finite_is_an_error(plot) -> None:
     with pytest.raises(ValueError, match="no finite value to plot"):
         plot.side_by_side({"lost": [math.nan, math.inf]})
+
+
+def test_the_picture_in_the_readme_is_that_of_its_numbers(gpt2) -> None:
+    plot, demo = gpt2("plot"), gpt2("demo")
+    curves = json.loads((ROOT / "docs" / "curve.json").read_text(encoding="utf-8"))
+    many, one = curves.values()
+    assert plot.largest_difference(many, one)[1] < demo.TOLERANCE
+    assert plot.svg(curves, demo.TITLE) == (ROOT / "docs" / "curve.svg").read_text("utf-8")

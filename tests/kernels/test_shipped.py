@@ -45,6 +45,12 @@ def test_sharding_rules(name: str) -> None:
     assert not faults, faults
 
 
+@pytest.mark.parametrize("name", SHIPPED)
+def test_the_document_says_what_it_replaces(name: str) -> None:
+    table = (ROOT / "docs" / "fusions.md").read_text(encoding="utf-8").split("\n## ")[1]
+    assert len(re.findall(rf"^\|[^|]*`{name}`[^|]*\|", table, flags=re.MULTILINE)) == 1
+
+
 def test_an_author_starts_from_nothing(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
 
